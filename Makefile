@@ -1,0 +1,88 @@
+# make install   .venv with torch and the tools, zero_ext built and installed into it (editable)
+# make train     trains a byte-level GPT on two ranks        STAGE=1|2  ARGS="--size small ..."
+# make test      all quick tests: one rank, then 2, 3 and 4  make test-all: the slow ones too
+# make bench  lint  format  dist-check  clean
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH ?= torch==2.13.0
+STAGE ?= 2
+ARGS ?=
+RANKS ?= 2 3 4
+
+VENV := .venv
+PY := $(VENV)/bin/python
+TORCHRUN := $(PY) -m torch.distributed.run --standalone
+# Two compilers at once: bindings.cpp alone takes 1.5 GB. torch's build uses ccache where it is on PATH.
+export MAX_JOBS ?= 2
+# One thread per rank: ranks share the processors.
+train test test-all bench: export OMP_NUM_THREADS := 1
+
+NATIVE := $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*.h csrc/kernels/*.cpp csrc/kernels/*.cu)
+ONE_RANK_BENCHES := $(wildcard benchmarks/bench_kernels.py benchmarks/bench_hooks.py)
+BENCHES := $(filter-out $(ONE_RANK_BENCHES),$(wildcard benchmarks/bench_*.py))
+
+.PHONY: install train test test-all bench lint format dist-check clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.torch: Makefile
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet "setuptools>=77" ninja "$(TORCH)"
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.torch setup.py pyproject.toml $(NATIVE)
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m pip install --quiet --no-build-isolation -e ".[dev]"
+	touch $@
+
+train: install
+	$(TORCHRUN) --nproc-per-node 2 examples/train_lm.py --stage $(STAGE) $(ARGS)
+
+test: install
+	$(PY) -m pytest tests -m "not dist and not slow"
+	$(call test_ranks,dist and not slow)
+
+test-all: install
+	$(PY) -m pytest tests -m "not dist"
+	$(call test_ranks,dist)
+
+# Rank 0 writes to the terminal, the others to build/test-logs, shown when something failed.
+define test_ranks
+	@for ranks in $(RANKS); do \
+	  echo "== $$ranks ranks"; \
+	  logs=build/test-logs/$$ranks; rm -rf $$logs; mkdir -p $$logs; \
+	  $(TORCHRUN) --nproc-per-node $$ranks --log-dir $$logs --redirects 1:3,2:3,3:3 \
+	    -m pytest tests -p no:cacheprovider -m "$(1)" || { \
+	      find $$logs -name '*.log' -size +0 -exec tail -v -n 80 {} +; exit 1; }; \
+	done
+endef
+
+bench: install
+	set -e; for bench in $(ONE_RANK_BENCHES); do echo "== $$bench"; $(PY) $$bench; done
+	set -e; for bench in $(BENCHES); do echo "== $$bench"; $(TORCHRUN) --nproc-per-node 2 $$bench; done
+
+lint: install
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $(NATIVE)
+
+format: install
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $(NATIVE)
+
+# The sdist must hold all that a wheel needs, and the wheel all that an import needs. The directories
+# are always the same, so that ccache recognises the sources.
+DIST := build/dist
+dist-check: install
+	rm -rf $(DIST)
+	mkdir -p $(DIST)/source $(DIST)/installed
+	$(PY) -m build --sdist --no-isolation --outdir $(DIST) . > $(DIST)/sdist.log 2>&1 || { cat $(DIST)/sdist.log; exit 1; }
+	tar -xzf $(DIST)/*.tar.gz -C $(DIST)/source --strip-components 1
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir $(DIST) ./$(DIST)/source
+	$(PY) -m pip install --quiet --no-deps --target $(DIST)/installed $(DIST)/*.whl
+	cd $(DIST)/installed && "$(CURDIR)/$(PY)" -m zero_ext.info | tee ../info.txt
+	grep -q "$(CURDIR)/$(DIST)/installed/zero_ext/_C" $(DIST)/info.txt
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis zero_ext/*.so zero_ext/_build_info.py $(VENV)/.installed
+	find zero_ext tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +

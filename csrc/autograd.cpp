@@ -1,0 +1,185 @@
+#include "autograd.h"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <typeinfo>
+#include <utility>
+
+namespace zero_ext {
+namespace {
+
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+class BeforeGradient : public torch::autograd::FunctionPreHook {
+ public:
+  BeforeGradient(std::weak_ptr<BackwardListener> listener, int64_t i)
+      : listener_(std::move(listener)), i_(i) {}
+  variable_list operator()(const variable_list& grads) override {
+    if (auto listener = listener_.lock()) listener->before_gradient(i_);
+    return grads;
+  }
+
+ private:
+  std::weak_ptr<BackwardListener> listener_;
+  int64_t i_;
+};
+
+class AfterGradient : public torch::autograd::FunctionPostHook {
+ public:
+  AfterGradient(std::weak_ptr<BackwardListener> listener, int64_t i)
+      : listener_(std::move(listener)), i_(i) {}
+  variable_list operator()(const variable_list& outputs, const variable_list& /*inputs*/) override {
+    if (auto listener = listener_.lock()) listener->after_gradient(i_);
+    return outputs;
+  }
+
+ private:
+  std::weak_ptr<BackwardListener> listener_;
+  int64_t i_;
+};
+
+// Runs once, when autograd enters the node.
+class OnEntry : public torch::autograd::FunctionPreHook {
+ public:
+  explicit OnEntry(std::function<void()> action) : action_(std::move(action)) {}
+  variable_list operator()(const variable_list& grads) override {
+    if (auto action = std::exchange(action_, nullptr)) action();
+    return grads;
+  }
+
+ private:
+  std::function<void()> action_;
+};
+
+}  // namespace
+
+NodePtr hook_parameter(const at::Tensor& parameter, int64_t i,
+                       const std::weak_ptr<BackwardListener>& listener) {
+  // A frozen parameter has no node. Made while it is thawed for a moment, the node serves when it
+  // is thawed for good.
+  const bool requires_grad = parameter.requires_grad();
+  if (!requires_grad) parameter.set_requires_grad(true);
+  NodePtr node = torch::autograd::impl::grad_accumulator(parameter);
+  if (!requires_grad) parameter.set_requires_grad(false);
+  node->add_pre_hook(std::make_unique<BeforeGradient>(listener, i));
+  node->add_post_hook(std::make_unique<AfterGradient>(listener, i));
+  return node;
+}
+
+bool will_run(const NodePtr& node) {
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  if (nodes == nullptr || nodes->find(node.get()) == nodes->end()) return false;
+  const auto* selected = torch::autograd::get_current_graph_task_exec_info();
+  if (selected == nullptr || selected->empty()) return true;
+  const auto found = selected->find(node.get());
+  return found != selected->end() && found->second.should_execute();
+}
+
+bool reduced_by_ddp(const at::Tensor& parameter) {
+  const NodePtr node = torch::autograd::impl::try_get_grad_accumulator(parameter);
+  if (node == nullptr) return false;
+  const auto& hooks = node->post_hooks();
+  return std::any_of(hooks.begin(), hooks.end(), [](const auto& hook) {
+    return std::strstr(typeid(*hook).name(), "LambdaPostHook") != nullptr;
+  });
+}
+
+// Lives in a graph task's final callbacks; destroyed with them.
+struct BackwardWatch::TaskEnd {
+  TaskEnd(std::weak_ptr<BackwardWatch> watch, int task) : watch(std::move(watch)), task(task) {}
+  ~TaskEnd() {
+    if (ran) return;
+    if (auto alive = watch.lock()) alive->task_died(task);
+  }
+  void run() {
+    ran = true;
+    if (auto alive = watch.lock()) alive->task_ended(task);
+  }
+
+  std::weak_ptr<BackwardWatch> watch;
+  int task;
+  bool ran = false;
+};
+
+void BackwardWatch::enter() {
+  const std::lock_guard lock(mutex_);
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task == last_task_) return;
+  last_task_ = task;
+  if (!tasks_.insert(task).second) return;
+  auto end = std::make_shared<TaskEnd>(weak_from_this(), task);
+  torch::autograd::Engine::get_default_engine().queue_callback([end] { end->run(); });
+}
+
+void BackwardWatch::task_ended(int task) {
+  const auto listener = listener_.lock();
+  {
+    const std::lock_guard lock(mutex_);
+    if (listener == nullptr || tasks_.erase(task) == 0) return;
+    last_task_ = -1;
+    if (torch::autograd::get_current_node() != nullptr) {
+      ever_nested_ = true;
+      if (tasks_.empty()) follow_outer_task();
+      return;
+    }
+    tasks_.clear();
+    completed_one_ = true;
+    harmless_functions_.merge(functions_in_this_backward_);
+    functions_in_this_backward_.clear();
+  }
+  listener->backward_ended();
+}
+
+void BackwardWatch::task_died(int task) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    tasks_.erase(task);
+    last_task_ = -1;
+    functions_in_this_backward_.clear();
+  }
+  if (auto listener = listener_.lock()) listener->backward_failed();
+}
+
+void BackwardWatch::follow_outer_task() {
+  for (const auto& edge : torch::autograd::get_current_node()->next_edges()) {
+    if (!edge.is_valid()) continue;
+    edge.function->add_pre_hook(std::make_unique<OnEntry>([watch = weak_from_this()] {
+      if (auto alive = watch.lock()) alive->enter();
+    }));
+    return;
+  }
+}
+
+bool BackwardWatch::may_hold_surprises(bool parameters_missing) {
+  const std::lock_guard lock(mutex_);
+  const bool unknown_function = has_unknown_python_function();
+  return ever_nested_ || unknown_function || (parameters_missing && !completed_one_);
+}
+
+void BackwardWatch::expect_inner_backwards() {
+  const std::lock_guard lock(mutex_);
+  ever_nested_ = true;
+}
+
+bool BackwardWatch::has_unknown_python_function() {
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  if (nodes == nullptr) return false;
+  bool unknown = false;
+  for (Node* node : *nodes) {
+    // By its mangled name, because this file links no Python.
+    if (std::strcmp(typeid(*node).name(), "N5torch8autograd6PyNodeE") != 0) continue;
+    std::string name = node->name();
+    if (harmless_functions_.count(name) > 0) continue;
+    functions_in_this_backward_.insert(std::move(name));
+    unknown = true;
+  }
+  return unknown;
+}
+
+}  // namespace zero_ext

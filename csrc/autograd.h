@@ -1,0 +1,88 @@
+// What autograd tells us: gradients as they arrive, the end of a backward, its failure. Knows
+// nothing of units.
+//
+// Owner:   Engine owns the watch; the hooks live on the parameters' AccumulateGrad nodes and hold
+// the listener weakly. Threads: hooks run on autograd's threads, without the GIL; the listener
+// locks.
+//
+// Note [Which backward is this?]
+// One `loss.backward()` may run several graph tasks: reentrant checkpointing calls backward inside
+// a node of the outer one. All of them belong to one backward, which ends when the outermost task
+// ends. A task's final callback runs inside the node that started the task, so get_current_node()
+// is null exactly for the outermost one. When none of our parameters was reached by an outer task,
+// its end is learned through a pre-hook on the node that follows the one that started us. A task
+// that throws never runs its callbacks, but it destroys them: that is how a failure is noticed.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace zero_ext {
+
+// std::shared_ptr<Node> or c10::intrusive_ptr<Node>, by the version of torch.
+using NodePtr =
+    decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+
+class BackwardListener {
+ public:
+  virtual ~BackwardListener() = default;
+  // Parameter i's AccumulateGrad is about to run, inside the graph task that is current.
+  virtual void before_gradient(int64_t i) = 0;
+  // It ran: the gradient is in the parameter's .grad, and the user's own hooks have seen it.
+  virtual void after_gradient(int64_t i) = 0;
+  // The outermost backward that reached one of our parameters ended, or threw.
+  virtual void backward_ended() = 0;
+  virtual void backward_failed() noexcept = 0;
+};
+
+// Attaches both hooks for parameter i; whether it requires a gradient now does not matter. Keep the
+// node alive: autograd holds it only weakly, and with it go the hooks.
+[[nodiscard]] NodePtr hook_parameter(const at::Tensor& parameter, int64_t i,
+                                     const std::weak_ptr<BackwardListener>& listener);
+
+// The graph task that is running now will execute `node`.
+bool will_run(const NodePtr& node);
+
+// DistributedDataParallel's reducer has its hook on the parameter.
+bool reduced_by_ddp(const at::Tensor& parameter);
+
+class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
+ public:
+  explicit BackwardWatch(std::weak_ptr<BackwardListener> listener)
+      : listener_(std::move(listener)) {}
+
+  // From every hook: makes sure that the end of the running graph task will be heard of.
+  void enter();
+
+  // At the beginning of a backward: gradients may arrive that the running task's graph does not
+  // show, because it may be inside another backward, or one of its nodes may start one.
+  bool may_hold_surprises(bool parameters_missing);
+  void expect_inner_backwards();
+
+ private:
+  struct TaskEnd;
+  void task_ended(int task);
+  void task_died(int task) noexcept;
+  bool has_unknown_python_function();
+  void follow_outer_task();
+
+  std::weak_ptr<BackwardListener> listener_;
+  std::mutex mutex_;     // protects all below; never held while the listener is called
+  std::set<int> tasks_;  // graph tasks whose end has not been heard of
+  int last_task_ = -1;
+  bool completed_one_ = false;
+  bool ever_nested_ = false;
+  std::set<std::string>
+      harmless_functions_;  // Python functions in graphs that ran no inner backward
+  std::set<std::string> functions_in_this_backward_;
+};
+
+}  // namespace zero_ext

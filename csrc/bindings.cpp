@@ -1,0 +1,128 @@
+// The Python face of the engine and of optimizer states. Everything runs without the GIL.
+#include <torch/extension.h>
+
+#include <memory>
+#include <utility>
+
+#include "engine.h"
+#include "optimizer.h"
+
+namespace py = pybind11;
+
+namespace zero_ext {
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+// A Python function that may be called, and dropped, on any thread.
+std::function<at::Tensor(const at::Tensor&)> from_any_thread(py::function function) {
+  std::shared_ptr<py::function> held(new py::function(std::move(function)), [](py::function* f) {
+    const py::gil_scoped_acquire gil;
+    delete f;
+  });
+  return [held](const at::Tensor& tensor) {
+    const py::gil_scoped_acquire gil;
+    return (*held)(tensor).cast<at::Tensor>();
+  };
+}
+
+void bind_engine(py::module_& m) {
+  py::enum_<Reduction>(m, "Reduction")
+      .value("exchange", Reduction::exchange)
+      .value("collective", Reduction::collective);
+  py::enum_<Engine::ZeroGrad>(m, "ZeroGrad")
+      .value("to_none", Engine::ZeroGrad::to_none)
+      .value("to_zero", Engine::ZeroGrad::to_zero);
+  py::class_<EngineOptions>(m, "EngineOptions")
+      .def(py::init<>())
+      .def_readwrite("stage", &EngineOptions::stage)
+      .def_readwrite("reduce_group", &EngineOptions::reduce_group)
+      .def_readwrite("gather_group", &EngineOptions::gather_group)
+      .def_readwrite("reduction", &EngineOptions::reduction)
+      .def_readwrite("reduce_dtype", &EngineOptions::reduce_dtype)
+      .def_readwrite("divide_factor", &EngineOptions::divide_factor)
+      .def_readwrite("accumulation_steps", &EngineOptions::accumulation_steps)
+      .def_readwrite("broadcast", &EngineOptions::broadcast);
+  py::class_<StepVerdict>(m, "StepVerdict")
+      .def_readonly("nonfinite", &StepVerdict::nonfinite)
+      .def_readonly("rank", &StepVerdict::rank)
+      .def_readonly("parameter", &StepVerdict::parameter)
+      .def_readonly("micro_batch", &StepVerdict::micro_batch);
+  py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
+      .def(py::init(&Engine::create), py::arg("options"))
+      .def("add_parameters", &Engine::add_parameters, NoGil())
+      .def("add_units", &Engine::add_units, NoGil())
+      .def_property_readonly("rank", &Engine::rank)
+      .def_property_readonly("world", &Engine::world)
+      .def_property_readonly("stage", [](const Engine& e) { return e.policy().stage; })
+      .def_property_readonly("unit_count", &Engine::unit_count)
+      .def("unit_of", &Engine::unit_of)
+      .def("bounds",
+           [](Engine& e, int64_t i) {
+             const Layout& layout = e.unit(e.unit_of(i)).layout();
+             return layout.bounds(e.slot_of(i));
+           })
+      .def("strides",
+           [](Engine& e, int64_t i) {
+             return e.unit(e.unit_of(i)).layout().slot(e.slot_of(i)).spec.strides;
+           })
+      .def("unit_name", [](Engine& e, int64_t u) { return e.unit(u).name(); })
+      .def("unit_parameters", &Engine::parameters_of)
+      .def("padded_numel", [](Engine& e, int64_t u) { return e.unit(u).layout().padded_numel(); })
+      .def("range_numel", [](Engine& e, int64_t u) { return e.unit(u).layout().range_numel(); })
+      .def("grad_slice", &Engine::grad_slice, NoGil())
+      .def("master_slice", &Engine::master_slice, NoGil())
+      .def("set_published", &Engine::set_published, NoGil())
+      .def("set_local_reader",
+           [](Engine& e, py::function f) { e.set_local_reader(from_any_thread(std::move(f))); })
+      .def("push_no_sync", &Engine::push_no_sync, NoGil())
+      .def("pop_no_sync", &Engine::pop_no_sync, NoGil())
+      .def("set_accumulation_steps", &Engine::set_accumulation_steps, NoGil())
+      .def("set_divide_factor", &Engine::set_divide_factor, NoGil())
+      .def("write_gradient", py::overload_cast<int64_t, const at::Tensor&>(&Engine::write_gradient),
+           NoGil())
+      .def("thawed", &Engine::thawed, NoGil())
+      .def("adopt_writes", &Engine::adopt_writes, NoGil())
+      .def("sum_of_squares", &Engine::sum_of_squares, NoGil())
+      .def("scale_gradients", &Engine::scale_gradients, NoGil())
+      .def("sum_over_ranks", &Engine::sum_over_ranks, NoGil())
+      .def("zero_grad", &Engine::zero_grad, NoGil())
+      .def("stats", &Engine::stats, NoGil());
+}
+
+void bind_optimizer(py::module_& m) {
+  py::class_<AdamGroup>(m, "AdamGroup")
+      .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay,
+                       bool amsgrad, bool maximize, bool decoupled) {
+             return AdamGroup{lr, beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled};
+           }),
+           py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
+           py::arg("weight_decay"), py::arg("amsgrad"), py::arg("maximize"), py::arg("decoupled"));
+  py::class_<SgdGroup>(m, "SgdGroup")
+      .def(py::init([](double lr, double momentum, double dampening, double weight_decay,
+                       bool nesterov, bool maximize) {
+             return SgdGroup{lr, momentum, dampening, weight_decay, nesterov, maximize};
+           }),
+           py::kw_only(), py::arg("lr"), py::arg("momentum"), py::arg("dampening"),
+           py::arg("weight_decay"), py::arg("nesterov"), py::arg("maximize"));
+  py::class_<OptimizerState>(m, "OptimizerState")
+      .def(py::init<std::shared_ptr<Engine>, int64_t>())
+      .def("assign", &OptimizerState::assign, NoGil())
+      .def("slice", &OptimizerState::slice, NoGil())
+      .def("step", &OptimizerState::step)
+      .def_property_readonly("indices", &OptimizerState::indices)
+      .def("prepare_step", &OptimizerState::prepare_step, NoGil())
+      .def("apply_adam", &OptimizerState::apply_adam, NoGil())
+      .def("apply_sgd", &OptimizerState::apply_sgd, NoGil())
+      .def("apply_masters", &OptimizerState::apply_masters, NoGil());
+}
+
+}  // namespace
+}  // namespace zero_ext
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("cpu_instruction_set", &zero_ext::kernels::cpu_instruction_set);
+  m.def("reduced_by_ddp", &zero_ext::reduced_by_ddp);
+  zero_ext::bind_engine(m);
+  zero_ext::bind_optimizer(m);
+}

@@ -1,0 +1,34 @@
+#include "bucket.h"
+
+#include <utility>
+
+namespace zero_ext {
+
+Bucket::Bucket(const std::shared_ptr<MemoryCounter>& counter)
+    : gradients_(counter, Held::bucket, at::kByte, 0),
+      received_(counter, Held::bucket, at::kByte, 0) {}
+
+at::Tensor Bucket::typed(FlatBuffer& buffer, at::ScalarType dtype, int64_t numel) {
+  buffer.grow(numel * static_cast<int64_t>(c10::elementSize(dtype)));
+  return buffer.typed(dtype, numel);
+}
+
+std::unique_ptr<Bucket> BucketPool::try_acquire() {
+  if (free_.empty()) return lent_ < kSteady ? acquire_extra() : nullptr;
+  std::unique_ptr<Bucket> bucket = std::move(free_.back());
+  free_.pop_back();
+  ++lent_;
+  return bucket;
+}
+
+std::unique_ptr<Bucket> BucketPool::acquire_extra() {
+  ++lent_;
+  return std::make_unique<Bucket>(counter_);
+}
+
+void BucketPool::give_back(std::unique_ptr<Bucket> bucket) {
+  --lent_;
+  if (static_cast<int64_t>(free_.size()) + lent_ < kSteady) free_.push_back(std::move(bucket));
+}
+
+}  // namespace zero_ext

@@ -1,0 +1,59 @@
+// Bucket: the staging memory of one unit's reduction. BucketPool: the two of them that an engine
+// owns.
+//
+// Owner:     BucketPool. A Unit borrows a bucket from its first gradient of a backward until its
+// reduction is finished. Threads:   called only under Engine::mutex_. Invariant: at most kSteady
+// buckets outlive a backward; memory is kept, because fresh memory costs more than the copy.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "flat_buffer.h"
+
+namespace zero_ext {
+
+class Bucket {
+ public:
+  explicit Bucket(const std::shared_ptr<MemoryCounter>& counter);
+
+  // [numel] of `dtype`: this rank's gradients, laid out as the unit.
+  at::Tensor gradients(at::ScalarType dtype, int64_t numel) {
+    return typed(gradients_, dtype, numel);
+  }
+  // [numel] of `dtype`: what the other ranks sent.
+  at::Tensor received(at::ScalarType dtype, int64_t numel) {
+    return typed(received_, dtype, numel);
+  }
+
+ private:
+  static at::Tensor typed(FlatBuffer& buffer, at::ScalarType dtype, int64_t numel);
+
+  FlatBuffer gradients_;
+  FlatBuffer received_;
+};
+
+class BucketPool {
+ public:
+  explicit BucketPool(std::shared_ptr<MemoryCounter> counter) : counter_(std::move(counter)) {}
+
+  // A free bucket, or null where both are lent.
+  std::unique_ptr<Bucket> try_acquire();
+  // A bucket beyond the two, for a backward whose gradients arrive so far out of order that more
+  // units are half full.
+  std::unique_ptr<Bucket> acquire_extra();
+  void give_back(std::unique_ptr<Bucket> bucket);
+  // A bucket whose reduction will never finish (its backward threw) is not coming back.
+  void forget() { --lent_; }
+
+ private:
+  static constexpr int64_t kSteady = 2;
+  std::shared_ptr<MemoryCounter> counter_;
+  std::vector<std::unique_ptr<Bucket>> free_;
+  int64_t lent_ = 0;
+};
+
+}  // namespace zero_ext

@@ -1,0 +1,137 @@
+#include "comm.h"
+
+#include <ATen/ops/empty.h>
+#include <torch/headeronly/version.h>
+
+#include <exception>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <utility>
+
+namespace zero_ext {
+namespace {
+
+// torch 2.13 renamed the single-tensor collectives; see FACTS of torch's own deprecation notes in
+// ProcessGroup.hpp.
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+auto reduce_scatter_into(c10d::ProcessGroup& group, at::Tensor& output, at::Tensor& input) {
+  return group.reduce_scatter_single(output, input);
+}
+auto all_gather_into(c10d::ProcessGroup& group, at::Tensor& output, at::Tensor& input) {
+  return group.all_gather_single(output, input);
+}
+#else
+auto reduce_scatter_into(c10d::ProcessGroup& group, at::Tensor& output, at::Tensor& input) {
+  return group._reduce_scatter_base(output, input);
+}
+auto all_gather_into(c10d::ProcessGroup& group, at::Tensor& output, at::Tensor& input) {
+  return group._allgather_base(output, input);
+}
+#endif
+
+// gloo's tags are 32-bit; numbers that all ranks count alike stay alike when they wrap.
+int tag_of(int64_t tag) { return static_cast<int>(tag & 0x3fffffff); }
+
+}  // namespace
+
+void Pending::wait(const std::function<std::string()>& what) {
+  // Even after an error the other parts are waited for by nobody: their tensors live until this
+  // object dies.
+  while (!parts_.empty()) {
+    Part& part = parts_.back();
+    try {
+      part.work->wait();
+    } catch (const std::exception& error) {
+      const std::string peer =
+          part.peer < 0 ? "the other ranks" : "rank " + std::to_string(part.peer);
+      TORCH_CHECK(false, what(), part.sending ? " (sending to " : " (waiting for ", peer,
+                  "): ", error.what(),
+                  "\nEvery rank must run the same backwards and steps; look for the first error in "
+                  "the logs of the"
+                  " other ranks. The timeout is that of the process group.");
+    }
+    parts_.pop_back();
+  }
+}
+
+Comm::Comm(const std::string& reduce_group, const std::string& gather_group)
+    : reduce_group_(c10d::resolve_process_group(reduce_group)),
+      gather_group_(c10d::resolve_process_group(gather_group)),
+      rank_(reduce_group_->getRank()),
+      world_(reduce_group_->getSize()) {}
+
+void Comm::exchange(const std::vector<at::Tensor>& sends, const std::vector<at::Tensor>& recvs,
+                    int64_t tag, Pending& pending) {
+  for (int64_t step = 1; step < world_; ++step) {
+    const int64_t from = (rank_ + world_ - step) % world_;
+    std::vector<at::Tensor> tensors{recvs[from]};
+    pending.parts_.push_back({reduce_group_->recv(tensors, static_cast<int>(from), tag_of(tag)),
+                              recvs[from], from, /*sending=*/false});
+  }
+  for (int64_t step = 1; step < world_; ++step) {
+    const int64_t to = (rank_ + step) % world_;
+    std::vector<at::Tensor> tensors{sends[to]};
+    pending.parts_.push_back({reduce_group_->send(tensors, static_cast<int>(to), tag_of(tag)),
+                              sends[to], to, /*sending=*/true});
+  }
+}
+
+void Comm::reduce_scatter(const at::Tensor& input, const at::Tensor& output, Pending& pending) {
+  at::Tensor in = input;
+  at::Tensor out = output;
+  pending.parts_.push_back({reduce_scatter_into(*reduce_group_, out, in), input, -1, false});
+  pending.parts_.back().tensor = output;
+  pending.parts_.push_back({pending.parts_.back().work, input, -1, false});
+}
+
+void Comm::all_reduce_sum(const at::Tensor& tensor, Pending& pending) {
+  std::vector<at::Tensor> tensors{tensor};
+  pending.parts_.push_back({reduce_group_->allreduce(tensors), tensor, -1, false});
+}
+
+void Comm::gather(const at::Tensor& full, int64_t tag, Pending& pending) {
+  // Point to point: gloo's own all-gather is a ring that takes three times as long for two ranks.
+  const int64_t numel = full.numel() / world_;
+  const auto range = [&](int64_t rank) { return full.narrow(0, rank * numel, numel); };
+  for (int64_t step = 1; step < world_; ++step) {
+    const int64_t from = (rank_ + world_ - step) % world_;
+    std::vector<at::Tensor> tensors{range(from)};
+    pending.parts_.push_back({gather_group_->recv(tensors, static_cast<int>(from), tag_of(tag)),
+                              tensors[0], from, /*sending=*/false});
+  }
+  for (int64_t step = 1; step < world_; ++step) {
+    const int64_t to = (rank_ + step) % world_;
+    std::vector<at::Tensor> tensors{range(rank_)};
+    pending.parts_.push_back({gather_group_->send(tensors, static_cast<int>(to), tag_of(tag)),
+                              tensors[0], to, /*sending=*/true});
+  }
+}
+
+void Comm::all_reduce_min(const at::Tensor& values, const std::function<std::string()>& what) {
+  if (world_ == 1) return;
+  std::vector<at::Tensor> tensors{values};
+  c10d::AllreduceOptions options;
+  options.reduceOp = c10d::ReduceOp::MIN;
+  Pending pending;
+  pending.parts_.push_back({gather_group_->allreduce(tensors, options), values, -1, false});
+  pending.wait(what);
+}
+
+at::Tensor Comm::all_gather(const at::Tensor& values, const std::function<std::string()>& what) {
+  if (world_ == 1) return values.unsqueeze(0);
+  at::Tensor input = values;
+  at::Tensor output = at::empty({world_ * values.numel()}, values.options());
+  Pending pending;
+  pending.parts_.push_back({all_gather_into(*gather_group_, output, input), output, -1, false});
+  pending.wait(what);
+  return output.view({world_, values.numel()});
+}
+
+void Comm::broadcast(const at::Tensor& tensor, const std::function<std::string()>& what) {
+  if (world_ == 1) return;
+  std::vector<at::Tensor> tensors{tensor};
+  Pending pending;
+  pending.parts_.push_back({gather_group_->broadcast(tensors), tensor, -1, false});
+  pending.wait(what);
+}
+
+}  // namespace zero_ext

@@ -1,0 +1,81 @@
+// Comm: the only file that knows c10d.
+//
+// Owner:   an Engine (or an op, for the length of a call).
+// Threads: calls come from one thread at a time, in the same order on every rank, per process
+// group.
+//
+// Reductions and gathers have a process group each, so that one never waits behind the other.
+// Point-to-point messages carry a tag made from numbers that all ranks count alike; a message of a
+// backward that failed on one rank can therefore never be taken for one of the next.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <vector>
+
+namespace zero_ext {
+
+// A collective under way. Owns every tensor that it touches and gives them up only when it has been
+// waited for: the allocator cannot hand them out again before.
+class Pending {
+ public:
+  Pending() = default;
+
+  // Waits for all parts. An error (a timeout, a dead peer) is raised again behind `what`, which
+  // says who waited for what.
+  void wait(const std::function<std::string()>& what);
+  bool empty() const { return parts_.empty(); }
+
+ private:
+  friend class Comm;
+  struct Part {
+    c10::intrusive_ptr<c10d::Work> work;
+    at::Tensor tensor;
+    int64_t peer;  // the rank waited for, or -1 where it is all of them
+    bool sending;
+  };
+  std::vector<Part> parts_;
+};
+
+class Comm {
+ public:
+  using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+  // One rank alone; every collective is the identity.
+  Comm() = default;
+  // The names are those of torch.distributed (`group.group_name`).
+  Comm(const std::string& reduce_group, const std::string& gather_group);
+
+  int64_t rank() const { return rank_; }
+  int64_t world() const { return world_; }
+
+  // All-to-all: sends[r] goes to rank r, recvs[r] comes from rank r; the entries of this rank are
+  // ignored.
+  void exchange(const std::vector<at::Tensor>& sends, const std::vector<at::Tensor>& recvs,
+                int64_t tag, Pending& pending);
+  // Sum over the ranks of this rank's range: input [world * n], output [n], same dtype.
+  void reduce_scatter(const at::Tensor& input, const at::Tensor& output, Pending& pending);
+  // Element-wise sum over the ranks, in place.
+  void all_reduce_sum(const at::Tensor& tensor, Pending& pending);
+  // In place: every rank's range of `full` [world * n] is sent to all others.
+  void gather(const at::Tensor& full, int64_t tag, Pending& pending);
+
+  // Small agreements on the gather group; they wait. `what` is for the message, as in
+  // Pending::wait.
+  void all_reduce_min(const at::Tensor& values, const std::function<std::string()>& what);
+  // [n] of each rank → [world, n].
+  at::Tensor all_gather(const at::Tensor& values, const std::function<std::string()>& what);
+  void broadcast(const at::Tensor& tensor, const std::function<std::string()>& what);
+
+ private:
+  Group reduce_group_;
+  Group gather_group_;
+  int64_t rank_ = 0;
+  int64_t world_ = 1;
+};
+
+}  // namespace zero_ext

@@ -1,0 +1,600 @@
+#include "engine.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "check.h"
+#include "launch.h"
+
+namespace zero_ext {
+namespace {
+
+const Policy& policy_for(int stage) {
+  const Policy* policy = find_policy(stage);
+  TORCH_CHECK_VALUE(policy != nullptr, "zero_ext has stages 0, 1 and 2, not ", stage,
+                    ". Stage 1 shards the optimizer state, stage 2 the gradients too.");
+  return *policy;
+}
+
+SlotSpec slot_spec(const std::string& name, const at::Tensor& parameter) {
+  // A dense layout is kept as it is (channels_last, transposed), anything else becomes row-major.
+  std::vector<int64_t> strides = parameter.strides().vec();
+  if (!parameter.is_non_overlapping_and_dense()) {
+    int64_t step = 1;
+    for (int64_t d = parameter.dim() - 1; d >= 0; --d) {
+      strides[d] = step;
+      step *= std::max<int64_t>(parameter.size(d), 1);
+    }
+  }
+  return {.name = name,
+          .sizes = parameter.sizes().vec(),
+          .strides = strides,
+          .numel = parameter.numel()};
+}
+
+}  // namespace
+
+Engine::Engine(EngineOptions options)
+    : options_(std::move(options)),
+      comm_(options_.reduce_group.empty() ? Comm()
+                                          : Comm(options_.reduce_group, options_.gather_group)),
+      context_{.rank = comm_.rank(),
+               .world = comm_.world(),
+               .policy = policy_for(options_.stage),
+               .reduction = options_.reduction,
+               .reduce_dtype = options_.reduce_dtype.value_or(at::kFloat),
+               .reduce_in_gradient_dtype = !options_.reduce_dtype.has_value(),
+               .memory = std::make_shared<MemoryCounter>()},
+      pool_(context_.memory) {}
+
+std::shared_ptr<Engine> Engine::create(EngineOptions options) {
+  std::shared_ptr<Engine> engine(new Engine(std::move(options)));
+  engine->watch_ = std::make_shared<BackwardWatch>(engine);
+  return engine;
+}
+
+void Engine::add_parameters(const std::vector<at::Tensor>& parameters,
+                            const std::vector<std::string>& names) {
+  const std::lock_guard lock(mutex_);
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    // Frozen parameters are hooked as well, so that one which is thawed later is noticed.
+    parameters_.push_back({.tensor = parameters[i], .name = names[i]});
+    parameters_.back().node =
+        hook_parameter(parameters[i], parameter_count() - 1, weak_from_this());
+  }
+}
+
+Engine::~Engine() {
+  // A view of our memory left in .grad would break the next backward of a parameter that outlives
+  // us.
+  for (Parameter& parameter : parameters_) {
+    if (parameter.published && parameter.tensor.grad().is_same(parameter.published_view)) {
+      parameter.tensor.mutable_grad().reset();
+    }
+  }
+}
+
+void Engine::add_units(const std::vector<std::vector<int64_t>>& units, at::ScalarType dtype) {
+  const std::lock_guard lock(mutex_);
+  const at::NoGradGuard no_grad;
+  for (const std::vector<int64_t>& members : units) {
+    std::vector<SlotSpec> specs;
+    std::vector<at::Tensor> values;
+    for (const int64_t i : members) {
+      specs.push_back(slot_spec(parameters_[i].name, parameters_[i].tensor));
+      values.push_back(parameters_[i].tensor.detach());
+    }
+    const int64_t index = unit_count();
+    const std::string name =
+        members.size() == 1 ? specs.front().name : specs.front().name + " … " + specs.back().name;
+    units_.push_back(std::make_unique<Unit>(context_, index, name, std::move(specs), values, dtype,
+                                            comm_, options_.broadcast));
+    unit_parameters_.push_back(members);
+    for (size_t slot = 0; slot < members.size(); ++slot) {
+      Parameter& parameter = parameters_[members[slot]];
+      parameter.unit = index;
+      parameter.slot = static_cast<int64_t>(slot);
+      parameter.tensor.set_data(units_.back()->parameter_view(parameter.slot));
+      if (parameter.tensor.scalar_type() != values[slot].scalar_type()) {
+        parameter.node = hook_parameter(parameter.tensor, members[slot], weak_from_this());
+      }
+    }
+  }
+}
+
+void Engine::set_published(int64_t i, const at::Tensor& view) {
+  const std::lock_guard lock(mutex_);
+  parameters_[i].published_view = view;
+}
+
+// The boundary
+
+void Engine::push_no_sync() {
+  const std::lock_guard lock(mutex_);
+  ++no_sync_depth_;
+}
+
+void Engine::pop_no_sync() {
+  const std::lock_guard lock(mutex_);
+  --no_sync_depth_;
+}
+
+void Engine::set_accumulation_steps(int64_t steps) {
+  const std::lock_guard lock(mutex_);
+  options_.accumulation_steps = steps;
+}
+
+void Engine::set_divide_factor(double factor) {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK_VALUE(factor > 0, "the gradient divide factor must be positive, not ", factor);
+  options_.divide_factor = factor;
+}
+
+bool Engine::at_boundary() const {
+  return no_sync_depth_ == 0 && (since_boundary_ + 1) % options_.accumulation_steps == 0;
+}
+
+float Engine::gradient_scale() const {
+  return static_cast<float>(
+      1.0 / (options_.divide_factor > 0 ? options_.divide_factor : static_cast<double>(world())));
+}
+
+// One backward
+
+void Engine::before_gradient(int64_t i) {
+  const std::lock_guard lock(mutex_);
+  if (!managed(i)) return;
+  watch_->enter();
+  if (!open_) begin_backward(next_backward_reduces());
+}
+
+void Engine::begin_backward(bool reduces) {
+  check_parameters("backward");
+  check_usable("backward");
+  std::vector<int64_t> all(parameters_.size());
+  for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int64_t>(i);
+  take_over_grads(all, "backward");
+  withdraw();
+
+  reduces_ = reduces;
+  if (reduces && !at_boundary()) ++reduced_in_no_sync_;
+  const bool local = !reduces || local_open_;
+  const Sink sink = world() == 1 ? Sink::direct : local ? Sink::local : Sink::bucket;
+  bool missing = false;
+  for (int64_t u = 0; u < unit_count(); ++u) {
+    std::vector<uint8_t> expected;
+    for (const int64_t i : unit_parameters_[u]) {
+      expected.push_back(will_run(parameters_[i].node) ? 1 : 0);
+      missing = missing || (expected.back() == 0 && parameters_[i].tensor.requires_grad());
+    }
+    units_[u]->begin_backward(sink, expected);
+  }
+  deferred_ = watch_->may_hold_surprises(missing);
+  ++backwards_;
+  turn_ = 0;
+  open_ = true;
+}
+
+void Engine::check_usable(const char* verb) {
+  if (sums_lost_ && all_sums_fresh()) sums_lost_ = false;
+  TORCH_CHECK(!sums_lost_, where(rank()), verb,
+              ": a backward inside no_sync() threw after it had added to gradients that"
+              " held earlier micro-batches, and their sums cannot be restored. Call zero_grad() "
+              "and repeat the step.");
+}
+
+bool Engine::all_sums_fresh() const {
+  for (const Parameter& parameter : parameters_) {
+    if (parameter.unit < 0) continue;
+    const Unit& unit = *units_[parameter.unit];
+    if (!unit.fresh(parameter.slot) || !unit.local_fresh(parameter.slot)) return false;
+  }
+  return true;
+}
+
+void Engine::check_parameters(const char* verb) {
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    Parameter& parameter = parameters_[i];
+    if (parameter.unit < 0) continue;
+    const Unit& unit = *units_[parameter.unit];
+    TORCH_CHECK(parameter.tensor.scalar_type() == unit.dtype() &&
+                    parameter.tensor.device().is_cpu() &&
+                    parameter.tensor.numel() == unit.layout().slot(parameter.slot).spec.numel,
+                where(rank(), unit.name()), verb, ": parameter '", parameter.name, "' is ",
+                parameter.tensor.scalar_type(), " ", parameter.tensor.sizes(), " on ",
+                parameter.tensor.device(), ", it was ", unit.dtype(), " ",
+                at::IntArrayRef(unit.layout().slot(parameter.slot).spec.sizes),
+                " on cpu when it was sharded. Move or cast the model before sharding it.");
+    if (torch::autograd::impl::try_get_grad_accumulator(parameter.tensor).get() ==
+        parameter.node.get())
+      continue;
+    parameter.node = hook_parameter(parameter.tensor, static_cast<int64_t>(i), weak_from_this());
+    TORCH_CHECK(
+        false, where(rank(), unit.name()), verb,
+        ": autograd replaced the gradient node of parameter '", parameter.name,
+        "' because its dtype or device was changed in between; this backward's gradient of it was "
+        "not"
+        " seen. The node is hooked again: call zero_grad() and repeat forward and backward.");
+  }
+}
+
+void Engine::take_over_grads(const std::vector<int64_t>& indices, const char* verb) {
+  for (const int64_t i : indices) {
+    Parameter& parameter = parameters_[i];
+    if (parameter.unit < 0) continue;
+    const at::Tensor& grad = parameter.tensor.grad();
+    if (parameter.published && !grad.defined()) {
+      clear_gradient(parameter);
+    } else if (grad.defined() && !(parameter.published && grad.is_same(parameter.published_view))) {
+      TORCH_CHECK(grad.sizes() == parameter.tensor.sizes(),
+                  where(rank(), units_[parameter.unit]->name()), verb, ": .grad of parameter '",
+                  parameter.name, "' was set to a tensor of shape ", grad.sizes(),
+                  ", the parameter has ", parameter.tensor.sizes(), ".");
+      write_gradient(parameter, grad);
+    }
+  }
+}
+
+void Engine::write_gradient(int64_t i, const at::Tensor& grad) {
+  const std::lock_guard lock(mutex_);
+  write_gradient(parameters_[i], grad);
+}
+
+void Engine::write_gradient(Parameter& parameter, const at::Tensor& grad) {
+  const at::NoGradGuard no_grad;
+  Unit& unit = *units_[parameter.unit];
+  const Slot& slot = unit.layout().slot(parameter.slot);
+  if (grad.unsafeGetTensorImpl()->is_python_dispatch()) {
+    TORCH_CHECK(local_reader_, "zero_ext: no reader for tensor subclasses is set");
+    unit.write_gradient(parameter.slot, local_reader_(grad));
+  } else {
+    const Piece* piece = unit.own_piece(parameter.slot);
+    at::Tensor flat = at::empty_strided(slot.spec.sizes, slot.spec.strides,
+                                        at::TensorOptions().dtype(at::kFloat));
+    flat.copy_(grad);
+    flat = flat.as_strided({slot.spec.numel}, {1});
+    unit.write_gradient(parameter.slot, piece == nullptr
+                                            ? flat.narrow(0, 0, 0)
+                                            : flat.narrow(0, piece->slot_begin, piece->numel));
+  }
+  parameter.tensor.mutable_grad() = parameter.published_view;
+  parameter.published = true;
+}
+
+void Engine::withdraw() {
+  for (Parameter& parameter : parameters_) {
+    if (!parameter.published) continue;
+    parameter.tensor.mutable_grad().reset();
+    parameter.published = false;
+  }
+}
+
+void Engine::publish() {
+  for (Parameter& parameter : parameters_) {
+    if (parameter.unit < 0 || units_[parameter.unit]->fresh(parameter.slot)) continue;
+    parameter.tensor.mutable_grad() = parameter.published_view;
+    parameter.published = true;
+  }
+}
+
+void Engine::clear_gradient(Parameter& parameter) {
+  units_[parameter.unit]->clear_gradient(parameter.slot);
+  if (parameter.published) parameter.tensor.mutable_grad().reset();
+  parameter.published = false;
+  parameter.nonfinite_micro_batch = -1;
+}
+
+void Engine::after_gradient(int64_t i) {
+  const std::lock_guard lock(mutex_);
+  if (!managed(i) || !open_) return;
+  const at::NoGradGuard no_grad;
+  Parameter& parameter = parameters_[i];
+  Unit& unit = *units_[parameter.unit];
+  const at::Tensor grad = std::move(parameter.tensor.mutable_grad());
+  parameter.tensor.mutable_grad() = at::Tensor();
+  if (unit.reduced()) watch_->expect_inner_backwards();
+  TORCH_CHECK(!unit.reduced(), where(rank(), unit.name()), "a gradient of '", parameter.name,
+              "' arrived after its unit was"
+              " reduced: an inner backward (reentrant checkpointing) that this model did not run "
+              "before. Nothing is lost:"
+              " repeat this forward and backward.");
+  if (unit.needs_bucket()) lend_bucket(unit);
+  const bool finite = unit.accumulate(parameter.slot, grad, gradient_scale());
+  if (!finite && parameter.nonfinite_micro_batch < 0)
+    parameter.nonfinite_micro_batch = micro_batch_;
+  if (reduces_ && !deferred_) start_ready_reductions();
+}
+
+void Engine::lend_bucket(Unit& unit) {
+  std::unique_ptr<Bucket> bucket = pool_.try_acquire();
+  while (bucket == nullptr && !in_flight_.empty()) {
+    finish_oldest_reduction();
+    bucket = pool_.try_acquire();
+  }
+  if (bucket == nullptr) {
+    bucket = pool_.acquire_extra();
+    ++extra_buckets_;
+  }
+  unit.lend_bucket(std::move(bucket));
+}
+
+void Engine::start_ready_reductions() {
+  for (; turn_ < unit_count() && units_[turn_]->complete(); ++turn_) {
+    Unit& unit = *units_[turn_];
+    if (unit.needs_bucket_to_reduce()) lend_bucket(unit);
+    unit.start_reduce(comm_, backwards_);
+    in_flight_.push_back(turn_);
+    ++reductions_;
+  }
+}
+
+void Engine::finish_oldest_reduction() {
+  Unit& unit = *units_[in_flight_.front()];
+  if (std::unique_ptr<Bucket> bucket = unit.finish_reduce(gradient_scale()))
+    pool_.give_back(std::move(bucket));
+  in_flight_.pop_front();
+}
+
+void Engine::finish_backward() {
+  if (reduces_) {
+    for (int64_t u = turn_; u < unit_count(); ++u) units_[u]->expect_no_more();
+    start_ready_reductions();
+    while (!in_flight_.empty()) finish_oldest_reduction();
+  }
+  for (const auto& unit : units_) unit->end_backward();
+  open_ = false;
+  local_open_ = world() > 1 && !reduces_;
+  if (!local_open_) publish();
+  ++micro_batch_;
+  since_boundary_ = at_boundary() ? 0 : since_boundary_ + 1;
+}
+
+void Engine::backward_ended() {
+  const std::lock_guard lock(mutex_);
+  if (!open_) return;
+  try {
+    const at::NoGradGuard no_grad;
+    finish_backward();
+  } catch (...) {
+    abort_backward();
+    throw;
+  }
+}
+
+void Engine::backward_failed() noexcept {
+  const std::lock_guard lock(mutex_);
+  if (open_) abort_backward();
+}
+
+void Engine::abort_backward() noexcept {
+  bool restored = true;
+  const size_t orphans_before = orphans_.size();
+  for (const auto& unit : units_) restored = unit->abort_backward(orphans_) && restored;
+  for (size_t o = orphans_before; o < orphans_.size(); ++o) pool_.forget();
+  in_flight_.clear();
+  open_ = false;
+  sums_lost_ = sums_lost_ || !restored;
+  for (Parameter& parameter : parameters_) {
+    if (parameter.nonfinite_micro_batch == micro_batch_) parameter.nonfinite_micro_batch = -1;
+    // What the failed backward left there is a gradient that was not reduced.
+    if (parameter.unit >= 0) parameter.tensor.mutable_grad().reset();
+  }
+  if (!local_open_) publish();
+}
+
+// The step
+
+std::vector<int64_t> Engine::thawed() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<int64_t> indices;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (parameters_[i].unit < 0 && parameters_[i].tensor.requires_grad())
+      indices.push_back(static_cast<int64_t>(i));
+  }
+  return indices;
+}
+
+StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices, bool check_nonfinite,
+                                 int64_t* last_backward) {
+  const std::lock_guard lock(mutex_);
+  const at::NoGradGuard no_grad;
+  TORCH_CHECK(!open_, where(rank()),
+              "step() inside a backward. Call it after loss.backward() has returned.");
+  check_parameters("step()");
+  check_usable("step()");
+  TORCH_CHECK(!local_open_, where(rank()), "step(): ", micro_batch_,
+              " backward(s) inside no_sync() (or before the boundary of"
+              " accumulation_steps=",
+              options_.accumulation_steps,
+              ") were never reduced. Run the last backward before a step"
+              " outside no_sync().");
+  if (world() > 1 && backwards_ == *last_backward) {
+    // No parameter was reached on this rank. Others may have reached some, and they wait for this
+    // rank's answer.
+    begin_backward(/*reduces=*/true);
+    finish_backward();
+  }
+  *last_backward = backwards_;
+  take_over_grads(indices, "step()");
+  repair_storage(indices);
+  StepVerdict verdict = check_nonfinite ? agree_on_nonfinite(indices) : StepVerdict();
+  micro_batch_ = 0;
+  since_boundary_ = 0;
+  return verdict;
+}
+
+void Engine::repair_storage(const std::vector<int64_t>& indices) {
+  for (const int64_t i : indices) {
+    Parameter& parameter = parameters_[i];
+    if (parameter.unit < 0 || parameter.tensor.numel() == 0) continue;
+    Unit& unit = *units_[parameter.unit];
+    const at::Tensor view = unit.parameter_view(parameter.slot);
+    if (parameter.tensor.const_data_ptr() == view.const_data_ptr() &&
+        parameter.tensor.strides() == view.strides() && parameter.tensor.sizes() == view.sizes()) {
+      continue;
+    }
+    unit.adopt_parameter(parameter.slot, parameter.tensor.detach());
+    parameter.tensor.set_data(view);
+  }
+}
+
+StepVerdict Engine::agree_on_nonfinite(const std::vector<int64_t>& indices) {
+  // One number that orders sightings: by micro-batch, then rank, then parameter.
+  constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
+  constexpr int64_t kUnknownMicroBatch =
+      (int64_t{1} << 22) - 1;  // the sum overflowed, no single gradient did
+  int64_t first = kNone;
+  int64_t finite = 1;
+  for (const int64_t i : indices) {
+    const Parameter& parameter = parameters_[i];
+    if (parameter.unit < 0) continue;
+    const bool now = units_[parameter.unit]->still_nonfinite(parameter.slot);
+    if (now) finite = 0;
+    if (!now && parameter.nonfinite_micro_batch < 0) continue;
+    const int64_t micro_batch =
+        parameter.nonfinite_micro_batch < 0 ? kUnknownMicroBatch : parameter.nonfinite_micro_batch;
+    first = std::min(first, micro_batch << 40 | rank() << 24 | i);
+  }
+  at::Tensor values = at::empty({2}, at::TensorOptions().dtype(at::kLong));
+  auto* value = values.mutable_data_ptr<int64_t>();
+  value[0] = finite;
+  value[1] = first;
+  comm_.all_reduce_min(
+      values, [this] { return where(rank()) + "step() waited for the other ranks' step()"; });
+  if (value[0] != 0) return {};
+  StepVerdict verdict{.nonfinite = true};
+  if (value[1] == kNone) return verdict;
+  verdict.rank = (value[1] >> 24) & 0xffff;
+  verdict.parameter = parameters_[value[1] & 0xffffff].name;
+  verdict.micro_batch = value[1] >> 40 == kUnknownMicroBatch ? -1 : value[1] >> 40;
+  return verdict;
+}
+
+void Engine::apply_step(const Update& update) {
+  const std::lock_guard lock(mutex_);
+  const at::NoGradGuard no_grad;
+  std::vector<uint8_t> mine(parameters_.size(), 0);
+  for (const int64_t i : update.indices) mine[i] = 1;
+  Pending gathering;
+  for (int64_t u = unit_count() - 1; u >= 0; --u) {
+    Unit& unit = *units_[u];
+    const std::vector<int64_t>& members = unit_parameters_[u];
+    const auto used = [&](int64_t slot) { return mine[members[slot]] != 0 && !unit.fresh(slot); };
+    const auto same = [&](int64_t a, int64_t b) { return update.same(members[a], members[b]); };
+    for (const Run& run : unit.runs(used, same))
+      update.apply(u, unit, run, members[run.first_slot]);
+    bool any = false;
+    for (int64_t slot = 0; slot < unit.layout().size(); ++slot) {
+      if (!used(slot)) continue;
+      any = true;
+      // An old graph that saved the parameter must not run on its new values unnoticed.
+      parameters_[members[slot]].tensor.unsafeGetTensorImpl()->bump_version();
+      update.applied(members[slot]);
+    }
+    if (!any || policy().gather == When::never) continue;
+    unit.gather(comm_, steps_ * kMaxUnits + u, gathering);
+    ++gathers_;
+  }
+  ++steps_;
+  gathering.wait([this] { return where(rank()) + "step() waited for updated parameters"; });
+}
+
+void Engine::adopt_writes() {
+  const std::lock_guard lock(mutex_);
+  for (const auto& unit : units_) unit->adopt_writes();
+}
+
+double Engine::sum_of_squares(const std::vector<int64_t>& indices) {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(!open_ && !local_open_, where(rank()),
+              "the gradients are not complete: the norm was asked for inside a backward or"
+              " before the backward that reduces. Ask between the last backward and step().");
+  take_over_grads(indices, "clip_grad_norm_");
+  double sum = 0;
+  for_each_run(indices, [&](float* grad, int64_t numel) {
+    kernels::cpu().sum_of_squares(grad, numel, &sum, cpu_launch());
+  });
+  return sum;
+}
+
+void Engine::scale_gradients(const std::vector<int64_t>& indices, double factor) {
+  const std::lock_guard lock(mutex_);
+  const auto scale = static_cast<float>(factor);
+  for_each_run(indices, [&](float* grad, int64_t numel) {
+    for (int64_t i = 0; i < numel; ++i) grad[i] *= scale;
+  });
+}
+
+void Engine::for_each_run(const std::vector<int64_t>& indices,
+                          const std::function<void(float*, int64_t)>& body) {
+  std::vector<uint8_t> mine(parameters_.size(), 0);
+  for (const int64_t i : indices) mine[i] = 1;
+  for (int64_t u = 0; u < unit_count(); ++u) {
+    Unit& unit = *units_[u];
+    const auto used = [&](int64_t slot) {
+      return mine[unit_parameters_[u][slot]] != 0 && !unit.fresh(slot);
+    };
+    for (const Run& run : unit.runs(used, [](int64_t, int64_t) { return true; })) {
+      body(unit.grad_data() + run.begin, run.numel);
+    }
+  }
+}
+
+double Engine::sum_over_ranks(double value) {
+  const std::lock_guard lock(mutex_);
+  if (world() == 1 || policy().optimizer == Sharding::replicated) return value;
+  at::Tensor values = at::empty({1}, at::TensorOptions().dtype(at::kDouble));
+  values.mutable_data_ptr<double>()[0] = value;
+  const at::Tensor all = comm_.all_gather(
+      values, [this] { return where(rank()) + "waited for the other ranks' gradient norms"; });
+  double sum = 0;
+  for (int64_t r = 0; r < world(); ++r) sum += all.const_data_ptr<double>()[r];
+  return sum;
+}
+
+void Engine::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(!open_, where(rank()),
+              "zero_grad() inside a backward. Call it after loss.backward() has returned.");
+  const at::NoGradGuard no_grad;
+  if (mode == ZeroGrad::to_zero) take_over_grads(indices, "zero_grad()");
+  for (const int64_t i : indices) {
+    Parameter& parameter = parameters_[i];
+    if (parameter.unit < 0) {
+      parameter.tensor.mutable_grad().reset();
+      continue;
+    }
+    const bool keep = mode == ZeroGrad::to_zero && !units_[parameter.unit]->fresh(parameter.slot);
+    clear_gradient(parameter);
+    parameter.tensor.mutable_grad().reset();
+    if (!keep) continue;
+    units_[parameter.unit]->zero_gradient(parameter.slot);
+    parameter.tensor.mutable_grad() = parameter.published_view;
+    parameter.published = true;
+  }
+}
+
+std::map<std::string, int64_t> Engine::stats() {
+  const std::lock_guard lock(mutex_);
+  std::map<std::string, int64_t> stats{{"backwards", backwards_},
+                                       {"reductions", reductions_},
+                                       {"gathers", gathers_},
+                                       {"steps", steps_},
+                                       {"units", unit_count()},
+                                       {"reduced_in_no_sync", reduced_in_no_sync_},
+                                       {"extra_buckets", extra_buckets_}};
+  for (size_t held = 0; held < kHeldNames.size(); ++held) {
+    stats["bytes_" + std::string(kHeldNames[held])] =
+        context_.memory->bytes(static_cast<Held>(held));
+  }
+  stats["bytes_held"] = context_.memory->total();
+  stats["bytes_peak"] = context_.memory->peak();
+  return stats;
+}
+
+}  // namespace zero_ext

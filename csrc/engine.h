@@ -1,0 +1,203 @@
+// Engine: the units of one model in their order, and when each verb runs.
+//
+// Owner:     the sharded module or its optimizer, through Python.
+// Threads:   every public function takes mutex_, and is called without the GIL; hooks come from
+// autograd's threads. Invariant: reductions start in unit order, the same on every rank; every unit
+// is reduced exactly once in a backward
+//            that reduces. Between two backwards, a parameter's .grad is its published view or
+//            None, or what the user put there since.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "autograd.h"
+#include "bucket.h"
+#include "comm.h"
+#include "unit.h"
+
+namespace zero_ext {
+
+struct EngineOptions {
+  int stage = 1;
+  std::string reduce_group;  // names of process groups; both empty: one rank alone
+  std::string gather_group;
+  Reduction reduction = Reduction::exchange;
+  std::optional<at::ScalarType> reduce_dtype;
+  double divide_factor = 0;        // gradients are divided by it; 0: by the number of ranks
+  int64_t accumulation_steps = 1;  // every n-th backward is a boundary
+  bool broadcast = true;           // rank 0's parameter values are everybody's
+};
+
+// What all ranks agreed on before an update.
+struct StepVerdict {
+  bool nonfinite = false;
+  int64_t rank = -1;  // where the first NaN or Inf was seen
+  std::string parameter;
+  int64_t micro_batch = -1;
+};
+
+// One update of the parameters `indices`, run by run.
+struct Update {
+  std::vector<int64_t> indices;
+  std::function<bool(int64_t, int64_t)> same;  // two parameters can be updated together
+  std::function<void(int64_t unit, Unit&, const Run&, int64_t parameter)> apply;
+  std::function<void(int64_t)> applied;  // parameter i was updated, on whichever ranks hold it
+};
+
+class Engine : public BackwardListener, public std::enable_shared_from_this<Engine> {
+ public:
+  static std::shared_ptr<Engine> create(EngineOptions options);
+  ~Engine() override;
+
+  // Behind the ones that exist; their hooks do nothing until they are in a unit.
+  void add_parameters(const std::vector<at::Tensor>& parameters,
+                      const std::vector<std::string>& names);
+  // Units of parameter indices, in the order in which they will be reduced, behind the ones that
+  // exist. Moves the parameters into flat buffers. Every rank calls it with the same units.
+  void add_units(const std::vector<std::vector<int64_t>>& units, at::ScalarType dtype);
+
+  int64_t rank() const { return comm_.rank(); }
+  int64_t world() const { return comm_.world(); }
+  int64_t parameter_count() const { return static_cast<int64_t>(parameters_.size()); }
+  int64_t backwards() const { return backwards_; }
+  int64_t unit_count() const { return static_cast<int64_t>(units_.size()); }
+  Unit& unit(int64_t u) { return *units_[u]; }
+  int64_t unit_of(int64_t i) const { return parameters_[i].unit; }
+  int64_t slot_of(int64_t i) const { return parameters_[i].slot; }
+  const std::vector<int64_t>& parameters_of(int64_t u) const { return unit_parameters_[u]; }
+  const std::string& name_of(int64_t i) const { return parameters_[i].name; }
+  const std::shared_ptr<MemoryCounter>& memory() const { return context_.memory; }
+  const Policy& policy() const { return context_.policy; }
+
+  // What a parameter's .grad shows after a reduction: a view over grad_slice(i), made by Python.
+  void set_published(int64_t i, const at::Tensor& view);
+  at::Tensor grad_slice(int64_t i) {
+    return units_[parameters_[i].unit]->grad_slice(parameters_[i].slot);
+  }
+  at::Tensor master_slice(int64_t i) {
+    return units_[parameters_[i].unit]->master_slice(parameters_[i].slot);
+  }
+  // This rank's part of a tensor subclass that a user put into .grad, 1-D; Python's part of the
+  // job.
+  void set_local_reader(std::function<at::Tensor(const at::Tensor&)> reader) {
+    local_reader_ = std::move(reader);
+  }
+
+  // The boundary.
+  void push_no_sync();
+  void pop_no_sync();
+  void set_accumulation_steps(int64_t steps);
+  void set_divide_factor(double factor);
+
+  // Parameters that were frozen when the model was sharded and require a gradient now.
+  std::vector<int64_t> thawed() const;
+
+  // The step: prepare, then apply unless the verdict forbids it.
+  StepVerdict prepare_step(const std::vector<int64_t>& indices, bool check_nonfinite,
+                           int64_t* last_backward);
+  void apply_step(const Update& update);
+  void adopt_writes();
+  // Sum of squares of this rank's parts of the reduced gradients.
+  double sum_of_squares(const std::vector<int64_t>& indices);
+  void scale_gradients(const std::vector<int64_t>& indices, double factor);
+  // Sum over ranks, in rank order.
+  double sum_over_ranks(double value);
+
+  // The reduced gradient of parameter i, all of it, on every rank.
+  void write_gradient(int64_t i, const at::Tensor& grad);
+  enum class ZeroGrad { to_none, to_zero };
+  void zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode);
+
+  std::map<std::string, int64_t> stats();
+
+  // BackwardListener
+  void before_gradient(int64_t i) override;
+  void after_gradient(int64_t i) override;
+  void backward_ended() override;
+  void backward_failed() noexcept override;
+
+ private:
+  struct Parameter {
+    at::Tensor tensor;
+    std::string name;
+    int64_t unit = -1;  // -1: frozen when it was sharded
+    int64_t slot = -1;
+    NodePtr node;
+    at::Tensor published_view;
+    bool published = false;
+    int64_t nonfinite_micro_batch = -1;  // where this rank's own gradient held NaN or Inf
+  };
+
+  explicit Engine(EngineOptions options);
+  void begin_backward(bool reduces);
+  bool next_backward_reduces() const {
+    return policy().reduce == When::every_backward || at_boundary();
+  }
+  bool at_boundary() const;
+  void check_usable(const char* verb);
+  void check_parameters(const char* verb);
+  void take_over_grads(const std::vector<int64_t>& indices, const char* verb);
+  void write_gradient(Parameter& parameter, const at::Tensor& grad);
+  void withdraw();
+  void publish();
+  void clear_gradient(Parameter& parameter);
+  void lend_bucket(Unit& unit);
+  void start_ready_reductions();
+  void finish_oldest_reduction();
+  void finish_backward();
+  void abort_backward() noexcept;
+  float gradient_scale() const;
+  void for_each_run(const std::vector<int64_t>& indices,
+                    const std::function<void(float*, int64_t)>& body);
+  void repair_storage(const std::vector<int64_t>& indices);
+  bool all_sums_fresh() const;
+  StepVerdict agree_on_nonfinite(const std::vector<int64_t>& indices);
+  bool managed(int64_t i) const { return parameters_[i].unit >= 0; }
+
+  mutable std::mutex mutex_;
+  EngineOptions options_;
+  Comm comm_;
+  UnitContext context_;
+  BucketPool pool_;
+  std::shared_ptr<BackwardWatch> watch_;
+  std::vector<Parameter> parameters_;
+  std::vector<std::unique_ptr<Unit>> units_;
+  std::vector<std::vector<int64_t>> unit_parameters_;
+  std::function<at::Tensor(const at::Tensor&)> local_reader_;
+
+  // Between backwards.
+  int64_t no_sync_depth_ = 0;
+  int64_t backwards_ = 0;       // begun, on every rank alike
+  int64_t micro_batch_ = 0;     // backwards since the last step
+  int64_t since_boundary_ = 0;  // backwards since the last boundary
+  int64_t steps_ = 0;
+  bool local_open_ = false;  // local sums may exist on some rank
+  bool sums_lost_ = false;   // see Note [Undoing]
+
+  // One backward.
+  bool open_ = false;
+  bool reduces_ = false;
+  bool deferred_ =
+      false;          // reductions wait for the end: more gradients may arrive than the graph shows
+  int64_t turn_ = 0;  // the next unit to reduce
+  std::deque<int64_t> in_flight_;
+  std::vector<Unit::Orphan> orphans_;
+
+  // stats
+  int64_t reductions_ = 0;
+  int64_t gathers_ = 0;
+  int64_t reduced_in_no_sync_ = 0;
+  int64_t extra_buckets_ = 0;
+};
+
+}  // namespace zero_ext

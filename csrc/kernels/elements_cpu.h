@@ -1,0 +1,219 @@
+// Elements of the three dtypes, and blocks of them.
+//
+// Every conversion is exact or rounds to nearest even, as torch's; subnormals are kept, overflow
+// becomes infinity, NaN becomes the dtype's quiet NaN. All are branch-free, so that loops over them
+// vectorise, and integer or exact float operations, so that all instruction sets agree; they hold
+// with flushed subnormals (torch.set_flush_denormal) too.
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
+#include "dispatch_cpu.h"
+
+namespace zero_ext::kernels {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+// `condition ? a : b` as mask arithmetic: with a conditional the compiler moves the float
+// operations that lead to a or b into branches, and the loop stays scalar.
+ZERO_EXT_BODY uint32_t select(bool condition, uint32_t a, uint32_t b) {
+  const uint32_t mask = 0U - static_cast<uint32_t>(condition);
+  return b ^ ((a ^ b) & mask);
+}
+
+ZERO_EXT_BODY float select(bool condition, float a, float b) {
+  return std::bit_cast<float>(
+      select(condition, std::bit_cast<uint32_t>(a), std::bit_cast<uint32_t>(b)));
+}
+
+ZERO_EXT_BODY float to_float(float value) { return value; }
+
+ZERO_EXT_BODY float to_float(BFloat16 value) {
+  return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
+}
+
+// Normal numbers, infinity and NaN: the exponent is rebiased by an exact multiplication.
+// Subnormals: the mantissa is placed below 0.5's and 0.5 is subtracted. (After M. Dukhan's FP16
+// library, which c10 uses as well.)
+ZERO_EXT_BODY float to_float(Float16 value) {
+  const uint32_t magnitude = (static_cast<uint32_t>(value.bits) & 0x7FFFU) << 13;
+  const float normal = std::bit_cast<float>(magnitude + (224U << 23)) * 0x1p-112F;
+  const float subnormal = std::bit_cast<float>((magnitude >> 13) | (126U << 23)) - 0.5F;
+  const uint32_t sign = (static_cast<uint32_t>(value.bits) & 0x8000U) << 16;
+  const uint32_t unsigned_bits = select(magnitude < (1U << 23), std::bit_cast<uint32_t>(subnormal),
+                                        std::bit_cast<uint32_t>(normal));
+  return std::bit_cast<float>(sign | unsigned_bits);
+}
+
+// The bits of the rounded value, still 32 bits wide: comparing them there spares the vector code a
+// narrowing.
+template <class T>
+uint32_t rounded_bits(float value) = delete;
+
+template <>
+ZERO_EXT_BODY uint32_t rounded_bits<float>(float value) {
+  return std::bit_cast<uint32_t>(value);
+}
+
+template <>
+ZERO_EXT_BODY uint32_t rounded_bits<BFloat16>(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const uint32_t rounded = (bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16;
+  return (bits & 0x7FFFFFFFU) > 0x7F800000U ? 0x7FC0U : rounded;
+}
+
+// The float adder does the rounding: adding a power of two that is 2^13 (for subnormals: more)
+// above the last place of the result shifts that place to the end of the mantissa. Scaling up first
+// turns what overflows into infinity.
+template <>
+ZERO_EXT_BODY uint32_t rounded_bits<Float16>(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const float scaled = (std::bit_cast<float>(bits & 0x7FFFFFFFU) * 0x1p+112F) * 0x1p-110F;
+  const uint32_t doubled = bits + bits;
+  const uint32_t exponent = doubled & 0xFF000000U;
+  const uint32_t bias = select(exponent < 0x71000000U, 0x71000000U, exponent);
+  const uint32_t sum =
+      std::bit_cast<uint32_t>(std::bit_cast<float>((bias >> 1) + 0x07800000U) + scaled);
+  const uint32_t rounded = ((sum >> 13) & 0x7C00U) + (sum & 0x0FFFU);
+  return ((bits >> 16) & 0x8000U) | select(doubled > 0xFF000000U, 0x7E00U, rounded);
+}
+
+ZERO_EXT_BODY uint32_t bits_of(float value) { return std::bit_cast<uint32_t>(value); }
+ZERO_EXT_BODY uint32_t bits_of(BFloat16 value) { return value.bits; }
+ZERO_EXT_BODY uint32_t bits_of(Float16 value) { return value.bits; }
+
+template <class T>
+ZERO_EXT_BODY T from_float(float value) {
+  if constexpr (std::is_same_v<T, float>) {
+    return value;
+  } else {
+    return {static_cast<uint16_t>(rounded_bits<T>(value))};
+  }
+}
+
+// See Note [A written parameter wins over its master] in kernels.h.
+template <class T>
+ZERO_EXT_BODY bool is_written(T param, float master) {
+  return rounded_bits<T>(master) != bits_of(param);
+}
+
+template <class T>
+ZERO_EXT_BODY float written_or_master(T param, float master) {
+  return std::bit_cast<float>(is_written(param, master) ? bits_of(to_float(param))
+                                                        : bits_of(master));
+}
+
+// A value's size for the non-finite check: grows with |value|, and reaches kInfinityBits for
+// infinity and NaN. The largest of a range costs two cheap operations per value and no branch.
+constexpr int32_t kInfinityBits = 0x7F800000;
+
+ZERO_EXT_BODY int32_t magnitude_bits(float value) {
+  return std::bit_cast<int32_t>(value) & 0x7FFFFFFF;
+}
+
+ZERO_EXT_BODY int32_t largest_of(int32_t a, int32_t b) { return a > b ? a : b; }
+
+// Note [Blocks]
+// Half-precision inputs are converted block by block into a buffer that stays in the L1 cache. The
+// memory then sees one burst of reads and one read-modify-write stream in turn, which is 2-4 %
+// faster than both interleaved, and the arithmetic loops exist for float only.
+constexpr int64_t kBlockNumel = 512;
+
+ZERO_EXT_BODY int64_t block_numel(int64_t left) { return left < kBlockNumel ? left : kBlockNumel; }
+
+// `numel` elements as floats: the source itself, or `block` filled from it.
+ZERO_EXT_BODY const float* as_floats(const float* source, float* /*block*/, int64_t /*numel*/) {
+  return source;
+}
+
+template <class T>
+ZERO_EXT_BODY const float* as_floats(const T* source, float* block, int64_t numel) {
+#pragma GCC ivdep
+  for (int64_t k = 0; k < numel; ++k) block[k] = to_float(source[k]);
+  return block;
+}
+
+// Note [Streaming stores]
+// A large buffer that is written without being read goes past the caches: an ordinary store first
+// reads the line it will overwrite, which costs a third of the traffic. Below kStreamBytes the
+// buffer may stay in the cache, where ordinary stores are twice as fast.
+constexpr int64_t kStreamBytes = int64_t{2} << 20;
+constexpr int64_t kLineBytes = 64;
+
+// How many elements come before the first one on a cache line's boundary.
+template <class T>
+ZERO_EXT_BODY int64_t numel_to_line(const T* target) {
+  return static_cast<int64_t>((0 - reinterpret_cast<uintptr_t>(target)) % kLineBytes / sizeof(T));
+}
+
+// Writes a whole block (`numel` elements, bytes a multiple of 16) past the caches; both sides are
+// 16-byte aligned.
+template <class T>
+ZERO_EXT_BODY void stream_block(const T* block, T* target, int64_t numel) {
+#if defined(__x86_64__)
+  const auto* from = reinterpret_cast<const __m128i*>(block);
+  auto* to = reinterpret_cast<__m128i*>(target);
+  for (int64_t k = 0; k < numel * static_cast<int64_t>(sizeof(T)) / 16; ++k) {
+    _mm_stream_si128(to + k, _mm_load_si128(from + k));
+  }
+#else
+  std::memcpy(target, block, numel * sizeof(T));
+#endif
+}
+
+// Orders streaming stores before whatever tells another thread that they are done.
+ZERO_EXT_BODY void finish_streaming() {
+#if defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
+// Fills target[0, numel) with fill(i, block_target, block_numel), which computes elements [i, i +
+// block_numel) into block_target; past the caches if `stream`.
+template <class T, class Fill>
+ZERO_EXT_BODY void fill_blocks(T* target, int64_t numel, bool stream, const Fill& fill) {
+  int64_t i = 0;
+  if (stream) {
+    const int64_t head = block_numel(numel_to_line(target) < numel ? numel_to_line(target) : numel);
+    if (head > 0) fill(0, target, head);
+    alignas(kLineBytes) T block[kBlockNumel];
+    for (i = head; numel - i >= kBlockNumel; i += kBlockNumel) {
+      fill(i, block, kBlockNumel);
+      stream_block(block, target + i, kBlockNumel);
+    }
+    finish_streaming();
+  }
+  for (int64_t n = 0; i < numel; i += n) {
+    n = block_numel(numel - i);
+    fill(i, target + i, n);
+  }
+}
+
+// Calls visit(T{}) with the element type of `dtype`.
+template <class Visit>
+Status with_element(DType dtype, const Visit& visit) {
+  switch (dtype) {
+    case DType::f32:
+      return visit(float{});
+    case DType::bf16:
+      return visit(BFloat16{});
+    case DType::f16:
+      return visit(Float16{});
+  }
+  return Status::bad_argument;
+}
+
+}  // namespace zero_ext::kernels

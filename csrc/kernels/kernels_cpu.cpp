@@ -1,0 +1,79 @@
+// The CPU's table, and the choice of its instruction set.
+// Compile alone: g++ -std=c++20 -O3 -ffp-contract=off -fno-math-errno -c kernels_cpu.cpp
+#include "kernels_cpu.h"
+
+#include <atomic>
+
+#include "dispatch_cpu.h"
+
+namespace zero_ext::kernels {
+namespace {
+
+bool supported(InstructionSet set) {
+#if defined(__x86_64__)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2");
+  switch (set) {
+    case InstructionSet::avx512:
+      return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512cd") &&
+             __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+             __builtin_cpu_supports("avx512vl");
+    case InstructionSet::avx2:
+      return avx2;
+    case InstructionSet::baseline:
+      return true;
+  }
+#endif
+  return set == InstructionSet::baseline;
+}
+
+InstructionSet best() {
+  for (InstructionSet set : {InstructionSet::avx512, InstructionSet::avx2}) {
+    if (supported(set)) return set;
+  }
+  return InstructionSet::baseline;
+}
+
+std::atomic<InstructionSet>& in_use() {
+  static std::atomic<InstructionSet> set{best()};
+  return set;
+}
+
+}  // namespace
+
+InstructionSet instruction_set() { return in_use().load(std::memory_order_relaxed); }
+
+bool use_instruction_set(InstructionSet set) {
+  if (!supported(set)) return false;
+  in_use().store(set, std::memory_order_relaxed);
+  return true;
+}
+
+const Kernels& cpu() {
+  static constexpr Kernels kTable{
+      .accumulate = accumulate_cpu,
+      .accumulate_list = accumulate_list_cpu,
+      .accumulate_ranks = accumulate_ranks_cpu,
+      .adam = adam_cpu,
+      .sgd = sgd_cpu,
+      .cast = cast_cpu,
+      .flatten = flatten_cpu,
+      .sum_of_squares = sum_of_squares_cpu,
+      .adopt_writes = adopt_writes_cpu,
+  };
+  return kTable;
+}
+
+const char* cpu_instruction_set() {
+  switch (instruction_set()) {
+    case InstructionSet::avx512:
+      return "avx512";
+    case InstructionSet::avx2:
+      return "avx2";
+    case InstructionSet::baseline:
+      break;
+  }
+  return "baseline";
+}
+
+}  // namespace zero_ext::kernels

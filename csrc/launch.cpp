@@ -1,0 +1,38 @@
+#include "launch.h"
+
+// at::parallel_for is inline and serial unless this file is compiled with -fopenmp; it must not be
+// linked with it, so that torch's own OpenMP runtime serves both.
+#include <ATen/Parallel.h>
+#include <c10/util/Exception.h>
+
+namespace zero_ext {
+namespace {
+
+void parallel_for(int64_t numel, int64_t grain_numel, kernels::RangeBody body, void* context) {
+  at::parallel_for(0, numel, grain_numel,
+                   [&](int64_t begin, int64_t end) { body(context, begin, end); });
+}
+
+}  // namespace
+
+kernels::Launch cpu_launch() { return {.parallel_for = parallel_for}; }
+
+bool has_kernels(at::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
+}
+
+kernels::DType dtype_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return kernels::DType::f32;
+    case at::kBFloat16:
+      return kernels::DType::bf16;
+    case at::kHalf:
+      return kernels::DType::f16;
+    default:
+      TORCH_CHECK(false, "zero_ext: ", dtype,
+                  " has no kernels; use torch.float32, torch.bfloat16 or torch.float16.");
+  }
+}
+
+}  // namespace zero_ext

@@ -1,0 +1,68 @@
+// Layout: where each parameter of a unit lies in the unit's flat index space, and how that space is
+// cut over the ranks.
+//
+// Owner:     one Unit. Frozen: nothing changes after construction.
+// Invariant: slots are aligned, in bounds, disjoint and in order (proved in the constructor);
+//            padded_numel() == ranges() * range_numel(); every range begins at an aligned index.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace zero_ext {
+
+// What a layout needs to know of a parameter. `strides` describe the dense memory order that is
+// kept in the flat buffer.
+struct SlotSpec {
+  std::string name;
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;
+  int64_t numel;
+};
+
+struct Slot {
+  SlotSpec spec;
+  int64_t offset;        // first element in the unit's index space, aligned
+  int64_t padded_numel;  // numel rounded up to the alignment; the gap holds zeros
+  int64_t end() const { return offset + spec.numel; }
+  int64_t padded_end() const { return offset + padded_numel; }
+};
+
+// The part of a slot that lies in one range.
+struct Piece {
+  int64_t range;        // which range
+  int64_t range_begin;  // first element, from the beginning of the range
+  int64_t slot_begin;   // first element, from the beginning of the slot
+  int64_t numel;        // elements of the parameter, without the gap
+  int64_t gap_numel;    // elements of padding behind them
+};
+
+class Layout {
+ public:
+  // `ranges`: how many equal ranges the space is cut into. `alignment`: in elements; every slot and
+  // range begins at a multiple of it.
+  Layout(std::vector<SlotSpec> specs, int64_t ranges, int64_t alignment);
+
+  int64_t size() const { return static_cast<int64_t>(slots_.size()); }
+  const Slot& slot(int64_t i) const { return slots_[i]; }
+  std::span<const Piece> pieces(int64_t i) const { return pieces_[i]; }
+
+  int64_t ranges() const { return ranges_; }
+  int64_t range_numel() const { return range_numel_; }
+  int64_t range_begin(int64_t range) const { return range * range_numel_; }
+  int64_t padded_numel() const { return ranges_ * range_numel_; }
+
+  // Which elements of slot i, as flat indices of the parameter, each range holds: [ranges + 1]
+  // bounds, range r holds [bounds[r], bounds[r + 1]).
+  std::vector<int64_t> bounds(int64_t i) const;
+
+ private:
+  std::vector<Slot> slots_;
+  std::vector<std::vector<Piece>> pieces_;
+  int64_t ranges_;
+  int64_t range_numel_;
+};
+
+}  // namespace zero_ext

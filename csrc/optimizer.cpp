@@ -1,0 +1,131 @@
+#include "optimizer.h"
+
+#include <ATen/ops/zeros.h>
+
+#include <utility>
+
+#include "launch.h"
+
+namespace zero_ext {
+namespace {
+
+void check(kernels::Status status, const char* kernel) {
+  TORCH_INTERNAL_ASSERT(status == kernels::Status::ok, "zero_ext: kernel ", kernel,
+                        " returned status ", static_cast<int>(status));
+}
+
+// The rounding that run's masters have in the unit's compute dtype, or null where master is the
+// parameter.
+void* parameter_of(const Unit& unit, const Run& run) {
+  char* begin = static_cast<char*>(unit.stepped_parameter());
+  return begin == nullptr ? nullptr
+                          : begin + run.begin * kernels::element_bytes(dtype_of(unit.dtype()));
+}
+
+}  // namespace
+
+OptimizerState::OptimizerState(std::shared_ptr<Engine> engine, int64_t states)
+    : engine_(std::move(engine)), states_(states), last_backward_(engine_->backwards()) {}
+
+void OptimizerState::assign(int64_t i, int64_t group) {
+  if (i >= static_cast<int64_t>(group_of_.size())) {
+    group_of_.resize(i + 1, -1);
+    steps_.resize(i + 1);
+  }
+  if (group_of_[i] < 0) {
+    indices_.push_back(i);
+    steps_[i] = at::zeros({}, at::TensorOptions().dtype(at::kFloat));
+  }
+  group_of_[i] = group;
+  const int64_t u = engine_->unit_of(i);
+  if (u < 0) return;
+  if (static_cast<int64_t>(buffers_.size()) <= u) buffers_.resize(u + 1);
+  if (!buffers_[u].empty()) return;
+  for (int64_t k = 0; k < states_; ++k) {
+    buffers_[u].emplace_back(engine_->memory(), Held::optimizer_state, at::kFloat,
+                             engine_->unit(u).layout().range_numel());
+    buffers_[u].back().fill_zero();
+  }
+}
+
+at::Tensor OptimizerState::slice(int64_t k, int64_t i) const {
+  const int64_t u = engine_->unit_of(i);
+  const Piece* piece = engine_->unit(u).own_piece(engine_->slot_of(i));
+  return piece == nullptr ? buffers_[u][k].slice(0, 0)
+                          : buffers_[u][k].slice(piece->range_begin, piece->numel);
+}
+
+float* OptimizerState::data(int64_t k, int64_t unit, const Run& run) const {
+  return static_cast<float*>(buffers_[unit][k].data()) + run.begin;
+}
+
+template <typename Body>
+void OptimizerState::apply(const Body& body) {
+  std::vector<float*> counts(steps_.size(), nullptr);
+  for (const int64_t i : indices_) counts[i] = steps_[i].mutable_data_ptr<float>();
+  const auto same = [&](int64_t a, int64_t b) {
+    return group_of_[a] == group_of_[b] && *counts[a] == *counts[b];
+  };
+  const auto update = [&](int64_t u, Unit& unit, const Run& run, int64_t i) {
+    body(u, unit, run, group_of_[i], static_cast<int64_t>(*counts[i]) + 1);
+  };
+  const auto updated = [&](int64_t i) { *counts[i] += 1; };
+  engine_->apply_step({.indices = indices_, .same = same, .apply = update, .applied = updated});
+}
+
+void OptimizerState::apply_adam(const std::vector<AdamGroup>& groups) {
+  apply([&](int64_t u, Unit& unit, const Run& run, int64_t g, int64_t step) {
+    const AdamGroup& group = groups[g];
+    check(kernels::cpu().adam({.master = unit.master_data() + run.begin,
+                               .param = parameter_of(unit, run),
+                               .param_dtype = dtype_of(unit.dtype()),
+                               .grad = unit.grad_data() + run.begin,
+                               .exp_avg = data(0, u, run),
+                               .exp_avg_sq = data(1, u, run),
+                               .max_exp_avg_sq = group.amsgrad ? data(2, u, run) : nullptr,
+                               .numel = run.numel,
+                               .lr = group.lr,
+                               .beta1 = group.beta1,
+                               .beta2 = group.beta2,
+                               .eps = group.eps,
+                               .weight_decay = group.weight_decay,
+                               .step = step,
+                               .maximize = group.maximize,
+                               .decoupled = group.decoupled},
+                              cpu_launch()),
+          "adam");
+  });
+}
+
+void OptimizerState::apply_sgd(const std::vector<SgdGroup>& groups) {
+  apply([&](int64_t u, Unit& unit, const Run& run, int64_t g, int64_t step) {
+    const SgdGroup& group = groups[g];
+    check(kernels::cpu().sgd({.master = unit.master_data() + run.begin,
+                              .param = parameter_of(unit, run),
+                              .param_dtype = dtype_of(unit.dtype()),
+                              .grad = unit.grad_data() + run.begin,
+                              .momentum_buffer = group.momentum != 0 ? data(0, u, run) : nullptr,
+                              .numel = run.numel,
+                              .lr = group.lr,
+                              .momentum = group.momentum,
+                              .dampening = group.dampening,
+                              .weight_decay = group.weight_decay,
+                              .nesterov = group.nesterov,
+                              .first = step == 1,
+                              .maximize = group.maximize},
+                             cpu_launch()),
+          "sgd");
+  });
+}
+
+void OptimizerState::apply_masters() {
+  apply([&](int64_t /*u*/, Unit& unit, const Run& run, int64_t /*g*/, int64_t /*step*/) {
+    if (unit.stepped_parameter() == nullptr) return;
+    check(kernels::cpu().cast(unit.master_data() + run.begin, kernels::DType::f32,
+                              parameter_of(unit, run), dtype_of(unit.dtype()), run.numel,
+                              cpu_launch()),
+          "cast");
+  });
+}
+
+}  // namespace zero_ext

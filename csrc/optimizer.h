@@ -1,0 +1,76 @@
+// OptimizerState: the flat fp32 state of one optimizer over an engine's units, and the updates that
+// use it.
+//
+// Owner:     the Python optimizer. Keeps the engine alive.
+// Threads:   the engine's lock protects an update; everything else is called by the optimizer's
+// thread. Invariant: state k of unit u has the length and the offsets of the unit's master; units
+// without a parameter of this
+//            optimizer have none.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "engine.h"
+#include "flat_buffer.h"
+
+namespace zero_ext {
+
+struct AdamGroup {
+  double lr;
+  double beta1;
+  double beta2;
+  double eps;
+  double weight_decay;
+  bool amsgrad;
+  bool maximize;
+  bool decoupled;
+};
+
+struct SgdGroup {
+  double lr;
+  double momentum;
+  double dampening;
+  double weight_decay;
+  bool nesterov;
+  bool maximize;
+};
+
+class OptimizerState {
+ public:
+  // `states`: how many values each element has (2 for Adam, 3 with AMSGrad, 1 for SGD with
+  // momentum).
+  OptimizerState(std::shared_ptr<Engine> engine, int64_t states);
+
+  // From now on parameter `i` is updated with the hyper-parameters of `group`.
+  void assign(int64_t i, int64_t group);
+  // This rank's part of state k of parameter i, 1-D.
+  at::Tensor slice(int64_t k, int64_t i) const;
+  // 0-D, fp32, as torch has it: how often parameter i was updated.
+  const at::Tensor& step(int64_t i) const { return steps_[i]; }
+  const std::vector<int64_t>& indices() const { return indices_; }
+
+  StepVerdict prepare_step(bool check_nonfinite) {
+    return engine_->prepare_step(indices_, check_nonfinite, &last_backward_);
+  }
+  void apply_adam(const std::vector<AdamGroup>& groups);
+  void apply_sgd(const std::vector<SgdGroup>& groups);
+  // After another optimizer has updated the masters: the parameters become their roundings.
+  void apply_masters();
+
+ private:
+  template <typename Body>
+  void apply(const Body& body);
+  float* data(int64_t k, int64_t unit, const Run& run) const;
+
+  std::shared_ptr<Engine> engine_;
+  int64_t states_;
+  std::vector<int64_t> indices_;
+  std::vector<int64_t> group_of_;  // [parameters of the engine]; -1: not of this optimizer
+  std::vector<std::vector<FlatBuffer>> buffers_;  // [units][states]
+  std::vector<at::Tensor> steps_;  // [parameters of the engine]; undefined: not of this optimizer
+  int64_t last_backward_ = 0;
+};
+
+}  // namespace zero_ext

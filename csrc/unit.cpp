@@ -1,0 +1,513 @@
+#include "unit.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <utility>
+
+#include "check.h"
+#include "launch.h"
+
+namespace zero_ext {
+namespace {
+
+constexpr int64_t kAlignmentBytes = 64;
+// A flags message: the number of the backward, the unit's index, then one byte per slot.
+constexpr int64_t kFlagsHeaderBytes = 2 * sizeof(int64_t);
+
+at::Tensor byte_tensor(int64_t numel) {
+  return at::empty({numel}, at::TensorOptions().dtype(at::kByte));
+}
+
+const char* element(const at::Tensor& flat, int64_t i) {
+  return static_cast<const char*>(flat.const_data_ptr()) +
+         i * static_cast<int64_t>(flat.element_size());
+}
+
+void check(kernels::Status status, const char* kernel) {
+  TORCH_INTERNAL_ASSERT(status == kernels::Status::ok, "zero_ext: kernel ", kernel,
+                        " returned status ", static_cast<int>(status));
+}
+
+}  // namespace
+
+Unit::Unit(const UnitContext& context, int64_t index, std::string name, std::vector<SlotSpec> specs,
+           const std::vector<at::Tensor>& values, at::ScalarType dtype, Comm& comm, bool broadcast)
+    : context_(context),
+      index_(index),
+      name_(std::move(name)),
+      layout_(std::move(specs), ranges_of(context.policy.optimizer, context.world),
+              kAlignmentBytes / static_cast<int64_t>(c10::elementSize(dtype))),
+      dtype_(dtype),
+      own_pieces_(layout_.size(), nullptr),
+      fresh_(layout_.size(), 1),
+      local_fresh_(layout_.size(), 1),
+      nonfinite_(layout_.size(), 0) {
+  for (int64_t i = 0; i < layout_.size(); ++i) {
+    for (const Piece& piece : layout_.pieces(i)) {
+      if (piece.range == own_range()) own_pieces_[i] = &piece;
+    }
+  }
+  const auto what = [this] {
+    return where(context_.rank, name_) + "waited for rank 0's parameters at wrap time";
+  };
+  const int64_t padded = layout_.padded_numel();
+  const int64_t own_begin = layout_.range_begin(own_range());
+  full_ = FlatBuffer(context_.memory, Held::full, dtype_, padded);
+  full_.fill_zero();
+  grad_ = FlatBuffer(context_.memory, Held::grad, at::kFloat, layout_.range_numel());
+  grad_.fill_zero();
+  if (dtype_ != at::kFloat) {
+    master_ = FlatBuffer(context_.memory, Held::master, at::kFloat, layout_.range_numel());
+  }
+
+  // The values arrive in their own dtype first, so that fp32 values give exact masters to a bf16
+  // unit.
+  const at::ScalarType source_dtype = values.empty() ? dtype_ : values[0].scalar_type();
+  FlatBuffer staged;
+  if (source_dtype != dtype_) {
+    staged = FlatBuffer(context_.memory, Held::full, source_dtype, padded);
+    staged.fill_zero();
+  }
+  const FlatBuffer& source = staged.defined() ? staged : full_;
+  for (int64_t i = 0; i < layout_.size(); ++i) {
+    const Slot& slot = layout_.slot(i);
+    source.view(slot.offset, slot.spec.sizes, slot.spec.strides).copy_(values[i]);
+  }
+  if (broadcast) comm.broadcast(source.tensor(), what);
+  if (master_.defined()) {
+    check(kernels::cpu().cast(source.at(own_begin), dtype_of(source_dtype), master_.data(),
+                              kernels::DType::f32, layout_.range_numel(), cpu_launch()),
+          "cast");
+  }
+  if (staged.defined()) {
+    check(kernels::cpu().cast(staged.data(), dtype_of(source_dtype), full_.data(), dtype_of(dtype_),
+                              padded, cpu_launch()),
+          "cast");
+  }
+}
+
+at::Tensor Unit::parameter_view(int64_t i) const {
+  const Slot& slot = layout_.slot(i);
+  return full_.view(slot.offset, slot.spec.sizes, slot.spec.strides);
+}
+
+at::Tensor Unit::grad_slice(int64_t i) const {
+  const Piece* piece = own_piece(i);
+  return piece == nullptr ? grad_.slice(0, 0) : grad_.slice(piece->range_begin, piece->numel);
+}
+
+at::Tensor Unit::master_slice(int64_t i) const {
+  const Piece* piece = own_piece(i);
+  const FlatBuffer& master = master_.defined() ? master_ : full_;
+  const int64_t begin = master_.defined() ? 0 : layout_.range_begin(own_range());
+  return piece == nullptr ? master.slice(begin, 0)
+                          : master.slice(begin + piece->range_begin, piece->numel);
+}
+
+float* Unit::master_data() const {
+  return static_cast<float*>(master_.defined() ? master_.data()
+                                               : full_.at(layout_.range_begin(own_range())));
+}
+
+void* Unit::stepped_parameter() const {
+  return master_.defined() ? full_.at(layout_.range_begin(own_range())) : nullptr;
+}
+
+// One backward
+
+void Unit::begin_backward(Sink sink, const std::vector<uint8_t>& expected) {
+  sink_ = sink;
+  reduced_ = false;
+  added_ = false;
+  expected_ = expected;
+  missing_ = std::count(expected.begin(), expected.end(), 1);
+  arrived_.assign(layout_.size(), kNotArrived);
+  fresh_before_ = fresh_;
+  local_fresh_before_ = local_fresh_;
+  if (sink_ == Sink::direct) keep_reduced_sum();
+  if (sink_ == Sink::local) {
+    keep_reduced_sum();  // it lives where this rank's local sum is about to begin
+    grad_.grow(layout_.padded_numel());
+  }
+}
+
+void Unit::keep_reduced_sum() {
+  if (kept_ || std::count(fresh_.begin(), fresh_.end(), 0) == 0) return;
+  if (!before_.defined())
+    before_ = FlatBuffer(context_.memory, Held::grad, at::kFloat, layout_.range_numel());
+  std::memcpy(before_.data(), grad_.data(), before_.tensor().nbytes());
+  kept_ = true;
+}
+
+void Unit::end_backward() {
+  // A local sum still lies on top of the reduced one.
+  if (sink_ != Sink::local) kept_ = false;
+}
+
+bool Unit::abort_backward(std::vector<Orphan>& orphans) {
+  bool restored = true;
+  if (sink_ == Sink::local) {
+    restored = !added_;
+    for (int64_t i = 0; i < layout_.size(); ++i) {
+      if (arrived_[i] == kArrived && !local_fresh_before_[i]) restored = false;
+    }
+  } else if (kept_) {
+    std::memcpy(grad_.data(), before_.data(), before_.tensor().nbytes());
+    kept_ = false;
+  }
+  fresh_ = fresh_before_;
+  local_fresh_ = local_fresh_before_;
+  if (bucket_ != nullptr)
+    orphans.push_back({std::move(pending_), std::move(bucket_), std::move(flags_)});
+  pending_ = Pending();
+  flags_.clear();
+  sources_.clear();
+  staged_.reset();
+  return restored;
+}
+
+bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
+  if (!arrived_[i] && expected_[i]) --missing_;
+  const bool first = !arrived_[i];
+  arrived_[i] = 1;
+  if (!grad.defined()) {
+    if (first) arrived_[i] = kArrivedEmpty;
+    return true;
+  }
+  const Slot& slot = layout_.slot(i);
+  TORCH_CHECK(grad.layout() == at::kStrided && grad.device().is_cpu(), where(context_.rank, name_),
+              "the gradient of '", slot.spec.name, "' is ", grad.layout(), " on ", grad.device(),
+              "; only dense gradients on the parameter's device can be sharded. Use sparse=False, "
+              "or pass the parameter in"
+              " ignored_params.");
+  TORCH_CHECK(grad.numel() == slot.spec.numel, where(context_.rank, name_), "the gradient of '",
+              slot.spec.name, "' has ", grad.numel(), " elements, its parameter had ",
+              slot.spec.numel,
+              " when it was sharded. Shard the model after the last change of parameter shapes.");
+  if (slot.spec.numel == 0) {
+    arrived_[i] = kArrived;
+    if (sink_ == Sink::direct) fresh_[i] = 0;
+    if (sink_ == Sink::local) local_fresh_[i] = 0;
+    return true;
+  }
+  at::Tensor dense = grad;
+  if (dense.strides() != at::IntArrayRef(slot.spec.strides)) {
+    dense = at::empty_strided(slot.spec.sizes, slot.spec.strides, grad.options());
+    dense.copy_(grad);
+  }
+  const kernels::DType dtype = dtype_of(dense.scalar_type());
+  const bool overwrite = first || arrived_[i] == kArrivedEmpty;
+  arrived_[i] = kArrived;
+  int32_t nonfinite = 0;
+  switch (sink_) {
+    case Sink::direct:
+      check(kernels::cpu().accumulate(dense.const_data_ptr(), dtype,
+                                      grad_data() + own_piece(i)->range_begin, slot.spec.numel,
+                                      scale, fresh_[i] != 0, &nonfinite, cpu_launch()),
+            "accumulate");
+      fresh_[i] = 0;
+      if (nonfinite != 0) nonfinite_[i] = 1;
+      break;
+    case Sink::local:
+      accumulate_local(i, dense.const_data_ptr(), dtype, &nonfinite);
+      break;
+    case Sink::bucket:
+      accumulate_in_bucket(i, dense.const_data_ptr(), dtype,
+                           overwrite ? kernels::Write::overwrite : kernels::Write::add, &nonfinite);
+      break;
+  }
+  return nonfinite == 0;
+}
+
+void Unit::accumulate_local(int64_t i, const void* grad, kernels::DType dtype, int32_t* nonfinite) {
+  const int64_t bytes = kernels::element_bytes(dtype);
+  for (const Piece& piece : layout_.pieces(i)) {
+    // Scaled only when it is reduced: the sum of bf16 values over micro-batches is then exact where
+    // fp32 can hold it.
+    check(
+        kernels::cpu().accumulate(static_cast<const char*>(grad) + piece.slot_begin * bytes, dtype,
+                                  grad_data() + local_offset(piece.range) + piece.range_begin,
+                                  piece.numel, 1.0F, local_fresh_[i] != 0, nonfinite, cpu_launch()),
+        "accumulate");
+  }
+  local_fresh_[i] = 0;
+}
+
+void Unit::accumulate_in_bucket(int64_t i, const void* grad, kernels::DType dtype,
+                                kernels::Write write, int32_t* nonfinite) {
+  const Slot& slot = layout_.slot(i);
+  char* target = static_cast<char*>(staged_.data_ptr()) +
+                 slot.offset * static_cast<int64_t>(staged_.element_size());
+  const kernels::CopySegment segment{.source = grad, .target = target, .numel = slot.spec.numel};
+  check(kernels::cpu().flatten(&segment, 1, dtype, dtype_of(staged_.scalar_type()), write,
+                               nonfinite, cpu_launch()),
+        "flatten");
+  // Runs of slots are summed with the gaps between them, and a gap must not look like a NaN.
+  std::memset(target + slot.spec.numel * static_cast<int64_t>(staged_.element_size()), 0,
+              (slot.padded_numel - slot.spec.numel) * staged_.element_size());
+}
+
+at::ScalarType Unit::message_dtype() const {
+  if (context_.reduction == Reduction::collective) return context_.reduce_dtype;
+  if (sink_ == Sink::local) return at::kFloat;
+  return context_.reduce_in_gradient_dtype ? dtype_ : context_.reduce_dtype;
+}
+
+// Local sums lie with this rank's range first, so that a buffer of one range is the beginning of a
+// buffer of all.
+int64_t Unit::local_offset(int64_t range) const {
+  return (range - own_range() + layout_.ranges()) % layout_.ranges() * layout_.range_numel();
+}
+
+void Unit::lend_bucket(std::unique_ptr<Bucket> bucket) {
+  bucket_ = std::move(bucket);
+  const bool in_bucket = sink_ == Sink::bucket || context_.reduction == Reduction::collective;
+  staged_ = in_bucket ? bucket_->gradients(message_dtype(), layout_.padded_numel()) : at::Tensor();
+}
+
+bool Unit::contributes(int64_t i) const {
+  return sink_ == Sink::local ? !local_fresh_[i] : arrived_[i] == kArrived;
+}
+
+void Unit::start_reduce(Comm& comm, int64_t backward) {
+  reduced_ = true;
+  backward_ = backward;
+  if (sink_ == Sink::direct) return;
+  if (context_.reduction == Reduction::exchange) {
+    start_exchange(comm);
+  } else {
+    start_collective(comm);
+  }
+}
+
+void Unit::start_exchange(Comm& comm) {
+  const int64_t world = context_.world;
+  const int64_t rank = context_.rank;
+  const int64_t part = layout_.range_numel();
+  flags_.assign(world, at::Tensor());
+  for (at::Tensor& flags : flags_) flags = byte_tensor(kFlagsHeaderBytes + layout_.size());
+  auto* mine = flags_[rank].mutable_data_ptr<uint8_t>();
+  const int64_t header[2] = {backward_, index_};
+  std::memcpy(mine, header, kFlagsHeaderBytes);
+  for (int64_t i = 0; i < layout_.size(); ++i) mine[kFlagsHeaderBytes + i] = contributes(i) ? 1 : 0;
+
+  const at::Tensor received = bucket_->received(message_dtype(), (world - 1) * part);
+  std::vector<at::Tensor> sends(world);
+  std::vector<at::Tensor> recvs(world);
+  sources_.assign(world, nullptr);
+  for (int64_t peer = 0, next = 0; peer < world; ++peer) {
+    if (peer == rank) continue;
+    sends[peer] = outgoing(layout_.ranges() == 1 ? 0 : peer);
+    recvs[peer] = received.narrow(0, next++ * part, part);
+    sources_[peer] = recvs[peer].const_data_ptr();
+  }
+  sources_[rank] = outgoing(own_range()).const_data_ptr();
+  // Numbered by backward and unit, so that a reduction that a failed backward left behind matches
+  // no later one.
+  const int64_t tag = backward_ * kMaxUnits + index_;
+  comm.exchange(std::vector<at::Tensor>(world, flags_[rank]), flags_, 2 * tag, pending_);
+  comm.exchange(sends, recvs, 2 * tag + 1, pending_);
+}
+
+at::Tensor Unit::outgoing(int64_t range) const {
+  const int64_t part = layout_.range_numel();
+  return sink_ == Sink::local ? grad_.slice(local_offset(range), part)
+                              : staged_.narrow(0, range * part, part);
+}
+
+void Unit::start_collective(Comm& comm) {
+  const int64_t part = layout_.range_numel();
+  at::Tensor counts = at::empty({layout_.size()}, at::TensorOptions().dtype(at::kInt));
+  auto* count = counts.mutable_data_ptr<int32_t>();
+  char* staged = static_cast<char*>(staged_.data_ptr());
+  const auto bytes = static_cast<int64_t>(staged_.element_size());
+  for (int64_t i = 0; i < layout_.size(); ++i) {
+    const Slot& slot = layout_.slot(i);
+    count[i] = contributes(i) ? 1 : 0;
+    if (count[i] == 0 || sink_ == Sink::local)
+      std::memset(staged + slot.offset * bytes, 0, slot.padded_numel * bytes);
+    if (count[i] == 0 || sink_ != Sink::local) continue;
+    for (const Piece& piece : layout_.pieces(i)) {
+      check(kernels::cpu().cast(grad_data() + local_offset(piece.range) + piece.range_begin,
+                                kernels::DType::f32,
+                                staged + (slot.offset + piece.slot_begin) * bytes,
+                                dtype_of(staged_.scalar_type()), piece.numel, cpu_launch()),
+            "cast");
+    }
+  }
+  const int64_t used_end = layout_.size() == 0 ? 0 : layout_.slot(layout_.size() - 1).padded_end();
+  std::memset(staged + used_end * bytes, 0, (layout_.padded_numel() - used_end) * bytes);
+  flags_.assign(1, counts);
+  comm.all_reduce_sum(counts, pending_);
+  if (layout_.ranges() == 1) {
+    comm.all_reduce_sum(staged_, pending_);
+    sources_.assign(1, staged_.const_data_ptr());
+    return;
+  }
+  const at::Tensor sum = bucket_->received(message_dtype(), part);
+  comm.reduce_scatter(staged_, sum, pending_);
+  sources_.assign(1, sum.const_data_ptr());
+}
+
+std::unique_ptr<Bucket> Unit::finish_reduce(float scale) {
+  if (sink_ == Sink::direct) return nullptr;
+  pending_.wait([this] {
+    return where(context_.rank, name_) + "waited for its reduction in backward " +
+           std::to_string(backward_);
+  });
+  check_flags();
+  keep_reduced_sum();
+  add_contributions(scale);
+  added_ = true;
+  flags_.clear();
+  sources_.clear();
+  staged_.reset();
+  return std::move(bucket_);
+}
+
+void Unit::check_flags() const {
+  if (context_.reduction != Reduction::exchange) return;
+  for (int64_t peer = 0; peer < context_.world; ++peer) {
+    int64_t header[2];
+    std::memcpy(header, flags_[peer].const_data_ptr<uint8_t>(), kFlagsHeaderBytes);
+    TORCH_CHECK(header[0] == backward_ && header[1] == index_, where(context_.rank, name_),
+                "this rank reduces unit ", index_, " of backward ", backward_, ", rank ", peer,
+                " sent unit ", header[1], " of backward ", header[0],
+                ". Every rank must run the same backwards in the same order.");
+  }
+}
+
+bool Unit::used_by(int64_t source, int64_t i) const {
+  if (context_.reduction == Reduction::collective)
+    return flags_[0].const_data_ptr<int32_t>()[i] > 0;
+  return flags_[source].const_data_ptr<uint8_t>()[kFlagsHeaderBytes + i] != 0;
+}
+
+void Unit::add_contributions(float scale) {
+  const auto sources = static_cast<int64_t>(sources_.size());
+  const auto used = [&](int64_t i) {
+    for (int64_t source = 0; source < sources; ++source) {
+      if (used_by(source, i)) return true;
+    }
+    return false;
+  };
+  const auto same = [&](int64_t i, int64_t j) {
+    if (fresh_[i] != fresh_[j]) return false;
+    for (int64_t source = 0; source < sources; ++source) {
+      if (used_by(source, i) != used_by(source, j)) return false;
+    }
+    return true;
+  };
+  for (const Run& run : runs(used, same)) add_run(run, scale);
+  for (int64_t i = 0; i < layout_.size(); ++i) {
+    if (used(i)) fresh_[i] = 0;
+  }
+  if (sink_ == Sink::local && kept_) {
+    std::memcpy(grad_.data(), before_.data(), before_.tensor().nbytes());
+    kept_ = false;
+  }
+  std::fill(local_fresh_.begin(), local_fresh_.end(), 1);
+}
+
+void Unit::add_run(const Run& run, float scale) {
+  const kernels::DType dtype = dtype_of(message_dtype());
+  std::vector<const void*> contributions;
+  for (size_t source = 0; source < sources_.size(); ++source) {
+    if (!used_by(static_cast<int64_t>(source), run.first_slot)) continue;
+    contributions.push_back(static_cast<const char*>(sources_[source]) +
+                            run.begin * kernels::element_bytes(dtype));
+  }
+  // In place of the local sum, unless a reduced one waits beside it.
+  const FlatBuffer& into = sink_ == Sink::local && kept_ ? before_ : grad_;
+  float* sum = static_cast<float*>(into.data()) + run.begin;
+  int32_t nonfinite = 0;
+  check(kernels::cpu().accumulate_ranks(
+            contributions.data(), static_cast<int32_t>(contributions.size()), dtype, sum, run.numel,
+            scale, fresh_[run.first_slot] != 0, &nonfinite, cpu_launch()),
+        "accumulate_ranks");
+  if (nonfinite == 0) return;
+  for (int64_t i = run.first_slot; i <= run.last_slot; ++i) {
+    if (own_piece(i) != nullptr) nonfinite_[i] = 1;
+  }
+}
+
+std::vector<Run> Unit::runs(const std::function<bool(int64_t)>& used,
+                            const std::function<bool(int64_t, int64_t)>& same) const {
+  std::vector<Run> runs;
+  for (int64_t i = 0; i < layout_.size(); ++i) {
+    const Piece* piece = own_piece(i);
+    if (piece == nullptr || !used(i)) continue;
+    const int64_t numel = piece->numel + piece->gap_numel;
+    if (!runs.empty()) {
+      Run& last = runs.back();
+      if (last.begin + last.numel == piece->range_begin && same(last.last_slot, i)) {
+        last.numel += numel;
+        last.last_slot = i;
+        continue;
+      }
+    }
+    runs.push_back({.begin = piece->range_begin, .numel = numel, .first_slot = i, .last_slot = i});
+  }
+  return runs;
+}
+
+// The reduced gradient
+
+void Unit::clear_gradient(int64_t i) {
+  fresh_[i] = 1;
+  local_fresh_[i] = 1;
+  nonfinite_[i] = 0;
+}
+
+void Unit::write_gradient(int64_t i, const at::Tensor& local) {
+  const Piece* piece = own_piece(i);
+  if (piece != nullptr && piece->numel > 0) {
+    FlatBuffer& sum = kept_ && sink_ == Sink::local ? before_ : grad_;
+    sum.slice(piece->range_begin, piece->numel).copy_(local.reshape({-1}));
+  }
+  fresh_[i] = 0;
+  local_fresh_[i] = 1;
+  nonfinite_[i] = 0;
+}
+
+void Unit::zero_gradient(int64_t i) {
+  const Piece* piece = own_piece(i);
+  if (piece != nullptr)
+    std::memset(grad_data() + piece->range_begin, 0, piece->numel * sizeof(float));
+  fresh_[i] = 0;
+}
+
+bool Unit::still_nonfinite(int64_t i) {
+  const Piece* piece = own_piece(i);
+  if (!nonfinite_[i] || piece == nullptr) return false;
+  const float* sum = grad_data() + piece->range_begin;
+  return !std::all_of(sum, sum + piece->numel, [](float value) { return std::isfinite(value); });
+}
+
+// Parameters
+
+void Unit::adopt_parameter(int64_t i, const at::Tensor& values) { parameter_view(i).copy_(values); }
+
+void Unit::adopt_writes() {
+  if (!master_.defined()) return;
+  check(kernels::cpu().adopt_writes(stepped_parameter(), dtype_of(dtype_), master_data(),
+                                    layout_.range_numel(), cpu_launch()),
+        "adopt_writes");
+}
+
+void Unit::cast_master() {
+  if (!master_.defined()) return;
+  check(kernels::cpu().cast(master_data(), kernels::DType::f32, stepped_parameter(),
+                            dtype_of(dtype_), layout_.range_numel(), cpu_launch()),
+        "cast");
+}
+
+void Unit::gather(Comm& comm, int64_t tag, Pending& pending) {
+  if (layout_.ranges() > 1) comm.gather(full_.tensor(), tag, pending);
+}
+
+}  // namespace zero_ext

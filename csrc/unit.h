@@ -1,0 +1,202 @@
+// Unit: the parameters that are reduced, stepped and gathered together. Owns their flat buffers and
+// performs the verbs.
+//
+// Owner:     Engine, which says when each verb runs.
+// Threads:   called only under Engine::mutex_.
+// Invariant: full, master, grad and every optimizer state share one Layout. fresh(i) says that this
+// rank's part of the
+//            reduced gradient of slot i holds no sum; it is the same on every rank between two
+//            backwards.
+//
+// Note [Where a gradient goes]
+//   direct  one rank: straight into the reduced sum, scaled.
+//   bucket  several ranks, a backward that reduces and follows no local one: into the bucket, in
+//   the gradient's dtype. local   several ranks, inside no_sync() or after it: into this rank's own
+//   fp32 sum of the whole unit, which a reducing
+//           backward then sends instead of a bucket.
+// Every rank takes the same way in the same backward: it depends on the order of calls alone, never
+// on which gradients arrived.
+//
+// Note [Undoing]
+// A backward that throws must leave the sums as they were. A sum that held nothing is marked fresh
+// again. Before a reduced sum that holds something is added to, it is copied (before_: 4 bytes per
+// element of one range, only where several backwards accumulate). Local sums have no copy, because
+// it would double what they take: there an undo may be impossible, and the engine then refuses to
+// go on until the gradients are zeroed.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bucket.h"
+#include "comm.h"
+#include "flat_buffer.h"
+#include "kernels/kernels.h"
+#include "layout.h"
+#include "policy.h"
+
+namespace zero_ext {
+
+enum class Sink { direct, bucket, local };
+
+enum class Reduction {
+  exchange,    // all-to-all, then one fp32 sum in rank order: exact, reproducible
+  collective,  // the backend's reduce-scatter in reduce_dtype
+};
+
+constexpr int64_t kMaxUnits = 1 << 12;  // of one engine, as far as message tags can tell
+
+// What all units of an engine share.
+struct UnitContext {
+  int64_t rank = 0;
+  int64_t world = 1;
+  Policy policy;
+  Reduction reduction = Reduction::exchange;
+  at::ScalarType reduce_dtype = at::kFloat;  // of collective reductions
+  bool reduce_in_gradient_dtype = true;      // of exchange: else in reduce_dtype
+  std::shared_ptr<MemoryCounter> memory;
+};
+
+// Consecutive elements of this rank's range, gaps included: the parts of slots first_slot …
+// last_slot.
+struct Run {
+  int64_t begin;
+  int64_t numel;
+  int64_t first_slot;
+  int64_t last_slot;
+};
+
+class Unit {
+ public:
+  // `values`: the parameters' present values, in any one floating dtype. `dtype`: what the
+  // parameters are computed in.
+  Unit(const UnitContext& context, int64_t index, std::string name, std::vector<SlotSpec> specs,
+       const std::vector<at::Tensor>& values, at::ScalarType dtype, Comm& comm, bool broadcast);
+
+  const std::string& name() const { return name_; }
+  const Layout& layout() const { return layout_; }
+  at::ScalarType dtype() const { return dtype_; }
+
+  // Slot i in its parameter's shape, over full.
+  at::Tensor parameter_view(int64_t i) const;
+  // This rank's part of slot i, 1-D, over the reduced gradient or the master.
+  at::Tensor grad_slice(int64_t i) const;
+  at::Tensor master_slice(int64_t i) const;
+  const FlatBuffer& master() const { return master_; }
+  float* master_data() const;
+  float* grad_data() const { return static_cast<float*>(grad_.data()); }
+  // This rank's range of full, or null where master is that range itself.
+  void* stepped_parameter() const;
+  int64_t own_range() const { return layout_.ranges() == 1 ? 0 : context_.rank; }
+  const Piece* own_piece(int64_t i) const { return own_pieces_[i]; }
+
+  // One backward. `expected[i]`: autograd will reach slot i.
+  void begin_backward(Sink sink, const std::vector<uint8_t>& expected);
+  // Bucketed gradients need one when they arrive, local sums when they are reduced.
+  bool needs_bucket() const { return bucket_ == nullptr && sink_ == Sink::bucket; }
+  bool needs_bucket_to_reduce() const { return bucket_ == nullptr && sink_ != Sink::direct; }
+  void lend_bucket(std::unique_ptr<Bucket> bucket);
+  // A gradient of slot i; undefined: autograd reached the parameter with nothing. Returns false if
+  // it holds NaN or Inf.
+  bool accumulate(int64_t i, const at::Tensor& grad, float scale);
+  bool complete() const { return missing_ == 0; }
+  void expect_no_more() { missing_ = 0; }
+  bool reduced() const { return reduced_; }
+  void start_reduce(Comm& comm, int64_t backward);
+  // Waits, adds the ranks' contributions, gives the bucket back (null where there was none).
+  std::unique_ptr<Bucket> finish_reduce(float scale);
+  void end_backward();
+  // What a reduction that nobody will finish still uses.
+  struct Orphan {
+    Pending pending;
+    std::unique_ptr<Bucket> bucket;
+    std::vector<at::Tensor> flags;
+  };
+  // The backward threw: the sums become what they were before it. False where that cannot be, see
+  // Note [Undoing].
+  bool abort_backward(std::vector<Orphan>& orphans);
+
+  // The reduced gradient.
+  bool fresh(int64_t i) const { return fresh_[i] != 0; }
+  bool local_fresh(int64_t i) const { return local_fresh_[i] != 0; }
+  void clear_gradient(int64_t i);
+  void zero_gradient(int64_t i);
+  void write_gradient(int64_t i, const at::Tensor& local);  // local: this rank's part, 1-D
+  // This rank's part of slot i was seen to hold NaN or Inf, and still does.
+  bool still_nonfinite(int64_t i);
+
+  // The user replaced the parameter's storage: its values are taken over into full.
+  void adopt_parameter(int64_t i, const at::Tensor& values);
+  // Brings master up to date with what was written into full.
+  void adopt_writes();
+  // This rank's range of full = master, rounded.
+  void cast_master();
+
+  // The used slots of this rank's range, as the longest runs whose neighbours are `same`.
+  std::vector<Run> runs(const std::function<bool(int64_t)>& used,
+                        const std::function<bool(int64_t, int64_t)>& same) const;
+
+  void gather(Comm& comm, int64_t tag, Pending& pending);
+
+ private:
+  enum Arrival : uint8_t { kNotArrived, kArrivedEmpty, kArrived };
+
+  at::ScalarType message_dtype() const;
+  int64_t local_offset(int64_t range) const;
+  bool contributes(int64_t i) const;
+  void accumulate_local(int64_t i, const void* grad, kernels::DType dtype, int32_t* nonfinite);
+  void accumulate_in_bucket(int64_t i, const void* grad, kernels::DType dtype, kernels::Write write,
+                            int32_t* nonfinite);
+  void keep_reduced_sum();
+  void start_exchange(Comm& comm);
+  void start_collective(Comm& comm);
+  at::Tensor outgoing(int64_t range) const;
+  void check_flags() const;
+  bool used_by(int64_t source, int64_t i) const;
+  void add_contributions(float scale);
+  void add_run(const Run& run, float scale);
+
+  const UnitContext& context_;
+  int64_t index_;
+  std::string name_;
+  Layout layout_;
+  at::ScalarType dtype_;
+  std::vector<const Piece*> own_pieces_;  // [slots], null where this rank holds nothing of a slot
+
+  FlatBuffer full_;  // [padded], compute dtype
+  FlatBuffer
+      master_;  // [range], fp32; undefined where full is fp32: then it is this rank's range of full
+  FlatBuffer grad_;  // [range], fp32; [padded] with this rank's range first once local sums exist
+  FlatBuffer
+      before_;  // [range], fp32; the reduced sum before this backward, or below the local sums
+  bool kept_ = false;  // before_ holds it
+
+  std::vector<uint8_t> fresh_;        // [slots]
+  std::vector<uint8_t> local_fresh_;  // [slots], of the local sums
+  std::vector<uint8_t> nonfinite_;    // [slots], of this rank's part
+
+  // One backward.
+  Sink sink_ = Sink::direct;
+  int64_t backward_ = 0;
+  int64_t missing_ = 0;
+  bool reduced_ = false;  // started
+  bool added_ = false;    // finished
+  std::vector<uint8_t> expected_;
+  std::vector<uint8_t> arrived_;  // [slots] of Arrival
+  std::vector<uint8_t> fresh_before_;
+  std::vector<uint8_t> local_fresh_before_;
+  std::unique_ptr<Bucket> bucket_;
+  at::Tensor staged_;  // [padded], the bucket's gradients
+  Pending pending_;
+  std::vector<at::Tensor>
+      flags_;  // exchange: [world] messages of bytes; collective: one int32 [slots] of counts
+  std::vector<const void*> sources_;  // contributions to this rank's range, in rank order
+};
+
+}  // namespace zero_ext

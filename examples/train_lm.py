@@ -1,0 +1,173 @@
+"""Trains a byte-level GPT with zero_ext, or with plain PyTorch to compare.
+
+torchrun --nproc-per-node 2 examples/train_lm.py --stage 2
+torchrun --nproc-per-node 2 examples/train_lm.py --ddp
+python examples/train_lm.py --size tiny --steps 100
+"""
+
+import argparse
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import baseline
+import corpus
+import torch
+import torch.distributed as dist
+from model import GPT, SIZES
+from torch import Tensor
+from tqdm import tqdm
+
+HELD_OUT_WINDOWS = 256
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--stage", type=int, default=2, choices=(0, 1, 2), help="ZeRO stage")
+    parser.add_argument("--ddp", action="store_true", help="plain PyTorch instead of zero_ext")
+    parser.add_argument("--size", default="base", choices=SIZES)
+    parser.add_argument("--text", help="file or directory; default: Python's standard library")
+    parser.add_argument("--steps", type=int, default=700)
+    parser.add_argument("--accumulation-steps", type=int, default=1, help="micro-batches per step")
+    parser.add_argument("--batch-size", type=int, default=4, help="sequences per micro-batch, rank")
+    parser.add_argument("--sequence", type=int, default=128, help="bytes per sequence")
+    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="of the parameters")
+    parser.add_argument("--out", type=Path, help="default: runs/stage<N> or runs/ddp")
+    arguments = parser.parse_args()
+    arguments.name = "ddp" if arguments.ddp else f"stage{arguments.stage}"
+    arguments.out = arguments.out or Path("runs") / arguments.name
+    return arguments
+
+
+def shard(model: GPT, args: argparse.Namespace):
+    """The model and its optimizer, distributed over the ranks. ZeRO is these lines."""
+    adamw = {"lr": args.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
+    if args.ddp:
+        return baseline.distribute(model), baseline.MasterAdamW(model.parameters(), **adamw)
+    import zero_ext
+
+    model = zero_ext.shard(model, stage=args.stage, accumulation_steps=args.accumulation_steps)
+    return model, zero_ext.optim.AdamW(model.parameters(), **adamw)
+
+
+def bytes_held(model: GPT, optimizer: torch.optim.Optimizer) -> int:
+    if isinstance(optimizer, baseline.MasterAdamW):
+        return optimizer.bytes_held()
+    import zero_ext
+
+    return zero_ext.stats(model)["bytes_held"]
+
+
+def warm_up_then_cosine(optimizer: torch.optim.Optimizer, steps: int):
+    warm_up = max(1, min(100, steps // 10))
+
+    def factor(step: int) -> float:
+        if step < warm_up:
+            return (step + 1) / warm_up
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm_up) / (steps - warm_up)))
+
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    if dist.is_initialized():
+        dist.all_reduce(value)
+        value /= dist.get_world_size()
+    return value.item()
+
+
+def train(model, optimizer, text: Tensor, args: argparse.Namespace, rank: int, world: int) -> dict:
+    """Runs all steps and returns the log."""
+    scheduler = warm_up_then_cosine(optimizer, args.steps)
+    data = torch.Generator().manual_seed(1_000_003 * args.seed + rank)  # every rank reads its own
+    step_bytes = world * args.accumulation_steps * args.batch_size * args.sequence
+    log = {"loss": [], "gradient_norm": [], "seconds": []}
+    progress = tqdm(total=args.steps, unit="step", disable=rank != 0, mininterval=1.0)
+    start = time.perf_counter()
+    for step in range(args.steps):
+        total_loss = torch.zeros(())
+        for _ in range(args.accumulation_steps):
+            tokens, targets = corpus.sample(text, args.batch_size, args.sequence, data)
+            loss = model(tokens, targets)
+            (loss / args.accumulation_steps).backward()
+            total_loss += loss.detach() / args.accumulation_steps
+            if args.ddp:
+                optimizer.accumulate()
+        norm = optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        log["bytes_held"] = log.get("bytes_held") or bytes_held(model, optimizer)  # with gradients
+        optimizer.zero_grad()
+        scheduler.step()
+
+        log["loss"].append(mean_over_ranks(total_loss))
+        log["gradient_norm"].append(float(norm))
+        log["seconds"].append(time.perf_counter() - start)
+        speed = (step + 1) * step_bytes / log["seconds"][-1]
+        progress.set_postfix_str(
+            f"loss {log['loss'][-1]:.3f}, {speed:,.0f} tokens/s, "
+            f"{log['bytes_held'] / 2**20:.1f} MiB/rank",
+            refresh=False,
+        )
+        progress.update()
+    progress.close()
+    log["tokens_per_second"] = args.steps * step_bytes / log["seconds"][-1]
+    return log
+
+
+@torch.no_grad()
+def held_out_loss(model: GPT, text: Tensor, sequence: int, rank: int, world: int) -> float:
+    """Mean nats per byte over fixed windows; each rank takes its share of them."""
+    tokens, targets = corpus.evenly_spaced(text, HELD_OUT_WINDOWS, sequence)
+    losses = [
+        model(x, y) * len(x) / HELD_OUT_WINDOWS
+        for x, y in zip(tokens[rank::world].split(8), targets[rank::world].split(8), strict=True)
+    ]
+    return mean_over_ranks(world * torch.stack(losses).sum())
+
+
+def save(log: dict, out: Path) -> None:
+    from plot_runs import plot
+
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "log.json").write_text(json.dumps(log))
+    plot([log], out / "loss.png")
+
+
+def main() -> None:
+    args = parse_arguments()
+    if "RANK" in os.environ:  # started by torchrun
+        dist.init_process_group("gloo")
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+    texts = corpus.load(args.text)
+    torch.manual_seed(args.seed)
+    gpt = GPT(SIZES[args.size], args.sequence).to(DTYPES[args.dtype])
+    model, optimizer = shard(gpt, args)
+    if rank == 0:
+        count = sum(p.numel() for p in gpt.parameters())
+        print(f"{args.name}: {world} ranks, {count:,} parameters in {args.dtype}, ", end="")
+        print(f"{len(texts.train):,} bytes of text, {len(texts.held_out):,} held out")
+
+    log = train(model, optimizer, texts.train, args, rank, world)
+    log["held_out_loss"] = held_out_loss(gpt, texts.held_out, args.sequence, rank, world)
+    if rank == 0:
+        log |= {"name": args.name, "world": world, "arguments": vars(args) | {"out": str(args.out)}}
+        sampled = gpt.generate(b"def ", 200, torch.Generator().manual_seed(args.seed))
+        log["sample"] = sampled.decode(errors="replace")
+        save(log, args.out)
+        print(f"\n{log['sample']}\n")
+        print(f"held-out loss {log['held_out_loss']:.3f} nats per byte")
+        print(f"{log['tokens_per_second']:,.0f} tokens/s, {log['bytes_held']:,} bytes per rank")
+        print(f"curve, log: {args.out}/loss.png, {args.out}/log.json")
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Builds zero_ext._C. Everything static is in pyproject.toml.
+
+ZERO_EXT_CUDA=auto|0|1 decides about CUDA, by the toolkit and torch.version.cuda. A GPU need not be
+present. ZERO_EXT_CUDA is the only variable that is read here; torch's BuildExtension adds its own
+(MAX_JOBS, CUDA_HOME, TORCH_CUDA_ARCH_LIST).
+"""
+
+import glob
+import os
+from pathlib import Path
+
+from setuptools import setup
+
+OLDEST_TORCH = (2, 11)
+OPTIMIZE = ["-O3", "-g0", "-std=c++20"]
+# Contraction would fuse a*b+c where the kernels do not say so, and bits are promised.
+CXX_FLAGS = [*OPTIMIZE, "-ffp-contract=off", "-fvisibility=hidden"]
+NVCC_FLAGS = [*OPTIMIZE, "-fmad=false"]
+INSTALL_COMMAND = "pip install --no-build-isolation ."
+
+
+def stop(fact: str, remedy: str) -> None:
+    raise SystemExit(f"zero_ext: {fact}. {remedy}")
+
+
+def import_torch():
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    try:
+        import torch
+    except ImportError as error:
+        stop(
+            f"torch cannot be imported ({error})",
+            f"Install torch >= {oldest}, then build in the same environment: {INSTALL_COMMAND}",
+        )
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
+        stop(
+            f"torch {torch.__version__} is older than {oldest}",
+            f"Install a newer one, then build in the same environment: {INSTALL_COMMAND}",
+        )
+    return torch
+
+
+def cuda_obstacle(torch, cuda_home: str | None, sources: list[str]) -> tuple[str, str] | None:
+    """Why CUDA kernels cannot be built here, and the remedy; None when they can."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA", "Install a CUDA build of torch"
+    if cuda_home is None or not Path(cuda_home, "bin", "nvcc").exists():
+        return "there is no CUDA toolkit (bin/nvcc)", "Set CUDA_HOME to the toolkit's directory"
+    if not sources:
+        return "this version of zero_ext has no CUDA kernels yet", "Build for the CPU"
+    return None
+
+
+def choose_cuda(obstacle: tuple[str, str] | None) -> bool:
+    wish = os.environ.get("ZERO_EXT_CUDA", "auto")
+    if wish not in ("auto", "0", "1"):
+        stop(f"ZERO_EXT_CUDA is {wish!r}", "Set it to auto, 0 or 1")
+    if wish == "1" and obstacle is not None:
+        fact, remedy = obstacle
+        stop(f"ZERO_EXT_CUDA=1, but {fact}", f"{remedy}, or set ZERO_EXT_CUDA=0")
+    return wish != "0" and obstacle is None
+
+
+def main() -> None:
+    torch = import_torch()
+    from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
+
+    sources = sorted(glob.glob("csrc/*.cpp") + glob.glob("csrc/kernels/*.cpp"))
+    cuda_sources = sorted(glob.glob("csrc/kernels/*.cu"))
+    cuda = choose_cuda(cuda_obstacle(torch, CUDA_HOME, cuda_sources))
+    build_info = (
+        '"""Written by setup.py: what zero_ext._C was built for."""\n\n'
+        f'TORCH_VERSION = "{torch.__version__}"\n'
+        f"TORCH_CUDA = {torch.version.cuda!r}  # torch.version.cuda\n"
+        f"CUDA = {cuda}  # whether CUDA kernels were compiled\n"
+    )
+
+    class BuildAndRecord(BuildExtension):
+        def finalize_options(self):
+            super().finalize_options()
+            # An editable install builds in a temporary directory by default, so that each change of
+            # one file would compile all of them.
+            if getattr(self, "editable_mode", False):
+                self.build_temp = "build/editable"
+
+        def run(self):
+            super().run()
+            package = Path("zero_ext") if self.inplace else Path(self.build_lib, "zero_ext")
+            (package / "_build_info.py").write_text(build_info)
+
+    extension = (CUDAExtension if cuda else CppExtension)(
+        "zero_ext._C",
+        sources + (cuda_sources if cuda else []),
+        include_dirs=["csrc"],
+        define_macros=[("ZERO_EXT_CUDA", "1")] if cuda else [],
+        extra_compile_args={"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
+    )
+    setup(ext_modules=[extension], cmdclass={"build_ext": BuildAndRecord})
+
+
+main()

@@ -1,0 +1,343 @@
+"""How multi-rank tests run: as one program on all ranks, under torchrun.
+
+    torchrun --nproc-per-node 2 -m pytest tests -m dist
+
+Every rank runs the same tests in the same order. After each one the ranks tell each other how it
+went, through the TCPStore and not through a process group, which a failed test may have left out of
+step. A test fails on all ranks if it failed on one, and rank 0 prints every rank's traceback; the
+other ranks print nothing. A rank that dies or hangs is named by the others. Limits, from the
+shortest to the longest, so that each reports before the next one strikes: a collective of `group`,
+the test (pytest-timeout), the wait for other ranks' answers, the watchdog.
+"""
+
+import faulthandler
+import gc
+import os
+import pickle
+import random
+import signal
+import sys
+import time
+import zlib
+from datetime import timedelta
+
+import hypothesis
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+from _pytest.runner import runtestprotocol
+from torch.distributed.device_mesh import DeviceMesh
+
+RANK = int(os.environ.get("RANK", 0))
+WORLD = int(os.environ.get("WORLD_SIZE", 1))
+UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
+
+COLLECTIVE_TIMEOUT_S = 25
+TEST_TIMEOUT_S = 60
+ANSWER_MARGIN_S = 10
+WATCHDOG_MARGIN_S = 25
+
+# Ranks must draw the same examples; shrinking would replay collectives on one rank alone.
+hypothesis.settings.register_profile(
+    "spmd",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+    suppress_health_check=[
+        hypothesis.HealthCheck.function_scoped_fixture,
+        hypothesis.HealthCheck.too_slow,
+    ],
+)
+hypothesis.settings.load_profile("spmd")
+
+
+class Ranks:
+    """This rank's end of the conversation between ranks, and the owner of the process groups."""
+
+    def __init__(self):
+        timeout = timedelta(seconds=TEST_TIMEOUT_S)
+        # Two connections: a store that waits for an answer would block the process groups' own use
+        # of it.
+        self.group_store = next(dist.rendezvous("env://", timeout=timeout))[0]
+        self.store = dist.PrefixStore("tests", next(dist.rendezvous("env://", timeout=timeout))[0])
+        self.generation = 0
+        self.tests_done = 0
+        self.out_of_step = ""
+        self.retired: list[dist.ProcessGroup] = []
+
+    def connect(self) -> None:
+        """Make a default group that shares nothing with earlier ones, not even names."""
+        self.generation += 1
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"groups{self.generation}", self.group_store),
+            rank=RANK,
+            world_size=WORLD,
+            timeout=timedelta(seconds=TEST_TIMEOUT_S),
+        )
+
+    def disconnect(self) -> None:
+        """Close every group, which wakes the ranks that wait for this one in a collective.
+
+        Gloo closes a group's sockets with the last reference to it; those of a failed test hang on
+        its traceback.
+        """
+        self.retired.clear()
+        sys.last_exc = sys.last_value = sys.last_traceback = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()
+
+    def exchange(self, answer: dict, timeout_s: float) -> dict[int, dict]:
+        """All ranks' answers by rank; a rank that gives none in time is absent."""
+        self.tests_done += 1
+        self.store.set(f"{self.tests_done}/{RANK}", pickle.dumps(answer))
+        answers = {RANK: answer}
+        deadline = time.monotonic() + timeout_s
+        for rank in range(WORLD):
+            key = f"{self.tests_done}/{rank}"
+            if rank != RANK and self.wait(key, deadline):
+                answers[rank] = pickle.loads(self.store.get(key))
+        return answers
+
+    def wait(self, key: str, deadline: float) -> bool:
+        # In short waits, because signals are handled only between them. The first is made even
+        # after the deadline: the wait for an earlier rank may have used it up.
+        while True:
+            left_s = max(deadline - time.monotonic(), 0.2)
+            try:
+                self.store.wait([key], timedelta(seconds=min(left_s, 1.0)))
+                return True
+            except dist.DistNetworkError:  # the store's host has died
+                return False
+            except dist.DistStoreError:
+                if time.monotonic() >= deadline:
+                    return False
+
+
+ranks: Ranks | None = None
+# The real stderr, of every rank: pytest captures the descriptor during tests.
+emergency = sys.stderr
+
+
+def pytest_addoption(parser):
+    parser.addoption("--seed", type=int, help="seed of every test, instead of one by its name")
+    parser.addoption(
+        "--answer-timeout",
+        type=float,
+        help="seconds to wait for other ranks after a test (default: its timeout + 10)",
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    config.addinivalue_line("markers", "dist: runs on all ranks, under torchrun")
+    config.addinivalue_line(
+        "markers", "world(size) or world(min=, max=): the numbers of ranks that a dist test is for"
+    )
+    global emergency
+    if not UNDER_TORCHRUN:
+        return
+    emergency = open(os.dup(2), "w")  # noqa: SIM115
+    if RANK > 0:
+        config.get_terminal_writer()._file = open(os.devnull, "w")  # noqa: SIM115
+    # torchrun stops all ranks when one has died: say what this rank was doing, then let pytest
+    # print its summary.
+    signal.signal(signal.SIGTERM, _stopped_by_torchrun)
+    faulthandler.register(signal.SIGTERM, file=emergency, chain=True)
+
+
+def _stopped_by_torchrun(signum, frame):
+    pytest.exit(f"[rank {RANK}] stopped by torchrun, because another rank died", returncode=1)
+
+
+def pytest_sessionstart(session):
+    global ranks
+    torch.set_num_threads(1)
+    if UNDER_TORCHRUN:
+        ranks = Ranks()
+        ranks.connect()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config):
+    if ranks is None:
+        return
+    # A rank that ends with an error makes torchrun stop the others. Rank 0 must have printed
+    # everything first, and every rank ends with its own exit status.
+    faulthandler.unregister(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if RANK == 0:
+        sys.stdout.flush()
+        ranks.store.set("printed", b"")
+    else:
+        ranks.wait("printed", time.monotonic() + 30)
+    if not ranks.out_of_step:
+        ranks.disconnect()
+
+
+def pytest_collection_modifyitems(config, items):
+    for item in items:
+        is_dist = item.get_closest_marker("dist") is not None
+        reason = _skip_reason(item) if is_dist else ""
+        if is_dist and not UNDER_TORCHRUN:
+            reason = "needs ranks: torchrun --nproc-per-node 2 -m pytest tests -m dist"
+        elif not is_dist and UNDER_TORCHRUN:
+            reason = "for one process: pytest tests -m 'not dist'"
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason), append=False)
+        if is_dist and not item.get_closest_marker("timeout") and not config.getoption("timeout"):
+            item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S, method="signal"))
+
+
+def _skip_reason(item) -> str:
+    marker = item.get_closest_marker("world")
+    if marker is None:
+        return ""
+    least = marker.args[0] if marker.args else marker.kwargs.get("min", 1)
+    most = marker.args[0] if marker.args else marker.kwargs.get("max", WORLD)
+    return "" if least <= WORLD <= most else f"for {least} to {most} ranks, here are {WORLD}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item, nextitem):
+    """Runs a dist test and logs it only when all ranks have said how it went."""
+    if ranks is None or item.get_closest_marker("dist") is None:
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    limit_s = _timeout_of(item)
+    answer_s = item.config.getoption("answer_timeout") or limit_s + ANSWER_MARGIN_S
+    faulthandler.dump_traceback_later(limit_s + WATCHDOG_MARGIN_S, exit=True, file=emergency)
+    reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    # Both would strike while this rank waits for the others, which has a limit of its own.
+    faulthandler.cancel_dump_traceback_later()
+    item.ihook.pytest_timeout_cancel_timer(item=item)
+    if any(report.failed for report in reports):
+        ranks.disconnect()
+    answers = ranks.exchange(_describe(item, reports), answer_s)
+    problems = _compare(answers, answer_s)
+    if problems:
+        _fail(reports, problems)
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    if ranks.out_of_step:
+        print(f"\n[rank {RANK}] {item.nodeid}: {ranks.out_of_step}", file=emergency, flush=True)
+        item.session.shouldfail = ranks.out_of_step
+    elif problems:
+        ranks.disconnect()
+        ranks.connect()
+    else:
+        # Not at the end of the test: another rank may still have been in a collective then.
+        while ranks.retired:
+            dist.destroy_process_group(ranks.retired.pop())
+    return True
+
+
+def _timeout_of(item) -> float:
+    marker = item.get_closest_marker("timeout")
+    if marker is None:
+        return item.config.getoption("timeout") or TEST_TIMEOUT_S
+    return marker.args[0] if marker.args else marker.kwargs.get("timeout", TEST_TIMEOUT_S)
+
+
+def _describe(item, reports) -> dict:
+    """What the other ranks need to know of this rank's reports."""
+    skipped = any(report.skipped and not hasattr(report, "wasxfail") for report in reports)
+    failures = [
+        "\n".join(
+            [report.longreprtext]
+            + [
+                f"{'-' * 20} {title} {'-' * 20}\n{text}"
+                for title, text in report.sections
+                if "log" not in title
+            ]
+        )
+        for report in reports
+        if report.failed
+    ]
+    return {"nodeid": item.nodeid, "skipped": skipped, "failures": failures}
+
+
+def _compare(answers: dict[int, dict], answer_s: float) -> list[str]:
+    """All ranks' problems with one test, each with its rank; none if it passed everywhere."""
+    problems = [
+        f"{'=' * 20} rank {rank} of {WORLD} {'=' * 20}\n{failure}"
+        for rank, answer in sorted(answers.items())
+        for failure in answer["failures"]
+    ]
+    absent = [str(rank) for rank in range(WORLD) if rank not in answers]
+    if absent:
+        ranks.out_of_step = (
+            f"rank {', '.join(absent)} did not answer within {answer_s:g} s: hanging or dead"
+        )
+    elif len({answer["nodeid"] for answer in answers.values()}) > 1:
+        at = ", ".join(f"rank {rank}: {answers[rank]['nodeid']}" for rank in sorted(answers))
+        ranks.out_of_step = f"the ranks ran different tests ({at})"
+    elif not problems and len({answer["skipped"] for answer in answers.values()}) > 1:
+        who = ", ".join(str(rank) for rank in sorted(answers) if answers[rank]["skipped"])
+        problems.append(f"rank {who} skipped the test, the others ran it")
+    if ranks.out_of_step:
+        problems.append(ranks.out_of_step)
+    return problems
+
+
+def _fail(reports, problems: list[str]) -> None:
+    """Turn this rank's report of the test into a failure that shows all ranks' problems."""
+    failed = [report for report in reports if report.failed]
+    called = [report for report in reports if report.when == "call"]
+    target = (failed or called or reports)[0]
+    for report in reports:
+        if report is not target and report.failed:
+            report.outcome = "passed"
+    target.outcome = "failed"
+    target.longrepr = "\n\n".join(problems)
+    target.sections = []
+
+
+@pytest.fixture(autouse=True)
+def seed(request) -> int:
+    """Seeds every generator by the test's name: equal on all ranks, whatever ran before."""
+    given = request.config.getoption("seed")
+    value = zlib.crc32(request.node.nodeid.encode()) if given is None else given
+    print(f"seed {value} (again: pytest --seed {value})")
+    random.seed(value)
+    numpy.random.seed(value)
+    torch.manual_seed(value)
+    return value
+
+
+@pytest.fixture
+def rank() -> int:
+    return RANK
+
+
+@pytest.fixture
+def world() -> int:
+    return WORLD
+
+
+@pytest.fixture
+def group():
+    """A process group of all ranks for this test alone: no test meets another's messages."""
+    result = dist.new_group(timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+    yield result
+    ranks.retired.append(result)
+
+
+@pytest.fixture
+def mesh(group) -> DeviceMesh:
+    """The one-dimensional mesh of ``group``."""
+    return DeviceMesh.from_group(group, "cpu")
+
+
+@pytest.fixture
+def shared_path(request, tmp_path):
+    """A directory of this test that all ranks see: rank 0's ``tmp_path``."""
+    key = f"path/{ranks.tests_done}"
+    if RANK == 0:
+        ranks.store.set(key, str(tmp_path))
+    assert ranks.wait(key, time.monotonic() + COLLECTIVE_TIMEOUT_S), "rank 0 made no directory"
+    return type(tmp_path)(ranks.store.get(key).decode())

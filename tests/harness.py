@@ -1,0 +1,183 @@
+"""Data, models and references that tests share. conftest.py has the fixtures."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+def rank_data(
+    shape: Sequence[int],
+    rank: int,
+    step: int = 0,
+    micro: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Normal values, different for every (rank, step, micro), the same in every process."""
+    seed = 1 + rank + 1009 * (micro + 1009 * step)
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def rank_batches(
+    shape: Sequence[int], world: int, step: int = 0, micros: int = 1, dtype=torch.float32
+) -> list[list[Tensor]]:
+    """All ranks' micro-batches of one step, as ``batches[micro][rank]``."""
+    return [
+        [rank_data(shape, rank, step, micro, dtype) for rank in range(world)]
+        for micro in range(micros)
+    ]
+
+
+def mean_square(model: nn.Module, batch) -> Tensor:
+    """A loss for any model: its output's mean square, in fp32. A tuple holds the arguments."""
+    output = model(*batch) if isinstance(batch, tuple) else model(batch)
+    return output.float().square().mean()
+
+
+def reference_gradients(
+    model_fn: Callable[[], nn.Module],
+    batches: Sequence[Sequence],
+    world: int,
+    scale: float = 1.0,
+    loss_fn: Callable[[nn.Module, object], Tensor] = mean_square,
+) -> dict[str, Tensor | None]:
+    """One process's fp32 gradients of ``batches[micro][rank]``, added in (micro-batch, rank) order.
+
+    ``acc += scale * g.float()`` in plain torch: bit for bit what the library promises if ``scale``
+    is a power of two. A parameter that no batch reached has None.
+    """
+    model = model_fn()
+    sums: dict[str, Tensor | None] = dict.fromkeys(name for name, _ in model.named_parameters())
+    for ranks in batches:
+        assert len(ranks) == world, f"{len(ranks)} batches for {world} ranks"
+        for batch in ranks:
+            model.zero_grad(set_to_none=True)
+            loss_fn(model, batch).backward()
+            for name, parameter in model.named_parameters():
+                if parameter.grad is None:
+                    continue
+                if sums[name] is None:
+                    sums[name] = torch.zeros_like(parameter, dtype=torch.float32)
+                sums[name] += scale * parameter.grad.float()
+    return sums
+
+
+def assert_bits(actual: Tensor, expected: Tensor, name: str = "tensor") -> None:
+    """Every element equal, NaN to NaN; says how many differ, where first, and by how much."""
+    __tracebackhide__ = True
+    actual, expected = actual.detach(), expected.detach()
+    assert actual.shape == expected.shape, (
+        f"{name}: shape {actual.shape}, expected {expected.shape}"
+    )
+    assert actual.dtype == expected.dtype, (
+        f"{name}: dtype {actual.dtype}, expected {expected.dtype}"
+    )
+    differs = ~((actual == expected) | (actual.isnan() & expected.isnan()))
+    if not differs.any():
+        return
+    indices = differs.nonzero()
+    first = tuple(indices[0].tolist())
+    largest = (actual.double() - expected.double())[differs].abs().max().item()
+    raise AssertionError(
+        f"{name}: {len(indices)} of {actual.numel()} elements differ, first at {list(first)}: "
+        f"{actual[first].item()!r}, expected {expected[first].item()!r}; largest difference "
+        f"{largest:.3g}"
+    )
+
+
+def gather_objects(value, group: dist.ProcessGroup | None = None) -> list:
+    """Every rank's ``value``, in rank order, on every rank."""
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+class MLP(nn.Module):
+    """``features → hidden → … → features`` with GELU. Like all models here seeded by itself."""
+
+    def __init__(self, hidden: int = 7, features: int = 5, layers: int = 3, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        sizes = [features, *[hidden] * (layers - 1), features]
+        self.layers = nn.ModuleList(nn.Linear(a, b, dtype=dtype) for a, b in pairwise(sizes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:
+            x = functional.gelu(layer(x))
+        return self.layers[-1](x)
+
+
+class ManyLayers(nn.Module):
+    """361 residual blocks of three parameters, 1,083 in all; ``used`` picks those to run."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int, dtype):
+            super().__init__()
+            self.linear = nn.Linear(width, width, dtype=dtype)
+            self.gain = nn.Parameter(torch.ones(width, dtype=dtype))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.gain * torch.tanh(self.linear(x))
+
+    def __init__(self, blocks: int = 361, width: int = 64, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(self.Block(width, dtype) for _ in range(blocks))
+
+    def forward(self, x: Tensor, used: Sequence[int] | None = None) -> Tensor:
+        for index in range(len(self.blocks)) if used is None else used:
+            x = self.blocks[index](x)
+        return x
+
+
+class Tied(nn.Module):
+    """Tokens in, logits out; one weight is both the embedding and the head."""
+
+    def __init__(self, tokens: int = 11, width: int = 6, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(tokens, width, dtype=dtype)
+        self.middle = nn.Linear(width, width, dtype=dtype)
+        self.head = nn.Linear(width, tokens, bias=False, dtype=dtype)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.middle(self.embedding(tokens))))
+
+
+class Branching(nn.Module):
+    """A trunk and two branches, ``left`` and ``right``; the caller names those that are taken."""
+
+    def __init__(self, width: int = 6, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.trunk = nn.Linear(width, width, dtype=dtype)
+        self.left = nn.Linear(width, width, dtype=dtype)
+        self.right = nn.Linear(width, width, dtype=dtype)
+
+    def forward(self, x: Tensor, taken: Sequence[str] = ("left", "right")) -> Tensor:
+        x = torch.tanh(self.trunk(x))
+        return sum((getattr(self, name)(x) for name in taken), x)
+
+
+class Odd(nn.Module):
+    """0-dim, zero-size, transposed, channels_last, frozen, never used. Input [batch, 3, 4, 4]."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=dtype))
+        self.nothing = nn.Parameter(torch.empty(0, 4, dtype=dtype))
+        self.conv = nn.Conv2d(3, 5, 3, dtype=dtype).to(memory_format=torch.channels_last)
+        self.transposed = nn.Parameter(torch.randn(7, 20).to(dtype).t())
+        self.frozen = nn.Parameter(torch.randn(7, 7).to(dtype), requires_grad=False)
+        self.last = nn.Linear(7, 2, dtype=dtype)
+        self.unused = nn.Parameter(torch.randn(3).to(dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.conv(x).flatten(1))  # [batch, 20]
+        x = torch.tanh(x @ self.transposed @ self.frozen)
+        return self.scale * self.last(x) + self.nothing.sum()

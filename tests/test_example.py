@@ -1,0 +1,63 @@
+"""examples/train_lm.py at its smallest: two ranks as subprocesses, a dozen steps."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TINY = "--size tiny --steps 12 --sequence 32 --batch-size 4 --text zero_text.txt".split()
+
+
+def train(tmp_path, *arguments: str, ranks: int = 2) -> dict:
+    """The log of a tiny run, whose loss must not depend on the machine's standard library."""
+    (tmp_path / "zero_text.txt").write_text("".join(f"line {i * i}\n" for i in range(20_000)))
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    script = [str(ROOT / "examples" / "train_lm.py"), *TINY, "--out", "run", *arguments]
+    # The rank variables of a torchrun around this test must not reach the one inside.
+    outer = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "LOCAL_", "GROUP_", "ROLE_")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(outer)}
+    result = subprocess.run(
+        [sys.executable, *(launcher if ranks > 1 else []), *script],
+        cwd=tmp_path,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "held-out loss" in result.stdout
+    assert (tmp_path / "run" / "loss.png").stat().st_size > 0
+    return json.loads((tmp_path / "run" / "log.json").read_text())
+
+
+@pytest.mark.parametrize("method", ["--ddp", "--stage=1", "--stage=2"])
+def test_two_ranks_learn_and_write_their_log(tmp_path, method):
+    log = train(tmp_path, method, "--accumulation-steps=2", "--lr=3e-3")
+
+    assert len(log["loss"]) == 12
+    assert log["held_out_loss"] < log["loss"][0] - 0.5
+    assert log["world"] == 2
+    assert log["sample"].startswith("def ")
+    assert log["bytes_held"] > 0
+
+
+def test_one_process_needs_no_torchrun(tmp_path):
+    log = train(tmp_path, "--ddp", "--dtype=fp32", ranks=1)
+
+    assert log["world"] == 1
+    assert log["held_out_loss"] < log["loss"][0]
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stages_follow_ddp(tmp_path, stage):
+    """In fp32 the methods differ in the order of sums alone; twelve steps amplify that little."""
+    runs = {}
+    for method in ("--ddp", f"--stage={stage}"):
+        directory = tmp_path / method.strip("-")
+        directory.mkdir()
+        runs[method] = train(directory, method, "--dtype=fp32", "--accumulation-steps=2")
+    assert runs[f"--stage={stage}"]["loss"] == pytest.approx(runs["--ddp"]["loss"], abs=1e-4)

@@ -1,0 +1,16 @@
+"""ZeRO for PyTorch in C++: sharded optimizer state and gradients, right by construction.
+
+``shard(module)`` and ``optim.AdamW(module.parameters())``, or that optimizer alone in an existing
+script. See README.md.
+"""
+
+from zero_ext import _compat
+
+_compat.check()
+
+from zero_ext import _C, ops, optim  # noqa: E402, F401
+from zero_ext.api import shard  # noqa: E402
+from zero_ext.memory import estimate_memory, stats  # noqa: E402
+
+__version__ = "0.1.0"
+__all__ = ["estimate_memory", "ops", "optim", "shard", "stats"]

@@ -1,0 +1,61 @@
+"""Does the compiled extension fit the torch that is present? Called before anything else here."""
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+BUILD_COMMAND = "pip install --no-build-isolation ."
+
+
+def check() -> None:
+    """Compare the torch that zero_ext._C was built for with the one present.
+
+    torch's C++ interface changes with each minor version, and a mismatch otherwise shows as a
+    missing symbol or a crash. Kernels for CUDA also need the CUDA major version they were built
+    for; a build without them runs beside any variant of torch.
+
+    Raises:
+        ImportError: naming both versions and the remedy, or that the extension is not built.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(
+            f"zero_ext needs torch, which cannot be imported ({error}). Install torch >= 2.11, "
+            f"then build zero_ext in the same environment: {BUILD_COMMAND}"
+        ) from error
+    built = _build_info()
+    present, present_cuda = str(torch.__version__), torch.version.cuda
+    remedy = f"Build it again beside this torch: {BUILD_COMMAND}"
+    if _minor(built.TORCH_VERSION) != _minor(present):
+        raise ImportError(
+            f"zero_ext was built for torch {built.TORCH_VERSION}, but torch {present} is present. "
+            + remedy
+        )
+    if built.CUDA and _major(built.TORCH_CUDA) != _major(present_cuda):
+        raise ImportError(
+            f"zero_ext was built for torch {built.TORCH_VERSION} with CUDA {built.TORCH_CUDA}, but "
+            f"torch {present} with {f'CUDA {present_cuda}' if present_cuda else 'no CUDA'} is "
+            f"present. {remedy}"
+        )
+
+
+def _build_info() -> ModuleType:
+    try:
+        built = importlib.import_module("zero_ext._build_info")
+    except ModuleNotFoundError:
+        built = None
+    if built is None or importlib.util.find_spec("zero_ext._C") is None:
+        raise ImportError(
+            "zero_ext's extension is not built. In the source directory, with torch installed: "
+            + BUILD_COMMAND
+        )
+    return built
+
+
+def _minor(version: str) -> list[str]:
+    return version.split(".")[:2]
+
+
+def _major(version: str | None) -> str | None:
+    return version and version.split(".")[0]

@@ -1,0 +1,204 @@
+"""``shard``: a module becomes a sharded one, in place."""
+
+import contextlib
+import functools
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
+
+from zero_ext import _C
+from zero_ext.groups import resolve
+from zero_ext.handle import Handle, find
+
+
+def shard(
+    module: nn.Module,
+    stage: int = 2,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    bucket_mb: float = 25.0,
+    reduction: str | None = None,
+    accumulation_steps: int | None = None,
+    ignored_params: Iterable[nn.Parameter] = (),
+    sync_module_states: bool = True,
+) -> nn.Module:
+    """Shard gradients and optimizer state of ``module`` over the ranks, in place. Collective.
+
+    Class, name, state_dict keys and the Parameter objects stay; the parameters become views of flat
+    buffers. Each ``backward()`` reduces the gradients, averaged over the ranks, unless it runs in
+    ``no_sync()``; afterwards ``p.grad`` shows this rank's part in fp32. Make the optimizer
+    afterwards, from ``zero_ext.optim``.
+
+    The module gains ``no_sync()``, ``stats()`` and ``set_gradient_divide_factor(factor)``, and its
+    ``zero_grad`` drops local sums as well.
+
+    Args:
+        module: On the CPU; parameters in fp32, bf16 or fp16, also mixed.
+        stage: 1 shards the optimizer's state, 2 the gradients too, 0 nothing.
+        mesh: One dimension, the ranks to shard over. Default: all, or this one alone without a
+            process group.
+        mp_policy: As for FSDP2. ``param_dtype`` becomes the parameters' dtype (the fp32 values live
+            on as masters), ``reduce_dtype`` is what gradients travel in (default: their own with
+            ``exchange``, fp32 with ``collective``).
+        bucket_mb: Size of a unit, MiB of gradients.
+        reduction: ``"exchange"`` (default): all-to-all, then one exact fp32 sum in rank order, the
+            same bits as one process; ``"collective"``: the backend's reduce-scatter.
+        accumulation_steps: Every n-th backward is the boundary; the others are as in ``no_sync``.
+        ignored_params: Parameters to leave alone.
+        sync_module_states: Take rank 0's parameters and buffers on every rank.
+    Returns:
+        ``module``.
+    Raises:
+        ValueError, TypeError: models differ between ranks, a parameter cannot be sharded, an
+            argument makes no sense. The module is unchanged then.
+    """
+    if isinstance(module, DistributedDataParallel):
+        raise ValueError(
+            "zero_ext: the module is wrapped in DistributedDataParallel, which reduces its "
+            "gradients already. Shard the plain module instead (ddp.module, before wrapping)."
+        )
+    mp_policy = mp_policy or MixedPrecisionPolicy()
+    groups = resolve(None, mesh)
+    ignored = {id(p) for p in ignored_params}
+    named = [(name, p) for name, p in module.named_parameters() if id(p) not in ignored]
+    handle = Handle(
+        groups,
+        named,
+        stage=stage,
+        bucket_mb=bucket_mb,
+        reduction=reduction,
+        reduce_dtype=mp_policy.reduce_dtype,
+        param_dtype=mp_policy.param_dtype,
+        accumulation_steps=accumulation_steps,
+        sync_module_states=sync_module_states,
+    )
+    if sync_module_states:
+        handle.broadcast([p for _, p in named if not p.requires_grad] + list(module.buffers()))
+    _give_methods(module, handle, mp_policy)
+    return module
+
+
+class ShardedMethods:
+    """What ``module.no_sync`` and the hooks reach. A copy of the module is a plain module, so a
+    copy of this has no engine."""
+
+    def __init__(self, handle: Handle | None, mp_policy: MixedPrecisionPolicy | None):
+        self._handle = handle
+        self._mp_policy = mp_policy
+
+    def __deepcopy__(self, memo) -> "ShardedMethods":
+        return ShardedMethods(None, self._mp_policy)
+
+    def __reduce__(self):
+        return ShardedMethods, (None, None)
+
+    @property
+    def handle(self) -> Handle:
+        if self._handle is None:
+            raise RuntimeError(
+                "zero_ext: this module is a copy of a sharded one, and a plain module itself. Call "
+                "zero_ext.shard() on it first."
+            )
+        return self._handle
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Backwards inside it accumulate locally, in fp32, and send nothing (stages 0 and 1).
+
+        Stage 2 keeps its memory promise and reduces anyway, as ``stats()`` counts. The last
+        backward before ``step`` must run outside.
+        """
+        engine = self.handle.engine
+        engine.push_no_sync()
+        try:
+            yield
+        finally:
+            engine.pop_no_sync()
+
+    def stats(self) -> dict[str, int]:
+        """See ``zero_ext.stats``."""
+        return self.handle.stats()
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide gradients by ``factor`` instead of by the number of ranks."""
+        if not factor > 0:
+            raise ValueError(f"zero_ext: the divide factor must be positive, not {factor}.")
+        self.handle.engine.set_divide_factor(factor)
+
+    def zero_grad(self, module: nn.Module, set_to_none: bool = True) -> None:
+        if self._handle is None:
+            return nn.Module.zero_grad(module, set_to_none)
+        mode = _C.ZeroGrad.to_none if set_to_none else _C.ZeroGrad.to_zero
+        sharded = [entry[1] for p in module.parameters() if (entry := self._entry(p)) is not None]
+        self._handle.engine.zero_grad(sharded, mode)
+        for parameter in module.parameters():
+            if parameter.grad is not None and self._entry(parameter) is None:
+                parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)
+
+    def _entry(self, parameter):
+        entry = find(parameter)
+        return entry if entry is not None and entry[0] is self._handle else None
+
+    def before_forward(self, module, args, kwargs):
+        if self._handle is None:
+            return args, kwargs
+        self._handle.adopt_thawed()
+        dtype = self._mp_policy.param_dtype
+        if dtype is None or not self._mp_policy.cast_forward_inputs:
+            return args, kwargs
+        return _cast(args, dtype), _cast(kwargs, dtype)
+
+    def after_forward(self, module, args, output):
+        if self._handle is None or self._mp_policy.output_dtype is None:
+            return output
+        return _cast(output, self._mp_policy.output_dtype)
+
+
+def _cast(values, dtype: torch.dtype):
+    def cast(value):
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if floating else value
+
+    return tree_map(cast, values)
+
+
+def _give_methods(module: nn.Module, handle: Handle, mp_policy: MixedPrecisionPolicy) -> None:
+    methods = ShardedMethods(handle, mp_policy)
+    module.no_sync = BoundMethod(methods, "no_sync")
+    module.stats = BoundMethod(methods, "stats")
+    module.set_gradient_divide_factor = BoundMethod(methods, "set_gradient_divide_factor")
+    module.zero_grad = ZeroGrad(methods, module)
+    module.register_forward_pre_hook(
+        BoundMethod(methods, "before_forward"), with_kwargs=True, prepend=True
+    )
+    module.register_forward_hook(BoundMethod(methods, "after_forward"))
+
+
+class BoundMethod:
+    """A method that can be copied and pickled with the module that carries it."""
+
+    def __init__(self, methods: ShardedMethods, name: str):
+        self._methods = methods
+        self._name = name
+        functools.update_wrapper(self, getattr(ShardedMethods, name))
+        del self.__wrapped__
+
+    def __call__(self, *args, **kwargs):
+        return getattr(self._methods, self._name)(*args, **kwargs)
+
+
+class ZeroGrad:
+    """``module.zero_grad``; a copy of the module gets one for itself."""
+
+    def __init__(self, methods: ShardedMethods, module: nn.Module):
+        self._methods = methods
+        self._module = module
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        self._methods.zero_grad(self._module, set_to_none)

@@ -1,0 +1,54 @@
+"""Can an optimizer be run on pieces of its parameters? Found by trying."""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+_SHAPE = (3, 4)
+_CUTS = (0, 5, 5, 12)  # uneven, one of them empty
+_STEPS = 3
+
+
+def check(optimizer_class: type[torch.optim.Optimizer], kwargs: dict) -> None:
+    """Run three steps on a matrix and on its flat pieces.
+
+    Raises:
+        TypeError: it cannot be run on flat pieces, or the elements come out otherwise.
+    """
+    name = optimizer_class.__name__
+    try:
+        whole = _run(optimizer_class, kwargs, pieces=False)
+        parts = _run(optimizer_class, kwargs, pieces=True)
+    except Exception as error:
+        raise TypeError(
+            f"zero_ext: {name} cannot be sharded: it does not run on flat pieces of a parameter "
+            f"({type(error).__name__}: {error})."
+        ) from error
+    if not torch.equal(whole, parts):
+        raise TypeError(
+            f"zero_ext: {name} cannot be sharded: it is not elementwise, its update of one element "
+            "depends on others. AdamW, Adam and SGD are here; RMSprop, Adagrad, NAdam and the like "
+            "can be wrapped."
+        )
+
+
+def _run(optimizer_class, kwargs, *, pieces: bool) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(_SHAPE, generator=generator)
+    if pieces:
+        flat = start.flatten()
+        bounds = list(pairwise(_CUTS))
+        parameters = [torch.nn.Parameter(flat[a:b].clone()) for a, b in bounds]
+    else:
+        parameters = [torch.nn.Parameter(start)]
+    optimizer = optimizer_class(parameters, **kwargs)
+    for _ in range(_STEPS):
+        gradient = torch.randn(_SHAPE, generator=generator)
+        if pieces:
+            for parameter, (a, b) in zip(parameters, bounds, strict=True):
+                parameter.grad = gradient.flatten()[a:b].clone()
+        else:
+            parameters[0].grad = gradient
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in parameters])

@@ -1,0 +1,224 @@
+"""Handle: the Python side of one engine, and the registry that finds it from a Parameter."""
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zero_ext import _C, shard_tensor, units
+from zero_ext.groups import CommGroups, Groups, check_same_on_all_ranks
+
+# Parameter -> (weak reference to its Handle, index in the engine). Nothing is attached to the
+# user's Parameter itself.
+_registry = WeakIdKeyDictionary()
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def find(parameter: Tensor) -> tuple["Handle", int] | None:
+    """The engine that shards ``parameter`` and its index there, or None."""
+    entry = _registry.get(parameter)
+    handle = entry[0]() if entry is not None else None
+    return None if handle is None else (handle, entry[1])
+
+
+class Handle:
+    """One engine over some parameters.
+
+    A parameter that is frozen when it comes in stays as it is until it is thawed.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        parameters: Sequence[tuple[str, Tensor]],
+        *,
+        stage: int,
+        bucket_mb: float,
+        reduction: str | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        param_dtype: torch.dtype | None = None,
+        accumulation_steps: int | None = None,
+        sync_module_states: bool = True,
+    ):
+        if reduction not in (None, "exchange", "collective"):
+            raise ValueError(
+                f"zero_ext: reduction must be 'exchange' or 'collective', not {reduction!r}."
+            )
+        if not bucket_mb > 0:
+            raise ValueError(f"zero_ext: bucket_mb must be positive, not {bucket_mb}.")
+        for dtype in (param_dtype, reduce_dtype):
+            if dtype is not None and dtype not in _DTYPES:
+                raise ValueError(f"zero_ext: {dtype} is not one of {_DTYPES}.")
+        _check_stage(stage)
+        _check_accumulation_steps(accumulation_steps)
+        _check_parameters(groups.rank, parameters)
+        settings = f"stage={stage} bucket_mb={bucket_mb} reduction={reduction}"
+        check_same_on_all_ranks(
+            groups, [settings, *_describe(parameters)], "the models (or the arguments)"
+        )
+        self.groups = groups
+        self.bucket_bytes = bucket_mb * 2**20
+        self.param_dtype = param_dtype
+        options = _C.EngineOptions()
+        options.stage = stage
+        options.reduction = getattr(_C.Reduction, reduction or "exchange")
+        options.reduce_dtype = reduce_dtype
+        options.accumulation_steps = accumulation_steps or 1
+        options.broadcast = sync_module_states
+        with CommGroups(groups) as names:
+            if names:
+                options.reduce_group, options.gather_group = names
+            self.engine = _C.Engine(options)
+        self.engine.set_local_reader(_local_part)
+        self.parameters: list[weakref.ref] = []
+        self.add_parameters(parameters)
+
+    def add_parameters(self, parameters: Sequence[tuple[str, Tensor]]) -> list[int]:
+        """Take in more parameters; returns their indices. Collective."""
+        first = len(self.parameters)
+        self.engine.add_parameters([p for _, p in parameters], [name for name, _ in parameters])
+        for i, (_, parameter) in enumerate(parameters, first):
+            _registry[parameter] = (weakref.ref(self), i)
+            self.parameters.append(weakref.ref(parameter))
+        indices = list(range(first, len(self.parameters)))
+        self._make_units([i for i in indices if self.parameters[i]().requires_grad])
+        return indices
+
+    def check_and_add(self, parameters: Sequence[tuple[str, Tensor]]) -> list[int]:
+        """``add_parameters`` after the checks that a constructor makes."""
+        _check_parameters(self.groups.rank, parameters)
+        check_same_on_all_ranks(self.groups, _describe(parameters), "the added parameters")
+        return self.add_parameters(parameters)
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Rank 0's values into tensors that the engine does not hold. Collective."""
+        if self.groups.world > 1:
+            with torch.no_grad():
+                for tensor in tensors:
+                    dense = tensor.detach().contiguous()
+                    dist.broadcast(dense, group=self.groups.parent, group_src=0)
+                    tensor.copy_(dense)
+
+    def _make_units(self, indices: Sequence[int]) -> None:
+        members = [self.parameters[i]() for i in indices]
+        dtypes = [self.param_dtype or p.dtype for p in members]
+        # Two dtypes that become one are cut apart first: a unit's values come in one dtype.
+        keys = [p.dtype for p in members]
+        plans = units.cut_by_size([p.numel() for p in members], keys, self.bucket_bytes)
+        for plan in plans:
+            unit = [indices[i] for i in plan.members]
+            self.engine.add_units([unit], dtypes[plan.members[0]])
+        for i, parameter in zip(indices, members, strict=True):
+            self.engine.set_published(i, self.as_parameter(self.engine.grad_slice(i), i, parameter))
+
+    def as_parameter(self, local: Tensor, i: int, parameter: Tensor) -> Tensor:
+        """This rank's 1-D part of some per-element value, shown in the parameter's shape."""
+        if self.replicated:
+            return local.as_strided(parameter.shape, self.engine.strides(i))
+        return shard_tensor.make(
+            local, parameter.shape, self.engine.bounds(i), self.groups.mesh, self.engine.strides(i)
+        )
+
+    @property
+    def replicated(self) -> bool:
+        """Every rank holds all of the optimizer's state: stage 0, or one rank."""
+        return self.groups.world == 1 or self.engine.stage == 0
+
+    def adopt_thawed(self) -> list[int]:
+        """Shard parameters that were frozen before and require a gradient now. Collective.
+
+        A gradient that autograd has left in their ``.grad`` meanwhile is averaged over the ranks.
+        """
+        thawed = self.engine.thawed()
+        if not thawed:
+            return []
+        gradients = [self.parameters[i]().grad for i in thawed]
+        for i in thawed:
+            self.parameters[i]().grad = None
+        self._make_units(thawed)
+        for i, gradient in zip(thawed, gradients, strict=True):
+            parameter = self.parameters[i]()
+            total = self._average(parameter, gradient)
+            if total is not None:
+                self.engine.write_gradient(i, total)
+        return thawed
+
+    def _average(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+        if self.groups.world == 1:
+            return gradient
+        holders = torch.tensor(0.0 if gradient is None else 1.0)
+        total = torch.zeros(parameter.shape) if gradient is None else gradient.detach().float()
+        total = total.contiguous()
+        dist.all_reduce(holders, group=self.groups.parent)
+        dist.all_reduce(total, group=self.groups.parent)
+        return total / self.groups.world if holders else None
+
+    def stats(self) -> dict[str, int]:
+        """See ``zero_ext.stats``."""
+        return self.engine.stats()
+
+
+def _check_stage(stage: int) -> None:
+    if stage not in (0, 1, 2) or isinstance(stage, bool):
+        raise ValueError(
+            f"zero_ext: there is no stage {stage!r}. Stage 1 shards the optimizer's state, stage 2 "
+            "the gradients too (0 shards nothing)."
+        )
+
+
+def _check_accumulation_steps(steps: int | None) -> None:
+    if steps is not None and (not isinstance(steps, int) or steps < 1):
+        raise ValueError(f"zero_ext: accumulation_steps must be at least 1, not {steps!r}.")
+
+
+def _check_parameters(rank: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    for name, parameter in parameters:
+        where = f"zero_ext [rank {rank}]: parameter '{name}'"
+        if isinstance(parameter, DTensor):
+            raise TypeError(
+                f"{where} is a DTensor: another library (FSDP2, tensor parallelism) shards it "
+                "already. Pass a plain module, before fully_shard()."
+            )
+        if find(parameter) is not None:
+            raise ValueError(
+                f"{where} is sharded already. Shard a module once, and give its parameters to one "
+                "optimizer."
+            )
+        if parameter.dtype not in _DTYPES or parameter.device.type != "cpu":
+            raise TypeError(
+                f"{where} is {parameter.dtype} on {parameter.device}; this version works on "
+                f"{', '.join(map(str, _DTYPES))} on the CPU. Convert it, or leave it out "
+                "(ignored_params)."
+            )
+        if parameter.layout != torch.strided:
+            raise TypeError(f"{where} has layout {parameter.layout}; only dense ones can be cut.")
+        if parameter.grad is not None:
+            raise ValueError(
+                f"{where} has a gradient already, which was never reduced. Call zero_grad() first."
+            )
+        if _C.reduced_by_ddp(parameter):
+            raise ValueError(
+                f"{where} is reduced by DistributedDataParallel already: its gradient would be "
+                "averaged twice. Use the plain module (ddp.module before wrapping) without DDP."
+            )
+
+
+def _describe(parameters: Iterable[tuple[str, Tensor]]) -> list[str]:
+    return [
+        f"{name} {tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"
+        for name, p in parameters
+    ]
+
+
+def _local_part(gradient: Tensor) -> Tensor:
+    if isinstance(gradient, shard_tensor.ShardTensor):
+        return gradient.to_local()
+    raise TypeError(
+        f"zero_ext: .grad was set to a {type(gradient).__name__}; set a ShardTensor of the same "
+        "parameter or a plain tensor of its shape."
+    )

@@ -1,0 +1,65 @@
+"""What the library holds, and what it would hold."""
+
+from torch import nn
+
+from zero_ext import units
+
+# Gradient sum, master, two moments.
+_FP32_BYTES = 4
+_ALIGNMENT_BYTES = 64
+
+
+def stats(sharded) -> dict[str, int]:
+    """Counters of a sharded module or of an optimizer of this package.
+
+    Returns:
+        ``bytes_held`` and ``bytes_peak`` on this rank, ``bytes_<what>`` for what they are held,
+        ``backwards``, ``reductions``, ``gathers``, ``steps``, ``units``; ``reduced_in_no_sync``:
+        backwards that stage 2 reduced although they ran inside ``no_sync``; ``extra_buckets``:
+        how often two were not enough.
+    """
+    return sharded.stats()
+
+
+def estimate_memory(
+    module: nn.Module,
+    world_size: int,
+    stage: int,
+    *,
+    bucket_mb: float = 25.0,
+    param_dtype=None,
+    local_accumulation: bool = False,
+) -> dict[str, int]:
+    """Bytes that sharding ``module`` over ``world_size`` ranks with AdamW will hold on each.
+
+    Args:
+        local_accumulation: Whether stages 0 and 1 accumulate inside ``no_sync()``.
+    Returns:
+        ``full``, ``master``, ``grad``, ``optimizer_state``, their sum ``persistent``, and
+        ``buckets``: the most that the two buckets can add. Padding included.
+    """
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    dtypes = [p.dtype for p in parameters]
+    plans = units.cut_by_size([p.numel() for p in parameters], dtypes, bucket_mb * 2**20)
+    ranges = 1 if stage == 0 else world_size
+    result = dict.fromkeys(("full", "master", "grad", "optimizer_state"), 0)
+    bucket_bytes = [0]
+    for plan in plans:
+        dtype = param_dtype or plan.dtype
+        alignment = _ALIGNMENT_BYTES // dtype.itemsize
+        numel = sum(_round_up(parameters[i].numel(), alignment) for i in plan.members)
+        share = max(alignment, _round_up(-(-numel // ranges), alignment))
+        padded = share * ranges
+        result["full"] += padded * dtype.itemsize
+        result["master"] += 0 if dtype.itemsize == _FP32_BYTES else share * _FP32_BYTES
+        local = local_accumulation and stage < 2 and world_size > 1
+        result["grad"] += (padded if local else share) * _FP32_BYTES
+        result["optimizer_state"] += 2 * share * _FP32_BYTES
+        bucket_bytes.append((padded + share * (world_size - 1)) * dtype.itemsize)
+    result["persistent"] = sum(result.values())
+    result["buckets"] = 2 * max(bucket_bytes) if world_size > 1 else 0
+    return result
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,223 @@
+"""The stateless kernels, ``torch.ops.zero_ext.*``, with the signatures and contracts a reader needs.
+
+All tensors are contiguous and on one device; element counts must agree; what is written must not share memory with
+what is read. A gradient is float32, bfloat16 or float16, a sum or a master float32. ``nonfinite``, one int32, is set
+to 1 if a gradient or a result of the call is NaN or infinite, and left alone otherwise. An element's result depends on
+that element alone: neither length, alignment, threads nor instruction set change a bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.zero_ext
+
+
+def accumulate_(
+    grad: Tensor,
+    sum: Tensor,
+    scale: float = 1.0,
+    *,
+    fresh: bool = False,
+    nonfinite: Tensor | None = None,
+) -> None:
+    """``sum = fma(scale, grad, 0 if fresh else sum)`` in float32, one rounding per element.
+
+    With a power-of-two ``scale`` these are the bits of ``sum.add_(grad.float(), alpha=scale)``.
+    ``fresh``: the sum holds nothing yet and is overwritten, not read.
+    """
+    _ops.accumulate_(grad, sum, scale, fresh, nonfinite)
+
+
+def accumulate_list_(
+    grads: Sequence[Tensor],
+    sums: Sequence[Tensor],
+    scale: float = 1.0,
+    *,
+    fresh: bool = False,
+    nonfinite: Tensor | None = None,
+) -> None:
+    """:func:`accumulate_` for each pair, in one parallel region. One dtype for all ``grads``."""
+    if grads or sums:  # an op without tensors has no device to be dispatched to
+        _ops.accumulate_list_(grads, sums, scale, fresh, nonfinite)
+
+
+def accumulate_ranks_(
+    grads: Sequence[Tensor],
+    sum: Tensor,
+    scale: float = 1.0,
+    *,
+    fresh: bool = False,
+    nonfinite: Tensor | None = None,
+) -> None:
+    """:func:`accumulate_` of every rank's gradient in rank order: the same bits in one pass over ``sum``.
+
+    A float32 gradient may be ``sum`` itself.
+    """
+    _ops.accumulate_ranks_(grads, sum, scale, fresh, nonfinite)
+
+
+def adamw_(
+    master: Tensor,
+    param: Tensor | None,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor | None = None,
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    maximize: bool = False,
+    decoupled: bool = True,
+) -> None:
+    """One step of AdamW (``decoupled``) or Adam on a flat range, in float32.
+
+    Args:
+        master: The float32 parameter.
+        param: Its compute copy, rewritten as the rounding of ``master``; None where the master is the parameter.
+            An element that is not the rounding of its master was written by the user, and wins over it.
+        max_exp_avg_sq: AMSGrad's maximum, or None.
+        step: Number of this update, from 1.
+        grad_scale: Factor of the gradient (1/loss scale, clipping).
+    Source: Kingma & Ba 2015; Loshchilov & Hutter 2019; Reddi et al. 2018 for ``max_exp_avg_sq``.
+    """
+    _ops.adamw_(
+        master,
+        param,
+        grad,
+        exp_avg,
+        exp_avg_sq,
+        max_exp_avg_sq,
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        eps=eps,
+        weight_decay=weight_decay,
+        step=step,
+        grad_scale=grad_scale,
+        maximize=maximize,
+        decoupled=decoupled,
+    )
+
+
+def sgd_(
+    master: Tensor,
+    param: Tensor | None,
+    grad: Tensor,
+    momentum_buffer: Tensor | None = None,
+    *,
+    lr: float,
+    momentum: float = 0.0,
+    dampening: float = 0.0,
+    weight_decay: float = 0.0,
+    nesterov: bool = False,
+    first: bool = False,
+    grad_scale: float = 1.0,
+    maximize: bool = False,
+) -> None:
+    """One step of torch.optim.SGD on a flat range, in float32; ``master`` and ``param`` as in :func:`adamw_`.
+
+    Args:
+        momentum_buffer: Required where ``momentum`` is not 0.
+        first: This is the first update: the buffer holds nothing yet and becomes the gradient.
+    """
+    _ops.sgd_(
+        master,
+        param,
+        grad,
+        momentum_buffer,
+        lr=lr,
+        momentum=momentum,
+        dampening=dampening,
+        weight_decay=weight_decay,
+        nesterov=nesterov,
+        first=first,
+        grad_scale=grad_scale,
+        maximize=maximize,
+    )
+
+
+def cast_(source: Tensor, target: Tensor) -> None:
+    """``target = source`` in target's dtype, rounded to nearest even; any pair of the three dtypes."""
+    _ops.cast_(source, target)
+
+
+def flatten_(
+    sources: Sequence[Tensor],
+    flat: Tensor,
+    offsets: Sequence[int],
+    *,
+    add: bool = False,
+    nonfinite: Tensor | None = None,
+) -> None:
+    """``flat[offsets[i] : offsets[i] + sources[i].numel()] = sources[i]``, or ``+=`` with ``add``, for each i.
+
+    One dtype for all sources; sums are formed in float32 and rounded once. The ranges must not overlap.
+    """
+    _ops.flatten_(sources, flat, offsets, add, nonfinite)
+
+
+def sum_of_squares(value: Tensor) -> Tensor:
+    """Sum of the squares of a float32 tensor: 0-d float64, in a fixed order of summation (blocks of 4,096)."""
+    return _ops.sum_of_squares(value)
+
+
+def adopt_writes_(param: Tensor, master: Tensor) -> None:
+    """Make ``master`` agree with what the user wrote: ``master[i] = param[i]`` where ``param[i]`` is not its rounding."""
+    _ops.adopt_writes_(param, master)
+
+
+# What torch.compile and fake tensors need to know: every op but one returns nothing and writes in place.
+
+
+@torch.library.register_fake("zero_ext::accumulate_")
+def _(grad, sum, scale=1.0, fresh=False, nonfinite=None):
+    torch._check(grad.numel() == sum.numel(), lambda: "'grad' and 'sum' differ in length")
+
+
+@torch.library.register_fake("zero_ext::accumulate_list_")
+def _(grads, sums, scale=1.0, fresh=False, nonfinite=None):
+    torch._check(len(grads) == len(sums), lambda: "'grads' and 'sums' differ in number")
+
+
+@torch.library.register_fake("zero_ext::accumulate_ranks_")
+def _(grads, sum, scale=1.0, fresh=False, nonfinite=None):
+    for grad in grads:
+        torch._check(grad.numel() == sum.numel(), lambda: "'grads' and 'sum' differ in length")
+
+
+@torch.library.register_fake("zero_ext::adamw_")
+def _(master, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq=None, **hyper_parameters):
+    torch._check(grad.numel() == master.numel(), lambda: "'grad' and 'master' differ in length")
+
+
+@torch.library.register_fake("zero_ext::sgd_")
+def _(master, param, grad, momentum_buffer=None, **hyper_parameters):
+    torch._check(grad.numel() == master.numel(), lambda: "'grad' and 'master' differ in length")
+
+
+@torch.library.register_fake("zero_ext::cast_")
+def _(source, target):
+    torch._check(source.numel() == target.numel(), lambda: "'source' and 'target' differ in length")
+
+
+@torch.library.register_fake("zero_ext::flatten_")
+def _(sources, flat, offsets, add=False, nonfinite=None):
+    torch._check(len(sources) == len(offsets), lambda: "'sources' and 'offsets' differ in number")
+
+
+@torch.library.register_fake("zero_ext::sum_of_squares")
+def _(value):
+    return value.new_empty((), dtype=torch.float64)
+
+
+@torch.library.register_fake("zero_ext::adopt_writes_")
+def _(param, master):
+    torch._check(param.numel() == master.numel(), lambda: "'param' and 'master' differ in length")

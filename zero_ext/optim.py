@@ -1,0 +1,590 @@
+"""Optimizers whose state is sharded: real ``torch.optim.Optimizer``s with torch's own arguments.
+
+On the parameters of a module that ``shard`` has sharded they use its engine; plain parameters they
+shard by themselves, so that a script changes one line::
+
+    optimizer = zero_ext.optim.AdamW(model.parameters(), lr=1e-3)
+
+``optimizer.state[p]`` has torch's names and the parameter's shape; the values are ShardTensors over
+this rank's part (plain tensors where every rank holds all), always fp32.
+"""
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zero_ext import _C, elementwise
+from zero_ext.groups import resolve
+from zero_ext.handle import Handle, find
+
+_claimed = WeakIdKeyDictionary()  # Parameter -> weak reference to its optimizer
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """What all optimizers here share. Use ``AdamW``, ``Adam``, ``SGD`` or ``wrap``.
+
+    Args:
+        params: As for torch: parameters, named parameters, or groups of them.
+        stage: 1 shards the optimizer's state, 2 the gradients too. Of plain parameters only; those
+            of a sharded module have the module's stage. Default 1.
+        process_group: The ranks to shard over; default all. Of plain parameters only.
+        bucket_mb: Size of a unit, MiB of gradients. Of plain parameters only.
+        nonfinite: What a step does when a gradient holds NaN or Inf on any rank: ``"skip"`` it on
+            all ranks with a warning, ``"raise"``, or ``"step"`` without looking.
+    Raises:
+        ValueError, TypeError: a parameter cannot be sharded, or is stepped by another optimizer.
+    """
+
+    # Names of per-element states, in the order in which the C++ side numbers them.
+    _state_names: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        params,
+        defaults: dict[str, Any],
+        *,
+        stage: int | None,
+        process_group: dist.ProcessGroup | None,
+        bucket_mb: float,
+        nonfinite: str,
+    ):
+        if nonfinite not in ("skip", "raise", "step"):
+            raise ValueError(
+                f"zero_ext: nonfinite must be 'skip', 'raise' or 'step', not {nonfinite!r}."
+            )
+        self._handle: Handle | None = None
+        super().__init__(params, defaults)
+        self.nonfinite = nonfinite
+        self.skipped_steps = 0
+        named = self._named_parameters()
+        self._refuse_claimed(named)
+        found = [find(p) for _, p in named]
+        if any(found):
+            self._handle = self._engine_of_module(named, found, stage, process_group)
+        else:
+            self._handle = Handle(
+                resolve(process_group, None),
+                named,
+                stage=1 if stage is None else stage,
+                bucket_mb=bucket_mb,
+            )
+        self._sharded_state = _C.OptimizerState(self._handle.engine, self._states_needed())
+        self._bind(range(len(self.param_groups)))
+
+    # Binding parameters to the engine
+
+    def _named_parameters(self, groups=None) -> list[tuple[str, Tensor]]:
+        named = []
+        for g, group in enumerate(self.param_groups if groups is None else groups):
+            names = group.get("param_names") or [
+                f"parameter {i} of group {g}" for i in range(len(group["params"]))
+            ]
+            named.extend(zip(names, group["params"], strict=True))
+        return named
+
+    def _refuse_claimed(self, named: list[tuple[str, Tensor]]) -> None:
+        for name, parameter in named:
+            owner = _claimed.get(parameter)
+            if owner is not None and owner() is not None and owner() is not self:
+                raise ValueError(
+                    f"zero_ext: '{name}' is stepped by another optimizer "
+                    f"({type(owner()).__name__}) already. Give each parameter to one optimizer."
+                )
+
+    @staticmethod
+    def _engine_of_module(named, found, stage, process_group) -> Handle:
+        handle = next(entry[0] for entry in found if entry)
+        for (name, _), entry in zip(named, found, strict=True):
+            if entry is None or entry[0] is not handle:
+                raise ValueError(
+                    f"zero_ext: '{name}' is not a parameter of the sharded module that the others "
+                    "belong to. Give each sharded module its own optimizer."
+                )
+        if stage not in (None, handle.engine.stage):
+            raise ValueError(
+                f"zero_ext: stage={stage}, but the module was sharded with stage "
+                f"{handle.engine.stage}. Leave stage out."
+            )
+        if process_group is not None and process_group is not handle.groups.parent:
+            raise ValueError("zero_ext: the module was sharded over another process_group.")
+        return handle
+
+    def _bind(self, groups) -> None:
+        for g in groups:
+            for parameter in self.param_groups[g]["params"]:
+                handle, i = find(parameter)
+                self._sharded_state.assign(i, g)
+                _claimed[parameter] = weakref.ref(self)
+                if handle.engine.unit_of(i) >= 0:
+                    self._show_state(parameter, i)
+
+    def _show_state(self, parameter: Tensor, i: int) -> None:
+        state = self.state[parameter]
+        state["step"] = self._sharded_state.step(i)
+        for k, name in enumerate(self._state_names[: self._states_needed()]):
+            local = self._sharded_state.slice(k, i)
+            state[name] = self._handle.as_parameter(local, i, parameter)
+
+    def _states_needed(self) -> int:
+        return len(self._state_names)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. The parameters are sharded like the others; every rank must add the same."""
+        super().add_param_group(param_group)
+        if self._handle is None:  # still in torch's constructor
+            return
+        group = self.param_groups[-1]
+        named = self._named_parameters([group])
+        try:
+            self._refuse_claimed(named)
+            plain = [(name, p) for name, p in named if find(p) is None]
+            self._check_new_group(group)
+            if plain:
+                self._handle.check_and_add(plain)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        self._bind([len(self.param_groups) - 1])
+
+    def _check_new_group(self, group: dict[str, Any]) -> None:
+        """Refuses what the state that was allocated cannot serve."""
+
+    def _adopt_thawed(self) -> None:
+        for i in self._handle.adopt_thawed():
+            parameter = self._handle.parameters[i]()
+            for g, group in enumerate(self.param_groups):
+                if any(p is parameter for p in group["params"]):
+                    self._sharded_state.assign(i, g)
+                    self._show_state(parameter, i)
+
+    # The step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None):
+        """Update the parameters on all ranks. Collective.
+
+        A parameter that no rank's loss reached is left alone, as in PyTorch.
+
+        Raises:
+            RuntimeError: inside a backward; the last backward ran in ``no_sync()``; a parameter's
+                dtype or device changed; NaN or Inf with ``nonfinite="raise"``; another rank did not
+                answer within the process group's timeout.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._adopt_thawed()
+        verdict = self._sharded_state.prepare_step(self.nonfinite != "step")
+        if verdict.nonfinite:
+            self._skip(verdict)
+        else:
+            self._update()
+        return loss
+
+    def _update(self) -> None:
+        raise NotImplementedError
+
+    def _skip(self, verdict: _C.StepVerdict) -> None:
+        seen = (
+            f"first in '{verdict.parameter}' on rank {verdict.rank}"
+            + (f", micro-batch {verdict.micro_batch}" if verdict.micro_batch >= 0 else "")
+            if verdict.rank >= 0
+            else "on some rank"
+        )
+        message = f"zero_ext [rank {self._handle.groups.rank}]: gradients hold NaN or Inf, {seen}"
+        if self.nonfinite == "raise":
+            raise RuntimeError(
+                f"{message}. Nothing was updated; nonfinite='skip' passes over such steps."
+            )
+        self.skipped_steps += 1
+        warnings.warn(
+            f"{message}; step skipped on all ranks ({self.skipped_steps} so far).", stacklevel=3
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; also drops what micro-batches inside ``no_sync()`` have added up."""
+        self._adopt_thawed()
+        mode = _C.ZeroGrad.to_none if set_to_none else _C.ZeroGrad.to_zero
+        self._handle.engine.zero_grad(self._sharded_state.indices, mode)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale the gradients so that their global 2-norm is at most ``max_norm``. Collective.
+
+        One pass over this rank's fp32 gradients for the norm, summed in fp64, and one to scale them
+        where it is needed.
+
+        Args:
+            max_norm: In the unit of the gradients as they are now.
+            error_if_nonfinite: Raise where the norm is NaN or Inf; else such gradients are left as
+                they are, and ``step`` deals with them.
+        Returns:
+            0-D fp32 tensor, the norm before scaling, equal on all ranks.
+        Source: Pascanu et al. 2013, section 3.2.
+        """
+        self._adopt_thawed()
+        engine, indices = self._handle.engine, self._sharded_state.indices
+        norm = engine.sum_over_ranks(engine.sum_of_squares(indices)) ** 0.5
+        finite = norm not in (float("inf"), float("-inf")) and norm == norm
+        if not finite and error_if_nonfinite:
+            raise RuntimeError(
+                f"zero_ext [rank {self._handle.groups.rank}]: the norm of the gradients is {norm}; "
+                "they were not clipped."
+            )
+        if finite and norm + 1e-6 > max_norm:
+            engine.scale_gradients(indices, max_norm / (norm + 1e-6))
+        return torch.tensor(norm, dtype=torch.float32)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside it accumulate locally, in fp32, and send nothing (stages 0 and 1).
+
+        Stage 2 keeps its memory promise and reduces anyway. The last backward before ``step`` must
+        run outside.
+        """
+        self._handle.engine.push_no_sync()
+        try:
+            yield
+        finally:
+            self._handle.engine.pop_no_sync()
+
+    # Saving and loading
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but in place and without a cast: fp32 state stays fp32.
+
+        Values may be ShardTensors, DTensors, or plain tensors of the parameters' shapes, such as a
+        one-process checkpoint of torch's own optimizer holds.
+
+        Raises:
+            ValueError: groups or sizes differ; nothing is changed then.
+        """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            result = hook(self, state_dict)
+            state_dict = state_dict if result is None else result
+        saved_groups = state_dict["param_groups"]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if [len(group["params"]) for group in saved_groups] != sizes:
+            raise ValueError(
+                f"zero_ext: the state has groups of "
+                f"{[len(group['params']) for group in saved_groups]} parameters, the optimizer of "
+                f"{sizes}."
+            )
+        keys = [key for group in saved_groups for key in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        loads = list(self._matching_states(keys, parameters, state_dict["state"]))
+        with torch.no_grad():
+            for target, value in loads:
+                target.copy_(value if isinstance(value, Tensor) else torch.tensor(value))
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    def _matching_states(self, keys, parameters, saved) -> Iterator[tuple[Tensor, Any]]:
+        for key, parameter in zip(keys, parameters, strict=True):
+            state, values = self.state.get(parameter, {}), saved.get(key, {})
+            for name, value in values.items():
+                target = state.get(name)
+                if target is None:
+                    raise ValueError(f"zero_ext: the optimizer has no state '{name}' to load into.")
+                if value is not None and isinstance(value, Tensor) and value.shape != target.shape:
+                    raise ValueError(
+                        f"zero_ext: state '{name}' of parameter {key} has shape "
+                        f"{tuple(value.shape)}, the optimizer's has {tuple(target.shape)}."
+                    )
+                if value is not None:
+                    yield target, value
+
+    def stats(self) -> dict[str, int]:
+        """See ``zero_ext.stats``."""
+        return {**self._handle.stats(), "skipped_steps": self.skipped_steps}
+
+
+def _number(value) -> float:
+    return float(value)
+
+
+def _refuse_differentiable(differentiable: bool) -> None:
+    if differentiable:
+        raise NotImplementedError(
+            "zero_ext: differentiable=True is not available: the update runs in C++ without a "
+            "graph. Use torch.optim for meta-learning."
+        )
+
+
+class AdamW(ShardedOptimizer):
+    """torch.optim.AdamW with sharded fp32 state and fp32 masters (Loshchilov & Hutter 2019).
+
+    Arguments as in torch; ``foreach``, ``capturable`` and ``fused`` choose between torch's
+    implementations and are ignored here, there is one fused kernel. See ``ShardedOptimizer`` for
+    the keyword arguments that torch does not have.
+    """
+
+    _state_names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    _decoupled = True
+
+    def __init__(
+        self,
+        params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        stage: int | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_mb: float = 25.0,
+        nonfinite: str = "skip",
+    ):
+        _refuse_differentiable(differentiable)
+        # torch's own checks of the values, with torch's own messages.
+        torch.optim.AdamW([torch.zeros(1)], lr, betas, eps, weight_decay, amsgrad)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "maximize": maximize,
+            "foreach": foreach,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
+        super().__init__(
+            params,
+            defaults,
+            stage=stage,
+            process_group=process_group,
+            bucket_mb=bucket_mb,
+            nonfinite=nonfinite,
+        )
+
+    def _states_needed(self) -> int:
+        return 3 if any(group["amsgrad"] for group in self.param_groups) else 2
+
+    def _check_new_group(self, group: dict[str, Any]) -> None:
+        if group["amsgrad"] and self._states_needed_before < 3:
+            raise ValueError(
+                "zero_ext: a group with amsgrad=True cannot be added to an optimizer without; "
+                "construct it with amsgrad=True."
+            )
+
+    @property
+    def _states_needed_before(self) -> int:
+        return 3 if any(group["amsgrad"] for group in self.param_groups[:-1]) else 2
+
+    def _update(self) -> None:
+        self._sharded_state.apply_adam(
+            [
+                _C.AdamGroup(
+                    lr=_number(group["lr"]),
+                    beta1=_number(group["betas"][0]),
+                    beta2=_number(group["betas"][1]),
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    amsgrad=group["amsgrad"],
+                    maximize=group["maximize"],
+                    decoupled=self._decoupled,
+                )
+                for group in self.param_groups
+            ]
+        )
+
+
+class Adam(AdamW):
+    """torch.optim.Adam with sharded fp32 state and fp32 masters (Kingma & Ba 2015).
+
+    As ``AdamW``, with the weight decay inside the gradient unless ``decoupled_weight_decay``.
+    """
+
+    _decoupled = False
+
+    def __init__(
+        self,
+        params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        decoupled_weight_decay: bool = False,
+        **kwargs,
+    ):
+        self._decoupled = decoupled_weight_decay
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
+
+
+class SGD(ShardedOptimizer):
+    """torch.optim.SGD with sharded fp32 momentum and fp32 masters.
+
+    Arguments as in torch; ``foreach`` and ``fused`` are ignored. See ``ShardedOptimizer`` for the
+    keyword arguments that torch does not have.
+    """
+
+    _state_names = ("momentum_buffer",)
+
+    def __init__(
+        self,
+        params,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        stage: int | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_mb: float = 25.0,
+        nonfinite: str = "skip",
+    ):
+        _refuse_differentiable(differentiable)
+        torch.optim.SGD([torch.zeros(1)], lr, momentum, dampening, weight_decay, nesterov)
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            "foreach": foreach,
+            "differentiable": differentiable,
+            "fused": fused,
+        }
+        super().__init__(
+            params,
+            defaults,
+            stage=stage,
+            process_group=process_group,
+            bucket_mb=bucket_mb,
+            nonfinite=nonfinite,
+        )
+
+    def _states_needed(self) -> int:
+        return 1 if any(group["momentum"] for group in self.param_groups) else 0
+
+    def _check_new_group(self, group: dict[str, Any]) -> None:
+        if group["momentum"] and not any(g["momentum"] for g in self.param_groups[:-1]):
+            raise ValueError(
+                "zero_ext: a group with momentum cannot be added to an optimizer without; "
+                "construct it with momentum, and set the other groups' to 0."
+            )
+
+    def _update(self) -> None:
+        self._sharded_state.apply_sgd(
+            [
+                _C.SgdGroup(
+                    lr=_number(group["lr"]),
+                    momentum=group["momentum"],
+                    dampening=group["dampening"],
+                    weight_decay=group["weight_decay"],
+                    nesterov=group["nesterov"],
+                    maximize=group["maximize"],
+                )
+                for group in self.param_groups
+            ]
+        )
+
+
+class WrappedOptimizer(ShardedOptimizer):
+    """Any elementwise torch optimizer, run on this rank's 1-D fp32 masters. Made by ``wrap``."""
+
+    def __init__(self, optimizer_class, params, kwargs, **sharding):
+        elementwise.check(optimizer_class, kwargs)
+        self._optimizer_class, self._kwargs = optimizer_class, kwargs
+        self._inner: torch.optim.Optimizer | None = None
+        self._shards: dict[Tensor, torch.nn.Parameter] = {}
+        probe = optimizer_class([torch.nn.Parameter(torch.zeros(1))], **kwargs)
+        super().__init__(params, dict(probe.defaults), **sharding)
+
+    def _show_state(self, parameter: Tensor, i: int) -> None:
+        shard = torch.nn.Parameter(self._handle.engine.master_slice(i))
+        self._shards[parameter] = shard
+        group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
+        settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        if self._inner is None:
+            self._inner = self._optimizer_class([{"params": [shard], **settings}], **self._kwargs)
+        else:
+            self._inner.add_param_group({"params": [shard], **settings})
+
+    def _update(self) -> None:
+        self._handle.engine.adopt_writes()
+        group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+        for inner_group, (parameter, shard) in zip(
+            self._inner.param_groups, self._shards.items(), strict=True
+        ):
+            outer = group_of[id(parameter)]
+            inner_group.update(
+                {k: v for k, v in outer.items() if k not in ("params", "param_names")}
+            )
+            gradient = parameter.grad
+            shard.grad = None if gradient is None else _local(gradient)
+        self._inner.step()
+        self._sharded_state.apply_masters()
+        for parameter, shard in self._shards.items():
+            self._show_inner_state(parameter, shard)
+
+    def _show_inner_state(self, parameter: Tensor, shard: Tensor) -> None:
+        _, i = find(parameter)
+        state = self.state[parameter]
+        for name, value in self._inner.state[shard].items():
+            per_element = isinstance(value, Tensor) and value.shape == shard.shape and value.dim()
+            if not per_element:
+                state[name] = value
+            elif name not in state or _local(state[name]).data_ptr() != value.data_ptr():
+                state[name] = self._handle.as_parameter(value, i, parameter)
+
+
+def _local(gradient: Tensor) -> Tensor:
+    if hasattr(gradient, "to_local"):
+        return gradient.to_local()
+    return gradient.as_strided((gradient.numel(),), (1,))
+
+
+def wrap(
+    optimizer_class: type[torch.optim.Optimizer],
+    params,
+    *,
+    stage: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    bucket_mb: float = 25.0,
+    nonfinite: str = "skip",
+    **kwargs,
+) -> WrappedOptimizer:
+    """Shard the state of any elementwise optimizer.
+
+    Args:
+        optimizer_class: Called as ``optimizer_class(params, **kwargs)`` on 1-D fp32 shards.
+    Raises:
+        TypeError: the update of one element depends on others (LBFGS, Adafactor, Muon, LAMB …),
+            found by trying, not by name.
+    """
+    return WrappedOptimizer(
+        optimizer_class,
+        params,
+        kwargs,
+        stage=stage,
+        process_group=process_group,
+        bucket_mb=bucket_mb,
+        nonfinite=nonfinite,
+    )
