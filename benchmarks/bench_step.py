@@ -1,0 +1,112 @@
+"""Whole training steps beside DDP with fp32 masters: alternating, medians, one thread per rank.
+
+    torchrun --nproc-per-node 2 benchmarks/bench_step.py [--rounds 15] [--results FOLDER]
+
+Both sides have bf16 parameters, fp32 masters and AdamW. Targets: GPT at most 0.90 of DDP's time,
+1,083 small parameters at most 0.80.
+"""
+
+import argparse
+import copy
+import time
+from collections.abc import Callable
+
+import models
+import report
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import zero_ext
+
+TARGETS = {"GPT": 0.90, "small": 0.80}
+
+
+def ddp_step(model: nn.Module, batch, accumulation: int) -> Callable[[], float]:
+    model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = models.MasterAdamW(model.parameters())
+
+    def step() -> float:
+        for micro in range(accumulation):
+            last = micro == accumulation - 1
+            model.require_backward_grad_sync = last
+            loss = model(batch)
+            (loss / accumulation).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def zero_step(model: nn.Module, batch, accumulation: int, stage: int) -> Callable[[], float]:
+    zero_ext.shard(model, stage=stage, accumulation_steps=accumulation)
+    optimizer = zero_ext.optim.AdamW(model.parameters(), lr=1e-4)
+
+    def step() -> float:
+        for _ in range(accumulation):
+            loss = model(batch)
+            (loss / accumulation).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def measure(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for round_number in range(rounds + 2):
+        for name, step in steps.items():
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            if round_number >= 2:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", choices=list(TARGETS))
+    parser.add_argument("--accumulation", type=int, nargs="+", default=[1, 4])
+    report.add_arguments(parser)
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    rows = []
+    makers = {"GPT": (models.GPT, models.gpt_batch), "small": (models.SmallLayers, models.small_batch)}
+    for name, (make_model, make_batch) in makers.items():
+        if args.only not in (None, name):
+            continue
+        torch.manual_seed(0)
+        model = make_model().bfloat16()
+        batch = make_batch(torch.Generator().manual_seed(dist.get_rank()))
+        for accumulation in args.accumulation:
+            steps = {"DDP": ddp_step(copy.deepcopy(model), batch, accumulation)}
+            for stage in (1, 2):
+                steps[f"stage {stage}"] = zero_step(
+                    copy.deepcopy(model), batch, accumulation, stage
+                )
+            seconds = measure(steps, args.rounds)
+            for stage in (1, 2):
+                ours = seconds[f"stage {stage}"]
+                rows.append(
+                    report.Row(
+                        f"{name}, accumulation {accumulation}, stage {stage} / DDP",
+                        report.milliseconds(ours),
+                        report.milliseconds(seconds["DDP"]),
+                        report.median_ratio(ours, seconds["DDP"]),
+                        "at most",
+                        TARGETS[name],
+                    )
+                )
+    if dist.get_rank() == 0:
+        report.write("step", rows, args.results)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Results: a table on the terminal, and a markdown and a JSON file with machine, date and commit."""
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import subprocess
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass
+class Row:
+    """One measured ratio. ``kind`` "at most" or "at least" says which side of ``target`` is met."""
+
+    name: str
+    ours: str
+    theirs: str
+    ratio: float
+    kind: str
+    target: float
+
+    @property
+    def met(self) -> bool:
+        return self.ratio <= self.target if self.kind == "at most" else self.ratio >= self.target
+
+
+def median_ratio(ours: list[float], theirs: list[float]) -> float:
+    """The median of the quotients of neighbours, so that a slow second hits both sides."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def milliseconds(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds) * 1e3:.2f} ms"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--results", type=Path, help="folder for NAME.md and NAME.json")
+
+
+def write(name: str, rows: list[Row], folder: Path | None) -> None:
+    lines = ["| what | ours | peer | ratio | target | met |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        met = "yes" if row.met else "NO"
+        lines.append(
+            f"| {row.name} | {row.ours} | {row.theirs} | {row.ratio:.3f} | {row.kind} {row.target} "
+            f"| {met} |"
+        )
+    table = "\n".join(lines)
+    print(table, flush=True)
+    if folder is None:
+        return
+    machine = {
+        "processor": _processor(),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "commit": _commit(),
+    }
+    head = ", ".join(f"{key} {value}" for key, value in machine.items())
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.md").write_text(f"# {name}\n\n{head}\n\n{table}\n")
+    data = {"machine": machine, "rows": [{**asdict(row), "met": row.met} for row in rows]}
+    (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+
+
+def _processor() -> str:
+    try:
+        info = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":")[1].strip() for line in info if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def _commit() -> str:
+    try:
+        command = ["git", "describe", "--always", "--dirty"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
