@@ -90,6 +90,8 @@ void Engine::add_units(const std::vector<std::vector<int64_t>>& units, at::Scala
       values.push_back(parameters_[i].tensor.detach());
     }
     const int64_t index = unit_count();
+    TORCH_CHECK(index < kMaxUnits, where(rank()), "more than ", kMaxUnits,
+                " units. Choose a larger bucket_mb.");
     const std::string name =
         members.size() == 1 ? specs.front().name : specs.front().name + " … " + specs.back().name;
     units_.push_back(std::make_unique<Unit>(context_, index, name, std::move(specs), values, dtype,

@@ -135,15 +135,15 @@ class ShardedMethods:
         if self._handle is None:
             return nn.Module.zero_grad(module, set_to_none)
         mode = _C.ZeroGrad.to_none if set_to_none else _C.ZeroGrad.to_zero
-        sharded = [entry[1] for p in module.parameters() if (entry := self._entry(p)) is not None]
-        self._handle.engine.zero_grad(sharded, mode)
+        self._handle.engine.zero_grad(range(len(self._handle.parameters)), mode)
         for parameter in module.parameters():
-            if parameter.grad is not None and self._entry(parameter) is None:
-                parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)
+            if parameter.grad is None or self._shards(parameter):
+                continue
+            parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)
 
-    def _entry(self, parameter):
+    def _shards(self, parameter: nn.Parameter) -> bool:
         entry = find(parameter)
-        return entry if entry is not None and entry[0] is self._handle else None
+        return entry is not None and entry[0] is self._handle
 
     def before_forward(self, module, args, kwargs):
         if self._handle is None:
