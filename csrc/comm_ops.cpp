@@ -1,0 +1,85 @@
+// The bucketed reduce-scatter as a stateless op: what a unit does with its bucket, for code that
+// keeps buckets and sums of its own. The fake implementation is in zero_ext/comm_ops.py.
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "comm.h"
+#include "kernels/kernels.h"
+#include "launch.h"
+#include "op_checks.h"
+
+namespace zero_ext {
+namespace {
+
+using at::Tensor;
+
+// Away from what users number their own messages on the same group with. Calls need no numbers of
+// their own: messages between two ranks with one tag arrive in the order in which they were sent.
+constexpr int64_t kTag = 0x10000000;
+
+// The size is in it: messages of ranks that disagree about it never meet, and their calls time out.
+// gloo would end the process that receives more than it asked for.
+int64_t tag_of(const Tensor& part) { return kTag + static_cast<int64_t>(part.nbytes()); }
+
+// acc[i] = (fresh ? 0 : acc[i]) + scale * bucket₀[i] + scale * bucket₁[i] + …, where bucketᵣ is the
+// part of rank r's bucket that belongs to this rank: rank order, fp32, one rounding per rank. `acc`
+// is written only after every rank's part has arrived.
+void reduce_scatter_accumulate_(const Tensor& bucket, const Tensor& acc,
+                                const std::string& group_name, double scale, bool fresh) {
+  check_value("bucket", bucket);
+  check_float("acc", acc);
+  check_apart("bucket", bucket, "acc", acc);
+  Comm comm = group_name.empty() ? Comm() : Comm(group_name, group_name);
+  const int64_t world = comm.world();
+  const int64_t rank = comm.rank();
+  const int64_t numel = acc.numel();
+  TORCH_CHECK(bucket.numel() == world * numel, where(rank), "'bucket' has ", bucket.numel(),
+              " elements, 'acc' has ", numel, " on each of ", world, " ranks: it must have ",
+              world * numel, ". Pad the bucket to a multiple of the number of ranks.");
+
+  const Tensor flat = bucket.view({-1});
+  const Tensor received = at::empty({(world - 1) * numel}, bucket.options());
+  std::vector<Tensor> sends(world);
+  std::vector<Tensor> parts(world);
+  for (int64_t peer = 0, next = 0; peer < world; ++peer) {
+    sends[peer] = flat.narrow(0, peer * numel, numel);
+    parts[peer] = peer == rank ? sends[peer] : received.narrow(0, next++ * numel, numel);
+  }
+  if (numel == 0) return;
+  Pending pending;
+  comm.exchange(sends, parts, tag_of(sends[rank]), pending);
+  pending.wait([&] {
+    return where(rank) + "reduce_scatter_accumulate_ of " + std::to_string(numel) +
+           " elements per rank on process group '" + group_name + "'";
+  });
+
+  std::vector<const void*> sources;
+  for (const Tensor& part : parts) sources.push_back(part.const_data_ptr());
+  const kernels::Status status = kernels::cpu().accumulate_ranks(
+      sources.data(), static_cast<int32_t>(world), dtype_of(bucket.scalar_type()),
+      acc.mutable_data_ptr<float>(), numel, static_cast<float>(scale), fresh,
+      /*nonfinite=*/nullptr, cpu_launch());
+  TORCH_INTERNAL_ASSERT(status == kernels::Status::ok,
+                        "zero_ext::reduce_scatter_accumulate_ was refused by its kernel (status ",
+                        static_cast<int32_t>(status), ").");
+  mark_written(acc);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(zero_ext, m) {
+  m.def(
+      "reduce_scatter_accumulate_(Tensor bucket, Tensor(a!) acc, str group_name, float scale, bool "
+      "fresh) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(zero_ext, CPU, m) {
+  m.impl("reduce_scatter_accumulate_", reduce_scatter_accumulate_);
+}
+
+}  // namespace zero_ext

@@ -1,0 +1,22 @@
+// Checks that ops make of their arguments before they write anything. Each message has the
+// argument's name, what is wrong with it, and the remedy.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace zero_ext {
+
+// On the CPU, contiguous.
+void check_layout(const char* name, const at::Tensor& tensor);
+// The same, and of a dtype that has kernels.
+void check_value(const char* name, const at::Tensor& tensor);
+// The same, and float32.
+void check_float(const char* name, const at::Tensor& tensor);
+// The two share no memory. Tensors without elements never do.
+void check_apart(const char* name, const at::Tensor& tensor, const char* other_name,
+                 const at::Tensor& other);
+
+// Tells autograd that the op wrote into `tensor`, as every in-place op of torch does.
+void mark_written(const at::Tensor& tensor);
+
+}  // namespace zero_ext
