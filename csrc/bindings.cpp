@@ -2,9 +2,12 @@
 #include <torch/extension.h>
 
 #include <memory>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "engine.h"
+#include "layout.h"
 #include "optimizer.h"
 
 namespace py = pybind11;
@@ -24,6 +27,44 @@ std::function<at::Tensor(const at::Tensor&)> from_any_thread(py::function functi
     const py::gil_scoped_acquire gil;
     return (*held)(tensor).cast<at::Tensor>();
   };
+}
+
+// For tests: one-dimensional slots named by their number.
+Layout make_layout(const std::vector<int64_t>& numels, int64_t ranges, int64_t alignment) {
+  std::vector<SlotSpec> specs;
+  for (const int64_t numel : numels) {
+    specs.push_back(
+        {.name = std::to_string(specs.size()), .sizes = {numel}, .strides = {1}, .numel = numel});
+  }
+  return {std::move(specs), ranges, alignment};
+}
+
+void bind_layout(py::module_& m) {
+  py::class_<Slot>(m, "Slot")
+      .def_readonly("offset", &Slot::offset)
+      .def_readonly("padded_numel", &Slot::padded_numel)
+      .def_property_readonly("numel", [](const Slot& slot) { return slot.spec.numel; });
+  py::class_<Piece>(m, "Piece")
+      .def_readonly("range", &Piece::range)
+      .def_readonly("range_begin", &Piece::range_begin)
+      .def_readonly("slot_begin", &Piece::slot_begin)
+      .def_readonly("numel", &Piece::numel)
+      .def_readonly("gap_numel", &Piece::gap_numel);
+  py::class_<Layout>(m, "Layout")
+      .def(py::init(&make_layout), py::arg("numels"), py::kw_only(), py::arg("ranges"),
+           py::arg("alignment"))
+      .def("slot", &Layout::slot, py::return_value_policy::reference_internal)
+      .def("pieces",
+           [](const Layout& layout, int64_t i) {
+             const auto pieces = layout.pieces(i);
+             return std::vector<Piece>(pieces.begin(), pieces.end());
+           })
+      .def("bounds", &Layout::bounds)
+      .def("range_begin", &Layout::range_begin)
+      .def_property_readonly("size", &Layout::size)
+      .def_property_readonly("ranges", &Layout::ranges)
+      .def_property_readonly("range_numel", &Layout::range_numel)
+      .def_property_readonly("padded_numel", &Layout::padded_numel);
 }
 
 void bind_engine(py::module_& m) {
@@ -123,6 +164,7 @@ void bind_optimizer(py::module_& m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("cpu_instruction_set", &zero_ext::kernels::cpu_instruction_set);
   m.def("reduced_by_ddp", &zero_ext::reduced_by_ddp);
+  zero_ext::bind_layout(m);
   zero_ext::bind_engine(m);
   zero_ext::bind_optimizer(m);
 }
