@@ -1,4 +1,4 @@
-"""What the hooks cost: forward and backward of 1,083 small parameters at one rank, beside plain torch.
+"""What the hooks cost: forward and backward of 1,083 small parameters beside plain torch.
 
     python benchmarks/bench_hooks.py [--rounds 40] [--results FOLDER]
 

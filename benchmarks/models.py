@@ -1,4 +1,4 @@
-"""The two models of the step benchmarks, and plain PyTorch's way of training them with fp32 masters."""
+"""The models of the step benchmarks, and plain PyTorch's way to train them with fp32 masters."""
 
 import torch
 import torch.nn.functional as F

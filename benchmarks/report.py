@@ -1,4 +1,4 @@
-"""Results: a table on the terminal, and a markdown and a JSON file with machine, date and commit."""
+"""Results: a table on the terminal, markdown and JSON files with machine, date and commit."""
 
 import argparse
 import datetime

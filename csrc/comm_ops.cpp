@@ -1,5 +1,5 @@
 // The bucketed reduce-scatter as a stateless op: what a unit does with its bucket, for code that
-// keeps buckets and sums of its own. The fake implementation is in zero_ext/comm_ops.py.
+// keeps buckets and sums of its own. The fake implementation is in zero_ext/ops.py.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>

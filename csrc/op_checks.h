@@ -4,6 +4,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+
 namespace zero_ext {
 
 // On the CPU, contiguous.
@@ -18,5 +20,6 @@ void check_apart(const char* name, const at::Tensor& tensor, const char* other_n
 
 // Tells autograd that the op wrote into `tensor`, as every in-place op of torch does.
 void mark_written(const at::Tensor& tensor);
+void mark_written(const std::optional<at::Tensor>& tensor);
 
 }  // namespace zero_ext

@@ -15,32 +15,13 @@
 #include "kernels/dispatch_cpu.h"
 #include "kernels/kernels.h"
 #include "launch.h"
+#include "op_checks.h"
 
 namespace zero_ext {
 namespace {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
-
-void check_layout(const char* name, const Tensor& tensor) {
-  TORCH_CHECK(
-      tensor.device().is_cpu(), "zero_ext: '", name, "' is on ", tensor.device(),
-      ", this kernel runs on the CPU. Move it, or move all tensors of the call to one device.");
-  TORCH_CHECK(tensor.is_contiguous(), "zero_ext: '", name, "' of shape ", tensor.sizes(),
-              " and strides ", tensor.strides(), " is not contiguous. Pass .contiguous().");
-}
-
-void check_value(const char* name, const Tensor& tensor) {
-  check_layout(name, tensor);
-  TORCH_CHECK(has_kernels(tensor.scalar_type()), "zero_ext: '", name, "' has dtype ",
-              tensor.scalar_type(), ". Use torch.float32, torch.bfloat16 or torch.float16.");
-}
-
-void check_float(const char* name, const Tensor& tensor) {
-  check_layout(name, tensor);
-  TORCH_CHECK(tensor.scalar_type() == at::kFloat, "zero_ext: '", name, "' has dtype ",
-              tensor.scalar_type(), ", it must be torch.float32. Pass .float().");
-}
 
 void check_numel(const char* name, const Tensor& tensor, int64_t numel, const char* other) {
   TORCH_CHECK(tensor.numel() == numel, "zero_ext: '", name, "' has ", tensor.numel(),
@@ -63,20 +44,6 @@ at::ScalarType check_list(const char* name, at::TensorList list) {
   return list.empty() ? at::kFloat : list[0].scalar_type();
 }
 
-// Half-open address ranges; an empty tensor overlaps nothing.
-bool overlap(const Tensor& a, const Tensor& b) {
-  const auto* a_begin = static_cast<const char*>(a.const_data_ptr());
-  const auto* b_begin = static_cast<const char*>(b.const_data_ptr());
-  return a.numel() > 0 && b.numel() > 0 && a_begin < b_begin + b.nbytes() &&
-         b_begin < a_begin + a.nbytes();
-}
-
-void check_apart(const char* name, const Tensor& tensor, const char* other_name,
-                 const Tensor& other) {
-  TORCH_CHECK(!overlap(tensor, other), "zero_ext: '", name, "' and '", other_name,
-              "' share memory. Pass separate buffers.");
-}
-
 int32_t* nonfinite_flag(const OptionalTensor& nonfinite) {
   if (!nonfinite.has_value()) return nullptr;
   check_layout("nonfinite", *nonfinite);
@@ -90,15 +57,6 @@ int32_t* nonfinite_flag(const OptionalTensor& nonfinite) {
 void check_status(const char* op, kernels::Status status) {
   TORCH_INTERNAL_ASSERT(status == kernels::Status::ok, "zero_ext::", op,
                         " was refused by its kernel (status ", static_cast<int32_t>(status), ").");
-}
-
-// Tells autograd that the op wrote into `tensor`, as every in-place op of torch does.
-void mark_written(const Tensor& tensor) {
-  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
-}
-
-void mark_written(const OptionalTensor& tensor) {
-  if (tensor.has_value()) mark_written(*tensor);
 }
 
 void accumulate_(const Tensor& grad, const Tensor& sum, double scale, bool fresh,
@@ -143,6 +101,7 @@ void accumulate_ranks_(at::TensorList grads, const Tensor& sum, double scale, bo
                        const OptionalTensor& nonfinite) {
   const at::ScalarType dtype = check_list("grads", grads);
   check_float("sum", sum);
+  TORCH_CHECK(!grads.empty(), "zero_ext: 'grads' is empty. Pass one gradient per rank.");
   std::vector<const void*> pointers;
   pointers.reserve(grads.size());
   for (const Tensor& grad : grads) {

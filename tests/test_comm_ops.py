@@ -9,7 +9,7 @@ import torch.distributed as dist
 from harness import assert_bits, rank_data
 from torch.testing._internal.optests import opcheck
 
-from zero_ext.comm_ops import reduce_scatter_accumulate_
+from zero_ext.ops import reduce_scatter_accumulate_
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Whole vectors and tails of every instruction set, and less than one vector.

@@ -8,7 +8,7 @@ from zero_ext import _compat
 
 _compat.check()
 
-from zero_ext import _C, comm_ops, ops, optim  # noqa: E402, F401
+from zero_ext import _C, ops, optim  # noqa: E402, F401
 from zero_ext.api import shard  # noqa: E402
 from zero_ext.memory import estimate_memory, stats  # noqa: E402
 

@@ -1,9 +1,10 @@
-"""The stateless kernels, ``torch.ops.zero_ext.*``, with the signatures and contracts a reader needs.
+"""The stateless kernels, ``torch.ops.zero_ext.*``, with signatures and contracts.
 
-All tensors are contiguous and on one device; element counts must agree; what is written must not share memory with
-what is read. A gradient is float32, bfloat16 or float16, a sum or a master float32. ``nonfinite``, one int32, is set
-to 1 if a gradient or a result of the call is NaN or infinite, and left alone otherwise. An element's result depends on
-that element alone: neither length, alignment, threads nor instruction set change a bit.
+All tensors are contiguous and on one device; element counts must agree; what is written must not
+share memory with what is read. A gradient is float32, bfloat16 or float16, a sum or a master
+float32. ``nonfinite``, one int32, is set to 1 if a gradient or a result of the call is NaN or
+infinite, and left alone otherwise. An element's result depends on that element alone: neither
+length, alignment, threads nor instruction set change a bit.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 _ops = torch.ops.zero_ext
 
@@ -53,9 +56,9 @@ def accumulate_ranks_(
     fresh: bool = False,
     nonfinite: Tensor | None = None,
 ) -> None:
-    """:func:`accumulate_` of every rank's gradient in rank order: the same bits in one pass over ``sum``.
+    """:func:`accumulate_` of every rank's gradient in rank order, with the same bits, in one pass.
 
-    A float32 gradient may be ``sum`` itself.
+    At least one rank. A float32 gradient may be ``sum`` itself.
     """
     _ops.accumulate_ranks_(grads, sum, scale, fresh, nonfinite)
 
@@ -81,8 +84,9 @@ def adamw_(
 
     Args:
         master: The float32 parameter.
-        param: Its compute copy, rewritten as the rounding of ``master``; None where the master is the parameter.
-            An element that is not the rounding of its master was written by the user, and wins over it.
+        param: Its compute copy, rewritten as the rounding of ``master``; None where the master is
+            the parameter. An element that is not the rounding of its master was written by the
+            user, and wins over it.
         max_exp_avg_sq: AMSGrad's maximum, or None.
         step: Number of this update, from 1.
         grad_scale: Factor of the gradient (1/loss scale, clipping).
@@ -122,7 +126,9 @@ def sgd_(
     grad_scale: float = 1.0,
     maximize: bool = False,
 ) -> None:
-    """One step of torch.optim.SGD on a flat range, in float32; ``master`` and ``param`` as in :func:`adamw_`.
+    """One step of torch.optim.SGD on a flat range, in float32.
+
+    ``master``, ``param`` and ``grad_scale`` as in :func:`adamw_`.
 
     Args:
         momentum_buffer: Required where ``momentum`` is not 0.
@@ -145,7 +151,7 @@ def sgd_(
 
 
 def cast_(source: Tensor, target: Tensor) -> None:
-    """``target = source`` in target's dtype, rounded to nearest even; any pair of the three dtypes."""
+    """``target = source`` in target's dtype, rounded to nearest even; any pair of dtypes."""
     _ops.cast_(source, target)
 
 
@@ -157,24 +163,58 @@ def flatten_(
     add: bool = False,
     nonfinite: Tensor | None = None,
 ) -> None:
-    """``flat[offsets[i] : offsets[i] + sources[i].numel()] = sources[i]``, or ``+=`` with ``add``, for each i.
+    """Copy every source into ``flat`` at its offset, in elements; with ``add``, add it there.
 
-    One dtype for all sources; sums are formed in float32 and rounded once. The ranges must not overlap.
+    One dtype for all sources; sums are formed in float32 and rounded once. The ranges of ``flat``
+    must not overlap.
     """
     _ops.flatten_(sources, flat, offsets, add, nonfinite)
 
 
 def sum_of_squares(value: Tensor) -> Tensor:
-    """Sum of the squares of a float32 tensor: 0-d float64, in a fixed order of summation (blocks of 4,096)."""
+    """Sum of the squares of a float32 tensor: 0-d float64, in a fixed order of summation."""
     return _ops.sum_of_squares(value)
 
 
 def adopt_writes_(param: Tensor, master: Tensor) -> None:
-    """Make ``master`` agree with what the user wrote: ``master[i] = param[i]`` where ``param[i]`` is not its rounding."""
+    """Set ``master[i] = param[i]`` where ``param[i]`` is not its rounding: the user wrote it."""
     _ops.adopt_writes_(param, master)
 
 
-# What torch.compile and fake tensors need to know: every op but one returns nothing and writes in place.
+def reduce_scatter_accumulate_(
+    bucket: Tensor,
+    acc: Tensor,
+    group: dist.ProcessGroup | None = None,
+    scale: float = 1.0,
+    *,
+    fresh: bool = False,
+) -> None:
+    """Add every rank's gradients of this rank's range to ``acc``, in rank order. Collective.
+
+    ``acc = (0 if fresh else acc) + scale * part_0 + scale * part_1 + …`` in float32, a fused
+    multiply-add and one rounding per rank, where ``part_r`` is ``bucket[rank * n :
+    (rank + 1) * n]`` of rank r. The gradients travel in the bucket's dtype, exactly. ``acc`` is
+    written after all parts have arrived, so an error leaves it as it was.
+
+    Args:
+        bucket: [world * n], contiguous; float32, bfloat16 or float16. Only read.
+        acc: [n], contiguous float32; shares no memory with ``bucket``.
+        group: The ranks; default all, or this one alone without a process group. Its timeout holds,
+            and other calls on it must come in the same order on every rank.
+        scale: Factor of every gradient, such as 1/world.
+        fresh: ``acc`` holds nothing yet and is overwritten, not read.
+    Raises:
+        RuntimeError: sizes, dtypes or layouts do not fit (before anything is sent); a rank did not
+            take part within the group's timeout, which it names.
+    Source: Rajbhandari et al. 2020 (ZeRO), section 5.
+    """
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    name = "" if group is None else group.group_name
+    _ops.reduce_scatter_accumulate_(bucket, acc, name, scale, fresh)
+
+
+# What torch.compile and fake tensors need to know: every op but one writes in place only.
 
 
 @torch.library.register_fake("zero_ext::accumulate_")
@@ -221,3 +261,12 @@ def _(value):
 @torch.library.register_fake("zero_ext::adopt_writes_")
 def _(param, master):
     torch._check(param.numel() == master.numel(), lambda: "'param' and 'master' differ in length")
+
+
+@torch.library.register_fake("zero_ext::reduce_scatter_accumulate_")
+def _(bucket, acc, group_name, scale, fresh):
+    world = distributed_c10d._resolve_process_group(group_name).size() if group_name else 1
+    torch._check(
+        bucket.numel() == world * acc.numel(),
+        lambda: f"'bucket' must have {world} times as many elements as 'acc'",
+    )

@@ -39,8 +39,8 @@ struct Accumulate {
     alignas(kLineBytes) float block[kBlockNumel];
     for (int64_t i = 0, n = 0; i < numel; i += n) {
       n = block_numel(numel - i);
-      const float* floats = as_floats(grad + i, block, n);
-      largest = largest_of(largest, accumulate_block<false>(floats, sum + i, n, scale));
+      const float* values = staged(grad + i, block, n);
+      largest = largest_of(largest, accumulate_block<false>(values, sum + i, n, scale));
     }
     return largest;
   }

@@ -9,9 +9,10 @@
 // The compiler vectorises the same C++ for AVX-512, AVX2 and the baseline, so the three cannot
 // drift apart; rejected: intrinsics, which are three texts to keep equal. What a body calls must be
 // inlined into it, else it runs as baseline code: functions are ZERO_EXT_BODY, lambdas carry
-// ZERO_EXT_BODY_LAMBDA. Three compiler flags matter: -O3 vectorises, -ffp-contract=off keeps the
+// ZERO_EXT_BODY_LAMBDA. Four compiler flags matter: -O3 vectorises, -ffp-contract=off keeps the
 // fused operations where the formula has them and nowhere else, and -fno-math-errno lets a square
-// root be one instruction (without it the results are the same and Adam is slow).
+// root be one instruction; -fno-wrapv undoes what Python's build flags add, which costs
+// accumulate_ranks 15 %. Only -ffp-contract=off can change a result.
 #pragma once
 
 #include <atomic>

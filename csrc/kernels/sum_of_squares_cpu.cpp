@@ -2,9 +2,9 @@
 // Compile alone: g++ -std=c++20 -O3 -ffp-contract=off -fno-math-errno -c sum_of_squares_cpu.cpp
 //
 // Memory bound: reads value. A square of a float is exact in double. Order of the sum: blocks of
-// 4,096 elements from index 0; within a block lane j adds the elements j, j + 16, j + 32, … in
-// order, then the lanes are folded in halves (j + 8, j + 4, j + 2, j + 1); the blocks are added to
-// *result in order.
+// 4,096 elements from index 0; within a block lane j of 32 adds the elements j, j + 32, j + 64, …
+// in order, then the lanes are folded in halves (j + 16, j + 8, j + 4, j + 2, j + 1); the blocks
+// are added to *result in order.
 #include "elements_cpu.h"
 #include "kernels_cpu.h"
 

@@ -1,0 +1,614 @@
+"""The arithmetic of the kernels, against float64, plain torch or one element at a time."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from zero_ext import ops
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LENGTHS = [0, 1, 7, 8, 9, 15, 16, 17, 31, 33, 63, 1083, 4097, 2**20 + 3]
+SHORT_LENGTHS = [1, 7, 33, 1083, 4097]
+BITS = {
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+    torch.float64: torch.int64,
+}
+
+
+def usable_instruction_sets() -> list[str]:
+    usable = []
+    for name in ["baseline", "avx2", "avx512"]:
+        try:
+            previous = torch.ops.zero_ext._use_instruction_set(name)
+        except RuntimeError:
+            continue
+        torch.ops.zero_ext._use_instruction_set(previous)
+        usable.append(name)
+    return usable
+
+
+SETS = usable_instruction_sets()
+
+
+@pytest.fixture(params=SETS)
+def instruction_set(request):
+    previous = torch.ops.zero_ext._use_instruction_set(request.param)
+    yield request.param
+    torch.ops.zero_ext._use_instruction_set(previous)
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads; the old one comes back after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(7)
+
+
+def values(numel: int, dtype=torch.float32, offset: int = 0) -> torch.Tensor:
+    """Random values over many magnitudes, starting `offset` elements after an aligned address."""
+    spread = torch.randn(numel + offset) * torch.exp2(torch.randint(-8, 8, (numel + offset,)))
+    return spread.to(dtype)[offset:]
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.view(BITS[a.dtype]), b.view(BITS[b.dtype]))
+
+
+def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bits, except that any NaN equals any NaN."""
+    nan = a.isnan()
+    return torch.equal(nan, b.isnan()) and same_bits(a[~nan], b[~nan])
+
+
+def special_floats() -> torch.Tensor:
+    """Random bit patterns, subnormals, ties, overflow, NaN payloads, both signs."""
+    patterns = [0, 1, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000]
+    patterns += [0x7FFFFFFF, 0x477FE000, 0x477FEFFF, 0x477FF000, 0x477FF001, 0x33000000, 0x33000001]
+    patterns += [0x33800000, 0x387FC000, 0x387FE000, 0x387FF000, 0x38800000, 0x3F808000, 0x3F818000]
+    patterns += [0x3F807FFF, 0x3F808001, 0x7F7F7FFF, 0x7F7F8000, 0x3F801000, 0x3F803000, 0x3F801001]
+    edges = torch.tensor(patterns, dtype=torch.int64)
+    random = torch.randint(0, 2**31, (200_000,), dtype=torch.int64)
+    # The float16 range, where rounding and subnormals happen, is a small part of all patterns.
+    narrow = torch.randint(0x32000000, 0x48000000, (200_000,), dtype=torch.int64)
+    ties = torch.randint(0x3200, 0x4800, (50_000,), dtype=torch.int64) * 0x10000 + 0x1000
+    positive = torch.cat([edges, random, narrow, ties, ties | 0x8000])
+    return torch.cat([positive, positive - 2**31]).to(torch.int32).view(torch.float32)
+
+
+def all_half_patterns(dtype: torch.dtype) -> torch.Tensor:
+    return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+
+
+# accumulate
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", LENGTHS)
+@pytest.mark.parametrize("scale", [1.0, 0.25, -2.0])
+def test_accumulate_with_a_power_of_two_scale_is_torch_bit_for_bit(
+    instruction_set, dtype, numel, scale
+):
+    grad, total = values(numel, dtype), values(numel)
+    expected = total + scale * grad.float()
+    ops.accumulate_(grad, total, scale)
+    assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", SHORT_LENGTHS)
+def test_accumulate_rounds_once(instruction_set, dtype, numel):
+    grad, total = values(numel, dtype), values(numel)
+    scale = float(torch.tensor(1 / 3, dtype=torch.float32))
+    # The exact sum is a rational of small integers; Fraction finds its nearest float32.
+    expected = [exact_fma(scale, g, s) for g, s in zip(grad.tolist(), total.tolist(), strict=True)]
+    ops.accumulate_(grad, total, scale)
+    assert torch.equal(total, torch.tensor(expected))
+
+
+def exact_fma(a: float, b: float, c: float) -> float:
+    """a * b + c, as a float64 whose rounding to float32 is the single rounding of the exact value.
+
+    Float64 holds the product exactly; two-sum finds the error of the addition.
+    """
+    product = a * b
+    total = product + c
+    virtual = total - product
+    error = (product - (total - virtual)) + (c - virtual)
+    is_even = int(math.frexp(total)[0] * 2**53) % 2 == 0
+    if error != 0 and is_even:
+        # Round to odd: the sticky last bit makes the second rounding right.
+        total = math.nextafter(total, math.copysign(math.inf, error))
+    return total
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_a_fresh_sum_is_overwritten_and_never_read(instruction_set, dtype, numel):
+    grad, total = values(numel, dtype), torch.full((numel,), math.nan)
+    nonfinite = torch.zeros(1, dtype=torch.int32)
+    ops.accumulate_(grad, total, 0.5, fresh=True, nonfinite=nonfinite)
+    assert torch.equal(total, 0.5 * grad.float())
+    assert nonfinite.item() == 0
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("grad_offset", [0, 1, 3])
+@pytest.mark.parametrize("sum_offset", [0, 1, 5, 15])
+def test_alignment_changes_nothing_and_nothing_around_the_range_is_touched(
+    instruction_set, grad_offset, sum_offset, fresh
+):
+    numel = 2**20 + 11  # long enough for streaming stores
+    grad = values(numel, torch.bfloat16, grad_offset)
+    buffer = values(numel + sum_offset + 9)
+    before = buffer.clone()
+    total = buffer[sum_offset : sum_offset + numel]
+    expected = grad.float() + (0 if fresh else total)
+    ops.accumulate_(grad, total, fresh=fresh)
+    assert torch.equal(total, expected)
+    assert torch.equal(buffer[:sum_offset], before[:sum_offset])
+    assert torch.equal(buffer[sum_offset + numel :], before[sum_offset + numel :])
+
+
+def test_small_contributions_are_not_lost():
+    total = torch.zeros(33)
+    for grad in [256.0] + [1.0] * 63:
+        ops.accumulate_(torch.full((33,), grad, dtype=torch.bfloat16), total)
+    assert torch.equal(total, torch.full((33,), 319.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_list_is_the_same_as_one_call_each(instruction_set, dtype, fresh):
+    grads = [values(n, dtype) for n in LENGTHS]
+    sums = [values(n) for n in LENGTHS]
+    expected = [total.clone() for total in sums]
+    for grad, total in zip(grads, expected, strict=True):
+        ops.accumulate_(grad, total, 0.3, fresh=fresh)
+    ops.accumulate_list_(grads, sums, 0.3, fresh=fresh)
+    assert all(same_bits(a, b) for a, b in zip(sums, expected, strict=True))
+
+
+def test_an_empty_list_is_legal():
+    ops.accumulate_list_([], [])
+    ops.flatten_([], torch.ones(3), [])
+
+
+# accumulate_ranks
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize("numel", [0, 1, 7, 33, 1083, 4097, 2**20 + 3])
+def test_accumulate_ranks_is_repeated_accumulate_bit_for_bit(
+    instruction_set, dtype, ranks, fresh, numel
+):
+    if instruction_set == "baseline" and numel > 4097 and ranks > 3:
+        pytest.skip("the software fma is slow, and short lengths cover it")
+    grads = [values(numel, dtype) for _ in range(ranks)]
+    total = values(numel)
+    expected = total.clone()
+    for rank, grad in enumerate(grads):
+        ops.accumulate_(grad, expected, 1 / 3, fresh=fresh and rank == 0)
+    ops.accumulate_ranks_(grads, total, 1 / 3, fresh=fresh)
+    assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("place", [0, 2, 5])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_one_rank_may_contribute_from_the_sum_itself(instruction_set, place, fresh):
+    grads = [values(4097) for _ in range(6)]
+    total = grads[place]
+    expected = torch.zeros(4097) if fresh else total.clone()
+    for grad in [grad.clone() for grad in grads]:
+        expected += 0.5 * grad
+    ops.accumulate_ranks_(grads, total, 0.5, fresh=fresh)
+    assert torch.equal(total, expected)
+
+
+# cast
+
+
+@pytest.mark.parametrize("target", DTYPES)
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16])
+def test_every_half_pattern_is_cast_as_torch_does(instruction_set, source, target):
+    patterns = all_half_patterns(source)
+    out = torch.empty(patterns.numel(), dtype=target)
+    ops.cast_(patterns, out)
+    assert same_values(out, patterns.to(target))
+
+
+@pytest.mark.parametrize("target", DTYPES)
+def test_floats_are_rounded_as_torch_does(instruction_set, target):
+    source = special_floats()
+    out = torch.empty(source.numel(), dtype=target)
+    ops.cast_(source, out)
+    assert same_values(out, source.to(target))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_casts_do_not_depend_on_flushed_subnormals(instruction_set, dtype):
+    patterns = all_half_patterns(dtype)
+    expected = patterns.float()
+    if dtype == torch.bfloat16:  # bfloat16's subnormals are float32's
+        patterns = patterns[expected.abs() >= torch.finfo(torch.float32).tiny]
+        expected = patterns.float()
+    out, back = torch.empty_like(expected), torch.empty_like(patterns)
+    assert torch.set_flush_denormal(True)
+    try:
+        ops.cast_(patterns, out)
+        ops.cast_(out, back)
+    finally:
+        torch.set_flush_denormal(False)
+    assert same_values(out, expected)
+    assert same_values(back, patterns)
+
+
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("target", DTYPES)
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_casts_of_every_length(instruction_set, source, target, offset, numel):
+    data = values(numel, source, offset)
+    out = torch.empty(numel + offset, dtype=target)[offset:]
+    ops.cast_(data, out)
+    assert torch.equal(out, data.to(target))
+
+
+# flatten
+
+
+@pytest.mark.parametrize("source", DTYPES)
+@pytest.mark.parametrize("target", DTYPES)
+@pytest.mark.parametrize("add", [False, True])
+def test_flatten_places_every_source_and_leaves_the_gaps(instruction_set, source, target, add):
+    numels = [3, 0, 64, 1083, 1, 4097, 40_000]
+    sources = [values(n, source) for n in numels]
+    offsets, end = [], 5
+    for n in numels:
+        offsets.append(end)
+        end += n + 3
+    flat = values(end, target)
+    expected = flat.clone()
+    for data, at in zip(sources, offsets, strict=True):
+        place = expected[at : at + data.numel()]
+        place.copy_(place.float() + data.float() if add else data)
+    ops.flatten_(sources, flat, offsets, add=add)
+    assert same_values(flat, expected)
+
+
+# non-finite values
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 1, 511, 512, 1000, 1082])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_non_finite_gradient_is_reported_wherever_it_is(instruction_set, bad, place, dtype):
+    clean, dirty = values(1083, dtype), values(1083, dtype)
+    dirty[place] = bad
+    calls = {
+        "accumulate": lambda g, flag: ops.accumulate_(g, torch.zeros(1083), nonfinite=flag),
+        "fresh": lambda g, flag: ops.accumulate_(g, torch.zeros(1083), fresh=True, nonfinite=flag),
+        "scale 0": lambda g, flag: ops.accumulate_(g, torch.zeros(1083), 0.0, nonfinite=flag),
+        "list": lambda g, flag: ops.accumulate_list_(
+            [clean, g], list(torch.zeros(2, 1083)), nonfinite=flag
+        ),
+        "ranks": lambda g, flag: ops.accumulate_ranks_(
+            [clean, g, clean], torch.zeros(1083), nonfinite=flag
+        ),
+        "flatten": lambda g, flag: ops.flatten_(
+            [g], torch.zeros(1083, dtype=dtype), [0], nonfinite=flag
+        ),
+        "flatten add": lambda g, flag: ops.flatten_(
+            [g], torch.zeros(1083), [0], add=True, nonfinite=flag
+        ),
+    }
+    for name, call in calls.items():
+        reported, silent = torch.zeros(2, 1, dtype=torch.int32)
+        call(dirty, reported)
+        call(clean, silent)
+        assert (reported.item(), silent.item()) == (1, 0), name
+
+
+def test_a_sum_that_overflows_is_reported(instruction_set):
+    nonfinite = torch.zeros(1, dtype=torch.int32)
+    ops.accumulate_(torch.full((9,), 3e38), torch.full((9,), 3e38), nonfinite=nonfinite)
+    assert nonfinite.item() == 1
+
+
+def test_a_cast_that_overflows_is_reported(instruction_set):
+    nonfinite = torch.zeros(1, dtype=torch.int32)
+    ops.flatten_(
+        [torch.full((9,), 7e4)], torch.zeros(9, dtype=torch.float16), [0], nonfinite=nonfinite
+    )
+    assert nonfinite.item() == 1
+
+
+def test_the_report_is_never_taken_back():
+    nonfinite = torch.ones(1, dtype=torch.int32)
+    ops.accumulate_(torch.ones(9), torch.ones(9), nonfinite=nonfinite)
+    assert nonfinite.item() == 1
+
+
+def test_the_largest_finite_values_are_finite(instruction_set):
+    nonfinite = torch.zeros(1, dtype=torch.int32)
+    largest = torch.full((33,), torch.finfo(torch.float32).max)
+    ops.accumulate_(largest, torch.zeros(33), nonfinite=nonfinite)
+    ops.accumulate_(-largest, torch.zeros(33), nonfinite=nonfinite)
+    assert nonfinite.item() == 0
+
+
+# Adam and AdamW
+
+
+def adam_state(numel: int, param_dtype: torch.dtype | None, amsgrad: bool, offset: int = 0):
+    master = values(numel, offset=offset)
+    param = None
+    if param_dtype is not None:
+        param = master.to(param_dtype, copy=True)
+    state = {
+        "master": master,
+        "param": param,
+        "exp_avg": torch.zeros(numel),
+        "exp_avg_sq": torch.zeros(numel),
+    }
+    return state | {"max_exp_avg_sq": torch.zeros(numel) if amsgrad else None}
+
+
+@pytest.mark.parametrize("numel", [1, 33, 1083])
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_adam_is_torch_adam(instruction_set, numel, amsgrad, maximize, decoupled, weight_decay):
+    """Both follow the same formula in fp32 but round it at different places: per step a few units
+    of 2^-24 of the update and of the parameter. Five steps of size lr stay within 1e-6 relative to
+    the parameter plus lr * 1e-4; a moment errs by a few units per step, more where terms cancel."""
+    hyper = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": weight_decay}
+    state = adam_state(numel, None, amsgrad)
+    reference = torch.nn.Parameter(state["master"].clone())
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    optimizer = kind([reference], **hyper, amsgrad=amsgrad, maximize=maximize, foreach=False)
+    for step in range(1, 6):
+        grad = values(numel)
+        reference.grad = 0.25 * grad
+        optimizer.step()
+        ops.adamw_(
+            **state,
+            **hyper,
+            grad=grad,
+            step=step,
+            grad_scale=0.25,
+            maximize=maximize,
+            decoupled=decoupled,
+        )
+    torch.testing.assert_close(state["master"], reference.data, rtol=1e-6, atol=1e-6)
+    inner = optimizer.state[reference]
+    for name in ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * amsgrad:
+        torch.testing.assert_close(state[name], inner[name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("param_dtype", DTYPES)
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_adam_with_a_compute_copy_keeps_the_masters_bits(instruction_set, param_dtype, numel):
+    if instruction_set == "baseline" and numel > 4097:
+        pytest.skip("the software fma is slow, and short lengths cover it")
+    hyper = {"lr": 1e-2, "weight_decay": 0.1}
+    alone, copied = adam_state(numel, None, False), adam_state(numel, None, False)
+    copied["master"].copy_(alone["master"])
+    copied["param"] = copied["master"].to(param_dtype, copy=True)
+    for step in range(1, 4):
+        grad = values(numel)
+        ops.adamw_(**alone, **hyper, grad=grad, step=step)
+        ops.adamw_(**copied, **hyper, grad=grad, step=step)
+    assert same_bits(alone["master"], copied["master"])
+    assert same_bits(copied["param"], copied["master"].to(param_dtype))
+
+
+def test_adam_propagates_nan_through_the_maximum():
+    state = adam_state(33, torch.bfloat16, True)
+    state["max_exp_avg_sq"][5] = math.nan
+    ops.adamw_(**state, grad=values(33), lr=1e-2, weight_decay=0.0, step=1)
+    assert state["master"].isnan().nonzero().tolist() == [[5]]
+
+
+@pytest.mark.parametrize("param_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kernel", ["adamw", "sgd", "adopt"])
+def test_a_written_parameter_wins_over_its_master_and_the_others_keep_their_bits(
+    instruction_set, param_dtype, kernel
+):
+    master = values(1083)
+    param = master.to(param_dtype)
+    written = torch.tensor([0, 7, 512, 1082])
+    param[written] = torch.tensor([1.5, -2.5, -0.0, 3.0], dtype=param_dtype)
+    expected = master.clone()
+    expected[written] = param[written].float()
+    zeros = torch.zeros(1083)
+    if kernel == "adamw":
+        ops.adamw_(
+            master, param, zeros, zeros.clone(), zeros.clone(), lr=0.1, weight_decay=0.0, step=1
+        )
+    elif kernel == "sgd":
+        ops.sgd_(master, param, zeros, lr=0.1)
+    else:
+        ops.adopt_writes_(param, master)
+    assert torch.equal(master, expected)
+    assert torch.equal(param, expected.to(param_dtype))
+
+
+@pytest.mark.parametrize("param_dtype", DTYPES)
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_adopting_without_writes_changes_no_bit(instruction_set, param_dtype, numel):
+    master = values(numel)
+    before = master.clone()
+    ops.adopt_writes_(before.to(param_dtype), master)
+    assert same_bits(master, before)
+
+
+# SGD
+
+
+@pytest.mark.parametrize("numel", [1, 33, 1083])
+@pytest.mark.parametrize(
+    "momentum,dampening,nesterov",
+    [(0, 0, False), (0.9, 0, False), (0.9, 0.5, False), (0.9, 0, True)],
+)
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_sgd_is_torch_sgd(
+    instruction_set, numel, momentum, dampening, nesterov, weight_decay, maximize, param_dtype
+):
+    """Four steps; ours fuses each multiply-add, torch may round twice: units of 2^-24 per step."""
+    hyper = {"lr": 1e-2, "momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+    hyper |= {"weight_decay": weight_decay, "maximize": maximize}
+    master = values(numel)
+    param = None if param_dtype is None else master.to(param_dtype)
+    buffer = (
+        torch.full((numel,), math.nan) if momentum else None
+    )  # must not be read at the first step
+    reference = torch.nn.Parameter(master.clone())
+    optimizer = torch.optim.SGD([reference], **hyper, foreach=False)
+    for step in range(4):
+        grad = values(numel)
+        reference.grad = 0.5 * grad
+        optimizer.step()
+        ops.sgd_(master, param, grad, buffer, **hyper, first=step == 0, grad_scale=0.5)
+    torch.testing.assert_close(master, reference.data, rtol=1e-5, atol=1e-5)
+    if param is not None:
+        assert same_bits(param, master.to(param_dtype))
+
+
+# sum of squares
+
+
+@pytest.mark.parametrize("numel", LENGTHS)
+@pytest.mark.parametrize("offset", [0, 3])
+def test_sum_of_squares_is_the_float64_sum(instruction_set, numel, offset):
+    """Squares are exact in float64; each of n additions errs by at most 2^-53 of the sum."""
+    data = values(numel, offset=offset)
+    expected = math.fsum((data.double() ** 2).tolist())
+    torch.testing.assert_close(
+        ops.sum_of_squares(data).item(), expected, rtol=max(numel, 1) * 2.0**-53, atol=0
+    )
+
+
+@pytest.mark.parametrize("numel", [1, 31, 4096, 4097, 10_000])
+def test_sum_of_squares_adds_in_the_documented_order(instruction_set, numel):
+    data = values(numel)
+    total = 0.0
+    for block in data.double().split(4096):
+        lanes = [0.0] * 32
+        for i, value in enumerate(block.tolist()):
+            lanes[i % 32] += value * value
+        half = 16
+        while half:
+            lanes = [lanes[j] + lanes[j + half] for j in range(half)]
+            half //= 2
+        total += lanes[0]
+    assert ops.sum_of_squares(data).item() == total
+
+
+# Note [One element, one result] in kernels.h
+
+
+def every_kernel(numel: int, dtype: torch.dtype, offset: int = 0) -> dict[str, torch.Tensor]:
+    """All results of all kernels for one seed, by name."""
+    torch.manual_seed(11)
+
+    def data(dtype=torch.float32):
+        return values(numel, dtype, offset).clone() if offset == 0 else values(numel, dtype, offset)
+
+    out = {}
+    grads = [data(dtype) for _ in range(3)]
+    for fresh in [False, True]:
+        out[f"accumulate fresh={fresh}"] = data()
+        ops.accumulate_(grads[0], out[f"accumulate fresh={fresh}"], 0.3, fresh=fresh)
+        out[f"ranks fresh={fresh}"] = data()
+        ops.accumulate_ranks_(grads, out[f"ranks fresh={fresh}"], 0.3, fresh=fresh)
+    out["list"] = data()
+    half = numel // 2
+    ops.accumulate_list_(
+        [grads[1][:half], grads[1][half:]], [out["list"][:half], out["list"][half:]], 0.3
+    )
+    for target in DTYPES:
+        out[f"cast {target}"] = data(target)
+        ops.cast_(grads[0], out[f"cast {target}"])
+        for add in [False, True]:
+            out[f"flatten {target} {add}"] = data(target)
+            ops.flatten_([grads[2]], out[f"flatten {target} {add}"], [0], add=add)
+    for amsgrad in [False, True]:
+        for decoupled in [False, True]:
+            name = f"adam {amsgrad} {decoupled}"
+            master = data()
+            param = master.to(dtype) if dtype != torch.float32 else None
+            moments = [data(), data().abs(), data().abs()]
+            ops.adamw_(
+                master, param, data(), moments[0], moments[1], moments[2] if amsgrad else None,
+                lr=1e-2, weight_decay=0.1, step=3, decoupled=decoupled,
+            )  # fmt: skip
+            out |= {f"{name} master": master, f"{name} m": moments[0], f"{name} v": moments[1]}
+    master, buffer = data(), data()
+    param = master.to(dtype) if dtype != torch.float32 else None
+    ops.sgd_(
+        master,
+        param,
+        data(),
+        buffer,
+        lr=1e-2,
+        momentum=0.9,
+        dampening=0.1,
+        weight_decay=0.1,
+        nesterov=True,
+    )
+    out |= {"sgd master": master, "sgd buffer": buffer}
+    out["sum of squares"] = ops.sum_of_squares(data()).reshape(1)
+    out["adopted"] = data()
+    ops.adopt_writes_(data(dtype), out["adopted"])
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [1, 7, 8, 9, 15, 16, 17, 31, 33, 63, 1083, 4097, 70_001])
+def test_all_instruction_sets_give_the_same_bits(dtype, numel):
+    previous = torch.ops.zero_ext._instruction_set()
+    results = []
+    try:
+        for name in SETS:
+            torch.ops.zero_ext._use_instruction_set(name)
+            results.append(every_kernel(numel, dtype))
+    finally:
+        torch.ops.zero_ext._use_instruction_set(previous)
+    for other in results[1:]:
+        assert [k for k in other if not same_bits(results[0][k], other[k])] == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [40_000, 2**20 + 3])
+def test_the_number_of_threads_changes_no_bit(dtype, numel, threads):
+    threads(1)
+    one = every_kernel(numel, dtype)
+    threads(2)
+    two = every_kernel(numel, dtype)
+    assert [name for name in one if not same_bits(one[name], two[name])] == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_range_cut_anywhere_gives_the_same_bits(instruction_set, dtype):
+    grad, whole = values(1083, dtype), values(1083)
+    cut = whole.clone()
+    ops.accumulate_(grad, whole, 0.3)
+    for part in torch.arange(1083).split([1, 6, 9, 500, 567]):
+        ops.accumulate_(grad[part[0] : part[-1] + 1], cut[part[0] : part[-1] + 1], 0.3)
+    assert same_bits(whole, cut)
