@@ -27,6 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _pytest.runner import runtestprotocol
+from harness import Team
 from torch.distributed.device_mesh import DeviceMesh
 
 RANK = int(os.environ.get("RANK", 0))
@@ -325,6 +326,14 @@ def group():
     result = dist.new_group(timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
     yield result
     ranks.retired.append(result)
+
+
+@pytest.fixture(params=["alone", pytest.param("ranks", marks=pytest.mark.dist)])
+def team(request) -> Team:
+    """Runs the test twice: in one process without a process group, and on all ranks."""
+    if request.param == "alone":
+        return Team(0, 1, None)
+    return Team(RANK, WORLD, request.getfixturevalue("group"))
 
 
 @pytest.fixture

@@ -2,11 +2,20 @@
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+
+
+class Team(NamedTuple):
+    """The ranks that a test runs on; the fixture ``team``."""
+
+    rank: int
+    world: int
+    group: dist.ProcessGroup | None  # None: one process without a process group
 
 
 def rank_data(

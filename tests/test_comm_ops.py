@@ -28,15 +28,6 @@ def all_buckets(world, numel, dtype, step=0):
     return [rank_data([world * numel], rank, step, dtype=dtype) for rank in range(world)]
 
 
-@pytest.fixture(params=["alone", pytest.param("ranks", marks=pytest.mark.dist)])
-def team(request):
-    """(rank, world, group): this process alone without a process group, or all ranks."""
-    if request.param == "alone":
-        return 0, 1, None
-    group = request.getfixturevalue("group")
-    return dist.get_rank(group), dist.get_world_size(group), group
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("numel", NUMELS)
 @pytest.mark.parametrize("fresh", [True, False])
