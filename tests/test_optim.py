@@ -1,0 +1,486 @@
+"""Every optimizer against torch's own, run in one process on the gradient's mean over the ranks."""
+
+import warnings
+
+import pytest
+import torch
+from harness import Team, assert_bits, rank_data
+from torch import Tensor, nn
+
+import zero_ext
+from zero_ext.shard_tensor import ShardTensor
+
+# A matrix, 0-dim, used by some ranks or by none in some steps, without elements, odd.
+SHAPES = [(7, 5), (), (13,), (0, 3), (4, 3, 2), (1,)]
+STEPS = 6
+# float32 ulps after STEPS steps. Both sides round each of the ~10 operations of an update, and fuse
+# different ones of them.
+ULPS = 8
+
+
+def make_parameters(dtype=torch.float32) -> list[nn.Parameter]:
+    return [
+        nn.Parameter(rank_data(shape, 0, step=77, micro=i, dtype=dtype))
+        for i, shape in enumerate(SHAPES)
+    ]
+
+
+def is_used(i: int, rank: int, step: int) -> bool:
+    """Parameter 2 is reached by no rank in steps 1 and 2, parameter 4 only by rank 0 in step 1."""
+    return not (i == 2 and step in (1, 2)) and not (i == 4 and step == 1 and rank > 0)
+
+
+def loss_of(parameters, rank: int, step: int) -> Tensor:
+    """The gradient of parameter i is ``rank_data`` itself, wherever the parameter is."""
+    used = [i for i in range(len(parameters)) if is_used(i, rank, step)]
+    return sum((parameters[i] * rank_data(SHAPES[i], rank, step, i)).sum() for i in used)
+
+
+def mean_gradient(i: int, step: int, world: int) -> Tensor | None:
+    """The ranks' mean in rank order, one fused multiply-add and one rounding per rank."""
+    scale, total = torch.tensor(1 / world).double(), None
+    for rank in range(world):
+        if is_used(i, rank, step):
+            total = torch.zeros(SHAPES[i]) if total is None else total
+            # The product of two floats is exact in double.
+            total = (total.double() + scale * rank_data(SHAPES[i], rank, step, i).double()).float()
+    return total
+
+
+def train_alone(make, world: int, steps=STEPS, each_step=None):
+    """``make(parameters)`` in one process of plain torch. Returns parameters and optimizer."""
+    parameters = make_parameters()
+    optimizer = make(parameters)
+    for step in range(steps):
+        for i, parameter in enumerate(parameters):
+            parameter.grad = mean_gradient(i, step, world)
+        optimizer.step()
+        if each_step is not None:
+            each_step(optimizer, step)
+    return parameters, optimizer
+
+
+def train_sharded(make, team: Team, steps=STEPS, each_step=None):
+    parameters = make_parameters()
+    optimizer = make(parameters)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(parameters, team.rank, step).backward()
+        optimizer.step()
+        if each_step is not None:
+            each_step(optimizer, step)
+    return parameters, optimizer
+
+
+def full(value):
+    return value.full_tensor() if isinstance(value, ShardTensor) else value
+
+
+def assert_near(actual: Tensor, expected: Tensor, name: str) -> None:
+    """Within ULPS of each element, or of 1, the size of the gradients, where terms cancel."""
+    assert actual.shape == expected.shape and actual.dtype == expected.dtype, name
+    if expected.numel() == 0:
+        return
+    eps = torch.finfo(torch.float32).eps
+    torch.testing.assert_close(
+        actual,
+        expected,
+        rtol=ULPS * eps,
+        atol=ULPS * eps,
+        msg=lambda text: f"{name}: {text}",
+    )
+
+
+def assert_same_training(sharded, alone, compare) -> None:
+    """Parameters and every state that torch has."""
+    (parameters, optimizer), (expected, reference) = sharded, alone
+    for i, (parameter, plain) in enumerate(zip(parameters, expected, strict=True)):
+        compare(parameter.detach(), plain.detach(), f"parameter {i}")
+        for name, value in reference.state[plain].items():
+            mine, value = full(optimizer.state[parameter][name]), full(value)
+            if isinstance(value, Tensor):
+                compare(mine, value, f"{name} of parameter {i}")
+            else:
+                assert mine == value, f"{name} of parameter {i}"
+
+
+OWN = [
+    ("AdamW", {}),
+    ("AdamW", {"weight_decay": 0.3, "amsgrad": True, "betas": (0.6, 0.7)}),
+    ("AdamW", {"maximize": True, "eps": 1e-3}),
+    ("Adam", {}),
+    ("Adam", {"weight_decay": 0.1, "amsgrad": True}),
+    ("Adam", {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    ("Adam", {"weight_decay": 0.1, "maximize": True}),
+    ("SGD", {}),
+    ("SGD", {"weight_decay": 0.1}),
+    ("SGD", {"momentum": 0.9}),
+    ("SGD", {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}),
+    ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    ("SGD", {"momentum": 0.9, "maximize": True, "weight_decay": 0.1}),
+]
+WRAPPED = [
+    ("RMSprop", {}),
+    ("RMSprop", {"centered": True, "momentum": 0.9, "weight_decay": 0.1}),
+    ("Adagrad", {}),
+    ("Adagrad", {"lr_decay": 0.1, "weight_decay": 0.1, "initial_accumulator_value": 0.5}),
+    ("NAdam", {}),
+    ("NAdam", {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    ("RAdam", {}),
+    ("RAdam", {"weight_decay": 0.1, "betas": (0.5, 0.6)}),  # rectified within the steps made
+    ("Adamax", {"weight_decay": 0.1}),
+    ("Adadelta", {"lr": 1.0, "weight_decay": 0.1}),
+    ("ASGD", {"t0": 2, "weight_decay": 0.1}),  # averages from step 2
+    ("Rprop", {}),
+    ("AdamW", {"amsgrad": True}),
+    ("SGD", {"momentum": 0.9, "nesterov": True}),
+]
+
+
+def case_id(case) -> str:
+    return "-".join([case[0], *(f"{key}={value}" for key, value in case[1].items())])
+
+
+def makers(case, team, stage=1, params=lambda parameters: parameters):
+    """(ours, torch's) constructors of one of OWN. ``params`` makes the first argument."""
+    name, kwargs = case[0], {"lr": 0.05, **case[1]}
+    sharding = {"stage": stage, "process_group": team.group, "bucket_mb": 1e-4}  # several units
+    return (
+        lambda parameters: getattr(zero_ext.optim, name)(params(parameters), **kwargs, **sharding),
+        lambda parameters: getattr(torch.optim, name)(params(parameters), **kwargs),
+    )
+
+
+def wrapped_makers(case, team, stage=1, params=lambda parameters: parameters):
+    cls, kwargs = getattr(torch.optim, case[0]), {"lr": 0.05, **case[1]}
+    sharding = {"stage": stage, "process_group": team.group, "bucket_mb": 1e-4}
+    return (
+        lambda parameters: zero_ext.optim.wrap(cls, params(parameters), **kwargs, **sharding),
+        lambda parameters: cls(params(parameters), **kwargs),
+    )
+
+
+class TestAgainstTorch:
+    @pytest.mark.parametrize("stage", [1, 2])
+    @pytest.mark.parametrize("case", OWN, ids=case_id)
+    def test_own_optimizers_follow_torch(self, team, case, stage):
+        ours, torchs = makers(case, team, stage)
+        assert_same_training(
+            train_sharded(ours, team), train_alone(torchs, team.world), assert_near
+        )
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    @pytest.mark.parametrize("case", WRAPPED, ids=case_id)
+    def test_wrapped_optimizers_have_torchs_bits(self, team, case, stage):
+        """The same code of torch runs on pieces of the same numbers."""
+        ours, torchs = wrapped_makers(case, team, stage)
+        assert_same_training(
+            train_sharded(ours, team), train_alone(torchs, team.world), assert_bits
+        )
+
+    @pytest.mark.parametrize("make", [makers, wrapped_makers])
+    def test_groups_keep_their_own_hyper_parameters(self, team, make):
+        def groups(parameters):
+            return [
+                {"params": parameters[:2], "lr": 0.5, "weight_decay": 0.0},
+                {"params": parameters[2:4], "betas": (0.1, 0.2)},
+                {"params": parameters[4:], "maximize": True, "eps": 1e-2},
+            ]
+
+        ours, torchs = make(("AdamW", {}), team, params=groups)
+        sharded, alone = train_sharded(ours, team), train_alone(torchs, team.world)
+        assert_same_training(sharded, alone, assert_near)
+
+    def test_groups_of_sgd_may_have_momentum_or_not(self, team):
+        def groups(parameters):
+            return [
+                {"params": parameters[:2]},
+                {"params": parameters[2:], "momentum": 0.9, "nesterov": True, "dampening": 0},
+            ]
+
+        ours, torchs = makers(("SGD", {}), team, params=groups)
+        sharded, alone = train_sharded(ours, team), train_alone(torchs, team.world)
+        assert_same_training(sharded, alone, assert_near)
+
+    def test_a_group_added_later_starts_at_its_own_step_1(self, team):
+        def add(optimizer, step):
+            if step == 2:
+                for parameter in added[0]:
+                    parameter.grad = None  # of the steps before, which were not its own
+                optimizer.add_param_group({"params": added.pop(), "lr": 0.5})
+
+        ours, torchs = makers(("AdamW", {}), team, params=lambda p: added.append(p[4:]) or p[:4])
+        added = []
+        sharded = train_sharded(ours, team, each_step=add)
+        alone = train_alone(torchs, team.world, each_step=add)
+        assert_same_training(sharded, alone, assert_near)
+        assert sharded[1].state[sharded[0][5]]["step"] == STEPS - 3
+
+    def test_stage_0_shards_nothing_and_steps_the_same(self, team):
+        ours, torchs = makers(("AdamW", {}), team, stage=0)
+        sharded, alone = train_sharded(ours, team), train_alone(torchs, team.world)
+        assert_same_training(sharded, alone, assert_near)
+
+
+class TestLearningRates:
+    @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+    def test_a_tensor_is_read_at_every_step(self, team, name):
+        def halve(optimizer, step):
+            assert isinstance(optimizer.param_groups[0]["lr"], Tensor)
+            optimizer.param_groups[0]["lr"].mul_(0.5)
+
+        ours, _ = makers((name, {}), team)
+        _, torchs = makers((name, {"foreach": False}), team)
+
+        def with_tensor(make):
+            def construct(parameters):
+                optimizer = make(parameters)
+                optimizer.param_groups[0]["lr"] = torch.tensor(0.05)
+                return optimizer
+
+            return construct
+
+        sharded = train_sharded(with_tensor(ours), team, each_step=halve)
+        alone = train_alone(with_tensor(torchs), team.world, each_step=halve)
+        assert_same_training(sharded, alone, assert_near)
+
+    def test_a_tensor_may_be_given_to_the_constructor(self, team):
+        optimizer = zero_ext.optim.AdamW(
+            make_parameters(), torch.tensor(0.01), process_group=team.group
+        )
+        assert isinstance(optimizer.param_groups[0]["lr"], Tensor)
+
+    def test_set_by_hand(self, team):
+        def double(optimizer, step):
+            for group in optimizer.param_groups:
+                group["lr"] *= 2
+
+        ours, torchs = makers(("AdamW", {}), team)
+        sharded = train_sharded(ours, team, each_step=double)
+        alone = train_alone(torchs, team.world, each_step=double)
+        assert_same_training(sharded, alone, assert_near)
+
+    @pytest.mark.parametrize(
+        "scheduler",
+        [
+            lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, STEPS),
+            lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+            # It moves beta1 as well.
+            lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.5, total_steps=STEPS + 1),
+            lambda o: torch.optim.lr_scheduler.SequentialLR(
+                o,
+                [
+                    torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=3),
+                    torch.optim.lr_scheduler.ExponentialLR(o, 0.5),
+                ],
+                milestones=[3],
+            ),
+            lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
+        ],
+        ids=["cosine", "lambda", "one-cycle", "sequential", "plateau"],
+    )
+    @pytest.mark.parametrize("make", [makers, wrapped_makers])
+    def test_schedulers_work_without_a_warning(self, team, scheduler, make):
+        def train(run, maker, *args):
+            schedulers, rates = [], []
+
+            def construct(parameters):
+                optimizer = maker(parameters)
+                schedulers.append(scheduler(optimizer))
+                return optimizer
+
+            def each_step(optimizer, step):
+                plateau = isinstance(schedulers[0], torch.optim.lr_scheduler.ReduceLROnPlateau)
+                schedulers[0].step(*([1.0] if plateau else []))
+                rates.append([group["lr"] for group in optimizer.param_groups])
+
+            return run(construct, *args, each_step=each_step), rates
+
+        ours, torchs = make(("AdamW", {}), team)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            sharded, rates = train(train_sharded, ours, team)
+        alone, expected = train(train_alone, torchs, team.world)
+        assert rates == expected and len({rate for (rate,) in rates}) > 1
+        assert_same_training(sharded, alone, assert_near)
+
+
+class TestClosures:
+    @pytest.mark.parametrize("make", [makers, wrapped_makers])
+    def test_the_closures_loss_is_returned_and_its_gradients_stepped(self, team, make):
+        ours, torchs = make(("AdamW", {}), team)
+        parameters = make_parameters()
+        optimizer = ours(parameters)
+        for step in range(STEPS):
+            calls = []
+
+            def closure(step=step, calls=calls):
+                calls.append(torch.is_grad_enabled())
+                optimizer.zero_grad()
+                loss = loss_of(parameters, team.rank, step)
+                loss.backward()
+                return loss
+
+            expected = loss_of(parameters, team.rank, step).detach()
+            with torch.no_grad():
+                assert_bits(optimizer.step(closure), expected, "loss")
+            assert calls == [True]
+        alone = train_alone(torchs, team.world)
+        assert_same_training((parameters, optimizer), alone, assert_near)
+
+    def test_without_a_closure_step_returns_none(self, team):
+        optimizer = zero_ext.optim.SGD(make_parameters(), process_group=team.group)
+        assert optimizer.step() is None
+
+    def test_step_hooks_run_around_the_step(self, team):
+        ours, _ = makers(("SGD", {}), team)
+        seen = []
+
+        def construct(parameters):
+            optimizer = ours(parameters)
+            optimizer.register_step_pre_hook(lambda o, *_: seen.append(("before", o)))
+            optimizer.register_step_post_hook(lambda o, *_: seen.append(("after", o)))
+            return optimizer
+
+        _, optimizer = train_sharded(construct, team, steps=1)
+        assert seen == [("before", optimizer), ("after", optimizer)]
+
+
+class TestUnusedParameters:
+    @pytest.mark.parametrize("make", [makers, wrapped_makers])
+    def test_their_step_does_not_advance(self, team, make):
+        ours, _ = make(("AdamW", {}), team)
+        parameters, optimizer = train_sharded(ours, team)
+        steps = [int(optimizer.state[p]["step"]) for p in parameters]
+        assert steps == [STEPS, STEPS, STEPS - 2, STEPS, STEPS, STEPS]
+
+    def test_they_keep_every_bit_of_value_and_state(self, team):
+        """Weight decay and momentum would move a parameter whose gradient is zero."""
+        ours, _ = makers(("AdamW", {"weight_decay": 0.5}), team)
+        seen = []
+
+        def look(optimizer, step):
+            parameter = optimizer.param_groups[0]["params"][2]
+            state = optimizer.state[parameter]
+            seen.append([parameter.detach().clone(), *(full(v).clone() for v in state.values())])
+
+        train_sharded(ours, team, each_step=look)
+        for step in (1, 2):
+            for before, after in zip(seen[step - 1], seen[step], strict=True):
+                assert_bits(after, before)
+        assert not torch.equal(seen[3][0], seen[2][0])
+
+    def test_a_step_that_reaches_nothing_changes_nothing(self, team):
+        parameters = make_parameters()
+        optimizer = zero_ext.optim.AdamW(parameters, process_group=team.group)
+        optimizer.step()
+        for parameter, start in zip(parameters, make_parameters(), strict=True):
+            assert_bits(parameter, start)
+            assert optimizer.state[parameter]["step"] == 0
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("name", "kwargs"), [("LBFGS", {}), ("Adafactor", {}), ("Muon", {}), ("SparseAdam", {})]
+    )
+    def test_optimizers_that_are_not_elementwise_are_named(self, team, name, kwargs):
+        if not hasattr(torch.optim, name):
+            pytest.skip(f"torch {torch.__version__} has no {name}")
+        parameters = [nn.Parameter(torch.zeros(4, 3))]
+        with pytest.raises(TypeError, match=f"zero_ext: {name} cannot be sharded"):
+            zero_ext.optim.wrap(
+                getattr(torch.optim, name), parameters, process_group=team.group, **kwargs
+            )
+        # Nothing was claimed: they can be given to another optimizer.
+        zero_ext.optim.SGD(parameters, process_group=team.group)
+
+    def test_a_users_own_optimizer_is_tried(self, team):
+        class Lamb(torch.optim.SGD):
+            """Scales its update with the parameter's norm."""
+
+            @torch.no_grad()
+            def step(self, closure=None):
+                for parameter in self.param_groups[0]["params"]:
+                    if parameter.numel():
+                        parameter -= 0.1 * parameter.norm() * parameter.grad
+
+        with pytest.raises(TypeError, match="Lamb cannot be sharded: it is not elementwise"):
+            zero_ext.optim.wrap(Lamb, make_parameters(), process_group=team.group)
+
+    @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+    def test_differentiable_is_refused(self, team, name):
+        with pytest.raises(NotImplementedError, match="differentiable=True is not available"):
+            getattr(zero_ext.optim, name)(
+                make_parameters(), differentiable=True, process_group=team.group
+            )
+
+    @pytest.mark.parametrize(
+        ("name", "kwargs"),
+        [
+            ("AdamW", {"lr": -1.0}),
+            ("AdamW", {"betas": (1.0, 0.9)}),
+            ("Adam", {"eps": -1.0}),
+            ("SGD", {"momentum": -0.1}),
+            ("SGD", {"nesterov": True}),
+        ],
+    )
+    def test_impossible_values_give_torchs_own_error(self, team, name, kwargs):
+        with pytest.raises(ValueError) as theirs:
+            getattr(torch.optim, name)(make_parameters(), **kwargs)
+        with pytest.raises(ValueError) as ours:
+            getattr(zero_ext.optim, name)(make_parameters(), **kwargs, process_group=team.group)
+        assert str(ours.value) == str(theirs.value)
+
+    def test_a_parameter_belongs_to_one_optimizer(self, team):
+        parameters = make_parameters()
+        first = zero_ext.optim.AdamW(parameters, process_group=team.group)
+        with pytest.raises(ValueError, match=r"is stepped by another optimizer \(AdamW\) already"):
+            zero_ext.optim.SGD(parameters[1:2], process_group=team.group)
+        assert first.param_groups[0]["params"] == parameters
+
+    def test_nonfinite_has_three_values(self, team):
+        with pytest.raises(ValueError, match="nonfinite must be 'skip', 'raise' or 'step'"):
+            zero_ext.optim.SGD(make_parameters(), nonfinite="ignore", process_group=team.group)
+
+
+class TestLikeTorchs:
+    """What code that was written for torch's optimizers looks at."""
+
+    def test_state_is_keyed_by_the_users_parameters(self, team):
+        ours, _ = makers(("AdamW", {}), team)
+        parameters, optimizer = train_sharded(ours, team)
+        assert set(optimizer.state) == set(parameters)
+        assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in parameters]
+        kind = ShardTensor if team.world > 1 else Tensor
+        for parameter in parameters:
+            state = optimizer.state[parameter]
+            assert list(state) == ["step", "exp_avg", "exp_avg_sq"]
+            assert type(state["exp_avg"]) is kind and type(state["step"]) is Tensor
+            assert state["exp_avg"].shape == parameter.shape
+            assert state["exp_avg"].dtype == torch.float32
+
+    @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+    def test_named_parameters_keep_their_names(self, team, name):
+        named = [(f"layer.{i}", p) for i, p in enumerate(make_parameters())]
+        optimizer = getattr(zero_ext.optim, name)(named, process_group=team.group)
+        assert optimizer.param_groups[0]["param_names"] == [name for name, _ in named]
+
+    def test_repr_names_the_settings(self, team):
+        optimizer = zero_ext.optim.SGD(make_parameters(), lr=0.25, process_group=team.group)
+        assert repr(optimizer).startswith("SGD (") and "lr: 0.25" in repr(optimizer)
+
+
+class TestLoading:
+    def test_hyper_parameters_come_with_the_state(self, team):
+        ours, _ = makers(("AdamW", {"lr": 0.5}), team)
+        state = ours(make_parameters()).state_dict()
+        optimizer = makers(("AdamW", {}), team)[0](make_parameters())
+        optimizer.load_state_dict(state)
+        assert optimizer.param_groups[0]["lr"] == 0.5
+        assert optimizer.param_groups[0]["params"][0].shape == SHAPES[0]
+
+    def test_a_state_of_other_groups_is_refused(self, team):
+        state = torch.optim.AdamW(make_parameters()[:3]).state_dict()
+        optimizer = zero_ext.optim.AdamW(make_parameters(), process_group=team.group)
+        with pytest.raises(ValueError, match=r"groups of \[3\] parameters, the optimizer of \[6\]"):
+            optimizer.load_state_dict(state)
