@@ -216,6 +216,25 @@ class TestAgainstTorch:
         assert_same_training(sharded, alone, assert_near)
         assert sharded[1].state[sharded[0][5]]["step"] == STEPS - 3
 
+    @pytest.mark.parametrize("name", ["AdamW", "SGD"])
+    def test_decoupling_of_a_group_is_its_own(self, team, name):
+        """torch has ``decoupled_weight_decay`` in Adam's groups, not in the class."""
+        if name == "SGD":
+            settings = [{"weight_decay": 0.5}, {"weight_decay": 0.0}]
+        else:
+            name = "Adam"
+            settings = [{"decoupled_weight_decay": True}, {"decoupled_weight_decay": False}]
+
+        def groups(parameters):
+            return [
+                {"params": parameters[:2], **settings[0]},
+                {"params": parameters[2:], **settings[1]},
+            ]
+
+        ours, torchs = makers((name, {"weight_decay": 0.2}), team, params=groups)
+        sharded, alone = train_sharded(ours, team), train_alone(torchs, team.world)
+        assert_same_training(sharded, alone, assert_near)
+
     def test_stage_0_shards_nothing_and_steps_the_same(self, team):
         ours, torchs = makers(("AdamW", {}), team, stage=0)
         sharded, alone = train_sharded(ours, team), train_alone(torchs, team.world)
@@ -445,6 +464,35 @@ class TestRefusals:
 
 class TestLikeTorchs:
     """What code that was written for torch's optimizers looks at."""
+
+    @pytest.mark.parametrize("case", OWN, ids=case_id)
+    def test_groups_have_torchs_keys_and_values(self, team, case):
+        ours, torchs = makers(case, team)
+        mine, theirs = ours(make_parameters()), torchs(make_parameters())
+        for group, expected in zip(mine.param_groups, theirs.param_groups, strict=True):
+            assert {k: v for k, v in group.items() if k != "params"} == {
+                k: v for k, v in expected.items() if k != "params"
+            }
+        assert mine.defaults == theirs.defaults
+        assert isinstance(mine, torch.optim.Optimizer)
+        assert type(mine).__name__ == type(theirs).__name__
+
+    @pytest.mark.parametrize("case", OWN + WRAPPED, ids=case_id)
+    def test_state_dict_has_torchs_keys(self, team, case):
+        make = wrapped_makers if case in WRAPPED else makers
+        ours, torchs = make(case, team)
+        mine = train_sharded(ours, team)[1].state_dict()
+        theirs = train_alone(torchs, team.world)[1].state_dict()
+        assert mine.keys() == theirs.keys()
+        assert mine["param_groups"] == theirs["param_groups"]
+        for key, state in theirs["state"].items():
+            # Ours has SGD's count of steps as well: a buffer of zeros is no sign of the first one.
+            extra = {"step"} if case[0] == "SGD" and case in OWN else set()
+            assert set(mine["state"][key]) == set(state) | extra
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    assert mine["state"][key][name].shape == value.shape
+                    assert mine["state"][key][name].dtype == value.dtype
 
     def test_state_is_keyed_by_the_users_parameters(self, team):
         ours, _ = makers(("AdamW", {}), team)

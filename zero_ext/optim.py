@@ -330,7 +330,7 @@ class AdamW(ShardedOptimizer):
     """
 
     _state_names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    _decoupled = True
+    _decoupled_by_default = True
 
     def __init__(
         self,
@@ -365,6 +365,7 @@ class AdamW(ShardedOptimizer):
             "capturable": capturable,
             "differentiable": differentiable,
             "fused": fused,
+            "decoupled_weight_decay": self._decoupled_by_default,
         }
         super().__init__(
             params,
@@ -400,7 +401,7 @@ class AdamW(ShardedOptimizer):
                     weight_decay=group["weight_decay"],
                     amsgrad=group["amsgrad"],
                     maximize=group["maximize"],
-                    decoupled=self._decoupled,
+                    decoupled=group["decoupled_weight_decay"],
                 )
                 for group in self.param_groups
             ]
@@ -412,8 +413,6 @@ class Adam(AdamW):
 
     As ``AdamW``, with the weight decay inside the gradient unless ``decoupled_weight_decay``.
     """
-
-    _decoupled = False
 
     def __init__(
         self,
@@ -427,7 +426,7 @@ class Adam(AdamW):
         decoupled_weight_decay: bool = False,
         **kwargs,
     ):
-        self._decoupled = decoupled_weight_decay
+        self._decoupled_by_default = decoupled_weight_decay
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **kwargs)
 
 
