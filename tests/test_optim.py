@@ -433,6 +433,15 @@ class TestRefusals:
                 make_parameters(), differentiable=True, process_group=team.group
             )
 
+    def test_differentiable_is_refused_of_wrapped_optimizers_too(self, team):
+        with pytest.raises(NotImplementedError, match="differentiable=True is not available"):
+            zero_ext.optim.wrap(
+                torch.optim.RMSprop,
+                make_parameters(),
+                differentiable=True,
+                process_group=team.group,
+            )
+
     @pytest.mark.parametrize(
         ("name", "kwargs"),
         [

@@ -509,6 +509,7 @@ class WrappedOptimizer(ShardedOptimizer):
     """Any elementwise torch optimizer, run on this rank's 1-D fp32 masters. Made by ``wrap``."""
 
     def __init__(self, optimizer_class, params, kwargs, **sharding):
+        _refuse_differentiable(kwargs.get("differentiable", False))
         elementwise.check(optimizer_class, kwargs)
         self._optimizer_class, self._kwargs = optimizer_class, kwargs
         self._inner: torch.optim.Optimizer | None = None
