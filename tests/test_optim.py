@@ -459,6 +459,30 @@ class TestRefusals:
             getattr(zero_ext.optim, name)(make_parameters(), **kwargs, process_group=team.group)
         assert str(ours.value) == str(theirs.value)
 
+    @pytest.mark.parametrize(
+        ("name", "setting", "state"),
+        [("AdamW", {"amsgrad": True}, "max_exp_avg_sq"), ("SGD", {"momentum": 0.9}, "momentum_bu")],
+    )
+    def test_a_state_that_was_not_allocated_cannot_be_asked_for_later(
+        self, team, name, setting, state
+    ):
+        """By hand, by a group, or by loading: memory is allocated by the constructor."""
+        parameters = make_parameters()
+        optimizer = getattr(zero_ext.optim, name)(parameters[:4], process_group=team.group)
+        message = f"a group of this {name} needs '{state}.*', which no group needed at construction"
+        with pytest.raises(ValueError, match=message):
+            optimizer.add_param_group({"params": parameters[4:], **setting})
+        assert len(optimizer.param_groups) == 1
+        saved = getattr(torch.optim, name)(make_parameters()[:4], **setting).state_dict()
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(saved)
+        optimizer.param_groups[0].update(setting)
+        loss_of(parameters[:4], team.rank, step=0).backward()
+        with pytest.raises(ValueError, match=message):
+            optimizer.step()
+        for parameter, start in zip(parameters, make_parameters(), strict=True):
+            assert_bits(parameter, start)
+
     def test_a_parameter_belongs_to_one_optimizer(self, team):
         parameters = make_parameters()
         first = zero_ext.optim.AdamW(parameters, process_group=team.group)
@@ -515,6 +539,20 @@ class TestLikeTorchs:
             assert type(state["exp_avg"]) is kind and type(state["step"]) is Tensor
             assert state["exp_avg"].shape == parameter.shape
             assert state["exp_avg"].dtype == torch.float32
+
+    def test_groups_without_a_state_show_none(self, team):
+        """AMSGrad's maximum and SGD's momentum belong to the groups that asked for them."""
+
+        def groups(**settings):
+            parameters = make_parameters()
+            return [{"params": parameters[:2]}, {"params": parameters[2:], **settings}]
+
+        adam = zero_ext.optim.AdamW(groups(amsgrad=True), process_group=team.group)
+        sgd = zero_ext.optim.SGD(groups(momentum=0.9), process_group=team.group)
+        for optimizer, name in ((adam, "max_exp_avg_sq"), (sgd, "momentum_buffer")):
+            for g, group in enumerate(optimizer.param_groups):
+                for parameter in group["params"]:
+                    assert (name in optimizer.state[parameter]) == (g == 1), (name, g)
 
     @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
     def test_named_parameters_keep_their_names(self, team, name):

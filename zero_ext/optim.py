@@ -75,7 +75,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 stage=1 if stage is None else stage,
                 bucket_mb=bucket_mb,
             )
-        self._sharded_state = _C.OptimizerState(self._handle.engine, self._states_needed())
+        self._states_held = self._states_needed()
+        self._sharded_state = _C.OptimizerState(self._handle.engine, self._states_held)
         self._bind(range(len(self.param_groups)))
 
     # Binding parameters to the engine
@@ -123,17 +124,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._sharded_state.assign(i, g)
                 _claimed[parameter] = weakref.ref(self)
                 if handle.engine.unit_of(i) >= 0:
-                    self._show_state(parameter, i)
+                    self._show_state(parameter, i, self.param_groups[g])
 
-    def _show_state(self, parameter: Tensor, i: int) -> None:
+    def _show_state(self, parameter: Tensor, i: int, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         state["step"] = self._sharded_state.step(i)
-        for k, name in enumerate(self._state_names[: self._states_needed()]):
+        for k, name in enumerate(self._state_names[: self._states_of(group)]):
             local = self._sharded_state.slice(k, i)
             state[name] = self._handle.as_parameter(local, i, parameter)
 
-    def _states_needed(self) -> int:
+    def _states_of(self, group: dict[str, Any]) -> int:
+        """How many of ``_state_names`` the parameters of ``group`` have, the first ones."""
         return len(self._state_names)
+
+    def _states_needed(self) -> int:
+        return max(map(self._states_of, self.param_groups))
+
+    def _check_states(self, groups) -> None:
+        if max(map(self._states_of, groups)) > self._states_held:
+            raise ValueError(
+                f"zero_ext: a group of this {type(self).__name__} needs "
+                f"'{self._state_names[self._states_held]}', which no group needed at construction: "
+                "there is no memory for it. Set amsgrad or momentum in the constructor, and switch "
+                "it off in the other groups."
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. The parameters are sharded like the others; every rank must add the same."""
@@ -145,7 +159,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         try:
             self._refuse_claimed(named)
             plain = [(name, p) for name, p in named if find(p) is None]
-            self._check_new_group(group)
+            self._check_states([group])
             if plain:
                 self._handle.check_and_add(plain)
         except BaseException:
@@ -153,16 +167,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise
         self._bind([len(self.param_groups) - 1])
 
-    def _check_new_group(self, group: dict[str, Any]) -> None:
-        """Refuses what the state that was allocated cannot serve."""
-
     def _adopt_thawed(self) -> None:
         for i in self._handle.adopt_thawed():
             parameter = self._handle.parameters[i]()
             for g, group in enumerate(self.param_groups):
                 if any(p is parameter for p in group["params"]):
                     self._sharded_state.assign(i, g)
-                    self._show_state(parameter, i)
+                    self._show_state(parameter, i, group)
 
     # The step
 
@@ -181,6 +192,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_states(self.param_groups)
         self._adopt_thawed()
         verdict = self._sharded_state.prepare_step(self.nonfinite != "step")
         if verdict.nonfinite:
@@ -284,6 +296,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             for target, value in loads:
                 target.copy_(value if isinstance(value, Tensor) else torch.tensor(value))
+        self._check_states(
+            [
+                {**group, **saved}
+                for group, saved in zip(self.param_groups, saved_groups, strict=True)
+            ]
+        )
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
         for hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -376,19 +394,8 @@ class AdamW(ShardedOptimizer):
             nonfinite=nonfinite,
         )
 
-    def _states_needed(self) -> int:
-        return 3 if any(group["amsgrad"] for group in self.param_groups) else 2
-
-    def _check_new_group(self, group: dict[str, Any]) -> None:
-        if group["amsgrad"] and self._states_needed_before < 3:
-            raise ValueError(
-                "zero_ext: a group with amsgrad=True cannot be added to an optimizer without; "
-                "construct it with amsgrad=True."
-            )
-
-    @property
-    def _states_needed_before(self) -> int:
-        return 3 if any(group["amsgrad"] for group in self.param_groups[:-1]) else 2
+    def _states_of(self, group: dict[str, Any]) -> int:
+        return 3 if group["amsgrad"] else 2
 
     def _update(self) -> None:
         self._sharded_state.apply_adam(
@@ -479,15 +486,8 @@ class SGD(ShardedOptimizer):
             nonfinite=nonfinite,
         )
 
-    def _states_needed(self) -> int:
-        return 1 if any(group["momentum"] for group in self.param_groups) else 0
-
-    def _check_new_group(self, group: dict[str, Any]) -> None:
-        if group["momentum"] and not any(g["momentum"] for g in self.param_groups[:-1]):
-            raise ValueError(
-                "zero_ext: a group with momentum cannot be added to an optimizer without; "
-                "construct it with momentum, and set the other groups' to 0."
-            )
+    def _states_of(self, group: dict[str, Any]) -> int:
+        return 1 if group["momentum"] else 0
 
     def _update(self) -> None:
         self._sharded_state.apply_sgd(
@@ -517,10 +517,9 @@ class WrappedOptimizer(ShardedOptimizer):
         probe = optimizer_class([torch.nn.Parameter(torch.zeros(1))], **kwargs)
         super().__init__(params, dict(probe.defaults), **sharding)
 
-    def _show_state(self, parameter: Tensor, i: int) -> None:
+    def _show_state(self, parameter: Tensor, i: int, group: dict[str, Any]) -> None:
         shard = torch.nn.Parameter(self._handle.engine.master_slice(i))
         self._shards[parameter] = shard
-        group = next(g for g in self.param_groups if any(p is parameter for p in g["params"]))
         settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         if self._inner is None:
             self._inner = self._optimizer_class([{"params": [shard], **settings}], **self._kwargs)
