@@ -566,6 +566,52 @@ class TestLikeTorchs:
 
 
 class TestLoading:
+    @pytest.mark.parametrize("case", OWN, ids=case_id)
+    def test_a_state_of_torchs_continues_here(self, team, case):
+        """Three steps in one process of plain torch, then sharded: as if torch had gone on."""
+        ours, torchs = makers(case, team)
+        parameters, saved = train_alone(torchs, team.world, steps=3)
+        mine = make_parameters()
+        with torch.no_grad():
+            for target, value in zip(mine, parameters, strict=True):
+                target.copy_(value)
+        optimizer = ours(mine)
+        optimizer.load_state_dict(saved.state_dict())
+        for step in range(3, STEPS):
+            optimizer.zero_grad()
+            loss_of(mine, team.rank, step).backward()
+            optimizer.step()
+        alone = train_alone(torchs, team.world)
+        assert_same_training((mine, optimizer), alone, assert_near)
+
+    @pytest.mark.parametrize("case", OWN + WRAPPED, ids=case_id)
+    def test_a_state_of_ours_comes_back_without_losing_a_bit(self, team, case):
+        make = wrapped_makers if case in WRAPPED else makers
+        ours, _ = make(case, team)
+        straight = train_sharded(ours, team)
+        parameters, saved = train_sharded(ours, team, steps=3)
+        mine = make_parameters()
+        with torch.no_grad():
+            for target, value in zip(mine, parameters, strict=True):
+                target.copy_(value)
+        optimizer = ours(mine)
+        optimizer.load_state_dict(saved.state_dict())
+        for step in range(3, STEPS):
+            optimizer.zero_grad()
+            loss_of(mine, team.rank, step).backward()
+            optimizer.step()
+        assert_same_training((mine, optimizer), straight, assert_bits)
+
+    def test_loading_takes_back_what_the_state_does_not_hold(self, team):
+        """As torch's: a parameter that is not in the state starts anew."""
+        ours, _ = makers(("AdamW", {}), team)
+        _, optimizer = train_sharded(ours, team)
+        state = ours(make_parameters()).state_dict()
+        optimizer.load_state_dict({"state": {}, "param_groups": state["param_groups"]})
+        for values in optimizer.state.values():
+            assert values["step"] == 0
+            assert_bits(full(values["exp_avg"]), torch.zeros(values["exp_avg"].shape))
+
     def test_hyper_parameters_come_with_the_state(self, team):
         ours, _ = makers(("AdamW", {"lr": 0.5}), team)
         state = ours(make_parameters()).state_dict()

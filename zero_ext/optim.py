@@ -10,6 +10,7 @@ this rank's part (plain tensors where every rank holds all), always fp32.
 """
 
 import contextlib
+import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -292,39 +293,53 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         keys = [key for group in saved_groups for key in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
-        loads = list(self._matching_states(keys, parameters, state_dict["state"]))
-        with torch.no_grad():
-            for target, value in loads:
-                target.copy_(value if isinstance(value, Tensor) else torch.tensor(value))
+        settings = [
+            {k: copy.deepcopy(v) for k, v in saved.items() if k not in ("params", "param_names")}
+            for saved in saved_groups
+        ]
         self._check_states(
-            [
-                {**group, **saved}
-                for group, saved in zip(self.param_groups, saved_groups, strict=True)
-            ]
+            [{**group, **saved} for group, saved in zip(self.param_groups, settings, strict=True)]
         )
-        for group, saved in zip(self.param_groups, saved_groups, strict=True):
-            group.update({k: v for k, v in saved.items() if k not in ("params", "param_names")})
+        with torch.no_grad():
+            self._load_states(keys, parameters, state_dict["state"])
+        for group, saved in zip(self.param_groups, settings, strict=True):
+            group.update(saved)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
-    def _matching_states(self, keys, parameters, saved) -> Iterator[tuple[Tensor, Any]]:
+    def _load_states(self, keys, parameters, saved) -> None:
+        """Checks everything, then writes into the state in place; zeros where none is saved."""
+        loads = []
         for key, parameter in zip(keys, parameters, strict=True):
-            state, values = self.state.get(parameter, {}), saved.get(key, {})
+            state, values = self.state.get(parameter, {}), self._completed(saved.get(key, {}))
             for name, value in values.items():
-                target = state.get(name)
-                if target is None:
+                if value is None:
+                    continue
+                if name not in state:
                     raise ValueError(f"zero_ext: the optimizer has no state '{name}' to load into.")
-                if value is not None and isinstance(value, Tensor) and value.shape != target.shape:
-                    raise ValueError(
-                        f"zero_ext: state '{name}' of parameter {key} has shape "
-                        f"{tuple(value.shape)}, the optimizer's has {tuple(target.shape)}."
-                    )
-                if value is not None:
-                    yield target, value
+                _check_shape(name, key, value, state[name].shape)
+            loads.extend((target, values.get(name)) for name, target in state.items())
+        for target, value in loads:
+            if value is None:
+                target.zero_()
+            else:
+                target.copy_(value if isinstance(value, Tensor) else torch.tensor(value))
+
+    def _completed(self, values: dict[str, Any]) -> dict[str, Any]:
+        """One parameter's saved state, with what torch does not save."""
+        return values
 
     def stats(self) -> dict[str, int]:
         """See ``zero_ext.stats``."""
         return {**self._handle.stats(), "skipped_steps": self.skipped_steps}
+
+
+def _check_shape(name: str, key, value, shape: torch.Size) -> None:
+    if isinstance(value, Tensor) and value.shape != shape:
+        raise ValueError(
+            f"zero_ext: state '{name}' of parameter {key} has shape {tuple(value.shape)}, the "
+            f"optimizer's has {tuple(shape)}."
+        )
 
 
 def _number(value) -> float:
@@ -489,6 +504,12 @@ class SGD(ShardedOptimizer):
     def _states_of(self, group: dict[str, Any]) -> int:
         return 1 if group["momentum"] else 0
 
+    def _completed(self, values: dict[str, Any]) -> dict[str, Any]:
+        # torch counts no steps of SGD: a buffer that exists holds something.
+        if values.get("momentum_buffer") is not None and "step" not in values:
+            return {**values, "step": 1}
+        return values
+
     def _update(self) -> None:
         self._sharded_state.apply_sgd(
             [
@@ -520,11 +541,15 @@ class WrappedOptimizer(ShardedOptimizer):
     def _show_state(self, parameter: Tensor, i: int, group: dict[str, Any]) -> None:
         shard = torch.nn.Parameter(self._handle.engine.master_slice(i))
         self._shards[parameter] = shard
-        settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        if self._inner is None:
-            self._inner = self._optimizer_class([{"params": [shard], **settings}], **self._kwargs)
-        else:
-            self._inner.add_param_group({"params": [shard], **settings})
+        self._inner = self._with_group(self._inner, shard, group)
+
+    def _with_group(self, inner, shard: Tensor, group: dict[str, Any]) -> torch.optim.Optimizer:
+        inner_group = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        inner_group["params"] = [shard]
+        if inner is None:
+            return self._optimizer_class([inner_group], **self._kwargs)
+        inner.add_param_group(inner_group)
+        return inner
 
     def _update(self) -> None:
         self._handle.engine.adopt_writes()
@@ -542,6 +567,45 @@ class WrappedOptimizer(ShardedOptimizer):
         self._sharded_state.apply_masters()
         for parameter, shard in self._shards.items():
             self._show_inner_state(parameter, shard)
+
+    def _load_states(self, keys, parameters, saved) -> None:
+        # torch's optimizers make their state in the first step, or some of it when constructed: a
+        # new one takes what is saved.
+        groups = [group for group in self.param_groups for _ in group["params"]]
+        inner, loaded = None, []
+        for key, parameter, group in zip(keys, parameters, groups, strict=True):
+            shard = self._shards.get(parameter)
+            if shard is None:  # frozen
+                continue
+            inner = self._with_group(inner, shard, group)
+            loaded.append((parameter, shard))
+            per_element = self._per_element_states(group)
+            for name, value in saved.get(key, {}).items():
+                if name in per_element:
+                    _check_shape(name, key, value, parameter.shape)
+                    value = self._slice_of(value, parameter, shard)
+                inner.state[shard][name] = copy.deepcopy(value)
+        self._inner, self._shards = inner, dict(loaded)
+        for parameter, shard in loaded:
+            self.state[parameter].clear()
+            self._show_inner_state(parameter, shard)
+
+    def _per_element_states(self, group: dict[str, Any]) -> set[str]:
+        """Found by trying: a 0-dim parameter's own state has the shape of a count of steps."""
+        probe = torch.nn.Parameter(torch.zeros(2))
+        probe.grad = torch.zeros(2)
+        optimizer = self._with_group(None, probe, group)
+        optimizer.step()
+        return {
+            name
+            for name, value in optimizer.state[probe].items()
+            if isinstance(value, Tensor) and value.shape == probe.shape
+        }
+
+    def _slice_of(self, value: Tensor, parameter: Tensor, shard: Tensor) -> Tensor:
+        local = torch.empty_like(shard, requires_grad=False)
+        self._handle.as_parameter(local, find(parameter)[1], parameter).copy_(value)
+        return local
 
     def _show_inner_state(self, parameter: Tensor, shard: Tensor) -> None:
         _, i = find(parameter)
