@@ -483,6 +483,13 @@ class TestRefusals:
         for parameter, start in zip(parameters, make_parameters(), strict=True):
             assert_bits(parameter, start)
 
+    def test_messages_number_the_group_that_was_added(self, team):
+        parameters = make_parameters()
+        optimizer = zero_ext.optim.SGD(parameters[:4], process_group=team.group)
+        parameters[5].data = parameters[5].data.double()
+        with pytest.raises(TypeError, match=r"'parameter 1 of group 1' is torch\.float64"):
+            optimizer.add_param_group({"params": parameters[4:]})
+
     def test_a_parameter_belongs_to_one_optimizer(self, team):
         parameters = make_parameters()
         first = zero_ext.optim.AdamW(parameters, process_group=team.group)

@@ -82,9 +82,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # Binding parameters to the engine
 
-    def _named_parameters(self, groups=None) -> list[tuple[str, Tensor]]:
+    def _named_parameters(self, first_group: int = 0) -> list[tuple[str, Tensor]]:
         named = []
-        for g, group in enumerate(self.param_groups if groups is None else groups):
+        for g, group in enumerate(self.param_groups[first_group:], first_group):
             names = group.get("param_names") or [
                 f"parameter {i} of group {g}" for i in range(len(group["params"]))
             ]
@@ -156,7 +156,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._handle is None:  # still in torch's constructor
             return
         group = self.param_groups[-1]
-        named = self._named_parameters([group])
+        named = self._named_parameters(len(self.param_groups) - 1)
         try:
             self._refuse_claimed(named)
             plain = [(name, p) for name, p in named if find(p) is None]
