@@ -37,6 +37,13 @@ SlotSpec slot_spec(const std::string& name, const at::Tensor& parameter) {
           .numel = parameter.numel()};
 }
 
+// Changes with every in-place write by a torch op. A write through a tensor subclass counts on the
+// subclass alone, one through its local tensor on that alone.
+int64_t version_of(const at::Tensor& view, const at::Tensor& local) {
+  return (view.is_inference() ? 0 : view._version()) +
+         (local.is_inference() ? 0 : local._version());
+}
+
 }  // namespace
 
 Engine::Engine(EngineOptions options)
@@ -109,9 +116,11 @@ void Engine::add_units(const std::vector<std::vector<int64_t>>& units, at::Scala
   }
 }
 
-void Engine::set_published(int64_t i, const at::Tensor& view) {
+void Engine::set_published(int64_t i, const at::Tensor& view, const at::Tensor& local) {
   const std::lock_guard lock(mutex_);
   parameters_[i].published_view = view;
+  parameters_[i].published_local = local;
+  parameters_[i].published_version = version_of(view, local);
 }
 
 // The boundary
@@ -230,6 +239,11 @@ void Engine::take_over_grads(const std::vector<int64_t>& indices, const char* ve
     Parameter& parameter = parameters_[i];
     if (parameter.unit < 0) continue;
     const at::Tensor& grad = parameter.tensor.grad();
+    const int64_t version = version_of(parameter.published_view, parameter.published_local);
+    if (parameter.published && version != parameter.published_version) {
+      units_[parameter.unit]->suspect_nonfinite(parameter.slot);
+    }
+    parameter.published_version = version;
     if (parameter.published && !grad.defined()) {
       clear_gradient(parameter);
     } else if (grad.defined() && !(parameter.published && grad.is_same(parameter.published_view))) {

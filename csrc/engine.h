@@ -79,8 +79,9 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   const std::shared_ptr<MemoryCounter>& memory() const { return context_.memory; }
   const Policy& policy() const { return context_.policy; }
 
-  // What a parameter's .grad shows after a reduction: a view over grad_slice(i), made by Python.
-  void set_published(int64_t i, const at::Tensor& view);
+  // What a parameter's .grad shows after a reduction: `view` over `local`, which is grad_slice(i),
+  // made by Python.
+  void set_published(int64_t i, const at::Tensor& view, const at::Tensor& local);
   at::Tensor grad_slice(int64_t i) {
     return units_[parameters_[i].unit]->grad_slice(parameters_[i].slot);
   }
@@ -134,6 +135,8 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
     int64_t slot = -1;
     NodePtr node;
     at::Tensor published_view;
+    at::Tensor published_local;     // the 1-D tensor that published_view shows
+    int64_t published_version = 0;  // of both, when the gradient was last known to be ours
     bool published = false;
     int64_t nonfinite_micro_batch = -1;  // where this rank's own gradient held NaN or Inf
   };

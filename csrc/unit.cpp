@@ -471,7 +471,7 @@ void Unit::write_gradient(int64_t i, const at::Tensor& local) {
   }
   fresh_[i] = 0;
   local_fresh_[i] = 1;
-  nonfinite_[i] = 0;
+  suspect_nonfinite(i);
 }
 
 void Unit::zero_gradient(int64_t i) {
@@ -484,8 +484,11 @@ void Unit::zero_gradient(int64_t i) {
 bool Unit::still_nonfinite(int64_t i) {
   const Piece* piece = own_piece(i);
   if (!nonfinite_[i] || piece == nullptr) return false;
-  const float* sum = grad_data() + piece->range_begin;
-  return !std::all_of(sum, sum + piece->numel, [](float value) { return std::isfinite(value); });
+  double sum = 0;  // of squares, which cannot overflow: it is finite if every element is
+  check(kernels::cpu().sum_of_squares(grad_data() + piece->range_begin, piece->numel, &sum,
+                                      cpu_launch()),
+        "sum_of_squares");
+  return !std::isfinite(sum);
 }
 
 // Parameters

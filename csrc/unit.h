@@ -128,7 +128,9 @@ class Unit {
   void clear_gradient(int64_t i);
   void zero_gradient(int64_t i);
   void write_gradient(int64_t i, const at::Tensor& local);  // local: this rank's part, 1-D
-  // This rank's part of slot i was seen to hold NaN or Inf, and still does.
+  // The user wrote to slot i: it may hold NaN or Inf that no kernel of ours has seen.
+  void suspect_nonfinite(int64_t i) { nonfinite_[i] = 1; }
+  // This rank's part of slot i was suspected to hold NaN or Inf, and does.
   bool still_nonfinite(int64_t i);
 
   // The user replaced the parameter's storage: its values are taken over into full.
@@ -179,7 +181,7 @@ class Unit {
 
   std::vector<uint8_t> fresh_;        // [slots]
   std::vector<uint8_t> local_fresh_;  // [slots], of the local sums
-  std::vector<uint8_t> nonfinite_;    // [slots], of this rank's part
+  std::vector<uint8_t> nonfinite_;    // [slots], of this rank's part: seen once, or suspected
 
   // One backward.
   Sink sink_ = Sink::direct;

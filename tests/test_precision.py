@@ -602,6 +602,32 @@ class TestEdits:
             optimizer.step()
         assert optimizer.skipped_steps == 0
 
+    @pytest.mark.parametrize(
+        "spoil",
+        [
+            lambda p: p.grad.mul_(float("nan")),
+            lambda p: torch._foreach_mul_([p.grad], float("inf")),
+            lambda p: (p.grad.to_local() if isinstance(p.grad, ShardTensor) else p.grad).fill_(
+                float("nan")
+            ),
+            lambda p: setattr(p, "grad", torch.full([13], float("nan"), dtype=p.dtype)),
+        ],
+        ids=["in-place", "foreach", "local part", "replaced"],
+    )
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_a_nan_that_the_user_wrote_skips_the_step(self, team, stage, spoil):
+        model, optimizer = train_one_step(team, stage)
+        before = everything(model, optimizer)
+        backward(model, team, 1, MICROS)
+        spoil(model.vector)
+        with pytest.warns(UserWarning, match="NaN or Inf, first in 'vector' on rank 0; step"):
+            optimizer.step()
+        assert_unchanged(before, everything(model, optimizer))
+        optimizer.zero_grad()
+        backward(model, team, 2, MICROS)
+        with no_warnings():
+            optimizer.step()
+
     def test_clipping_leaves_a_bad_gradient_to_the_step(self, team, bad_rank):
         model, optimizer = train_one_step(team, 2)
         before = everything(model, optimizer)

@@ -114,7 +114,8 @@ class Handle:
             unit = [indices[i] for i in plan.members]
             self.engine.add_units([unit], dtypes[plan.members[0]])
         for i, parameter in zip(indices, members, strict=True):
-            self.engine.set_published(i, self.as_parameter(self.engine.grad_slice(i), i, parameter))
+            local = self.engine.grad_slice(i)
+            self.engine.set_published(i, self.as_parameter(local, i, parameter), local)
 
     def as_parameter(self, local: Tensor, i: int, parameter: Tensor) -> Tensor:
         """This rank's 1-D part of some per-element value, shown in the parameter's shape."""

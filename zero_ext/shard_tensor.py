@@ -307,7 +307,9 @@ def _foreach_elementwise(func, args, kwargs):
     lists = [arg for arg in args if isinstance(arg, (list, tuple))]
     shards = [_find_shards(func, operands) for operands in zip(*lists, strict=True)]
     result = _call_on_slices(func, args, kwargs)
-    if result is None:
+    if result is None:  # in place: nothing else counts the write, and the engine asks
+        written = [t._local_tensor for t in args[0] if isinstance(t, ShardTensor)]
+        torch.autograd.graph.increment_version(written)
         return None
     return [_wrap(r, s[0]) if s else r for r, s in zip(result, shards, strict=True)]
 
