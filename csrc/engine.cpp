@@ -593,6 +593,8 @@ void Engine::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
     parameter.tensor.mutable_grad() = parameter.published_view;
     parameter.published = true;
   }
+  // A step that is given up (by a GradScaler, say) is over as well.
+  if (mode == ZeroGrad::to_none && all_sums_fresh()) micro_batch_ = 0;
 }
 
 std::map<std::string, int64_t> Engine::stats() {

@@ -458,6 +458,15 @@ class TestNonfinite:
         with pytest.warns(UserWarning, match=f"'scalar' on rank {team.world - 1}, micro-batch 1;"):
             optimizer.step()
 
+    def test_micro_batches_are_counted_from_zero_grad(self, team):
+        """A step that was never made (a GradScaler's, or given up) leaves no count behind."""
+        model, optimizer = train_one_step(team, 2)
+        backward(model, team, 1, MICROS)
+        optimizer.zero_grad()
+        backward(model, team, 1, MICROS, spoiler(team, 0, 1, float("nan")))
+        with pytest.warns(UserWarning, match="on rank 0, micro-batch 1;"):
+            optimizer.step()
+
     @pytest.mark.parametrize("reduction", ["exchange", "collective"])
     def test_both_reductions_see_it(self, team, bad_rank, reduction):
         model = shard(Weights(), team, reduction=reduction)
