@@ -342,6 +342,12 @@ def mesh(group) -> DeviceMesh:
     return DeviceMesh.from_group(group, "cpu")
 
 
+@pytest.fixture(params=["alone", pytest.param("ranks", marks=pytest.mark.dist)])
+def anywhere(request) -> DeviceMesh | None:
+    """Makes two tests of one: in a single process (None), and on the mesh of all ranks."""
+    return None if request.param == "alone" else request.getfixturevalue("mesh")
+
+
 @pytest.fixture
 def shared_path(request, tmp_path):
     """A directory of this test that all ranks see: rank 0's ``tmp_path``."""
