@@ -5,6 +5,7 @@ accumulators ran before the last micro-batch's bf16 gradient had been added to t
 """
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -154,6 +155,7 @@ def train_split(stage, boundary, mesh, rank, world, per_device) -> float:
     return held_out_loss(model)
 
 
+@functools.cache
 def train_one_process(world: int, broken: bool = False) -> float:
     """Plain torch with fp32 masters on all ranks' batches. ``broken``: as rank 0 would train if its
     own last gradient were not reduced."""
