@@ -236,6 +236,21 @@ def test_at_most_two_buckets_during_and_after_a_backward(
 
 @pytest.mark.dist
 @pytest.mark.world(min=2)
+def test_buckets_of_mixed_use_stay_within_the_estimate(mesh, rank, world):
+    """A step with and one without no_sync: fp32 local sums after bf16 gradients."""
+    layers = [nn.Linear(40, 40, bias=False, dtype=torch.bfloat16) for _ in range(6)]
+    model = zero_ext.shard(nn.Sequential(*layers), 1, mesh=mesh, bucket_mb=1e-6)
+    x = rank_data((2, 40), rank, dtype=torch.bfloat16)
+    mean_square(model, x).backward()
+    with model.no_sync():
+        mean_square(model, x).backward()
+    mean_square(model, x).backward()
+    estimate = zero_ext.estimate_memory(model, world, 1, bucket_mb=1e-6, local_accumulation=True)
+    assert model.stats()["bytes_bucket"] <= estimate["buckets"]
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
 @pytest.mark.parametrize("local", [False, True])
 @DTYPES
 def test_peak_is_what_is_held_and_two_buckets(mesh, rank, world, dtype, local):

@@ -36,7 +36,8 @@ def estimate_memory(
         local_accumulation: Whether stages 0 and 1 accumulate inside ``no_sync()``.
     Returns:
         ``full``, ``master``, ``grad``, ``optimizer_state``, their sum ``persistent``, and
-        ``buckets``: the most that the two buckets can add. Padding included.
+        ``buckets``: the most that the two buckets can add with ``reduction="exchange"``. Padding
+        included.
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
     dtypes = [p.dtype for p in parameters]
@@ -55,7 +56,9 @@ def estimate_memory(
         local = local_accumulation and stage < 2 and world_size > 1
         result["grad"] += (padded if local else share) * _FP32_BYTES
         result["optimizer_state"] += 2 * share * _FP32_BYTES
-        bucket_bytes.append((padded + share * (world_size - 1)) * dtype.itemsize)
+        # Local sums are sent in fp32, and a bucket keeps the memory of both uses.
+        received_bytes = share * (world_size - 1) * (_FP32_BYTES if local else dtype.itemsize)
+        bucket_bytes.append(padded * dtype.itemsize + received_bytes)
     result["persistent"] = sum(result.values())
     result["buckets"] = 2 * max(bucket_bytes) if world_size > 1 else 0
     return result
