@@ -158,6 +158,7 @@ class TestMasters:
             assert_bits(parameter, expected[name].to(dtype), name)
         assert zero_ext.stats(model)["bytes_master"] > 0
 
+    @pytest.mark.world(max=2)  # thousands of collectives
     def test_thousands_of_updates_below_bf16s_resolution_are_not_lost(self, team):
         """Each is 1/128 of the least that a bf16 parameter of 1 can change by."""
         updates, lr = 2048, 2.0**-15
@@ -182,6 +183,7 @@ class TestMasters:
             actual = train(BF16, zero_ext.optim.SGD, sharded=True)
             torch.testing.assert_close(actual, single.bfloat16(), rtol=2**-8, atol=0)
 
+    @pytest.mark.world(max=2)
     def test_adamw_keeps_updates_below_bf16s_resolution(self, team):
         """Each is about 1e-4, and bf16 values between 1 and 2 are 8e-3 apart."""
         updates = 1000
@@ -629,7 +631,7 @@ class TestEdits:
         before = everything(model, optimizer)
         backward(model, team, 1, MICROS)
         spoil(model.vector)
-        with pytest.warns(UserWarning, match="NaN or Inf, first in 'vector' on rank 0; step"):
+        with pytest.warns(UserWarning, match=r"NaN or Inf, first in 'vector' on rank \d; step"):
             optimizer.step()
         assert_unchanged(before, everything(model, optimizer))
         optimizer.zero_grad()
