@@ -122,6 +122,7 @@ void bind_engine(py::module_& m) {
       .def("set_divide_factor", &Engine::set_divide_factor, NoGil())
       .def("write_gradient", py::overload_cast<int64_t, const at::Tensor&>(&Engine::write_gradient),
            NoGil())
+      .def("before_forward", &Engine::before_forward, NoGil())
       .def("thawed", &Engine::thawed, NoGil())
       .def("adopt_writes", &Engine::adopt_writes, NoGil())
       .def("sum_of_squares", &Engine::sum_of_squares, NoGil())

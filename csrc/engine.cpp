@@ -128,6 +128,8 @@ void Engine::set_published(int64_t i, const at::Tensor& view, const at::Tensor& 
 void Engine::push_no_sync() {
   const std::lock_guard lock(mutex_);
   ++no_sync_depth_;
+  // Decided here and not by the backwards inside, of which a rank may run none.
+  if (world() > 1 && policy().reduce == When::at_boundary) local_next_ = true;
 }
 
 void Engine::pop_no_sync() {
@@ -174,7 +176,7 @@ void Engine::begin_backward(bool reduces) {
 
   reduces_ = reduces;
   if (reduces && !at_boundary()) ++reduced_in_no_sync_;
-  const bool local = !reduces || local_open_;
+  const bool local = !reduces || local_next_;
   const Sink sink = world() == 1 ? Sink::direct : local ? Sink::local : Sink::bucket;
   bool missing = false;
   for (int64_t u = 0; u < unit_count(); ++u) {
@@ -187,6 +189,7 @@ void Engine::begin_backward(bool reduces) {
   }
   deferred_ = watch_->may_hold_surprises(missing);
   ++backwards_;
+  if (reduces) ++rounds_;
   turn_ = 0;
   open_ = true;
 }
@@ -221,17 +224,41 @@ void Engine::check_parameters(const char* verb) {
                 parameter.tensor.device(), ", it was ", unit.dtype(), " ",
                 at::IntArrayRef(unit.layout().slot(parameter.slot).spec.sizes),
                 " on cpu when it was sharded. Move or cast the model before sharding it.");
-    if (torch::autograd::impl::try_get_grad_accumulator(parameter.tensor).get() ==
-        parameter.node.get())
-      continue;
-    parameter.node = hook_parameter(parameter.tensor, static_cast<int64_t>(i), weak_from_this());
-    TORCH_CHECK(
-        false, where(rank(), unit.name()), verb,
-        ": autograd replaced the gradient node of parameter '", parameter.name,
-        "' because its dtype or device was changed in between; this backward's gradient of it was "
-        "not"
-        " seen. The node is hooked again: call zero_grad() and repeat forward and backward.");
   }
+  const std::vector<int64_t> replaced = repair_hooks();
+  if (replaced.empty()) return;
+  const Parameter& first = parameters_[replaced.front()];
+  TORCH_CHECK(false, where(rank(), units_[first.unit]->name()), verb,
+              ": autograd replaced the gradient node of ", replaced.size(),
+              " parameter(s), the first is '", first.name,
+              "', because dtype or device was changed in between; this backward's gradients of "
+              "them were not seen. The nodes are hooked again: call zero_grad() and repeat forward "
+              "and backward.");
+}
+
+void Engine::before_forward() {
+  const std::lock_guard lock(mutex_);
+  // A gradient beside the published ones may be of a backward that was not seen: the next one
+  // refuses it.
+  const bool unseen = std::any_of(parameters_.begin(), parameters_.end(), [](const Parameter& p) {
+    return p.unit >= 0 && !p.published && p.tensor.grad().defined();
+  });
+  if (!open_ && !unseen) repair_hooks();
+}
+
+std::vector<int64_t> Engine::repair_hooks() {
+  std::vector<int64_t> replaced;
+  for (int64_t i = 0; i < parameter_count(); ++i) {
+    Parameter& parameter = parameters_[i];
+    if (parameter.unit < 0 ||
+        torch::autograd::impl::try_get_grad_accumulator(parameter.tensor).get() ==
+            parameter.node.get()) {
+      continue;
+    }
+    parameter.node = hook_parameter(parameter.tensor, i, weak_from_this());
+    replaced.push_back(i);
+  }
+  return replaced;
 }
 
 void Engine::take_over_grads(const std::vector<int64_t>& indices, const char* verb) {
@@ -343,7 +370,7 @@ void Engine::start_ready_reductions() {
   for (; turn_ < unit_count() && units_[turn_]->complete(); ++turn_) {
     Unit& unit = *units_[turn_];
     if (unit.needs_bucket_to_reduce()) lend_bucket(unit);
-    unit.start_reduce(comm_, backwards_);
+    unit.start_reduce(comm_, rounds_);
     in_flight_.push_back(turn_);
     ++reductions_;
   }
@@ -365,6 +392,7 @@ void Engine::finish_backward() {
   for (const auto& unit : units_) unit->end_backward();
   open_ = false;
   local_open_ = world() > 1 && !reduces_;
+  local_next_ = local_open_;
   if (!local_open_) publish();
   ++micro_batch_;
   since_boundary_ = at_boundary() ? 0 : since_boundary_ + 1;
@@ -419,7 +447,7 @@ StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices, bool check
                                  int64_t* last_backward) {
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;
-  TORCH_CHECK(!open_, where(rank()),
+  TORCH_CHECK(!open_ && !backward_reaches_us(), where(rank()),
               "step() inside a backward. Call it after loss.backward() has returned.");
   check_parameters("step()");
   check_usable("step()");
@@ -442,6 +470,11 @@ StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices, bool check
   micro_batch_ = 0;
   since_boundary_ = 0;
   return verdict;
+}
+
+bool Engine::backward_reaches_us() const {
+  return std::any_of(parameters_.begin(), parameters_.end(),
+                     [](const Parameter& parameter) { return will_run(parameter.node); });
 }
 
 void Engine::repair_storage(const std::vector<int64_t>& indices) {
@@ -590,11 +623,21 @@ void Engine::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
     parameter.tensor.mutable_grad().reset();
     if (!keep) continue;
     units_[parameter.unit]->zero_gradient(parameter.slot);
+    if (local_open_) continue;  // .grad is None until the sums are reduced
     parameter.tensor.mutable_grad() = parameter.published_view;
     parameter.published = true;
   }
   // A step that is given up (by a GradScaler, say) is over as well.
-  if (mode == ZeroGrad::to_none && all_sums_fresh()) micro_batch_ = 0;
+  const auto is_managed = [&](int64_t i) { return managed(i); };
+  const int64_t zeroed = std::count_if(indices.begin(), indices.end(), is_managed);
+  const int64_t all = std::count_if(parameters_.begin(), parameters_.end(),
+                                    [](const Parameter& p) { return p.unit >= 0; });
+  if (mode == ZeroGrad::to_none && zeroed == all) {
+    micro_batch_ = 0;
+    since_boundary_ = 0;
+    local_open_ = false;
+    local_next_ = no_sync_depth_ > 0 && local_next_;
+  }
 }
 
 std::map<std::string, int64_t> Engine::stats() {

@@ -100,6 +100,8 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   void set_accumulation_steps(int64_t steps);
   void set_divide_factor(double factor);
 
+  // Makes sure that the coming backward is seen: a cast to and fro replaces autograd's nodes.
+  void before_forward();
   // Parameters that were frozen when the model was sharded and require a gradient now.
   std::vector<int64_t> thawed() const;
 
@@ -147,8 +149,12 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
     return policy().reduce == When::every_backward || at_boundary();
   }
   bool at_boundary() const;
+  // A backward runs on this thread that reaches a parameter, though it may not have yet.
+  bool backward_reaches_us() const;
   void check_usable(const char* verb);
   void check_parameters(const char* verb);
+  // Hooks the nodes that autograd has put in the place of ours; whose they are.
+  std::vector<int64_t> repair_hooks();
   void take_over_grads(const std::vector<int64_t>& indices, const char* verb);
   void write_gradient(Parameter& parameter, const at::Tensor& grad);
   void withdraw();
@@ -180,11 +186,13 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
 
   // Between backwards.
   int64_t no_sync_depth_ = 0;
-  int64_t backwards_ = 0;       // begun, on every rank alike
+  int64_t backwards_ = 0;       // begun
+  int64_t rounds_ = 0;          // of them, those that reduce: on every rank alike
   int64_t micro_batch_ = 0;     // backwards since the last step
   int64_t since_boundary_ = 0;  // backwards since the last boundary
   int64_t steps_ = 0;
-  bool local_open_ = false;  // local sums may exist on some rank
+  bool local_open_ = false;  // this rank has local sums
+  bool local_next_ = false;  // the next reduction is of local sums, on every rank alike
   bool sums_lost_ = false;   // see Note [Undoing]
 
   // One backward.

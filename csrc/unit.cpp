@@ -128,6 +128,7 @@ void Unit::begin_backward(Sink sink, const std::vector<uint8_t>& expected) {
   arrived_.assign(layout_.size(), kNotArrived);
   fresh_before_ = fresh_;
   local_fresh_before_ = local_fresh_;
+  if (std::count(fresh_.begin(), fresh_.end(), 0) == 0) kept_ = false;  // zeroed since
   if (sink_ == Sink::direct) keep_reduced_sum();
   if (sink_ == Sink::local) {
     keep_reduced_sum();  // it lives where this rank's local sum is about to begin
@@ -143,6 +144,12 @@ void Unit::keep_reduced_sum() {
   kept_ = true;
 }
 
+void Unit::restore_reduced_sum() {
+  if (!kept_) return;
+  std::memcpy(grad_.data(), before_.data(), before_.tensor().nbytes());
+  kept_ = false;
+}
+
 void Unit::end_backward() {
   // A local sum still lies on top of the reduced one.
   if (sink_ != Sink::local) kept_ = false;
@@ -155,9 +162,11 @@ bool Unit::abort_backward(std::vector<Orphan>& orphans) {
     for (int64_t i = 0; i < layout_.size(); ++i) {
       if (arrived_[i] == kArrived && !local_fresh_before_[i]) restored = false;
     }
-  } else if (kept_) {
-    std::memcpy(grad_.data(), before_.data(), before_.tensor().nbytes());
-    kept_ = false;
+    // Without an earlier local sum, nothing but this backward lies on top of the reduced one.
+    if (std::count(local_fresh_before_.begin(), local_fresh_before_.end(), 0) == 0)
+      restore_reduced_sum();
+  } else {
+    restore_reduced_sum();
   }
   fresh_ = fresh_before_;
   local_fresh_ = local_fresh_before_;
@@ -171,13 +180,11 @@ bool Unit::abort_backward(std::vector<Orphan>& orphans) {
 }
 
 bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
-  if (!arrived_[i] && expected_[i]) --missing_;
-  const bool first = !arrived_[i];
-  arrived_[i] = 1;
-  if (!grad.defined()) {
-    if (first) arrived_[i] = kArrivedEmpty;
-    return true;
+  if (arrived_[i] == kNotArrived) {
+    arrived_[i] = kArrivedEmpty;
+    if (expected_[i]) --missing_;
   }
+  if (!grad.defined()) return true;
   const Slot& slot = layout_.slot(i);
   TORCH_CHECK(grad.layout() == at::kStrided && grad.device().is_cpu(), where(context_.rank, name_),
               "the gradient of '", slot.spec.name, "' is ", grad.layout(), " on ", grad.device(),
@@ -200,7 +207,7 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
     dense.copy_(grad);
   }
   const kernels::DType dtype = dtype_of(dense.scalar_type());
-  const bool overwrite = first || arrived_[i] == kArrivedEmpty;
+  const bool overwrite = arrived_[i] != kArrived;
   arrived_[i] = kArrived;
   int32_t nonfinite = 0;
   switch (sink_) {
@@ -406,10 +413,7 @@ void Unit::add_contributions(float scale) {
   for (int64_t i = 0; i < layout_.size(); ++i) {
     if (used(i)) fresh_[i] = 0;
   }
-  if (sink_ == Sink::local && kept_) {
-    std::memcpy(grad_.data(), before_.data(), before_.tensor().nbytes());
-    kept_ = false;
-  }
+  if (sink_ == Sink::local) restore_reduced_sum();
   std::fill(local_fresh_.begin(), local_fresh_.end(), 1);
 }
 
@@ -422,8 +426,7 @@ void Unit::add_run(const Run& run, float scale) {
                             run.begin * kernels::element_bytes(dtype));
   }
   // In place of the local sum, unless a reduced one waits beside it.
-  const FlatBuffer& into = sink_ == Sink::local && kept_ ? before_ : grad_;
-  float* sum = static_cast<float*>(into.data()) + run.begin;
+  float* sum = static_cast<float*>(reduced_sum().data()) + run.begin;
   int32_t nonfinite = 0;
   check(kernels::cpu().accumulate_ranks(
             contributions.data(), static_cast<int32_t>(contributions.size()), dtype, sum, run.numel,
@@ -466,8 +469,7 @@ void Unit::clear_gradient(int64_t i) {
 void Unit::write_gradient(int64_t i, const at::Tensor& local) {
   const Piece* piece = own_piece(i);
   if (piece != nullptr && piece->numel > 0) {
-    FlatBuffer& sum = kept_ && sink_ == Sink::local ? before_ : grad_;
-    sum.slice(piece->range_begin, piece->numel).copy_(local.reshape({-1}));
+    reduced_sum().slice(piece->range_begin, piece->numel).copy_(local.reshape({-1}));
   }
   fresh_[i] = 0;
   local_fresh_[i] = 1;
@@ -476,14 +478,16 @@ void Unit::write_gradient(int64_t i, const at::Tensor& local) {
 
 void Unit::zero_gradient(int64_t i) {
   const Piece* piece = own_piece(i);
-  if (piece != nullptr)
-    std::memset(grad_data() + piece->range_begin, 0, piece->numel * sizeof(float));
+  if (piece != nullptr) {
+    std::memset(static_cast<float*>(reduced_sum().data()) + piece->range_begin, 0,
+                piece->numel * sizeof(float));
+  }
   fresh_[i] = 0;
 }
 
 bool Unit::still_nonfinite(int64_t i) {
   const Piece* piece = own_piece(i);
-  if (!nonfinite_[i] || piece == nullptr) return false;
+  if (!nonfinite_[i] || fresh_[i] || piece == nullptr) return false;
   double sum = 0;  // of squares, which cannot overflow: it is finite if every element is
   check(kernels::cpu().sum_of_squares(grad_data() + piece->range_begin, piece->numel, &sum,
                                       cpu_launch()),

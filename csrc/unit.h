@@ -152,10 +152,13 @@ class Unit {
   at::ScalarType message_dtype() const;
   int64_t local_offset(int64_t range) const;
   bool contributes(int64_t i) const;
+  // Where the reduced sum is: below the local one, once that lies where it was.
+  const FlatBuffer& reduced_sum() const { return sink_ == Sink::local && kept_ ? before_ : grad_; }
   void accumulate_local(int64_t i, const void* grad, kernels::DType dtype, int32_t* nonfinite);
   void accumulate_in_bucket(int64_t i, const void* grad, kernels::DType dtype, kernels::Write write,
                             int32_t* nonfinite);
   void keep_reduced_sum();
+  void restore_reduced_sum();
   void start_exchange(Comm& comm);
   void start_collective(Comm& comm);
   at::Tensor outgoing(int64_t range) const;

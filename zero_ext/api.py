@@ -1,8 +1,11 @@
 """``shard``: a module becomes a sharded one, in place."""
 
 import contextlib
+import copy
 import functools
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -84,16 +87,44 @@ def shard(
     return module
 
 
+class Place(NamedTuple):
+    """Where the module keeps a sharded parameter."""
+
+    name: str
+    parameters: dict[str, nn.Parameter | None]  # of the submodule
+    key: str
+    parameter: nn.Parameter
+
+    def check(self, rank: int) -> None:
+        """Refuse another Parameter in its place, which nobody would reduce or step."""
+        found = self.parameters.get(self.key)
+        if found is self.parameter or found is None or not self.parameter.requires_grad:
+            return
+        raise RuntimeError(
+            f"zero_ext [rank {rank}]: parameter '{self.name}' was replaced by another one "
+            f"({found.dtype} on {found.device}) after it was sharded, by .to(device), "
+            "load_state_dict(assign=True) or an assignment. Do that before sharding, or copy the "
+            "values into the parameter."
+        )
+
+
 class ShardedMethods:
     """What ``module.no_sync`` and the hooks reach. A copy of the module is a plain module, so a
     copy of this has no engine."""
 
-    def __init__(self, handle: Handle | None, mp_policy: MixedPrecisionPolicy | None):
+    def __init__(
+        self,
+        handle: Handle | None,
+        mp_policy: MixedPrecisionPolicy | None,
+        places: Sequence[Place] = (),
+    ):
         self._handle = handle
         self._mp_policy = mp_policy
+        self._places = places
 
     def __deepcopy__(self, memo) -> "ShardedMethods":
-        return ShardedMethods(None, self._mp_policy)
+        memo[id(self)] = twin = ShardedMethods(None, self._mp_policy)
+        return twin
 
     def __reduce__(self):
         return ShardedMethods, (None, None)
@@ -148,7 +179,10 @@ class ShardedMethods:
     def before_forward(self, module, args, kwargs):
         if self._handle is None:
             return args, kwargs
+        for place in self._places:
+            place.check(self._handle.groups.rank)
         self._handle.adopt_thawed()
+        self._handle.engine.before_forward()
         dtype = self._mp_policy.param_dtype
         if dtype is None or not self._mp_policy.cast_forward_inputs:
             return args, kwargs
@@ -169,7 +203,13 @@ def _cast(values, dtype: torch.dtype):
 
 
 def _give_methods(module: nn.Module, handle: Handle, mp_policy: MixedPrecisionPolicy) -> None:
-    methods = ShardedMethods(handle, mp_policy)
+    places = [
+        Place(f"{prefix}.{key}" if prefix else key, owner._parameters, key, parameter)
+        for prefix, owner in module.named_modules()
+        for key, parameter in owner._parameters.items()
+        if parameter is not None and (find(parameter) or (None,))[0] is handle
+    ]
+    methods = ShardedMethods(handle, mp_policy, places)
     module.no_sync = BoundMethod(methods, "no_sync")
     module.stats = BoundMethod(methods, "stats")
     module.set_gradient_divide_factor = BoundMethod(methods, "set_gradient_divide_factor")
@@ -194,11 +234,20 @@ class BoundMethod:
 
 
 class ZeroGrad:
-    """``module.zero_grad``; a copy of the module gets one for itself."""
+    """``module.zero_grad``; a copy of the module gets one for itself.
+
+    Holds the module weakly: in a cycle, its buffers would wait for a garbage collection.
+    """
 
     def __init__(self, methods: ShardedMethods, module: nn.Module):
         self._methods = methods
-        self._module = module
+        self._module = weakref.ref(module)
+
+    def __deepcopy__(self, memo) -> "ZeroGrad":
+        return ZeroGrad(copy.deepcopy(self._methods, memo), copy.deepcopy(self._module(), memo))
+
+    def __reduce__(self):
+        return ZeroGrad, (self._methods, self._module())
 
     def __call__(self, set_to_none: bool = True) -> None:
-        self._methods.zero_grad(self._module, set_to_none)
+        self._methods.zero_grad(self._module(), set_to_none)

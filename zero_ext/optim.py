@@ -61,6 +61,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"zero_ext: nonfinite must be 'skip', 'raise' or 'step', not {nonfinite!r}."
             )
         self._handle: Handle | None = None
+        self._frozen: list[Tensor] = []  # without state until they are thawed
         super().__init__(params, defaults)
         self.nonfinite = nonfinite
         self.skipped_steps = 0
@@ -100,6 +101,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     f"({type(owner()).__name__}) already. Give each parameter to one optimizer."
                 )
 
+    def _refuse_foreign(self, named: list[tuple[str, Tensor]]) -> None:
+        for name, parameter in named:
+            entry = find(parameter)
+            if entry is not None and entry[0] is not self._handle:
+                raise ValueError(
+                    f"zero_ext: '{name}' is not a parameter of the sharded module that the others "
+                    "belong to. Give each sharded module its own optimizer."
+                )
+
     @staticmethod
     def _engine_of_module(named, found, stage, process_group) -> Handle:
         handle = next(entry[0] for entry in found if entry)
@@ -126,6 +136,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 _claimed[parameter] = weakref.ref(self)
                 if handle.engine.unit_of(i) >= 0:
                     self._show_state(parameter, i, self.param_groups[g])
+                else:
+                    self._frozen.append(parameter)
 
     def _show_state(self, parameter: Tensor, i: int, group: dict[str, Any]) -> None:
         state = self.state[parameter]
@@ -159,6 +171,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         named = self._named_parameters(len(self.param_groups) - 1)
         try:
             self._refuse_claimed(named)
+            self._refuse_foreign(named)
             plain = [(name, p) for name, p in named if find(p) is None]
             self._check_states([group])
             if plain:
@@ -169,8 +182,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._bind([len(self.param_groups) - 1])
 
     def _adopt_thawed(self) -> None:
-        for i in self._handle.adopt_thawed():
-            parameter = self._handle.parameters[i]()
+        self._handle.adopt_thawed()  # a sharded module's forward may have done so already
+        frozen, self._frozen = self._frozen, []
+        for parameter in frozen:
+            _, i = find(parameter)
+            if self._handle.engine.unit_of(i) < 0:
+                self._frozen.append(parameter)
+                continue
             for g, group in enumerate(self.param_groups):
                 if any(p is parameter for p in group["params"]):
                     self._sharded_state.assign(i, g)

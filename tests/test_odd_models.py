@@ -1,0 +1,731 @@
+"""Unusual models and unusual backwards, against one process that runs the same."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import MLP, Branching, Odd, Tied, assert_bits, mean_square, rank_data
+from setups import (
+    Way,
+    add_gradients,
+    assert_same_gradients,
+    assert_same_values,
+    backward,
+    backward_of_all,
+    both_ways,
+    full,
+    shard_and_optimizer,
+    small_mlp,
+    train_batch,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zero_ext
+from zero_ext.handle import find
+
+pytestmark = pytest.mark.dist
+
+LR = 0.05
+# Larger than the default, so that an update does not amplify the rounding of a gradient near zero.
+EPS = 1e-3
+
+
+def shapes(rank: int, step: int) -> torch.Tensor:
+    return rank_data((2, 3, 4, 4), rank, step)
+
+
+def tokens(rank: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1 + rank + 100 * step)
+    return torch.randint(0, 11, (3, 4), generator=generator)
+
+
+def vectors(rank: int, step: int) -> torch.Tensor:
+    return rank_data((4, 5), rank, step)
+
+
+class Training:
+    """The same steps on a sharded model, on this rank's data, and on one process, on all data.
+
+    ``loss_fn(model, rank, step)`` is what one rank computes.
+    """
+
+    def __init__(self, way: Way, group, rank, world, model_fn, loss_fn, **kwargs):
+        self.rank, self.world, self.loss_fn, self.number = rank, world, loss_fn, 0
+        self.model, self.expected = model_fn(), model_fn()
+        self.optimizer = way.optimizer(self.model, group, lr=LR, eps=EPS, **kwargs)
+        self.reference = torch.optim.AdamW(self.expected.parameters(), lr=LR, eps=EPS)
+
+    def backward(self, loss_fn=None):
+        loss_fn = loss_fn or self.loss_fn
+        loss_fn(self.model, self.rank, self.number).backward()
+        for rank in range(self.world):
+            add_gradients(self.expected, loss_fn(self.expected, rank, self.number), 1 / self.world)
+
+    def step(self):
+        for optimizer in (self.optimizer, self.reference):
+            optimizer.step()
+            optimizer.zero_grad()
+        self.number += 1
+
+    def run(self, steps: int = 3):
+        for _ in range(steps):
+            self.backward()
+            assert_same_gradients(self.model, self.expected)
+            self.step()
+        assert_same_values(self.model, self.expected)
+
+    def run_after_thawing(self, steps: int):
+        """An optimizer alone sees what was thawed in its next step, and averages it then."""
+        self.backward()
+        self.step()
+        self.run(steps - 1)
+
+    def on_both(self, change):
+        for model in (self.model, self.expected):
+            change(model)
+
+
+def loss_of(batch_fn):
+    return lambda model, rank, step: mean_square(model, batch_fn(rank, step))
+
+
+# Parameters
+
+
+@both_ways
+def test_tied_weights_have_one_sum(way, group, rank, world):
+    training = Training(way, group, rank, world, Tied, loss_of(tokens))
+    training.run()
+    assert training.model.head.weight is training.model.embedding.weight
+
+
+@both_ways
+def test_zero_dimensional_empty_and_non_contiguous_parameters(way, group, rank, world):
+    training = Training(way, group, rank, world, Odd, loss_of(shapes))
+    strides = {name: p.stride() for name, p in training.model.named_parameters()}
+    training.run()
+    for name, parameter in training.model.named_parameters():
+        assert (
+            parameter.stride()
+            == strides[name]
+            == dict(training.expected.named_parameters())[name].stride()
+        )
+    assert training.model.unused.grad is None
+    assert training.model.conv.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@both_ways
+def test_expanded_and_sliced_parameters_become_dense(way, group, rank, world):
+    class Strided(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.sliced = nn.Parameter(torch.randn(5, 10)[:, ::2])
+            self.backwards = nn.Parameter(torch.randn(5, 7)[:, 1:6])
+
+        def forward(self, x):
+            return x @ self.sliced @ self.backwards
+
+    Training(way, group, rank, world, Strided, loss_of(vectors)).run()
+
+
+@both_ways
+def test_model_with_fewer_elements_than_ranks(way, group, rank, world):
+    class Tiny(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x):
+            return self.scale * x
+
+    Training(way, group, rank, world, Tiny, loss_of(vectors)).run()
+
+
+@shard_and_optimizer
+def test_every_parameter_in_a_unit_of_its_own(way, group, rank, world):
+    training = Training(
+        way, group, rank, world, Odd, loss_of(shapes), bucket_mb=1e-9, weight_decay=0.01
+    )
+    training.run()
+
+
+@shard_and_optimizer
+def test_model_without_a_trainable_parameter(way, group, rank):
+    model = small_mlp().requires_grad_(False)
+    optimizer = way.optimizer(model, group, lr=LR)
+    before = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        model(train_batch(rank))
+    optimizer.step()
+    optimizer.zero_grad()
+    for parameter, values in zip(model.parameters(), before, strict=True):
+        assert_bits(parameter, values)
+
+
+@both_ways
+def test_group_without_a_trainable_parameter(way, group, rank, world):
+    model, expected = small_mlp(), small_mlp()
+
+    def groups(m):
+        m.layers[0].requires_grad_(False)
+        return [
+            {"params": list(m.layers[0].parameters()), "lr": 1.0},
+            {"params": [p for layer in m.layers[1:] for p in layer.parameters()]},
+        ]
+
+    optimizer = way.optimizer(model, group, params=groups(model), lr=LR)
+    reference = torch.optim.AdamW(groups(expected), lr=LR)
+    frozen = model.layers[0].weight.detach().clone()
+    for step in range(2):
+        backward(model, rank, step)
+        backward_of_all(expected, world, step)
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    assert_bits(model.layers[0].weight, frozen)
+    assert_same_values(model, expected)
+
+
+@shard_and_optimizer
+def test_embedding_with_dense_gradients(way, group, rank, world):
+    class Lookup(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.embedding = nn.Embedding(11, 5, padding_idx=0)
+            self.bag = nn.EmbeddingBag(11, 5)
+
+        def forward(self, x):
+            return self.embedding(x).mean(1) * self.bag(x)
+
+    Training(way, group, rank, world, Lookup, loss_of(tokens)).run()
+
+
+@both_ways
+def test_several_dtypes_in_one_model(way, group, rank, world):
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first = nn.Linear(5, 7, dtype=torch.bfloat16)
+            self.norm = nn.LayerNorm(7)
+            self.second = nn.Linear(7, 5, dtype=torch.float16)
+
+        def forward(self, x):
+            x = self.norm(self.first(x.bfloat16()).float())
+            return self.second(x.half())
+
+    model, expected = Mixed(), Mixed()
+    optimizer = way.optimizer(model, group, lr=LR)
+    loss = loss_of(vectors)
+    loss(model, rank, 0).backward()
+    sums = {name: torch.zeros(p.shape) for name, p in expected.named_parameters()}
+    for r in range(world):
+        expected.zero_grad()
+        loss(expected, r, 0).backward()
+        for name, parameter in expected.named_parameters():
+            sums[name] += parameter.grad.float() * (1 / world)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.dtype == torch.float32
+        # One more rounding where 1 / world is not a power of two.
+        torch.testing.assert_close(full(parameter.grad), sums[name], rtol=1e-6, atol=1e-8)
+    optimizer.step()
+
+
+# Frozen and thawed
+
+
+@both_ways
+def test_parameter_frozen_later_is_left_alone(way, group, rank, world):
+    training = Training(way, group, rank, world, small_mlp, loss_of(vectors))
+    training.run(2)
+    training.on_both(lambda model: model.layers[1].requires_grad_(False))
+    frozen = training.model.layers[1].weight.detach().clone()
+    training.run(2)
+    assert_bits(training.model.layers[1].weight, frozen)
+    training.on_both(lambda model: model.layers[1].requires_grad_(True))
+    training.run(2)
+    assert not torch.equal(training.model.layers[1].weight, frozen)
+
+
+@both_ways
+def test_parameter_frozen_between_backward_and_step(way, group, rank, world):
+    """Its gradient is there, so it is stepped, as in torch."""
+    training = Training(way, group, rank, world, small_mlp, loss_of(vectors))
+    training.backward()
+    training.on_both(lambda model: model.layers[1].requires_grad_(False))
+    training.step()
+    training.run(1)
+
+
+def mlp_with_a_frozen_layer() -> MLP:
+    model = small_mlp()
+    model.layers[1].requires_grad_(False)
+    return model
+
+
+@both_ways
+def test_parameter_thawed_after_sharding_is_trained(way, group, rank, world):
+    training = Training(way, group, rank, world, mlp_with_a_frozen_layer, loss_of(vectors))
+    training.run(2)
+    training.on_both(lambda model: model.layers[1].requires_grad_(True))
+    training.run_after_thawing(3)
+    assert find(training.model.layers[1].weight)[0].engine.unit_of(2) >= 0
+
+
+@both_ways
+def test_parameter_thawed_before_the_first_step_is_trained(way, group, rank, world):
+    training = Training(way, group, rank, world, mlp_with_a_frozen_layer, loss_of(vectors))
+    training.on_both(lambda model: model.layers[1].requires_grad_(True))
+    training.run_after_thawing(3)
+
+
+@both_ways
+def test_layers_thawed_one_after_the_other(way, group, rank, world):
+    def frozen() -> MLP:
+        model = small_mlp().requires_grad_(False)
+        model.layers[2].requires_grad_(True)
+        return model
+
+    training = Training(way, group, rank, world, frozen, loss_of(vectors))
+    training.run(2)
+    for layer in (1, 0):
+        training.on_both(lambda model, layer=layer: model.layers[layer].requires_grad_(True))
+        training.run_after_thawing(2)
+
+
+@both_ways
+def test_parameter_thawed_in_the_middle_of_an_accumulation(way, group, rank, world):
+    training = Training(way, group, rank, world, mlp_with_a_frozen_layer, loss_of(vectors))
+    training.backward()
+    training.on_both(lambda model: model.layers[1].requires_grad_(True))
+    training.backward(lambda model, rank, step: mean_square(model, vectors(rank, 9)))
+    training.step()
+    training.run(1)
+
+
+# Several models, several backwards
+
+
+@both_ways
+def test_two_sharded_models_with_one_summed_loss(way, group, rank, world):
+    models, expected = [small_mlp(), MLP(hidden=4)], [small_mlp(), MLP(hidden=4)]
+    optimizers = [way.optimizer(m, group, lr=LR) for m in models]
+    references = [torch.optim.AdamW(m.parameters(), lr=LR) for m in expected]
+
+    def loss(pair, rank, step):
+        batch = vectors(rank, step)
+        return mean_square(pair[0], batch) + mean_square(pair[1], pair[0](batch))
+
+    for step in range(3):
+        loss(models, rank, step).backward()
+        for r in range(world):
+            (loss(expected, r, step) / world).backward()
+        for each in optimizers + references:
+            each.step()
+            each.zero_grad()
+    for mine, theirs in zip(models, expected, strict=True):
+        assert_same_values(mine, theirs)
+
+
+@both_ways
+def test_adversaries_that_step_in_turn(way, group, rank, world):
+    """Each backward also reaches the other model, whose gradients are thrown away."""
+    models, expected = [small_mlp(), MLP(hidden=4)], [small_mlp(), MLP(hidden=4)]
+    optimizers = [way.optimizer(m, group, lr=LR) for m in models]
+    references = [torch.optim.AdamW(m.parameters(), lr=LR) for m in expected]
+    for step in range(2):
+        for turn, sign in enumerate((1, -1)):
+            for each in optimizers + references:
+                each.zero_grad()
+            batch = vectors(rank, step)
+            (sign * mean_square(models[1], models[0](batch))).backward()
+            for r in range(world):
+                (sign * mean_square(expected[1], expected[0](vectors(r, step))) / world).backward()
+            optimizers[turn].step()
+            references[turn].step()
+    for mine, theirs in zip(models, expected, strict=True):
+        assert_same_values(mine, theirs)
+
+
+@both_ways
+def test_two_forwards_before_two_backwards(way, group, rank, world):
+    training = Training(way, group, rank, world, small_mlp, loss_of(vectors))
+    for _ in range(2):
+        losses = [mean_square(training.model, vectors(rank, n)) for n in (10, 11)]
+        for loss in losses:
+            loss.backward()
+        for r in range(world):
+            for n in (10, 11):
+                (mean_square(training.expected, vectors(r, n)) / world).backward()
+        assert_same_gradients(training.model, training.expected)
+        training.step()
+    assert_same_values(training.model, training.expected)
+
+
+@both_ways
+def test_graph_retained_twice_adds_its_gradient_three_times(way, group, rank, world):
+    model, expected = small_mlp(), small_mlp()
+    optimizer = way.optimizer(model, group)
+    loss = mean_square(model, vectors(rank, 0))
+    for retain in (True, True, False):
+        loss.backward(retain_graph=retain)
+    for _ in range(3):
+        for r in range(world):
+            (mean_square(expected, vectors(r, 0)) / world).backward()
+    assert_same_gradients(model, expected)
+    optimizer.step()
+
+
+@both_ways
+def test_two_losses_over_one_graph(way, group, rank, world):
+    model, expected = small_mlp(), small_mlp()
+    _optimizer = way.optimizer(model, group)
+
+    def run(m, rank, scale):
+        output = m(vectors(rank, 0))
+        (output.square().mean() * scale).backward(retain_graph=True)
+        (output.sum() * scale).backward()
+
+    run(model, rank, 1.0)
+    for r in range(world):
+        run(expected, r, 1 / world)
+    assert_same_gradients(model, expected)
+
+
+@both_ways
+def test_gradient_penalty_in_the_loss(way, group, rank, world):
+    """torch.autograd.grad with create_graph: second derivatives reach the parameters."""
+
+    def loss(model, rank, step):
+        batch = vectors(rank, step).requires_grad_()
+        output = model(batch).square().mean()
+        (gradient,) = torch.autograd.grad(output, batch, create_graph=True)
+        return output + gradient.square().sum()
+
+    Training(way, group, rank, world, small_mlp, loss).run()
+
+
+@shard_and_optimizer
+def test_gradients_of_parameters_in_the_loss(way, group, rank, world):
+    def loss(model, rank, step):
+        output = mean_square(model, vectors(rank, step))
+        weight = model.layers[0].weight
+        (gradient,) = torch.autograd.grad(output, weight, create_graph=True)
+        return output + gradient.square().sum()
+
+    Training(way, group, rank, world, small_mlp, loss).run()
+
+
+@both_ways
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_backward_with_create_graph(way, group, rank, world):
+    """The graph of the gradients is of no use here, but the gradients are right."""
+
+    def run(model, rank, scale):
+        (mean_square(model, vectors(rank, 0)) * scale).backward(create_graph=True)
+
+    model, expected = small_mlp(), small_mlp()
+    _optimizer = way.optimizer(model, group)
+    run(model, rank, 1.0)
+    for r in range(world):
+        run(expected, r, 1 / world)
+    assert_same_gradients(model, expected)
+    expected.zero_grad()
+
+
+@both_ways
+def test_backward_to_some_inputs_only(way, group, rank, world):
+    def run(model, rank, scale):
+        inputs = [model.layers[0].weight, model.layers[2].bias]
+        (mean_square(model, vectors(rank, 0)) * scale).backward(inputs=inputs)
+
+    model, expected = small_mlp(), small_mlp()
+    optimizer = way.optimizer(model, group, lr=LR)
+    reference = torch.optim.AdamW(expected.parameters(), lr=LR)
+    for _ in range(2):
+        run(model, rank, 1.0)
+        for r in range(world):
+            run(expected, r, 1 / world)
+        assert_same_gradients(model, expected)
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    backward(model, rank)
+    backward_of_all(expected, world)
+    assert_same_gradients(model, expected)
+    optimizer.step()
+    reference.step()
+    assert_same_values(model, expected)
+
+
+@both_ways
+def test_backward_to_the_input_alone_reduces_nothing_twice(way, group, rank, world):
+    training = Training(way, group, rank, world, small_mlp, loss_of(vectors))
+    batch = vectors(rank, 0).requires_grad_()
+    mean_square(training.model, batch).backward(inputs=[batch])
+    assert all(p.grad is None for p in training.model.parameters())
+    training.run(2)
+
+
+# Parameters that some ranks do not use
+
+
+@both_ways
+def test_parameter_unused_on_one_rank_gets_the_others_share(way, group, rank, world):
+    def loss(model, rank, step):
+        taken = ("left", "right") if rank == 0 else ("left",)
+        return model(rank_data((4, 6), rank, step), taken).square().mean()
+
+    Training(way, group, rank, world, Branching, loss).run()
+
+
+@both_ways
+def test_branches_that_change_with_rank_and_step(way, group, rank, world):
+    def loss(model, rank, step):
+        taken = [name for bit, name in enumerate(("left", "right")) if (rank + step) >> bit & 1]
+        return model(rank_data((4, 6), rank, step), taken).square().mean()
+
+    Training(way, group, rank, world, Branching, loss).run(4)
+
+
+@both_ways
+def test_parameter_that_no_rank_used_is_not_stepped(way, group, rank, world):
+    def loss(model, rank, step):
+        return model(rank_data((4, 6), rank, step), ("left",)).square().mean()
+
+    training = Training(way, group, rank, world, Branching, loss)
+    before = training.model.right.weight.detach().clone()
+    training.run(2)
+    assert_bits(training.model.right.weight, before)
+    assert training.optimizer.state[training.model.right.weight]["step"] == 0
+
+
+@both_ways
+def test_rank_whose_loss_reaches_no_parameter(way, group, rank, world):
+    """It makes up for its missing backward in step()."""
+    model, expected = small_mlp(), small_mlp()
+    optimizer = way.optimizer(model, group, lr=LR)
+    reference = torch.optim.AdamW(expected.parameters(), lr=LR)
+    active = [r for r in range(world) if r == 0 or r % 2 == 0]
+    if rank in active and world == 1:
+        active = [0]
+    for step in range(2):
+        if rank in active:
+            # The reduction waits for the others' step(), which comes without a backward.
+            backward(model, rank, step)
+        for r in active:
+            (mean_square(expected, train_batch(r, step)) / world).backward()
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    assert_same_values(model, expected)
+
+
+# Gradient checkpointing
+
+
+class Checkpointed(nn.Module):
+    """``used``: which layers run inside a checkpoint of their own; ``tied``: one layer twice."""
+
+    def __init__(self, use_reentrant: bool, used=(0, 1, 2), tied: bool = False, head: bool = True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(3))
+        if tied:
+            self.blocks[2] = self.blocks[0]
+        self.head = nn.Linear(5, 5) if head else nn.Identity()
+        self.use_reentrant, self.used = use_reentrant, used
+
+    def forward(self, x):
+        x = x.requires_grad_() if not x.requires_grad else x
+        for number, block in enumerate(self.blocks):
+            if number in self.used:
+                x = checkpoint(block, torch.tanh(x), use_reentrant=self.use_reentrant)
+            else:
+                x = block(torch.tanh(x))
+        return self.head(x)
+
+
+reentrant_or_not = pytest.mark.parametrize("use_reentrant", [True, False])
+
+
+@both_ways
+@reentrant_or_not
+@pytest.mark.parametrize("used", [(0, 1, 2), (1,)], ids=["all", "one"])
+def test_checkpointed_blocks(way, use_reentrant, used, group, rank, world):
+    Training(
+        way, group, rank, world, lambda: Checkpointed(use_reentrant, used), loss_of(vectors)
+    ).run()
+
+
+@both_ways
+@reentrant_or_not
+def test_model_wholly_inside_checkpoints(way, use_reentrant, group, rank, world):
+    """The outer backward reaches no parameter itself."""
+    Training(
+        way, group, rank, world, lambda: Checkpointed(use_reentrant, head=False), loss_of(vectors)
+    ).run()
+
+
+@both_ways
+@reentrant_or_not
+def test_whole_model_in_one_checkpoint(way, use_reentrant, group, rank, world):
+    def loss(model, rank, step):
+        batch = vectors(rank, step).requires_grad_()
+        return checkpoint(model, batch, use_reentrant=use_reentrant).square().mean()
+
+    Training(way, group, rank, world, small_mlp, loss).run()
+
+
+@both_ways
+@reentrant_or_not
+def test_weights_shared_across_checkpoints(way, use_reentrant, group, rank, world):
+    Training(
+        way, group, rank, world, lambda: Checkpointed(use_reentrant, tied=True), loss_of(vectors)
+    ).run()
+
+
+@both_ways
+@reentrant_or_not
+def test_weight_shared_by_a_checkpoint_and_the_rest(way, use_reentrant, group, rank, world):
+    Training(
+        way,
+        group,
+        rank,
+        world,
+        lambda: Checkpointed(use_reentrant, used=(0, 1), tied=True),
+        loss_of(vectors),
+    ).run()
+
+
+@both_ways
+@reentrant_or_not
+@pytest.mark.parametrize("tied", [False, True])
+def test_checkpointing_switched_on_after_the_first_steps(
+    way, use_reentrant, tied, group, rank, world
+):
+    training = Training(
+        way,
+        group,
+        rank,
+        world,
+        lambda: Checkpointed(use_reentrant, used=(), tied=tied),
+        loss_of(vectors),
+    )
+    training.run(2)
+
+    def switch_on(model):
+        model.used = (0, 1, 2)
+
+    training.on_both(switch_on)
+    training.run(2)
+
+
+@shard_and_optimizer
+@reentrant_or_not
+def test_checkpoints_inside_checkpoints(way, use_reentrant, group, rank, world):
+    def loss(model, rank, step):
+        batch = vectors(rank, step).requires_grad_()
+        return checkpoint(model, batch, use_reentrant=use_reentrant).square().mean()
+
+    Training(way, group, rank, world, lambda: Checkpointed(use_reentrant), loss).run()
+
+
+@shard_and_optimizer
+@reentrant_or_not
+def test_checkpoints_with_no_sync(way, use_reentrant, group, rank, world):
+    training = Training(
+        way, group, rank, world, lambda: Checkpointed(use_reentrant), loss_of(vectors)
+    )
+    for _ in range(2):
+        with (training.model if way.name == "shard" else training.optimizer).no_sync():
+            training.backward()
+            training.backward(lambda m, rank, step: mean_square(m, vectors(rank, 20 + step)))
+        training.backward(lambda m, rank, step: mean_square(m, vectors(rank, 30 + step)))
+        assert_same_gradients(training.model, training.expected)
+        training.step()
+    assert_same_values(training.model, training.expected)
+
+
+@shard_and_optimizer
+def test_function_that_runs_a_backward_of_its_own(way, group, rank, world):
+    """As DeepSpeed's and Megatron's checkpoint functions do: not one that torch knows."""
+
+    class Recompute(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, block):
+            ctx.block = block
+            ctx.save_for_backward(x)
+            return block(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                torch.autograd.backward(ctx.block(x), grad)
+            return x.grad, None
+
+    def loss(model, rank, step):
+        x = vectors(rank, step).requires_grad_()
+        for layer in model.layers:
+            x = Recompute.apply(torch.tanh(x), layer)
+        return x.square().mean()
+
+    Training(way, group, rank, world, small_mlp, loss).run()
+
+
+@shard_and_optimizer
+def test_anomaly_detection_changes_nothing(way, group, rank, world):
+    with torch.autograd.set_detect_anomaly(True):
+        Training(way, group, rank, world, small_mlp, loss_of(vectors)).run(1)
+
+
+@shard_and_optimizer
+def test_autocast_training(way, group, rank, world):
+    def loss(model, rank, step):
+        with torch.autocast("cpu", torch.bfloat16):
+            return mean_square(model, vectors(rank, step))
+
+    training = Training(way, group, rank, world, small_mlp, loss)
+    training.backward()
+    assert_same_gradients(training.model, training.expected)
+    training.step()
+
+
+@shard_and_optimizer
+def test_backward_on_another_thread(way, group, rank, world):
+    import threading
+
+    training = Training(way, group, rank, world, small_mlp, loss_of(vectors))
+    for _ in range(2):
+        thread = threading.Thread(target=training.backward)
+        thread.start()
+        thread.join()
+        training.step()
+    assert_same_values(training.model, training.expected)
+    dist.barrier(group)
+
+
+@shard_and_optimizer
+def test_functional_call_reaches_the_sharded_parameters(way, group, rank, world):
+    def loss(model, rank, step):
+        parameters = dict(model.named_parameters())
+        return torch.func.functional_call(model, parameters, vectors(rank, step)).square().mean()
+
+    Training(way, group, rank, world, small_mlp, loss).run()
+
+
+def test_models_of_two_stages_train_side_by_side(group, rank, world):
+    trainings = [
+        Training(Way("optimizer", stage), group, rank, world, small_mlp, loss_of(vectors))
+        for stage in (1, 2)
+    ]
+    for training in trainings:
+        training.backward()
+    for training in trainings:
+        training.step()
+        assert_same_values(training.model, training.expected)
+    assert zero_ext.stats(trainings[0].optimizer)["steps"] == 1
