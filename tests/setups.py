@@ -124,7 +124,8 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
 def assert_same_gradients(actual: nn.Module, expected: nn.Module) -> None:
     """Gradients equal one process's.
 
-    Up to the rounding of an average over 3 ranks, and to that of the values after some steps.
+    Up to the rounding of an average over 3 ranks, and to that of values and activations after some
+    steps.
     """
     grads = full_gradients(actual)
     for name, parameter in expected.named_parameters():
@@ -133,7 +134,7 @@ def assert_same_gradients(actual: nn.Module, expected: nn.Module) -> None:
             torch.testing.assert_close(
                 grads[name],
                 parameter.grad.float(),
-                rtol=1e-5,
+                rtol=1e-4,
                 atol=5e-6,
                 msg=lambda text, name=name: f"{name}: {text}",
             )
