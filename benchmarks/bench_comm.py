@@ -49,7 +49,7 @@ def main() -> None:
     sums = torch.zeros(NUMEL // world)
     calls = {
         "exchange": lambda: zero_ext.ops.reduce_scatter_accumulate_(
-            bucket, sums, group.group_name, 1 / world, fresh=False
+            bucket, sums, group, 1 / world, fresh=False
         ),
         "reduce_scatter_tensor": lambda: dist.reduce_scatter_tensor(scattered, bucket),
         "gather": lambda: point_to_point_gather(bucket, group),
