@@ -67,6 +67,17 @@ void bind_layout(py::module_& m) {
       .def_property_readonly("padded_numel", &Layout::padded_numel);
 }
 
+// A process group's destructor joins gloo's threads, and these may be waiting for the GIL: the last
+// reference to a collective's work may be theirs, with a Python context in it that torch put there.
+void destroy_without_gil(Engine* engine) {
+  if (PyGILState_Check() == 0) {
+    delete engine;
+    return;
+  }
+  const py::gil_scoped_release no_gil;
+  delete engine;
+}
+
 void bind_engine(py::module_& m) {
   py::enum_<Reduction>(m, "Reduction")
       .value("exchange", Reduction::exchange)
@@ -90,7 +101,10 @@ void bind_engine(py::module_& m) {
       .def_readonly("parameter", &StepVerdict::parameter)
       .def_readonly("micro_batch", &StepVerdict::micro_batch);
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
-      .def(py::init(&Engine::create), py::arg("options"))
+      .def(py::init([](EngineOptions options) {
+             return Engine::create(std::move(options), destroy_without_gil);
+           }),
+           py::arg("options"))
       .def("add_parameters", &Engine::add_parameters, NoGil())
       .def("add_units", &Engine::add_units, NoGil())
       .def_property_readonly("rank", &Engine::rank)

@@ -59,8 +59,8 @@ Engine::Engine(EngineOptions options)
                .memory = std::make_shared<MemoryCounter>()},
       pool_(context_.memory) {}
 
-std::shared_ptr<Engine> Engine::create(EngineOptions options) {
-  std::shared_ptr<Engine> engine(new Engine(std::move(options)));
+std::shared_ptr<Engine> Engine::create(EngineOptions options, void (*destroy)(Engine*)) {
+  std::shared_ptr<Engine> engine(new Engine(std::move(options)), destroy);
   engine->watch_ = std::make_shared<BackwardWatch>(engine);
   return engine;
 }

@@ -56,7 +56,8 @@ struct Update {
 
 class Engine : public BackwardListener, public std::enable_shared_from_this<Engine> {
  public:
-  static std::shared_ptr<Engine> create(EngineOptions options);
+  // `destroy` deletes it, for a caller who must prepare for that: it waits for gloo's threads.
+  static std::shared_ptr<Engine> create(EngineOptions options, void (*destroy)(Engine*));
   ~Engine() override;
 
   // Behind the ones that exist; their hooks do nothing until they are in a unit.

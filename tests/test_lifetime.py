@@ -18,6 +18,7 @@ from setups import (
     shard_and_optimizer,
     small_mlp,
 )
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zero_ext
@@ -236,6 +237,14 @@ def test_many_wraps_leave_no_groups_threads_or_files_behind(way, group, rank):
     assert after[1] <= before[1] + 8
     assert after[2] == before[2]
     assert threading.active_count() < 20
+
+
+def test_engine_deleted_right_after_a_backward_does_not_hang(mesh):
+    """A thread of gloo may still hold a collective's work then, and want the GIL to drop it."""
+    for stage in (0, 1, 2) * 20:
+        model = zero_ext.shard(nn.Linear(5, 5), stage, mesh=mesh, reduction="collective")
+        model(torch.ones(2, 5)).sum().backward()
+        del model
 
 
 @both_ways
