@@ -1,14 +1,15 @@
 // The bucketed reduce-scatter as a stateless op: what a unit does with its bucket, for code that
 // keeps buckets and sums of its own. The fake implementation is in zero_ext/ops.py.
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <memory>
 #include <string>
 #include <vector>
 
 #include "check.h"
 #include "comm.h"
+#include "flat_buffer.h"
 #include "kernels/kernels.h"
 #include "launch.h"
 #include "op_checks.h"
@@ -43,7 +44,10 @@ void reduce_scatter_accumulate_(const Tensor& bucket, const Tensor& acc,
               world * numel, ". Pad the bucket to a multiple of the number of ranks.");
 
   const Tensor flat = bucket.view({-1});
-  const Tensor received = at::empty({(world - 1) * numel}, bucket.options());
+  // In huge pages: touching fresh small ones would take as long as the messages.
+  const FlatBuffer memory(std::make_shared<MemoryCounter>(), Held::bucket, bucket.scalar_type(),
+                          (world - 1) * numel);
+  const Tensor& received = memory.tensor();
   std::vector<Tensor> sends(world);
   std::vector<Tensor> parts(world);
   for (int64_t peer = 0, next = 0; peer < world; ++peer) {
