@@ -10,8 +10,7 @@
 namespace zero_ext {
 namespace {
 
-// torch 2.13 renamed the single-tensor collectives; see FACTS of torch's own deprecation notes in
-// ProcessGroup.hpp.
+// torch 2.13 renamed the single-tensor collectives and deprecates the old names.
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
 auto reduce_scatter_into(c10d::ProcessGroup& group, at::Tensor& output, at::Tensor& input) {
   return group.reduce_scatter_single(output, input);

@@ -32,6 +32,9 @@ def estimate_memory(
 ) -> dict[str, int]:
     """Bytes that sharding ``module`` over ``world_size`` ranks with AdamW will hold on each.
 
+    Without the copy that undoes a backward that throws, 4 bytes per element of a range, which is
+    made when a backward adds to a reduced sum that holds something.
+
     Args:
         local_accumulation: Whether stages 0 and 1 accumulate inside ``no_sync()``.
     Returns:
