@@ -41,7 +41,40 @@ class BackwardListener {
   // The outermost backward that reached one of our parameters ended, or threw.
   virtual void backward_ended() = 0;
   virtual void backward_failed() noexcept = 0;
+  // A backward is about to come back into a call of `site`, or has left it.
+  virtual void call_entered(int64_t site) = 0;
+  virtual void call_left(int64_t site) = 0;
 };
+
+// One call of a module in a forward. Autograd comes back to it through the nodes that made its
+// outputs, and leaves it when the gradients of its inputs are complete. The hooks run in every
+// backward over the graph, which keeps the call alive.
+class Call : public std::enable_shared_from_this<Call> {
+ public:
+  Call(std::weak_ptr<BackwardListener> listener, int64_t site)
+      : listener_(std::move(listener)), site_(site) {}
+
+  // An alias of `input` to give to the module: its node is passed when the backward leaves the
+  // call. `input` itself where it needs no gradient.
+  at::Tensor watch_input(const at::Tensor& input);
+  void watch_output(const at::Tensor& output);
+
+ private:
+  void enter();
+  void input_reached();
+
+  std::weak_ptr<BackwardListener> listener_;
+  int64_t site_;
+  std::mutex mutex_;
+  std::vector<const torch::autograd::Node*> inputs_;  // for comparison only
+  int task_ = -1;  // the graph task in which it was entered last
+  int64_t inputs_to_come_ = 0;
+};
+
+// The running backward keeps its graph (retain_graph, create_graph).
+bool graph_is_kept();
+// The running graph task, or -1.
+int current_task();
 
 // Attaches both hooks for parameter i; whether it requires a gradient now does not matter. Keep the
 // node alive: autograd holds it only weakly, and with it go the hooks.

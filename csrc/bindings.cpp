@@ -9,6 +9,7 @@
 #include "engine.h"
 #include "layout.h"
 #include "optimizer.h"
+#include "residency.h"
 
 namespace py = pybind11;
 
@@ -78,6 +79,56 @@ void destroy_without_gil(Engine* engine) {
   delete engine;
 }
 
+void bind_residency(py::module_& m) {
+  py::enum_<Residency>(m, "Residency")
+      .value("released", Residency::released)
+      .value("gathering", Residency::gathering)
+      .value("gathered", Residency::gathered);
+  py::enum_<ResidencyEvent>(m, "ResidencyEvent")
+      .value("prefetch", ResidencyEvent::prefetch)
+      .value("enter_forward", ResidencyEvent::enter_forward)
+      .value("leave_forward", ResidencyEvent::leave_forward)
+      .value("enter_backward", ResidencyEvent::enter_backward)
+      .value("leave_backward", ResidencyEvent::leave_backward)
+      .value("gradient", ResidencyEvent::gradient)
+      .value("backward_ended", ResidencyEvent::backward_ended)
+      .value("hold", ResidencyEvent::hold)
+      .value("drop", ResidencyEvent::drop)
+      .value("step", ResidencyEvent::step)
+      .value("reset", ResidencyEvent::reset);
+  py::enum_<ResidencyAction>(m, "ResidencyAction")
+      .value("none", ResidencyAction::none)
+      .value("start", ResidencyAction::start)
+      .value("gather", ResidencyAction::gather)
+      .value("wait", ResidencyAction::wait)
+      .value("release", ResidencyAction::release)
+      .value("error", ResidencyAction::error);
+  py::class_<Holds>(m, "Holds")
+      .def(py::init([](int32_t forward, int32_t calls, bool graph, bool escaped, bool user,
+                       bool permanent) {
+             return Holds{forward, calls, graph, escaped, user, permanent};
+           }),
+           py::kw_only(), py::arg("forward") = 0, py::arg("calls") = 0, py::arg("graph") = false,
+           py::arg("escaped") = false, py::arg("user") = false, py::arg("permanent") = false)
+      .def_readonly("forward", &Holds::forward)
+      .def_readonly("calls", &Holds::calls)
+      .def_readonly("graph", &Holds::graph)
+      .def_readonly("escaped", &Holds::escaped)
+      .def_readonly("user", &Holds::user)
+      .def_readonly("permanent", &Holds::permanent);
+  m.def(
+      "transition",
+      [](Residency state, const Holds& holds, ResidencyEvent event, bool keep, bool escapes,
+         bool expected, bool graph_kept, bool may_retain) {
+        const Transition next =
+            transition(state, holds, event, {keep, escapes, expected, graph_kept, may_retain});
+        return std::make_tuple(next.state, next.holds, next.action);
+      },
+      py::arg("state"), py::arg("holds"), py::arg("event"), py::kw_only(), py::arg("keep") = false,
+      py::arg("escapes") = false, py::arg("expected") = false, py::arg("graph_kept") = false,
+      py::arg("may_retain") = true);
+}
+
 void bind_engine(py::module_& m) {
   py::enum_<Reduction>(m, "Reduction")
       .value("exchange", Reduction::exchange)
@@ -85,6 +136,16 @@ void bind_engine(py::module_& m) {
   py::enum_<Engine::ZeroGrad>(m, "ZeroGrad")
       .value("to_none", Engine::ZeroGrad::to_none)
       .value("to_zero", Engine::ZeroGrad::to_zero);
+  py::enum_<UnitKind>(m, "UnitKind")
+      .value("trainable", UnitKind::trainable)
+      .value("frozen", UnitKind::frozen);
+  py::class_<GatherOptions>(m, "GatherOptions")
+      .def_readwrite("prefetch_bytes", &GatherOptions::prefetch_bytes)
+      .def_readwrite("retained_bytes", &GatherOptions::retained_bytes)
+      .def_readwrite("reshard_after_forward", &GatherOptions::reshard_after_forward);
+  py::class_<Call, std::shared_ptr<Call>>(m, "Call")
+      .def("watch_input", &Call::watch_input, NoGil())
+      .def("watch_output", &Call::watch_output, NoGil());
   py::class_<EngineOptions>(m, "EngineOptions")
       .def(py::init<>())
       .def_readwrite("stage", &EngineOptions::stage)
@@ -94,7 +155,9 @@ void bind_engine(py::module_& m) {
       .def_readwrite("reduce_dtype", &EngineOptions::reduce_dtype)
       .def_readwrite("divide_factor", &EngineOptions::divide_factor)
       .def_readwrite("accumulation_steps", &EngineOptions::accumulation_steps)
-      .def_readwrite("broadcast", &EngineOptions::broadcast);
+      .def_readwrite("broadcast", &EngineOptions::broadcast)
+      .def_readwrite("limit_bytes", &EngineOptions::limit_bytes)
+      .def_readwrite("gather", &EngineOptions::gather);
   py::class_<StepVerdict>(m, "StepVerdict")
       .def_readonly("nonfinite", &StepVerdict::nonfinite)
       .def_readonly("rank", &StepVerdict::rank)
@@ -106,22 +169,44 @@ void bind_engine(py::module_& m) {
            }),
            py::arg("options"))
       .def("add_parameters", &Engine::add_parameters, NoGil())
-      .def("add_units", &Engine::add_units, NoGil())
+      .def("add_unit", &Engine::add_unit, NoGil())
+      .def("replace_parameter", &Engine::replace_parameter, NoGil())
+      .def(
+          "add_site",
+          [](Engine& e, std::vector<int64_t> units, bool root, bool first, bool last) {
+            return e.add_site({std::move(units), root, first, last});
+          },
+          py::arg("units"), py::kw_only(), py::arg("root"), py::arg("first"), py::arg("last"))
+      .def("enter_forward", &Engine::enter_forward, NoGil())
+      .def("leave_forward", &Engine::leave_forward, NoGil())
+      .def("begin_call", &Engine::begin_call)
+      .def("unshard", &Engine::unshard, NoGil())
+      .def(
+          "reshard",
+          [](Engine& e, bool keep_writes) {
+            e.reshard(keep_writes ? Unit::Writes::keep : Unit::Writes::discard);
+          },
+          py::arg("keep_writes"), NoGil())
+      .def("wait_for_shards", &Engine::wait_for_shards, NoGil())
+      .def("gathered_units", &Engine::gathered_units, NoGil())
       .def_property_readonly("rank", &Engine::rank)
       .def_property_readonly("world", &Engine::world)
       .def_property_readonly("stage", [](const Engine& e) { return e.policy().stage; })
       .def_property_readonly("unit_count", &Engine::unit_count)
       .def("unit_of", &Engine::unit_of)
+      .def("frozen_unit_of", &Engine::frozen_unit_of)
+      .def("parameter_slice", &Engine::parameter_slice, NoGil())
+      .def_property_readonly("releases", &Engine::releases)
       .def("bounds",
            [](Engine& e, int64_t i) {
-             const Layout& layout = e.unit(e.unit_of(i)).layout();
-             return layout.bounds(e.slot_of(i));
+             return e.home_of(i).layout().bounds(e.slot_of(i));
            })
       .def("strides",
            [](Engine& e, int64_t i) {
-             return e.unit(e.unit_of(i)).layout().slot(e.slot_of(i)).spec.strides;
+             return e.home_of(i).layout().slot(e.slot_of(i)).spec.strides;
            })
       .def("unit_name", [](Engine& e, int64_t u) { return e.unit(u).name(); })
+      .def("unit_name_of", [](Engine& e, int64_t i) { return e.home_of(i).name(); })
       .def("unit_parameters", &Engine::parameters_of)
       .def("padded_numel", [](Engine& e, int64_t u) { return e.unit(u).layout().padded_numel(); })
       .def("range_numel", [](Engine& e, int64_t u) { return e.unit(u).layout().range_numel(); })
@@ -180,6 +265,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("cpu_instruction_set", &zero_ext::kernels::cpu_instruction_set);
   m.def("reduced_by_ddp", &zero_ext::reduced_by_ddp);
   zero_ext::bind_layout(m);
+  zero_ext::bind_residency(m);
   zero_ext::bind_engine(m);
   zero_ext::bind_optimizer(m);
 }

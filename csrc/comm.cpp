@@ -105,6 +105,17 @@ void Comm::gather(const at::Tensor& full, int64_t tag, Pending& pending) {
   }
 }
 
+Comm::Offer Comm::offer(const at::Tensor& tensor, int64_t to, int64_t tag) {
+  std::vector<at::Tensor> tensors{tensor};
+  return gather_group_->send(tensors, static_cast<int>(to), tag_of(tag));
+}
+
+void Comm::receive(const at::Tensor& into, int64_t from, int64_t tag, Pending& pending) {
+  std::vector<at::Tensor> tensors{into};
+  pending.parts_.push_back({gather_group_->recv(tensors, static_cast<int>(from), tag_of(tag)), into,
+                            from, /*sending=*/false});
+}
+
 void Comm::all_reduce_min(const at::Tensor& values, const std::function<std::string()>& what) {
   if (world_ == 1) return;
   std::vector<at::Tensor> tensors{values};

@@ -64,6 +64,13 @@ class Comm {
   // In place: every rank's range of `full` [world * n] is sent to all others.
   void gather(const at::Tensor& full, int64_t tag, Pending& pending);
 
+  // Parameters of released units travel one-sided, so that ranks may gather at different times and
+  // different units: a message that waits here until `to` receives it. Nobody waits for it; its
+  // bytes are read when it is taken. Messages of one tag are taken in the order of the offers.
+  using Offer = c10::intrusive_ptr<c10d::Work>;
+  Offer offer(const at::Tensor& tensor, int64_t to, int64_t tag);
+  void receive(const at::Tensor& into, int64_t from, int64_t tag, Pending& pending);
+
   // Small agreements on the gather group; they wait. `what` is for the message, as in
   // Pending::wait.
   void all_reduce_min(const at::Tensor& values, const std::function<std::string()>& what);

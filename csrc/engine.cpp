@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <set>
 #include <utility>
 
 #include "check.h"
@@ -16,8 +17,9 @@ namespace {
 
 const Policy& policy_for(int stage) {
   const Policy* policy = find_policy(stage);
-  TORCH_CHECK_VALUE(policy != nullptr, "zero_ext has stages 0, 1 and 2, not ", stage,
-                    ". Stage 1 shards the optimizer state, stage 2 the gradients too.");
+  TORCH_CHECK_VALUE(policy != nullptr, "zero_ext has stages 0, 1, 2 and 3, not ", stage,
+                    ". Stage 1 shards the optimizer state, stage 2 the gradients too, stage 3 the "
+                    "parameters as well.");
   return *policy;
 }
 
@@ -56,8 +58,11 @@ Engine::Engine(EngineOptions options)
                .reduction = options_.reduction,
                .reduce_dtype = options_.reduce_dtype.value_or(at::kFloat),
                .reduce_in_gradient_dtype = !options_.reduce_dtype.has_value(),
-               .memory = std::make_shared<MemoryCounter>()},
-      pool_(context_.memory) {}
+               .memory = std::make_shared<MemoryCounter>(options_.limit_bytes)},
+      pool_(context_.memory),
+      gatherer_(comm_, context_, options_.gather) {
+  context_.spare = std::make_shared<SpareMemory>(context_.memory, Held::full);
+}
 
 std::shared_ptr<Engine> Engine::create(EngineOptions options, void (*destroy)(Engine*)) {
   std::shared_ptr<Engine> engine(new Engine(std::move(options)), destroy);
@@ -86,34 +91,50 @@ Engine::~Engine() {
   }
 }
 
-void Engine::add_units(const std::vector<std::vector<int64_t>>& units, at::ScalarType dtype) {
+int64_t Engine::add_unit(const std::vector<int64_t>& members, at::ScalarType dtype,
+                         UnitKind kind) {
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;
-  for (const std::vector<int64_t>& members : units) {
-    std::vector<SlotSpec> specs;
-    std::vector<at::Tensor> values;
-    for (const int64_t i : members) {
-      specs.push_back(slot_spec(parameters_[i].name, parameters_[i].tensor));
-      values.push_back(parameters_[i].tensor.detach());
-    }
-    const int64_t index = unit_count();
-    TORCH_CHECK(index < kMaxUnits, where(rank()), "more than ", kMaxUnits,
-                " units. Choose a larger bucket_mb.");
-    const std::string name =
-        members.size() == 1 ? specs.front().name : specs.front().name + " … " + specs.back().name;
-    units_.push_back(std::make_unique<Unit>(context_, index, name, std::move(specs), values, dtype,
-                                            comm_, options_.broadcast));
-    unit_parameters_.push_back(members);
-    for (size_t slot = 0; slot < members.size(); ++slot) {
-      Parameter& parameter = parameters_[members[slot]];
-      parameter.unit = index;
-      parameter.slot = static_cast<int64_t>(slot);
-      parameter.tensor.set_data(units_.back()->parameter_view(parameter.slot));
-      if (parameter.tensor.scalar_type() != values[slot].scalar_type()) {
-        parameter.node = hook_parameter(parameter.tensor, members[slot], weak_from_this());
-      }
+  const bool trainable = kind == UnitKind::trainable;
+  auto& units = trainable ? units_ : frozen_units_;
+  std::vector<SlotSpec> specs;
+  std::vector<at::Tensor> values;
+  std::set<int64_t> thawed;
+  for (const int64_t i : members) {
+    specs.push_back(slot_spec(parameters_[i].name, parameters_[i].tensor));
+    values.push_back(parameters_[i].tensor.detach());
+    if (parameters_[i].frozen_unit >= 0)
+      thawed.insert(frozen_gathered_as_[parameters_[i].frozen_unit]);
+  }
+  gatherer_.hold({thawed.begin(), thawed.end()});
+  const auto index = static_cast<int64_t>(units.size());
+  TORCH_CHECK(index < kMaxUnits, where(rank()), "more than ", kMaxUnits,
+              " units. Choose a larger bucket_mb.");
+  const std::string name =
+      members.size() == 1 ? specs.front().name : specs.front().name + " … " + specs.back().name;
+  units.push_back(std::make_unique<Unit>(context_, index, name, std::move(specs), values, dtype,
+                                         kind, comm_, options_.broadcast));
+  const int64_t number = gatherer_.add_unit(units.back().get());
+  (trainable ? gathered_as_ : frozen_gathered_as_).push_back(number);
+  if (trainable) unit_parameters_.push_back(members);
+  for (size_t slot = 0; slot < members.size(); ++slot) {
+    Parameter& parameter = parameters_[members[slot]];
+    (trainable ? parameter.unit : parameter.frozen_unit) = index;
+    parameter.slot = static_cast<int64_t>(slot);
+    parameter.tensor.set_data(units.back()->parameter_view(parameter.slot));
+    if (parameter.tensor.scalar_type() != values[slot].scalar_type()) {
+      parameter.node = hook_parameter(parameter.tensor, members[slot], weak_from_this());
     }
   }
+  for (const int64_t old : thawed) gatherer_.add_to_sites_of(old, number);
+  gatherer_.drop({thawed.begin(), thawed.end()}, Unit::Writes::discard);
+  return number;
+}
+
+void Engine::replace_parameter(int64_t i, const at::Tensor& tensor) {
+  const std::lock_guard lock(mutex_);
+  parameters_[i].tensor = tensor;
+  parameters_[i].node = hook_parameter(tensor, i, weak_from_this());
 }
 
 void Engine::set_published(int64_t i, const at::Tensor& view, const at::Tensor& local) {
@@ -121,6 +142,11 @@ void Engine::set_published(int64_t i, const at::Tensor& view, const at::Tensor& 
   parameters_[i].published_view = view;
   parameters_[i].published_local = local;
   parameters_[i].published_version = version_of(view, local);
+}
+
+at::Tensor Engine::parameter_slice(int64_t i) {
+  const std::lock_guard lock(mutex_);
+  return home_of(i).parameter_slice(parameters_[i].slot);
 }
 
 // The boundary
@@ -163,7 +189,84 @@ void Engine::before_gradient(int64_t i) {
   const std::lock_guard lock(mutex_);
   if (!managed(i)) return;
   watch_->enter();
+  gatherer_.begin_backward();
   if (!open_) begin_backward(next_backward_reduces());
+}
+
+void Engine::call_entered(int64_t site) {
+  const std::lock_guard lock(mutex_);
+  watch_->enter();
+  gatherer_.begin_backward();
+  // Which gradients will come must be known before the first unit is left. autograd.grad() over
+  // inputs brings none, and is no backward of ours.
+  if (!open_ && std::exchange(last_task_, current_task()) != current_task() &&
+      backward_reaches_us()) {
+    begin_backward(next_backward_reduces());
+  }
+  gatherer_.enter_backward(site);
+}
+
+void Engine::call_left(int64_t site) {
+  const std::lock_guard lock(mutex_);
+  gatherer_.leave_backward(site, graph_is_kept());
+}
+
+// Forwards of released modules
+
+int64_t Engine::add_site(Site site) {
+  const std::lock_guard lock(mutex_);
+  return gatherer_.add_site(std::move(site));
+}
+
+void Engine::enter_forward(int64_t site) {
+  const std::lock_guard lock(mutex_);
+  gatherer_.enter_forward(site);
+}
+
+void Engine::leave_forward(int64_t site, const std::vector<at::Tensor>& outputs) {
+  const std::lock_guard lock(mutex_);
+  Gatherer::Left left{.grad_mode = at::GradMode::is_enabled()};
+  for (const int64_t u : gatherer_.units_of(site)) {
+    const bool escapes = std::any_of(outputs.begin(), outputs.end(), [&](const at::Tensor& output) {
+      return gatherer_.unit(u).holds_storage_of(output);
+    });
+    if (escapes) left.escaped.push_back(u);
+  }
+  gatherer_.leave_forward(site, left);
+}
+
+std::shared_ptr<Call> Engine::begin_call(int64_t site) {
+  return std::make_shared<Call>(weak_from_this(), site);
+}
+
+std::vector<int64_t> Engine::all_gathered() const {
+  std::vector<int64_t> all(gatherer_.unit_count());
+  for (size_t u = 0; u < all.size(); ++u) all[u] = static_cast<int64_t>(u);
+  return all;
+}
+
+void Engine::unshard() {
+  const std::lock_guard lock(mutex_);
+  gatherer_.hold(all_gathered());
+}
+
+void Engine::reshard(Unit::Writes writes) {
+  const std::lock_guard lock(mutex_);
+  gatherer_.drop(all_gathered(), writes);
+}
+
+void Engine::wait_for_shards() {
+  const std::lock_guard lock(mutex_);
+  gatherer_.end_step();
+}
+
+std::vector<std::string> Engine::gathered_units() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::string> names;
+  for (int64_t u = 0; u < gatherer_.unit_count(); ++u) {
+    if (gatherer_.state(u) != Residency::released) names.push_back(gatherer_.unit(u).name());
+  }
+  return names;
 }
 
 void Engine::begin_backward(bool reduces) {
@@ -351,6 +454,7 @@ void Engine::after_gradient(int64_t i) {
   if (!finite && parameter.nonfinite_micro_batch < 0)
     parameter.nonfinite_micro_batch = micro_batch_;
   if (reduces_ && !deferred_) start_ready_reductions();
+  gatherer_.gradient_arrived(gathered_as_[parameter.unit], graph_is_kept());
 }
 
 void Engine::lend_bucket(Unit& unit) {
@@ -400,19 +504,23 @@ void Engine::finish_backward() {
 
 void Engine::backward_ended() {
   const std::lock_guard lock(mutex_);
-  if (!open_) return;
+  last_task_ = -1;
   try {
     const at::NoGradGuard no_grad;
-    finish_backward();
+    if (open_) finish_backward();
+    gatherer_.end_backward();
   } catch (...) {
-    abort_backward();
+    if (open_) abort_backward();
+    gatherer_.reset_after_failure();
     throw;
   }
 }
 
 void Engine::backward_failed() noexcept {
   const std::lock_guard lock(mutex_);
+  last_task_ = -1;
   if (open_) abort_backward();
+  gatherer_.reset_after_failure();
 }
 
 void Engine::abort_backward() noexcept {
@@ -465,8 +573,13 @@ StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices, bool check
   }
   *last_backward = backwards_;
   take_over_grads(indices, "step()");
+  gatherer_.begin_step();
+  // Nobody's shard changes before all ranks are here: until then they may be gathering from it.
+  StepVerdict verdict = check_nonfinite || context_.releases()
+                            ? agree_on_nonfinite(check_nonfinite ? indices : std::vector<int64_t>())
+                            : StepVerdict();
   repair_storage(indices);
-  StepVerdict verdict = check_nonfinite ? agree_on_nonfinite(indices) : StepVerdict();
+  if (verdict.nonfinite) gatherer_.end_step();
   micro_batch_ = 0;
   since_boundary_ = 0;
   return verdict;
@@ -483,7 +596,8 @@ void Engine::repair_storage(const std::vector<int64_t>& indices) {
     if (parameter.unit < 0 || parameter.tensor.numel() == 0) continue;
     Unit& unit = *units_[parameter.unit];
     const at::Tensor view = unit.parameter_view(parameter.slot);
-    if (parameter.tensor.const_data_ptr() == view.const_data_ptr() &&
+    if (unit.holds_storage_of(parameter.tensor) &&
+        parameter.tensor.storage_offset() == view.storage_offset() &&
         parameter.tensor.strides() == view.strides() && parameter.tensor.sizes() == view.sizes()) {
       continue;
     }
@@ -545,12 +659,13 @@ void Engine::apply_step(const Update& update) {
       parameters_[members[slot]].tensor.unsafeGetTensorImpl()->bump_version();
       update.applied(members[slot]);
     }
-    if (!any || policy().gather == When::never) continue;
+    if (!any || policy().gather != When::after_step) continue;
     unit.gather(comm_, steps_ * kMaxUnits + u, gathering);
     ++gathers_;
   }
   ++steps_;
   gathering.wait([this] { return where(rank()) + "step() waited for updated parameters"; });
+  gatherer_.end_step();
 }
 
 void Engine::adopt_writes() {
@@ -644,7 +759,7 @@ std::map<std::string, int64_t> Engine::stats() {
   const std::lock_guard lock(mutex_);
   std::map<std::string, int64_t> stats{{"backwards", backwards_},
                                        {"reductions", reductions_},
-                                       {"gathers", gathers_},
+                                       {"gathers", gathers_ + gatherer_.gathers()},
                                        {"steps", steps_},
                                        {"units", unit_count()},
                                        {"reduced_in_no_sync", reduced_in_no_sync_},

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -23,6 +24,7 @@
 #include "autograd.h"
 #include "bucket.h"
 #include "comm.h"
+#include "gatherer.h"
 #include "unit.h"
 
 namespace zero_ext {
@@ -36,6 +38,8 @@ struct EngineOptions {
   double divide_factor = 0;        // gradients are divided by it; 0: by the number of ranks
   int64_t accumulation_steps = 1;  // every n-th backward is a boundary
   bool broadcast = true;           // rank 0's parameter values are everybody's
+  int64_t limit_bytes = std::numeric_limits<int64_t>::max();
+  GatherOptions gather;
 };
 
 // What all ranks agreed on before an update.
@@ -65,7 +69,10 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
                       const std::vector<std::string>& names);
   // Units of parameter indices, in the order in which they will be reduced, behind the ones that
   // exist. Moves the parameters into flat buffers. Every rank calls it with the same units.
-  void add_units(const std::vector<std::vector<int64_t>>& units, at::ScalarType dtype);
+  // Returns the unit's number among those that are gathered and released.
+  int64_t add_unit(const std::vector<int64_t>& members, at::ScalarType dtype, UnitKind kind);
+  // Parameter i is `tensor` from now on, which is in no unit yet.
+  void replace_parameter(int64_t i, const at::Tensor& tensor);
 
   int64_t rank() const { return comm_.rank(); }
   int64_t world() const { return comm_.world(); }
@@ -74,6 +81,8 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   int64_t unit_count() const { return static_cast<int64_t>(units_.size()); }
   Unit& unit(int64_t u) { return *units_[u]; }
   int64_t unit_of(int64_t i) const { return parameters_[i].unit; }
+  int64_t frozen_unit_of(int64_t i) const { return parameters_[i].frozen_unit; }
+  bool releases() const { return context_.releases(); }
   int64_t slot_of(int64_t i) const { return parameters_[i].slot; }
   const std::vector<int64_t>& parameters_of(int64_t u) const { return unit_parameters_[u]; }
   const std::string& name_of(int64_t i) const { return parameters_[i].name; }
@@ -89,6 +98,13 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   at::Tensor master_slice(int64_t i) {
     return units_[parameters_[i].unit]->master_slice(parameters_[i].slot);
   }
+  // The unit in which parameter i lies, trainable or not.
+  const Unit& home_of(int64_t i) const {
+    const Parameter& parameter = parameters_[i];
+    return parameter.unit >= 0 ? *units_[parameter.unit] : *frozen_units_[parameter.frozen_unit];
+  }
+  // This rank's part of the parameter itself, where parameters are sharded; 1-D, compute dtype.
+  at::Tensor parameter_slice(int64_t i);
   // This rank's part of a tensor subclass that a user put into .grad, 1-D; Python's part of the
   // job.
   void set_local_reader(std::function<at::Tensor(const at::Tensor&)> reader) {
@@ -103,6 +119,18 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
 
   // Makes sure that the coming backward is seen: a cast to and fro replaces autograd's nodes.
   void before_forward();
+
+  // Forwards of the modules whose parameters are gathered and released.
+  int64_t add_site(Site site);
+  void enter_forward(int64_t site);
+  // `outputs`: all tensors in what the module returned.
+  void leave_forward(int64_t site, const std::vector<at::Tensor>& outputs);
+  std::shared_ptr<Call> begin_call(int64_t site);
+  void unshard();
+  void reshard(Unit::Writes writes);
+  // All ranks' shards hold what was written to them; collective.
+  void wait_for_shards();
+  std::vector<std::string> gathered_units() const;  // names, of those in memory now
   // Parameters that were frozen when the model was sharded and require a gradient now.
   std::vector<int64_t> thawed() const;
 
@@ -129,6 +157,8 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   void after_gradient(int64_t i) override;
   void backward_ended() override;
   void backward_failed() noexcept override;
+  void call_entered(int64_t site) override;
+  void call_left(int64_t site) override;
 
  private:
   struct Parameter {
@@ -136,6 +166,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
     std::string name;
     int64_t unit = -1;  // -1: frozen when it was sharded
     int64_t slot = -1;
+    int64_t frozen_unit = -1;  // in frozen_units_, where frozen parameters are sharded too
     NodePtr node;
     at::Tensor published_view;
     at::Tensor published_local;     // the 1-D tensor that published_view shows
@@ -161,6 +192,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   void withdraw();
   void publish();
   void clear_gradient(Parameter& parameter);
+  std::vector<int64_t> all_gathered() const;
   void lend_bucket(Unit& unit);
   void start_ready_reductions();
   void finish_oldest_reduction();
@@ -182,6 +214,10 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   std::shared_ptr<BackwardWatch> watch_;
   std::vector<Parameter> parameters_;
   std::vector<std::unique_ptr<Unit>> units_;
+  std::vector<std::unique_ptr<Unit>> frozen_units_;
+  Gatherer gatherer_;
+  std::vector<int64_t> gathered_as_;         // of units_, their numbers in gatherer_
+  std::vector<int64_t> frozen_gathered_as_;  // of frozen_units_
   std::vector<std::vector<int64_t>> unit_parameters_;
   std::function<at::Tensor(const at::Tensor&)> local_reader_;
 
@@ -198,6 +234,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
 
   // One backward.
   bool open_ = false;
+  int last_task_ = -1;  // that entered a call
   bool reduces_ = false;
   bool deferred_ =
       false;          // reductions wait for the end: more gradients may arrive than the graph shows

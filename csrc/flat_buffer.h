@@ -13,27 +13,57 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <limits>
+#include <string>
 #include <string_view>
+#include <vector>
 
 namespace zero_ext {
 
 // What a byte is held for; the keys of stats()["bytes"].
-enum class Held : int { full, master, grad, bucket, optimizer_state };
-constexpr std::array<std::string_view, 5> kHeldNames{"full", "master", "grad", "bucket",
-                                                     "optimizer_state"};
+enum class Held : int { full, shard, master, grad, bucket, optimizer_state };
+constexpr std::array<std::string_view, 6> kHeldNames{"full", "shard",  "master",
+                                                     "grad", "bucket", "optimizer_state"};
 
 // Bytes held now and at most, of one engine. Buffers keep it alive.
 class MemoryCounter {
  public:
+  // No more than `limit` bytes may be held.
+  explicit MemoryCounter(int64_t limit = std::numeric_limits<int64_t>::max()) : limit_(limit) {}
+  // Before `bytes` are allocated. Throws where they would exceed the limit, and counts nothing.
   void add(Held held, int64_t bytes);
+  void subtract(Held held, int64_t bytes);
   int64_t bytes(Held held) const { return bytes_[static_cast<int>(held)]; }
   int64_t total() const { return total_; }
   int64_t peak() const { return peak_; }
 
  private:
+  int64_t limit_;
   std::array<std::atomic<int64_t>, kHeldNames.size()> bytes_{};
   std::atomic<int64_t> total_{0};
   std::atomic<int64_t> peak_{0};
+};
+
+// Memory that released buffers gave up within one pass, for the next ones of the same size: fresh
+// pages cost as much as the gather that fills them. Never more than was held at once: what fits
+// nobody goes as soon as somebody needs new memory.
+class SpareMemory {
+ public:
+  SpareMemory(std::shared_ptr<MemoryCounter> counter, Held held)
+      : counter_(std::move(counter)), held_(held) {}
+  ~SpareMemory() { clear(); }
+  c10::DataPtr take(int64_t bytes);
+  void give(c10::DataPtr memory, int64_t bytes);
+  void clear();
+
+ private:
+  struct Block {
+    c10::DataPtr memory;
+    int64_t bytes;
+  };
+  std::shared_ptr<MemoryCounter> counter_;
+  Held held_;
+  std::vector<Block> blocks_;
 };
 
 class FlatBuffer {
@@ -42,11 +72,15 @@ class FlatBuffer {
   // `numel` elements of `dtype` in host memory, not initialised.
   FlatBuffer(std::shared_ptr<MemoryCounter> counter, Held held, at::ScalarType dtype,
              int64_t numel);
+  // A storage without memory: as after empty().
+  static FlatBuffer without_memory(std::shared_ptr<MemoryCounter> counter, Held held,
+                                   at::ScalarType dtype, int64_t numel, const std::string& message);
   FlatBuffer(FlatBuffer&& other) noexcept { *this = std::move(other); }
   FlatBuffer& operator=(FlatBuffer&& other) noexcept;
   ~FlatBuffer() { release(); }
 
   bool defined() const { return tensor_.defined(); }
+  bool emptied() const { return emptied_; }
   int64_t numel() const { return tensor_.defined() ? tensor_.numel() : 0; }
   const at::Tensor& tensor() const { return tensor_; }  // [numel]
   void* data() const { return tensor_.data_ptr(); }
@@ -60,6 +94,10 @@ class FlatBuffer {
   at::Tensor view(int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) const;
 
   void fill_zero();
+  // Gives the memory to `spare`. The storage stays, and so do its views; reading one raises
+  // `message`, until allocate() gives the storage memory again, not initialised.
+  void empty(SpareMemory& spare, const std::string& message);
+  void allocate(SpareMemory& spare);
   // Enlarges to `numel` elements; the old ones keep their values, the new ones are zero, every view
   // stays valid.
   void grow(int64_t numel);
@@ -69,6 +107,7 @@ class FlatBuffer {
  private:
   std::shared_ptr<MemoryCounter> counter_;
   Held held_ = Held::full;
+  bool emptied_ = false;
   at::Tensor tensor_;
 };
 

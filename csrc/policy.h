@@ -13,9 +13,11 @@ constexpr int64_t ranges_of(Sharding sharding, int64_t world) {
   return sharding == Sharding::sharded ? world : 1;
 }
 
-// When a verb (gather, reduce) runs.
+// When a verb (gather, release, reduce) runs.
 enum class When {
   never,
+  before_use,      // whenever a pass enters the unit
+  after_use,       // whenever a pass has left it
   after_step,      // once per optimizer step
   at_boundary,     // in the backward that ends an accumulation, none inside no_sync()
   every_backward,  // in each backward, no_sync() or not
@@ -27,6 +29,7 @@ struct Policy {
   Sharding gradient;   // of the sum that lives between backwards
   Sharding optimizer;  // master, moments, and the reduced gradient that they are updated with
   When gather;
+  When release;
   When reduce;
 };
 
@@ -34,13 +37,15 @@ constexpr auto kReplicated = Sharding::replicated;
 constexpr auto kSharded = Sharding::sharded;
 
 // clang-format off
-constexpr std::array<Policy, 3> kStages{{
+constexpr std::array<Policy, 4> kStages{{
     {.stage = 0, .parameter = kReplicated, .gradient = kReplicated, .optimizer = kReplicated,
-     .gather = When::never,      .reduce = When::at_boundary},
+     .gather = When::never,      .release = When::never,     .reduce = When::at_boundary},
     {.stage = 1, .parameter = kReplicated, .gradient = kReplicated, .optimizer = kSharded,
-     .gather = When::after_step, .reduce = When::at_boundary},
+     .gather = When::after_step, .release = When::never,     .reduce = When::at_boundary},
     {.stage = 2, .parameter = kReplicated, .gradient = kSharded,    .optimizer = kSharded,
-     .gather = When::after_step, .reduce = When::every_backward},
+     .gather = When::after_step, .release = When::never,     .reduce = When::every_backward},
+    {.stage = 3, .parameter = kSharded,    .gradient = kSharded,    .optimizer = kSharded,
+     .gather = When::before_use, .release = When::after_use, .reduce = When::every_backward},
 }};
 // clang-format on
 

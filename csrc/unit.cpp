@@ -35,7 +35,8 @@ void check(kernels::Status status, const char* kernel) {
 }  // namespace
 
 Unit::Unit(const UnitContext& context, int64_t index, std::string name, std::vector<SlotSpec> specs,
-           const std::vector<at::Tensor>& values, at::ScalarType dtype, Comm& comm, bool broadcast)
+           const std::vector<at::Tensor>& values, at::ScalarType dtype, UnitKind kind, Comm& comm,
+           bool broadcast)
     : context_(context),
       index_(index),
       name_(std::move(name)),
@@ -43,6 +44,7 @@ Unit::Unit(const UnitContext& context, int64_t index, std::string name, std::vec
               kAlignmentBytes / static_cast<int64_t>(c10::elementSize(dtype))),
       dtype_(dtype),
       own_pieces_(layout_.size(), nullptr),
+      gather_tag_(kind == UnitKind::trainable ? index : kMaxUnits + index),
       fresh_(layout_.size(), 1),
       local_fresh_(layout_.size(), 1),
       nonfinite_(layout_.size(), 0) {
@@ -51,24 +53,30 @@ Unit::Unit(const UnitContext& context, int64_t index, std::string name, std::vec
       if (piece.range == own_range()) own_pieces_[i] = &piece;
     }
   }
-  const auto what = [this] {
-    return where(context_.rank, name_) + "waited for rank 0's parameters at wrap time";
-  };
+  const int64_t range = layout_.range_numel();
+  if (context_.releases()) {
+    full_ = FlatBuffer::without_memory(context_.memory, Held::full, dtype_, layout_.padded_numel(),
+                                       released_message());
+    shard_ = FlatBuffer(context_.memory, Held::shard, dtype_, range);
+  } else {
+    full_ = FlatBuffer(context_.memory, Held::full, dtype_, layout_.padded_numel());
+    full_.fill_zero();
+  }
+  if (kind == UnitKind::trainable) {
+    grad_ = FlatBuffer(context_.memory, Held::grad, at::kFloat, range);
+    grad_.fill_zero();
+    if (dtype_ != at::kFloat) master_ = FlatBuffer(context_.memory, Held::master, at::kFloat, range);
+  }
+  take_values(values, comm, broadcast);
+}
+
+void Unit::take_values(const std::vector<at::Tensor>& values, Comm& comm, bool broadcast) {
+  // In their own dtype first, so that fp32 values give exact masters to a bf16 unit.
   const int64_t padded = layout_.padded_numel();
   const int64_t own_begin = layout_.range_begin(own_range());
-  full_ = FlatBuffer(context_.memory, Held::full, dtype_, padded);
-  full_.fill_zero();
-  grad_ = FlatBuffer(context_.memory, Held::grad, at::kFloat, layout_.range_numel());
-  grad_.fill_zero();
-  if (dtype_ != at::kFloat) {
-    master_ = FlatBuffer(context_.memory, Held::master, at::kFloat, layout_.range_numel());
-  }
-
-  // The values arrive in their own dtype first, so that fp32 values give exact masters to a bf16
-  // unit.
   const at::ScalarType source_dtype = values.empty() ? dtype_ : values[0].scalar_type();
   FlatBuffer staged;
-  if (source_dtype != dtype_) {
+  if (source_dtype != dtype_ || full_.emptied()) {
     staged = FlatBuffer(context_.memory, Held::full, source_dtype, padded);
     staged.fill_zero();
   }
@@ -77,17 +85,31 @@ Unit::Unit(const UnitContext& context, int64_t index, std::string name, std::vec
     const Slot& slot = layout_.slot(i);
     source.view(slot.offset, slot.spec.sizes, slot.spec.strides).copy_(values[i]);
   }
-  if (broadcast) comm.broadcast(source.tensor(), what);
-  if (master_.defined()) {
-    check(kernels::cpu().cast(source.at(own_begin), dtype_of(source_dtype), master_.data(),
-                              kernels::DType::f32, layout_.range_numel(), cpu_launch()),
-          "cast");
+  if (broadcast) {
+    comm.broadcast(source.tensor(), [this] {
+      return where(context_.rank, name_) + "waited for rank 0's parameters at wrap time";
+    });
   }
-  if (staged.defined()) {
-    check(kernels::cpu().cast(staged.data(), dtype_of(source_dtype), full_.data(), dtype_of(dtype_),
-                              padded, cpu_launch()),
+  const auto cast = [&](void* target, at::ScalarType dtype, int64_t begin, int64_t numel) {
+    check(kernels::cpu().cast(source.at(begin), dtype_of(source_dtype), target, dtype_of(dtype),
+                              numel, cpu_launch()),
           "cast");
+  };
+  if (master_.defined()) cast(master_.data(), at::kFloat, own_begin, layout_.range_numel());
+  if (!staged.defined()) return;
+  if (shard_.defined()) {
+    cast(shard_.data(), dtype_, own_begin, layout_.range_numel());
+  } else {
+    cast(full_.data(), dtype_, 0, padded);
   }
+}
+
+std::string Unit::released_message() const {
+  return where(context_.rank, name_) +
+         "the parameters of this unit are released: they were read outside of a forward or backward"
+         " of their own module. Read them inside `with module.summon_full_params():` or after"
+         " module.unshard(), or choose units so that the module that reads them is in the same"
+         " unit.";
 }
 
 at::Tensor Unit::parameter_view(int64_t i) const {
@@ -102,19 +124,32 @@ at::Tensor Unit::grad_slice(int64_t i) const {
 
 at::Tensor Unit::master_slice(int64_t i) const {
   const Piece* piece = own_piece(i);
-  const FlatBuffer& master = master_.defined() ? master_ : full_;
-  const int64_t begin = master_.defined() ? 0 : layout_.range_begin(own_range());
+  const bool apart = master_.defined() || shard_.defined();
+  const FlatBuffer& master = master_.defined() ? master_ : shard_.defined() ? shard_ : full_;
+  const int64_t begin = apart ? 0 : layout_.range_begin(own_range());
   return piece == nullptr ? master.slice(begin, 0)
                           : master.slice(begin + piece->range_begin, piece->numel);
 }
 
-float* Unit::master_data() const {
-  return static_cast<float*>(master_.defined() ? master_.data()
-                                               : full_.at(layout_.range_begin(own_range())));
+at::Tensor Unit::parameter_slice(int64_t i) const {
+  const Piece* piece = own_piece(i);
+  return piece == nullptr ? shard_.slice(0, 0) : shard_.slice(piece->range_begin, piece->numel);
 }
 
-void* Unit::stepped_parameter() const {
-  return master_.defined() ? full_.at(layout_.range_begin(own_range())) : nullptr;
+char* Unit::own_parameters() const {
+  return static_cast<char*>(shard_.defined() ? shard_.data()
+                                             : full_.at(layout_.range_begin(own_range())));
+}
+
+float* Unit::master_data() const {
+  return master_.defined() ? static_cast<float*>(master_.data())
+                           : reinterpret_cast<float*>(own_parameters());
+}
+
+void* Unit::stepped_parameter() const { return master_.defined() ? own_parameters() : nullptr; }
+
+bool Unit::holds_storage_of(const at::Tensor& tensor) const {
+  return tensor.has_storage() && tensor.storage().is_alias_of(full_.tensor().storage());
 }
 
 // One backward
@@ -151,12 +186,14 @@ void Unit::restore_reduced_sum() {
 }
 
 void Unit::end_backward() {
+  missing_ = 0;
   // A local sum still lies on top of the reduced one.
   if (sink_ != Sink::local) kept_ = false;
 }
 
 bool Unit::abort_backward(std::vector<Orphan>& orphans) {
   bool restored = true;
+  missing_ = 0;
   if (sink_ == Sink::local) {
     restored = !added_;
     for (int64_t i = 0; i < layout_.size(); ++i) {
@@ -497,7 +534,16 @@ bool Unit::still_nonfinite(int64_t i) {
 
 // Parameters
 
-void Unit::adopt_parameter(int64_t i, const at::Tensor& values) { parameter_view(i).copy_(values); }
+void Unit::adopt_parameter(int64_t i, const at::Tensor& values) {
+  if (!full_.emptied()) parameter_view(i).copy_(values);
+  const Piece* piece = own_piece(i);
+  if (!shard_.defined() || piece == nullptr) return;
+  const SlotSpec& spec = layout_.slot(i).spec;
+  const at::Tensor dense = at::empty_strided(spec.sizes, spec.strides, values.options());
+  dense.copy_(values);
+  shard_.slice(piece->range_begin, piece->numel)
+      .copy_(dense.as_strided({spec.numel}, {1}).narrow(0, piece->slot_begin, piece->numel));
+}
 
 void Unit::adopt_writes() {
   if (!master_.defined()) return;
@@ -516,5 +562,37 @@ void Unit::cast_master() {
 void Unit::gather(Comm& comm, int64_t tag, Pending& pending) {
   if (layout_.ranges() > 1) comm.gather(full_.tensor(), tag, pending);
 }
+
+Comm::Offer Unit::offer(Comm& comm, int64_t peer) const {
+  return comm.offer(shard_.tensor(), peer, gather_tag_);
+}
+
+void Unit::start_gather(Comm& comm) {
+  full_.allocate(*context_.spare);
+  receive_ranges(comm);
+}
+
+void Unit::receive_ranges(Comm& comm) {
+  const int64_t part = layout_.range_numel();
+  for (int64_t step = 1; step < context_.world; ++step) {
+    const int64_t peer = (context_.rank + context_.world - step) % context_.world;
+    comm.receive(full_.slice(layout_.range_begin(peer), part), peer, gather_tag_, gathering_);
+  }
+  std::memcpy(full_.at(layout_.range_begin(own_range())), shard_.data(), shard_.tensor().nbytes());
+}
+
+void Unit::finish_gather(const std::function<std::string()>& what) { gathering_.wait(what); }
+
+void Unit::release(Writes writes) {
+  // A write through `.data` leaves no trace in version counters: only the bytes tell.
+  const void* own = full_.at(layout_.range_begin(own_range()));
+  const size_t bytes = shard_.tensor().nbytes();
+  if (writes == Writes::keep && std::memcmp(own, shard_.data(), bytes) != 0) {
+    std::memcpy(shard_.data(), own, bytes);
+  }
+  full_.empty(*context_.spare, released_message());
+}
+
+void Unit::gather_again(Comm& comm) { receive_ranges(comm); }
 
 }  // namespace zero_ext

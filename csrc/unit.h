@@ -61,7 +61,13 @@ struct UnitContext {
   at::ScalarType reduce_dtype = at::kFloat;  // of collective reductions
   bool reduce_in_gradient_dtype = true;      // of exchange: else in reduce_dtype
   std::shared_ptr<MemoryCounter> memory;
+  std::shared_ptr<SpareMemory> spare;  // of released parameters
+  // Full parameters come and go: where they are sharded, and there is more than one rank.
+  bool releases() const { return policy.release == When::after_use && world > 1; }
 };
+
+// A frozen unit has parameters alone: no master, no gradient, no turn in a backward.
+enum class UnitKind { trainable, frozen };
 
 // Consecutive elements of this rank's range, gaps included: the parts of slots first_slot …
 // last_slot.
@@ -77,7 +83,8 @@ class Unit {
   // `values`: the parameters' present values, in any one floating dtype. `dtype`: what the
   // parameters are computed in.
   Unit(const UnitContext& context, int64_t index, std::string name, std::vector<SlotSpec> specs,
-       const std::vector<at::Tensor>& values, at::ScalarType dtype, Comm& comm, bool broadcast);
+       const std::vector<at::Tensor>& values, at::ScalarType dtype, UnitKind kind, Comm& comm,
+       bool broadcast);
 
   const std::string& name() const { return name_; }
   const Layout& layout() const { return layout_; }
@@ -88,11 +95,13 @@ class Unit {
   // This rank's part of slot i, 1-D, over the reduced gradient or the master.
   at::Tensor grad_slice(int64_t i) const;
   at::Tensor master_slice(int64_t i) const;
+  at::Tensor parameter_slice(int64_t i) const;  // of shard
   const FlatBuffer& master() const { return master_; }
   float* master_data() const;
   float* grad_data() const { return static_cast<float*>(grad_.data()); }
-  // This rank's range of full, or null where master is that range itself.
+  // This rank's range of the parameters in their compute dtype, or null where master is that range.
   void* stepped_parameter() const;
+  bool holds_storage_of(const at::Tensor& tensor) const;
   int64_t own_range() const { return layout_.ranges() == 1 ? 0 : context_.rank; }
   const Piece* own_piece(int64_t i) const { return own_pieces_[i]; }
 
@@ -106,6 +115,7 @@ class Unit {
   // it holds NaN or Inf.
   bool accumulate(int64_t i, const at::Tensor& grad, float scale);
   bool complete() const { return missing_ == 0; }
+  bool expects_gradients() const { return missing_ > 0; }
   void expect_no_more() { missing_ = 0; }
   bool reduced() const { return reduced_; }
   void start_reduce(Comm& comm, int64_t backward);
@@ -146,11 +156,29 @@ class Unit {
 
   void gather(Comm& comm, int64_t tag, Pending& pending);
 
+  // Where full comes and goes. Its own range lives in shard all the while.
+  int64_t full_bytes() const { return static_cast<int64_t>(full_.tensor().nbytes()); }
+  int64_t gather_tag() const { return gather_tag_; }
+  // This rank's range, for `peer` to take whenever it gathers the unit.
+  Comm::Offer offer(Comm& comm, int64_t peer) const;
+  void start_gather(Comm& comm);
+  void finish_gather(const std::function<std::string()>& what);
+  enum class Writes { keep, discard };
+  // Frees full; with `keep`, what the user wrote into this rank's range reaches shard first.
+  void release(Writes writes);
+  // Gathered once more in place: what was written into full is forgotten.
+  void gather_again(Comm& comm);
+
  private:
   enum Arrival : uint8_t { kNotArrived, kArrivedEmpty, kArrived };
 
+  void take_values(const std::vector<at::Tensor>& values, Comm& comm, bool broadcast);
   at::ScalarType message_dtype() const;
   int64_t local_offset(int64_t range) const;
+  std::string released_message() const;
+  // This rank's range of the parameters: in shard, or in full.
+  char* own_parameters() const;
+  void receive_ranges(Comm& comm);
   bool contributes(int64_t i) const;
   // Where the reduced sum is: below the local one, once that lies where it was.
   const FlatBuffer& reduced_sum() const { return sink_ == Sink::local && kept_ ? before_ : grad_; }
@@ -174,9 +202,10 @@ class Unit {
   at::ScalarType dtype_;
   std::vector<const Piece*> own_pieces_;  // [slots], null where this rank holds nothing of a slot
 
-  FlatBuffer full_;  // [padded], compute dtype
-  FlatBuffer
-      master_;  // [range], fp32; undefined where full is fp32: then it is this rank's range of full
+  int64_t gather_tag_;
+  FlatBuffer full_;   // [padded], compute dtype; without memory while the unit is released
+  FlatBuffer shard_;  // [range], compute dtype; undefined where full always holds it
+  FlatBuffer master_;  // [range], fp32; undefined where own_parameters() are fp32 and serve as it
   FlatBuffer grad_;  // [range], fp32; [padded] with this rank's range first once local sums exist
   FlatBuffer
       before_;  // [range], fp32; the reduced sum before this backward, or below the local sums
@@ -199,6 +228,7 @@ class Unit {
   std::unique_ptr<Bucket> bucket_;
   at::Tensor staged_;  // [padded], the bucket's gradients
   Pending pending_;
+  Pending gathering_;
   std::vector<at::Tensor>
       flags_;  // exchange: [world] messages of bytes; collective: one int32 [slots] of counts
   std::vector<const void*> sources_;  // contributions to this rank's range, in rank order

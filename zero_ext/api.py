@@ -4,7 +4,7 @@ import contextlib
 import copy
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +17,9 @@ from torch.utils._pytree import tree_map
 from zero_ext import _C
 from zero_ext.groups import resolve
 from zero_ext.handle import Handle, find
+from zero_ext.meta import MetaModules
+from zero_ext.shard_tensor import ShardTensor
+from zero_ext.units import Choice, cut_by_module
 
 
 def shard(
@@ -24,35 +27,61 @@ def shard(
     stage: int = 2,
     *,
     mesh: DeviceMesh | None = None,
+    units: Choice = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     bucket_mb: float = 25.0,
     reduction: str | None = None,
     accumulation_steps: int | None = None,
+    reshard_after_forward: bool = True,
+    retained_bytes: int | None = None,
+    prefetch_mb: float | None = None,
+    param_init_fn: Callable[[nn.Module], None] | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
     sync_module_states: bool = True,
 ) -> nn.Module:
-    """Shard gradients and optimizer state of ``module`` over the ranks, in place. Collective.
+    """Shard parameters, gradients and optimizer state of ``module`` over the ranks, in place.
+    Collective.
 
     Class, name, state_dict keys and the Parameter objects stay; the parameters become views of flat
     buffers. Each ``backward()`` reduces the gradients, averaged over the ranks, unless it runs in
     ``no_sync()``; afterwards ``p.grad`` shows this rank's part in fp32. Make the optimizer
     afterwards, from ``zero_ext.optim``.
 
-    The module gains ``no_sync()``, ``stats()`` and ``set_gradient_divide_factor(factor)``, and its
-    ``zero_grad`` drops local sums as well.
+    With stage 3 a unit's parameters are in memory while a forward or a backward is inside one of
+    its modules. Elsewhere they keep shape and dtype, but reading or writing them raises an error
+    that names the unit; ``summon_full_params()`` and ``unshard()`` bring them in. ``state_dict()``
+    holds ShardTensors then. Ranks may enter different units, as branches of a forward do.
+
+    The module gains ``no_sync()``, ``stats()``, ``set_gradient_divide_factor(factor)``,
+    ``unshard()``, ``reshard()`` and ``summon_full_params()``, and its ``zero_grad`` drops local
+    sums as well.
 
     Args:
-        module: On the CPU; parameters in fp32, bf16 or fp16, also mixed.
-        stage: 1 shards the optimizer's state, 2 the gradients too, 0 nothing.
+        module: On the CPU; parameters in fp32, bf16 or fp16, also mixed. With stage 3 parameters
+            and buffers may be on the meta device: each unit is materialised, cut and released in
+            turn, and the Parameter objects are new ones.
+        stage: 1 shards the optimizer's state, 2 the gradients too, 3 the parameters as well, 0
+            nothing.
+        units: Stage 3: whose parameters are gathered together. Module classes, or a function of a
+            module's name and the module. Default: the children of the outermost ModuleLists and
+            Sequentials, small neighbours merged up to ``bucket_mb``. Parameters in none of them, or
+            shared by several, are gathered while the root's forward and backward run.
         mesh: One dimension, the ranks to shard over. Default: all, or this one alone without a
             process group.
         mp_policy: As for FSDP2. ``param_dtype`` becomes the parameters' dtype (the fp32 values live
             on as masters), ``reduce_dtype`` is what gradients travel in (default: their own with
             ``exchange``, fp32 with ``collective``).
-        bucket_mb: Size of a unit, MiB of gradients.
+        bucket_mb: Size of a unit, MiB of gradients (stage 3: up to which small ones are merged).
         reduction: ``"exchange"`` (default): all-to-all, then one exact fp32 sum in rank order, the
             same bits as one process; ``"collective"``: the backend's reduce-scatter.
         accumulation_steps: Every n-th backward is the boundary; the others are as in ``no_sync``.
+        reshard_after_forward: Stage 3: release units between forward and backward.
+        retained_bytes: Stage 3: how much a backward with ``retain_graph`` may leave gathered for
+            the next one; the rest is gathered again. Default: no limit.
+        prefetch_mb: Stage 3: MiB gathered ahead of their use, along the order of the last pass;
+            0: none. Default: ``bucket_mb``, or one and a half of the largest unit if that is more.
+        param_init_fn: Initialises the parameters and buffers of one module that were on the meta
+            device, without its children. Default: the module's ``reset_parameters``.
         ignored_params: Parameters to leave alone.
         sync_module_states: Take rank 0's parameters and buffers on every rank.
     Returns:
@@ -70,6 +99,11 @@ def shard(
     groups = resolve(None, mesh)
     ignored = {id(p) for p in ignored_params}
     named = [(name, p) for name, p in module.named_parameters() if id(p) not in ignored]
+    blocks = None
+    if stage == 3:
+        parameters = [p for _, p in named]
+        blocks = cut_by_module(module, parameters, units, bucket_mb * 2**20, mp_policy.param_dtype)
+    meta = MetaModules(module, ignored, param_init_fn) if stage == 3 else None
     handle = Handle(
         groups,
         named,
@@ -80,9 +114,17 @@ def shard(
         param_dtype=mp_policy.param_dtype,
         accumulation_steps=accumulation_steps,
         sync_module_states=sync_module_states,
+        blocks=blocks,
+        prefetch_mb=prefetch_mb,
+        retained_bytes=retained_bytes,
+        reshard_after_forward=reshard_after_forward,
+        meta=meta,
     )
+    if meta is not None:
+        meta.finish()
     if sync_module_states:
-        handle.broadcast([p for _, p in named if not p.requires_grad] + list(module.buffers()))
+        whole = [p for _, p in named if not p.requires_grad] if blocks is None else []
+        handle.broadcast(whole + list(module.buffers()))
     _give_methods(module, handle, mp_policy)
     return module
 
@@ -156,11 +198,64 @@ class ShardedMethods:
         """See ``zero_ext.stats``."""
         return self.handle.stats()
 
+    def unshard(self) -> None:
+        """Gather all parameters and keep them, until ``reshard()`` or the next step. Collective
+        with stage 3, nothing to do otherwise."""
+        self.handle.engine.unshard()
+
+    def reshard(self) -> None:
+        """Take ``unshard()`` back. What was written to this rank's parts stays. Collective."""
+        self.handle.engine.reshard(keep_writes=True)
+        self.handle.engine.wait_for_shards()
+
+    @contextlib.contextmanager
+    def summon_full_params(self, writeback: bool = True):
+        """All parameters whole and readable inside the context, on every rank. Collective.
+
+        Args:
+            writeback: With stage 3: keep what was written to the parameters, which must be the same
+                on every rank. Otherwise it is forgotten; with the other stages a write always
+                stays.
+        """
+        engine = self.handle.engine
+        engine.unshard()
+        try:
+            yield
+        finally:
+            engine.reshard(keep_writes=writeback)
+            engine.wait_for_shards()
+
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide gradients by ``factor`` instead of by the number of ranks."""
         if not factor > 0:
             raise ValueError(f"zero_ext: the divide factor must be positive, not {factor}.")
         self.handle.engine.set_divide_factor(factor)
+
+    def shards_in_state_dict(self, module: nn.Module, state_dict, prefix: str, metadata) -> None:
+        """Released parameters cannot be read: the state has ShardTensors in their places."""
+        if self._handle is None or not self._handle.engine.releases:
+            return
+        gathered = set(self._handle.engine.gathered_units())
+        for place in self._places:
+            key = prefix + place.name
+            value = state_dict.get(key)
+            _, i = find(place.parameter)
+            if value is None or value is place.parameter:  # keep_vars
+                continue
+            if self._handle.engine.unit_name_of(i) not in gathered:
+                state_dict[key] = self._handle.parameter_shard(i)
+
+    def before_load(self, module: nn.Module, state_dict, prefix: str, *rest) -> None:
+        if self._handle is None or not self._handle.engine.releases:
+            return
+        self._handle.engine.unshard()
+        for key, value in state_dict.items():
+            if key.startswith(prefix) and isinstance(value, ShardTensor):
+                state_dict[key] = value.full_tensor()
+
+    def after_load(self, module: nn.Module, incompatible_keys) -> None:
+        if self._handle is not None and self._handle.engine.releases:
+            self.reshard()
 
     def zero_grad(self, module: nn.Module, set_to_none: bool = True) -> None:
         if self._handle is None:
@@ -213,7 +308,14 @@ def _give_methods(module: nn.Module, handle: Handle, mp_policy: MixedPrecisionPo
     module.no_sync = BoundMethod(methods, "no_sync")
     module.stats = BoundMethod(methods, "stats")
     module.set_gradient_divide_factor = BoundMethod(methods, "set_gradient_divide_factor")
+    module.unshard = BoundMethod(methods, "unshard")
+    module.reshard = BoundMethod(methods, "reshard")
+    module.summon_full_params = BoundMethod(methods, "summon_full_params")
     module.zero_grad = ZeroGrad(methods, module)
+    if handle.engine.releases:
+        module.register_state_dict_post_hook(BoundMethod(methods, "shards_in_state_dict"))
+        module.register_load_state_dict_pre_hook(BoundMethod(methods, "before_load"))
+        module.register_load_state_dict_post_hook(BoundMethod(methods, "after_load"))
     module.register_forward_pre_hook(
         BoundMethod(methods, "before_forward"), with_kwargs=True, prepend=True
     )

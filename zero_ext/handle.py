@@ -1,5 +1,7 @@
 """Handle: the Python side of one engine, and the registry that finds it from a Parameter."""
 
+import os
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 
@@ -11,6 +13,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_ext import _C, shard_tensor, units
 from zero_ext.groups import CommGroups, Groups, check_same_on_all_ranks
+from zero_ext.meta import MetaModules
+from zero_ext.module_hooks import watch_module
 
 # Parameter -> (weak reference to its Handle, index in the engine). Nothing is attached to the
 # user's Parameter itself.
@@ -44,6 +48,11 @@ class Handle:
         param_dtype: torch.dtype | None = None,
         accumulation_steps: int | None = None,
         sync_module_states: bool = True,
+        blocks: Sequence[units.Block] | None = None,
+        prefetch_mb: float | None = None,
+        retained_bytes: int | None = None,
+        reshard_after_forward: bool = True,
+        meta: MetaModules | None = None,
     ):
         if reduction not in (None, "exchange", "collective"):
             raise ValueError(
@@ -55,9 +64,16 @@ class Handle:
             if dtype is not None and dtype not in _DTYPES:
                 raise ValueError(f"zero_ext: {dtype} is not one of {_DTYPES}.")
         _check_stage(stage)
+        if stage == 3 and blocks is None:
+            raise ValueError(
+                "zero_ext: stage 3 gathers parameters when their modules are entered, an optimizer "
+                "alone does not see them. Call zero_ext.shard(model, stage=3) first, then make the "
+                "optimizer without stage."
+            )
         _check_accumulation_steps(accumulation_steps)
-        _check_parameters(groups.rank, parameters)
-        settings = f"stage={stage} bucket_mb={bucket_mb} reduction={reduction}"
+        _check_parameters(groups.rank, parameters, meta_allowed=meta is not None)
+        cut = [block.members for block in blocks] if blocks else None
+        settings = f"stage={stage} bucket_mb={bucket_mb} reduction={reduction} units={cut}"
         check_same_on_all_ranks(
             groups, [settings, *_describe(parameters)], "the models (or the arguments)"
         )
@@ -70,27 +86,95 @@ class Handle:
         options.reduce_dtype = reduce_dtype
         options.accumulation_steps = accumulation_steps or 1
         options.broadcast = sync_module_states
+        options.limit_bytes = _limit_bytes()
+        options.gather.prefetch_bytes = self._prefetch_bytes(parameters, blocks, prefetch_mb)
+        options.gather.retained_bytes = -1 if retained_bytes is None else retained_bytes
+        options.gather.reshard_after_forward = reshard_after_forward
         with CommGroups(groups) as names:
             if names:
                 options.reduce_group, options.gather_group = names
             self.engine = _C.Engine(options)
         self.engine.set_local_reader(_local_part)
         self.parameters: list[weakref.ref] = []
-        self.add_parameters(parameters)
+        if blocks is None:
+            self.add_parameters(parameters)
+        else:
+            self._register(parameters)
+            for block in blocks:
+                if meta is not None:
+                    self._materialise(block, meta)
+                self._make_block(block)
 
-    def add_parameters(self, parameters: Sequence[tuple[str, Tensor]]) -> list[int]:
-        """Take in more parameters; returns their indices. Collective."""
+    def _prefetch_bytes(self, parameters, blocks, prefetch_mb: float | None) -> int:
+        if prefetch_mb is not None:
+            return int(prefetch_mb * 2**20)
+        sizes = [
+            sum(parameters[i][1].numel() * self._dtype(parameters[i][1]).itemsize for i in b.members)
+            for b in blocks or ()
+            if not b.root
+        ]
+        return int(max(self.bucket_bytes, 1.5 * max(sizes, default=0)))
+
+    def _dtype(self, parameter: Tensor) -> torch.dtype:
+        return self.param_dtype or parameter.dtype
+
+    def _register(self, parameters: Sequence[tuple[str, Tensor]]) -> list[int]:
         first = len(self.parameters)
         self.engine.add_parameters([p for _, p in parameters], [name for name, _ in parameters])
         for i, (_, parameter) in enumerate(parameters, first):
             _registry[parameter] = (weakref.ref(self), i)
             self.parameters.append(weakref.ref(parameter))
-        indices = list(range(first, len(self.parameters)))
+        return list(range(first, len(self.parameters)))
+
+    def _materialise(self, block: units.Block, meta: MetaModules) -> None:
+        for i, new in meta.materialise({i: self.parameters[i]() for i in block.members}).items():
+            self.engine.replace_parameter(i, new)
+            _registry[new] = (weakref.ref(self), i)
+            self.parameters[i] = weakref.ref(new)
+
+    def parameter_shard(self, i: int) -> Tensor:
+        """This rank's part of a parameter, shown in its shape."""
+        return self.as_parameter(self.engine.parameter_slice(i), i, self.parameters[i]())
+
+    def _make_block(self, block: units.Block) -> None:
+        parameters = {i: self.parameters[i]() for i in block.members}
+        numbers = []
+        for members, dtype, trainable in units.split_block(block.members, parameters):
+            kind = _C.UnitKind.trainable if trainable else _C.UnitKind.frozen
+            dtype = self.param_dtype or dtype
+            numbers.append(self.engine.add_unit(members, dtype, kind))
+            if trainable:
+                self._publish(members)
+        if not self.engine.releases:
+            return
+        for k, module in enumerate(block.modules):
+            site = self.engine.add_site(
+                numbers,
+                root=block.root,
+                first=k == 0,
+                last=k == len(block.modules) - 1,
+            )
+            watch_module(module, self.engine, site)
+
+    def _publish(self, indices: Iterable[int]) -> None:
+        for i in indices:
+            local = self.engine.grad_slice(i)
+            view = self.as_parameter(local, i, self.parameters[i]())
+            self.engine.set_published(i, view, local)
+
+    def add_parameters(self, parameters: Sequence[tuple[str, Tensor]]) -> list[int]:
+        """Take in more parameters; returns their indices. Collective."""
+        indices = self._register(parameters)
         self._make_units([i for i in indices if self.parameters[i]().requires_grad])
         return indices
 
     def check_and_add(self, parameters: Sequence[tuple[str, Tensor]]) -> list[int]:
         """``add_parameters`` after the checks that a constructor makes."""
+        if self.engine.stage == 3:
+            raise ValueError(
+                "zero_ext: parameters cannot be added to a module that is sharded with stage 3: no "
+                "forward would gather them. Make them part of the module before sharding it."
+            )
         _check_parameters(self.groups.rank, parameters)
         check_same_on_all_ranks(self.groups, _describe(parameters), "the added parameters")
         return self.add_parameters(parameters)
@@ -112,10 +196,8 @@ class Handle:
         plans = units.cut_by_size([p.numel() for p in members], keys, self.bucket_bytes)
         for plan in plans:
             unit = [indices[i] for i in plan.members]
-            self.engine.add_units([unit], dtypes[plan.members[0]])
-        for i, parameter in zip(indices, members, strict=True):
-            local = self.engine.grad_slice(i)
-            self.engine.set_published(i, self.as_parameter(local, i, parameter), local)
+            self.engine.add_unit(unit, dtypes[plan.members[0]], _C.UnitKind.trainable)
+        self._publish(indices)
 
     def as_parameter(self, local: Tensor, i: int, parameter: Tensor) -> Tensor:
         """This rank's 1-D part of some per-element value, shown in the parameter's shape."""
@@ -141,7 +223,11 @@ class Handle:
         gradients = [self.parameters[i]().grad for i in thawed]
         for i in thawed:
             self.parameters[i]().grad = None
-        self._make_units(thawed)
+        by_block: dict[int, list[int]] = {}
+        for i in thawed:
+            by_block.setdefault(self.engine.frozen_unit_of(i), []).append(i)
+        for members in by_block.values():
+            self._make_units(members)
         for i, gradient in zip(thawed, gradients, strict=True):
             parameter = self.parameters[i]()
             total = self._average(parameter, gradient)
@@ -165,11 +251,20 @@ class Handle:
 
 
 def _check_stage(stage: int) -> None:
-    if stage not in (0, 1, 2) or isinstance(stage, bool):
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         raise ValueError(
             f"zero_ext: there is no stage {stage!r}. Stage 1 shards the optimizer's state, stage 2 "
-            "the gradients too (0 shards nothing)."
+            "the gradients too, stage 3 the parameters as well (0 shards nothing)."
         )
+
+
+def _limit_bytes() -> int:
+    text = os.environ.get("ZERO_EXT_LIMIT_BYTES")
+    if text is None:
+        return sys.maxsize
+    if not text.isdigit():
+        raise ValueError(f"zero_ext: ZERO_EXT_LIMIT_BYTES={text!r} is not a number of bytes.")
+    return int(text)
 
 
 def _check_accumulation_steps(steps: int | None) -> None:
@@ -177,7 +272,9 @@ def _check_accumulation_steps(steps: int | None) -> None:
         raise ValueError(f"zero_ext: accumulation_steps must be at least 1, not {steps!r}.")
 
 
-def _check_parameters(rank: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
+def _check_parameters(
+    rank: int, parameters: Iterable[tuple[str, Tensor]], meta_allowed: bool = False
+) -> None:
     for name, parameter in parameters:
         where = f"zero_ext [rank {rank}]: parameter '{name}'"
         if isinstance(parameter, DTensor):
@@ -190,7 +287,8 @@ def _check_parameters(rank: int, parameters: Iterable[tuple[str, Tensor]]) -> No
                 f"{where} is sharded already. Shard a module once, and give its parameters to one "
                 "optimizer."
             )
-        if parameter.dtype not in _DTYPES or parameter.device.type != "cpu":
+        devices = ("cpu", "meta") if meta_allowed else ("cpu",)
+        if parameter.dtype not in _DTYPES or parameter.device.type not in devices:
             raise TypeError(
                 f"{where} is {parameter.dtype} on {parameter.device}; this version works on "
                 f"{', '.join(map(str, _DTYPES))} on the CPU. Convert it, or leave it out "

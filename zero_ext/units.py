@@ -1,9 +1,13 @@
 """Cuts parameters into units: what is reduced, stepped and gathered together."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor, nn
+
+# What `shard(units=)` takes: module classes, or a predicate of a module's name and itself.
+Choice = type | tuple[type, ...] | Callable[[str, nn.Module], bool] | None
 
 
 class UnitPlan(NamedTuple):
@@ -36,3 +40,148 @@ def cut_by_size(
         open_units[dtype] = ([*members, i], held_bytes + parameter_bytes)
     units.extend(UnitPlan(members[::-1], dtype) for dtype, (members, _) in open_units.items())
     return units
+
+
+class Block(NamedTuple):
+    """Modules whose parameters are gathered and released together, in the order in which they are
+    entered, and the indices of those parameters, in registration order. ``root``: the module is the
+    sharded one itself."""
+
+    modules: list[nn.Module]
+    members: list[int]
+    root: bool = False
+
+
+def cut_by_module(
+    root: nn.Module,
+    parameters: Sequence[Tensor],
+    choice: Choice,
+    bucket_bytes: float,
+    param_dtype: torch.dtype | None = None,
+) -> list[Block]:
+    """Cut ``parameters`` of ``root`` by the modules that they belong to.
+
+    A parameter goes with the innermost chosen module; one that several chosen modules share, and
+    one that none has, with the root. Chosen neighbours in one container are merged up to
+    ``bucket_bytes``.
+
+    Returns:
+        Blocks in the order in which a backward completes them; the root's, with all other
+        parameters, is the last and may be empty.
+    Raises:
+        ValueError, TypeError: ``choice`` chooses nothing, or is none of the kinds it may be.
+    """
+    chosen = _chosen(root, choice)
+    owned = _owned(root, parameters, chosen)
+    blocks: list[Block] = []
+    open_name, open_bytes = None, 0.0
+    for name, module in chosen.items():
+        members = owned.pop(name, [])
+        if not members:
+            continue
+        size = sum(parameters[i].numel() * _itemsize(parameters[i], param_dtype) for i in members)
+        siblings = open_name is not None and _parent(open_name) == _parent(name)
+        if siblings and open_bytes + size <= bucket_bytes:
+            blocks[-1] = Block([*blocks[-1].modules, module], [*blocks[-1].members, *members])
+            open_bytes += size
+        else:
+            blocks.append(Block([module], members))
+            open_bytes = size
+        open_name = name
+    rest = owned.pop("", [])
+    blocks = [_with_container(root, block) for block in blocks]
+    in_root = [block for block in blocks if block.modules == [root]]
+    rest = sorted(rest + [i for block in in_root for i in block.members])
+    return [*(block for block in reversed(blocks) if block not in in_root), Block([root], rest, root=True)]
+
+
+def _chosen(root: nn.Module, choice: Choice) -> dict[str, nn.Module]:
+    if choice is None:
+        return dict(_repeated(root, ""))
+    if isinstance(choice, (type, tuple)):
+        classes = choice if isinstance(choice, tuple) else (choice,)
+        if not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
+            raise TypeError(f"zero_ext: units={choice!r} is not made of nn.Module classes.")
+        chosen = {n: m for n, m in root.named_modules() if n and isinstance(m, classes)}
+    elif callable(choice):
+        chosen = {n: m for n, m in root.named_modules() if n and choice(n, m)}
+    else:
+        raise TypeError(
+            f"zero_ext: units must be module classes or a function of (name, module), not "
+            f"{choice!r}."
+        )
+    if not chosen:
+        raise ValueError(
+            f"zero_ext: units={choice!r} chooses no module of {type(root).__name__}; it has "
+            f"{', '.join(sorted({type(m).__name__ for m in root.modules()}))}."
+        )
+    return chosen
+
+
+def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Children of the outermost ModuleLists and Sequentials that hold more than one."""
+    seen = [(n, c) for n, c in module.named_children() if any(True for _ in c.parameters())]
+    container = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(seen) > 1
+    for name, child in seen:
+        name = f"{prefix}.{name}" if prefix else name
+        called = not isinstance(child, (nn.ModuleList, nn.ModuleDict))  # these have no forward
+        if container and called:
+            yield name, child
+        else:
+            yield from _repeated(child, name)
+
+
+def _owned(
+    root: nn.Module, parameters: Sequence[Tensor], chosen: dict[str, nn.Module]
+) -> dict[str, list[int]]:
+    """Indices of the parameters by the name of the chosen module that owns them; "": the root."""
+    index = {id(p): i for i, p in enumerate(parameters)}
+    names = {id(module): name for name, module in chosen.items()}
+    owners: dict[int, set[str]] = {}
+
+    def walk(module: nn.Module, owner: str) -> None:
+        owner = names.get(id(module), owner)
+        for parameter in module._parameters.values():
+            if id(parameter) in index:
+                owners.setdefault(index[id(parameter)], set()).add(owner)
+        for child in module.children():
+            walk(child, owner)
+
+    walk(root, "")
+    owned: dict[str, list[int]] = {}
+    for i in range(len(parameters)):
+        mine = owners[i]
+        owned.setdefault(mine.pop() if len(mine) == 1 else "", []).append(i)
+    return owned
+
+
+def _with_container(root: nn.Module, block: Block) -> Block:
+    """All children of a Sequential in one block: the Sequential itself is entered, once."""
+    if len(block.modules) < 2:
+        return block
+    members = {id(m) for m in block.modules}
+    for module in root.modules():
+        if not isinstance(module, nn.Sequential):
+            continue
+        children = [c for c in module.children() if any(True for _ in c.parameters())]
+        if {id(c) for c in children} == members:
+            return Block([module], block.members)
+    return block
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _itemsize(parameter: Tensor, param_dtype: torch.dtype | None) -> int:
+    return (param_dtype or parameter.dtype).itemsize
+
+
+def split_block(
+    members: Sequence[int], parameters: Sequence[Tensor]
+) -> list[tuple[list[int], torch.dtype, bool]]:
+    """The units of one block: parameters of one dtype, all trainable or all frozen."""
+    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+    for i in members:
+        kinds.setdefault((parameters[i].dtype, parameters[i].requires_grad), []).append(i)
+    return [(part, dtype, trainable) for (dtype, trainable), part in kinds.items()]

@@ -1,0 +1,123 @@
+// Gatherer: which units' parameters are in memory, over all the passes of a model.
+//
+// Owner:     Engine.
+// Threads:   called only under Engine::mutex_.
+// Invariant: a unit's state and holds change by transition() alone (residency.h). Between two
+//            steps no rank's shard changes, so that it does not matter when a rank takes its range.
+//
+// Note [One-sided gathers]
+// A collective gather hangs as soon as one rank takes another branch. Here each rank offers its
+// range of every unit at the beginning of each pass (a root forward, a backward), whether it will
+// gather the unit itself or not, and a gather takes the other ranks' offers: nobody has to enter
+// a unit for another rank's sake. An offer that nobody takes stays for the next pass. After each
+// step the ranks tell each other what they took, and all wait until everybody's shards are updated.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "comm.h"
+#include "residency.h"
+#include "unit.h"
+
+namespace zero_ext {
+
+struct GatherOptions {
+  int64_t prefetch_bytes = 0;      // gathered ahead of their use, at most
+  int64_t retained_bytes = -1;     // what kept graphs may hold gathered; -1: no limit
+  bool reshard_after_forward = true;
+};
+
+// Where forwards enter and leave units: a module with hooks.
+struct Site {
+  std::vector<int64_t> units;  // numbers that add_unit() gave
+  bool root = false;           // the sharded module itself: passes begin and end here
+  bool first = true;           // of the sites of its units, in registration order
+  bool last = true;
+};
+
+class Gatherer {
+ public:
+  Gatherer(Comm& comm, const UnitContext& context, GatherOptions options);
+
+  int64_t add_unit(Unit* unit);
+  int64_t add_site(Site site);
+  // `added` is needed wherever `unit` is.
+  void add_to_sites_of(int64_t unit, int64_t added);
+
+  void enter_forward(int64_t site);
+  struct Left {
+    bool grad_mode = false;
+    std::vector<int64_t> escaped;  // units of which the output holds views
+  };
+  void leave_forward(int64_t site, const Left& left);
+
+  void begin_backward();
+  void enter_backward(int64_t site);
+  void leave_backward(int64_t site, bool graph_kept);
+  void gradient_arrived(int64_t unit, bool graph_kept);
+  void end_backward();
+  void reset_after_failure() noexcept;
+
+  // unshard() and reshard().
+  void hold(const std::vector<int64_t>& units);
+  void drop(const std::vector<int64_t>& units, Unit::Writes writes);
+
+  // Before the update: everything is released. After it: waits for all ranks, see the note.
+  void begin_step();
+  void end_step();
+
+  bool inside() const { return root_depth_ > 0; }
+  int64_t unit_count() const { return static_cast<int64_t>(entries_.size()); }
+  Residency state(int64_t unit) const { return entries_[unit].state; }
+  const Holds& holds(int64_t unit) const { return entries_[unit].holds; }
+  const Unit& unit(int64_t unit) const { return *entries_[unit].unit; }
+  const std::vector<int64_t>& units_of(int64_t site) const { return sites_[site].units; }
+  int64_t gathers() const { return gathers_; }
+
+ private:
+  struct Entry {
+    Unit* unit;
+    Residency state;
+    Holds holds;
+    bool ahead = false;         // prefetched, and not entered since
+    int64_t taken = 0;          // gathers since the ranks last told each other
+    int64_t taken_in_pass = 0;
+    int64_t due = 0;            // offers that a peer may have taken by the end of this pass
+    std::vector<std::deque<Comm::Offer>> offers;  // [world]
+  };
+  enum Phase { kForward, kBackward };
+
+  void apply(int64_t unit, ResidencyEvent event, const ResidencyContext& context = {},
+             Unit::Writes writes = Unit::Writes::keep);
+  void start(Entry& entry);
+  void finish(Entry& entry);
+  void enter(int64_t site, ResidencyEvent event);
+  void prefetch(Phase phase);
+  void begin_pass(Phase phase);
+  void end_pass(Phase phase);
+  void offer_missing(Entry& entry);
+  void tell_what_was_taken();
+  bool last_in_forward(int64_t unit) const;
+  void release_straggler(const Site& entered);
+  bool may_retain(int64_t unit) const;
+
+  Comm& comm_;
+  const UnitContext& context_;
+  GatherOptions options_;
+  std::vector<Entry> entries_;
+  std::vector<Site> sites_;
+  int64_t root_depth_ = 0;
+  bool in_backward_ = false;
+  std::vector<int64_t> order_[2];    // of units, in the last pass of each phase
+  std::vector<int64_t> current_[2];  // in this pass
+  size_t position_[2] = {0, 0};      // in order_: what comes next
+  int64_t straggler_ = -1;           // left, but kept for the next site of the same unit
+  std::string last_gathered_ = "none";
+  int64_t passes_ = 0;  // since the ranks last told each other
+  int64_t gathers_ = 0;
+};
+
+}  // namespace zero_ext

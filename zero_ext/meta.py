@@ -1,0 +1,82 @@
+"""Models built on the meta device: parameters get memory unit by unit, just before they are cut."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+
+class MetaModules:
+    """The modules of ``root`` that have parameters or buffers on the meta device.
+
+    Raises:
+        ValueError: a module cannot be initialised: it has no ``reset_parameters``, and there is no
+            ``param_init_fn``. Nothing has changed then.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        ignored: set[int],
+        param_init_fn: Callable[[nn.Module], None] | None,
+    ):
+        self._init = param_init_fn
+        self._modules: dict[str, nn.Module] = {}
+        for name, module in root.named_modules():
+            tensors = [p for p in module._parameters.values() if p is not None]
+            tensors = [p for p in tensors if id(p) not in ignored]
+            tensors += [b for b in module._buffers.values() if b is not None]
+            if not any(t.is_meta for t in tensors):
+                continue
+            if param_init_fn is None and not hasattr(module, "reset_parameters"):
+                raise ValueError(
+                    f"zero_ext: '{name or type(root).__name__}' ({type(module).__name__}) is on "
+                    "the meta device and has no reset_parameters(). Pass param_init_fn, which "
+                    "initialises the parameters and buffers of one module."
+                )
+            self._modules[name] = module
+
+    def materialise(self, members: Mapping[int, Tensor]) -> dict[int, nn.Parameter]:
+        """Give memory and values to the parameters ``members`` that are on the meta device.
+
+        Returns:
+            The Parameters that took their places, in all modules that share one.
+        """
+        new = {i: _with_memory(p) for i, p in members.items() if p.is_meta}
+        twins = {id(members[i]): twin for i, twin in new.items()}
+        initialised = []
+        for module in self._modules.values():
+            mine = [(k, p) for k, p in module._parameters.items() if id(p) in twins]
+            if not mine:
+                continue
+            for key, parameter in mine:
+                module._parameters[key] = twins[id(parameter)]
+            initialised.append(module)
+        self._initialise(initialised)
+        return new
+
+    def finish(self) -> None:
+        """Modules that have buffers on the meta device and no parameters."""
+        self._initialise([m for m in self._modules.values() if _has_meta_buffers(m)])
+
+    def _initialise(self, modules: list[nn.Module]) -> None:
+        with torch.no_grad():
+            for module in modules:
+                for key, buffer in module._buffers.items():
+                    if buffer is not None and buffer.is_meta:
+                        module._buffers[key] = torch.empty_like(buffer, device="cpu")
+                if self._init is not None:
+                    self._init(module)
+                else:
+                    module.reset_parameters()
+
+
+def _has_meta_buffers(module: nn.Module) -> bool:
+    return any(b is not None and b.is_meta for b in module._buffers.values())
+
+
+def _with_memory(parameter: Tensor) -> nn.Parameter:
+    data = torch.empty_like(parameter, device="cpu")
+    twin = type(parameter).__new__(type(parameter), data, requires_grad=parameter.requires_grad)
+    twin.__dict__.update(parameter.__dict__)
+    return twin
