@@ -4,7 +4,7 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include <ATen/ops/alias.h>
+#include <ATen/SequenceNumber.h>
 
 #include <algorithm>
 #include <cstring>
@@ -87,35 +87,28 @@ NodePtr hook_parameter(const at::Tensor& parameter, int64_t i,
   return node;
 }
 
-namespace {
-
-// Nodes that are asked for their inputs' gradients alone, by autograd.grad, count as well.
-bool will_run(Node* node) {
+bool will_run(const NodePtr& node) {
   const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
-  if (nodes == nullptr || nodes->find(node) == nodes->end()) return false;
+  if (nodes == nullptr || nodes->find(node.get()) == nodes->end()) return false;
   const auto* selected = torch::autograd::get_current_graph_task_exec_info();
   if (selected == nullptr || selected->empty()) return true;
-  const auto found = selected->find(node);
+  const auto found = selected->find(node.get());
   return found != selected->end() && found->second.should_execute();
 }
-
-}  // namespace
-
-bool will_run(const NodePtr& node) { return will_run(node.get()); }
 
 bool graph_is_kept() { return torch::autograd::get_current_graph_task_keep_graph(); }
 
 int current_task() { return torch::autograd::get_current_graph_task_id(); }
 
-at::Tensor Call::watch_input(const at::Tensor& input) {
-  if (!input.requires_grad() || !at::GradMode::is_enabled()) return input;
-  const at::Tensor alias = at::alias(input);
-  const auto& node = alias.grad_fn();
-  if (node == nullptr) return input;
-  inputs_.push_back(node.get());
-  node->add_pre_hook(
+Call::Call(std::weak_ptr<BackwardListener> listener, int64_t site)
+    : listener_(std::move(listener)), site_(site), begin_(at::sequence_number::peek()) {}
+
+void Call::end() { end_ = at::sequence_number::peek(); }
+
+void Call::watch_input(const at::Tensor& input) {
+  if (!input.requires_grad() || input.grad_fn() == nullptr) return;
+  input.grad_fn()->add_pre_hook(
       std::make_unique<OnEachEntry>([call = shared_from_this()] { call->input_reached(); }));
-  return alias;
 }
 
 void Call::watch_output(const at::Tensor& output) {
@@ -125,23 +118,11 @@ void Call::watch_output(const at::Tensor& output) {
 }
 
 void Call::enter() {
-  {
-    const std::lock_guard lock(mutex_);
-    if (task_ == current_task()) return;
-    task_ = current_task();
-    inputs_to_come_ = std::count_if(inputs_.begin(), inputs_.end(), [](const Node* node) {
-      return will_run(const_cast<Node*>(node));
-    });
-  }
-  if (auto listener = listener_.lock()) listener->call_entered(site_);
+  if (auto listener = listener_.lock()) listener->call_entered(shared_from_this());
 }
 
 void Call::input_reached() {
-  {
-    const std::lock_guard lock(mutex_);
-    if (task_ != current_task() || --inputs_to_come_ > 0) return;
-  }
-  if (auto listener = listener_.lock()) listener->call_left(site_);
+  if (auto listener = listener_.lock()) listener->call_left(shared_from_this());
 }
 
 bool reduced_by_ddp(const at::Tensor& parameter) {

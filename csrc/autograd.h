@@ -31,6 +31,8 @@ namespace zero_ext {
 using NodePtr =
     decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
+class Call;
+
 class BackwardListener {
  public:
   virtual ~BackwardListener() = default;
@@ -41,23 +43,30 @@ class BackwardListener {
   // The outermost backward that reached one of our parameters ended, or threw.
   virtual void backward_ended() = 0;
   virtual void backward_failed() noexcept = 0;
-  // A backward is about to come back into a call of `site`, or has left it.
-  virtual void call_entered(int64_t site) = 0;
-  virtual void call_left(int64_t site) = 0;
+  // A backward is about to come back into a call, perhaps once more, or has left it, perhaps
+  // without having entered it.
+  virtual void call_entered(const std::shared_ptr<Call>& call) = 0;
+  virtual void call_left(const std::shared_ptr<Call>& call) = 0;
 };
 
-// One call of a module in a forward. Autograd comes back to it through the nodes that made its
-// outputs, and leaves it when the gradients of its inputs are complete. The hooks run in every
-// backward over the graph, which keeps the call alive.
+// One call of a module in a forward. Hooks on the nodes of its outputs and inputs, which run in
+// every backward over the graph, keep the call alive. The graph itself is left as it is: one more
+// node would group the sums of gradients differently.
+//
+// Note [When has a backward left a call?]
+// Autograd runs the ready node that was created last. When a node from before the call runs, or one
+// of another call that had ended before this one began, every node of this call has run. AccumulateGrad
+// alone runs out of turn.
 class Call : public std::enable_shared_from_this<Call> {
  public:
-  Call(std::weak_ptr<BackwardListener> listener, int64_t site)
-      : listener_(std::move(listener)), site_(site) {}
-
-  // An alias of `input` to give to the module: its node is passed when the backward leaves the
-  // call. `input` itself where it needs no gradient.
-  at::Tensor watch_input(const at::Tensor& input);
+  Call(std::weak_ptr<BackwardListener> listener, int64_t site);
+  void watch_input(const at::Tensor& input);
   void watch_output(const at::Tensor& output);
+  void end();  // of the forward
+
+  int64_t site() const { return site_; }
+  // The forward of `other` had ended when this one began.
+  bool is_after(const Call& other) const { return begin_ >= other.end_; }
 
  private:
   void enter();
@@ -65,10 +74,8 @@ class Call : public std::enable_shared_from_this<Call> {
 
   std::weak_ptr<BackwardListener> listener_;
   int64_t site_;
-  std::mutex mutex_;
-  std::vector<const torch::autograd::Node*> inputs_;  // for comparison only
-  int task_ = -1;  // the graph task in which it was entered last
-  int64_t inputs_to_come_ = 0;
+  uint64_t begin_;  // autograd's sequence numbers
+  uint64_t end_ = 0;
 };
 
 // The running backward keeps its graph (retain_graph, create_graph).

@@ -145,7 +145,8 @@ void bind_engine(py::module_& m) {
       .def_readwrite("reshard_after_forward", &GatherOptions::reshard_after_forward);
   py::class_<Call, std::shared_ptr<Call>>(m, "Call")
       .def("watch_input", &Call::watch_input, NoGil())
-      .def("watch_output", &Call::watch_output, NoGil());
+      .def("watch_output", &Call::watch_output, NoGil())
+      .def("end", &Call::end);
   py::class_<EngineOptions>(m, "EngineOptions")
       .def(py::init<>())
       .def_readwrite("stage", &EngineOptions::stage)

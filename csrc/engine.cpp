@@ -193,22 +193,37 @@ void Engine::before_gradient(int64_t i) {
   if (!open_) begin_backward(next_backward_reduces());
 }
 
-void Engine::call_entered(int64_t site) {
+void Engine::call_entered(const std::shared_ptr<Call>& call) {
   const std::lock_guard lock(mutex_);
+  const int task = current_task();
+  for (const OpenCall& open : open_calls_) {
+    if (open.call == call && open.task == task) return;
+  }
   watch_->enter();
   gatherer_.begin_backward();
   // Which gradients will come must be known before the first unit is left. autograd.grad() over
   // inputs brings none, and is no backward of ours.
-  if (!open_ && std::exchange(last_task_, current_task()) != current_task() &&
-      backward_reaches_us()) {
+  if (!open_ && std::exchange(last_task_, task) != task && backward_reaches_us()) {
     begin_backward(next_backward_reduces());
   }
-  gatherer_.enter_backward(site);
+  for (size_t n = open_calls_.size(); n-- > 0;) {
+    if (open_calls_[n].task == task && open_calls_[n].call->is_after(*call)) leave_call(n);
+  }
+  gatherer_.enter_backward(call->site());
+  open_calls_.push_back({task, call});
 }
 
-void Engine::call_left(int64_t site) {
+void Engine::call_left(const std::shared_ptr<Call>& call) {
   const std::lock_guard lock(mutex_);
-  gatherer_.leave_backward(site, graph_is_kept());
+  for (size_t n = open_calls_.size(); n-- > 0;) {
+    if (open_calls_[n].call == call && open_calls_[n].task == current_task()) leave_call(n);
+  }
+}
+
+void Engine::leave_call(size_t index) {
+  const std::shared_ptr<Call> call = std::move(open_calls_[index].call);
+  open_calls_.erase(open_calls_.begin() + static_cast<int64_t>(index));
+  gatherer_.leave_backward(call->site(), graph_is_kept());
 }
 
 // Forwards of released modules
@@ -505,10 +520,11 @@ void Engine::finish_backward() {
 void Engine::backward_ended() {
   const std::lock_guard lock(mutex_);
   last_task_ = -1;
+  open_calls_.clear();
   try {
     const at::NoGradGuard no_grad;
     if (open_) finish_backward();
-    gatherer_.end_backward();
+    gatherer_.end_backward(graph_is_kept());
   } catch (...) {
     if (open_) abort_backward();
     gatherer_.reset_after_failure();
@@ -519,6 +535,7 @@ void Engine::backward_ended() {
 void Engine::backward_failed() noexcept {
   const std::lock_guard lock(mutex_);
   last_task_ = -1;
+  open_calls_.clear();
   if (open_) abort_backward();
   gatherer_.reset_after_failure();
 }

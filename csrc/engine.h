@@ -157,8 +157,8 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   void after_gradient(int64_t i) override;
   void backward_ended() override;
   void backward_failed() noexcept override;
-  void call_entered(int64_t site) override;
-  void call_left(int64_t site) override;
+  void call_entered(const std::shared_ptr<Call>& call) override;
+  void call_left(const std::shared_ptr<Call>& call) override;
 
  private:
   struct Parameter {
@@ -192,6 +192,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   void withdraw();
   void publish();
   void clear_gradient(Parameter& parameter);
+  void leave_call(size_t index);
   std::vector<int64_t> all_gathered() const;
   void lend_bucket(Unit& unit);
   void start_ready_reductions();
@@ -235,6 +236,11 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   // One backward.
   bool open_ = false;
   int last_task_ = -1;  // that entered a call
+  struct OpenCall {
+    int task;
+    std::shared_ptr<Call> call;
+  };
+  std::vector<OpenCall> open_calls_;
   bool reduces_ = false;
   bool deferred_ =
       false;          // reductions wait for the end: more gradients may arrive than the graph shows

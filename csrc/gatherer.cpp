@@ -108,7 +108,9 @@ void Gatherer::enter_forward(int64_t site) {
     // A forward that threw may have left holds behind.
     for (int64_t u = 0; u < unit_count(); ++u) {
       if (entries_[u].holds.forward > 0) apply(u, ResidencyEvent::reset);
-      if (entries_[u].holds.escaped) apply(u, ResidencyEvent::backward_ended);
+      if (entries_[u].holds.escaped) {
+        apply(u, ResidencyEvent::backward_ended, {.graph_kept = true});
+      }
     }
     begin_pass(kForward);
   }
@@ -244,12 +246,14 @@ bool Gatherer::may_retain(int64_t unit) const {
   return retained <= options_.retained_bytes;
 }
 
-void Gatherer::end_backward() {
+void Gatherer::end_backward(bool graph_kept) {
   if (!in_backward_) return;
   in_backward_ = false;
   straggler_ = -1;
   end_pass(kBackward);
-  for (int64_t u = 0; u < unit_count(); ++u) apply(u, ResidencyEvent::backward_ended);
+  for (int64_t u = 0; u < unit_count(); ++u) {
+    apply(u, ResidencyEvent::backward_ended, {.graph_kept = graph_kept});
+  }
   if (root_depth_ == 0) context_.spare->clear();
 }
 

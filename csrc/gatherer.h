@@ -58,7 +58,7 @@ class Gatherer {
   void enter_backward(int64_t site);
   void leave_backward(int64_t site, bool graph_kept);
   void gradient_arrived(int64_t unit, bool graph_kept);
-  void end_backward();
+  void end_backward(bool graph_kept);
   void reset_after_failure() noexcept;
 
   // unshard() and reshard().

@@ -59,6 +59,8 @@ Transition transition(Residency state, Holds holds, ResidencyEvent event,
     case ResidencyEvent::backward_ended:
       holds.calls = 0;
       holds.escaped = false;
+      // One that keeps nothing ends what earlier ones kept, of units that it did not reach as well.
+      holds.graph = holds.graph && context.graph_kept;
       return release_unless(context.keep, state, holds);
     case ResidencyEvent::drop:
       holds.user = false;

@@ -1,17 +1,16 @@
 """Forward hooks of the modules whose parameters are gathered and released (stage 3).
 
-Their backwards are seen in C++: a forward leaves hooks on the autograd nodes of its outputs and of
-aliases of its inputs.
+Their backwards are seen in C++: a forward leaves hooks on the autograd nodes of its outputs and
+inputs.
 """
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from zero_ext import _C
 
@@ -44,9 +43,10 @@ class SiteHooks:
             raise
         call = self._engine.begin_call(self._site) if torch.is_grad_enabled() else None
         self._calls.append(call)
-        if call is None:
-            return None
-        return _replace(args, call.watch_input), _replace(kwargs, call.watch_input)
+        if call is not None:
+            for tensor in tensors_in((args, kwargs)):
+                call.watch_input(tensor)
+        return None
 
     def leave(self, module: nn.Module, args, output):
         if not self._calls:  # a hook before ours threw
@@ -56,6 +56,7 @@ class SiteHooks:
             return
         outputs = list(tensors_in(output))
         if call is not None:
+            call.end()
             for tensor in outputs:
                 call.watch_output(tensor)
         self._engine.leave_forward(self._site, outputs)
@@ -101,18 +102,3 @@ def tensors_in(value: Any) -> Iterable[Tensor]:
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name, None))
 
-
-def _replace(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    def replace(leaf):
-        if isinstance(leaf, Tensor):
-            return function(leaf)
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            twin = copy.copy(leaf)
-            for field in dataclasses.fields(leaf):
-                if hasattr(leaf, field.name):
-                    new = _replace(getattr(leaf, field.name), function)
-                    object.__setattr__(twin, field.name, new)
-            return twin
-        return leaf
-
-    return tree_map(replace, value)
