@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "engine.h"
+#include "farewell.h"
 #include "layout.h"
 #include "optimizer.h"
 #include "residency.h"
@@ -169,6 +170,7 @@ void bind_engine(py::module_& m) {
              return Engine::create(std::move(options), destroy_without_gil);
            }),
            py::arg("options"))
+      .def("say_farewell", &Engine::say_farewell, NoGil())
       .def("add_parameters", &Engine::add_parameters, NoGil())
       .def("add_unit", &Engine::add_unit, NoGil())
       .def("replace_parameter", &Engine::replace_parameter, NoGil())
@@ -265,6 +267,12 @@ void bind_optimizer(py::module_& m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("cpu_instruction_set", &zero_ext::kernels::cpu_instruction_set);
   m.def("reduced_by_ddp", &zero_ext::reduced_by_ddp);
+  m.def(
+      "wait_for_farewells",
+      [](double seconds) {
+        zero_ext::wait_for_farewells(std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3)));
+      },
+      py::arg("seconds"), zero_ext::NoGil());
   zero_ext::bind_layout(m);
   zero_ext::bind_residency(m);
   zero_ext::bind_engine(m);

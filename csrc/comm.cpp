@@ -1,6 +1,7 @@
 #include "comm.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <torch/headeronly/version.h>
 
 #include <exception>
@@ -28,6 +29,8 @@ auto all_gather_into(c10d::ProcessGroup& group, at::Tensor& output, at::Tensor& 
 #endif
 
 // gloo's tags are 32-bit; numbers that all ranks count alike stay alike when they wrap.
+constexpr int64_t kFarewellTag = 0x3fffffff;
+
 int tag_of(int64_t tag) { return static_cast<int>(tag & 0x3fffffff); }
 
 }  // namespace
@@ -50,6 +53,15 @@ void Pending::wait(const std::function<std::string()>& what) {
     }
     parts_.pop_back();
   }
+}
+
+void Pending::wait_if_possible(std::chrono::milliseconds timeout) noexcept {
+  try {
+    for (const Part& part : parts_) part.work->wait(timeout);
+  } catch (const std::exception&) {
+    // The peer has gone without a word.
+  }
+  parts_.clear();
 }
 
 Comm::Comm(const std::string& reduce_group, const std::string& gather_group)
@@ -114,6 +126,16 @@ void Comm::receive(const at::Tensor& into, int64_t from, int64_t tag, Pending& p
   std::vector<at::Tensor> tensors{into};
   pending.parts_.push_back({gather_group_->recv(tensors, static_cast<int>(from), tag_of(tag)), into,
                             from, /*sending=*/false});
+}
+
+void Comm::say_farewell(Pending& pending) {
+  for (int64_t peer = 0; peer < world_; ++peer) {
+    if (peer == rank_) continue;
+    const at::Tensor theirs = at::empty({1}, at::TensorOptions().dtype(at::kByte));
+    const at::Tensor mine = at::zeros({1}, at::TensorOptions().dtype(at::kByte));
+    receive(theirs, peer, kFarewellTag, pending);
+    pending.parts_.push_back({offer(mine, peer, kFarewellTag), mine, peer, /*sending=*/true});
+  }
 }
 
 void Comm::all_reduce_min(const at::Tensor& values, const std::function<std::string()>& what) {

@@ -11,6 +11,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -28,6 +29,8 @@ class Pending {
   // Waits for all parts. An error (a timeout, a dead peer) is raised again behind `what`, which
   // says who waited for what.
   void wait(const std::function<std::string()>& what);
+  // The same for at most `timeout`; an error is no error then.
+  void wait_if_possible(std::chrono::milliseconds timeout) noexcept;
   bool empty() const { return parts_.empty(); }
 
  private:
@@ -70,6 +73,9 @@ class Comm {
   using Offer = c10::intrusive_ptr<c10d::Work>;
   Offer offer(const at::Tensor& tensor, int64_t to, int64_t tag);
   void receive(const at::Tensor& into, int64_t from, int64_t tag, Pending& pending);
+
+  // Tells all ranks that this one takes no more offers; `pending` ends when all have said so.
+  void say_farewell(Pending& pending);
 
   // Small agreements on the gather group; they wait. `what` is for the message, as in
   // Pending::wait.

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "check.h"
+#include "farewell.h"
 #include "launch.h"
 
 namespace zero_ext {
@@ -82,12 +83,23 @@ void Engine::add_parameters(const std::vector<at::Tensor>& parameters,
 }
 
 Engine::~Engine() {
+  say_farewell();
   // A view of our memory left in .grad would break the next backward of a parameter that outlives
   // us.
   for (Parameter& parameter : parameters_) {
     if (parameter.published && parameter.tensor.grad().is_same(parameter.published_view)) {
       parameter.tensor.mutable_grad().reset();
     }
+  }
+}
+
+void Engine::say_farewell() noexcept {
+  const std::lock_guard lock(mutex_);
+  if (!context_.releases() || std::exchange(said_farewell_, true)) return;
+  try {
+    bid_farewell(comm_, gatherer_.leave_offers());
+  } catch (const std::exception&) {
+    // The connections are broken: nobody can take anything.
   }
 }
 

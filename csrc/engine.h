@@ -64,6 +64,9 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   static std::shared_ptr<Engine> create(EngineOptions options, void (*destroy)(Engine*));
   ~Engine() override;
 
+  // This rank takes no more from the others. What they may still take lives on after the engine.
+  void say_farewell() noexcept;
+
   // Behind the ones that exist; their hooks do nothing until they are in a unit.
   void add_parameters(const std::vector<at::Tensor>& parameters,
                       const std::vector<std::string>& names);
@@ -232,6 +235,8 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   bool local_open_ = false;  // this rank has local sums
   bool local_next_ = false;  // the next reduction is of local sums, on every rank alike
   bool sums_lost_ = false;   // see Note [Undoing]
+
+  bool said_farewell_ = false;
 
   // One backward.
   bool open_ = false;

@@ -335,6 +335,16 @@ void Gatherer::offer_missing(Entry& entry) {
   }
 }
 
+Gatherer::Legacy Gatherer::leave_offers() {
+  Legacy legacy;
+  for (Entry& entry : entries_) {
+    for (auto& offers : entry.offers) legacy.offers.push_back(std::move(offers));
+    entry.offers.clear();
+  }
+  comm_.say_farewell(legacy.farewell);
+  return legacy;
+}
+
 void Gatherer::tell_what_was_taken() {
   const int64_t units = unit_count();
   at::Tensor taken = at::empty({units}, at::TensorOptions().dtype(at::kLong));

@@ -69,6 +69,14 @@ class Gatherer {
   void begin_step();
   void end_step();
 
+  // Offers that other ranks may still take when this engine dies. They live on until every rank
+  // has said that it takes no more.
+  struct Legacy {
+    std::vector<std::deque<Comm::Offer>> offers;
+    Pending farewell;
+  };
+  Legacy leave_offers();
+
   bool inside() const { return root_depth_ > 0; }
   int64_t unit_count() const { return static_cast<int64_t>(entries_.size()); }
   Residency state(int64_t unit) const { return entries_[unit].state; }

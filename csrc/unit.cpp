@@ -149,7 +149,8 @@ float* Unit::master_data() const {
 void* Unit::stepped_parameter() const { return master_.defined() ? own_parameters() : nullptr; }
 
 bool Unit::holds_storage_of(const at::Tensor& tensor) const {
-  return tensor.has_storage() && tensor.storage().is_alias_of(full_.tensor().storage());
+  return tensor.has_storage() && tensor.storage().unsafeGetStorageImpl() ==
+                                     full_.tensor().storage().unsafeGetStorageImpl();
 }
 
 // One backward

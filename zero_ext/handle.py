@@ -1,5 +1,6 @@
 """Handle: the Python side of one engine, and the registry that finds it from a Parameter."""
 
+import atexit
 import os
 import sys
 import weakref
@@ -16,11 +17,26 @@ from zero_ext.groups import CommGroups, Groups, check_same_on_all_ranks
 from zero_ext.meta import MetaModules
 from zero_ext.module_hooks import watch_module
 
+# Engines with stage 3, whose shards the other ranks may need until they end, too.
+_serving: weakref.WeakSet = weakref.WeakSet()
+_EXIT_WAIT_S = 60.0
+
 # Parameter -> (weak reference to its Handle, index in the engine). Nothing is attached to the
 # user's Parameter itself.
 _registry = WeakIdKeyDictionary()
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _serve_until_all_ranks_end() -> None:
+    if hasattr(sys, "last_value"):  # this rank fails: the others must see that, not wait for it
+        return
+    for handle in list(_serving):
+        handle.engine.say_farewell()
+    _C.wait_for_farewells(_EXIT_WAIT_S)
+
+
+atexit.register(_serve_until_all_ranks_end)
 
 
 def find(parameter: Tensor) -> tuple["Handle", int] | None:
@@ -95,6 +111,8 @@ class Handle:
                 options.reduce_group, options.gather_group = names
             self.engine = _C.Engine(options)
         self.engine.set_local_reader(_local_part)
+        if self.engine.releases:
+            _serving.add(self)
         self.parameters: list[weakref.ref] = []
         if blocks is None:
             self.add_parameters(parameters)

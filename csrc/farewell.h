@@ -1,0 +1,20 @@
+// Farewells: engines that died on this rank while other ranks may still take their offers.
+//
+// Owner:   the process.
+// Threads: one waits for each, so that deleting a model blocks nobody.
+#pragma once
+
+#include <chrono>
+
+#include "comm.h"
+#include "gatherer.h"
+
+namespace zero_ext {
+
+// Keeps `comm` and `legacy` until all ranks have said farewell, or for the process group's timeout.
+void bid_farewell(Comm comm, Gatherer::Legacy legacy);
+
+// Waits for all of them, at most `timeout` in all.
+void wait_for_farewells(std::chrono::milliseconds timeout);
+
+}  // namespace zero_ext

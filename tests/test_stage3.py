@@ -1,0 +1,483 @@
+"""Stage 3: parameters are there whenever a pass reads them, gone when it has left, never wrong."""
+
+import dataclasses
+from collections import namedtuple
+
+import pytest
+import torch
+from harness import assert_bits, gather_objects, mean_square, rank_batches, rank_data
+from harness import reference_gradients
+from reference import gradients_of, shown_master, whole
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import zero_ext
+from zero_ext.handle import find
+
+WIDTH = 7
+SHAPE = (4, WIDTH)
+NO_MERGING_MB = 1e-4
+
+Pair = namedtuple("Pair", "first second")
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    hidden: Tensor
+    extra: dict | None = None
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH):
+        super().__init__()
+        self.inner = nn.Linear(width, 2 * width)
+        self.outer = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(torch.tanh(self.inner(x)))
+
+
+class Stack(nn.Module):
+    """Blocks one after the other between two layers of the root's."""
+
+    def __init__(self, blocks: int = 3, width: int = WIDTH, block=Block):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(block() if block is not Block else Block(width)
+                                    for _ in range(blocks))
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class FrozenBeside(Block):
+    """The last gradient of the unit comes before the last read of its frozen weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(WIDTH, WIDTH)
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x):
+        return super().forward(self.frozen(x))
+
+
+class Detached(Block):
+    def forward(self, x):
+        return super().forward(functional.linear(x, self.inner.weight.detach()[:WIDTH]))
+
+
+class Lora(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+        self.base.requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x):
+        return x + self.base(x) + self.up(self.down(x))
+
+
+class Containers(Block):
+    """Inputs and outputs in every kind of container; some of the outputs are not used."""
+
+    def forward(self, packed):
+        if isinstance(packed, Tensor):
+            packed = Output(packed, {"list": [packed, None]})
+        x = super().forward(packed.hidden)
+        return Output(x, {"pair": Pair(x.sin(), (x.cos(), None)), "list": [x * 2, None]})
+
+
+class Many(Block):
+    """One module called several times in one forward."""
+
+    def forward(self, x):
+        for _ in range(3):
+            x = super().forward(x)
+        return x
+
+
+class Reentrant(Block):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+class NonReentrant(Block):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class ContainerStack(Stack):
+    def __init__(self):
+        super().__init__(block=Containers)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.hidden + x.extra["pair"].second[0])
+
+
+class SharedBlock(Stack):
+    """One block in two places, another one in between, and a wrapper that recomputes it."""
+
+    def forward(self, x):
+        x = self.blocks[1](self.blocks[0](self.stem(x)))
+        x = checkpoint(self.blocks[0], x, use_reentrant=True)
+        return self.head(self.blocks[2](x))
+
+
+class Skips(Stack):
+    """An input that several blocks read, and one that joins far later."""
+
+    def forward(self, x):
+        first = self.stem(x)
+        second = self.blocks[0](first)
+        third = self.blocks[1](second + first)
+        return self.head(self.blocks[2](third) + second * first)
+
+
+class InPlace(Stack):
+    """Blocks whose input and output are written to."""
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = x.clone().mul_(2)
+            x = block(x)
+            x += 1
+        return self.head(x)
+
+
+class ReturnsWeight(Stack):
+    """A block's own weight, and a view of it, are part of the output and used by the root."""
+
+    class Block(Block):
+        def forward(self, x):
+            return super().forward(x), self.inner.weight, self.outer.weight.t()
+
+    def __init__(self):
+        super().__init__(block=self.Block)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x, weight, view = block(x)
+            x = functional.linear(functional.linear(x, weight), view.t())
+        return self.head(x)
+
+
+MODELS = {
+    "plain": Stack,
+    "sequential": lambda: nn.Sequential(*[Stack(1) for _ in range(3)]),
+    "frozen beside": lambda: Stack(block=FrozenBeside),
+    "detached": lambda: Stack(block=Detached),
+    "lora": lambda: Stack(block=Lora),
+    "containers": ContainerStack,
+    "many calls": lambda: Stack(block=Many),
+    "reentrant": lambda: Stack(block=Reentrant),
+    "non-reentrant": lambda: Stack(block=NonReentrant),
+    "shared block": SharedBlock,
+    "skips": Skips,
+    "in place": InPlace,
+    "returns weight": ReturnsWeight,
+}
+
+
+def sharded(model: nn.Module, mesh, **kwargs) -> nn.Module:
+    kwargs.setdefault("bucket_mb", NO_MERGING_MB)
+    return zero_ext.shard(model, 3, mesh=mesh, **kwargs)
+
+
+def gathered(model: nn.Module) -> list[str]:
+    engine = find(next(model.parameters()))[0].engine
+    return engine.gathered_units() if engine.releases else []
+
+
+def assert_gradients(model, model_fn, batches, world, loss_fn=mean_square) -> None:
+    """Those of one process, added in (micro-batch, rank) order."""
+    expected = reference_gradients(model_fn, batches, world, 1 / world, loss_fn)
+    for name, actual in gradients_of(model).items():
+        assert (actual is None) == (expected[name] is None), name
+        if actual is None:
+            continue
+        if world & (world - 1) == 0:
+            assert_bits(actual, expected[name], name)
+        else:
+            torch.testing.assert_close(actual, expected[name], rtol=1e-5, atol=1e-7, msg=name)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("prefetch_mb", [0, 1])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_one_process_s_bits(name, prefetch_mb, mesh, rank, world):
+    model = sharded(MODELS[name](), mesh, prefetch_mb=prefetch_mb)
+    micros = 3  # the first pass has no order to prefetch along
+    batches = rank_batches(SHAPE, world, micros=micros)
+    for micro in range(micros):
+        mean_square(model, batches[micro][rank]).backward()
+        assert gathered(model) == []
+    assert_gradients(model, MODELS[name], batches, world)
+    assert model.stats()["bytes_full"] == 0 or world == 1
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("width", [7, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bucket_mb", [NO_MERGING_MB, 5e-3, 25.0])
+def test_five_steps_equal_stage_2_bit_for_bit(width, dtype, bucket_mb, mesh, rank):
+    def train(stage: int) -> dict[str, Tensor]:
+        model = zero_ext.shard(Stack(width=width).to(dtype), stage, mesh=mesh, bucket_mb=bucket_mb)
+        optimizer = zero_ext.optim.AdamW(model.parameters(), lr=1e-2)
+        found = {}
+        for step in range(5):
+            for micro in range(2):
+                mean_square(model, rank_data((4, width), rank, step, micro, dtype)).backward()
+            found |= {f"{step} grad {n}": g for n, g in gradients_of(model).items()}
+            optimizer.step()
+            optimizer.zero_grad()
+        with model.summon_full_params():
+            found |= {n: p.detach().clone() for n, p in model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            found[f"master {name}"] = whole(shown_master(parameter)).clone()
+            found[f"exp_avg_sq {name}"] = whole(optimizer.state[parameter]["exp_avg_sq"]).clone()
+        return found
+
+    expected = train(2)
+    for name, value in train(3).items():
+        assert_bits(value, expected[name], name)
+
+
+@pytest.mark.dist
+def test_a_gradient_penalty(mesh, rank, world):
+    def penalised(model, batch):
+        x = batch.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return model(x).square().mean() + slope.square().mean()
+
+    model = sharded(Stack(), mesh)
+    batches = rank_batches(SHAPE, world, micros=2)
+    for micro in batches:
+        penalised(model, micro[rank]).backward()
+        assert gathered(model) == []
+    assert_gradients(model, Stack, batches, world, penalised)
+
+
+@pytest.mark.dist
+def test_autograd_grad_alone_releases_and_reduces_nothing(mesh, rank):
+    model = sharded(Stack(), mesh)
+    x = rank_data(SHAPE, rank).requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x)
+    plain = Stack()
+    y = x.detach().clone().requires_grad_()
+    assert_bits(slope, torch.autograd.grad(plain(y).sum(), y)[0])
+    assert gathered(model) == []
+    assert model.stats()["backwards"] == 0
+    assert all(p.grad is None for p in model.parameters())
+
+
+class Branches(Stack):
+    """Runs the blocks that the caller names."""
+
+    def forward(self, x, taken):
+        x = self.stem(x)
+        for index in taken:
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
+def branch_loss(model, batch):
+    x, taken = batch
+    return model(x, taken).square().mean()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("prefetch_mb", [0, 1])
+def test_ranks_take_different_branches(prefetch_mb, mesh, rank, world):
+    model = sharded(Branches(4), mesh, prefetch_mb=prefetch_mb)
+    optimizer = zero_ext.optim.AdamW(model.parameters(), lr=1e-2)
+    paths = [[0, 1, 2, 3], [2], [3, 0], [], [1, 1, 1], [3, 2, 1, 0]]
+    for step in range(6):
+        batches = [[(rank_data(SHAPE, r, step), paths[(step + r) % 6]) for r in range(world)]]
+        branch_loss(model, batches[0][rank]).backward()
+        if step == 0:
+            assert_gradients(model, lambda: Branches(4), batches, world, branch_loss)
+        assert gathered(model) == []
+        optimizer.step()
+        optimizer.zero_grad()
+    masters = [whole(shown_master(p)).clone() for p in model.parameters()]
+    for others in gather_objects(masters):
+        for mine, other in zip(masters, others, strict=True):
+            assert_bits(mine, other)
+
+
+@pytest.mark.dist
+def test_the_order_may_change_from_step_to_step(mesh, rank, world):
+    model = sharded(Branches(4), mesh)
+    for step, taken in enumerate([[0, 1, 2, 3], [3, 2, 1, 0], [1, 3], [0, 2, 1]]):
+        model.zero_grad()
+        batches = [[(rank_data(SHAPE, r, step), taken) for r in range(world)]]
+        branch_loss(model, batches[0][rank]).backward()
+        assert_gradients(model, lambda: Branches(4), batches, world, branch_loss)
+
+
+@pytest.mark.dist
+def test_at_most_two_gathers_per_unit_and_micro_batch(mesh, rank, world):
+    model = sharded(Stack(5), mesh)
+    units = 6 if world > 1 else 0
+    for micro in range(4):
+        before = model.stats()["gathers"]
+        mean_square(model, rank_data(SHAPE, rank, micro)).backward()
+        assert model.stats()["gathers"] - before <= 2 * units
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_generation_holds_nothing_afterwards(mode, mesh, rank, world):
+    model = sharded(Stack(), mesh).eval()
+    plain = Stack().eval()
+    with mode():
+        for step in range(300):  # past the number of passes after which offers are counted
+            x = rank_data(SHAPE, rank, step)
+            assert_bits(model(x), plain(x))
+            assert gathered(model) == []
+    if world > 1:
+        assert model.stats()["bytes_full"] == 0
+
+
+@pytest.mark.dist
+def test_forwards_with_a_graph_but_no_backward(mesh, rank, world):
+    model = sharded(Stack(), mesh)
+    for step in range(3):
+        model(rank_data(SHAPE, rank, step))
+        assert len(gathered(model)) <= 2  # the root and the last block, where a backward begins
+    batches = rank_batches(SHAPE, world)
+    mean_square(model, batches[0][rank]).backward()
+    assert gathered(model) == []
+    assert_gradients(model, Stack, batches, world)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("on", ["every rank", "one rank"])
+@pytest.mark.parametrize("where", ["stem", "blocks.1.inner", "blocks.2", "head"])
+def test_a_forward_that_throws_is_repeated(on, where, mesh, rank, world):
+    model = sharded(Stack(), mesh)
+    armed = [on == "every rank" or rank == 0]
+
+    def fail(module, args, output):
+        if armed[0]:
+            armed[0] = False
+            raise ArithmeticError("on purpose")
+
+    model.get_submodule(where).register_forward_hook(fail)
+    batches = rank_batches(SHAPE, world, micros=2)
+    for micro in batches:
+        try:
+            loss = mean_square(model, micro[rank])
+        except ArithmeticError:
+            loss = mean_square(model, micro[rank])
+        loss.backward()
+        assert gathered(model) == []
+    assert_gradients(model, Stack, batches, world)
+
+
+@pytest.mark.dist
+def test_a_parameter_that_is_read_elsewhere_is_refused_by_name(mesh, rank, world):
+    class Thief(Stack):
+        def forward(self, x):
+            return functional.linear(super().forward(x), self.blocks[0].inner.weight)
+
+    model = sharded(Thief(), mesh)
+    if world == 1:
+        return
+    with pytest.raises(RuntimeError, match=rf"rank {rank}, unit 'blocks.0.inner.weight.*released"):
+        model(rank_data(SHAPE, rank))
+    model.blocks[0].inner.weight.shape  # noqa: B018
+    with torch.no_grad(), pytest.raises(RuntimeError, match="released"):
+        model.blocks[0].inner.weight.add_(1)
+    model.unshard()
+    mean_square(model, rank_data(SHAPE, rank)).backward()
+    model.reshard()
+    assert gathered(model) == []
+
+
+@pytest.mark.dist
+def test_a_loss_on_what_a_block_put_aside(mesh, rank, world):
+    """Not an output: nothing tells that the backward comes back into the block."""
+
+    class Aside(Stack):
+        def forward(self, x):
+            x = self.stem(x)
+            self.aside = []
+            for block in self.blocks:
+                x = block(x)
+                self.aside.append(block.kept)
+            return self.head(x)
+
+    class Keeping(Block):
+        def forward(self, x):
+            self.kept = torch.tanh(self.inner(x)).square().mean()
+            return super().forward(x)
+
+    def loss_fn(model, batch):
+        return model(batch).square().mean() + sum(model.aside)
+
+    model = sharded(Aside(block=Keeping), mesh)
+    batches = rank_batches(SHAPE, world, micros=2)
+    for micro in batches:
+        loss_fn(model, micro[rank]).backward()
+        assert gathered(model) == []
+    assert_gradients(model, lambda: Aside(block=Keeping), batches, world, loss_fn)
+
+
+@pytest.mark.dist
+def test_a_thawed_parameter_trains(mesh, rank, world):
+    model = sharded(Stack(block=Lora), mesh)
+    optimizer = zero_ext.optim.AdamW(model.parameters(), lr=1e-2)
+    plain = Stack(block=Lora)
+    batches = rank_batches(SHAPE, world, micros=1)
+    mean_square(model, batches[0][rank]).backward()
+    optimizer.zero_grad()
+    for m in (model, plain):
+        m.blocks[1].base.requires_grad_(True)
+
+    def thawed():
+        twin = Stack(block=Lora)
+        twin.blocks[1].base.requires_grad_(True)
+        return twin
+
+    for _ in range(2):
+        optimizer.zero_grad()
+        mean_square(model, batches[0][rank]).backward()
+        assert gathered(model) == []
+        assert_gradients(model, thawed, batches, world)
+    optimizer.step()
+    with model.summon_full_params():
+        assert not torch.equal(model.blocks[1].base.weight, plain.blocks[1].base.weight)
+        assert_bits(model.blocks[0].base.weight, plain.blocks[0].base.weight)
+
+
+@pytest.mark.dist
+def test_replaced_data_is_taken_over(mesh, rank, world):
+    model = sharded(Stack(), mesh)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+    plain = Stack()
+    reference = torch.optim.SGD(plain.parameters(), lr=0.5)
+    values = rank_data((2 * WIDTH, WIDTH), 0)
+    for m in (model, plain):
+        m.blocks[0].inner.weight.data = values.clone()
+    batches = rank_batches(SHAPE, world, micros=1)
+    mean_square(model, batches[0][rank]).backward()
+    sum(mean_square(plain, b) for b in batches[0]).div(world).backward()
+    optimizer.step()
+    reference.step()
+    with model.summon_full_params():
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6, msg=name)
