@@ -1,9 +1,10 @@
-"""Whole training steps beside DDP with fp32 masters: alternating, medians, one thread per rank.
+"""Whole training steps beside a peer: alternating, medians, one thread per rank.
 
     torchrun --nproc-per-node 2 benchmarks/bench_step.py [--rounds 15] [--results FOLDER]
 
-Both sides have bf16 parameters, fp32 masters and AdamW. Targets: GPT at most 0.90 of DDP's time,
-1,083 small parameters at most 0.80.
+Stages 1 and 2 beside DDP: both sides have bf16 parameters, fp32 masters and AdamW. Stage 3 beside
+FSDP2, which has bf16 parameters, reduces in fp32 and has no masters: it does less. FSDP2 shards the
+GPT by block and the small layers as one group, its fastest way.
 """
 
 import argparse
@@ -16,11 +17,14 @@ import report
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_ext
 
-TARGETS = {"GPT": 0.90, "small": 0.80}
+# (model, micro-batches): at most this part of the peer's time.
+DDP_TARGETS = {("GPT", 1): 0.90, ("GPT", 4): 0.90, ("small", 1): 0.80, ("small", 4): 0.80}
+FSDP_TARGETS = {("GPT", 1): 0.65, ("GPT", 4): 0.70, ("small", 1): 0.40, ("small", 4): 0.40}
 
 
 def ddp_step(model: nn.Module, batch, accumulation: int) -> Callable[[], float]:
@@ -40,10 +44,21 @@ def ddp_step(model: nn.Module, batch, accumulation: int) -> Callable[[], float]:
     return step
 
 
+def fsdp_step(model: nn.Module, batch, accumulation: int) -> Callable[[], float]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in getattr(model, "blocks", ()):
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return training_step(model, torch.optim.AdamW(model.parameters(), lr=1e-4), batch, accumulation)
+
+
 def zero_step(model: nn.Module, batch, accumulation: int, stage: int) -> Callable[[], float]:
     zero_ext.shard(model, stage=stage, accumulation_steps=accumulation)
     optimizer = zero_ext.optim.AdamW(model.parameters(), lr=1e-4)
+    return training_step(model, optimizer, batch, accumulation)
 
+
+def training_step(model, optimizer, batch, accumulation: int) -> Callable[[], float]:
     def step() -> float:
         for _ in range(accumulation):
             loss = model(batch)
@@ -70,7 +85,8 @@ def measure(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", choices=list(TARGETS))
+    parser.add_argument("--only", choices=("GPT", "small"))
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--accumulation", type=int, nargs="+", default=[1, 4])
     report.add_arguments(parser)
     args = parser.parse_args()
@@ -88,22 +104,27 @@ def main() -> None:
         model = make_model().bfloat16()
         batch = make_batch(torch.Generator().manual_seed(dist.get_rank()))
         for accumulation in args.accumulation:
-            steps = {"DDP": ddp_step(copy.deepcopy(model), batch, accumulation)}
-            for stage in (1, 2):
+            steps = {}
+            if {1, 2} & set(args.stages):
+                steps["DDP"] = ddp_step(copy.deepcopy(model), batch, accumulation)
+            if 3 in args.stages:
+                steps["FSDP2"] = fsdp_step(copy.deepcopy(model), batch, accumulation)
+            for stage in args.stages:
                 steps[f"stage {stage}"] = zero_step(
                     copy.deepcopy(model), batch, accumulation, stage
                 )
             seconds = measure(steps, args.rounds)
-            for stage in (1, 2):
+            for stage in args.stages:
+                peer, targets = ("FSDP2", FSDP_TARGETS) if stage == 3 else ("DDP", DDP_TARGETS)
                 ours = seconds[f"stage {stage}"]
                 rows.append(
                     report.Row(
-                        f"{name}, accumulation {accumulation}, stage {stage} / DDP",
+                        f"{name}, accumulation {accumulation}, stage {stage} / {peer}",
                         report.milliseconds(ours),
-                        report.milliseconds(seconds["DDP"]),
-                        report.median_ratio(ours, seconds["DDP"]),
+                        report.milliseconds(seconds[peer]),
+                        report.median_ratio(ours, seconds[peer]),
                         "at most",
-                        TARGETS[name],
+                        targets[name, accumulation],
                     )
                 )
     if dist.get_rank() == 0:

@@ -26,7 +26,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stage", type=int, default=2, choices=(0, 1, 2), help="ZeRO stage")
+    parser.add_argument("--stage", type=int, default=2, choices=(0, 1, 2, 3), help="ZeRO stage")
     parser.add_argument("--ddp", action="store_true", help="plain PyTorch instead of zero_ext")
     parser.add_argument("--size", default="base", choices=SIZES)
     parser.add_argument("--text", help="file or directory; default: Python's standard library")
@@ -155,9 +155,10 @@ def main() -> None:
 
     log = train(model, optimizer, texts.train, args, rank, world)
     log["held_out_loss"] = held_out_loss(gpt, texts.held_out, args.sequence, rank, world)
+    # On every rank: with stage 3 each holds a part of the parameters.
+    sampled = gpt.generate(b"def ", 200, torch.Generator().manual_seed(args.seed))
     if rank == 0:
         log |= {"name": args.name, "world": world, "arguments": vars(args) | {"out": str(args.out)}}
-        sampled = gpt.generate(b"def ", 200, torch.Generator().manual_seed(args.seed))
         log["sample"] = sampled.decode(errors="replace")
         save(log, args.out)
         print(f"\n{log['sample']}\n")

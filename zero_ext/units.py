@@ -89,6 +89,10 @@ def cut_by_module(
             open_bytes = size
         open_name = name
     rest = owned.pop("", [])
+    everything = range(len(parameters))
+    total = sum(parameters[i].numel() * _itemsize(parameters[i], param_dtype) for i in everything)
+    if choice is None and total <= bucket_bytes:
+        return [Block([root], list(everything), root=True)]
     blocks = [_with_container(root, block) for block in blocks]
     in_root = [block for block in blocks if block.modules == [root]]
     rest = sorted(rest + [i for block in in_root for i in block.members])
