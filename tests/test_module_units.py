@@ -176,6 +176,15 @@ def test_a_parameter_that_is_shared_within_a_unit_stays_there():
     )
 
 
+def test_a_module_in_two_places_is_one_unit():
+    twice = linear()
+    model = Model(a=nn.ModuleList([twice, linear()]), b=nn.ModuleList([linear(), twice]))
+    for bucket_bytes in (SEPARATE, EVERYTHING):
+        blocks = cut_by_module(model, list(model.parameters()), None, bucket_bytes)
+        assert sum(twice in block.modules for block in blocks) == 1
+        assert all(block.members == sorted(block.members) for block in blocks)
+
+
 # Merging
 
 
@@ -202,6 +211,12 @@ def test_sizes_are_those_of_the_dtype_that_is_computed_in():
 def test_no_merging_across_containers():
     model = Model(a=nn.ModuleList([linear(), linear()]), b=nn.ModuleList([linear(), linear()]))
     assert modules_of(model, bucket_bytes=EVERYTHING) == [["b.0", "b.1"], ["a.0", "a.1"], [""]]
+
+
+def test_no_merging_over_a_sibling_that_is_in_no_unit():
+    """It would be gathered before, and kept until after, everything that lies between."""
+    model = Model(a=linear(), b=nn.LayerNorm(3), c=linear(), d=nn.ReLU(), e=linear())
+    assert modules_of(model, nn.Linear, EVERYTHING) == [["c", "e"], ["a"], [""]]
 
 
 def test_a_sequential_that_is_merged_whole_is_entered_itself():
@@ -283,6 +298,7 @@ def test_every_parameter_is_in_exactly_one_block(model, choice, bucket_bytes):
     count = Counter(i for block in blocks for i in block.members)
     assert count == Counter(range(len(list(model.parameters()))))
     assert all(block.members or block.root for block in blocks)
+    assert all(block.members == sorted(block.members) for block in blocks)
 
 
 @given(models(), choices, sizes)

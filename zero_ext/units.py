@@ -73,21 +73,23 @@ def cut_by_module(
     """
     chosen = _chosen(root, choice)
     owned = _owned(root, parameters, chosen)
+    strangers = _strangers_before(root, chosen)
     blocks: list[Block] = []
-    open_name, open_bytes = None, 0.0
+    open_place, open_bytes = None, 0.0
     for name, module in chosen.items():
         members = owned.pop(name, [])
         if not members:
             continue
         size = sum(parameters[i].numel() * _itemsize(parameters[i], param_dtype) for i in members)
-        siblings = open_name is not None and _parent(open_name) == _parent(name)
-        if siblings and open_bytes + size <= bucket_bytes:
-            blocks[-1] = Block([*blocks[-1].modules, module], [*blocks[-1].members, *members])
+        place = (name.rpartition(".")[0], strangers[name])
+        if place == open_place and open_bytes + size <= bucket_bytes:
+            members = sorted([*blocks[-1].members, *members])
+            blocks[-1] = Block([*blocks[-1].modules, module], members)
             open_bytes += size
         else:
             blocks.append(Block([module], members))
             open_bytes = size
-        open_name = name
+        open_place = place
     rest = owned.pop("", [])
     everything = range(len(parameters))
     total = sum(parameters[i].numel() * _itemsize(parameters[i], param_dtype) for i in everything)
@@ -173,8 +175,18 @@ def _with_container(root: nn.Module, block: Block) -> Block:
     return block
 
 
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
+def _strangers_before(root: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, int]:
+    """How many of a chosen module's siblings come before it, have parameters and are not chosen."""
+    ids = {id(module) for module in chosen.values()}
+    result = {}
+    for prefix, parent in root.named_modules(remove_duplicate=False):
+        strangers = 0
+        for key, child in parent.named_children():
+            if id(child) in ids:
+                result[f"{prefix}.{key}" if prefix else key] = strangers
+            elif any(True for _ in child.parameters()):
+                strangers += 1
+    return result
 
 
 def _itemsize(parameter: Tensor, param_dtype: torch.dtype | None) -> int:
