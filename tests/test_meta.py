@@ -91,6 +91,28 @@ def test_tied_parameters_stay_tied(anywhere):
     assert model.head.weight.grad is not None
 
 
+def test_a_module_whose_parameters_lie_in_two_units_is_initialised_in_two_parts(anywhere):
+    """The biases are cut and released before the tied weight gets its values."""
+    layers = on_meta(lambda: nn.ModuleList(Marked(7, 7) for _ in range(2)))
+    layers[1].weight = layers[0].weight
+    zero_ext.shard(layers, 3, mesh=anywhere, bucket_mb=SEPARATE)
+    assert layers[1].weight is layers[0].weight
+    values = whole_values(layers)
+    assert torch.equal(values["0.weight"], torch.arange(49.0).view(7, 7))
+    assert torch.equal(values["0.bias"], torch.full((7,), 0.5))
+    assert torch.equal(values["1.bias"], torch.full((7,), 0.5))
+
+
+def test_values_that_exist_are_not_initialised_again(anywhere):
+    """A model may be on the meta device in part: a loaded weight, say, beside a new bias."""
+    layers = on_meta(lambda: nn.ModuleList(Marked(7, 7) for _ in range(2)))
+    layers[0].weight = nn.Parameter(torch.full((7, 7), 3.0))
+    zero_ext.shard(layers, 3, mesh=anywhere, bucket_mb=SEPARATE)
+    values = whole_values(layers)
+    assert torch.equal(values["0.weight"], torch.full((7, 7), 3.0))
+    assert torch.equal(values["0.bias"], torch.full((7,), 0.5))
+
+
 def test_dtypes_of_model_and_policy(anywhere):
     """The masters have the values before their rounding."""
     thirds = 1 / 3

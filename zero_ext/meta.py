@@ -1,5 +1,6 @@
 """Models built on the meta device: parameters get memory unit by unit, just before they are cut."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 
 import torch
@@ -52,23 +53,40 @@ class MetaModules:
             for key, parameter in mine:
                 module._parameters[key] = twins[id(parameter)]
             initialised.append(module)
-        self._initialise(initialised)
+        self._initialise(initialised, {id(twin) for twin in new.values()})
         return new
 
     def finish(self) -> None:
         """Modules that have buffers on the meta device and no parameters."""
-        self._initialise([m for m in self._modules.values() if _has_meta_buffers(m)])
+        self._initialise([m for m in self._modules.values() if _has_meta_buffers(m)], set())
 
-    def _initialise(self, modules: list[nn.Module]) -> None:
+    def _initialise(self, modules: list[nn.Module], new: set[int]) -> None:
         with torch.no_grad():
             for module in modules:
                 for key, buffer in module._buffers.items():
                     if buffer is not None and buffer.is_meta:
                         module._buffers[key] = torch.empty_like(buffer, device="cpu")
-                if self._init is not None:
-                    self._init(module)
-                else:
-                    module.reset_parameters()
+                with _hidden(module, new):
+                    if self._init is not None:
+                        self._init(module)
+                    else:
+                        module.reset_parameters()
+
+
+@contextlib.contextmanager
+def _hidden(module: nn.Module, new: set[int]):
+    """Parameters that have values already, or are cut and released, keep out of an initialisation
+    that is for ``new`` ones: it sees them on the meta device."""
+    others = {k: p for k, p in module._parameters.items() if p is not None and id(p) not in new}
+    for key, parameter in others.items():
+        if not parameter.is_meta:
+            module._parameters[key] = nn.Parameter(
+                torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+            )
+    try:
+        yield
+    finally:
+        module._parameters.update(others)
 
 
 def _has_meta_buffers(module: nn.Module) -> bool:
