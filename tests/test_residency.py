@@ -73,7 +73,9 @@ HOLDS_AFTER: dict[str, Callable[[str, Holds, Context], Holds]] = {
         else h._replace(calls=max(0, h.calls - 1))
     ),
     "gradient": lambda s, h, c: retained(h, c) if s == "gathered" else h,
-    "backward_ended": lambda s, h, c: h._replace(calls=0, escaped=False),
+    "backward_ended": lambda s, h, c: h._replace(
+        calls=0, escaped=False, graph=h.graph and c.graph_kept
+    ),
     "drop": lambda s, h, c: h._replace(user=False),
     "step": lambda s, h, c: Holds(permanent=h.permanent),
     "reset": lambda s, h, c: Holds(permanent=h.permanent),
