@@ -1,10 +1,9 @@
 #include "autograd.h"
 
+#include <ATen/SequenceNumber.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
-
-#include <ATen/SequenceNumber.h>
 
 #include <algorithm>
 #include <cstring>

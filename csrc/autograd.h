@@ -55,8 +55,8 @@ class BackwardListener {
 //
 // Note [When has a backward left a call?]
 // Autograd runs the ready node that was created last. When a node from before the call runs, or one
-// of another call that had ended before this one began, every node of this call has run. AccumulateGrad
-// alone runs out of turn.
+// of another call that had ended before this one began, every node of this call has run.
+// AccumulateGrad alone runs out of turn.
 class Call : public std::enable_shared_from_this<Call> {
  public:
   Call(std::weak_ptr<BackwardListener> listener, int64_t site);

@@ -201,9 +201,7 @@ void bind_engine(py::module_& m) {
       .def("parameter_slice", &Engine::parameter_slice, NoGil())
       .def_property_readonly("releases", &Engine::releases)
       .def("bounds",
-           [](Engine& e, int64_t i) {
-             return e.home_of(i).layout().bounds(e.slot_of(i));
-           })
+           [](Engine& e, int64_t i) { return e.home_of(i).layout().bounds(e.slot_of(i)); })
       .def("strides",
            [](Engine& e, int64_t i) {
              return e.home_of(i).layout().slot(e.slot_of(i)).spec.strides;
@@ -270,7 +268,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def(
       "wait_for_farewells",
       [](double seconds) {
-        zero_ext::wait_for_farewells(std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3)));
+        zero_ext::wait_for_farewells(
+            std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3)));
       },
       py::arg("seconds"), zero_ext::NoGil());
   zero_ext::bind_layout(m);

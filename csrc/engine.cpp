@@ -103,8 +103,7 @@ void Engine::say_farewell() noexcept {
   }
 }
 
-int64_t Engine::add_unit(const std::vector<int64_t>& members, at::ScalarType dtype,
-                         UnitKind kind) {
+int64_t Engine::add_unit(const std::vector<int64_t>& members, at::ScalarType dtype, UnitKind kind) {
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;
   const bool trainable = kind == UnitKind::trainable;

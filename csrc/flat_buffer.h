@@ -12,8 +12,8 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
-#include <memory>
 #include <limits>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>

@@ -182,8 +182,8 @@ void Gatherer::leave_forward(int64_t site, const Left& left) {
   for (const int64_t u : entered.units) {
     if (entries_[u].holds.forward == 0) continue;  // the entry failed, or a reset came between
     const bool backward_is_next =
-        left.grad_mode && (in_backward_ || !options_.reshard_after_forward || entered.root ||
-                           last_in_forward(u));
+        left.grad_mode &&
+        (in_backward_ || !options_.reshard_after_forward || entered.root || last_in_forward(u));
     apply(u, ResidencyEvent::leave_forward,
           {.keep = backward_is_next || !entered.last,
            .escapes = contains(left.escaped, u),
@@ -213,9 +213,7 @@ void Gatherer::begin_backward() {
   begin_pass(kBackward);
 }
 
-void Gatherer::enter_backward(int64_t site) {
-  enter(site, ResidencyEvent::enter_backward);
-}
+void Gatherer::enter_backward(int64_t site) { enter(site, ResidencyEvent::enter_backward); }
 
 void Gatherer::leave_backward(int64_t site, bool graph_kept) {
   for (const int64_t u : sites_[site].units) {

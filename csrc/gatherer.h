@@ -25,8 +25,8 @@
 namespace zero_ext {
 
 struct GatherOptions {
-  int64_t prefetch_bytes = 0;      // gathered ahead of their use, at most
-  int64_t retained_bytes = -1;     // what kept graphs may hold gathered; -1: no limit
+  int64_t prefetch_bytes = 0;   // gathered ahead of their use, at most
+  int64_t retained_bytes = -1;  // what kept graphs may hold gathered; -1: no limit
   bool reshard_after_forward = true;
 };
 
@@ -90,10 +90,10 @@ class Gatherer {
     Unit* unit;
     Residency state;
     Holds holds;
-    bool ahead = false;         // prefetched, and not entered since
-    int64_t taken = 0;          // gathers since the ranks last told each other
+    bool ahead = false;  // prefetched, and not entered since
+    int64_t taken = 0;   // gathers since the ranks last told each other
     int64_t taken_in_pass = 0;
-    int64_t due = 0;            // offers that a peer may have taken by the end of this pass
+    int64_t due = 0;  // offers that a peer may have taken by the end of this pass
     std::vector<std::deque<Comm::Offer>> offers;  // [world]
   };
   enum Phase { kForward, kBackward };

@@ -65,7 +65,8 @@ Unit::Unit(const UnitContext& context, int64_t index, std::string name, std::vec
   if (kind == UnitKind::trainable) {
     grad_ = FlatBuffer(context_.memory, Held::grad, at::kFloat, range);
     grad_.fill_zero();
-    if (dtype_ != at::kFloat) master_ = FlatBuffer(context_.memory, Held::master, at::kFloat, range);
+    if (dtype_ != at::kFloat)
+      master_ = FlatBuffer(context_.memory, Held::master, at::kFloat, range);
   }
   take_values(values, comm, broadcast);
 }
@@ -149,8 +150,8 @@ float* Unit::master_data() const {
 void* Unit::stepped_parameter() const { return master_.defined() ? own_parameters() : nullptr; }
 
 bool Unit::holds_storage_of(const at::Tensor& tensor) const {
-  return tensor.has_storage() && tensor.storage().unsafeGetStorageImpl() ==
-                                     full_.tensor().storage().unsafeGetStorageImpl();
+  return tensor.has_storage() &&
+         tensor.storage().unsafeGetStorageImpl() == full_.tensor().storage().unsafeGetStorageImpl();
 }
 
 // One backward

@@ -203,10 +203,10 @@ class Unit {
   std::vector<const Piece*> own_pieces_;  // [slots], null where this rank holds nothing of a slot
 
   int64_t gather_tag_;
-  FlatBuffer full_;   // [padded], compute dtype; without memory while the unit is released
-  FlatBuffer shard_;  // [range], compute dtype; undefined where full always holds it
+  FlatBuffer full_;    // [padded], compute dtype; without memory while the unit is released
+  FlatBuffer shard_;   // [range], compute dtype; undefined where full always holds it
   FlatBuffer master_;  // [range], fp32; undefined where own_parameters() are fp32 and serve as it
-  FlatBuffer grad_;  // [range], fp32; [padded] with this rank's range first once local sums exist
+  FlatBuffer grad_;    // [range], fp32; [padded] with this rank's range first once local sums exist
   FlatBuffer
       before_;  // [range], fp32; the reduced sum before this backward, or below the local sums
   bool kept_ = false;  // before_ holds it

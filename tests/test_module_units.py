@@ -216,7 +216,11 @@ def test_sizes_are_those_of_the_dtype_that_is_computed_in():
 
 def test_no_merging_across_containers():
     model = Model(a=nn.ModuleList([linear(), linear()]), b=nn.ModuleList([linear(), linear()]))
-    assert modules_of(model, bucket_bytes=nearly_all(model)) == [["b.0", "b.1"], ["a.0", "a.1"], [""]]
+    assert modules_of(model, bucket_bytes=nearly_all(model)) == [
+        ["b.0", "b.1"],
+        ["a.0", "a.1"],
+        [""],
+    ]
 
 
 def test_no_merging_over_a_sibling_that_is_in_no_unit():

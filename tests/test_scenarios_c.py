@@ -140,7 +140,9 @@ def test_passes_add_up(stage, checkpointing, passes, mesh, rank, world):
 @STAGES
 @CHECKPOINTS
 @pytest.mark.parametrize("zero", ["module", "optimizer"])
-def test_zero_grad_between_leaves_the_last_pass_alone(stage, checkpointing, zero, mesh, rank, world):
+def test_zero_grad_between_leaves_the_last_pass_alone(
+    stage, checkpointing, zero, mesh, rank, world
+):
     model = sharded(stage, mesh, checkpointing)
     optimizer = zero_ext.optim.AdamW(model.parameters(), lr=0.1)
     run(model, TWO_PASSES, rank, model.zero_grad if zero == "module" else optimizer.zero_grad)

@@ -5,8 +5,14 @@ from collections import namedtuple
 
 import pytest
 import torch
-from harness import assert_bits, gather_objects, mean_square, rank_batches, rank_data
-from harness import reference_gradients
+from harness import (
+    assert_bits,
+    gather_objects,
+    mean_square,
+    rank_batches,
+    rank_data,
+    reference_gradients,
+)
 from reference import gradients_of, shown_master, whole
 from torch import Tensor, nn
 from torch.nn import functional
@@ -45,8 +51,9 @@ class Stack(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.stem = nn.Linear(width, width)
-        self.blocks = nn.ModuleList(block() if block is not Block else Block(width)
-                                    for _ in range(blocks))
+        self.blocks = nn.ModuleList(
+            block() if block is not Block else Block(width) for _ in range(blocks)
+        )
         self.head = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -126,10 +126,10 @@ class Handle:
     def _prefetch_bytes(self, parameters, blocks, prefetch_mb: float | None) -> int:
         if prefetch_mb is not None:
             return int(prefetch_mb * 2**20)
+        blocks = [block.members for block in blocks or () if not block.root]
         sizes = [
-            sum(parameters[i][1].numel() * self._dtype(parameters[i][1]).itemsize for i in b.members)
-            for b in blocks or ()
-            if not b.root
+            sum(p.numel() * self._dtype(p).itemsize for p in (parameters[i][1] for i in members))
+            for members in blocks
         ]
         return int(max(self.bucket_bytes, 1.5 * max(sizes, default=0)))
 

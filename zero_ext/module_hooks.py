@@ -101,4 +101,3 @@ def tensors_in(value: Any) -> Iterable[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name, None))
-

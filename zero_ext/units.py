@@ -98,7 +98,10 @@ def cut_by_module(
     blocks = [_with_container(root, block) for block in blocks]
     in_root = [block for block in blocks if block.modules == [root]]
     rest = sorted(rest + [i for block in in_root for i in block.members])
-    return [*(block for block in reversed(blocks) if block not in in_root), Block([root], rest, root=True)]
+    return [
+        *(block for block in reversed(blocks) if block not in in_root),
+        Block([root], rest, root=True),
+    ]
 
 
 def _chosen(root: nn.Module, choice: Choice) -> dict[str, nn.Module]:
