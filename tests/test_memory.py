@@ -110,9 +110,10 @@ def test_estimate_memory_is_the_formula(stage, dtype, bucket_mb, world_size):
 
 
 def test_bytes_per_parameter_approach_2_plus_16_over_n():
-    """The headline, for a model whose padding is small: 18, 12, 10 and 6 bytes at 1, 2, 2, 4."""
+    """The headline, for a model whose padding is small; stage 3 divides all of it by the ranks."""
     model = nn.Linear(1000, 1000, bias=False, dtype=torch.bfloat16)
     expected = {(0, 2, True): 18, (1, 2, True): 12, (2, 2, False): 10, (2, 4, False): 6}
+    expected |= {(3, 2, False): 9, (3, 4, False): 4.5, (3, 1, False): 18}
     for (stage, world_size, local), per_parameter in expected.items():
         estimate = zero_ext.estimate_memory(model, world_size, stage, local_accumulation=local)
         assert estimate["persistent"] / 1e6 == pytest.approx(per_parameter, rel=1e-4)

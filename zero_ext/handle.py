@@ -103,7 +103,9 @@ class Handle:
         options.accumulation_steps = accumulation_steps or 1
         options.broadcast = sync_module_states
         options.limit_bytes = _limit_bytes()
-        options.gather.prefetch_bytes = self._prefetch_bytes(parameters, blocks, prefetch_mb)
+        options.gather.prefetch_bytes = units.prefetch_bytes(
+            blocks or (), [p for _, p in parameters], prefetch_mb, bucket_mb, param_dtype
+        )
         options.gather.retained_bytes = -1 if retained_bytes is None else retained_bytes
         options.gather.reshard_after_forward = reshard_after_forward
         with CommGroups(groups) as names:
@@ -122,19 +124,6 @@ class Handle:
                 if meta is not None:
                     self._materialise(block, meta)
                 self._make_block(block)
-
-    def _prefetch_bytes(self, parameters, blocks, prefetch_mb: float | None) -> int:
-        if prefetch_mb is not None:
-            return int(prefetch_mb * 2**20)
-        blocks = [block.members for block in blocks or () if not block.root]
-        sizes = [
-            sum(p.numel() * self._dtype(p).itemsize for p in (parameters[i][1] for i in members))
-            for members in blocks
-        ]
-        return int(max(self.bucket_bytes, 1.5 * max(sizes, default=0)))
-
-    def _dtype(self, parameter: Tensor) -> torch.dtype:
-        return self.param_dtype or parameter.dtype
 
     def _register(self, parameters: Sequence[tuple[str, Tensor]]) -> list[int]:
         first = len(self.parameters)

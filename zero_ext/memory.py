@@ -1,8 +1,18 @@
 """What the library holds, and what it would hold."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from torch import nn
 
-from zero_ext import units
+from zero_ext.units import (
+    Block,
+    Choice,
+    cut_by_module,
+    cut_by_size,
+    prefetch_bytes,
+    split_block,
+)
 
 # Gradient sum, master, two moments.
 _FP32_BYTES = 4
@@ -21,12 +31,33 @@ def stats(sharded) -> dict[str, int]:
     return sharded.stats()
 
 
+class _Unit(NamedTuple):
+    """What the memory of one unit follows from. ``ranges``: how many it is cut into."""
+
+    numels: list[int]
+    itemsize: int
+    ranges: int
+    trainable: bool = True
+
+    @property
+    def range_numel(self) -> int:
+        alignment = _ALIGNMENT_BYTES // self.itemsize
+        numel = sum(_round_up(numel, alignment) for numel in self.numels)
+        return max(alignment, _round_up(-(-numel // self.ranges), alignment))
+
+    @property
+    def full_bytes(self) -> int:
+        return self.range_numel * self.ranges * self.itemsize
+
+
 def estimate_memory(
     module: nn.Module,
     world_size: int,
     stage: int,
     *,
+    units: Choice = None,
     bucket_mb: float = 25.0,
+    prefetch_mb: float | None = None,
     param_dtype=None,
     local_accumulation: bool = False,
 ) -> dict[str, int]:
@@ -36,35 +67,85 @@ def estimate_memory(
     made when a backward adds to a reduced sum that holds something.
 
     Args:
+        module: May be on the meta device.
+        units, prefetch_mb: As for ``shard``; of stage 3.
         local_accumulation: Whether stages 0 and 1 accumulate inside ``no_sync()``.
     Returns:
-        ``full``, ``master``, ``grad``, ``optimizer_state``, their sum ``persistent``, and
-        ``buckets``: the most that the two buckets can add with ``reduction="exchange"``. Padding
-        included.
+        ``full``, ``shard``, ``master``, ``grad``, ``optimizer_state``, their sum ``persistent``,
+        and what comes on top of it: ``gathered``, the most that stage 3 gathers at once while the
+        passes keep their order, and ``buckets``, the most that the two buckets can add with
+        ``reduction="exchange"``. Padding included.
     """
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    dtypes = [p.dtype for p in parameters]
-    plans = units.cut_by_size([p.numel() for p in parameters], dtypes, bucket_mb * 2**20)
+    bucket_bytes = bucket_mb * 2**20
     ranges = 1 if stage == 0 else world_size
-    result = dict.fromkeys(("full", "master", "grad", "optimizer_state"), 0)
-    bucket_bytes = [0]
-    for plan in plans:
-        dtype = param_dtype or plan.dtype
-        alignment = _ALIGNMENT_BYTES // dtype.itemsize
-        numel = sum(_round_up(parameters[i].numel(), alignment) for i in plan.members)
-        share = max(alignment, _round_up(-(-numel // ranges), alignment))
-        padded = share * ranges
-        result["full"] += padded * dtype.itemsize
-        result["master"] += 0 if dtype.itemsize == _FP32_BYTES else share * _FP32_BYTES
-        local = local_accumulation and stage < 2 and world_size > 1
-        result["grad"] += (padded if local else share) * _FP32_BYTES
+    released = stage == 3 and world_size > 1
+    local = local_accumulation and stage < 2 and world_size > 1
+    result = dict.fromkeys(("full", "shard", "master", "grad", "optimizer_state"), 0)
+    gathered = 0
+    if stage == 3:
+        parameters = list(module.parameters())
+        blocks = cut_by_module(module, parameters, units, bucket_bytes, param_dtype)
+        cut = [_units_of(block, parameters, param_dtype, ranges) for block in blocks]
+        if released:
+            ahead = prefetch_bytes(blocks, parameters, prefetch_mb, bucket_mb, param_dtype)
+            gathered = _gathered_bytes(blocks, cut, ahead)
+        all_units = [unit for part in cut for unit in part]
+    else:
+        all_units = _units_by_size(module, bucket_bytes, param_dtype, ranges)
+    in_buckets = [0]
+    for unit in all_units:
+        share = unit.range_numel
+        result["shard" if released else "full"] += (
+            share * unit.itemsize if released else unit.full_bytes
+        )
+        if not unit.trainable:
+            continue
+        result["master"] += 0 if unit.itemsize == _FP32_BYTES else share * _FP32_BYTES
+        result["grad"] += share * (ranges if local else 1) * _FP32_BYTES
         result["optimizer_state"] += 2 * share * _FP32_BYTES
         # Local sums are sent in fp32, and a bucket keeps the memory of both uses.
-        received_bytes = share * (world_size - 1) * (_FP32_BYTES if local else dtype.itemsize)
-        bucket_bytes.append(padded * dtype.itemsize + received_bytes)
+        received_bytes = share * (world_size - 1) * (_FP32_BYTES if local else unit.itemsize)
+        in_buckets.append(unit.full_bytes + received_bytes)
     result["persistent"] = sum(result.values())
-    result["buckets"] = 2 * max(bucket_bytes) if world_size > 1 else 0
+    result["gathered"] = gathered
+    result["buckets"] = 2 * max(in_buckets) if world_size > 1 else 0
     return result
+
+
+def _units_by_size(module: nn.Module, bucket_bytes: float, param_dtype, ranges: int) -> list[_Unit]:
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    numels = [p.numel() for p in parameters]
+    return [
+        _Unit([numels[i] for i in plan.members], (param_dtype or plan.dtype).itemsize, ranges)
+        for plan in cut_by_size(numels, [p.dtype for p in parameters], bucket_bytes)
+    ]
+
+
+def _units_of(block: Block, parameters, param_dtype, ranges: int) -> list[_Unit]:
+    return [
+        _Unit(
+            [parameters[i].numel() for i in members],
+            (param_dtype or dtype).itemsize,
+            ranges,
+            trainable,
+        )
+        for members, dtype, trainable in split_block(block.members, parameters)
+    ]
+
+
+def _gathered_bytes(blocks: Sequence[Block], cut: Sequence[list[_Unit]], ahead: int) -> int:
+    """A pass is inside one block and those that its modules lie in; others are prefetched."""
+    sizes = [sum(unit.full_bytes for unit in part) for part in cut]
+    inside = [{id(m) for module in block.modules for m in module.modules()} for block in blocks]
+    held = [
+        sum(
+            size
+            for size, modules in zip(sizes, inside, strict=True)
+            if all(id(module) in modules for module in block.modules)
+        )
+        for block in blocks
+    ]
+    return min(max(held) + ahead, sum(sizes))
 
 
 def _round_up(value: int, multiple: int) -> int:

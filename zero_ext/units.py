@@ -204,3 +204,21 @@ def split_block(
     for i in members:
         kinds.setdefault((parameters[i].dtype, parameters[i].requires_grad), []).append(i)
     return [(part, dtype, trainable) for (dtype, trainable), part in kinds.items()]
+
+
+def prefetch_bytes(
+    blocks: Sequence[Block],
+    parameters: Sequence[Tensor],
+    prefetch_mb: float | None,
+    bucket_mb: float,
+    param_dtype: torch.dtype | None = None,
+) -> int:
+    """How much may be gathered ahead of its use, see ``shard``."""
+    if prefetch_mb is not None:
+        return int(prefetch_mb * 2**20)
+    sizes = [
+        sum(parameters[i].numel() * _itemsize(parameters[i], param_dtype) for i in block.members)
+        for block in blocks
+        if not block.root
+    ]
+    return int(max(bucket_mb * 2**20, 1.5 * max(sizes, default=0)))
