@@ -1,6 +1,7 @@
 # make install   .venv with torch and the tools, zero_ext built and installed into it (editable)
 # make train     trains a byte-level GPT on two ranks        STAGE=1|2  ARGS="--size small ..."
 # make test      all quick tests: one rank, then 2, 3 and 4  make test-all: the slow ones too
+# make cuda-kernels   nvcc compiles each CUDA kernel alone, and the host emulates them
 # make bench  lint  format  dist-check  clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -18,10 +19,11 @@ export MAX_JOBS ?= 2
 train test test-all bench: export OMP_NUM_THREADS := 1
 
 NATIVE := $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*.h csrc/kernels/*.cpp csrc/kernels/*.cu)
+EMULATION := $(wildcard tests/cuda_emulation/*)
 ONE_RANK_BENCHES := $(wildcard benchmarks/bench_kernels.py benchmarks/bench_hooks.py)
 BENCHES := $(filter-out $(ONE_RANK_BENCHES),$(wildcard benchmarks/bench_*.py))
 
-.PHONY: install train test test-all bench lint format dist-check clean
+.PHONY: install train test test-all cuda-kernels bench lint format dist-check clean
 
 install: $(VENV)/.installed
 
@@ -45,6 +47,9 @@ test-all: install
 	$(PY) -m pytest tests -m "not dist"
 	$(call test_ranks,dist)
 
+cuda-kernels: install
+	$(PY) -m pytest tests/test_cuda_sources.py
+
 # Rank 0 writes to the terminal, the others to build/test-logs, shown when something failed.
 define test_ranks
 	@for ranks in $(RANKS); do \
@@ -63,12 +68,12 @@ bench: install
 lint: install
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/clang-format --dry-run --Werror $(NATIVE)
+	$(VENV)/bin/clang-format --dry-run --Werror $(NATIVE) $(EMULATION)
 
 format: install
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
-	$(VENV)/bin/clang-format -i $(NATIVE)
+	$(VENV)/bin/clang-format -i $(NATIVE) $(EMULATION)
 
 # The sdist must hold all that a wheel needs, and the wheel all that an import needs. The directories
 # are always the same, so that ccache recognises the sources.

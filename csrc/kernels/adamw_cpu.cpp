@@ -3,39 +3,12 @@
 //
 // Memory bound where a square root and two divisions are fast: reads grad; reads and writes master,
 // both moments and the parameter: 32 bytes per element with a half-precision parameter.
+#include "constants.h"
 #include "elements_cpu.h"
 #include "kernels_cpu.h"
 
 namespace zero_ext::kernels {
 namespace {
-
-// What does not depend on the element, rounded to float once.
-struct Constants {
-  float grad_scale;  // sign included
-  float decay;       // of the parameter where decoupled, of the gradient otherwise
-  float one_minus_beta1;
-  float beta2;
-  float one_minus_beta2;
-  float step_size;
-  float sqrt_bias_correction2;
-  float eps;
-};
-
-Constants constants_of(const AdamArgs& args) {
-  const double step = static_cast<double>(args.step);
-  const double bias_correction1 = 1 - std::pow(args.beta1, step);
-  const double bias_correction2 = 1 - std::pow(args.beta2, step);
-  return {
-      .grad_scale = args.maximize ? -args.grad_scale : args.grad_scale,
-      .decay = static_cast<float>(args.decoupled ? args.lr * args.weight_decay : args.weight_decay),
-      .one_minus_beta1 = static_cast<float>(1 - args.beta1),
-      .beta2 = static_cast<float>(args.beta2),
-      .one_minus_beta2 = static_cast<float>(1 - args.beta2),
-      .step_size = static_cast<float>(args.lr / bias_correction1),
-      .sqrt_bias_correction2 = static_cast<float>(std::sqrt(bias_correction2)),
-      .eps = static_cast<float>(args.eps),
-  };
-}
 
 // NaN wins, as in torch.maximum.
 ZERO_EXT_BODY float maximum(float a, float b) { return select(a > b || a != a, a, b); }
@@ -43,7 +16,7 @@ ZERO_EXT_BODY float maximum(float a, float b) { return select(a > b || a != a, a
 // T: the parameter's element, or void where the master is the parameter.
 template <class T, bool amsgrad, bool decoupled>
 struct Adam {
-  Constants c;
+  AdamConstants c;
   float* master;
   T* param;
   const float* grad;
@@ -52,7 +25,7 @@ struct Adam {
   float* max_exp_avg_sq;
 
   ZERO_EXT_BODY void operator()(int64_t begin, int64_t end) const {
-    const Constants k = c;
+    const AdamConstants k = c;
 #pragma GCC ivdep
     for (int64_t i = begin; i < end; ++i) {
       float p = master[i];
@@ -82,7 +55,7 @@ template <class T, bool amsgrad, bool decoupled>
 Status run_adam(const AdamArgs& args, const Launch& launch) {
   return run(
       launch, args.numel,
-      Adam<T, amsgrad, decoupled>{constants_of(args), args.master, static_cast<T*>(args.param),
+      Adam<T, amsgrad, decoupled>{adam_constants(args), args.master, static_cast<T*>(args.param),
                                   args.grad, args.exp_avg, args.exp_avg_sq, args.max_exp_avg_sq});
 }
 
@@ -100,6 +73,7 @@ Status run_adam(const AdamArgs& args, const Launch& launch) {
 
 Status adam_cpu(const AdamArgs& args, const Launch& launch) {
   if (args.numel < 0 || args.step < 1) return Status::bad_argument;
+  if (skipped(args.on_device)) return Status::ok;
   if (args.param == nullptr) return run_adam<void>(args, launch);
   return with_element(args.param_dtype, [&]<class T>(T) { return run_adam<T>(args, launch); });
 }

@@ -34,10 +34,16 @@ inline void run_serially(int64_t numel, int64_t /*grain*/, RangeBody body, void*
   if (numel > 0) body(context, 0, numel);
 }
 
-// Where and how a kernel runs.
+// Where and how a kernel runs. On CUDA every pointer of a call, `nonfinite` and OnDevice's too, is
+// to memory of the current device, and the call returns when the work is queued on `stream`.
 struct Launch {
   void* stream = nullptr;                   // cudaStream_t; unused on the CPU
   ParallelFor parallel_for = run_serially;  // CPU only
+  // Device memory that the call may overwrite, 8-byte aligned; kernels that need it say how much.
+  void* scratch = nullptr;
+  int64_t scratch_bytes = 0;
+  const char** error =
+      nullptr;  // where not null: the driver's words when launch_failed is returned
 };
 
 // One copy of a list: `numel` elements from `source` to `target`.
@@ -56,6 +62,16 @@ struct AccumulateSegment {
 
 // How a value is written over what the target holds.
 enum class Write : int32_t { overwrite, add };
+
+// What an update takes from the device's memory instead of from its caller, who would have to wait
+// for it: each pointer is to one value, or null. On the CPU they are read during the call.
+struct OnDevice {
+  const int32_t* skip = nullptr;  // not 0: the call writes nothing
+  // Replaces `step` and `first`: the updates made so far, see count_step. Its powers of beta are
+  // formed by squaring, because no two libraries agree about the last bit of pow.
+  const int64_t* steps_done = nullptr;
+  const float* grad_factor = nullptr;  // multiplies grad_scale, in float
+};
 
 // Adam and AdamW on a flat range (Kingma & Ba 2015; Loshchilov & Hutter 2019), all arithmetic in
 // fp32:
@@ -91,6 +107,7 @@ struct AdamArgs {
   float grad_scale = 1.0F;
   bool maximize = false;
   bool decoupled = true;  // AdamW; false: Adam with weight decay in the gradient
+  OnDevice on_device;
 };
 
 // SGD as torch.optim.SGD:
@@ -112,6 +129,7 @@ struct SgdArgs {
   bool first = false;
   float grad_scale = 1.0F;
   bool maximize = false;
+  OnDevice on_device;
 };
 
 // In every function: `nonfinite`, where not null, is set to 1 if any value read from a gradient, or
@@ -150,14 +168,26 @@ struct Kernels {
 
   // *result += sum of value[i]^2, in double, in a fixed order: blocks of 4,096 elements from index
   // 0, each summed over lanes in a fixed order, then the blocks in order. The result is a host
-  // pointer on the CPU, a device pointer on CUDA.
+  // pointer on the CPU, a device pointer on CUDA. CUDA needs scratch, at least 8 bytes, at best
+  // sum_of_squares_scratch_bytes(numel): less costs more launches and changes no bit.
   Status (*sum_of_squares)(const float* value, int64_t numel, double* result, const Launch& launch);
 
   // Makes master agree with what the user wrote, see Note [A written parameter wins over its
   // master]: master[i] = float(param[i]) where param[i] is not param_dtype(master[i]).
   Status (*adopt_writes)(const void* param, DType param_dtype, float* master, int64_t numel,
                          const Launch& launch);
+
+  // *steps_done += 1, unless `skip` is not null and *skip is not 0. After the updates of one step,
+  // on their stream.
+  Status (*count_step)(int64_t* steps_done, const int32_t* skip, const Launch& launch);
 };
+
+// sum_of_squares' blocks, part of its result's definition.
+constexpr int64_t kSquaresBlockNumel = 4096;
+
+constexpr int64_t sum_of_squares_scratch_bytes(int64_t numel) {
+  return (numel + kSquaresBlockNumel - 1) / kSquaresBlockNumel * 8;
+}
 
 // The CPU's table; the instruction set (AVX-512, AVX2, baseline) is chosen at the first call.
 const Kernels& cpu();

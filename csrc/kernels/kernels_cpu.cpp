@@ -60,6 +60,7 @@ const Kernels& cpu() {
       .flatten = flatten_cpu,
       .sum_of_squares = sum_of_squares_cpu,
       .adopt_writes = adopt_writes_cpu,
+      .count_step = count_step_cpu,
   };
   return kTable;
 }

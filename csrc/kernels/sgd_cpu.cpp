@@ -2,45 +2,24 @@
 // Compile alone: g++ -std=c++20 -O3 -ffp-contract=off -fno-math-errno -c sgd_cpu.cpp
 //
 // Memory bound: reads grad; reads and writes master, the parameter and the momentum buffer.
+#include "constants.h"
 #include "elements_cpu.h"
 #include "kernels_cpu.h"
 
 namespace zero_ext::kernels {
 namespace {
 
-struct Constants {
-  float grad_scale;  // sign included
-  float weight_decay;
-  float momentum;
-  float one_minus_dampening;
-  float minus_lr;
-  bool nesterov;
-  bool first;
-};
-
-Constants constants_of(const SgdArgs& args) {
-  return {
-      .grad_scale = args.maximize ? -args.grad_scale : args.grad_scale,
-      .weight_decay = static_cast<float>(args.weight_decay),
-      .momentum = static_cast<float>(args.momentum),
-      .one_minus_dampening = static_cast<float>(1 - args.dampening),
-      .minus_lr = static_cast<float>(-args.lr),
-      .nesterov = args.nesterov,
-      .first = args.first,
-  };
-}
-
 // T: the parameter's element, or void where the master is the parameter.
 template <class T, bool has_momentum>
 struct Sgd {
-  Constants c;
+  SgdConstants c;
   float* master;
   T* param;
   const float* grad;
   float* momentum_buffer;
 
   ZERO_EXT_BODY void operator()(int64_t begin, int64_t end) const {
-    const Constants k = c;
+    const SgdConstants k = c;
 #pragma GCC ivdep
     for (int64_t i = begin; i < end; ++i) {
       float p = master[i];
@@ -62,7 +41,7 @@ struct Sgd {
 
 template <class T>
 Status run_sgd(const SgdArgs& args, const Launch& launch) {
-  const Constants constants = constants_of(args);
+  const SgdConstants constants = sgd_constants(args);
   T* param = static_cast<T*>(args.param);
   if (args.momentum != 0) {
     return run(launch, args.numel,
@@ -77,6 +56,7 @@ Status sgd_cpu(const SgdArgs& args, const Launch& launch) {
   if (args.numel < 0) return Status::bad_argument;
   if (args.momentum != 0 && args.momentum_buffer == nullptr && args.numel > 0)
     return Status::bad_argument;
+  if (skipped(args.on_device)) return Status::ok;
   if (args.param == nullptr) return run_sgd<void>(args, launch);
   return with_element(args.param_dtype, [&]<class T>(T) { return run_sgd<T>(args, launch); });
 }

@@ -11,7 +11,6 @@
 namespace zero_ext::kernels {
 namespace {
 
-constexpr int64_t kSquaresBlockNumel = 4096;
 constexpr int64_t kLanes = 32;
 // Blocks whose sums wait on the stack to be added in order.
 constexpr int64_t kBlocksPerRound = 1024;

@@ -1,0 +1,116 @@
+// What does not depend on the element in an update, rounded to float once. One text for the host
+// and the device: only IEEE operations in double, so that both get the same bits.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "kernels.h"
+
+#if defined(__CUDACC__)
+#define ZERO_EXT_HOST_DEVICE __host__ __device__
+#else
+#define ZERO_EXT_HOST_DEVICE
+#endif
+
+namespace zero_ext::kernels {
+
+struct AdamConstants {
+  float grad_scale;  // sign included
+  float decay;       // of the parameter where decoupled, of the gradient otherwise
+  float one_minus_beta1;
+  float beta2;
+  float one_minus_beta2;
+  float step_size;
+  float sqrt_bias_correction2;
+  float eps;
+};
+
+struct SgdConstants {
+  float grad_scale;  // sign included
+  float weight_decay;
+  float momentum;
+  float one_minus_dampening;
+  float minus_lr;
+  bool nesterov;
+  bool first;
+};
+
+inline bool is_empty(const OnDevice& on_device) {
+  return on_device.skip == nullptr && on_device.steps_done == nullptr &&
+         on_device.grad_factor == nullptr;
+}
+
+ZERO_EXT_HOST_DEVICE inline bool skipped(const OnDevice& on_device) {
+  return on_device.skip != nullptr && *on_device.skip != 0;
+}
+
+// The gradient's factor, with the sign that maximising gives it.
+ZERO_EXT_HOST_DEVICE inline float signed_scale(float scale, bool maximize,
+                                               const OnDevice& on_device) {
+  if (on_device.grad_factor != nullptr) scale = scale * *on_device.grad_factor;
+  return maximize ? -scale : scale;
+}
+
+// Never fused with what its result is added to, whatever the compiler's flags.
+ZERO_EXT_HOST_DEVICE inline double product(double a, double b) {
+#if defined(__CUDA_ARCH__)
+  return __dmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
+// base^exponent by squaring, exponent >= 1.
+ZERO_EXT_HOST_DEVICE inline double power(double base, int64_t exponent) {
+  double result = 1;
+  for (; exponent > 0; exponent >>= 1) {
+    if ((exponent & 1) != 0) result = product(result, base);
+    base = product(base, base);
+  }
+  return result;
+}
+
+ZERO_EXT_HOST_DEVICE inline AdamConstants adam_constants(const AdamArgs& args, double beta1_power,
+                                                         double beta2_power) {
+  const double bias_correction1 = 1 - beta1_power;
+  const double bias_correction2 = 1 - beta2_power;
+  return {
+      .grad_scale = signed_scale(args.grad_scale, args.maximize, args.on_device),
+      .decay = static_cast<float>(args.decoupled ? args.lr * args.weight_decay : args.weight_decay),
+      .one_minus_beta1 = static_cast<float>(1 - args.beta1),
+      .beta2 = static_cast<float>(args.beta2),
+      .one_minus_beta2 = static_cast<float>(1 - args.beta2),
+      .step_size = static_cast<float>(args.lr / bias_correction1),
+      .sqrt_bias_correction2 = static_cast<float>(sqrt(bias_correction2)),
+      .eps = static_cast<float>(args.eps),
+  };
+}
+
+// With the device's count of updates.
+ZERO_EXT_HOST_DEVICE inline AdamConstants counted_adam_constants(const AdamArgs& args) {
+  const int64_t step = *args.on_device.steps_done + 1;
+  return adam_constants(args, power(args.beta1, step), power(args.beta2, step));
+}
+
+// On the host, for the CPU, or for CUDA with an empty OnDevice.
+inline AdamConstants adam_constants(const AdamArgs& args) {
+  if (args.on_device.steps_done != nullptr) return counted_adam_constants(args);
+  const double step = static_cast<double>(args.step);
+  return adam_constants(args, std::pow(args.beta1, step), std::pow(args.beta2, step));
+}
+
+ZERO_EXT_HOST_DEVICE inline SgdConstants sgd_constants(const SgdArgs& args) {
+  const int64_t* steps_done = args.on_device.steps_done;
+  return {
+      .grad_scale = signed_scale(args.grad_scale, args.maximize, args.on_device),
+      .weight_decay = static_cast<float>(args.weight_decay),
+      .momentum = static_cast<float>(args.momentum),
+      .one_minus_dampening = static_cast<float>(1 - args.dampening),
+      .minus_lr = static_cast<float>(-args.lr),
+      .nesterov = args.nesterov,
+      .first = steps_done != nullptr ? *steps_done == 0 : args.first,
+  };
+}
+
+}  // namespace zero_ext::kernels

@@ -1,0 +1,145 @@
+// A stand-in for CUDA's own header: what csrc/kernels/*.cu use of it, carried out by one host
+// thread, so that their arithmetic and their indexing run where there is no GPU. Found before the
+// real header by -I; see compare.cpp.
+//
+// Blocks run one after the other. The threads of a block are fibers that run in turn from one
+// __syncthreads or shuffle to the next, so that all of them are at the same one. __shared__ is
+// static for that reason. Nothing is concurrent: races and launch limits are for a real device to
+// find.
+#pragma once
+
+#include <ucontext.h>
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __shared__ static
+#define __grid_constant__
+#define __launch_bounds__(threads)
+
+struct dim3 {
+  unsigned x = 1;
+  explicit dim3(unsigned count) : x(count) {}
+  dim3() = default;
+};
+struct alignas(8) uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+
+inline dim3 gridDim, blockDim, blockIdx, threadIdx;
+
+inline float __uint_as_float(uint32_t bits) { return std::bit_cast<float>(bits); }
+inline uint32_t __float_as_uint(float value) { return std::bit_cast<uint32_t>(value); }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float a) { return std::sqrt(a); }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline double __dadd_rn(double a, double b) { return a + b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
+inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
+
+using cudaStream_t = void*;
+enum cudaError_t { cudaSuccess, cudaErrorInvalidConfiguration };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  cudaStream_t stream;
+};
+
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+// One: grids of 32 blocks, so that moderate lengths go round their loops several times.
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = 1;
+  return cudaSuccess;
+}
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline const char* cudaGetErrorString(cudaError_t) { return "invalid configuration"; }
+
+namespace emulation {
+
+struct Fiber {
+  static constexpr size_t kStackBytes = 64 << 10;
+  ucontext_t context;
+  std::vector<char> stack = std::vector<char>(kStackBytes);
+  bool done = false;
+};
+
+inline std::vector<Fiber> fibers;
+inline ucontext_t scheduler;
+inline unsigned current;
+inline double shuffled[1024];
+inline void (*entry)(void*);
+inline void* entry_context;
+
+inline void yield() { swapcontext(&fibers[current].context, &scheduler); }
+
+inline void start() {
+  entry(entry_context);
+  fibers[current].done = true;
+}
+
+inline void run_block(unsigned threads) {
+  if (fibers.size() < threads) fibers = std::vector<Fiber>(threads);
+  for (unsigned t = 0; t < threads; ++t) {
+    Fiber& fiber = fibers[t];
+    fiber.done = false;
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.data();
+    fiber.context.uc_stack.ss_size = Fiber::kStackBytes;
+    fiber.context.uc_link = &scheduler;
+    makecontext(&fiber.context, start, 0);
+  }
+  for (unsigned running = threads; running > 0;) {
+    running = 0;
+    for (unsigned t = 0; t < threads; ++t) {
+      if (fibers[t].done) continue;
+      current = t;
+      threadIdx = dim3(t);
+      swapcontext(&scheduler, &fibers[t].context);
+      running += !fibers[t].done;
+    }
+  }
+}
+
+}  // namespace emulation
+
+inline void __syncthreads() { emulation::yield(); }
+
+// A lane reads a higher one, which runs after it: the value is still that of this shuffle.
+inline double __shfl_down_sync(unsigned, double value, int delta) {
+  const unsigned thread = emulation::current;
+  emulation::shuffled[thread] = value;
+  emulation::yield();
+  return thread % 32 + delta < 32 ? emulation::shuffled[thread + delta] : value;
+}
+
+template <class... Parameters, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               const Arguments&... arguments) {
+  if (config->gridDim.x == 0 || config->blockDim.x > 1024) return cudaErrorInvalidConfiguration;
+  auto call = [&] { kernel(arguments...); };
+  emulation::entry = [](void* context) { (*static_cast<decltype(call)*>(context))(); };
+  emulation::entry_context = &call;
+  gridDim = config->gridDim;
+  blockDim = config->blockDim;
+  for (unsigned block = 0; block < config->gridDim.x; ++block) {
+    blockIdx = dim3(block);
+    emulation::run_block(config->blockDim.x);
+  }
+  return cudaSuccess;
+}
