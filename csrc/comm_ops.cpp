@@ -32,8 +32,8 @@ int64_t tag_of(const Tensor& part) { return kTag + static_cast<int64_t>(part.nby
 // is written only after every rank's part has arrived.
 void reduce_scatter_accumulate_(const Tensor& bucket, const Tensor& acc,
                                 const std::string& group_name, double scale, bool fresh) {
-  check_value("bucket", bucket);
-  check_float("acc", acc);
+  check_value("bucket", bucket, at::kCPU);
+  check_float("acc", acc, at::kCPU);
   check_apart("bucket", bucket, "acc", acc);
   Comm comm = group_name.empty() ? Comm() : Comm(group_name, group_name);
   const int64_t world = comm.world();

@@ -3,7 +3,11 @@
 // at::parallel_for is inline and serial unless this file is compiled with -fopenmp; it must not be
 // linked with it, so that torch's own OpenMP runtime serves both.
 #include <ATen/Parallel.h>
+#include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
+
+#include "kernels/kernels_cuda.h"
 
 namespace zero_ext {
 namespace {
@@ -16,6 +20,21 @@ void parallel_for(int64_t numel, int64_t grain_numel, kernels::RangeBody body, v
 }  // namespace
 
 kernels::Launch cpu_launch() { return {.parallel_for = parallel_for}; }
+
+const kernels::Kernels& kernels_on(c10::DeviceType type) {
+  if (type == c10::DeviceType::CPU) return kernels::cpu();
+#if defined(ZERO_EXT_CUDA)
+  if (type == c10::DeviceType::CUDA) return kernels::cuda();
+#endif
+  TORCH_CHECK(false, "zero_ext: this build has no kernels for ", type,
+              ". Build for CUDA with ZERO_EXT_CUDA=1, or move the tensors to the CPU.");
+}
+
+kernels::Launch launch_on(c10::Device device) {
+  if (device.is_cpu()) return cpu_launch();
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  return {.stream = stream.native_handle()};
+}
 
 bool has_kernels(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;

@@ -1,27 +1,40 @@
 #include "op_checks.h"
 
+#include <string>
+
 #include "launch.h"
 
 namespace zero_ext {
 
-void check_layout(const char* name, const at::Tensor& tensor) {
-  TORCH_CHECK(
-      tensor.device().is_cpu(), "zero_ext: '", name, "' is on ", tensor.device(),
-      ", this kernel runs on the CPU. Move it, or move all tensors of the call to one device.");
+void check_layout(const char* name, const at::Tensor& tensor, c10::Device device) {
+  const bool is_there = device.is_cpu() ? tensor.device().is_cpu() : tensor.device() == device;
+  TORCH_CHECK(is_there, "zero_ext: '", name, "' is on ", tensor.device(), ", this call runs on ",
+              device, ". Move all tensors of the call to one device.");
   TORCH_CHECK(tensor.is_contiguous(), "zero_ext: '", name, "' of shape ", tensor.sizes(),
               " and strides ", tensor.strides(), " is not contiguous. Pass .contiguous().");
 }
 
-void check_value(const char* name, const at::Tensor& tensor) {
-  check_layout(name, tensor);
+void check_value(const char* name, const at::Tensor& tensor, c10::Device device) {
+  check_layout(name, tensor, device);
   TORCH_CHECK(has_kernels(tensor.scalar_type()), "zero_ext: '", name, "' has dtype ",
               tensor.scalar_type(), ". Use torch.float32, torch.bfloat16 or torch.float16.");
 }
 
-void check_float(const char* name, const at::Tensor& tensor) {
-  check_layout(name, tensor);
+void check_float(const char* name, const at::Tensor& tensor, c10::Device device) {
+  check_layout(name, tensor, device);
   TORCH_CHECK(tensor.scalar_type() == at::kFloat, "zero_ext: '", name, "' has dtype ",
               tensor.scalar_type(), ", it must be torch.float32. Pass .float().");
+}
+
+void check_scalar(const char* name, const at::Tensor& tensor, at::ScalarType dtype,
+                  c10::Device device) {
+  check_layout(name, tensor, device);
+  const std::string wanted = "torch." + std::string(dtype == at::kInt    ? "int32"
+                                                    : dtype == at::kLong ? "int64"
+                                                                         : "float32");
+  TORCH_CHECK(tensor.scalar_type() == dtype && tensor.numel() == 1, "zero_ext: '", name,
+              "' has dtype ", tensor.scalar_type(), " and ", tensor.numel(),
+              " elements, it must be one ", wanted, ". Pass torch.zeros(1, dtype=", wanted, ").");
 }
 
 void check_apart(const char* name, const at::Tensor& tensor, const char* other_name,

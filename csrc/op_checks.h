@@ -8,12 +8,15 @@
 
 namespace zero_ext {
 
-// On the CPU, contiguous.
-void check_layout(const char* name, const at::Tensor& tensor);
+// On `device`, contiguous.
+void check_layout(const char* name, const at::Tensor& tensor, c10::Device device);
 // The same, and of a dtype that has kernels.
-void check_value(const char* name, const at::Tensor& tensor);
+void check_value(const char* name, const at::Tensor& tensor, c10::Device device);
 // The same, and float32.
-void check_float(const char* name, const at::Tensor& tensor);
+void check_float(const char* name, const at::Tensor& tensor, c10::Device device);
+// The same, and one element of `dtype`.
+void check_scalar(const char* name, const at::Tensor& tensor, at::ScalarType dtype,
+                  c10::Device device);
 // The two share no memory. Tensors without elements never do.
 void check_apart(const char* name, const at::Tensor& tensor, const char* other_name,
                  const at::Tensor& other);

@@ -1,10 +1,12 @@
-// The stateless kernels as torch.ops.zero_ext.*: schema, checks, CPU implementation. The fake
-// implementations are in zero_ext/ops.py.
+// The stateless kernels as torch.ops.zero_ext.*: schema, checks, one implementation for every
+// device that has kernels. The fake implementations are in zero_ext/ops.py.
 //
 // Every op checks all of its arguments before it writes anything, and every buffer that is written
 // must be contiguous.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/irange.h>
 #include <torch/library.h>
 
@@ -23,6 +25,35 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
+// Where one call runs: on the device of what it writes, on that device's current stream.
+class Call {
+ public:
+  explicit Call(const Tensor& written) : device_(written.device()), guard_(device_) {
+    launch_.error = &error_;
+  }
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+  c10::Device device() const { return device_; }
+  const kernels::Kernels& kernels() const { return kernels_; }
+  kernels::Launch& launch() { return launch_; }
+
+  void check(const char* op, kernels::Status status) const {
+    TORCH_CHECK(status != kernels::Status::launch_failed, "zero_ext::", op,
+                " could not be launched on ", device_, ": ", error_, ".");
+    TORCH_INTERNAL_ASSERT(status == kernels::Status::ok, "zero_ext::", op,
+                          " was refused by its kernel (status ", static_cast<int32_t>(status),
+                          ").");
+  }
+
+ private:
+  c10::Device device_;
+  c10::DeviceGuard guard_;
+  const kernels::Kernels& kernels_ = kernels_on(device_.type());
+  const char* error_ = "unknown error";
+  kernels::Launch launch_ = launch_on(device_);
+};
+
 void check_numel(const char* name, const Tensor& tensor, int64_t numel, const char* other) {
   TORCH_CHECK(tensor.numel() == numel, "zero_ext: '", name, "' has ", tensor.numel(),
               " elements, '", other, "' has ", numel, ". Pass ranges of the same length.");
@@ -34,9 +65,9 @@ void check_same_length(const char* name, size_t length, const char* other, size_
 }
 
 // One dtype for a whole list, because a kernel call has one. Float32 where the list is empty.
-at::ScalarType check_list(const char* name, at::TensorList list) {
+at::ScalarType check_list(const char* name, at::TensorList list, c10::Device device) {
   for (const auto i : c10::irange(list.size())) {
-    check_value(name, list[i]);
+    check_value(name, list[i], device);
     TORCH_CHECK(list[i].scalar_type() == list[0].scalar_type(), "zero_ext: '", name, "[", i,
                 "]' has dtype ", list[i].scalar_type(), ", '", name, "[0]' has ",
                 list[0].scalar_type(), ". Call once per dtype.");
@@ -44,32 +75,24 @@ at::ScalarType check_list(const char* name, at::TensorList list) {
   return list.empty() ? at::kFloat : list[0].scalar_type();
 }
 
-int32_t* nonfinite_flag(const OptionalTensor& nonfinite) {
+int32_t* nonfinite_flag(const OptionalTensor& nonfinite, c10::Device device) {
   if (!nonfinite.has_value()) return nullptr;
-  check_layout("nonfinite", *nonfinite);
-  TORCH_CHECK(nonfinite->scalar_type() == at::kInt && nonfinite->numel() == 1,
-              "zero_ext: 'nonfinite' has dtype ", nonfinite->scalar_type(), " and ",
-              nonfinite->numel(),
-              " elements, it must be one torch.int32. Pass torch.zeros(1, dtype=torch.int32).");
+  check_scalar("nonfinite", *nonfinite, at::kInt, device);
   return nonfinite->mutable_data_ptr<int32_t>();
-}
-
-void check_status(const char* op, kernels::Status status) {
-  TORCH_INTERNAL_ASSERT(status == kernels::Status::ok, "zero_ext::", op,
-                        " was refused by its kernel (status ", static_cast<int32_t>(status), ").");
 }
 
 void accumulate_(const Tensor& grad, const Tensor& sum, double scale, bool fresh,
                  const OptionalTensor& nonfinite) {
-  check_value("grad", grad);
-  check_float("sum", sum);
+  Call call(sum);
+  check_value("grad", grad, call.device());
+  check_float("sum", sum, call.device());
   check_numel("grad", grad, sum.numel(), "sum");
   check_apart("grad", grad, "sum", sum);
-  int32_t* flag = nonfinite_flag(nonfinite);
-  check_status("accumulate_",
-               kernels::cpu().accumulate(grad.const_data_ptr(), dtype_of(grad.scalar_type()),
-                                         sum.mutable_data_ptr<float>(), sum.numel(),
-                                         static_cast<float>(scale), fresh, flag, cpu_launch()));
+  int32_t* flag = nonfinite_flag(nonfinite, call.device());
+  call.check("accumulate_",
+             call.kernels().accumulate(grad.const_data_ptr(), dtype_of(grad.scalar_type()),
+                                       sum.mutable_data_ptr<float>(), sum.numel(),
+                                       static_cast<float>(scale), fresh, flag, call.launch()));
   mark_written(sum);
   mark_written(nonfinite);
 }
@@ -77,30 +100,33 @@ void accumulate_(const Tensor& grad, const Tensor& sum, double scale, bool fresh
 void accumulate_list_(at::TensorList grads, at::TensorList sums, double scale, bool fresh,
                       const OptionalTensor& nonfinite) {
   check_same_length("grads", grads.size(), "sums", sums.size());
-  const at::ScalarType dtype = check_list("grads", grads);
+  if (sums.empty()) return;
+  Call call(sums[0]);
+  const at::ScalarType dtype = check_list("grads", grads, call.device());
   std::vector<kernels::AccumulateSegment> segments;
   segments.reserve(grads.size());
   for (const auto i : c10::irange(grads.size())) {
-    check_float("sums", sums[i]);
+    check_float("sums", sums[i], call.device());
     check_numel("grads", grads[i], sums[i].numel(), "sums");
     check_apart("grads", grads[i], "sums", sums[i]);
   }
-  int32_t* flag = nonfinite_flag(nonfinite);
+  int32_t* flag = nonfinite_flag(nonfinite, call.device());
   for (const auto i : c10::irange(grads.size())) {
     segments.push_back(
         {grads[i].const_data_ptr(), sums[i].mutable_data_ptr<float>(), sums[i].numel()});
   }
-  check_status("accumulate_list_", kernels::cpu().accumulate_list(
-                                       segments.data(), std::ssize(segments), dtype_of(dtype),
-                                       static_cast<float>(scale), fresh, flag, cpu_launch()));
+  call.check("accumulate_list_",
+             call.kernels().accumulate_list(segments.data(), std::ssize(segments), dtype_of(dtype),
+                                            static_cast<float>(scale), fresh, flag, call.launch()));
   for (const Tensor& sum : sums) mark_written(sum);
   mark_written(nonfinite);
 }
 
 void accumulate_ranks_(at::TensorList grads, const Tensor& sum, double scale, bool fresh,
                        const OptionalTensor& nonfinite) {
-  const at::ScalarType dtype = check_list("grads", grads);
-  check_float("sum", sum);
+  Call call(sum);
+  const at::ScalarType dtype = check_list("grads", grads, call.device());
+  check_float("sum", sum, call.device());
   TORCH_CHECK(!grads.empty(), "zero_ext: 'grads' is empty. Pass one gradient per rank.");
   std::vector<const void*> pointers;
   pointers.reserve(grads.size());
@@ -111,18 +137,18 @@ void accumulate_ranks_(at::TensorList grads, const Tensor& sum, double scale, bo
     if (!is_sum) check_apart("grads", grad, "sum", sum);
     pointers.push_back(grad.const_data_ptr());
   }
-  int32_t* flag = nonfinite_flag(nonfinite);
-  check_status("accumulate_ranks_", kernels::cpu().accumulate_ranks(
-                                        pointers.data(), static_cast<int32_t>(pointers.size()),
-                                        dtype_of(dtype), sum.mutable_data_ptr<float>(), sum.numel(),
-                                        static_cast<float>(scale), fresh, flag, cpu_launch()));
+  int32_t* flag = nonfinite_flag(nonfinite, call.device());
+  call.check("accumulate_ranks_", call.kernels().accumulate_ranks(
+                                      pointers.data(), static_cast<int32_t>(pointers.size()),
+                                      dtype_of(dtype), sum.mutable_data_ptr<float>(), sum.numel(),
+                                      static_cast<float>(scale), fresh, flag, call.launch()));
   mark_written(sum);
   mark_written(nonfinite);
 }
 
 // A float32 buffer of an optimizer that has one element per element of `master`.
 float* optimizer_buffer(const char* name, const Tensor& buffer, const Tensor& master) {
-  check_float(name, buffer);
+  check_float(name, buffer, master.device());
   check_numel(name, buffer, master.numel(), "master");
   return buffer.mutable_data_ptr<float>();
 }
@@ -134,7 +160,7 @@ float* optimizer_buffer(const char* name, const OptionalTensor& buffer, const Te
 // The compute copy of `master`, or null where there is none.
 void* compute_copy(const OptionalTensor& param, const Tensor& master) {
   if (!param.has_value()) return nullptr;
-  check_value("param", *param);
+  check_value("param", *param, master.device());
   check_numel("param", *param, master.numel(), "master");
   check_apart("param", *param, "master", master);
   return param->mutable_data_ptr();
@@ -144,12 +170,29 @@ kernels::DType compute_dtype(const OptionalTensor& param) {
   return param.has_value() ? dtype_of(param->scalar_type()) : kernels::DType::f32;
 }
 
+// A value on the device, or null.
+template <class T>
+const T* device_scalar(const char* name, const OptionalTensor& value, c10::Device device) {
+  if (!value.has_value()) return nullptr;
+  check_scalar(name, *value, c10::CppTypeToScalarType<T>::value, device);
+  return value->const_data_ptr<T>();
+}
+
+kernels::OnDevice on_device(const OptionalTensor& skip, const OptionalTensor& steps_done,
+                            const OptionalTensor& grad_factor, c10::Device device) {
+  return {.skip = device_scalar<int32_t>("skip", skip, device),
+          .steps_done = device_scalar<int64_t>("steps_done", steps_done, device),
+          .grad_factor = device_scalar<float>("grad_factor", grad_factor, device)};
+}
+
 void adamw_(const Tensor& master, const OptionalTensor& param, const Tensor& grad,
             const Tensor& exp_avg, const Tensor& exp_avg_sq, const OptionalTensor& max_exp_avg_sq,
             double lr, double beta1, double beta2, double eps, double weight_decay, int64_t step,
-            double grad_scale, bool maximize, bool decoupled) {
+            double grad_scale, bool maximize, bool decoupled, const OptionalTensor& skip,
+            const OptionalTensor& steps_done, const OptionalTensor& grad_factor) {
   TORCH_CHECK(step >= 1, "zero_ext: 'step' is ", step, ", the first update is number 1.");
-  check_float("master", master);
+  Call call(master);
+  check_float("master", master, call.device());
   const kernels::AdamArgs args{
       .master = master.mutable_data_ptr<float>(),
       .param = compute_copy(param, master),
@@ -168,8 +211,9 @@ void adamw_(const Tensor& master, const OptionalTensor& param, const Tensor& gra
       .grad_scale = static_cast<float>(grad_scale),
       .maximize = maximize,
       .decoupled = decoupled,
+      .on_device = on_device(skip, steps_done, grad_factor, call.device()),
   };
-  check_status("adamw_", kernels::cpu().adam(args, cpu_launch()));
+  call.check("adamw_", call.kernels().adam(args, call.launch()));
   mark_written(master);
   mark_written(param);
   mark_written(exp_avg);
@@ -179,8 +223,11 @@ void adamw_(const Tensor& master, const OptionalTensor& param, const Tensor& gra
 
 void sgd_(const Tensor& master, const OptionalTensor& param, const Tensor& grad,
           const OptionalTensor& momentum_buffer, double lr, double momentum, double dampening,
-          double weight_decay, bool nesterov, bool first, double grad_scale, bool maximize) {
-  check_float("master", master);
+          double weight_decay, bool nesterov, bool first, double grad_scale, bool maximize,
+          const OptionalTensor& skip, const OptionalTensor& steps_done,
+          const OptionalTensor& grad_factor) {
+  Call call(master);
+  check_float("master", master, call.device());
   TORCH_CHECK(momentum == 0 || momentum_buffer.has_value(), "zero_ext: 'momentum' is ", momentum,
               " and 'momentum_buffer' is None. Pass a buffer of ", master.numel(), " elements.");
   const kernels::SgdArgs args{
@@ -198,22 +245,23 @@ void sgd_(const Tensor& master, const OptionalTensor& param, const Tensor& grad,
       .first = first,
       .grad_scale = static_cast<float>(grad_scale),
       .maximize = maximize,
+      .on_device = on_device(skip, steps_done, grad_factor, call.device()),
   };
-  check_status("sgd_", kernels::cpu().sgd(args, cpu_launch()));
+  call.check("sgd_", call.kernels().sgd(args, call.launch()));
   mark_written(master);
   mark_written(param);
   mark_written(momentum_buffer);
 }
 
 void cast_(const Tensor& source, const Tensor& target) {
-  check_value("source", source);
-  check_value("target", target);
+  Call call(target);
+  check_value("source", source, call.device());
+  check_value("target", target, call.device());
   check_numel("source", source, target.numel(), "target");
   check_apart("source", source, "target", target);
-  check_status("cast_",
-               kernels::cpu().cast(source.const_data_ptr(), dtype_of(source.scalar_type()),
-                                   target.mutable_data_ptr(), dtype_of(target.scalar_type()),
-                                   target.numel(), cpu_launch()));
+  call.check("cast_", call.kernels().cast(source.const_data_ptr(), dtype_of(source.scalar_type()),
+                                          target.mutable_data_ptr(), dtype_of(target.scalar_type()),
+                                          target.numel(), call.launch()));
   mark_written(target);
 }
 
@@ -226,13 +274,14 @@ void check_offset(size_t i, int64_t offset, int64_t numel, const Tensor& flat) {
 void flatten_(at::TensorList sources, const Tensor& flat, at::IntArrayRef offsets, bool add,
               const OptionalTensor& nonfinite) {
   check_same_length("sources", sources.size(), "offsets", offsets.size());
-  const at::ScalarType dtype = check_list("sources", sources);
-  check_value("flat", flat);
+  Call call(flat);
+  const at::ScalarType dtype = check_list("sources", sources, call.device());
+  check_value("flat", flat, call.device());
   for (const auto i : c10::irange(sources.size())) {
     check_offset(i, offsets[i], sources[i].numel(), flat);
     check_apart("sources", sources[i], "flat", flat);
   }
-  int32_t* flag = nonfinite_flag(nonfinite);
+  int32_t* flag = nonfinite_flag(nonfinite, call.device());
   std::vector<kernels::CopySegment> segments;
   segments.reserve(sources.size());
   char* base = static_cast<char*>(flat.mutable_data_ptr());
@@ -241,33 +290,50 @@ void flatten_(at::TensorList sources, const Tensor& flat, at::IntArrayRef offset
         {sources[i].const_data_ptr(), base + offsets[i] * flat.element_size(), sources[i].numel()});
   }
   const kernels::Write write = add ? kernels::Write::add : kernels::Write::overwrite;
-  check_status("flatten_",
-               kernels::cpu().flatten(segments.data(), std::ssize(segments), dtype_of(dtype),
-                                      dtype_of(flat.scalar_type()), write, flag, cpu_launch()));
+  call.check("flatten_",
+             call.kernels().flatten(segments.data(), std::ssize(segments), dtype_of(dtype),
+                                    dtype_of(flat.scalar_type()), write, flag, call.launch()));
   mark_written(flat);
   mark_written(nonfinite);
 }
 
 Tensor sum_of_squares(const Tensor& value) {
-  check_float("value", value);
-  Tensor result = at::empty({}, value.options().dtype(at::kDouble));
-  double& sum = *result.mutable_data_ptr<double>();
-  sum = 0;
-  check_status("sum_of_squares", kernels::cpu().sum_of_squares(value.const_data_ptr<float>(),
-                                                               value.numel(), &sum, cpu_launch()));
+  Call call(value);
+  check_float("value", value, call.device());
+  const at::TensorOptions options = value.options().dtype(at::kDouble);
+  const Tensor result = at::zeros({}, options);
+  Tensor scratch;
+  if (!call.device().is_cpu()) {
+    const int64_t bytes = kernels::sum_of_squares_scratch_bytes(value.numel());
+    scratch = at::empty({bytes / static_cast<int64_t>(sizeof(double))}, options);
+    call.launch().scratch = scratch.mutable_data_ptr();
+    call.launch().scratch_bytes = bytes;
+  }
+  call.check("sum_of_squares",
+             call.kernels().sum_of_squares(value.const_data_ptr<float>(), value.numel(),
+                                           result.mutable_data_ptr<double>(), call.launch()));
   return result;
 }
 
 void adopt_writes_(const Tensor& param, const Tensor& master) {
-  check_value("param", param);
-  check_float("master", master);
+  Call call(master);
+  check_value("param", param, call.device());
+  check_float("master", master, call.device());
   check_numel("param", param, master.numel(), "master");
   check_apart("param", param, "master", master);
-  check_status(
-      "adopt_writes_",
-      kernels::cpu().adopt_writes(param.const_data_ptr(), dtype_of(param.scalar_type()),
-                                  master.mutable_data_ptr<float>(), master.numel(), cpu_launch()));
+  call.check("adopt_writes_", call.kernels().adopt_writes(
+                                  param.const_data_ptr(), dtype_of(param.scalar_type()),
+                                  master.mutable_data_ptr<float>(), master.numel(), call.launch()));
   mark_written(master);
+}
+
+void count_step_(const Tensor& steps_done, const OptionalTensor& skip) {
+  Call call(steps_done);
+  check_scalar("steps_done", steps_done, at::kLong, call.device());
+  const auto* skip_flag = device_scalar<int32_t>("skip", skip, call.device());
+  call.check("count_step_", call.kernels().count_step(steps_done.mutable_data_ptr<int64_t>(),
+                                                      skip_flag, call.launch()));
+  mark_written(steps_done);
 }
 
 // For tests and benchmarks: runs all later kernels on `name`, returns the one that was in use.
@@ -304,13 +370,16 @@ TORCH_LIBRARY_FRAGMENT(zero_ext, m) {
       "exp_avg_sq, "
       "Tensor(e!)? max_exp_avg_sq=None, *, float lr, float beta1, float beta2, float eps, float "
       "weight_decay, "
-      "int step, float grad_scale=1.0, bool maximize=False, bool decoupled=True) -> ()");
+      "int step, float grad_scale=1.0, bool maximize=False, bool decoupled=True, Tensor? "
+      "skip=None, "
+      "Tensor? steps_done=None, Tensor? grad_factor=None) -> ()");
   m.def(
       "sgd_(Tensor(a!) master, Tensor(b!)? param, Tensor grad, Tensor(c!)? momentum_buffer=None, "
       "*, float lr, "
       "float momentum=0.0, float dampening=0.0, float weight_decay=0.0, bool nesterov=False, bool "
       "first=False, "
-      "float grad_scale=1.0, bool maximize=False) -> ()");
+      "float grad_scale=1.0, bool maximize=False, Tensor? skip=None, Tensor? steps_done=None, "
+      "Tensor? grad_factor=None) -> ()");
   m.def("cast_(Tensor source, Tensor(a!) target) -> ()");
   m.def(
       "flatten_(Tensor[] sources, Tensor(a!) flat, int[] offsets, bool add=False, Tensor(b!)? "
@@ -318,11 +387,14 @@ TORCH_LIBRARY_FRAGMENT(zero_ext, m) {
       "-> ()");
   m.def("sum_of_squares(Tensor value) -> Tensor");
   m.def("adopt_writes_(Tensor param, Tensor(a!) master) -> ()");
+  m.def("count_step_(Tensor(a!) steps_done, Tensor? skip=None) -> ()");
   m.def("_use_instruction_set(str name) -> str", use_instruction_set);
   m.def("_instruction_set() -> str", instruction_set_name);
 }
 
-TORCH_LIBRARY_IMPL(zero_ext, CPU, m) {
+namespace {
+
+void implement(torch::Library& m) {
   m.impl("accumulate_", accumulate_);
   m.impl("accumulate_list_", accumulate_list_);
   m.impl("accumulate_ranks_", accumulate_ranks_);
@@ -332,6 +404,14 @@ TORCH_LIBRARY_IMPL(zero_ext, CPU, m) {
   m.impl("flatten_", flatten_);
   m.impl("sum_of_squares", sum_of_squares);
   m.impl("adopt_writes_", adopt_writes_);
+  m.impl("count_step_", count_step_);
 }
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(zero_ext, CPU, m) { implement(m); }
+#if defined(ZERO_EXT_CUDA)
+TORCH_LIBRARY_IMPL(zero_ext, CUDA, m) { implement(m); }
+#endif
 
 }  // namespace zero_ext

@@ -456,6 +456,59 @@ def test_adopting_without_writes_changes_no_bit(instruction_set, param_dtype, nu
     assert same_bits(master, before)
 
 
+# What an update reads from device memory
+
+
+def scalar(value, dtype) -> torch.Tensor:
+    return torch.tensor([value], dtype=dtype)
+
+
+@pytest.mark.parametrize("kernel", ["adamw", "sgd"])
+def test_a_skipped_update_writes_nothing_and_is_not_counted(kernel):
+    state = adam_state(1083, torch.bfloat16, False)
+    state = [state["master"], state["param"], values(1083), state["exp_avg"], state["exp_avg_sq"]]
+    before = [tensor.clone() for tensor in state]
+    skip, steps_done = scalar(1, torch.int32), scalar(4, torch.int64)
+    late = {"skip": skip, "steps_done": steps_done}
+    if kernel == "adamw":
+        ops.adamw_(*state, lr=0.1, weight_decay=0.1, **late)
+    else:
+        ops.sgd_(*state[:4], lr=0.1, momentum=0.9, **late)
+    ops.count_step_(steps_done, skip)
+    assert all(same_bits(a, b) for a, b in zip(state, before, strict=True))
+    assert steps_done.item() == 4
+    ops.count_step_(steps_done)
+    assert steps_done.item() == 5
+
+
+@pytest.mark.parametrize("step", [1, 2, 17, 1000, 100_000])
+def test_a_counted_update_is_the_numbered_one(step):
+    """The powers of beta are formed in two ways, both within 1e-10 in float64: the constants made
+    of them are the same float32 or neighbours, so the result errs by a few units of 2^-24."""
+    counted, numbered = adam_state(1083, torch.bfloat16, False), {}
+    counted["exp_avg_sq"] += 1.0
+    numbered = {name: None if t is None else t.clone() for name, t in counted.items()}
+    grad = values(1083)
+    steps_done, factor = scalar(step - 1, torch.int64), scalar(0.25, torch.float32)
+    hyper = {"lr": 0.1, "weight_decay": 0.1}
+    ops.adamw_(**counted, grad=grad, steps_done=steps_done, grad_factor=factor, **hyper)
+    ops.adamw_(**numbered, grad=grad, step=step, grad_scale=0.25, **hyper)
+    for name in ["exp_avg", "exp_avg_sq"]:
+        assert same_bits(counted[name], numbered[name])
+    torch.testing.assert_close(counted["master"], numbered["master"], rtol=1e-6, atol=1e-7)
+
+
+def test_a_counted_sgd_starts_its_momentum_at_the_first_update():
+    master, grad, buffer = values(33), values(33), torch.full((33,), math.nan)
+    steps_done = scalar(0, torch.int64)
+    arguments = {"lr": 0.1, "momentum": 0.9, "steps_done": steps_done}
+    ops.sgd_(master, None, grad, buffer, **arguments)
+    assert torch.equal(buffer, grad)
+    ops.count_step_(steps_done)
+    ops.sgd_(master, None, grad, buffer, **arguments)
+    torch.testing.assert_close(buffer, 1.9 * grad)
+
+
 # SGD
 
 

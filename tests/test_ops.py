@@ -14,6 +14,10 @@ def flag():
     return torch.zeros(1, dtype=torch.int32)
 
 
+def count():
+    return torch.zeros(1, dtype=torch.int64)
+
+
 def f32(numel=33):
     return torch.randn(numel)
 
@@ -35,11 +39,13 @@ SAMPLES = {
     "adamw_": [
         ((f32(), bf16(), f32(), f32(), f32().abs()), ADAM),
         ((f32(), None, f32(), f32(), f32().abs(), f32().abs()), ADAM | {"decoupled": False}),
+        ((f32(), None, f32(), f32(), f32().abs()), ADAM | {"skip": flag(), "steps_done": count()}),
     ],
     "sgd_": [
         ((f32(), bf16(), f32()), {"lr": 0.1}),
         ((f32(), None, f32(), f32()), {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     ],
+    "count_step_": [((count(),), {}), ((count(), flag()), {})],
     "cast_": [((f32(), bf16()), {}), ((bf16(), f32()), {})],
     "flatten_": [(([bf16(), bf16(7)], f32(64), [0, 40], True, flag()), {})],
     "sum_of_squares": [((f32(),), {})],
@@ -83,6 +89,9 @@ WRONG = {
     "'nonfinite' has dtype Float and 1 elements, it must be one torch.int32": lambda: (
         ops.accumulate_(bf16(), f32(), nonfinite=torch.zeros(1))
     ),
+    "'steps_done' has dtype Int and 1 elements, it must be one torch.int64": lambda: (
+        ops.count_step_(flag())
+    ),
     "'exp_avg' has 32 elements, 'master' has 33": lambda: ops.adamw_(
         f32(), None, f32(), f32(32), f32(), lr=0.1, weight_decay=0.0, step=1
     ),
@@ -98,6 +107,13 @@ WRONG = {
     "'grads' is empty. Pass one gradient per rank": lambda: ops.accumulate_ranks_([], f32()),
     "'value' has dtype BFloat16, it must be torch.float32": lambda: ops.sum_of_squares(bf16()),
 }
+
+
+def test_an_update_has_exactly_one_number():
+    arguments = (f32(), None, f32(), f32(), f32())
+    for numbers in [{}, {"step": 1, "steps_done": count()}]:
+        with pytest.raises(ValueError, match="either 'step' or 'steps_done'"):
+            ops.adamw_(*arguments, lr=0.1, weight_decay=0.0, **numbers)
 
 
 def overlapping():

@@ -1,10 +1,11 @@
 """The stateless kernels, ``torch.ops.zero_ext.*``, with signatures and contracts.
 
-All tensors are contiguous and on one device; element counts must agree; what is written must not
-share memory with what is read. A gradient is float32, bfloat16 or float16, a sum or a master
-float32. ``nonfinite``, one int32, is set to 1 if a gradient or a result of the call is NaN or
-infinite, and left alone otherwise. An element's result depends on that element alone: neither
-length, alignment, threads nor instruction set change a bit.
+All tensors of a call are contiguous and on one device, the CPU or, where zero_ext was built for it,
+CUDA (on the current stream, without waiting for it); element counts must agree; what is written
+must not share memory with what is read. A gradient is float32, bfloat16 or float16, a sum or a
+master float32. ``nonfinite``, one int32, is set to 1 if a gradient or a result of the call is NaN
+or infinite, and left alone otherwise. An element's result depends on that element alone: neither
+length, alignment, threads, instruction set nor device change a bit.
 """
 
 from __future__ import annotations
@@ -75,10 +76,13 @@ def adamw_(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float,
-    step: int,
+    step: int | None = None,
     grad_scale: float = 1.0,
     maximize: bool = False,
     decoupled: bool = True,
+    skip: Tensor | None = None,
+    steps_done: Tensor | None = None,
+    grad_factor: Tensor | None = None,
 ) -> None:
     """One step of AdamW (``decoupled``) or Adam on a flat range, in float32.
 
@@ -88,10 +92,17 @@ def adamw_(
             the parameter. An element that is not the rounding of its master was written by the
             user, and wins over it.
         max_exp_avg_sq: AMSGrad's maximum, or None.
-        step: Number of this update, from 1.
+        step: Number of this update, from 1; None where ``steps_done`` says it.
         grad_scale: Factor of the gradient (1/loss scale, clipping).
+        skip: One int32 on the device: where it is not 0, nothing is written.
+        steps_done: One int64 on the device, the updates before this one; see :func:`count_step_`.
+        grad_factor: One float32 on the device, one more factor of the gradient.
+    Raises:
+        ValueError: neither or both of ``step`` and ``steps_done`` are given.
     Source: Kingma & Ba 2015; Loshchilov & Hutter 2019; Reddi et al. 2018 for ``max_exp_avg_sq``.
     """
+    if (step is None) == (steps_done is None):
+        raise ValueError("zero_ext: pass either 'step' or 'steps_done' to adamw_.")
     _ops.adamw_(
         master,
         param,
@@ -104,10 +115,13 @@ def adamw_(
         beta2=betas[1],
         eps=eps,
         weight_decay=weight_decay,
-        step=step,
+        step=1 if step is None else step,
         grad_scale=grad_scale,
         maximize=maximize,
         decoupled=decoupled,
+        skip=skip,
+        steps_done=steps_done,
+        grad_factor=grad_factor,
     )
 
 
@@ -125,14 +139,18 @@ def sgd_(
     first: bool = False,
     grad_scale: float = 1.0,
     maximize: bool = False,
+    skip: Tensor | None = None,
+    steps_done: Tensor | None = None,
+    grad_factor: Tensor | None = None,
 ) -> None:
     """One step of torch.optim.SGD on a flat range, in float32.
 
-    ``master``, ``param`` and ``grad_scale`` as in :func:`adamw_`.
+    ``master``, ``param``, ``grad_scale``, ``skip`` and ``grad_factor`` as in :func:`adamw_`.
 
     Args:
         momentum_buffer: Required where ``momentum`` is not 0.
         first: This is the first update: the buffer holds nothing yet and becomes the gradient.
+        steps_done: As in :func:`adamw_`; where given, ``first`` is that it is 0.
     """
     _ops.sgd_(
         master,
@@ -147,7 +165,18 @@ def sgd_(
         first=first,
         grad_scale=grad_scale,
         maximize=maximize,
+        skip=skip,
+        steps_done=steps_done,
+        grad_factor=grad_factor,
     )
+
+
+def count_step_(steps_done: Tensor, skip: Tensor | None = None) -> None:
+    """Add 1 to ``steps_done``, one int64, unless ``skip``, one int32, is not 0.
+
+    Once per step, after its updates, on their stream: the count then never leaves the device.
+    """
+    _ops.count_step_(steps_done, skip)
 
 
 def cast_(source: Tensor, target: Tensor) -> None:
@@ -241,6 +270,11 @@ def _(master, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq=None, **hyper_par
 @torch.library.register_fake("zero_ext::sgd_")
 def _(master, param, grad, momentum_buffer=None, **hyper_parameters):
     torch._check(grad.numel() == master.numel(), lambda: "'grad' and 'master' differ in length")
+
+
+@torch.library.register_fake("zero_ext::count_step_")
+def _(steps_done, skip=None):
+    torch._check(steps_done.numel() == 1, lambda: "'steps_done' must be one element")
 
 
 @torch.library.register_fake("zero_ext::cast_")
