@@ -1,6 +1,8 @@
 # make install   .venv with torch and the tools, zero_ext built and installed into it (editable)
 # make train     trains a byte-level GPT on two ranks        STAGE=1|2  ARGS="--size small ..."
 # make test      all quick tests: one rank, then 2, 3 and 4  make test-all: the slow ones too
+# make cuda-build     builds for torch's CUDA variant, GPU or not   CUDA_ARCHS="8.0 9.0 10.0"
+# make cuda-test      runs the CPU's one-rank tests on that build
 # make cuda-kernels   nvcc compiles each CUDA kernel alone, and the host emulates them
 # make bench  lint  format  dist-check  clean
 
@@ -10,7 +12,13 @@ STAGE ?= 2
 ARGS ?=
 RANKS ?= 2 3 4
 
+CUDA_TORCH ?= torch==2.11.0
+CUDA_ARCHS ?= 8.0 9.0 10.0
+CUDA_BUILD := build/cuda
+
 VENV := .venv
+CUDA_VENV := .venv-cuda
+CUDA_PY := $(CUDA_VENV)/bin/python
 PY := $(VENV)/bin/python
 TORCHRUN := $(PY) -m torch.distributed.run --standalone
 # Two compilers at once: bindings.cpp alone takes 1.5 GB. torch's build uses ccache where it is on PATH.
@@ -23,7 +31,7 @@ EMULATION := $(wildcard tests/cuda_emulation/*)
 ONE_RANK_BENCHES := $(wildcard benchmarks/bench_kernels.py benchmarks/bench_hooks.py)
 BENCHES := $(filter-out $(ONE_RANK_BENCHES),$(wildcard benchmarks/bench_*.py))
 
-.PHONY: install train test test-all cuda-kernels bench lint format dist-check clean
+.PHONY: install train test test-all cuda-kernels cuda-build cuda-test bench lint format dist-check clean
 
 install: $(VENV)/.installed
 
@@ -49,6 +57,25 @@ test-all: install
 
 cuda-kernels: install
 	$(PY) -m pytest tests/test_cuda_sources.py
+
+# No find-links: a folder of CPU wheels would be preferred to the CUDA variant.
+$(CUDA_VENV)/.torch: Makefile
+	test -x $(CUDA_PY) || $(PYTHON) -m venv $(CUDA_VENV)
+	PIP_FIND_LINKS= $(CUDA_PY) -m pip install --quiet "setuptools>=77" ninja numpy "$(CUDA_TORCH)"
+	touch $@
+
+# nvcc knows where its toolkit is even where it is started through a script in another place. Not
+# in place: the extension for the CPU's torch stays what it is.
+cuda-build: $(CUDA_VENV)/.torch
+	cuda_home="$${CUDA_HOME:-$$(dirname "$$(nvcc --dryrun -E -x cu /dev/null 2>&1 | sed -n 's/^#$$ _HERE_=//p')")}"; \
+	PATH="$(CURDIR)/$(CUDA_VENV)/bin:$$PATH" CUDA_HOME="$$cuda_home" TORCH_CUDA_ARCH_LIST="$(CUDA_ARCHS)" ZERO_EXT_CUDA=1 \
+	  $(CUDA_PY) setup.py --quiet build --build-lib $(CUDA_BUILD)/lib --build-temp $(CUDA_BUILD)/temp
+	PYTHONPATH="$(CURDIR)/$(CUDA_BUILD)/lib" $(CUDA_PY) scripts/check_cuda_build.py $(CUDA_ARCHS)
+
+# pytest as a program: `python -m` would put this folder, and with it the other build, first.
+cuda-test: cuda-build
+	$(CUDA_PY) -m pip install --quiet pytest pytest-timeout hypothesis expecttest safetensors matplotlib tqdm
+	PYTHONPATH="$(CURDIR)/$(CUDA_BUILD)/lib" $(CUDA_VENV)/bin/pytest tests -m "not dist and not slow"
 
 # Rank 0 writes to the terminal, the others to build/test-logs, shown when something failed.
 define test_ranks

@@ -26,7 +26,7 @@ CXX_FLAGS = [
     # at::parallel_for is serial without it. Not linked: torch's OpenMP runtime serves both.
     "-fopenmp",
 ]
-# No contraction here either. Hidden symbols, because templates of torch and ours meet in one process.
+# No contraction here either, and no symbols that could meet those of another extension.
 NVCC_FLAGS = ["-O3", "-std=c++20", "-fmad=false", "-Xcompiler=-fvisibility=hidden"]
 INSTALL_COMMAND = "pip install --no-build-isolation ."
 
