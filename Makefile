@@ -29,7 +29,8 @@ train test test-all bench: export OMP_NUM_THREADS := 1
 NATIVE := $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*.h csrc/kernels/*.cpp csrc/kernels/*.cu)
 EMULATION := $(wildcard tests/cuda_emulation/*)
 ONE_RANK_BENCHES := $(wildcard benchmarks/bench_kernels.py benchmarks/bench_hooks.py)
-BENCHES := $(filter-out $(ONE_RANK_BENCHES),$(wildcard benchmarks/bench_*.py))
+GPU_BENCHES := benchmarks/bench_cuda.py
+BENCHES := $(filter-out $(ONE_RANK_BENCHES) $(GPU_BENCHES),$(wildcard benchmarks/bench_*.py))
 
 .PHONY: install train test test-all cuda-kernels cuda-build cuda-test bench lint format dist-check clean
 

@@ -146,7 +146,7 @@ def test_adam_is_torchs_adam_in_float64(decoupled):
     """One step from the same state. Parameters of up to 256 and updates of up to 16 err by a few
     units of 2^-24 of themselves."""
     state = [values(1083), values(1083), values(1083), values(1083).abs() + 0.1]
-    master, grad, exp_avg, exp_avg_sq = (tensor.to(DEVICE) for tensor in state)
+    master, grad, exp_avg, exp_avg_sq = (tensor.to(DEVICE, copy=True) for tensor in state)
     hyper = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
     ops.adamw_(master, None, grad, exp_avg, exp_avg_sq, step=7, decoupled=decoupled, **hyper)
     reference = torch.nn.Parameter(state[0].double())

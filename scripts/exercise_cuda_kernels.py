@@ -1,0 +1,40 @@
+"""Every CUDA kernel over short ranges: compute-sanitizer would take hours for the tests."""
+
+import torch
+
+from zero_ext import ops
+
+
+def exercise(numel: int, dtype: torch.dtype, offset: int) -> None:
+    def data(kind=torch.float32):
+        return torch.rand(numel + offset, device="cuda").to(kind)[offset:]
+
+    flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+    grads, total = [data(dtype) for _ in range(5)], data()
+    for fresh in [False, True]:
+        ops.accumulate_(grads[0], total, 0.3, fresh=fresh, nonfinite=flag)
+        ops.accumulate_ranks_(grads, total, 0.3, fresh=fresh, nonfinite=flag)
+        pieces = list(grads[0].tensor_split(70)), list(total.tensor_split(70))
+        ops.accumulate_list_(*pieces, 0.3, fresh=fresh, nonfinite=flag)
+    for target in [torch.float32, torch.bfloat16, torch.float16]:
+        flat = data(target)
+        ops.cast_(grads[0], flat)
+        for add in [False, True]:
+            ops.flatten_([grads[1]], flat, [0], add=add, nonfinite=flag)
+    steps_done = torch.zeros(1, dtype=torch.int64, device="cuda")
+    for number in [{"step": 3}, {"steps_done": steps_done, "skip": flag}]:
+        state = [data(), data(dtype), data(), data(), data(), data()]
+        ops.adamw_(*state, lr=0.1, weight_decay=0.1, **number)
+        number.pop("step", None)
+        ops.sgd_(*state[:4], lr=0.1, momentum=0.9, **number)
+    ops.count_step_(steps_done, flag)
+    ops.sum_of_squares(total)
+    ops.adopt_writes_(grads[0], total)
+
+
+for numel in [1, 9, 4097, 30_001]:
+    for dtype in [torch.float32, torch.bfloat16, torch.float16]:
+        for offset in [0, 1]:
+            exercise(numel, dtype, offset)
+torch.cuda.synchronize()
+print("every kernel ran")

@@ -1,0 +1,104 @@
+#!/usr/bin/env bash
+# Builds in place for this machine's GPU, tests, checks with compute-sanitizer and measures: in one
+# call of under 9 minutes, without network, in this folder alone. Every step has a time limit; one that
+# fails does not stop those after it, but the exit status is then 1.
+#
+#     scripts/gpu_suite.sh            PYTHON=python3.12
+#
+# Writes benchmarks/results/<gpu>_<date>_<commit>.md and .json, also to $OUT where that is set.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+
+PYTHON="${PYTHON:-python3}"
+export PYTHONPATH="$PWD" PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+LOGS=build/gpu_suite
+RESULTS="$LOGS/results"
+rm -rf "$LOGS"
+mkdir -p "$RESULTS"
+summary=()
+failed=0
+
+# step NAME SECONDS COMMAND...: runs it, shows the end of what it said, remembers how it went.
+step() {
+  local name="$1" limit="$2" begin="$SECONDS" status=0
+  shift 2
+  echo "== $name"
+  timeout --kill-after=10 "$limit" "$@" > "$LOGS/$name.log" 2>&1 || status=$?
+  tail -n 25 "$LOGS/$name.log"
+  local outcome="ok"
+  if [ "$status" -eq 124 ]; then
+    outcome="stopped after $limit s"
+  elif [ "$status" -ne 0 ]; then
+    outcome="failed ($status)"
+  fi
+  [ "$status" -eq 0 ] || failed=1
+  summary+=("| $name | $outcome | $((SECONDS - begin)) s |")
+}
+
+# Not a step: its absence is no failure.
+skip() {
+  echo "== $1: $2"
+  summary+=("| $1 | not run: $2 | |")
+}
+
+# Some virtual machines' drivers refuse the tool.
+sanitize() {
+  local sanitizer said
+  sanitizer="$(command -v compute-sanitizer || command -v "$CUDA_HOME/bin/compute-sanitizer")"
+  if [ -z "$sanitizer" ]; then
+    skip "$1" "there is no compute-sanitizer"
+    return
+  fi
+  said="$(timeout 30 "$sanitizer" "$PYTHON" -c "import torch; torch.ones(8).cuda()" 2>&1)"
+  if [[ "$said" == *"Device not supported"* ]]; then
+    skip "$1" "compute-sanitizer does not support this device here"
+  else
+    step "$1" 50 "$sanitizer" --tool "$1" --error-exitcode 7 \
+      "$PYTHON" scripts/exercise_cuda_kernels.py
+  fi
+}
+
+gpu() {
+  "$PYTHON" -c "import torch; $1" 2> "$LOGS/gpu.log" || { cat "$LOGS/gpu.log" >&2; return 1; }
+}
+
+# nvcc knows where its toolkit is even where it is started through a script in another place.
+toolkit() {
+  dirname "$(nvcc --dryrun -E -x cu /dev/null 2>&1 | sed -n 's/^#\$ _HERE_=//p')"
+}
+
+name="$(gpu 'print(torch.cuda.get_device_name().lower().replace(" ", "_"))')" || exit 1
+TORCH_CUDA_ARCH_LIST="$(gpu 'print("%d.%d" % torch.cuda.get_device_capability())')" || exit 1
+export TORCH_CUDA_ARCH_LIST
+export CUDA_HOME="${CUDA_HOME:-$(toolkit)}"
+# The commit may come from outside, where the folder travels without its history.
+commit="${COMMIT:-$(git rev-parse --short HEAD 2> /dev/null || echo unknown)}"
+report="${name}_$(date +%F)_$commit"
+
+ZERO_EXT_CUDA=1 MAX_JOBS="$(nproc)" step build 180 "$PYTHON" setup.py build_ext --inplace
+step info 20 "$PYTHON" -m zero_ext.info
+# Without conftest.py, which is about ranks and needs more than pytest.
+step test 130 "$PYTHON" -m pytest tests/test_cuda_kernels.py -q -p no:cacheprovider --noconftest \
+  --maxfail=20
+step exercise 20 "$PYTHON" scripts/exercise_cuda_kernels.py
+for tool in memcheck racecheck; do
+  sanitize "$tool"
+done
+step benchmark 60 "$PYTHON" benchmarks/bench_cuda.py --results "$RESULTS"
+
+{
+  echo "# $report"
+  echo
+  echo "| step | outcome | time |"
+  echo "|---|---|---|"
+  printf '%s\n' "${summary[@]}"
+  echo
+  cat "$RESULTS/kernels_cuda.md" 2> /dev/null || echo "The benchmark left no results."
+} > "$RESULTS/$report.md"
+cp "$RESULTS/kernels_cuda.json" "$RESULTS/$report.json" 2> /dev/null
+mkdir -p benchmarks/results
+for target in benchmarks/results ${OUT:+"$OUT"}; do
+  cp "$RESULTS/$report".* "$target"/
+done
+cat "$RESULTS/$report.md"
+exit "$failed"
