@@ -488,3 +488,34 @@ def test_replaced_data_is_taken_over(mesh, rank, world):
     with model.summon_full_params():
         for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.dist
+def test_a_rank_that_runs_other_forwards_is_named_within_the_timeout(
+    mesh, rank, world, monkeypatch
+):
+    if world == 1:
+        return
+    monkeypatch.setenv("ZERO_EXT_TIMEOUT_S", "2")
+    model = sharded(Stack(), mesh)
+    mean_square(model, rank_data(SHAPE, rank)).backward()
+    # Rank 0 runs on alone, past what the others have offered in advance.
+    expected = r"unit '.*': waited for .* its parameters \(the last unit that was gathered: '.*'\)"
+    with pytest.raises(RuntimeError, match=rf"rank {rank}, {expected} \(waiting for rank \d"):
+        for step in range(10 if rank == 0 else 0):
+            model(rank_data(SHAPE, rank, step))
+        # The others see in their next forward that it gave up.
+        gather_objects(rank)
+        model(rank_data(SHAPE, rank))
+        model(rank_data(SHAPE, rank))
+    if rank == 0:
+        gather_objects(rank)
+
+
+@pytest.mark.parametrize("value", ["soon", "0", "-1"])
+@pytest.mark.dist
+def test_a_timeout_that_is_no_number_of_seconds_is_refused(value, mesh, world, monkeypatch):
+    monkeypatch.setenv("ZERO_EXT_TIMEOUT_S", value)
+    if world > 1:
+        with pytest.raises(ValueError, match=f"ZERO_EXT_TIMEOUT_S='{value}'"):
+            sharded(Stack(), mesh)

@@ -1,6 +1,8 @@
 """Process groups of an engine: one for reductions, one for gathers, beside the user's own."""
 
+import datetime
 import itertools
+import os
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -44,6 +46,20 @@ def resolve(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) ->
     return Groups(parent, mesh, dist.get_rank(parent), world)
 
 
+def _timeout() -> datetime.timedelta | None:
+    """How long a rank waits for another one; None: as long as the user's process group says."""
+    text = os.environ.get("ZERO_EXT_TIMEOUT_S")
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise ValueError(f"zero_ext: ZERO_EXT_TIMEOUT_S={text!r} is not a number of seconds.")
+    return datetime.timedelta(seconds=seconds)
+
+
 class CommGroups:
     """Two new groups over a parent's ranks, registered under their names while this is open.
 
@@ -65,13 +81,12 @@ class CommGroups:
             )
         number = next(_engine_counts[parent.group_name])
         store = distributed_c10d._get_process_group_store(parent)
+        timeout = _timeout() or backend.options._timeout
         for purpose in ("reduce", "gather"):
             name = f"zero_ext/{parent.group_name}/{number}/{purpose}"
             prefixed = dist.PrefixStore(name, store)
             group = dist.ProcessGroup(prefixed, groups.rank, groups.world)
-            gloo = dist.ProcessGroupGloo(
-                prefixed, groups.rank, groups.world, backend.options._timeout
-            )
+            gloo = dist.ProcessGroupGloo(prefixed, groups.rank, groups.world, timeout)
             group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
             group._set_group_name(name)
