@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "engine.h"
+#include "launch.h"
 #include "layout.h"
 #include "optimizer.h"
 
@@ -111,6 +112,7 @@ void bind_engine(py::module_& m) {
       .def_property_readonly("world", &Engine::world)
       .def_property_readonly("stage", [](const Engine& e) { return e.policy().stage; })
       .def_property_readonly("unit_count", &Engine::unit_count)
+      .def_property_readonly("backwards", &Engine::backwards)
       .def("unit_of", &Engine::unit_of)
       .def("bounds",
            [](Engine& e, int64_t i) {
@@ -134,14 +136,14 @@ void bind_engine(py::module_& m) {
       .def("pop_no_sync", &Engine::pop_no_sync, NoGil())
       .def("set_accumulation_steps", &Engine::set_accumulation_steps, NoGil())
       .def("set_divide_factor", &Engine::set_divide_factor, NoGil())
+      .def("set_loss_scale", &Engine::set_loss_scale, NoGil())
       .def("write_gradient", py::overload_cast<int64_t, const at::Tensor&>(&Engine::write_gradient),
            NoGil())
       .def("before_forward", &Engine::before_forward, NoGil())
       .def("thawed", &Engine::thawed, NoGil())
       .def("adopt_writes", &Engine::adopt_writes, NoGil())
-      .def("sum_of_squares", &Engine::sum_of_squares, NoGil())
+      .def("squared_norm", &Engine::squared_norm, NoGil())
       .def("scale_gradients", &Engine::scale_gradients, NoGil())
-      .def("sum_over_ranks", &Engine::sum_over_ranks, NoGil())
       .def("zero_grad", &Engine::zero_grad, NoGil())
       .def("stats", &Engine::stats, NoGil());
 }
@@ -168,8 +170,10 @@ void bind_optimizer(py::module_& m) {
       .def("step", &OptimizerState::step)
       .def_property_readonly("indices", &OptimizerState::indices)
       .def("prepare_step", &OptimizerState::prepare_step, NoGil())
-      .def("apply_adam", &OptimizerState::apply_adam, NoGil())
-      .def("apply_sgd", &OptimizerState::apply_sgd, NoGil())
+      .def("apply_adam", &OptimizerState::apply_adam, NoGil(), py::arg("groups"),
+           py::arg("grad_scale") = 1.0)
+      .def("apply_sgd", &OptimizerState::apply_sgd, NoGil(), py::arg("groups"),
+           py::arg("grad_scale") = 1.0)
       .def("apply_masters", &OptimizerState::apply_masters, NoGil());
 }
 
@@ -179,6 +183,14 @@ void bind_optimizer(py::module_& m) {
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("cpu_instruction_set", &zero_ext::kernels::cpu_instruction_set);
   m.def("reduced_by_ddp", &zero_ext::reduced_by_ddp);
+  // For tests: digits of a sum of squares, and what they are worth.
+  m.def("square_digits", [](const at::Tensor& value) {
+    zero_ext::kernels::SquareSum sum{};
+    zero_ext::kernels::cpu().add_squares(value.const_data_ptr<float>(), value.numel(), &sum,
+                                         zero_ext::cpu_launch());
+    return sum;
+  });
+  m.def("value_of_digits", &zero_ext::kernels::value_of);
   zero_ext::bind_layout(m);
   zero_ext::bind_engine(m);
   zero_ext::bind_optimizer(m);

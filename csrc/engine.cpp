@@ -129,7 +129,7 @@ void Engine::push_no_sync() {
   const std::lock_guard lock(mutex_);
   ++no_sync_depth_;
   // Decided here and not by the backwards inside, of which a rank may run none.
-  if (world() > 1 && policy().reduce == When::at_boundary) local_next_ = true;
+  if (world() > 1 && policy().reduce == When::at_boundary) set_local_next(true);
 }
 
 void Engine::pop_no_sync() {
@@ -152,9 +152,24 @@ bool Engine::at_boundary() const {
   return no_sync_depth_ == 0 && (since_boundary_ + 1) % options_.accumulation_steps == 0;
 }
 
-float Engine::gradient_scale() const {
-  return static_cast<float>(
-      1.0 / (options_.divide_factor > 0 ? options_.divide_factor : static_cast<double>(world())));
+void Engine::set_loss_scale(double scale) {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(!open_, where(rank()), "the loss scale cannot change inside a backward.");
+  loss_scale_ = scale;
+  if (!local_next_) local_loss_scale_ = scale;
+}
+
+void Engine::set_local_next(bool next) {
+  local_next_ = next;
+  if (!next) local_loss_scale_ = loss_scale_;
+}
+
+void Engine::set_scales(Sink sink) {
+  const double divide =
+      options_.divide_factor > 0 ? options_.divide_factor : static_cast<double>(world());
+  const bool local = sink == Sink::local;
+  reduce_scale_ = static_cast<float>(1.0 / (divide * (local ? local_loss_scale_ : loss_scale_)));
+  accumulate_scale_ = local ? static_cast<float>(local_loss_scale_ / loss_scale_) : reduce_scale_;
 }
 
 // One backward
@@ -178,6 +193,7 @@ void Engine::begin_backward(bool reduces) {
   if (reduces && !at_boundary()) ++reduced_in_no_sync_;
   const bool local = !reduces || local_next_;
   const Sink sink = world() == 1 ? Sink::direct : local ? Sink::local : Sink::bucket;
+  set_scales(sink);
   bool missing = false;
   for (int64_t u = 0; u < unit_count(); ++u) {
     std::vector<uint8_t> expected;
@@ -347,7 +363,7 @@ void Engine::after_gradient(int64_t i) {
               "before. Nothing is lost:"
               " repeat this forward and backward.");
   if (unit.needs_bucket()) lend_bucket(unit);
-  const bool finite = unit.accumulate(parameter.slot, grad, gradient_scale());
+  const bool finite = unit.accumulate(parameter.slot, grad, accumulate_scale_);
   if (!finite && parameter.nonfinite_micro_batch < 0)
     parameter.nonfinite_micro_batch = micro_batch_;
   if (reduces_ && !deferred_) start_ready_reductions();
@@ -378,7 +394,7 @@ void Engine::start_ready_reductions() {
 
 void Engine::finish_oldest_reduction() {
   Unit& unit = *units_[in_flight_.front()];
-  if (std::unique_ptr<Bucket> bucket = unit.finish_reduce(gradient_scale()))
+  if (std::unique_ptr<Bucket> bucket = unit.finish_reduce(reduce_scale_))
     pool_.give_back(std::move(bucket));
   in_flight_.pop_front();
 }
@@ -392,7 +408,7 @@ void Engine::finish_backward() {
   for (const auto& unit : units_) unit->end_backward();
   open_ = false;
   local_open_ = world() > 1 && !reduces_;
-  local_next_ = local_open_;
+  set_local_next(local_open_);
   if (!local_open_) publish();
   ++micro_batch_;
   since_boundary_ = at_boundary() ? 0 : since_boundary_ + 1;
@@ -558,17 +574,28 @@ void Engine::adopt_writes() {
   for (const auto& unit : units_) unit->adopt_writes();
 }
 
-double Engine::sum_of_squares(const std::vector<int64_t>& indices) {
+double Engine::squared_norm(const std::vector<int64_t>& indices) {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(!open_ && !local_open_, where(rank()),
               "the gradients are not complete: the norm was asked for inside a backward or"
               " before the backward that reduces. Ask between the last backward and step().");
   take_over_grads(indices, "clip_grad_norm_");
-  double sum = 0;
-  for_each_run(indices, [&](float* grad, int64_t numel) {
-    kernels::cpu().sum_of_squares(grad, numel, &sum, cpu_launch());
-  });
-  return sum;
+  kernels::SquareSum sum{};
+  for (const int64_t i : indices) {
+    const Parameter& parameter = parameters_[i];
+    if (parameter.unit < 0 || units_[parameter.unit]->fresh(parameter.slot)) continue;
+    units_[parameter.unit]->add_squares(parameter.slot, sum);
+  }
+  if (world() > 1 && policy().optimizer == Sharding::sharded) {
+    at::Tensor digits =
+        at::empty({kernels::kSquareSumLength}, at::TensorOptions().dtype(at::kLong));
+    std::copy(sum.begin(), sum.end(), digits.mutable_data_ptr<int64_t>());
+    Pending pending;
+    comm_.all_reduce_sum(digits, pending);
+    pending.wait([this] { return where(rank()) + "waited for the other ranks' gradient norms"; });
+    std::copy_n(digits.const_data_ptr<int64_t>(), sum.size(), sum.begin());
+  }
+  return kernels::value_of(sum);
 }
 
 void Engine::scale_gradients(const std::vector<int64_t>& indices, double factor) {
@@ -592,18 +619,6 @@ void Engine::for_each_run(const std::vector<int64_t>& indices,
       body(unit.grad_data() + run.begin, run.numel);
     }
   }
-}
-
-double Engine::sum_over_ranks(double value) {
-  const std::lock_guard lock(mutex_);
-  if (world() == 1 || policy().optimizer == Sharding::replicated) return value;
-  at::Tensor values = at::empty({1}, at::TensorOptions().dtype(at::kDouble));
-  values.mutable_data_ptr<double>()[0] = value;
-  const at::Tensor all = comm_.all_gather(
-      values, [this] { return where(rank()) + "waited for the other ranks' gradient norms"; });
-  double sum = 0;
-  for (int64_t r = 0; r < world(); ++r) sum += all.const_data_ptr<double>()[r];
-  return sum;
 }
 
 void Engine::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
@@ -636,7 +651,7 @@ void Engine::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
     micro_batch_ = 0;
     since_boundary_ = 0;
     local_open_ = false;
-    local_next_ = no_sync_depth_ > 0 && local_next_;
+    set_local_next(no_sync_depth_ > 0 && local_next_);
   }
 }
 

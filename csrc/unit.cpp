@@ -220,7 +220,7 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
       if (nonfinite != 0) nonfinite_[i] = 1;
       break;
     case Sink::local:
-      accumulate_local(i, dense.const_data_ptr(), dtype, &nonfinite);
+      accumulate_local(i, dense.const_data_ptr(), dtype, scale, &nonfinite);
       break;
     case Sink::bucket:
       accumulate_in_bucket(i, dense.const_data_ptr(), dtype,
@@ -230,16 +230,18 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
   return nonfinite == 0;
 }
 
-void Unit::accumulate_local(int64_t i, const void* grad, kernels::DType dtype, int32_t* nonfinite) {
+void Unit::accumulate_local(int64_t i, const void* grad, kernels::DType dtype, float scale,
+                            int32_t* nonfinite) {
   const int64_t bytes = kernels::element_bytes(dtype);
   for (const Piece& piece : layout_.pieces(i)) {
-    // Scaled only when it is reduced: the sum of bf16 values over micro-batches is then exact where
-    // fp32 can hold it.
-    check(
-        kernels::cpu().accumulate(static_cast<const char*>(grad) + piece.slot_begin * bytes, dtype,
-                                  grad_data() + local_offset(piece.range) + piece.range_begin,
-                                  piece.numel, 1.0F, local_fresh_[i] != 0, nonfinite, cpu_launch()),
-        "accumulate");
+    // Divided by the number of ranks only when it is reduced: the sum of bf16 values over
+    // micro-batches is then exact where fp32 can hold it. `scale` is 1 but for a changed loss
+    // scale.
+    check(kernels::cpu().accumulate(
+              static_cast<const char*>(grad) + piece.slot_begin * bytes, dtype,
+              grad_data() + local_offset(piece.range) + piece.range_begin, piece.numel, scale,
+              local_fresh_[i] != 0, nonfinite, cpu_launch()),
+          "accumulate");
   }
   local_fresh_[i] = 0;
 }
@@ -483,6 +485,15 @@ void Unit::zero_gradient(int64_t i) {
                 piece->numel * sizeof(float));
   }
   fresh_[i] = 0;
+}
+
+void Unit::add_squares(int64_t i, kernels::SquareSum& sum) const {
+  const Piece* piece = own_piece(i);
+  if (piece == nullptr) return;
+  TORCH_INTERNAL_ASSERT(piece->slot_begin % kernels::kSquareGroupNumel == 0);
+  check(kernels::cpu().add_squares(grad_data() + piece->range_begin, piece->numel, &sum,
+                                   cpu_launch()),
+        "add_squares");
 }
 
 bool Unit::still_nonfinite(int64_t i) {

@@ -103,7 +103,8 @@ class Unit {
   bool needs_bucket_to_reduce() const { return bucket_ == nullptr && sink_ != Sink::direct; }
   void lend_bucket(std::unique_ptr<Bucket> bucket);
   // A gradient of slot i; undefined: autograd reached the parameter with nothing. Returns false if
-  // it holds NaN or Inf.
+  // it holds NaN or Inf. `scale` is for direct and local sums; what a bucket holds is scaled when
+  // it is reduced.
   bool accumulate(int64_t i, const at::Tensor& grad, float scale);
   bool complete() const { return missing_ == 0; }
   void expect_no_more() { missing_ = 0; }
@@ -130,6 +131,8 @@ class Unit {
   void write_gradient(int64_t i, const at::Tensor& local);  // local: this rank's part, 1-D
   // The user wrote to slot i: it may hold NaN or Inf that no kernel of ours has seen.
   void suspect_nonfinite(int64_t i) { nonfinite_[i] = 1; }
+  // Adds the squares of this rank's part of slot i, in an order that does not matter.
+  void add_squares(int64_t i, kernels::SquareSum& sum) const;
   // This rank's part of slot i was suspected to hold NaN or Inf, and does.
   bool still_nonfinite(int64_t i);
 
@@ -154,7 +157,8 @@ class Unit {
   bool contributes(int64_t i) const;
   // Where the reduced sum is: below the local one, once that lies where it was.
   const FlatBuffer& reduced_sum() const { return sink_ == Sink::local && kept_ ? before_ : grad_; }
-  void accumulate_local(int64_t i, const void* grad, kernels::DType dtype, int32_t* nonfinite);
+  void accumulate_local(int64_t i, const void* grad, kernels::DType dtype, float scale,
+                        int32_t* nonfinite);
   void accumulate_in_bucket(int64_t i, const void* grad, kernels::DType dtype, kernels::Write write,
                             int32_t* nonfinite);
   void keep_reduced_sum();

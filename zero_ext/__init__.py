@@ -11,6 +11,7 @@ _compat.check()
 from zero_ext import _C, ops, optim  # noqa: E402, F401
 from zero_ext.api import shard  # noqa: E402
 from zero_ext.memory import estimate_memory, stats  # noqa: E402
+from zero_ext.scaler import LossScaler  # noqa: E402
 
 __version__ = "0.1.0"
-__all__ = ["estimate_memory", "ops", "optim", "shard", "stats"]
+__all__ = ["LossScaler", "estimate_memory", "ops", "optim", "shard", "stats"]

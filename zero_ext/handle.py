@@ -76,6 +76,7 @@ class Handle:
             self.engine = _C.Engine(options)
         self.engine.set_local_reader(_local_part)
         self.parameters: list[weakref.ref] = []
+        self.scaled_by: weakref.ref | None = None  # the optimizer whose loss_scaler the engine has
         self.add_parameters(parameters)
 
     def add_parameters(self, parameters: Sequence[tuple[str, Tensor]]) -> list[int]:

@@ -13,6 +13,8 @@
 
 #include <cstdint>
 
+#include "square_sum.h"
+
 namespace zero_ext::kernels {
 
 enum class DType : int32_t { f32, bf16, f16 };
@@ -152,6 +154,11 @@ struct Kernels {
   // 0, each summed over lanes in a fixed order, then the blocks in order. The result is a host
   // pointer on the CPU, a device pointer on CUDA.
   Status (*sum_of_squares)(const float* value, int64_t numel, double* result, const Launch& launch);
+
+  // *sum += sum of value[i]^2, in an order that does not matter: see Note [A norm without an order]
+  // in square_sum.h. `value` begins at a multiple of 16 elements of its parameter. `sum` is a host
+  // pointer on the CPU, a device pointer on CUDA.
+  Status (*add_squares)(const float* value, int64_t numel, SquareSum* sum, const Launch& launch);
 
   // Makes master agree with what the user wrote, see Note [A written parameter wins over its
   // master]: master[i] = float(param[i]) where param[i] is not param_dtype(master[i]).
