@@ -139,6 +139,8 @@ void bind_engine(py::module_& m) {
       .def("set_loss_scale", &Engine::set_loss_scale, NoGil())
       .def("write_gradient", py::overload_cast<int64_t, const at::Tensor&>(&Engine::write_gradient),
            NoGil())
+      .def("current_master", &Engine::current_master, NoGil())
+      .def("write_parameter", &Engine::write_parameter, NoGil())
       .def("before_forward", &Engine::before_forward, NoGil())
       .def("thawed", &Engine::thawed, NoGil())
       .def("adopt_writes", &Engine::adopt_writes, NoGil())

@@ -574,6 +574,34 @@ void Engine::adopt_writes() {
   for (const auto& unit : units_) unit->adopt_writes();
 }
 
+at::Tensor Engine::current_master(int64_t i) {
+  const std::lock_guard lock(mutex_);
+  const at::NoGradGuard no_grad;
+  TORCH_CHECK(!open_, where(rank()), "a parameter's state was asked for inside a backward.");
+  const Parameter& parameter = parameters_[i];
+  repair_storage({i});
+  units_[parameter.unit]->adopt_writes(parameter.slot);
+  return units_[parameter.unit]->master_slice(parameter.slot);
+}
+
+void Engine::write_parameter(int64_t i, const at::Tensor& value) {
+  const at::Tensor master = current_master(i);
+  const std::lock_guard lock(mutex_);
+  const at::NoGradGuard no_grad;
+  Parameter& parameter = parameters_[i];
+  Unit& unit = *units_[parameter.unit];
+  const Slot& slot = unit.layout().slot(parameter.slot);
+  at::Tensor flat =
+      at::empty_strided(slot.spec.sizes, slot.spec.strides, at::TensorOptions().dtype(at::kFloat));
+  flat.copy_(value);
+  unit.adopt_parameter(parameter.slot, flat);
+  if (const Piece* piece = unit.own_piece(parameter.slot)) {
+    flat = flat.as_strided({slot.spec.numel}, {1});
+    at::Tensor(master).copy_(flat.narrow(0, piece->slot_begin, piece->numel));
+  }
+  parameter.tensor.unsafeGetTensorImpl()->bump_version();
+}
+
 double Engine::squared_norm(const std::vector<int64_t>& indices) {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(!open_ && !local_open_, where(rank()),

@@ -127,6 +127,10 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   double squared_norm(const std::vector<int64_t>& indices);
   void scale_gradients(const std::vector<int64_t>& indices, double factor);
 
+  // This rank's part of the master of parameter i, after the user's writes to the parameter. 1-D.
+  at::Tensor current_master(int64_t i);
+  // Parameter i becomes `value` and its master exactly that; all of it, the same on every rank.
+  void write_parameter(int64_t i, const at::Tensor& value);
   // The reduced gradient of parameter i, all of it, on every rank.
   void write_gradient(int64_t i, const at::Tensor& grad);
   enum class ZeroGrad { to_none, to_zero };

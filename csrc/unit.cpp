@@ -517,6 +517,16 @@ void Unit::adopt_writes() {
         "adopt_writes");
 }
 
+void Unit::adopt_writes(int64_t i) {
+  const Piece* piece = own_piece(i);
+  if (!master_.defined() || piece == nullptr) return;
+  const char* written = static_cast<const char*>(stepped_parameter()) +
+                        piece->range_begin * kernels::element_bytes(dtype_of(dtype_));
+  check(kernels::cpu().adopt_writes(written, dtype_of(dtype_), master_data() + piece->range_begin,
+                                    piece->numel, cpu_launch()),
+        "adopt_writes");
+}
+
 void Unit::cast_master() {
   if (!master_.defined()) return;
   check(kernels::cpu().cast(master_data(), kernels::DType::f32, stepped_parameter(),

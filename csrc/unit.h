@@ -140,6 +140,7 @@ class Unit {
   void adopt_parameter(int64_t i, const at::Tensor& values);
   // Brings master up to date with what was written into full.
   void adopt_writes();
+  void adopt_writes(int64_t i);  // into slot i alone
   // This rank's range of full = master, rounded.
   void cast_master();
 
