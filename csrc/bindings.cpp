@@ -108,6 +108,8 @@ void bind_engine(py::module_& m) {
            py::arg("options"))
       .def("add_parameters", &Engine::add_parameters, NoGil())
       .def("add_units", &Engine::add_units, NoGil())
+      .def("set_gradient_dtype",
+           [](Engine& e, int64_t u, at::ScalarType dtype) { e.unit(u).set_gradient_dtype(dtype); })
       .def_property_readonly("rank", &Engine::rank)
       .def_property_readonly("world", &Engine::world)
       .def_property_readonly("stage", [](const Engine& e) { return e.policy().stage; })

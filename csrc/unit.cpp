@@ -42,6 +42,7 @@ Unit::Unit(const UnitContext& context, int64_t index, std::string name, std::vec
       layout_(std::move(specs), ranges_of(context.policy.optimizer, context.world),
               kAlignmentBytes / static_cast<int64_t>(c10::elementSize(dtype))),
       dtype_(dtype),
+      gradient_dtype_(dtype),
       own_pieces_(layout_.size(), nullptr),
       fresh_(layout_.size(), 1),
       local_fresh_(layout_.size(), 1),
@@ -263,7 +264,7 @@ void Unit::accumulate_in_bucket(int64_t i, const void* grad, kernels::DType dtyp
 at::ScalarType Unit::message_dtype() const {
   if (context_.reduction == Reduction::collective) return context_.reduce_dtype;
   if (sink_ == Sink::local) return at::kFloat;
-  return context_.reduce_in_gradient_dtype ? dtype_ : context_.reduce_dtype;
+  return context_.reduce_in_gradient_dtype ? gradient_dtype_ : context_.reduce_dtype;
 }
 
 // Local sums lie with this rank's range first, so that a buffer of one range is the beginning of a

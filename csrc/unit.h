@@ -82,6 +82,8 @@ class Unit {
   const std::string& name() const { return name_; }
   const Layout& layout() const { return layout_; }
   at::ScalarType dtype() const { return dtype_; }
+  // What its gradients arrive in, and travel in by exchange; at first dtype(). Before any backward.
+  void set_gradient_dtype(at::ScalarType dtype) { gradient_dtype_ = dtype; }
 
   // Slot i in its parameter's shape, over full.
   at::Tensor parameter_view(int64_t i) const;
@@ -177,6 +179,7 @@ class Unit {
   std::string name_;
   Layout layout_;
   at::ScalarType dtype_;
+  at::ScalarType gradient_dtype_;
   std::vector<const Piece*> own_pieces_;  // [slots], null where this rank holds nothing of a slot
 
   FlatBuffer full_;  // [padded], compute dtype

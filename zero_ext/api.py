@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from zero_ext import _C
+from zero_ext import _C, units
 from zero_ext.groups import resolve
 from zero_ext.handle import Handle, find
 
@@ -80,6 +80,7 @@ def shard(
         param_dtype=mp_policy.param_dtype,
         accumulation_steps=accumulation_steps,
         sync_module_states=sync_module_states,
+        used_several_times=units.used_several_times(module),
     )
     if sync_module_states:
         handle.broadcast([p for _, p in named if not p.requires_grad] + list(module.buffers()))

@@ -44,6 +44,7 @@ class Handle:
         param_dtype: torch.dtype | None = None,
         accumulation_steps: int | None = None,
         sync_module_states: bool = True,
+        used_several_times: Iterable[Tensor] = (),
     ):
         if reduction not in (None, "exchange", "collective"):
             raise ValueError(
@@ -64,6 +65,7 @@ class Handle:
         self.groups = groups
         self.bucket_bytes = bucket_mb * 2**20
         self.param_dtype = param_dtype
+        self._used_several_times = WeakIdKeyDictionary(dict.fromkeys(used_several_times, True))
         options = _C.EngineOptions()
         options.stage = stage
         options.reduction = getattr(_C.Reduction, reduction or "exchange")
@@ -106,6 +108,24 @@ class Handle:
                     tensor.copy_(dense)
 
     def _make_units(self, indices: Sequence[int]) -> None:
+        # What arrives in fp32 travels in fp32: units of its own, so that the others do not.
+        in_fp32 = {i for i in indices if self._gradient_is_fp32(self.parameters[i]())}
+        self._make_units_of([i for i in indices if i not in in_fp32])
+        first = self.engine.unit_count
+        self._make_units_of([i for i in indices if i in in_fp32])
+        for unit in range(first, self.engine.unit_count):
+            self.engine.set_gradient_dtype(unit, torch.float32)
+        for i in in_fp32:
+            self.parameters[i]().grad_dtype = torch.float32
+
+    def _gradient_is_fp32(self, parameter: Tensor) -> bool:
+        """Of a half-precision parameter: because the user wants it, or to add up its uses."""
+        if (self.param_dtype or parameter.dtype) == torch.float32:
+            return False
+        wanted = parameter.dtype != torch.float32 and parameter.grad_dtype == torch.float32
+        return wanted or parameter in self._used_several_times
+
+    def _make_units_of(self, indices: Sequence[int]) -> None:
         members = [self.parameters[i]() for i in indices]
         dtypes = [self.param_dtype or p.dtype for p in members]
         # Two dtypes that become one are cut apart first: a unit's values come in one dtype.

@@ -42,16 +42,15 @@ def estimate_memory(
         ``buckets``: the most that the two buckets can add with ``reduction="exchange"``. Padding
         included.
     """
+    several = {id(p) for p in units.used_several_times(module)}
     parameters = [p for p in module.parameters() if p.requires_grad]
-    dtypes = [p.dtype for p in parameters]
-    plans = units.cut_by_size([p.numel() for p in parameters], dtypes, bucket_mb * 2**20)
     ranges = 1 if stage == 0 else world_size
     result = dict.fromkeys(("full", "master", "grad", "optimizer_state"), 0)
     bucket_bytes = [0]
-    for plan in plans:
-        dtype = param_dtype or plan.dtype
+    for in_fp32, members, plan_dtype in _plans(parameters, several, param_dtype, bucket_mb):
+        dtype = param_dtype or plan_dtype
         alignment = _ALIGNMENT_BYTES // dtype.itemsize
-        numel = sum(_round_up(parameters[i].numel(), alignment) for i in plan.members)
+        numel = sum(_round_up(p.numel(), alignment) for p in members)
         share = max(alignment, _round_up(-(-numel // ranges), alignment))
         padded = share * ranges
         result["full"] += padded * dtype.itemsize
@@ -59,12 +58,30 @@ def estimate_memory(
         local = local_accumulation and stage < 2 and world_size > 1
         result["grad"] += (padded if local else share) * _FP32_BYTES
         result["optimizer_state"] += 2 * share * _FP32_BYTES
+        gradient_bytes = _FP32_BYTES if in_fp32 else dtype.itemsize
         # Local sums are sent in fp32, and a bucket keeps the memory of both uses.
-        received_bytes = share * (world_size - 1) * (_FP32_BYTES if local else dtype.itemsize)
-        bucket_bytes.append(padded * dtype.itemsize + received_bytes)
+        received_bytes = share * (world_size - 1) * (_FP32_BYTES if local else gradient_bytes)
+        bucket_bytes.append(padded * gradient_bytes + received_bytes)
     result["persistent"] = sum(result.values())
     result["buckets"] = 2 * max(bucket_bytes) if world_size > 1 else 0
     return result
+
+
+def _plans(parameters, several: set[int], param_dtype, bucket_mb: float):
+    """Units, as ``Handle`` cuts them: those whose gradients are fp32 beside half-precision
+    parameters apart from the others."""
+    half = [(param_dtype or p.dtype).itemsize != _FP32_BYTES for p in parameters]
+    for in_fp32 in (False, True):
+        chosen = [
+            p
+            for p, is_half in zip(parameters, half, strict=True)
+            if (is_half and id(p) in several) == in_fp32
+        ]
+        plans = units.cut_by_size(
+            [p.numel() for p in chosen], [p.dtype for p in chosen], bucket_mb * 2**20
+        )
+        for plan in plans:
+            yield in_fp32, [chosen[i] for i in plan.members], plan.dtype
 
 
 def _round_up(value: int, multiple: int) -> int:

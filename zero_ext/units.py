@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 
 class UnitPlan(NamedTuple):
@@ -36,3 +37,16 @@ def cut_by_size(
         open_units[dtype] = ([*members, i], held_bytes + parameter_bytes)
     units.extend(UnitPlan(members[::-1], dtype) for dtype, (members, _) in open_units.items())
     return units
+
+
+def used_several_times(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters that the module has under several names, such as tied embeddings and heads.
+
+    Autograd adds up a parameter's uses in one backward before any hook sees them, in the
+    gradient's dtype: in bf16, 256 + 1 is 256. So gradients of these arrive and travel in fp32, see
+    ``Handle``. Uses of one name, by a module that is called twice, cannot be known beforehand.
+    """
+    names: dict[int, list[nn.Parameter]] = {}
+    for _, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(parameter)
+    return [uses[0] for uses in names.values() if len(uses) > 1]
