@@ -210,7 +210,15 @@ void Engine::begin_backward(bool reduces) {
   open_ = true;
 }
 
+void Engine::set_offloaded(const std::string& states) {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(!open_, where(rank()), "states cannot be offloaded or reloaded inside a backward.");
+  offloaded_ = states;
+}
+
 void Engine::check_usable(const char* verb) {
+  TORCH_CHECK(offloaded_.empty(), where(rank()), verb, ": ", offloaded_,
+              " of this model are offloaded. Call zero_ext.reload_states() first.");
   if (sums_lost_ && all_sums_fresh()) sums_lost_ = false;
   TORCH_CHECK(!sums_lost_, where(rank()), verb,
               ": a backward inside no_sync() threw after it had added to gradients that"

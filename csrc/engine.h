@@ -113,6 +113,9 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   // What losses are multiplied by from now on; every rank calls it alike. See Note [Loss scale].
   void set_loss_scale(double scale);
 
+  // States in words that are out of reach: backward and step refuse until there are none.
+  void set_offloaded(const std::string& states);
+
   // Makes sure that the coming backward is seen: a cast to and fro replaces autograd's nodes.
   void before_forward();
   // Parameters that were frozen when the model was sharded and require a gradient now.
@@ -210,6 +213,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   bool local_open_ = false;  // this rank has local sums
   bool local_next_ = false;  // the next reduction is of local sums, on every rank alike
   bool sums_lost_ = false;   // see Note [Undoing]
+  std::string offloaded_;
   double loss_scale_ = 1;
   double local_loss_scale_ = 1;  // that of the local sums; loss_scale_ unless local_next_
 

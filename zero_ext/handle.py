@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -77,6 +78,8 @@ class Handle:
                 options.reduce_group, options.gather_group = names
             self.engine = _C.Engine(options)
         self.engine.set_local_reader(_local_part)
+        self.offload_policy: OffloadPolicy = OffloadPolicy()
+        self.offloaded: frozenset[str] = frozenset()
         self.parameters: list[weakref.ref] = []
         self.scaled_by: weakref.ref | None = None  # the optimizer whose loss_scaler the engine has
         self.add_parameters(parameters)
@@ -179,6 +182,18 @@ class Handle:
         dist.all_reduce(holders, group=self.groups.parent)
         dist.all_reduce(total, group=self.groups.parent)
         return total / self.groups.world if holders else None
+
+    def set_offloaded(self, states: Iterable[str]) -> None:
+        """See ``zero_ext.offload_states``."""
+        self.engine.set_offloaded(", ".join(sorted(states)))
+        self.offloaded = frozenset(states)
+
+    def check_forward(self) -> None:
+        if "full" in self.offloaded:
+            raise RuntimeError(
+                f"zero_ext [rank {self.groups.rank}]: forward: the parameters of this model are "
+                "offloaded. Call zero_ext.reload_states() first."
+            )
 
     def stats(self) -> dict[str, int]:
         """See ``zero_ext.stats``."""

@@ -20,11 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import OffloadPolicy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_ext import _C, elementwise
 from zero_ext.groups import check_same_on_all_ranks, resolve
 from zero_ext.handle import Handle, find
+from zero_ext.offload import check_policy
 from zero_ext.scaler import LossScaler
 
 _claimed = WeakIdKeyDictionary()  # Parameter -> weak reference to its optimizer
@@ -46,6 +48,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             it is; ``grad_norm`` is the norm of the last step, before clipping.
         loss_scaler: Every loss is scaled by it, see ``zero_ext.LossScaler``. With a dynamic one,
             steps that overflow are skipped without a warning.
+        offload_policy: As for ``shard``. Of plain parameters only.
     Raises:
         ValueError, TypeError: a parameter cannot be sharded, or is stepped by another optimizer.
     """
@@ -64,7 +67,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         nonfinite: str,
         max_grad_norm: float | None = None,
         loss_scaler: LossScaler | None = None,
+        offload_policy: OffloadPolicy | None = None,
     ):
+        check_policy(offload_policy)
         if nonfinite not in ("skip", "raise", "step"):
             raise ValueError(
                 f"zero_ext: nonfinite must be 'skip', 'raise' or 'step', not {nonfinite!r}."
@@ -88,6 +93,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         found = [find(p) for _, p in named]
         if any(found):
             self._handle = self._engine_of_module(named, found, stage, process_group)
+            if offload_policy not in (None, self._handle.offload_policy):
+                raise ValueError(
+                    f"zero_ext: offload_policy={offload_policy}, but the module was sharded with "
+                    f"{self._handle.offload_policy}. Leave it out."
+                )
         else:
             self._handle = Handle(
                 resolve(process_group, None),
@@ -95,6 +105,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 stage=1 if stage is None else stage,
                 bucket_mb=bucket_mb,
             )
+            self._handle.offload_policy = check_policy(offload_policy)
         self._states_held = self._states_needed()
         self._sharded_state = _C.OptimizerState(self._handle.engine, self._states_held)
         self._bind(range(len(self.param_groups)))
@@ -480,6 +491,7 @@ class AdamW(ShardedOptimizer):
         nonfinite: str = "skip",
         max_grad_norm: float | None = None,
         loss_scaler: LossScaler | None = None,
+        offload_policy: OffloadPolicy | None = None,
     ):
         _refuse_differentiable(differentiable)
         # torch's own checks of the values, with torch's own messages.
@@ -506,6 +518,7 @@ class AdamW(ShardedOptimizer):
             nonfinite=nonfinite,
             max_grad_norm=max_grad_norm,
             loss_scaler=loss_scaler,
+            offload_policy=offload_policy,
         )
 
     def _states_of(self, group: dict[str, Any]) -> int:
@@ -580,6 +593,7 @@ class SGD(ShardedOptimizer):
         nonfinite: str = "skip",
         max_grad_norm: float | None = None,
         loss_scaler: LossScaler | None = None,
+        offload_policy: OffloadPolicy | None = None,
     ):
         _refuse_differentiable(differentiable)
         torch.optim.SGD([torch.zeros(1)], lr, momentum, dampening, weight_decay, nesterov)
@@ -603,6 +617,7 @@ class SGD(ShardedOptimizer):
             nonfinite=nonfinite,
             max_grad_norm=max_grad_norm,
             loss_scaler=loss_scaler,
+            offload_policy=offload_policy,
         )
 
     def _states_of(self, group: dict[str, Any]) -> int:
@@ -741,6 +756,7 @@ def wrap(
     nonfinite: str = "skip",
     max_grad_norm: float | None = None,
     loss_scaler: LossScaler | None = None,
+    offload_policy: OffloadPolicy | None = None,
     **kwargs,
 ) -> WrappedOptimizer:
     """Shard the state of any elementwise optimizer.
@@ -761,4 +777,5 @@ def wrap(
         nonfinite=nonfinite,
         max_grad_norm=max_grad_norm,
         loss_scaler=loss_scaler,
+        offload_policy=offload_policy,
     )
