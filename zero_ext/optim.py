@@ -45,7 +45,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             all ranks with a warning, ``"raise"``, or ``"step"`` without looking.
         max_grad_norm: Each step first scales the gradients so that their global 2-norm is at most
             this: one pass that reads them, and a factor in the update. ``p.grad`` itself stays as
-            it is; ``grad_norm`` is the norm of the last step, before clipping.
+            it is; ``grad_norm`` is the norm before clipping, of the last step that was made.
         loss_scaler: Every loss is scaled by it, see ``zero_ext.LossScaler``. With a dynamic one,
             steps that overflow are skipped without a warning.
         offload_policy: As for ``shard``. Of plain parameters only.
@@ -81,6 +81,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"zero_ext: max_grad_norm must be positive, not {max_grad_norm}.")
+        if loss_scaler is not None:
+            loss_scaler._attach(self)
         self._handle: Handle | None = None
         self._frozen: list[Tensor] = []  # without state until they are thawed
         super().__init__(params, defaults)
@@ -241,7 +243,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "scales the gradients of all its parameters."
             )
         check_same_on_all_ranks(self._handle.groups, [repr(self.loss_scaler)], "the loss scalers")
-        self.loss_scaler._attach(self)
         self._handle.scaled_by = weakref.ref(self)
         self.loss_scaler._tell()
 
@@ -763,6 +764,7 @@ def wrap(
 
     Args:
         optimizer_class: Called as ``optimizer_class(params, **kwargs)`` on 1-D fp32 shards.
+        max_grad_norm: As for the others, but ``p.grad`` itself is scaled, before the update.
     Raises:
         TypeError: the update of one element depends on others (LBFGS, Adafactor, Muon, LAMB …),
             found by trying, not by name.
