@@ -100,7 +100,8 @@ void bind_engine(py::module_& m) {
       .def_readonly("nonfinite", &StepVerdict::nonfinite)
       .def_readonly("rank", &StepVerdict::rank)
       .def_readonly("parameter", &StepVerdict::parameter)
-      .def_readonly("micro_batch", &StepVerdict::micro_batch);
+      .def_readonly("micro_batch", &StepVerdict::micro_batch)
+      .def_readonly("squared_norm", &StepVerdict::squared_norm);
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init([](EngineOptions options) {
              return Engine::create(std::move(options), destroy_without_gil);
@@ -174,7 +175,12 @@ void bind_optimizer(py::module_& m) {
       .def("slice", &OptimizerState::slice, NoGil())
       .def("step", &OptimizerState::step)
       .def_property_readonly("indices", &OptimizerState::indices)
-      .def("prepare_step", &OptimizerState::prepare_step, NoGil())
+      .def(
+          "prepare_step",
+          [](OptimizerState& state, bool nonfinite, bool norm) {
+            return state.prepare_step({.nonfinite = nonfinite, .norm = norm});
+          },
+          py::kw_only(), py::arg("nonfinite"), py::arg("norm"), NoGil())
       .def("apply_adam", &OptimizerState::apply_adam, NoGil(), py::arg("groups"),
            py::arg("grad_scale") = 1.0)
       .def("apply_sgd", &OptimizerState::apply_sgd, NoGil(), py::arg("groups"),

@@ -467,8 +467,8 @@ std::vector<int64_t> Engine::thawed() const {
   return indices;
 }
 
-StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices, bool check_nonfinite,
-                                 int64_t* last_backward) {
+StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices,
+                                 const StepQuestions& questions, int64_t* last_backward) {
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;
   TORCH_CHECK(!open_ && !backward_reaches_us(), where(rank()),
@@ -490,7 +490,8 @@ StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices, bool check
   *last_backward = backwards_;
   take_over_grads(indices, "step()");
   repair_storage(indices);
-  StepVerdict verdict = check_nonfinite ? agree_on_nonfinite(indices) : StepVerdict();
+  StepVerdict verdict;
+  if (questions.nonfinite || questions.norm) verdict = agree_on_gradients(indices, questions);
   micro_batch_ = 0;
   since_boundary_ = 0;
   return verdict;
@@ -516,7 +517,8 @@ void Engine::repair_storage(const std::vector<int64_t>& indices) {
   }
 }
 
-StepVerdict Engine::agree_on_nonfinite(const std::vector<int64_t>& indices) {
+StepVerdict Engine::agree_on_gradients(const std::vector<int64_t>& indices,
+                                       const StepQuestions& questions) {
   // One number that orders sightings: by micro-batch, then rank, then parameter.
   constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
   constexpr int64_t kUnknownMicroBatch =
@@ -525,7 +527,7 @@ StepVerdict Engine::agree_on_nonfinite(const std::vector<int64_t>& indices) {
   int64_t finite = 1;
   for (const int64_t i : indices) {
     const Parameter& parameter = parameters_[i];
-    if (parameter.unit < 0) continue;
+    if (parameter.unit < 0 || !questions.nonfinite) continue;
     const bool now = units_[parameter.unit]->still_nonfinite(parameter.slot);
     if (now) finite = 0;
     if (!now && parameter.nonfinite_micro_batch < 0) continue;
@@ -533,18 +535,30 @@ StepVerdict Engine::agree_on_nonfinite(const std::vector<int64_t>& indices) {
         parameter.nonfinite_micro_batch < 0 ? kUnknownMicroBatch : parameter.nonfinite_micro_batch;
     first = std::min(first, micro_batch << 40 | rank() << 24 | i);
   }
-  at::Tensor values = at::empty({2}, at::TensorOptions().dtype(at::kLong));
+  // One message for both questions; a second one would cost more than the norm.
+  kernels::SquareSum sum{};
+  if (questions.norm) sum = own_squares(indices);
+  const int64_t length = 2 + (questions.norm ? kernels::kSquareSumLength : 0);
+  at::Tensor values = at::empty({length}, at::TensorOptions().dtype(at::kLong));
   auto* value = values.mutable_data_ptr<int64_t>();
   value[0] = finite;
   value[1] = first;
-  comm_.all_reduce_min(
+  std::copy_n(sum.begin(), length - 2, value + 2);
+  const at::Tensor all = comm_.all_gather(
       values, [this] { return where(rank()) + "step() waited for the other ranks' step()"; });
-  if (value[0] != 0) return {};
-  StepVerdict verdict{.nonfinite = true};
-  if (value[1] == kNone) return verdict;
-  verdict.rank = (value[1] >> 24) & 0xffff;
-  verdict.parameter = parameters_[value[1] & 0xffffff].name;
-  verdict.micro_batch = value[1] >> 40 == kUnknownMicroBatch ? -1 : value[1] >> 40;
+  if (policy().optimizer == Sharding::sharded) sum = {};
+  for (int64_t r = 0; r < world(); ++r) {
+    const int64_t* answer = all.const_data_ptr<int64_t>() + r * length;
+    finite = std::min(finite, answer[0]);
+    first = std::min(first, answer[1]);
+    if (policy().optimizer == Sharding::replicated) continue;
+    for (int64_t k = 2; k < length; ++k) sum[k - 2] += answer[k];
+  }
+  StepVerdict verdict{.nonfinite = finite == 0, .squared_norm = kernels::value_of(sum)};
+  if (!verdict.nonfinite || first == kNone) return verdict;
+  verdict.rank = (first >> 24) & 0xffff;
+  verdict.parameter = parameters_[first & 0xffffff].name;
+  verdict.micro_batch = first >> 40 == kUnknownMicroBatch ? -1 : first >> 40;
   return verdict;
 }
 
@@ -610,18 +624,23 @@ void Engine::write_parameter(int64_t i, const at::Tensor& value) {
   parameter.tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-double Engine::squared_norm(const std::vector<int64_t>& indices) {
-  const std::lock_guard lock(mutex_);
-  TORCH_CHECK(!open_ && !local_open_, where(rank()),
-              "the gradients are not complete: the norm was asked for inside a backward or"
-              " before the backward that reduces. Ask between the last backward and step().");
-  take_over_grads(indices, "clip_grad_norm_");
+kernels::SquareSum Engine::own_squares(const std::vector<int64_t>& indices) const {
   kernels::SquareSum sum{};
   for (const int64_t i : indices) {
     const Parameter& parameter = parameters_[i];
     if (parameter.unit < 0 || units_[parameter.unit]->fresh(parameter.slot)) continue;
     units_[parameter.unit]->add_squares(parameter.slot, sum);
   }
+  return sum;
+}
+
+double Engine::squared_norm(const std::vector<int64_t>& indices) {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(!open_ && !local_open_, where(rank()),
+              "the gradients are not complete: the norm was asked for inside a backward or"
+              " before the backward that reduces. Ask between the last backward and step().");
+  take_over_grads(indices, "clip_grad_norm_");
+  kernels::SquareSum sum = own_squares(indices);
   if (world() > 1 && policy().optimizer == Sharding::sharded) {
     at::Tensor digits =
         at::empty({kernels::kSquareSumLength}, at::TensorOptions().dtype(at::kLong));

@@ -48,12 +48,19 @@ struct EngineOptions {
   bool broadcast = true;           // rank 0's parameter values are everybody's
 };
 
+// What an update wants to know of the gradients first; every rank asks the same.
+struct StepQuestions {
+  bool nonfinite = true;  // whether any holds NaN or Inf
+  bool norm = false;
+};
+
 // What all ranks agreed on before an update.
 struct StepVerdict {
   bool nonfinite = false;
   int64_t rank = -1;  // where the first NaN or Inf was seen
   std::string parameter;
   int64_t micro_batch = -1;
+  double squared_norm = 0;  // where it was asked for
 };
 
 // One update of the parameters `indices`, run by run.
@@ -122,7 +129,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   std::vector<int64_t> thawed() const;
 
   // The step: prepare, then apply unless the verdict forbids it.
-  StepVerdict prepare_step(const std::vector<int64_t>& indices, bool check_nonfinite,
+  StepVerdict prepare_step(const std::vector<int64_t>& indices, const StepQuestions& questions,
                            int64_t* last_backward);
   void apply_step(const Update& update);
   void adopt_writes();
@@ -189,7 +196,9 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
                     const std::function<void(float*, int64_t)>& body);
   void repair_storage(const std::vector<int64_t>& indices);
   bool all_sums_fresh() const;
-  StepVerdict agree_on_nonfinite(const std::vector<int64_t>& indices);
+  StepVerdict agree_on_gradients(const std::vector<int64_t>& indices,
+                                 const StepQuestions& questions);
+  kernels::SquareSum own_squares(const std::vector<int64_t>& indices) const;
   bool managed(int64_t i) const { return parameters_[i].unit >= 0; }
 
   mutable std::mutex mutex_;

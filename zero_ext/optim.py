@@ -280,12 +280,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._check_states(self.param_groups)
         self._adopt_thawed()
         self._check_scaled()
-        verdict = self._sharded_state.prepare_step(self.nonfinite != "step")
+        verdict = self._sharded_state.prepare_step(
+            nonfinite=self.nonfinite != "step", norm=self.max_grad_norm is not None
+        )
         self._backwards_seen = self._handle.engine.backwards
         if verdict.nonfinite:
             self._skip(verdict)
         else:
-            self._update(self._clipping_factor())
+            self._update(self._clipping_factor(verdict))
         if self.loss_scaler is not None:
             self.loss_scaler._step_made(verdict.nonfinite)
         return loss
@@ -294,15 +296,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Update with the gradients times ``grad_scale``."""
         raise NotImplementedError
 
-    def _clipping_factor(self) -> float:
+    def _clipping_factor(self, verdict: _C.StepVerdict) -> float:
         if self.max_grad_norm is None:
             return 1.0
-        norm = self._norm()
+        norm = math.sqrt(verdict.squared_norm)
         self.grad_norm = torch.tensor(norm, dtype=torch.float32)
         return _factor(norm, self.max_grad_norm)
-
-    def _norm(self) -> float:
-        return self._handle.engine.squared_norm(self._sharded_state.indices) ** 0.5
 
     def _skip(self, verdict: _C.StepVerdict) -> None:
         if self.loss_scaler is not None and self.loss_scaler._expects_overflow():
@@ -347,7 +346,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Source: Pascanu et al. 2013, section 3.2.
         """
         self._adopt_thawed()
-        norm = self._norm()
+        norm = math.sqrt(self._handle.engine.squared_norm(self._sharded_state.indices))
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
                 f"zero_ext [rank {self._handle.groups.rank}]: the norm of the gradients is {norm}; "
