@@ -8,6 +8,7 @@
 
 #include "engine.h"
 #include "farewell.h"
+#include "launch.h"
 #include "layout.h"
 #include "optimizer.h"
 #include "residency.h"
@@ -164,7 +165,8 @@ void bind_engine(py::module_& m) {
       .def_readonly("nonfinite", &StepVerdict::nonfinite)
       .def_readonly("rank", &StepVerdict::rank)
       .def_readonly("parameter", &StepVerdict::parameter)
-      .def_readonly("micro_batch", &StepVerdict::micro_batch);
+      .def_readonly("micro_batch", &StepVerdict::micro_batch)
+      .def_readonly("squared_norm", &StepVerdict::squared_norm);
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init([](EngineOptions options) {
              return Engine::create(std::move(options), destroy_without_gil);
@@ -192,10 +194,13 @@ void bind_engine(py::module_& m) {
           py::arg("keep_writes"), NoGil())
       .def("wait_for_shards", &Engine::wait_for_shards, NoGil())
       .def("gathered_units", &Engine::gathered_units, NoGil())
+      .def("set_gradient_dtype",
+           [](Engine& e, int64_t u, at::ScalarType dtype) { e.unit(u).set_gradient_dtype(dtype); })
       .def_property_readonly("rank", &Engine::rank)
       .def_property_readonly("world", &Engine::world)
       .def_property_readonly("stage", [](const Engine& e) { return e.policy().stage; })
       .def_property_readonly("unit_count", &Engine::unit_count)
+      .def_property_readonly("backwards", &Engine::backwards)
       .def("unit_of", &Engine::unit_of)
       .def("frozen_unit_of", &Engine::frozen_unit_of)
       .def("parameter_slice", &Engine::parameter_slice, NoGil())
@@ -220,14 +225,17 @@ void bind_engine(py::module_& m) {
       .def("pop_no_sync", &Engine::pop_no_sync, NoGil())
       .def("set_accumulation_steps", &Engine::set_accumulation_steps, NoGil())
       .def("set_divide_factor", &Engine::set_divide_factor, NoGil())
+      .def("set_offloaded", &Engine::set_offloaded, NoGil())
+      .def("set_loss_scale", &Engine::set_loss_scale, NoGil())
       .def("write_gradient", py::overload_cast<int64_t, const at::Tensor&>(&Engine::write_gradient),
            NoGil())
+      .def("current_master", &Engine::current_master, NoGil())
+      .def("write_parameter", &Engine::write_parameter, NoGil())
       .def("before_forward", &Engine::before_forward, NoGil())
       .def("thawed", &Engine::thawed, NoGil())
       .def("adopt_writes", &Engine::adopt_writes, NoGil())
-      .def("sum_of_squares", &Engine::sum_of_squares, NoGil())
+      .def("squared_norm", &Engine::squared_norm, NoGil())
       .def("scale_gradients", &Engine::scale_gradients, NoGil())
-      .def("sum_over_ranks", &Engine::sum_over_ranks, NoGil())
       .def("zero_grad", &Engine::zero_grad, NoGil())
       .def("stats", &Engine::stats, NoGil());
 }
@@ -253,9 +261,16 @@ void bind_optimizer(py::module_& m) {
       .def("slice", &OptimizerState::slice, NoGil())
       .def("step", &OptimizerState::step)
       .def_property_readonly("indices", &OptimizerState::indices)
-      .def("prepare_step", &OptimizerState::prepare_step, NoGil())
-      .def("apply_adam", &OptimizerState::apply_adam, NoGil())
-      .def("apply_sgd", &OptimizerState::apply_sgd, NoGil())
+      .def(
+          "prepare_step",
+          [](OptimizerState& state, bool nonfinite, bool norm) {
+            return state.prepare_step({.nonfinite = nonfinite, .norm = norm});
+          },
+          py::kw_only(), py::arg("nonfinite"), py::arg("norm"), NoGil())
+      .def("apply_adam", &OptimizerState::apply_adam, NoGil(), py::arg("groups"),
+           py::arg("grad_scale") = 1.0)
+      .def("apply_sgd", &OptimizerState::apply_sgd, NoGil(), py::arg("groups"),
+           py::arg("grad_scale") = 1.0)
       .def("apply_masters", &OptimizerState::apply_masters, NoGil());
 }
 
@@ -272,6 +287,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3)));
       },
       py::arg("seconds"), zero_ext::NoGil());
+  // For tests: digits of a sum of squares, and what they are worth.
+  m.def("square_digits", [](const at::Tensor& value) {
+    zero_ext::kernels::SquareSum sum{};
+    zero_ext::kernels::cpu().add_squares(value.const_data_ptr<float>(), value.numel(), &sum,
+                                         zero_ext::cpu_launch());
+    return sum;
+  });
+  m.def("value_of_digits", &zero_ext::kernels::value_of);
   zero_ext::bind_layout(m);
   zero_ext::bind_residency(m);
   zero_ext::bind_engine(m);

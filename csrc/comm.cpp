@@ -138,16 +138,6 @@ void Comm::say_farewell(Pending& pending) {
   }
 }
 
-void Comm::all_reduce_min(const at::Tensor& values, const std::function<std::string()>& what) {
-  if (world_ == 1) return;
-  std::vector<at::Tensor> tensors{values};
-  c10d::AllreduceOptions options;
-  options.reduceOp = c10d::ReduceOp::MIN;
-  Pending pending;
-  pending.parts_.push_back({gather_group_->allreduce(tensors, options), values, -1, false});
-  pending.wait(what);
-}
-
 at::Tensor Comm::all_gather(const at::Tensor& values, const std::function<std::string()>& what) {
   if (world_ == 1) return values.unsqueeze(0);
   at::Tensor input = values;

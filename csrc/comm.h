@@ -78,9 +78,7 @@ class Comm {
   void say_farewell(Pending& pending);
 
   // Small agreements on the gather group; they wait. `what` is for the message, as in
-  // Pending::wait.
-  void all_reduce_min(const at::Tensor& values, const std::function<std::string()>& what);
-  // [n] of each rank → [world, n].
+  // Pending::wait. all_gather: [n] of each rank → [world, n].
   at::Tensor all_gather(const at::Tensor& values, const std::function<std::string()>& what);
   void broadcast(const at::Tensor& tensor, const std::function<std::string()>& what);
 

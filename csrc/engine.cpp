@@ -166,7 +166,7 @@ void Engine::push_no_sync() {
   const std::lock_guard lock(mutex_);
   ++no_sync_depth_;
   // Decided here and not by the backwards inside, of which a rank may run none.
-  if (world() > 1 && policy().reduce == When::at_boundary) local_next_ = true;
+  if (world() > 1 && policy().reduce == When::at_boundary) set_local_next(true);
 }
 
 void Engine::pop_no_sync() {
@@ -189,9 +189,24 @@ bool Engine::at_boundary() const {
   return no_sync_depth_ == 0 && (since_boundary_ + 1) % options_.accumulation_steps == 0;
 }
 
-float Engine::gradient_scale() const {
-  return static_cast<float>(
-      1.0 / (options_.divide_factor > 0 ? options_.divide_factor : static_cast<double>(world())));
+void Engine::set_loss_scale(double scale) {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(!open_, where(rank()), "the loss scale cannot change inside a backward.");
+  loss_scale_ = scale;
+  if (!local_next_) local_loss_scale_ = scale;
+}
+
+void Engine::set_local_next(bool next) {
+  local_next_ = next;
+  if (!next) local_loss_scale_ = loss_scale_;
+}
+
+void Engine::set_scales(Sink sink) {
+  const double divide =
+      options_.divide_factor > 0 ? options_.divide_factor : static_cast<double>(world());
+  const bool local = sink == Sink::local;
+  reduce_scale_ = static_cast<float>(1.0 / (divide * (local ? local_loss_scale_ : loss_scale_)));
+  accumulate_scale_ = local ? static_cast<float>(local_loss_scale_ / loss_scale_) : reduce_scale_;
 }
 
 // One backward
@@ -307,6 +322,7 @@ void Engine::begin_backward(bool reduces) {
   if (reduces && !at_boundary()) ++reduced_in_no_sync_;
   const bool local = !reduces || local_next_;
   const Sink sink = world() == 1 ? Sink::direct : local ? Sink::local : Sink::bucket;
+  set_scales(sink);
   bool missing = false;
   for (int64_t u = 0; u < unit_count(); ++u) {
     std::vector<uint8_t> expected;
@@ -323,7 +339,15 @@ void Engine::begin_backward(bool reduces) {
   open_ = true;
 }
 
+void Engine::set_offloaded(const std::string& states) {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(!open_, where(rank()), "states cannot be offloaded or reloaded inside a backward.");
+  offloaded_ = states;
+}
+
 void Engine::check_usable(const char* verb) {
+  TORCH_CHECK(offloaded_.empty(), where(rank()), verb, ": ", offloaded_,
+              " of this model are offloaded. Call zero_ext.reload_states() first.");
   if (sums_lost_ && all_sums_fresh()) sums_lost_ = false;
   TORCH_CHECK(!sums_lost_, where(rank()), verb,
               ": a backward inside no_sync() threw after it had added to gradients that"
@@ -476,7 +500,7 @@ void Engine::after_gradient(int64_t i) {
               "before. Nothing is lost:"
               " repeat this forward and backward.");
   if (unit.needs_bucket()) lend_bucket(unit);
-  const bool finite = unit.accumulate(parameter.slot, grad, gradient_scale());
+  const bool finite = unit.accumulate(parameter.slot, grad, accumulate_scale_);
   if (!finite && parameter.nonfinite_micro_batch < 0)
     parameter.nonfinite_micro_batch = micro_batch_;
   if (reduces_ && !deferred_) start_ready_reductions();
@@ -508,7 +532,7 @@ void Engine::start_ready_reductions() {
 
 void Engine::finish_oldest_reduction() {
   Unit& unit = *units_[in_flight_.front()];
-  if (std::unique_ptr<Bucket> bucket = unit.finish_reduce(gradient_scale()))
+  if (std::unique_ptr<Bucket> bucket = unit.finish_reduce(reduce_scale_))
     pool_.give_back(std::move(bucket));
   in_flight_.pop_front();
 }
@@ -522,7 +546,7 @@ void Engine::finish_backward() {
   for (const auto& unit : units_) unit->end_backward();
   open_ = false;
   local_open_ = world() > 1 && !reduces_;
-  local_next_ = local_open_;
+  set_local_next(local_open_);
   if (!local_open_) publish();
   ++micro_batch_;
   since_boundary_ = at_boundary() ? 0 : since_boundary_ + 1;
@@ -579,8 +603,8 @@ std::vector<int64_t> Engine::thawed() const {
   return indices;
 }
 
-StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices, bool check_nonfinite,
-                                 int64_t* last_backward) {
+StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices,
+                                 const StepQuestions& questions, int64_t* last_backward) {
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;
   TORCH_CHECK(!open_ && !backward_reaches_us(), where(rank()),
@@ -603,9 +627,9 @@ StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices, bool check
   take_over_grads(indices, "step()");
   gatherer_.begin_step();
   // Nobody's shard changes before all ranks are here: until then they may be gathering from it.
-  StepVerdict verdict = check_nonfinite || context_.releases()
-                            ? agree_on_nonfinite(check_nonfinite ? indices : std::vector<int64_t>())
-                            : StepVerdict();
+  StepVerdict verdict;
+  if (questions.nonfinite || questions.norm || context_.releases())
+    verdict = agree_on_gradients(indices, questions);
   repair_storage(indices);
   if (verdict.nonfinite) gatherer_.end_step();
   micro_batch_ = 0;
@@ -634,7 +658,8 @@ void Engine::repair_storage(const std::vector<int64_t>& indices) {
   }
 }
 
-StepVerdict Engine::agree_on_nonfinite(const std::vector<int64_t>& indices) {
+StepVerdict Engine::agree_on_gradients(const std::vector<int64_t>& indices,
+                                       const StepQuestions& questions) {
   // One number that orders sightings: by micro-batch, then rank, then parameter.
   constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
   constexpr int64_t kUnknownMicroBatch =
@@ -643,7 +668,7 @@ StepVerdict Engine::agree_on_nonfinite(const std::vector<int64_t>& indices) {
   int64_t finite = 1;
   for (const int64_t i : indices) {
     const Parameter& parameter = parameters_[i];
-    if (parameter.unit < 0) continue;
+    if (parameter.unit < 0 || !questions.nonfinite) continue;
     const bool now = units_[parameter.unit]->still_nonfinite(parameter.slot);
     if (now) finite = 0;
     if (!now && parameter.nonfinite_micro_batch < 0) continue;
@@ -651,18 +676,30 @@ StepVerdict Engine::agree_on_nonfinite(const std::vector<int64_t>& indices) {
         parameter.nonfinite_micro_batch < 0 ? kUnknownMicroBatch : parameter.nonfinite_micro_batch;
     first = std::min(first, micro_batch << 40 | rank() << 24 | i);
   }
-  at::Tensor values = at::empty({2}, at::TensorOptions().dtype(at::kLong));
+  // One message for both questions; a second one would cost more than the norm.
+  kernels::SquareSum sum{};
+  if (questions.norm) sum = own_squares(indices);
+  const int64_t length = 2 + (questions.norm ? kernels::kSquareSumLength : 0);
+  at::Tensor values = at::empty({length}, at::TensorOptions().dtype(at::kLong));
   auto* value = values.mutable_data_ptr<int64_t>();
   value[0] = finite;
   value[1] = first;
-  comm_.all_reduce_min(
+  std::copy_n(sum.begin(), length - 2, value + 2);
+  const at::Tensor all = comm_.all_gather(
       values, [this] { return where(rank()) + "step() waited for the other ranks' step()"; });
-  if (value[0] != 0) return {};
-  StepVerdict verdict{.nonfinite = true};
-  if (value[1] == kNone) return verdict;
-  verdict.rank = (value[1] >> 24) & 0xffff;
-  verdict.parameter = parameters_[value[1] & 0xffffff].name;
-  verdict.micro_batch = value[1] >> 40 == kUnknownMicroBatch ? -1 : value[1] >> 40;
+  if (policy().optimizer == Sharding::sharded) sum = {};
+  for (int64_t r = 0; r < world(); ++r) {
+    const int64_t* answer = all.const_data_ptr<int64_t>() + r * length;
+    finite = std::min(finite, answer[0]);
+    first = std::min(first, answer[1]);
+    if (policy().optimizer == Sharding::replicated) continue;
+    for (int64_t k = 2; k < length; ++k) sum[k - 2] += answer[k];
+  }
+  StepVerdict verdict{.nonfinite = finite == 0, .squared_norm = kernels::value_of(sum)};
+  if (!verdict.nonfinite || first == kNone) return verdict;
+  verdict.rank = (first >> 24) & 0xffff;
+  verdict.parameter = parameters_[first & 0xffffff].name;
+  verdict.micro_batch = first >> 40 == kUnknownMicroBatch ? -1 : first >> 40;
   return verdict;
 }
 
@@ -701,17 +738,61 @@ void Engine::adopt_writes() {
   for (const auto& unit : units_) unit->adopt_writes();
 }
 
-double Engine::sum_of_squares(const std::vector<int64_t>& indices) {
+at::Tensor Engine::current_master(int64_t i) {
+  const std::lock_guard lock(mutex_);
+  const at::NoGradGuard no_grad;
+  TORCH_CHECK(!open_, where(rank()), "a parameter's state was asked for inside a backward.");
+  const Parameter& parameter = parameters_[i];
+  repair_storage({i});
+  units_[parameter.unit]->adopt_writes(parameter.slot);
+  return units_[parameter.unit]->master_slice(parameter.slot);
+}
+
+void Engine::write_parameter(int64_t i, const at::Tensor& value) {
+  const at::Tensor master = current_master(i);
+  const std::lock_guard lock(mutex_);
+  const at::NoGradGuard no_grad;
+  Parameter& parameter = parameters_[i];
+  Unit& unit = *units_[parameter.unit];
+  const Slot& slot = unit.layout().slot(parameter.slot);
+  at::Tensor flat =
+      at::empty_strided(slot.spec.sizes, slot.spec.strides, at::TensorOptions().dtype(at::kFloat));
+  flat.copy_(value);
+  unit.adopt_parameter(parameter.slot, flat);
+  if (const Piece* piece = unit.own_piece(parameter.slot)) {
+    flat = flat.as_strided({slot.spec.numel}, {1});
+    at::Tensor(master).copy_(flat.narrow(0, piece->slot_begin, piece->numel));
+  }
+  parameter.tensor.unsafeGetTensorImpl()->bump_version();
+}
+
+kernels::SquareSum Engine::own_squares(const std::vector<int64_t>& indices) const {
+  kernels::SquareSum sum{};
+  for (const int64_t i : indices) {
+    const Parameter& parameter = parameters_[i];
+    if (parameter.unit < 0 || units_[parameter.unit]->fresh(parameter.slot)) continue;
+    units_[parameter.unit]->add_squares(parameter.slot, sum);
+  }
+  return sum;
+}
+
+double Engine::squared_norm(const std::vector<int64_t>& indices) {
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(!open_ && !local_open_, where(rank()),
               "the gradients are not complete: the norm was asked for inside a backward or"
               " before the backward that reduces. Ask between the last backward and step().");
   take_over_grads(indices, "clip_grad_norm_");
-  double sum = 0;
-  for_each_run(indices, [&](float* grad, int64_t numel) {
-    kernels::cpu().sum_of_squares(grad, numel, &sum, cpu_launch());
-  });
-  return sum;
+  kernels::SquareSum sum = own_squares(indices);
+  if (world() > 1 && policy().optimizer == Sharding::sharded) {
+    at::Tensor digits =
+        at::empty({kernels::kSquareSumLength}, at::TensorOptions().dtype(at::kLong));
+    std::copy(sum.begin(), sum.end(), digits.mutable_data_ptr<int64_t>());
+    Pending pending;
+    comm_.all_reduce_sum(digits, pending);
+    pending.wait([this] { return where(rank()) + "waited for the other ranks' gradient norms"; });
+    std::copy_n(digits.const_data_ptr<int64_t>(), sum.size(), sum.begin());
+  }
+  return kernels::value_of(sum);
 }
 
 void Engine::scale_gradients(const std::vector<int64_t>& indices, double factor) {
@@ -735,18 +816,6 @@ void Engine::for_each_run(const std::vector<int64_t>& indices,
       body(unit.grad_data() + run.begin, run.numel);
     }
   }
-}
-
-double Engine::sum_over_ranks(double value) {
-  const std::lock_guard lock(mutex_);
-  if (world() == 1 || policy().optimizer == Sharding::replicated) return value;
-  at::Tensor values = at::empty({1}, at::TensorOptions().dtype(at::kDouble));
-  values.mutable_data_ptr<double>()[0] = value;
-  const at::Tensor all = comm_.all_gather(
-      values, [this] { return where(rank()) + "waited for the other ranks' gradient norms"; });
-  double sum = 0;
-  for (int64_t r = 0; r < world(); ++r) sum += all.const_data_ptr<double>()[r];
-  return sum;
 }
 
 void Engine::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
@@ -779,7 +848,7 @@ void Engine::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
     micro_batch_ = 0;
     since_boundary_ = 0;
     local_open_ = false;
-    local_next_ = no_sync_depth_ > 0 && local_next_;
+    set_local_next(no_sync_depth_ > 0 && local_next_);
   }
 }
 

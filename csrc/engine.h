@@ -6,6 +6,16 @@
 // is reduced exactly once in a backward
 //            that reduces. Between two backwards, a parameter's .grad is its published view or
 //            None, or what the user put there since.
+//
+// Note [Loss scale]
+// Gradients of a scaled loss are divided by the scale where they are added to the fp32 sum, by the
+// factor that divides by the number of ranks, so that it costs nothing, .grad shows true gradients
+// whenever it is looked at, and micro-batches of different scales add up. What travels, and what is
+// searched for NaN and Inf, still has the scale. Rejected: dividing in the update kernel, which is
+// wrong once the scale has changed between two micro-batches, and makes every reader of .grad ask
+// for the scale. Local sums keep the scale of the first micro-batch, since a reduction in half
+// precision may have to send them; contributions of another scale are converted to it. The first
+// one is told by local_next_, which is the same on ranks that run no backward.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -42,12 +52,19 @@ struct EngineOptions {
   GatherOptions gather;
 };
 
+// What an update wants to know of the gradients first; every rank asks the same.
+struct StepQuestions {
+  bool nonfinite = true;  // whether any holds NaN or Inf
+  bool norm = false;
+};
+
 // What all ranks agreed on before an update.
 struct StepVerdict {
   bool nonfinite = false;
   int64_t rank = -1;  // where the first NaN or Inf was seen
   std::string parameter;
   int64_t micro_batch = -1;
+  double squared_norm = 0;  // where it was asked for
 };
 
 // One update of the parameters `indices`, run by run.
@@ -119,6 +136,11 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   void pop_no_sync();
   void set_accumulation_steps(int64_t steps);
   void set_divide_factor(double factor);
+  // What losses are multiplied by from now on; every rank calls it alike. See Note [Loss scale].
+  void set_loss_scale(double scale);
+
+  // States in words that are out of reach: backward and step refuse until there are none.
+  void set_offloaded(const std::string& states);
 
   // Makes sure that the coming backward is seen: a cast to and fro replaces autograd's nodes.
   void before_forward();
@@ -138,16 +160,18 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   std::vector<int64_t> thawed() const;
 
   // The step: prepare, then apply unless the verdict forbids it.
-  StepVerdict prepare_step(const std::vector<int64_t>& indices, bool check_nonfinite,
+  StepVerdict prepare_step(const std::vector<int64_t>& indices, const StepQuestions& questions,
                            int64_t* last_backward);
   void apply_step(const Update& update);
   void adopt_writes();
-  // Sum of squares of this rank's parts of the reduced gradients.
-  double sum_of_squares(const std::vector<int64_t>& indices);
+  // Sum of squares of the reduced gradients of all ranks; the same bits for any number of them.
+  double squared_norm(const std::vector<int64_t>& indices);
   void scale_gradients(const std::vector<int64_t>& indices, double factor);
-  // Sum over ranks, in rank order.
-  double sum_over_ranks(double value);
 
+  // This rank's part of the master of parameter i, after the user's writes to the parameter. 1-D.
+  at::Tensor current_master(int64_t i);
+  // Parameter i becomes `value` and its master exactly that; all of it, the same on every rank.
+  void write_parameter(int64_t i, const at::Tensor& value);
   // The reduced gradient of parameter i, all of it, on every rank.
   void write_gradient(int64_t i, const at::Tensor& grad);
   enum class ZeroGrad { to_none, to_zero };
@@ -202,12 +226,15 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   void finish_oldest_reduction();
   void finish_backward();
   void abort_backward() noexcept;
-  float gradient_scale() const;
+  void set_scales(Sink sink);
+  void set_local_next(bool next);
   void for_each_run(const std::vector<int64_t>& indices,
                     const std::function<void(float*, int64_t)>& body);
   void repair_storage(const std::vector<int64_t>& indices);
   bool all_sums_fresh() const;
-  StepVerdict agree_on_nonfinite(const std::vector<int64_t>& indices);
+  StepVerdict agree_on_gradients(const std::vector<int64_t>& indices,
+                                 const StepQuestions& questions);
+  kernels::SquareSum own_squares(const std::vector<int64_t>& indices) const;
   bool managed(int64_t i) const { return parameters_[i].unit >= 0; }
 
   mutable std::mutex mutex_;
@@ -235,6 +262,9 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   bool local_open_ = false;  // this rank has local sums
   bool local_next_ = false;  // the next reduction is of local sums, on every rank alike
   bool sums_lost_ = false;   // see Note [Undoing]
+  std::string offloaded_;
+  double loss_scale_ = 1;
+  double local_loss_scale_ = 1;  // that of the local sums; loss_scale_ unless local_next_
 
   bool said_farewell_ = false;
 
@@ -247,6 +277,8 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   };
   std::vector<OpenCall> open_calls_;
   bool reduces_ = false;
+  float accumulate_scale_ = 1;  // of gradients that are added to a direct or a local sum
+  float reduce_scale_ = 1;      // of what a reduction adds
   bool deferred_ =
       false;          // reductions wait for the end: more gradients may arrive than the graph shows
   int64_t turn_ = 0;  // the next unit to reduce

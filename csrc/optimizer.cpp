@@ -73,7 +73,7 @@ void OptimizerState::apply(const Body& body) {
   engine_->apply_step({.indices = indices_, .same = same, .apply = update, .applied = updated});
 }
 
-void OptimizerState::apply_adam(const std::vector<AdamGroup>& groups) {
+void OptimizerState::apply_adam(const std::vector<AdamGroup>& groups, double grad_scale) {
   apply([&](int64_t u, Unit& unit, const Run& run, int64_t g, int64_t step) {
     const AdamGroup& group = groups[g];
     check(kernels::cpu().adam({.master = unit.master_data() + run.begin,
@@ -90,6 +90,7 @@ void OptimizerState::apply_adam(const std::vector<AdamGroup>& groups) {
                                .eps = group.eps,
                                .weight_decay = group.weight_decay,
                                .step = step,
+                               .grad_scale = static_cast<float>(grad_scale),
                                .maximize = group.maximize,
                                .decoupled = group.decoupled},
                               cpu_launch()),
@@ -97,7 +98,7 @@ void OptimizerState::apply_adam(const std::vector<AdamGroup>& groups) {
   });
 }
 
-void OptimizerState::apply_sgd(const std::vector<SgdGroup>& groups) {
+void OptimizerState::apply_sgd(const std::vector<SgdGroup>& groups, double grad_scale) {
   apply([&](int64_t u, Unit& unit, const Run& run, int64_t g, int64_t step) {
     const SgdGroup& group = groups[g];
     check(kernels::cpu().sgd({.master = unit.master_data() + run.begin,
@@ -112,6 +113,7 @@ void OptimizerState::apply_sgd(const std::vector<SgdGroup>& groups) {
                               .weight_decay = group.weight_decay,
                               .nesterov = group.nesterov,
                               .first = step == 1,
+                              .grad_scale = static_cast<float>(grad_scale),
                               .maximize = group.maximize},
                              cpu_launch()),
           "sgd");

@@ -51,11 +51,12 @@ class OptimizerState {
   const at::Tensor& step(int64_t i) const { return steps_[i]; }
   const std::vector<int64_t>& indices() const { return indices_; }
 
-  StepVerdict prepare_step(bool check_nonfinite) {
-    return engine_->prepare_step(indices_, check_nonfinite, &last_backward_);
+  StepVerdict prepare_step(const StepQuestions& questions) {
+    return engine_->prepare_step(indices_, questions, &last_backward_);
   }
-  void apply_adam(const std::vector<AdamGroup>& groups);
-  void apply_sgd(const std::vector<SgdGroup>& groups);
+  // Gradients are multiplied by `grad_scale` as the update reads them.
+  void apply_adam(const std::vector<AdamGroup>& groups, double grad_scale);
+  void apply_sgd(const std::vector<SgdGroup>& groups, double grad_scale);
   // After another optimizer has updated the masters: the parameters become their roundings.
   void apply_masters();
 

@@ -43,6 +43,7 @@ Unit::Unit(const UnitContext& context, int64_t index, std::string name, std::vec
       layout_(std::move(specs), ranges_of(context.policy.optimizer, context.world),
               kAlignmentBytes / static_cast<int64_t>(c10::elementSize(dtype))),
       dtype_(dtype),
+      gradient_dtype_(dtype),
       own_pieces_(layout_.size(), nullptr),
       gather_tag_(kind == UnitKind::trainable ? index : kMaxUnits + index),
       fresh_(layout_.size(), 1),
@@ -259,7 +260,7 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
       if (nonfinite != 0) nonfinite_[i] = 1;
       break;
     case Sink::local:
-      accumulate_local(i, dense.const_data_ptr(), dtype, &nonfinite);
+      accumulate_local(i, dense.const_data_ptr(), dtype, scale, &nonfinite);
       break;
     case Sink::bucket:
       accumulate_in_bucket(i, dense.const_data_ptr(), dtype,
@@ -269,16 +270,18 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
   return nonfinite == 0;
 }
 
-void Unit::accumulate_local(int64_t i, const void* grad, kernels::DType dtype, int32_t* nonfinite) {
+void Unit::accumulate_local(int64_t i, const void* grad, kernels::DType dtype, float scale,
+                            int32_t* nonfinite) {
   const int64_t bytes = kernels::element_bytes(dtype);
   for (const Piece& piece : layout_.pieces(i)) {
-    // Scaled only when it is reduced: the sum of bf16 values over micro-batches is then exact where
-    // fp32 can hold it.
-    check(
-        kernels::cpu().accumulate(static_cast<const char*>(grad) + piece.slot_begin * bytes, dtype,
-                                  grad_data() + local_offset(piece.range) + piece.range_begin,
-                                  piece.numel, 1.0F, local_fresh_[i] != 0, nonfinite, cpu_launch()),
-        "accumulate");
+    // Divided by the number of ranks only when it is reduced: the sum of bf16 values over
+    // micro-batches is then exact where fp32 can hold it. `scale` is 1 but for a changed loss
+    // scale.
+    check(kernels::cpu().accumulate(
+              static_cast<const char*>(grad) + piece.slot_begin * bytes, dtype,
+              grad_data() + local_offset(piece.range) + piece.range_begin, piece.numel, scale,
+              local_fresh_[i] != 0, nonfinite, cpu_launch()),
+          "accumulate");
   }
   local_fresh_[i] = 0;
 }
@@ -300,7 +303,7 @@ void Unit::accumulate_in_bucket(int64_t i, const void* grad, kernels::DType dtyp
 at::ScalarType Unit::message_dtype() const {
   if (context_.reduction == Reduction::collective) return context_.reduce_dtype;
   if (sink_ == Sink::local) return at::kFloat;
-  return context_.reduce_in_gradient_dtype ? dtype_ : context_.reduce_dtype;
+  return context_.reduce_in_gradient_dtype ? gradient_dtype_ : context_.reduce_dtype;
 }
 
 // Local sums lie with this rank's range first, so that a buffer of one range is the beginning of a
@@ -524,6 +527,15 @@ void Unit::zero_gradient(int64_t i) {
   fresh_[i] = 0;
 }
 
+void Unit::add_squares(int64_t i, kernels::SquareSum& sum) const {
+  const Piece* piece = own_piece(i);
+  if (piece == nullptr) return;
+  TORCH_INTERNAL_ASSERT(piece->slot_begin % kernels::kSquareGroupNumel == 0);
+  check(kernels::cpu().add_squares(grad_data() + piece->range_begin, piece->numel, &sum,
+                                   cpu_launch()),
+        "add_squares");
+}
+
 bool Unit::still_nonfinite(int64_t i) {
   const Piece* piece = own_piece(i);
   if (!nonfinite_[i] || fresh_[i] || piece == nullptr) return false;
@@ -551,6 +563,16 @@ void Unit::adopt_writes() {
   if (!master_.defined()) return;
   check(kernels::cpu().adopt_writes(stepped_parameter(), dtype_of(dtype_), master_data(),
                                     layout_.range_numel(), cpu_launch()),
+        "adopt_writes");
+}
+
+void Unit::adopt_writes(int64_t i) {
+  const Piece* piece = own_piece(i);
+  if (!master_.defined() || piece == nullptr) return;
+  const char* written = static_cast<const char*>(stepped_parameter()) +
+                        piece->range_begin * kernels::element_bytes(dtype_of(dtype_));
+  check(kernels::cpu().adopt_writes(written, dtype_of(dtype_), master_data() + piece->range_begin,
+                                    piece->numel, cpu_launch()),
         "adopt_writes");
 }
 

@@ -89,6 +89,8 @@ class Unit {
   const std::string& name() const { return name_; }
   const Layout& layout() const { return layout_; }
   at::ScalarType dtype() const { return dtype_; }
+  // What its gradients arrive in, and travel in by exchange; at first dtype(). Before any backward.
+  void set_gradient_dtype(at::ScalarType dtype) { gradient_dtype_ = dtype; }
 
   // Slot i in its parameter's shape, over full.
   at::Tensor parameter_view(int64_t i) const;
@@ -112,7 +114,8 @@ class Unit {
   bool needs_bucket_to_reduce() const { return bucket_ == nullptr && sink_ != Sink::direct; }
   void lend_bucket(std::unique_ptr<Bucket> bucket);
   // A gradient of slot i; undefined: autograd reached the parameter with nothing. Returns false if
-  // it holds NaN or Inf.
+  // it holds NaN or Inf. `scale` is for direct and local sums; what a bucket holds is scaled when
+  // it is reduced.
   bool accumulate(int64_t i, const at::Tensor& grad, float scale);
   bool complete() const { return missing_ == 0; }
   bool expects_gradients() const { return missing_ > 0; }
@@ -140,6 +143,8 @@ class Unit {
   void write_gradient(int64_t i, const at::Tensor& local);  // local: this rank's part, 1-D
   // The user wrote to slot i: it may hold NaN or Inf that no kernel of ours has seen.
   void suspect_nonfinite(int64_t i) { nonfinite_[i] = 1; }
+  // Adds the squares of this rank's part of slot i, in an order that does not matter.
+  void add_squares(int64_t i, kernels::SquareSum& sum) const;
   // This rank's part of slot i was suspected to hold NaN or Inf, and does.
   bool still_nonfinite(int64_t i);
 
@@ -147,6 +152,7 @@ class Unit {
   void adopt_parameter(int64_t i, const at::Tensor& values);
   // Brings master up to date with what was written into full.
   void adopt_writes();
+  void adopt_writes(int64_t i);  // into slot i alone
   // This rank's range of full = master, rounded.
   void cast_master();
 
@@ -182,7 +188,8 @@ class Unit {
   bool contributes(int64_t i) const;
   // Where the reduced sum is: below the local one, once that lies where it was.
   const FlatBuffer& reduced_sum() const { return sink_ == Sink::local && kept_ ? before_ : grad_; }
-  void accumulate_local(int64_t i, const void* grad, kernels::DType dtype, int32_t* nonfinite);
+  void accumulate_local(int64_t i, const void* grad, kernels::DType dtype, float scale,
+                        int32_t* nonfinite);
   void accumulate_in_bucket(int64_t i, const void* grad, kernels::DType dtype, kernels::Write write,
                             int32_t* nonfinite);
   void keep_reduced_sum();
@@ -200,6 +207,7 @@ class Unit {
   std::string name_;
   Layout layout_;
   at::ScalarType dtype_;
+  at::ScalarType gradient_dtype_;
   std::vector<const Piece*> own_pieces_;  // [slots], null where this rank holds nothing of a slot
 
   int64_t gather_tag_;

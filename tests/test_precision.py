@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from harness import MLP, Team, assert_bits, gather_objects, rank_data
+from harness import MLP, Team, Tied, assert_bits, gather_objects, rank_data
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -735,3 +735,77 @@ class TestGradScaler:
 
         for scaled, unscaled in zip(train(True), train(False), strict=True):
             assert_bits(scaled, unscaled)
+
+
+class Shared(nn.Module):
+    """One parameter under two names, which one backward uses with two factors, and another."""
+
+    def __init__(self, dtype=BF16):
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(13, dtype=dtype))
+        self.second = self.first
+        self.other = nn.Parameter(torch.ones(7, dtype=dtype))
+
+    def forward(self, large: float, small: float) -> Tensor:
+        return (
+            (self.first * large).float().sum()
+            + (self.second * small).float().sum()
+            + (self.other * small).float().sum()
+        )
+
+
+class TestUses:
+    """In bf16, 256 + 1 is 256."""
+
+    @pytest.mark.parametrize("local", [False, True], ids=["reduced", "no_sync"])
+    @pytest.mark.parametrize("reduction", ["exchange", "collective"])
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_uses_of_a_tied_parameter_are_summed_in_fp32(self, team, stage, reduction, local):
+        model = shard(Shared(), team, stage, divide=1.0, reduction=reduction)
+        micros = 2
+        for micro in range(micros):
+            with model.no_sync() if local and micro == 0 else contextlib.nullcontext():
+                model(256.0, 1.0 + 2 * team.rank).backward()
+        total = micros * sum(256.0 + 1 + 2 * r for r in range(team.world))
+        assert_bits(full(model.first.grad), torch.full([13], total))
+
+    def test_of_an_fp32_model_that_computes_in_bf16(self, team):
+        policy = MixedPrecisionPolicy(param_dtype=BF16)
+        model = shard(Shared(F32), team, divide=1.0, mp_policy=policy)
+        assert model.first.dtype == BF16
+        model.first.register_hook(lambda gradient: seen.append(gradient.dtype))
+        seen = []
+        model(256.0, 1.0).backward()
+        assert_bits(full(model.first.grad), torch.full([13], 257.0 * team.world))
+        assert seen == [F32]
+
+    def test_others_travel_in_their_own_dtype(self, team):
+        model = shard(Shared(), team)
+        assert model.first.grad_dtype == F32 and model.other.grad_dtype == BF16
+        units = model.stats()["units"]
+        assert units == 2, "an fp32 bucket for the tied parameter alone"
+
+    def test_an_optimizer_alone_does_as_grad_dtype_says(self, team):
+        """Without the module nobody knows of the uses; PyTorch's own switch tells us."""
+        model = Shared()
+        model.first.grad_dtype = F32
+        optimizer = zero_ext.optim.SGD(model.parameters(), lr=LR, process_group=team.group)
+        model(256.0, 1.0).backward()
+        torch.testing.assert_close(full(model.first.grad), torch.full([13], 257.0))
+        start = masters(optimizer)[0]
+        optimizer.step()
+        assert_bits(masters(optimizer)[0], start - LR * full(model.first.grad))
+
+    def test_tied_embedding_and_head_equal_the_sum_of_separate_ones(self, team):
+        tokens = rank_data([6], team.rank).argsort()
+        model, untied = Tied(dtype=BF16), Tied(dtype=BF16)
+        untied.head.weight = nn.Parameter(untied.embedding.weight.detach().clone())
+        shard(model, team, divide=1.0)
+        shard(untied, team, divide=1.0)
+        for m in (model, untied):
+            m(tokens).float().square().sum().backward()
+        separate = full(untied.embedding.weight.grad) + full(untied.head.weight.grad)
+        # fp32 sums in another order: of the two uses, or of the ranks, first.
+        torch.testing.assert_close(
+            full(model.embedding.weight.grad), separate, rtol=2**-22, atol=2**-20
+        )

@@ -16,7 +16,9 @@ from reference import (
     own_values,
     shown_master,
 )
+from setups import full, full_master
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import zero_ext
 
@@ -51,14 +53,19 @@ def many_layers(dtype=torch.float32) -> nn.Module:
     return model
 
 
-def prepare(way: str, model: nn.Module, stage: int, mesh):
+def prepare(way: str, model: nn.Module, stage: int, mesh, offload_policy=None, **kwargs):
     """The optimizer of ``model``, which is sharded by ``shard`` or by the optimizer alone."""
     if way == "shard":
-        zero_ext.shard(model, stage, mesh=mesh, bucket_mb=BUCKET_MB)
-        return zero_ext.optim.AdamW(model.parameters(), **ADAMW)
-    group = None if mesh is None else mesh.get_group()
+        zero_ext.shard(model, stage, mesh=mesh, bucket_mb=BUCKET_MB, offload_policy=offload_policy)
+        return zero_ext.optim.AdamW(model.parameters(), **ADAMW, **kwargs)
     return zero_ext.optim.AdamW(
-        model.parameters(), stage=stage, process_group=group, bucket_mb=BUCKET_MB, **ADAMW
+        model.parameters(),
+        stage=stage,
+        process_group=None if mesh is None else mesh.get_group(),
+        bucket_mb=BUCKET_MB,
+        offload_policy=offload_policy,
+        **ADAMW,
+        **kwargs,
     )
 
 
@@ -75,15 +82,21 @@ def batch(rank: int, step: int, used, dtype=torch.float32, micro: int = 0):
     return rank_data((2, WIDTH), rank, step, micro, dtype=dtype), used
 
 
-def expected_gradients(reference: OneProcess, batches, world: int):
+def expected_gradients(reference: OneProcess, batches, world: int, scale: float = 1.0):
     """Only those ranks contribute that have a loss; all are divided by the number of ranks."""
     present = [[batch] for ranks in batches for batch in ranks if batch is not None]
+    if scale != 1:
+
+        def scaled_loss(model, batch):
+            return scale * mean_square(model, batch)
+
+        return fma_gradients(reference.model, present, world * scale, scaled_loss)
     if world & (world - 1):
         return fma_gradients(reference.model, present, world)
     return reference_gradients(lambda: reference.model, present, 1, 1 / world)
 
 
-def train_and_compare(model, optimizer, reference, world, rank, batches_of):
+def train_and_compare(model, optimizer, reference, world, rank, batches_of, scaler=None):
     """Three steps beside the reference; each one's gradients by their bits, the rest untouched.
 
     ``batches_of(step)`` is ``batches[micro][rank]``, None where a rank has no loss.
@@ -92,14 +105,16 @@ def train_and_compare(model, optimizer, reference, world, rank, batches_of):
         batches = batches_of(step)
         # From the same parameters, because one ulp of a master may become one of a bf16 weight.
         copy_parameters(model, reference)
-        gradients = expected_gradients(reference, batches, world)
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        gradients = expected_gradients(reference, batches, world, scale)
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
 
         optimizer.zero_grad()
         for ranks in batches:
             if ranks[rank] is not None:
-                mean_square(model, ranks[rank]).backward()
-        check_step(model, optimizer, reference, gradients, before)
+                loss = mean_square(model, ranks[rank])
+                (loss if scaler is None else scaler.scale(loss)).backward()
+        check_step(model, optimizer, reference, gradients, before, scaler)
 
 
 def copy_parameters(model, reference) -> None:
@@ -109,11 +124,19 @@ def copy_parameters(model, reference) -> None:
             reference.parameters[name].data = parameter.detach().clone()
 
 
-def check_step(model, optimizer, reference, gradients, before) -> None:
+def make_step(optimizer, scaler) -> None:
+    if isinstance(scaler, torch.amp.GradScaler):
+        scaler.step(optimizer)
+        scaler.update()
+    else:
+        optimizer.step()
+
+
+def check_step(model, optimizer, reference, gradients, before, scaler=None) -> None:
     __tracebackhide__ = True
     reached = {name for name, gradient in gradients.items() if gradient is not None}
     steps = {name: int(optimizer.state[p]["step"]) for name, p in model.named_parameters()}
-    optimizer.step()
+    make_step(optimizer, scaler)
     assert_gradients(model, gradients)
     reference.step(gradients)
     for name, parameter in model.named_parameters():
@@ -292,3 +315,46 @@ def test_a_parameter_that_only_a_local_micro_batch_reached_is_reduced(anywhere, 
     reference = one_process()
     expected = expected_gradients(reference, [first, last], world)
     assert_gradients(model, expected)
+
+
+SCALE = 2.0**12
+
+
+def everything(model, optimizer) -> list[torch.Tensor]:
+    states = [full(v).clone() for p in model.parameters() for v in optimizer.state[p].values()]
+    parameters = [p.detach().clone() for p in model.parameters()]
+    return [*parameters, *(full_master(p) for p in list(model.parameters())[::50]), *states]
+
+
+@STAGES
+@WAYS
+@pytest.mark.parametrize("scaler_of", ["zero_ext", "torch"])
+@pytest.mark.parametrize("how", ["contiguous", pytest.param("clone", marks=pytest.mark.slow)])
+def test_as_reported_fp16_with_a_dynamic_scale_and_pinned_offload(
+    anywhere, rank, world, stage, way, scaler_of, how
+):
+    """All of it at once; and the last rank's loss overflows before the first good step."""
+    model = many_layers(torch.float16)
+    kwargs = {"offload_policy": CPUOffloadPolicy(pin_memory=True)}
+    if scaler_of == "zero_ext":
+        scaler = kwargs["loss_scaler"] = zero_ext.LossScaler("dynamic", init_scale=2 * SCALE)
+    else:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2 * SCALE)
+    optimizer = prepare(way, model, stage, anywhere, **kwargs)
+    replace_data(model, how)
+
+    x, used = batch(rank, 9, spread(2), torch.float16)
+    before = everything(model, optimizer)
+    scaler.scale(mean_square(model, (x * (1000 if rank == world - 1 else 1), used))).backward()
+    make_step(optimizer, scaler)
+    optimizer.zero_grad()
+    for old, new in zip(before, everything(model, optimizer), strict=True):
+        assert_bits(new, old)
+    assert scaler.get_scale() == SCALE
+
+    def batches(step):
+        return [[batch(r, step, spread(5 * step), torch.float16) for r in range(world)]]
+
+    reference = one_process(torch.float16)
+    train_and_compare(model, optimizer, reference, world, rank, batches, scaler)
+    assert scaler.get_scale() == SCALE

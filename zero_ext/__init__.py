@@ -11,6 +11,31 @@ _compat.check()
 from zero_ext import _C, ops, optim  # noqa: E402, F401
 from zero_ext.api import shard  # noqa: E402
 from zero_ext.memory import estimate_memory, stats  # noqa: E402
+from zero_ext.offload import offload_states, reload_states  # noqa: E402
+from zero_ext.scaler import LossScaler  # noqa: E402
+from zero_ext.state import (  # noqa: E402
+    full_grad,
+    full_state,
+    full_tensor,
+    set_full_grad,
+    set_full_param,
+    set_full_state,
+)
 
 __version__ = "0.1.0"
-__all__ = ["estimate_memory", "ops", "optim", "shard", "stats"]
+__all__ = [
+    "LossScaler",
+    "estimate_memory",
+    "full_grad",
+    "full_state",
+    "full_tensor",
+    "offload_states",
+    "ops",
+    "optim",
+    "reload_states",
+    "set_full_grad",
+    "set_full_param",
+    "set_full_state",
+    "shard",
+    "stats",
+]

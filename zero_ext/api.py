@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
@@ -18,8 +18,9 @@ from zero_ext import _C
 from zero_ext.groups import resolve
 from zero_ext.handle import Handle, find
 from zero_ext.meta import MetaModules
+from zero_ext.offload import check_policy
 from zero_ext.shard_tensor import ShardTensor
-from zero_ext.units import Choice, cut_by_module
+from zero_ext.units import Choice, cut_by_module, used_several_times
 
 
 def shard(
@@ -29,6 +30,7 @@ def shard(
     mesh: DeviceMesh | None = None,
     units: Choice = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     bucket_mb: float = 25.0,
     reduction: str | None = None,
     accumulation_steps: int | None = None,
@@ -71,6 +73,8 @@ def shard(
         mp_policy: As for FSDP2. ``param_dtype`` becomes the parameters' dtype (the fp32 values live
             on as masters), ``reduce_dtype`` is what gradients travel in (default: their own with
             ``exchange``, fp32 with ``collective``).
+        offload_policy: As for FSDP2. On the CPU, where this version trains, masters, optimizer
+            state and gradient sums are in host memory already: it is checked and changes nothing.
         bucket_mb: Size of a unit, MiB of gradients (stage 3: up to which small ones are merged).
         reduction: ``"exchange"`` (default): all-to-all, then one exact fp32 sum in rank order, the
             same bits as one process; ``"collective"``: the backend's reduce-scatter.
@@ -96,6 +100,7 @@ def shard(
             "gradients already. Shard the plain module instead (ddp.module, before wrapping)."
         )
     mp_policy = mp_policy or MixedPrecisionPolicy()
+    offload_policy = check_policy(offload_policy)
     groups = resolve(None, mesh)
     ignored = {id(p) for p in ignored_params}
     named = [(name, p) for name, p in module.named_parameters() if id(p) not in ignored]
@@ -114,12 +119,14 @@ def shard(
         param_dtype=mp_policy.param_dtype,
         accumulation_steps=accumulation_steps,
         sync_module_states=sync_module_states,
+        used_several_times=used_several_times(module),
         blocks=blocks,
         prefetch_mb=prefetch_mb,
         retained_bytes=retained_bytes,
         reshard_after_forward=reshard_after_forward,
         meta=meta,
     )
+    handle.offload_policy = offload_policy
     if meta is not None:
         meta.finish()
     if sync_module_states:
@@ -276,6 +283,7 @@ class ShardedMethods:
             return args, kwargs
         for place in self._places:
             place.check(self._handle.groups.rank)
+        self._handle.check_forward()
         self._handle.adopt_thawed()
         self._handle.engine.before_forward()
         dtype = self._mp_policy.param_dtype

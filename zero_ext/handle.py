@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -64,6 +65,7 @@ class Handle:
         param_dtype: torch.dtype | None = None,
         accumulation_steps: int | None = None,
         sync_module_states: bool = True,
+        used_several_times: Iterable[Tensor] = (),
         blocks: Sequence[units.Block] | None = None,
         prefetch_mb: float | None = None,
         retained_bytes: int | None = None,
@@ -96,6 +98,7 @@ class Handle:
         self.groups = groups
         self.bucket_bytes = bucket_mb * 2**20
         self.param_dtype = param_dtype
+        self._used_several_times = WeakIdKeyDictionary(dict.fromkeys(used_several_times, True))
         options = _C.EngineOptions()
         options.stage = stage
         options.reduction = getattr(_C.Reduction, reduction or "exchange")
@@ -115,7 +118,10 @@ class Handle:
         self.engine.set_local_reader(_local_part)
         if self.engine.releases:
             _serving.add(self)
+        self.offload_policy: OffloadPolicy = OffloadPolicy()
+        self.offloaded: frozenset[str] = frozenset()
         self.parameters: list[weakref.ref] = []
+        self.scaled_by: weakref.ref | None = None  # the optimizer whose loss_scaler the engine has
         if blocks is None:
             self.add_parameters(parameters)
         else:
@@ -134,7 +140,10 @@ class Handle:
         return list(range(first, len(self.parameters)))
 
     def _materialise(self, block: units.Block, meta: MetaModules) -> None:
-        for i, new in meta.materialise({i: self.parameters[i]() for i in block.members}).items():
+        old = {i: self.parameters[i]() for i in block.members}
+        for i, new in meta.materialise(old).items():
+            if old[i] in self._used_several_times:
+                self._used_several_times[new] = True
             self.engine.replace_parameter(i, new)
             _registry[new] = (weakref.ref(self), i)
             self.parameters[i] = weakref.ref(new)
@@ -146,12 +155,16 @@ class Handle:
     def _make_block(self, block: units.Block) -> None:
         parameters = {i: self.parameters[i]() for i in block.members}
         numbers = []
-        for members, dtype, trainable in units.split_block(block.members, parameters):
+        in_fp32 = {i for i, p in parameters.items() if self._gradient_is_fp32(p)}
+        for members, dtype, trainable in units.split_block(block.members, parameters, in_fp32):
             kind = _C.UnitKind.trainable if trainable else _C.UnitKind.frozen
             dtype = self.param_dtype or dtype
             numbers.append(self.engine.add_unit(members, dtype, kind))
-            if trainable:
-                self._publish(members)
+            if not trainable:
+                continue
+            self._publish(members)
+            if members[0] in in_fp32:
+                self._take_gradients_in_fp32(self.engine.unit_count - 1)
         if not self.engine.releases:
             return
         for k, module in enumerate(block.modules):
@@ -196,6 +209,27 @@ class Handle:
                     tensor.copy_(dense)
 
     def _make_units(self, indices: Sequence[int]) -> None:
+        # What arrives in fp32 travels in fp32: units of its own, so that the others do not.
+        in_fp32 = {i for i in indices if self._gradient_is_fp32(self.parameters[i]())}
+        self._make_units_of([i for i in indices if i not in in_fp32])
+        first = self.engine.unit_count
+        self._make_units_of([i for i in indices if i in in_fp32])
+        for unit in range(first, self.engine.unit_count):
+            self._take_gradients_in_fp32(unit)
+
+    def _take_gradients_in_fp32(self, unit: int) -> None:
+        self.engine.set_gradient_dtype(unit, torch.float32)
+        for i in self.engine.unit_parameters(unit):
+            self.parameters[i]().grad_dtype = torch.float32
+
+    def _gradient_is_fp32(self, parameter: Tensor) -> bool:
+        """Of a half-precision parameter: because the user wants it, or to add up its uses."""
+        if (self.param_dtype or parameter.dtype) == torch.float32:
+            return False
+        wanted = parameter.dtype != torch.float32 and parameter.grad_dtype == torch.float32
+        return wanted or parameter in self._used_several_times
+
+    def _make_units_of(self, indices: Sequence[int]) -> None:
         members = [self.parameters[i]() for i in indices]
         dtypes = [self.param_dtype or p.dtype for p in members]
         # Two dtypes that become one are cut apart first: a unit's values come in one dtype.
@@ -251,6 +285,18 @@ class Handle:
         dist.all_reduce(holders, group=self.groups.parent)
         dist.all_reduce(total, group=self.groups.parent)
         return total / self.groups.world if holders else None
+
+    def set_offloaded(self, states: Iterable[str]) -> None:
+        """See ``zero_ext.offload_states``."""
+        self.engine.set_offloaded(", ".join(sorted(states)))
+        self.offloaded = frozenset(states)
+
+    def check_forward(self) -> None:
+        if "full" in self.offloaded:
+            raise RuntimeError(
+                f"zero_ext [rank {self.groups.rank}]: forward: the parameters of this model are "
+                "offloaded. Call zero_ext.reload_states() first."
+            )
 
     def stats(self) -> dict[str, int]:
         """See ``zero_ext.stats``."""

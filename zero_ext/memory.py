@@ -12,6 +12,7 @@ from zero_ext.units import (
     cut_by_size,
     prefetch_bytes,
     split_block,
+    used_several_times,
 )
 
 # Gradient sum, master, two moments.
@@ -38,6 +39,7 @@ class _Unit(NamedTuple):
     itemsize: int
     ranges: int
     trainable: bool = True
+    in_fp32: bool = False  # its gradients
 
     @property
     def range_numel(self) -> int:
@@ -76,6 +78,7 @@ def estimate_memory(
         passes keep their order, and ``buckets``, the most that the two buckets can add with
         ``reduction="exchange"``. Padding included.
     """
+    several = {id(p) for p in used_several_times(module)}
     bucket_bytes = bucket_mb * 2**20
     ranges = 1 if stage == 0 else world_size
     released = stage == 3 and world_size > 1
@@ -85,13 +88,13 @@ def estimate_memory(
     if stage == 3:
         parameters = list(module.parameters())
         blocks = cut_by_module(module, parameters, units, bucket_bytes, param_dtype)
-        cut = [_units_of(block, parameters, param_dtype, ranges) for block in blocks]
+        cut = [_units_of(b, parameters, several, param_dtype, ranges) for b in blocks]
         if released:
             ahead = prefetch_bytes(blocks, parameters, prefetch_mb, bucket_mb, param_dtype)
             gathered = _gathered_bytes(blocks, cut, ahead)
         all_units = [unit for part in cut for unit in part]
     else:
-        all_units = _units_by_size(module, bucket_bytes, param_dtype, ranges)
+        all_units = _units_by_size(module, bucket_bytes, several, param_dtype, ranges)
     in_buckets = [0]
     for unit in all_units:
         share = unit.range_numel
@@ -104,32 +107,50 @@ def estimate_memory(
         result["grad"] += share * (ranges if local else 1) * _FP32_BYTES
         result["optimizer_state"] += 2 * share * _FP32_BYTES
         # Local sums are sent in fp32, and a bucket keeps the memory of both uses.
-        received_bytes = share * (world_size - 1) * (_FP32_BYTES if local else unit.itemsize)
-        in_buckets.append(unit.full_bytes + received_bytes)
+        gradient_bytes = _FP32_BYTES if unit.in_fp32 else unit.itemsize
+        received_bytes = share * (world_size - 1) * (_FP32_BYTES if local else gradient_bytes)
+        in_buckets.append(share * ranges * gradient_bytes + received_bytes)
     result["persistent"] = sum(result.values())
     result["gathered"] = gathered
     result["buckets"] = 2 * max(in_buckets) if world_size > 1 else 0
     return result
 
 
-def _units_by_size(module: nn.Module, bucket_bytes: float, param_dtype, ranges: int) -> list[_Unit]:
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    numels = [p.numel() for p in parameters]
-    return [
-        _Unit([numels[i] for i in plan.members], (param_dtype or plan.dtype).itemsize, ranges)
-        for plan in cut_by_size(numels, [p.dtype for p in parameters], bucket_bytes)
-    ]
+def _is_in_fp32(parameter, several: set[int], param_dtype) -> bool:
+    """Its gradients arrive in fp32 although it is in half precision, as ``Handle`` arranges."""
+    half = (param_dtype or parameter.dtype).itemsize != _FP32_BYTES
+    return half and id(parameter) in several
 
 
-def _units_of(block: Block, parameters, param_dtype, ranges: int) -> list[_Unit]:
+def _units_by_size(
+    module: nn.Module, bucket_bytes: float, several: set[int], param_dtype, ranges: int
+) -> list[_Unit]:
+    units = []
+    for in_fp32 in (False, True):
+        parameters = [
+            p
+            for p in module.parameters()
+            if p.requires_grad and _is_in_fp32(p, several, param_dtype) == in_fp32
+        ]
+        numels = [p.numel() for p in parameters]
+        for plan in cut_by_size(numels, [p.dtype for p in parameters], bucket_bytes):
+            members = [numels[i] for i in plan.members]
+            itemsize = (param_dtype or plan.dtype).itemsize
+            units.append(_Unit(members, itemsize, ranges, in_fp32=in_fp32))
+    return units
+
+
+def _units_of(block: Block, parameters, several: set[int], param_dtype, ranges: int) -> list[_Unit]:
+    apart = {i for i in block.members if _is_in_fp32(parameters[i], several, param_dtype)}
     return [
         _Unit(
             [parameters[i].numel() for i in members],
             (param_dtype or dtype).itemsize,
             ranges,
             trainable,
+            members[0] in apart,
         )
-        for members, dtype, trainable in split_block(block.members, parameters)
+        for members, dtype, trainable in split_block(block.members, parameters, apart)
     ]
 
 

@@ -11,6 +11,7 @@ this rank's part (plain tensors where every rank holds all), always fp32.
 
 import contextlib
 import copy
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,11 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import OffloadPolicy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_ext import _C, elementwise
-from zero_ext.groups import resolve
+from zero_ext.groups import check_same_on_all_ranks, resolve
 from zero_ext.handle import Handle, find
+from zero_ext.offload import check_policy
+from zero_ext.scaler import LossScaler
 
 _claimed = WeakIdKeyDictionary()  # Parameter -> weak reference to its optimizer
 
@@ -39,6 +43,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         bucket_mb: Size of a unit, MiB of gradients. Of plain parameters only.
         nonfinite: What a step does when a gradient holds NaN or Inf on any rank: ``"skip"`` it on
             all ranks with a warning, ``"raise"``, or ``"step"`` without looking.
+        max_grad_norm: Each step first scales the gradients so that their global 2-norm is at most
+            this: one pass that reads them, and a factor in the update. ``p.grad`` itself stays as
+            it is; ``grad_norm`` is the norm before clipping, of the last step that was made.
+        loss_scaler: Every loss is scaled by it, see ``zero_ext.LossScaler``. With a dynamic one,
+            steps that overflow are skipped without a warning.
+        offload_policy: As for ``shard``. Of plain parameters only.
     Raises:
         ValueError, TypeError: a parameter cannot be sharded, or is stepped by another optimizer.
     """
@@ -55,21 +65,41 @@ class ShardedOptimizer(torch.optim.Optimizer):
         process_group: dist.ProcessGroup | None,
         bucket_mb: float,
         nonfinite: str,
+        max_grad_norm: float | None = None,
+        loss_scaler: LossScaler | None = None,
+        offload_policy: OffloadPolicy | None = None,
     ):
+        check_policy(offload_policy)
         if nonfinite not in ("skip", "raise", "step"):
             raise ValueError(
                 f"zero_ext: nonfinite must be 'skip', 'raise' or 'step', not {nonfinite!r}."
             )
+        if loss_scaler is not None and loss_scaler.dynamic and nonfinite != "skip":
+            raise ValueError(
+                "zero_ext: a dynamic loss_scaler lives from skipped steps: it needs "
+                f"nonfinite='skip', not {nonfinite!r}."
+            )
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"zero_ext: max_grad_norm must be positive, not {max_grad_norm}.")
+        if loss_scaler is not None:
+            loss_scaler._attach(self)
         self._handle: Handle | None = None
         self._frozen: list[Tensor] = []  # without state until they are thawed
         super().__init__(params, defaults)
         self.nonfinite = nonfinite
+        self.max_grad_norm = max_grad_norm
+        self.grad_norm: Tensor | None = None
         self.skipped_steps = 0
         named = self._named_parameters()
         self._refuse_claimed(named)
         found = [find(p) for _, p in named]
         if any(found):
             self._handle = self._engine_of_module(named, found, stage, process_group)
+            if offload_policy not in (None, self._handle.offload_policy):
+                raise ValueError(
+                    f"zero_ext: offload_policy={offload_policy}, but the module was sharded with "
+                    f"{self._handle.offload_policy}. Leave it out."
+                )
         else:
             self._handle = Handle(
                 resolve(process_group, None),
@@ -77,9 +107,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 stage=1 if stage is None else stage,
                 bucket_mb=bucket_mb,
             )
+            self._handle.offload_policy = check_policy(offload_policy)
         self._states_held = self._states_needed()
         self._sharded_state = _C.OptimizerState(self._handle.engine, self._states_held)
         self._bind(range(len(self.param_groups)))
+        self.loss_scaler = loss_scaler
+        self._attach_scaler()
+        self._backwards_seen = self._handle.engine.backwards
 
     # Binding parameters to the engine
 
@@ -194,6 +228,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     self._sharded_state.assign(i, g)
                     self._show_state(parameter, i, group)
 
+    # The loss scale
+
+    def _attach_scaler(self) -> None:
+        """The engine has one scale: of the one optimizer that came with a scaler, else 1."""
+        owner = self._handle.scaled_by and self._handle.scaled_by()
+        if self.loss_scaler is None:
+            if owner is None:
+                self._handle.engine.set_loss_scale(1.0)
+            return
+        if owner is not None:
+            raise ValueError(
+                "zero_ext: another optimizer of this module has a loss_scaler already, which "
+                "scales the gradients of all its parameters."
+            )
+        check_same_on_all_ranks(self._handle.groups, [repr(self.loss_scaler)], "the loss scalers")
+        self._handle.scaled_by = weakref.ref(self)
+        self.loss_scaler._tell()
+
+    def scale(self, loss):
+        """``loss_scaler.scale(loss)``, or the loss itself without one."""
+        return loss if self.loss_scaler is None else self.loss_scaler.scale(loss)
+
+    def _check_scaled(self) -> None:
+        scaler, backwards = self.loss_scaler, self._handle.engine.backwards
+        if scaler is None or scaler._losses_scaled or backwards == self._backwards_seen:
+            return
+        raise RuntimeError(
+            f"zero_ext [rank {self._handle.groups.rank}]: no loss was scaled since the last step, "
+            f"so that its gradients are {scaler.get_scale():g} times too small. Call "
+            "scaler.scale(loss).backward() in place of loss.backward()."
+        )
+
     # The step
 
     @torch.no_grad()
@@ -213,17 +279,34 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._check_states(self.param_groups)
         self._adopt_thawed()
-        verdict = self._sharded_state.prepare_step(self.nonfinite != "step")
+        self._check_scaled()
+        verdict = self._sharded_state.prepare_step(
+            nonfinite=self.nonfinite != "step", norm=self.max_grad_norm is not None
+        )
+        self._backwards_seen = self._handle.engine.backwards
         if verdict.nonfinite:
             self._skip(verdict)
         else:
-            self._update()
+            self._update(self._clipping_factor(verdict))
+        if self.loss_scaler is not None:
+            self.loss_scaler._step_made(verdict.nonfinite)
         return loss
 
-    def _update(self) -> None:
+    def _update(self, grad_scale: float) -> None:
+        """Update with the gradients times ``grad_scale``."""
         raise NotImplementedError
 
+    def _clipping_factor(self, verdict: _C.StepVerdict) -> float:
+        if self.max_grad_norm is None:
+            return 1.0
+        norm = math.sqrt(verdict.squared_norm)
+        self.grad_norm = torch.tensor(norm, dtype=torch.float32)
+        return _factor(norm, self.max_grad_norm)
+
     def _skip(self, verdict: _C.StepVerdict) -> None:
+        if self.loss_scaler is not None and self.loss_scaler._expects_overflow():
+            self.skipped_steps += 1
+            return
         seen = (
             f"first in '{verdict.parameter}' on rank {verdict.rank}"
             + (f", micro-batch {verdict.micro_batch}" if verdict.micro_batch >= 0 else "")
@@ -250,8 +333,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
         """Scale the gradients so that their global 2-norm is at most ``max_norm``. Collective.
 
-        One pass over this rank's fp32 gradients for the norm, summed in fp64, and one to scale them
-        where it is needed.
+        One pass over this rank's fp32 gradients for the norm, and one to scale them where that is
+        needed, so that ``p.grad`` shows clipped gradients; ``max_grad_norm`` spares the second. The
+        norm has the same bits for any number of ranks.
 
         Args:
             max_norm: In the unit of the gradients as they are now.
@@ -262,16 +346,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Source: Pascanu et al. 2013, section 3.2.
         """
         self._adopt_thawed()
-        engine, indices = self._handle.engine, self._sharded_state.indices
-        norm = engine.sum_over_ranks(engine.sum_of_squares(indices)) ** 0.5
-        finite = norm not in (float("inf"), float("-inf")) and norm == norm
-        if not finite and error_if_nonfinite:
+        norm = math.sqrt(self._handle.engine.squared_norm(self._sharded_state.indices))
+        if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
                 f"zero_ext [rank {self._handle.groups.rank}]: the norm of the gradients is {norm}; "
                 "they were not clipped."
             )
-        if finite and norm + 1e-6 > max_norm:
-            engine.scale_gradients(indices, max_norm / (norm + 1e-6))
+        factor = _factor(norm, max_norm)
+        if factor != 1:
+            self._handle.engine.scale_gradients(self._sharded_state.indices, factor)
         return torch.tensor(norm, dtype=torch.float32)
 
     @contextlib.contextmanager
@@ -360,6 +443,11 @@ def _check_shape(name: str, key, value, shape: torch.Size) -> None:
         )
 
 
+def _factor(norm: float, max_norm: float) -> float:
+    """As torch's ``clip_grad_norm_``, but 1 where the norm is not finite."""
+    return min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
+
+
 def _number(value) -> float:
     return float(value)
 
@@ -401,6 +489,9 @@ class AdamW(ShardedOptimizer):
         process_group: dist.ProcessGroup | None = None,
         bucket_mb: float = 25.0,
         nonfinite: str = "skip",
+        max_grad_norm: float | None = None,
+        loss_scaler: LossScaler | None = None,
+        offload_policy: OffloadPolicy | None = None,
     ):
         _refuse_differentiable(differentiable)
         # torch's own checks of the values, with torch's own messages.
@@ -425,12 +516,15 @@ class AdamW(ShardedOptimizer):
             process_group=process_group,
             bucket_mb=bucket_mb,
             nonfinite=nonfinite,
+            max_grad_norm=max_grad_norm,
+            loss_scaler=loss_scaler,
+            offload_policy=offload_policy,
         )
 
     def _states_of(self, group: dict[str, Any]) -> int:
         return 3 if group["amsgrad"] else 2
 
-    def _update(self) -> None:
+    def _update(self, grad_scale: float) -> None:
         self._sharded_state.apply_adam(
             [
                 _C.AdamGroup(
@@ -444,7 +538,8 @@ class AdamW(ShardedOptimizer):
                     decoupled=group["decoupled_weight_decay"],
                 )
                 for group in self.param_groups
-            ]
+            ],
+            grad_scale,
         )
 
 
@@ -496,6 +591,9 @@ class SGD(ShardedOptimizer):
         process_group: dist.ProcessGroup | None = None,
         bucket_mb: float = 25.0,
         nonfinite: str = "skip",
+        max_grad_norm: float | None = None,
+        loss_scaler: LossScaler | None = None,
+        offload_policy: OffloadPolicy | None = None,
     ):
         _refuse_differentiable(differentiable)
         torch.optim.SGD([torch.zeros(1)], lr, momentum, dampening, weight_decay, nesterov)
@@ -517,6 +615,9 @@ class SGD(ShardedOptimizer):
             process_group=process_group,
             bucket_mb=bucket_mb,
             nonfinite=nonfinite,
+            max_grad_norm=max_grad_norm,
+            loss_scaler=loss_scaler,
+            offload_policy=offload_policy,
         )
 
     def _states_of(self, group: dict[str, Any]) -> int:
@@ -528,7 +629,7 @@ class SGD(ShardedOptimizer):
             return {**values, "step": 1}
         return values
 
-    def _update(self) -> None:
+    def _update(self, grad_scale: float) -> None:
         self._sharded_state.apply_sgd(
             [
                 _C.SgdGroup(
@@ -540,7 +641,8 @@ class SGD(ShardedOptimizer):
                     maximize=group["maximize"],
                 )
                 for group in self.param_groups
-            ]
+            ],
+            grad_scale,
         )
 
 
@@ -569,8 +671,10 @@ class WrappedOptimizer(ShardedOptimizer):
         inner.add_param_group(inner_group)
         return inner
 
-    def _update(self) -> None:
+    def _update(self, grad_scale: float) -> None:
         self._handle.engine.adopt_writes()
+        if grad_scale != 1:
+            self._handle.engine.scale_gradients(self._sharded_state.indices, grad_scale)
         group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         for inner_group, (parameter, shard) in zip(
             self._inner.param_groups, self._shards.items(), strict=True
@@ -650,12 +754,16 @@ def wrap(
     process_group: dist.ProcessGroup | None = None,
     bucket_mb: float = 25.0,
     nonfinite: str = "skip",
+    max_grad_norm: float | None = None,
+    loss_scaler: LossScaler | None = None,
+    offload_policy: OffloadPolicy | None = None,
     **kwargs,
 ) -> WrappedOptimizer:
     """Shard the state of any elementwise optimizer.
 
     Args:
         optimizer_class: Called as ``optimizer_class(params, **kwargs)`` on 1-D fp32 shards.
+        max_grad_norm: As for the others, but ``p.grad`` itself is scaled, before the update.
     Raises:
         TypeError: the update of one element depends on others (LBFGS, Adafactor, Muon, LAMB …),
             found by trying, not by name.
@@ -668,4 +776,7 @@ def wrap(
         process_group=process_group,
         bucket_mb=bucket_mb,
         nonfinite=nonfinite,
+        max_grad_norm=max_grad_norm,
+        loss_scaler=loss_scaler,
+        offload_policy=offload_policy,
     )

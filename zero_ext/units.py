@@ -1,6 +1,6 @@
 """Cuts parameters into units: what is reduced, stepped and gathered together."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -197,13 +197,16 @@ def _itemsize(parameter: Tensor, param_dtype: torch.dtype | None) -> int:
 
 
 def split_block(
-    members: Sequence[int], parameters: Sequence[Tensor]
+    members: Sequence[int], parameters: Sequence[Tensor], apart: Container[int] = ()
 ) -> list[tuple[list[int], torch.dtype, bool]]:
-    """The units of one block: parameters of one dtype, all trainable or all frozen."""
-    kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+    """The units of one block: parameters of one dtype, all trainable or all frozen, and all or none
+    of them in ``apart``."""
+    kinds: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
     for i in members:
-        kinds.setdefault((parameters[i].dtype, parameters[i].requires_grad), []).append(i)
-    return [(part, dtype, trainable) for (dtype, trainable), part in kinds.items()]
+        trainable = parameters[i].requires_grad
+        kind = (parameters[i].dtype, trainable, trainable and i in apart)
+        kinds.setdefault(kind, []).append(i)
+    return [(part, dtype, trainable) for (dtype, trainable, _), part in kinds.items()]
 
 
 def prefetch_bytes(
@@ -222,3 +225,16 @@ def prefetch_bytes(
         if not block.root
     ]
     return int(max(bucket_mb * 2**20, 1.5 * max(sizes, default=0)))
+
+
+def used_several_times(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters that the module has under several names, such as tied embeddings and heads.
+
+    Autograd adds up a parameter's uses in one backward before any hook sees them, in the
+    gradient's dtype: in bf16, 256 + 1 is 256. So gradients of these arrive and travel in fp32, see
+    ``Handle``. Uses of one name, by a module that is called twice, cannot be known beforehand.
+    """
+    names: dict[int, list[nn.Parameter]] = {}
+    for _, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(parameter)
+    return [uses[0] for uses in names.values() if len(uses) > 1]

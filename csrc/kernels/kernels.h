@@ -13,6 +13,8 @@
 
 #include <cstdint>
 
+#include "square_sum.h"
+
 namespace zero_ext::kernels {
 
 enum class DType : int32_t { f32, bf16, f16 };
@@ -171,6 +173,11 @@ struct Kernels {
   // pointer on the CPU, a device pointer on CUDA. CUDA needs scratch, at least 8 bytes, at best
   // sum_of_squares_scratch_bytes(numel): less costs more launches and changes no bit.
   Status (*sum_of_squares)(const float* value, int64_t numel, double* result, const Launch& launch);
+
+  // *sum += sum of value[i]^2, in an order that does not matter: see Note [A norm without an order]
+  // in square_sum.h. `value` begins at a multiple of 16 elements of its parameter. `sum` is a host
+  // pointer on the CPU, a device pointer on CUDA.
+  Status (*add_squares)(const float* value, int64_t numel, SquareSum* sum, const Launch& launch);
 
   // Makes master agree with what the user wrote, see Note [A written parameter wins over its
   // master]: master[i] = float(param[i]) where param[i] is not param_dtype(master[i]).

@@ -59,6 +59,7 @@ const Kernels& cpu() {
       .cast = cast_cpu,
       .flatten = flatten_cpu,
       .sum_of_squares = sum_of_squares_cpu,
+      .add_squares = add_squares_cpu,
       .adopt_writes = adopt_writes_cpu,
       .count_step = count_step_cpu,
   };

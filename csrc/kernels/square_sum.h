@@ -1,0 +1,50 @@
+// SquareSum: a sum of squares as a fixed-point number, so that its order cannot matter.
+//
+// Note [A norm without an order]
+// The norm of the gradients must have the same bits for any number of ranks, whose ranges begin
+// anywhere, and for any number of threads. Sums of doubles depend on their order. So the squares of
+// 16 neighbours are added in double in a fixed order, and these small sums are added as integers,
+// which no order can change. Sixteen, because every range and every parameter begins at a multiple
+// of 16 elements (64 bytes of fp32, see Layout), so that no group lies in two ranges. Rejected:
+// larger blocks whose sums are added in order (blocks that lie in two ranges would need their
+// groups sent), and summing everything as integers (ten times the work for no more order).
+#pragma once
+
+#include <array>
+#include <cmath>
+#include <cstdint>
+
+namespace zero_ext::kernels {
+
+// Elements whose squares are added in double: lane j of 8 holds j and j + 8, then the lanes are
+// folded in halves (j + 4, j + 2, j + 1); what is missing at the end of a parameter counts as zero.
+constexpr int64_t kSquareGroupNumel = 16;
+
+// Digit k of base 2^32 is worth 2^(32k - 352): from below the last place of the square of the
+// smallest subnormal, 2^-298, to 2^32 groups of squares of the largest float, 2^292. Digits may
+// exceed their base until they are read; 2^31 groups (2^35 elements) of any number of ranks fit
+// together.
+constexpr int32_t kSquareDigits = 22;
+constexpr int32_t kInfiniteGroups = kSquareDigits;  // how many groups held an infinity
+constexpr int32_t kNanGroups = kSquareDigits + 1;   // and how many a NaN
+constexpr int32_t kSquareSumLength = kSquareDigits + 2;
+
+using SquareSum = std::array<int64_t, kSquareSumLength>;
+
+// The sum as a double, to within two units of its last place; NaN or infinite as one in floating
+// point would be.
+inline double value_of(const SquareSum& sum) {
+  if (sum[kNanGroups] != 0) return std::nan("");
+  if (sum[kInfiniteGroups] != 0) return HUGE_VAL;
+  // Equal sums of different origin have equal digits only once the carries are done.
+  double value = 0;
+  int64_t carry = 0;
+  for (int32_t k = 0; k < kSquareDigits; ++k) {
+    const int64_t digit = sum[k] + carry;
+    value += std::ldexp(static_cast<double>(digit & 0xffffffff), 32 * k - 352);
+    carry = digit >> 32;
+  }
+  return value;
+}
+
+}  // namespace zero_ext::kernels

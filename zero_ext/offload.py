@@ -1,0 +1,82 @@
+"""Offload: which states of a sharded model live in host memory, always or between phases.
+
+This version trains on the CPU, where all states are in host memory already: the arguments and the
+calls are checked and keep their rules, and nothing is copied or moved.
+"""
+
+from collections.abc import Iterable
+
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+from zero_ext.handle import Handle, find
+
+# As in ``stats()["bytes_<name>"]``.
+STATES = ("full", "master", "grad", "optimizer_state")
+
+
+def check_policy(policy: OffloadPolicy | None) -> OffloadPolicy:
+    """``policy``, or the one that offloads nothing.
+
+    Raises:
+        TypeError: neither a ``CPUOffloadPolicy`` nor an ``OffloadPolicy`` of torch's FSDP2.
+    """
+    if policy is None:
+        return OffloadPolicy()
+    if type(policy) not in (OffloadPolicy, CPUOffloadPolicy):
+        raise TypeError(
+            "zero_ext: offload_policy must be torch.distributed.fsdp.CPUOffloadPolicy(pin_memory="
+            f"True|False) or None, not {policy!r}."
+        )
+    return policy
+
+
+def offload_states(sharded, include: Iterable[str] | None = None) -> None:
+    """Move states out of device memory until ``reload_states``, between two phases of a program.
+
+    On the CPU they are in host memory already and stay where they are; the rules are the same.
+    While anything is offloaded, ``backward()`` and ``step()`` raise; without ``"full"`` the forward
+    still runs, for evaluation and generation. States that are offloaded already stay so.
+
+    Args:
+        sharded: A sharded module, or an optimizer of this package.
+        include: Of ``"full"`` (the parameters themselves), ``"master"``, ``"grad"`` and
+            ``"optimizer_state"``; default all.
+    Raises:
+        ValueError, TypeError: ``sharded`` is not sharded, or a name does not exist.
+        RuntimeError: inside a backward.
+    """
+    handle = _handle_of(sharded)
+    names = set(STATES if include is None else include)
+    unknown = sorted(names.difference(STATES))
+    if unknown:
+        raise ValueError(
+            f"zero_ext: offload_states(): there is no state {', '.join(map(repr, unknown))}; there "
+            f"are {', '.join(map(repr, STATES))}."
+        )
+    handle.set_offloaded(handle.offloaded | names)
+
+
+def reload_states(sharded) -> None:
+    """Bring back what ``offload_states`` has moved; nothing happens where that is nothing.
+
+    Raises:
+        ValueError, TypeError: ``sharded`` is not sharded.
+    """
+    _handle_of(sharded).set_offloaded(frozenset())
+
+
+def _handle_of(sharded) -> Handle:
+    if isinstance(sharded, nn.Module):
+        places = map(find, sharded.parameters())
+        handle = next((place[0] for place in places if place is not None), None)
+    else:
+        handle = getattr(sharded, "_handle", None)
+    if isinstance(handle, Handle):
+        return handle
+    if isinstance(sharded, nn.Module):
+        raise ValueError(f"zero_ext: this {type(sharded).__name__} is not sharded.")
+    raise TypeError(
+        f"zero_ext: expected a sharded module or an optimizer of zero_ext.optim, not "
+        f"{type(sharded).__name__}."
+    )
