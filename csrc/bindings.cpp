@@ -192,6 +192,7 @@ void bind_engine(py::module_& m) {
             e.reshard(keep_writes ? Unit::Writes::keep : Unit::Writes::discard);
           },
           py::arg("keep_writes"), NoGil())
+      .def_property_readonly("held_by_user", &Engine::held_by_user)
       .def("wait_for_shards", &Engine::wait_for_shards, NoGil())
       .def("gathered_units", &Engine::gathered_units, NoGil())
       .def("set_gradient_dtype",

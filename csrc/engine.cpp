@@ -296,6 +296,14 @@ void Engine::reshard(Unit::Writes writes) {
   gatherer_.drop(all_gathered(), writes);
 }
 
+bool Engine::held_by_user() const {
+  const std::lock_guard lock(mutex_);
+  for (int64_t u = 0; u < gatherer_.unit_count(); ++u) {
+    if (gatherer_.holds(u).user) return true;
+  }
+  return false;
+}
+
 void Engine::wait_for_shards() {
   const std::lock_guard lock(mutex_);
   gatherer_.end_step();

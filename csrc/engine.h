@@ -153,6 +153,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   std::shared_ptr<Call> begin_call(int64_t site);
   void unshard();
   void reshard(Unit::Writes writes);
+  bool held_by_user() const;  // unshard() was not taken back yet
   // All ranks' shards hold what was written to them; collective.
   void wait_for_shards();
   std::vector<std::string> gathered_units() const;  // names, of those in memory now

@@ -4,14 +4,17 @@ import pytest
 import torch
 from harness import MLP, mean_square, rank_batches, rank_data
 from reference import OneProcess
-from setups import MLP_INPUT, assert_same_gradients, assert_same_values, train_batch
+from setups import MLP_INPUT, assert_same_gradients, assert_same_values, full_master, train_batch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional
 
 import zero_ext
 from zero_ext.handle import find
 
 SEPARATE = 1e-6  # MiB: every module is a unit
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+POLICIES = pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
 
 
 def sharded(mesh, model=None, **kwargs) -> nn.Module:
@@ -84,6 +87,73 @@ def test_a_model_that_was_trained_shows_its_new_values(anywhere, rank, world):
 # Writing
 
 
+@POLICIES
+@pytest.mark.parametrize("writeback", [True, False])
+def test_writes_are_kept_or_forgotten(anywhere, policy, writeback):
+    model, plain = sharded(anywhere, mp_policy=policy), MLP(13)
+    if policy is not None:
+        plain.to(torch.bfloat16)
+    with model.summon_full_params(writeback=writeback):
+        write(model)
+    if writeback:
+        write(plain)
+    assert_equal(read(model), values_of(plain))
+    with model.summon_full_params():
+        assert_equal(values_of(model), values_of(plain))
+
+
+WAYS = {
+    "in place": lambda p, new: p.copy_(new),
+    "through .data": lambda p, new: p.data.copy_(new),
+    "one element": lambda p, new: p.view(-1)[0].fill_(3),
+}
+
+
+@POLICIES
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("writeback", [True, False])
+def test_the_next_step_starts_from_what_was_written(anywhere, rank, world, policy, way, writeback):
+    """Masters follow, moments stay: as one process that writes to its fp32 values."""
+    dtype = torch.float32 if policy is None else torch.bfloat16
+    model = sharded(anywhere, mp_policy=policy)
+    optimizer = zero_ext.optim.AdamW(model.parameters(), lr=0.1)
+    reference = OneProcess(MLP(13, dtype=torch.float32), lambda p: torch.optim.AdamW(p, lr=0.1))
+    reference.model.to(dtype)
+
+    def new_value(p):
+        return torch.linspace(-1, 1, p.numel()).view(p.shape).to(dtype)
+
+    for step in range(3):
+        if step == 1:
+            with torch.no_grad(), model.summon_full_params(writeback=writeback):
+                for p in model.parameters():
+                    WAYS[way](p, new_value(p))
+            if writeback:
+                rewrite(reference, WAYS[way], new_value)
+            expected = values_of(reference.model)
+            for name, value in read(model).items():
+                torch.testing.assert_close(value, expected[name], rtol=1e-2, atol=1e-5)
+        batches = rank_batches(MLP_INPUT, world, step, dtype=dtype)
+        mean_square(model, batches[0][rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.train(batches)
+    # Of bf16 forwards, whose roundings the small differences of the masters shift.
+    tolerance = {"rtol": 1e-4, "atol": 1e-5} if policy is None else {"rtol": 0.05, "atol": 0.02}
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(full_master(p), reference.masters[name], **tolerance)
+
+
+@torch.no_grad()
+def rewrite(reference: OneProcess, way, new_value) -> None:
+    """The same writes in one process; a master changes only where its parameter did."""
+    for name, p in reference.parameters.items():
+        before = p.detach().clone()
+        way(p, new_value(p))
+        changed = p != before
+        reference.masters[name][changed] = p.float()[changed]
+
+
 @pytest.mark.dist
 @pytest.mark.world(min=2)
 def test_of_different_writes_each_ranks_own_part_stays(mesh, rank, world):
@@ -111,7 +181,90 @@ def test_frozen_parameters_are_read_and_written_too(anywhere):
     assert_equal(read(model), values_of(plain))
 
 
+@pytest.mark.parametrize("writeback", [True, False])
+def test_an_exception_inside_ends_it_as_its_end_does(anywhere, rank, writeback):
+    model, plain = sharded(anywhere), MLP(13)
+    before = model.stats()["bytes_held"]
+    with pytest.raises(KeyError, match="user"), model.summon_full_params(writeback=writeback):
+        write(model)
+        raise KeyError("user")
+    assert model.stats()["bytes_held"] == before
+    if writeback:
+        write(plain)
+    assert_equal(read(model), values_of(plain))
+    mean_square(model, train_batch(rank)).backward()
+
+
+# One inside another
+
+
+def test_an_inner_one_leaves_the_parameters_to_the_outer_one(anywhere):
+    model, plain = sharded(anywhere), MLP(13)
+    with model.summon_full_params():
+        with model.summon_full_params():
+            write(model)
+        write(plain)
+        assert_equal(values_of(model), values_of(plain))
+        write(model)
+    write(plain)
+    assert_equal(read(model), values_of(plain))
+
+
+def test_what_an_inner_one_forgets_is_its_own(anywhere):
+    model, plain = sharded(anywhere), MLP(13)
+    with model.summon_full_params():
+        write(model)
+        with model.summon_full_params(writeback=False):
+            write(model, by=5)
+        write(plain)
+        assert_equal(values_of(model), values_of(plain))
+    assert_equal(read(model), values_of(plain))
+
+
+def test_an_outer_one_forgets_what_inner_ones_would_keep(anywhere):
+    model = sharded(anywhere)
+    with model.summon_full_params(writeback=False):
+        for writeback in (True, False):
+            with model.summon_full_params(writeback=writeback):
+                write(model)
+        model.load_state_dict({n: torch.zeros_like(v) for n, v in values_of(model).items()})
+        assert all((p == 0).all() for p in model.parameters())
+    assert_equal(read(model), values_of(MLP(13)))
+
+
+def test_load_state_dict_inside_leaves_the_parameters_gathered(anywhere):
+    model, plain = sharded(anywhere), MLP(13)
+    write(plain)
+    with model.summon_full_params():
+        model.load_state_dict(plain.state_dict())
+        assert_equal(values_of(model), values_of(plain))
+    assert_equal(read(model), values_of(plain))
+
+
 # unshard and reshard
+
+
+def test_unsharded_parameters_stay_until_resharded(anywhere, rank):
+    model, plain = sharded(anywhere), MLP(13)
+    before = model.stats()["bytes_held"]
+    model.unshard()
+    model.unshard()
+    gathers = model.stats()["gathers"]
+    mean_square(model, train_batch(rank)).backward()
+    assert model.stats()["gathers"] == gathers
+    model.zero_grad()
+    with model.summon_full_params():
+        write(model)
+    write(plain)
+    assert_equal(values_of(model), values_of(plain))
+    write(model)
+    write(plain)
+    model.reshard()
+    held = model.stats()
+    assert held["bytes_held"] - held["bytes_bucket"] == before
+    assert_equal(read(model), values_of(plain))
+    model.reshard()
+    assert_equal(read(model), values_of(plain))
 
 
 @pytest.mark.dist

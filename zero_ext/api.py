@@ -170,6 +170,8 @@ class ShardedMethods:
         self._handle = handle
         self._mp_policy = mp_policy
         self._places = places
+        self._forgets = False  # inside summon_full_params(writeback=False)
+        self._held_before_load = False
 
     def __deepcopy__(self, memo) -> "ShardedMethods":
         memo[id(self)] = twin = ShardedMethods(None, self._mp_policy)
@@ -219,18 +221,45 @@ class ShardedMethods:
     def summon_full_params(self, writeback: bool = True):
         """All parameters whole and readable inside the context, on every rank. Collective.
 
+        Inside another one, or after ``unshard()``, the parameters stay when it ends.
+
         Args:
             writeback: With stage 3: keep what was written to the parameters, which must be the same
-                on every rank. Otherwise it is forgotten; with the other stages a write always
-                stays.
+                on every rank. Otherwise it is forgotten, also what inner contexts would keep; with
+                the other stages a write always stays.
         """
         engine = self.handle.engine
+        held = engine.held_by_user
+        if held and (writeback or self._forgets):
+            yield
+            return
+        if held:  # what was written until now is not for this context to forget
+            self.reshard()
         engine.unshard()
+        before, self._forgets = self._forgets, not writeback
+        try:
+            with self._saved_alone(writeback):
+                yield
+        finally:
+            self._forgets = before
+            engine.reshard(keep_writes=writeback)
+            engine.wait_for_shards()
+            if held:
+                engine.unshard()
+
+    @contextlib.contextmanager
+    def _saved_alone(self, writeback: bool):
+        """One rank has nobody to gather the values from again."""
+        handle = self.handle
+        if writeback or handle.engine.releases or handle.engine.stage != 3:
+            yield
+            return
+        saved = [(place.parameter, place.parameter.detach().clone()) for place in self._places]
         try:
             yield
         finally:
-            engine.reshard(keep_writes=writeback)
-            engine.wait_for_shards()
+            for parameter, value in saved:
+                parameter.data.copy_(value)  # unseen by autograd: nothing has changed
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide gradients by ``factor`` instead of by the number of ranks."""
@@ -255,13 +284,15 @@ class ShardedMethods:
     def before_load(self, module: nn.Module, state_dict, prefix: str, *rest) -> None:
         if self._handle is None or not self._handle.engine.releases:
             return
+        self._held_before_load = self._handle.engine.held_by_user
         self._handle.engine.unshard()
         for key, value in state_dict.items():
             if key.startswith(prefix) and isinstance(value, ShardTensor):
                 state_dict[key] = value.full_tensor()
 
     def after_load(self, module: nn.Module, incompatible_keys) -> None:
-        if self._handle is not None and self._handle.engine.releases:
+        released = self._handle is not None and self._handle.engine.releases
+        if released and not self._held_before_load:
             self.reshard()
 
     def zero_grad(self, module: nn.Module, set_to_none: bool = True) -> None:
