@@ -293,6 +293,10 @@ void Engine::unshard() {
 
 void Engine::reshard(Unit::Writes writes) {
   const std::lock_guard lock(mutex_);
+  const at::NoGradGuard no_grad;
+  if (releases()) {
+    for (int64_t i = 0; i < parameter_count(); ++i) repair_storage(i, writes);
+  }
   gatherer_.drop(all_gathered(), writes);
 }
 
@@ -638,7 +642,9 @@ StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices,
   StepVerdict verdict;
   if (questions.nonfinite || questions.norm || context_.releases())
     verdict = agree_on_gradients(indices, questions);
-  repair_storage(indices);
+  for (const int64_t i : indices) {
+    if (managed(i)) repair_storage(i, Unit::Writes::keep);
+  }
   if (verdict.nonfinite) gatherer_.end_step();
   micro_batch_ = 0;
   since_boundary_ = 0;
@@ -650,20 +656,22 @@ bool Engine::backward_reaches_us() const {
                      [](const Parameter& parameter) { return will_run(parameter.node); });
 }
 
-void Engine::repair_storage(const std::vector<int64_t>& indices) {
-  for (const int64_t i : indices) {
-    Parameter& parameter = parameters_[i];
-    if (parameter.unit < 0 || parameter.tensor.numel() == 0) continue;
-    Unit& unit = *units_[parameter.unit];
-    const at::Tensor view = unit.parameter_view(parameter.slot);
-    if (unit.holds_storage_of(parameter.tensor) &&
-        parameter.tensor.storage_offset() == view.storage_offset() &&
-        parameter.tensor.strides() == view.strides() && parameter.tensor.sizes() == view.sizes()) {
-      continue;
-    }
-    unit.adopt_parameter(parameter.slot, parameter.tensor.detach());
-    parameter.tensor.set_data(view);
+void Engine::repair_storage(int64_t i, Unit::Writes writes) {
+  Parameter& parameter = parameters_[i];
+  if ((!managed(i) && parameter.frozen_unit < 0) || parameter.tensor.numel() == 0) return;
+  Unit& unit = managed(i) ? *units_[parameter.unit] : *frozen_units_[parameter.frozen_unit];
+  const at::Tensor view = unit.parameter_view(parameter.slot);
+  // Another size or dtype is refused by name, by the next backward or step.
+  if (parameter.tensor.numel() != view.numel() || parameter.tensor.dtype() != view.dtype()) return;
+  if (unit.holds_storage_of(parameter.tensor) &&
+      parameter.tensor.storage_offset() == view.storage_offset() &&
+      parameter.tensor.strides() == view.strides() && parameter.tensor.sizes() == view.sizes()) {
+    return;
   }
+  if (writes == Unit::Writes::keep) {
+    unit.adopt_parameter(parameter.slot, parameter.tensor.detach());
+  }
+  parameter.tensor.set_data(view);
 }
 
 StepVerdict Engine::agree_on_gradients(const std::vector<int64_t>& indices,
@@ -751,7 +759,7 @@ at::Tensor Engine::current_master(int64_t i) {
   const at::NoGradGuard no_grad;
   TORCH_CHECK(!open_, where(rank()), "a parameter's state was asked for inside a backward.");
   const Parameter& parameter = parameters_[i];
-  repair_storage({i});
+  repair_storage(i, Unit::Writes::keep);
   units_[parameter.unit]->adopt_writes(parameter.slot);
   return units_[parameter.unit]->master_slice(parameter.slot);
 }

@@ -231,7 +231,8 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   void set_local_next(bool next);
   void for_each_run(const std::vector<int64_t>& indices,
                     const std::function<void(float*, int64_t)>& body);
-  void repair_storage(const std::vector<int64_t>& indices);
+  // The user gave parameter i another storage: its values are taken over, or forgotten.
+  void repair_storage(int64_t i, Unit::Writes writes);
   bool all_sums_fresh() const;
   StepVerdict agree_on_gradients(const std::vector<int64_t>& indices,
                                  const StepQuestions& questions);

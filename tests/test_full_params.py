@@ -105,6 +105,7 @@ def test_writes_are_kept_or_forgotten(anywhere, policy, writeback):
 WAYS = {
     "in place": lambda p, new: p.copy_(new),
     "through .data": lambda p, new: p.data.copy_(new),
+    "another .data": lambda p, new: setattr(p, "data", new.clone()),
     "one element": lambda p, new: p.view(-1)[0].fill_(3),
 }
 
