@@ -179,6 +179,27 @@ def test_without_prefetch_two_units_are_gathered_at_any_time(mesh, rank, world):
     assert set(seen) == {2 * unit}
 
 
+@pytest.mark.parametrize("reshards", [True, False])
+def test_what_stays_between_forward_and_backward_is_not_gathered_again(mesh, rank, world, reshards):
+    """Released: all but the root and the last block; with reshard_after_forward=False nothing."""
+    model = Blocks()
+    unit = one_unit(model, world)
+    zero_ext.shard(
+        model, 3, mesh=mesh, bucket_mb=SEPARATE, prefetch_mb=0, reshard_after_forward=reshards
+    )
+    optimizer = zero_ext.optim.AdamW(model.parameters())
+    train(model, optimizer, rank, steps=1)
+    for step in range(1, 3):
+        before = model.stats()["gathers"]
+        loss = mean_square(model, rank_data((2, 37), rank, step))
+        assert model.stats()["bytes_full"] == (2 if reshards else 7) * unit
+        loss.backward()
+        assert model.stats()["bytes_full"] == 0
+        assert model.stats()["gathers"] - before == (7 + 5 if reshards else 7)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def test_evaluation_holds_as_much_as_training(mesh, rank, world):
     model = Blocks()
     unit = one_unit(model, world)
