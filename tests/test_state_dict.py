@@ -12,6 +12,11 @@ from harness import MLP, Tied, mean_square, rank_batches
 from reference import OneProcess
 from setups import MLP_INPUT, assert_same_values, full_master, train_batch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import zero_ext
@@ -293,6 +298,20 @@ def test_a_checkpoint_of_it_is_a_plain_models(mesh, shared_path):
     state = {"model": Mixed().state_dict()}
     dcp.load(state, checkpoint_id=shared_path)
     assert_state(state["model"], Mixed(seed=1).state_dict())
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_torchs_state_dict_functions_get_and_set_it(mesh, full):
+    model = sharded(mesh)
+    options = StateDictOptions(full_state_dict=full)
+    state = get_model_state_dict(model, options=options)
+    for name, parameter in model.named_parameters():
+        assert isinstance(state[name], ShardTensor) != full
+        assert state[name].shape == parameter.shape
+    assert_released(model)
+    set_model_state_dict(model, other_values(), options=options)
+    assert_released(model)
+    assert_state(full_state(model), other_values())
 
 
 RELEASED = r"zero_ext \[rank \d, unit '.*'\]: the parameters of this unit are released"
