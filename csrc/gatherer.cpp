@@ -83,7 +83,13 @@ void Gatherer::apply(int64_t unit, ResidencyEvent event, const ResidencyContext&
 }
 
 void Gatherer::start(Entry& entry) {
-  entry.unit->start_gather(comm_);
+  try {
+    entry.unit->start_gather(comm_);
+  } catch (const c10::Error&) {
+    throw;
+  } catch (const std::exception& error) {  // gloo's own
+    TORCH_CHECK(false, waiting_for(entry), ": ", error.what());
+  }
   ++gathers_;
   ++entry.taken;
   // Beyond what a pass needs, the other ranks are likely to do as this one does.
@@ -92,13 +98,14 @@ void Gatherer::start(Entry& entry) {
 }
 
 void Gatherer::finish(Entry& entry) {
-  entry.unit->finish_gather([&] {
-    return where(context_.rank, entry.unit->name()) +
-           "waited for the other ranks' parts of its parameters (the last unit that was gathered:"
-           " '" +
-           last_gathered_ + "')";
-  });
+  entry.unit->finish_gather([&] { return waiting_for(entry); });
   last_gathered_ = entry.unit->name();
+}
+
+std::string Gatherer::waiting_for(const Entry& entry) const {
+  return where(context_.rank, entry.unit->name()) +
+         "waited for the other ranks' parts of its parameters (the last unit that was gathered: '" +
+         last_gathered_ + "')";
 }
 
 // Forward
@@ -327,8 +334,15 @@ void Gatherer::offer_missing(Entry& entry) {
   for (int64_t peer = 0; peer < context_.world; ++peer) {
     if (peer == context_.rank) continue;
     std::deque<Comm::Offer>& offers = entry.offers[peer];
-    while (static_cast<int64_t>(offers.size()) < entry.due) {
-      offers.push_back(entry.unit->offer(comm_, peer));
+    try {
+      while (static_cast<int64_t>(offers.size()) < entry.due) {
+        offers.push_back(entry.unit->offer(comm_, peer));
+      }
+    } catch (const std::exception& error) {
+      TORCH_CHECK(false, where(context_.rank, entry.unit->name()), "rank ", peer,
+                  " cannot be offered this rank's part of the parameters (the last unit that was"
+                  " gathered: '",
+                  last_gathered_, "'): ", error.what());
     }
   }
 }

@@ -102,6 +102,7 @@ class Gatherer {
              Unit::Writes writes = Unit::Writes::keep);
   void start(Entry& entry);
   void finish(Entry& entry);
+  std::string waiting_for(const Entry& entry) const;
   void enter(int64_t site, ResidencyEvent event);
   void prefetch(Phase phase);
   void begin_pass(Phase phase);

@@ -593,7 +593,13 @@ Comm::Offer Unit::offer(Comm& comm, int64_t peer) const {
 
 void Unit::start_gather(Comm& comm) {
   full_.allocate(*context_.spare);
-  receive_ranges(comm);
+  try {
+    receive_ranges(comm);
+  } catch (...) {
+    gathering_ = Pending();
+    full_.empty(*context_.spare, released_message());
+    throw;
+  }
 }
 
 void Unit::receive_ranges(Comm& comm) {

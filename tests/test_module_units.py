@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from zero_ext.units import cut_by_module, split_block
+from zero_ext.units import Block, cut_by_module, parts, split_block
 
 SEPARATE = 1e-6  # bytes: nothing is merged
 EVERYTHING = 1e9
@@ -229,15 +229,23 @@ def test_no_merging_over_a_sibling_that_is_in_no_unit():
     assert modules_of(model, nn.Linear, EVERYTHING) == [["c", "e"], ["a"], [""]]
 
 
-def test_a_sequential_that_is_merged_whole_is_entered_itself():
+def test_children_of_a_sequential_are_entered_themselves():
+    """They may be called one by one, or through a slice of it."""
     model = Model(
         a=nn.Sequential(linear(), nn.ReLU(), linear()), b=nn.ModuleList([linear(), linear()])
     )
     assert named(model, bucket_bytes=nearly_all(model)) == [
         (["b.0", "b.1"], [*both("b.0"), *both("b.1")]),
-        (["a"], [*both("a.0"), *both("a.2")]),
+        (["a.0", "a.2"], [*both("a.0"), *both("a.2")]),
         ([""], []),
     ]
+
+
+def test_what_lies_behind_the_blocks_is_completed_first():
+    blocks = [Block([], [4, 5]), Block([], [1, 2, 3]), Block([], [0, 6, 7], root=True)]
+    assert parts(blocks) == [(2, [6, 7]), (0, [4, 5]), (1, [1, 2, 3]), (2, [0])]
+    assert parts([Block([], [0, 1], root=True)]) == [(0, [0, 1])]
+    assert parts([Block([], [0, 1]), Block([], [], root=True)]) == [(0, [0, 1])]
 
 
 def test_a_model_that_fits_one_bucket_is_one_unit():
@@ -245,11 +253,6 @@ def test_a_model_that_fits_one_bucket_is_one_unit():
     assert modules_of(model, bucket_bytes=EVERYTHING) == [[""]]
     assert modules_of(model, bucket_bytes=nearly_all(model)) == [["a.0", "a.1"], [""]]
     assert modules_of(model, nn.Linear, EVERYTHING) != [[""]]  # what was asked for
-
-
-def test_a_root_that_is_merged_whole_has_one_block():
-    model = nn.Sequential(linear(), linear())
-    assert named(model, bucket_bytes=EVERYTHING) == [([""], [*both("0"), *both("1")])]
 
 
 @pytest.mark.parametrize("bucket_mb", [1, 25])

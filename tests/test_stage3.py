@@ -181,7 +181,22 @@ class ReturnsWeight(Stack):
         return self.head(x)
 
 
+class ByHand(nn.Module):
+    """A Sequential whose children and slices are called."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(5)])
+
+    def forward(self, x):
+        for layer in self.layers[:2]:
+            x = layer(x)
+        return self.layers[3:](self.layers[2](x))
+
+
 MODELS = {
+    "by hand": ByHand,
     "plain": Stack,
     "sequential": lambda: nn.Sequential(*[Stack(1) for _ in range(3)]),
     "frozen beside": lambda: Stack(block=FrozenBeside),
@@ -306,6 +321,20 @@ def branch_loss(model, batch):
 
 
 @pytest.mark.dist
+def test_units_of_several_modules(mesh, rank, world):
+    """Two modules each: entered with the first, left with the last, in both directions."""
+    bytes_of_two = 2 * WIDTH * (WIDTH + 1) * 4
+    model = sharded(ByHand(), mesh, bucket_mb=bytes_of_two / 2**20)
+    batches = rank_batches(SHAPE, world, micros=3)
+    for micro in batches:
+        before = model.stats()["gathers"]
+        mean_square(model, micro[rank]).backward()
+        assert gathered(model) == []
+        assert model.stats()["gathers"] - before <= (6 if world > 1 else 0)
+    assert_gradients(model, ByHand, batches, world)
+
+
+@pytest.mark.dist
 @pytest.mark.parametrize("prefetch_mb", [0, 1])
 def test_ranks_take_different_branches(prefetch_mb, mesh, rank, world):
     model = sharded(Branches(4), mesh, prefetch_mb=prefetch_mb)
@@ -364,7 +393,9 @@ def test_forwards_with_a_graph_but_no_backward(mesh, rank, world):
     model = sharded(Stack(), mesh)
     for step in range(3):
         model(rank_data(SHAPE, rank, step))
-        assert len(gathered(model)) <= 2  # the root and the last block, where a backward begins
+        assert (
+            len(gathered(model)) <= 3
+        )  # the root's two and the last block, where a backward begins
     batches = rank_batches(SHAPE, world)
     mean_square(model, batches[0][rank]).backward()
     assert gathered(model) == []
@@ -500,8 +531,9 @@ def test_a_rank_that_runs_other_forwards_is_named_within_the_timeout(
     model = sharded(Stack(), mesh)
     mean_square(model, rank_data(SHAPE, rank)).backward()
     # Rank 0 runs on alone, past what the others have offered in advance.
-    expected = r"unit '.*': waited for .* its parameters \(the last unit that was gathered: '.*'\)"
-    with pytest.raises(RuntimeError, match=rf"rank {rank}, {expected} \(waiting for rank \d"):
+    with pytest.raises(
+        RuntimeError, match=rf"rank {rank}, unit '.*the last unit that was gathered"
+    ):
         for step in range(10 if rank == 0 else 0):
             model(rank_data(SHAPE, rank, step))
         # The others see in their next forward that it gave up.

@@ -126,10 +126,7 @@ class Handle:
             self.add_parameters(parameters)
         else:
             self._register(parameters)
-            for block in blocks:
-                if meta is not None:
-                    self._materialise(block, meta)
-                self._make_block(block)
+            self._make_blocks(blocks, meta)
 
     def _register(self, parameters: Sequence[tuple[str, Tensor]]) -> list[int]:
         first = len(self.parameters)
@@ -139,8 +136,8 @@ class Handle:
             self.parameters.append(weakref.ref(parameter))
         return list(range(first, len(self.parameters)))
 
-    def _materialise(self, block: units.Block, meta: MetaModules) -> None:
-        old = {i: self.parameters[i]() for i in block.members}
+    def _materialise(self, members: Sequence[int], meta: MetaModules) -> None:
+        old = {i: self.parameters[i]() for i in members}
         for i, new in meta.materialise(old).items():
             if old[i] in self._used_several_times:
                 self._used_several_times[new] = True
@@ -152,11 +149,21 @@ class Handle:
         """This rank's part of a parameter, shown in its shape."""
         return self.as_parameter(self.engine.parameter_slice(i), i, self.parameters[i]())
 
-    def _make_block(self, block: units.Block) -> None:
-        parameters = {i: self.parameters[i]() for i in block.members}
+    def _make_blocks(self, blocks: Sequence[units.Block], meta: MetaModules | None) -> None:
+        numbers: list[list[int]] = [[] for _ in blocks]
+        for block, members in units.parts(blocks):
+            if meta is not None:
+                self._materialise(members, meta)
+            numbers[block].extend(self._make_part(members))
+        if self.engine.releases:
+            for block, its_numbers in zip(blocks, numbers, strict=True):
+                self._watch(block, its_numbers)
+
+    def _make_part(self, part: Sequence[int]) -> list[int]:
+        parameters = {i: self.parameters[i]() for i in part}
         numbers = []
         in_fp32 = {i for i, p in parameters.items() if self._gradient_is_fp32(p)}
-        for members, dtype, trainable in units.split_block(block.members, parameters, in_fp32):
+        for members, dtype, trainable in units.split_block(part, parameters, in_fp32):
             kind = _C.UnitKind.trainable if trainable else _C.UnitKind.frozen
             dtype = self.param_dtype or dtype
             numbers.append(self.engine.add_unit(members, dtype, kind))
@@ -165,15 +172,12 @@ class Handle:
             self._publish(members)
             if members[0] in in_fp32:
                 self._take_gradients_in_fp32(self.engine.unit_count - 1)
-        if not self.engine.releases:
-            return
+        return numbers
+
+    def _watch(self, block: units.Block, numbers: list[int]) -> None:
         for k, module in enumerate(block.modules):
-            site = self.engine.add_site(
-                numbers,
-                root=block.root,
-                first=k == 0,
-                last=k == len(block.modules) - 1,
-            )
+            last = k == len(block.modules) - 1
+            site = self.engine.add_site(numbers, root=block.root, first=k == 0, last=last)
             watch_module(module, self.engine, site)
 
     def _publish(self, indices: Iterable[int]) -> None:

@@ -10,6 +10,7 @@ from zero_ext.units import (
     Choice,
     cut_by_module,
     cut_by_size,
+    parts,
     prefetch_bytes,
     split_block,
     used_several_times,
@@ -88,7 +89,9 @@ def estimate_memory(
     if stage == 3:
         parameters = list(module.parameters())
         blocks = cut_by_module(module, parameters, units, bucket_bytes, param_dtype)
-        cut = [_units_of(b, parameters, several, param_dtype, ranges) for b in blocks]
+        cut: list[list[_Unit]] = [[] for _ in blocks]
+        for block, members in parts(blocks):
+            cut[block].extend(_units_of(members, parameters, several, param_dtype, ranges))
         if released:
             ahead = prefetch_bytes(blocks, parameters, prefetch_mb, bucket_mb, param_dtype)
             gathered = _gathered_bytes(blocks, cut, ahead)
@@ -140,8 +143,10 @@ def _units_by_size(
     return units
 
 
-def _units_of(block: Block, parameters, several: set[int], param_dtype, ranges: int) -> list[_Unit]:
-    apart = {i for i in block.members if _is_in_fp32(parameters[i], several, param_dtype)}
+def _units_of(
+    part: Sequence[int], parameters, several: set[int], param_dtype, ranges: int
+) -> list[_Unit]:
+    apart = {i for i in part if _is_in_fp32(parameters[i], several, param_dtype)}
     return [
         _Unit(
             [parameters[i].numel() for i in members],
@@ -150,7 +155,7 @@ def _units_of(block: Block, parameters, several: set[int], param_dtype, ranges: 
             trainable,
             members[0] in apart,
         )
-        for members, dtype, trainable in split_block(block.members, parameters, apart)
+        for members, dtype, trainable in split_block(part, parameters, apart)
     ]
 
 

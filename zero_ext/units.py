@@ -95,13 +95,7 @@ def cut_by_module(
     total = sum(parameters[i].numel() * _itemsize(parameters[i], param_dtype) for i in everything)
     if choice is None and total <= bucket_bytes:
         return [Block([root], list(everything), root=True)]
-    blocks = [_with_container(root, block) for block in blocks]
-    in_root = [block for block in blocks if block.modules == [root]]
-    rest = sorted(rest + [i for block in in_root for i in block.members])
-    return [
-        *(block for block in reversed(blocks) if block not in in_root),
-        Block([root], rest, root=True),
-    ]
+    return [*reversed(blocks), Block([root], rest, root=True)]
 
 
 def _chosen(root: nn.Module, choice: Choice) -> dict[str, nn.Module]:
@@ -164,20 +158,6 @@ def _owned(
     return owned
 
 
-def _with_container(root: nn.Module, block: Block) -> Block:
-    """All children of a Sequential in one block: the Sequential itself is entered, once."""
-    if len(block.modules) < 2:
-        return block
-    members = {id(m) for m in block.modules}
-    for module in root.modules():
-        if not isinstance(module, nn.Sequential):
-            continue
-        children = [c for c in module.children() if any(True for _ in c.parameters())]
-        if {id(c) for c in children} == members:
-            return Block([module], block.members)
-    return block
-
-
 def _strangers_before(root: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, int]:
     """How many of a chosen module's siblings come before it, have parameters and are not chosen."""
     ids = {id(module) for module in chosen.values()}
@@ -194,6 +174,21 @@ def _strangers_before(root: nn.Module, chosen: dict[str, nn.Module]) -> dict[str
 
 def _itemsize(parameter: Tensor, param_dtype: torch.dtype | None) -> int:
     return (param_dtype or parameter.dtype).itemsize
+
+
+def parts(blocks: Sequence[Block]) -> list[tuple[int, list[int]]]:
+    """Members that make units of their own, with the number of their block, in the order in which a
+    backward completes them.
+
+    The root's parameters behind all other blocks, a head's for example, come first: together with
+    an embedding's their gradients would occupy a bucket from the first to the last.
+    """
+    *others, root = range(len(blocks))
+    behind = max((i for b in others for i in blocks[b].members), default=-1)
+    late = [i for i in blocks[root].members if i > behind]
+    early = [i for i in blocks[root].members if i <= behind]
+    found = [(root, late), *((b, blocks[b].members) for b in others), (root, early)]
+    return [(block, members) for block, members in found if members]
 
 
 def split_block(
