@@ -34,7 +34,7 @@ def train(tmp_path, *arguments: str, ranks: int = 2) -> dict:
     return json.loads((tmp_path / "run" / "log.json").read_text())
 
 
-@pytest.mark.parametrize("method", ["--ddp", "--stage=1", "--stage=2"])
+@pytest.mark.parametrize("method", ["--ddp", "--stage=1", "--stage=2", "--stage=3"])
 def test_two_ranks_learn_and_write_their_log(tmp_path, method):
     log = train(tmp_path, method, "--accumulation-steps=2", "--lr=3e-3")
 
@@ -52,7 +52,7 @@ def test_one_process_needs_no_torchrun(tmp_path):
     assert log["held_out_loss"] < log["loss"][0]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_stages_follow_ddp(tmp_path, stage):
     """In fp32 the methods differ in the order of sums alone; twelve steps amplify that little."""
     runs = {}
