@@ -264,9 +264,10 @@ void Engine::enter_forward(int64_t site) {
   gatherer_.enter_forward(site);
 }
 
-void Engine::leave_forward(int64_t site, const std::vector<at::Tensor>& outputs) {
+void Engine::leave_forward(int64_t site, const std::vector<at::Tensor>& outputs,
+                           bool backward_may_follow) {
   const std::lock_guard lock(mutex_);
-  Gatherer::Left left{.grad_mode = at::GradMode::is_enabled()};
+  Gatherer::Left left{.backward_may_follow = backward_may_follow};
   for (const int64_t u : gatherer_.units_of(site)) {
     const bool escapes = std::any_of(outputs.begin(), outputs.end(), [&](const at::Tensor& output) {
       return gatherer_.unit(u).holds_storage_of(output);

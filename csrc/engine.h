@@ -149,7 +149,8 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   int64_t add_site(Site site);
   void enter_forward(int64_t site);
   // `outputs`: all tensors in what the module returned.
-  void leave_forward(int64_t site, const std::vector<at::Tensor>& outputs);
+  void leave_forward(int64_t site, const std::vector<at::Tensor>& outputs,
+                     bool backward_may_follow);
   std::shared_ptr<Call> begin_call(int64_t site);
   void unshard();
   void reshard(Unit::Writes writes);

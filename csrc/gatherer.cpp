@@ -133,7 +133,8 @@ void Gatherer::enter(int64_t site, ResidencyEvent event) {
   // A forward inside a backward recomputes: it belongs to the backward's order.
   const Phase phase = in_backward_ ? kBackward : kForward;
   const Site& entered = sites_[site];
-  release_straggler(entered);
+  release_stragglers(entered);
+  for (const int64_t u : entered.units) apply(u, ResidencyEvent::prefetch);  // all before any wait
   for (size_t n = 0; n < entered.units.size(); ++n) {
     const int64_t u = entered.units[n];
     try {
@@ -155,12 +156,12 @@ void Gatherer::enter(int64_t site, ResidencyEvent event) {
   prefetch(phase);
 }
 
-void Gatherer::release_straggler(const Site& entered) {
-  const int64_t straggler = std::exchange(straggler_, -1);
-  if (straggler < 0 || contains(entered.units, straggler)) return;
-  const Entry& entry = entries_[straggler];
-  if (!entry.holds.any() && !entry.unit->expects_gradients()) {
-    apply(straggler, ResidencyEvent::drop);
+void Gatherer::release_stragglers(const Site& entered) {
+  for (const int64_t u : std::exchange(stragglers_, {})) {
+    if (contains(entered.units, u)) continue;
+    if (!entries_[u].holds.any() && !entries_[u].unit->expects_gradients()) {
+      apply(u, ResidencyEvent::drop);
+    }
   }
 }
 
@@ -189,23 +190,24 @@ void Gatherer::leave_forward(int64_t site, const Left& left) {
   for (const int64_t u : entered.units) {
     if (entries_[u].holds.forward == 0) continue;  // the entry failed, or a reset came between
     const bool backward_is_next =
-        left.grad_mode &&
+        left.backward_may_follow &&
         (in_backward_ || !options_.reshard_after_forward || entered.root || last_in_forward(u));
     apply(u, ResidencyEvent::leave_forward,
           {.keep = backward_is_next || !entered.last,
            .escapes = contains(left.escaped, u),
            .expected = entries_[u].unit->expects_gradients()});
-    if (!entered.last && !backward_is_next) straggler_ = u;
+    if (!entered.last && !backward_is_next) stragglers_.push_back(u);
   }
   if (!entered.root || root_depth_ == 0 || --root_depth_ > 0 || in_backward_) return;
   end_pass(kForward);
   for (int64_t u = 0; u < unit_count(); ++u) {
-    const bool keep = left.grad_mode && (contains(entered.units, u) || last_in_forward(u) ||
-                                         !options_.reshard_after_forward);
+    const bool keep =
+        left.backward_may_follow &&
+        (contains(entered.units, u) || last_in_forward(u) || !options_.reshard_after_forward);
     if (entries_[u].holds.any() || (keep && !entries_[u].ahead)) continue;
     apply(u, ResidencyEvent::backward_ended);
   }
-  if (!left.grad_mode) context_.spare->clear();
+  if (!left.backward_may_follow) context_.spare->clear();
 }
 
 // Backward
@@ -231,7 +233,7 @@ void Gatherer::leave_backward(int64_t site, bool graph_kept) {
           {.expected = entry.unit->expects_gradients() || more_sites,
            .graph_kept = graph_kept,
            .may_retain = may_retain(u)});
-    if (more_sites) straggler_ = u;
+    if (more_sites) stragglers_.push_back(u);
   }
 }
 
@@ -254,7 +256,7 @@ bool Gatherer::may_retain(int64_t unit) const {
 void Gatherer::end_backward(bool graph_kept) {
   if (!in_backward_) return;
   in_backward_ = false;
-  straggler_ = -1;
+  stragglers_.clear();
   end_pass(kBackward);
   for (int64_t u = 0; u < unit_count(); ++u) {
     apply(u, ResidencyEvent::backward_ended, {.graph_kept = graph_kept});
@@ -264,7 +266,7 @@ void Gatherer::end_backward(bool graph_kept) {
 
 void Gatherer::reset_after_failure() noexcept {
   in_backward_ = false;
-  straggler_ = -1;
+  stragglers_.clear();
   for (int64_t u = 0; u < unit_count(); ++u) {
     const bool in_forward = entries_[u].holds.forward > 0;
     try {

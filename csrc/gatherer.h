@@ -49,7 +49,7 @@ class Gatherer {
 
   void enter_forward(int64_t site);
   struct Left {
-    bool grad_mode = false;
+    bool backward_may_follow = false;
     std::vector<int64_t> escaped;  // units of which the output holds views
   };
   void leave_forward(int64_t site, const Left& left);
@@ -110,7 +110,7 @@ class Gatherer {
   void offer_missing(Entry& entry);
   void tell_what_was_taken();
   bool last_in_forward(int64_t unit) const;
-  void release_straggler(const Site& entered);
+  void release_stragglers(const Site& entered);
   bool may_retain(int64_t unit) const;
 
   Comm& comm_;
@@ -123,7 +123,7 @@ class Gatherer {
   std::vector<int64_t> order_[2];    // of units, in the last pass of each phase
   std::vector<int64_t> current_[2];  // in this pass
   size_t position_[2] = {0, 0};      // in order_: what comes next
-  int64_t straggler_ = -1;           // left, but kept for the next site of the same unit
+  std::vector<int64_t> stragglers_;  // left, but kept for the next site of the same unit
   std::string last_gathered_ = "none";
   int64_t passes_ = 0;  // since the ranks last told each other
   int64_t gathers_ = 0;

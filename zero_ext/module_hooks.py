@@ -59,7 +59,8 @@ class SiteHooks:
             call.end()
             for tensor in outputs:
                 call.watch_output(tensor)
-        self._engine.leave_forward(self._site, outputs)
+        # Without an output the forward threw.
+        self._engine.leave_forward(self._site, outputs, call is not None and output is not None)
 
 
 class _Hook:
