@@ -552,3 +552,29 @@ def test_a_timeout_that_is_no_number_of_seconds_is_refused(value, mesh, world, m
     if world > 1:
         with pytest.raises(ValueError, match=f"ZERO_EXT_TIMEOUT_S='{value}'"):
             sharded(Stack(), mesh)
+
+
+@pytest.mark.parametrize("wrong", [{"prefetch_mb": -1}, {"retained_bytes": -5}, {"units": "Block"}])
+def test_arguments_that_make_no_sense_are_refused(wrong):
+    model = Stack()
+    with pytest.raises((ValueError, TypeError), match=f"zero_ext: {next(iter(wrong))}"):
+        zero_ext.shard(model, 3, **wrong)
+    zero_ext.shard(model, 3)  # nothing has changed
+
+
+def test_an_optimizer_alone_cannot_be_stage_3():
+    with pytest.raises(ValueError, match=r"zero_ext.shard\(model, stage=3\) first"):
+        zero_ext.optim.AdamW(Stack().parameters(), stage=3)
+
+
+def test_one_rank_keeps_everything_and_trains():
+    model, plain = zero_ext.shard(Stack(), 3), Stack()
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        for m, o in ((model, optimizer), (plain, reference)):
+            o.zero_grad()
+            mean_square(m, rank_data(SHAPE, 0, step)).backward()
+            o.step()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7, msg=name)

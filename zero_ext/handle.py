@@ -78,6 +78,9 @@ class Handle:
             )
         if not bucket_mb > 0:
             raise ValueError(f"zero_ext: bucket_mb must be positive, not {bucket_mb}.")
+        for name, value in (("prefetch_mb", prefetch_mb), ("retained_bytes", retained_bytes)):
+            if value is not None and not value >= 0:
+                raise ValueError(f"zero_ext: {name} must be at least 0, not {value!r}.")
         for dtype in (param_dtype, reduce_dtype):
             if dtype is not None and dtype not in _DTYPES:
                 raise ValueError(f"zero_ext: {dtype} is not one of {_DTYPES}.")
