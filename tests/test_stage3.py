@@ -1,6 +1,9 @@
 """Stage 3: parameters are there whenever a pass reads them, gone when it has left, never wrong."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 from collections import namedtuple
 
 import pytest
@@ -19,6 +22,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import zero_ext
+from zero_ext import _C
 from zero_ext.handle import find
 
 WIDTH = 7
@@ -578,3 +582,53 @@ def test_one_rank_keeps_everything_and_trains():
             o.step()
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def threads_and_files() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.dist
+def test_many_models_leave_no_threads_or_files_behind(mesh, rank, world):
+    def once():
+        model = sharded(Stack(), mesh)
+        mean_square(model, rank_data(SHAPE, rank)).backward()
+
+    counts = []
+    for _ in range(4):
+        once()
+        _C.wait_for_farewells(30)
+        gather_objects(rank)
+        counts.append(threads_and_files())
+    assert counts[1] == counts[3]
+
+
+FINISHES_AT_DIFFERENT_TIMES = """
+import sys, time, torch, zero_ext
+import torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
+zero_ext.shard(model, 3, bucket_mb=1e-4)
+with torch.no_grad():
+    for _ in range(3):
+        if dist.get_rank() == 0:
+            time.sleep(0.5)
+        model(torch.ones(2, 8))
+"""
+
+
+def test_a_rank_that_ends_first_serves_the_others_until_they_end(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(FINISHES_AT_DIFFERENT_TIMES)
+    outer = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "LOCAL_", "GROUP_", "ROLE_")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(outer)}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    result = subprocess.run(
+        [*launcher, "--nproc-per-node=2", str(script)],
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
