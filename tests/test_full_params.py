@@ -1,5 +1,7 @@
 """summon_full_params, unshard and reshard; and what a released parameter says to whom uses it."""
 
+import time
+
 import pytest
 import torch
 from harness import MLP, mean_square, rank_batches, rank_data
@@ -169,6 +171,27 @@ def test_of_different_writes_each_ranks_own_part_stays(mesh, rank, world):
             [torch.full((bounds[r + 1] - bounds[r],), r + 1.0) for r in range(world)]
         )
         assert torch.equal(value.flatten(), expected)
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+def test_a_rank_that_comes_later_reads_what_was_there_before(mesh, rank, world):
+    """The others must not give it what they have written meanwhile."""
+    model = sharded(mesh)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):  # from now on there are offers in reserve
+        mean_square(model, rank_data(MLP_INPUT, rank)).backward()
+        optimizer.step()
+    with torch.no_grad():
+        model(rank_data(MLP_INPUT, rank))
+    before = read(model)
+    if rank == world - 1:
+        time.sleep(0.3)
+    with model.summon_full_params():
+        assert_equal(values_of(model), before)
+        write(model)
+        expected = values_of(model)
+    assert_equal(read(model), expected)
 
 
 def test_frozen_parameters_are_read_and_written_too(anywhere):

@@ -214,8 +214,14 @@ class ShardedMethods:
 
     def reshard(self) -> None:
         """Take ``unshard()`` back. What was written to this rank's parts stays. Collective."""
-        self.handle.engine.reshard(keep_writes=True)
-        self.handle.engine.wait_for_shards()
+        self._release(keep_writes=True)
+
+    def _release(self, keep_writes: bool) -> None:
+        engine = self.handle.engine
+        if keep_writes:  # into this rank's shards, which others may be gathering still
+            engine.wait_for_shards()
+        engine.reshard(keep_writes=keep_writes)
+        engine.wait_for_shards()
 
     @contextlib.contextmanager
     def summon_full_params(self, writeback: bool = True):
@@ -242,8 +248,7 @@ class ShardedMethods:
                 yield
         finally:
             self._forgets = before
-            engine.reshard(keep_writes=writeback)
-            engine.wait_for_shards()
+            self._release(keep_writes=writeback)
             if held:
                 engine.unshard()
 
