@@ -457,19 +457,11 @@ void Engine::write_gradient(int64_t i, const at::Tensor& grad) {
 void Engine::write_gradient(Parameter& parameter, const at::Tensor& grad) {
   const at::NoGradGuard no_grad;
   Unit& unit = *units_[parameter.unit];
-  const Slot& slot = unit.layout().slot(parameter.slot);
   if (grad.unsafeGetTensorImpl()->is_python_dispatch()) {
     TORCH_CHECK(local_reader_, "zero_ext: no reader for tensor subclasses is set");
     unit.write_gradient(parameter.slot, local_reader_(grad));
   } else {
-    const Piece* piece = unit.own_piece(parameter.slot);
-    at::Tensor flat = at::empty_strided(slot.spec.sizes, slot.spec.strides,
-                                        at::TensorOptions().dtype(at::kFloat));
-    flat.copy_(grad);
-    flat = flat.as_strided({slot.spec.numel}, {1});
-    unit.write_gradient(parameter.slot, piece == nullptr
-                                            ? flat.narrow(0, 0, 0)
-                                            : flat.narrow(0, piece->slot_begin, piece->numel));
+    unit.write_gradient(parameter.slot, unit.own_part(parameter.slot, grad, at::kFloat));
   }
   parameter.tensor.mutable_grad() = parameter.published_view;
   parameter.published = true;
@@ -657,22 +649,28 @@ bool Engine::backward_reaches_us() const {
                      [](const Parameter& parameter) { return will_run(parameter.node); });
 }
 
-void Engine::repair_storage(int64_t i, Unit::Writes writes) {
-  Parameter& parameter = parameters_[i];
-  if ((!managed(i) && parameter.frozen_unit < 0) || parameter.tensor.numel() == 0) return;
-  Unit& unit = managed(i) ? *units_[parameter.unit] : *frozen_units_[parameter.frozen_unit];
+bool Engine::lies_elsewhere(int64_t i) const {
+  const Parameter& parameter = parameters_[i];
+  if ((!managed(i) && parameter.frozen_unit < 0) || parameter.tensor.numel() == 0) return false;
+  const Unit& unit = home_of(i);
   const at::Tensor view = unit.parameter_view(parameter.slot);
   // Another size or dtype is refused by name, by the next backward or step.
-  if (parameter.tensor.numel() != view.numel() || parameter.tensor.dtype() != view.dtype()) return;
-  if (unit.holds_storage_of(parameter.tensor) &&
-      parameter.tensor.storage_offset() == view.storage_offset() &&
-      parameter.tensor.strides() == view.strides() && parameter.tensor.sizes() == view.sizes()) {
-    return;
+  if (parameter.tensor.numel() != view.numel() || parameter.tensor.dtype() != view.dtype()) {
+    return false;
   }
+  return !unit.holds_storage_of(parameter.tensor) ||
+         parameter.tensor.storage_offset() != view.storage_offset() ||
+         parameter.tensor.strides() != view.strides() || parameter.tensor.sizes() != view.sizes();
+}
+
+void Engine::repair_storage(int64_t i, Unit::Writes writes) {
+  if (!lies_elsewhere(i)) return;
+  Parameter& parameter = parameters_[i];
+  Unit& unit = home_of(i);
   if (writes == Unit::Writes::keep) {
     unit.adopt_parameter(parameter.slot, parameter.tensor.detach());
   }
-  parameter.tensor.set_data(view);
+  parameter.tensor.set_data(unit.parameter_view(parameter.slot));
 }
 
 StepVerdict Engine::agree_on_gradients(const std::vector<int64_t>& indices,
@@ -760,27 +758,29 @@ at::Tensor Engine::current_master(int64_t i) {
   const at::NoGradGuard no_grad;
   TORCH_CHECK(!open_, where(rank()), "a parameter's state was asked for inside a backward.");
   const Parameter& parameter = parameters_[i];
-  repair_storage(i, Unit::Writes::keep);
-  units_[parameter.unit]->adopt_writes(parameter.slot);
-  return units_[parameter.unit]->master_slice(parameter.slot);
+  Unit& unit = home_of(i);
+  // Nothing is written here: other ranks may still be gathering from this one's shard, and what is
+  // in full may yet be forgotten.
+  const at::Tensor written = lies_elsewhere(i)
+                                 ? unit.own_part(parameter.slot, parameter.tensor, unit.dtype())
+                                 : unit.present_slice(parameter.slot);
+  return unit.master_with(parameter.slot, written);
 }
 
 void Engine::write_parameter(int64_t i, const at::Tensor& value) {
-  const at::Tensor master = current_master(i);
   const std::lock_guard lock(mutex_);
   const at::NoGradGuard no_grad;
-  Parameter& parameter = parameters_[i];
-  Unit& unit = *units_[parameter.unit];
-  const Slot& slot = unit.layout().slot(parameter.slot);
-  at::Tensor flat =
-      at::empty_strided(slot.spec.sizes, slot.spec.strides, at::TensorOptions().dtype(at::kFloat));
-  flat.copy_(value);
-  unit.adopt_parameter(parameter.slot, flat);
-  if (const Piece* piece = unit.own_piece(parameter.slot)) {
-    flat = flat.as_strided({slot.spec.numel}, {1});
-    at::Tensor(master).copy_(flat.narrow(0, piece->slot_begin, piece->numel));
+  TORCH_CHECK(!open_, where(rank()), "a parameter was set inside a backward.");
+  const Parameter& parameter = parameters_[i];
+  Unit& unit = home_of(i);
+  gatherer_.end_step();  // which may have been gathering the old value
+  repair_storage(i, Unit::Writes::discard);
+  unit.adopt_parameter(parameter.slot, value);
+  if (managed(i)) {
+    unit.master_slice(parameter.slot).copy_(unit.own_part(parameter.slot, value, at::kFloat));
   }
   parameter.tensor.unsafeGetTensorImpl()->bump_version();
+  gatherer_.end_step();  // before anybody gathers the new one
 }
 
 kernels::SquareSum Engine::own_squares(const std::vector<int64_t>& indices) const {

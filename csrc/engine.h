@@ -119,7 +119,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
     return units_[parameters_[i].unit]->master_slice(parameters_[i].slot);
   }
   // The unit in which parameter i lies, trainable or not.
-  const Unit& home_of(int64_t i) const {
+  Unit& home_of(int64_t i) const {
     const Parameter& parameter = parameters_[i];
     return parameter.unit >= 0 ? *units_[parameter.unit] : *frozen_units_[parameter.frozen_unit];
   }
@@ -170,9 +170,11 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   double squared_norm(const std::vector<int64_t>& indices);
   void scale_gradients(const std::vector<int64_t>& indices, double factor);
 
-  // This rank's part of the master of parameter i, after the user's writes to the parameter. 1-D.
+  // A copy of this rank's part of the master of parameter i, with the user's writes to the
+  // parameter; of a frozen one's values, in fp32. 1-D.
   at::Tensor current_master(int64_t i);
-  // Parameter i becomes `value` and its master exactly that; all of it, the same on every rank.
+  // Parameter i, which may be frozen, becomes `value` and its master exactly that; all of it, the
+  // same on every rank. Collective.
   void write_parameter(int64_t i, const at::Tensor& value);
   // The reduced gradient of parameter i, all of it, on every rank.
   void write_gradient(int64_t i, const at::Tensor& grad);
@@ -232,7 +234,9 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   void set_local_next(bool next);
   void for_each_run(const std::vector<int64_t>& indices,
                     const std::function<void(float*, int64_t)>& body);
-  // The user gave parameter i another storage: its values are taken over, or forgotten.
+  // The user gave parameter i another storage.
+  bool lies_elsewhere(int64_t i) const;
+  // If so, its values are taken over, or forgotten.
   void repair_storage(int64_t i, Unit::Writes writes);
   bool all_sums_fresh() const;
   StepVerdict agree_on_gradients(const std::vector<int64_t>& indices,

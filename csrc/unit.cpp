@@ -138,6 +138,32 @@ at::Tensor Unit::parameter_slice(int64_t i) const {
   return piece == nullptr ? shard_.slice(0, 0) : shard_.slice(piece->range_begin, piece->numel);
 }
 
+at::Tensor Unit::own_part(int64_t i, const at::Tensor& values, at::ScalarType dtype) const {
+  const SlotSpec& spec = layout_.slot(i).spec;
+  const Piece* piece = own_piece(i);
+  at::Tensor flat = at::empty_strided(spec.sizes, spec.strides, at::TensorOptions().dtype(dtype));
+  flat.copy_(values);
+  flat = flat.as_strided({spec.numel}, {1});
+  return piece == nullptr ? flat.narrow(0, 0, 0) : flat.narrow(0, piece->slot_begin, piece->numel);
+}
+
+at::Tensor Unit::present_slice(int64_t i) const {
+  const Piece* piece = own_piece(i);
+  if (full_.emptied()) return parameter_slice(i);
+  const int64_t begin = layout_.range_begin(own_range());
+  return piece == nullptr ? full_.slice(begin, 0)
+                          : full_.slice(begin + piece->range_begin, piece->numel);
+}
+
+at::Tensor Unit::master_with(int64_t i, const at::Tensor& written) const {
+  if (!master_.defined()) return written.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+  at::Tensor master = master_slice(i).clone();
+  check(kernels::cpu().adopt_writes(written.const_data_ptr(), dtype_of(dtype_),
+                                    master.mutable_data_ptr<float>(), master.numel(), cpu_launch()),
+        "adopt_writes");
+  return master;
+}
+
 char* Unit::own_parameters() const {
   return static_cast<char*>(shard_.defined() ? shard_.data()
                                              : full_.at(layout_.range_begin(own_range())));
@@ -552,27 +578,13 @@ void Unit::adopt_parameter(int64_t i, const at::Tensor& values) {
   if (!full_.emptied()) parameter_view(i).copy_(values);
   const Piece* piece = own_piece(i);
   if (!shard_.defined() || piece == nullptr) return;
-  const SlotSpec& spec = layout_.slot(i).spec;
-  const at::Tensor dense = at::empty_strided(spec.sizes, spec.strides, values.options());
-  dense.copy_(values);
-  shard_.slice(piece->range_begin, piece->numel)
-      .copy_(dense.as_strided({spec.numel}, {1}).narrow(0, piece->slot_begin, piece->numel));
+  shard_.slice(piece->range_begin, piece->numel).copy_(own_part(i, values, dtype_));
 }
 
 void Unit::adopt_writes() {
   if (!master_.defined()) return;
   check(kernels::cpu().adopt_writes(stepped_parameter(), dtype_of(dtype_), master_data(),
                                     layout_.range_numel(), cpu_launch()),
-        "adopt_writes");
-}
-
-void Unit::adopt_writes(int64_t i) {
-  const Piece* piece = own_piece(i);
-  if (!master_.defined() || piece == nullptr) return;
-  const char* written = static_cast<const char*>(stepped_parameter()) +
-                        piece->range_begin * kernels::element_bytes(dtype_of(dtype_));
-  check(kernels::cpu().adopt_writes(written, dtype_of(dtype_), master_data() + piece->range_begin,
-                                    piece->numel, cpu_launch()),
         "adopt_writes");
 }
 

@@ -98,6 +98,12 @@ class Unit {
   at::Tensor grad_slice(int64_t i) const;
   at::Tensor master_slice(int64_t i) const;
   at::Tensor parameter_slice(int64_t i) const;  // of shard
+  // The same of whole `values` in the parameter's shape, copied.
+  at::Tensor own_part(int64_t i, const at::Tensor& values, at::ScalarType dtype) const;
+  // What the parameter itself holds of this rank's part now: of full, or of shard while released.
+  at::Tensor present_slice(int64_t i) const;
+  // A copy of master, with the values that were written to the parameter since.
+  at::Tensor master_with(int64_t i, const at::Tensor& written) const;
   const FlatBuffer& master() const { return master_; }
   float* master_data() const;
   float* grad_data() const { return static_cast<float*>(grad_.data()); }
@@ -152,7 +158,6 @@ class Unit {
   void adopt_parameter(int64_t i, const at::Tensor& values);
   // Brings master up to date with what was written into full.
   void adopt_writes();
-  void adopt_writes(int64_t i);  // into slot i alone
   // This rank's range of full = master, rounded.
   void cast_master();
 

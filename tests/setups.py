@@ -1,5 +1,6 @@
 """The two ways in, for tests of what both must do: ``shard(module)``, or an optimizer alone."""
 
+import contextlib
 from typing import NamedTuple
 
 import pytest
@@ -45,20 +46,27 @@ class Way(NamedTuple):
         return optimizer_class(params, **kwargs)
 
 
-# Quick tests see both ways and both stages, slow ones every pair.
+# Quick tests see both ways and all stages, slow ones every pair.
 both_ways = pytest.mark.parametrize(
     "way",
     [
         Way("shard", 2),
+        Way("shard", 3),
         Way("optimizer", 1),
         pytest.param(Way("shard", 1), marks=pytest.mark.slow),
         pytest.param(Way("optimizer", 2), marks=pytest.mark.slow),
     ],
     ids=str,
 )
-# Where the stage cannot matter.
+# Where the stage cannot matter, or only slow tests ask whether it does.
 shard_and_optimizer = pytest.mark.parametrize(
-    "way", [Way("shard", 2), Way("optimizer", 1)], ids=str
+    "way",
+    [
+        Way("shard", 2),
+        Way("optimizer", 1),
+        pytest.param(Way("shard", 3), marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 
 
@@ -93,6 +101,26 @@ def add_gradients(model: nn.Module, loss: Tensor, scale: float) -> None:
             parameter.grad.add_(grad)
 
 
+def readable(model: nn.Module) -> contextlib.AbstractContextManager:
+    """Inside it the parameters can be read and written, whatever the stage. Collective."""
+    if hasattr(model, "summon_full_params"):
+        return model.summon_full_params()
+    return contextlib.nullcontext()
+
+
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    """Every parameter as it is computed with, whole, as a copy. Collective."""
+    with readable(model):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """All parameters, masters and states, whole, as copies. Collective."""
+    states = [full(v).clone() for p in model.parameters() for v in optimizer.state[p].values()]
+    masters = [full_master(p) for p in model.parameters()]
+    return [*values_of(model).values(), *masters, *states]
+
+
 def assert_same_values(actual: nn.Module, expected: nn.Module) -> None:
     """Parameters equal one process's.
 
@@ -100,11 +128,10 @@ def assert_same_values(actual: nn.Module, expected: nn.Module) -> None:
     average rounds elsewhere: a few units in the last place of an update of about 0.1, over at most
     5 steps.
     """
-    for (name, a), (_, e) in zip(
-        actual.named_parameters(), expected.named_parameters(), strict=True
-    ):
+    values = values_of(actual)
+    for name, e in values_of(expected).items():
         torch.testing.assert_close(
-            a, e, rtol=1e-5, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
+            values[name], e, rtol=1e-5, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
         )
 
 

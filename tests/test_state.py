@@ -1,17 +1,22 @@
 """Reading and writing whole parameters, gradients and optimizer states."""
 
 import copy
+import time
 
 import pytest
 import torch
 from harness import Odd, assert_bits, mean_square, rank_data
 from setups import (
+    Way,
     assert_same_values,
     backward,
     backward_of_all,
     both_ways,
+    readable,
     shard_and_optimizer,
     small_mlp,
+    train_batch,
+    values_of,
 )
 from torch import nn
 
@@ -47,11 +52,13 @@ def trained(team, way, dtype=torch.float32, model=None, **kwargs):
 class TestParameters:
     def test_a_written_value_is_read_with_all_its_bits(self, team, way, dtype):
         model, _ = trained(team, way, dtype)
-        values = values_for(model).values()
-        for parameter, value in zip(model.parameters(), values, strict=True):
+        values = values_for(model)
+        for name, value in values.items():
+            parameter = model.get_parameter(name)
             zero_ext.set_full_param(parameter, spoil_other_ranks(value, team))
-            assert_bits(parameter, value.to(dtype))
             assert_bits(zero_ext.full_tensor(parameter), value)
+        for name, value in values_of(model).items():
+            assert_bits(value, values[name].to(dtype), name)
 
     def test_training_goes_on_from_a_written_value(self, team, way, dtype):
         """SGD with a power of two: ``value - lr · gradient`` in fp32, one rounding."""
@@ -63,31 +70,38 @@ class TestParameters:
         backward(model, team.rank)
         gradients = {n: zero_ext.full_grad(p) for n, p in model.named_parameters()}
         optimizer.step()
+        after = values_of(model)
         for name, parameter in model.named_parameters():
             expected = values[name] - 2.0**-4 * gradients[name]
             assert_bits(zero_ext.full_tensor(parameter), expected, name)
-            assert_bits(parameter, expected.to(dtype), name)
+            assert_bits(after[name], expected.to(dtype), name)
 
     def test_what_the_user_wrote_is_read(self, team, way, dtype):
         """In-place, through .data, and by replacing .data; other elements keep their bits."""
         model, _ = trained(team, way, dtype)
         first, second, third = (layer.weight for layer in model.layers)
         before = zero_ext.full_tensor(first)
-        with torch.no_grad():
-            first[0, 0] = 3.0
-            second.data.copy_(torch.ones_like(second))
-        third.data = torch.full_like(third, 5.0)
         before[0, 0] = 3.0
-        assert_bits(zero_ext.full_tensor(first), before)
-        assert_bits(zero_ext.full_tensor(second), torch.ones(second.shape))
-        assert_bits(zero_ext.full_tensor(third), torch.full(third.shape, 5.0))
+
+        def check():
+            assert_bits(zero_ext.full_tensor(first), before)
+            assert_bits(zero_ext.full_tensor(second), torch.ones(second.shape))
+            assert_bits(zero_ext.full_tensor(third), torch.full(third.shape, 5.0))
+
+        with readable(model):
+            with torch.no_grad():
+                first[0, 0] = 3.0
+                second.data.copy_(torch.ones_like(second))
+            third.data = torch.full_like(third, 5.0)
+            check()
+        check()
 
     def test_the_result_is_a_copy(self, team, way, dtype):
         model, _ = trained(team, way, dtype)
         parameter = model.layers[0].bias
-        before = parameter.detach().clone()
+        before = values_of(model)["layers.0.bias"]
         zero_ext.full_tensor(parameter).zero_()
-        assert_bits(parameter, before)
+        assert_bits(values_of(model)["layers.0.bias"], before)
         assert zero_ext.full_tensor(parameter).abs().sum() > 0
 
 
@@ -265,3 +279,73 @@ class TestRefusals:
             zero_ext.full_state(optimizers[1], parameter, "exp_avg")
         with pytest.raises(ValueError, match="is not an optimizer of zero_ext"):
             zero_ext.full_state(torch.optim.AdamW([parameter]), parameter, "exp_avg")
+
+
+class TestStage3:
+    """What only sharded parameters have: released and gathered units, sharded frozen ones."""
+
+    WAY = Way("shard", 3)
+
+    def with_frozen(self, team):
+        model = small_mlp(BF16)
+        model.layers[1].requires_grad_(False)
+        return model, self.WAY.optimizer(model, team.group, lr=LR)
+
+    @pytest.mark.parametrize("when", ["released", "unshard", "between"])
+    def test_all_are_read_and_written_whatever_is_in_memory(self, team, when):
+        model, optimizer = self.with_frozen(team)
+        backward(model, team.rank)
+        optimizer.step()
+        values = values_for(model)
+        loss = None
+        if when == "unshard":
+            model.unshard()
+        elif when == "between":  # some units wait for the backward
+            loss = mean_square(model, train_batch(team.rank, 1, 0, BF16))
+        for name, parameter in model.named_parameters():
+            before = parameter._version
+            zero_ext.set_full_param(parameter, spoil_other_ranks(values[name], team))
+            assert parameter._version > before
+            bits = values[name] if parameter.requires_grad else values[name].to(BF16).float()
+            assert_bits(zero_ext.full_tensor(parameter), bits, name)
+        if when == "unshard":
+            for name, parameter in model.named_parameters():
+                assert_bits(parameter, values[name].to(BF16), name)
+            model.reshard()
+        elif when == "between":
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+            optimizer.zero_grad()
+        for name, value in values_of(model).items():
+            assert_bits(value, values[name].to(BF16), name)
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                assert_bits(zero_ext.full_tensor(parameter), values[name], name)
+
+    def test_what_will_be_forgotten_is_shown_but_reaches_no_master(self, team):
+        model, _ = self.with_frozen(team)
+        before = [zero_ext.full_tensor(p) for p in model.parameters()]
+        with torch.no_grad(), model.summon_full_params(writeback=False):
+            for parameter in model.parameters():
+                parameter.add_(1)
+                assert_bits(zero_ext.full_tensor(parameter), parameter.float())
+        for parameter, value in zip(model.parameters(), before, strict=True):
+            assert_bits(zero_ext.full_tensor(parameter), value)
+
+    @pytest.mark.dist
+    @pytest.mark.world(min=2)
+    def test_a_rank_that_is_behind_computes_with_the_old_value(self, rank, world, group):
+        model = small_mlp()
+        optimizer = self.WAY.optimizer(model, group, lr=LR)
+        for step in range(2):  # from now on there are offers in reserve
+            backward(model, rank, step)
+            optimizer.step()
+        with torch.no_grad():
+            x = train_batch(0)
+            expected = model(x)
+            if rank == world - 1:
+                time.sleep(0.3)
+            assert_bits(model(x), expected)
+            for parameter in model.parameters():
+                zero_ext.set_full_param(parameter, torch.zeros(parameter.shape))
+            assert_bits(model(x), torch.zeros(expected.shape))

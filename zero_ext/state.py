@@ -29,7 +29,7 @@ def full_tensor(parameter: Tensor) -> Tensor:
         ValueError: this library does not shard the parameter.
     """
     handle, i = _place_of(parameter)
-    if handle.engine.unit_of(i) < 0:
+    if _is_loose(handle, i):
         return parameter.detach().float().clone()
     return _whole(handle.as_parameter(handle.engine.current_master(i), i, parameter))
 
@@ -48,7 +48,7 @@ def set_full_param(parameter: Tensor, value: Tensor) -> None:
     """
     handle, i = _place_of(parameter)
     value = _agreed(handle, parameter, value, "set_full_param()")
-    if handle.engine.unit_of(i) < 0:
+    if _is_loose(handle, i):
         parameter.copy_(value)
     else:
         handle.engine.write_parameter(i, value)
@@ -134,6 +134,11 @@ def _place_of(parameter: Tensor) -> tuple[Handle, int]:
             "engine ends with the module or the optimizer that it belongs to."
         )
     return place
+
+
+def _is_loose(handle: Handle, i: int) -> bool:
+    """Frozen, and not sharded: with stage 3 frozen parameters are."""
+    return handle.engine.unit_of(i) < 0 and handle.engine.frozen_unit_of(i) < 0
 
 
 def _state_of(optimizer: ShardedOptimizer, parameter: Tensor, name: str):
