@@ -14,11 +14,13 @@ from setups import (
     assert_same_gradients,
     assert_same_values,
     both_ways,
+    everything,
     full,
     full_master,
     shard_and_optimizer,
     small_mlp,
     train_batch,
+    values_of,
 )
 from torch import nn
 
@@ -65,10 +67,8 @@ class Loop:
     def align(self) -> None:
         """Go on from equal values: autocast may round the last place to half precision's next."""
         with torch.no_grad():
-            for mine, theirs in zip(
-                self.model.parameters(), self.expected.parameters(), strict=True
-            ):
-                theirs.copy_(mine)
+            for name, value in values_of(self.model).items():
+                self.expected.get_parameter(name).copy_(value)
 
     def check(self) -> None:
         assert self.scaler.get_scale() == self.expected_scaler.get_scale()
@@ -102,12 +102,6 @@ def test_scaler_autocast_clipping_and_a_scheduler(team, way, dtype):
     assert loop.scaler.get_scale() == 2.0**12
 
 
-def state_of(model, optimizer) -> list[torch.Tensor]:
-    states = [full(v).clone() for p in model.parameters() for v in optimizer.state[p].values()]
-    parameters = [p.detach().clone() for p in model.parameters()]
-    return [*parameters, *(full_master(p) for p in model.parameters()), *states]
-
-
 @pytest.mark.parametrize("bad_rank", [0, -1], ids=["first-rank", "last-rank"])
 @both_ways
 def test_an_overflow_on_one_rank_skips_the_step_on_all(team, way, bad_rank):
@@ -119,14 +113,14 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(team, way, bad_rank):
         overflows = step in (1, 3)
         factors = [3e3 if overflows and r == bad_rank else 1.0 for r in range(team.world)]
         loop.backward(step, factors=factors)
-        before = state_of(loop.model, loop.optimizer)
+        before = everything(loop.model, loop.optimizer)
         for _, optimizer, scaler in loop.sides:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
         scales.append(loop.scaler.get_scale())
         assert loop.scaler.get_scale() == loop.expected_scaler.get_scale()
-        for old, new in zip(before, state_of(loop.model, loop.optimizer), strict=True):
+        for old, new in zip(before, everything(loop.model, loop.optimizer), strict=True):
             if overflows:
                 assert_bits(new, old)
         loop.check()
@@ -288,6 +282,6 @@ def test_an_fp16_model_with_a_stock_scaler(team, way):
             )
         # One ulp of a master may be one of an fp16 weight: go on from the same ones.
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                reference.parameters[name].copy_(parameter)
+            for name, value in values_of(model).items():
+                reference.parameters[name].copy_(value)
     assert zero_ext.stats(optimizer)["skipped_steps"] == 0

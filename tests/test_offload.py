@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import assert_bits, gather_objects, mean_square
 from reference import OneProcess, fma_gradients
-from setups import SMALL_BUCKET_MB, full, full_master, small_mlp, train_batch
+from setups import SMALL_BUCKET_MB, everything, full, small_mlp, train_batch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -15,7 +15,8 @@ import zero_ext
 
 LR = 0.05
 POLICIES = [CPUOffloadPolicy(pin_memory=True), CPUOffloadPolicy(pin_memory=False)]
-STAGES = pytest.mark.parametrize("stage", [1, 2])
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+REDUCE_ALWAYS = pytest.mark.parametrize("stage", [2, 3])
 
 
 def make(team, stage, policy, dtype=torch.bfloat16, alone=False):
@@ -40,16 +41,12 @@ def step_once(model, optimizer, team, step=0, micros=2) -> None:
     optimizer.zero_grad()
 
 
-def everything(model, optimizer) -> list[torch.Tensor]:
-    states = [full(v).clone() for p in model.parameters() for v in optimizer.state[p].values()]
-    parameters = [p.detach().clone() for p in model.parameters()]
-    return [*parameters, *(full_master(p) for p in model.parameters()), *states]
-
-
 @pytest.mark.parametrize("alone", [False, True], ids=["shard", "optimizer"])
 @pytest.mark.parametrize("policy", POLICIES, ids=["pinned", "pageable"])
 @STAGES
 def test_offload_equals_no_offload(team, stage, policy, alone):
+    if alone and stage == 3:
+        pytest.skip("stage 3 needs the module")
     results = []
     for chosen in (policy, None):
         model, optimizer = make(team, stage, chosen, alone=alone)
@@ -59,9 +56,10 @@ def test_offload_equals_no_offload(team, stage, policy, alone):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_the_accumulator_is_the_references_after_each_of_4_micro_batches(team):
-    """Stage 2, which reduces every micro-batch; bf16 gradients, summed in fp32."""
-    model, optimizer = make(team, 2, POLICIES[0])
+@REDUCE_ALWAYS
+def test_the_accumulator_is_the_references_after_each_of_4_micro_batches(team, stage):
+    """These stages reduce every micro-batch; bf16 gradients, summed in fp32."""
+    model, optimizer = make(team, stage, POLICIES[0])
     reference = OneProcess(small_mlp(torch.bfloat16), lambda p: torch.optim.AdamW(p, lr=LR))
     batches = []
     for micro in range(4):
@@ -92,9 +90,10 @@ def test_states_go_and_come_back_between_phases(team, stage):
         assert_bits(mine, theirs)
 
 
+@REDUCE_ALWAYS
 @pytest.mark.parametrize("include", [None, ["optimizer_state"], ["master", "grad"]])
-def test_backward_and_step_refuse_while_states_are_offloaded(team, include):
-    model, optimizer = make(team, 2, None)
+def test_backward_and_step_refuse_while_states_are_offloaded(team, stage, include):
+    model, optimizer = make(team, stage, None)
     loss = mean_square(model, train_batch(team.rank, 0, 0, torch.bfloat16))
     before = everything(model, optimizer)
     zero_ext.offload_states(model, include=include)
@@ -113,8 +112,9 @@ def test_backward_and_step_refuse_while_states_are_offloaded(team, include):
         assert gather_objects(steps, team.group) == [[1] * 6] * team.world
 
 
-def test_forward_refuses_only_while_the_parameters_are_offloaded(team):
-    model, _optimizer = make(team, 2, None)
+@REDUCE_ALWAYS
+def test_forward_refuses_only_while_the_parameters_are_offloaded(team, stage):
+    model, _optimizer = make(team, stage, None)
     x = train_batch(team.rank, 0, 0, torch.bfloat16)
     expected = model(x)
     zero_ext.offload_states(model, include=["master", "optimizer_state", "grad"])

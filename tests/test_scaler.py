@@ -9,7 +9,16 @@ import pytest
 import torch
 from harness import MLP, assert_bits, gather_objects, mean_square, rank_data
 from reference import OneProcess, fma_gradients
-from setups import both_ways, full, full_master, shard_and_optimizer, small_mlp, train_batch
+from setups import (
+    both_ways,
+    everything,
+    full,
+    full_master,
+    shard_and_optimizer,
+    small_mlp,
+    train_batch,
+    values_of,
+)
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -139,6 +148,17 @@ class TestSchedule:
             scaler.scale(1.0)
 
 
+class Scaled(nn.Module):
+    """Every element's gradient is the factor."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, width, dtype=F16))
+
+    def forward(self, factor):
+        return self.weight * factor
+
+
 class TestGradients:
     @both_ways
     @pytest.mark.parametrize("micros", [1, 3])
@@ -171,16 +191,16 @@ class TestGradients:
                     full_master(parameter), reference.masters[name], rtol=1e-6, atol=1e-6
                 )
             with torch.no_grad():
-                for name, parameter in model.named_parameters():
-                    reference.parameters[name].copy_(parameter)
+                for name, value in values_of(model).items():
+                    reference.parameters[name].copy_(value)
 
-    @pytest.mark.parametrize("stage", [1, 2])
+    @pytest.mark.parametrize("stage", [1, 2, 3])
     @pytest.mark.parametrize("local", [False, True], ids=["reduced", "no_sync"])
     def test_the_scale_may_change_between_micro_batches(self, team, stage, local):
         """Powers of two: the sum is that of the unscaled gradients, to the bit."""
         values = [[3.0, -5.0], [0.25, 7.0], [11.0, 2.0]]
         scales = [2.0**4, 2.0**9, 2.0**2]
-        model = nn.Linear(7, 1, bias=False, dtype=F16)
+        model = Scaled(7)
         mesh = None if team.group is None else DeviceMesh.from_group(team.group, "cpu")
         zero_ext.shard(model, stage, mesh=mesh)
         model.set_gradient_divide_factor(4.0)
@@ -192,7 +212,7 @@ class TestGradients:
                 last = micro == len(scales) - 1
                 with model.no_sync() if local and not last else contextlib.nullcontext():
                     factor = values[micro][team.rank % 2]
-                    scaler.scale((model.weight * factor).float().sum()).backward()
+                    scaler.scale(model(factor).float().sum()).backward()
             total = sum(values[m][r % 2] for m in range(3) for r in range(team.world)) / 4
             assert_bits(full(model.weight.grad), torch.full((1, 7), total))
             optimizer.step()
@@ -228,7 +248,7 @@ class TestGradients:
                     nn.utils.clip_grad_norm_(model.parameters(), 0.05)
                 optimizer.step()
                 optimizer.zero_grad()
-            return [p.detach() for p in model.parameters()]
+            return list(values_of(model).values())
 
         expected = train(None, clip=True)
         for mine in (
@@ -239,23 +259,32 @@ class TestGradients:
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)  # order of the norm's sum
 
 
-def everything(model, optimizer) -> list[torch.Tensor]:
-    states = [full(v).clone() for p in model.parameters() for v in optimizer.state[p].values()]
-    parameters = [p.detach().clone() for p in model.parameters()]
-    return [*parameters, *(full_master(p) for p in model.parameters()), *states]
-
-
-class Spoiled(MLP):
-    """The gradient of the first bias gets ``value`` in one element, if there is one."""
+class SpoiledLinear(nn.Linear):
+    """The gradient of the bias gets ``value`` in one element, if there is one."""
 
     value = None
 
     def forward(self, x):
         output = super().forward(x)
         if self.value is not None:
-            spoiled = self.layers[0].bias[-1].float()
-            output = output.float() + 0 * spoiled + Spoil.apply(spoiled, self.value)
+            output = output + Spoil.apply(self.bias[-1], self.value)
         return output
+
+
+class Spoiled(MLP):
+    """The first layer is spoiled when ``value`` is set."""
+
+    def __init__(self, dtype):
+        super().__init__(dtype=dtype)
+        self.layers[0].__class__ = SpoiledLinear
+
+    @property
+    def value(self):
+        return self.layers[0].value
+
+    @value.setter
+    def value(self, value):
+        self.layers[0].value = value
 
 
 class Spoil(torch.autograd.Function):
@@ -315,19 +344,19 @@ class TestOverflow:
                 [scaler.state_dict()] * team.world
             )
 
-    @pytest.mark.parametrize("stage", [1, 2])
+    @pytest.mark.parametrize("stage", [1, 2, 3])
     def test_a_scale_that_is_too_large_backs_off_until_it_fits(self, team, stage):
         model, optimizer, scaler = with_optimizer(
             team, stage=stage, init_scale=2.0**30, hysteresis=2, growth_interval=4
         )
         scales, moved = [], []
         for step in range(30):
-            before = model.layers[0].weight.detach().clone()
+            before = zero_ext.full_tensor(model.layers[0].weight)
             scaler.scale(mean_square(model, train_batch(team.rank, step % 3, 0, F16))).backward()
             optimizer.step()
             optimizer.zero_grad()
             scales.append(scaler.get_scale())
-            moved.append(not torch.equal(before, model.layers[0].weight))
+            moved.append(not torch.equal(before, zero_ext.full_tensor(model.layers[0].weight)))
         assert not moved[0] and any(moved) and 30 - sum(moved) == optimizer.skipped_steps
         overflows = [not m for m in moved]
         assert scales == reference_schedule(overflows, 2.0**30, 2.0, 0.5, 4, 2, 1.0)
