@@ -12,7 +12,7 @@ import hypothesis
 import torch
 from harness import assert_bits
 from hypothesis import strategies as st
-from setups import full, full_master
+from setups import full, full_master, values_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -46,7 +46,7 @@ def plans(draw) -> Plan:
     return Plan(
         shapes=shapes,
         dtypes=[draw(st.sampled_from(DTYPES)) for _ in shapes],
-        stage=draw(st.sampled_from([0, 1, 2])),
+        stage=draw(st.sampled_from([0, 1, 2, 3])),
         bucket_bytes=draw(st.sampled_from([1, 64, 200, 1000, 2**20])),
         reduction=draw(st.sampled_from(["exchange", "collective"])),
         micros=draw(st.integers(1, 4)),
@@ -82,10 +82,27 @@ def expected_gradient(plan: Plan, i: int, world: int, step: int) -> Tensor | Non
     return sum(present, torch.zeros(plan.shapes[i])) if present else None
 
 
+class WeightedSum(nn.Module):
+    """Parameter i's gradient is ``gradients[i]``."""
+
+    def __init__(self, plan: Plan):
+        super().__init__()
+        for i in range(len(plan.shapes)):
+            self.register_parameter(f"p{i}", nn.Parameter(values(plan, i)))
+
+    def forward(self, gradients: list[Tensor | None]) -> Tensor:
+        parameters = list(self.parameters())
+        used = [
+            (p * g).float().sum()
+            for p, g in zip(parameters, gradients, strict=True)
+            if g is not None
+        ]
+        # A rank whose loss reaches nothing must still run its backward.
+        return sum(used, sum(0.0 * p.float().sum() for p in parameters[:1]))
+
+
 def run(plan: Plan, team) -> None:
-    model = nn.Module()
-    for i in range(len(plan.shapes)):
-        model.register_parameter(f"p{i}", nn.Parameter(values(plan, i)))
+    model = WeightedSum(plan)
     parameters = list(model.parameters())
     masters = [values(plan, i).float() for i in range(len(parameters))]
     mesh = None if team.group is None else DeviceMesh.from_group(team.group, "cpu")
@@ -104,21 +121,15 @@ def run(plan: Plan, team) -> None:
     for step in range(STEPS):
         for micro in range(plan.micros):
             gradients = [gradient(plan, i, team.rank, step, micro) for i in range(len(parameters))]
-            used = [
-                (p * g).float().sum()
-                for p, g in zip(parameters, gradients, strict=True)
-                if g is not None
-            ]
             local = plan.local and micro < plan.micros - 1
             with model.no_sync() if local else contextlib.nullcontext():
-                # A rank whose loss reaches nothing must still run its backward.
-                loss = sum(used, sum(0.0 * p.float().sum() for p in parameters[:1]))
-                optimizer.scale(loss).backward()
-        check_and_step(plan, team, step, parameters, masters, optimizer)
+                optimizer.scale(model(gradients)).backward()
+        check_and_step(plan, team, step, model, masters, optimizer)
         optimizer.zero_grad()
 
 
-def check_and_step(plan: Plan, team, step: int, parameters, masters, optimizer) -> None:
+def check_and_step(plan: Plan, team, step: int, model, masters, optimizer) -> None:
+    parameters = list(model.parameters())
     gradients = [expected_gradient(plan, i, team.world, step) for i in range(len(parameters))]
     gradients[0] = torch.zeros(plan.shapes[0]) if gradients[0] is None else gradients[0]
     for parameter, expected in zip(parameters, gradients, strict=True):
@@ -136,7 +147,8 @@ def check_and_step(plan: Plan, team, step: int, parameters, masters, optimizer) 
         torch.testing.assert_close(
             optimizer.grad_norm, torch.tensor(norm), rtol=2**-23, atol=0, check_dtype=False
         )
-    for parameter, master, g in zip(parameters, masters, gradients, strict=True):
+    shown = values_of(model).values()
+    for parameter, value, master, g in zip(parameters, shown, masters, gradients, strict=True):
         if g is not None:
             master -= LR * (torch.tensor(factor, dtype=torch.float32) * g)
         actual = full_master(parameter)
@@ -145,7 +157,7 @@ def check_and_step(plan: Plan, team, step: int, parameters, masters, optimizer) 
         else:  # one more rounding here than with an fma, for each step
             torch.testing.assert_close(actual, master, rtol=2**-22, atol=2**-24)
             master.copy_(actual)
-        assert_bits(parameter, actual.to(parameter.dtype), "parameter")
+        assert_bits(value, actual.to(parameter.dtype), "parameter")
 
 
 @hypothesis.given(plan=plans())
