@@ -175,7 +175,7 @@ def train_one_process(world: int, broken: bool = False) -> float:
     return held_out_loss(reference.model)
 
 
-@STAGES
+@pytest.mark.parametrize("stage", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @BOUNDARIES
 def test_final_loss_does_not_depend_on_the_split(anywhere, rank, world, stage, boundary):
     """Per device 2 in 16 micro-batches, and 8 in 4: the same global batch, the same training."""

@@ -52,7 +52,8 @@ def shard(
     With stage 3 a unit's parameters are in memory while a forward or a backward is inside one of
     its modules. Elsewhere they keep shape and dtype, but reading or writing them raises an error
     that names the unit; ``summon_full_params()`` and ``unshard()`` bring them in. ``state_dict()``
-    holds ShardTensors then. Ranks may enter different units, as branches of a forward do.
+    holds ShardTensors then, ``load_state_dict()`` is collective. Ranks may enter
+    different units, as branches of a forward do; a forward by one rank alone ends in a timeout.
 
     The module gains ``no_sync()``, ``stats()``, ``set_gradient_divide_factor(factor)``,
     ``unshard()``, ``reshard()`` and ``summon_full_params()``, and its ``zero_grad`` drops local

@@ -1,7 +1,8 @@
 """Whole values of a sharded model: parameters, gradients and optimizer states, read and written.
 
 All functions are collective: every rank of the model calls them, in the same order, and every rank
-gets the whole value. What is written is rank 0's, on every rank.
+gets the whole value. What is written is rank 0's, on every rank. With stage 3 parameters may be
+released: nothing is gathered but the value itself.
 """
 
 from numbers import Number
@@ -24,7 +25,8 @@ def full_tensor(parameter: Tensor) -> Tensor:
 
     Returns:
         A new fp32 tensor of the parameter's shape on every rank, whatever the parameter's dtype.
-        A frozen parameter has no master; its values are converted.
+        A frozen parameter has no master; its values are converted. Inside
+        ``summon_full_params()`` what was written there is in it, also what will be forgotten.
     Raises:
         ValueError: this library does not shard the parameter.
     """
@@ -38,7 +40,8 @@ def full_tensor(parameter: Tensor) -> Tensor:
 def set_full_param(parameter: Tensor, value: Tensor) -> None:
     """Give ``parameter`` and its fp32 master new values, on every rank. Collective.
 
-    The master gets all bits of ``value``, the parameter its rounding; optimizer states stay.
+    The master gets all bits of ``value``, the parameter its rounding; optimizer states stay. With
+    stage 3 it waits until no rank gathers the old value any more.
 
     Args:
         value: Of the parameter's shape, any dtype; rank 0's counts.
