@@ -1,6 +1,8 @@
 // The Python face of the engine and of optimizer states. Everything runs without the GIL.
+#include <c10/core/DeviceGuard.h>
 #include <torch/extension.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <utility>
@@ -290,10 +292,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("seconds"), zero_ext::NoGil());
   // For tests: digits of a sum of squares, and what they are worth.
   m.def("square_digits", [](const at::Tensor& value) {
-    zero_ext::kernels::SquareSum sum{};
-    zero_ext::kernels::cpu().add_squares(value.const_data_ptr<float>(), value.numel(), &sum,
-                                         zero_ext::cpu_launch());
-    return sum;
+    const c10::DeviceGuard guard(value.device());
+    const at::Tensor digits =
+        at::zeros({zero_ext::kernels::kSquareSumLength}, value.options().dtype(at::kLong));
+    auto* sum = reinterpret_cast<zero_ext::kernels::SquareSum*>(digits.mutable_data_ptr<int64_t>());
+    zero_ext::kernels_on(value.device().type())
+        .add_squares(value.const_data_ptr<float>(), value.numel(), sum,
+                     zero_ext::launch_on(value.device()));
+    const at::Tensor here = digits.cpu();
+    zero_ext::kernels::SquareSum result{};
+    std::copy_n(here.const_data_ptr<int64_t>(), result.size(), result.data());
+    return result;
   });
   m.def("value_of_digits", &zero_ext::kernels::value_of);
   zero_ext::bind_layout(m);

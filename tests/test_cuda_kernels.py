@@ -8,7 +8,7 @@ import pytest
 import torch
 from test_kernels import DTYPES, all_half_patterns, same_bits, same_values, special_floats, values
 
-from zero_ext import _build_info, ops
+from zero_ext import _C, _build_info, ops
 
 DEVICE = "cuda"
 LENGTHS = [0, 1, 7, 8, 9, 1083, 70_001, 2**20 + 3]
@@ -139,6 +139,30 @@ def test_sum_of_squares_is_the_float64_sum(numel):
     expected = math.fsum((data.double() ** 2).tolist())
     result = ops.sum_of_squares(data.to(DEVICE)).item()
     assert abs(result - expected) <= numel * 2.0**-53 * expected
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_squares_are_added_without_an_order(numel, offset):
+    """Digits with their carries done are the sum itself: exact, whatever the grid was."""
+    usual = values(numel)
+    for data in [usual, usual * 10.0 ** torch.randint(-30, 18, (numel,))]:
+        expected = with_carries(_C.square_digits(data))
+        assert with_carries(_C.square_digits(on(DEVICE, data, offset))) == expected
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_groups_that_are_not_finite_are_counted(bad):
+    data = values(70_001).clone()
+    data[[0, 1, 1000, 70_000]] = bad
+    expected = with_carries(_C.square_digits(data))
+    assert expected[-2:] == ([0, 3] if math.isnan(bad) else [3, 0])
+    assert with_carries(_C.square_digits(data.to(DEVICE))) == expected
+
+
+def with_carries(digits: list[int]) -> list[int]:
+    total = sum(digit << 32 * k for k, digit in enumerate(digits[:-2]))
+    return [total, *digits[-2:]]
 
 
 @pytest.mark.parametrize("decoupled", [False, True])

@@ -14,6 +14,7 @@ const Kernels& cuda() {
       .cast = cast_cuda,
       .flatten = flatten_cuda,
       .sum_of_squares = sum_of_squares_cuda,
+      .add_squares = add_squares_cuda,
       .adopt_writes = adopt_writes_cuda,
       .count_step = count_step_cuda,
   };

@@ -1,7 +1,7 @@
 // Runs the CUDA kernels on the host (cuda_runtime.h beside this file) and the CPU kernels on the
 // same data, and compares every byte of every buffer, what surrounds the ranges included. NaN
 // equals NaN. Prints the number of comparisons; exits with 1 at the first difference. Built and run
-// by tests/test_cuda_emulation.py.
+// by tests/test_cuda_sources.py.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -364,6 +364,38 @@ void test_sum_of_squares(int64_t numel, int64_t offset) {
   }
 }
 
+// The digits with their carries done: those of the same sum.
+SquareSum carried(SquareSum sum) {
+  for (int32_t k = 0; k + 1 < kSquareDigits; ++k) {
+    sum[k + 1] += sum[k] >> 32;
+    sum[k] &= 0xFFFFFFFF;
+  }
+  return sum;
+}
+
+// Values of one size; of all sizes; with infinities, NaN and tiny ones.
+void test_add_squares(int64_t numel, int64_t offset) {
+  for (const int mode : {0, 1, 2}) {
+    Buffer value(DType::f32, numel, offset);
+    if (mode == 1) {
+      for (int64_t i = 0; i < numel; ++i) {
+        const int exponent = static_cast<int>(generator() % 260) - 140;
+        value.set(i, std::ldexp(value.get(i), exponent));
+      }
+    }
+    if (mode == 2) special(value);
+    SquareSum sums[2] = {};
+    for (int32_t k = 0; k < kSquareSumLength; ++k) {
+      sums[0][k] = sums[1][k] = static_cast<int64_t>(generator() % 1000);
+    }
+    const std::string what = name("add_squares", DType::f32, numel, offset);
+    succeeded(what, add_squares_cpu(value.floats(), numel, &sums[0], {}));
+    succeeded(what, add_squares_cuda(value.floats(), numel, &sums[1], {}));
+    ++comparisons;
+    if (carried(sums[0]) != carried(sums[1])) fail(what + " mode " + std::to_string(mode));
+  }
+}
+
 void test_count_step() {
   int64_t steps[2] = {4, 4};
   for (const int32_t skip : {0, 1}) {
@@ -381,6 +413,7 @@ int main() {
   test_count_step();
   test_patterns();
   for_shapes(kLengths, [](int64_t n, int64_t offset, int64_t) { test_sum_of_squares(n, offset); });
+  for_shapes(kLengths, [](int64_t n, int64_t offset, int64_t) { test_add_squares(n, offset); });
   for (const DType dtype : kDTypes) {
     for_shapes(kLengths, [&](int64_t n, int64_t a, int64_t b) { test_accumulate(dtype, n, a, b); });
     for_shapes(kShort,

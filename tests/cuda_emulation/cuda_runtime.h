@@ -10,11 +10,13 @@
 
 #include <ucontext.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #define __global__
@@ -49,6 +51,21 @@ inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline double __fma_rn(double a, double b, double c) { return std::fma(a, b, c); }
+inline long long __double_as_longlong(double value) { return std::bit_cast<long long>(value); }
+
+// The fibers of a block run one at a time.
+template <class T>
+T atomicAdd(T* target, T value) {
+  return std::exchange(*target, *target + value);
+}
+template <class T>
+T atomicMin(T* target, T value) {
+  return std::exchange(*target, std::min(*target, value));
+}
+template <class T>
+T atomicMax(T* target, T value) {
+  return std::exchange(*target, std::max(*target, value));
+}
 
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess, cudaErrorInvalidConfiguration };
@@ -82,7 +99,7 @@ struct Fiber {
 inline std::vector<Fiber> fibers;
 inline ucontext_t scheduler;
 inline unsigned current;
-inline double shuffled[1024];
+inline uint64_t shuffled[1024];
 inline void (*entry)(void*);
 inline void* entry_context;
 
@@ -121,11 +138,12 @@ inline void run_block(unsigned threads) {
 inline void __syncthreads() { emulation::yield(); }
 
 // A lane reads a higher one, which runs after it: the value is still that of this shuffle.
-inline double __shfl_down_sync(unsigned, double value, int delta) {
+template <class T>
+T __shfl_down_sync(unsigned, T value, int delta) {
   const unsigned thread = emulation::current;
-  emulation::shuffled[thread] = value;
+  emulation::shuffled[thread] = std::bit_cast<uint64_t>(value);
   emulation::yield();
-  return thread % 32 + delta < 32 ? emulation::shuffled[thread + delta] : value;
+  return thread % 32 + delta < 32 ? std::bit_cast<T>(emulation::shuffled[thread + delta]) : value;
 }
 
 template <class... Parameters, class... Arguments>
