@@ -666,9 +666,13 @@ class WrappedOptimizer(ShardedOptimizer):
     def _with_group(self, inner, shard: Tensor, group: dict[str, Any]) -> torch.optim.Optimizer:
         inner_group = {k: v for k, v in group.items() if k not in ("params", "param_names")}
         inner_group["params"] = [shard]
+        alone = self._optimizer_class([dict(inner_group)], **self._kwargs)
         if inner is None:
-            return self._optimizer_class([inner_group], **self._kwargs)
+            return alone
         inner.add_param_group(inner_group)
+        # Some optimizers make their state when constructed, and only then.
+        for name, value in alone.state.get(shard, {}).items():
+            inner.state[shard].setdefault(name, value)
         return inner
 
     def _update(self, grad_scale: float) -> None:
