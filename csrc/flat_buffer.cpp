@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/CPUAllocator.h>
 #include <sys/mman.h>
+#include <torch/headeronly/version.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -82,18 +83,30 @@ void SpareMemory::clear() {
 
 namespace {
 
-// Not in every version of torch that this builds on; without it a read raises torch's own message.
-template <typename Storage>
-void forbid_access(Storage& storage, const std::string& message) {
-  if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) {
-    storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
-  }
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+// Torch 2.11 can forbid reads and has no function that allows them again; without the message a
+// read of released memory would end the process. An explicit instantiation may name what is
+// private.
+bool& reads_raise(c10::StorageImpl& storage);
+
+template <bool c10::StorageImpl::* flag>
+struct PrivateFlag {
+  friend bool& reads_raise(c10::StorageImpl& storage) { return storage.*flag; }
+};
+template struct PrivateFlag<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
+#endif
+
+void forbid_access(c10::StorageImpl& storage, const std::string& message) {
+  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
 }
 
+// The memory comes afterwards: StorageImpl then sums up its flags.
 template <typename Storage>
 void allow_access(Storage& storage) {
   if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) {
     storage.clear_data_ptr_access_error_msg_();
+  } else {
+    reads_raise(storage) = false;
   }
 }
 
