@@ -178,6 +178,29 @@ class TestAgainstTorch:
             train_sharded(ours, team), train_alone(torchs, team.world), assert_bits
         )
 
+    def test_an_optimizer_may_make_its_state_when_constructed_and_only_then(self, team):
+        class Scaled(torch.optim.Optimizer):
+            def __init__(self, params, lr=0.05):
+                super().__init__(params, {"lr": lr})
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        self.state[parameter]["sum"] = torch.ones_like(parameter)
+
+            @torch.no_grad()
+            def step(self, closure=None):
+                for group in self.param_groups:
+                    for parameter in group["params"]:
+                        if parameter.grad is not None:
+                            total = self.state[parameter]["sum"]
+                            total.addcmul_(parameter.grad, parameter.grad)
+                            parameter.addcdiv_(parameter.grad, total.sqrt(), value=-group["lr"])
+
+        sharded = train_sharded(
+            lambda parameters: zero_ext.optim.wrap(Scaled, parameters, process_group=team.group),
+            team,
+        )
+        assert_same_training(sharded, train_alone(Scaled, team.world), assert_bits)
+
     @pytest.mark.parametrize("make", [makers, wrapped_makers])
     def test_groups_keep_their_own_hyper_parameters(self, team, make):
         def groups(parameters):
