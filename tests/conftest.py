@@ -29,6 +29,7 @@ import torch.distributed as dist
 from _pytest.runner import runtestprotocol
 from harness import Team
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 RANK = int(os.environ.get("RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
@@ -234,6 +235,8 @@ def pytest_runtest_protocol(item, nextitem):
         # Not at the end of the test: another rank may still have been in a collective then.
         while ranks.retired:
             dist.destroy_process_group(ranks.retired.pop())
+            if torch.__version__ < "2.13":  # there the cache takes equal meshes for one
+                _clear_sharding_prop_cache()
     return True
 
 

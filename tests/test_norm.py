@@ -257,6 +257,8 @@ STOCK = [(p, foreach) for p in (2.0, 1.0, 3.0, math.inf) for foreach in (None, F
 @pytest.mark.parametrize("norm_type, foreach", STOCK)
 @shard_and_optimizer
 def test_stock_norms_equal_one_processes(team, way, norm_type, foreach):
+    if norm_type == math.inf and team.world > 1 and torch.__version__ < "2.13":
+        pytest.skip("this torch has no infinity norm of a tensor of which a rank holds nothing")
     model, expected = small_mlp(), small_mlp()
     optimizer = way.optimizer(model, team.group)
     backward(model, team.rank)
