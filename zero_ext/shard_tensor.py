@@ -35,6 +35,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import optimizer as _torch_optimizer
 from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 aten = torch.ops.aten
@@ -52,11 +53,27 @@ class FlatShard(Shard):
         )
 
 
+class _OwnDispatch(TorchDispatchMode):
+    """Torch 2.11 sends what a subclass of DTensor gets to DTensor, unless a mode comes first."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(t, ShardTensor) for t in types):
+            return ShardTensor.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
 class ShardTensor(DTensor):
     """See the head of this file. Made by ``make``."""
 
     # Element r is where rank r's slice begins, the last one the number of elements: [world + 1].
     bounds: tuple[int, ...]
+
+    if torch.__version__ < "2.13":
+
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            with torch._C.DisableTorchFunctionSubclass(), _OwnDispatch():
+                return func(*args, **(kwargs or {}))
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
