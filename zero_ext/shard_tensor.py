@@ -366,7 +366,10 @@ def _copy_(func, destination, source, non_blocking=False):
 
 def _foreach_copy_(func, destinations, sources, non_blocking=False):
     for destination, source in zip(destinations, sources, strict=True):
-        destination.copy_(source, non_blocking)
+        if isinstance(destination, ShardTensor) or isinstance(source, ShardTensor):
+            _copy_(aten.copy_.default, destination, source, non_blocking)
+        else:
+            destination.copy_(source, non_blocking)
 
 
 def _groups_of(tensors: Sequence[Tensor]) -> dict[dist.ProcessGroup, list[int]]:
