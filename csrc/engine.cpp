@@ -625,6 +625,7 @@ StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices,
   if (world() > 1 && backwards_ == *last_backward) {
     // No parameter was reached on this rank. Others may have reached some, and they wait for this
     // rank's answer.
+    gatherer_.offer_a_pass();
     begin_backward(/*reduces=*/true);
     finish_backward();
   }

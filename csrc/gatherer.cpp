@@ -259,7 +259,8 @@ void Gatherer::end_backward(bool graph_kept) {
   stragglers_.clear();
   end_pass(kBackward);
   for (int64_t u = 0; u < unit_count(); ++u) {
-    apply(u, ResidencyEvent::backward_ended, {.graph_kept = graph_kept});
+    apply(u, ResidencyEvent::backward_ended,
+          {.graph_kept = graph_kept, .may_retain = may_retain(u)});
   }
   if (root_depth_ == 0) context_.spare->clear();
 }
@@ -326,6 +327,14 @@ void Gatherer::begin_pass(Phase phase) {
   for (Entry& entry : entries_) {
     entry.taken_in_pass = 0;
     ++entry.due;
+    offer_missing(entry);
+  }
+}
+
+void Gatherer::offer_a_pass() {
+  if (!context_.releases()) return;
+  for (Entry& entry : entries_) {
+    entry.due += 2;
     offer_missing(entry);
   }
 }

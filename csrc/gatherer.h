@@ -61,6 +61,9 @@ class Gatherer {
   void end_backward(bool graph_kept);
   void reset_after_failure() noexcept;
 
+  // For the forward and the backward of the other ranks, in which this one takes no part.
+  void offer_a_pass();
+
   // unshard() and reshard().
   void hold(const std::vector<int64_t>& units);
   void drop(const std::vector<int64_t>& units, Unit::Writes writes);

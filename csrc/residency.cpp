@@ -57,6 +57,8 @@ Transition transition(Residency state, Holds holds, ResidencyEvent event,
       holds.graph = context.graph_kept && context.may_retain;
       return release_unless(context.expected, state, holds);
     case ResidencyEvent::backward_ended:
+      // A call that nothing told us was left may be read again through the graph that is kept.
+      holds.graph = holds.graph || (holds.calls > 0 && context.may_retain);
       holds.calls = 0;
       holds.escaped = false;
       // One that keeps nothing ends what earlier ones kept, of units that it did not reach as well.

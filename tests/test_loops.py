@@ -11,9 +11,9 @@ from reference import OneProcess, fma_gradients
 from setups import (
     Way,
     add_gradients,
+    all_ways,
     assert_same_gradients,
     assert_same_values,
-    both_ways,
     everything,
     full,
     full_master,
@@ -76,7 +76,7 @@ class Loop:
 
 
 @DTYPES
-@both_ways
+@all_ways
 def test_scaler_autocast_clipping_and_a_scheduler(team, way, dtype):
     loop = Loop(way, team, dtype, growth_interval=2)
     schedulers = [
@@ -103,7 +103,7 @@ def test_scaler_autocast_clipping_and_a_scheduler(team, way, dtype):
 
 
 @pytest.mark.parametrize("bad_rank", [0, -1], ids=["first-rank", "last-rank"])
-@both_ways
+@all_ways
 def test_an_overflow_on_one_rank_skips_the_step_on_all(team, way, bad_rank):
     """A loss of one rank grows until its fp16 gradients overflow; then training goes on."""
     loop = Loop(way, team, F16, growth_interval=1)
@@ -131,7 +131,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(team, way, bad_rank):
         assert gather_objects(scales, team.group) == [scales] * team.world
 
 
-@both_ways
+@all_ways
 def test_a_step_with_a_closure(team, way):
     loop = Loop(way, team)
     losses = []
@@ -156,7 +156,7 @@ def test_a_step_with_a_closure(team, way):
     loop.check()
 
 
-@both_ways
+@all_ways
 def test_zero_grad_that_keeps_the_gradients(team, way):
     loop = Loop(way, team)
     for step in range(3):
@@ -171,7 +171,7 @@ def test_zero_grad_that_keeps_the_gradients(team, way):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@both_ways
+@all_ways
 def test_clipping_before_and_after_unscale(team, way, when):
     """Before, the limit is in the unit of the scaled gradients."""
     loop = Loop(way, team)
@@ -212,7 +212,7 @@ def test_clipping_by_value_and_the_total_norm(team, way):
 
 @pytest.mark.dist
 @pytest.mark.world(min=2)
-@both_ways
+@all_ways
 def test_gradients_are_inspected_with_full_tensor(group, rank, world, way):
     loop = Loop(way, Team(rank, world, group))
     for step in range(2):
@@ -252,7 +252,7 @@ def test_gradients_edited_in_place_after_unscale(team, way, edit):
     loop.check()
 
 
-@both_ways
+@all_ways
 def test_an_fp16_model_with_a_stock_scaler(team, way):
     """Gradients are fp16 at the loss's scale; sums and masters are fp32."""
     scale = 2.0**8

@@ -10,10 +10,10 @@ from harness import ManyLayers, assert_bits, mean_square, rank_data
 from reference import own_part, own_values
 from setups import (
     Way,
+    all_ways,
     assert_same_values,
     backward,
     backward_of_all,
-    both_ways,
     full,
     full_master,
     shard_and_optimizer,
@@ -131,7 +131,7 @@ def norm_with(gradients, way: Way, group, bucket_mb: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("scale", [1.0, 1e-12, 1e12])
 @pytest.mark.parametrize("bucket_mb", [25.0, 1e-3], ids=["one-unit", "many-units"])
-@both_ways
+@all_ways
 def test_the_norm_has_the_bits_of_one_process(team, way, scale, bucket_mb):
     """Any number of ranks against one: so 1, 2, 3 and 4 ranks agree with each other."""
     gradients = gradients_at(scale, seed=3)
@@ -152,7 +152,7 @@ class one_process:  # noqa: N801
         zero_ext.optim.resolve = self._resolve
 
 
-@both_ways
+@all_ways
 @pytest.mark.parametrize("max_norm", [1e-3, 1e3])
 def test_max_grad_norm_clips_every_step(team, way, max_norm):
     model, expected = small_mlp(), small_mlp()

@@ -7,15 +7,16 @@ from harness import MLP, Branching, Odd, Tied, assert_bits, mean_square, rank_da
 from setups import (
     Way,
     add_gradients,
+    all_ways,
     assert_same_gradients,
     assert_same_values,
     backward,
     backward_of_all,
-    both_ways,
     full,
     shard_and_optimizer,
     small_mlp,
     train_batch,
+    values_of,
 )
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -92,14 +93,14 @@ def loss_of(batch_fn):
 # Parameters
 
 
-@both_ways
+@all_ways
 def test_tied_weights_have_one_sum(way, group, rank, world):
     training = Training(way, group, rank, world, Tied, loss_of(tokens))
     training.run()
     assert training.model.head.weight is training.model.embedding.weight
 
 
-@both_ways
+@all_ways
 def test_zero_dimensional_empty_and_non_contiguous_parameters(way, group, rank, world):
     training = Training(way, group, rank, world, Odd, loss_of(shapes))
     strides = {name: p.stride() for name, p in training.model.named_parameters()}
@@ -114,7 +115,7 @@ def test_zero_dimensional_empty_and_non_contiguous_parameters(way, group, rank, 
     assert training.model.conv.weight.is_contiguous(memory_format=torch.channels_last)
 
 
-@both_ways
+@all_ways
 def test_expanded_and_sliced_parameters_become_dense(way, group, rank, world):
     class Strided(nn.Module):
         def __init__(self):
@@ -129,7 +130,7 @@ def test_expanded_and_sliced_parameters_become_dense(way, group, rank, world):
     Training(way, group, rank, world, Strided, loss_of(vectors)).run()
 
 
-@both_ways
+@all_ways
 def test_model_with_fewer_elements_than_ranks(way, group, rank, world):
     class Tiny(nn.Module):
         def __init__(self):
@@ -163,7 +164,7 @@ def test_model_without_a_trainable_parameter(way, group, rank):
         assert_bits(parameter, values)
 
 
-@both_ways
+@all_ways
 def test_group_without_a_trainable_parameter(way, group, rank, world):
     model, expected = small_mlp(), small_mlp()
 
@@ -176,14 +177,14 @@ def test_group_without_a_trainable_parameter(way, group, rank, world):
 
     optimizer = way.optimizer(model, group, params=groups(model), lr=LR)
     reference = torch.optim.AdamW(groups(expected), lr=LR)
-    frozen = model.layers[0].weight.detach().clone()
+    frozen = expected.layers[0].weight.detach().clone()
     for step in range(2):
         backward(model, rank, step)
         backward_of_all(expected, world, step)
         for each in (optimizer, reference):
             each.step()
             each.zero_grad()
-    assert_bits(model.layers[0].weight, frozen)
+    assert_bits(values_of(model)["layers.0.weight"], frozen)
     assert_same_values(model, expected)
 
 
@@ -202,7 +203,7 @@ def test_embedding_with_dense_gradients(way, group, rank, world):
     Training(way, group, rank, world, Lookup, loss_of(tokens)).run()
 
 
-@both_ways
+@all_ways
 def test_several_dtypes_in_one_model(way, group, rank, world):
     class Mixed(nn.Module):
         def __init__(self):
@@ -236,20 +237,20 @@ def test_several_dtypes_in_one_model(way, group, rank, world):
 # Frozen and thawed
 
 
-@both_ways
+@all_ways
 def test_parameter_frozen_later_is_left_alone(way, group, rank, world):
     training = Training(way, group, rank, world, small_mlp, loss_of(vectors))
     training.run(2)
     training.on_both(lambda model: model.layers[1].requires_grad_(False))
-    frozen = training.model.layers[1].weight.detach().clone()
+    frozen = values_of(training.model)["layers.1.weight"]
     training.run(2)
-    assert_bits(training.model.layers[1].weight, frozen)
+    assert_bits(values_of(training.model)["layers.1.weight"], frozen)
     training.on_both(lambda model: model.layers[1].requires_grad_(True))
     training.run(2)
-    assert not torch.equal(training.model.layers[1].weight, frozen)
+    assert not torch.equal(values_of(training.model)["layers.1.weight"], frozen)
 
 
-@both_ways
+@all_ways
 def test_parameter_frozen_between_backward_and_step(way, group, rank, world):
     """Its gradient is there, so it is stepped, as in torch."""
     training = Training(way, group, rank, world, small_mlp, loss_of(vectors))
@@ -265,7 +266,7 @@ def mlp_with_a_frozen_layer() -> MLP:
     return model
 
 
-@both_ways
+@all_ways
 def test_parameter_thawed_after_sharding_is_trained(way, group, rank, world):
     training = Training(way, group, rank, world, mlp_with_a_frozen_layer, loss_of(vectors))
     training.run(2)
@@ -274,14 +275,14 @@ def test_parameter_thawed_after_sharding_is_trained(way, group, rank, world):
     assert find(training.model.layers[1].weight)[0].engine.unit_of(2) >= 0
 
 
-@both_ways
+@all_ways
 def test_parameter_thawed_before_the_first_step_is_trained(way, group, rank, world):
     training = Training(way, group, rank, world, mlp_with_a_frozen_layer, loss_of(vectors))
     training.on_both(lambda model: model.layers[1].requires_grad_(True))
     training.run_after_thawing(3)
 
 
-@both_ways
+@all_ways
 def test_layers_thawed_one_after_the_other(way, group, rank, world):
     def frozen() -> MLP:
         model = small_mlp().requires_grad_(False)
@@ -295,7 +296,7 @@ def test_layers_thawed_one_after_the_other(way, group, rank, world):
         training.run_after_thawing(2)
 
 
-@both_ways
+@all_ways
 def test_parameter_thawed_in_the_middle_of_an_accumulation(way, group, rank, world):
     training = Training(way, group, rank, world, mlp_with_a_frozen_layer, loss_of(vectors))
     training.backward()
@@ -308,7 +309,7 @@ def test_parameter_thawed_in_the_middle_of_an_accumulation(way, group, rank, wor
 # Several models, several backwards
 
 
-@both_ways
+@all_ways
 def test_two_sharded_models_with_one_summed_loss(way, group, rank, world):
     models, expected = [small_mlp(), MLP(hidden=4)], [small_mlp(), MLP(hidden=4)]
     optimizers = [way.optimizer(m, group, lr=LR) for m in models]
@@ -329,7 +330,7 @@ def test_two_sharded_models_with_one_summed_loss(way, group, rank, world):
         assert_same_values(mine, theirs)
 
 
-@both_ways
+@all_ways
 def test_adversaries_that_step_in_turn(way, group, rank, world):
     """Each backward also reaches the other model, whose gradients are thrown away."""
     models, expected = [small_mlp(), MLP(hidden=4)], [small_mlp(), MLP(hidden=4)]
@@ -349,7 +350,7 @@ def test_adversaries_that_step_in_turn(way, group, rank, world):
         assert_same_values(mine, theirs)
 
 
-@both_ways
+@all_ways
 def test_two_forwards_before_two_backwards(way, group, rank, world):
     training = Training(way, group, rank, world, small_mlp, loss_of(vectors))
     for _ in range(2):
@@ -364,7 +365,7 @@ def test_two_forwards_before_two_backwards(way, group, rank, world):
     assert_same_values(training.model, training.expected)
 
 
-@both_ways
+@all_ways
 def test_graph_retained_twice_adds_its_gradient_three_times(way, group, rank, world):
     model, expected = small_mlp(), small_mlp()
     optimizer = way.optimizer(model, group)
@@ -378,7 +379,7 @@ def test_graph_retained_twice_adds_its_gradient_three_times(way, group, rank, wo
     optimizer.step()
 
 
-@both_ways
+@all_ways
 def test_two_losses_over_one_graph(way, group, rank, world):
     model, expected = small_mlp(), small_mlp()
     _optimizer = way.optimizer(model, group)
@@ -394,7 +395,7 @@ def test_two_losses_over_one_graph(way, group, rank, world):
     assert_same_gradients(model, expected)
 
 
-@both_ways
+@all_ways
 def test_gradient_penalty_in_the_loss(way, group, rank, world):
     """torch.autograd.grad with create_graph: second derivatives reach the parameters."""
 
@@ -418,7 +419,7 @@ def test_gradients_of_parameters_in_the_loss(way, group, rank, world):
     Training(way, group, rank, world, small_mlp, loss).run()
 
 
-@both_ways
+@all_ways
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_backward_with_create_graph(way, group, rank, world):
     """The graph of the gradients is of no use here, but the gradients are right."""
@@ -435,7 +436,7 @@ def test_backward_with_create_graph(way, group, rank, world):
     expected.zero_grad()
 
 
-@both_ways
+@all_ways
 def test_backward_to_some_inputs_only(way, group, rank, world):
     def run(model, rank, scale):
         inputs = [model.layers[0].weight, model.layers[2].bias]
@@ -460,7 +461,7 @@ def test_backward_to_some_inputs_only(way, group, rank, world):
     assert_same_values(model, expected)
 
 
-@both_ways
+@all_ways
 def test_backward_to_the_input_alone_reduces_nothing_twice(way, group, rank, world):
     training = Training(way, group, rank, world, small_mlp, loss_of(vectors))
     batch = vectors(rank, 0).requires_grad_()
@@ -472,7 +473,7 @@ def test_backward_to_the_input_alone_reduces_nothing_twice(way, group, rank, wor
 # Parameters that some ranks do not use
 
 
-@both_ways
+@all_ways
 def test_parameter_unused_on_one_rank_gets_the_others_share(way, group, rank, world):
     def loss(model, rank, step):
         taken = ("left", "right") if rank == 0 else ("left",)
@@ -481,7 +482,7 @@ def test_parameter_unused_on_one_rank_gets_the_others_share(way, group, rank, wo
     Training(way, group, rank, world, Branching, loss).run()
 
 
-@both_ways
+@all_ways
 def test_branches_that_change_with_rank_and_step(way, group, rank, world):
     def loss(model, rank, step):
         taken = [name for bit, name in enumerate(("left", "right")) if (rank + step) >> bit & 1]
@@ -490,19 +491,19 @@ def test_branches_that_change_with_rank_and_step(way, group, rank, world):
     Training(way, group, rank, world, Branching, loss).run(4)
 
 
-@both_ways
+@all_ways
 def test_parameter_that_no_rank_used_is_not_stepped(way, group, rank, world):
     def loss(model, rank, step):
         return model(rank_data((4, 6), rank, step), ("left",)).square().mean()
 
     training = Training(way, group, rank, world, Branching, loss)
-    before = training.model.right.weight.detach().clone()
+    before = values_of(training.model)["right.weight"]
     training.run(2)
-    assert_bits(training.model.right.weight, before)
+    assert_bits(values_of(training.model)["right.weight"], before)
     assert training.optimizer.state[training.model.right.weight]["step"] == 0
 
 
-@both_ways
+@all_ways
 def test_rank_whose_loss_reaches_no_parameter(way, group, rank, world):
     """It makes up for its missing backward in step()."""
     model, expected = small_mlp(), small_mlp()
@@ -551,7 +552,7 @@ class Checkpointed(nn.Module):
 reentrant_or_not = pytest.mark.parametrize("use_reentrant", [True, False])
 
 
-@both_ways
+@all_ways
 @reentrant_or_not
 @pytest.mark.parametrize("used", [(0, 1, 2), (1,)], ids=["all", "one"])
 def test_checkpointed_blocks(way, use_reentrant, used, group, rank, world):
@@ -560,7 +561,7 @@ def test_checkpointed_blocks(way, use_reentrant, used, group, rank, world):
     ).run()
 
 
-@both_ways
+@all_ways
 @reentrant_or_not
 def test_model_wholly_inside_checkpoints(way, use_reentrant, group, rank, world):
     """The outer backward reaches no parameter itself."""
@@ -569,7 +570,7 @@ def test_model_wholly_inside_checkpoints(way, use_reentrant, group, rank, world)
     ).run()
 
 
-@both_ways
+@all_ways
 @reentrant_or_not
 def test_whole_model_in_one_checkpoint(way, use_reentrant, group, rank, world):
     def loss(model, rank, step):
@@ -579,7 +580,7 @@ def test_whole_model_in_one_checkpoint(way, use_reentrant, group, rank, world):
     Training(way, group, rank, world, small_mlp, loss).run()
 
 
-@both_ways
+@all_ways
 @reentrant_or_not
 def test_weights_shared_across_checkpoints(way, use_reentrant, group, rank, world):
     Training(
@@ -587,7 +588,7 @@ def test_weights_shared_across_checkpoints(way, use_reentrant, group, rank, worl
     ).run()
 
 
-@both_ways
+@all_ways
 @reentrant_or_not
 def test_weight_shared_by_a_checkpoint_and_the_rest(way, use_reentrant, group, rank, world):
     Training(
@@ -600,7 +601,7 @@ def test_weight_shared_by_a_checkpoint_and_the_rest(way, use_reentrant, group, r
     ).run()
 
 
-@both_ways
+@all_ways
 @reentrant_or_not
 @pytest.mark.parametrize("tied", [False, True])
 def test_checkpointing_switched_on_after_the_first_steps(

@@ -74,7 +74,7 @@ HOLDS_AFTER: dict[str, Callable[[str, Holds, Context], Holds]] = {
     ),
     "gradient": lambda s, h, c: retained(h, c) if s == "gathered" else h,
     "backward_ended": lambda s, h, c: h._replace(
-        calls=0, escaped=False, graph=h.graph and c.graph_kept
+        calls=0, escaped=False, graph=(h.graph or (h.calls > 0 and c.may_retain)) and c.graph_kept
     ),
     "drop": lambda s, h, c: h._replace(user=False),
     "step": lambda s, h, c: Holds(permanent=h.permanent),

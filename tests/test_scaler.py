@@ -10,7 +10,7 @@ import torch
 from harness import MLP, assert_bits, gather_objects, mean_square, rank_data
 from reference import OneProcess, fma_gradients
 from setups import (
-    both_ways,
+    all_ways,
     everything,
     full,
     full_master,
@@ -160,7 +160,7 @@ class Scaled(nn.Module):
 
 
 class TestGradients:
-    @both_ways
+    @all_ways
     @pytest.mark.parametrize("micros", [1, 3])
     def test_unscaled_gradients_of_an_fp16_model_are_one_processes(self, team, way, micros):
         """They are added up in fp32, each divided by the scale, and shown in ``.grad``."""
@@ -305,7 +305,7 @@ class TestOverflow:
     @pytest.mark.parametrize("value", BAD)
     @pytest.mark.parametrize("bad_micro", [0, MICROS - 1])
     @pytest.mark.parametrize("bad_rank", [0, -1], ids=["first-rank", "last-rank"])
-    @both_ways
+    @all_ways
     def test_one_bad_element_skips_the_step_everywhere(
         self, team, way, value, bad_micro, bad_rank, recwarn
     ):

@@ -8,10 +8,10 @@ import torch
 from harness import Odd, assert_bits, mean_square, rank_data
 from setups import (
     Way,
+    all_ways,
     assert_same_values,
     backward,
     backward_of_all,
-    both_ways,
     readable,
     shard_and_optimizer,
     small_mlp,
@@ -48,7 +48,7 @@ def trained(team, way, dtype=torch.float32, model=None, **kwargs):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, F16], ids=str)
-@both_ways
+@all_ways
 class TestParameters:
     def test_a_written_value_is_read_with_all_its_bits(self, team, way, dtype):
         model, _ = trained(team, way, dtype)
@@ -130,7 +130,7 @@ def test_odd_parameters_are_read_and_written(team, way):
         zero_ext.set_full_grad(model.frozen, values["frozen"])
 
 
-@both_ways
+@all_ways
 def test_gradients_are_one_processes(team, way):
     model, expected = small_mlp(), small_mlp()
     optimizer = way.optimizer(model, team.group, lr=LR)
@@ -144,7 +144,7 @@ def test_gradients_are_one_processes(team, way):
     assert all(zero_ext.full_grad(p) is None for p in model.parameters())
 
 
-@both_ways
+@all_ways
 def test_written_gradients_are_stepped_with_and_added_to(team, way):
     model, expected = small_mlp(), small_mlp()
     optimizer = way.optimizer(model, team.group, lr=LR)
@@ -178,7 +178,7 @@ def test_a_written_nan_skips_the_step(team):
         optimizer.step()
 
 
-@both_ways
+@all_ways
 def test_states_are_one_processes_and_can_be_carried_over(team, way):
     """Moments and step of a plain optimizer are written; both then train alike."""
     expected = small_mlp()
