@@ -31,7 +31,6 @@ class Pending {
   void wait(const std::function<std::string()>& what);
   // The same for at most `timeout`; an error is no error then.
   void wait_if_possible(std::chrono::milliseconds timeout) noexcept;
-  bool empty() const { return parts_.empty(); }
 
  private:
   friend class Comm;

@@ -311,7 +311,7 @@ bool Engine::held_by_user() const {
 
 void Engine::wait_for_shards() {
   const std::lock_guard lock(mutex_);
-  gatherer_.end_step();
+  gatherer_.wait_for_shards();
 }
 
 std::vector<std::string> Engine::gathered_units() const {
@@ -635,11 +635,11 @@ StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices,
   // Nobody's shard changes before all ranks are here: until then they may be gathering from it.
   StepVerdict verdict;
   if (questions.nonfinite || questions.norm || context_.releases())
-    verdict = agree_on_gradients(indices, questions);
+    verdict = agree_on_gradients(indices, questions, "step()");
   for (const int64_t i : indices) {
     if (managed(i)) repair_storage(i, Unit::Writes::keep);
   }
-  if (verdict.nonfinite) gatherer_.end_step();
+  if (verdict.nonfinite) gatherer_.wait_for_shards();
   micro_batch_ = 0;
   since_boundary_ = 0;
   return verdict;
@@ -654,14 +654,16 @@ bool Engine::lies_elsewhere(int64_t i) const {
   const Parameter& parameter = parameters_[i];
   if ((!managed(i) && parameter.frozen_unit < 0) || parameter.tensor.numel() == 0) return false;
   const Unit& unit = home_of(i);
-  const at::Tensor view = unit.parameter_view(parameter.slot);
+  const Slot& slot = unit.layout().slot(parameter.slot);
   // Another size or dtype is refused by name, by the next backward or step.
-  if (parameter.tensor.numel() != view.numel() || parameter.tensor.dtype() != view.dtype()) {
+  if (parameter.tensor.numel() != slot.spec.numel ||
+      parameter.tensor.scalar_type() != unit.dtype()) {
     return false;
   }
   return !unit.holds_storage_of(parameter.tensor) ||
-         parameter.tensor.storage_offset() != view.storage_offset() ||
-         parameter.tensor.strides() != view.strides() || parameter.tensor.sizes() != view.sizes();
+         parameter.tensor.storage_offset() != slot.offset ||
+         parameter.tensor.strides() != at::IntArrayRef(slot.spec.strides) ||
+         parameter.tensor.sizes() != at::IntArrayRef(slot.spec.sizes);
 }
 
 void Engine::repair_storage(int64_t i, Unit::Writes writes) {
@@ -675,7 +677,7 @@ void Engine::repair_storage(int64_t i, Unit::Writes writes) {
 }
 
 StepVerdict Engine::agree_on_gradients(const std::vector<int64_t>& indices,
-                                       const StepQuestions& questions) {
+                                       const StepQuestions& questions, const char* verb) {
   // One number that orders sightings: by micro-batch, then rank, then parameter.
   constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
   constexpr int64_t kUnknownMicroBatch =
@@ -702,7 +704,7 @@ StepVerdict Engine::agree_on_gradients(const std::vector<int64_t>& indices,
   value[1] = first;
   std::copy_n(sum.begin(), length - 2, value + 2);
   const at::Tensor all = comm_.all_gather(
-      values, [this] { return where(rank()) + "step() waited for the other ranks' step()"; });
+      values, [&] { return where(rank()) + verb + " waited for the other ranks' " + verb; });
   if (policy().optimizer == Sharding::sharded) sum = {};
   for (int64_t r = 0; r < world(); ++r) {
     const int64_t* answer = all.const_data_ptr<int64_t>() + r * length;
@@ -746,7 +748,7 @@ void Engine::apply_step(const Update& update) {
   }
   ++steps_;
   gathering.wait([this] { return where(rank()) + "step() waited for updated parameters"; });
-  gatherer_.end_step();
+  gatherer_.wait_for_shards();
 }
 
 void Engine::adopt_writes() {
@@ -774,14 +776,14 @@ void Engine::write_parameter(int64_t i, const at::Tensor& value) {
   TORCH_CHECK(!open_, where(rank()), "a parameter was set inside a backward.");
   const Parameter& parameter = parameters_[i];
   Unit& unit = home_of(i);
-  gatherer_.end_step();  // which may have been gathering the old value
+  gatherer_.wait_for_shards();  // which may have been gathering the old value
   repair_storage(i, Unit::Writes::discard);
   unit.adopt_parameter(parameter.slot, value);
   if (managed(i)) {
     unit.master_slice(parameter.slot).copy_(unit.own_part(parameter.slot, value, at::kFloat));
   }
   parameter.tensor.unsafeGetTensorImpl()->bump_version();
-  gatherer_.end_step();  // before anybody gathers the new one
+  gatherer_.wait_for_shards();  // before anybody gathers the new one
 }
 
 kernels::SquareSum Engine::own_squares(const std::vector<int64_t>& indices) const {
@@ -800,17 +802,10 @@ double Engine::squared_norm(const std::vector<int64_t>& indices) {
               "the gradients are not complete: the norm was asked for inside a backward or"
               " before the backward that reduces. Ask between the last backward and step().");
   take_over_grads(indices, "clip_grad_norm_");
-  kernels::SquareSum sum = own_squares(indices);
-  if (world() > 1 && policy().optimizer == Sharding::sharded) {
-    at::Tensor digits =
-        at::empty({kernels::kSquareSumLength}, at::TensorOptions().dtype(at::kLong));
-    std::copy(sum.begin(), sum.end(), digits.mutable_data_ptr<int64_t>());
-    Pending pending;
-    comm_.all_reduce_sum(digits, pending);
-    pending.wait([this] { return where(rank()) + "waited for the other ranks' gradient norms"; });
-    std::copy_n(digits.const_data_ptr<int64_t>(), sum.size(), sum.begin());
-  }
-  return kernels::value_of(sum);
+  // Where every rank has the sums, a rank may ask alone.
+  if (policy().optimizer == Sharding::replicated) return kernels::value_of(own_squares(indices));
+  return agree_on_gradients(indices, {.nonfinite = false, .norm = true}, "clip_grad_norm_()")
+      .squared_norm;
 }
 
 void Engine::scale_gradients(const std::vector<int64_t>& indices, double factor) {

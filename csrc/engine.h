@@ -240,7 +240,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   void repair_storage(int64_t i, Unit::Writes writes);
   bool all_sums_fresh() const;
   StepVerdict agree_on_gradients(const std::vector<int64_t>& indices,
-                                 const StepQuestions& questions);
+                                 const StepQuestions& questions, const char* verb);
   kernels::SquareSum own_squares(const std::vector<int64_t>& indices) const;
   bool managed(int64_t i) const { return parameters_[i].unit >= 0; }
 

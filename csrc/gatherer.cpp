@@ -297,7 +297,7 @@ void Gatherer::drop(const std::vector<int64_t>& units, Unit::Writes writes) {
       ++entry.taken;
       ++entry.due;
       offer_missing(entry);
-      entry.unit->gather_again(comm_);
+      entry.unit->receive_ranges(comm_);
       finish(entry);
     }
   }
@@ -315,7 +315,7 @@ void Gatherer::begin_step() {
   context_.spare->clear();
 }
 
-void Gatherer::end_step() {
+void Gatherer::wait_for_shards() {
   if (context_.releases()) tell_what_was_taken();
 }
 

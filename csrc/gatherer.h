@@ -68,9 +68,10 @@ class Gatherer {
   void hold(const std::vector<int64_t>& units);
   void drop(const std::vector<int64_t>& units, Unit::Writes writes);
 
-  // Before the update: everything is released. After it: waits for all ranks, see the note.
+  // Before the update: everything is released.
   void begin_step();
-  void end_step();
+  // Until all ranks' shards hold what was written to them, see the note. Collective.
+  void wait_for_shards();
 
   // Offers that other ranks may still take when this engine dies. They live on until every rank
   // has said that it takes no more.

@@ -18,13 +18,13 @@ constexpr int64_t kAlignmentBytes = 64;
 // A flags message: the number of the backward, the unit's index, then one byte per slot.
 constexpr int64_t kFlagsHeaderBytes = 2 * sizeof(int64_t);
 
+constexpr char kReleased[] =
+    "the parameters of this unit are released: they were read or written outside of a forward or"
+    " backward of their own module. Do that inside `with module.summon_full_params():` or after"
+    " module.unshard(), or choose units so that the module that reads them is in the same unit.";
+
 at::Tensor byte_tensor(int64_t numel) {
   return at::empty({numel}, at::TensorOptions().dtype(at::kByte));
-}
-
-const char* element(const at::Tensor& flat, int64_t i) {
-  return static_cast<const char*>(flat.const_data_ptr()) +
-         i * static_cast<int64_t>(flat.element_size());
 }
 
 void check(kernels::Status status, const char* kernel) {
@@ -46,6 +46,7 @@ Unit::Unit(const UnitContext& context, int64_t index, std::string name, std::vec
       gradient_dtype_(dtype),
       own_pieces_(layout_.size(), nullptr),
       gather_tag_(kind == UnitKind::trainable ? index : kMaxUnits + index),
+      released_message_(where(context.rank, name_) + kReleased),
       fresh_(layout_.size(), 1),
       local_fresh_(layout_.size(), 1),
       nonfinite_(layout_.size(), 0) {
@@ -57,7 +58,7 @@ Unit::Unit(const UnitContext& context, int64_t index, std::string name, std::vec
   const int64_t range = layout_.range_numel();
   if (context_.releases()) {
     full_ = FlatBuffer::without_memory(context_.memory, Held::full, dtype_, layout_.padded_numel(),
-                                       released_message());
+                                       released_message_);
     shard_ = FlatBuffer(context_.memory, Held::shard, dtype_, range);
   } else {
     full_ = FlatBuffer(context_.memory, Held::full, dtype_, layout_.padded_numel());
@@ -104,14 +105,6 @@ void Unit::take_values(const std::vector<at::Tensor>& values, Comm& comm, bool b
   } else {
     cast(full_.data(), dtype_, 0, padded);
   }
-}
-
-std::string Unit::released_message() const {
-  return where(context_.rank, name_) +
-         "the parameters of this unit are released: they were read outside of a forward or backward"
-         " of their own module. Read them inside `with module.summon_full_params():` or after"
-         " module.unshard(), or choose units so that the module that reads them is in the same"
-         " unit.";
 }
 
 at::Tensor Unit::parameter_view(int64_t i) const {
@@ -588,13 +581,6 @@ void Unit::adopt_writes() {
         "adopt_writes");
 }
 
-void Unit::cast_master() {
-  if (!master_.defined()) return;
-  check(kernels::cpu().cast(master_data(), kernels::DType::f32, stepped_parameter(),
-                            dtype_of(dtype_), layout_.range_numel(), cpu_launch()),
-        "cast");
-}
-
 void Unit::gather(Comm& comm, int64_t tag, Pending& pending) {
   if (layout_.ranges() > 1) comm.gather(full_.tensor(), tag, pending);
 }
@@ -609,7 +595,7 @@ void Unit::start_gather(Comm& comm) {
     receive_ranges(comm);
   } catch (...) {
     gathering_ = Pending();
-    full_.empty(*context_.spare, released_message());
+    full_.empty(*context_.spare, released_message_);
     throw;
   }
 }
@@ -632,9 +618,7 @@ void Unit::release(Writes writes) {
   if (writes == Writes::keep && std::memcmp(own, shard_.data(), bytes) != 0) {
     std::memcpy(shard_.data(), own, bytes);
   }
-  full_.empty(*context_.spare, released_message());
+  full_.empty(*context_.spare, released_message_);
 }
-
-void Unit::gather_again(Comm& comm) { receive_ranges(comm); }
 
 }  // namespace zero_ext

@@ -158,8 +158,6 @@ class Unit {
   void adopt_parameter(int64_t i, const at::Tensor& values);
   // Brings master up to date with what was written into full.
   void adopt_writes();
-  // This rank's range of full = master, rounded.
-  void cast_master();
 
   // The used slots of this rank's range, as the longest runs whose neighbours are `same`.
   std::vector<Run> runs(const std::function<bool(int64_t)>& used,
@@ -169,7 +167,6 @@ class Unit {
 
   // Where full comes and goes. Its own range lives in shard all the while.
   int64_t full_bytes() const { return static_cast<int64_t>(full_.tensor().nbytes()); }
-  int64_t gather_tag() const { return gather_tag_; }
   // This rank's range, for `peer` to take whenever it gathers the unit.
   Comm::Offer offer(Comm& comm, int64_t peer) const;
   void start_gather(Comm& comm);
@@ -177,8 +174,8 @@ class Unit {
   enum class Writes { keep, discard };
   // Frees full; with `keep`, what the user wrote into this rank's range reaches shard first.
   void release(Writes writes);
-  // Gathered once more in place: what was written into full is forgotten.
-  void gather_again(Comm& comm);
+  // Into full as it is; what was written there is forgotten. Begins a gather, without allocating.
+  void receive_ranges(Comm& comm);
 
  private:
   enum Arrival : uint8_t { kNotArrived, kArrivedEmpty, kArrived };
@@ -186,10 +183,8 @@ class Unit {
   void take_values(const std::vector<at::Tensor>& values, Comm& comm, bool broadcast);
   at::ScalarType message_dtype() const;
   int64_t local_offset(int64_t range) const;
-  std::string released_message() const;
   // This rank's range of the parameters: in shard, or in full.
   char* own_parameters() const;
-  void receive_ranges(Comm& comm);
   bool contributes(int64_t i) const;
   // Where the reduced sum is: below the local one, once that lies where it was.
   const FlatBuffer& reduced_sum() const { return sink_ == Sink::local && kept_ ? before_ : grad_; }
@@ -216,6 +211,7 @@ class Unit {
   std::vector<const Piece*> own_pieces_;  // [slots], null where this rank holds nothing of a slot
 
   int64_t gather_tag_;
+  std::string released_message_;  // what a read raises meanwhile
   FlatBuffer full_;    // [padded], compute dtype; without memory while the unit is released
   FlatBuffer shard_;   // [range], compute dtype; undefined where full always holds it
   FlatBuffer master_;  // [range], fp32; undefined where own_parameters() are fp32 and serve as it

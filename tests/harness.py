@@ -1,7 +1,11 @@
 """Data, models and references that tests share. conftest.py has the fixtures."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -74,6 +78,24 @@ def reference_gradients(
     return sums
 
 
+def torchrun(
+    ranks: int, *arguments: str, cwd: Path, timeout_s: float = 100
+) -> subprocess.CompletedProcess:
+    """``python -m torch.distributed.run`` with one thread per rank; one rank runs without it."""
+    # The rank variables of a torchrun around this test must not reach the one inside.
+    outer = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "LOCAL_", "GROUP_", "ROLE_")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(outer)}
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.run(
+        [sys.executable, *(launcher if ranks > 1 else []), *arguments],
+        cwd=cwd,
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
 def assert_bits(actual: Tensor, expected: Tensor, name: str = "tensor") -> None:
     """Every element equal, NaN to NaN; says how many differ, where first, and by how much."""
     __tracebackhide__ = True
@@ -140,6 +162,18 @@ class ManyLayers(nn.Module):
         for index in range(len(self.blocks)) if used is None else used:
             x = self.blocks[index](x)
         return x
+
+
+class ResidualBlock(nn.Module):
+    """``x + outer(tanh(inner(x)))``, twice as wide inside. The caller seeds."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.inner = nn.Linear(width, 2 * width)
+        self.outer = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(torch.tanh(self.inner(x)))
 
 
 class Tied(nn.Module):

@@ -156,8 +156,8 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
 def assert_same_gradients(actual: nn.Module, expected: nn.Module) -> None:
     """Gradients equal one process's.
 
-    Up to the rounding of an average over 3 ranks, and to that of values and activations after some
-    steps.
+    Up to the rounding of values and activations after some steps, and of an average over 3 ranks,
+    where the largest relative difference seen is 2.4e-5, of a convolution; 1e-5 holds with 2.
     """
     grads = full_gradients(actual)
     for name, parameter in expected.named_parameters():
@@ -166,7 +166,7 @@ def assert_same_gradients(actual: nn.Module, expected: nn.Module) -> None:
             torch.testing.assert_close(
                 grads[name],
                 parameter.grad.float(),
-                rtol=1e-4,
+                rtol=3e-5,
                 atol=5e-6,
                 msg=lambda text, name=name: f"{name}: {text}",
             )
@@ -176,6 +176,12 @@ def full_master(parameter: Tensor) -> Tensor:
     """The fp32 master of a sharded parameter, whole, as a copy. Collective."""
     handle, i = find(parameter)
     return full(handle.as_parameter(handle.engine.master_slice(i), i, parameter)).clone()
+
+
+def gathered(model: nn.Module) -> list[str]:
+    """Names of the units that are in memory; none where units are never released."""
+    engine = find(next(model.parameters()))[0].engine
+    return engine.gathered_units() if engine.releases else []
 
 
 def small_mlp(dtype=torch.float32) -> MLP:

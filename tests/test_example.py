@@ -1,12 +1,10 @@
 """examples/train_lm.py at its smallest: two ranks as subprocesses, a dozen steps."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from harness import torchrun
 
 ROOT = Path(__file__).parent.parent
 TINY = "--size tiny --steps 12 --sequence 32 --batch-size 4 --text zero_text.txt".split()
@@ -15,19 +13,8 @@ TINY = "--size tiny --steps 12 --sequence 32 --batch-size 4 --text zero_text.txt
 def train(tmp_path, *arguments: str, ranks: int = 2) -> dict:
     """The log of a tiny run, whose loss must not depend on the machine's standard library."""
     (tmp_path / "zero_text.txt").write_text("".join(f"line {i * i}\n" for i in range(20_000)))
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     script = [str(ROOT / "examples" / "train_lm.py"), *TINY, "--out", "run", *arguments]
-    # The rank variables of a torchrun around this test must not reach the one inside.
-    outer = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "LOCAL_", "GROUP_", "ROLE_")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(outer)}
-    result = subprocess.run(
-        [sys.executable, *(launcher if ranks > 1 else []), *script],
-        cwd=tmp_path,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    result = torchrun(ranks, *script, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-4000:]
     assert "held-out loss" in result.stdout
     assert (tmp_path / "run" / "loss.png").stat().st_size > 0

@@ -10,27 +10,17 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from harness import assert_bits, rank_data
+from harness import ResidualBlock, assert_bits, rank_data
 from reference import OneProcess, gradients_of
+from setups import gathered
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_ext
-from zero_ext.handle import find
 
 WIDTH = 7
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 CHECKPOINTS = pytest.mark.parametrize("checkpointing", [None, "reentrant", "non-reentrant"])
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, 2 * WIDTH)
-        self.outer = nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.outer(torch.tanh(self.inner(x)))
 
 
 class TwoHeads(nn.Module):
@@ -40,8 +30,8 @@ class TwoHeads(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.stem = nn.Linear(5, WIDTH)
-        self.trunk = nn.ModuleList(Block() for _ in range(3))
-        self.heads = nn.ModuleList(Block() for _ in range(2))
+        self.trunk = nn.ModuleList(ResidualBlock(WIDTH) for _ in range(3))
+        self.heads = nn.ModuleList(ResidualBlock(WIDTH) for _ in range(2))
         self.checkpointing = checkpointing
 
     def forward(self, x: Tensor) -> list[Tensor]:
@@ -76,16 +66,6 @@ def loss_of(outputs: list[Tensor], weights: tuple[float, float]) -> Tensor:
 
 def sharded(stage: int, mesh, checkpointing: str | None = None, **kwargs) -> nn.Module:
     return zero_ext.shard(TwoHeads(checkpointing), stage, mesh=mesh, bucket_mb=1e-4, **kwargs)
-
-
-def gathered(model: nn.Module) -> list[str]:
-    """Names of the units that are in memory; none with the stages that never release."""
-    engine = engine_of(model)
-    return engine.gathered_units() if engine.releases else []
-
-
-def engine_of(model: nn.Module):
-    return find(next(model.parameters()))[0].engine
 
 
 def expected_gradients(passes, world: int) -> dict[str, Tensor | None]:

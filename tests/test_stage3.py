@@ -2,28 +2,28 @@
 
 import dataclasses
 import os
-import subprocess
-import sys
 from collections import namedtuple
 
 import pytest
 import torch
 from harness import (
+    ResidualBlock,
     assert_bits,
     gather_objects,
     mean_square,
     rank_batches,
     rank_data,
     reference_gradients,
+    torchrun,
 )
 from reference import gradients_of, shown_master, whole
+from setups import gathered
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import zero_ext
 from zero_ext import _C
-from zero_ext.handle import find
 
 WIDTH = 7
 SHAPE = (4, WIDTH)
@@ -38,14 +38,9 @@ class Output:
     extra: dict | None = None
 
 
-class Block(nn.Module):
+class Block(ResidualBlock):
     def __init__(self, width: int = WIDTH):
-        super().__init__()
-        self.inner = nn.Linear(width, 2 * width)
-        self.outer = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.outer(torch.tanh(self.inner(x)))
+        super().__init__(width)
 
 
 class Stack(nn.Module):
@@ -220,11 +215,6 @@ MODELS = {
 def sharded(model: nn.Module, mesh, **kwargs) -> nn.Module:
     kwargs.setdefault("bucket_mb", NO_MERGING_MB)
     return zero_ext.shard(model, 3, mesh=mesh, **kwargs)
-
-
-def gathered(model: nn.Module) -> list[str]:
-    engine = find(next(model.parameters()))[0].engine
-    return engine.gathered_units() if engine.releases else []
 
 
 def assert_gradients(model, model_fn, batches, world, loss_fn=mean_square) -> None:
@@ -621,14 +611,5 @@ with torch.no_grad():
 def test_a_rank_that_ends_first_serves_the_others_until_they_end(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(FINISHES_AT_DIFFERENT_TIMES)
-    outer = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "LOCAL_", "GROUP_", "ROLE_")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(outer)}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    result = subprocess.run(
-        [*launcher, "--nproc-per-node=2", str(script)],
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    result = torchrun(2, str(script), cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-4000:]
