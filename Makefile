@@ -49,13 +49,15 @@ train: install
 
 # What depends on the number of ranks: sums in rank order, padding, straddling, passes. The rest runs on
 # three and four ranks in test-all.
-MORE_RANKS_TESTS := $(addprefix tests/test_,equivalence.py order.py comm_ops.py memory.py memory_stage3.py \
-  norm.py odd_models.py optim.py pipeline.py scenarios_b.py scenarios_c.py stage3.py state.py)
+THREE_RANKS_TESTS := $(addprefix tests/test_,equivalence.py order.py comm_ops.py memory.py memory_stage3.py \
+  norm.py scenarios_b.py scenarios_c.py stage3.py)
+FOUR_RANKS_TESTS := $(addprefix tests/test_,equivalence.py comm_ops.py norm.py stage3.py)
 
 test: install
 	$(PY) -m pytest tests -m "not dist and not slow"
 	$(call test_ranks,dist and not slow,2,tests)
-	$(call test_ranks,dist and not slow,3 4,$(MORE_RANKS_TESTS))
+	$(call test_ranks,dist and not slow,3,$(THREE_RANKS_TESTS))
+	$(call test_ranks,dist and not slow,4,$(FOUR_RANKS_TESTS))
 
 test-all: install
 	$(PY) -m pytest tests -m "not dist"

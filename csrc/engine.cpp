@@ -343,7 +343,7 @@ void Engine::begin_backward(bool reduces) {
       expected.push_back(will_run(parameters_[i].node) ? 1 : 0);
       missing = missing || (expected.back() == 0 && parameters_[i].tensor.requires_grad());
     }
-    units_[u]->begin_backward(sink, expected);
+    units_[u]->begin_backward(sink, reduces, expected);
   }
   deferred_ = watch_->may_hold_surprises(missing);
   ++backwards_;
@@ -361,20 +361,6 @@ void Engine::set_offloaded(const std::string& states) {
 void Engine::check_usable(const char* verb) {
   TORCH_CHECK(offloaded_.empty(), where(rank()), verb, ": ", offloaded_,
               " of this model are offloaded. Call zero_ext.reload_states() first.");
-  if (sums_lost_ && all_sums_fresh()) sums_lost_ = false;
-  TORCH_CHECK(!sums_lost_, where(rank()), verb,
-              ": a backward inside no_sync() threw after it had added to gradients that"
-              " held earlier micro-batches, and their sums cannot be restored. Call zero_grad() "
-              "and repeat the step.");
-}
-
-bool Engine::all_sums_fresh() const {
-  for (const Parameter& parameter : parameters_) {
-    if (parameter.unit < 0) continue;
-    const Unit& unit = *units_[parameter.unit];
-    if (!unit.fresh(parameter.slot) || !unit.local_fresh(parameter.slot)) return false;
-  }
-  return true;
 }
 
 void Engine::check_parameters(const char* verb) {
@@ -506,10 +492,13 @@ void Engine::after_gradient(int64_t i) {
               " repeat this forward and backward.");
   if (unit.needs_bucket()) lend_bucket(unit);
   const bool finite = unit.accumulate(parameter.slot, grad, accumulate_scale_);
-  if (!finite && parameter.nonfinite_micro_batch < 0)
-    parameter.nonfinite_micro_batch = micro_batch_;
+  if (!finite) saw_nonfinite(parameter);
   if (reduces_ && !deferred_) start_ready_reductions();
-  gatherer_.gradient_arrived(gathered_as_[parameter.unit], graph_is_kept());
+  if (releases()) gatherer_.gradient_arrived(gathered_as_[parameter.unit], graph_is_kept());
+}
+
+void Engine::saw_nonfinite(Parameter& parameter) const {
+  if (parameter.nonfinite_micro_batch < 0) parameter.nonfinite_micro_batch = micro_batch_;
 }
 
 void Engine::lend_bucket(Unit& unit) {
@@ -548,7 +537,11 @@ void Engine::finish_backward() {
     start_ready_reductions();
     while (!in_flight_.empty()) finish_oldest_reduction();
   }
-  for (const auto& unit : units_) unit->end_backward();
+  for (int64_t u = 0; u < unit_count(); ++u) {
+    units_[u]->end_backward();
+    for (const int64_t slot : units_[u]->nonfinite_arrived())
+      saw_nonfinite(parameters_[unit_parameters_[u][slot]]);
+  }
   open_ = false;
   local_open_ = world() > 1 && !reduces_;
   set_local_next(local_open_);
@@ -581,13 +574,11 @@ void Engine::backward_failed() noexcept {
 }
 
 void Engine::abort_backward() noexcept {
-  bool restored = true;
   const size_t orphans_before = orphans_.size();
-  for (const auto& unit : units_) restored = unit->abort_backward(orphans_) && restored;
+  for (const auto& unit : units_) unit->abort_backward(orphans_);
   for (size_t o = orphans_before; o < orphans_.size(); ++o) pool_.forget();
   in_flight_.clear();
   open_ = false;
-  sums_lost_ = sums_lost_ || !restored;
   for (Parameter& parameter : parameters_) {
     if (parameter.nonfinite_micro_batch == micro_batch_) parameter.nonfinite_micro_batch = -1;
     // What the failed backward left there is a gradient that was not reduced.

@@ -238,7 +238,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   bool lies_elsewhere(int64_t i) const;
   // If so, its values are taken over, or forgotten.
   void repair_storage(int64_t i, Unit::Writes writes);
-  bool all_sums_fresh() const;
+  void saw_nonfinite(Parameter& parameter) const;
   StepVerdict agree_on_gradients(const std::vector<int64_t>& indices,
                                  const StepQuestions& questions, const char* verb);
   kernels::SquareSum own_squares(const std::vector<int64_t>& indices) const;
@@ -268,7 +268,6 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   int64_t steps_ = 0;
   bool local_open_ = false;  // this rank has local sums
   bool local_next_ = false;  // the next reduction is of local sums, on every rank alike
-  bool sums_lost_ = false;   // see Note [Undoing]
   std::string offloaded_;
   double loss_scale_ = 1;
   double local_loss_scale_ = 1;  // that of the local sums; loss_scale_ unless local_next_

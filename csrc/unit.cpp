@@ -23,6 +23,11 @@ constexpr char kReleased[] =
     " backward of their own module. Do that inside `with module.summon_full_params():` or after"
     " module.unshard(), or choose units so that the module that reads them is in the same unit.";
 
+const void* element(const at::Tensor& flat, int64_t i) {
+  return static_cast<const char*>(flat.const_data_ptr()) +
+         i * static_cast<int64_t>(flat.element_size());
+}
+
 at::Tensor byte_tensor(int64_t numel) {
   return at::empty({numel}, at::TensorOptions().dtype(at::kByte));
 }
@@ -176,13 +181,15 @@ bool Unit::holds_storage_of(const at::Tensor& tensor) const {
 
 // One backward
 
-void Unit::begin_backward(Sink sink, const std::vector<uint8_t>& expected) {
+void Unit::begin_backward(Sink sink, bool reduces, const std::vector<uint8_t>& expected) {
   sink_ = sink;
+  reduces_ = reduces;
   reduced_ = false;
   added_ = false;
   expected_ = expected;
   missing_ = std::count(expected.begin(), expected.end(), 1);
   arrived_.assign(layout_.size(), kNotArrived);
+  nonfinite_arrived_.clear();
   fresh_before_ = fresh_;
   local_fresh_before_ = local_fresh_;
   if (std::count(fresh_.begin(), fresh_.end(), 0) == 0) kept_ = false;  // zeroed since
@@ -209,21 +216,23 @@ void Unit::restore_reduced_sum() {
 
 void Unit::end_backward() {
   missing_ = 0;
-  // A local sum still lies on top of the reduced one.
-  if (sink_ != Sink::local) kept_ = false;
+  if (sink_ == Sink::local && !reduces_) {
+    // The reduced sum stays below the local one.
+    for (int64_t i = 0; i < layout_.size(); ++i) add_held(i);
+  } else {
+    kept_ = false;
+  }
 }
 
-bool Unit::abort_backward(std::vector<Orphan>& orphans) {
-  bool restored = true;
+void Unit::abort_backward(std::vector<Orphan>& orphans) {
   missing_ = 0;
+  held_.clear();
   if (sink_ == Sink::local) {
-    restored = !added_;
-    for (int64_t i = 0; i < layout_.size(); ++i) {
-      if (arrived_[i] == kArrived && !local_fresh_before_[i]) restored = false;
-    }
+    const bool local_sums = has_local_sums(local_fresh_before_);
+    if (added_ && local_sums)
+      std::memcpy(grad_.data(), local_before_.data(), local_before_.tensor().nbytes());
     // Without an earlier local sum, nothing but this backward lies on top of the reduced one.
-    if (std::count(local_fresh_before_.begin(), local_fresh_before_.end(), 0) == 0)
-      restore_reduced_sum();
+    if (!local_sums) restore_reduced_sum();
   } else {
     restore_reduced_sum();
   }
@@ -235,7 +244,10 @@ bool Unit::abort_backward(std::vector<Orphan>& orphans) {
   flags_.clear();
   sources_.clear();
   staged_.reset();
-  return restored;
+}
+
+bool Unit::has_local_sums(const std::vector<uint8_t>& local_fresh) {
+  return std::count(local_fresh.begin(), local_fresh.end(), 0) > 0;
 }
 
 bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
@@ -279,7 +291,12 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
       if (nonfinite != 0) nonfinite_[i] = 1;
       break;
     case Sink::local:
-      accumulate_local(i, dense.const_data_ptr(), dtype, scale, &nonfinite);
+      scale_ = scale;
+      if (reduces_ || !local_fresh_before_[i]) {
+        held_[i].push_back(dense);
+      } else {
+        accumulate_local(i, dense, &nonfinite);
+      }
       break;
     case Sink::bucket:
       accumulate_in_bucket(i, dense.const_data_ptr(), dtype,
@@ -289,34 +306,80 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
   return nonfinite == 0;
 }
 
-void Unit::accumulate_local(int64_t i, const void* grad, kernels::DType dtype, float scale,
-                            int32_t* nonfinite) {
-  const int64_t bytes = kernels::element_bytes(dtype);
+void Unit::accumulate_local(int64_t i, const at::Tensor& grad, int32_t* nonfinite) {
+  const kernels::DType dtype = dtype_of(grad.scalar_type());
   for (const Piece& piece : layout_.pieces(i)) {
     // Divided by the number of ranks only when it is reduced: the sum of bf16 values over
-    // micro-batches is then exact where fp32 can hold it. `scale` is 1 but for a changed loss
+    // micro-batches is then exact where fp32 can hold it. `scale_` is 1 but for a changed loss
     // scale.
-    check(kernels::cpu().accumulate(
-              static_cast<const char*>(grad) + piece.slot_begin * bytes, dtype,
-              grad_data() + local_offset(piece.range) + piece.range_begin, piece.numel, scale,
-              local_fresh_[i] != 0, nonfinite, cpu_launch()),
+    check(kernels::cpu().accumulate(element(grad, piece.slot_begin), dtype,
+                                    local_sum(piece, piece.slot_begin), piece.numel, scale_,
+                                    local_fresh_[i] != 0, nonfinite, cpu_launch()),
           "accumulate");
   }
   local_fresh_[i] = 0;
 }
 
+void Unit::add_held(int64_t i) {
+  const auto held = held_.find(i);
+  if (held == held_.end()) return;
+  int32_t nonfinite = 0;
+  for (const at::Tensor& grad : held->second) accumulate_local(i, grad, &nonfinite);
+  if (nonfinite != 0) nonfinite_arrived_.push_back(i);
+  held_.erase(held);
+}
+
+void Unit::stage_local(int64_t i) {
+  // Chunk by chunk, so that a message in half precision is rounded once, from the fp32 sum.
+  constexpr int64_t kChunk = 4096;
+  alignas(kAlignmentBytes) float chunk[kChunk];
+  const kernels::DType message = dtype_of(staged_.scalar_type());
+  const auto held = held_.find(i);
+  int32_t nonfinite = 0;
+  for (const Piece& piece : layout_.pieces(i)) {
+    for (int64_t at = piece.slot_begin; at < piece.slot_begin + piece.numel; at += kChunk) {
+      const int64_t numel = std::min(kChunk, piece.slot_begin + piece.numel - at);
+      bool fresh = local_fresh_[i] != 0;
+      if (!fresh) std::memcpy(chunk, local_sum(piece, at), numel * sizeof(float));
+      if (held != held_.end()) {
+        for (const at::Tensor& grad : held->second) {
+          check(kernels::cpu().accumulate(element(grad, at), dtype_of(grad.scalar_type()), chunk,
+                                          numel, scale_, std::exchange(fresh, false), &nonfinite,
+                                          cpu_launch()),
+                "accumulate");
+        }
+      }
+      check(kernels::cpu().cast(chunk, kernels::DType::f32, staged(layout_.slot(i).offset + at),
+                                message, numel, cpu_launch()),
+            "cast");
+    }
+  }
+  clear_gap(i);
+  if (nonfinite != 0) nonfinite_arrived_.push_back(i);
+  if (held != held_.end()) held_.erase(held);
+}
+
 void Unit::accumulate_in_bucket(int64_t i, const void* grad, kernels::DType dtype,
                                 kernels::Write write, int32_t* nonfinite) {
   const Slot& slot = layout_.slot(i);
-  char* target = static_cast<char*>(staged_.data_ptr()) +
-                 slot.offset * static_cast<int64_t>(staged_.element_size());
-  const kernels::CopySegment segment{.source = grad, .target = target, .numel = slot.spec.numel};
+  const kernels::CopySegment segment{
+      .source = grad, .target = staged(slot.offset), .numel = slot.spec.numel};
   check(kernels::cpu().flatten(&segment, 1, dtype, dtype_of(staged_.scalar_type()), write,
                                nonfinite, cpu_launch()),
         "flatten");
+  clear_gap(i);
+}
+
+void Unit::clear_gap(int64_t i) {
   // Runs of slots are summed with the gaps between them, and a gap must not look like a NaN.
-  std::memset(target + slot.spec.numel * static_cast<int64_t>(staged_.element_size()), 0,
+  const Slot& slot = layout_.slot(i);
+  std::memset(staged(slot.offset + slot.spec.numel), 0,
               (slot.padded_numel - slot.spec.numel) * staged_.element_size());
+}
+
+void* Unit::staged(int64_t offset) const {
+  return static_cast<char*>(staged_.data_ptr()) +
+         offset * static_cast<int64_t>(staged_.element_size());
 }
 
 at::ScalarType Unit::message_dtype() const {
@@ -325,26 +388,30 @@ at::ScalarType Unit::message_dtype() const {
   return context_.reduce_in_gradient_dtype ? gradient_dtype_ : context_.reduce_dtype;
 }
 
-// Local sums lie with this rank's range first, so that a buffer of one range is the beginning of a
-// buffer of all.
-int64_t Unit::local_offset(int64_t range) const {
-  return (range - own_range() + layout_.ranges()) % layout_.ranges() * layout_.range_numel();
+float* Unit::local_sum(const Piece& piece, int64_t in_slot) const {
+  const int64_t distance = (piece.range - own_range() + layout_.ranges()) % layout_.ranges();
+  return grad_data() + distance * layout_.range_numel() + piece.range_begin +
+         (in_slot - piece.slot_begin);
 }
 
 void Unit::lend_bucket(std::unique_ptr<Bucket> bucket) {
   bucket_ = std::move(bucket);
-  const bool in_bucket = sink_ == Sink::bucket || context_.reduction == Reduction::collective;
-  staged_ = in_bucket ? bucket_->gradients(message_dtype(), layout_.padded_numel()) : at::Tensor();
+  staged_ = bucket_->gradients(message_dtype(), layout_.padded_numel());
 }
 
 bool Unit::contributes(int64_t i) const {
-  return sink_ == Sink::local ? !local_fresh_[i] : arrived_[i] == kArrived;
+  return arrived_[i] == kArrived || (sink_ == Sink::local && !local_fresh_[i]);
 }
 
 void Unit::start_reduce(Comm& comm, int64_t backward) {
   reduced_ = true;
   backward_ = backward;
   if (sink_ == Sink::direct) return;
+  if (sink_ == Sink::local) {
+    for (int64_t i = 0; i < layout_.size(); ++i) {
+      if (contributes(i)) stage_local(i);
+    }
+  }
   if (context_.reduction == Reduction::exchange) {
     start_exchange(comm);
   } else {
@@ -383,32 +450,21 @@ void Unit::start_exchange(Comm& comm) {
 
 at::Tensor Unit::outgoing(int64_t range) const {
   const int64_t part = layout_.range_numel();
-  return sink_ == Sink::local ? grad_.slice(local_offset(range), part)
-                              : staged_.narrow(0, range * part, part);
+  return staged_.narrow(0, range * part, part);
 }
 
 void Unit::start_collective(Comm& comm) {
   const int64_t part = layout_.range_numel();
   at::Tensor counts = at::empty({layout_.size()}, at::TensorOptions().dtype(at::kInt));
   auto* count = counts.mutable_data_ptr<int32_t>();
-  char* staged = static_cast<char*>(staged_.data_ptr());
   const auto bytes = static_cast<int64_t>(staged_.element_size());
   for (int64_t i = 0; i < layout_.size(); ++i) {
     const Slot& slot = layout_.slot(i);
     count[i] = contributes(i) ? 1 : 0;
-    if (count[i] == 0 || sink_ == Sink::local)
-      std::memset(staged + slot.offset * bytes, 0, slot.padded_numel * bytes);
-    if (count[i] == 0 || sink_ != Sink::local) continue;
-    for (const Piece& piece : layout_.pieces(i)) {
-      check(kernels::cpu().cast(grad_data() + local_offset(piece.range) + piece.range_begin,
-                                kernels::DType::f32,
-                                staged + (slot.offset + piece.slot_begin) * bytes,
-                                dtype_of(staged_.scalar_type()), piece.numel, cpu_launch()),
-            "cast");
-    }
+    if (count[i] == 0) std::memset(staged(slot.offset), 0, slot.padded_numel * bytes);
   }
   const int64_t used_end = layout_.size() == 0 ? 0 : layout_.slot(layout_.size() - 1).padded_end();
-  std::memset(staged + used_end * bytes, 0, (layout_.padded_numel() - used_end) * bytes);
+  std::memset(staged(used_end), 0, (layout_.padded_numel() - used_end) * bytes);
   flags_.assign(1, counts);
   comm.all_reduce_sum(counts, pending_);
   if (layout_.ranges() == 1) {
@@ -470,12 +526,22 @@ void Unit::add_contributions(float scale) {
     }
     return true;
   };
+  if (sink_ == Sink::local) uncover_reduced_sum();
   for (const Run& run : runs(used, same)) add_run(run, scale);
   for (int64_t i = 0; i < layout_.size(); ++i) {
     if (used(i)) fresh_[i] = 0;
   }
-  if (sink_ == Sink::local) restore_reduced_sum();
   std::fill(local_fresh_.begin(), local_fresh_.end(), 1);
+}
+
+void Unit::uncover_reduced_sum() {
+  if (has_local_sums(local_fresh_)) {
+    if (!local_before_.defined()) {
+      local_before_ = FlatBuffer(context_.memory, Held::grad, at::kFloat, layout_.range_numel());
+    }
+    std::memcpy(local_before_.data(), grad_.data(), local_before_.tensor().nbytes());
+  }
+  if (kept_) std::memcpy(grad_.data(), before_.data(), before_.tensor().nbytes());
 }
 
 void Unit::add_run(const Run& run, float scale) {
@@ -486,8 +552,7 @@ void Unit::add_run(const Run& run, float scale) {
     contributions.push_back(static_cast<const char*>(sources_[source]) +
                             run.begin * kernels::element_bytes(dtype));
   }
-  // In place of the local sum, unless a reduced one waits beside it.
-  float* sum = static_cast<float*>(reduced_sum().data()) + run.begin;
+  float* sum = grad_data() + run.begin;
   int32_t nonfinite = 0;
   check(kernels::cpu().accumulate_ranks(
             contributions.data(), static_cast<int32_t>(contributions.size()), dtype, sum, run.numel,

@@ -20,9 +20,10 @@
 // Note [Undoing]
 // A backward that throws must leave the sums as they were. A sum that held nothing is marked fresh
 // again. Before a reduced sum that holds something is added to, it is copied (before_: 4 bytes per
-// element of one range, only where several backwards accumulate). Local sums have no copy, because
-// it would double what they take: there an undo may be impossible, and the engine then refuses to
-// go on until the gradients are zeroed.
+// element of one range, only where several backwards accumulate). Copies of local sums would double
+// what they take: instead, gradients of a slot that has one are held as they came, until the
+// backward ends, or, where it reduces, until the unit's message is made of both. The reduced sum
+// then takes the place of this rank's range of the local one (local_before_).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,6 +31,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -114,14 +116,14 @@ class Unit {
   const Piece* own_piece(int64_t i) const { return own_pieces_[i]; }
 
   // One backward. `expected[i]`: autograd will reach slot i.
-  void begin_backward(Sink sink, const std::vector<uint8_t>& expected);
+  void begin_backward(Sink sink, bool reduces, const std::vector<uint8_t>& expected);
   // Bucketed gradients need one when they arrive, local sums when they are reduced.
   bool needs_bucket() const { return bucket_ == nullptr && sink_ == Sink::bucket; }
   bool needs_bucket_to_reduce() const { return bucket_ == nullptr && sink_ != Sink::direct; }
   void lend_bucket(std::unique_ptr<Bucket> bucket);
   // A gradient of slot i; undefined: autograd reached the parameter with nothing. Returns false if
   // it holds NaN or Inf. `scale` is for direct and local sums; what a bucket holds is scaled when
-  // it is reduced.
+  // it is reduced. Of a gradient that is held, nonfinite_arrived() says so later.
   bool accumulate(int64_t i, const at::Tensor& grad, float scale);
   bool complete() const { return missing_ == 0; }
   bool expects_gradients() const { return missing_ > 0; }
@@ -131,15 +133,16 @@ class Unit {
   // Waits, adds the ranks' contributions, gives the bucket back (null where there was none).
   std::unique_ptr<Bucket> finish_reduce(float scale);
   void end_backward();
+  // Slots whose held gradients held NaN or Inf.
+  const std::vector<int64_t>& nonfinite_arrived() const { return nonfinite_arrived_; }
   // What a reduction that nobody will finish still uses.
   struct Orphan {
     Pending pending;
     std::unique_ptr<Bucket> bucket;
     std::vector<at::Tensor> flags;
   };
-  // The backward threw: the sums become what they were before it. False where that cannot be, see
-  // Note [Undoing].
-  bool abort_backward(std::vector<Orphan>& orphans);
+  // The backward threw: the sums become what they were before it, see Note [Undoing].
+  void abort_backward(std::vector<Orphan>& orphans);
 
   // The reduced gradient.
   bool fresh(int64_t i) const { return fresh_[i] != 0; }
@@ -182,14 +185,21 @@ class Unit {
 
   void take_values(const std::vector<at::Tensor>& values, Comm& comm, bool broadcast);
   at::ScalarType message_dtype() const;
-  int64_t local_offset(int64_t range) const;
+  // Of the local sum, which lies with this rank's range first, so that a buffer of one range is the
+  // beginning of a buffer of all.
+  float* local_sum(const Piece& piece, int64_t in_slot) const;
+  static bool has_local_sums(const std::vector<uint8_t>& local_fresh);
   // This rank's range of the parameters: in shard, or in full.
   char* own_parameters() const;
   bool contributes(int64_t i) const;
   // Where the reduced sum is: below the local one, once that lies where it was.
   const FlatBuffer& reduced_sum() const { return sink_ == Sink::local && kept_ ? before_ : grad_; }
-  void accumulate_local(int64_t i, const void* grad, kernels::DType dtype, float scale,
-                        int32_t* nonfinite);
+  void accumulate_local(int64_t i, const at::Tensor& grad, int32_t* nonfinite);
+  void add_held(int64_t i);
+  // Into the message: the local sum of slot i, and what arrived in this backward.
+  void stage_local(int64_t i);
+  void* staged(int64_t offset) const;
+  void clear_gap(int64_t i);
   void accumulate_in_bucket(int64_t i, const void* grad, kernels::DType dtype, kernels::Write write,
                             int32_t* nonfinite);
   void keep_reduced_sum();
@@ -200,6 +210,7 @@ class Unit {
   void check_flags() const;
   bool used_by(int64_t source, int64_t i) const;
   void add_contributions(float scale);
+  void uncover_reduced_sum();
   void add_run(const Run& run, float scale);
 
   const UnitContext& context_;
@@ -218,7 +229,8 @@ class Unit {
   FlatBuffer grad_;    // [range], fp32; [padded] with this rank's range first once local sums exist
   FlatBuffer
       before_;  // [range], fp32; the reduced sum before this backward, or below the local sums
-  bool kept_ = false;  // before_ holds it
+  bool kept_ = false;        // before_ holds it
+  FlatBuffer local_before_;  // [range], fp32; what the reduced sum of this backward replaced
 
   std::vector<uint8_t> fresh_;        // [slots]
   std::vector<uint8_t> local_fresh_;  // [slots], of the local sums
@@ -226,6 +238,10 @@ class Unit {
 
   // One backward.
   Sink sink_ = Sink::direct;
+  bool reduces_ = false;
+  float scale_ = 1;                                  // of gradients that are added to a local sum
+  std::map<int64_t, std::vector<at::Tensor>> held_;  // by slot; dense, strides as the slot's
+  std::vector<int64_t> nonfinite_arrived_;
   int64_t backward_ = 0;
   int64_t missing_ = 0;
   bool reduced_ = false;  // started

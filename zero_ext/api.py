@@ -145,10 +145,10 @@ class Place(NamedTuple):
     key: str
     parameter: nn.Parameter
 
-    def check(self, rank: int) -> None:
-        """Refuse another Parameter in its place, which nobody would reduce or step."""
+    def refuse_another(self, rank: int) -> None:
+        """Raise if another Parameter is in its place, which nobody would reduce or step."""
         found = self.parameters.get(self.key)
-        if found is self.parameter or found is None or not self.parameter.requires_grad:
+        if found is None or not self.parameter.requires_grad:
             return
         raise RuntimeError(
             f"zero_ext [rank {rank}]: parameter '{self.name}' was replaced by another one "
@@ -319,7 +319,9 @@ class ShardedMethods:
         if self._handle is None:
             return args, kwargs
         for place in self._places:
-            place.check(self._handle.groups.rank)
+            _, parameters, key, parameter = place
+            if parameters.get(key) is not parameter:
+                place.refuse_another(self._handle.groups.rank)
         self._handle.check_forward()
         self._handle.adopt_thawed()
         self._handle.engine.before_forward()

@@ -67,7 +67,7 @@ def estimate_memory(
     """Bytes that sharding ``module`` over ``world_size`` ranks with AdamW will hold on each.
 
     Without the copy that undoes a backward that throws, 4 bytes per element of a range, which is
-    made when a backward adds to a reduced sum that holds something.
+    made when a backward is reduced onto a sum, reduced or local, that holds something.
 
     Args:
         module: May be on the meta device.
@@ -109,10 +109,9 @@ def estimate_memory(
         result["master"] += 0 if unit.itemsize == _FP32_BYTES else share * _FP32_BYTES
         result["grad"] += share * (ranges if local else 1) * _FP32_BYTES
         result["optimizer_state"] += 2 * share * _FP32_BYTES
-        # Local sums are sent in fp32, and a bucket keeps the memory of both uses.
-        gradient_bytes = _FP32_BYTES if unit.in_fp32 else unit.itemsize
-        received_bytes = share * (world_size - 1) * (_FP32_BYTES if local else gradient_bytes)
-        in_buckets.append(share * ranges * gradient_bytes + received_bytes)
+        # Local sums are sent in fp32.
+        gradient_bytes = _FP32_BYTES if unit.in_fp32 or local else unit.itemsize
+        in_buckets.append(share * (ranges + world_size - 1) * gradient_bytes)
     result["persistent"] = sum(result.values())
     result["gathered"] = gathered
     result["buckets"] = 2 * max(in_buckets) if world_size > 1 else 0
