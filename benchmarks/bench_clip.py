@@ -28,11 +28,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     rows = []
-    makers = {
-        "GPT": (models.GPT, models.gpt_batch),
-        "small": (models.SmallLayers, models.small_batch),
-    }
-    for name, (make_model, make_batch) in makers.items():
+    for name, (make_model, make_batch) in models.MAKERS.items():
         torch.manual_seed(0)
         model = zero_ext.shard(make_model().bfloat16(), stage=2)
         optimizer = zero_ext.optim.AdamW(model.parameters(), lr=1e-4)

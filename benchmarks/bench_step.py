@@ -93,11 +93,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     rows = []
-    makers = {
-        "GPT": (models.GPT, models.gpt_batch),
-        "small": (models.SmallLayers, models.small_batch),
-    }
-    for name, (make_model, make_batch) in makers.items():
+    for name, (make_model, make_batch) in models.MAKERS.items():
         if args.only not in (None, name):
             continue
         torch.manual_seed(0)

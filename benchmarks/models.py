@@ -72,6 +72,10 @@ def small_batch(generator: torch.Generator) -> Tensor:
     return torch.randn(16, 64, generator=generator).bfloat16()
 
 
+# By name: the model, and one rank's batch for it.
+MAKERS = {"GPT": (GPT, gpt_batch), "small": (SmallLayers, small_batch)}
+
+
 class MasterAdamW:
     """torch's fused AdamW on fp32 copies of bf16 parameters: what DDP users write by hand."""
 

@@ -82,7 +82,8 @@ def shard(
         accumulation_steps: Every n-th backward is the boundary; the others are as in ``no_sync``.
         reshard_after_forward: Stage 3: release units between forward and backward.
         retained_bytes: Stage 3: how much a backward with ``retain_graph`` may leave gathered for
-            the next one; the rest is gathered again. Default: no limit.
+            the next one; the rest is gathered again. A double backward (``create_graph``) that
+            reads a unit beyond it may be refused by name. Default: no limit.
         prefetch_mb: Stage 3: MiB gathered ahead of their use, along the order of the last pass;
             0: none. Default: ``bucket_mb``, or one and a half of the largest unit if that is more.
         param_init_fn: Initialises the parameters and buffers of one module that were on the meta

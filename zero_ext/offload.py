@@ -11,7 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from zero_ext.handle import Handle, find
 
-# As in ``stats()["bytes_<name>"]``.
+# As in ``stats()["bytes_<name>"]``; stage 3's shards, "full" while released, go with "full".
 STATES = ("full", "master", "grad", "optimizer_state")
 
 
