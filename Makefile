@@ -4,6 +4,7 @@
 # make cuda-build     builds for torch's CUDA variant, GPU or not   CUDA_ARCHS="8.0 9.0 10.0"
 # make cuda-test      runs the CPU's one-rank tests on that build
 # make cuda-kernels   nvcc compiles each CUDA kernel alone, and the host emulates them
+# make bench-deepspeed   installs DeepSpeed, whose kernels its first run compiles, and measures beside it
 # make bench  lint  format  dist-check  clean
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -23,15 +24,16 @@ TORCHRUN := $(PY) -m torch.distributed.run --standalone
 # Two compilers at once: bindings.cpp alone takes 1.5 GB. torch's build uses ccache where it is on PATH.
 export MAX_JOBS ?= 2
 # One thread per rank: ranks share the processors.
-train test test-all bench: export OMP_NUM_THREADS := 1
+train test test-all bench bench-deepspeed: export OMP_NUM_THREADS := 1
 
 NATIVE := $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*.h csrc/kernels/*.cpp csrc/kernels/*.cu)
 EMULATION := $(wildcard tests/cuda_emulation/*)
 ONE_RANK_BENCHES := $(wildcard benchmarks/bench_kernels.py benchmarks/bench_hooks.py)
 GPU_BENCHES := benchmarks/bench_cuda.py
-BENCHES := $(filter-out $(ONE_RANK_BENCHES) $(GPU_BENCHES),$(wildcard benchmarks/bench_*.py))
+DEEPSPEED_BENCHES := benchmarks/bench_deepspeed.py
+BENCHES := $(filter-out $(ONE_RANK_BENCHES) $(GPU_BENCHES) $(DEEPSPEED_BENCHES),$(wildcard benchmarks/bench_*.py))
 
-.PHONY: install train test test-all cuda-kernels cuda-build cuda-test bench lint format dist-check clean
+.PHONY: install train test test-all cuda-kernels cuda-build cuda-test bench bench-deepspeed lint format dist-check clean
 
 install: $(VENV)/.installed
 
@@ -99,6 +101,11 @@ endef
 bench: install
 	set -e; for bench in $(ONE_RANK_BENCHES); do echo "== $$bench"; $(PY) $$bench; done
 	set -e; for bench in $(BENCHES); do echo "== $$bench"; $(TORCHRUN) --nproc-per-node 2 $$bench; done
+
+# Without isolation, and with torch there, pip leaves torch as it is.
+bench-deepspeed: install
+	$(PY) -m pip install --quiet --no-build-isolation "deepspeed==0.19.8"
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(TORCHRUN) --nproc-per-node 2 $(DEEPSPEED_BENCHES)
 
 lint: install
 	$(VENV)/bin/ruff check .
