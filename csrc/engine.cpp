@@ -494,7 +494,7 @@ void Engine::after_gradient(int64_t i) {
   const bool finite = unit.accumulate(parameter.slot, grad, accumulate_scale_);
   if (!finite) saw_nonfinite(parameter);
   if (reduces_ && !deferred_) start_ready_reductions();
-  if (releases()) gatherer_.gradient_arrived(gathered_as_[parameter.unit], graph_is_kept());
+  gatherer_.gradient_arrived(gathered_as_[parameter.unit], graph_is_kept());
 }
 
 void Engine::saw_nonfinite(Parameter& parameter) const {

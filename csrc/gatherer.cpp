@@ -238,6 +238,7 @@ void Gatherer::leave_backward(int64_t site, bool graph_kept) {
 }
 
 void Gatherer::gradient_arrived(int64_t unit, bool graph_kept) {
+  if (!context_.releases()) return;
   apply(unit, ResidencyEvent::gradient,
         {.expected = entries_[unit].unit->expects_gradients(),
          .graph_kept = graph_kept,

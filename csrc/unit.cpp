@@ -28,6 +28,10 @@ const void* element(const at::Tensor& flat, int64_t i) {
          i * static_cast<int64_t>(flat.element_size());
 }
 
+bool any_sum(const std::vector<uint8_t>& fresh) {
+  return std::find(fresh.begin(), fresh.end(), 0) != fresh.end();
+}
+
 at::Tensor byte_tensor(int64_t numel) {
   return at::empty({numel}, at::TensorOptions().dtype(at::kByte));
 }
@@ -54,7 +58,8 @@ Unit::Unit(const UnitContext& context, int64_t index, std::string name, std::vec
       released_message_(where(context.rank, name_) + kReleased),
       fresh_(layout_.size(), 1),
       local_fresh_(layout_.size(), 1),
-      nonfinite_(layout_.size(), 0) {
+      nonfinite_(layout_.size(), 0),
+      held_(layout_.size()) {
   for (int64_t i = 0; i < layout_.size(); ++i) {
     for (const Piece& piece : layout_.pieces(i)) {
       if (piece.range == own_range()) own_pieces_[i] = &piece;
@@ -192,7 +197,7 @@ void Unit::begin_backward(Sink sink, bool reduces, const std::vector<uint8_t>& e
   nonfinite_arrived_.clear();
   fresh_before_ = fresh_;
   local_fresh_before_ = local_fresh_;
-  if (std::count(fresh_.begin(), fresh_.end(), 0) == 0) kept_ = false;  // zeroed since
+  if (!any_sum(fresh_)) kept_ = false;  // zeroed since
   if (sink_ == Sink::direct) keep_reduced_sum();
   if (sink_ == Sink::local) {
     keep_reduced_sum();  // it lives where this rank's local sum is about to begin
@@ -201,7 +206,7 @@ void Unit::begin_backward(Sink sink, bool reduces, const std::vector<uint8_t>& e
 }
 
 void Unit::keep_reduced_sum() {
-  if (kept_ || std::count(fresh_.begin(), fresh_.end(), 0) == 0) return;
+  if (kept_ || !any_sum(fresh_)) return;
   if (!before_.defined())
     before_ = FlatBuffer(context_.memory, Held::grad, at::kFloat, layout_.range_numel());
   std::memcpy(before_.data(), grad_.data(), before_.tensor().nbytes());
@@ -226,9 +231,9 @@ void Unit::end_backward() {
 
 void Unit::abort_backward(std::vector<Orphan>& orphans) {
   missing_ = 0;
-  held_.clear();
+  for (auto& grads : held_) grads.clear();
   if (sink_ == Sink::local) {
-    const bool local_sums = has_local_sums(local_fresh_before_);
+    const bool local_sums = any_sum(local_fresh_before_);
     if (added_ && local_sums)
       std::memcpy(grad_.data(), local_before_.data(), local_before_.tensor().nbytes());
     // Without an earlier local sum, nothing but this backward lies on top of the reduced one.
@@ -244,10 +249,6 @@ void Unit::abort_backward(std::vector<Orphan>& orphans) {
   flags_.clear();
   sources_.clear();
   staged_.reset();
-}
-
-bool Unit::has_local_sums(const std::vector<uint8_t>& local_fresh) {
-  return std::count(local_fresh.begin(), local_fresh.end(), 0) > 0;
 }
 
 bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
@@ -321,12 +322,10 @@ void Unit::accumulate_local(int64_t i, const at::Tensor& grad, int32_t* nonfinit
 }
 
 void Unit::add_held(int64_t i) {
-  const auto held = held_.find(i);
-  if (held == held_.end()) return;
   int32_t nonfinite = 0;
-  for (const at::Tensor& grad : held->second) accumulate_local(i, grad, &nonfinite);
+  for (const at::Tensor& grad : held_[i]) accumulate_local(i, grad, &nonfinite);
   if (nonfinite != 0) nonfinite_arrived_.push_back(i);
-  held_.erase(held);
+  held_[i].clear();
 }
 
 void Unit::stage_local(int64_t i) {
@@ -334,20 +333,17 @@ void Unit::stage_local(int64_t i) {
   constexpr int64_t kChunk = 4096;
   alignas(kAlignmentBytes) float chunk[kChunk];
   const kernels::DType message = dtype_of(staged_.scalar_type());
-  const auto held = held_.find(i);
   int32_t nonfinite = 0;
   for (const Piece& piece : layout_.pieces(i)) {
     for (int64_t at = piece.slot_begin; at < piece.slot_begin + piece.numel; at += kChunk) {
       const int64_t numel = std::min(kChunk, piece.slot_begin + piece.numel - at);
       bool fresh = local_fresh_[i] != 0;
       if (!fresh) std::memcpy(chunk, local_sum(piece, at), numel * sizeof(float));
-      if (held != held_.end()) {
-        for (const at::Tensor& grad : held->second) {
-          check(kernels::cpu().accumulate(element(grad, at), dtype_of(grad.scalar_type()), chunk,
-                                          numel, scale_, std::exchange(fresh, false), &nonfinite,
-                                          cpu_launch()),
-                "accumulate");
-        }
+      for (const at::Tensor& grad : held_[i]) {
+        check(kernels::cpu().accumulate(element(grad, at), dtype_of(grad.scalar_type()), chunk,
+                                        numel, scale_, std::exchange(fresh, false), &nonfinite,
+                                        cpu_launch()),
+              "accumulate");
       }
       check(kernels::cpu().cast(chunk, kernels::DType::f32, staged(layout_.slot(i).offset + at),
                                 message, numel, cpu_launch()),
@@ -356,7 +352,7 @@ void Unit::stage_local(int64_t i) {
   }
   clear_gap(i);
   if (nonfinite != 0) nonfinite_arrived_.push_back(i);
-  if (held != held_.end()) held_.erase(held);
+  held_[i].clear();
 }
 
 void Unit::accumulate_in_bucket(int64_t i, const void* grad, kernels::DType dtype,
@@ -430,6 +426,7 @@ void Unit::start_exchange(Comm& comm) {
   std::memcpy(mine, header, kFlagsHeaderBytes);
   for (int64_t i = 0; i < layout_.size(); ++i) mine[kFlagsHeaderBytes + i] = contributes(i) ? 1 : 0;
 
+  const auto outgoing = [&](int64_t range) { return staged_.narrow(0, range * part, part); };
   const at::Tensor received = bucket_->received(message_dtype(), (world - 1) * part);
   std::vector<at::Tensor> sends(world);
   std::vector<at::Tensor> recvs(world);
@@ -446,11 +443,6 @@ void Unit::start_exchange(Comm& comm) {
   const int64_t tag = backward_ * kMaxUnits + index_;
   comm.exchange(std::vector<at::Tensor>(world, flags_[rank]), flags_, 2 * tag, pending_);
   comm.exchange(sends, recvs, 2 * tag + 1, pending_);
-}
-
-at::Tensor Unit::outgoing(int64_t range) const {
-  const int64_t part = layout_.range_numel();
-  return staged_.narrow(0, range * part, part);
 }
 
 void Unit::start_collective(Comm& comm) {
@@ -535,7 +527,7 @@ void Unit::add_contributions(float scale) {
 }
 
 void Unit::uncover_reduced_sum() {
-  if (has_local_sums(local_fresh_)) {
+  if (any_sum(local_fresh_)) {
     if (!local_before_.defined()) {
       local_before_ = FlatBuffer(context_.memory, Held::grad, at::kFloat, layout_.range_numel());
     }

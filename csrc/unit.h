@@ -31,7 +31,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -188,7 +187,6 @@ class Unit {
   // Of the local sum, which lies with this rank's range first, so that a buffer of one range is the
   // beginning of a buffer of all.
   float* local_sum(const Piece& piece, int64_t in_slot) const;
-  static bool has_local_sums(const std::vector<uint8_t>& local_fresh);
   // This rank's range of the parameters: in shard, or in full.
   char* own_parameters() const;
   bool contributes(int64_t i) const;
@@ -206,7 +204,6 @@ class Unit {
   void restore_reduced_sum();
   void start_exchange(Comm& comm);
   void start_collective(Comm& comm);
-  at::Tensor outgoing(int64_t range) const;
   void check_flags() const;
   bool used_by(int64_t source, int64_t i) const;
   void add_contributions(float scale);
@@ -239,8 +236,8 @@ class Unit {
   // One backward.
   Sink sink_ = Sink::direct;
   bool reduces_ = false;
-  float scale_ = 1;                                  // of gradients that are added to a local sum
-  std::map<int64_t, std::vector<at::Tensor>> held_;  // by slot; dense, strides as the slot's
+  float scale_ = 1;                            // of gradients that are added to a local sum
+  std::vector<std::vector<at::Tensor>> held_;  // [slots]; dense, strides as the slot's
   std::vector<int64_t> nonfinite_arrived_;
   int64_t backward_ = 0;
   int64_t missing_ = 0;
