@@ -8,7 +8,6 @@ all_gather_into_tensor. Targets: at most 0.40 and 0.45 of gloo's time.
 """
 
 import argparse
-import time
 
 import report
 import torch
@@ -17,13 +16,6 @@ import torch.distributed as dist
 import zero_ext
 
 NUMEL = 32 * 2**20  # bf16: 64 MB
-
-
-def seconds_of(call) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def point_to_point_gather(flat: torch.Tensor, group) -> None:
@@ -55,19 +47,12 @@ def main() -> None:
         "gather": lambda: point_to_point_gather(bucket, group),
         "all_gather_into_tensor": lambda: dist.all_gather_into_tensor(bucket, scattered),
     }
-    seconds = {name: [] for name in calls}
-    for round_number in range(args.rounds + 2):
-        for name, call in calls.items():
-            elapsed = seconds_of(call)
-            if round_number >= 2:
-                seconds[name].append(elapsed)
+    seconds = report.alternate(calls, args.rounds, dist.barrier)
     rows = [
-        report.Row(
+        report.at_most(
             f"{ours} / gloo's {theirs}, 64 MB bf16, {world} ranks",
-            report.milliseconds(seconds[ours]),
-            report.milliseconds(seconds[theirs]),
-            report.median_ratio(seconds[ours], seconds[theirs]),
-            "at most",
+            seconds[ours],
+            seconds[theirs],
             target,
         )
         for ours, theirs, target in (

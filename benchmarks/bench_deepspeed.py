@@ -10,13 +10,14 @@ import argparse
 import copy
 import logging
 import os
-import time
 from collections.abc import Callable
 
 import models
 import report
 import torch
 import torch.distributed as dist
+from bench_kernels import small_shapes
+from bench_step import training_step
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -33,7 +34,7 @@ OFFLOAD = CPUOffloadPolicy(pin_memory=False)
 FLAT_NUMEL = 2**25
 SHAPES = {
     "flat": [(FLAT_NUMEL,)],
-    "1,083 small tensors": [(64, 64) if i % 2 == 0 else (64,) for i in range(1083)],
+    "1,083 small tensors": small_shapes(),
 }
 UPDATE_TARGETS = {"flat": 0.8, "1,083 small tensors": 0.6}
 STEP_TARGET = 0.75
@@ -64,16 +65,10 @@ def their_update(shapes) -> Callable[[], None]:
     return DeepSpeedCPUAdam(model.parameters(), lr=1e-4, adamw_mode=True).step
 
 
-def our_step(model: nn.Module, batch) -> Callable[[], None]:
+def our_step(model: nn.Module, batch) -> Callable[[], float]:
     zero_ext.shard(model, stage=2, offload_policy=OFFLOAD)
     optimizer = zero_ext.optim.AdamW(model.parameters(), lr=1e-4)
-
-    def step() -> None:
-        model(batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+    return training_step(model, optimizer, batch, accumulation=1)
 
 
 def their_step(model: nn.Module, batch) -> Callable[[], None]:
@@ -95,30 +90,6 @@ def their_step(model: nn.Module, batch) -> Callable[[], None]:
     return step
 
 
-def measure(steps: dict[str, Callable[[], None]], rounds: int, wait) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for round_number in range(rounds + 2):
-        for name, step in steps.items():
-            wait()
-            start = time.perf_counter()
-            step()
-            if round_number >= 2:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
-def row(name: str, seconds: dict[str, list[float]], target: float) -> report.Row:
-    ours, theirs = seconds["ours"], seconds["theirs"]
-    return report.Row(
-        name,
-        report.milliseconds(ours),
-        report.milliseconds(theirs),
-        report.median_ratio(ours, theirs),
-        "at most",
-        target,
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
@@ -129,8 +100,9 @@ def main() -> None:
     if os.environ.get("RANK", "0") == "0":  # before there is a process group: one rank alone
         for name, shapes in SHAPES.items():
             pair = {"ours": our_update(shapes), "theirs": their_update(shapes)}
-            seconds = measure(pair, args.rounds, wait=lambda: None)
-            rows.append(row(f"AdamW, {name}, / DeepSpeedCPUAdam", seconds, UPDATE_TARGETS[name]))
+            seconds = report.alternate(pair, args.rounds, before=lambda: None)
+            what = f"AdamW, {name}, / DeepSpeedCPUAdam"
+            rows.append(report.at_most(what, *seconds.values(), UPDATE_TARGETS[name]))
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     torch.manual_seed(0)
     model = models.GPT().bfloat16()
@@ -139,8 +111,9 @@ def main() -> None:
         "ours": our_step(copy.deepcopy(model), batch),
         "theirs": their_step(copy.deepcopy(model), batch),
     }
-    seconds = measure(pair, args.rounds, dist.barrier)
-    rows.append(row("GPT, stage 2, offload, / DeepSpeed", seconds, STEP_TARGET))
+    seconds = report.alternate(pair, args.rounds, dist.barrier)
+    what = "GPT, stage 2, offload, / DeepSpeed"
+    rows.append(report.at_most(what, *seconds.values(), STEP_TARGET))
     if dist.get_rank() == 0:
         report.write("deepspeed", rows, args.results)
     dist.destroy_process_group()

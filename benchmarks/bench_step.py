@@ -9,7 +9,6 @@ GPT by block and the small layers as one group, its fastest way.
 
 import argparse
 import copy
-import time
 from collections.abc import Callable
 
 import models
@@ -70,18 +69,6 @@ def training_step(model, optimizer, batch, accumulation: int) -> Callable[[], fl
     return step
 
 
-def measure(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for round_number in range(rounds + 2):
-        for name, step in steps.items():
-            dist.barrier()
-            start = time.perf_counter()
-            step()
-            if round_number >= 2:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
@@ -109,17 +96,14 @@ def main() -> None:
                 steps[f"stage {stage}"] = zero_step(
                     copy.deepcopy(model), batch, accumulation, stage
                 )
-            seconds = measure(steps, args.rounds)
+            seconds = report.alternate(steps, args.rounds, dist.barrier)
             for stage in args.stages:
                 peer, targets = ("FSDP2", FSDP_TARGETS) if stage == 3 else ("DDP", DDP_TARGETS)
-                ours = seconds[f"stage {stage}"]
                 rows.append(
-                    report.Row(
+                    report.at_most(
                         f"{name}, accumulation {accumulation}, stage {stage} / {peer}",
-                        report.milliseconds(ours),
-                        report.milliseconds(seconds[peer]),
-                        report.median_ratio(ours, seconds[peer]),
-                        "at most",
+                        seconds[f"stage {stage}"],
+                        seconds[peer],
                         targets[name, accumulation],
                     )
                 )

@@ -6,10 +6,14 @@ import json
 import platform
 import statistics
 import subprocess
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+
+WARM_UP = 2  # rounds
 
 
 @dataclass
@@ -31,6 +35,27 @@ class Row:
 def median_ratio(ours: list[float], theirs: list[float]) -> float:
     """The median of the quotients of neighbours, so that a slow second hits both sides."""
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def alternate(
+    calls: dict[str, Callable[[], object]], rounds: int, before: Callable[[], object]
+) -> dict[str, list[float]]:
+    """Seconds of each call, in turn, round after round; ``before`` each, not counted."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for round_number in range(rounds + WARM_UP):
+        for name, call in calls.items():
+            before()
+            start = time.perf_counter()
+            call()
+            if round_number >= WARM_UP:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def at_most(name: str, ours: list[float], theirs: list[float], target: float) -> Row:
+    """The row of two that were measured in turn: our time at most ``target`` of theirs."""
+    ratio = median_ratio(ours, theirs)
+    return Row(name, milliseconds(ours), milliseconds(theirs), ratio, "at most", target)
 
 
 def milliseconds(seconds: list[float]) -> str:
