@@ -27,7 +27,7 @@ export MAX_JOBS ?= 2
 train test test-all bench bench-deepspeed: export OMP_NUM_THREADS := 1
 
 NATIVE := $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*.h csrc/kernels/*.cpp csrc/kernels/*.cu)
-EMULATION := $(wildcard tests/cuda_emulation/*)
+EMULATION := $(wildcard tests/cuda_emulation/* tests/lagged_device/*.h tests/lagged_device/*.cpp)
 ONE_RANK_BENCHES := $(wildcard benchmarks/bench_kernels.py benchmarks/bench_hooks.py)
 GPU_BENCHES := benchmarks/bench_cuda.py
 DEEPSPEED_BENCHES := benchmarks/bench_deepspeed.py

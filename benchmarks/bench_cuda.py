@@ -137,7 +137,7 @@ def bench_adamw(numel: int) -> list[Row]:
     state = {name: torch.rand(numel, device="cuda") for name in names}
     param = state["master"].bfloat16()
     skip = torch.zeros(1, dtype=torch.int32, device="cuda")
-    steps_done = torch.full((1,), 10, device="cuda")
+    steps_done = torch.full((1,), 10.0, device="cuda")
     theirs = torch.nn.Parameter(state["master"].clone())
     theirs.grad = state["grad"].clone()
     optimizer = torch.optim.AdamW([theirs], lr=1e-3, fused=True)

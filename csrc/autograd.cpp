@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <functional>
 #include <typeinfo>
@@ -156,6 +157,7 @@ void BackwardWatch::enter() {
   if (task == last_task_) return;
   last_task_ = task;
   if (!tasks_.insert(task).second) return;
+  count_tasks();
   auto end = std::make_shared<TaskEnd>(weak_from_this(), task);
   torch::autograd::Engine::get_default_engine().queue_callback([end] { end->run(); });
 }
@@ -165,6 +167,7 @@ void BackwardWatch::task_ended(int task) {
   {
     const std::lock_guard lock(mutex_);
     if (listener == nullptr || tasks_.erase(task) == 0) return;
+    count_tasks();
     last_task_ = -1;
     if (torch::autograd::get_current_node() != nullptr) {
       ever_nested_ = true;
@@ -172,6 +175,7 @@ void BackwardWatch::task_ended(int task) {
       return;
     }
     tasks_.clear();
+    count_tasks();
     completed_one_ = true;
     harmless_functions_.merge(functions_in_this_backward_);
     functions_in_this_backward_.clear();
@@ -182,11 +186,24 @@ void BackwardWatch::task_ended(int task) {
 void BackwardWatch::task_died(int task) noexcept {
   {
     const std::lock_guard lock(mutex_);
-    tasks_.erase(task);
     last_task_ = -1;
     functions_in_this_backward_.clear();
   }
   if (auto listener = listener_.lock()) listener->backward_failed();
+  const std::lock_guard lock(mutex_);
+  tasks_.erase(task);
+  count_tasks();
+}
+
+void BackwardWatch::count_tasks() {
+  unfinished_ = tasks_.size();
+  fewer_.notify_all();
+}
+
+void BackwardWatch::wait_for_failures() {
+  if (unfinished_ == 0 || current_task() != -1) return;
+  std::unique_lock lock(mutex_);
+  fewer_.wait_for(lock, std::chrono::seconds(1), [this] { return tasks_.empty(); });
 }
 
 void BackwardWatch::follow_outer_task() {

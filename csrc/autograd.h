@@ -18,6 +18,8 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -102,6 +104,11 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   // From every hook: makes sure that the end of the running graph task will be heard of.
   void enter();
 
+  // Outside of backwards: until those that threw have been heard of. Autograd tells the caller of a
+  // failure first and lets go of the graph task, on a device's thread, shortly after that. One that
+  // runs on another thread of the user's is waited for in vain, for a second.
+  void wait_for_failures();
+
   // At the beginning of a backward: gradients may arrive that the running task's graph does not
   // show, because it may be inside another backward, or one of its nodes may start one.
   bool may_hold_surprises(bool parameters_missing);
@@ -113,10 +120,13 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   void task_died(int task) noexcept;
   bool has_unknown_python_function();
   void follow_outer_task();
+  void count_tasks();
 
   std::weak_ptr<BackwardListener> listener_;
   std::mutex mutex_;     // protects all below; never held while the listener is called
   std::set<int> tasks_;  // graph tasks whose end has not been heard of
+  std::atomic<size_t> unfinished_{0};  // how many
+  std::condition_variable fewer_;
   int last_task_ = -1;
   bool completed_one_ = false;
   bool ever_nested_ = false;

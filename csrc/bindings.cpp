@@ -154,6 +154,11 @@ void bind_engine(py::module_& m) {
   py::class_<EngineOptions>(m, "EngineOptions")
       .def(py::init<>())
       .def_readwrite("stage", &EngineOptions::stage)
+      .def_property(
+          "device", [](const EngineOptions& o) { return o.device; },
+          [](EngineOptions& o, const at::Device& device) { o.device = device; })
+      .def_readwrite("offload", &EngineOptions::offload)
+      .def_readwrite("pin_memory", &EngineOptions::pin_memory)
       .def_readwrite("reduce_group", &EngineOptions::reduce_group)
       .def_readwrite("gather_group", &EngineOptions::gather_group)
       .def_readwrite("reduction", &EngineOptions::reduction)
@@ -164,11 +169,21 @@ void bind_engine(py::module_& m) {
       .def_readwrite("limit_bytes", &EngineOptions::limit_bytes)
       .def_readwrite("gather", &EngineOptions::gather);
   py::class_<StepVerdict>(m, "StepVerdict")
+      .def_property_readonly("is_settled", &Engine::is_settled)
+      .def_property_readonly("norm",
+                             [](const StepVerdict& v) {
+                               return v.on_device ? v.on_device->norm
+                                                  : at::scalar_tensor(v.norm, at::kFloat);
+                             })
+      .def_property_readonly("factor",
+                             [](const StepVerdict& v) {
+                               return v.on_device ? v.on_device->factor
+                                                  : at::scalar_tensor(v.factor, at::kFloat);
+                             })
       .def_readonly("nonfinite", &StepVerdict::nonfinite)
       .def_readonly("rank", &StepVerdict::rank)
       .def_readonly("parameter", &StepVerdict::parameter)
-      .def_readonly("micro_batch", &StepVerdict::micro_batch)
-      .def_readonly("squared_norm", &StepVerdict::squared_norm);
+      .def_readonly("micro_batch", &StepVerdict::micro_batch);
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init([](EngineOptions options) {
              return Engine::create(std::move(options), destroy_without_gil);
@@ -237,7 +252,8 @@ void bind_engine(py::module_& m) {
       .def("before_forward", &Engine::before_forward, NoGil())
       .def("thawed", &Engine::thawed, NoGil())
       .def("adopt_writes", &Engine::adopt_writes, NoGil())
-      .def("squared_norm", &Engine::squared_norm, NoGil())
+      .def("settle", &Engine::settle, NoGil())
+      .def("clip_gradients", &Engine::clip_gradients, NoGil())
       .def("scale_gradients", &Engine::scale_gradients, NoGil())
       .def("zero_grad", &Engine::zero_grad, NoGil())
       .def("stats", &Engine::stats, NoGil());
@@ -266,14 +282,12 @@ void bind_optimizer(py::module_& m) {
       .def_property_readonly("indices", &OptimizerState::indices)
       .def(
           "prepare_step",
-          [](OptimizerState& state, bool nonfinite, bool norm) {
-            return state.prepare_step({.nonfinite = nonfinite, .norm = norm});
+          [](OptimizerState& state, bool nonfinite, std::optional<double> max_norm) {
+            return state.prepare_step({.nonfinite = nonfinite, .max_norm = max_norm});
           },
-          py::kw_only(), py::arg("nonfinite"), py::arg("norm"), NoGil())
-      .def("apply_adam", &OptimizerState::apply_adam, NoGil(), py::arg("groups"),
-           py::arg("grad_scale") = 1.0)
-      .def("apply_sgd", &OptimizerState::apply_sgd, NoGil(), py::arg("groups"),
-           py::arg("grad_scale") = 1.0)
+          py::kw_only(), py::arg("nonfinite"), py::arg("max_norm"), NoGil())
+      .def("apply_adam", &OptimizerState::apply_adam, NoGil(), py::arg("groups"))
+      .def("apply_sgd", &OptimizerState::apply_sgd, NoGil(), py::arg("groups"))
       .def("apply_masters", &OptimizerState::apply_masters, NoGil());
 }
 
@@ -281,6 +295,13 @@ void bind_optimizer(py::module_& m) {
 }  // namespace zero_ext
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("has_kernels_on",
+        [](const at::Device& device) { return zero_ext::has_kernels_on(device.type()); });
+  // For a device that this package does not know: the address of its zero_ext::kernels::Kernels.
+  m.def("set_kernels", [](const at::Device& device, uintptr_t table) {
+    zero_ext::set_kernels(device.type(),
+                          reinterpret_cast<const zero_ext::kernels::Kernels*>(table));
+  });
   m.def("cpu_instruction_set", &zero_ext::kernels::cpu_instruction_set);
   m.def("reduced_by_ddp", &zero_ext::reduced_by_ddp);
   m.def(

@@ -2,11 +2,24 @@
 
 #include <utility>
 
+#include "stream.h"
+
 namespace zero_ext {
 
-Bucket::Bucket(const std::shared_ptr<MemoryCounter>& counter)
-    : gradients_(counter, Held::bucket, at::kByte, 0),
-      received_(counter, Held::bucket, at::kByte, 0) {}
+Bucket::Bucket(const std::shared_ptr<MemoryCounter>& counter, const BucketPlaces& places)
+    : gradients_(counter, Held::bucket, places.gradients, at::kByte, 0),
+      received_(counter, Held::bucket, places.received, at::kByte, 0) {}
+
+void Bucket::mark_used() {
+  const c10::Device device = gradients_.device();
+  if (device.is_cpu()) return;
+  used_.emplace(device.type());
+  used_->record(current_stream(device));
+}
+
+void Bucket::wait_until_unused() const {
+  if (used_.has_value()) used_->block(current_stream(gradients_.device()));
+}
 
 at::Tensor Bucket::typed(FlatBuffer& buffer, at::ScalarType dtype, int64_t numel) {
   buffer.grow(numel * static_cast<int64_t>(c10::elementSize(dtype)));
@@ -23,7 +36,7 @@ std::unique_ptr<Bucket> BucketPool::try_acquire() {
 
 std::unique_ptr<Bucket> BucketPool::acquire_extra() {
   ++lent_;
-  return std::make_unique<Bucket>(counter_);
+  return std::make_unique<Bucket>(counter_, places_);
 }
 
 void BucketPool::give_back(std::unique_ptr<Bucket> bucket) {

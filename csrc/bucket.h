@@ -16,29 +16,42 @@
 
 namespace zero_ext {
 
+struct BucketPlaces {
+  Place gradients;
+  Place received;
+};
+
 class Bucket {
  public:
-  explicit Bucket(const std::shared_ptr<MemoryCounter>& counter);
+  Bucket(const std::shared_ptr<MemoryCounter>& counter, const BucketPlaces& places);
 
   // [numel] of `dtype`: this rank's gradients, laid out as the unit.
   at::Tensor gradients(at::ScalarType dtype, int64_t numel) {
     return typed(gradients_, dtype, numel);
   }
-  // [numel] of `dtype`: what the other ranks sent.
+  // [numel] of `dtype`: what the other ranks sent, or what was sent to the host.
   at::Tensor received(at::ScalarType dtype, int64_t numel) {
     return typed(received_, dtype, numel);
   }
+  c10::Device receives_on() const { return received_.device(); }
+
+  // On a device: its memory was used last by what the current stream has been given so far; and the
+  // current stream goes on when that is done.
+  void mark_used();
+  void wait_until_unused() const;
 
  private:
   static at::Tensor typed(FlatBuffer& buffer, at::ScalarType dtype, int64_t numel);
 
   FlatBuffer gradients_;
   FlatBuffer received_;
+  std::optional<c10::Event> used_;
 };
 
 class BucketPool {
  public:
-  explicit BucketPool(std::shared_ptr<MemoryCounter> counter) : counter_(std::move(counter)) {}
+  BucketPool(std::shared_ptr<MemoryCounter> counter, const BucketPlaces& places)
+      : counter_(std::move(counter)), places_(places) {}
 
   // A free bucket, or null where both are lent.
   std::unique_ptr<Bucket> try_acquire();
@@ -52,6 +65,7 @@ class BucketPool {
  private:
   static constexpr int64_t kSteady = 2;
   std::shared_ptr<MemoryCounter> counter_;
+  BucketPlaces places_;
   std::vector<std::unique_ptr<Bucket>> free_;
   int64_t lent_ = 0;
 };

@@ -1,9 +1,11 @@
 #include "comm.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <torch/headeronly/version.h>
 
+#include <algorithm>
 #include <exception>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <utility>
@@ -42,6 +44,7 @@ void Pending::wait(const std::function<std::string()>& what) {
     Part& part = parts_.back();
     try {
       part.work->wait();
+      if (part.target.defined()) part.target.copy_(part.tensor);
     } catch (const std::exception& error) {
       const std::string peer =
           part.peer < 0 ? "the other ranks" : "rank " + std::to_string(part.peer);
@@ -64,56 +67,96 @@ void Pending::wait_if_possible(std::chrono::milliseconds timeout) noexcept {
   parts_.clear();
 }
 
-Comm::Comm(const std::string& reduce_group, const std::string& gather_group)
-    : reduce_group_(c10d::resolve_process_group(reduce_group)),
+Comm::Comm(const std::string& reduce_group, const std::string& gather_group, c10::Device device)
+    : device_(device),
+      reduce_group_(c10d::resolve_process_group(reduce_group)),
       gather_group_(c10d::resolve_process_group(gather_group)),
       rank_(reduce_group_->getRank()),
-      world_(reduce_group_->getSize()) {}
+      world_(reduce_group_->getSize()) {
+  if (device.is_cpu()) return;
+  const std::vector<c10::Device> devices = reduce_group_->getDeviceTypes();
+  const bool has_backend = std::any_of(devices.begin(), devices.end(), [&](c10::Device other) {
+    return other.type() == device.type();
+  });
+  way_ = has_backend ? Way::device : Way::staged;
+}
+
+at::Tensor Comm::outgoing(const at::Tensor& tensor) const {
+  return staged() && !tensor.is_cpu() ? tensor.cpu() : tensor;
+}
+
+at::Tensor Comm::incoming(const at::Tensor& tensor) const {
+  return staged() && !tensor.is_cpu() ? at::empty_like(tensor, at::kCPU) : tensor;
+}
+
+at::Tensor Comm::target_of(const at::Tensor& tensor) const {
+  return staged() && !tensor.is_cpu() ? tensor : at::Tensor();
+}
 
 void Comm::exchange(const std::vector<at::Tensor>& sends, const std::vector<at::Tensor>& recvs,
                     int64_t tag, Pending& pending) {
+  if (on_device()) {
+    std::vector<at::Tensor> inputs = sends;
+    std::vector<at::Tensor> outputs = recvs;
+    const at::Tensor nothing = at::empty({0}, sends[rank_ == 0 ? world_ - 1 : 0].options());
+    inputs[rank_] = nothing;
+    outputs[rank_] = nothing;
+    const auto work = reduce_group_->alltoall(outputs, inputs);
+    for (int64_t peer = 0; peer < world_; ++peer) {
+      pending.parts_.push_back({work, inputs[peer], peer, /*sending=*/true, {}});
+      pending.parts_.push_back({work, outputs[peer], peer, /*sending=*/false, {}});
+    }
+    return;
+  }
   for (int64_t step = 1; step < world_; ++step) {
     const int64_t from = (rank_ + world_ - step) % world_;
-    std::vector<at::Tensor> tensors{recvs[from]};
+    std::vector<at::Tensor> tensors{incoming(recvs[from])};
     pending.parts_.push_back({reduce_group_->recv(tensors, static_cast<int>(from), tag_of(tag)),
-                              recvs[from], from, /*sending=*/false});
+                              tensors[0], from, /*sending=*/false, target_of(recvs[from])});
   }
   for (int64_t step = 1; step < world_; ++step) {
     const int64_t to = (rank_ + step) % world_;
-    std::vector<at::Tensor> tensors{sends[to]};
+    std::vector<at::Tensor> tensors{outgoing(sends[to])};
     pending.parts_.push_back({reduce_group_->send(tensors, static_cast<int>(to), tag_of(tag)),
-                              sends[to], to, /*sending=*/true});
+                              tensors[0],
+                              to,
+                              /*sending=*/true,
+                              {}});
   }
 }
 
 void Comm::reduce_scatter(const at::Tensor& input, const at::Tensor& output, Pending& pending) {
-  at::Tensor in = input;
-  at::Tensor out = output;
-  pending.parts_.push_back({reduce_scatter_into(*reduce_group_, out, in), input, -1, false});
-  pending.parts_.back().tensor = output;
-  pending.parts_.push_back({pending.parts_.back().work, input, -1, false});
+  at::Tensor in = outgoing(input);
+  at::Tensor out = incoming(output);
+  const auto work = reduce_scatter_into(*reduce_group_, out, in);
+  pending.parts_.push_back({work, in, -1, false, {}});
+  pending.parts_.push_back({work, out, -1, false, target_of(output)});
 }
 
 void Comm::all_reduce_sum(const at::Tensor& tensor, Pending& pending) {
-  std::vector<at::Tensor> tensors{tensor};
-  pending.parts_.push_back({reduce_group_->allreduce(tensors), tensor, -1, false});
+  std::vector<at::Tensor> tensors{outgoing(tensor)};
+  pending.parts_.push_back(
+      {reduce_group_->allreduce(tensors), tensors[0], -1, false, target_of(tensor)});
 }
 
 void Comm::gather(const at::Tensor& full, int64_t tag, Pending& pending) {
-  // Point to point: gloo's own all-gather is a ring that takes three times as long for two ranks.
   const int64_t numel = full.numel() / world_;
   const auto range = [&](int64_t rank) { return full.narrow(0, rank * numel, numel); };
+  if (on_device()) {
+    at::Tensor output = full;
+    at::Tensor input = range(rank_);
+    pending.parts_.push_back({all_gather_into(*gather_group_, output, input), full, -1, false, {}});
+    return;
+  }
+  // Point to point: gloo's own all-gather is a ring that takes three times as long for two ranks.
   for (int64_t step = 1; step < world_; ++step) {
     const int64_t from = (rank_ + world_ - step) % world_;
-    std::vector<at::Tensor> tensors{range(from)};
-    pending.parts_.push_back({gather_group_->recv(tensors, static_cast<int>(from), tag_of(tag)),
-                              tensors[0], from, /*sending=*/false});
+    receive(range(from), from, tag, pending);
   }
+  const at::Tensor own = outgoing(range(rank_));
   for (int64_t step = 1; step < world_; ++step) {
     const int64_t to = (rank_ + step) % world_;
-    std::vector<at::Tensor> tensors{range(rank_)};
-    pending.parts_.push_back({gather_group_->send(tensors, static_cast<int>(to), tag_of(tag)),
-                              tensors[0], to, /*sending=*/true});
+    pending.parts_.push_back({offer(own, to, tag), own, to, /*sending=*/true, {}});
   }
 }
 
@@ -123,9 +166,9 @@ Comm::Offer Comm::offer(const at::Tensor& tensor, int64_t to, int64_t tag) {
 }
 
 void Comm::receive(const at::Tensor& into, int64_t from, int64_t tag, Pending& pending) {
-  std::vector<at::Tensor> tensors{into};
-  pending.parts_.push_back({gather_group_->recv(tensors, static_cast<int>(from), tag_of(tag)), into,
-                            from, /*sending=*/false});
+  std::vector<at::Tensor> tensors{incoming(into)};
+  pending.parts_.push_back({gather_group_->recv(tensors, static_cast<int>(from), tag_of(tag)),
+                            tensors[0], from, /*sending=*/false, target_of(into)});
 }
 
 void Comm::say_farewell(Pending& pending) {
@@ -134,25 +177,26 @@ void Comm::say_farewell(Pending& pending) {
     const at::Tensor theirs = at::empty({1}, at::TensorOptions().dtype(at::kByte));
     const at::Tensor mine = at::zeros({1}, at::TensorOptions().dtype(at::kByte));
     receive(theirs, peer, kFarewellTag, pending);
-    pending.parts_.push_back({offer(mine, peer, kFarewellTag), mine, peer, /*sending=*/true});
+    pending.parts_.push_back({offer(mine, peer, kFarewellTag), mine, peer, /*sending=*/true, {}});
   }
 }
 
 at::Tensor Comm::all_gather(const at::Tensor& values, const std::function<std::string()>& what) {
   if (world_ == 1) return values.unsqueeze(0);
-  at::Tensor input = values;
-  at::Tensor output = at::empty({world_ * values.numel()}, values.options());
+  at::Tensor input = on_device() ? values.to(device_) : outgoing(values);
+  at::Tensor output = at::empty({world_ * values.numel()}, input.options());
   Pending pending;
-  pending.parts_.push_back({all_gather_into(*gather_group_, output, input), output, -1, false});
+  pending.parts_.push_back({all_gather_into(*gather_group_, output, input), output, -1, false, {}});
   pending.wait(what);
-  return output.view({world_, values.numel()});
+  return output.view({world_, values.numel()}).to(values.device());
 }
 
 void Comm::broadcast(const at::Tensor& tensor, const std::function<std::string()>& what) {
   if (world_ == 1) return;
-  std::vector<at::Tensor> tensors{tensor};
+  std::vector<at::Tensor> tensors{outgoing(tensor)};
   Pending pending;
-  pending.parts_.push_back({gather_group_->broadcast(tensors), tensor, -1, false});
+  pending.parts_.push_back(
+      {gather_group_->broadcast(tensors), tensors[0], -1, false, target_of(tensor)});
   pending.wait(what);
 }
 

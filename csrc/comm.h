@@ -39,6 +39,7 @@ class Pending {
     at::Tensor tensor;
     int64_t peer;  // the rank waited for, or -1 where it is all of them
     bool sending;
+    at::Tensor target;  // where defined: `tensor` goes there when it has come
   };
   std::vector<Part> parts_;
 };
@@ -49,14 +50,20 @@ class Comm {
 
   // One rank alone; every collective is the identity.
   Comm() = default;
-  // The names are those of torch.distributed (`group.group_name`).
-  Comm(const std::string& reduce_group, const std::string& gather_group);
+  // The names are those of torch.distributed (`group.group_name`). `device`: of the tensors. Where
+  // the groups have no backend for it, its tensors travel through host memory.
+  Comm(const std::string& reduce_group, const std::string& gather_group, c10::Device device);
+
+  // Tensors of a device travel by its own backend; every call is queued on the current stream.
+  bool on_device() const { return way_ == Way::device; }
+  // They travel through host memory.
+  bool staged() const { return way_ == Way::staged; }
 
   int64_t rank() const { return rank_; }
   int64_t world() const { return world_; }
 
   // All-to-all: sends[r] goes to rank r, recvs[r] comes from rank r; the entries of this rank are
-  // ignored.
+  // ignored. The tensors may lie on the host in any case.
   void exchange(const std::vector<at::Tensor>& sends, const std::vector<at::Tensor>& recvs,
                 int64_t tag, Pending& pending);
   // Sum over the ranks of this rank's range: input [world * n], output [n], same dtype.
@@ -76,12 +83,20 @@ class Comm {
   // Tells all ranks that this one takes no more offers; `pending` ends when all have said so.
   void say_farewell(Pending& pending);
 
-  // Small agreements on the gather group; they wait. `what` is for the message, as in
-  // Pending::wait. all_gather: [n] of each rank → [world, n].
+  // Small agreements on the gather group, of tensors on the host or on the device; they wait.
+  // `what` is for the message, as in Pending::wait. all_gather: [n] of each rank → [world, n].
   at::Tensor all_gather(const at::Tensor& values, const std::function<std::string()>& what);
   void broadcast(const at::Tensor& tensor, const std::function<std::string()>& what);
 
  private:
+  enum class Way { host, staged, device };
+  // What is sent for `tensor`, and what is received into for it: itself, or on the host.
+  at::Tensor outgoing(const at::Tensor& tensor) const;
+  at::Tensor incoming(const at::Tensor& tensor) const;
+  at::Tensor target_of(const at::Tensor& tensor) const;
+
+  Way way_ = Way::host;
+  c10::Device device_ = c10::kCPU;
   Group reduce_group_;
   Group gather_group_;
   int64_t rank_ = 0;

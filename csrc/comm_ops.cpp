@@ -32,10 +32,12 @@ int64_t tag_of(const Tensor& part) { return kTag + static_cast<int64_t>(part.nby
 // is written only after every rank's part has arrived.
 void reduce_scatter_accumulate_(const Tensor& bucket, const Tensor& acc,
                                 const std::string& group_name, double scale, bool fresh) {
-  check_value("bucket", bucket, at::kCPU);
-  check_float("acc", acc, at::kCPU);
+  const c10::Device device = acc.device();
+  const c10::DeviceGuard guard(device);
+  check_value("bucket", bucket, device);
+  check_float("acc", acc, device);
   check_apart("bucket", bucket, "acc", acc);
-  Comm comm = group_name.empty() ? Comm() : Comm(group_name, group_name);
+  Comm comm = group_name.empty() ? Comm() : Comm(group_name, group_name, device);
   const int64_t world = comm.world();
   const int64_t rank = comm.rank();
   const int64_t numel = acc.numel();
@@ -45,8 +47,8 @@ void reduce_scatter_accumulate_(const Tensor& bucket, const Tensor& acc,
 
   const Tensor flat = bucket.view({-1});
   // In huge pages: touching fresh small ones would take as long as the messages.
-  const FlatBuffer memory(std::make_shared<MemoryCounter>(), Held::bucket, bucket.scalar_type(),
-                          (world - 1) * numel);
+  const FlatBuffer memory(std::make_shared<MemoryCounter>(), Held::bucket, {.device = device},
+                          bucket.scalar_type(), (world - 1) * numel);
   const Tensor& received = memory.tensor();
   std::vector<Tensor> sends(world);
   std::vector<Tensor> parts(world);
@@ -64,13 +66,12 @@ void reduce_scatter_accumulate_(const Tensor& bucket, const Tensor& acc,
 
   std::vector<const void*> sources;
   for (const Tensor& part : parts) sources.push_back(part.const_data_ptr());
-  const kernels::Status status = kernels::cpu().accumulate_ranks(
-      sources.data(), static_cast<int32_t>(world), dtype_of(bucket.scalar_type()),
-      acc.mutable_data_ptr<float>(), numel, static_cast<float>(scale), fresh,
-      /*nonfinite=*/nullptr, cpu_launch());
-  TORCH_INTERNAL_ASSERT(status == kernels::Status::ok,
-                        "zero_ext::reduce_scatter_accumulate_ was refused by its kernel (status ",
-                        static_cast<int32_t>(status), ").");
+  const Runner runner(device);
+  check(runner->accumulate_ranks(sources.data(), static_cast<int32_t>(world),
+                                 dtype_of(bucket.scalar_type()), acc.mutable_data_ptr<float>(),
+                                 numel, static_cast<float>(scale), fresh, /*nonfinite=*/nullptr,
+                                 runner.launch()),
+        "accumulate_ranks");
   mark_written(acc);
 }
 
@@ -85,5 +86,10 @@ TORCH_LIBRARY_FRAGMENT(zero_ext, m) {
 TORCH_LIBRARY_IMPL(zero_ext, CPU, m) {
   m.impl("reduce_scatter_accumulate_", reduce_scatter_accumulate_);
 }
+#if defined(ZERO_EXT_CUDA)
+TORCH_LIBRARY_IMPL(zero_ext, CUDA, m) {
+  m.impl("reduce_scatter_accumulate_", reduce_scatter_accumulate_);
+}
+#endif
 
 }  // namespace zero_ext

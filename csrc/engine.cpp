@@ -1,11 +1,13 @@
 #include "engine.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <limits>
 #include <set>
 #include <utility>
 
@@ -51,18 +53,31 @@ int64_t version_of(const at::Tensor& view, const at::Tensor& local) {
 
 Engine::Engine(EngineOptions options)
     : options_(std::move(options)),
-      comm_(options_.reduce_group.empty() ? Comm()
-                                          : Comm(options_.reduce_group, options_.gather_group)),
-      context_{.rank = comm_.rank(),
+      comm_(options_.reduce_group.empty()
+                ? Comm()
+                : Comm(options_.reduce_group, options_.gather_group, options_.device)),
+      flags_(options_.device.is_cpu()
+                 ? nullptr
+                 : std::make_unique<DeviceFlags>(options_.device, comm_.rank())),
+      context_{.compute = Runner(options_.device),
+               .state = Runner(options_.offload ? c10::Device(c10::kCPU) : options_.device),
+               .pinned = options_.pin_memory,
+               .reducing = SideStream(options_.device),
+               .gathering = SideStream(options_.device),
+               .flags = flags_.get(),
+               .rank = comm_.rank(),
                .world = comm_.world(),
                .policy = policy_for(options_.stage),
                .reduction = options_.reduction,
                .reduce_dtype = options_.reduce_dtype.value_or(at::kFloat),
                .reduce_in_gradient_dtype = !options_.reduce_dtype.has_value(),
-               .memory = std::make_shared<MemoryCounter>(options_.limit_bytes)},
-      pool_(context_.memory),
+               .memory = std::make_shared<MemoryCounter>(options_.limit_bytes),
+               .offloaded = std::make_shared<MemoryCounter>()},
+      pool_(context_.memory,
+            {.gradients = context_.compute_place(), .received = context_.state_place()}),
       gatherer_(comm_, context_, options_.gather) {
-  context_.spare = std::make_shared<SpareMemory>(context_.memory, Held::full);
+  context_.spare =
+      std::make_shared<SpareMemory>(context_.memory, Held::full, context_.compute_place());
 }
 
 std::shared_ptr<Engine> Engine::create(EngineOptions options, void (*destroy)(Engine*)) {
@@ -73,7 +88,7 @@ std::shared_ptr<Engine> Engine::create(EngineOptions options, void (*destroy)(En
 
 void Engine::add_parameters(const std::vector<at::Tensor>& parameters,
                             const std::vector<std::string>& names) {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   for (size_t i = 0; i < parameters.size(); ++i) {
     // Frozen parameters are hooked as well, so that one which is thawed later is noticed.
     parameters_.push_back({.tensor = parameters[i], .name = names[i]});
@@ -94,7 +109,7 @@ Engine::~Engine() {
 }
 
 void Engine::say_farewell() noexcept {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   if (!context_.releases() || std::exchange(said_farewell_, true)) return;
   try {
     bid_farewell(comm_, gatherer_.leave_offers());
@@ -104,7 +119,7 @@ void Engine::say_farewell() noexcept {
 }
 
 int64_t Engine::add_unit(const std::vector<int64_t>& members, at::ScalarType dtype, UnitKind kind) {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   const at::NoGradGuard no_grad;
   const bool trainable = kind == UnitKind::trainable;
   auto& units = trainable ? units_ : frozen_units_;
@@ -123,8 +138,10 @@ int64_t Engine::add_unit(const std::vector<int64_t>& members, at::ScalarType dty
               " units. Choose a larger bucket_mb.");
   const std::string name =
       members.size() == 1 ? specs.front().name : specs.front().name + " … " + specs.back().name;
-  units.push_back(std::make_unique<Unit>(context_, index, name, std::move(specs), values, dtype,
-                                         kind, comm_, options_.broadcast));
+  const bool flagged = trainable && flags_ != nullptr;
+  const int64_t first_flag = flagged ? flags_->add(members) : 0;
+  units.push_back(std::make_unique<Unit>(context_, index, first_flag, name, std::move(specs),
+                                         values, dtype, kind, comm_, options_.broadcast));
   const int64_t number = gatherer_.add_unit(units.back().get());
   (trainable ? gathered_as_ : frozen_gathered_as_).push_back(number);
   if (trainable) unit_parameters_.push_back(members);
@@ -143,44 +160,45 @@ int64_t Engine::add_unit(const std::vector<int64_t>& members, at::ScalarType dty
 }
 
 void Engine::replace_parameter(int64_t i, const at::Tensor& tensor) {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   parameters_[i].tensor = tensor;
   parameters_[i].node = hook_parameter(tensor, i, weak_from_this());
 }
 
 void Engine::set_published(int64_t i, const at::Tensor& view, const at::Tensor& local) {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   parameters_[i].published_view = view;
   parameters_[i].published_local = local;
   parameters_[i].published_version = version_of(view, local);
 }
 
 at::Tensor Engine::parameter_slice(int64_t i) {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   return home_of(i).parameter_slice(parameters_[i].slot);
 }
 
 // The boundary
 
 void Engine::push_no_sync() {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   ++no_sync_depth_;
   // Decided here and not by the backwards inside, of which a rank may run none.
-  if (world() > 1 && policy().reduce == When::at_boundary) set_local_next(true);
+  const bool sums_locally = policy().reduce == When::at_boundary && !context_.offloads();
+  if (world() > 1 && sums_locally) set_local_next(true);
 }
 
 void Engine::pop_no_sync() {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   --no_sync_depth_;
 }
 
 void Engine::set_accumulation_steps(int64_t steps) {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   options_.accumulation_steps = steps;
 }
 
 void Engine::set_divide_factor(double factor) {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   TORCH_CHECK_VALUE(factor > 0, "the gradient divide factor must be positive, not ", factor);
   options_.divide_factor = factor;
 }
@@ -190,7 +208,7 @@ bool Engine::at_boundary() const {
 }
 
 void Engine::set_loss_scale(double scale) {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   TORCH_CHECK(!open_, where(rank()), "the loss scale cannot change inside a backward.");
   loss_scale_ = scale;
   if (!local_next_) local_loss_scale_ = scale;
@@ -212,7 +230,7 @@ void Engine::set_scales(Sink sink) {
 // One backward
 
 void Engine::before_gradient(int64_t i) {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   if (!managed(i)) return;
   watch_->enter();
   gatherer_.begin_backward();
@@ -220,7 +238,7 @@ void Engine::before_gradient(int64_t i) {
 }
 
 void Engine::call_entered(const std::shared_ptr<Call>& call) {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   const int task = current_task();
   for (const OpenCall& open : open_calls_) {
     if (open.call == call && open.task == task) return;
@@ -240,7 +258,7 @@ void Engine::call_entered(const std::shared_ptr<Call>& call) {
 }
 
 void Engine::call_left(const std::shared_ptr<Call>& call) {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   for (size_t n = open_calls_.size(); n-- > 0;) {
     if (open_calls_[n].call == call && open_calls_[n].task == current_task()) leave_call(n);
   }
@@ -255,18 +273,18 @@ void Engine::leave_call(size_t index) {
 // Forwards of released modules
 
 int64_t Engine::add_site(Site site) {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   return gatherer_.add_site(std::move(site));
 }
 
 void Engine::enter_forward(int64_t site) {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   gatherer_.enter_forward(site);
 }
 
 void Engine::leave_forward(int64_t site, const std::vector<at::Tensor>& outputs,
                            bool backward_may_follow) {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   Gatherer::Left left{.backward_may_follow = backward_may_follow};
   for (const int64_t u : gatherer_.units_of(site)) {
     const bool escapes = std::any_of(outputs.begin(), outputs.end(), [&](const at::Tensor& output) {
@@ -288,12 +306,12 @@ std::vector<int64_t> Engine::all_gathered() const {
 }
 
 void Engine::unshard() {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   gatherer_.hold(all_gathered());
 }
 
 void Engine::reshard(Unit::Writes writes) {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   const at::NoGradGuard no_grad;
   if (releases()) {
     for (int64_t i = 0; i < parameter_count(); ++i) repair_storage(i, writes);
@@ -302,7 +320,7 @@ void Engine::reshard(Unit::Writes writes) {
 }
 
 bool Engine::held_by_user() const {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   for (int64_t u = 0; u < gatherer_.unit_count(); ++u) {
     if (gatherer_.holds(u).user) return true;
   }
@@ -310,12 +328,12 @@ bool Engine::held_by_user() const {
 }
 
 void Engine::wait_for_shards() {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   gatherer_.wait_for_shards();
 }
 
 std::vector<std::string> Engine::gathered_units() const {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   std::vector<std::string> names;
   for (int64_t u = 0; u < gatherer_.unit_count(); ++u) {
     if (gatherer_.state(u) != Residency::released) names.push_back(gatherer_.unit(u).name());
@@ -334,8 +352,10 @@ void Engine::begin_backward(bool reduces) {
   reduces_ = reduces;
   if (reduces && !at_boundary()) ++reduced_in_no_sync_;
   const bool local = !reduces || local_next_;
-  const Sink sink = world() == 1 ? Sink::direct : local ? Sink::local : Sink::bucket;
+  const bool direct = world() == 1 && !context_.offloads();
+  const Sink sink = direct ? Sink::direct : local ? Sink::local : Sink::bucket;
   set_scales(sink);
+  if (flags_ != nullptr) flags_->begin_backward();
   bool missing = false;
   for (int64_t u = 0; u < unit_count(); ++u) {
     std::vector<uint8_t> expected;
@@ -353,7 +373,7 @@ void Engine::begin_backward(bool reduces) {
 }
 
 void Engine::set_offloaded(const std::string& states) {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   TORCH_CHECK(!open_, where(rank()), "states cannot be offloaded or reloaded inside a backward.");
   offloaded_ = states;
 }
@@ -369,13 +389,14 @@ void Engine::check_parameters(const char* verb) {
     if (parameter.unit < 0) continue;
     const Unit& unit = *units_[parameter.unit];
     TORCH_CHECK(parameter.tensor.scalar_type() == unit.dtype() &&
-                    parameter.tensor.device().is_cpu() &&
+                    parameter.tensor.device() == options_.device &&
                     parameter.tensor.numel() == unit.layout().slot(parameter.slot).spec.numel,
                 where(rank(), unit.name()), verb, ": parameter '", parameter.name, "' is ",
                 parameter.tensor.scalar_type(), " ", parameter.tensor.sizes(), " on ",
                 parameter.tensor.device(), ", it was ", unit.dtype(), " ",
-                at::IntArrayRef(unit.layout().slot(parameter.slot).spec.sizes),
-                " on cpu when it was sharded. Move or cast the model before sharding it.");
+                at::IntArrayRef(unit.layout().slot(parameter.slot).spec.sizes), " on ",
+                options_.device,
+                " when it was sharded. Move or cast the model before sharding it.");
   }
   const std::vector<int64_t> replaced = repair_hooks();
   if (replaced.empty()) return;
@@ -389,7 +410,7 @@ void Engine::check_parameters(const char* verb) {
 }
 
 void Engine::before_forward() {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   // A gradient beside the published ones may be of a backward that was not seen: the next one
   // refuses it.
   const bool unseen = std::any_of(parameters_.begin(), parameters_.end(), [](const Parameter& p) {
@@ -436,7 +457,7 @@ void Engine::take_over_grads(const std::vector<int64_t>& indices, const char* ve
 }
 
 void Engine::write_gradient(int64_t i, const at::Tensor& grad) {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   write_gradient(parameters_[i], grad);
 }
 
@@ -474,10 +495,11 @@ void Engine::clear_gradient(Parameter& parameter) {
   if (parameter.published) parameter.tensor.mutable_grad().reset();
   parameter.published = false;
   parameter.nonfinite_micro_batch = -1;
+  if (flags_ != nullptr) flags_->clear(units_[parameter.unit]->flag(parameter.slot));
 }
 
 void Engine::after_gradient(int64_t i) {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   if (!managed(i) || !open_) return;
   const at::NoGradGuard no_grad;
   Parameter& parameter = parameters_[i];
@@ -536,11 +558,18 @@ void Engine::finish_backward() {
     for (int64_t u = turn_; u < unit_count(); ++u) units_[u]->expect_no_more();
     start_ready_reductions();
     while (!in_flight_.empty()) finish_oldest_reduction();
+    context_.reducing.join();
   }
   for (int64_t u = 0; u < unit_count(); ++u) {
     units_[u]->end_backward();
     for (const int64_t slot : units_[u]->nonfinite_arrived())
       saw_nonfinite(parameters_[unit_parameters_[u][slot]]);
+  }
+  if (flags_ != nullptr && context_.state.on_host()) {
+    for (const int64_t k : flags_->take_arrivals())
+      saw_nonfinite(parameters_[flags_->parameter_of(k)]);
+  } else if (flags_ != nullptr) {
+    flags_->end_backward(micro_batch_, /*direct=*/world() == 1);
   }
   open_ = false;
   local_open_ = world() > 1 && !reduces_;
@@ -551,7 +580,7 @@ void Engine::finish_backward() {
 }
 
 void Engine::backward_ended() {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   last_task_ = -1;
   open_calls_.clear();
   try {
@@ -566,7 +595,7 @@ void Engine::backward_ended() {
 }
 
 void Engine::backward_failed() noexcept {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this, Access::Failures::are_told);
   last_task_ = -1;
   open_calls_.clear();
   if (open_) abort_backward();
@@ -574,6 +603,8 @@ void Engine::backward_failed() noexcept {
 }
 
 void Engine::abort_backward() noexcept {
+  if (flags_ != nullptr) flags_->abort_backward();
+  context_.reducing.join();
   const size_t orphans_before = orphans_.size();
   for (const auto& unit : units_) unit->abort_backward(orphans_);
   for (size_t o = orphans_before; o < orphans_.size(); ++o) pool_.forget();
@@ -590,7 +621,7 @@ void Engine::abort_backward() noexcept {
 // The step
 
 std::vector<int64_t> Engine::thawed() const {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   std::vector<int64_t> indices;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (parameters_[i].unit < 0 && parameters_[i].tensor.requires_grad())
@@ -601,7 +632,7 @@ std::vector<int64_t> Engine::thawed() const {
 
 StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices,
                                  const StepQuestions& questions, int64_t* last_backward) {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   const at::NoGradGuard no_grad;
   TORCH_CHECK(!open_ && !backward_reaches_us(), where(rank()),
               "step() inside a backward. Call it after loss.backward() has returned.");
@@ -625,8 +656,11 @@ StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices,
   gatherer_.begin_step();
   // Nobody's shard changes before all ranks are here: until then they may be gathering from it.
   StepVerdict verdict;
-  if (questions.nonfinite || questions.norm || context_.releases())
+  if (!context_.state.on_host()) {
+    verdict = agree_on_device(indices, questions, "step()");
+  } else if (questions.nonfinite || questions.norm() || context_.releases()) {
     verdict = agree_on_gradients(indices, questions, "step()");
+  }
   for (const int64_t i : indices) {
     if (managed(i)) repair_storage(i, Unit::Writes::keep);
   }
@@ -669,11 +703,7 @@ void Engine::repair_storage(int64_t i, Unit::Writes writes) {
 
 StepVerdict Engine::agree_on_gradients(const std::vector<int64_t>& indices,
                                        const StepQuestions& questions, const char* verb) {
-  // One number that orders sightings: by micro-batch, then rank, then parameter.
-  constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
-  constexpr int64_t kUnknownMicroBatch =
-      (int64_t{1} << 22) - 1;  // the sum overflowed, no single gradient did
-  int64_t first = kNone;
+  int64_t first = sighting::kNone;
   int64_t finite = 1;
   for (const int64_t i : indices) {
     const Parameter& parameter = parameters_[i];
@@ -681,14 +711,15 @@ StepVerdict Engine::agree_on_gradients(const std::vector<int64_t>& indices,
     const bool now = units_[parameter.unit]->still_nonfinite(parameter.slot);
     if (now) finite = 0;
     if (!now && parameter.nonfinite_micro_batch < 0) continue;
-    const int64_t micro_batch =
-        parameter.nonfinite_micro_batch < 0 ? kUnknownMicroBatch : parameter.nonfinite_micro_batch;
-    first = std::min(first, micro_batch << 40 | rank() << 24 | i);
+    const int64_t micro_batch = parameter.nonfinite_micro_batch < 0
+                                    ? sighting::kUnknownMicroBatch
+                                    : parameter.nonfinite_micro_batch;
+    first = std::min(first, sighting::of(micro_batch, rank(), i));
   }
   // One message for both questions; a second one would cost more than the norm.
   kernels::SquareSum sum{};
-  if (questions.norm) sum = own_squares(indices);
-  const int64_t length = 2 + (questions.norm ? kernels::kSquareSumLength : 0);
+  if (questions.norm()) add_own_squares(indices, &sum);
+  const int64_t length = 2 + (questions.norm() ? kernels::kSquareSumLength : 0);
   at::Tensor values = at::empty({length}, at::TensorOptions().dtype(at::kLong));
   auto* value = values.mutable_data_ptr<int64_t>();
   value[0] = finite;
@@ -704,22 +735,110 @@ StepVerdict Engine::agree_on_gradients(const std::vector<int64_t>& indices,
     if (policy().optimizer == Sharding::replicated) continue;
     for (int64_t k = 2; k < length; ++k) sum[k - 2] += answer[k];
   }
-  StepVerdict verdict{.nonfinite = finite == 0, .squared_norm = kernels::value_of(sum)};
-  if (!verdict.nonfinite || first == kNone) return verdict;
-  verdict.rank = (first >> 24) & 0xffff;
-  verdict.parameter = parameters_[first & 0xffffff].name;
-  verdict.micro_batch = first >> 40 == kUnknownMicroBatch ? -1 : first >> 40;
+  StepVerdict verdict{.nonfinite = finite == 0};
+  if (questions.norm())
+    verdict.factor = kernels::clipping_factor(sum, *questions.max_norm, &verdict.norm);
+  if (verdict.nonfinite && first != sighting::kNone) describe(first, verdict);
   return verdict;
 }
 
+void Engine::describe(int64_t first, StepVerdict& verdict) const {
+  verdict.rank = sighting::rank(first);
+  verdict.parameter = parameters_[sighting::parameter(first)].name;
+  const int64_t micro_batch = sighting::micro_batch(first);
+  verdict.micro_batch = micro_batch == sighting::kUnknownMicroBatch ? -1 : micro_batch;
+}
+
+StepVerdict Engine::agree_on_device(const std::vector<int64_t>& indices,
+                                    const StepQuestions& questions, const char* verb) {
+  const auto options = at::TensorOptions().device(options_.device);
+  std::vector<int64_t> flags;
+  for (const int64_t i : indices) {
+    if (managed(i) && questions.nonfinite)
+      flags.push_back(units_[parameters_[i].unit]->flag(parameters_[i].slot));
+  }
+  if (questions.nonfinite) search_suspects(indices);
+  at::Tensor squares =
+      at::zeros({questions.norm() ? kernels::kSquareSumLength : 0}, options.dtype(at::kLong));
+  if (questions.norm()) {
+    add_own_squares(indices,
+                    reinterpret_cast<kernels::SquareSum*>(squares.mutable_data_ptr<int64_t>()));
+  }
+  at::Tensor all = at::cat({flags_->verdict(flags), squares}).unsqueeze(0);
+  if (world() > 1) {
+    all = comm_.all_gather(
+        all[0], [&] { return where(rank()) + verb + " waited for the other ranks' " + verb; });
+  }
+  auto verdict = std::make_shared<DeviceVerdict>();
+  verdict->skip = all.select(1, 0).min().eq(0).to(at::kInt).reshape({1});
+  const at::Tensor first = all.select(1, 1).min().reshape({1});
+  if (questions.norm()) {
+    const bool replicated = policy().optimizer == Sharding::replicated;
+    squares = replicated ? squares : all.slice(1, 2).sum(0).contiguous();
+    verdict->norm = at::empty({}, options.dtype(at::kFloat));
+    verdict->factor = at::empty({1}, options.dtype(at::kFloat));
+    check(context_.state->clip_factor(
+              reinterpret_cast<const kernels::SquareSum*>(squares.const_data_ptr<int64_t>()),
+              *questions.max_norm, verdict->norm.mutable_data_ptr<float>(),
+              verdict->factor.mutable_data_ptr<float>(), context_.state.launch()),
+          "clip_factor");
+  }
+  const at::Tensor told = at::where(verdict->skip.ne(0), first, at::Scalar(sighting::kNone));
+  verdict->sighting = at::empty({1}, at::TensorOptions().dtype(at::kLong).pinned_memory(true));
+  verdict->sighting.copy_(told, /*non_blocking=*/true);
+  verdict->told = c10::Event(options_.device.type());
+  verdict->told.record(current_stream(options_.device));
+  return {.on_device = std::move(verdict)};
+}
+
+void Engine::search_suspects(const std::vector<int64_t>& indices) {
+  std::vector<int64_t> suspects;
+  int64_t scratch_bytes = 0;
+  for (const int64_t i : indices) {
+    if (!managed(i) || !units_[parameters_[i].unit]->suspected(parameters_[i].slot)) continue;
+    suspects.push_back(i);
+    scratch_bytes = std::max(scratch_bytes,
+                             kernels::sum_of_squares_scratch_bytes(parameters_[i].tensor.numel()));
+  }
+  if (suspects.empty()) return;
+  const auto options = at::TensorOptions().device(options_.device);
+  const at::Tensor scratch = at::empty({scratch_bytes}, options.dtype(at::kByte));
+  const at::Tensor squares =
+      at::zeros({static_cast<int64_t>(suspects.size())}, options.dtype(at::kDouble));
+  auto* result = squares.mutable_data_ptr<double>();
+  std::vector<int64_t> flags;
+  for (const int64_t i : suspects) {
+    Unit& unit = *units_[parameters_[i].unit];
+    unit.sum_squares_of(parameters_[i].slot, result++, scratch);
+    unit.forget_suspicion(parameters_[i].slot);
+    flags.push_back(unit.flag(parameters_[i].slot));
+  }
+  flags_->replace_sums(flags, squares);
+}
+
+bool Engine::is_settled(const StepVerdict& verdict) {
+  return verdict.on_device == nullptr || verdict.on_device->told.query();
+}
+
+void Engine::settle(StepVerdict& verdict) const {
+  if (verdict.on_device == nullptr) return;
+  const Access access(*this);
+  verdict.on_device->told.synchronize();
+  const int64_t first = *verdict.on_device->sighting.const_data_ptr<int64_t>();
+  verdict.nonfinite = first != sighting::kNone;
+  if (verdict.nonfinite) describe(first, verdict);
+}
+
 void Engine::apply_step(const Update& update) {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   const at::NoGradGuard no_grad;
   std::vector<uint8_t> mine(parameters_.size(), 0);
   for (const int64_t i : update.indices) mine[i] = 1;
   Pending gathering;
+  for (int64_t u = unit_count() - 1; u >= 0; --u) units_[u]->begin_update();
   for (int64_t u = unit_count() - 1; u >= 0; --u) {
     Unit& unit = *units_[u];
+    unit.await_update();
     const std::vector<int64_t>& members = unit_parameters_[u];
     const auto used = [&](int64_t slot) { return mine[members[slot]] != 0 && !unit.fresh(slot); };
     const auto same = [&](int64_t a, int64_t b) { return update.same(members[a], members[b]); };
@@ -733,6 +852,7 @@ void Engine::apply_step(const Update& update) {
       parameters_[members[slot]].tensor.unsafeGetTensorImpl()->bump_version();
       update.applied(members[slot]);
     }
+    if (any) unit.end_update();
     if (!any || policy().gather != When::after_step) continue;
     unit.gather(comm_, steps_ * kMaxUnits + u, gathering);
     ++gathers_;
@@ -743,12 +863,13 @@ void Engine::apply_step(const Update& update) {
 }
 
 void Engine::adopt_writes() {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
+  const at::NoGradGuard no_grad;
   for (const auto& unit : units_) unit->adopt_writes();
 }
 
 at::Tensor Engine::current_master(int64_t i) {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   const at::NoGradGuard no_grad;
   TORCH_CHECK(!open_, where(rank()), "a parameter's state was asked for inside a backward.");
   const Parameter& parameter = parameters_[i];
@@ -762,7 +883,7 @@ at::Tensor Engine::current_master(int64_t i) {
 }
 
 void Engine::write_parameter(int64_t i, const at::Tensor& value) {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   const at::NoGradGuard no_grad;
   TORCH_CHECK(!open_, where(rank()), "a parameter was set inside a backward.");
   const Parameter& parameter = parameters_[i];
@@ -777,38 +898,46 @@ void Engine::write_parameter(int64_t i, const at::Tensor& value) {
   gatherer_.wait_for_shards();  // before anybody gathers the new one
 }
 
-kernels::SquareSum Engine::own_squares(const std::vector<int64_t>& indices) const {
-  kernels::SquareSum sum{};
+void Engine::add_own_squares(const std::vector<int64_t>& indices, kernels::SquareSum* sum) const {
   for (const int64_t i : indices) {
     const Parameter& parameter = parameters_[i];
     if (parameter.unit < 0 || units_[parameter.unit]->fresh(parameter.slot)) continue;
     units_[parameter.unit]->add_squares(parameter.slot, sum);
   }
-  return sum;
 }
 
-double Engine::squared_norm(const std::vector<int64_t>& indices) {
-  const std::lock_guard lock(mutex_);
+at::Tensor Engine::clip_gradients(const std::vector<int64_t>& indices, double max_norm) {
+  const Access access(*this);
+  const at::NoGradGuard no_grad;
   TORCH_CHECK(!open_ && !local_open_, where(rank()),
               "the gradients are not complete: the norm was asked for inside a backward or"
               " before the backward that reduces. Ask between the last backward and step().");
   take_over_grads(indices, "clip_grad_norm_");
-  // Where every rank has the sums, a rank may ask alone.
-  if (policy().optimizer == Sharding::replicated) return kernels::value_of(own_squares(indices));
-  return agree_on_gradients(indices, {.nonfinite = false, .norm = true}, "clip_grad_norm_()")
-      .squared_norm;
+  const StepQuestions norm{.nonfinite = false, .max_norm = max_norm};
+  if (!context_.state.on_host()) {
+    const StepVerdict verdict = agree_on_device(indices, norm, "clip_grad_norm_()");
+    scale_runs(indices, verdict.on_device->factor);
+    return verdict.on_device->norm;
+  }
+  StepVerdict verdict;
+  if (policy().optimizer == Sharding::replicated) {  // a rank may ask alone
+    kernels::SquareSum own{};
+    add_own_squares(indices, &own);
+    verdict.factor = kernels::clipping_factor(own, max_norm, &verdict.norm);
+  } else {
+    verdict = agree_on_gradients(indices, norm, "clip_grad_norm_()");
+  }
+  if (verdict.factor != 1) scale_runs(indices, at::scalar_tensor(verdict.factor, at::kFloat));
+  return at::scalar_tensor(verdict.norm, at::kFloat);
 }
 
-void Engine::scale_gradients(const std::vector<int64_t>& indices, double factor) {
-  const std::lock_guard lock(mutex_);
-  const auto scale = static_cast<float>(factor);
-  for_each_run(indices, [&](float* grad, int64_t numel) {
-    for (int64_t i = 0; i < numel; ++i) grad[i] *= scale;
-  });
+void Engine::scale_gradients(const std::vector<int64_t>& indices, const at::Tensor& factor) {
+  const Access access(*this);
+  const at::NoGradGuard no_grad;
+  scale_runs(indices, factor);
 }
 
-void Engine::for_each_run(const std::vector<int64_t>& indices,
-                          const std::function<void(float*, int64_t)>& body) {
+void Engine::scale_runs(const std::vector<int64_t>& indices, const at::Tensor& factor) {
   std::vector<uint8_t> mine(parameters_.size(), 0);
   for (const int64_t i : indices) mine[i] = 1;
   for (int64_t u = 0; u < unit_count(); ++u) {
@@ -817,13 +946,13 @@ void Engine::for_each_run(const std::vector<int64_t>& indices,
       return mine[unit_parameters_[u][slot]] != 0 && !unit.fresh(slot);
     };
     for (const Run& run : unit.runs(used, [](int64_t, int64_t) { return true; })) {
-      body(unit.grad_data() + run.begin, run.numel);
+      unit.grad_range(run).mul_(factor);
     }
   }
 }
 
 void Engine::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   TORCH_CHECK(!open_, where(rank()),
               "zero_grad() inside a backward. Call it after loss.backward() has returned.");
   const at::NoGradGuard no_grad;
@@ -857,7 +986,7 @@ void Engine::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
 }
 
 std::map<std::string, int64_t> Engine::stats() {
-  const std::lock_guard lock(mutex_);
+  const Access access(*this);
   std::map<std::string, int64_t> stats{{"backwards", backwards_},
                                        {"reductions", reductions_},
                                        {"gathers", gathers_ + gatherer_.gathers()},
@@ -869,6 +998,7 @@ std::map<std::string, int64_t> Engine::stats() {
     stats["bytes_" + std::string(kHeldNames[held])] =
         context_.memory->bytes(static_cast<Held>(held));
   }
+  stats["bytes_offloaded"] = context_.offloaded->total();
   stats["bytes_held"] = context_.memory->total();
   stats["bytes_peak"] = context_.memory->peak();
   return stats;

@@ -1,9 +1,9 @@
 // Engine: the units of one model in their order, and when each verb runs.
 //
 // Owner:     the sharded module or its optimizer, through Python.
-// Threads:   every public function takes mutex_, and is called without the GIL; hooks come from
-// autograd's threads. Invariant: reductions start in unit order, the same on every rank; every unit
-// is reduced exactly once in a backward
+// Threads:   every public function takes mutex_ and makes our device the current one (Access), and
+// is called without the GIL; hooks come from autograd's threads. Invariant: reductions start in
+// unit order, the same on every rank; every unit is reduced exactly once in a backward
 //            that reduces. Between two backwards, a parameter's .grad is its published view or
 //            None, or what the user put there since.
 //
@@ -19,6 +19,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <cstdint>
 #include <deque>
@@ -34,6 +35,7 @@
 #include "autograd.h"
 #include "bucket.h"
 #include "comm.h"
+#include "device_flags.h"
 #include "gatherer.h"
 #include "unit.h"
 
@@ -41,7 +43,10 @@ namespace zero_ext {
 
 struct EngineOptions {
   int stage = 1;
-  std::string reduce_group;  // names of process groups; both empty: one rank alone
+  c10::Device device = c10::kCPU;  // of the parameters
+  bool offload = false;            // to the host: what an update needs
+  bool pin_memory = true;          // of it
+  std::string reduce_group;        // names of process groups; both empty: one rank alone
   std::string gather_group;
   Reduction reduction = Reduction::exchange;
   std::optional<at::ScalarType> reduce_dtype;
@@ -54,8 +59,18 @@ struct EngineOptions {
 
 // What an update wants to know of the gradients first; every rank asks the same.
 struct StepQuestions {
-  bool nonfinite = true;  // whether any holds NaN or Inf
-  bool norm = false;
+  bool nonfinite = true;           // whether any holds NaN or Inf
+  std::optional<double> max_norm;  // and their norm, with the factor that clips them to this one
+  bool norm() const { return max_norm.has_value(); }
+};
+
+// A verdict that the device alone knows so far.
+struct DeviceVerdict {
+  at::Tensor skip;                        // int32 [1]: not 0 where the gradients hold NaN or Inf
+  at::Tensor norm;                        // fp32 [], undefined where it was not asked for
+  at::Tensor factor;                      // fp32 [1], of the gradients; undefined likewise
+  at::Tensor sighting;                    // int64 [1] in pinned host memory: the first one, or none
+  c10::Event told{c10::DeviceType::CPU};  // `sighting` is there
 };
 
 // What all ranks agreed on before an update.
@@ -64,7 +79,10 @@ struct StepVerdict {
   int64_t rank = -1;  // where the first NaN or Inf was seen
   std::string parameter;
   int64_t micro_batch = -1;
-  double squared_norm = 0;  // where it was asked for
+  float norm = 0;    // where it was asked for
+  float factor = 1;  // which clips it
+  // Where the sums lie on a device: what is above is not known before settle().
+  std::shared_ptr<DeviceVerdict> on_device;
 };
 
 // One update of the parameters `indices`, run by run.
@@ -108,6 +126,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   const std::string& name_of(int64_t i) const { return parameters_[i].name; }
   const std::shared_ptr<MemoryCounter>& memory() const { return context_.memory; }
   const Policy& policy() const { return context_.policy; }
+  const UnitContext& context() const { return context_; }
 
   // What a parameter's .grad shows after a reduction: `view` over `local`, which is grad_slice(i),
   // made by Python.
@@ -166,9 +185,14 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
                            int64_t* last_backward);
   void apply_step(const Update& update);
   void adopt_writes();
-  // Sum of squares of the reduced gradients of all ranks; the same bits for any number of them.
-  double squared_norm(const std::vector<int64_t>& indices);
-  void scale_gradients(const std::vector<int64_t>& indices, double factor);
+  // Whether settle() would not wait.
+  static bool is_settled(const StepVerdict& verdict);
+  // Waits for what the device knows of a step that was made.
+  void settle(StepVerdict& verdict) const;
+  // Scales the reduced gradients so that their 2-norm over all ranks is at most `max_norm`. Returns
+  // the norm before, fp32 [], on the device; the same bits for any number of ranks.
+  at::Tensor clip_gradients(const std::vector<int64_t>& indices, double max_norm);
+  void scale_gradients(const std::vector<int64_t>& indices, const at::Tensor& factor);
 
   // A copy of this rank's part of the master of parameter i, with the user's writes to the
   // parameter; of a frozen one's values, in fp32. 1-D.
@@ -209,7 +233,8 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   explicit Engine(EngineOptions options);
   void begin_backward(bool reduces);
   bool next_backward_reduces() const {
-    return policy().reduce == When::every_backward || at_boundary();
+    // There is no memory for local sums of the whole gradient where sums are offloaded.
+    return policy().reduce == When::every_backward || at_boundary() || context_.offloads();
   }
   bool at_boundary() const;
   // A backward runs on this thread that reaches a parameter, though it may not have yet.
@@ -232,8 +257,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   void abort_backward() noexcept;
   void set_scales(Sink sink);
   void set_local_next(bool next);
-  void for_each_run(const std::vector<int64_t>& indices,
-                    const std::function<void(float*, int64_t)>& body);
+  void scale_runs(const std::vector<int64_t>& indices, const at::Tensor& factor);
   // The user gave parameter i another storage.
   bool lies_elsewhere(int64_t i) const;
   // If so, its values are taken over, or forgotten.
@@ -241,12 +265,34 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   void saw_nonfinite(Parameter& parameter) const;
   StepVerdict agree_on_gradients(const std::vector<int64_t>& indices,
                                  const StepQuestions& questions, const char* verb);
-  kernels::SquareSum own_squares(const std::vector<int64_t>& indices) const;
+  StepVerdict agree_on_device(const std::vector<int64_t>& indices, const StepQuestions& questions,
+                              const char* verb);
+  void describe(int64_t first_sighting, StepVerdict& verdict) const;
+  void search_suspects(const std::vector<int64_t>& indices);
+  // Squares of this rank's reduced gradients; `sum` lies where they do.
+  void add_own_squares(const std::vector<int64_t>& indices, kernels::SquareSum* sum) const;
   bool managed(int64_t i) const { return parameters_[i].unit >= 0; }
+
+  class Access {
+   public:
+    enum class Failures { wait_for, are_told };
+    explicit Access(const Engine& engine, Failures failures = Failures::wait_for)
+        : lock_(engine.mutex_, std::defer_lock) {
+      const bool on_device = !engine.options_.device.is_cpu();
+      if (on_device && failures == Failures::wait_for) engine.watch_->wait_for_failures();
+      lock_.lock();
+      if (on_device) guard_.reset_device(engine.options_.device);
+    }
+
+   private:
+    std::unique_lock<std::mutex> lock_;
+    c10::OptionalDeviceGuard guard_;
+  };
 
   mutable std::mutex mutex_;
   EngineOptions options_;
   Comm comm_;
+  std::unique_ptr<DeviceFlags> flags_;
   UnitContext context_;
   BucketPool pool_;
   std::shared_ptr<BackwardWatch> watch_;

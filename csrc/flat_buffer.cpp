@@ -1,37 +1,21 @@
 #include "flat_buffer.h"
 
-#include <ATen/ops/empty.h>
-#include <c10/core/CPUAllocator.h>
-#include <sys/mman.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/TensorImpl.h>
 #include <torch/headeronly/version.h>
 
-#include <algorithm>
-#include <cstdlib>
-#include <cstring>
 #include <utility>
+
+#include "stream.h"
 
 namespace zero_ext {
 namespace {
 
-constexpr size_t kAlignment = 64;
-constexpr size_t kHugePage = size_t{2} << 20;
-
-// Flat buffers are long-lived and large. Huge pages make their first touch several times cheaper
-// and spare TLB misses.
-c10::DataPtr allocate_host(size_t bytes) {
-  const bool huge = bytes >= 2 * kHugePage;
-  const size_t alignment = huge ? kHugePage : kAlignment;
-  const size_t rounded = (std::max<size_t>(bytes, 1) + alignment - 1) / alignment * alignment;
-  void* memory = std::aligned_alloc(alignment, rounded);
-  TORCH_CHECK(memory != nullptr, "zero_ext: cannot allocate ", bytes, " bytes of host memory");
-  if (huge) madvise(memory, rounded, MADV_HUGEPAGE);
-  return {memory, memory, [](void* p) { std::free(p); }, c10::Device(c10::kCPU)};
-}
-
 at::Tensor over_storage(const c10::Storage& storage, at::ScalarType dtype, int64_t offset,
                         at::IntArrayRef sizes, at::IntArrayRef strides) {
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(storage), c10::DispatchKeySet(c10::DispatchKey::CPU),
+      c10::Storage(storage),
+      c10::DispatchKeySet(c10::computeDispatchKey(dtype, c10::kStrided, storage.device())),
       c10::scalarTypeToTypeMeta(dtype));
   c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   impl->set_storage_offset(offset);
@@ -64,20 +48,31 @@ c10::DataPtr SpareMemory::take(int64_t bytes) {
   for (auto block = blocks_.begin(); block != blocks_.end(); ++block) {
     if (block->bytes != bytes) continue;
     c10::DataPtr memory = std::move(block->memory);
+    if (block->used.has_value()) block->used->block(current_stream(place_.device));
     blocks_.erase(block);
     return memory;
   }
   clear();
   counter_->add(held_, bytes);
-  return allocate_host(bytes);
+  return allocate_at(place_, bytes);
 }
 
 void SpareMemory::give(c10::DataPtr memory, int64_t bytes) {
-  blocks_.push_back({std::move(memory), bytes});
+  blocks_.push_back({.memory = std::move(memory), .bytes = bytes});
+  if (place_.device.is_cpu()) return;
+  Block& block = blocks_.back();
+  block.stream = current_stream(place_.device);
+  block.used.emplace(place_.device.type());
+  block.used->record(*block.stream);
 }
 
 void SpareMemory::clear() {
-  for (const Block& block : blocks_) counter_->subtract(held_, block.bytes);
+  for (const Block& block : blocks_) {
+    counter_->subtract(held_, block.bytes);
+    if (!block.stream.has_value()) continue;
+    // The allocator knows the stream that the memory was allocated on, and no other.
+    c10::getDeviceAllocator(place_.device.type())->recordStream(block.memory, *block.stream);
+  }
   blocks_.clear();
 }
 
@@ -112,24 +107,25 @@ void allow_access(Storage& storage) {
 
 }  // namespace
 
-FlatBuffer::FlatBuffer(std::shared_ptr<MemoryCounter> counter, Held held, at::ScalarType dtype,
-                       int64_t numel)
-    : counter_(std::move(counter)), held_(held) {
+FlatBuffer::FlatBuffer(std::shared_ptr<MemoryCounter> counter, Held held, Place place,
+                       at::ScalarType dtype, int64_t numel)
+    : counter_(std::move(counter)), held_(held), place_(place) {
   const size_t bytes = numel * c10::elementSize(dtype);
   counter_->add(held_, static_cast<int64_t>(bytes));
-  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, allocate_host(bytes),
+  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, allocate_at(place_, bytes),
                        /*allocator=*/nullptr, /*resizable=*/false);
   tensor_ = over_storage(storage, dtype, 0, {numel}, {1});
 }
 
 FlatBuffer FlatBuffer::without_memory(std::shared_ptr<MemoryCounter> counter, Held held,
-                                      at::ScalarType dtype, int64_t numel,
+                                      Place place, at::ScalarType dtype, int64_t numel,
                                       const std::string& message) {
   FlatBuffer buffer;
   buffer.counter_ = std::move(counter);
   buffer.held_ = held;
+  buffer.place_ = place;
   c10::Storage storage(c10::Storage::use_byte_size_t(), numel * c10::elementSize(dtype),
-                       c10::DataPtr(nullptr, c10::Device(c10::kCPU)), /*allocator=*/nullptr,
+                       c10::DataPtr(nullptr, place.device), /*allocator=*/nullptr,
                        /*resizable=*/false);
   buffer.tensor_ = over_storage(storage, dtype, 0, {numel}, {1});
   forbid_access(*storage.unsafeGetStorageImpl(), message);
@@ -142,6 +138,7 @@ FlatBuffer& FlatBuffer::operator=(FlatBuffer&& other) noexcept {
     release();
     counter_ = std::exchange(other.counter_, nullptr);
     held_ = other.held_;
+    place_ = other.place_;
     emptied_ = other.emptied_;
     tensor_ = std::exchange(other.tensor_, at::Tensor());
   }
@@ -164,11 +161,15 @@ at::Tensor FlatBuffer::view(int64_t offset, at::IntArrayRef sizes, at::IntArrayR
   return over_storage(tensor_.storage(), tensor_.scalar_type(), offset, sizes, strides);
 }
 
-void FlatBuffer::fill_zero() { std::memset(data(), 0, tensor_.nbytes()); }
+void FlatBuffer::fill_zero() { zero_bytes(data(), device(), tensor_.nbytes()); }
+
+void FlatBuffer::copy_begin(const FlatBuffer& source, size_t bytes) {
+  copy_bytes(data(), device(), source.data(), source.device(), bytes);
+}
 
 void FlatBuffer::empty(SpareMemory& spare, const std::string& message) {
   c10::StorageImpl* storage = tensor_.storage().unsafeGetStorageImpl();
-  c10::DataPtr nothing(nullptr, c10::Device(c10::kCPU));
+  c10::DataPtr nothing(nullptr, device());
   spare.give(storage->set_data_ptr(std::move(nothing)), static_cast<int64_t>(tensor_.nbytes()));
   forbid_access(*storage, message);
   emptied_ = true;
@@ -187,9 +188,9 @@ void FlatBuffer::grow(int64_t numel) {
   const int64_t new_bytes = numel * tensor_.element_size();
   if (new_bytes <= old_bytes) return;
   counter_->add(held_, new_bytes - old_bytes);
-  c10::DataPtr memory = allocate_host(new_bytes);
-  std::memcpy(memory.get(), data(), old_bytes);
-  std::memset(static_cast<char*>(memory.get()) + old_bytes, 0, new_bytes - old_bytes);
+  c10::DataPtr memory = allocate_at(place_, new_bytes);
+  copy_bytes(memory.get(), device(), data(), device(), old_bytes);
+  zero_bytes(static_cast<char*>(memory.get()) + old_bytes, device(), new_bytes - old_bytes);
   c10::StorageImpl* storage = tensor_.storage().unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(std::move(memory));
   storage->set_nbytes(new_bytes);

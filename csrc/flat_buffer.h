@@ -8,15 +8,20 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
 
 #include <array>
 #include <atomic>
 #include <cstdint>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "memory.h"
 
 namespace zero_ext {
 
@@ -46,11 +51,12 @@ class MemoryCounter {
 
 // Memory that released buffers gave up within one pass, for the next ones of the same size: fresh
 // pages cost as much as the gather that fills them. Never more than was held at once: what fits
-// nobody goes as soon as somebody needs new memory.
+// nobody goes as soon as somebody needs new memory. On a device, who takes memory goes on, on the
+// current stream, after all that was queued before it was given.
 class SpareMemory {
  public:
-  SpareMemory(std::shared_ptr<MemoryCounter> counter, Held held)
-      : counter_(std::move(counter)), held_(held) {}
+  SpareMemory(std::shared_ptr<MemoryCounter> counter, Held held, Place place)
+      : counter_(std::move(counter)), held_(held), place_(place) {}
   ~SpareMemory() { clear(); }
   c10::DataPtr take(int64_t bytes);
   void give(c10::DataPtr memory, int64_t bytes);
@@ -60,20 +66,23 @@ class SpareMemory {
   struct Block {
     c10::DataPtr memory;
     int64_t bytes;
+    std::optional<c10::Stream> stream;  // on which it was used last
+    std::optional<c10::Event> used;
   };
   std::shared_ptr<MemoryCounter> counter_;
   Held held_;
+  Place place_;
   std::vector<Block> blocks_;
 };
 
 class FlatBuffer {
  public:
   FlatBuffer() = default;
-  // `numel` elements of `dtype` in host memory, not initialised.
-  FlatBuffer(std::shared_ptr<MemoryCounter> counter, Held held, at::ScalarType dtype,
+  // `numel` elements of `dtype`, not initialised.
+  FlatBuffer(std::shared_ptr<MemoryCounter> counter, Held held, Place place, at::ScalarType dtype,
              int64_t numel);
   // A storage without memory: as after empty().
-  static FlatBuffer without_memory(std::shared_ptr<MemoryCounter> counter, Held held,
+  static FlatBuffer without_memory(std::shared_ptr<MemoryCounter> counter, Held held, Place place,
                                    at::ScalarType dtype, int64_t numel, const std::string& message);
   FlatBuffer(FlatBuffer&& other) noexcept { *this = std::move(other); }
   FlatBuffer& operator=(FlatBuffer&& other) noexcept;
@@ -85,6 +94,7 @@ class FlatBuffer {
   const at::Tensor& tensor() const { return tensor_; }  // [numel]
   void* data() const { return tensor_.data_ptr(); }
   void* at(int64_t element) const;
+  c10::Device device() const { return place_.device; }
 
   // The first `numel` elements of the storage read as `dtype`, 1-D.
   at::Tensor typed(at::ScalarType dtype, int64_t numel) const;
@@ -94,6 +104,8 @@ class FlatBuffer {
   at::Tensor view(int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) const;
 
   void fill_zero();
+  // The first `bytes` of another buffer, on any device, into the first of this one.
+  void copy_begin(const FlatBuffer& source, size_t bytes);
   // Gives the memory to `spare`. The storage stays, and so do its views; reading one raises
   // `message`, until allocate() gives the storage memory again, not initialised.
   void empty(SpareMemory& spare, const std::string& message);
@@ -107,6 +119,7 @@ class FlatBuffer {
  private:
   std::shared_ptr<MemoryCounter> counter_;
   Held held_ = Held::full;
+  Place place_;
   bool emptied_ = false;
   at::Tensor tensor_;
 };

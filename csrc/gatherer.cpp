@@ -69,7 +69,7 @@ void Gatherer::apply(int64_t unit, ResidencyEvent event, const ResidencyContext&
       break;
     case ResidencyAction::release:
       if (entry.state == Residency::gathering) finish(entry);
-      entry.unit->release(writes);
+      entry.unit->release(comm_, writes);
       entry.ahead = false;
       break;
     case ResidencyAction::error:
@@ -317,13 +317,16 @@ void Gatherer::begin_step() {
 }
 
 void Gatherer::wait_for_shards() {
-  if (context_.releases()) tell_what_was_taken();
+  if (!context_.releases()) return;
+  for (Entry& entry : entries_) entry.unit->refresh_mirror(comm_);
+  if (!comm_.on_device()) tell_what_was_taken();
 }
 
 void Gatherer::begin_pass(Phase phase) {
   current_[phase].clear();
   position_[phase] = 0;
   if (!context_.releases()) return;
+  if (comm_.on_device()) return;
   if (++passes_ >= kPassesWithoutStep && phase == kForward) tell_what_was_taken();
   for (Entry& entry : entries_) {
     entry.taken_in_pass = 0;
@@ -343,6 +346,7 @@ void Gatherer::offer_a_pass() {
 void Gatherer::end_pass(Phase phase) { order_[phase].swap(current_[phase]); }
 
 void Gatherer::offer_missing(Entry& entry) {
+  if (comm_.on_device()) return;
   for (int64_t peer = 0; peer < context_.world; ++peer) {
     if (peer == context_.rank) continue;
     std::deque<Comm::Offer>& offers = entry.offers[peer];
@@ -365,7 +369,7 @@ Gatherer::Legacy Gatherer::leave_offers() {
     for (auto& offers : entry.offers) legacy.offers.push_back(std::move(offers));
     entry.offers.clear();
   }
-  comm_.say_farewell(legacy.farewell);
+  if (!comm_.on_device()) comm_.say_farewell(legacy.farewell);
   return legacy;
 }
 

@@ -11,6 +11,8 @@
 // gather the unit itself or not, and a gather takes the other ranks' offers: nobody has to enter
 // a unit for another rank's sake. An offer that nobody takes stays for the next pass. After each
 // step the ranks tell each other what they took, and all wait until everybody's shards are updated.
+// A device's own backend (NCCL) has no such messages: there gathers are collectives, which every
+// rank must enter in the same order, and an update follows them on the device's streams.
 #pragma once
 
 #include <cstdint>

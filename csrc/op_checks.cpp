@@ -29,9 +29,7 @@ void check_float(const char* name, const at::Tensor& tensor, c10::Device device)
 void check_scalar(const char* name, const at::Tensor& tensor, at::ScalarType dtype,
                   c10::Device device) {
   check_layout(name, tensor, device);
-  const std::string wanted = "torch." + std::string(dtype == at::kInt    ? "int32"
-                                                    : dtype == at::kLong ? "int64"
-                                                                         : "float32");
+  const std::string wanted = dtype == at::kInt ? "torch.int32" : "torch.float32";
   TORCH_CHECK(tensor.scalar_type() == dtype && tensor.numel() == 1, "zero_ext: '", name,
               "' has dtype ", tensor.scalar_type(), " and ", tensor.numel(),
               " elements, it must be one ", wanted, ". Pass torch.zeros(1, dtype=", wanted, ").");

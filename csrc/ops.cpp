@@ -181,7 +181,7 @@ const T* device_scalar(const char* name, const OptionalTensor& value, c10::Devic
 kernels::OnDevice on_device(const OptionalTensor& skip, const OptionalTensor& steps_done,
                             const OptionalTensor& grad_factor, c10::Device device) {
   return {.skip = device_scalar<int32_t>("skip", skip, device),
-          .steps_done = device_scalar<int64_t>("steps_done", steps_done, device),
+          .steps_done = device_scalar<float>("steps_done", steps_done, device),
           .grad_factor = device_scalar<float>("grad_factor", grad_factor, device)};
 }
 
@@ -329,9 +329,9 @@ void adopt_writes_(const Tensor& param, const Tensor& master) {
 
 void count_step_(const Tensor& steps_done, const OptionalTensor& skip) {
   Call call(steps_done);
-  check_scalar("steps_done", steps_done, at::kLong, call.device());
+  check_scalar("steps_done", steps_done, at::kFloat, call.device());
   const auto* skip_flag = device_scalar<int32_t>("skip", skip, call.device());
-  call.check("count_step_", call.kernels().count_step(steps_done.mutable_data_ptr<int64_t>(),
+  call.check("count_step_", call.kernels().count_step(steps_done.mutable_data_ptr<float>(),
                                                       skip_flag, call.launch()));
   mark_written(steps_done);
 }

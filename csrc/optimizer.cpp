@@ -1,5 +1,7 @@
 #include "optimizer.h"
 
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros.h>
 
 #include <utility>
@@ -8,11 +10,6 @@
 
 namespace zero_ext {
 namespace {
-
-void check(kernels::Status status, const char* kernel) {
-  TORCH_INTERNAL_ASSERT(status == kernels::Status::ok, "zero_ext: kernel ", kernel,
-                        " returned status ", static_cast<int>(status));
-}
 
 // The rounding that run's masters have in the unit's compute dtype, or null where master is the
 // parameter.
@@ -31,10 +28,14 @@ void OptimizerState::assign(int64_t i, int64_t group) {
   if (i >= static_cast<int64_t>(group_of_.size())) {
     group_of_.resize(i + 1, -1);
     steps_.resize(i + 1);
+    presumed_.resize(i + 1, 0);
+    versions_.resize(i + 1, 0);
   }
   if (group_of_[i] < 0) {
     indices_.push_back(i);
-    steps_[i] = at::zeros({}, at::TensorOptions().dtype(at::kFloat));
+    const auto options = at::TensorOptions().device(engine_->context().state.device());
+    steps_[i] = at::zeros({}, options.dtype(at::kFloat));
+    versions_[i] = steps_[i]._version();
   }
   group_of_[i] = group;
   const int64_t u = engine_->unit_of(i);
@@ -42,8 +43,8 @@ void OptimizerState::assign(int64_t i, int64_t group) {
   if (static_cast<int64_t>(buffers_.size()) <= u) buffers_.resize(u + 1);
   if (!buffers_[u].empty()) return;
   for (int64_t k = 0; k < states_; ++k) {
-    buffers_[u].emplace_back(engine_->memory(), Held::optimizer_state, at::kFloat,
-                             engine_->unit(u).layout().range_numel());
+    buffers_[u].push_back(engine_->unit(u).state_buffer(Held::optimizer_state, at::kFloat,
+                                                        engine_->unit(u).layout().range_numel()));
     buffers_[u].back().fill_zero();
   }
 }
@@ -62,70 +63,118 @@ float* OptimizerState::data(int64_t k, int64_t unit, const Run& run) const {
 template <typename Body>
 void OptimizerState::apply(const Body& body) {
   std::vector<float*> counts(steps_.size(), nullptr);
-  for (const int64_t i : indices_) counts[i] = steps_[i].mutable_data_ptr<float>();
+  if (counts_on_device()) {
+    read_written_counts();
+  } else {
+    for (const int64_t i : indices_) {
+      counts[i] = steps_[i].mutable_data_ptr<float>();
+      presumed_[i] = static_cast<int64_t>(*counts[i]);
+    }
+  }
+  std::vector<int64_t> counted;
   const auto same = [&](int64_t a, int64_t b) {
-    return group_of_[a] == group_of_[b] && *counts[a] == *counts[b];
+    return group_of_[a] == group_of_[b] && presumed_[a] == presumed_[b];
   };
   const auto update = [&](int64_t u, Unit& unit, const Run& run, int64_t i) {
-    body(u, unit, run, group_of_[i], static_cast<int64_t>(*counts[i]) + 1);
+    body(u, unit, run, i, presumed_[i] + 1);
   };
-  const auto updated = [&](int64_t i) { *counts[i] += 1; };
+  const auto updated = [&](int64_t i) {
+    if (counts_on_device()) {
+      counted.push_back(i);
+    } else {
+      *counts[i] += 1;
+    }
+  };
   engine_->apply_step({.indices = indices_, .same = same, .apply = update, .applied = updated});
+  if (counts_on_device()) count_on_device(counted);
 }
 
-void OptimizerState::apply_adam(const std::vector<AdamGroup>& groups, double grad_scale) {
-  apply([&](int64_t u, Unit& unit, const Run& run, int64_t g, int64_t step) {
-    const AdamGroup& group = groups[g];
-    check(kernels::cpu().adam({.master = unit.master_data() + run.begin,
-                               .param = parameter_of(unit, run),
-                               .param_dtype = dtype_of(unit.dtype()),
-                               .grad = unit.grad_data() + run.begin,
-                               .exp_avg = data(0, u, run),
-                               .exp_avg_sq = data(1, u, run),
-                               .max_exp_avg_sq = group.amsgrad ? data(2, u, run) : nullptr,
-                               .numel = run.numel,
-                               .lr = group.lr,
-                               .beta1 = group.beta1,
-                               .beta2 = group.beta2,
-                               .eps = group.eps,
-                               .weight_decay = group.weight_decay,
-                               .step = step,
-                               .grad_scale = static_cast<float>(grad_scale),
-                               .maximize = group.maximize,
-                               .decoupled = group.decoupled},
-                              cpu_launch()),
+void OptimizerState::read_written_counts() {
+  for (const int64_t i : indices_) {
+    if (steps_[i]._version() != versions_[i])
+      presumed_[i] = static_cast<int64_t>(steps_[i].item<float>());
+  }
+}
+
+void OptimizerState::count_on_device(const std::vector<int64_t>& updated) {
+  if (updated.empty()) return;
+  std::vector<at::Tensor> counts;
+  for (const int64_t i : updated) counts.push_back(steps_[i]);
+  const at::Tensor one = at::ones({}, counts[0].options());
+  at::_foreach_add_(
+      counts, verdict_.on_device == nullptr ? one : one.sub(verdict_.on_device->skip.reshape({})));
+  for (const int64_t i : updated) {
+    ++presumed_[i];
+    versions_[i] = steps_[i]._version();
+  }
+}
+
+kernels::OnDevice OptimizerState::on_device(int64_t i) const {
+  if (!counts_on_device()) return {};
+  const DeviceVerdict& verdict = *verdict_.on_device;
+  return {
+      .skip = verdict.skip.const_data_ptr<int32_t>(),
+      .steps_done = steps_[i].const_data_ptr<float>(),
+      .grad_factor = verdict.factor.defined() ? verdict.factor.const_data_ptr<float>() : nullptr};
+}
+
+void OptimizerState::apply_adam(const std::vector<AdamGroup>& groups) {
+  const Runner& runner = engine_->context().state;
+  apply([&](int64_t u, Unit& unit, const Run& run, int64_t i, int64_t step) {
+    const AdamGroup& group = groups[group_of_[i]];
+    check(runner->adam({.master = unit.master_data() + run.begin,
+                        .param = parameter_of(unit, run),
+                        .param_dtype = dtype_of(unit.dtype()),
+                        .grad = unit.grad_data() + run.begin,
+                        .exp_avg = data(0, u, run),
+                        .exp_avg_sq = data(1, u, run),
+                        .max_exp_avg_sq = group.amsgrad ? data(2, u, run) : nullptr,
+                        .numel = run.numel,
+                        .lr = group.lr,
+                        .beta1 = group.beta1,
+                        .beta2 = group.beta2,
+                        .eps = group.eps,
+                        .weight_decay = group.weight_decay,
+                        .step = step,
+                        .grad_scale = verdict_.factor,
+                        .maximize = group.maximize,
+                        .decoupled = group.decoupled,
+                        .on_device = on_device(i)},
+                       runner.launch()),
           "adam");
   });
 }
 
-void OptimizerState::apply_sgd(const std::vector<SgdGroup>& groups, double grad_scale) {
-  apply([&](int64_t u, Unit& unit, const Run& run, int64_t g, int64_t step) {
-    const SgdGroup& group = groups[g];
-    check(kernels::cpu().sgd({.master = unit.master_data() + run.begin,
-                              .param = parameter_of(unit, run),
-                              .param_dtype = dtype_of(unit.dtype()),
-                              .grad = unit.grad_data() + run.begin,
-                              .momentum_buffer = group.momentum != 0 ? data(0, u, run) : nullptr,
-                              .numel = run.numel,
-                              .lr = group.lr,
-                              .momentum = group.momentum,
-                              .dampening = group.dampening,
-                              .weight_decay = group.weight_decay,
-                              .nesterov = group.nesterov,
-                              .first = step == 1,
-                              .grad_scale = static_cast<float>(grad_scale),
-                              .maximize = group.maximize},
-                             cpu_launch()),
+void OptimizerState::apply_sgd(const std::vector<SgdGroup>& groups) {
+  const Runner& runner = engine_->context().state;
+  apply([&](int64_t u, Unit& unit, const Run& run, int64_t i, int64_t step) {
+    const SgdGroup& group = groups[group_of_[i]];
+    check(runner->sgd({.master = unit.master_data() + run.begin,
+                       .param = parameter_of(unit, run),
+                       .param_dtype = dtype_of(unit.dtype()),
+                       .grad = unit.grad_data() + run.begin,
+                       .momentum_buffer = group.momentum != 0 ? data(0, u, run) : nullptr,
+                       .numel = run.numel,
+                       .lr = group.lr,
+                       .momentum = group.momentum,
+                       .dampening = group.dampening,
+                       .weight_decay = group.weight_decay,
+                       .nesterov = group.nesterov,
+                       .first = step == 1,
+                       .grad_scale = verdict_.factor,
+                       .maximize = group.maximize,
+                       .on_device = on_device(i)},
+                      runner.launch()),
           "sgd");
   });
 }
 
 void OptimizerState::apply_masters() {
-  apply([&](int64_t /*u*/, Unit& unit, const Run& run, int64_t /*g*/, int64_t /*step*/) {
+  const Runner& runner = engine_->context().state;
+  apply([&](int64_t /*u*/, Unit& unit, const Run& run, int64_t /*i*/, int64_t /*step*/) {
     if (unit.stepped_parameter() == nullptr) return;
-    check(kernels::cpu().cast(unit.master_data() + run.begin, kernels::DType::f32,
-                              parameter_of(unit, run), dtype_of(unit.dtype()), run.numel,
-                              cpu_launch()),
+    check(runner->cast(unit.master_data() + run.begin, kernels::DType::f32, parameter_of(unit, run),
+                       dtype_of(unit.dtype()), run.numel, runner.launch()),
           "cast");
   });
 }

@@ -47,22 +47,28 @@ class OptimizerState {
   void assign(int64_t i, int64_t group);
   // This rank's part of state k of parameter i, 1-D.
   at::Tensor slice(int64_t k, int64_t i) const;
-  // 0-D, fp32, as torch has it: how often parameter i was updated.
-  const at::Tensor& step(int64_t i) const { return steps_[i]; }
+  // 0-D, fp32, as torch has it: how often parameter i was updated. On the device where that decides
+  // about a step.
+  at::Tensor step(int64_t i) const { return steps_[i]; }
   const std::vector<int64_t>& indices() const { return indices_; }
 
-  StepVerdict prepare_step(const StepQuestions& questions) {
-    return engine_->prepare_step(indices_, questions, &last_backward_);
+  const StepVerdict& prepare_step(const StepQuestions& questions) {
+    return verdict_ = engine_->prepare_step(indices_, questions, &last_backward_);
   }
-  // Gradients are multiplied by `grad_scale` as the update reads them.
-  void apply_adam(const std::vector<AdamGroup>& groups, double grad_scale);
-  void apply_sgd(const std::vector<SgdGroup>& groups, double grad_scale);
+  // As the last verdict says: skipped, clipped.
+  void apply_adam(const std::vector<AdamGroup>& groups);
+  void apply_sgd(const std::vector<SgdGroup>& groups);
   // After another optimizer has updated the masters: the parameters become their roundings.
   void apply_masters();
 
  private:
   template <typename Body>
   void apply(const Body& body);
+  bool counts_on_device() const { return !engine_->context().state.on_host(); }
+  // The user wrote to some: they are read, which waits.
+  void read_written_counts();
+  void count_on_device(const std::vector<int64_t>& updated);
+  kernels::OnDevice on_device(int64_t i) const;
   float* data(int64_t k, int64_t unit, const Run& run) const;
 
   std::shared_ptr<Engine> engine_;
@@ -71,6 +77,11 @@ class OptimizerState {
   std::vector<int64_t> group_of_;  // [parameters of the engine]; -1: not of this optimizer
   std::vector<std::vector<FlatBuffer>> buffers_;  // [units][states]
   std::vector<at::Tensor> steps_;  // [parameters of the engine]; undefined: not of this optimizer
+  // On a device, where nobody knows on the host whether a step was skipped: what steps_ would be if
+  // none was, and their versions after our own last write.
+  std::vector<int64_t> presumed_;
+  std::vector<int64_t> versions_;
+  StepVerdict verdict_;
   int64_t last_backward_ = 0;
 };
 

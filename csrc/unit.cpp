@@ -1,7 +1,9 @@
 #include "unit.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/ones.h>
 
 #include <algorithm>
 #include <cmath>
@@ -9,7 +11,6 @@
 #include <utility>
 
 #include "check.h"
-#include "launch.h"
 
 namespace zero_ext {
 namespace {
@@ -36,18 +37,14 @@ at::Tensor byte_tensor(int64_t numel) {
   return at::empty({numel}, at::TensorOptions().dtype(at::kByte));
 }
 
-void check(kernels::Status status, const char* kernel) {
-  TORCH_INTERNAL_ASSERT(status == kernels::Status::ok, "zero_ext: kernel ", kernel,
-                        " returned status ", static_cast<int>(status));
-}
-
 }  // namespace
 
-Unit::Unit(const UnitContext& context, int64_t index, std::string name, std::vector<SlotSpec> specs,
-           const std::vector<at::Tensor>& values, at::ScalarType dtype, UnitKind kind, Comm& comm,
-           bool broadcast)
+Unit::Unit(const UnitContext& context, int64_t index, int64_t first_flag, std::string name,
+           std::vector<SlotSpec> specs, const std::vector<at::Tensor>& values, at::ScalarType dtype,
+           UnitKind kind, Comm& comm, bool broadcast)
     : context_(context),
       index_(index),
+      first_flag_(first_flag),
       name_(std::move(name)),
       layout_(std::move(specs), ranges_of(context.policy.optimizer, context.world),
               kAlignmentBytes / static_cast<int64_t>(c10::elementSize(dtype))),
@@ -67,20 +64,26 @@ Unit::Unit(const UnitContext& context, int64_t index, std::string name, std::vec
   }
   const int64_t range = layout_.range_numel();
   if (context_.releases()) {
-    full_ = FlatBuffer::without_memory(context_.memory, Held::full, dtype_, layout_.padded_numel(),
-                                       released_message_);
-    shard_ = FlatBuffer(context_.memory, Held::shard, dtype_, range);
+    full_ = FlatBuffer::without_memory(context_.memory, Held::full, context_.compute_place(),
+                                       dtype_, layout_.padded_numel(), released_message_);
+    shard_ = FlatBuffer(context_.memory, Held::shard, context_.compute_place(), dtype_, range);
   } else {
-    full_ = FlatBuffer(context_.memory, Held::full, dtype_, layout_.padded_numel());
+    full_ = FlatBuffer(context_.memory, Held::full, context_.compute_place(), dtype_,
+                       layout_.padded_numel());
     full_.fill_zero();
   }
   if (kind == UnitKind::trainable) {
-    grad_ = FlatBuffer(context_.memory, Held::grad, at::kFloat, range);
+    grad_ = state_buffer(Held::grad, at::kFloat, range);
     grad_.fill_zero();
-    if (dtype_ != at::kFloat)
-      master_ = FlatBuffer(context_.memory, Held::master, at::kFloat, range);
+    if (dtype_ != at::kFloat || context_.offloads())
+      master_ = state_buffer(Held::master, at::kFloat, range);
+    if (context_.offloads()) updated_ = state_buffer(Held::shard, dtype_, range);
   }
   take_values(values, comm, broadcast);
+}
+
+FlatBuffer Unit::state_buffer(Held held, at::ScalarType dtype, int64_t numel) const {
+  return {context_.state_memory(), held, context_.state_place(), dtype, numel};
 }
 
 void Unit::take_values(const std::vector<at::Tensor>& values, Comm& comm, bool broadcast) {
@@ -90,7 +93,8 @@ void Unit::take_values(const std::vector<at::Tensor>& values, Comm& comm, bool b
   const at::ScalarType source_dtype = values.empty() ? dtype_ : values[0].scalar_type();
   FlatBuffer staged;
   if (source_dtype != dtype_ || full_.emptied()) {
-    staged = FlatBuffer(context_.memory, Held::full, source_dtype, padded);
+    staged =
+        FlatBuffer(context_.memory, Held::full, context_.compute_place(), source_dtype, padded);
     staged.fill_zero();
   }
   const FlatBuffer& source = staged.defined() ? staged : full_;
@@ -104,17 +108,24 @@ void Unit::take_values(const std::vector<at::Tensor>& values, Comm& comm, bool b
     });
   }
   const auto cast = [&](void* target, at::ScalarType dtype, int64_t begin, int64_t numel) {
-    check(kernels::cpu().cast(source.at(begin), dtype_of(source_dtype), target, dtype_of(dtype),
-                              numel, cpu_launch()),
+    check(context_.compute->cast(source.at(begin), dtype_of(source_dtype), target, dtype_of(dtype),
+                                 numel, context_.compute.launch()),
           "cast");
   };
-  if (master_.defined()) cast(master_.data(), at::kFloat, own_begin, layout_.range_numel());
+  if (master_.defined()) {
+    const int64_t range = layout_.range_numel();
+    const bool apart = context_.offloads();
+    const at::Tensor near = apart ? on_device(range, at::kFloat) : master_.tensor();
+    cast(near.mutable_data_ptr(), at::kFloat, own_begin, range);
+    if (apart) master_.tensor().copy_(near);
+  }
   if (!staged.defined()) return;
   if (shard_.defined()) {
     cast(shard_.data(), dtype_, own_begin, layout_.range_numel());
   } else {
     cast(full_.data(), dtype_, 0, padded);
   }
+  refresh_mirror(comm);
 }
 
 at::Tensor Unit::parameter_view(int64_t i) const {
@@ -144,7 +155,8 @@ at::Tensor Unit::parameter_slice(int64_t i) const {
 at::Tensor Unit::own_part(int64_t i, const at::Tensor& values, at::ScalarType dtype) const {
   const SlotSpec& spec = layout_.slot(i).spec;
   const Piece* piece = own_piece(i);
-  at::Tensor flat = at::empty_strided(spec.sizes, spec.strides, at::TensorOptions().dtype(dtype));
+  at::Tensor flat = at::empty_strided(spec.sizes, spec.strides,
+                                      at::TensorOptions().dtype(dtype).device(values.device()));
   flat.copy_(values);
   flat = flat.as_strided({spec.numel}, {1});
   return piece == nullptr ? flat.narrow(0, 0, 0) : flat.narrow(0, piece->slot_begin, piece->numel);
@@ -161,8 +173,10 @@ at::Tensor Unit::present_slice(int64_t i) const {
 at::Tensor Unit::master_with(int64_t i, const at::Tensor& written) const {
   if (!master_.defined()) return written.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
   at::Tensor master = master_slice(i).clone();
-  check(kernels::cpu().adopt_writes(written.const_data_ptr(), dtype_of(dtype_),
-                                    master.mutable_data_ptr<float>(), master.numel(), cpu_launch()),
+  const at::Tensor there = written.to(context_.state.device());
+  check(context_.state->adopt_writes(there.const_data_ptr(), dtype_of(dtype_),
+                                     master.mutable_data_ptr<float>(), master.numel(),
+                                     context_.state.launch()),
         "adopt_writes");
   return master;
 }
@@ -177,7 +191,14 @@ float* Unit::master_data() const {
                            : reinterpret_cast<float*>(own_parameters());
 }
 
-void* Unit::stepped_parameter() const { return master_.defined() ? own_parameters() : nullptr; }
+void* Unit::stepped_parameter() const {
+  if (!master_.defined()) return nullptr;
+  return updated_.defined() ? updated_.data() : own_parameters();
+}
+
+at::Tensor Unit::on_device(int64_t numel, at::ScalarType dtype) const {
+  return at::empty({numel}, at::TensorOptions().dtype(dtype).device(context_.compute.device()));
+}
 
 bool Unit::holds_storage_of(const at::Tensor& tensor) const {
   return tensor.has_storage() &&
@@ -207,15 +228,14 @@ void Unit::begin_backward(Sink sink, bool reduces, const std::vector<uint8_t>& e
 
 void Unit::keep_reduced_sum() {
   if (kept_ || !any_sum(fresh_)) return;
-  if (!before_.defined())
-    before_ = FlatBuffer(context_.memory, Held::grad, at::kFloat, layout_.range_numel());
-  std::memcpy(before_.data(), grad_.data(), before_.tensor().nbytes());
+  if (!before_.defined()) before_ = state_buffer(Held::grad, at::kFloat, layout_.range_numel());
+  before_.copy_begin(grad_, before_.tensor().nbytes());
   kept_ = true;
 }
 
 void Unit::restore_reduced_sum() {
   if (!kept_) return;
-  std::memcpy(grad_.data(), before_.data(), before_.tensor().nbytes());
+  grad_.copy_begin(before_, before_.tensor().nbytes());
   kept_ = false;
 }
 
@@ -234,8 +254,7 @@ void Unit::abort_backward(std::vector<Orphan>& orphans) {
   for (auto& grads : held_) grads.clear();
   if (sink_ == Sink::local) {
     const bool local_sums = any_sum(local_fresh_before_);
-    if (added_ && local_sums)
-      std::memcpy(grad_.data(), local_before_.data(), local_before_.tensor().nbytes());
+    if (added_ && local_sums) grad_.copy_begin(local_before_, local_before_.tensor().nbytes());
     // Without an earlier local sum, nothing but this backward lies on top of the reduced one.
     if (!local_sums) restore_reduced_sum();
   } else {
@@ -258,8 +277,9 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
   }
   if (!grad.defined()) return true;
   const Slot& slot = layout_.slot(i);
-  TORCH_CHECK(grad.layout() == at::kStrided && grad.device().is_cpu(), where(context_.rank, name_),
-              "the gradient of '", slot.spec.name, "' is ", grad.layout(), " on ", grad.device(),
+  TORCH_CHECK(grad.layout() == at::kStrided && grad.device() == context_.compute.device(),
+              where(context_.rank, name_), "the gradient of '", slot.spec.name, "' is ",
+              grad.layout(), " on ", grad.device(),
               "; only dense gradients on the parameter's device can be sharded. Use sparse=False, "
               "or pass the parameter in"
               " ignored_params.");
@@ -282,11 +302,12 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
   const bool overwrite = arrived_[i] != kArrived;
   arrived_[i] = kArrived;
   int32_t nonfinite = 0;
+  int32_t* flag = arrival_flag(i, &nonfinite);
   switch (sink_) {
     case Sink::direct:
-      check(kernels::cpu().accumulate(dense.const_data_ptr(), dtype,
-                                      grad_data() + own_piece(i)->range_begin, slot.spec.numel,
-                                      scale, fresh_[i] != 0, &nonfinite, cpu_launch()),
+      check(context_.state->accumulate(dense.const_data_ptr(), dtype,
+                                       grad_data() + own_piece(i)->range_begin, slot.spec.numel,
+                                       scale, fresh_[i] != 0, flag, context_.state.launch()),
             "accumulate");
       fresh_[i] = 0;
       if (nonfinite != 0) nonfinite_[i] = 1;
@@ -296,15 +317,23 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
       if (reduces_ || !local_fresh_before_[i]) {
         held_[i].push_back(dense);
       } else {
-        accumulate_local(i, dense, &nonfinite);
+        accumulate_local(i, dense, flag);
       }
       break;
     case Sink::bucket:
+      follow_filling_stream();
       accumulate_in_bucket(i, dense.const_data_ptr(), dtype,
-                           overwrite ? kernels::Write::overwrite : kernels::Write::add, &nonfinite);
+                           overwrite ? kernels::Write::overwrite : kernels::Write::add, flag);
       break;
   }
   return nonfinite == 0;
+}
+
+void Unit::follow_filling_stream() {
+  if (context_.compute.on_host()) return;
+  const c10::Stream stream = current_stream(context_.compute.device());
+  if (filled_on_.has_value()) order(*filled_on_, stream);
+  filled_on_ = stream;
 }
 
 void Unit::accumulate_local(int64_t i, const at::Tensor& grad, int32_t* nonfinite) {
@@ -313,9 +342,9 @@ void Unit::accumulate_local(int64_t i, const at::Tensor& grad, int32_t* nonfinit
     // Divided by the number of ranks only when it is reduced: the sum of bf16 values over
     // micro-batches is then exact where fp32 can hold it. `scale_` is 1 but for a changed loss
     // scale.
-    check(kernels::cpu().accumulate(element(grad, piece.slot_begin), dtype,
-                                    local_sum(piece, piece.slot_begin), piece.numel, scale_,
-                                    local_fresh_[i] != 0, nonfinite, cpu_launch()),
+    check(context_.state->accumulate(element(grad, piece.slot_begin), dtype,
+                                     local_sum(piece, piece.slot_begin), piece.numel, scale_,
+                                     local_fresh_[i] != 0, nonfinite, context_.state.launch()),
           "accumulate");
   }
   local_fresh_[i] = 0;
@@ -323,30 +352,39 @@ void Unit::accumulate_local(int64_t i, const at::Tensor& grad, int32_t* nonfinit
 
 void Unit::add_held(int64_t i) {
   int32_t nonfinite = 0;
-  for (const at::Tensor& grad : held_[i]) accumulate_local(i, grad, &nonfinite);
+  int32_t* flag = arrival_flag(i, &nonfinite);
+  for (const at::Tensor& grad : held_[i]) accumulate_local(i, grad, flag);
   if (nonfinite != 0) nonfinite_arrived_.push_back(i);
   held_[i].clear();
 }
 
 void Unit::stage_local(int64_t i) {
-  // Chunk by chunk, so that a message in half precision is rounded once, from the fp32 sum.
-  constexpr int64_t kChunk = 4096;
-  alignas(kAlignmentBytes) float chunk[kChunk];
-  const kernels::DType message = dtype_of(staged_.scalar_type());
   int32_t nonfinite = 0;
+  int32_t* flag = arrival_flag(i, &nonfinite);
+  const Runner& runner = context_.compute;
+  // Chunk by chunk, so that a message in half precision is rounded once, from the fp32 sum. On a
+  // device a chunk is a piece.
+  constexpr int64_t kHostChunk = 4096;
+  alignas(kAlignmentBytes) float on_stack[kHostChunk];
+  const kernels::DType message = dtype_of(staged_.scalar_type());
   for (const Piece& piece : layout_.pieces(i)) {
-    for (int64_t at = piece.slot_begin; at < piece.slot_begin + piece.numel; at += kChunk) {
-      const int64_t numel = std::min(kChunk, piece.slot_begin + piece.numel - at);
+    const int64_t chunk_numel = runner.on_host() ? kHostChunk : std::max<int64_t>(piece.numel, 1);
+    const at::Tensor memory = runner.on_host() ? at::Tensor() : on_device(piece.numel, at::kFloat);
+    float* chunk = runner.on_host() ? on_stack : memory.mutable_data_ptr<float>();
+    for (int64_t at = piece.slot_begin; at < piece.slot_begin + piece.numel; at += chunk_numel) {
+      const int64_t numel = std::min(chunk_numel, piece.slot_begin + piece.numel - at);
       bool fresh = local_fresh_[i] != 0;
-      if (!fresh) std::memcpy(chunk, local_sum(piece, at), numel * sizeof(float));
+      if (!fresh) {
+        copy_bytes(chunk, runner.device(), local_sum(piece, at), runner.device(),
+                   numel * sizeof(float));
+      }
       for (const at::Tensor& grad : held_[i]) {
-        check(kernels::cpu().accumulate(element(grad, at), dtype_of(grad.scalar_type()), chunk,
-                                        numel, scale_, std::exchange(fresh, false), &nonfinite,
-                                        cpu_launch()),
+        check(runner->accumulate(element(grad, at), dtype_of(grad.scalar_type()), chunk, numel,
+                                 scale_, std::exchange(fresh, false), flag, runner.launch()),
               "accumulate");
       }
-      check(kernels::cpu().cast(chunk, kernels::DType::f32, staged(layout_.slot(i).offset + at),
-                                message, numel, cpu_launch()),
+      check(runner->cast(chunk, kernels::DType::f32, staged(layout_.slot(i).offset + at), message,
+                         numel, runner.launch()),
             "cast");
     }
   }
@@ -360,14 +398,15 @@ void Unit::accumulate_in_bucket(int64_t i, const void* grad, kernels::DType dtyp
   const Slot& slot = layout_.slot(i);
   const kernels::CopySegment segment{
       .source = grad, .target = staged(slot.offset), .numel = slot.spec.numel};
-  check(kernels::cpu().flatten(&segment, 1, dtype, dtype_of(staged_.scalar_type()), write,
-                               nonfinite, cpu_launch()),
+  check(context_.compute->flatten(&segment, 1, dtype, dtype_of(staged_.scalar_type()), write,
+                                  nonfinite, context_.compute.launch()),
         "flatten");
   clear_gap(i);
 }
 
 void Unit::clear_gap(int64_t i) {
   // Runs of slots are summed with the gaps between them, and a gap must not look like a NaN.
+  if (!context_.compute.on_host()) return;
   const Slot& slot = layout_.slot(i);
   std::memset(staged(slot.offset + slot.spec.numel), 0,
               (slot.padded_numel - slot.spec.numel) * staged_.element_size());
@@ -392,7 +431,12 @@ float* Unit::local_sum(const Piece& piece, int64_t in_slot) const {
 
 void Unit::lend_bucket(std::unique_ptr<Bucket> bucket) {
   bucket_ = std::move(bucket);
+  bucket_->wait_until_unused();
   staged_ = bucket_->gradients(message_dtype(), layout_.padded_numel());
+  filled_on_.reset();
+  if (context_.compute.on_host()) return;
+  staged_.zero_();
+  follow_filling_stream();
 }
 
 bool Unit::contributes(int64_t i) const {
@@ -408,85 +452,150 @@ void Unit::start_reduce(Comm& comm, int64_t backward) {
       if (contributes(i)) stage_local(i);
     }
   }
+  if (filled_on_.has_value()) follow_filling_stream();
+  const SideStream::Scope beside(context_.reducing);
+  flags_are_counts_ = context_.reduction == Reduction::collective || comm.on_device();
+  if (flags_are_counts_) start_counting(comm);
   if (context_.reduction == Reduction::exchange) {
     start_exchange(comm);
   } else {
     start_collective(comm);
   }
+  if (context_.offloads()) send_to_host(comm);
+}
+
+void Unit::send_to_host(Comm& comm) {
+  // What other ranks send through host memory arrives there; a sum is not there before it is.
+  if (comm.on_device() || context_.reduction == Reduction::collective) wait_for_reduction();
+  const int64_t part = layout_.range_numel();
+  const auto count = static_cast<int64_t>(sources_.size());
+  const at::Tensor received = bucket_->received(message_dtype(), count * part);
+  for (int64_t k = 0; k < count; ++k) {
+    if (sources_[k].is_cpu()) continue;
+    const at::Tensor here = received.narrow(0, k * part, part);
+    copy_bytes(here.mutable_data_ptr(), here.device(), sources_[k].const_data_ptr(),
+               sources_[k].device(), here.nbytes());
+    sources_[k] = here;
+  }
+  const c10::Stream stream = current_stream(context_.compute.device());
+  sent_to_host_.emplace(stream.device_type());
+  sent_to_host_->record(stream);
+}
+
+void Unit::start_counting(Comm& comm) {
+  at::Tensor counts = at::empty({layout_.size()}, at::TensorOptions().dtype(at::kInt));
+  auto* count = counts.mutable_data_ptr<int32_t>();
+  for (int64_t i = 0; i < layout_.size(); ++i) count[i] = contributes(i) ? 1 : 0;
+  if (comm.on_device()) counts = counts.to(context_.compute.device());
+  flags_.assign(1, counts);
+  comm.all_reduce_sum(counts, pending_);
 }
 
 void Unit::start_exchange(Comm& comm) {
   const int64_t world = context_.world;
   const int64_t rank = context_.rank;
   const int64_t part = layout_.range_numel();
+  const auto outgoing = [&](int64_t range) { return staged_.narrow(0, range * part, part); };
+  // One place per rank where the sums are offloaded: this rank's own part goes there, too.
+  const bool offloads = context_.offloads();
+  const int64_t received_numel = (offloads ? world : world - 1) * part;
+  const at::Tensor received = offloads && comm.on_device()
+                                  ? on_device(received_numel, message_dtype())
+                                  : bucket_->received(message_dtype(), received_numel);
+  std::vector<at::Tensor> sends(world);
+  std::vector<at::Tensor> recvs(world);
+  sources_.assign(world, at::Tensor());
+  int64_t next = 0;
+  for (int64_t peer = 0; peer < world; ++peer) {
+    if (peer == rank && offloads) ++next;
+    if (peer == rank) continue;
+    sends[peer] = outgoing(layout_.ranges() == 1 ? 0 : peer);
+    recvs[peer] = received.narrow(0, next++ * part, part);
+    sources_[peer] = recvs[peer];
+  }
+  sources_[rank] = outgoing(own_range());
+  // Numbered by backward and unit, so that a reduction that a failed backward left behind matches
+  // no later one.
+  const int64_t tag = backward_ * kMaxUnits + index_;
+  if (!flags_are_counts_) exchange_flags(comm, 2 * tag);
+  comm.exchange(sends, recvs, 2 * tag + 1, pending_);
+}
+
+void Unit::exchange_flags(Comm& comm, int64_t tag) {
+  const int64_t world = context_.world;
+  const int64_t rank = context_.rank;
   flags_.assign(world, at::Tensor());
   for (at::Tensor& flags : flags_) flags = byte_tensor(kFlagsHeaderBytes + layout_.size());
   auto* mine = flags_[rank].mutable_data_ptr<uint8_t>();
   const int64_t header[2] = {backward_, index_};
   std::memcpy(mine, header, kFlagsHeaderBytes);
   for (int64_t i = 0; i < layout_.size(); ++i) mine[kFlagsHeaderBytes + i] = contributes(i) ? 1 : 0;
-
-  const auto outgoing = [&](int64_t range) { return staged_.narrow(0, range * part, part); };
-  const at::Tensor received = bucket_->received(message_dtype(), (world - 1) * part);
-  std::vector<at::Tensor> sends(world);
-  std::vector<at::Tensor> recvs(world);
-  sources_.assign(world, nullptr);
-  for (int64_t peer = 0, next = 0; peer < world; ++peer) {
-    if (peer == rank) continue;
-    sends[peer] = outgoing(layout_.ranges() == 1 ? 0 : peer);
-    recvs[peer] = received.narrow(0, next++ * part, part);
-    sources_[peer] = recvs[peer].const_data_ptr();
-  }
-  sources_[rank] = outgoing(own_range()).const_data_ptr();
-  // Numbered by backward and unit, so that a reduction that a failed backward left behind matches
-  // no later one.
-  const int64_t tag = backward_ * kMaxUnits + index_;
-  comm.exchange(std::vector<at::Tensor>(world, flags_[rank]), flags_, 2 * tag, pending_);
-  comm.exchange(sends, recvs, 2 * tag + 1, pending_);
+  comm.exchange(std::vector<at::Tensor>(world, flags_[rank]), flags_, tag, pending_);
 }
 
 void Unit::start_collective(Comm& comm) {
-  const int64_t part = layout_.range_numel();
-  at::Tensor counts = at::empty({layout_.size()}, at::TensorOptions().dtype(at::kInt));
-  auto* count = counts.mutable_data_ptr<int32_t>();
+  if (context_.compute.on_host()) clear_absent();
+  if (layout_.ranges() == 1) {
+    comm.all_reduce_sum(staged_, pending_);
+    sources_.assign(1, staged_);
+    return;
+  }
+  // Not among the received: those may lie on the host, where no device's backend can write.
+  const at::Tensor sum = context_.offloads() && comm.on_device()
+                             ? on_device(layout_.range_numel(), message_dtype())
+                             : bucket_->received(message_dtype(), layout_.range_numel());
+  comm.reduce_scatter(staged_, sum, pending_);
+  sources_.assign(1, sum);
+}
+
+void Unit::clear_absent() {
   const auto bytes = static_cast<int64_t>(staged_.element_size());
   for (int64_t i = 0; i < layout_.size(); ++i) {
     const Slot& slot = layout_.slot(i);
-    count[i] = contributes(i) ? 1 : 0;
-    if (count[i] == 0) std::memset(staged(slot.offset), 0, slot.padded_numel * bytes);
+    if (!contributes(i)) std::memset(staged(slot.offset), 0, slot.padded_numel * bytes);
   }
   const int64_t used_end = layout_.size() == 0 ? 0 : layout_.slot(layout_.size() - 1).padded_end();
   std::memset(staged(used_end), 0, (layout_.padded_numel() - used_end) * bytes);
-  flags_.assign(1, counts);
-  comm.all_reduce_sum(counts, pending_);
-  if (layout_.ranges() == 1) {
-    comm.all_reduce_sum(staged_, pending_);
-    sources_.assign(1, staged_.const_data_ptr());
-    return;
-  }
-  const at::Tensor sum = bucket_->received(message_dtype(), part);
-  comm.reduce_scatter(staged_, sum, pending_);
-  sources_.assign(1, sum.const_data_ptr());
 }
 
-std::unique_ptr<Bucket> Unit::finish_reduce(float scale) {
-  if (sink_ == Sink::direct) return nullptr;
+void Unit::wait_for_reduction() {
   pending_.wait([this] {
     return where(context_.rank, name_) + "waited for its reduction in backward " +
            std::to_string(backward_);
   });
-  check_flags();
+}
+
+std::unique_ptr<Bucket> Unit::finish_reduce(float scale) {
+  if (sink_ == Sink::direct) return nullptr;
+  const SideStream::Scope beside(context_.reducing);
+  wait_for_reduction();
+  if (sent_to_host_.has_value()) sent_to_host_->synchronize();
+  sent_to_host_.reset();
+  if (flags_are_counts_) {
+    bring_counts();
+  } else {
+    check_flags();
+  }
   keep_reduced_sum();
   add_contributions(scale);
   added_ = true;
   flags_.clear();
   sources_.clear();
   staged_.reset();
+  bucket_->mark_used();
   return std::move(bucket_);
 }
 
+void Unit::bring_counts() {
+  at::Tensor& counts = flags_[0];
+  if (counts.is_cpu()) return;
+  // Where this rank uses every slot, nobody needs to wait for what the device knows.
+  bool all = true;
+  for (int64_t i = 0; i < layout_.size(); ++i) all = all && contributes(i);
+  counts = all ? at::ones({layout_.size()}, at::TensorOptions().dtype(at::kInt)) : counts.cpu();
+}
+
 void Unit::check_flags() const {
-  if (context_.reduction != Reduction::exchange) return;
   for (int64_t peer = 0; peer < context_.world; ++peer) {
     int64_t header[2];
     std::memcpy(header, flags_[peer].const_data_ptr<uint8_t>(), kFlagsHeaderBytes);
@@ -498,8 +607,7 @@ void Unit::check_flags() const {
 }
 
 bool Unit::used_by(int64_t source, int64_t i) const {
-  if (context_.reduction == Reduction::collective)
-    return flags_[0].const_data_ptr<int32_t>()[i] > 0;
+  if (flags_are_counts_) return flags_[0].const_data_ptr<int32_t>()[i] > 0;
   return flags_[source].const_data_ptr<uint8_t>()[kFlagsHeaderBytes + i] != 0;
 }
 
@@ -529,11 +637,11 @@ void Unit::add_contributions(float scale) {
 void Unit::uncover_reduced_sum() {
   if (any_sum(local_fresh_)) {
     if (!local_before_.defined()) {
-      local_before_ = FlatBuffer(context_.memory, Held::grad, at::kFloat, layout_.range_numel());
+      local_before_ = state_buffer(Held::grad, at::kFloat, layout_.range_numel());
     }
-    std::memcpy(local_before_.data(), grad_.data(), local_before_.tensor().nbytes());
+    local_before_.copy_begin(grad_, local_before_.tensor().nbytes());
   }
-  if (kept_) std::memcpy(grad_.data(), before_.data(), before_.tensor().nbytes());
+  if (kept_) grad_.copy_begin(before_, before_.tensor().nbytes());
 }
 
 void Unit::add_run(const Run& run, float scale) {
@@ -541,14 +649,15 @@ void Unit::add_run(const Run& run, float scale) {
   std::vector<const void*> contributions;
   for (size_t source = 0; source < sources_.size(); ++source) {
     if (!used_by(static_cast<int64_t>(source), run.first_slot)) continue;
-    contributions.push_back(static_cast<const char*>(sources_[source]) +
-                            run.begin * kernels::element_bytes(dtype));
+    contributions.push_back(element(sources_[source], run.begin));
   }
   float* sum = grad_data() + run.begin;
   int32_t nonfinite = 0;
-  check(kernels::cpu().accumulate_ranks(
-            contributions.data(), static_cast<int32_t>(contributions.size()), dtype, sum, run.numel,
-            scale, fresh_[run.first_slot] != 0, &nonfinite, cpu_launch()),
+  const Runner& runner = context_.state;
+  int32_t* flag = runner.on_host() ? &nonfinite : context_.flags->sum(this->flag(run.first_slot));
+  check(runner->accumulate_ranks(contributions.data(), static_cast<int32_t>(contributions.size()),
+                                 dtype, sum, run.numel, scale, fresh_[run.first_slot] != 0, flag,
+                                 runner.launch()),
         "accumulate_ranks");
   if (nonfinite == 0) return;
   for (int64_t i = run.first_slot; i <= run.last_slot; ++i) {
@@ -597,18 +706,18 @@ void Unit::write_gradient(int64_t i, const at::Tensor& local) {
 void Unit::zero_gradient(int64_t i) {
   const Piece* piece = own_piece(i);
   if (piece != nullptr) {
-    std::memset(static_cast<float*>(reduced_sum().data()) + piece->range_begin, 0,
-                piece->numel * sizeof(float));
+    zero_bytes(static_cast<float*>(reduced_sum().data()) + piece->range_begin,
+               context_.state.device(), piece->numel * sizeof(float));
   }
   fresh_[i] = 0;
 }
 
-void Unit::add_squares(int64_t i, kernels::SquareSum& sum) const {
+void Unit::add_squares(int64_t i, kernels::SquareSum* sum) const {
   const Piece* piece = own_piece(i);
   if (piece == nullptr) return;
   TORCH_INTERNAL_ASSERT(piece->slot_begin % kernels::kSquareGroupNumel == 0);
-  check(kernels::cpu().add_squares(grad_data() + piece->range_begin, piece->numel, &sum,
-                                   cpu_launch()),
+  check(context_.state->add_squares(grad_data() + piece->range_begin, piece->numel, sum,
+                                    context_.state.launch()),
         "add_squares");
 }
 
@@ -616,10 +725,21 @@ bool Unit::still_nonfinite(int64_t i) {
   const Piece* piece = own_piece(i);
   if (!nonfinite_[i] || fresh_[i] || piece == nullptr) return false;
   double sum = 0;  // of squares, which cannot overflow: it is finite if every element is
-  check(kernels::cpu().sum_of_squares(grad_data() + piece->range_begin, piece->numel, &sum,
-                                      cpu_launch()),
-        "sum_of_squares");
+  sum_squares_of(i, &sum, at::Tensor());
   return !std::isfinite(sum);
+}
+
+void Unit::sum_squares_of(int64_t i, double* result, const at::Tensor& scratch) const {
+  const Piece* piece = own_piece(i);
+  if (piece == nullptr || fresh(i)) return;
+  kernels::Launch launch = context_.state.launch();
+  if (scratch.defined()) {
+    launch.scratch = scratch.mutable_data_ptr();
+    launch.scratch_bytes = static_cast<int64_t>(scratch.nbytes());
+  }
+  check(context_.state->sum_of_squares(grad_data() + piece->range_begin, piece->numel, result,
+                                       launch),
+        "sum_of_squares");
 }
 
 // Parameters
@@ -633,9 +753,32 @@ void Unit::adopt_parameter(int64_t i, const at::Tensor& values) {
 
 void Unit::adopt_writes() {
   if (!master_.defined()) return;
-  check(kernels::cpu().adopt_writes(stepped_parameter(), dtype_of(dtype_), master_data(),
-                                    layout_.range_numel(), cpu_launch()),
+  begin_update();
+  await_update();
+  check(context_.state->adopt_writes(stepped_parameter(), dtype_of(dtype_), master_data(),
+                                     layout_.range_numel(), context_.state.launch()),
         "adopt_writes");
+}
+
+void Unit::begin_update() {
+  if (!updated_.defined()) return;
+  const SideStream::Scope beside(context_.gathering);
+  copy_bytes(updated_.data(), updated_.device(), own_parameters(), context_.compute.device(),
+             updated_.tensor().nbytes());
+  const c10::Stream stream = current_stream(context_.compute.device());
+  downloaded_.emplace(stream.device_type());
+  downloaded_->record(stream);
+}
+
+void Unit::await_update() {
+  if (downloaded_.has_value()) downloaded_->synchronize();
+  downloaded_.reset();
+}
+
+void Unit::end_update() {
+  if (!updated_.defined()) return;
+  copy_bytes(own_parameters(), context_.compute.device(), updated_.data(), updated_.device(),
+             updated_.tensor().nbytes());
 }
 
 void Unit::gather(Comm& comm, int64_t tag, Pending& pending) {
@@ -643,7 +786,13 @@ void Unit::gather(Comm& comm, int64_t tag, Pending& pending) {
 }
 
 Comm::Offer Unit::offer(Comm& comm, int64_t peer) const {
-  return comm.offer(shard_.tensor(), peer, gather_tag_);
+  return comm.offer(mirror_.defined() ? mirror_ : shard_.tensor(), peer, gather_tag_);
+}
+
+void Unit::refresh_mirror(const Comm& comm) {
+  if (!comm.staged() || !shard_.defined()) return;
+  if (!mirror_.defined()) mirror_ = at::empty_like(shard_.tensor(), at::kCPU);
+  mirror_.copy_(shard_.tensor());
 }
 
 void Unit::start_gather(Comm& comm) {
@@ -658,22 +807,39 @@ void Unit::start_gather(Comm& comm) {
 }
 
 void Unit::receive_ranges(Comm& comm) {
+  const SideStream::Scope beside(context_.gathering);
   const int64_t part = layout_.range_numel();
+  if (comm.on_device()) {
+    copy_own_range();
+    comm.gather(full_.tensor(), gather_tag_, gathering_);
+    return;
+  }
   for (int64_t step = 1; step < context_.world; ++step) {
     const int64_t peer = (context_.rank + context_.world - step) % context_.world;
     comm.receive(full_.slice(layout_.range_begin(peer), part), peer, gather_tag_, gathering_);
   }
-  std::memcpy(full_.at(layout_.range_begin(own_range())), shard_.data(), shard_.tensor().nbytes());
+  copy_own_range();
 }
 
-void Unit::finish_gather(const std::function<std::string()>& what) { gathering_.wait(what); }
+void Unit::copy_own_range() {
+  copy_bytes(full_.at(layout_.range_begin(own_range())), full_.device(), shard_.data(),
+             shard_.device(), shard_.tensor().nbytes());
+}
 
-void Unit::release(Writes writes) {
-  // A write through `.data` leaves no trace in version counters: only the bytes tell.
+void Unit::finish_gather(const std::function<std::string()>& what) {
+  gathering_.wait(what);
+  context_.gathering.join();  // its own range was copied there
+}
+
+void Unit::release(Comm& comm, Writes writes) {
+  // A write through `.data` leaves no trace in version counters: only the bytes tell. On a device
+  // copying them is cheaper than waiting for an answer.
   const void* own = full_.at(layout_.range_begin(own_range()));
   const size_t bytes = shard_.tensor().nbytes();
-  if (writes == Writes::keep && std::memcmp(own, shard_.data(), bytes) != 0) {
-    std::memcpy(shard_.data(), own, bytes);
+  if (writes == Writes::keep &&
+      (!context_.compute.on_host() || std::memcmp(own, shard_.data(), bytes) != 0)) {
+    copy_bytes(shard_.data(), shard_.device(), own, full_.device(), bytes);
+    refresh_mirror(comm);
   }
   full_.empty(*context_.spare, released_message_);
 }

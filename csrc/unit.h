@@ -32,15 +32,19 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "bucket.h"
 #include "comm.h"
+#include "device_flags.h"
 #include "flat_buffer.h"
 #include "kernels/kernels.h"
+#include "launch.h"
 #include "layout.h"
 #include "policy.h"
+#include "stream.h"
 
 namespace zero_ext {
 
@@ -54,7 +58,19 @@ enum class Reduction {
 constexpr int64_t kMaxUnits = 1 << 12;  // of one engine, as far as message tags can tell
 
 // What all units of an engine share.
+//
+// Note [Offload]
+// With an offload policy, what an update needs lies in pinned host memory, and the CPU's kernels
+// work on it: masters, sums, optimizer states. A unit's gradients go there as its message does: the
+// copy is queued when the unit is complete, and added when it is waited for. Parameters come to the
+// host before their update, which must see what the user wrote to them, and go back after it.
 struct UnitContext {
+  Runner compute{};              // of parameters and gradients
+  Runner state{};                // of masters, sums and optimizer states
+  bool pinned = true;            // what is offloaded
+  SideStream reducing{};         // beside the backward
+  SideStream gathering{};        // beside whatever computes
+  DeviceFlags* flags = nullptr;  // where compute is a device
   int64_t rank = 0;
   int64_t world = 1;
   Policy policy;
@@ -62,9 +78,19 @@ struct UnitContext {
   at::ScalarType reduce_dtype = at::kFloat;  // of collective reductions
   bool reduce_in_gradient_dtype = true;      // of exchange: else in reduce_dtype
   std::shared_ptr<MemoryCounter> memory;
-  std::shared_ptr<SpareMemory> spare;  // of released parameters
+  std::shared_ptr<SpareMemory> spare;        // of released parameters
+  std::shared_ptr<MemoryCounter> offloaded;  // counts what lies on the host for a device
   // Full parameters come and go: where they are sharded, and there is more than one rank.
   bool releases() const { return policy.release == When::after_use && world > 1; }
+  bool offloads() const { return compute.device() != state.device(); }
+  Place compute_place() const { return {.device = compute.device()}; }
+  Place state_place() const {
+    return {.device = state.device(),
+            .pinned_for = offloads() && pinned ? compute.device().type() : c10::kCPU};
+  }
+  const std::shared_ptr<MemoryCounter>& state_memory() const {
+    return offloads() ? offloaded : memory;
+  }
 };
 
 // A frozen unit has parameters alone: no master, no gradient, no turn in a backward.
@@ -83,9 +109,10 @@ class Unit {
  public:
   // `values`: the parameters' present values, in any one floating dtype. `dtype`: what the
   // parameters are computed in.
-  Unit(const UnitContext& context, int64_t index, std::string name, std::vector<SlotSpec> specs,
-       const std::vector<at::Tensor>& values, at::ScalarType dtype, UnitKind kind, Comm& comm,
-       bool broadcast);
+  // `first_flag`: that of slot 0 among the context's flags.
+  Unit(const UnitContext& context, int64_t index, int64_t first_flag, std::string name,
+       std::vector<SlotSpec> specs, const std::vector<at::Tensor>& values, at::ScalarType dtype,
+       UnitKind kind, Comm& comm, bool broadcast);
 
   const std::string& name() const { return name_; }
   const Layout& layout() const { return layout_; }
@@ -108,6 +135,7 @@ class Unit {
   const FlatBuffer& master() const { return master_; }
   float* master_data() const;
   float* grad_data() const { return static_cast<float*>(grad_.data()); }
+  at::Tensor grad_range(const Run& run) const { return grad_.slice(run.begin, run.numel); }
   // This rank's range of the parameters in their compute dtype, or null where master is that range.
   void* stepped_parameter() const;
   bool holds_storage_of(const at::Tensor& tensor) const;
@@ -152,20 +180,35 @@ class Unit {
   // The user wrote to slot i: it may hold NaN or Inf that no kernel of ours has seen.
   void suspect_nonfinite(int64_t i) { nonfinite_[i] = 1; }
   // Adds the squares of this rank's part of slot i, in an order that does not matter.
-  void add_squares(int64_t i, kernels::SquareSum& sum) const;
+  // `sum` lies where the sums do.
+  void add_squares(int64_t i, kernels::SquareSum* sum) const;
   // This rank's part of slot i was suspected to hold NaN or Inf, and does.
   bool still_nonfinite(int64_t i);
+  // Its sum of squares into `result`, one fp64 of the sum's device, where that is a device.
+  void sum_squares_of(int64_t i, double* result, const at::Tensor& scratch) const;
+  bool suspected(int64_t i) const { return nonfinite_[i] != 0; }
+  void forget_suspicion(int64_t i) { nonfinite_[i] = 0; }
+  int64_t flag(int64_t i) const { return first_flag_ + i; }
 
   // The user replaced the parameter's storage: its values are taken over into full.
   void adopt_parameter(int64_t i, const at::Tensor& values);
   // Brings master up to date with what was written into full.
   void adopt_writes();
 
+  // Of what an update needs, where such things lie.
+  FlatBuffer state_buffer(Held held, at::ScalarType dtype, int64_t numel) const;
+
   // The used slots of this rank's range, as the longest runs whose neighbours are `same`.
   std::vector<Run> runs(const std::function<bool(int64_t)>& used,
                         const std::function<bool(int64_t, int64_t)>& same) const;
 
   void gather(Comm& comm, int64_t tag, Pending& pending);
+
+  // Around an update, where states are offloaded: this rank's parameters come to the host, are
+  // waited for, go back.
+  void begin_update();
+  void await_update();
+  void end_update();
 
   // Where full comes and goes. Its own range lives in shard all the while.
   int64_t full_bytes() const { return static_cast<int64_t>(full_.tensor().nbytes()); }
@@ -175,13 +218,16 @@ class Unit {
   void finish_gather(const std::function<std::string()>& what);
   enum class Writes { keep, discard };
   // Frees full; with `keep`, what the user wrote into this rank's range reaches shard first.
-  void release(Writes writes);
+  void release(Comm& comm, Writes writes);
+  // Where shards travel through host memory: what others take is what shard holds now.
+  void refresh_mirror(const Comm& comm);
   // Into full as it is; what was written there is forgotten. Begins a gather, without allocating.
   void receive_ranges(Comm& comm);
 
  private:
   enum Arrival : uint8_t { kNotArrived, kArrivedEmpty, kArrived };
 
+  at::Tensor on_device(int64_t numel, at::ScalarType dtype) const;
   void take_values(const std::vector<at::Tensor>& values, Comm& comm, bool broadcast);
   at::ScalarType message_dtype() const;
   // Of the local sum, which lies with this rank's range first, so that a buffer of one range is the
@@ -197,21 +243,36 @@ class Unit {
   // Into the message: the local sum of slot i, and what arrived in this backward.
   void stage_local(int64_t i);
   void* staged(int64_t offset) const;
+  // Gaps of a device's buckets are cleared at once, when the bucket is lent.
   void clear_gap(int64_t i);
   void accumulate_in_bucket(int64_t i, const void* grad, kernels::DType dtype, kernels::Write write,
                             int32_t* nonfinite);
   void keep_reduced_sum();
   void restore_reduced_sum();
+  void start_counting(Comm& comm);
   void start_exchange(Comm& comm);
+  void exchange_flags(Comm& comm, int64_t tag);
   void start_collective(Comm& comm);
+  void clear_absent();
+  void wait_for_reduction();
+  void bring_counts();
   void check_flags() const;
   bool used_by(int64_t source, int64_t i) const;
   void add_contributions(float scale);
   void uncover_reduced_sum();
+  // Contributions that lie on the device, to the host where the sums are offloaded. Queued.
+  void send_to_host(Comm& comm);
+  // The current stream goes on where the bucket's last gradient was put into it.
+  void follow_filling_stream();
+  void copy_own_range();
+  int32_t* arrival_flag(int64_t i, int32_t* on_host) const {
+    return context_.compute.on_host() ? on_host : context_.flags->arrival(flag(i));
+  }
   void add_run(const Run& run, float scale);
 
   const UnitContext& context_;
   int64_t index_;
+  int64_t first_flag_;
   std::string name_;
   Layout layout_;
   at::ScalarType dtype_;
@@ -220,10 +281,13 @@ class Unit {
 
   int64_t gather_tag_;
   std::string released_message_;  // what a read raises meanwhile
-  FlatBuffer full_;    // [padded], compute dtype; without memory while the unit is released
-  FlatBuffer shard_;   // [range], compute dtype; undefined where full always holds it
-  FlatBuffer master_;  // [range], fp32; undefined where own_parameters() are fp32 and serve as it
-  FlatBuffer grad_;    // [range], fp32; [padded] with this rank's range first once local sums exist
+  FlatBuffer full_;     // [padded], compute dtype; without memory while the unit is released
+  FlatBuffer shard_;    // [range], compute dtype; undefined where full always holds it
+  at::Tensor mirror_;   // of shard, on the host, where shards travel through host memory
+  FlatBuffer master_;   // [range], fp32; undefined where own_parameters() are fp32 and serve as it
+  FlatBuffer updated_;  // [range], compute dtype; own_parameters() on the host, around an update
+  std::optional<c10::Event> downloaded_;  // into updated_
+  FlatBuffer grad_;  // [range], fp32; [padded] with this rank's range first once local sums exist
   FlatBuffer
       before_;  // [range], fp32; the reduced sum before this backward, or below the local sums
   bool kept_ = false;        // before_ holds it
@@ -251,9 +315,11 @@ class Unit {
   at::Tensor staged_;  // [padded], the bucket's gradients
   Pending pending_;
   Pending gathering_;
-  std::vector<at::Tensor>
-      flags_;  // exchange: [world] messages of bytes; collective: one int32 [slots] of counts
-  std::vector<const void*> sources_;  // contributions to this rank's range, in rank order
+  std::optional<c10::Stream> filled_on_;  // the stream of the bucket's last gradient
+  std::vector<at::Tensor> flags_;  // [world] messages of bytes, or one int32 [slots] of counts
+  bool flags_are_counts_ = false;
+  std::vector<at::Tensor> sources_;  // contributions to this rank's range, in rank order
+  std::optional<c10::Event> sent_to_host_;
 };
 
 }  // namespace zero_ext

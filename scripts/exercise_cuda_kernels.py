@@ -21,7 +21,7 @@ def exercise(numel: int, dtype: torch.dtype, offset: int) -> None:
         ops.cast_(grads[0], flat)
         for add in [False, True]:
             ops.flatten_([grads[1]], flat, [0], add=add, nonfinite=flag)
-    steps_done = torch.zeros(1, dtype=torch.int64, device="cuda")
+    steps_done = torch.zeros(1, device="cuda")
     for number in [{"step": 3}, {"steps_done": steps_done, "skip": flag}]:
         state = [data(), data(dtype), data(), data(), data(), data()]
         ops.adamw_(*state, lr=0.1, weight_decay=0.1, **number)

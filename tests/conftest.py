@@ -35,6 +35,13 @@ RANK = int(os.environ.get("RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 UNDER_TORCHRUN = "TORCHELASTIC_RUN_ID" in os.environ
 
+# Where tests make their tensors: "cpu", "cuda", or "lagged", which needs no GPU and whose work is
+# late.
+DEVICE = os.environ.get("ZERO_EXT_TEST_DEVICE", "cpu")
+
+# gloo carries a device's tensors through host memory; "cpu:gloo,lagged:lccl" does not.
+BACKENDS = os.environ.get("ZERO_EXT_TEST_BACKENDS", "cpu:gloo" if DEVICE == "lagged" else "gloo")
+
 COLLECTIVE_TIMEOUT_S = 25
 TEST_TIMEOUT_S = 60
 ANSWER_MARGIN_S = 10
@@ -73,7 +80,7 @@ class Ranks:
         """Make a default group that shares nothing with earlier ones, not even names."""
         self.generation += 1
         dist.init_process_group(
-            "gloo",
+            BACKENDS,
             store=dist.PrefixStore(f"groups{self.generation}", self.group_store),
             rank=RANK,
             world_size=WORLD,
@@ -136,6 +143,8 @@ def pytest_addoption(parser):
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     config.addinivalue_line("markers", "dist: runs on all ranks, under torchrun")
+    config.addinivalue_line("markers", "host: of the CPU alone, not for ZERO_EXT_TEST_DEVICE")
+    config.addinivalue_line("markers", "real_device: with something that 'lagged' lacks")
     config.addinivalue_line(
         "markers", "world(size) or world(min=, max=): the numbers of ranks that a dist test is for"
     )
@@ -158,6 +167,13 @@ def _stopped_by_torchrun(signum, frame):
 def pytest_sessionstart(session):
     global ranks
     torch.set_num_threads(1)
+    if DEVICE == "lagged":
+        import lagged_device
+
+        import zero_ext
+
+        lagged_device.load()
+        zero_ext._C.set_kernels(torch.device(DEVICE), lagged_device.kernels_address())
     if UNDER_TORCHRUN:
         ranks = Ranks()
         ranks.connect()
@@ -188,6 +204,10 @@ def pytest_collection_modifyitems(config, items):
             reason = "needs ranks: torchrun --nproc-per-node 2 -m pytest tests -m dist"
         elif not is_dist and UNDER_TORCHRUN:
             reason = "for one process: pytest tests -m 'not dist'"
+        if DEVICE != "cpu" and item.get_closest_marker("host"):
+            reason = "of the CPU alone"
+        if DEVICE == "lagged" and item.get_closest_marker("real_device"):
+            reason = "what it compares with does not run on this device"
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason), append=False)
         if is_dist and not item.get_closest_marker("timeout") and not config.getoption("timeout"):
@@ -311,6 +331,13 @@ def seed(request) -> int:
     numpy.random.seed(value)
     torch.manual_seed(value)
     return value
+
+
+@pytest.fixture(autouse=True)
+def device():
+    """The device on which this test makes its tensors unless it says otherwise."""
+    with torch.device(DEVICE):
+        yield torch.device(DEVICE)
 
 
 @pytest.fixture

@@ -96,6 +96,12 @@ def torchrun(
     )
 
 
+def step_and_wait(optimizer) -> None:
+    """A step, and what it warns of, which a device tells later."""
+    optimizer.step()
+    _ = optimizer.skipped_steps
+
+
 def assert_bits(actual: Tensor, expected: Tensor, name: str = "tensor") -> None:
     """Every element equal, NaN to NaN; says how many differ, where first, and by how much."""
     __tracebackhide__ = True

@@ -99,7 +99,7 @@ def updated_by_adam(device, first, rest, dtype, amsgrad, decoupled) -> dict[str,
         if counted:
             number = {
                 "skip": scalar(0, torch.int32, device),
-                "steps_done": scalar(16, torch.int64, device),
+                "steps_done": scalar(16, torch.float32, device),
                 "grad_factor": scalar(0.7, torch.float32, device),
             }
         ops.adamw_(
@@ -241,7 +241,7 @@ def test_one_rank_may_contribute_from_the_sum_itself(fresh):
 def test_a_skipped_update_writes_nothing_and_is_not_counted():
     state = [values(1083).to(DEVICE) for _ in range(4)]
     before = [tensor.clone() for tensor in state]
-    skip, steps_done = scalar(1, torch.int32), scalar(4, torch.int64)
+    skip, steps_done = scalar(1, torch.int32), scalar(4, torch.float32)
     late = {"skip": skip, "steps_done": steps_done}
     ops.adamw_(state[0], None, *state[1:], lr=0.1, weight_decay=0.1, **late)
     ops.sgd_(state[0], None, state[1], state[2], lr=0.1, momentum=0.9, **late)
@@ -270,7 +270,7 @@ def test_a_whole_step_is_captured_and_replayed_as_a_graph():
 
     def new(device):
         moments = [torch.zeros(70_001, device=device) for _ in range(3)]
-        return [master.to(device), *moments, scalar(0, torch.int64, device)]
+        return [master.to(device), *moments, scalar(0, torch.float32, device)]
 
     def step(state, grads, skip):
         weights, total, exp_avg, exp_avg_sq, steps_done = state

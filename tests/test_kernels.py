@@ -468,7 +468,7 @@ def test_a_skipped_update_writes_nothing_and_is_not_counted(kernel):
     state = adam_state(1083, torch.bfloat16, False)
     state = [state["master"], state["param"], values(1083), state["exp_avg"], state["exp_avg_sq"]]
     before = [tensor.clone() for tensor in state]
-    skip, steps_done = scalar(1, torch.int32), scalar(4, torch.int64)
+    skip, steps_done = scalar(1, torch.int32), scalar(4, torch.float32)
     late = {"skip": skip, "steps_done": steps_done}
     if kernel == "adamw":
         ops.adamw_(*state, lr=0.1, weight_decay=0.1, **late)
@@ -489,7 +489,7 @@ def test_a_counted_update_is_the_numbered_one(step):
     counted["exp_avg_sq"] += 1.0
     numbered = {name: None if t is None else t.clone() for name, t in counted.items()}
     grad = values(1083)
-    steps_done, factor = scalar(step - 1, torch.int64), scalar(0.25, torch.float32)
+    steps_done, factor = scalar(step - 1, torch.float32), scalar(0.25, torch.float32)
     hyper = {"lr": 0.1, "weight_decay": 0.1}
     ops.adamw_(**counted, grad=grad, steps_done=steps_done, grad_factor=factor, **hyper)
     ops.adamw_(**numbered, grad=grad, step=step, grad_scale=0.25, **hyper)
@@ -500,7 +500,7 @@ def test_a_counted_update_is_the_numbered_one(step):
 
 def test_a_counted_sgd_starts_its_momentum_at_the_first_update():
     master, grad, buffer = values(33), values(33), torch.full((33,), math.nan)
-    steps_done = scalar(0, torch.int64)
+    steps_done = scalar(0, torch.float32)
     arguments = {"lr": 0.1, "momentum": 0.9, "steps_done": steps_done}
     ops.sgd_(master, None, grad, buffer, **arguments)
     assert torch.equal(buffer, grad)

@@ -40,7 +40,9 @@ class Loop:
         self.optimizer = way.optimizer(self.model, team.group, lr=LR)
         self.reference = torch.optim.AdamW(self.expected.parameters(), lr=LR)
         self.scaler, self.expected_scaler = (
-            torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=growth_interval)
+            torch.amp.GradScaler(
+                torch.get_default_device().type, init_scale=scale, growth_interval=growth_interval
+            )
             for _ in range(2)
         )
 
@@ -52,7 +54,9 @@ class Loop:
         )
 
     def loss(self, model, rank: int, step: int, micro: int = 0, factor: float = 1.0):
-        with torch.autocast("cpu", self.dtype, enabled=self.dtype is not None):
+        with torch.autocast(
+            torch.get_default_device().type, self.dtype, enabled=self.dtype is not None
+        ):
             return mean_square(model, factor * train_batch(rank, step, micro))
 
     def backward(self, step: int, micro: int = 0, factors=None) -> None:
@@ -259,7 +263,7 @@ def test_an_fp16_model_with_a_stock_scaler(team, way):
     model = small_mlp(F16)
     reference = OneProcess(small_mlp(F16), lambda p: torch.optim.AdamW(p, lr=LR))
     optimizer = way.optimizer(model, team.group, lr=LR)
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=scale)
 
     def scaled_loss(m, batch):
         return scale * mean_square(m, batch)

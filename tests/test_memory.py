@@ -173,6 +173,7 @@ def allocated_bytes() -> int:
     return info.uordblks + info.hblkhd
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("stage", [1, 2])
 def test_counters_agree_with_the_allocator(anywhere, rank, stage):
     """bytes_held, buckets included, is what malloc has handed out beyond the plain model."""

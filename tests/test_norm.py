@@ -146,7 +146,8 @@ class one_process:  # noqa: N801
 
     def __enter__(self):
         self._resolve = zero_ext.optim.resolve
-        zero_ext.optim.resolve = lambda *_: zero_ext.groups.Groups(None, None, 0, 1)
+        alone = zero_ext.groups.Groups(None, None, 0, 1, torch.get_default_device())
+        zero_ext.optim.resolve = lambda *_: alone
 
     def __exit__(self, *exception):
         zero_ext.optim.resolve = self._resolve

@@ -687,7 +687,7 @@ def test_anomaly_detection_changes_nothing(way, group, rank, world):
 @shard_and_optimizer
 def test_autocast_training(way, group, rank, world):
     def loss(model, rank, step):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(torch.get_default_device().type, torch.bfloat16):
             return mean_square(model, vectors(rank, step))
 
     training = Training(way, group, rank, world, small_mlp, loss)

@@ -15,7 +15,7 @@ def flag():
 
 
 def count():
-    return torch.zeros(1, dtype=torch.int64)
+    return torch.zeros(1)
 
 
 def f32(numel=33):
@@ -89,7 +89,7 @@ WRONG = {
     "'nonfinite' has dtype Float and 1 elements, it must be one torch.int32": lambda: (
         ops.accumulate_(bf16(), f32(), nonfinite=torch.zeros(1))
     ),
-    "'steps_done' has dtype Int and 1 elements, it must be one torch.int64": lambda: (
+    "'steps_done' has dtype Int and 1 elements, it must be one torch.float32": lambda: (
         ops.count_step_(flag())
     ),
     "'exp_avg' has 32 elements, 'master' has 33": lambda: ops.adamw_(

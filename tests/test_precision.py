@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from harness import MLP, Team, Tied, assert_bits, gather_objects, rank_data
+from harness import MLP, Team, Tied, assert_bits, gather_objects, rank_data, step_and_wait
 from setups import values_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -365,7 +365,7 @@ class TestReduceDtype:
         before = everything(model, optimizer)
         model({"vector": torch.full([13], 1e5)}).backward()
         with pytest.warns(UserWarning, match="first in 'vector' on rank 0"):
-            optimizer.step()
+            step_and_wait(optimizer)
         assert_unchanged(before, everything(model, optimizer))
 
     @pytest.mark.parametrize("argument", ["param_dtype", "reduce_dtype"])
@@ -412,7 +412,7 @@ class TestNonfinite:
         before = everything(model, optimizer)
         backward(model, team, 1, MICROS, spoiler(team, bad_rank, bad_micro, value))
         with pytest.warns(UserWarning) as caught:
-            optimizer.step()
+            step_and_wait(optimizer)
         assert [str(w.message) for w in caught] == [
             f"zero_ext [rank {team.rank}]: gradients hold NaN or Inf, first in 'vector' on rank "
             f"{bad_rank}, micro-batch {bad_micro}; step skipped on all ranks (1 so far)."
@@ -427,7 +427,7 @@ class TestNonfinite:
         spotless, reference = train_one_step(team, stage, dtype)
         backward(model, team, 1, MICROS, spoiler(team, bad_rank, 1, float("nan")))
         with pytest.warns(UserWarning, match="step skipped on all ranks"):
-            optimizer.step()
+            step_and_wait(optimizer)
         for m, o in ((model, optimizer), (spotless, reference)):
             o.zero_grad()
             backward(m, team, 2, MICROS)
@@ -441,7 +441,7 @@ class TestNonfinite:
         for count in (1, 2, 3):
             backward(model, team, count, MICROS, spoiler(team, bad_rank, 2, float("inf")))
             with pytest.warns(UserWarning, match=rf"micro-batch 2; .*\({count} so far\)"):
-                optimizer.step()
+                step_and_wait(optimizer)
             optimizer.zero_grad()
         assert optimizer.skipped_steps == 3
 
@@ -459,7 +459,7 @@ class TestNonfinite:
 
         backward(model, team, 1, MICROS, spoil)
         with pytest.warns(UserWarning, match=f"'scalar' on rank {team.world - 1}, micro-batch 1;"):
-            optimizer.step()
+            step_and_wait(optimizer)
 
     def test_micro_batches_are_counted_from_zero_grad(self, team):
         """A step that was never made (a GradScaler's, or given up) leaves no count behind."""
@@ -468,7 +468,7 @@ class TestNonfinite:
         optimizer.zero_grad()
         backward(model, team, 1, MICROS, spoiler(team, 0, 1, float("nan")))
         with pytest.warns(UserWarning, match="on rank 0, micro-batch 1;"):
-            optimizer.step()
+            step_and_wait(optimizer)
 
     @pytest.mark.parametrize("reduction", ["exchange", "collective"])
     def test_both_reductions_see_it(self, team, bad_rank, reduction):
@@ -477,7 +477,7 @@ class TestNonfinite:
         before = everything(model, optimizer)
         backward(model, team, spoil=spoiler(team, bad_rank, 0, float("nan"), "tail"))
         with pytest.warns(UserWarning, match=f"'tail' on rank {bad_rank}, micro-batch 0;"):
-            optimizer.step()
+            step_and_wait(optimizer)
         assert_unchanged(before, everything(model, optimizer))
 
     def test_wrapped_optimizers_skip_as_well(self, team, bad_rank):
@@ -489,7 +489,7 @@ class TestNonfinite:
         before = everything(model, optimizer)
         backward(model, team, 1, spoil=spoiler(team, bad_rank, 0, float("nan")))
         with pytest.warns(UserWarning, match=f"first in 'vector' on rank {bad_rank}"):
-            optimizer.step()
+            step_and_wait(optimizer)
         assert_unchanged(before, everything(model, optimizer))
 
     @pytest.mark.parametrize("stage", [1, 2])
@@ -535,7 +535,7 @@ class TestNonfinite:
         with no_warnings():
             good.step()
         with pytest.warns(UserWarning, match="first in 'vector'"):
-            bad.step()
+            step_and_wait(bad)
         moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
         assert moved == [True, False, True, False]
 
@@ -556,7 +556,7 @@ class TestOverflow:
 
         backward(model, team, 0, 2, spoil)
         with pytest.warns(UserWarning, match="NaN or Inf, first in 'vector' on rank 0"):
-            optimizer.step()
+            step_and_wait(optimizer)
         assert_unchanged(before, everything(model, optimizer))
 
     @pytest.mark.dist
@@ -570,7 +570,7 @@ class TestOverflow:
         model({"vector": torch.full([13], self.HUGE), "tail": torch.ones(1)}).backward()
         # Seen by the ranks that hold the sum; no micro-batch of a single rank is to blame.
         with pytest.warns(UserWarning, match=r"first in 'vector' on rank \d; step skipped"):
-            optimizer.step()
+            step_and_wait(optimizer)
         assert_unchanged(before, everything(model, optimizer))
 
     def test_of_fp16_gradients_is_none(self, team):
@@ -633,7 +633,7 @@ class TestEdits:
         backward(model, team, 1, MICROS)
         spoil(model.vector)
         with pytest.warns(UserWarning, match=r"NaN or Inf, first in 'vector' on rank \d; step"):
-            optimizer.step()
+            step_and_wait(optimizer)
         assert_unchanged(before, everything(model, optimizer))
         optimizer.zero_grad()
         backward(model, team, 2, MICROS)
@@ -646,7 +646,7 @@ class TestEdits:
         backward(model, team, 1, MICROS, spoiler(team, bad_rank, 1, float("nan")))
         assert nn.utils.clip_grad_norm_(model.parameters(), 1.0).isnan()
         with pytest.warns(UserWarning, match=f"first in 'vector' on rank {bad_rank}"):
-            optimizer.step()
+            step_and_wait(optimizer)
         assert_unchanged(before, everything(model, optimizer))
 
 
@@ -654,7 +654,9 @@ class TestGradScaler:
     """Stock torch.amp.GradScaler, on the CPU, against itself in one process."""
 
     def scaler(self):
-        return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        return torch.amp.GradScaler(
+            torch.get_default_device().type, init_scale=2.0**10, growth_interval=2
+        )
 
     def step(self, model, optimizer, scaler, loss) -> None:
         optimizer.zero_grad()
@@ -724,10 +726,12 @@ class TestGradScaler:
         def train(scaled):
             model = shard(MLP(), team)
             optimizer = zero_ext.optim.SGD(model.parameters(), lr=LR)
-            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=scaled)
+            scaler = torch.amp.GradScaler(
+                torch.get_default_device().type, init_scale=2.0**10, enabled=scaled
+            )
             for step in range(3):
                 optimizer.zero_grad()
-                with torch.autocast("cpu", BF16):
+                with torch.autocast(torch.get_default_device().type, BF16):
                     loss = model(rank_data([4, 5], team.rank, step)).float().square().mean()
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)

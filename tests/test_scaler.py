@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from harness import MLP, assert_bits, gather_objects, mean_square, rank_data
+from harness import MLP, assert_bits, gather_objects, mean_square, rank_data, step_and_wait
 from reference import OneProcess, fma_gradients
 from setups import (
     all_ways,
@@ -139,7 +139,7 @@ class TestSchedule:
 
     def test_losses_are_scaled_as_torchs_scaler_does(self):
         scaler = zero_ext.LossScaler(init_scale=2.0**16)
-        theirs = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        theirs = torch.amp.GradScaler(torch.get_default_device().type, init_scale=2.0**16)
         losses = [torch.tensor(3.0, dtype=F16), torch.tensor(0.5), torch.ones(2, dtype=F16)]
         for mine, expected in zip(scaler.scale(losses), theirs.scale(losses), strict=True):
             assert mine.dtype == expected.dtype
@@ -370,7 +370,7 @@ class TestOverflow:
         model.value = float("inf")
         scaler.scale(mean_square(model, train_batch(team.rank, 0, 0, F16))).backward()
         with pytest.warns(UserWarning, match=r"first in 'layers\.0\.bias' on rank 0"):
-            optimizer.step()
+            step_and_wait(optimizer)
         assert scaler.get_scale() == 2.0
 
     def test_a_static_scale_warns_of_every_overflow(self, team):
@@ -378,7 +378,7 @@ class TestOverflow:
         model.value = float("nan")
         scaler.scale(mean_square(model, train_batch(team.rank, 0, 0, F16))).backward()
         with pytest.warns(UserWarning, match="NaN or Inf"):
-            optimizer.step()
+            step_and_wait(optimizer)
         assert scaler.get_scale() == 2.0**16
 
     def test_a_closure_may_scale_its_loss(self, team):
@@ -468,9 +468,13 @@ def test_autocast_with_a_scaler_of_ours_equals_torchs(team):
         optimizer = zero_ext.optim.AdamW(
             model.parameters(), lr=LR, process_group=team.group, **optimizer_kwargs
         )
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24) if stock else optimizer.loss_scaler
+        scaler = (
+            torch.amp.GradScaler(torch.get_default_device().type, init_scale=2.0**24)
+            if stock
+            else optimizer.loss_scaler
+        )
         for step in range(16):
-            with torch.autocast("cpu", F16):
+            with torch.autocast(torch.get_default_device().type, F16):
                 loss = mean_square(model, train_batch(team.rank, step))
             scaler.scale(loss).backward()
             if stock:

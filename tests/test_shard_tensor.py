@@ -179,7 +179,7 @@ class TestClipping:
 @pytest.mark.dist
 class TestGradScaler:
     def make_scaler(self):
-        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=4.0)
         scaler.scale(torch.ones(()))
         return scaler
 

@@ -60,7 +60,7 @@ def shard(
     sums as well.
 
     Args:
-        module: On the CPU; parameters in fp32, bf16 or fp16, also mixed. With stage 3 parameters
+        module: On one device; parameters in fp32, bf16 or fp16, also mixed. With stage 3 parameters
             and buffers may be on the meta device: each unit is materialised, cut and released in
             turn, and the Parameter objects are new ones.
         stage: 1 shards the optimizer's state, 2 the gradients too, 3 the parameters as well, 0
@@ -74,11 +74,13 @@ def shard(
         mp_policy: As for FSDP2. ``param_dtype`` becomes the parameters' dtype (the fp32 values live
             on as masters), ``reduce_dtype`` is what gradients travel in (default: their own with
             ``exchange``, fp32 with ``collective``).
-        offload_policy: As for FSDP2. On the CPU, where this version trains, masters, optimizer
-            state and gradient sums are in host memory already: it is checked and changes nothing.
+        offload_policy: As for FSDP2: masters, optimizer state and gradient sums live in (pinned)
+            host memory, where the update runs on the CPU; every backward reduces, also inside
+            ``no_sync``. Changes nothing for a model on the CPU.
         bucket_mb: Size of a unit, MiB of gradients (stage 3: up to which small ones are merged).
-        reduction: ``"exchange"`` (default): all-to-all, then one exact fp32 sum in rank order, the
-            same bits as one process; ``"collective"``: the backend's reduce-scatter.
+        reduction: ``"exchange"``: all-to-all, then one exact fp32 sum in rank order, the same bits
+            as one process; ``"collective"``: the backend's reduce-scatter. Default: the first, with
+            NCCL the second.
         accumulation_steps: Every n-th backward is the boundary; the others are as in ``no_sync``.
         reshard_after_forward: Stage 3: release units between forward and backward.
         retained_bytes: Stage 3: how much a backward with ``retain_graph`` may leave gathered for
@@ -103,14 +105,14 @@ def shard(
         )
     mp_policy = mp_policy or MixedPrecisionPolicy()
     offload_policy = check_policy(offload_policy)
-    groups = resolve(None, mesh)
+    groups = resolve(None, mesh, module.parameters())
     ignored = {id(p) for p in ignored_params}
     named = [(name, p) for name, p in module.named_parameters() if id(p) not in ignored]
     blocks = None
     if stage == 3:
         parameters = [p for _, p in named]
         blocks = cut_by_module(module, parameters, units, bucket_mb * 2**20, mp_policy.param_dtype)
-    meta = MetaModules(module, ignored, param_init_fn) if stage == 3 else None
+    meta = MetaModules(module, ignored, param_init_fn, groups.device) if stage == 3 else None
     handle = Handle(
         groups,
         named,
@@ -127,8 +129,8 @@ def shard(
         retained_bytes=retained_bytes,
         reshard_after_forward=reshard_after_forward,
         meta=meta,
+        offload_policy=offload_policy,
     )
-    handle.offload_policy = offload_policy
     if meta is not None:
         meta.finish()
     if sync_module_states:

@@ -4,10 +4,12 @@ import datetime
 import itertools
 import os
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -18,16 +20,23 @@ _engine_counts: dict[str, itertools.count] = defaultdict(itertools.count)
 
 
 class Groups(NamedTuple):
-    """``parent`` is None where one rank trains alone."""
+    """``parent`` is None where one rank trains alone. ``device``: where this rank's parameters are,
+    or will be where all of them are on the meta device."""
 
     parent: dist.ProcessGroup | None
     mesh: DeviceMesh | None
     rank: int
     world: int
+    device: torch.device
 
 
-def resolve(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) -> Groups:
+def resolve(
+    process_group: dist.ProcessGroup | None,
+    mesh: DeviceMesh | None,
+    parameters: Iterable[Tensor],
+) -> Groups:
     """The ranks to shard over: ``mesh``, else ``process_group``, else all, else this one alone."""
+    device = next((p.device for p in parameters if not p.is_meta), None)
     if mesh is not None:
         if mesh.ndim != 1:
             raise ValueError(
@@ -36,14 +45,49 @@ def resolve(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None) ->
             )
         process_group = mesh.get_group()
     if not dist.is_available() or not dist.is_initialized():
-        return Groups(None, None, 0, 1)
+        return Groups(None, None, 0, 1, device or torch.get_default_device())
     parent = process_group or dist.group.WORLD
+    device = device or _device_of(parent, mesh)
     world = dist.get_world_size(parent)
     if dist.get_rank(parent) < 0:
         raise ValueError("zero_ext: this rank is not a member of the process group it shards over.")
     if world > 1 and mesh is None:
-        mesh = DeviceMesh.from_group(parent, "cpu")
-    return Groups(parent, mesh, dist.get_rank(parent), world)
+        mesh = DeviceMesh.from_group(parent, device.type)
+    return Groups(parent, mesh, dist.get_rank(parent), world, device)
+
+
+def _device_of(parent: dist.ProcessGroup, mesh: DeviceMesh | None) -> torch.device:
+    """Of the mesh, or that the process group was made for, or the default one."""
+    if mesh is not None:
+        kind = mesh.device_type
+    else:
+        kinds = {device.type for device in parent._device_types}
+        kind = torch.get_default_device().type if "cpu" in kinds else next(iter(kinds))
+    return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else _CPU
+
+
+def on_wire(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """``tensor``, or a copy on a device that ``group`` has a backend for."""
+    kinds = {device.type for device in group._device_types}
+    if tensor.device.type in kinds:
+        return tensor
+    return tensor.cpu() if "cpu" in kinds else tensor.to(next(iter(kinds)))
+
+
+def all_reduce_(tensor: Tensor, group: dist.ProcessGroup, op=dist.ReduceOp.SUM) -> None:
+    """In place, on any device."""
+    wire = on_wire(tensor, group)
+    dist.all_reduce(wire, op, group)
+    if wire is not tensor:
+        tensor.copy_(wire)
+
+
+def broadcast_(tensor: Tensor, group: dist.ProcessGroup, rank: int) -> None:
+    """In place, on any device; contiguous."""
+    wire = on_wire(tensor, group)
+    dist.broadcast(wire, group=group, group_src=rank)
+    if wire is not tensor:
+        tensor.copy_(wire)
 
 
 def _timeout() -> datetime.timedelta | None:
@@ -60,6 +104,42 @@ def _timeout() -> datetime.timedelta | None:
     return datetime.timedelta(seconds=seconds)
 
 
+def _maker(groups: Groups) -> tuple[Callable[[dist.Store], dist.ProcessGroup], torch.device]:
+    """Makes groups like the parent: of its device's own backend, or of gloo, which then carries a
+    device's tensors through host memory. And the device whose tensors they take."""
+    parent = groups.parent
+    kinds = {device.type for device in parent._device_types}
+    backend = None
+    for device in (groups.device, _CPU):
+        if device.type in kinds:
+            backend = backend or parent._get_backend(device)
+    options = getattr(backend, "options", None)
+    timeout = _timeout() or (options and options._timeout) or dist.default_pg_timeout
+    kinds = dist.ProcessGroup.BackendType
+    plugin = dist.Backend._plugins.get(backend.name().upper()) if backend is not None else None
+    if dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL):
+        last = dist.ProcessGroupNCCL.Options()
+        last._timeout = timeout
+        made, kind, device = dist.ProcessGroupNCCL, kinds.NCCL, groups.device
+    elif isinstance(backend, dist.ProcessGroupGloo):
+        made, kind, device, last = dist.ProcessGroupGloo, kinds.GLOO, _CPU, timeout
+    elif plugin is not None and not plugin.extended_api:
+        made, kind, device, last = plugin.creator_fn, kinds.CUSTOM, groups.device, timeout
+    else:
+        raise ValueError(
+            f"zero_ext [rank {groups.rank}]: the process group has no backend for tensors on "
+            f"{groups.device}. Use init_process_group('gloo'), or 'nccl' on GPUs."
+        )
+
+    def make(store: dist.Store) -> dist.ProcessGroup:
+        group = dist.ProcessGroup(store, groups.rank, groups.world)
+        group._register_backend(device, kind, made(store, groups.rank, groups.world, last))
+        group._set_default_backend(kind)
+        return group
+
+    return make, device
+
+
 class CommGroups:
     """Two new groups over a parent's ranks, registered under their names while this is open.
 
@@ -69,33 +149,27 @@ class CommGroups:
 
     def __init__(self, groups: Groups):
         self.names: list[str] = []
+        self.default_reduction = "exchange"
         self._groups: list[dist.ProcessGroup] = []
         if groups.world == 1:
             return
         parent = groups.parent
-        backend = parent._get_backend(_CPU)
-        if not isinstance(backend, dist.ProcessGroupGloo):
-            raise ValueError(
-                f"zero_ext [rank {groups.rank}]: the process group has no gloo backend for CPU "
-                "tensors. Use init_process_group('gloo')."
-            )
+        make, device = _maker(groups)
+        if device.type != "cpu":
+            self.default_reduction = "collective"
         number = next(_engine_counts[parent.group_name])
         store = distributed_c10d._get_process_group_store(parent)
-        timeout = _timeout() or backend.options._timeout
         for purpose in ("reduce", "gather"):
             name = f"zero_ext/{parent.group_name}/{number}/{purpose}"
             prefixed = dist.PrefixStore(name, store)
-            group = dist.ProcessGroup(prefixed, groups.rank, groups.world)
-            gloo = dist.ProcessGroupGloo(prefixed, groups.rank, groups.world, timeout)
-            group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
-            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+            group = make(prefixed)
             group._set_group_name(name)
             torch._C._distributed_c10d._register_process_group(name, group)
             self.names.append(name)
             self._groups.append(group)
 
-    def __enter__(self) -> list[str]:
-        return self.names
+    def __enter__(self) -> "CommGroups":
+        return self
 
     def __exit__(self, *exception) -> None:
         for name in self.names:

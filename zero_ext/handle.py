@@ -7,14 +7,19 @@ import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_ext import _C, shard_tensor, units
-from zero_ext.groups import CommGroups, Groups, check_same_on_all_ranks
+from zero_ext.groups import (
+    CommGroups,
+    Groups,
+    all_reduce_,
+    broadcast_,
+    check_same_on_all_ranks,
+)
 from zero_ext.meta import MetaModules
 from zero_ext.module_hooks import watch_module
 
@@ -71,6 +76,7 @@ class Handle:
         retained_bytes: int | None = None,
         reshard_after_forward: bool = True,
         meta: MetaModules | None = None,
+        offload_policy: OffloadPolicy,
     ):
         if reduction not in (None, "exchange", "collective"):
             raise ValueError(
@@ -93,6 +99,9 @@ class Handle:
             )
         _check_accumulation_steps(accumulation_steps)
         _check_parameters(groups.rank, parameters, meta_allowed=meta is not None)
+        _check_one_device(groups, parameters)
+        device = groups.device
+        offload = isinstance(offload_policy, CPUOffloadPolicy)
         cut = [block.members for block in blocks] if blocks else None
         settings = f"stage={stage} bucket_mb={bucket_mb} reduction={reduction} units={cut}"
         check_same_on_all_ranks(
@@ -104,24 +113,29 @@ class Handle:
         self._used_several_times = WeakIdKeyDictionary(dict.fromkeys(used_several_times, True))
         options = _C.EngineOptions()
         options.stage = stage
-        options.reduction = getattr(_C.Reduction, reduction or "exchange")
         options.reduce_dtype = reduce_dtype
         options.accumulation_steps = accumulation_steps or 1
         options.broadcast = sync_module_states
         options.limit_bytes = _limit_bytes()
+        options.device = device
+        options.offload = offload and device.type != "cpu"
+        options.pin_memory = getattr(offload_policy, "pin_memory", True)
         options.gather.prefetch_bytes = units.prefetch_bytes(
             blocks or (), [p for _, p in parameters], prefetch_mb, bucket_mb, param_dtype
         )
         options.gather.retained_bytes = -1 if retained_bytes is None else retained_bytes
         options.gather.reshard_after_forward = reshard_after_forward
-        with CommGroups(groups) as names:
-            if names:
-                options.reduce_group, options.gather_group = names
+        with CommGroups(groups) as comm:
+            if comm.names:
+                options.reduce_group, options.gather_group = comm.names
+            options.reduction = getattr(_C.Reduction, reduction or comm.default_reduction)
             self.engine = _C.Engine(options)
         self.engine.set_local_reader(_local_part)
         if self.engine.releases:
             _serving.add(self)
-        self.offload_policy: OffloadPolicy = OffloadPolicy()
+        self.offload_policy = offload_policy
+        # Whether verdicts about a step are made on the host.
+        self.knows_on_host = device.type == "cpu" or options.offload
         self.offloaded: frozenset[str] = frozenset()
         self.parameters: list[weakref.ref] = []
         self.scaled_by: weakref.ref | None = None  # the optimizer whose loss_scaler the engine has
@@ -203,6 +217,7 @@ class Handle:
                 "forward would gather them. Make them part of the module before sharding it."
             )
         _check_parameters(self.groups.rank, parameters)
+        _check_one_device(self.groups, parameters)
         check_same_on_all_ranks(self.groups, _describe(parameters), "the added parameters")
         return self.add_parameters(parameters)
 
@@ -212,7 +227,7 @@ class Handle:
             with torch.no_grad():
                 for tensor in tensors:
                     dense = tensor.detach().contiguous()
-                    dist.broadcast(dense, group=self.groups.parent, group_src=0)
+                    broadcast_(dense, self.groups.parent, 0)
                     tensor.copy_(dense)
 
     def _make_units(self, indices: Sequence[int]) -> None:
@@ -286,11 +301,13 @@ class Handle:
     def _average(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
         if self.groups.world == 1:
             return gradient
-        holders = torch.tensor(0.0 if gradient is None else 1.0)
-        total = torch.zeros(parameter.shape) if gradient is None else gradient.detach().float()
-        total = total.contiguous()
-        dist.all_reduce(holders, group=self.groups.parent)
-        dist.all_reduce(total, group=self.groups.parent)
+        device = parameter.device
+        holders = torch.tensor(0.0 if gradient is None else 1.0, device=device)
+        total = torch.zeros(parameter.shape, device=device)
+        if gradient is not None:
+            total.copy_(gradient.detach())
+        all_reduce_(holders, self.groups.parent)
+        all_reduce_(total, self.groups.parent)
         return total / self.groups.world if holders else None
 
     def set_offloaded(self, states: Iterable[str]) -> None:
@@ -332,6 +349,20 @@ def _check_accumulation_steps(steps: int | None) -> None:
         raise ValueError(f"zero_ext: accumulation_steps must be at least 1, not {steps!r}.")
 
 
+def _usable_devices() -> str:
+    with_kernels = [d for d in ("cpu", "cuda") if _C.has_kernels_on(torch.device(d))]
+    return " and ".join(with_kernels).upper()
+
+
+def _check_one_device(groups: Groups, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    for name, parameter in parameters:
+        if parameter.device != groups.device and not parameter.is_meta:
+            raise ValueError(
+                f"zero_ext [rank {groups.rank}]: parameter '{name}' is on {parameter.device}, "
+                f"others are on {groups.device}. Move the model to one device before sharding it."
+            )
+
+
 def _check_parameters(
     rank: int, parameters: Iterable[tuple[str, Tensor]], meta_allowed: bool = False
 ) -> None:
@@ -347,12 +378,13 @@ def _check_parameters(
                 f"{where} is sharded already. Shard a module once, and give its parameters to one "
                 "optimizer."
             )
-        devices = ("cpu", "meta") if meta_allowed else ("cpu",)
-        if parameter.dtype not in _DTYPES or parameter.device.type not in devices:
+        usable = parameter.is_meta if meta_allowed else False
+        usable = usable or _C.has_kernels_on(parameter.device)
+        if parameter.dtype not in _DTYPES or not usable:
             raise TypeError(
-                f"{where} is {parameter.dtype} on {parameter.device}; this version works on "
-                f"{', '.join(map(str, _DTYPES))} on the CPU. Convert it, or leave it out "
-                "(ignored_params)."
+                f"{where} is {parameter.dtype} on {parameter.device}; this build works on "
+                f"{', '.join(map(str, _DTYPES))} on {_usable_devices()}. Convert it, or leave it "
+                "out (ignored_params)."
             )
         if parameter.layout != torch.strided:
             raise TypeError(f"{where} has layout {parameter.layout}; only dense ones can be cut.")

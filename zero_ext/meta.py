@@ -20,8 +20,10 @@ class MetaModules:
         root: nn.Module,
         ignored: set[int],
         param_init_fn: Callable[[nn.Module], None] | None,
+        device: torch.device,
     ):
         self._init = param_init_fn
+        self._device = device
         self._modules: dict[str, nn.Module] = {}
         for name, module in root.named_modules():
             tensors = [p for p in module._parameters.values() if p is not None]
@@ -43,7 +45,7 @@ class MetaModules:
         Returns:
             The Parameters that took their places, in all modules that share one.
         """
-        new = {i: _with_memory(p) for i, p in members.items() if p.is_meta}
+        new = {i: _with_memory(p, self._device) for i, p in members.items() if p.is_meta}
         twins = {id(members[i]): twin for i, twin in new.items()}
         initialised = []
         for module in self._modules.values():
@@ -65,7 +67,7 @@ class MetaModules:
             for module in modules:
                 for key, buffer in module._buffers.items():
                     if buffer is not None and buffer.is_meta:
-                        module._buffers[key] = torch.empty_like(buffer, device="cpu")
+                        module._buffers[key] = torch.empty_like(buffer, device=self._device)
                 with _hidden(module, new):
                     if self._init is not None:
                         self._init(module)
@@ -93,8 +95,8 @@ def _has_meta_buffers(module: nn.Module) -> bool:
     return any(b is not None and b.is_meta for b in module._buffers.values())
 
 
-def _with_memory(parameter: Tensor) -> nn.Parameter:
-    data = torch.empty_like(parameter, device="cpu")
+def _with_memory(parameter: Tensor, device: torch.device) -> nn.Parameter:
+    data = torch.empty_like(parameter, device=device)
     twin = type(parameter).__new__(type(parameter), data, requires_grad=parameter.requires_grad)
     twin.__dict__.update(parameter.__dict__)
     return twin

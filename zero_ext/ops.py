@@ -95,7 +95,7 @@ def adamw_(
         step: Number of this update, from 1; None where ``steps_done`` says it.
         grad_scale: Factor of the gradient (1/loss scale, clipping).
         skip: One int32 on the device: where it is not 0, nothing is written.
-        steps_done: One int64 on the device, the updates before this one; see :func:`count_step_`.
+        steps_done: One float32 on the device, the updates before this one; see :func:`count_step_`.
         grad_factor: One float32 on the device, one more factor of the gradient.
     Raises:
         ValueError: neither or both of ``step`` and ``steps_done`` are given.
@@ -172,7 +172,7 @@ def sgd_(
 
 
 def count_step_(steps_done: Tensor, skip: Tensor | None = None) -> None:
-    """Add 1 to ``steps_done``, one int64, unless ``skip``, one int32, is not 0.
+    """Add 1 to ``steps_done``, one float32, unless ``skip``, one int32, is not 0.
 
     Once per step, after its updates, on their stream: the count then never leaves the device.
     """

@@ -11,7 +11,6 @@ this rank's part (plain tensors where every rank holds all), always fp32.
 
 import contextlib
 import copy
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -89,7 +88,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.nonfinite = nonfinite
         self.max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
-        self.skipped_steps = 0
+        self._skipped_steps = 0
+        self._unreported: list[_C.StepVerdict] = []
         named = self._named_parameters()
         self._refuse_claimed(named)
         found = [find(p) for _, p in named]
@@ -102,12 +102,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 )
         else:
             self._handle = Handle(
-                resolve(process_group, None),
+                resolve(process_group, None, [p for _, p in named]),
                 named,
                 stage=1 if stage is None else stage,
                 bucket_mb=bucket_mb,
+                offload_policy=check_policy(offload_policy),
             )
-            self._handle.offload_policy = check_policy(offload_policy)
         self._states_held = self._states_needed()
         self._sharded_state = _C.OptimizerState(self._handle.engine, self._states_held)
         self._bind(range(len(self.param_groups)))
@@ -281,31 +281,57 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._adopt_thawed()
         self._check_scaled()
         verdict = self._sharded_state.prepare_step(
-            nonfinite=self.nonfinite != "step", norm=self.max_grad_norm is not None
+            nonfinite=self.nonfinite != "step", max_norm=self.max_grad_norm
         )
         self._backwards_seen = self._handle.engine.backwards
-        if verdict.nonfinite:
-            self._skip(verdict)
+        self._report_earlier_steps(wait=False)
+        if self._must_know_verdicts():
+            self._handle.engine.settle(verdict)
+            self._judge(verdict)
         else:
-            self._update(self._clipping_factor(verdict))
+            # The device decides, and tells later.
+            self._unreported.append(verdict)
+            self._make_update(verdict)
         if self.loss_scaler is not None:
             self.loss_scaler._step_made(verdict.nonfinite)
         return loss
 
-    def _update(self, grad_scale: float) -> None:
-        """Update with the gradients times ``grad_scale``."""
+    def _must_know_verdicts(self) -> bool:
+        """Whether the host must know of NaN and Inf before it goes on."""
+        dynamic = self.loss_scaler is not None and self.loss_scaler.dynamic
+        return self._handle.knows_on_host or self.nonfinite == "raise" or dynamic
+
+    def _judge(self, verdict: _C.StepVerdict) -> None:
+        if verdict.nonfinite:
+            self._skip(verdict)
+        else:
+            self._make_update(verdict)
+
+    def _make_update(self, verdict: _C.StepVerdict) -> None:
+        if self.max_grad_norm is not None:
+            self.grad_norm = verdict.norm
+        self._update(verdict)
+
+    def _update(self, verdict: _C.StepVerdict) -> None:
+        """Update the parameters as ``verdict`` says, of which the host may not know yet."""
         raise NotImplementedError
 
-    def _clipping_factor(self, verdict: _C.StepVerdict) -> float:
-        if self.max_grad_norm is None:
-            return 1.0
-        norm = math.sqrt(verdict.squared_norm)
-        self.grad_norm = torch.tensor(norm, dtype=torch.float32)
-        return _factor(norm, self.max_grad_norm)
+    def _report_earlier_steps(self, wait: bool) -> None:
+        while self._unreported and (wait or self._unreported[0].is_settled):
+            verdict = self._unreported.pop(0)
+            self._handle.engine.settle(verdict)
+            if verdict.nonfinite:
+                self._skip(verdict)
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were skipped for NaN or Inf. Waits for the device to know."""
+        self._report_earlier_steps(wait=True)
+        return self._skipped_steps
 
     def _skip(self, verdict: _C.StepVerdict) -> None:
         if self.loss_scaler is not None and self.loss_scaler._expects_overflow():
-            self.skipped_steps += 1
+            self._skipped_steps += 1
             return
         seen = (
             f"first in '{verdict.parameter}' on rank {verdict.rank}"
@@ -318,9 +344,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise RuntimeError(
                 f"{message}. Nothing was updated; nonfinite='skip' passes over such steps."
             )
-        self.skipped_steps += 1
+        self._skipped_steps += 1
         warnings.warn(
-            f"{message}; step skipped on all ranks ({self.skipped_steps} so far).", stacklevel=3
+            f"{message}; step skipped on all ranks ({self._skipped_steps} so far).", stacklevel=6
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -346,16 +372,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Source: Pascanu et al. 2013, section 3.2.
         """
         self._adopt_thawed()
-        norm = math.sqrt(self._handle.engine.squared_norm(self._sharded_state.indices))
-        if error_if_nonfinite and not math.isfinite(norm):
+        # A norm that is not finite leaves the gradients alone.
+        norm = self._handle.engine.clip_gradients(self._sharded_state.indices, max_norm)
+        if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
-                f"zero_ext [rank {self._handle.groups.rank}]: the norm of the gradients is {norm}; "
-                "they were not clipped."
+                f"zero_ext [rank {self._handle.groups.rank}]: the norm of the gradients is "
+                f"{norm.item()}; they were not clipped."
             )
-        factor = _factor(norm, max_norm)
-        if factor != 1:
-            self._handle.engine.scale_gradients(self._sharded_state.indices, factor)
-        return torch.tensor(norm, dtype=torch.float32)
+        return norm
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -443,11 +467,6 @@ def _check_shape(name: str, key, value, shape: torch.Size) -> None:
         )
 
 
-def _factor(norm: float, max_norm: float) -> float:
-    """As torch's ``clip_grad_norm_``, but 1 where the norm is not finite."""
-    return min(1.0, max_norm / (norm + 1e-6)) if math.isfinite(norm) else 1.0
-
-
 def _number(value) -> float:
     return float(value)
 
@@ -524,7 +543,7 @@ class AdamW(ShardedOptimizer):
     def _states_of(self, group: dict[str, Any]) -> int:
         return 3 if group["amsgrad"] else 2
 
-    def _update(self, grad_scale: float) -> None:
+    def _update(self, verdict: _C.StepVerdict) -> None:
         self._sharded_state.apply_adam(
             [
                 _C.AdamGroup(
@@ -538,8 +557,7 @@ class AdamW(ShardedOptimizer):
                     decoupled=group["decoupled_weight_decay"],
                 )
                 for group in self.param_groups
-            ],
-            grad_scale,
+            ]
         )
 
 
@@ -629,7 +647,7 @@ class SGD(ShardedOptimizer):
             return {**values, "step": 1}
         return values
 
-    def _update(self, grad_scale: float) -> None:
+    def _update(self, verdict: _C.StepVerdict) -> None:
         self._sharded_state.apply_sgd(
             [
                 _C.SgdGroup(
@@ -641,8 +659,7 @@ class SGD(ShardedOptimizer):
                     maximize=group["maximize"],
                 )
                 for group in self.param_groups
-            ],
-            grad_scale,
+            ]
         )
 
 
@@ -675,10 +692,13 @@ class WrappedOptimizer(ShardedOptimizer):
             inner.state[shard].setdefault(name, value)
         return inner
 
-    def _update(self, grad_scale: float) -> None:
+    def _must_know_verdicts(self) -> bool:
+        return True  # torch's optimizers cannot be told to skip
+
+    def _update(self, verdict: _C.StepVerdict) -> None:
         self._handle.engine.adopt_writes()
-        if grad_scale != 1:
-            self._handle.engine.scale_gradients(self._sharded_state.indices, grad_scale)
+        if self.max_grad_norm is not None and verdict.factor != 1:
+            self._handle.engine.scale_gradients(self._sharded_state.indices, verdict.factor)
         group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         for inner_group, (parameter, shard) in zip(
             self._inner.param_groups, self._shards.items(), strict=True

@@ -38,6 +38,8 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from zero_ext.groups import all_reduce_, on_wire
+
 aten = torch.ops.aten
 
 
@@ -90,18 +92,19 @@ class ShardTensor(DTensor):
         """Gather the whole tensor, a plain one of the global shape, on every rank. Collective."""
         full = self._local_tensor.new_empty(self.numel())
         group = self.device_mesh.get_group()
-        works = []
-        for rank, (start, stop) in enumerate(pairwise(self.bounds)):
-            if start == stop:
-                continue
-            if rank == self.device_mesh.get_local_rank():
-                full[start:stop].copy_(self._local_tensor)
-            # Broadcasts and not an all-gather: slices are uneven, most parameters have one holder.
-            works.append(
-                dist.broadcast(full[start:stop], group=group, group_src=rank, async_op=True)
-            )
+        start, stop = _slice_of(self)
+        full[start:stop].copy_(self._local_tensor)
+        wire = on_wire(full, group)
+        # Broadcasts and not an all-gather: slices are uneven, most parameters have one holder.
+        works = [
+            dist.broadcast(wire[start:stop], group=group, group_src=rank, async_op=True)
+            for rank, (start, stop) in enumerate(pairwise(self.bounds))
+            if start != stop
+        ]
         for work in works:
             work.wait()
+        if wire is not full:
+            full.copy_(wire)
         return full.as_strided(self.shape, self.stride())
 
     def redistribute(self, device_mesh=None, placements=None, **kwargs) -> DTensor:
@@ -400,7 +403,7 @@ def _foreach_norm(func, tensors, order=2, dtype=None):
         power = 1 if order in (0, inf, -inf) else order
         op = {inf: dist.ReduceOp.MAX, -inf: dist.ReduceOp.MIN}.get(order, dist.ReduceOp.SUM)
         part = norms[members] ** power
-        dist.all_reduce(part, op, group)
+        all_reduce_(part, group, op)
         norms[members] = part ** (1 / power)
     return [n.to(dtype or t.dtype) for n, t in zip(norms.unbind(), tensors, strict=True)]
 
@@ -416,17 +419,19 @@ def _reduce_with(op: dist.ReduceOp):
 
     def handle(func, shard, **kwargs):
         result = func(shard._local_tensor, **kwargs)
-        wire = result.to(torch.uint8) if result.dtype == torch.bool else result
-        dist.all_reduce(wire, op, shard.device_mesh.get_group())
-        return wire.to(result.dtype)
+        number = result.to(torch.uint8) if result.dtype == torch.bool else result
+        all_reduce_(number, shard.device_mesh.get_group(), op)
+        return number.to(result.dtype)
 
     return handle
 
 
 def _unscale_(func, grads, found_inf, inv_scale):
+    if inv_scale.is_pinned():  # GradScaler's copies for offloaded gradients may be on their way
+        torch.accelerator.synchronize()
     func(_to_local(grads), found_inf, inv_scale)
     for group in _groups_of(grads):
-        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group)
+        all_reduce_(found_inf, group, dist.ReduceOp.MAX)
 
 
 _HANDLERS = {

@@ -8,10 +8,10 @@ released: nothing is gathered but the value itself.
 from numbers import Number
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zero_ext import _C
+from zero_ext.groups import broadcast_
 from zero_ext.handle import Handle, find
 from zero_ext.optim import ShardedOptimizer
 
@@ -179,5 +179,5 @@ def _agreed(handle: Handle, like: Tensor, value: Tensor, verb: str) -> Tensor:
         )
     value = value.detach().to("cpu", torch.float32, copy=True).contiguous()
     if handle.groups.world > 1:
-        dist.broadcast(value, group=handle.groups.parent, group_src=0)
+        broadcast_(value, handle.groups.parent, 0)
     return value

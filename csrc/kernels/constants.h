@@ -89,7 +89,7 @@ ZERO_EXT_HOST_DEVICE inline AdamConstants adam_constants(const AdamArgs& args, d
 
 // With the device's count of updates.
 ZERO_EXT_HOST_DEVICE inline AdamConstants counted_adam_constants(const AdamArgs& args) {
-  const int64_t step = *args.on_device.steps_done + 1;
+  const int64_t step = static_cast<int64_t>(*args.on_device.steps_done) + 1;
   return adam_constants(args, power(args.beta1, step), power(args.beta2, step));
 }
 
@@ -101,7 +101,7 @@ inline AdamConstants adam_constants(const AdamArgs& args) {
 }
 
 ZERO_EXT_HOST_DEVICE inline SgdConstants sgd_constants(const SgdArgs& args) {
-  const int64_t* steps_done = args.on_device.steps_done;
+  const float* steps_done = args.on_device.steps_done;
   return {
       .grad_scale = signed_scale(args.grad_scale, args.maximize, args.on_device),
       .weight_decay = static_cast<float>(args.weight_decay),

@@ -4,7 +4,7 @@
 
 namespace zero_ext::kernels {
 
-Status count_step_cpu(int64_t* steps_done, const int32_t* skip, const Launch& /*launch*/) {
+Status count_step_cpu(float* steps_done, const int32_t* skip, const Launch& /*launch*/) {
   if (skip == nullptr || *skip == 0) ++*steps_done;
   return Status::ok;
 }

@@ -69,9 +69,10 @@ enum class Write : int32_t { overwrite, add };
 // for it: each pointer is to one value, or null. On the CPU they are read during the call.
 struct OnDevice {
   const int32_t* skip = nullptr;  // not 0: the call writes nothing
-  // Replaces `step` and `first`: the updates made so far, see count_step. Its powers of beta are
+  // Replaces `step` and `first`: the updates made so far, see count_step; in fp32, as torch counts
+  // them, exact up to 2^24. Its powers of beta are
   // formed by squaring, because no two libraries agree about the last bit of pow.
-  const int64_t* steps_done = nullptr;
+  const float* steps_done = nullptr;
   const float* grad_factor = nullptr;  // multiplies grad_scale, in float
 };
 
@@ -186,7 +187,13 @@ struct Kernels {
 
   // *steps_done += 1, unless `skip` is not null and *skip is not 0. After the updates of one step,
   // on their stream.
-  Status (*count_step)(int64_t* steps_done, const int32_t* skip, const Launch& launch);
+  Status (*count_step)(float* steps_done, const int32_t* skip, const Launch& launch);
+
+  // *norm = float(sqrt(sum)), and *factor = min(1, max_norm / (sqrt(sum) + 1e-6)) as torch's
+  // clip_grad_norm_, but 1 where the norm is not finite; in double, rounded once. All but max_norm
+  // are host pointers on the CPU, device pointers on CUDA.
+  Status (*clip_factor)(const SquareSum* sum, double max_norm, float* norm, float* factor,
+                        const Launch& launch);
 };
 
 // sum_of_squares' blocks, part of its result's definition.

@@ -62,6 +62,7 @@ const Kernels& cpu() {
       .add_squares = add_squares_cpu,
       .adopt_writes = adopt_writes_cpu,
       .count_step = count_step_cpu,
+      .clip_factor = clip_factor_cpu,
   };
   return kTable;
 }

@@ -22,6 +22,8 @@ Status sum_of_squares_cpu(const float* value, int64_t numel, double* result, con
 Status add_squares_cpu(const float* value, int64_t numel, SquareSum* sum, const Launch& launch);
 Status adopt_writes_cpu(const void* param, DType param_dtype, float* master, int64_t numel,
                         const Launch& launch);
-Status count_step_cpu(int64_t* steps_done, const int32_t* skip, const Launch& launch);
+Status count_step_cpu(float* steps_done, const int32_t* skip, const Launch& launch);
+Status clip_factor_cpu(const SquareSum* sum, double max_norm, float* norm, float* factor,
+                       const Launch& launch);
 
 }  // namespace zero_ext::kernels

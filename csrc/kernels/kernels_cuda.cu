@@ -17,6 +17,7 @@ const Kernels& cuda() {
       .add_squares = add_squares_cuda,
       .adopt_writes = adopt_writes_cuda,
       .count_step = count_step_cuda,
+      .clip_factor = clip_factor_cuda,
   };
   return kTable;
 }

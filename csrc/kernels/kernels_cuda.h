@@ -25,6 +25,8 @@ Status sum_of_squares_cuda(const float* value, int64_t numel, double* result, co
 Status add_squares_cuda(const float* value, int64_t numel, SquareSum* sum, const Launch& launch);
 Status adopt_writes_cuda(const void* param, DType param_dtype, float* master, int64_t numel,
                          const Launch& launch);
-Status count_step_cuda(int64_t* steps_done, const int32_t* skip, const Launch& launch);
+Status count_step_cuda(float* steps_done, const int32_t* skip, const Launch& launch);
+Status clip_factor_cuda(const SquareSum* sum, double max_norm, float* norm, float* factor,
+                        const Launch& launch);
 
 }  // namespace zero_ext::kernels

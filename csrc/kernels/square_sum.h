@@ -31,9 +31,16 @@ constexpr int32_t kSquareSumLength = kSquareDigits + 2;
 
 using SquareSum = std::array<int64_t, kSquareSumLength>;
 
+#if defined(__CUDACC__)
+#define ZERO_EXT_ON_BOTH __host__ __device__
+#else
+#define ZERO_EXT_ON_BOTH
+#endif
+
 // The sum as a double, to within two units of its last place; NaN or infinite as one in floating
 // point would be.
-inline double value_of(const SquareSum& sum) {
+ZERO_EXT_ON_BOTH inline double value_of(const SquareSum& digits) {
+  const int64_t* sum = reinterpret_cast<const int64_t*>(&digits);  // std::array is for the host
   if (sum[kNanGroups] != 0) return std::nan("");
   if (sum[kInfiniteGroups] != 0) return HUGE_VAL;
   // Equal sums of different origin have equal digits only once the carries are done.
@@ -45,6 +52,15 @@ inline double value_of(const SquareSum& sum) {
     carry = digit >> 32;
   }
   return value;
+}
+
+// See Kernels::clip_factor.
+ZERO_EXT_ON_BOTH inline float clipping_factor(const SquareSum& sum, double max_norm, float* norm) {
+  const double value = std::sqrt(value_of(sum));
+  *norm = static_cast<float>(value);
+  if (!std::isfinite(value)) return 1.0F;
+  const double factor = max_norm / (value + 1e-6);
+  return factor < 1 ? static_cast<float>(factor) : 1.0F;
 }
 
 }  // namespace zero_ext::kernels

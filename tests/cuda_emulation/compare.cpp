@@ -272,7 +272,7 @@ struct State {
 // What OnDevice points to; `mode` 0: nothing, 1: all, not skipped, 2: skipped.
 struct Late {
   int32_t skip;
-  int64_t steps_done = 16;
+  float steps_done = 16;
   float grad_factor = 0.7F;
 
   OnDevice pointers(int mode) {
@@ -397,7 +397,7 @@ void test_add_squares(int64_t numel, int64_t offset) {
 }
 
 void test_count_step() {
-  int64_t steps[2] = {4, 4};
+  float steps[2] = {4, 4};
   for (const int32_t skip : {0, 1}) {
     count_step_cpu(&steps[0], &skip, {});
     count_step_cuda(&steps[1], &skip, {});
@@ -407,10 +407,27 @@ void test_count_step() {
   if (sum_of_squares_cuda(nullptr, 1, nullptr, {}) != Status::bad_argument) fail("no scratch");
 }
 
+void test_clip_factor() {
+  std::vector<float> values(1083);
+  for (const float scale : {0.0F, 1e-20F, 0.01F, 3.0F, 1e19F, INFINITY}) {
+    for (size_t i = 0; i < values.size(); ++i) values[i] = scale * static_cast<float>(i % 7);
+    SquareSum sum{};
+    add_squares_cpu(values.data(), std::ssize(values), &sum, {});
+    float norm[2];
+    float factor[2];
+    clip_factor_cpu(&sum, 2.5, &norm[0], &factor[0], {});
+    clip_factor_cuda(&sum, 2.5, &norm[1], &factor[1], {});
+    if (std::memcmp(&norm[0], &norm[1], 4) != 0 || factor[0] != factor[1]) fail("clip_factor");
+    if (factor[0] > 1 || !(factor[0] > 0)) fail("clip_factor is no factor");
+    ++comparisons;
+  }
+}
+
 }  // namespace
 
 int main() {
   test_count_step();
+  test_clip_factor();
   test_patterns();
   for_shapes(kLengths, [](int64_t n, int64_t offset, int64_t) { test_sum_of_squares(n, offset); });
   for_shapes(kLengths, [](int64_t n, int64_t offset, int64_t) { test_add_squares(n, offset); });

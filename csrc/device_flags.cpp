@@ -1,0 +1,97 @@
+#include "device_flags.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/minimum.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+namespace zero_ext {
+
+int64_t DeviceFlags::add(const std::vector<int64_t>& parameters) {
+  const auto count = static_cast<int64_t>(parameters.size());
+  const int64_t first = count_;
+  const auto options = at::TensorOptions().device(device_);
+  const at::Tensor none = at::zeros({count}, options.dtype(at::kInt));
+  const at::Tensor unseen = at::full({count}, sighting::kNone, options.dtype(at::kLong));
+  count_ += count;
+  is_cleared_.resize(count_, 0);
+  arrivals_ = first == 0 ? none.clone() : at::cat({arrivals_, none});
+  sums_ = first == 0 ? none : at::cat({sums_, none});
+  first_ = first == 0 ? unseen : at::cat({first_, unseen});
+  parameters_.insert(parameters_.end(), parameters.begin(), parameters.end());
+  codes_ = index(parameters_).add_(sighting::of(0, rank_, 0));
+  return first;
+}
+
+void DeviceFlags::end_backward(int64_t micro_batch, bool direct) {
+  if (count_ == 0) return;
+  const at::Tensor seen = at::where(arrivals_.ne(0), codes_.add(sighting::of(micro_batch, 0, 0)),
+                                    at::Scalar(sighting::kNone));
+  first_ = at::minimum(first_, seen);
+  if (direct) sums_.bitwise_or_(arrivals_);
+  arrivals_.zero_();
+}
+
+void DeviceFlags::abort_backward() {
+  if (count_ > 0) arrivals_.zero_();
+}
+
+std::vector<int64_t> DeviceFlags::take_arrivals() {
+  std::vector<int64_t> flags;
+  if (count_ == 0) return flags;
+  const at::Tensor here = arrivals_.cpu();
+  arrivals_.zero_();
+  for (int64_t k = 0; k < count_; ++k) {
+    if (here.const_data_ptr<int32_t>()[k] != 0) flags.push_back(k);
+  }
+  return flags;
+}
+
+void DeviceFlags::clear(int64_t k) {
+  if (is_cleared_[k] == 0) cleared_.push_back(k);
+  is_cleared_[k] = 1;
+}
+
+void DeviceFlags::replace_sums(const std::vector<int64_t>& flags, const at::Tensor& squares) {
+  sums_.index_copy_(0, index(flags), at::isfinite(squares).logical_not().to(at::kInt));
+}
+
+at::Tensor DeviceFlags::verdict(const std::vector<int64_t>& flags) {
+  apply_clears();
+  const auto options = at::TensorOptions().device(device_).dtype(at::kLong);
+  if (flags.empty()) {
+    return at::stack({at::full({}, 1, options), at::full({}, sighting::kNone, options)});
+  }
+  const at::Tensor where = is_all(flags) ? at::Tensor() : index(flags);
+  const at::Tensor sums = is_all(flags) ? sums_ : sums_.index_select(0, where);
+  const at::Tensor first = is_all(flags) ? first_ : first_.index_select(0, where);
+  const at::Tensor codes = is_all(flags) ? codes_ : codes_.index_select(0, where);
+  const at::Tensor overflowed =
+      at::where(sums.ne(0), codes.add(sighting::of(sighting::kUnknownMicroBatch, 0, 0)),
+                at::Scalar(sighting::kNone));
+  return at::stack({sums.eq(0).all().to(at::kLong), at::minimum(first, overflowed).min()});
+}
+
+at::Tensor DeviceFlags::index(const std::vector<int64_t>& flags) const {
+  return at::tensor(flags, at::kLong).to(device_);
+}
+
+void DeviceFlags::apply_clears() {
+  if (cleared_.empty()) return;
+  if (is_all(cleared_)) {
+    sums_.zero_();
+    first_.fill_(sighting::kNone);
+  } else {
+    const at::Tensor where = index(cleared_);
+    sums_.index_fill_(0, where, 0);
+    first_.index_fill_(0, where, sighting::kNone);
+  }
+  for (const int64_t k : cleared_) is_cleared_[k] = 0;
+  cleared_.clear();
+}
+
+}  // namespace zero_ext

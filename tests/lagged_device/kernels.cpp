@@ -1,0 +1,199 @@
+// The table of kernels of the device "lagged": each entry copies its arguments and queues the CPU's
+// kernel on its stream, which reads and writes through all pointers when the task runs, as on CUDA.
+#include "kernels/kernels.h"
+
+#include <initializer_list>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "runtime.h"
+
+namespace lagged {
+namespace {
+
+using namespace zero_ext::kernels;  // NOLINT: this file is that namespace's table for one device
+
+// The stream of a launch, after what CUDA would refuse or crash on.
+Queue* stream_of(const Launch& launch, std::initializer_list<const void*> pointers) {
+  static thread_local std::string error;
+  Queue* queue = queue_of(launch.stream);
+  error.clear();
+  if (queue == nullptr) {
+    error = "no stream of this device";
+  } else if (queue->device != current_device()) {
+    error = "a stream of lagged:" + std::to_string(queue->device) +
+            ", but the current device is lagged:" + std::to_string(current_device());
+  } else {
+    for (const void* pointer : pointers) {
+      if (pointer != nullptr && device_of(pointer) != queue->device) {
+        error = "a pointer that is no memory of lagged:" + std::to_string(queue->device);
+      }
+    }
+  }
+  if (error.empty()) return queue;
+  if (launch.error != nullptr) *launch.error = error.c_str();
+  return nullptr;
+}
+
+template <typename Call>
+Status queue_call(const char* name, const Launch& launch,
+                  std::initializer_list<const void*> pointers, Call call) {
+  Queue* queue = stream_of(launch, pointers);
+  if (queue == nullptr) return Status::launch_failed;
+  queue->push([name, call] {
+    if (call(Launch{}) != Status::ok)
+      throw std::runtime_error(std::string(name) + ": bad argument");
+  });
+  return Status::ok;
+}
+
+// A pointer that is read or written, or null where nothing is.
+const void* used(const void* pointer, int64_t numel) { return numel > 0 ? pointer : nullptr; }
+
+Status accumulate_lagged(const void* grad, DType dtype, float* sum, int64_t numel, float scale,
+                         bool fresh, int32_t* nonfinite, const Launch& launch) {
+  return queue_call("accumulate", launch, {used(grad, numel), used(sum, numel), nonfinite},
+                    [=](const Launch& serial) {
+                      return cpu().accumulate(grad, dtype, sum, numel, scale, fresh, nonfinite,
+                                              serial);
+                    });
+}
+
+Status accumulate_list_lagged(const AccumulateSegment* segments, int64_t count, DType dtype,
+                              float scale, bool fresh, int32_t* nonfinite, const Launch& launch) {
+  const std::vector<AccumulateSegment> list(segments, segments + count);
+  for (const auto& segment : list) {
+    if (stream_of(launch, {used(segment.grad, segment.numel), used(segment.sum, segment.numel)}) ==
+        nullptr) {
+      return Status::launch_failed;
+    }
+  }
+  return queue_call("accumulate_list", launch, {nonfinite}, [=](const Launch& serial) {
+    return cpu().accumulate_list(list.data(), static_cast<int64_t>(list.size()), dtype, scale,
+                                 fresh, nonfinite, serial);
+  });
+}
+
+Status accumulate_ranks_lagged(const void* const* grads, int32_t ranks, DType dtype, float* sum,
+                               int64_t numel, float scale, bool fresh, int32_t* nonfinite,
+                               const Launch& launch) {
+  const std::vector<const void*> list(grads, grads + ranks);
+  for (const void* grad : list) {
+    if (stream_of(launch, {used(grad, numel)}) == nullptr) return Status::launch_failed;
+  }
+  return queue_call("accumulate_ranks", launch, {used(sum, numel), nonfinite},
+                    [=](const Launch& serial) {
+                      return cpu().accumulate_ranks(list.data(), ranks, dtype, sum, numel, scale,
+                                                    fresh, nonfinite, serial);
+                    });
+}
+
+Status adam_lagged(const AdamArgs& args, const Launch& launch) {
+  const int64_t n = args.numel;
+  return queue_call("adam", launch,
+                    {used(args.master, n), used(args.param, n), used(args.grad, n),
+                     used(args.exp_avg, n), used(args.exp_avg_sq, n), used(args.max_exp_avg_sq, n),
+                     args.on_device.skip, args.on_device.steps_done, args.on_device.grad_factor},
+                    [args](const Launch& serial) { return cpu().adam(args, serial); });
+}
+
+Status sgd_lagged(const SgdArgs& args, const Launch& launch) {
+  const int64_t n = args.numel;
+  return queue_call(
+      "sgd", launch,
+      {used(args.master, n), used(args.param, n), used(args.grad, n), used(args.momentum_buffer, n),
+       args.on_device.skip, args.on_device.steps_done, args.on_device.grad_factor},
+      [args](const Launch& serial) { return cpu().sgd(args, serial); });
+}
+
+Status cast_lagged(const void* source, DType source_dtype, void* target, DType target_dtype,
+                   int64_t numel, const Launch& launch) {
+  return queue_call("cast", launch, {used(source, numel), used(target, numel)},
+                    [=](const Launch& serial) {
+                      return cpu().cast(source, source_dtype, target, target_dtype, numel, serial);
+                    });
+}
+
+Status flatten_lagged(const CopySegment* segments, int64_t count, DType source_dtype,
+                      DType target_dtype, Write write, int32_t* nonfinite, const Launch& launch) {
+  const std::vector<CopySegment> list(segments, segments + count);
+  for (const auto& segment : list) {
+    if (stream_of(launch, {used(segment.source, segment.numel),
+                           used(segment.target, segment.numel)}) == nullptr) {
+      return Status::launch_failed;
+    }
+  }
+  return queue_call("flatten", launch, {nonfinite}, [=](const Launch& serial) {
+    return cpu().flatten(list.data(), static_cast<int64_t>(list.size()), source_dtype, target_dtype,
+                         write, nonfinite, serial);
+  });
+}
+
+Status sum_of_squares_lagged(const float* value, int64_t numel, double* result,
+                             const Launch& launch) {
+  if (numel > 0 && (launch.scratch == nullptr || launch.scratch_bytes < 8)) {
+    return Status::bad_argument;
+  }
+  char* scratch = static_cast<char*>(launch.scratch);
+  const int64_t scratch_bytes = numel > 0 ? launch.scratch_bytes : 0;
+  return queue_call("sum_of_squares", launch,
+                    {used(value, numel), result, used(scratch, scratch_bytes)},
+                    [=](const Launch& serial) {
+                      // What is there is overwritten on CUDA too.
+                      for (int64_t i = 0; i < scratch_bytes; ++i) scratch[i] = '\xff';
+                      return cpu().sum_of_squares(value, numel, result, serial);
+                    });
+}
+
+Status add_squares_lagged(const float* value, int64_t numel, SquareSum* sum, const Launch& launch) {
+  return queue_call("add_squares", launch, {used(value, numel), sum}, [=](const Launch& serial) {
+    return cpu().add_squares(value, numel, sum, serial);
+  });
+}
+
+Status adopt_writes_lagged(const void* param, DType param_dtype, float* master, int64_t numel,
+                           const Launch& launch) {
+  return queue_call("adopt_writes", launch, {used(param, numel), used(master, numel)},
+                    [=](const Launch& serial) {
+                      return cpu().adopt_writes(param, param_dtype, master, numel, serial);
+                    });
+}
+
+Status count_step_lagged(float* steps_done, const int32_t* skip, const Launch& launch) {
+  return queue_call("count_step", launch, {steps_done, skip}, [=](const Launch& serial) {
+    return cpu().count_step(steps_done, skip, serial);
+  });
+}
+
+Status clip_factor_lagged(const SquareSum* sum, double max_norm, float* norm, float* factor,
+                          const Launch& launch) {
+  return queue_call("clip_factor", launch, {sum, norm, factor}, [=](const Launch& serial) {
+    return cpu().clip_factor(sum, max_norm, norm, factor, serial);
+  });
+}
+
+// A new kernel must get its row here: what is not named would be null.
+static_assert(sizeof(Kernels) == 12 * sizeof(void*));
+
+constexpr Kernels kTable{
+    .accumulate = accumulate_lagged,
+    .accumulate_list = accumulate_list_lagged,
+    .accumulate_ranks = accumulate_ranks_lagged,
+    .adam = adam_lagged,
+    .sgd = sgd_lagged,
+    .cast = cast_lagged,
+    .flatten = flatten_lagged,
+    .sum_of_squares = sum_of_squares_lagged,
+    .add_squares = add_squares_lagged,
+    .adopt_writes = adopt_writes_lagged,
+    .count_step = count_step_lagged,
+    .clip_factor = clip_factor_lagged,
+};
+
+}  // namespace
+}  // namespace lagged
+
+extern "C" __attribute__((visibility("default"))) const void* lagged_kernels() {
+  return &lagged::kTable;
+}
