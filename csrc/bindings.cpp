@@ -288,6 +288,7 @@ void bind_optimizer(py::module_& m) {
           py::kw_only(), py::arg("nonfinite"), py::arg("max_norm"), NoGil())
       .def("apply_adam", &OptimizerState::apply_adam, NoGil(), py::arg("groups"))
       .def("apply_sgd", &OptimizerState::apply_sgd, NoGil(), py::arg("groups"))
+      .def("set_offloaded", &OptimizerState::set_offloaded, NoGil())
       .def("apply_masters", &OptimizerState::apply_masters, NoGil());
 }
 

@@ -95,6 +95,7 @@ at::Tensor Comm::target_of(const at::Tensor& tensor) const {
 
 void Comm::exchange(const std::vector<at::Tensor>& sends, const std::vector<at::Tensor>& recvs,
                     int64_t tag, Pending& pending) {
+  if (world_ == 1) return;
   if (on_device()) {
     std::vector<at::Tensor> inputs = sends;
     std::vector<at::Tensor> outputs = recvs;
@@ -134,6 +135,7 @@ void Comm::reduce_scatter(const at::Tensor& input, const at::Tensor& output, Pen
 }
 
 void Comm::all_reduce_sum(const at::Tensor& tensor, Pending& pending) {
+  if (world_ == 1) return;
   std::vector<at::Tensor> tensors{outgoing(tensor)};
   pending.parts_.push_back(
       {reduce_group_->allreduce(tensors), tensors[0], -1, false, target_of(tensor)});

@@ -6,6 +6,7 @@
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <set>
@@ -372,14 +373,24 @@ void Engine::begin_backward(bool reduces) {
   open_ = true;
 }
 
-void Engine::set_offloaded(const std::string& states) {
+void Engine::set_offloaded(const std::set<std::string>& states) {
   const Access access(*this);
   TORCH_CHECK(!open_, where(rank()), "states cannot be offloaded or reloaded inside a backward.");
+  const at::NoGradGuard no_grad;
+  const bool none_back =
+      std::includes(states.begin(), states.end(), offloaded_.begin(), offloaded_.end());
+  for (const auto* units : {&units_, &frozen_units_}) {
+    for (const auto& unit : *units) {
+      if (!none_back) unit->unstow();
+      unit->stow(states);
+    }
+  }
+  context_.spare->clear();
   offloaded_ = states;
 }
 
 void Engine::check_usable(const char* verb) {
-  TORCH_CHECK(offloaded_.empty(), where(rank()), verb, ": ", offloaded_,
+  TORCH_CHECK(offloaded_.empty(), where(rank()), verb, ": ", c10::Join(", ", offloaded_),
               " of this model are offloaded. Call zero_ext.reload_states() first.");
 }
 
@@ -823,7 +834,7 @@ bool Engine::is_settled(const StepVerdict& verdict) {
 void Engine::settle(StepVerdict& verdict) const {
   if (verdict.on_device == nullptr) return;
   const Access access(*this);
-  verdict.on_device->told.synchronize();
+  if (!is_settled(verdict)) verdict.on_device->told.synchronize();
   const int64_t first = *verdict.on_device->sighting.const_data_ptr<int64_t>();
   verdict.nonfinite = first != sighting::kNone;
   if (verdict.nonfinite) describe(first, verdict);

@@ -29,6 +29,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -159,7 +160,8 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   void set_loss_scale(double scale);
 
   // States in words that are out of reach: backward and step refuse until there are none.
-  void set_offloaded(const std::string& states);
+  // On a device they move to the host, and back when they are in the words no more.
+  void set_offloaded(const std::set<std::string>& states);
 
   // Makes sure that the coming backward is seen: a cast to and fro replaces autograd's nodes.
   void before_forward();
@@ -314,7 +316,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   int64_t steps_ = 0;
   bool local_open_ = false;  // this rank has local sums
   bool local_next_ = false;  // the next reduction is of local sums, on every rank alike
-  std::string offloaded_;
+  std::set<std::string> offloaded_;
   double loss_scale_ = 1;
   double local_loss_scale_ = 1;  // that of the local sums; loss_scale_ unless local_next_
 

@@ -141,6 +141,8 @@ FlatBuffer& FlatBuffer::operator=(FlatBuffer&& other) noexcept {
     place_ = other.place_;
     emptied_ = other.emptied_;
     tensor_ = std::exchange(other.tensor_, at::Tensor());
+    stowed_ = std::move(other.stowed_);
+    stowed_counter_ = std::move(other.stowed_counter_);
   }
   return *this;
 }
@@ -183,6 +185,37 @@ void FlatBuffer::allocate(SpareMemory& spare) {
   emptied_ = false;
 }
 
+void FlatBuffer::stow(const std::shared_ptr<MemoryCounter>& host, const std::string& message) {
+  if (!defined() || emptied_ || device().is_cpu()) return;
+  const auto bytes = static_cast<int64_t>(tensor_.nbytes());
+  host->add(held_, bytes);
+  stowed_counter_ = host;
+  stowed_ = allocate_at({.pinned_for = device().type()}, bytes);
+  copy_bytes(stowed_.get(), c10::kCPU, data(), device(), bytes);
+  current_stream(device()).synchronize();
+  c10::StorageImpl* storage = tensor_.storage().unsafeGetStorageImpl();
+  storage->set_data_ptr(c10::DataPtr(nullptr, device()));
+  forbid_access(*storage, message);
+  emptied_ = true;
+  counter_->subtract(held_, bytes);
+}
+
+void FlatBuffer::unstow() {
+  if (stowed_.get() == nullptr) return;
+  const auto bytes = static_cast<int64_t>(tensor_.nbytes());
+  counter_->add(held_, bytes);
+  c10::StorageImpl* storage = tensor_.storage().unsafeGetStorageImpl();
+  c10::DataPtr memory = allocate_at(place_, bytes);
+  allow_access(*storage);
+  storage->set_data_ptr_noswap(std::move(memory));
+  emptied_ = false;
+  copy_bytes(data(), device(), stowed_.get(), c10::kCPU, bytes);
+  current_stream(device()).synchronize();
+  stowed_counter_->subtract(held_, bytes);
+  stowed_counter_.reset();
+  stowed_.clear();
+}
+
 void FlatBuffer::grow(int64_t numel) {
   const int64_t old_bytes = static_cast<int64_t>(tensor_.nbytes());
   const int64_t new_bytes = numel * tensor_.element_size();
@@ -199,7 +232,11 @@ void FlatBuffer::grow(int64_t numel) {
 
 void FlatBuffer::release() {
   if (!tensor_.defined()) return;
-  if (!emptied_) counter_->subtract(held_, static_cast<int64_t>(tensor_.nbytes()));
+  const auto bytes = static_cast<int64_t>(tensor_.nbytes());
+  if (!emptied_) counter_->subtract(held_, bytes);
+  if (stowed_counter_ != nullptr) stowed_counter_->subtract(held_, bytes);
+  stowed_counter_.reset();
+  stowed_.clear();
   tensor_.reset();
   counter_.reset();
 }

@@ -110,6 +110,10 @@ class FlatBuffer {
   // `message`, until allocate() gives the storage memory again, not initialised.
   void empty(SpareMemory& spare, const std::string& message);
   void allocate(SpareMemory& spare);
+  // On a device: its bytes go to pinned host memory, which `host` counts, and come back. Reading a
+  // view raises `message` meanwhile. What has no memory, or lies on the host, stays as it is.
+  void stow(const std::shared_ptr<MemoryCounter>& host, const std::string& message);
+  void unstow();
   // Enlarges to `numel` elements; the old ones keep their values, the new ones are zero, every view
   // stays valid.
   void grow(int64_t numel);
@@ -122,6 +126,8 @@ class FlatBuffer {
   Place place_;
   bool emptied_ = false;
   at::Tensor tensor_;
+  c10::DataPtr stowed_;
+  std::shared_ptr<MemoryCounter> stowed_counter_;
 };
 
 }  // namespace zero_ext

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 #include <sys/mman.h>
 
@@ -40,7 +41,10 @@ at::Tensor bytes_at(void* data, c10::Device device, size_t bytes) {
 }  // namespace
 
 c10::DataPtr allocate_at(const Place& place, size_t bytes) {
-  if (!place.device.is_cpu()) return c10::GetAllocator(place.device.type())->allocate(bytes);
+  if (!place.device.is_cpu()) {
+    const c10::DeviceGuard guard(place.device);
+    return c10::GetAllocator(place.device.type())->allocate(bytes);
+  }
   if (place.pinned_for == c10::kCPU) return allocate_host(bytes);
   return at::getHostAllocator(place.pinned_for)->allocate(bytes);
 }

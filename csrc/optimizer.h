@@ -58,6 +58,8 @@ class OptimizerState {
   // As the last verdict says: skipped, clipped.
   void apply_adam(const std::vector<AdamGroup>& groups);
   void apply_sgd(const std::vector<SgdGroup>& groups);
+  // See Engine::set_offloaded: the states of this optimizer.
+  void set_offloaded(bool offloaded);
   // After another optimizer has updated the masters: the parameters become their roundings.
   void apply_masters();
 

@@ -483,10 +483,11 @@ void Unit::send_to_host(Comm& comm) {
 }
 
 void Unit::start_counting(Comm& comm) {
-  at::Tensor counts = at::empty({layout_.size()}, at::TensorOptions().dtype(at::kInt));
+  const auto options = at::TensorOptions().dtype(at::kInt).pinned_memory(comm.on_device());
+  at::Tensor counts = at::empty({layout_.size()}, options);
   auto* count = counts.mutable_data_ptr<int32_t>();
   for (int64_t i = 0; i < layout_.size(); ++i) count[i] = contributes(i) ? 1 : 0;
-  if (comm.on_device()) counts = counts.to(context_.compute.device());
+  if (comm.on_device()) counts = counts.to(context_.compute.device(), /*non_blocking=*/true);
   flags_.assign(1, counts);
   comm.all_reduce_sum(counts, pending_);
 }
@@ -842,6 +843,24 @@ void Unit::release(Comm& comm, Writes writes) {
     refresh_mirror(comm);
   }
   full_.empty(*context_.spare, released_message_);
+}
+
+void Unit::stow(const std::set<std::string>& states) {
+  const std::string message =
+      where(context_.rank, name_) + "is offloaded. Call zero_ext.reload_states() first.";
+  const auto away = [&](const char* state, std::initializer_list<FlatBuffer*> buffers) {
+    if (states.count(state) == 0) return;
+    for (FlatBuffer* buffer : buffers) buffer->stow(context_.offloaded, message);
+  };
+  away("full", {&full_, &shard_});
+  away("master", {&master_});
+  away("grad", {&grad_, &before_, &local_before_});
+}
+
+void Unit::unstow() {
+  for (FlatBuffer* buffer : {&full_, &shard_, &master_, &grad_, &before_, &local_before_}) {
+    buffer->unstow();
+  }
 }
 
 }  // namespace zero_ext

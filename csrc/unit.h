@@ -33,6 +33,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -221,6 +222,9 @@ class Unit {
   void release(Comm& comm, Writes writes);
   // Where shards travel through host memory: what others take is what shard holds now.
   void refresh_mirror(const Comm& comm);
+  // See FlatBuffer::stow and unstow: of the parameters, the masters, the sums.
+  void stow(const std::set<std::string>& states);
+  void unstow();
   // Into full as it is; what was written there is forgotten. Begins a gather, without allocating.
   void receive_ranges(Comm& comm);
 

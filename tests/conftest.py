@@ -145,6 +145,8 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "dist: runs on all ranks, under torchrun")
     config.addinivalue_line("markers", "host: of the CPU alone, not for ZERO_EXT_TEST_DEVICE")
     config.addinivalue_line("markers", "real_device: with something that 'lagged' lacks")
+    config.addinivalue_line("markers", "device: for a ZERO_EXT_TEST_DEVICE, not for the CPU")
+    config.addinivalue_line("markers", "lagged: for ZERO_EXT_TEST_DEVICE=lagged alone")
     config.addinivalue_line(
         "markers", "world(size) or world(min=, max=): the numbers of ranks that a dist test is for"
     )
@@ -206,6 +208,10 @@ def pytest_collection_modifyitems(config, items):
             reason = "for one process: pytest tests -m 'not dist'"
         if DEVICE != "cpu" and item.get_closest_marker("host"):
             reason = "of the CPU alone"
+        if DEVICE == "cpu" and item.get_closest_marker("device"):
+            reason = "for another device: ZERO_EXT_TEST_DEVICE=lagged"
+        if DEVICE != "lagged" and item.get_closest_marker("lagged"):
+            reason = "for ZERO_EXT_TEST_DEVICE=lagged"
         if DEVICE == "lagged" and item.get_closest_marker("real_device"):
             reason = "what it compares with does not run on this device"
         if reason:

@@ -138,6 +138,7 @@ class Handle:
         self.knows_on_host = device.type == "cpu" or options.offload
         self.offloaded: frozenset[str] = frozenset()
         self.parameters: list[weakref.ref] = []
+        self.optimizers: weakref.WeakSet = weakref.WeakSet()
         self.scaled_by: weakref.ref | None = None  # the optimizer whose loss_scaler the engine has
         if blocks is None:
             self.add_parameters(parameters)
@@ -312,8 +313,11 @@ class Handle:
 
     def set_offloaded(self, states: Iterable[str]) -> None:
         """See ``zero_ext.offload_states``."""
-        self.engine.set_offloaded(", ".join(sorted(states)))
-        self.offloaded = frozenset(states)
+        names = frozenset(states)
+        self.engine.set_offloaded(names)
+        self.offloaded = names
+        for optimizer in self.optimizers:
+            optimizer._sharded_state.set_offloaded("optimizer_state" in self.offloaded)
 
     def check_forward(self) -> None:
         if "full" in self.offloaded:

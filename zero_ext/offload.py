@@ -1,7 +1,7 @@
 """Offload: which states of a sharded model live in host memory, always or between phases.
 
-This version trains on the CPU, where all states are in host memory already: the arguments and the
-calls are checked and keep their rules, and nothing is copied or moved.
+Of a model on the CPU all states are in host memory already: the arguments and the calls are checked
+and keep their rules, and nothing is copied or moved.
 """
 
 from collections.abc import Iterable
@@ -34,9 +34,10 @@ def check_policy(policy: OffloadPolicy | None) -> OffloadPolicy:
 def offload_states(sharded, include: Iterable[str] | None = None) -> None:
     """Move states out of device memory until ``reload_states``, between two phases of a program.
 
-    On the CPU they are in host memory already and stay where they are; the rules are the same.
-    While anything is offloaded, ``backward()`` and ``step()`` raise; without ``"full"`` the forward
-    still runs, for evaluation and generation. States that are offloaded already stay so.
+    Those of a model on the CPU are in host memory already and stay where they are; the rules are
+    the same. States that ``zero_ext.optim.wrap`` leaves to torch's optimizers stay, too. While
+    anything is offloaded, ``backward()`` and ``step()`` raise; without ``"full"`` the forward still
+    runs, for evaluation and generation. States that are offloaded already stay so.
 
     Args:
         sharded: A sharded module, or an optimizer of this package.

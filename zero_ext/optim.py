@@ -110,6 +110,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         self._states_held = self._states_needed()
         self._sharded_state = _C.OptimizerState(self._handle.engine, self._states_held)
+        self._handle.optimizers.add(self)
         self._bind(range(len(self.param_groups)))
         self.loss_scaler = loss_scaler
         self._attach_scaler()

@@ -77,6 +77,11 @@ def faults() -> list[str]:
     return _library().lagged_faults().decode().splitlines()
 
 
+def host_waits() -> int:
+    """How often the host has waited for a device so far, in this process."""
+    return _library().lagged_host_waits()
+
+
 def stream_handle(stream: torch.Stream) -> int:
     """What ``c10::Stream::native_handle()`` is for ``stream``."""
     return _library().lagged_stream_handle(stream.device_index, stream.stream_id)
@@ -172,6 +177,7 @@ def _library() -> ctypes.CDLL:
     library.lagged_stream_handle.restype = ctypes.c_void_p
     library.lagged_stream_handle.argtypes = [ctypes.c_int, ctypes.c_int64]
     library.lagged_faults.restype = ctypes.c_char_p
+    library.lagged_host_waits.restype = ctypes.c_int64
     library.lagged_set_lag_us.argtypes = [ctypes.c_int64]
     for name in ["allocated_bytes", "peak_bytes", "allocations"]:
         getattr(library, f"lagged_{name}").restype = ctypes.c_int64

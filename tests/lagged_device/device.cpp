@@ -68,8 +68,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Queue& queue = queue_of(stream);
     return queue.is_done(queue.last_ticket());
   }
-  void synchronizeStream(const Stream& stream) const override { queue_of(stream).wait_all(); }
+  void synchronizeStream(const Stream& stream) const override {
+    count_host_wait();
+    queue_of(stream).wait_all();
+  }
   void synchronizeDevice(const DeviceIndex device) const override {
+    count_host_wait();
     synchronize(checked(index_of({c10::kPrivateUse1, device})));
   }
 
@@ -102,6 +106,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
+    count_host_wait();
     const Event& moment = *static_cast<Event*>(event);
     if (moment.queue != nullptr) moment.queue->wait(moment.ticket);
   }

@@ -364,6 +364,7 @@ Tensor& set_nothing(Tensor& self) {
 
 at::Scalar local_scalar(const Tensor& self) {
   const HostMode mode;
+  count_host_wait();
   current_queue(self.device().index()).wait_all();
   return host_alias(self).item();
 }
@@ -406,7 +407,10 @@ Tensor& copy_(Tensor& self, const Tensor& given, bool non_blocking) {
     to.copy_(from);
   });
   other.push_wait(queue, ticket);
-  if (!non_blocking && !(from_device && to_device)) queue.wait(ticket);
+  if (!non_blocking && !(from_device && to_device)) {
+    count_host_wait();
+    queue.wait(ticket);
+  }
   return self;
 }
 

@@ -317,6 +317,13 @@ int64_t next_new_stream(int device) {
          static_cast<int64_t>(machine().devices.at(device).new_turn++ % kNewStreams);
 }
 
+namespace {
+std::atomic<int64_t> waits{0};
+}  // namespace
+
+void count_host_wait() { ++waits; }
+int64_t host_waits() { return waits; }
+
 void synchronize(int device) {
   for (auto& stream : machine().devices.at(device).streams) stream->wait_all();
 }
@@ -419,6 +426,7 @@ std::vector<std::string> faults() {
 #define LAGGED_EXPORT extern "C" __attribute__((visibility("default")))
 
 LAGGED_EXPORT void lagged_set_lag_us(int64_t lag_us) { lagged::set_lag_us(lag_us); }
+LAGGED_EXPORT int64_t lagged_host_waits() { return lagged::host_waits(); }
 LAGGED_EXPORT int64_t lagged_lag_us() { return lagged::get_lag_us(); }
 LAGGED_EXPORT int lagged_device_count() { return lagged::kDevices; }
 LAGGED_EXPORT void* lagged_stream_handle(int device, int64_t id) {

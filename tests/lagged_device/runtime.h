@@ -92,6 +92,11 @@ int64_t next_new_stream(int device);
 int64_t borrow_group_stream(int device);
 void give_back_group_stream(int device, int64_t id);
 void synchronize(int device);  // throws as Queue::wait()
+
+// How often the host has waited where it would wait for a real device: reads of values, copies that
+// block, events, streams. Operators that drain their stream for want of better do not count.
+void count_host_wait();
+int64_t host_waits();
 void synchronize_quietly(int device);
 
 // Of the calling thread.

@@ -1,0 +1,321 @@
+"""Models on a device: the CPU's bits, nothing out of order, and nobody waits.
+
+Run with ZERO_EXT_TEST_DEVICE, where all other tests run as well. "lagged" is late with everything,
+so that a missing wait shows as another result or as a fault.
+"""
+
+import gc
+import itertools
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import MLP, assert_bits, mean_square, rank_data
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+import zero_ext
+
+pytestmark = [pytest.mark.device, pytest.mark.filterwarnings("ignore:zero_ext.*skipped")]
+STEPS = 4
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+OFFLOAD = CPUOffloadPolicy()
+REDUCTIONS = pytest.mark.parametrize("reduction", ["exchange", "collective"])
+
+
+@pytest.fixture(autouse=True)
+def in_order(device):
+    """Nothing was written after its release or behind its end."""
+    yield
+    if device.type == "lagged":
+        import lagged_device
+
+        assert lagged_device.faults() == []
+
+
+def host_waits() -> int:
+    import lagged_device
+
+    return lagged_device.host_waits()
+
+
+class Run:
+    """The same training, on any device."""
+
+    def __init__(self, device, stage, mesh, rank, dtype, optimizer=zero_ext.optim.AdamW, **kwargs):
+        self.device, self.rank = device, rank
+        torch.manual_seed(0)
+        with torch.device("cpu"):
+            model = MLP(13).to(dtype)
+        sharding = {k: kwargs.pop(k) for k in ("offload_policy", "reduction") if k in kwargs}
+        steps = kwargs.pop("accumulation_steps", 1)
+        self.model = zero_ext.shard(
+            model.to(device), stage, mesh=mesh, bucket_mb=300 / 2**20, **sharding
+        )
+        self.optimizer = optimizer(self.model.parameters(), lr=0.05, **kwargs)
+        self.micros = steps
+
+    def backward(self, step, micro=0, factor=1.0):
+        with torch.device("cpu"):
+            batch = rank_data((4, 5), self.rank, step, micro)
+        batch = batch.to(next(self.model.parameters()).dtype).to(self.device)
+        loss = mean_square(self.model, batch) * factor
+        loss.backward()
+        return loss.detach()
+
+    def step(self, number, factor=1.0):
+        losses = [self.backward(number, m, factor) for m in range(self.micros)]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return losses
+
+    def train(self, overflow_at=None):
+        """Losses, parameters, states and skipped steps, on the host."""
+        losses = []
+        for number in range(STEPS):
+            losses += self.step(number, float("inf") if number == overflow_at else 1.0)
+        values = [zero_ext.full_tensor(p) for p in self.model.parameters()]
+        states = [
+            zero_ext.full_state(self.optimizer, p, name)
+            for p in self.model.parameters()
+            for name in self.optimizer.state[p]
+        ]
+        everything = [t.cpu() for t in [*losses, *values, *states]]
+        return everything, self.optimizer.skipped_steps
+
+
+def assert_as_on_the_cpu(anywhere, rank, device, stage, dtype, overflow_at=None, **kwargs):
+    expected_kwargs = {k: v for k, v in kwargs.items() if k != "offload_policy"}
+    mesh = None if anywhere is None else DeviceMesh.from_group(anywhere.get_group(), "cpu")
+    expected = Run("cpu", stage, mesh, rank, dtype, **expected_kwargs).train(overflow_at)
+    found = Run(device, stage, anywhere, rank, dtype, **kwargs).train(overflow_at)
+    assert found[1] == expected[1] == (overflow_at is not None)
+    for n, (mine, theirs) in enumerate(zip(found[0], expected[0], strict=True)):
+        assert_bits(mine.double(), theirs.double(), f"value {n}")
+
+
+@STAGES
+@REDUCTIONS
+@pytest.mark.parametrize("offload", [None, OFFLOAD], ids=["", "offload"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_training_has_the_bits_of_the_cpu(anywhere, rank, device, stage, reduction, offload, dtype):
+    assert_as_on_the_cpu(
+        anywhere, rank, device, stage, dtype, reduction=reduction, offload_policy=offload
+    )
+
+
+@STAGES
+@pytest.mark.parametrize("offload", [None, OFFLOAD], ids=["", "offload"])
+def test_micro_batches_clipping_and_a_skipped_step(anywhere, rank, device, stage, offload):
+    # In bf16, whose sums over micro-batches are exact: with offload each is reduced in stage 1, too.
+    assert_as_on_the_cpu(
+        anywhere,
+        rank,
+        device,
+        stage,
+        torch.bfloat16,
+        overflow_at=2,
+        reduction="exchange",
+        offload_policy=offload,
+        accumulation_steps=2,
+        max_grad_norm=0.1,
+    )
+
+
+@pytest.mark.parametrize("offload", [None, OFFLOAD], ids=["", "offload"])
+@pytest.mark.parametrize(
+    ("optimizer", "kwargs"),
+    [
+        (zero_ext.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+        (zero_ext.optim.AdamW, {"amsgrad": True}),
+        (zero_ext.optim.Adam, {"weight_decay": 0.1}),
+    ],
+    ids=["SGD", "AMSGrad", "Adam"],
+)
+def test_other_optimizers(anywhere, rank, device, optimizer, kwargs, offload):
+    assert_as_on_the_cpu(
+        anywhere,
+        rank,
+        device,
+        2,
+        torch.bfloat16,
+        reduction="exchange",
+        offload_policy=offload,
+        optimizer=optimizer,
+        **kwargs,
+    )
+
+
+@pytest.mark.lagged
+@STAGES
+@REDUCTIONS
+@pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+def test_nobody_waits_in_a_backward_or_a_step(
+    anywhere, rank, device, stage, reduction, max_grad_norm
+):
+    if anywhere is not None and "lccl" not in str(dist.get_backend_config()):
+        pytest.skip("gloo carries tensors through host memory, which waits")
+    run = Run(
+        device,
+        stage,
+        anywhere,
+        rank,
+        torch.bfloat16,
+        reduction=reduction,
+        max_grad_norm=max_grad_norm,
+    )
+    for number in range(2):
+        run.step(number)
+    batch = rank_data((4, 5), rank).bfloat16()
+    before = host_waits()
+    for _ in range(3):
+        for _ in range(2):
+            mean_square(run.model, batch).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    assert host_waits() == before
+
+
+@pytest.mark.lagged
+def test_the_count_of_waits_sees_one(device):
+    """The test above can fail."""
+    value = torch.ones(3, device=device)
+    before = host_waits()
+    value.add_(1).mul_(2)
+    assert host_waits() == before
+    assert value.sum().item() == 12
+    assert host_waits() > before
+
+
+@pytest.mark.lagged
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("offload", [None, OFFLOAD], ids=["", "offload"])
+def test_a_model_on_another_than_the_current_device(anywhere, rank, stage, offload):
+    other = torch.device("lagged", 1)
+    assert torch.accelerator.current_device_index() == 0
+    with other:
+        assert_as_on_the_cpu(
+            anywhere,
+            rank,
+            other,
+            stage,
+            torch.float32,
+            reduction="exchange",
+            offload_policy=offload,
+        )
+    assert torch.accelerator.current_device_index() == 0
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_callers_own_stream(anywhere, rank, device, stage):
+    """Forward, backward and step on a stream that is not the default one."""
+    expected = Run(device, stage, anywhere, rank, torch.float32).train()
+    with torch.Stream(device):
+        found = Run(device, stage, anywhere, rank, torch.float32).train()
+    for mine, theirs in zip(found[0], expected[0], strict=True):
+        assert_bits(mine, theirs)
+
+
+@pytest.mark.parametrize("how", ["step", "skipped_steps", "stats"])
+def test_a_skipped_step_is_told_of_later(device, how):
+    run = Run(device, 2, None, 0, torch.float32)
+    run.step(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.backward(1, factor=float("nan"))
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    torch.accelerator.synchronize()
+    with pytest.warns(UserWarning, match=r"NaN or Inf, first in 'layers\.0\.weight' on rank 0"):
+        if how == "step":
+            run.step(2)
+        elif how == "stats":
+            assert run.optimizer.stats()["skipped_steps"] == 1
+        else:
+            assert run.optimizer.skipped_steps == 1
+    assert run.optimizer.skipped_steps == 1
+
+
+def test_raise_waits_and_updates_nothing(device):
+    run = Run(device, 2, None, 0, torch.float32, nonfinite="raise")
+    run.step(0)
+    before = [p.detach().clone() for p in run.model.parameters()]
+    run.backward(1, factor=float("nan"))
+    with pytest.raises(RuntimeError, match="NaN or Inf"):
+        run.optimizer.step()
+    for parameter, value in zip(run.model.parameters(), before, strict=True):
+        assert_bits(parameter.detach(), value)
+
+
+def test_the_number_of_a_step_is_not_counted_when_it_is_skipped(device):
+    run = Run(device, 2, None, 0, torch.float32)
+    run.train(overflow_at=1)
+    assert {run.optimizer.state[p]["step"].item() for p in run.model.parameters()} == {STEPS - 1}
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_offloaded_states_take_no_memory_of_the_device(anywhere, rank, device, stage):
+    run = Run(device, stage, anywhere, rank, torch.bfloat16, offload_policy=OFFLOAD)
+    run.step(0)
+    stats = run.model.stats()
+    assert stats["bytes_master"] == stats["bytes_grad"] == stats["bytes_optimizer_state"] == 0
+    assert stats["bytes_offloaded"] > 0
+    assert stats["bytes_held"] == stats["bytes_full"] + stats["bytes_bucket"]
+    parameter = next(run.model.parameters())
+    run.backward(1)
+    assert run.optimizer.state[parameter]["exp_avg"].device.type == "cpu"
+    assert parameter.grad.device.type == "cpu"
+
+
+def test_a_released_unit_leaves_no_memory_behind(anywhere, rank, device, world):
+    """Over 30 steps of stage 3 what the device has handed out stays where it was."""
+    if anywhere is None:
+        pytest.skip("one rank releases nothing")
+    memory = torch.get_device_module(device)
+    run = Run(device, 3, anywhere, rank, torch.float32)
+    held = []
+    for number in range(30):
+        run.step(number)
+        gc.collect()
+        torch.accelerator.synchronize()
+        held.append(memory.memory_allocated())
+    assert len(set(held[5:])) == 1
+
+
+def test_two_devices_in_one_model_are_refused(device):
+    model = MLP()
+    model.layers[1].to("cpu")
+    problem = rf"'layers\.1\.weight' is on cpu, others are on {device.type}"
+    with pytest.raises(ValueError, match=problem):
+        zero_ext.shard(model)
+
+
+@STAGES
+def test_states_can_leave_the_device_for_a_while(anywhere, rank, device, stage):
+    memory = torch.get_device_module(device)
+    run, twin = (Run(device, stage, anywhere, rank, torch.bfloat16) for _ in range(2))
+    for each in (run, twin):
+        each.step(0)
+        each.backward(1)
+    torch.accelerator.synchronize()
+    held, before = run.model.stats(), memory.memory_allocated()
+    zero_ext.offload_states(run.model)
+    torch.accelerator.synchronize()
+    away = run.model.stats()
+    names = ("full", "shard", "master", "grad", "optimizer_state")
+    moved = sum(held[f"bytes_{name}"] for name in names)
+    assert sum(away[f"bytes_{name}"] for name in names) == 0
+    assert away["bytes_offloaded"] == moved
+    assert before - memory.memory_allocated() >= moved
+    with pytest.raises(RuntimeError, match="offloaded"):
+        run.model(torch.zeros(1, 5, device=device, dtype=torch.bfloat16))
+    zero_ext.reload_states(run.model)
+    assert run.model.stats() == held | {"bytes_peak": run.model.stats()["bytes_peak"]}
+    for each in (run, twin):
+        each.optimizer.step()
+        each.optimizer.zero_grad()
+        each.step(2)
+    pairs = itertools.zip_longest(run.model.parameters(), twin.model.parameters())
+    for mine, theirs in pairs:
+        assert_bits(zero_ext.full_tensor(mine), zero_ext.full_tensor(theirs))
