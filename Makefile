@@ -29,7 +29,7 @@ train test test-all bench bench-deepspeed: export OMP_NUM_THREADS := 1
 NATIVE := $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*.h csrc/kernels/*.cpp csrc/kernels/*.cu)
 EMULATION := $(wildcard tests/cuda_emulation/* tests/lagged_device/*.h tests/lagged_device/*.cpp)
 ONE_RANK_BENCHES := $(wildcard benchmarks/bench_kernels.py benchmarks/bench_hooks.py)
-GPU_BENCHES := benchmarks/bench_cuda.py
+GPU_BENCHES := benchmarks/bench_cuda.py benchmarks/bench_cuda_step.py
 DEEPSPEED_BENCHES := benchmarks/bench_deepspeed.py
 BENCHES := $(filter-out $(ONE_RANK_BENCHES) $(GPU_BENCHES) $(DEEPSPEED_BENCHES),$(wildcard benchmarks/bench_*.py))
 
@@ -55,15 +55,30 @@ THREE_RANKS_TESTS := $(addprefix tests/test_,equivalence.py order.py comm_ops.py
   norm.py scenarios_b.py scenarios_c.py stage3.py)
 FOUR_RANKS_TESTS := $(addprefix tests/test_,equivalence.py comm_ops.py norm.py stage3.py)
 
+# On the device that tests/lagged_device makes, whose work is late: what depends on streams, events and
+# memory. With messages through host memory, and with those of its own backend.
+LAGGED_TESTS := $(addprefix tests/test_,devices.py precision.py norm.py live_objects.py hooks.py offload.py)
+LAGGED_RANKS_TESTS := $(addprefix tests/test_,devices.py scenarios_c.py)
+ALL_LAGGED_TESTS := $(filter-out $(addprefix tests/test_,build.py comm_ops.py cuda_kernels.py cuda_sources.py \
+  example.py harness.py kernels.py lagged_device.py layout.py ops.py pipeline.py residency.py),$(wildcard tests/test_*.py))
+LAGGED := ZERO_EXT_TEST_DEVICE=lagged
+LCCL := $(LAGGED) ZERO_EXT_TEST_BACKENDS=cpu:gloo,lagged:lccl
+
 test: install
 	$(PY) -m pytest tests -m "not dist and not slow"
+	$(LAGGED) $(PY) -m pytest $(LAGGED_TESTS) -m "not dist and not slow"
 	$(call test_ranks,dist and not slow,2,tests)
 	$(call test_ranks,dist and not slow,3,$(THREE_RANKS_TESTS))
 	$(call test_ranks,dist and not slow,4,$(FOUR_RANKS_TESTS))
+	$(call test_ranks,dist and not slow,2,$(LAGGED_RANKS_TESTS),$(LAGGED))
+	$(call test_ranks,dist and not slow,2,$(LAGGED_RANKS_TESTS),$(LCCL))
 
 test-all: install
 	$(PY) -m pytest tests -m "not dist"
+	$(LAGGED) $(PY) -m pytest $(ALL_LAGGED_TESTS) -m "not dist"
 	$(call test_ranks,dist,2 3 4,tests)
+	$(call test_ranks,dist,2 3,$(ALL_LAGGED_TESTS),$(LAGGED))
+	$(call test_ranks,dist,2 3,$(LAGGED_RANKS_TESTS),$(LCCL))
 
 cuda-kernels: install
 	$(PY) -m pytest tests/test_cuda_sources.py
@@ -90,9 +105,9 @@ cuda-test: cuda-build
 # Rank 0 writes to the terminal, the others to build/test-logs, shown when something failed.
 define test_ranks
 	@for ranks in $(2); do \
-	  echo "== $$ranks ranks"; \
+	  echo "== $$ranks ranks $(4)"; \
 	  logs=build/test-logs/$$ranks; rm -rf $$logs; mkdir -p $$logs; \
-	  $(TORCHRUN) --nproc-per-node $$ranks --log-dir $$logs --redirects 1:3,2:3,3:3 \
+	  $(4) $(TORCHRUN) --nproc-per-node $$ranks --log-dir $$logs --redirects 1:3,2:3,3:3 \
 	    -m pytest $(3) -p no:cacheprovider -m "$(1)" || { \
 	      find $$logs -name '*.log' -size +0 -exec tail -v -n 80 {} +; exit 1; }; \
 	done

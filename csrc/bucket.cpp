@@ -7,22 +7,35 @@
 namespace zero_ext {
 
 Bucket::Bucket(const std::shared_ptr<MemoryCounter>& counter, const BucketPlaces& places)
-    : gradients_(counter, Held::bucket, places.gradients, at::kByte, 0),
+    : counter_(counter),
+      places_(places),
+      gradients_(counter, Held::bucket, places.gradients, at::kByte, 0),
       received_(counter, Held::bucket, places.received, at::kByte, 0) {}
 
+Bucket::~Bucket() {
+  if (!used_on_.has_value()) return;
+  for (const FlatBuffer* buffer : {&gradients_, &received_}) buffer->record_use(*used_on_);
+}
+
 void Bucket::mark_used() {
-  const c10::Device device = gradients_.device();
+  const c10::Device device = places_.gradients.device;
   if (device.is_cpu()) return;
   used_.emplace(device.type());
-  used_->record(current_stream(device));
+  used_on_ = current_stream(device);
+  used_->record(*used_on_);
 }
 
 void Bucket::wait_until_unused() const {
-  if (used_.has_value()) used_->block(current_stream(gradients_.device()));
+  if (used_.has_value()) used_->block(current_stream(places_.gradients.device));
 }
 
-at::Tensor Bucket::typed(FlatBuffer& buffer, at::ScalarType dtype, int64_t numel) {
-  buffer.grow(numel * static_cast<int64_t>(c10::elementSize(dtype)));
+at::Tensor Bucket::typed(FlatBuffer& buffer, const Place& place, at::ScalarType dtype,
+                         int64_t numel) {
+  const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
+  if (bytes > buffer.numel()) {
+    buffer.release();
+    buffer = FlatBuffer(counter_, Held::bucket, place, at::kByte, bytes);
+  }
   return buffer.typed(dtype, numel);
 }
 

@@ -24,28 +24,33 @@ struct BucketPlaces {
 class Bucket {
  public:
   Bucket(const std::shared_ptr<MemoryCounter>& counter, const BucketPlaces& places);
+  ~Bucket();
+  Bucket(const Bucket&) = delete;
+  Bucket& operator=(const Bucket&) = delete;
 
   // [numel] of `dtype`: this rank's gradients, laid out as the unit.
   at::Tensor gradients(at::ScalarType dtype, int64_t numel) {
-    return typed(gradients_, dtype, numel);
+    return typed(gradients_, places_.gradients, dtype, numel);
   }
   // [numel] of `dtype`: what the other ranks sent, or what was sent to the host.
   at::Tensor received(at::ScalarType dtype, int64_t numel) {
-    return typed(received_, dtype, numel);
+    return typed(received_, places_.received, dtype, numel);
   }
-  c10::Device receives_on() const { return received_.device(); }
-
   // On a device: its memory was used last by what the current stream has been given so far; and the
   // current stream goes on when that is done.
   void mark_used();
   void wait_until_unused() const;
 
  private:
-  static at::Tensor typed(FlatBuffer& buffer, at::ScalarType dtype, int64_t numel);
+  // A storage of its own where the old one is too small: a device's backend may still read that.
+  at::Tensor typed(FlatBuffer& buffer, const Place& place, at::ScalarType dtype, int64_t numel);
 
+  std::shared_ptr<MemoryCounter> counter_;
+  BucketPlaces places_;
   FlatBuffer gradients_;
   FlatBuffer received_;
   std::optional<c10::Event> used_;
+  std::optional<c10::Stream> used_on_;
 };
 
 class BucketPool {

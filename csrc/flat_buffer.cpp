@@ -230,6 +230,11 @@ void FlatBuffer::grow(int64_t numel) {
   tensor_.unsafeGetTensorImpl()->set_sizes_contiguous({numel});
 }
 
+void FlatBuffer::record_use(const c10::Stream& stream) const {
+  if (!defined() || device().is_cpu()) return;
+  c10::getDeviceAllocator(device().type())->recordStream(tensor_.storage().data_ptr(), stream);
+}
+
 void FlatBuffer::release() {
   if (!tensor_.defined()) return;
   const auto bytes = static_cast<int64_t>(tensor_.nbytes());

@@ -117,6 +117,9 @@ class FlatBuffer {
   // Enlarges to `numel` elements; the old ones keep their values, the new ones are zero, every view
   // stays valid.
   void grow(int64_t numel);
+  // On a device: the memory, which belongs to the stream that it was allocated on, is not reused
+  // before what `stream` was given so far is done.
+  void record_use(const c10::Stream& stream) const;
   // Gives the buffer up; views that were lent keep the storage alive.
   void release();
 

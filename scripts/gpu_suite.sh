@@ -18,10 +18,19 @@ mkdir -p "$RESULTS"
 summary=()
 failed=0
 
+# All of it ends within this time: what comes late gets what is left.
+ALL_SECONDS=530
+
 # step NAME SECONDS COMMAND...: runs it, shows the end of what it said, remembers how it went.
 step() {
   local name="$1" limit="$2" begin="$SECONDS" status=0
   shift 2
+  if [ $((ALL_SECONDS - SECONDS)) -lt "$limit" ]; then limit=$((ALL_SECONDS - SECONDS)); fi
+  if [ "$limit" -lt 5 ]; then
+    failed=1
+    skip "$name" "no time was left"
+    return
+  fi
   echo "== $name"
   timeout --kill-after=10 "$limit" "$@" > "$LOGS/$name.log" 2>&1 || status=$?
   tail -n 25 "$LOGS/$name.log"
@@ -80,11 +89,31 @@ step info 20 "$PYTHON" -m zero_ext.info
 # Without conftest.py, which is about ranks and needs more than pytest.
 step test 130 "$PYTHON" -m pytest tests/test_cuda_kernels.py -q -p no:cacheprovider --noconftest \
   --maxfail=20
+
+# The project's own tests, on CUDA tensors: at one rank, at one with NCCL, at two with gloo.
+export ZERO_EXT_TEST_DEVICE=cuda OMP_NUM_THREADS=1
+quick=(-q -p no:cacheprovider --maxfail=40 -m)
+on_device=(devices optim precision stage3 scenarios_a scenarios_b scenarios_c units state norm errors
+  odd_models hooks loops scaler memory memory_stage3 lifetime offload full_params meta order
+  state_dict module_units live_objects equivalence shard_tensor)
+on_device=("${on_device[@]/#/tests/test_}")
+on_device=("${on_device[@]/%/.py}")
+ranks() {
+  "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$@"
+}
+step test_one_rank 130 "$PYTHON" -m pytest "${on_device[@]}" "${quick[@]}" \
+  "not dist and not slow"
+step benchmark 60 "$PYTHON" benchmarks/bench_cuda.py --results "$RESULTS"
+step benchmark_step 150 ranks 1 benchmarks/bench_cuda_step.py --results "$RESULTS"
+ZERO_EXT_TEST_BACKENDS=cpu:gloo,cuda:nccl step test_nccl 60 ranks 1 -m pytest \
+  tests/test_devices.py tests/test_stage3.py "${quick[@]}" "dist and not slow"
+step test_two_ranks 120 ranks 2 -m pytest tests/test_devices.py tests/test_stage3.py \
+  tests/test_scenarios_c.py tests/test_errors.py "${quick[@]}" "dist and not slow"
+unset ZERO_EXT_TEST_DEVICE
 step exercise 20 "$PYTHON" scripts/exercise_cuda_kernels.py
 for tool in memcheck racecheck; do
   sanitize "$tool"
 done
-step benchmark 60 "$PYTHON" benchmarks/bench_cuda.py --results "$RESULTS"
 
 {
   echo "# $report"
@@ -93,9 +122,17 @@ step benchmark 60 "$PYTHON" benchmarks/bench_cuda.py --results "$RESULTS"
   echo "|---|---|---|"
   printf '%s\n' "${summary[@]}"
   echo
-  cat "$RESULTS/kernels_cuda.md" 2> /dev/null || echo "The benchmark left no results."
+  for results in kernels_cuda step_cuda; do
+    cat "$RESULTS/$results.md" 2> /dev/null || echo "The benchmark $results left no results."
+    echo
+  done
 } > "$RESULTS/$report.md"
-cp "$RESULTS/kernels_cuda.json" "$RESULTS/$report.json" 2> /dev/null
+"$PYTHON" - "$RESULTS" "$RESULTS/$report.json" << 'END'
+import json, pathlib, sys
+
+parts = {p.stem: json.loads(p.read_text()) for p in pathlib.Path(sys.argv[1]).glob("*_cuda.json")}
+pathlib.Path(sys.argv[2]).write_text(json.dumps(parts, indent=1) + "\n")
+END
 mkdir -p benchmarks/results
 for target in benchmarks/results ${OUT:+"$OUT"}; do
   cp "$RESULTS/$report".* "$target"/

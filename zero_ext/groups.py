@@ -104,9 +104,9 @@ def _timeout() -> datetime.timedelta | None:
     return datetime.timedelta(seconds=seconds)
 
 
-def _maker(groups: Groups) -> tuple[Callable[[dist.Store], dist.ProcessGroup], torch.device]:
+def _maker(groups: Groups) -> tuple[Callable[[dist.Store], dist.ProcessGroup], object]:
     """Makes groups like the parent: of its device's own backend, or of gloo, which then carries a
-    device's tensors through host memory. And the device whose tensors they take."""
+    device's tensors through host memory. And the type of that backend."""
     parent = groups.parent
     kinds = {device.type for device in parent._device_types}
     backend = None
@@ -137,7 +137,7 @@ def _maker(groups: Groups) -> tuple[Callable[[dist.Store], dist.ProcessGroup], t
         group._set_default_backend(kind)
         return group
 
-    return make, device
+    return make, kind
 
 
 class CommGroups:
@@ -154,8 +154,8 @@ class CommGroups:
         if groups.world == 1:
             return
         parent = groups.parent
-        make, device = _maker(groups)
-        if device.type != "cpu":
+        make, kind = _maker(groups)
+        if kind == dist.ProcessGroup.BackendType.NCCL:
             self.default_reduction = "collective"
         number = next(_engine_counts[parent.group_name])
         store = distributed_c10d._get_process_group_store(parent)
