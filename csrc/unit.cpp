@@ -210,6 +210,7 @@ bool Unit::holds_storage_of(const at::Tensor& tensor) const {
 void Unit::begin_backward(Sink sink, bool reduces, const std::vector<uint8_t>& expected) {
   sink_ = sink;
   reduces_ = reduces;
+  filled_on_.reset();
   reduced_ = false;
   added_ = false;
   expected_ = expected;
@@ -241,6 +242,10 @@ void Unit::restore_reduced_sum() {
 
 void Unit::end_backward() {
   missing_ = 0;
+  if (!batched_.empty()) {
+    follow_filling_stream();
+    flush_batched();
+  }
   if (sink_ == Sink::local && !reduces_) {
     // The reduced sum stays below the local one.
     for (int64_t i = 0; i < layout_.size(); ++i) add_held(i);
@@ -251,6 +256,7 @@ void Unit::end_backward() {
 
 void Unit::abort_backward(std::vector<Orphan>& orphans) {
   missing_ = 0;
+  batched_.clear();
   for (auto& grads : held_) grads.clear();
   if (sink_ == Sink::local) {
     const bool local_sums = any_sum(local_fresh_before_);
@@ -301,6 +307,15 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
   const kernels::DType dtype = dtype_of(dense.scalar_type());
   const bool overwrite = arrived_[i] != kArrived;
   arrived_[i] = kArrived;
+  if (batches()) {
+    follow_filling_stream();
+    if (!overwrite) flush_batched();  // it may be among them
+    const bool first = sink_ == Sink::direct ? fresh_[i] != 0 : overwrite;
+    batched_.push_back({.slot = i, .grad = dense, .first = first, .scale = scale});
+    if (sink_ == Sink::direct) fresh_[i] = 0;
+    if (complete()) flush_batched();
+    return true;
+  }
   int32_t nonfinite = 0;
   int32_t* flag = arrival_flag(i, &nonfinite);
   switch (sink_) {
@@ -321,7 +336,6 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
       }
       break;
     case Sink::bucket:
-      follow_filling_stream();
       accumulate_in_bucket(i, dense.const_data_ptr(), dtype,
                            overwrite ? kernels::Write::overwrite : kernels::Write::add, flag);
       break;
@@ -330,10 +344,58 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
 }
 
 void Unit::follow_filling_stream() {
-  if (context_.compute.on_host()) return;
   const c10::Stream stream = current_stream(context_.compute.device());
-  if (filled_on_.has_value()) order(*filled_on_, stream);
+  if (filled_on_ == stream) return;
+  if (filled_on_.has_value()) {
+    // What waits is launched on its own stream, to which its memory belongs.
+    const c10::StreamGuard before(*filled_on_);
+    flush_batched();
+    order(*filled_on_, stream);
+  }
   filled_on_ = stream;
+}
+
+void Unit::flush_batched() {
+  while (!batched_.empty()) {
+    const Batched& head = batched_.front();
+    const auto is_like_head = [&](const Batched& other) {
+      return other.grad.scalar_type() == head.grad.scalar_type() && other.first == head.first &&
+             other.scale == head.scale;
+    };
+    const auto end = std::stable_partition(batched_.begin() + 1, batched_.end(), is_like_head);
+    launch_batch(batched_.begin(), end);
+    batched_.erase(batched_.begin(), end);
+  }
+}
+
+void Unit::launch_batch(BatchedIterator begin, BatchedIterator end) {
+  const Runner& runner = context_.compute;
+  const kernels::DType dtype = dtype_of(begin->grad.scalar_type());
+  const int64_t count = end - begin;
+  if (sink_ == Sink::direct) {
+    std::vector<kernels::AccumulateSegment> segments;
+    for (auto at = begin; at != end; ++at) {
+      segments.push_back({.grad = at->grad.const_data_ptr(),
+                          .sum = grad_data() + own_piece(at->slot)->range_begin,
+                          .numel = at->grad.numel(),
+                          .nonfinite = arrival_flag(at->slot, nullptr)});
+    }
+    check(runner->accumulate_list(segments.data(), count, dtype, begin->scale, begin->first,
+                                  /*nonfinite=*/nullptr, runner.launch()),
+          "accumulate_list");
+    return;
+  }
+  std::vector<kernels::CopySegment> segments;
+  for (auto at = begin; at != end; ++at) {
+    segments.push_back({.source = at->grad.const_data_ptr(),
+                        .target = staged(layout_.slot(at->slot).offset),
+                        .numel = at->grad.numel(),
+                        .nonfinite = arrival_flag(at->slot, nullptr)});
+  }
+  const kernels::Write write = begin->first ? kernels::Write::overwrite : kernels::Write::add;
+  check(runner->flatten(segments.data(), count, dtype, dtype_of(staged_.scalar_type()), write,
+                        /*nonfinite=*/nullptr, runner.launch()),
+        "flatten");
 }
 
 void Unit::accumulate_local(int64_t i, const at::Tensor& grad, int32_t* nonfinite) {
@@ -433,10 +495,9 @@ void Unit::lend_bucket(std::unique_ptr<Bucket> bucket) {
   bucket_ = std::move(bucket);
   bucket_->wait_until_unused();
   staged_ = bucket_->gradients(message_dtype(), layout_.padded_numel());
-  filled_on_.reset();
   if (context_.compute.on_host()) return;
   staged_.zero_();
-  follow_filling_stream();
+  filled_on_ = current_stream(context_.compute.device());
 }
 
 bool Unit::contributes(int64_t i) const {
@@ -452,7 +513,10 @@ void Unit::start_reduce(Comm& comm, int64_t backward) {
       if (contributes(i)) stage_local(i);
     }
   }
-  if (filled_on_.has_value()) follow_filling_stream();
+  if (batches()) {
+    follow_filling_stream();
+    flush_batched();
+  }
   const SideStream::Scope beside(context_.reducing);
   flags_are_counts_ = context_.reduction == Reduction::collective || comm.on_device();
   if (flags_are_counts_) start_counting(comm);

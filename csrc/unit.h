@@ -229,6 +229,12 @@ class Unit {
   void receive_ranges(Comm& comm);
 
  private:
+  struct Batched {
+    int64_t slot;
+    at::Tensor grad;  // dense, strides as the slot's
+    bool first;       // overwrites what the bucket or the sum holds
+    float scale;      // of direct sums
+  };
   enum Arrival : uint8_t { kNotArrived, kArrivedEmpty, kArrived };
 
   at::Tensor on_device(int64_t numel, at::ScalarType dtype) const;
@@ -269,6 +275,12 @@ class Unit {
   // The current stream goes on where the bucket's last gradient was put into it.
   void follow_filling_stream();
   void copy_own_range();
+  // On a device gradients wait until their unit is complete, for one launch.
+  bool batches() const { return !context_.compute.on_host() && sink_ != Sink::local; }
+  void flush_batched();
+  using BatchedIterator = std::vector<Batched>::iterator;
+  // Equal in dtype, scale and `first`.
+  void launch_batch(BatchedIterator begin, BatchedIterator end);
   int32_t* arrival_flag(int64_t i, int32_t* on_host) const {
     return context_.compute.on_host() ? on_host : context_.flags->arrival(flag(i));
   }
@@ -306,6 +318,7 @@ class Unit {
   bool reduces_ = false;
   float scale_ = 1;                            // of gradients that are added to a local sum
   std::vector<std::vector<at::Tensor>> held_;  // [slots]; dense, strides as the slot's
+  std::vector<Batched> batched_;               // at most one of each slot
   std::vector<int64_t> nonfinite_arrived_;
   int64_t backward_ = 0;
   int64_t missing_ = 0;

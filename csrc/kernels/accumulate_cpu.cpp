@@ -66,14 +66,13 @@ struct AccumulateList {
   int32_t* nonfinite;
 
   ZERO_EXT_BODY void operator()(int64_t begin, int64_t end) const {
-    int32_t largest = 0;
     for_each_segment(
         segments, begin, end,
         [&](const AccumulateSegment& segment, int64_t from, int64_t to) ZERO_EXT_BODY_LAMBDA {
           const T* grad = static_cast<const T*>(segment.grad);
-          largest = largest_of(largest, accumulate(grad + from, segment.sum + from, to - from));
+          const int32_t largest = accumulate(grad + from, segment.sum + from, to - from);
+          if (largest >= kInfinityBits) report_nonfinite(flag_of(segment, nonfinite));
         });
-    if (largest >= kInfinityBits) report_nonfinite(nonfinite);
   }
 };
 

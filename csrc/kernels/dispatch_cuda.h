@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads)
 // keeps it. Long lists take one launch per kLongList segments. Segments are cut into pieces of
 // kPieceNumel, which the blocks take in turn, so that one long segment is spread over all of them.
 constexpr int kShortList = 64;
-constexpr int kLongList = 1024;
+constexpr int kLongList = 896;
 constexpr int64_t kPieceNumel = 8192;
 
 template <class Segment, int capacity>
@@ -163,16 +163,15 @@ template <class Pack, class Make>
 __global__ void __launch_bounds__(kThreads)
     over_segments(const __grid_constant__ Pack pack, const __grid_constant__ Make make,
                   int32_t* nonfinite) {
-  int32_t largest = 0;
   for (int64_t piece = blockIdx.x; piece < pack.pieces; piece += gridDim.x) {
     const int32_t at = segment_of(pack, piece);
     const int64_t begin = (piece - pack.first_piece[at]) * kPieceNumel;
     const int64_t left = pack.segment[at].numel - begin;
     const int64_t numel = left < kPieceNumel ? left : kPieceNumel;
-    const int32_t part = walk(make(pack.segment[at], begin), numel, threadIdx.x, blockDim.x);
-    largest = largest_of(largest, part);
+    const int32_t largest = walk(make(pack.segment[at], begin), numel, threadIdx.x, blockDim.x);
+    int32_t* flag = pack.segment[at].nonfinite;
+    report_nonfinite(largest, flag != nullptr ? flag : nonfinite);
   }
-  report_nonfinite(largest, nonfinite);
 }
 
 inline Status checked(cudaError_t error, const Launch& launch) {

@@ -37,18 +37,16 @@ struct Flatten {
   }
 
   ZERO_EXT_BODY void operator()(int64_t begin, int64_t end) const {
-    int32_t largest = 0;
     for_each_segment(
         segments, begin, end,
         [&](const CopySegment& segment, int64_t from, int64_t to) ZERO_EXT_BODY_LAMBDA {
           const Source* source = static_cast<const Source*>(segment.source) + from;
           Target* target = static_cast<Target*>(segment.target) + from;
-          const int32_t part = write == Write::add
-                                   ? flatten<Write::add>(source, target, to - from)
-                                   : flatten<Write::overwrite>(source, target, to - from);
-          largest = largest_of(largest, part);
+          const int32_t largest = write == Write::add
+                                      ? flatten<Write::add>(source, target, to - from)
+                                      : flatten<Write::overwrite>(source, target, to - from);
+          if (largest >= kInfinityBits) report_nonfinite(flag_of(segment, nonfinite));
         });
-    if (largest >= kInfinityBits) report_nonfinite(nonfinite);
   }
 };
 

@@ -48,11 +48,13 @@ struct Launch {
       nullptr;  // where not null: the driver's words when launch_failed is returned
 };
 
-// One copy of a list: `numel` elements from `source` to `target`.
+// One copy of a list: `numel` elements from `source` to `target`. `nonfinite`: a flag of its own,
+// instead of the call's.
 struct CopySegment {
   const void* source;
   void* target;
   int64_t numel;
+  int32_t* nonfinite = nullptr;
 };
 
 // One sum of a list.
@@ -60,7 +62,13 @@ struct AccumulateSegment {
   const void* grad;
   float* sum;
   int64_t numel;
+  int32_t* nonfinite = nullptr;
 };
+
+template <class Segment>
+constexpr int32_t* flag_of(const Segment& segment, int32_t* of_call) {
+  return segment.nonfinite != nullptr ? segment.nonfinite : of_call;
+}
 
 // How a value is written over what the target holds.
 enum class Write : int32_t { overwrite, add };

@@ -187,16 +187,20 @@ void test_lists(DType source, DType target, Write write) {
       Buffer cpu(target, total, 1);
       Buffer device = cpu;
       int32_t flags[2] = {0, 0};
+      // Every other segment has a flag of its own.
+      std::vector<int32_t> own[2] = {std::vector<int32_t>(count), std::vector<int32_t>(count)};
       for (Buffer* to : {&cpu, &device}) {
         std::vector<CopySegment> copies;
         std::vector<AccumulateSegment> sums;
         int64_t place = 0;
+        const bool on_device = to == &device;
         for (const int64_t numel : numels) {
-          copies.push_back({from.at(place), to->at(place), numel});
-          sums.push_back({from.at(place), reinterpret_cast<float*>(to->at(place)), numel});
+          const size_t i = copies.size();
+          int32_t* flag = i % 2 == 0 ? nullptr : &own[on_device][i];
+          copies.push_back({from.at(place), to->at(place), numel, flag});
+          sums.push_back({from.at(place), reinterpret_cast<float*>(to->at(place)), numel, flag});
           place += numel + 3;
         }
-        const bool on_device = to == &device;
         const auto list = on_device ? accumulate_list_cuda : accumulate_list_cpu;
         const auto flatten = on_device ? flatten_cuda : flatten_cpu;
         const Status status =
@@ -207,6 +211,7 @@ void test_lists(DType source, DType target, Write write) {
       }
       const std::string what = name("list", target, total, count);
       same(what, cpu, device);
+      if (own[0] != own[1]) fail(what + ": a segment's own flag");
       if (flags[0] != flags[1]) fail(what + ": flag");
     }
   }
