@@ -776,7 +776,8 @@ StepVerdict Engine::agree_on_device(const std::vector<int64_t>& indices,
                     reinterpret_cast<kernels::SquareSum*>(squares.mutable_data_ptr<int64_t>()));
   }
   at::Tensor all = at::cat({flags_->verdict(flags), squares}).unsqueeze(0);
-  if (world() > 1) {
+  const bool replicated = policy().optimizer == Sharding::replicated;
+  if (world() > 1 && !(replicated && !questions.nonfinite)) {  // else a rank may ask alone
     all = comm_.all_gather(
         all[0], [&] { return where(rank()) + verb + " waited for the other ranks' " + verb; });
   }
@@ -784,7 +785,6 @@ StepVerdict Engine::agree_on_device(const std::vector<int64_t>& indices,
   verdict->skip = all.select(1, 0).min().eq(0).to(at::kInt).reshape({1});
   const at::Tensor first = all.select(1, 1).min().reshape({1});
   if (questions.norm()) {
-    const bool replicated = policy().optimizer == Sharding::replicated;
     squares = replicated ? squares : all.slice(1, 2).sum(0).contiguous();
     verdict->norm = at::empty({}, options.dtype(at::kFloat));
     verdict->factor = at::empty({1}, options.dtype(at::kFloat));

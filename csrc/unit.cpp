@@ -242,10 +242,8 @@ void Unit::restore_reduced_sum() {
 
 void Unit::end_backward() {
   missing_ = 0;
-  if (!batched_.empty()) {
-    follow_filling_stream();
-    flush_batched();
-  }
+  follow_filling_stream();
+  flush_batched();
   if (sink_ == Sink::local && !reduces_) {
     // The reduced sum stays below the local one.
     for (int64_t i = 0; i < layout_.size(); ++i) add_held(i);
@@ -307,8 +305,8 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
   const kernels::DType dtype = dtype_of(dense.scalar_type());
   const bool overwrite = arrived_[i] != kArrived;
   arrived_[i] = kArrived;
+  follow_filling_stream();
   if (batches()) {
-    follow_filling_stream();
     if (!overwrite) flush_batched();  // it may be among them
     const bool first = sink_ == Sink::direct ? fresh_[i] != 0 : overwrite;
     batched_.push_back({.slot = i, .grad = dense, .first = first, .scale = scale});
@@ -344,6 +342,7 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
 }
 
 void Unit::follow_filling_stream() {
+  if (context_.compute.on_host()) return;
   const c10::Stream stream = current_stream(context_.compute.device());
   if (filled_on_ == stream) return;
   if (filled_on_.has_value()) {
@@ -496,8 +495,8 @@ void Unit::lend_bucket(std::unique_ptr<Bucket> bucket) {
   bucket_->wait_until_unused();
   staged_ = bucket_->gradients(message_dtype(), layout_.padded_numel());
   if (context_.compute.on_host()) return;
+  follow_filling_stream();
   staged_.zero_();
-  filled_on_ = current_stream(context_.compute.device());
 }
 
 bool Unit::contributes(int64_t i) const {
@@ -508,14 +507,12 @@ void Unit::start_reduce(Comm& comm, int64_t backward) {
   reduced_ = true;
   backward_ = backward;
   if (sink_ == Sink::direct) return;
+  follow_filling_stream();
+  flush_batched();
   if (sink_ == Sink::local) {
     for (int64_t i = 0; i < layout_.size(); ++i) {
       if (contributes(i)) stage_local(i);
     }
-  }
-  if (batches()) {
-    follow_filling_stream();
-    flush_batched();
   }
   const SideStream::Scope beside(context_.reducing);
   flags_are_counts_ = context_.reduction == Reduction::collective || comm.on_device();

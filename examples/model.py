@@ -77,14 +77,18 @@ class GPT(nn.Module):
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
     @torch.no_grad()
     def generate(self, prompt: bytes, length: int, generator: torch.Generator) -> bytes:
         """``prompt`` and ``length`` sampled bytes after it, at temperature 0.8."""
         text = list(prompt)
         for _ in range(length):
-            tokens = torch.tensor([text[-self.max_sequence :]])
+            tokens = torch.tensor([text[-self.max_sequence :]], device=self.device)
             probabilities = F.softmax(self(tokens)[0, -1] / 0.8, dim=-1)
-            text.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+            text.append(int(torch.multinomial(probabilities.cpu(), 1, generator=generator)))
         return bytes(text)
 
 

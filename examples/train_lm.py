@@ -37,6 +37,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="of the parameters")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda: a GPU for each rank")
     parser.add_argument("--out", type=Path, help="default: runs/stage<N> or runs/ddp")
     arguments = parser.parse_args()
     arguments.name = "ddp" if arguments.ddp else f"stage{arguments.stage}"
@@ -140,21 +141,25 @@ def save(log: dict, out: Path) -> None:
 
 def main() -> None:
     args = parse_arguments()
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if "RANK" in os.environ:  # started by torchrun
-        dist.init_process_group("gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
     texts = corpus.load(args.text)
     torch.manual_seed(args.seed)
-    gpt = GPT(SIZES[args.size], args.sequence).to(DTYPES[args.dtype])
+    gpt = GPT(SIZES[args.size], args.sequence).to(device, DTYPES[args.dtype])
     model, optimizer = shard(gpt, args)
     if rank == 0:
         count = sum(p.numel() for p in gpt.parameters())
         print(f"{args.name}: {world} ranks, {count:,} parameters in {args.dtype}, ", end="")
         print(f"{len(texts.train):,} bytes of text, {len(texts.held_out):,} held out")
 
-    log = train(model, optimizer, texts.train, args, rank, world)
-    log["held_out_loss"] = held_out_loss(gpt, texts.held_out, args.sequence, rank, world)
+    log = train(model, optimizer, texts.train.to(device), args, rank, world)
+    held_out = texts.held_out.to(device)
+    log["held_out_loss"] = held_out_loss(gpt, held_out, args.sequence, rank, world)
     # On every rank: with stage 3 each holds a part of the parameters.
     sampled = gpt.generate(b"def ", 200, torch.Generator().manual_seed(args.seed))
     if rank == 0:

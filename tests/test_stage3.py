@@ -19,6 +19,7 @@ from harness import (
 from reference import gradients_of, shown_master, whole
 from setups import gathered
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -613,3 +614,57 @@ def test_a_rank_that_ends_first_serves_the_others_until_they_end(tmp_path):
     script.write_text(FINISHES_AT_DIFFERENT_TIMES)
     result = torchrun(2, str(script), cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-4000:]
+
+
+POLICIES = {
+    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    "fp16, outputs in fp32": MixedPrecisionPolicy(
+        param_dtype=torch.float16, output_dtype=torch.float32
+    ),
+    "bf16, reduced in bf16": MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
+    ),
+    "inputs as they are": MixedPrecisionPolicy(reduce_dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+@pytest.mark.parametrize("reduction", ["exchange", "collective"])
+def test_a_mixed_precision_policy_means_what_it_means_to_stage_2(
+    anywhere, rank, world, policy, reduction
+):
+    """Dtypes, masters of fp32 values, gradients and training, to the bit."""
+    sides = []
+    for stage in (2, 3):
+        # Sums of a backend's reduce-scatter depend on where ranges begin: the units are the same.
+        units = {"units": Block} if stage == 3 else {}
+        model = zero_ext.shard(
+            Stack(1),
+            stage,
+            mesh=anywhere,
+            mp_policy=policy,
+            reduction=reduction,
+            **({"bucket_mb": NO_MERGING_MB, **units} if reduction == "exchange" else {}),
+        )
+        optimizer = zero_ext.optim.AdamW(model.parameters(), lr=0.05)
+        outputs, gradients = [], []
+        for step in range(3):
+            for micro in range(2):
+                output = model(rank_data(SHAPE, rank, step, micro))
+                output.float().square().mean().backward()
+                outputs.append(output.detach())
+            gradients += [zero_ext.full_grad(p) for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad()
+        values = [zero_ext.full_tensor(p) for p in model.parameters()]
+        states = [zero_ext.full_state(optimizer, p, "exp_avg_sq") for p in model.parameters()]
+        sides.append((outputs, gradients, values, states))
+        wanted = policy.output_dtype or policy.param_dtype or torch.float32
+        assert {o.dtype for o in outputs} == {wanted}
+        assert {p.dtype for p in model.parameters()} == {policy.param_dtype or torch.float32}
+        assert {v.dtype for v in values} == {torch.float32}
+        if stage == 3 and world > 1 and anywhere is not None:
+            assert gathered(model) == []
+    for mine, theirs in zip(*sides, strict=True):
+        for n, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+            assert_bits(a, b, f"value {n}")
