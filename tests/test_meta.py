@@ -55,6 +55,12 @@ def same_values(model: nn.Module, mesh) -> dict[str, torch.Tensor]:
 # Values
 
 
+def test_a_model_may_be_sharded_inside_the_meta_device(anywhere):
+    with torch.device("meta"):
+        model = zero_ext.shard(nn.Linear(7, 13), 3, mesh=anywhere)
+    assert all(p.device.type != "meta" for p in model.parameters())
+
+
 @pytest.mark.parametrize("bucket_mb", [SEPARATE, 25.0])
 def test_every_rank_has_rank_0s_initialisation(anywhere, rank, world, bucket_mb):
     model = on_meta(lambda: nn.ModuleList(Marked(7, 13, rank=rank) for _ in range(3)))

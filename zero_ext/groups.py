@@ -45,7 +45,7 @@ def resolve(
             )
         process_group = mesh.get_group()
     if not dist.is_available() or not dist.is_initialized():
-        return Groups(None, None, 0, 1, device or torch.get_default_device())
+        return Groups(None, None, 0, 1, device or _default_device())
     parent = process_group or dist.group.WORLD
     device = device or _device_of(parent, mesh)
     world = dist.get_world_size(parent)
@@ -56,13 +56,19 @@ def resolve(
     return Groups(parent, mesh, dist.get_rank(parent), world, device)
 
 
+def _default_device() -> torch.device:
+    """Where a model on the meta device is made, also inside ``with torch.device("meta")``."""
+    default = torch.get_default_device()
+    return _CPU if default.type == "meta" else default
+
+
 def _device_of(parent: dist.ProcessGroup, mesh: DeviceMesh | None) -> torch.device:
     """Of the mesh, or that the process group was made for, or the default one."""
     if mesh is not None:
         kind = mesh.device_type
     else:
         kinds = {device.type for device in parent._device_types}
-        kind = torch.get_default_device().type if "cpu" in kinds else next(iter(kinds))
+        kind = _default_device().type if "cpu" in kinds else next(iter(kinds))
     return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else _CPU
 
 
