@@ -82,15 +82,15 @@ Comm::Comm(const std::string& reduce_group, const std::string& gather_group, c10
 }
 
 at::Tensor Comm::outgoing(const at::Tensor& tensor) const {
-  return staged() && !tensor.is_cpu() ? tensor.cpu() : tensor;
+  return by_host(tensor) ? tensor.cpu() : tensor;
 }
 
 at::Tensor Comm::incoming(const at::Tensor& tensor) const {
-  return staged() && !tensor.is_cpu() ? at::empty_like(tensor, at::kCPU) : tensor;
+  return by_host(tensor) ? at::empty_like(tensor, at::kCPU) : tensor;
 }
 
 at::Tensor Comm::target_of(const at::Tensor& tensor) const {
-  return staged() && !tensor.is_cpu() ? tensor : at::Tensor();
+  return by_host(tensor) ? tensor : at::Tensor();
 }
 
 void Comm::exchange(const std::vector<at::Tensor>& sends, const std::vector<at::Tensor>& recvs,

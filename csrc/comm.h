@@ -94,6 +94,7 @@ class Comm {
   at::Tensor outgoing(const at::Tensor& tensor) const;
   at::Tensor incoming(const at::Tensor& tensor) const;
   at::Tensor target_of(const at::Tensor& tensor) const;
+  bool by_host(const at::Tensor& tensor) const { return staged() && !tensor.is_cpu(); }
 
   Way way_ = Way::host;
   c10::Device device_ = c10::kCPU;

@@ -77,7 +77,8 @@ at::Tensor DeviceFlags::verdict(const std::vector<int64_t>& flags) {
 }
 
 at::Tensor DeviceFlags::index(const std::vector<int64_t>& flags) const {
-  return at::tensor(flags, at::kLong).to(device_);
+  // From pinned memory, so that nobody waits for the copy.
+  return at::tensor(flags, at::kLong).pin_memory().to(device_, /*non_blocking=*/true);
 }
 
 void DeviceFlags::apply_clears() {

@@ -30,8 +30,4 @@ void SideStream::join() const {
   if (stream_.has_value()) order(*stream_, current_stream(stream_->device()));
 }
 
-void SideStream::synchronize() const {
-  if (stream_.has_value()) stream_->synchronize();
-}
-
 }  // namespace zero_ext

@@ -36,8 +36,6 @@ class SideStream {
 
   // The current stream goes on when all that this one was given is done.
   void join() const;
-  // Waits for the same on the host.
-  void synchronize() const;
 
  private:
   std::optional<c10::Stream> stream_;

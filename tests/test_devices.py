@@ -187,6 +187,28 @@ def test_nobody_waits_in_a_backward_or_a_step(
             run.optimizer.zero_grad()
 
 
+def test_nobody_waits_for_edits_of_gradients_or_for_some_of_the_parameters(device):
+    """Sums that the user wrote to are searched again, for the parameters of one optimizer."""
+    run = Run(device, 2, None, 0, torch.float32)
+    parameters = list(run.model.parameters())
+    del run.optimizer
+    gc.collect()
+    halves = [zero_ext.optim.AdamW(half, lr=0.05) for half in (parameters[:3], parameters[3:])]
+    batch = rank_data((4, 5), 0)
+
+    def step():
+        mean_square(run.model, batch).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+        for optimizer in halves:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    step()
+    with nobody_waits(device):
+        step()
+        step()
+
+
 def test_a_wait_is_seen(device):
     """The test above can fail."""
     value = torch.ones(3, device=device)
