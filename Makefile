@@ -51,9 +51,11 @@ train: install
 
 # What depends on the number of ranks: sums in rank order, padding, straddling, passes. The rest runs on
 # three and four ranks in test-all.
-THREE_RANKS_TESTS := $(addprefix tests/test_,equivalence.py order.py comm_ops.py memory.py memory_stage3.py \
+THREE_RANKS_TESTS := $(addprefix tests/test_,cross_memory.py equivalence.py order.py comm_ops.py memory.py memory_stage3.py \
   norm.py scenarios_b.py scenarios_c.py stage3.py)
 FOUR_RANKS_TESTS := $(addprefix tests/test_,equivalence.py comm_ops.py norm.py stage3.py)
+# As ranks on different hosts: their messages go through the process group.
+ONLY_GROUP := ZERO_EXT_CROSS_MEMORY=0
 
 # On the device that tests/lagged_device makes, whose work is late: what depends on streams, events and
 # memory. With messages through host memory, and with those of its own backend.
@@ -69,7 +71,7 @@ test: install
 	$(LAGGED) $(PY) -m pytest $(LAGGED_TESTS) -m "not dist and not slow"
 	$(call test_ranks,dist and not slow,2,tests)
 	$(call test_ranks,dist and not slow,3,$(THREE_RANKS_TESTS))
-	$(call test_ranks,dist and not slow,4,$(FOUR_RANKS_TESTS))
+	$(call test_ranks,dist and not slow,4,$(FOUR_RANKS_TESTS),$(ONLY_GROUP))
 	$(call test_ranks,dist and not slow,2,$(LAGGED_RANKS_TESTS),$(LAGGED))
 	$(call test_ranks,dist and not slow,2,$(LAGGED_RANKS_TESTS),$(LCCL))
 
@@ -77,6 +79,7 @@ test-all: install
 	$(PY) -m pytest tests -m "not dist"
 	$(LAGGED) $(PY) -m pytest $(ALL_LAGGED_TESTS) -m "not dist"
 	$(call test_ranks,dist,2 3 4,tests)
+	$(call test_ranks,dist,2 3,tests,$(ONLY_GROUP))
 	$(call test_ranks,dist,2 3,$(ALL_LAGGED_TESTS),$(LAGGED))
 	$(call test_ranks,dist,2 3,$(LAGGED_RANKS_TESTS),$(LCCL))
 

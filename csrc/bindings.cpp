@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "cross_memory.h"
 #include "engine.h"
 #include "farewell.h"
 #include "launch.h"
@@ -133,6 +134,25 @@ void bind_residency(py::module_& m) {
       py::arg("may_retain") = true);
 }
 
+// For tests.
+void bind_cross_memory(py::module_& m) {
+  py::class_<CrossMemory, std::shared_ptr<CrossMemory>>(m, "CrossMemory")
+      .def_static(
+          "connect",
+          [](int64_t rank, int64_t world, int64_t timeout_ms, bool allowed,
+             py::function all_gather) {
+            return CrossMemory::connect(rank, world, std::chrono::milliseconds(timeout_ms), allowed,
+                                        from_any_thread(std::move(all_gather)));
+          },
+          py::arg("rank"), py::arg("world"), py::kw_only(), py::arg("timeout_ms"),
+          py::arg("allowed"), py::arg("all_gather"))
+      .def("reaches", &CrossMemory::reaches)
+      .def("send", &CrossMemory::send, NoGil(), py::arg("tensor"), py::arg("to"), py::arg("tag"))
+      .def("receive", &CrossMemory::receive, NoGil(), py::arg("into"), py::arg("from_rank"),
+           py::arg("tag"))
+      .def("make_progress", &CrossMemory::make_progress, NoGil());
+}
+
 void bind_engine(py::module_& m) {
   py::enum_<Reduction>(m, "Reduction")
       .value("exchange", Reduction::exchange)
@@ -161,6 +181,8 @@ void bind_engine(py::module_& m) {
       .def_readwrite("pin_memory", &EngineOptions::pin_memory)
       .def_readwrite("reduce_group", &EngineOptions::reduce_group)
       .def_readwrite("gather_group", &EngineOptions::gather_group)
+      .def_readwrite("timeout_ms", &EngineOptions::timeout_ms)
+      .def_readwrite("cross_memory", &EngineOptions::cross_memory)
       .def_readwrite("reduction", &EngineOptions::reduction)
       .def_readwrite("reduce_dtype", &EngineOptions::reduce_dtype)
       .def_readwrite("divide_factor", &EngineOptions::divide_factor)
@@ -329,6 +351,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("value_of_digits", &zero_ext::kernels::value_of);
   zero_ext::bind_layout(m);
   zero_ext::bind_residency(m);
+  zero_ext::bind_cross_memory(m);
   zero_ext::bind_engine(m);
   zero_ext::bind_optimizer(m);
 }

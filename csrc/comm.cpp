@@ -10,6 +10,8 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <utility>
 
+#include "check.h"
+
 namespace zero_ext {
 namespace {
 
@@ -32,6 +34,8 @@ auto all_gather_into(c10d::ProcessGroup& group, at::Tensor& output, at::Tensor& 
 
 // gloo's tags are 32-bit; numbers that all ranks count alike stay alike when they wrap.
 constexpr int64_t kFarewellTag = 0x3fffffff;
+
+constexpr int64_t kKinds = 3;
 
 int tag_of(int64_t tag) { return static_cast<int>(tag & 0x3fffffff); }
 
@@ -81,6 +85,40 @@ Comm::Comm(const std::string& reduce_group, const std::string& gather_group, c10
   way_ = has_backend ? Way::device : Way::staged;
 }
 
+void Comm::connect_neighbors(std::chrono::milliseconds timeout, bool allowed) {
+  if (world_ == 1 || on_device()) return;
+  neighbors_ =
+      CrossMemory::connect(rank_, world_, timeout, allowed, [this](const at::Tensor& mine) {
+        return all_gather(mine, [this] {
+          return where(rank_) + "waited for the other ranks to say whether they share its host";
+        });
+      });
+}
+
+int64_t Comm::neighbors() const {
+  int64_t count = 0;
+  for (int64_t peer = 0; peer < world_; ++peer) {
+    if (neighbors_ != nullptr && neighbors_->reaches(peer)) ++count;
+  }
+  return count;
+}
+
+Comm::Work Comm::send(Kind kind, const at::Tensor& tensor, int64_t to, int64_t tag) {
+  if (neighbors_ != nullptr && neighbors_->reaches(to))
+    return neighbors_->send(tensor, to, kKinds * tag + static_cast<int64_t>(kind));
+  std::vector<at::Tensor> tensors{tensor};
+  const Group& group = kind == Kind::reduction ? reduce_group_ : gather_group_;
+  return group->send(tensors, static_cast<int>(to), tag_of(tag));
+}
+
+Comm::Work Comm::recv(Kind kind, const at::Tensor& into, int64_t from, int64_t tag) {
+  if (neighbors_ != nullptr && neighbors_->reaches(from))
+    return neighbors_->receive(into, from, kKinds * tag + static_cast<int64_t>(kind));
+  std::vector<at::Tensor> tensors{into};
+  const Group& group = kind == Kind::reduction ? reduce_group_ : gather_group_;
+  return group->recv(tensors, static_cast<int>(from), tag_of(tag));
+}
+
 at::Tensor Comm::outgoing(const at::Tensor& tensor) const {
   return by_host(tensor) ? tensor.cpu() : tensor;
 }
@@ -111,18 +149,14 @@ void Comm::exchange(const std::vector<at::Tensor>& sends, const std::vector<at::
   }
   for (int64_t step = 1; step < world_; ++step) {
     const int64_t from = (rank_ + world_ - step) % world_;
-    std::vector<at::Tensor> tensors{incoming(recvs[from])};
-    pending.parts_.push_back({reduce_group_->recv(tensors, static_cast<int>(from), tag_of(tag)),
-                              tensors[0], from, /*sending=*/false, target_of(recvs[from])});
+    const at::Tensor into = incoming(recvs[from]);
+    pending.parts_.push_back({recv(Kind::reduction, into, from, tag), into, from,
+                              /*sending=*/false, target_of(recvs[from])});
   }
   for (int64_t step = 1; step < world_; ++step) {
     const int64_t to = (rank_ + step) % world_;
-    std::vector<at::Tensor> tensors{outgoing(sends[to])};
-    pending.parts_.push_back({reduce_group_->send(tensors, static_cast<int>(to), tag_of(tag)),
-                              tensors[0],
-                              to,
-                              /*sending=*/true,
-                              {}});
+    const at::Tensor out = outgoing(sends[to]);
+    pending.parts_.push_back({send(Kind::reduction, out, to, tag), out, to, /*sending=*/true, {}});
   }
 }
 
@@ -163,14 +197,13 @@ void Comm::gather(const at::Tensor& full, int64_t tag, Pending& pending) {
 }
 
 Comm::Offer Comm::offer(const at::Tensor& tensor, int64_t to, int64_t tag) {
-  std::vector<at::Tensor> tensors{tensor};
-  return gather_group_->send(tensors, static_cast<int>(to), tag_of(tag));
+  return send(Kind::gather, tensor, to, tag);
 }
 
 void Comm::receive(const at::Tensor& into, int64_t from, int64_t tag, Pending& pending) {
-  std::vector<at::Tensor> tensors{incoming(into)};
-  pending.parts_.push_back({gather_group_->recv(tensors, static_cast<int>(from), tag_of(tag)),
-                            tensors[0], from, /*sending=*/false, target_of(into)});
+  const at::Tensor here = incoming(into);
+  pending.parts_.push_back(
+      {recv(Kind::gather, here, from, tag), here, from, /*sending=*/false, target_of(into)});
 }
 
 void Comm::say_farewell(Pending& pending) {
@@ -188,7 +221,23 @@ at::Tensor Comm::all_gather(const at::Tensor& values, const std::function<std::s
   at::Tensor input = on_device() ? values.to(device_) : outgoing(values);
   at::Tensor output = at::empty({world_ * values.numel()}, input.options());
   Pending pending;
-  pending.parts_.push_back({all_gather_into(*gather_group_, output, input), output, -1, false, {}});
+  if (neighbors_ != nullptr && neighbors_->reaches_all()) {
+    const auto row = [&](int64_t rank) {
+      return output.narrow(0, rank * values.numel(), values.numel());
+    };
+    ++agreements_;
+    row(rank_).copy_(input);
+    for (int64_t peer = 0; peer < world_; ++peer) {
+      if (peer == rank_) continue;
+      pending.parts_.push_back(
+          {recv(Kind::agreement, row(peer), peer, agreements_), output, peer, false, {}});
+      pending.parts_.push_back(
+          {send(Kind::agreement, input, peer, agreements_), input, peer, /*sending=*/true, {}});
+    }
+  } else {
+    pending.parts_.push_back(
+        {all_gather_into(*gather_group_, output, input), output, -1, false, {}});
+  }
   pending.wait(what);
   return output.view({world_, values.numel()}).to(values.device());
 }

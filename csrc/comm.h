@@ -18,6 +18,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "cross_memory.h"
+
 namespace zero_ext {
 
 // A collective under way. Owns every tensor that it touches and gives them up only when it has been
@@ -53,6 +55,16 @@ class Comm {
   // The names are those of torch.distributed (`group.group_name`). `device`: of the tensors. Where
   // the groups have no backend for it, its tensors travel through host memory.
   Comm(const std::string& reduce_group, const std::string& gather_group, c10::Device device);
+
+  // Collective. From now on messages of the host, where `allowed` on both ranks and possible, are
+  // read straight from the sender's memory; `timeout` is for those.
+  void connect_neighbors(std::chrono::milliseconds timeout, bool allowed);
+  // How many ranks' memory this one reads.
+  int64_t neighbors() const;
+  // Reads what has come from them; never waits.
+  void make_progress() {
+    if (neighbors_ != nullptr) neighbors_->make_progress();
+  }
 
   // Tensors of a device travel by its own backend; every call is queued on the current stream.
   bool on_device() const { return way_ == Way::device; }
@@ -90,6 +102,12 @@ class Comm {
 
  private:
   enum class Way { host, staged, device };
+  // What a message belongs to: each counts its tags by itself.
+  enum class Kind : int64_t { reduction, gather, agreement };
+  using Work = c10::intrusive_ptr<c10d::Work>;
+  // The tensors are on the host, and contiguous.
+  Work send(Kind kind, const at::Tensor& tensor, int64_t to, int64_t tag);
+  Work recv(Kind kind, const at::Tensor& into, int64_t from, int64_t tag);
   // What is sent for `tensor`, and what is received into for it: itself, or on the host.
   at::Tensor outgoing(const at::Tensor& tensor) const;
   at::Tensor incoming(const at::Tensor& tensor) const;
@@ -100,8 +118,10 @@ class Comm {
   c10::Device device_ = c10::kCPU;
   Group reduce_group_;
   Group gather_group_;
+  std::shared_ptr<CrossMemory> neighbors_;  // null where there are none
   int64_t rank_ = 0;
   int64_t world_ = 1;
+  int64_t agreements_ = 0;
 };
 
 }  // namespace zero_ext

@@ -77,6 +77,7 @@ Engine::Engine(EngineOptions options)
       pool_(context_.memory,
             {.gradients = context_.compute_place(), .received = context_.state_place()}),
       gatherer_(comm_, context_, options_.gather) {
+  comm_.connect_neighbors(std::chrono::milliseconds(options_.timeout_ms), options_.cross_memory);
   context_.spare =
       std::make_shared<SpareMemory>(context_.memory, Held::full, context_.compute_place());
 }
@@ -527,6 +528,7 @@ void Engine::after_gradient(int64_t i) {
   const bool finite = unit.accumulate(parameter.slot, grad, accumulate_scale_);
   if (!finite) saw_nonfinite(parameter);
   if (reduces_ && !deferred_) start_ready_reductions();
+  comm_.make_progress();
   gatherer_.gradient_arrived(gathered_as_[parameter.unit], graph_is_kept());
 }
 
@@ -1003,6 +1005,7 @@ std::map<std::string, int64_t> Engine::stats() {
                                        {"gathers", gathers_ + gatherer_.gathers()},
                                        {"steps", steps_},
                                        {"units", unit_count()},
+                                       {"neighbors", comm_.neighbors()},
                                        {"reduced_in_no_sync", reduced_in_no_sync_},
                                        {"extra_buckets", extra_buckets_}};
   for (size_t held = 0; held < kHeldNames.size(); ++held) {

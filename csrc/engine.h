@@ -49,6 +49,8 @@ struct EngineOptions {
   bool pin_memory = true;          // of it
   std::string reduce_group;        // names of process groups; both empty: one rank alone
   std::string gather_group;
+  int64_t timeout_ms = 0;    // of messages that are read from the memory of other ranks
+  bool cross_memory = true;  // where it can be
   Reduction reduction = Reduction::exchange;
   std::optional<at::ScalarType> reduce_dtype;
   double divide_factor = 0;        // gradients are divided by it; 0: by the number of ranks

@@ -524,6 +524,7 @@ def test_a_rank_that_runs_other_forwards_is_named_within_the_timeout(
     if world == 1:
         return
     monkeypatch.setenv("ZERO_EXT_TIMEOUT_S", "2")
+    monkeypatch.setenv("ZERO_EXT_CROSS_MEMORY", "0")
     model = sharded(Stack(), mesh)
     mean_square(model, rank_data(SHAPE, rank)).backward()
     # Rank 0 runs on alone, past what the others have offered in advance.
@@ -538,6 +539,32 @@ def test_a_rank_that_runs_other_forwards_is_named_within_the_timeout(
         model(rank_data(SHAPE, rank))
     if rank == 0:
         gather_objects(rank)
+
+
+@pytest.mark.dist
+def test_ranks_of_one_host_go_on_after_a_timeout(mesh, rank, world, monkeypatch):
+    """gloo's connections break with it; memory can still be read."""
+    monkeypatch.setenv("ZERO_EXT_TIMEOUT_S", "1")
+    model = sharded(Stack(), mesh)
+    if world == 1 or model.stats()["neighbors"] < world - 1:
+        return
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1)
+    plain = Stack()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"rank \d\): timed out after 1000 ms"):
+            for step in range(10):
+                model(rank_data(SHAPE, rank, step))
+    gather_objects(rank)
+    for step in range(2):
+        mean_square(model, rank_data(SHAPE, rank, step)).backward()
+        expected = reference_gradients(
+            lambda: plain, [[rank_data(SHAPE, r, step) for r in range(world)]], world, 1 / world
+        )
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(whole(p.grad), expected[name], rtol=1e-5, atol=1e-7)
+            q.data.sub_(0.1 * whole(p.grad))
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("value", ["soon", "0", "-1"])

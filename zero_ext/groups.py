@@ -110,9 +110,24 @@ def _timeout() -> datetime.timedelta | None:
     return datetime.timedelta(seconds=seconds)
 
 
-def _maker(groups: Groups) -> tuple[Callable[[dist.Store], dist.ProcessGroup], object]:
+def cross_memory_allowed() -> bool:
+    """Whether ranks may read each other's memory instead of sending messages."""
+    text = os.environ.get("ZERO_EXT_CROSS_MEMORY", "1")
+    if text not in ("0", "1"):
+        raise ValueError(f"zero_ext: ZERO_EXT_CROSS_MEMORY={text!r} is neither 0 nor 1.")
+    return text == "1"
+
+
+class _Maker(NamedTuple):
     """Makes groups like the parent: of its device's own backend, or of gloo, which then carries a
-    device's tensors through host memory. And the type of that backend."""
+    device's tensors through host memory."""
+
+    make: Callable[[dist.Store], dist.ProcessGroup]
+    kind: object  # of the backend
+    timeout: datetime.timedelta
+
+
+def _maker(groups: Groups) -> _Maker:
     parent = groups.parent
     kinds = {device.type for device in parent._device_types}
     backend = None
@@ -143,7 +158,7 @@ def _maker(groups: Groups) -> tuple[Callable[[dist.Store], dist.ProcessGroup], o
         group._set_default_backend(kind)
         return group
 
-    return make, kind
+    return _Maker(make, kind, timeout)
 
 
 class CommGroups:
@@ -156,19 +171,21 @@ class CommGroups:
     def __init__(self, groups: Groups):
         self.names: list[str] = []
         self.default_reduction = "exchange"
+        self.timeout = datetime.timedelta()
         self._groups: list[dist.ProcessGroup] = []
         if groups.world == 1:
             return
         parent = groups.parent
-        make, kind = _maker(groups)
-        if kind == dist.ProcessGroup.BackendType.NCCL:
+        maker = _maker(groups)
+        self.timeout = maker.timeout
+        if maker.kind == dist.ProcessGroup.BackendType.NCCL:
             self.default_reduction = "collective"
         number = next(_engine_counts[parent.group_name])
         store = distributed_c10d._get_process_group_store(parent)
         for purpose in ("reduce", "gather"):
             name = f"zero_ext/{parent.group_name}/{number}/{purpose}"
             prefixed = dist.PrefixStore(name, store)
-            group = make(prefixed)
+            group = maker.make(prefixed)
             group._set_group_name(name)
             torch._C._distributed_c10d._register_process_group(name, group)
             self.names.append(name)

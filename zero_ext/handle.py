@@ -1,6 +1,7 @@
 """Handle: the Python side of one engine, and the registry that finds it from a Parameter."""
 
 import atexit
+import datetime
 import os
 import sys
 import weakref
@@ -19,6 +20,7 @@ from zero_ext.groups import (
     all_reduce_,
     broadcast_,
     check_same_on_all_ranks,
+    cross_memory_allowed,
 )
 from zero_ext.meta import MetaModules
 from zero_ext.module_hooks import watch_module
@@ -128,6 +130,8 @@ class Handle:
         with CommGroups(groups) as comm:
             if comm.names:
                 options.reduce_group, options.gather_group = comm.names
+            options.timeout_ms = comm.timeout // datetime.timedelta(milliseconds=1)
+            options.cross_memory = cross_memory_allowed()
             options.reduction = getattr(_C.Reduction, reduction or comm.default_reduction)
             self.engine = _C.Engine(options)
         self.engine.set_local_reader(_local_part)

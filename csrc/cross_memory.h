@@ -1,0 +1,60 @@
+// CrossMemory: messages between ranks of one host, each read straight from the sender's memory.
+//
+// Owner:     Comm, and every message that is not finished.
+// Threads:   any, at any time.
+// Invariant: a message's memory is kept from send() until its receiver has read it.
+//
+// Note [Cross-memory attach]
+// gloo copies a message into a socket and out of it again, by threads that compete with the ranks
+// for the cores. Linux lets a process copy from the memory of another one (process_vm_readv): the
+// sender says where its bytes are, the receiver copies them once, when it needs them. What the
+// ranks say to each other ("offered", "taken") goes through rings in shared memory, one for each
+// direction of each pair; a rank that waits sleeps on its doorbell, a futex.
+// It needs leave to look into the other process: the same user, and Yama's ptrace_scope 0, or 1
+// with processes of one launcher. Ranks find out at the start, pair by pair; where it cannot be had
+// (another host, another container, another system), messages go through the process group.
+// No thread moves bytes in the background: what has come is copied whenever its receiver calls one
+// of these functions, and what has not is waited for.
+// A rank says "closed" before it frees what it had offered, and its peers ask for that after each
+// copy: what they then take was there throughout.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+namespace zero_ext {
+
+class CrossMemory {
+ public:
+  // Collective. `all_gather`: [n] int64 of each rank → [world, n]. Null where no peer is in reach.
+  // `timeout`: how long a message is waited for unless said otherwise. `allowed`: on this rank; the
+  // others must be told, too.
+  static std::shared_ptr<CrossMemory> connect(
+      int64_t rank, int64_t world, std::chrono::milliseconds timeout, bool allowed,
+      const std::function<at::Tensor(const at::Tensor&)>& all_gather);
+
+  virtual ~CrossMemory() = default;
+
+  // Whether messages to and from `peer` can go this way: both ranks say the same.
+  virtual bool reaches(int64_t peer) const = 0;
+  // Whether every rank reaches every other one: all ranks say the same.
+  virtual bool reaches_all() const = 0;
+
+  // Messages of one sender and tag are received in the order in which they were sent, and must have
+  // as many bytes as their receiver asks for. The tensors are contiguous, on the host. Waiting for
+  // what is sent ends when it has been read; bytes are read no later than that, and not before the
+  // receiver calls one of these functions.
+  using Message = c10::intrusive_ptr<c10d::Work>;
+  virtual Message send(const at::Tensor& tensor, int64_t to, int64_t tag) = 0;
+  virtual Message receive(const at::Tensor& into, int64_t from, int64_t tag) = 0;
+
+  // Reads what has come of the messages that are being received; never waits.
+  virtual void make_progress() = 0;
+};
+
+}  // namespace zero_ext
