@@ -54,7 +54,7 @@ c10::DataPtr SpareMemory::take(int64_t bytes) {
   }
   clear();
   counter_->add(held_, bytes);
-  return allocate_at(place_, bytes);
+  return allocate_transient(place_, bytes);
 }
 
 void SpareMemory::give(c10::DataPtr memory, int64_t bytes) {

@@ -31,6 +31,28 @@ c10::DataPtr allocate_host(size_t bytes) {
   return {memory, memory, [](void* p) { std::free(p); }, c10::Device(c10::kCPU)};
 }
 
+// Huge pages of the system's, which go back to it.
+struct Mapping {
+  void* memory;
+  size_t bytes;
+};
+
+void unmap(void* context) {
+  const auto* mapping = static_cast<Mapping*>(context);
+  munmap(mapping->memory, mapping->bytes);
+  delete mapping;
+}
+
+c10::DataPtr map_huge_pages(size_t bytes) {
+  const size_t mapped = (bytes + kHugePage - 1) / kHugePage * kHugePage + kHugePage;
+  void* memory = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  TORCH_CHECK(memory != MAP_FAILED, "zero_ext: cannot allocate ", bytes, " bytes of host memory");
+  const size_t past_boundary = reinterpret_cast<uintptr_t>(memory) % kHugePage;
+  void* begin = static_cast<char*>(memory) + (kHugePage - past_boundary) % kHugePage;
+  madvise(begin, mapped - kHugePage, MADV_HUGEPAGE);
+  return {begin, new Mapping{memory, mapped}, &unmap, c10::Device(c10::kCPU)};
+}
+
 at::Tensor bytes_at(void* data, c10::Device device, size_t bytes) {
   return at::for_blob(data, {static_cast<int64_t>(bytes)})
       .options(at::TensorOptions().dtype(at::kByte).device(device))
@@ -47,6 +69,11 @@ c10::DataPtr allocate_at(const Place& place, size_t bytes) {
   }
   if (place.pinned_for == c10::kCPU) return allocate_host(bytes);
   return at::getHostAllocator(place.pinned_for)->allocate(bytes);
+}
+
+c10::DataPtr allocate_transient(const Place& place, size_t bytes) {
+  if (!place.device.is_cpu() || bytes < 2 * kHugePage) return allocate_at(place, bytes);
+  return map_huge_pages(bytes);
 }
 
 void copy_bytes(void* target, c10::Device target_device, const void* source,
