@@ -207,6 +207,23 @@ def test_neighbours_are_merged_up_to_the_bucket_size():
     ] + [[""]]
 
 
+def test_merged_blocks_are_of_about_the_same_size():
+    """Seven with room for five are four and three; a large one between them stays alone."""
+    model = Model(layers=nn.ModuleList(linear() for _ in range(7)))
+    assert modules_of(model, bucket_bytes=5 * 36) == [
+        ["layers.4", "layers.5", "layers.6"],
+        ["layers.0", "layers.1", "layers.2", "layers.3"],
+        [""],
+    ]
+    model.layers[2] = nn.Linear(10, 30)
+    assert modules_of(model, bucket_bytes=5 * 36) == [
+        ["layers.3", "layers.4", "layers.5", "layers.6"],
+        ["layers.2"],
+        ["layers.0", "layers.1"],
+        [""],
+    ]
+
+
 def test_sizes_are_those_of_the_dtype_that_is_computed_in():
     model = Model(layers=nn.ModuleList(linear() for _ in range(4)), rest=linear())
     parameters = list(model.parameters())

@@ -63,7 +63,8 @@ def cut_by_module(
 
     A parameter goes with the innermost chosen module; one that several chosen modules share, and
     one that none has, with the root. Chosen neighbours in one container are merged up to
-    ``bucket_bytes``.
+    ``bucket_bytes``, into blocks of about the same size: one that was released then leaves its
+    memory to the next.
 
     Returns:
         Blocks in the order in which a backward completes them; the root's, with all other
@@ -75,27 +76,58 @@ def cut_by_module(
     owned = _owned(root, parameters, chosen)
     strangers = _strangers_before(root, chosen)
     blocks: list[Block] = []
-    open_place, open_bytes = None, 0.0
+    # Chosen modules that may be merged, by their place.
+    runs: list[list[tuple[nn.Module, list[int]]]] = []
+    last_place = None
     for name, module in chosen.items():
         members = owned.pop(name, [])
         if not members:
             continue
-        size = sum(parameters[i].numel() * _itemsize(parameters[i], param_dtype) for i in members)
         place = (name.rpartition(".")[0], strangers[name])
-        if place == open_place and open_bytes + size <= bucket_bytes:
-            members = sorted([*blocks[-1].members, *members])
-            blocks[-1] = Block([*blocks[-1].modules, module], members)
-            open_bytes += size
-        else:
-            blocks.append(Block([module], members))
-            open_bytes = size
-        open_place = place
+        if place != last_place:
+            runs.append([])
+        runs[-1].append((module, members))
+        last_place = place
+    for run in runs:
+        sizes = [
+            sum(parameters[i].numel() * _itemsize(parameters[i], param_dtype) for i in members)
+            for _, members in run
+        ]
+        for begin, end in _merged_evenly(sizes, bucket_bytes):
+            modules = [module for module, _ in run[begin:end]]
+            blocks.append(Block(modules, sorted(i for _, m in run[begin:end] for i in m)))
     rest = owned.pop("", [])
     everything = range(len(parameters))
     total = sum(parameters[i].numel() * _itemsize(parameters[i], param_dtype) for i in everything)
     if choice is None and total <= bucket_bytes:
         return [Block([root], list(everything), root=True)]
     return [*reversed(blocks), Block([root], rest, root=True)]
+
+
+def _merged(sizes: Sequence[int], limit: float) -> list[tuple[int, int]]:
+    """Neighbours merged while they stay within ``limit``: begins and ends."""
+    merged, held = [], 0.0
+    for i, size in enumerate(sizes):
+        if merged and held + size <= limit:
+            merged[-1] = (merged[-1][0], i + 1)
+            held += size
+        else:
+            merged.append((i, i + 1))
+            held = size
+    return merged
+
+
+def _merged_evenly(sizes: Sequence[int], limit: float) -> list[tuple[int, int]]:
+    """As many parts as ``limit`` needs, the largest of several members as small as it can be."""
+    count = len(_merged(sizes, limit))
+    low, high = max((size for size in sizes if size <= limit), default=0), int(limit)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_merged(sizes, middle)) <= count:
+            high = middle
+        else:
+            low = middle + 1
+    return _merged(sizes, high)
 
 
 def _chosen(root: nn.Module, choice: Choice) -> dict[str, nn.Module]:
