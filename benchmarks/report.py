@@ -18,17 +18,20 @@ WARM_UP = 2  # rounds
 
 @dataclass
 class Row:
-    """One measured ratio. ``kind`` "at most" or "at least" says which side of ``target`` is met."""
+    """One measured ratio. ``kind`` "at most" or "at least" says which side of ``target`` is met;
+    without a target it is only told."""
 
     name: str
     ours: str
     theirs: str
     ratio: float
     kind: str
-    target: float
+    target: float | None
 
     @property
     def met(self) -> bool:
+        if self.target is None:
+            return True
         return self.ratio <= self.target if self.kind == "at most" else self.ratio >= self.target
 
 
@@ -52,7 +55,7 @@ def alternate(
     return seconds
 
 
-def at_most(name: str, ours: list[float], theirs: list[float], target: float) -> Row:
+def at_most(name: str, ours: list[float], theirs: list[float], target: float | None) -> Row:
     """The row of two that were measured in turn: our time at most ``target`` of theirs."""
     ratio = median_ratio(ours, theirs)
     return Row(name, milliseconds(ours), milliseconds(theirs), ratio, "at most", target)
@@ -69,10 +72,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def write(name: str, rows: list[Row], folder: Path | None) -> None:
     lines = ["| what | ours | peer | ratio | target | met |", "|---|---|---|---|---|---|"]
     for row in rows:
-        met = "yes" if row.met else "NO"
+        target, met = f"{row.kind} {row.target}", "yes" if row.met else "NO"
+        if row.target is None:
+            target = met = ""
         lines.append(
-            f"| {row.name} | {row.ours} | {row.theirs} | {row.ratio:.3f} | {row.kind} {row.target} "
-            f"| {met} |"
+            f"| {row.name} | {row.ours} | {row.theirs} | {row.ratio:.3f} | {target} | {met} |"
         )
     table = "\n".join(lines)
     print(table, flush=True)
