@@ -165,6 +165,7 @@ void bind_engine(py::module_& m) {
       .value("frozen", UnitKind::frozen);
   py::class_<GatherOptions>(m, "GatherOptions")
       .def_readwrite("prefetch_bytes", &GatherOptions::prefetch_bytes)
+      .def_readwrite("prefetch_from_neighbors", &GatherOptions::prefetch_from_neighbors)
       .def_readwrite("retained_bytes", &GatherOptions::retained_bytes)
       .def_readwrite("reshard_after_forward", &GatherOptions::reshard_after_forward);
   py::class_<Call, std::shared_ptr<Call>>(m, "Call")

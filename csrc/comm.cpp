@@ -221,7 +221,7 @@ at::Tensor Comm::all_gather(const at::Tensor& values, const std::function<std::s
   at::Tensor input = on_device() ? values.to(device_) : outgoing(values);
   at::Tensor output = at::empty({world_ * values.numel()}, input.options());
   Pending pending;
-  if (neighbors_ != nullptr && neighbors_->reaches_all()) {
+  if (has_only_neighbors()) {
     const auto row = [&](int64_t rank) {
       return output.narrow(0, rank * values.numel(), values.numel());
     };

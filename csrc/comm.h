@@ -61,6 +61,8 @@ class Comm {
   void connect_neighbors(std::chrono::milliseconds timeout, bool allowed);
   // How many ranks' memory this one reads.
   int64_t neighbors() const;
+  // Whether every rank reads every other one's.
+  bool has_only_neighbors() const { return neighbors_ != nullptr && neighbors_->reaches_all(); }
   // Reads what has come from them; never waits.
   void make_progress() {
     if (neighbors_ != nullptr) neighbors_->make_progress();

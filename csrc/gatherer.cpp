@@ -166,6 +166,7 @@ void Gatherer::release_stragglers(const Site& entered) {
 }
 
 void Gatherer::prefetch(Phase phase) {
+  if (comm_.has_only_neighbors() && !options_.prefetch_from_neighbors) return;
   int64_t ahead = 0;
   for (const Entry& entry : entries_) {
     if (entry.ahead) ahead += entry.unit->full_bytes();

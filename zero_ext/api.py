@@ -87,7 +87,8 @@ def shard(
             the next one; the rest is gathered again. A double backward (``create_graph``) that
             reads a unit beyond it may be refused by name. Default: no limit.
         prefetch_mb: Stage 3: MiB gathered ahead of their use, along the order of the last pass;
-            0: none. Default: ``bucket_mb``, or one and a half of the largest unit if that is more.
+            0: none. Default: ``bucket_mb``, or one and a half of the largest unit if that is more;
+            none where all ranks read each other's memory, with which nothing would overlap.
         param_init_fn: Initialises the parameters and buffers of one module that were on the meta
             device, without its children. Default: the module's ``reset_parameters``.
         ignored_params: Parameters to leave alone.

@@ -125,6 +125,7 @@ class Handle:
         options.gather.prefetch_bytes = units.prefetch_bytes(
             blocks or (), [p for _, p in parameters], prefetch_mb, bucket_mb, param_dtype
         )
+        options.gather.prefetch_from_neighbors = prefetch_mb is not None
         options.gather.retained_bytes = -1 if retained_bytes is None else retained_bytes
         options.gather.reshard_after_forward = reshard_after_forward
         with CommGroups(groups) as comm:

@@ -77,8 +77,9 @@ def estimate_memory(
     Returns:
         ``full``, ``shard``, ``master``, ``grad``, ``optimizer_state``, their sum ``persistent``,
         and what comes on top of it: ``gathered``, the most that stage 3 gathers at once while the
-        passes keep their order, and ``buckets``, the most that the two buckets can add with
-        ``reduction="exchange"``. Padding included.
+        passes keep their order (less where ranks of one host gather nothing ahead), and
+        ``buckets``, the most that the two buckets can add with ``reduction="exchange"``. Padding
+        included.
     """
     several = {id(p) for p in used_several_times(module)}
     bucket_bytes = bucket_mb * 2**20
