@@ -149,8 +149,7 @@ void bind_cross_memory(py::module_& m) {
       .def("reaches", &CrossMemory::reaches)
       .def("send", &CrossMemory::send, NoGil(), py::arg("tensor"), py::arg("to"), py::arg("tag"))
       .def("receive", &CrossMemory::receive, NoGil(), py::arg("into"), py::arg("from_rank"),
-           py::arg("tag"))
-      .def("make_progress", &CrossMemory::make_progress, NoGil());
+           py::arg("tag"));
 }
 
 void bind_engine(py::module_& m) {

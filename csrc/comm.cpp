@@ -35,7 +35,7 @@ auto all_gather_into(c10d::ProcessGroup& group, at::Tensor& output, at::Tensor& 
 // gloo's tags are 32-bit; numbers that all ranks count alike stay alike when they wrap.
 constexpr int64_t kFarewellTag = 0x3fffffff;
 
-constexpr int64_t kKinds = 3;
+constexpr int64_t kKinds = 3;  // of Comm::Kind
 
 int tag_of(int64_t tag) { return static_cast<int>(tag & 0x3fffffff); }
 
@@ -98,25 +98,22 @@ void Comm::connect_neighbors(std::chrono::milliseconds timeout, bool allowed) {
 int64_t Comm::neighbors() const {
   int64_t count = 0;
   for (int64_t peer = 0; peer < world_; ++peer) {
-    if (neighbors_ != nullptr && neighbors_->reaches(peer)) ++count;
+    if (reads(peer)) ++count;
   }
   return count;
 }
 
 Comm::Work Comm::send(Kind kind, const at::Tensor& tensor, int64_t to, int64_t tag) {
-  if (neighbors_ != nullptr && neighbors_->reaches(to))
-    return neighbors_->send(tensor, to, kKinds * tag + static_cast<int64_t>(kind));
+  if (reads(to)) return neighbors_->send(tensor, to, kKinds * tag + static_cast<int64_t>(kind));
   std::vector<at::Tensor> tensors{tensor};
-  const Group& group = kind == Kind::reduction ? reduce_group_ : gather_group_;
-  return group->send(tensors, static_cast<int>(to), tag_of(tag));
+  return group_of(kind)->send(tensors, static_cast<int>(to), tag_of(tag));
 }
 
 Comm::Work Comm::recv(Kind kind, const at::Tensor& into, int64_t from, int64_t tag) {
-  if (neighbors_ != nullptr && neighbors_->reaches(from))
+  if (reads(from))
     return neighbors_->receive(into, from, kKinds * tag + static_cast<int64_t>(kind));
   std::vector<at::Tensor> tensors{into};
-  const Group& group = kind == Kind::reduction ? reduce_group_ : gather_group_;
-  return group->recv(tensors, static_cast<int>(from), tag_of(tag));
+  return group_of(kind)->recv(tensors, static_cast<int>(from), tag_of(tag));
 }
 
 at::Tensor Comm::outgoing(const at::Tensor& tensor) const {

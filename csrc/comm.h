@@ -107,6 +107,10 @@ class Comm {
   // What a message belongs to: each counts its tags by itself.
   enum class Kind : int64_t { reduction, gather, agreement };
   using Work = c10::intrusive_ptr<c10d::Work>;
+  bool reads(int64_t peer) const { return neighbors_ != nullptr && neighbors_->reaches(peer); }
+  const Group& group_of(Kind kind) const {
+    return kind == Kind::reduction ? reduce_group_ : gather_group_;
+  }
   // The tensors are on the host, and contiguous.
   Work send(Kind kind, const at::Tensor& tensor, int64_t to, int64_t tag);
   Work recv(Kind kind, const at::Tensor& into, int64_t from, int64_t tag);

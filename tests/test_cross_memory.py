@@ -28,7 +28,7 @@ from zero_ext import _C
 pytestmark = pytest.mark.host
 
 
-def connect(group, timeout_s: float = 20, allowed: bool = True):
+def connect(group, allowed: bool = True):
     """Collective."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
 
@@ -38,7 +38,7 @@ def connect(group, timeout_s: float = 20, allowed: bool = True):
         return rows
 
     return _C.CrossMemory.connect(
-        rank, world, timeout_ms=int(timeout_s * 1000), allowed=allowed, all_gather=all_gather
+        rank, world, timeout_ms=20_000, allowed=allowed, all_gather=all_gather
     )
 
 
@@ -53,6 +53,17 @@ def memory(group, world):
 
 def peers_of(group) -> list[int]:
     return [r for r in range(dist.get_world_size(group)) if r != dist.get_rank(group)]
+
+
+def assert_all_hear_from_all(memory, group) -> None:
+    rank = dist.get_rank(group)
+    for peer in peers_of(group):
+        memory.send(torch.arange(3.0) + rank, to=peer, tag=0)
+    for peer in peers_of(group):
+        into = torch.zeros(3)
+        memory.receive(into, from_rank=peer, tag=0).wait()
+        assert_bits(into, torch.arange(3.0) + peer)
+    gather_objects(rank, group)
 
 
 @pytest.mark.dist
@@ -130,13 +141,7 @@ def test_a_receive_that_is_given_up_takes_no_message(memory, group, rank):
     given_up = [memory.receive(torch.zeros(3), from_rank=peer, tag=0) for peer in peers_of(group)]
     del given_up
     gather_objects(rank, group)
-    for peer in peers_of(group):
-        memory.send(torch.arange(3.0) + rank, to=peer, tag=0)
-    for peer in peers_of(group):
-        into = torch.zeros(3)
-        memory.receive(into, from_rank=peer, tag=0).wait()
-        assert_bits(into, torch.arange(3.0) + peer)
-    gather_objects(rank, group)
+    assert_all_hear_from_all(memory, group)
 
 
 @pytest.mark.dist
@@ -206,13 +211,7 @@ def test_a_forked_child_that_ends_closes_nothing(group, rank):
         os._exit(0)
     os.waitpid(child, 0)
     gather_objects(rank, group)
-    for peer in peers_of(group):
-        memory.send(torch.arange(3.0) + rank, to=peer, tag=0)
-    for peer in peers_of(group):
-        into = torch.zeros(3)
-        memory.receive(into, from_rank=peer, tag=0).wait()
-        assert_bits(into, torch.arange(3.0) + peer)
-    gather_objects(rank, group)
+    assert_all_hear_from_all(memory, group)
 
 
 @pytest.mark.dist

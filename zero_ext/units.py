@@ -89,17 +89,13 @@ def cut_by_module(
         runs[-1].append((module, members))
         last_place = place
     for run in runs:
-        sizes = [
-            sum(parameters[i].numel() * _itemsize(parameters[i], param_dtype) for i in members)
-            for _, members in run
-        ]
+        sizes = [_bytes_of(members, parameters, param_dtype) for _, members in run]
         for begin, end in _merged_evenly(sizes, bucket_bytes):
             modules = [module for module, _ in run[begin:end]]
             blocks.append(Block(modules, sorted(i for _, m in run[begin:end] for i in m)))
     rest = owned.pop("", [])
     everything = range(len(parameters))
-    total = sum(parameters[i].numel() * _itemsize(parameters[i], param_dtype) for i in everything)
-    if choice is None and total <= bucket_bytes:
+    if choice is None and _bytes_of(everything, parameters, param_dtype) <= bucket_bytes:
         return [Block([root], list(everything), root=True)]
     return [*reversed(blocks), Block([root], rest, root=True)]
 
@@ -204,8 +200,13 @@ def _strangers_before(root: nn.Module, chosen: dict[str, nn.Module]) -> dict[str
     return result
 
 
-def _itemsize(parameter: Tensor, param_dtype: torch.dtype | None) -> int:
-    return (param_dtype or parameter.dtype).itemsize
+def _bytes_of(
+    members: Sequence[int], parameters: Sequence[Tensor], param_dtype: torch.dtype | None
+) -> int:
+    """In the dtype that is computed in."""
+    return sum(
+        parameters[i].numel() * (param_dtype or parameters[i].dtype).itemsize for i in members
+    )
 
 
 def parts(blocks: Sequence[Block]) -> list[tuple[int, list[int]]]:
@@ -246,11 +247,7 @@ def prefetch_bytes(
     """How much may be gathered ahead of its use, see ``shard``."""
     if prefetch_mb is not None:
         return int(prefetch_mb * 2**20)
-    sizes = [
-        sum(parameters[i].numel() * _itemsize(parameters[i], param_dtype) for i in block.members)
-        for block in blocks
-        if not block.root
-    ]
+    sizes = [_bytes_of(b.members, parameters, param_dtype) for b in blocks if not b.root]
     return int(max(bucket_mb * 2**20, 1.5 * max(sizes, default=0)))
 
 
