@@ -386,7 +386,7 @@ void Engine::set_offloaded(const std::set<std::string>& states) {
       unit->stow(states);
     }
   }
-  context_.spare->clear();
+  context_.spare->trim();
   offloaded_ = states;
 }
 

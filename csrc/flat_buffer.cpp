@@ -54,7 +54,7 @@ c10::DataPtr SpareMemory::take(int64_t bytes) {
   }
   clear();
   counter_->add(held_, bytes);
-  return allocate_transient(place_, bytes);
+  return source_->allocate(place_, bytes);
 }
 
 void SpareMemory::give(c10::DataPtr memory, int64_t bytes) {
@@ -74,6 +74,11 @@ void SpareMemory::clear() {
     c10::getDeviceAllocator(place_.device.type())->recordStream(block.memory, *block.stream);
   }
   blocks_.clear();
+}
+
+void SpareMemory::trim() {
+  clear();
+  source_->trim();
 }
 
 namespace {

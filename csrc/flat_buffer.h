@@ -49,10 +49,10 @@ class MemoryCounter {
   std::atomic<int64_t> peak_{0};
 };
 
-// Memory that released buffers gave up within one pass, for the next ones of the same size: fresh
-// pages cost as much as the gather that fills them. Never more than was held at once: what fits
-// nobody goes as soon as somebody needs new memory. On a device, who takes memory goes on, on the
-// current stream, after all that was queued before it was given.
+// Memory that released buffers gave up within one pass, for the next ones of the same size. Never
+// more than was held at once: what fits nobody goes as soon as somebody needs new memory. On a
+// device, who takes memory goes on, on the current stream, after all that was queued before it was
+// given.
 class SpareMemory {
  public:
   SpareMemory(std::shared_ptr<MemoryCounter> counter, Held held, Place place)
@@ -60,7 +60,10 @@ class SpareMemory {
   ~SpareMemory() { clear(); }
   c10::DataPtr take(int64_t bytes);
   void give(c10::DataPtr memory, int64_t bytes);
+  // Nothing is held any more; on the host, the next pass may still find the pages where they are.
   void clear();
+  // The same, and the pages go back to the system at once.
+  void trim();
 
  private:
   struct Block {
@@ -72,6 +75,7 @@ class SpareMemory {
   std::shared_ptr<MemoryCounter> counter_;
   Held held_;
   Place place_;
+  std::shared_ptr<TransientMemory> source_ = std::make_shared<TransientMemory>();
   std::vector<Block> blocks_;
 };
 

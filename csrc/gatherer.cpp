@@ -303,7 +303,7 @@ void Gatherer::drop(const std::vector<int64_t>& units, Unit::Writes writes) {
       finish(entry);
     }
   }
-  if (!inside() && !in_backward_) context_.spare->clear();
+  if (!inside() && !in_backward_) context_.spare->trim();
 }
 
 // Steps and passes

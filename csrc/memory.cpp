@@ -31,28 +31,6 @@ c10::DataPtr allocate_host(size_t bytes) {
   return {memory, memory, [](void* p) { std::free(p); }, c10::Device(c10::kCPU)};
 }
 
-// Huge pages of the system's, which go back to it.
-struct Mapping {
-  void* memory;
-  size_t bytes;
-};
-
-void unmap(void* context) {
-  const auto* mapping = static_cast<Mapping*>(context);
-  munmap(mapping->memory, mapping->bytes);
-  delete mapping;
-}
-
-c10::DataPtr map_huge_pages(size_t bytes) {
-  const size_t mapped = (bytes + kHugePage - 1) / kHugePage * kHugePage + kHugePage;
-  void* memory = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  TORCH_CHECK(memory != MAP_FAILED, "zero_ext: cannot allocate ", bytes, " bytes of host memory");
-  const size_t past_boundary = reinterpret_cast<uintptr_t>(memory) % kHugePage;
-  void* begin = static_cast<char*>(memory) + (kHugePage - past_boundary) % kHugePage;
-  madvise(begin, mapped - kHugePage, MADV_HUGEPAGE);
-  return {begin, new Mapping{memory, mapped}, &unmap, c10::Device(c10::kCPU)};
-}
-
 at::Tensor bytes_at(void* data, c10::Device device, size_t bytes) {
   return at::for_blob(data, {static_cast<int64_t>(bytes)})
       .options(at::TensorOptions().dtype(at::kByte).device(device))
@@ -71,9 +49,62 @@ c10::DataPtr allocate_at(const Place& place, size_t bytes) {
   return at::getHostAllocator(place.pinned_for)->allocate(bytes);
 }
 
-c10::DataPtr allocate_transient(const Place& place, size_t bytes) {
+struct TransientMemory::Lease {
+  std::weak_ptr<TransientMemory> owner;
+  Mapping mapping;
+};
+
+TransientMemory::Mapping TransientMemory::map(size_t bytes) {
+  const size_t rounded = (bytes + kHugePage - 1) / kHugePage * kHugePage;
+  const size_t mapped = rounded + kHugePage;
+  void* memory = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  TORCH_CHECK(memory != MAP_FAILED, "zero_ext: cannot allocate ", bytes, " bytes of host memory");
+  const size_t past_boundary = reinterpret_cast<uintptr_t>(memory) % kHugePage;
+  void* begin = static_cast<char*>(memory) + (kHugePage - past_boundary) % kHugePage;
+  madvise(begin, rounded, MADV_HUGEPAGE);
+  return {.memory = memory, .mapped = mapped, .begin = begin, .bytes = rounded};
+}
+
+std::optional<TransientMemory::Mapping> TransientMemory::take_idle(size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  if (idle_.empty()) return std::nullopt;
+  const auto smaller = [](const Mapping& a, const Mapping& b) { return a.bytes < b.bytes; };
+  std::sort(idle_.begin(), idle_.end(), smaller);
+  const auto found = std::find_if(idle_.begin(), idle_.end(),
+                                  [&](const Mapping& mapping) { return mapping.bytes >= bytes; });
+  if (found == idle_.end()) {  // the new one takes the place of one that is too small
+    munmap(idle_.back().memory, idle_.back().mapped);
+    idle_.pop_back();
+    return std::nullopt;
+  }
+  const Mapping mapping = *found;
+  idle_.erase(found);
+  return mapping;
+}
+
+c10::DataPtr TransientMemory::allocate(const Place& place, size_t bytes) {
   if (!place.device.is_cpu() || bytes < 2 * kHugePage) return allocate_at(place, bytes);
-  return map_huge_pages(bytes);
+  const std::optional<Mapping> idle = take_idle(bytes);
+  const Mapping mapping = idle.has_value() ? *idle : map(bytes);
+  return {mapping.begin, new Lease{weak_from_this(), mapping}, &end_lease, c10::Device(c10::kCPU)};
+}
+
+void TransientMemory::end_lease(void* lease) {
+  const std::unique_ptr<Lease> ended(static_cast<Lease*>(lease));
+  const std::shared_ptr<TransientMemory> owner = ended->owner.lock();
+  const Mapping& mapping = ended->mapping;
+  if (owner == nullptr || madvise(mapping.begin, mapping.bytes, MADV_FREE) != 0) {
+    munmap(mapping.memory, mapping.mapped);
+    return;
+  }
+  const std::lock_guard lock(owner->mutex_);
+  owner->idle_.push_back(mapping);
+}
+
+void TransientMemory::trim() {
+  const std::lock_guard lock(mutex_);
+  for (const Mapping& mapping : idle_) munmap(mapping.memory, mapping.mapped);
+  idle_.clear();
 }
 
 void copy_bytes(void* target, c10::Device target_device, const void* source,

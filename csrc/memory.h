@@ -8,6 +8,10 @@
 #include <c10/core/Device.h>
 
 #include <cstddef>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
 
 namespace zero_ext {
 
@@ -20,11 +24,38 @@ struct Place {
 
 // Not initialised.
 c10::DataPtr allocate_at(const Place& place, size_t bytes);
-// For memory that comes and goes in every step. On the host, large blocks of it are not malloc's:
-// when malloc gets one back at the end of its heap it returns that to the system, and torch's next
-// tensors meet fresh pages (a stage-3 step of the GPT benchmark: 1.12 of plain PyTorch's time with
-// malloc's memory, 1.08 without; means of six runs, 6,000 to 16,000 page faults a step).
-c10::DataPtr allocate_transient(const Place& place, size_t bytes);
+// Large blocks of host memory that come and go in every step.
+//
+// They are not malloc's: when malloc gets one back at the end of its heap it returns that to the
+// system, and torch's next tensors meet fresh pages (a stage-3 step of the GPT benchmark: 1.12 of
+// plain PyTorch's time with malloc's memory, 1.08 without; means of six runs, 6,000 to 16,000 page
+// faults a step). A block that is given back stays mapped, and the system may take its pages when
+// it runs short (MADV_FREE); what it has left, the next block finds. Fresh huge pages would have to
+// be made and cleared.
+class TransientMemory : public std::enable_shared_from_this<TransientMemory> {
+ public:
+  ~TransientMemory() { trim(); }
+  // Not initialised. Smaller blocks, and those of a device, are as those of allocate_at().
+  c10::DataPtr allocate(const Place& place, size_t bytes);
+  // Unmaps what is not in use.
+  void trim();
+
+ private:
+  struct Mapping {
+    void* memory;
+    size_t mapped;
+    void* begin;   // of a huge page
+    size_t bytes;  // from there
+  };
+  struct Lease;
+  static Mapping map(size_t bytes);
+  static void end_lease(void* lease);
+  // The smallest one that is large enough, if there is any.
+  std::optional<Mapping> take_idle(size_t bytes);
+
+  std::mutex mutex_;
+  std::vector<Mapping> idle_;  // never more than were in use at once
+};
 
 // Raw memory, each side on its device. Between pinned host memory and a device the copy is queued
 // on the device's current stream, else it is made when this returns.

@@ -235,6 +235,39 @@ def test_memory_is_constant_over_50_steps(mesh, rank, world, merged):
 # Kept graphs
 
 
+def lazily_free_bytes() -> int:
+    """Of this process: pages that the system may take, and has not taken."""
+    with open("/proc/self/smaps_rollup") as lines:
+        (line,) = (line for line in lines if line.startswith("LazyFree:"))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.host
+def test_pages_of_released_units_wait_for_the_next_pass(mesh, rank):
+    model = Blocks(width=1100, blocks=3)
+    full = sum(p.nbytes for p in model.parameters())
+    zero_ext.shard(model, 3, mesh=mesh, bucket_mb=SEPARATE)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1)
+    addresses = []
+    model.blocks[1].register_forward_pre_hook(
+        lambda module, _: addresses.append(module.weight.data_ptr())
+    )
+    before = lazily_free_bytes()
+    train(model, optimizer, rank, width=1100)
+    assert len(set(addresses)) == 1
+    assert model.stats()["bytes_full"] == 0
+    unit = full // 4
+    assert unit // 2 < lazily_free_bytes() - before < 3 * unit
+    with model.summon_full_params():
+        pass
+    assert lazily_free_bytes() <= before  # the whole model is not kept
+    train(model, optimizer, rank, width=1100)
+    assert lazily_free_bytes() > before
+    del model, optimizer
+    gc.collect()
+    assert lazily_free_bytes() <= before
+
+
 @pytest.mark.parametrize("units", [0, 1, 2.5, 7, None])
 def test_retained_bytes_bounds_what_kept_graphs_hold(mesh, rank, world, units):
     model = Blocks()
