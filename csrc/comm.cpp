@@ -60,6 +60,7 @@ void Pending::wait(const std::function<std::string()>& what) {
     }
     parts_.pop_back();
   }
+  if (watch_ != nullptr) std::exchange(watch_, nullptr)->add(what());
 }
 
 void Pending::wait_if_possible(std::chrono::milliseconds timeout) noexcept {
@@ -93,6 +94,11 @@ void Comm::connect_neighbors(std::chrono::milliseconds timeout, bool allowed) {
           return where(rank_) + "waited for the other ranks to say whether they share its host";
         });
       });
+}
+
+void Comm::watch_collectives(std::chrono::milliseconds timeout) {
+  if (world_ == 1 || !on_device()) return;
+  watch_ = std::make_shared<CollectiveWatch>(device_, timeout);
 }
 
 int64_t Comm::neighbors() const {
@@ -138,6 +144,7 @@ void Comm::exchange(const std::vector<at::Tensor>& sends, const std::vector<at::
     inputs[rank_] = nothing;
     outputs[rank_] = nothing;
     const auto work = reduce_group_->alltoall(outputs, inputs);
+    pending.watch_ = watch_;
     for (int64_t peer = 0; peer < world_; ++peer) {
       pending.parts_.push_back({work, inputs[peer], peer, /*sending=*/true, {}});
       pending.parts_.push_back({work, outputs[peer], peer, /*sending=*/false, {}});
@@ -161,6 +168,7 @@ void Comm::reduce_scatter(const at::Tensor& input, const at::Tensor& output, Pen
   at::Tensor in = outgoing(input);
   at::Tensor out = incoming(output);
   const auto work = reduce_scatter_into(*reduce_group_, out, in);
+  pending.watch_ = watch_;
   pending.parts_.push_back({work, in, -1, false, {}});
   pending.parts_.push_back({work, out, -1, false, target_of(output)});
 }
@@ -168,6 +176,7 @@ void Comm::reduce_scatter(const at::Tensor& input, const at::Tensor& output, Pen
 void Comm::all_reduce_sum(const at::Tensor& tensor, Pending& pending) {
   if (world_ == 1) return;
   std::vector<at::Tensor> tensors{outgoing(tensor)};
+  pending.watch_ = watch_;
   pending.parts_.push_back(
       {reduce_group_->allreduce(tensors), tensors[0], -1, false, target_of(tensor)});
 }
@@ -178,6 +187,7 @@ void Comm::gather(const at::Tensor& full, int64_t tag, Pending& pending) {
   if (on_device()) {
     at::Tensor output = full;
     at::Tensor input = range(rank_);
+    pending.watch_ = watch_;
     pending.parts_.push_back({all_gather_into(*gather_group_, output, input), full, -1, false, {}});
     return;
   }
@@ -232,6 +242,7 @@ at::Tensor Comm::all_gather(const at::Tensor& values, const std::function<std::s
           {send(Kind::agreement, input, peer, agreements_), input, peer, /*sending=*/true, {}});
     }
   } else {
+    pending.watch_ = watch_;
     pending.parts_.push_back(
         {all_gather_into(*gather_group_, output, input), output, -1, false, {}});
   }
@@ -243,6 +254,7 @@ void Comm::broadcast(const at::Tensor& tensor, const std::function<std::string()
   if (world_ == 1) return;
   std::vector<at::Tensor> tensors{outgoing(tensor)};
   Pending pending;
+  pending.watch_ = watch_;
   pending.parts_.push_back(
       {gather_group_->broadcast(tensors), tensors[0], -1, false, target_of(tensor)});
   pending.wait(what);

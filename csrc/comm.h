@@ -18,6 +18,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
+#include "collective_watch.h"
 #include "cross_memory.h"
 
 namespace zero_ext {
@@ -44,6 +45,7 @@ class Pending {
     at::Tensor target;  // where defined: `tensor` goes there when it has come
   };
   std::vector<Part> parts_;
+  std::shared_ptr<CollectiveWatch> watch_;  // where the host does not wait
 };
 
 class Comm {
@@ -59,6 +61,8 @@ class Comm {
   // Collective. From now on messages of the host, where `allowed` on both ranks and possible, are
   // read straight from the sender's memory; `timeout` is for those.
   void connect_neighbors(std::chrono::milliseconds timeout, bool allowed);
+  // From now on a collective on a device that does not end is named, see CollectiveWatch.
+  void watch_collectives(std::chrono::milliseconds timeout);
   // How many ranks' memory this one reads.
   int64_t neighbors() const;
   // Whether every rank reads every other one's.
@@ -125,6 +129,7 @@ class Comm {
   Group reduce_group_;
   Group gather_group_;
   std::shared_ptr<CrossMemory> neighbors_;  // null where there are none
+  std::shared_ptr<CollectiveWatch> watch_;  // null on the host
   int64_t rank_ = 0;
   int64_t world_ = 1;
   int64_t agreements_ = 0;

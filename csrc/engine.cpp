@@ -77,7 +77,9 @@ Engine::Engine(EngineOptions options)
       pool_(context_.memory,
             {.gradients = context_.compute_place(), .received = context_.state_place()}),
       gatherer_(comm_, context_, options_.gather) {
-  comm_.connect_neighbors(std::chrono::milliseconds(options_.timeout_ms), options_.cross_memory);
+  const std::chrono::milliseconds timeout(options_.timeout_ms);
+  comm_.connect_neighbors(timeout, options_.cross_memory);
+  comm_.watch_collectives(timeout);
   context_.spare =
       std::make_shared<SpareMemory>(context_.memory, Held::full, context_.compute_place());
 }

@@ -49,7 +49,7 @@ struct EngineOptions {
   bool pin_memory = true;          // of it
   std::string reduce_group;        // names of process groups; both empty: one rank alone
   std::string gather_group;
-  int64_t timeout_ms = 0;    // of messages that are read from the memory of other ranks
+  int64_t timeout_ms = 0;    // of messages that no process group carries, and of what is watched
   bool cross_memory = true;  // where it can be
   Reduction reduction = Reduction::exchange;
   std::optional<at::ScalarType> reduce_dtype;

@@ -7,6 +7,8 @@ so that a missing wait shows as another result or as a fault.
 import contextlib
 import gc
 import itertools
+import re
+import time
 import warnings
 
 import pytest
@@ -49,6 +51,12 @@ def nobody_waits(device):
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def skip_unless_on_device():
+    backends = str(dist.get_backend_config())
+    if "lccl" not in backends and "nccl" not in backends:
+        pytest.skip("gloo carries tensors through host memory, which waits")
 
 
 class Run:
@@ -164,9 +172,8 @@ def test_other_optimizers(anywhere, rank, device, optimizer, kwargs, offload):
 def test_nobody_waits_in_a_backward_or_a_step(
     anywhere, rank, device, stage, reduction, max_grad_norm
 ):
-    backends = str(dist.get_backend_config()) if anywhere is not None else ""
-    if anywhere is not None and "lccl" not in backends and "nccl" not in backends:
-        pytest.skip("gloo carries tensors through host memory, which waits")
+    if anywhere is not None:
+        skip_unless_on_device()
     run = Run(
         device,
         stage,
@@ -207,6 +214,31 @@ def test_nobody_waits_for_edits_of_gradients_or_for_some_of_the_parameters(devic
     with nobody_waits(device):
         step()
         step()
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_collective_that_does_not_end_is_named(mesh, rank, device, monkeypatch, capfd, stage):
+    """Nobody waits, and yet it is said who is missing: before the backend gives up."""
+    skip_unless_on_device()
+    monkeypatch.setenv("ZERO_EXT_TIMEOUT_S", "4")
+    run = Run(device, stage, mesh, rank, torch.bfloat16)
+    run.step(0)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(3)
+    loss = run.step(1)
+    assert loss[0].isfinite()
+    dist.barrier()
+    said = capfd.readouterr().err
+    if rank == 1:
+        assert "zero_ext [rank 1" not in said
+        return
+    waited = "its reduction in backward 2" if stage == 2 else "the other ranks' parts of its param"
+    assert re.search(rf"zero_ext \[rank {rank}, unit '.* … .*'\]: waited for {waited}", said)
+    assert re.search(r" for [23](\.\d+)? s, and still does.*timeout is 4 s", said)
+    assert said.count("and still does") == 1
 
 
 def test_a_wait_is_seen(device):

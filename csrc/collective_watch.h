@@ -1,0 +1,41 @@
+// CollectiveWatch: says of which unit a collective of a device's backend is that does not end.
+//
+// Owner:   Comm.
+// Threads: add() from any; a thread of its own looks.
+//
+// Note [Stalled collectives]
+// The host waits for none of a device's collectives: it queues them. When another rank does not
+// come, the backend ends the process (NCCL's watchdog, after the process group's timeout) with the
+// number and the type of a collective, of which nobody knows the unit. After half of that time the
+// unit, the backward and the rank are logged here.
+// Whether a collective has ended is asked of an event, which may disturb the capture of a graph:
+// only those are asked about that were queued longer ago than the limit.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace zero_ext {
+
+class CollectiveWatch {
+ public:
+  // `timeout`: the backend's.
+  CollectiveWatch(c10::Device device, std::chrono::milliseconds timeout);
+  ~CollectiveWatch();
+  CollectiveWatch(const CollectiveWatch&) = delete;
+  CollectiveWatch& operator=(const CollectiveWatch&) = delete;
+
+  // The current stream has just been told to wait for a collective. `what` says who waits for what.
+  void add(const std::string& what);
+
+ private:
+  struct State;
+  c10::Device device_;
+  std::shared_ptr<State> state_;
+};
+
+}  // namespace zero_ext
