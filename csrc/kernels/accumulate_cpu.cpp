@@ -36,12 +36,10 @@ struct Accumulate {
           });
       return largest;
     }
-    alignas(kLineBytes) float block[kBlockNumel];
     for (int64_t i = 0, n = 0; i < numel; i += n) {
       n = block_numel(numel - i);
       prefetch_next_page(sum + i);
-      const float* values = staged(grad + i, block, n);
-      largest = largest_of(largest, accumulate_block<false>(values, sum + i, n, scale));
+      largest = largest_of(largest, accumulate_block<false>(grad + i, sum + i, n, scale));
     }
     return largest;
   }

@@ -40,17 +40,22 @@ struct AccumulateRanks {
   // element by element as it is written.
   ZERO_EXT_BODY int32_t sum_block(int64_t i, float* to, int64_t numel) const {
     alignas(kLineBytes) float block[kBlockNumel];
+    const float* from = sum + i;
     if constexpr (fresh) {
       for (int64_t k = 0; k < numel; ++k) block[k] = 0;
+      from = block;
     } else {
-      staged(sum + i, block, numel);
+      prefetch_next_page(from);
     }
     // The first rank outside the loop: two ranks are then two straight loops, which is 7 % faster.
-    if (ranks > 1) add_rank(grad(0) + i, block, block, numel, scale);
+    if (ranks > 1) {
+      add_rank(grad(0) + i, from, block, numel, scale);
+      from = block;
+    }
     for (int32_t rank = 1; rank < ranks - 1; ++rank) {
       add_rank(grad(rank) + i, block, block, numel, scale);
     }
-    return add_rank(grad(ranks - 1) + i, block, to, numel, scale);
+    return add_rank(grad(ranks - 1) + i, from, to, numel, scale);
   }
 
   ZERO_EXT_BODY void operator()(int64_t begin, int64_t end) const {

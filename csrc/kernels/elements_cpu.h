@@ -127,14 +127,14 @@ ZERO_EXT_BODY int32_t magnitude_bits(float value) {
 ZERO_EXT_BODY int32_t largest_of(int32_t a, int32_t b) { return a > b ? a : b; }
 
 // Note [Blocks]
-// What meets a sum is first brought, a block at a time, into a buffer in the L1 cache. The memory
-// then sees one short burst per gradient and one read-modify-write stream in turn, instead of all
-// of them interleaved, and keeps its pages open longer. Measured on large ranges beside the
-// read-modify-write bandwidth (AMD Zen 4, one core, ratios): one bf16 gradient 0.75 without blocks,
-// 0.97 with; two 0.69 and 0.95. Blocks of 256 reach 0.83, of 1,024 0.76 to 0.92. Software
-// prefetches of every line were slower than nothing. Of the first line of the sum's next page,
-// where the processor's own prefetching ends, one gradient gains 5 to 10 % (small pages; of the
-// gradient's next page as much, of both no more), two lose 10 %.
+// Where several gradients meet, a block of the sum at a time stays in the L1 cache while they pass
+// one after the other. The memory then sees one stream in turn instead of all of them interleaved,
+// and keeps its pages open longer: 0.69 of the read-modify-write bandwidth without blocks for two
+// bf16 gradients, 0.95 with (AMD Zen 4, one core). Blocks of 256 reach 0.83, of 1,024 0.76 to 0.92.
+// Software prefetches of every line were slower than nothing. Of the first line of the sum's next
+// page, where the processor's own prefetching ends, one gradient gains a sixth (0.88 before, 1.03
+// after, then without a block of its own, which costs as much); of the page after that, of more
+// lines, or of the gradient's next page as well: no more.
 constexpr int64_t kBlockNumel = 512;
 constexpr int64_t kLineBytes = 64;
 
@@ -149,30 +149,6 @@ ZERO_EXT_BODY void prefetch_next_page(const T* block) {
   const auto address = reinterpret_cast<uintptr_t>(block);
   if (address % kPageBytes >= kBlockNumel * sizeof(T)) return;
   __builtin_prefetch(reinterpret_cast<const char*>(address / kPageBytes * kPageBytes + kPageBytes));
-}
-
-// `numel` elements as floats in `block`, see Note [Blocks].
-template <class T>
-ZERO_EXT_BODY const float* staged(const T* source, float* block, int64_t numel) {
-#pragma GCC ivdep
-  for (int64_t k = 0; k < numel; ++k) block[k] = to_float(source[k]);
-  return block;
-}
-
-// Line by line: a plain loop, or a memcpy of an unknown length, becomes string instructions, which
-// are slow on so few bytes; the empty asm keeps the compiler from that.
-ZERO_EXT_BODY const float* staged(const float* source, float* block, int64_t numel) {
-  constexpr int64_t kLineNumel = kLineBytes / static_cast<int64_t>(sizeof(float));
-  int64_t k = 0;
-  for (; k + kLineNumel <= numel; k += kLineNumel) {
-    __builtin_memcpy(block + k, source + k, kLineBytes);
-    __asm__ volatile("");
-  }
-  for (; k < numel; ++k) {
-    block[k] = source[k];
-    __asm__ volatile("");
-  }
-  return block;
 }
 
 // Note [Streaming stores]
