@@ -31,7 +31,7 @@ c10::DataPtr allocate_at(const Place& place, size_t bytes);
 // plain PyTorch's time with malloc's memory, 1.08 without; means of six runs, 6,000 to 16,000 page
 // faults a step). A block that is given back stays mapped, and the system may take its pages when
 // it runs short (MADV_FREE); what it has left, the next block finds. Fresh huge pages would have to
-// be made and cleared.
+// be made and cleared: the same step took 0.655 of FSDP2's time with them, 0.63 without (medians).
 class TransientMemory : public std::enable_shared_from_this<TransientMemory> {
  public:
   ~TransientMemory() { trim(); }
