@@ -66,10 +66,12 @@ ALL_LAGGED_TESTS := $(filter-out $(addprefix tests/test_,build.py comm_ops.py cu
   example.py harness.py kernels.py lagged_device.py layout.py ops.py pipeline.py residency.py),$(wildcard tests/test_*.py))
 LAGGED := ZERO_EXT_TEST_DEVICE=lagged
 LCCL := $(LAGGED) ZERO_EXT_TEST_BACKENDS=cpu:gloo,lagged:lccl
+# One-rank tests two at a time. Those of several ranks have the processors for their ranks.
+ONE_RANK_PYTEST := $(PY) -m pytest -n 2 --dist worksteal
 
 test: install
-	$(PY) -m pytest tests -m "not dist and not slow"
-	$(LAGGED) $(PY) -m pytest $(LAGGED_TESTS) -m "not dist and not slow"
+	$(ONE_RANK_PYTEST) tests -m "not dist and not slow"
+	$(LAGGED) $(ONE_RANK_PYTEST) $(LAGGED_TESTS) -m "not dist and not slow"
 	$(call test_ranks,dist and not slow,2,tests)
 	$(call test_ranks,dist and not slow,3,$(THREE_RANKS_TESTS))
 	$(call test_ranks,dist and not slow,4,$(FOUR_RANKS_TESTS),$(ONLY_GROUP))
@@ -77,8 +79,8 @@ test: install
 	$(call test_ranks,dist and not slow,2,$(LAGGED_RANKS_TESTS),$(LCCL))
 
 test-all: install
-	$(PY) -m pytest tests -m "not dist"
-	$(LAGGED) $(PY) -m pytest $(ALL_LAGGED_TESTS) -m "not dist"
+	$(ONE_RANK_PYTEST) tests -m "not dist"
+	$(LAGGED) $(ONE_RANK_PYTEST) $(ALL_LAGGED_TESTS) -m "not dist"
 	$(call test_ranks,dist,2 3 4,tests)
 	$(call test_ranks,dist,2 3,tests,$(ONLY_GROUP))
 	$(call test_ranks,dist,2 3,$(ALL_LAGGED_TESTS),$(LAGGED))

@@ -7,7 +7,8 @@
 // The host waits for none of a device's collectives: it queues them. When another rank does not
 // come, the backend ends the process (NCCL's watchdog, after the process group's timeout) with the
 // number and the type of a collective, of which nobody knows the unit. After half of that time the
-// unit, the backward and the rank are logged here.
+// unit, the backward and the rank are logged here. Where the backend notices earlier that a rank is
+// gone, it throws in a thread of its own, and they are logged by what std::terminate calls.
 // Whether a collective has ended is asked of an event, which may disturb the capture of a graph:
 // only those are asked about that were queued longer ago than the limit.
 #pragma once
@@ -34,6 +35,7 @@ class CollectiveWatch {
 
  private:
   struct State;
+  struct All;
   c10::Device device_;
   std::shared_ptr<State> state_;
 };

@@ -51,7 +51,7 @@ void Pending::wait(const std::function<std::string()>& what) {
       if (part.target.defined()) part.target.copy_(part.tensor);
     } catch (const std::exception& error) {
       const std::string peer =
-          part.peer < 0 ? "the other ranks" : "rank " + std::to_string(part.peer);
+          part.peer == kAll ? "the other ranks" : "rank " + std::to_string(part.peer);
       TORCH_CHECK(false, what(), part.sending ? " (sending to " : " (waiting for ", peer,
                   "): ", error.what(),
                   "\nEvery rank must run the same backwards and steps; look for the first error in "
@@ -134,6 +134,11 @@ at::Tensor Comm::target_of(const at::Tensor& tensor) const {
   return by_host(tensor) ? tensor : at::Tensor();
 }
 
+void Comm::add(Pending& pending, Pending::Part part) const {
+  pending.parts_.push_back(std::move(part));
+  pending.watch_ = watch_;
+}
+
 void Comm::exchange(const std::vector<at::Tensor>& sends, const std::vector<at::Tensor>& recvs,
                     int64_t tag, Pending& pending) {
   if (world_ == 1) return;
@@ -144,23 +149,22 @@ void Comm::exchange(const std::vector<at::Tensor>& sends, const std::vector<at::
     inputs[rank_] = nothing;
     outputs[rank_] = nothing;
     const auto work = reduce_group_->alltoall(outputs, inputs);
-    pending.watch_ = watch_;
     for (int64_t peer = 0; peer < world_; ++peer) {
-      pending.parts_.push_back({work, inputs[peer], peer, /*sending=*/true, {}});
-      pending.parts_.push_back({work, outputs[peer], peer, /*sending=*/false, {}});
+      add(pending, {work, inputs[peer], peer, /*sending=*/true, {}});
+      add(pending, {work, outputs[peer], peer, /*sending=*/false, {}});
     }
     return;
   }
   for (int64_t step = 1; step < world_; ++step) {
     const int64_t from = (rank_ + world_ - step) % world_;
     const at::Tensor into = incoming(recvs[from]);
-    pending.parts_.push_back({recv(Kind::reduction, into, from, tag), into, from,
-                              /*sending=*/false, target_of(recvs[from])});
+    add(pending, {recv(Kind::reduction, into, from, tag), into, from,
+                  /*sending=*/false, target_of(recvs[from])});
   }
   for (int64_t step = 1; step < world_; ++step) {
     const int64_t to = (rank_ + step) % world_;
     const at::Tensor out = outgoing(sends[to]);
-    pending.parts_.push_back({send(Kind::reduction, out, to, tag), out, to, /*sending=*/true, {}});
+    add(pending, {send(Kind::reduction, out, to, tag), out, to, /*sending=*/true, {}});
   }
 }
 
@@ -168,17 +172,15 @@ void Comm::reduce_scatter(const at::Tensor& input, const at::Tensor& output, Pen
   at::Tensor in = outgoing(input);
   at::Tensor out = incoming(output);
   const auto work = reduce_scatter_into(*reduce_group_, out, in);
-  pending.watch_ = watch_;
-  pending.parts_.push_back({work, in, -1, false, {}});
-  pending.parts_.push_back({work, out, -1, false, target_of(output)});
+  add(pending, {work, in});
+  add(pending, {work, out, Pending::kAll, false, target_of(output)});
 }
 
 void Comm::all_reduce_sum(const at::Tensor& tensor, Pending& pending) {
   if (world_ == 1) return;
   std::vector<at::Tensor> tensors{outgoing(tensor)};
-  pending.watch_ = watch_;
-  pending.parts_.push_back(
-      {reduce_group_->allreduce(tensors), tensors[0], -1, false, target_of(tensor)});
+  add(pending,
+      {reduce_group_->allreduce(tensors), tensors[0], Pending::kAll, false, target_of(tensor)});
 }
 
 void Comm::gather(const at::Tensor& full, int64_t tag, Pending& pending) {
@@ -187,8 +189,7 @@ void Comm::gather(const at::Tensor& full, int64_t tag, Pending& pending) {
   if (on_device()) {
     at::Tensor output = full;
     at::Tensor input = range(rank_);
-    pending.watch_ = watch_;
-    pending.parts_.push_back({all_gather_into(*gather_group_, output, input), full, -1, false, {}});
+    add(pending, {all_gather_into(*gather_group_, output, input), full});
     return;
   }
   // Point to point: gloo's own all-gather is a ring that takes three times as long for two ranks.
@@ -199,7 +200,7 @@ void Comm::gather(const at::Tensor& full, int64_t tag, Pending& pending) {
   const at::Tensor own = outgoing(range(rank_));
   for (int64_t step = 1; step < world_; ++step) {
     const int64_t to = (rank_ + step) % world_;
-    pending.parts_.push_back({offer(own, to, tag), own, to, /*sending=*/true, {}});
+    add(pending, {offer(own, to, tag), own, to, /*sending=*/true, {}});
   }
 }
 
@@ -209,7 +210,7 @@ Comm::Offer Comm::offer(const at::Tensor& tensor, int64_t to, int64_t tag) {
 
 void Comm::receive(const at::Tensor& into, int64_t from, int64_t tag, Pending& pending) {
   const at::Tensor here = incoming(into);
-  pending.parts_.push_back(
+  add(pending,
       {recv(Kind::gather, here, from, tag), here, from, /*sending=*/false, target_of(into)});
 }
 
@@ -219,7 +220,7 @@ void Comm::say_farewell(Pending& pending) {
     const at::Tensor theirs = at::empty({1}, at::TensorOptions().dtype(at::kByte));
     const at::Tensor mine = at::zeros({1}, at::TensorOptions().dtype(at::kByte));
     receive(theirs, peer, kFarewellTag, pending);
-    pending.parts_.push_back({offer(mine, peer, kFarewellTag), mine, peer, /*sending=*/true, {}});
+    add(pending, {offer(mine, peer, kFarewellTag), mine, peer, /*sending=*/true, {}});
   }
 }
 
@@ -236,15 +237,12 @@ at::Tensor Comm::all_gather(const at::Tensor& values, const std::function<std::s
     row(rank_).copy_(input);
     for (int64_t peer = 0; peer < world_; ++peer) {
       if (peer == rank_) continue;
-      pending.parts_.push_back(
-          {recv(Kind::agreement, row(peer), peer, agreements_), output, peer, false, {}});
-      pending.parts_.push_back(
+      add(pending, {recv(Kind::agreement, row(peer), peer, agreements_), output, peer, false, {}});
+      add(pending,
           {send(Kind::agreement, input, peer, agreements_), input, peer, /*sending=*/true, {}});
     }
   } else {
-    pending.watch_ = watch_;
-    pending.parts_.push_back(
-        {all_gather_into(*gather_group_, output, input), output, -1, false, {}});
+    add(pending, {all_gather_into(*gather_group_, output, input), output});
   }
   pending.wait(what);
   return output.view({world_, values.numel()}).to(values.device());
@@ -254,9 +252,8 @@ void Comm::broadcast(const at::Tensor& tensor, const std::function<std::string()
   if (world_ == 1) return;
   std::vector<at::Tensor> tensors{outgoing(tensor)};
   Pending pending;
-  pending.watch_ = watch_;
-  pending.parts_.push_back(
-      {gather_group_->broadcast(tensors), tensors[0], -1, false, target_of(tensor)});
+  add(pending,
+      {gather_group_->broadcast(tensors), tensors[0], Pending::kAll, false, target_of(tensor)});
   pending.wait(what);
 }
 

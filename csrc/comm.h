@@ -37,12 +37,13 @@ class Pending {
 
  private:
   friend class Comm;
+  static constexpr int64_t kAll = -1;  // a collective waits for all ranks
   struct Part {
     c10::intrusive_ptr<c10d::Work> work;
     at::Tensor tensor;
-    int64_t peer;  // the rank waited for, or -1 where it is all of them
-    bool sending;
-    at::Tensor target;  // where defined: `tensor` goes there when it has come
+    int64_t peer = kAll;  // the rank waited for
+    bool sending = false;
+    at::Tensor target = {};  // where defined: `tensor` goes there when it has come
   };
   std::vector<Part> parts_;
   std::shared_ptr<CollectiveWatch> watch_;  // where the host does not wait
@@ -115,6 +116,7 @@ class Comm {
   const Group& group_of(Kind kind) const {
     return kind == Kind::reduction ? reduce_group_ : gather_group_;
   }
+  void add(Pending& pending, Pending::Part part) const;
   // The tensors are on the host, and contiguous.
   Work send(Kind kind, const at::Tensor& tensor, int64_t to, int64_t tag);
   Work recv(Kind kind, const at::Tensor& into, int64_t from, int64_t tag);

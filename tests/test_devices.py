@@ -7,9 +7,14 @@ so that a missing wait shows as another result or as a fault.
 import contextlib
 import gc
 import itertools
+import os
 import re
+import signal
+import subprocess
+import sys
 import time
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -239,6 +244,58 @@ def test_a_collective_that_does_not_end_is_named(mesh, rank, device, monkeypatch
     assert re.search(rf"zero_ext \[rank {rank}, unit '.* … .*'\]: waited for {waited}", said)
     assert re.search(r" for [23](\.\d+)? s, and still does.*timeout is 4 s", said)
     assert said.count("and still does") == 1
+
+
+LOSES_A_RANK = """
+import os, sys, torch
+import torch.distributed as dist
+import lagged_device
+import zero_ext
+
+rank, stage, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+lagged_device.load()
+zero_ext._C.set_kernels(torch.device("lagged"), lagged_device.kernels_address())
+lagged_device.end_with_errors()
+dist.init_process_group(
+    "cpu:gloo,lagged:lccl", init_method=f"file://{store}", rank=rank, world_size=2
+)
+model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).to("lagged")
+zero_ext.shard(model, stage)
+optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    if (rank, step) == (1, 2):
+        os._exit(0)
+    model(torch.ones(2, 5, device="lagged")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    torch.lagged.synchronize()
+"""
+
+
+@pytest.mark.lagged
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_backend_that_ends_the_process_is_told_for_what(tmp_path, stage):
+    """The backend finds that a rank is gone long before any timeout."""
+    script = tmp_path / "script.py"
+    script.write_text(LOSES_A_RANK)
+    command = [sys.executable, str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(stage), str(tmp_path / "store")],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=50)[1] for process in ranks]
+    assert ranks[1].returncode == 0, said[1]
+    assert ranks[0].returncode == -signal.SIGABRT, said[0]
+    waited = "its reduction in backward 3" if stage == 2 else "the other ranks' parts of its param"
+    assert re.search(rf"zero_ext \[rank 0, unit '.* … .*'\]: waited for {waited}", said[0]), said[0]
+    assert re.search(r" for [\d.]+ s when the process was ended\. Another rank may", said[0])
+    assert said[0].count("when the process was ended") == 1
 
 
 def test_a_wait_is_seen(device):

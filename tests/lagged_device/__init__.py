@@ -72,6 +72,11 @@ def set_lag(lag_us: int) -> None:
     _library().lagged_set_lag_us(lag_us)
 
 
+def end_with_errors() -> None:
+    """From now on a task that fails ends the process, as NCCL's watchdog does."""
+    _library().lagged_end_with_errors()
+
+
 def faults() -> list[str]:
     """Waits for all streams, and tells what was written after a release or behind an end."""
     return _library().lagged_faults().decode().splitlines()

@@ -24,6 +24,7 @@ constexpr int64_t kGuardBytes = 64;
 constexpr int64_t kAlignment = 512;
 
 std::atomic<int64_t> lag_us{50'000};
+std::atomic<bool> ends_with_error = false;
 
 std::mutex error_mutex;
 std::string first_error;
@@ -288,6 +289,7 @@ void Queue::work() {
     try {
       task.run();
     } catch (const std::exception& error) {
+      if (ends_with_error) throw;  // out of a thread: std::terminate
       keep_error(error.what());
     }
     lock.lock();
@@ -427,6 +429,8 @@ std::vector<std::string> faults() {
 
 LAGGED_EXPORT void lagged_set_lag_us(int64_t lag_us) { lagged::set_lag_us(lag_us); }
 LAGGED_EXPORT int64_t lagged_host_waits() { return lagged::host_waits(); }
+LAGGED_EXPORT void lagged_end_with_errors() { lagged::ends_with_error = true; }
+
 LAGGED_EXPORT int64_t lagged_lag_us() { return lagged::get_lag_us(); }
 LAGGED_EXPORT int lagged_device_count() { return lagged::kDevices; }
 LAGGED_EXPORT void* lagged_stream_handle(int device, int64_t id) {
