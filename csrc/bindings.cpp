@@ -15,6 +15,7 @@
 #include "layout.h"
 #include "optimizer.h"
 #include "residency.h"
+#include "storage.h"
 
 namespace py = pybind11;
 
@@ -312,6 +313,13 @@ void bind_optimizer(py::module_& m) {
       .def("apply_sgd", &OptimizerState::apply_sgd, NoGil(), py::arg("groups"))
       .def("set_offloaded", &OptimizerState::set_offloaded, NoGil())
       .def("apply_masters", &OptimizerState::apply_masters, NoGil());
+  m.attr("STATES_OFFLOADED") = kStatesOffloaded;
+  py::class_<StowedStorage>(m, "StowedStorage")
+      .def(py::init([](const at::Tensor& tensor, const std::string& message) {
+             return StowedStorage(tensor.storage(), message);
+           }),
+           NoGil())
+      .def("bring_back", &StowedStorage::bring_back, NoGil());
 }
 
 }  // namespace

@@ -2,7 +2,6 @@
 
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/TensorImpl.h>
-#include <torch/headeronly/version.h>
 
 #include <utility>
 
@@ -81,37 +80,6 @@ void SpareMemory::trim() {
   source_->trim();
 }
 
-namespace {
-
-#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
-// Torch 2.11 can forbid reads and has no function that allows them again; without the message a
-// read of released memory would end the process. An explicit instantiation may name what is
-// private.
-bool& reads_raise(c10::StorageImpl& storage);
-
-template <bool c10::StorageImpl::* flag>
-struct PrivateFlag {
-  friend bool& reads_raise(c10::StorageImpl& storage) { return storage.*flag; }
-};
-template struct PrivateFlag<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
-#endif
-
-void forbid_access(c10::StorageImpl& storage, const std::string& message) {
-  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
-}
-
-// The memory comes afterwards: StorageImpl then sums up its flags.
-template <typename Storage>
-void allow_access(Storage& storage) {
-  if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) {
-    storage.clear_data_ptr_access_error_msg_();
-  } else {
-    reads_raise(storage) = false;
-  }
-}
-
-}  // namespace
-
 FlatBuffer::FlatBuffer(std::shared_ptr<MemoryCounter> counter, Held held, Place place,
                        at::ScalarType dtype, int64_t numel)
     : counter_(std::move(counter)), held_(held), place_(place) {
@@ -175,18 +143,12 @@ void FlatBuffer::copy_begin(const FlatBuffer& source, size_t bytes) {
 }
 
 void FlatBuffer::empty(SpareMemory& spare, const std::string& message) {
-  c10::StorageImpl* storage = tensor_.storage().unsafeGetStorageImpl();
-  c10::DataPtr nothing(nullptr, device());
-  spare.give(storage->set_data_ptr(std::move(nothing)), static_cast<int64_t>(tensor_.nbytes()));
-  forbid_access(*storage, message);
+  spare.give(take_memory(storage(), message), static_cast<int64_t>(tensor_.nbytes()));
   emptied_ = true;
 }
 
 void FlatBuffer::allocate(SpareMemory& spare) {
-  c10::StorageImpl* storage = tensor_.storage().unsafeGetStorageImpl();
-  c10::DataPtr memory = spare.take(static_cast<int64_t>(tensor_.nbytes()));
-  allow_access(*storage);
-  storage->set_data_ptr_noswap(std::move(memory));
+  give_memory(storage(), spare.take(static_cast<int64_t>(tensor_.nbytes())));
   emptied_ = false;
 }
 
@@ -195,30 +157,19 @@ void FlatBuffer::stow(const std::shared_ptr<MemoryCounter>& host, const std::str
   const auto bytes = static_cast<int64_t>(tensor_.nbytes());
   host->add(held_, bytes);
   stowed_counter_ = host;
-  stowed_ = allocate_at({.pinned_for = device().type()}, bytes);
-  copy_bytes(stowed_.get(), c10::kCPU, data(), device(), bytes);
-  current_stream(device()).synchronize();
-  c10::StorageImpl* storage = tensor_.storage().unsafeGetStorageImpl();
-  storage->set_data_ptr(c10::DataPtr(nullptr, device()));
-  forbid_access(*storage, message);
+  stowed_ = StowedStorage(tensor_.storage(), message);
   emptied_ = true;
   counter_->subtract(held_, bytes);
 }
 
 void FlatBuffer::unstow() {
-  if (stowed_.get() == nullptr) return;
+  if (!stowed_.defined()) return;
   const auto bytes = static_cast<int64_t>(tensor_.nbytes());
   counter_->add(held_, bytes);
-  c10::StorageImpl* storage = tensor_.storage().unsafeGetStorageImpl();
-  c10::DataPtr memory = allocate_at(place_, bytes);
-  allow_access(*storage);
-  storage->set_data_ptr_noswap(std::move(memory));
+  stowed_.bring_back();
   emptied_ = false;
-  copy_bytes(data(), device(), stowed_.get(), c10::kCPU, bytes);
-  current_stream(device()).synchronize();
   stowed_counter_->subtract(held_, bytes);
   stowed_counter_.reset();
-  stowed_.clear();
 }
 
 void FlatBuffer::grow(int64_t numel) {
@@ -229,9 +180,8 @@ void FlatBuffer::grow(int64_t numel) {
   c10::DataPtr memory = allocate_at(place_, new_bytes);
   copy_bytes(memory.get(), device(), data(), device(), old_bytes);
   zero_bytes(static_cast<char*>(memory.get()) + old_bytes, device(), new_bytes - old_bytes);
-  c10::StorageImpl* storage = tensor_.storage().unsafeGetStorageImpl();
-  storage->set_data_ptr_noswap(std::move(memory));
-  storage->set_nbytes(new_bytes);
+  storage().set_data_ptr_noswap(std::move(memory));
+  storage().set_nbytes(new_bytes);
   tensor_.unsafeGetTensorImpl()->set_sizes_contiguous({numel});
 }
 
@@ -246,7 +196,7 @@ void FlatBuffer::release() {
   if (!emptied_) counter_->subtract(held_, bytes);
   if (stowed_counter_ != nullptr) stowed_counter_->subtract(held_, bytes);
   stowed_counter_.reset();
-  stowed_.clear();
+  stowed_ = StowedStorage();
   tensor_.reset();
   counter_.reset();
 }

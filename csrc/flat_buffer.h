@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "memory.h"
+#include "storage.h"
 
 namespace zero_ext {
 
@@ -128,12 +129,14 @@ class FlatBuffer {
   void release();
 
  private:
+  c10::StorageImpl& storage() const { return *tensor_.storage().unsafeGetStorageImpl(); }
+
   std::shared_ptr<MemoryCounter> counter_;
   Held held_ = Held::full;
   Place place_;
   bool emptied_ = false;
   at::Tensor tensor_;
-  c10::DataPtr stowed_;
+  StowedStorage stowed_;
   std::shared_ptr<MemoryCounter> stowed_counter_;
 };
 

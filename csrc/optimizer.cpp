@@ -183,9 +183,7 @@ void OptimizerState::set_offloaded(bool offloaded) {
   for (auto& states : buffers_) {
     for (FlatBuffer& state : states) {
       if (offloaded) {
-        state.stow(engine_->context().offloaded,
-                   "zero_ext: the optimizer's states are offloaded. Call zero_ext.reload_states() "
-                   "first.");
+        state.stow(engine_->context().offloaded, kStatesOffloaded);
       } else {
         state.unstow();
       }

@@ -17,6 +17,9 @@
 
 namespace zero_ext {
 
+inline constexpr char kStatesOffloaded[] =
+    "zero_ext: the optimizer's states are offloaded. Call zero_ext.reload_states() first.";
+
 struct AdamGroup {
   double lr;
   double beta1;

@@ -5,6 +5,8 @@ so that a missing wait shows as another result or as a fault.
 """
 
 import contextlib
+import copy
+import functools
 import gc
 import itertools
 import os
@@ -458,5 +460,39 @@ def test_states_can_leave_the_device_for_a_while(anywhere, rank, device, stage):
         each.optimizer.zero_grad()
         each.step(2)
     pairs = itertools.zip_longest(run.model.parameters(), twin.model.parameters())
+    for mine, theirs in pairs:
+        assert_bits(zero_ext.full_tensor(mine), zero_ext.full_tensor(theirs))
+
+
+@STAGES
+@pytest.mark.parametrize("torchs", [torch.optim.NAdam, torch.optim.ASGD])
+def test_states_of_a_wrapped_optimizer_leave_the_device_too(anywhere, rank, device, stage, torchs):
+    memory = torch.get_device_module(device)
+    wrapped = functools.partial(zero_ext.optim.wrap, torchs)
+    run, twin = (
+        Run(device, stage, anywhere, rank, torch.float32, optimizer=wrapped) for _ in range(2)
+    )
+    for each in (run, twin):
+        each.step(0)
+    torch.accelerator.synchronize()
+    saved = copy.deepcopy(run.optimizer.state_dict())
+    inner = run.optimizer._inner.state.values()
+    states = [v for state in inner for v in state.values() if torch.is_tensor(v)]
+    expected = [state.cpu() for state in states]
+    num_bytes = sum(state.nbytes for state in states if state.device.type != "cpu")
+    assert num_bytes > 4 * sum(p.numel() for p in twin.optimizer._shards.values())
+    before = memory.memory_allocated()
+    zero_ext.offload_states(run.model, include=["optimizer_state"])
+    zero_ext.offload_states(run.optimizer, include=["optimizer_state"])
+    assert before - memory.memory_allocated() >= num_bytes
+    for read in (states[0].clone, lambda: run.optimizer.load_state_dict(saved)):
+        with pytest.raises(RuntimeError, match=r"offloaded. Call zero_ext\.reload_states\(\)"):
+            read()
+    zero_ext.reload_states(run.model)
+    for state, value in zip(states, expected, strict=True):
+        assert_bits(state.cpu(), value)
+    for each in (run, twin):
+        each.step(1)
+    pairs = zip(run.model.parameters(), twin.model.parameters(), strict=True)
     for mine, theirs in pairs:
         assert_bits(zero_ext.full_tensor(mine), zero_ext.full_tensor(theirs))

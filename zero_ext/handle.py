@@ -322,7 +322,7 @@ class Handle:
         self.engine.set_offloaded(names)
         self.offloaded = names
         for optimizer in self.optimizers:
-            optimizer._sharded_state.set_offloaded("optimizer_state" in self.offloaded)
+            optimizer._set_state_offloaded("optimizer_state" in self.offloaded)
 
     def check_forward(self) -> None:
         if "full" in self.offloaded:

@@ -35,9 +35,10 @@ def offload_states(sharded, include: Iterable[str] | None = None) -> None:
     """Move states out of device memory until ``reload_states``, between two phases of a program.
 
     Those of a model on the CPU are in host memory already and stay where they are; the rules are
-    the same. States that ``zero_ext.optim.wrap`` leaves to torch's optimizers stay, too. While
-    anything is offloaded, ``backward()`` and ``step()`` raise; without ``"full"`` the forward still
-    runs, for evaluation and generation. States that are offloaded already stay so.
+    the same. While anything is offloaded, ``backward()`` and ``step()`` raise; without ``"full"``
+    the forward still runs, for evaluation and generation. States that are offloaded already stay
+    so. Those of a wrapped optimizer, which are torch's, move as well; ``stats()`` counts them
+    nowhere.
 
     Args:
         sharded: A sharded module, or an optimizer of this package.

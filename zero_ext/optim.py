@@ -455,6 +455,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """One parameter's saved state, with what torch does not save."""
         return values
 
+    def _set_state_offloaded(self, offloaded: bool) -> None:
+        self._sharded_state.set_offloaded(offloaded)
+
     def stats(self) -> dict[str, int]:
         """See ``zero_ext.stats``."""
         return {**self._handle.stats(), "skipped_steps": self.skipped_steps}
@@ -673,6 +676,7 @@ class WrappedOptimizer(ShardedOptimizer):
         self._optimizer_class, self._kwargs = optimizer_class, kwargs
         self._inner: torch.optim.Optimizer | None = None
         self._shards: dict[Tensor, torch.nn.Parameter] = {}
+        self._stowed: list[_C.StowedStorage] = []
         probe = optimizer_class([torch.nn.Parameter(torch.zeros(1))], **kwargs)
         super().__init__(params, dict(probe.defaults), **sharding)
 
@@ -716,6 +720,8 @@ class WrappedOptimizer(ShardedOptimizer):
             self._show_inner_state(parameter, shard)
 
     def _load_states(self, keys, parameters, saved) -> None:
+        if self._stowed:
+            raise RuntimeError(_C.STATES_OFFLOADED)
         # torch's optimizers make their state in the first step, or some of it when constructed: a
         # new one takes what is saved.
         groups = [group for group in self.param_groups for _ in group["params"]]
@@ -748,6 +754,21 @@ class WrappedOptimizer(ShardedOptimizer):
             for name, value in optimizer.state[probe].items()
             if isinstance(value, Tensor) and value.shape == probe.shape
         }
+
+    def _set_state_offloaded(self, offloaded: bool) -> None:
+        super()._set_state_offloaded(offloaded)
+        if not offloaded:
+            for storage in self._stowed:
+                storage.bring_back()
+            self._stowed.clear()
+        elif not self._stowed:
+            storages = {}  # one may hold several states
+            for state in self._inner.state.values():
+                for value in state.values():
+                    if isinstance(value, Tensor) and value.device.type != "cpu":
+                        storages.setdefault(value.untyped_storage()._cdata, value)
+            for value in storages.values():
+                self._stowed.append(_C.StowedStorage(value, _C.STATES_OFFLOADED))
 
     def _slice_of(self, value: Tensor, parameter: Tensor, shard: Tensor) -> Tensor:
         local = torch.empty_like(shard, requires_grad=False)

@@ -1,0 +1,72 @@
+#include "storage.h"
+
+#include <torch/headeronly/version.h>
+
+#include <utility>
+
+#include "memory.h"
+#include "stream.h"
+
+namespace zero_ext {
+namespace {
+
+#if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
+// Torch 2.11 can forbid reads and has no function that allows them again; without the message a
+// read of released memory would end the process. An explicit instantiation may name what is
+// private.
+bool& reads_raise(c10::StorageImpl& storage);
+
+template <bool c10::StorageImpl::* flag>
+struct PrivateFlag {
+  friend bool& reads_raise(c10::StorageImpl& storage) { return storage.*flag; }
+};
+template struct PrivateFlag<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
+#endif
+
+// The memory comes afterwards: StorageImpl then sums up its flags.
+template <typename Storage>
+void allow_access(Storage& storage) {
+  if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) {
+    storage.clear_data_ptr_access_error_msg_();
+  } else {
+    reads_raise(storage) = false;
+  }
+}
+
+}  // namespace
+
+void forbid_access(c10::StorageImpl& storage, const std::string& message) {
+  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+}
+
+c10::DataPtr take_memory(c10::StorageImpl& storage, const std::string& message) {
+  c10::DataPtr memory = storage.set_data_ptr(c10::DataPtr(nullptr, storage.device()));
+  forbid_access(storage, message);
+  return memory;
+}
+
+void give_memory(c10::StorageImpl& storage, c10::DataPtr memory) {
+  allow_access(storage);
+  storage.set_data_ptr_noswap(std::move(memory));
+}
+
+StowedStorage::StowedStorage(c10::Storage storage, const std::string& message)
+    : storage_(std::move(storage)) {
+  const c10::Device device = storage_.device();
+  memory_ = allocate_at({.pinned_for = device.type()}, storage_.nbytes());
+  copy_bytes(memory_.get(), c10::kCPU, storage_.data(), device, storage_.nbytes());
+  current_stream(device).synchronize();
+  take_memory(*storage_.unsafeGetStorageImpl(), message);
+}
+
+void StowedStorage::bring_back() {
+  if (!defined()) return;
+  const c10::Device device = storage_.device();
+  c10::DataPtr memory = allocate_at({.device = device}, storage_.nbytes());
+  copy_bytes(memory.get(), device, memory_.get(), c10::kCPU, storage_.nbytes());
+  current_stream(device).synchronize();
+  give_memory(*storage_.unsafeGetStorageImpl(), std::move(memory));
+  *this = StowedStorage();
+}
+
+}  // namespace zero_ext

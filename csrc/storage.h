@@ -1,0 +1,35 @@
+// Storages that are without memory for a while. Tensors over them stay valid; reading one raises a
+// message meanwhile.
+//
+// Threads: not synchronised; the owner's lock protects them.
+#pragma once
+
+#include <c10/core/Allocator.h>
+#include <c10/core/Storage.h>
+
+#include <string>
+
+namespace zero_ext {
+
+// A storage that has no memory raises `message`.
+void forbid_access(c10::StorageImpl& storage, const std::string& message);
+// Returns the storage's memory, which then has none.
+c10::DataPtr take_memory(c10::StorageImpl& storage, const std::string& message);
+void give_memory(c10::StorageImpl& storage, c10::DataPtr memory);
+
+// The bytes of a device's storage, in pinned host memory until bring_back(). Both wait for the
+// device.
+class StowedStorage {
+ public:
+  StowedStorage() = default;
+  StowedStorage(c10::Storage storage, const std::string& message);
+
+  bool defined() const { return static_cast<bool>(storage_); }
+  void bring_back();
+
+ private:
+  c10::Storage storage_;
+  c10::DataPtr memory_;
+};
+
+}  // namespace zero_ext
