@@ -5,7 +5,8 @@
 #
 #     scripts/gpu_suite.sh            PYTHON=python3.12
 #
-# Writes benchmarks/results/<gpu>_<date>_<commit>.md and .json, also to $OUT where that is set.
+# Writes benchmarks/results/<gpu>_<date>_<commit>.md and .json; where $OUT is set, to there as well, with
+# all that the steps said.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
@@ -98,16 +99,17 @@ on_device=(devices optim precision stage3 scenarios_a scenarios_b scenarios_c un
   state_dict module_units live_objects equivalence shard_tensor)
 on_device=("${on_device[@]/#/tests/test_}")
 on_device=("${on_device[@]/%/.py}")
-ranks() {
-  "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$@"
-}
-step test_one_rank 130 "$PYTHON" -m pytest "${on_device[@]}" "${quick[@]}" \
+ranks=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node)
+# Several processes at a time, where pytest can: small tests leave the device idle.
+at_once=()
+if "$PYTHON" -c "import xdist" 2> /dev/null; then at_once=(-n 6 --dist worksteal); fi
+step test_one_rank 130 "$PYTHON" -m pytest "${at_once[@]}" "${on_device[@]}" "${quick[@]}" \
   "not dist and not slow"
 step benchmark 60 "$PYTHON" benchmarks/bench_cuda.py --results "$RESULTS"
-step benchmark_step 150 ranks 1 benchmarks/bench_cuda_step.py --results "$RESULTS"
-ZERO_EXT_TEST_BACKENDS=cpu:gloo,cuda:nccl step test_nccl 60 ranks 1 -m pytest \
+step benchmark_step 150 "${ranks[@]}" 1 benchmarks/bench_cuda_step.py --results "$RESULTS"
+ZERO_EXT_TEST_BACKENDS=cpu:gloo,cuda:nccl step test_nccl 60 "${ranks[@]}" 1 -m pytest \
   tests/test_devices.py tests/test_stage3.py "${quick[@]}" "dist and not slow"
-step test_two_ranks 120 ranks 2 -m pytest tests/test_devices.py tests/test_stage3.py \
+step test_two_ranks 120 "${ranks[@]}" 2 -m pytest tests/test_devices.py tests/test_stage3.py \
   tests/test_scenarios_c.py tests/test_errors.py "${quick[@]}" "dist and not slow"
 unset ZERO_EXT_TEST_DEVICE
 step exercise 20 "$PYTHON" scripts/exercise_cuda_kernels.py
@@ -137,5 +139,6 @@ mkdir -p benchmarks/results
 for target in benchmarks/results ${OUT:+"$OUT"}; do
   cp "$RESULTS/$report".* "$target"/
 done
+if [ -n "${OUT:-}" ]; then tar -czf "$OUT/logs.tar.gz" -C "$LOGS" .; fi
 cat "$RESULTS/$report.md"
 exit "$failed"
