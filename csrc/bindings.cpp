@@ -150,7 +150,8 @@ void bind_cross_memory(py::module_& m) {
       .def("reaches", &CrossMemory::reaches)
       .def("send", &CrossMemory::send, NoGil(), py::arg("tensor"), py::arg("to"), py::arg("tag"))
       .def("receive", &CrossMemory::receive, NoGil(), py::arg("into"), py::arg("from_rank"),
-           py::arg("tag"));
+           py::arg("tag"))
+      .def("post", &CrossMemory::post, NoGil(), py::arg("tensor"), py::arg("to"), py::arg("tag"));
 }
 
 void bind_engine(py::module_& m) {
@@ -232,6 +233,7 @@ void bind_engine(py::module_& m) {
             e.reshard(keep_writes ? Unit::Writes::keep : Unit::Writes::discard);
           },
           py::arg("keep_writes"), NoGil())
+      .def_property_readonly("serves_one_alone", &Engine::serves_one_alone)
       .def_property_readonly("held_by_user", &Engine::held_by_user)
       .def("wait_for_shards", &Engine::wait_for_shards, NoGil())
       .def("gathered_units", &Engine::gathered_units, NoGil())

@@ -35,8 +35,6 @@ auto all_gather_into(c10d::ProcessGroup& group, at::Tensor& output, at::Tensor& 
 // gloo's tags are 32-bit; numbers that all ranks count alike stay alike when they wrap.
 constexpr int64_t kFarewellTag = 0x3fffffff;
 
-constexpr int64_t kKinds = 3;  // of Comm::Kind
-
 int tag_of(int64_t tag) { return static_cast<int>(tag & 0x3fffffff); }
 
 }  // namespace
@@ -110,14 +108,13 @@ int64_t Comm::neighbors() const {
 }
 
 Comm::Work Comm::send(Kind kind, const at::Tensor& tensor, int64_t to, int64_t tag) {
-  if (reads(to)) return neighbors_->send(tensor, to, kKinds * tag + static_cast<int64_t>(kind));
+  if (reads(to)) return neighbors_->send(tensor, to, tag_among_kinds(kind, tag));
   std::vector<at::Tensor> tensors{tensor};
   return group_of(kind)->send(tensors, static_cast<int>(to), tag_of(tag));
 }
 
 Comm::Work Comm::recv(Kind kind, const at::Tensor& into, int64_t from, int64_t tag) {
-  if (reads(from))
-    return neighbors_->receive(into, from, kKinds * tag + static_cast<int64_t>(kind));
+  if (reads(from)) return neighbors_->receive(into, from, tag_among_kinds(kind, tag));
   std::vector<at::Tensor> tensors{into};
   return group_of(kind)->recv(tensors, static_cast<int>(from), tag_of(tag));
 }
@@ -206,6 +203,10 @@ void Comm::gather(const at::Tensor& full, int64_t tag, Pending& pending) {
 
 Comm::Offer Comm::offer(const at::Tensor& tensor, int64_t to, int64_t tag) {
   return send(Kind::gather, tensor, to, tag);
+}
+
+Comm::Offer Comm::offer_lastingly(const at::Tensor& tensor, int64_t to, int64_t tag) {
+  return neighbors_->post(tensor, to, tag_among_kinds(Kind::gather, tag));
 }
 
 void Comm::receive(const at::Tensor& into, int64_t from, int64_t tag, Pending& pending) {

@@ -95,8 +95,11 @@ class Comm {
   // Parameters of released units travel one-sided, so that ranks may gather at different times and
   // different units: a message that waits here until `to` receives it. Nobody waits for it; its
   // bytes are read when it is taken. Messages of one tag are taken in the order of the offers.
+  // Among neighbors alone an offer may be lasting: it is received as often as anybody likes, with
+  // the bytes that it then has.
   using Offer = c10::intrusive_ptr<c10d::Work>;
   Offer offer(const at::Tensor& tensor, int64_t to, int64_t tag);
+  Offer offer_lastingly(const at::Tensor& tensor, int64_t to, int64_t tag);
   void receive(const at::Tensor& into, int64_t from, int64_t tag, Pending& pending);
 
   // Tells all ranks that this one takes no more offers; `pending` ends when all have said so.
@@ -111,7 +114,11 @@ class Comm {
   enum class Way { host, staged, device };
   // What a message belongs to: each counts its tags by itself.
   enum class Kind : int64_t { reduction, gather, agreement };
+  static constexpr int64_t kKinds = 3;
   using Work = c10::intrusive_ptr<c10d::Work>;
+  static int64_t tag_among_kinds(Kind kind, int64_t tag) {
+    return kKinds * tag + static_cast<int64_t>(kind);
+  }
   bool reads(int64_t peer) const { return neighbors_ != nullptr && neighbors_->reaches(peer); }
   const Group& group_of(Kind kind) const {
     return kind == Kind::reduction ? reduce_group_ : gather_group_;

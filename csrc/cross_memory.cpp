@@ -51,7 +51,7 @@ constexpr size_t kCacheLine = 64;
 
 // What one rank tells another.
 struct Record {
-  enum Kind : uint64_t { offered, taken };
+  enum Kind : uint64_t { offered, taken, posted };
   uint64_t kind;
   uint64_t number;  // of the message, counted by its sender
   uint64_t tag;
@@ -210,6 +210,7 @@ class LinuxCrossMemory final : public CrossMemory,
   bool reaches_all() const override { return reaches_all_; }
   Message send(const at::Tensor& tensor, int64_t to, int64_t tag) override;
   Message receive(const at::Tensor& into, int64_t from, int64_t tag) override;
+  Message post(const at::Tensor& tensor, int64_t to, int64_t tag) override;
   void make_progress() override {
     if (receiving_count_.load(std::memory_order_relaxed) == 0) return;
     const std::lock_guard lock(mutex_);
@@ -228,6 +229,7 @@ class LinuxCrossMemory final : public CrossMemory,
     Mailbox mailbox;
     std::deque<Record> unwritten;                              // its ring was full
     std::unordered_map<uint64_t, std::deque<Record>> offered;  // by tag
+    std::unordered_map<uint64_t, Record> posted;               // by tag
   };
 
   static bool is_alive(const Peer& peer) {
@@ -244,6 +246,7 @@ class LinuxCrossMemory final : public CrossMemory,
   void progress();
   void read_ring(int64_t peer);
   bool try_receive(Transfer& transfer);
+  static void read(const Peer& peer, const Record& message, Transfer& transfer);
 
   int64_t rank_;
   milliseconds timeout_;
@@ -365,6 +368,21 @@ CrossMemory::Message LinuxCrossMemory::receive(const at::Tensor& into, int64_t f
   return c10::make_intrusive<MessageWork>(shared_from_this(), std::move(transfer));
 }
 
+CrossMemory::Message LinuxCrossMemory::post(const at::Tensor& tensor, int64_t to, int64_t tag) {
+  auto transfer = std::make_shared<Transfer>(
+      Transfer{.tensor = tensor, .peer = to, .tag = static_cast<uint64_t>(tag), .done = true});
+  {
+    const std::lock_guard lock(mutex_);
+    write(peers_[to], {.kind = Record::posted,
+                       .number = 0,
+                       .tag = transfer->tag,
+                       .address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()),
+                       .bytes = tensor.nbytes()});
+    progress();
+  }
+  return c10::make_intrusive<MessageWork>(shared_from_this(), std::move(transfer));
+}
+
 void LinuxCrossMemory::write(Peer& peer, const Record& record) {
   if (peer.unwritten.empty() && peer.mailbox.from(rank_).try_write(record)) {
     peer.mailbox.doorbell().ring();
@@ -378,6 +396,10 @@ void LinuxCrossMemory::read_ring(int64_t rank) {
   while (mailbox_.from(rank).try_read(&record)) {
     if (record.kind == Record::offered) {
       peers_[rank].offered[record.tag].push_back(record);
+      continue;
+    }
+    if (record.kind == Record::posted) {
+      peers_[rank].posted.insert_or_assign(record.tag, record);
       continue;
     }
     const auto sent = sending_.find(record.number);
@@ -409,11 +431,22 @@ void LinuxCrossMemory::progress() {
 
 bool LinuxCrossMemory::try_receive(Transfer& transfer) {
   Peer& peer = peers_[transfer.peer];
+  if (const auto posted = peer.posted.find(transfer.tag); posted != peer.posted.end()) {
+    read(peer, posted->second, transfer);
+    return true;
+  }
   const auto found = peer.offered.find(transfer.tag);
   if (found == peer.offered.end()) return false;
   const Record message = found->second.front();
   found->second.pop_front();
   if (found->second.empty()) peer.offered.erase(found);
+  read(peer, message, transfer);
+  write(peer,
+        {.kind = Record::taken, .number = message.number, .tag = 0, .address = 0, .bytes = 0});
+  return true;
+}
+
+void LinuxCrossMemory::read(const Peer& peer, const Record& message, Transfer& transfer) {
   if (message.bytes != transfer.tensor.nbytes()) {
     transfer.error = "it sent " + std::to_string(message.bytes) +
                      " bytes where this rank expects " + std::to_string(transfer.tensor.nbytes()) +
@@ -428,9 +461,6 @@ bool LinuxCrossMemory::try_receive(Transfer& transfer) {
   }
   transfer.done = transfer.error.empty();
   transfer.tensor.reset();
-  write(peer,
-        {.kind = Record::taken, .number = message.number, .tag = 0, .address = 0, .bytes = 0});
-  return true;
 }
 
 void LinuxCrossMemory::wait(const std::shared_ptr<Transfer>& transfer, milliseconds timeout) {

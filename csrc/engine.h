@@ -177,6 +177,8 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   std::shared_ptr<Call> begin_call(int64_t site);
   void unshard();
   void reshard(Unit::Writes writes);
+  // One rank may gather while the others do something else.
+  bool serves_one_alone() const { return comm_.has_only_neighbors(); }
   bool held_by_user() const;  // unshard() was not taken back yet
   // All ranks' shards hold what was written to them; collective.
   void wait_for_shards();

@@ -33,6 +33,7 @@ int64_t Gatherer::add_unit(Unit* unit) {
                       .holds = {.permanent = !releases},
                       .due = kReserve,
                       .offers = std::vector<std::deque<Comm::Offer>>(context_.world)});
+  if (releases && offers_last()) offer_missing(entries_.back());
   return unit_count() - 1;
 }
 
@@ -91,6 +92,7 @@ void Gatherer::start(Entry& entry) {
     TORCH_CHECK(false, waiting_for(entry), ": ", error.what());
   }
   ++gathers_;
+  if (offers_last()) return;
   ++entry.taken;
   // Beyond what a pass needs, the other ranks are likely to do as this one does.
   if (++entry.taken_in_pass > 1) ++entry.due;
@@ -296,9 +298,11 @@ void Gatherer::drop(const std::vector<int64_t>& units, Unit::Writes writes) {
     apply(u, ResidencyEvent::drop, {.expected = entry.unit->expects_gradients()}, writes);
     if (entry.state != Residency::gathered || entry.holds.permanent) continue;
     if (writes == Unit::Writes::discard) {  // something else holds it
-      ++entry.taken;
-      ++entry.due;
-      offer_missing(entry);
+      if (!offers_last()) {
+        ++entry.taken;
+        ++entry.due;
+        offer_missing(entry);
+      }
       entry.unit->receive_ranges(comm_);
       finish(entry);
     }
@@ -326,8 +330,7 @@ void Gatherer::wait_for_shards() {
 void Gatherer::begin_pass(Phase phase) {
   current_[phase].clear();
   position_[phase] = 0;
-  if (!context_.releases()) return;
-  if (comm_.on_device()) return;
+  if (!context_.releases() || comm_.on_device() || offers_last()) return;
   if (++passes_ >= kPassesWithoutStep && phase == kForward) tell_what_was_taken();
   for (Entry& entry : entries_) {
     entry.taken_in_pass = 0;
@@ -337,7 +340,7 @@ void Gatherer::begin_pass(Phase phase) {
 }
 
 void Gatherer::offer_a_pass() {
-  if (!context_.releases()) return;
+  if (!context_.releases() || offers_last()) return;
   for (Entry& entry : entries_) {
     entry.due += 2;
     offer_missing(entry);
@@ -348,11 +351,12 @@ void Gatherer::end_pass(Phase phase) { order_[phase].swap(current_[phase]); }
 
 void Gatherer::offer_missing(Entry& entry) {
   if (comm_.on_device()) return;
+  const int64_t due = offers_last() ? 1 : entry.due;
   for (int64_t peer = 0; peer < context_.world; ++peer) {
     if (peer == context_.rank) continue;
     std::deque<Comm::Offer>& offers = entry.offers[peer];
     try {
-      while (static_cast<int64_t>(offers.size()) < entry.due) {
+      while (static_cast<int64_t>(offers.size()) < due) {
         offers.push_back(entry.unit->offer(comm_, peer));
       }
     } catch (const std::exception& error) {

@@ -11,6 +11,8 @@
 // gather the unit itself or not, and a gather takes the other ranks' offers: nobody has to enter
 // a unit for another rank's sake. An offer that nobody takes stays for the next pass. After each
 // step the ranks tell each other what they took, and all wait until everybody's shards are updated.
+// Where all ranks read each other's memory, one offer of each unit lasts for ever, and any number
+// of passes is served: also the forwards of one rank alone.
 // A device's own backend (NCCL) has no such messages: there gathers are collectives, which every
 // rank must enter in the same order, and an update follows them on the device's streams.
 #pragma once
@@ -106,6 +108,8 @@ class Gatherer {
     std::vector<std::deque<Comm::Offer>> offers;  // [world]
   };
   enum Phase { kForward, kBackward };
+
+  bool offers_last() const { return comm_.has_only_neighbors(); }
 
   void apply(int64_t unit, ResidencyEvent event, const ResidencyContext& context = {},
              Unit::Writes writes = Unit::Writes::keep);

@@ -848,7 +848,9 @@ void Unit::gather(Comm& comm, int64_t tag, Pending& pending) {
 }
 
 Comm::Offer Unit::offer(Comm& comm, int64_t peer) const {
-  return comm.offer(mirror_.defined() ? mirror_ : shard_.tensor(), peer, gather_tag_);
+  const at::Tensor& part = mirror_.defined() ? mirror_ : shard_.tensor();
+  return comm.has_only_neighbors() ? comm.offer_lastingly(part, peer, gather_tag_)
+                                   : comm.offer(part, peer, gather_tag_);
 }
 
 void Unit::refresh_mirror(const Comm& comm) {

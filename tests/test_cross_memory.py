@@ -137,6 +137,35 @@ def test_memory_of_a_message_lives_until_it_was_read(memory, group, rank):
 
 
 @pytest.mark.dist
+def test_what_is_posted_is_received_as_it_is_at_that_time(memory, group, rank):
+    """Any number of times, by all, and by one alone; beside messages with other tags."""
+    value = torch.zeros(1083)
+    posts = [memory.post(value, to=peer, tag=5) for peer in peers_of(group)]
+    for version in range(3):
+        value.copy_(rank_data((1083,), rank, version))
+        gather_objects(rank, group)
+        for peer in peers_of(group):
+            for _ in range(0 if (rank, version) == (0, 1) else 3):
+                into = torch.zeros(1083)
+                memory.receive(into, from_rank=peer, tag=5).wait()
+                assert_bits(into, rank_data((1083,), peer, version))
+        gather_objects(rank, group)
+    assert_all_hear_from_all(memory, group)
+    other = rank_data((7,), rank)  # the newest holds
+    posts += [memory.post(other, to=peer, tag=5) for peer in peers_of(group)]
+    gather_objects(rank, group)
+    for peer in peers_of(group):
+        into = torch.zeros(7)
+        memory.receive(into, from_rank=peer, tag=5).wait()
+        assert_bits(into, rank_data((7,), peer))
+        with pytest.raises(RuntimeError, match="sent 28 bytes where this rank expects 4332"):
+            memory.receive(torch.zeros(1083), from_rank=peer, tag=5).wait()
+    gather_objects(rank, group)
+    for post in posts:
+        post.wait()
+
+
+@pytest.mark.dist
 def test_a_receive_that_is_given_up_takes_no_message(memory, group, rank):
     given_up = [memory.receive(torch.zeros(3), from_rank=peer, tag=0) for peer in peers_of(group)]
     del given_up
@@ -182,18 +211,22 @@ def test_a_rank_that_has_deleted_its_end_is_named_at_once(group, rank, world):
     memory = connect(group)
     if memory is None:
         pytest.skip("one rank, or a machine that does not allow it")
+    posts = []
     for peer in peers_of(group) if rank == 0 else []:
         memory.send(torch.ones(5), to=peer, tag=0)
+        posts.append(memory.post(torch.ones(5), to=peer, tag=10))
     if rank == 0:
         memory = None
+        posts.clear()
     gather_objects(rank, group)
     if rank == 0:
         return
     for tag in (0, 1):
         begin = time.monotonic()
         into = torch.zeros(5)
-        with pytest.raises(RuntimeError, match="it has deleted its model"):
-            memory.receive(into, from_rank=0, tag=tag).wait()
+        for receive_tag in (tag, 10 + tag):
+            with pytest.raises(RuntimeError, match="it has deleted its model"):
+                memory.receive(into, from_rank=0, tag=receive_tag).wait()
         with pytest.raises(RuntimeError, match="it has deleted its model"):
             memory.send(into, to=0, tag=tag).wait()
         assert time.monotonic() - begin < 10

@@ -226,11 +226,13 @@ class ShardedMethods:
         if keep_writes:  # into this rank's shards, which others may be gathering still
             engine.wait_for_shards()
         engine.reshard(keep_writes=keep_writes)
-        engine.wait_for_shards()
+        if keep_writes or not engine.serves_one_alone:
+            engine.wait_for_shards()
 
     @contextlib.contextmanager
     def summon_full_params(self, writeback: bool = True):
-        """All parameters whole and readable inside the context, on every rank. Collective.
+        """All parameters whole and readable inside the context, on every rank. Collective, but for
+        ``writeback=False`` where ``stats()["neighbors"]`` counts all other ranks.
 
         Inside another one, or after ``unshard()``, the parameters stay when it ends.
 
