@@ -384,6 +384,7 @@ class BoundMethod:
         functools.update_wrapper(self, getattr(ShardedMethods, name))
         del self.__wrapped__
 
+    @torch.compiler.disable  # as module_hooks' hooks
     def __call__(self, *args, **kwargs):
         return getattr(self._methods, self._name)(*args, **kwargs)
 

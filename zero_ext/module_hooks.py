@@ -77,6 +77,8 @@ class _Hook:
     def __reduce__(self):
         return _Hook, (self._hooks, self._name)
 
+    # torch.compile would look inside, find nothing to compile, and look again at every new shape.
+    @torch.compiler.disable
     def __call__(self, *args):
         return self._method(*args)
 
