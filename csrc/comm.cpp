@@ -223,6 +223,7 @@ void Comm::say_farewell(Pending& pending) {
     receive(theirs, peer, kFarewellTag, pending);
     add(pending, {offer(mine, peer, kFarewellTag), mine, peer, /*sending=*/true, {}});
   }
+  if (neighbors_ != nullptr) neighbors_->leave();
 }
 
 at::Tensor Comm::all_gather(const at::Tensor& values, const std::function<std::string()>& what) {

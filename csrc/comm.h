@@ -102,8 +102,11 @@ class Comm {
   Offer offer_lastingly(const at::Tensor& tensor, int64_t to, int64_t tag);
   void receive(const at::Tensor& into, int64_t from, int64_t tag, Pending& pending);
 
-  // Tells all ranks that this one takes no more offers; `pending` ends when all have said so.
+  // Tells all ranks that this one takes no more offers and sends nothing any more; `pending` ends
+  // when all have said so.
   void say_farewell(Pending& pending);
+  // How often lasting offers were taken.
+  uint64_t served() const { return neighbors_ == nullptr ? 0 : neighbors_->served(); }
 
   // Small agreements on the gather group, of tensors on the host or on the device; they wait.
   // `what` is for the message, as in Pending::wait. all_gather: [n] of each rank → [world, n].

@@ -84,7 +84,9 @@ struct Ring {
 struct Doorbell {
   alignas(kCacheLine) std::atomic<uint32_t> rings;
   std::atomic<uint32_t> sleepers;
+  std::atomic<uint32_t> left;    // its owner sends nothing any more
   std::atomic<uint32_t> closed;  // its owner's messages may not be read any more
+  std::atomic<uint64_t> served;  // what its owner has posted was read so often
 
   void ring() {
     rings.fetch_add(1);
@@ -211,6 +213,12 @@ class LinuxCrossMemory final : public CrossMemory,
   Message send(const at::Tensor& tensor, int64_t to, int64_t tag) override;
   Message receive(const at::Tensor& into, int64_t from, int64_t tag) override;
   Message post(const at::Tensor& tensor, int64_t to, int64_t tag) override;
+  void leave() override {
+    const std::lock_guard lock(mutex_);
+    leaving_ = true;
+    progress();
+  }
+  uint64_t served() const override { return mailbox_.doorbell().served.load(); }
   void make_progress() override {
     if (receiving_count_.load(std::memory_order_relaxed) == 0) return;
     const std::lock_guard lock(mutex_);
@@ -237,10 +245,21 @@ class LinuxCrossMemory final : public CrossMemory,
     return read_memory_of(peer.process, peer.nonce_address, &read, sizeof(read)) == 0 &&
            read == peer.nonce;
   }
-  // Why nothing more comes from `peer`; empty where something may.
+  // Why nothing of `peer` can be read any more; empty where it can.
   static std::string end_of(const Peer& peer) {
     if (peer.mailbox.doorbell().closed.load() != 0) return "it has deleted its model.";
     return is_alive(peer) ? "" : "its process has ended.";
+  }
+  // Why nothing more comes from `peer`; empty where something may.
+  static std::string end_of_messages(const Peer& peer) {
+    const std::string end = end_of(peer);
+    const bool left = end.empty() && peer.mailbox.doorbell().left.load() != 0;
+    return left ? "its script has ended, or it has deleted its model." : end;
+  }
+  void ring_all() const {
+    for (const Peer& peer : peers_) {
+      if (peer.mailbox.open()) peer.mailbox.doorbell().ring();
+    }
   }
   void write(Peer& peer, const Record& record);
   void progress();
@@ -258,6 +277,7 @@ class LinuxCrossMemory final : public CrossMemory,
 
   std::mutex mutex_;  // for what follows, and what changes in peers_
   uint64_t sent_ = 0;
+  bool leaving_ = false;
   std::unordered_map<uint64_t, std::shared_ptr<Transfer>> sending_;  // by number
   std::list<std::shared_ptr<Transfer>> receiving_;                   // in the order of the calls
   std::atomic<int64_t> receiving_count_{0};
@@ -281,9 +301,7 @@ class MessageWork final : public c10d::Work {
 LinuxCrossMemory::~LinuxCrossMemory() {
   if (!mailbox_.open() || getpid() != process_) return;  // a forked child shares the mailbox
   mailbox_.doorbell().closed.store(1);                   // before anything that is offered is freed
-  for (const Peer& peer : peers_) {
-    if (peer.mailbox.open()) peer.mailbox.doorbell().ring();
-  }
+  ring_all();
 }
 
 bool LinuxCrossMemory::connect(bool allowed,
@@ -411,6 +429,7 @@ void LinuxCrossMemory::read_ring(int64_t rank) {
 }
 
 void LinuxCrossMemory::progress() {
+  bool all_written = true;
   for (size_t r = 0; r < peers_.size(); ++r) {
     Peer& peer = peers_[r];
     if (!peer.reached) continue;
@@ -420,7 +439,13 @@ void LinuxCrossMemory::progress() {
       written = true;
     }
     if (written) peer.mailbox.doorbell().ring();
+    all_written = all_written && peer.unwritten.empty();
     read_ring(static_cast<int64_t>(r));
+  }
+  if (leaving_ && all_written) {
+    leaving_ = false;
+    mailbox_.doorbell().left.store(1);  // behind all that was sent
+    ring_all();
   }
   for (auto at = receiving_.begin(); at != receiving_.end();) {
     const bool ended = try_receive(**at);
@@ -433,6 +458,7 @@ bool LinuxCrossMemory::try_receive(Transfer& transfer) {
   Peer& peer = peers_[transfer.peer];
   if (const auto posted = peer.posted.find(transfer.tag); posted != peer.posted.end()) {
     read(peer, posted->second, transfer);
+    peer.mailbox.doorbell().served.fetch_add(1, std::memory_order_relaxed);
     return true;
   }
   const auto found = peer.offered.find(transfer.tag);
@@ -488,7 +514,7 @@ void LinuxCrossMemory::wait(const std::shared_ptr<Transfer>& transfer, milliseco
     const Clock::time_point now = Clock::now();
     if (now - looked < kSlice) continue;
     looked = now;
-    end = end_of(peers_[transfer->peer]);  // then one more look at what it sent before
+    end = end_of_messages(peers_[transfer->peer]);  // then one more look at what it sent before
     TORCH_CHECK(!end.empty() || now - begin < limit, "timed out after ", limit.count(), " ms.");
   }
 }

@@ -57,6 +57,12 @@ class CrossMemory {
   // more. A tag has either this or messages that are sent.
   virtual Message post(const at::Tensor& tensor, int64_t to, int64_t tag) = 0;
 
+  // From now on this rank sends nothing. What it has sent and posted can still be received; who
+  // waits for more from it hears that it has ended.
+  virtual void leave() = 0;
+  // How often others have received what this rank has posted.
+  virtual uint64_t served() const = 0;
+
   // Reads what has come of the messages that are being received; never waits.
   virtual void make_progress() = 0;
 };

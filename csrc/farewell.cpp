@@ -1,6 +1,7 @@
 #include "farewell.h"
 
 #include <condition_variable>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -10,9 +11,15 @@ namespace zero_ext {
 namespace {
 
 struct Waiting {
-  std::mutex mutex;
+  std::mutex mutex;  // for all below
   std::condition_variable ended;
-  int64_t count = 0;
+  std::list<std::shared_ptr<const Comm>> comms;
+
+  uint64_t served() const {
+    uint64_t sum = 0;
+    for (const auto& comm : comms) sum += comm->served();
+    return sum;
+  }
 };
 
 // Never destroyed: a thread may outlive main().
@@ -24,23 +31,32 @@ Waiting& waiting() {
 }  // namespace
 
 void bid_farewell(Comm comm, Gatherer::Legacy legacy) {
+  std::list<std::shared_ptr<const Comm>> mine{std::make_shared<const Comm>(std::move(comm))};
+  const auto place = mine.begin();
   {
     const std::lock_guard lock(waiting().mutex);
-    ++waiting().count;
+    waiting().comms.splice(waiting().comms.end(), mine);
   }
-  std::thread([comm = std::move(comm), legacy = std::move(legacy)]() mutable {
+  std::thread([place, legacy = std::move(legacy)]() mutable {
     legacy.farewell.wait_if_possible(kNoTimeout);
     legacy = {};
-    comm = {};
-    const std::lock_guard lock(waiting().mutex);
-    --waiting().count;
+    std::list<std::shared_ptr<const Comm>> done;  // destroyed without the lock
+    {
+      const std::lock_guard lock(waiting().mutex);
+      done.splice(done.end(), waiting().comms, place);
+    }
+    done.clear();
     waiting().ended.notify_all();
   }).detach();
 }
 
-void wait_for_farewells(std::chrono::milliseconds timeout) {
+void wait_for_farewells(std::chrono::milliseconds patience) {
   std::unique_lock lock(waiting().mutex);
-  waiting().ended.wait_for(lock, timeout, [] { return waiting().count == 0; });
+  uint64_t served = 0;
+  do {
+    served = waiting().served();
+    if (waiting().ended.wait_for(lock, patience, [] { return waiting().comms.empty(); })) return;
+  } while (waiting().served() != served);
 }
 
 }  // namespace zero_ext

@@ -14,7 +14,7 @@ namespace zero_ext {
 // Keeps `comm` and `legacy` until all ranks have said farewell, or for the process group's timeout.
 void bid_farewell(Comm comm, Gatherer::Legacy legacy);
 
-// Waits for all of them, at most `timeout` in all.
-void wait_for_farewells(std::chrono::milliseconds timeout);
+// Waits for all of them, as long as lasting offers are taken again and again within `patience`.
+void wait_for_farewells(std::chrono::milliseconds patience);
 
 }  // namespace zero_ext

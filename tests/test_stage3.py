@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 from collections import namedtuple
 
 import pytest
@@ -652,6 +653,54 @@ def test_a_rank_that_ends_first_serves_the_others_until_they_end(tmp_path):
     script.write_text(FINISHES_AT_DIFFERENT_TIMES)
     result = torchrun(2, str(script), cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-4000:]
+
+
+ENDS_EARLY = """
+import sys, time, torch, zero_ext
+import torch.distributed as dist
+zero_ext.handle._EXIT_PATIENCE_S = 1.5
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
+zero_ext.shard(model, 3, bucket_mb=1e-4)
+if model.stats()["neighbors"] == 0:
+    sys.exit()
+if dist.get_rank() == 0:
+    with torch.no_grad():
+        for _ in range(8):
+            time.sleep(0.5)
+            model(torch.ones(2, 8))
+"""
+
+
+def test_a_rank_that_ends_serves_one_that_goes_on_alone_for_as_long_as_it_reads(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(ENDS_EARLY)
+    result = torchrun(2, str(script), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr[-4000:]
+
+
+EXITS_ALONE = """
+import sys, torch, zero_ext
+import torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
+zero_ext.shard(model, 3, bucket_mb=1e-4)
+for step in range(3):
+    if (dist.get_rank(), step) == (0, 1):
+        sys.exit(3)
+    model(torch.ones(2, 8)).sum().backward()
+"""
+
+
+def test_a_rank_that_exits_is_waited_for_by_nobody(tmp_path):
+    """It serves its shards still, but no gradients will come."""
+    script = tmp_path / "script.py"
+    script.write_text(EXITS_ALONE)
+    result = torchrun(2, str(script), cwd=tmp_path, timeout_s=45)  # less than the patience
+    assert result.returncode != 0
+    told = r"rank 1, unit .* waited for its reduction in backward 2.*rank 0\): its script has ended"
+    assert re.search(told, result.stderr), result.stderr[-4000:]
 
 
 POLICIES = {

@@ -27,7 +27,7 @@ from zero_ext.module_hooks import watch_module
 
 # Engines with stage 3, whose shards the other ranks may need until they end, too.
 _serving: weakref.WeakSet = weakref.WeakSet()
-_EXIT_WAIT_S = 60.0
+_EXIT_PATIENCE_S = 60.0  # without a reader
 
 # Parameter -> (weak reference to its Handle, index in the engine). Nothing is attached to the
 # user's Parameter itself.
@@ -41,7 +41,7 @@ def _serve_until_all_ranks_end() -> None:
         return
     for handle in list(_serving):
         handle.engine.say_farewell()
-    _C.wait_for_farewells(_EXIT_WAIT_S)
+    _C.wait_for_farewells(_EXIT_PATIENCE_S)
 
 
 atexit.register(_serve_until_all_ranks_end)
