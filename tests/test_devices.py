@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import gc
+import io
 import itertools
 import os
 import re
@@ -462,6 +463,58 @@ def test_states_can_leave_the_device_for_a_while(anywhere, rank, device, stage):
     pairs = itertools.zip_longest(run.model.parameters(), twin.model.parameters())
     for mine, theirs in pairs:
         assert_bits(zero_ext.full_tensor(mine), zero_ext.full_tensor(theirs))
+
+
+@STAGES
+def test_a_stock_grad_scaler_unscales_offloaded_gradients(anywhere, rank, device, stage):
+    """Its copies of the scale to the host are late."""
+    mesh = None if anywhere is None else DeviceMesh.from_group(anywhere.get_group(), "cpu")
+    sides = []
+    for where, over in ((device, anywhere), (torch.device("cpu"), mesh)):
+        run = Run(where, stage, over, rank, torch.bfloat16, offload_policy=OFFLOAD)
+        scaler = torch.amp.GradScaler(where.type, init_scale=2.0**10, growth_interval=2)
+        scaler.scale(torch.zeros(1, device=where))  # makes its scale
+        for number in range(STEPS):
+            overflow = float("inf") if (number, rank) == (2, 0) else 1.0
+            run.backward(number, factor=scaler.get_scale() * overflow)
+            scaler.unscale_(run.optimizer)
+            scaler.step(run.optimizer)
+            scaler.update()
+            run.optimizer.zero_grad()
+        sides.append(
+            (scaler.get_scale(), [zero_ext.full_tensor(p) for p in run.model.parameters()])
+        )
+    (scale, mine), (expected_scale, theirs) = sides
+    assert scale == expected_scale == 2.0**10
+    for value, expected in zip(mine, theirs, strict=True):
+        assert_bits(value.cpu(), expected)
+
+
+@STAGES
+def test_offloaded_gradients_of_one_rank_are_plain_tensors_to_everybody(device, stage):
+    run = Run(device, stage, None, 0, torch.bfloat16, offload_policy=OFFLOAD)
+    run.backward(0)
+    for parameter in run.model.parameters():
+        gradient = parameter.grad
+        assert gradient.device.type == "cpu" and gradient.shape == parameter.shape
+        saved = io.BytesIO()
+        torch.save(gradient, saved)
+        saved.seek(0)
+        results = [
+            gradient.clone(),
+            copy.deepcopy(gradient),
+            torch.load(saved, weights_only=True),
+            gradient + torch.zeros(gradient.shape, device="cpu"),
+            torch._foreach_mul([gradient], 1.0)[0],
+        ]
+        for result in results:
+            assert type(result) is torch.Tensor
+            assert_bits(result, gradient)
+    # What is written counts, as it does without offload.
+    expected = [2 * p.grad for p in run.model.parameters()]
+    for parameter, twice in zip(run.model.parameters(), expected, strict=True):
+        parameter.grad.mul_(2)
+        assert_bits(zero_ext.full_grad(parameter).cpu(), twice)
 
 
 @STAGES

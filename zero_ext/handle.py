@@ -22,6 +22,7 @@ from zero_ext.groups import (
     check_same_on_all_ranks,
     cross_memory_allowed,
 )
+from zero_ext.host_gradient import HostGradient
 from zero_ext.meta import MetaModules
 from zero_ext.module_hooks import watch_module
 
@@ -206,7 +207,10 @@ class Handle:
     def _publish(self, indices: Iterable[int]) -> None:
         for i in indices:
             local = self.engine.grad_slice(i)
-            view = self.as_parameter(local, i, self.parameters[i]())
+            parameter = self.parameters[i]()
+            view = self.as_parameter(local, i, parameter)
+            if self.replicated and view.device != parameter.device:
+                view = view.as_subclass(HostGradient)
             self.engine.set_published(i, view, local)
 
     def add_parameters(self, parameters: Sequence[tuple[str, Tensor]]) -> list[int]:
