@@ -113,6 +113,7 @@ Engine::~Engine() {
 }
 
 void Engine::say_farewell() noexcept {
+  if (getpid() != process_) return;  // a forked child's copy: the connections are its parent's
   const Access access(*this);
   if (!context_.releases() || std::exchange(said_farewell_, true)) return;
   try {

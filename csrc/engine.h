@@ -20,6 +20,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceGuard.h>
+#include <unistd.h>
 
 #include <cstdint>
 #include <deque>
@@ -325,6 +326,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   double local_loss_scale_ = 1;  // that of the local sums; loss_scale_ unless local_next_
 
   bool said_farewell_ = false;
+  pid_t process_ = getpid();
 
   // One backward.
   bool open_ = false;

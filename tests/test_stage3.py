@@ -633,71 +633,75 @@ def test_many_models_leave_no_threads_or_files_behind(mesh, rank, world):
     assert counts[1] == counts[3]
 
 
-FINISHES_AT_DIFFERENT_TIMES = """
+@pytest.mark.dist
+@pytest.mark.host
+def test_a_forked_child_that_exits_says_nothing_for_its_parent(mesh, rank, world):
+    model = sharded(Stack(), mesh)
+    child = os.fork()
+    if child == 0:
+        zero_ext.handle._serve_until_all_ranks_end()  # what an exit calls
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    gather_objects(rank)
+    batches = rank_batches(SHAPE, world, micros=1)
+    mean_square(model, batches[0][rank]).backward()
+    assert_gradients(model, Stack, batches, world)
+
+
+SHARDED_SCRIPT = """
 import sys, time, torch, zero_ext
 import torch.distributed as dist
 dist.init_process_group("gloo")
+rank = dist.get_rank()
 torch.manual_seed(0)
 model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
 zero_ext.shard(model, 3, bucket_mb=1e-4)
-with torch.no_grad():
-    for _ in range(3):
-        if dist.get_rank() == 0:
-            time.sleep(0.5)
-        model(torch.ones(2, 8))
+x = torch.ones(2, 8)
 """
 
 
-def test_a_rank_that_ends_first_serves_the_others_until_they_end(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(FINISHES_AT_DIFFERENT_TIMES)
-    result = torchrun(2, str(script), cwd=tmp_path)
-    assert result.returncode == 0, result.stderr[-4000:]
+def run_two_ranks(tmp_path, script: str, **options):
+    path = tmp_path / "script.py"
+    path.write_text(SHARDED_SCRIPT + script)
+    return torchrun(2, str(path), cwd=tmp_path, **options)
 
 
-ENDS_EARLY = """
-import sys, time, torch, zero_ext
-import torch.distributed as dist
+FINISHES_AT_DIFFERENT_TIMES = """
+with torch.no_grad():
+    for _ in range(3):
+        if rank == 0:
+            time.sleep(0.5)
+        model(x)
+"""
+
+GOES_ON_ALONE = """
 zero_ext.handle._EXIT_PATIENCE_S = 1.5
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
-zero_ext.shard(model, 3, bucket_mb=1e-4)
-if model.stats()["neighbors"] == 0:
-    sys.exit()
-if dist.get_rank() == 0:
+if rank == 0 and model.stats()["neighbors"] > 0:
     with torch.no_grad():
         for _ in range(8):
             time.sleep(0.5)
-            model(torch.ones(2, 8))
+            model(x)
 """
-
-
-def test_a_rank_that_ends_serves_one_that_goes_on_alone_for_as_long_as_it_reads(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(ENDS_EARLY)
-    result = torchrun(2, str(script), cwd=tmp_path)
-    assert result.returncode == 0, result.stderr[-4000:]
-
 
 EXITS_ALONE = """
-import sys, torch, zero_ext
-import torch.distributed as dist
-dist.init_process_group("gloo")
-model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(4)])
-zero_ext.shard(model, 3, bucket_mb=1e-4)
 for step in range(3):
-    if (dist.get_rank(), step) == (0, 1):
+    if (rank, step) == (0, 1):
         sys.exit(3)
-    model(torch.ones(2, 8)).sum().backward()
+    model(x).sum().backward()
 """
+
+
+@pytest.mark.parametrize(
+    "script", [FINISHES_AT_DIFFERENT_TIMES, GOES_ON_ALONE], ids=["late", "alone"]
+)
+def test_a_rank_that_ends_first_serves_the_others_for_as_long_as_they_read(tmp_path, script):
+    result = run_two_ranks(tmp_path, script)
+    assert result.returncode == 0, result.stderr[-4000:]
 
 
 def test_a_rank_that_exits_is_waited_for_by_nobody(tmp_path):
     """It serves its shards still, but no gradients will come."""
-    script = tmp_path / "script.py"
-    script.write_text(EXITS_ALONE)
-    result = torchrun(2, str(script), cwd=tmp_path, timeout_s=45)  # less than the patience
+    result = run_two_ranks(tmp_path, EXITS_ALONE, timeout_s=45)  # less than the patience
     assert result.returncode != 0
     told = r"rank 1, unit .* waited for its reduction in backward 2.*rank 0\): its script has ended"
     assert re.search(told, result.stderr), result.stderr[-4000:]
