@@ -269,6 +269,7 @@ void bind_engine(py::module_& m) {
       .def("set_accumulation_steps", &Engine::set_accumulation_steps, NoGil())
       .def("set_divide_factor", &Engine::set_divide_factor, NoGil())
       .def("set_offloaded", &Engine::set_offloaded, NoGil())
+      .def("offloaded", &Engine::offloaded, NoGil())
       .def("set_loss_scale", &Engine::set_loss_scale, NoGil())
       .def("write_gradient", py::overload_cast<int64_t, const at::Tensor&>(&Engine::write_gradient),
            NoGil())

@@ -383,6 +383,7 @@ void Engine::set_offloaded(const std::set<std::string>& states) {
   const at::NoGradGuard no_grad;
   const bool none_back =
       std::includes(states.begin(), states.end(), offloaded_.begin(), offloaded_.end());
+  offloaded_.insert(states.begin(), states.end());  // where memory runs out half-way, too
   for (const auto* units : {&units_, &frozen_units_}) {
     for (const auto& unit : *units) {
       if (!none_back) unit->unstow();
@@ -391,6 +392,11 @@ void Engine::set_offloaded(const std::set<std::string>& states) {
   }
   context_.spare->trim();
   offloaded_ = states;
+}
+
+std::set<std::string> Engine::offloaded() {
+  const Access access(*this);
+  return offloaded_;
 }
 
 void Engine::check_usable(const char* verb) {

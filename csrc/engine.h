@@ -164,7 +164,9 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
 
   // States in words that are out of reach: backward and step refuse until there are none.
   // On a device they move to the host, and back when they are in the words no more.
+  // An error for want of memory leaves the old and the new ones out of reach; try again.
   void set_offloaded(const std::set<std::string>& states);
+  std::set<std::string> offloaded();
 
   // Makes sure that the coming backward is seen: a cast to and fro replaces autograd's nodes.
   void before_forward();

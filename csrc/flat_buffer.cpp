@@ -156,8 +156,13 @@ void FlatBuffer::stow(const std::shared_ptr<MemoryCounter>& host, const std::str
   if (!defined() || emptied_ || device().is_cpu()) return;
   const auto bytes = static_cast<int64_t>(tensor_.nbytes());
   host->add(held_, bytes);
+  try {
+    stowed_ = StowedStorage(tensor_.storage(), message);
+  } catch (...) {
+    host->subtract(held_, bytes);
+    throw;
+  }
   stowed_counter_ = host;
-  stowed_ = StowedStorage(tensor_.storage(), message);
   emptied_ = true;
   counter_->subtract(held_, bytes);
 }
@@ -166,7 +171,12 @@ void FlatBuffer::unstow() {
   if (!stowed_.defined()) return;
   const auto bytes = static_cast<int64_t>(tensor_.nbytes());
   counter_->add(held_, bytes);
-  stowed_.bring_back();
+  try {
+    stowed_.bring_back();
+  } catch (...) {
+    counter_->subtract(held_, bytes);
+    throw;
+  }
   emptied_ = false;
   stowed_counter_->subtract(held_, bytes);
   stowed_counter_.reset();

@@ -465,6 +465,67 @@ def test_states_can_leave_the_device_for_a_while(anywhere, rank, device, stage):
         assert_bits(zero_ext.full_tensor(mine), zero_ext.full_tensor(theirs))
 
 
+@contextlib.contextmanager
+def allocation_fails(number: int):
+    """One allocation fails in the body, after ``number`` others."""
+    import lagged_device
+
+    lagged_device.fail_after(number)
+    try:
+        yield
+    finally:
+        lagged_device.fail_after(-1)
+
+
+@STAGES
+@pytest.mark.lagged
+@pytest.mark.parametrize("optimizer", ["AdamW", "wrapped"])
+def test_memory_may_run_out_while_states_move(anywhere, rank, device, stage, optimizer):
+    """Wherever it does; then nothing is usable before it is back, and nothing is lost."""
+    wrapped = functools.partial(zero_ext.optim.wrap, torch.optim.NAdam)
+    optimizers = {"AdamW": zero_ext.optim.AdamW, "wrapped": wrapped}
+    run, twin = (
+        Run(device, stage, anywhere, rank, torch.bfloat16, optimizer=optimizers[optimizer])
+        for _ in range(2)
+    )
+    for each in (run, twin):
+        each.step(0)
+        each.backward(1)
+    held = run.model.stats()
+
+    def fails(move, number) -> bool:
+        with allocation_fails(number):
+            try:
+                move(run.model)
+                return False
+            except torch.OutOfMemoryError:
+                pass
+        with pytest.raises(RuntimeError, match="offloaded"):
+            run.optimizer.step()
+        return True
+
+    def assert_all_is_back():
+        assert run.model.stats() == held | {"bytes_peak": run.model.stats()["bytes_peak"]}
+
+    for number in itertools.count():
+        if not fails(zero_ext.offload_states, number):
+            break
+        zero_ext.reload_states(run.model)
+        assert_all_is_back()
+    assert number > 5
+    while fails(zero_ext.reload_states, 1):  # one more each time
+        number -= 1
+    assert number <= 2
+    assert_all_is_back()
+    for each in (run, twin):
+        each.optimizer.step()
+        each.optimizer.zero_grad()
+        each.step(2)
+    pairs = zip(run.model.parameters(), twin.model.parameters(), strict=True)
+    for mine, theirs in pairs:
+        assert_bits(zero_ext.full_tensor(mine), zero_ext.full_tensor(theirs))
+
+
 @STAGES
 def test_a_stock_grad_scaler_unscales_offloaded_gradients(anywhere, rank, device, stage):
     """Its copies of the scale to the host are late."""

@@ -142,7 +142,6 @@ class Handle:
         self.offload_policy = offload_policy
         # Whether verdicts about a step are made on the host.
         self.knows_on_host = device.type == "cpu" or options.offload
-        self.offloaded: frozenset[str] = frozenset()
         self.parameters: list[weakref.ref] = []
         self.optimizers: weakref.WeakSet = weakref.WeakSet()
         self.scaled_by: weakref.ref | None = None  # the optimizer whose loss_scaler the engine has
@@ -322,14 +321,21 @@ class Handle:
 
     def set_offloaded(self, states: Iterable[str]) -> None:
         """See ``zero_ext.offload_states``."""
-        names = frozenset(states)
+        names = set(states)
+        away = "optimizer_state" in names
+        # Nothing is usable before all of it is back, also when memory runs out half-way.
+        if not away:
+            self._set_state_offloaded(False)
         self.engine.set_offloaded(names)
-        self.offloaded = names
+        if away:
+            self._set_state_offloaded(True)
+
+    def _set_state_offloaded(self, offloaded: bool) -> None:
         for optimizer in self.optimizers:
-            optimizer._set_state_offloaded("optimizer_state" in self.offloaded)
+            optimizer._set_state_offloaded(offloaded)
 
     def check_forward(self) -> None:
-        if "full" in self.offloaded:
+        if "full" in self.engine.offloaded():
             raise RuntimeError(
                 f"zero_ext [rank {self.groups.rank}]: forward: the parameters of this model are "
                 "offloaded. Call zero_ext.reload_states() first."

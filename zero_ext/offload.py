@@ -47,6 +47,8 @@ def offload_states(sharded, include: Iterable[str] | None = None) -> None:
     Raises:
         ValueError, TypeError: ``sharded`` is not sharded, or a name does not exist.
         RuntimeError: inside a backward.
+        torch.OutOfMemoryError: no host memory is left. What has been moved by then stays there,
+            all of it counts as offloaded; ``reload_states`` brings it back.
     """
     handle = _handle_of(sharded)
     names = set(STATES if include is None else include)
@@ -56,7 +58,7 @@ def offload_states(sharded, include: Iterable[str] | None = None) -> None:
             f"zero_ext: offload_states(): there is no state {', '.join(map(repr, unknown))}; there "
             f"are {', '.join(map(repr, STATES))}."
         )
-    handle.set_offloaded(handle.offloaded | names)
+    handle.set_offloaded(handle.engine.offloaded() | names)
 
 
 def reload_states(sharded) -> None:
@@ -64,6 +66,8 @@ def reload_states(sharded) -> None:
 
     Raises:
         ValueError, TypeError: ``sharded`` is not sharded.
+        torch.OutOfMemoryError: there is not enough device memory. All of it still counts as
+            offloaded; free some and call this again.
     """
     _handle_of(sharded).set_offloaded(frozenset())
 

@@ -676,7 +676,7 @@ class WrappedOptimizer(ShardedOptimizer):
         self._optimizer_class, self._kwargs = optimizer_class, kwargs
         self._inner: torch.optim.Optimizer | None = None
         self._shards: dict[Tensor, torch.nn.Parameter] = {}
-        self._stowed: list[_C.StowedStorage] = []
+        self._stowed: dict[int, _C.StowedStorage] = {}  # by storage: one may hold several states
         probe = optimizer_class([torch.nn.Parameter(torch.zeros(1))], **kwargs)
         super().__init__(params, dict(probe.defaults), **sharding)
 
@@ -758,17 +758,17 @@ class WrappedOptimizer(ShardedOptimizer):
     def _set_state_offloaded(self, offloaded: bool) -> None:
         super()._set_state_offloaded(offloaded)
         if not offloaded:
-            for storage in self._stowed:
+            for storage in self._stowed.values():
                 storage.bring_back()
             self._stowed.clear()
-        elif not self._stowed:
-            storages = {}  # one may hold several states
-            for state in self._inner.state.values():
-                for value in state.values():
-                    if isinstance(value, Tensor) and value.device.type != "cpu":
-                        storages.setdefault(value.untyped_storage()._cdata, value)
-            for value in storages.values():
-                self._stowed.append(_C.StowedStorage(value, _C.STATES_OFFLOADED))
+            return
+        for state in self._inner.state.values():
+            for value in state.values():
+                if not isinstance(value, Tensor) or value.device.type == "cpu":
+                    continue
+                key = value.untyped_storage()._cdata
+                if key not in self._stowed:
+                    self._stowed[key] = _C.StowedStorage(value, _C.STATES_OFFLOADED)
 
     def _slice_of(self, value: Tensor, parameter: Tensor, shard: Tensor) -> Tensor:
         local = torch.empty_like(shard, requires_grad=False)

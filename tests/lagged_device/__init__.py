@@ -72,6 +72,14 @@ def set_lag(lag_us: int) -> None:
     _library().lagged_set_lag_us(lag_us)
 
 
+def fail_after(count: int) -> None:
+    """One allocation, of a device or of pinned memory, raises after ``count`` more that succeed.
+
+    A negative count takes that back.
+    """
+    _library().lagged_fail_after(count)
+
+
 def end_with_errors() -> None:
     """From now on a task that fails ends the process, as NCCL's watchdog does."""
     _library().lagged_end_with_errors()
@@ -184,6 +192,7 @@ def _library() -> ctypes.CDLL:
     library.lagged_faults.restype = ctypes.c_char_p
     library.lagged_host_waits.restype = ctypes.c_int64
     library.lagged_set_lag_us.argtypes = [ctypes.c_int64]
+    library.lagged_fail_after.argtypes = [ctypes.c_int64]
     for name in ["allocated_bytes", "peak_bytes", "allocations"]:
         getattr(library, f"lagged_{name}").restype = ctypes.c_int64
     return library

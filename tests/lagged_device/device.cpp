@@ -125,12 +125,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override;
 };
 
+void check_memory() {
+  TORCH_CHECK_WITH(OutOfMemoryError, !allocation_fails(),
+                   "lagged: out of memory, as was asked for");
+}
+
 void release_context(void* context) { release(static_cast<Block*>(context)); }
 
 struct DeviceMemory final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     const int device = current_device();
     if (bytes == 0) return {nullptr, device_at(device)};
+    check_memory();
     Block* block = lagged::allocate(device, static_cast<int64_t>(bytes));
     return {block->data, block, release_context, device_at(device)};
   }
@@ -165,6 +171,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
 struct PinnedMemory final : at::HostAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0) return {nullptr, c10::kCPU};
+    check_memory();
     Block* block = allocate_pinned(static_cast<int64_t>(bytes));
     return {block->data, block, release_context, c10::kCPU};
   }

@@ -25,6 +25,7 @@ constexpr int64_t kAlignment = 512;
 
 std::atomic<int64_t> lag_us{50'000};
 std::atomic<bool> ends_with_error = false;
+std::atomic<int64_t> allocations_left{-1};  // before the one that fails; negative: none does
 
 std::mutex error_mutex;
 std::string first_error;
@@ -412,6 +413,8 @@ bool is_pinned(const void* pointer) { return machine().pinned.holds(pointer); }
 
 MemoryStats memory_stats(int device) { return machine().devices.at(device).memory.stats(); }
 MemoryStats pinned_stats() { return machine().pinned.stats(); }
+void fail_after(int64_t count) { allocations_left = count; }
+bool allocation_fails() { return allocations_left >= 0 && allocations_left-- == 0; }
 void reset_peak(int device) { machine().devices.at(device).memory.reset_peak(); }
 
 std::vector<std::string> faults() {
@@ -429,6 +432,7 @@ std::vector<std::string> faults() {
 
 LAGGED_EXPORT void lagged_set_lag_us(int64_t lag_us) { lagged::set_lag_us(lag_us); }
 LAGGED_EXPORT int64_t lagged_host_waits() { return lagged::host_waits(); }
+LAGGED_EXPORT void lagged_fail_after(int64_t count) { lagged::fail_after(count); }
 LAGGED_EXPORT void lagged_end_with_errors() { lagged::ends_with_error = true; }
 
 LAGGED_EXPORT int64_t lagged_lag_us() { return lagged::get_lag_us(); }

@@ -149,6 +149,12 @@ MemoryStats memory_stats(int device);
 MemoryStats pinned_stats();
 void reset_peak(int device);
 
+// From now on one allocation of a device or of pinned memory fails, after `count` that succeed.
+// A negative count: none fails.
+void fail_after(int64_t count);
+// Counts one allocation; whether it is the one that fails.
+bool allocation_fails();
+
 // What was written where nobody may write: into memory after its release, or behind its end. Found
 // when memory is released or reused, and by this call, which looks at all released memory once its
 // streams are done. Returns descriptions, and forgets them.
