@@ -63,8 +63,10 @@ float* OptimizerState::data(int64_t k, int64_t unit, const Run& run) const {
 template <typename Body>
 void OptimizerState::apply(const Body& body) {
   std::vector<float*> counts(steps_.size(), nullptr);
+  at::Tensor increment;
   if (counts_on_device()) {
     read_written_counts();
+    increment = step_increment();  // before anything changes: it needs memory
   } else {
     for (const int64_t i : indices_) {
       counts[i] = steps_[i].mutable_data_ptr<float>();
@@ -86,7 +88,7 @@ void OptimizerState::apply(const Body& body) {
     }
   };
   engine_->apply_step({.indices = indices_, .same = same, .apply = update, .applied = updated});
-  if (counts_on_device()) count_on_device(counted);
+  if (!counted.empty()) count_on_device(counted, increment);
 }
 
 void OptimizerState::read_written_counts() {
@@ -96,13 +98,17 @@ void OptimizerState::read_written_counts() {
   }
 }
 
-void OptimizerState::count_on_device(const std::vector<int64_t>& updated) {
-  if (updated.empty()) return;
+at::Tensor OptimizerState::step_increment() const {
+  if (indices_.empty()) return {};
+  const at::Tensor one = at::ones({}, steps_[indices_[0]].options());
+  return verdict_.on_device == nullptr ? one : one.sub(verdict_.on_device->skip.reshape({}));
+}
+
+void OptimizerState::count_on_device(const std::vector<int64_t>& updated,
+                                     const at::Tensor& increment) {
   std::vector<at::Tensor> counts;
   for (const int64_t i : updated) counts.push_back(steps_[i]);
-  const at::Tensor one = at::ones({}, counts[0].options());
-  at::_foreach_add_(
-      counts, verdict_.on_device == nullptr ? one : one.sub(verdict_.on_device->skip.reshape({})));
+  at::_foreach_add_(counts, increment);
   for (const int64_t i : updated) {
     ++presumed_[i];
     versions_[i] = steps_[i]._version();

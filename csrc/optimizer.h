@@ -72,7 +72,8 @@ class OptimizerState {
   bool counts_on_device() const { return !engine_->context().state.on_host(); }
   // The user wrote to some: they are read, which waits.
   void read_written_counts();
-  void count_on_device(const std::vector<int64_t>& updated);
+  at::Tensor step_increment() const;  // on the device: 1, or 0 where the step is skipped
+  void count_on_device(const std::vector<int64_t>& updated, const at::Tensor& increment);
   kernels::OnDevice on_device(int64_t i) const;
   float* data(int64_t k, int64_t unit, const Run& run) const;
 

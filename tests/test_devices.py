@@ -527,6 +527,51 @@ def test_memory_may_run_out_while_states_move(anywhere, rank, device, stage, opt
 
 
 @STAGES
+@pytest.mark.lagged
+@pytest.mark.parametrize("offload", [None, OFFLOAD], ids=["", "offload"])
+@pytest.mark.parametrize("phase", ["forward", "backward", "step"])
+def test_memory_may_run_out_anywhere_in_a_step(device, stage, offload, phase):
+    """Whichever allocation fails: what raised is done again, and nothing is lost or done twice."""
+    run, twin = (
+        Run(device, stage, None, 0, torch.bfloat16, offload_policy=offload, max_grad_norm=0.1)
+        for _ in range(2)
+    )
+
+    def train(run, failing: str | None = None) -> bool:
+        """One step. Whether the part in which an allocation fails had to be done again."""
+        batch = torch.full((4, 5), 1.0 + number, device=device, dtype=torch.bfloat16)
+        losses = []
+        parts = {
+            "forward": lambda: losses.append(mean_square(run.model, batch)),
+            "backward": lambda: losses[-1].backward(),
+            "step": run.optimizer.step,
+        }
+        failed = False
+        for name, part in parts.items():
+            try:
+                with allocation_fails(number if name == failing else -1):
+                    part()
+            except torch.OutOfMemoryError:
+                failed = True
+                if name == "backward":
+                    parts["forward"]()  # a part of its graph is gone
+                part()
+        run.optimizer.zero_grad()
+        return failed
+
+    for number in itertools.count():
+        failed = train(run, phase)
+        train(twin)
+        pairs = zip(run.model.parameters(), twin.model.parameters(), strict=True)
+        for mine, theirs in pairs:
+            assert_bits(zero_ext.full_tensor(mine), zero_ext.full_tensor(theirs), f"{number}")
+        if not failed:
+            break
+    # With offload, a step only uses memory that it has.
+    assert number > 5 or (offload and phase == "step")
+
+
+@STAGES
 def test_a_stock_grad_scaler_unscales_offloaded_gradients(anywhere, rank, device, stage):
     """Its copies of the scale to the host are late."""
     mesh = None if anywhere is None else DeviceMesh.from_group(anywhere.get_group(), "cpu")

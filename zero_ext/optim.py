@@ -291,8 +291,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._judge(verdict)
         else:
             # The device decides, and tells later.
-            self._unreported.append(verdict)
             self._make_update(verdict)
+            self._unreported.append(verdict)
         if self.loss_scaler is not None:
             self.loss_scaler._step_made(verdict.nonfinite)
         return loss
