@@ -60,8 +60,8 @@ ONLY_GROUP := ZERO_EXT_CROSS_MEMORY=0
 
 # On the device that tests/lagged_device makes, whose work is late: what depends on streams, events and
 # memory. With messages through host memory, and with those of its own backend.
-LAGGED_TESTS := $(addprefix tests/test_,devices.py precision.py norm.py live_objects.py hooks.py offload.py)
-LAGGED_RANKS_TESTS := $(addprefix tests/test_,devices.py scenarios_c.py)
+LAGGED_TESTS := $(addprefix tests/test_,devices.py out_of_memory.py precision.py norm.py live_objects.py hooks.py offload.py)
+LAGGED_RANKS_TESTS := $(addprefix tests/test_,devices.py out_of_memory.py scenarios_c.py)
 ALL_LAGGED_TESTS := $(filter-out $(addprefix tests/test_,build.py comm_ops.py cuda_kernels.py cuda_sources.py \
   example.py gpu_suite.py harness.py kernels.py lagged_device.py layout.py ops.py pipeline.py residency.py torch_modules.py),$(wildcard tests/test_*.py))
 LAGGED := ZERO_EXT_TEST_DEVICE=lagged

@@ -256,7 +256,6 @@ void bind_engine(py::module_& m) {
            })
       .def("unit_name", [](Engine& e, int64_t u) { return e.unit(u).name(); })
       .def("unit_name_of", [](Engine& e, int64_t i) { return e.home_of(i).name(); })
-      .def("unit_parameters", &Engine::parameters_of)
       .def("padded_numel", [](Engine& e, int64_t u) { return e.unit(u).layout().padded_numel(); })
       .def("range_numel", [](Engine& e, int64_t u) { return e.unit(u).layout().range_numel(); })
       .def("grad_slice", &Engine::grad_slice, NoGil())

@@ -9,22 +9,25 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
+#include <tuple>
+
 namespace zero_ext {
 
-int64_t DeviceFlags::add(const std::vector<int64_t>& parameters) {
+void DeviceFlags::add(const std::vector<int64_t>& parameters) {
   const auto count = static_cast<int64_t>(parameters.size());
-  const int64_t first = count_;
   const auto options = at::TensorOptions().device(device_);
   const at::Tensor none = at::zeros({count}, options.dtype(at::kInt));
   const at::Tensor unseen = at::full({count}, sighting::kNone, options.dtype(at::kLong));
+  const auto longer = [this](const at::Tensor& flags, const at::Tensor& more) {
+    return count_ == 0 ? more.clone() : at::cat({flags, more});
+  };
+  // Memory may run out up to here.
+  std::tie(arrivals_, sums_, first_, codes_) =
+      std::make_tuple(longer(arrivals_, none), longer(sums_, none), longer(first_, unseen),
+                      longer(codes_, index(parameters).add_(sighting::of(0, rank_, 0))));
   count_ += count;
   is_cleared_.resize(count_, 0);
-  arrivals_ = first == 0 ? none.clone() : at::cat({arrivals_, none});
-  sums_ = first == 0 ? none : at::cat({sums_, none});
-  first_ = first == 0 ? unseen : at::cat({first_, unseen});
   parameters_.insert(parameters_.end(), parameters.begin(), parameters.end());
-  codes_ = index(parameters_).add_(sighting::of(0, rank_, 0));
-  return first;
 }
 
 void DeviceFlags::end_backward(int64_t micro_batch, bool direct) {

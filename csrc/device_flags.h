@@ -32,8 +32,9 @@ class DeviceFlags {
  public:
   DeviceFlags(c10::Device device, int64_t rank) : device_(device), rank_(rank) {}
 
-  // One more flag for each of these parameters; returns the first.
-  int64_t add(const std::vector<int64_t>& parameters);
+  // One more flag for each of these parameters, from count() on.
+  void add(const std::vector<int64_t>& parameters);
+  int64_t count() const { return count_; }
   int64_t parameter_of(int64_t k) const { return parameters_[k]; }
 
   // For kernels to set: a gradient of this rank, a reduced sum.

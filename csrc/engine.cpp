@@ -144,9 +144,16 @@ int64_t Engine::add_unit(const std::vector<int64_t>& members, at::ScalarType dty
   const std::string name =
       members.size() == 1 ? specs.front().name : specs.front().name + " … " + specs.back().name;
   const bool flagged = trainable && flags_ != nullptr;
-  const int64_t first_flag = flagged ? flags_->add(members) : 0;
-  units.push_back(std::make_unique<Unit>(context_, index, first_flag, name, std::move(specs),
-                                         values, dtype, kind, comm_, options_.broadcast));
+  const int64_t first_flag = flagged ? flags_->count() : 0;
+  try {
+    auto unit = std::make_unique<Unit>(context_, index, first_flag, name, std::move(specs), values,
+                                       dtype, kind, comm_, options_.broadcast);
+    if (flagged) flags_->add(members);
+    units.push_back(std::move(unit));
+  } catch (...) {
+    gatherer_.drop({thawed.begin(), thawed.end()}, Unit::Writes::discard);
+    throw;
+  }
   const int64_t number = gatherer_.add_unit(units.back().get());
   (trainable ? gathered_as_ : frozen_gathered_as_).push_back(number);
   if (trainable) unit_parameters_.push_back(members);

@@ -126,7 +126,6 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   int64_t frozen_unit_of(int64_t i) const { return parameters_[i].frozen_unit; }
   bool releases() const { return context_.releases(); }
   int64_t slot_of(int64_t i) const { return parameters_[i].slot; }
-  const std::vector<int64_t>& parameters_of(int64_t u) const { return unit_parameters_[u]; }
   const std::string& name_of(int64_t i) const { return parameters_[i].name; }
   const std::shared_ptr<MemoryCounter>& memory() const { return context_.memory; }
   const Policy& policy() const { return context_.policy; }

@@ -24,29 +24,37 @@ void* parameter_of(const Unit& unit, const Run& run) {
 OptimizerState::OptimizerState(std::shared_ptr<Engine> engine, int64_t states)
     : engine_(std::move(engine)), states_(states), last_backward_(engine_->backwards()) {}
 
-void OptimizerState::assign(int64_t i, int64_t group) {
+void OptimizerState::assign(const std::vector<int64_t>& parameters, int64_t group) {
+  for (const int64_t i : parameters) allocate_for(i);
+  for (const int64_t i : parameters) {
+    if (group_of_[i] < 0) indices_.push_back(i);
+    group_of_[i] = group;
+  }
+}
+
+void OptimizerState::allocate_for(int64_t i) {
   if (i >= static_cast<int64_t>(group_of_.size())) {
     group_of_.resize(i + 1, -1);
     steps_.resize(i + 1);
     presumed_.resize(i + 1, 0);
     versions_.resize(i + 1, 0);
   }
-  if (group_of_[i] < 0) {
-    indices_.push_back(i);
+  if (!steps_[i].defined()) {
     const auto options = at::TensorOptions().device(engine_->context().state.device());
     steps_[i] = at::zeros({}, options.dtype(at::kFloat));
     versions_[i] = steps_[i]._version();
   }
-  group_of_[i] = group;
   const int64_t u = engine_->unit_of(i);
   if (u < 0) return;
   if (static_cast<int64_t>(buffers_.size()) <= u) buffers_.resize(u + 1);
   if (!buffers_[u].empty()) return;
+  std::vector<FlatBuffer> states;
   for (int64_t k = 0; k < states_; ++k) {
-    buffers_[u].push_back(engine_->unit(u).state_buffer(Held::optimizer_state, at::kFloat,
-                                                        engine_->unit(u).layout().range_numel()));
-    buffers_[u].back().fill_zero();
+    states.push_back(engine_->unit(u).state_buffer(Held::optimizer_state, at::kFloat,
+                                                   engine_->unit(u).layout().range_numel()));
+    states.back().fill_zero();
   }
+  buffers_[u] = std::move(states);
 }
 
 at::Tensor OptimizerState::slice(int64_t k, int64_t i) const {

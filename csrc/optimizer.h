@@ -46,8 +46,8 @@ class OptimizerState {
   // momentum).
   OptimizerState(std::shared_ptr<Engine> engine, int64_t states);
 
-  // From now on parameter `i` is updated with the hyper-parameters of `group`.
-  void assign(int64_t i, int64_t group);
+  // From now on these parameters are updated with the hyper-parameters of `group`.
+  void assign(const std::vector<int64_t>& parameters, int64_t group);
   // This rank's part of state k of parameter i, 1-D.
   at::Tensor slice(int64_t k, int64_t i) const;
   // 0-D, fp32, as torch has it: how often parameter i was updated. On the device where that decides
@@ -69,6 +69,7 @@ class OptimizerState {
  private:
   template <typename Body>
   void apply(const Body& body);
+  void allocate_for(int64_t i);
   bool counts_on_device() const { return !engine_->context().state.on_host(); }
   // The user wrote to some: they are read, which waits.
   void read_written_counts();
@@ -82,7 +83,7 @@ class OptimizerState {
   std::vector<int64_t> indices_;
   std::vector<int64_t> group_of_;  // [parameters of the engine]; -1: not of this optimizer
   std::vector<std::vector<FlatBuffer>> buffers_;  // [units][states]
-  std::vector<at::Tensor> steps_;  // [parameters of the engine]; undefined: not of this optimizer
+  std::vector<at::Tensor> steps_;                 // [parameters of the engine]
   // On a device, where nobody knows on the host whether a step was skipped: what steps_ would be if
   // none was, and their versions after our own last write.
   std::vector<int64_t> presumed_;

@@ -98,6 +98,8 @@ def shard(
     Raises:
         ValueError, TypeError: models differ between ranks, a parameter cannot be sharded, an
             argument makes no sense. The module is unchanged then.
+        torch.OutOfMemoryError: the module is a plain one with its values, and can be sharded later.
+            With stage 3 on several ranks the parameters of finished units are lost.
     """
     if isinstance(module, DistributedDataParallel):
         raise ValueError(
@@ -132,11 +134,15 @@ def shard(
         meta=meta,
         offload_policy=offload_policy,
     )
-    if meta is not None:
-        meta.finish()
-    if sync_module_states:
-        whole = [p for _, p in named if not p.requires_grad] if blocks is None else []
-        handle.broadcast(whole + list(module.buffers()))
+    try:
+        if meta is not None:
+            meta.finish()
+        if sync_module_states:
+            whole = [p for _, p in named if not p.requires_grad] if blocks is None else []
+            handle.broadcast(whole + list(module.buffers()))
+    except BaseException:
+        handle.dissolve()
+        raise
     _give_methods(module, handle, mp_policy)
     return module
 

@@ -145,11 +145,25 @@ class Handle:
         self.parameters: list[weakref.ref] = []
         self.optimizers: weakref.WeakSet = weakref.WeakSet()
         self.scaled_by: weakref.ref | None = None  # the optimizer whose loss_scaler the engine has
-        if blocks is None:
-            self.add_parameters(parameters)
-        else:
-            self._register(parameters)
-            self._make_blocks(blocks, meta)
+        try:
+            if blocks is None:
+                self.add_parameters(parameters)
+            else:
+                self._register(parameters)
+                self._make_blocks(blocks, meta)
+        except BaseException:
+            self.dissolve()
+            raise
+
+    def dissolve(self) -> None:
+        """Let go of the parameters, although an exception's traceback may keep this alive."""
+        for reference in self.parameters:
+            parameter = reference()
+            entry = None if parameter is None else _registry.get(parameter)
+            if entry is not None and entry[0]() is self:
+                del _registry[parameter]
+        _serving.discard(self)
+        self.engine = None
 
     def _register(self, parameters: Sequence[tuple[str, Tensor]]) -> list[int]:
         first = len(self.parameters)
@@ -187,30 +201,34 @@ class Handle:
         numbers = []
         in_fp32 = {i for i, p in parameters.items() if self._gradient_is_fp32(p)}
         for members, dtype, trainable in units.split_block(part, parameters, in_fp32):
-            kind = _C.UnitKind.trainable if trainable else _C.UnitKind.frozen
             dtype = self.param_dtype or dtype
-            numbers.append(self.engine.add_unit(members, dtype, kind))
-            if not trainable:
-                continue
-            self._publish(members)
-            if members[0] in in_fp32:
-                self._take_gradients_in_fp32(self.engine.unit_count - 1)
+            if trainable:
+                numbers.append(self._make_unit(members, dtype, members[0] in in_fp32))
+            else:
+                numbers.append(self.engine.add_unit(members, dtype, _C.UnitKind.frozen))
         return numbers
 
-    def _watch(self, block: units.Block, numbers: list[int]) -> None:
-        for k, module in enumerate(block.modules):
-            last = k == len(block.modules) - 1
-            site = self.engine.add_site(numbers, root=block.root, first=k == 0, last=last)
-            watch_module(module, self.engine, site)
-
-    def _publish(self, indices: Iterable[int]) -> None:
-        for i in indices:
+    def _make_unit(self, members: Sequence[int], dtype: torch.dtype, in_fp32: bool) -> int:
+        """One that can train, also if there is no memory for the next."""
+        number = self.engine.add_unit(members, dtype, _C.UnitKind.trainable)
+        for i in members:
             local = self.engine.grad_slice(i)
             parameter = self.parameters[i]()
             view = self.as_parameter(local, i, parameter)
             if self.replicated and view.device != parameter.device:
                 view = view.as_subclass(HostGradient)
             self.engine.set_published(i, view, local)
+        if in_fp32:
+            self.engine.set_gradient_dtype(self.engine.unit_count - 1, torch.float32)
+            for i in members:
+                self.parameters[i]().grad_dtype = torch.float32
+        return number
+
+    def _watch(self, block: units.Block, numbers: list[int]) -> None:
+        for k, module in enumerate(block.modules):
+            last = k == len(block.modules) - 1
+            site = self.engine.add_site(numbers, root=block.root, first=k == 0, last=last)
+            watch_module(module, self.engine, site)
 
     def add_parameters(self, parameters: Sequence[tuple[str, Tensor]]) -> list[int]:
         """Take in more parameters; returns their indices. Collective."""
@@ -242,16 +260,8 @@ class Handle:
     def _make_units(self, indices: Sequence[int]) -> None:
         # What arrives in fp32 travels in fp32: units of its own, so that the others do not.
         in_fp32 = {i for i in indices if self._gradient_is_fp32(self.parameters[i]())}
-        self._make_units_of([i for i in indices if i not in in_fp32])
-        first = self.engine.unit_count
-        self._make_units_of([i for i in indices if i in in_fp32])
-        for unit in range(first, self.engine.unit_count):
-            self._take_gradients_in_fp32(unit)
-
-    def _take_gradients_in_fp32(self, unit: int) -> None:
-        self.engine.set_gradient_dtype(unit, torch.float32)
-        for i in self.engine.unit_parameters(unit):
-            self.parameters[i]().grad_dtype = torch.float32
+        self._make_units_of([i for i in indices if i not in in_fp32], in_fp32=False)
+        self._make_units_of([i for i in indices if i in in_fp32], in_fp32=True)
 
     def _gradient_is_fp32(self, parameter: Tensor) -> bool:
         """Of a half-precision parameter: because the user wants it, or to add up its uses."""
@@ -260,7 +270,7 @@ class Handle:
         wanted = parameter.dtype != torch.float32 and parameter.grad_dtype == torch.float32
         return wanted or parameter in self._used_several_times
 
-    def _make_units_of(self, indices: Sequence[int]) -> None:
+    def _make_units_of(self, indices: Sequence[int], in_fp32: bool) -> None:
         members = [self.parameters[i]() for i in indices]
         dtypes = [self.param_dtype or p.dtype for p in members]
         # Two dtypes that become one are cut apart first: a unit's values come in one dtype.
@@ -268,8 +278,7 @@ class Handle:
         plans = units.cut_by_size([p.numel() for p in members], keys, self.bucket_bytes)
         for plan in plans:
             unit = [indices[i] for i in plan.members]
-            self.engine.add_unit(unit, dtypes[plan.members[0]], _C.UnitKind.trainable)
-        self._publish(indices)
+            self._make_unit(unit, dtypes[plan.members[0]], in_fp32)
 
     def as_parameter(self, local: Tensor, i: int, parameter: Tensor) -> Tensor:
         """This rank's 1-D part of some per-element value, shown in the parameter's shape."""
@@ -292,19 +301,21 @@ class Handle:
         thawed = self.engine.thawed()
         if not thawed:
             return []
-        gradients = [self.parameters[i]().grad for i in thawed]
-        for i in thawed:
-            self.parameters[i]().grad = None
+        gradients = {i: self.parameters[i]().grad for i in thawed}
+        totals = {i: self._average(self.parameters[i](), g) for i, g in gradients.items()}
         by_block: dict[int, list[int]] = {}
         for i in thawed:
+            self.parameters[i]().grad = None
             by_block.setdefault(self.engine.frozen_unit_of(i), []).append(i)
-        for members in by_block.values():
-            self._make_units(members)
-        for i, gradient in zip(thawed, gradients, strict=True):
-            parameter = self.parameters[i]()
-            total = self._average(parameter, gradient)
-            if total is not None:
-                self.engine.write_gradient(i, total)
+        try:
+            for members in by_block.values():
+                self._make_units(members)
+        finally:  # those for which there is no memory stay as they were
+            for i, total in totals.items():
+                if self.engine.unit_of(i) < 0:
+                    self.parameters[i]().grad = gradients[i]
+                elif total is not None:
+                    self.engine.write_gradient(i, total)
         return thawed
 
     def _average(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:

@@ -13,7 +13,7 @@ import contextlib
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -80,8 +80,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"zero_ext: max_grad_norm must be positive, not {max_grad_norm}.")
-        if loss_scaler is not None:
-            loss_scaler._attach(self)
         self._handle: Handle | None = None
         self._frozen: list[Tensor] = []  # without state until they are thawed
         super().__init__(params, defaults)
@@ -108,12 +106,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 bucket_mb=bucket_mb,
                 offload_policy=check_policy(offload_policy),
             )
-        self._states_held = self._states_needed()
-        self._sharded_state = _C.OptimizerState(self._handle.engine, self._states_held)
-        self._handle.optimizers.add(self)
-        self._bind(range(len(self.param_groups)))
         self.loss_scaler = loss_scaler
-        self._attach_scaler()
+        try:
+            if loss_scaler is not None:
+                loss_scaler._attach(self)
+            self._states_held = self._states_needed()
+            self._sharded_state = _C.OptimizerState(self._handle.engine, self._states_held)
+            self._handle.optimizers.add(self)
+            for g in range(len(self.param_groups)):
+                self._assign(g)
+                self._claim(g)
+            self._attach_scaler()
+        except BaseException:  # whose traceback may keep this object alive
+            self._give_up([p for _, p in named])
+            if not any(found):
+                self._handle.dissolve()
+            raise
         self._backwards_seen = self._handle.engine.backwards
 
     # Binding parameters to the engine
@@ -163,16 +171,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError("zero_ext: the module was sharded over another process_group.")
         return handle
 
-    def _bind(self, groups) -> None:
-        for g in groups:
-            for parameter in self.param_groups[g]["params"]:
-                handle, i = find(parameter)
-                self._sharded_state.assign(i, g)
-                _claimed[parameter] = weakref.ref(self)
-                if handle.engine.unit_of(i) >= 0:
-                    self._show_state(parameter, i, self.param_groups[g])
-                else:
-                    self._frozen.append(parameter)
+    def _assign(self, g: int) -> None:
+        """Make the state of a group. Nothing has changed if there is no memory for it."""
+        indices = [find(parameter)[1] for parameter in self.param_groups[g]["params"]]
+        self._sharded_state.assign(indices, g)
+
+    def _claim(self, g: int) -> None:
+        group = self.param_groups[g]
+        for parameter in group["params"]:
+            _claimed[parameter] = weakref.ref(self)
+            _, i = find(parameter)
+            if self._handle.engine.unit_of(i) >= 0:
+                self._show_state(parameter, i, group)
+            else:
+                self._frozen.append(parameter)
+
+    def _give_up(self, parameters: Sequence[Tensor]) -> None:
+        for parameter in parameters:
+            owner = _claimed.get(parameter)
+            if owner is not None and owner() is self:
+                del _claimed[parameter]
+        self._handle.optimizers.discard(self)
+        if self.loss_scaler is not None:
+            self.loss_scaler._detach(self)
 
     def _show_state(self, parameter: Tensor, i: int, group: dict[str, Any]) -> None:
         state = self.state[parameter]
@@ -211,23 +232,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._check_states([group])
             if plain:
                 self._handle.check_and_add(plain)
+            self._assign(len(self.param_groups) - 1)
         except BaseException:
             self.param_groups.pop()
             raise
-        self._bind([len(self.param_groups) - 1])
+        self._claim(len(self.param_groups) - 1)
 
     def _adopt_thawed(self) -> None:
         self._handle.adopt_thawed()  # a sharded module's forward may have done so already
-        frozen, self._frozen = self._frozen, []
-        for parameter in frozen:
+        for parameter in self._frozen:
             _, i = find(parameter)
             if self._handle.engine.unit_of(i) < 0:
-                self._frozen.append(parameter)
                 continue
             for g, group in enumerate(self.param_groups):
                 if any(p is parameter for p in group["params"]):
-                    self._sharded_state.assign(i, g)
+                    self._sharded_state.assign([i], g)
                     self._show_state(parameter, i, group)
+            self._frozen = [p for p in self._frozen if p is not parameter]
 
     # The loss scale
 
@@ -677,7 +698,7 @@ class WrappedOptimizer(ShardedOptimizer):
         self._inner: torch.optim.Optimizer | None = None
         self._shards: dict[Tensor, torch.nn.Parameter] = {}
         self._stowed: dict[int, _C.StowedStorage] = {}  # by storage: one may hold several states
-        probe = optimizer_class([torch.nn.Parameter(torch.zeros(1))], **kwargs)
+        probe = optimizer_class([torch.nn.Parameter(torch.zeros(1, device="cpu"))], **kwargs)
         super().__init__(params, dict(probe.defaults), **sharding)
 
     def _show_state(self, parameter: Tensor, i: int, group: dict[str, Any]) -> None:
@@ -732,7 +753,7 @@ class WrappedOptimizer(ShardedOptimizer):
                 continue
             inner = self._with_group(inner, shard, group)
             loaded.append((parameter, shard))
-            per_element = self._per_element_states(group)
+            per_element = self._per_element_states(group, shard.device)
             for name, value in saved.get(key, {}).items():
                 if name in per_element:
                     _check_shape(name, key, value, parameter.shape)
@@ -743,10 +764,10 @@ class WrappedOptimizer(ShardedOptimizer):
             self.state[parameter].clear()
             self._show_inner_state(parameter, shard)
 
-    def _per_element_states(self, group: dict[str, Any]) -> set[str]:
+    def _per_element_states(self, group: dict[str, Any], device: torch.device) -> set[str]:
         """Found by trying: a 0-dim parameter's own state has the shape of a count of steps."""
-        probe = torch.nn.Parameter(torch.zeros(2))
-        probe.grad = torch.zeros(2)
+        probe = torch.nn.Parameter(torch.zeros(2, device=device))
+        probe.grad = torch.zeros_like(probe)
         optimizer = self._with_group(None, probe, group)
         optimizer.step()
         return {

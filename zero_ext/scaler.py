@@ -110,6 +110,10 @@ class LossScaler:
             )
         self._optimizer = weakref.ref(optimizer)
 
+    def _detach(self, optimizer) -> None:
+        if self._optimizer is not None and self._optimizer() is optimizer:
+            self._optimizer = None
+
     def _tell(self) -> None:
         optimizer = self._optimizer and self._optimizer()
         if optimizer is not None:

@@ -1,0 +1,233 @@
+"""Memory runs out, wherever it may: what raised can be done again, and nothing is lost or done
+twice.
+
+The device "lagged" lets any one allocation fail. All ranks fail at the same one.
+"""
+
+import itertools
+
+import lagged_device
+import pytest
+import torch
+from harness import MLP, assert_bits, mean_square, rank_data
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+import zero_ext
+
+pytestmark = [
+    pytest.mark.device,
+    pytest.mark.lagged,
+    pytest.mark.filterwarnings("ignore:zero_ext.*skipped"),
+]
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+OFFLOAD = pytest.mark.parametrize("offload", [None, CPUOffloadPolicy()], ids=["", "offload"])
+
+
+@pytest.fixture(autouse=True)
+def in_order():
+    """Nothing was written after its release or behind its end."""
+    yield
+    assert lagged_device.faults() == []
+
+
+def out_of_memory(act, number: int) -> BaseException | None:
+    """What ``act`` raises if one allocation fails, after ``number`` others."""
+    lagged_device.fail_after(number)
+    try:
+        act()
+    except torch.OutOfMemoryError as error:
+        return error  # with its traceback, and so with all that it refers to
+    finally:
+        lagged_device.fail_after(-1)
+    return None
+
+
+class Run:
+    def __init__(self, device, stage, mesh, rank, offload=None):
+        self.device, self.stage, self.mesh, self.rank = device, stage, mesh, rank
+        self.offload = offload
+        torch.manual_seed(0)
+        with torch.device("cpu"):
+            self.model = MLP(13).to(torch.bfloat16)
+        self.model.to(device)
+        self.optimizer = None
+
+    def shard(self):
+        return zero_ext.shard(
+            self.model,
+            self.stage,
+            mesh=self.mesh,
+            bucket_mb=300 / 2**20,
+            offload_policy=self.offload,
+        )
+
+    def make_optimizer(self):
+        self.optimizer = zero_ext.optim.AdamW(self.model.parameters(), lr=0.05, max_grad_norm=0.1)
+
+    def wrap_optimizer(self):
+        self.optimizer = zero_ext.optim.wrap(torch.optim.NAdam, self.model.parameters(), lr=0.05)
+
+    def make_optimizer_alone(self, first: int | None = None):
+        self.optimizer = zero_ext.optim.AdamW(
+            list(self.model.parameters())[:first],
+            lr=0.05,
+            stage=self.stage,
+            bucket_mb=300 / 2**20,
+            offload_policy=self.offload,
+        )
+
+    def make_optimizer_of_two(self):
+        self.make_optimizer_alone(2)
+
+    def others(self):
+        return list(self.model.parameters())[2:]
+
+    def add_others(self):
+        self.optimizer.add_param_group({"params": self.others()})
+
+    def freeze_others(self):
+        for parameter in self.others():
+            parameter.requires_grad_(False)
+
+    def thaw_others(self):
+        for parameter in self.others():
+            parameter.requires_grad_(True)
+
+    def loss(self, number=0):
+        with torch.device("cpu"):
+            batch = rank_data((4, 5), self.rank, number).to(torch.bfloat16)
+        return mean_square(self.model, batch.to(self.device))
+
+    def parts(self, number):
+        losses = []
+        return {
+            "forward": lambda: losses.append(self.loss(number)),
+            "backward": lambda: losses[-1].backward(),
+            "step": self.optimizer.step,
+        }
+
+    def step(self, number=0):
+        self.loss(number).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def assert_same(run: Run, twin: Run, context="") -> None:
+    __tracebackhide__ = True
+    pairs = zip(run.model.named_parameters(), twin.model.parameters(), strict=True)
+    for (name, mine), theirs in pairs:
+        assert_bits(zero_ext.full_tensor(mine), zero_ext.full_tensor(theirs), f"{name} {context}")
+
+
+@STAGES
+@OFFLOAD
+@pytest.mark.world(max=2)
+@pytest.mark.parametrize("phase", ["forward", "backward", "step"])
+def test_anywhere_in_a_step(anywhere, rank, device, stage, offload, phase):
+    run, twin = (Run(device, stage, anywhere, rank, offload) for _ in range(2))
+    for each in (run, twin):
+        each.shard()
+        each.make_optimizer()
+    for number in itertools.count():  # a step for each allocation
+        parts = run.parts(number)
+        failed = None
+        for name, part in parts.items():
+            if name != phase:
+                part()
+                continue
+            failed = out_of_memory(part, number)
+            if failed and name == "backward":
+                parts["forward"]()  # a part of its graph is gone
+            if failed:
+                part()
+        run.optimizer.zero_grad()
+        twin.step(number)
+        assert_same(run, twin, f"after allocation {number}")
+        if not failed:
+            break
+    # With offload, a step only uses memory that it has.
+    assert number > 5 or (offload and phase == "step")
+
+
+CHANGES = {  # what was done before, and what memory runs out for
+    "module": ([], "shard"),
+    "optimizer": (["shard"], "make_optimizer"),
+    "wrapped optimizer": (["shard"], "wrap_optimizer"),
+    "optimizer alone": ([], "make_optimizer_alone"),
+    "added group": (["make_optimizer_of_two"], "add_others"),
+    "thawed": (["freeze_others", "shard", "make_optimizer", "step", "thaw_others"], "step"),
+}
+
+
+@STAGES
+@OFFLOAD
+@pytest.mark.parametrize(("before", "change"), CHANGES.values(), ids=CHANGES)
+def test_while_something_is_made(device, stage, offload, before, change):
+    """The exceptions are kept, as a notebook keeps them, and with them what was half made."""
+    if stage == 3 and change in ("make_optimizer_alone", "add_others"):
+        pytest.skip("stage 3 needs the module")
+
+    def make(number: int):
+        run = Run(device, stage, None, 0, offload)
+        for name in before:
+            getattr(run, name)()
+        act = getattr(run, change)
+        failed = out_of_memory(act, number)
+        if failed:
+            run.loss().backward()
+            run.model.zero_grad()
+            act()
+        if run.optimizer is None:
+            run.make_optimizer()
+        run.step(7)
+        return run, failed
+
+    twin, _ = make(-1)
+    kept = []
+    for number in itertools.count():
+        run, failed = make(number)
+        assert_same(run, twin, f"after allocation {number}")
+        if not failed:
+            break
+        kept.append(failed)
+    # Where the state of a wrapped optimizer is on the CPU, nothing is asked of the device.
+    assert len(kept) > 2 or (offload and change == "wrap_optimizer")
+
+
+@STAGES
+@pytest.mark.parametrize("optimizer", ["make_optimizer", "wrap_optimizer"])
+def test_while_states_move(anywhere, rank, device, stage, optimizer):
+    """Then nothing is usable before all of it is back."""
+    run, twin = (Run(device, stage, anywhere, rank) for _ in range(2))
+    for each in (run, twin):
+        each.shard()
+        getattr(each, optimizer)()
+        each.step()
+        each.loss(1).backward()
+    held = run.model.stats()
+
+    def fails(move, number) -> bool:
+        failed = out_of_memory(lambda: move(run.model), number)
+        if failed:
+            with pytest.raises(RuntimeError, match="offloaded"):
+                run.optimizer.step()
+        return failed is not None
+
+    def assert_all_is_back():
+        assert run.model.stats() == held | {"bytes_peak": run.model.stats()["bytes_peak"]}
+
+    for number in itertools.count():
+        if not fails(zero_ext.offload_states, number):
+            break
+        zero_ext.reload_states(run.model)
+        assert_all_is_back()
+    assert number > 5
+    while fails(zero_ext.reload_states, 1):  # one more each time
+        number -= 1
+    assert number <= 2
+    assert_all_is_back()
+    for each in (run, twin):
+        each.optimizer.step()
+        each.optimizer.zero_grad()
+        each.step(2)
+    assert_same(run, twin)
