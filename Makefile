@@ -58,11 +58,11 @@ FOUR_RANKS_TESTS := $(addprefix tests/test_,equivalence.py comm_ops.py norm.py s
 # As ranks on different hosts: their messages go through the process group.
 ONLY_GROUP := ZERO_EXT_CROSS_MEMORY=0
 
-# On the device that tests/lagged_device makes, whose work is late: what depends on streams, events and
-# memory. With messages through host memory, and with those of its own backend.
-LAGGED_TESTS := $(addprefix tests/test_,devices.py out_of_memory.py precision.py norm.py live_objects.py hooks.py offload.py)
+# On the device that tests/lagged_device makes, whose work is late and which refuses what CUDA refuses. One
+# rank: whatever runs on a device at all. Several: with messages through host memory, and with those of
+# its own backend.
 LAGGED_RANKS_TESTS := $(addprefix tests/test_,devices.py out_of_memory.py scenarios_c.py)
-ALL_LAGGED_TESTS := $(filter-out $(addprefix tests/test_,build.py comm_ops.py cuda_kernels.py cuda_sources.py \
+LAGGED_TESTS := $(filter-out $(addprefix tests/test_,build.py comm_ops.py cuda_kernels.py cuda_sources.py \
   example.py gpu_suite.py harness.py kernels.py lagged_device.py layout.py ops.py pipeline.py residency.py torch_modules.py),$(wildcard tests/test_*.py))
 LAGGED := ZERO_EXT_TEST_DEVICE=lagged
 LCCL := $(LAGGED) ZERO_EXT_TEST_BACKENDS=cpu:gloo,lagged:lccl
@@ -80,10 +80,10 @@ test: install
 
 test-all: install
 	$(ONE_RANK_PYTEST) tests -m "not dist"
-	$(LAGGED) $(ONE_RANK_PYTEST) $(ALL_LAGGED_TESTS) -m "not dist"
+	$(LAGGED) $(ONE_RANK_PYTEST) $(LAGGED_TESTS) -m "not dist"
 	$(call test_ranks,dist,2 3 4,tests)
 	$(call test_ranks,dist,2 3,tests,$(ONLY_GROUP))
-	$(call test_ranks,dist,2 3,$(ALL_LAGGED_TESTS),$(LAGGED))
+	$(call test_ranks,dist,2 3,$(LAGGED_TESTS),$(LAGGED))
 	$(call test_ranks,dist,2 3,$(LAGGED_RANKS_TESTS),$(LCCL))
 
 cuda-kernels: install

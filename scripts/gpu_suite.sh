@@ -93,7 +93,9 @@ step test 130 "$PYTHON" -m pytest tests/test_cuda_kernels.py -q -p no:cacheprovi
 
 # The project's own tests, on CUDA tensors: at one rank, at one with NCCL, at two with gloo.
 export ZERO_EXT_TEST_DEVICE=cuda OMP_NUM_THREADS=1
-quick=(-q -p no:cacheprovider --maxfail=40 -m)
+# Equal products have equal bits, and those of fp32 are fp32's.
+exact=(env CUBLAS_WORKSPACE_CONFIG=:4096:8 NVIDIA_TF32_OVERRIDE=0)
+quick=(-q -p no:cacheprovider --tb=short --maxfail=200 -m)
 on_device=(devices optim precision stage3 scenarios_a scenarios_b scenarios_c units state norm errors
   odd_models hooks loops scaler memory memory_stage3 lifetime offload full_params meta order
   state_dict module_units live_objects equivalence shard_tensor)
@@ -103,13 +105,13 @@ ranks=("$PYTHON" -m torch.distributed.run --standalone --nproc-per-node)
 # Several processes at a time, where pytest can: small tests leave the device idle.
 at_once=()
 if "$PYTHON" -c "import xdist" 2> /dev/null; then at_once=(-n 6 --dist worksteal); fi
-step test_one_rank 130 "$PYTHON" -m pytest "${at_once[@]}" "${on_device[@]}" "${quick[@]}" \
+step test_one_rank 130 "${exact[@]}" "$PYTHON" -m pytest "${at_once[@]}" "${on_device[@]}" "${quick[@]}" \
   "not dist and not slow"
 step benchmark 60 "$PYTHON" benchmarks/bench_cuda.py --results "$RESULTS"
 step benchmark_step 150 "${ranks[@]}" 1 benchmarks/bench_cuda_step.py --results "$RESULTS"
-ZERO_EXT_TEST_BACKENDS=cpu:gloo,cuda:nccl step test_nccl 60 "${ranks[@]}" 1 -m pytest \
+ZERO_EXT_TEST_BACKENDS=cpu:gloo,cuda:nccl step test_nccl 60 "${exact[@]}" "${ranks[@]}" 1 -m pytest \
   tests/test_devices.py tests/test_stage3.py "${quick[@]}" "dist and not slow"
-step test_two_ranks 120 "${ranks[@]}" 2 -m pytest tests/test_devices.py tests/test_stage3.py \
+step test_two_ranks 120 "${exact[@]}" "${ranks[@]}" 2 -m pytest tests/test_devices.py tests/test_stage3.py \
   tests/test_scenarios_c.py tests/test_errors.py "${quick[@]}" "dist and not slow"
 unset ZERO_EXT_TEST_DEVICE
 step exercise 20 "$PYTHON" scripts/exercise_cuda_kernels.py

@@ -22,6 +22,20 @@ class Team(NamedTuple):
     group: dist.ProcessGroup | None  # None: one process without a process group
 
 
+class Random:
+    """Random numbers on the default device, the same ones on every device."""
+
+    def __init__(self, seed: int):
+        self._draw = {"generator": torch.Generator("cpu").manual_seed(seed), "device": "cpu"}
+
+    def normal(self, shape: Sequence[int]) -> Tensor:
+        return torch.randn(tuple(shape), **self._draw).to(torch.get_default_device())
+
+    def integers(self, low: int, high: int, shape: Sequence[int]) -> Tensor:
+        """From ``low`` to ``high - 1``."""
+        return torch.randint(low, high, tuple(shape), **self._draw).to(torch.get_default_device())
+
+
 def rank_data(
     shape: Sequence[int],
     rank: int,
@@ -30,8 +44,7 @@ def rank_data(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Normal values, different for every (rank, step, micro), the same in every process."""
-    seed = 1 + rank + 1009 * (micro + 1009 * step)
-    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return Random(1 + rank + 1009 * (micro + 1009 * step)).normal(shape).to(dtype)
 
 
 def rank_batches(
@@ -103,9 +116,10 @@ def step_and_wait(optimizer) -> None:
 
 
 def assert_bits(actual: Tensor, expected: Tensor, name: str = "tensor") -> None:
-    """Every element equal, NaN to NaN; says how many differ, where first, and by how much."""
+    """Every element equal, NaN to NaN, wherever the tensors are; says how many differ, where
+    first, and by how much."""
     __tracebackhide__ = True
-    actual, expected = actual.detach(), expected.detach()
+    actual, expected = actual.detach().cpu(), expected.detach().cpu()
     assert actual.shape == expected.shape, (
         f"{name}: shape {actual.shape}, expected {expected.shape}"
     )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from harness import MLP, Branching, Odd, Tied, assert_bits, mean_square, rank_data
+from harness import MLP, Branching, Odd, Random, Tied, assert_bits, mean_square, rank_data
 from setups import (
     Way,
     add_gradients,
@@ -36,8 +36,7 @@ def shapes(rank: int, step: int) -> torch.Tensor:
 
 
 def tokens(rank: int, step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1 + rank + 100 * step)
-    return torch.randint(0, 11, (3, 4), generator=generator)
+    return Random(1 + rank + 100 * step).integers(0, 11, (3, 4))
 
 
 def vectors(rank: int, step: int) -> torch.Tensor:

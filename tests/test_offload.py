@@ -53,7 +53,8 @@ def test_offload_equals_no_offload(team, stage, policy, alone):
         for step in range(3):
             step_once(model, optimizer, team, step)
         results.append(everything(model, optimizer))
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    for offloaded, expected in zip(*results, strict=True):
+        assert_bits(offloaded, expected)
 
 
 @REDUCE_ALWAYS

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from harness import MLP, Team, Tied, assert_bits, gather_objects, rank_data, step_and_wait
+from harness import MLP, Random, Team, Tied, assert_bits, gather_objects, rank_data, step_and_wait
 from setups import values_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,9 +41,9 @@ class Weights(nn.Module):
 
 
 def gradients_of(model: Weights, rank: int, step: int = 0, micro: int = 0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(1 + rank + 100 * micro + 10_000 * step)
+    random = Random(1 + rank + 100 * micro + 10_000 * step)
     return {
-        name: (torch.randint(-16, 17, p.shape, generator=generator) / 4).to(p.dtype)
+        name: (random.integers(-16, 17, p.shape) / 4).to(p.dtype)
         for name, p in model.named_parameters()
     }
 

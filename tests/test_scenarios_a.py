@@ -156,11 +156,11 @@ def check_masters(model, reference, reached, values) -> None:
     parameters = dict(model.named_parameters())
     for name in sorted(reached):
         parameter, master = parameters[name], shown_master(parameters[name])
-        expected = own_part(reference.masters[name], master)
+        expected = own_part(reference.masters[name], master).cpu()
+        own = own_values(master).cpu()
         bound = STEPS * FP32_EPS * (2 * expected.abs() + 16 * LR)
-        assert ((own_values(master) - expected).abs() <= bound).all(), name
-        rounded = own_values(master).to(parameter.dtype)
-        assert_bits(own_part(values[name], master), rounded, name)
+        assert ((own - expected).abs() <= bound).all(), name
+        assert_bits(own_part(values[name], master), own.to(parameter.dtype), name)
 
 
 def assert_gradients(model, expected) -> None:

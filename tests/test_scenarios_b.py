@@ -9,7 +9,7 @@ import functools
 
 import pytest
 import torch
-from harness import assert_bits, gather_objects, reference_gradients
+from harness import Random, assert_bits, gather_objects, reference_gradients
 from reference import OneProcess, fma_gradients, gradients_of
 from setups import values_of
 from torch import Tensor, nn
@@ -57,12 +57,9 @@ def accumulate(model: nn.Module, batches: list, boundary: str) -> Tensor:
 
 def probe_batches(world: int) -> list[list[tuple[Tensor, Tensor]]]:
     """``batches[micro][rank]``, from one generator per rank, seeded 100 + rank."""
-    generators = [torch.Generator().manual_seed(100 + rank) for rank in range(world)]
+    draws = [Random(100 + rank) for rank in range(world)]
     return [
-        [
-            tuple(torch.randn(MICRO_BATCH, WIDTH, generator=generator) for _ in range(2))
-            for generator in generators
-        ]
+        [tuple(random.normal((MICRO_BATCH, WIDTH)) for _ in range(2)) for random in draws]
         for _ in range(MICROS)
     ]
 
@@ -125,11 +122,9 @@ SAMPLES = 32  # of each rank in a step
 
 def task(world: int) -> list[tuple[Tensor, Tensor]]:
     """The global batches of all steps: a teacher to imitate. Rank r takes the r-th part."""
-    generator = torch.Generator().manual_seed(7)
-    teacher = torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5
-    inputs = [
-        torch.randn(SAMPLES * world, WIDTH, generator=generator) for _ in range(END_TO_END_STEPS)
-    ]
+    random = Random(7)
+    teacher = random.normal((WIDTH, WIDTH)) / WIDTH**0.5
+    inputs = [random.normal((SAMPLES * world, WIDTH)) for _ in range(END_TO_END_STEPS)]
     return [(x, torch.tanh(x @ teacher)) for x in inputs]
 
 
@@ -139,9 +134,8 @@ def split(batch: tuple[Tensor, Tensor], rank: int, per_device: int) -> list:
 
 
 def held_out_loss(model: nn.Module) -> float:
-    generator = torch.Generator().manual_seed(7)
-    teacher = torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5
-    x = torch.randn(1024, WIDTH, generator=torch.Generator().manual_seed(8))
+    teacher = Random(7).normal((WIDTH, WIDTH)) / WIDTH**0.5
+    x = Random(8).normal((1024, WIDTH))
     with torch.no_grad():
         return mean_square_error(model, (x, torch.tanh(x @ teacher))).item()
 

@@ -1,7 +1,9 @@
 """A device for tests on machines without a GPU: ``torch.device("lagged", 0)`` and 1.
 
 Its memory is the host's, but its work is queued on streams that lag behind: see Note [What a
-missing wait looks like here] in runtime.h and Note [How an operator runs] in ops.cpp. ::
+missing wait looks like here] in runtime.h and Note [How an operator runs] in ops.cpp. Like CUDA it
+refuses tensors and generators of other devices, its random numbers are its own, and so are the last
+bits of matrix products. ::
 
     import lagged_device
 
@@ -70,6 +72,11 @@ def kernels_address() -> int:
 def set_lag(lag_us: int) -> None:
     """How long work that nobody waits for is held back; 50,000 at first. 0: streams run freely."""
     _library().lagged_set_lag_us(lag_us)
+
+
+def set_own_sums(own: bool) -> None:
+    """Whether matrix products have other last bits than the CPU's, as at first: Note [Own sums]."""
+    _library().lagged_set_own_sums(own)
 
 
 def fail_after(count: int) -> None:
@@ -191,7 +198,10 @@ def _library() -> ctypes.CDLL:
     library.lagged_stream_handle.argtypes = [ctypes.c_int, ctypes.c_int64]
     library.lagged_faults.restype = ctypes.c_char_p
     library.lagged_host_waits.restype = ctypes.c_int64
+    library.lagged_set_own_sums.argtypes = [ctypes.c_bool]
     library.lagged_set_lag_us.argtypes = [ctypes.c_int64]
+    library.lagged_set_seed.argtypes = [ctypes.c_int, ctypes.c_uint64]
+    library.lagged_seed.restype = ctypes.c_uint64
     library.lagged_fail_after.argtypes = [ctypes.c_int64]
     for name in ["allocated_bytes", "peak_bytes", "allocations"]:
         getattr(library, f"lagged_{name}").restype = ctypes.c_int64
@@ -269,11 +279,20 @@ def _device_module() -> ModuleType:
     accelerator = torch.accelerator
     library = _library()
 
+    def get_rng_state(device="lagged"):
+        state = torch.empty_like(torch.default_generator.get_state(), device="cpu")
+        library.lagged_get_rng_state(_index(device), ctypes.c_void_p(state.data_ptr()))
+        return state
+
     def set_rng_state(state, device="lagged"):
-        torch.default_generator.set_state(state)
+        library.lagged_set_rng_state(_index(device), ctypes.c_void_p(state.data_ptr()))
 
     def manual_seed(seed):
-        torch.default_generator.manual_seed(seed)
+        library.lagged_set_seed(_index(), seed)
+
+    def manual_seed_all(seed):
+        for index in range(library.lagged_device_count()):
+            library.lagged_set_seed(index, seed)
 
     functions = {
         "is_available": lambda: True,
@@ -291,12 +310,11 @@ def _device_module() -> ModuleType:
         "Stream": _Stream,
         "Event": _Event,
         "device": _Device,
-        # Random numbers come from the CPU's generator.
-        "get_rng_state": lambda device="lagged": torch.default_generator.get_state(),
+        "get_rng_state": get_rng_state,
         "set_rng_state": set_rng_state,
         "manual_seed": manual_seed,
-        "manual_seed_all": manual_seed,
-        "initial_seed": lambda: torch.default_generator.initial_seed(),
+        "manual_seed_all": manual_seed_all,
+        "initial_seed": lambda: library.lagged_seed(_index()),
         "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
         "empty_cache": lambda: None,
         "memory_allocated": lambda device=None: library.lagged_allocated_bytes(_index(device)),

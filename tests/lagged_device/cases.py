@@ -90,11 +90,21 @@ def train(device, dtype, reentrant) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_training_has_the_cpus_bits(dtype, reentrant):
     expected = train("cpu", dtype, reentrant)
+    lagged_device.set_own_sums(False)
     result = train("lagged", dtype, reentrant)
+    lagged_device.set_own_sums(True)
     assert result.keys() == expected.keys()
     for name in expected:
         assert expected[name].isfinite().all()
         assert torch.equal(result[name], expected[name]), name
+
+
+def test_sums_have_last_bits_of_their_own():
+    torch.manual_seed(0)
+    a, b = torch.randn(40, 300), torch.randn(300, 20)
+    result = (a.to(DEVICE) @ b.to(DEVICE)).cpu()
+    exact = (a.double() @ b.double()).float()
+    assert torch.equal(result, exact) and not torch.equal(result, a @ b)
 
 
 def test_views_and_writes_share_memory():
@@ -120,15 +130,32 @@ def test_storage_is_resized_and_replaced():
     assert x.cpu().tolist() == [0.0] * 4
 
 
-def test_random_numbers_are_the_cpus():
+def test_random_numbers_are_the_devices_own():
     torch.manual_seed(3)
-    expected = [torch.randn(5), torch.rand(3)]
+    host, first = torch.randn(5), torch.randn(5, device=DEVICE).cpu()
+    assert not torch.equal(first, host)
+    state = lagged.get_rng_state()
+    second = torch.randn(5, device=DEVICE).cpu()
+    lagged.set_rng_state(state)
+    assert torch.equal(torch.randn(5, device=DEVICE).cpu(), second)
     torch.manual_seed(3)
-    assert torch.equal(torch.randn(5, device=DEVICE).cpu(), expected[0])
-    assert torch.equal(torch.rand(3, device=DEVICE).cpu(), expected[1])
+    assert torch.equal(torch.randn(5, device=DEVICE).cpu(), first)
     own = torch.Generator("lagged")
     own.manual_seed(3)
-    assert torch.equal(torch.randn(5, device=DEVICE, generator=own).cpu(), expected[0])
+    assert torch.equal(torch.randn(5, device=DEVICE, generator=own).cpu(), first)
+    with pytest.raises(RuntimeError, match="Expected a 'lagged' device type for generator"):
+        torch.randn(5, device=DEVICE, generator=torch.Generator())
+
+
+def test_tensors_of_other_devices_are_refused():
+    x = filled(1.0, 4)
+    for other in (torch.ones(4), torch.ones(4, device="lagged:1")):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            x + other
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            x.add_(other)
+    x.add_(torch.tensor(2.0))
+    assert values(x[torch.tensor([0, 2])]) == {3.0}
 
 
 def test_tensors_are_saved_and_loaded(tmp_path):

@@ -3,6 +3,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/CachingHostAllocator.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
@@ -203,16 +204,17 @@ void Guard::recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream
   device_memory.recordStream(data, stream);
 }
 
-// A generator of the device is one of the CPU: the numbers are the CPU's for the same seed.
+// The numbers of a generator are the CPU's for another seed: as on a GPU, nothing depends on their
+// being the CPU's for the same one.
 struct Generator final : c10::GeneratorImpl {
   Generator(DeviceIndex device, at::Generator host)
       : GeneratorImpl(device_at(device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
         host(std::move(host)) {}
-  void set_current_seed(uint64_t seed) override { host.set_current_seed(seed); }
+  void set_current_seed(uint64_t seed) override { host.set_current_seed(~seed); }
   void set_offset(uint64_t offset) override { host.set_offset(offset); }
   uint64_t get_offset() const override { return host.get_offset(); }
-  uint64_t current_seed() const override { return host.current_seed(); }
-  uint64_t seed() override { return const_cast<at::Generator&>(host).seed(); }
+  uint64_t current_seed() const override { return ~host.current_seed(); }
+  uint64_t seed() override { return ~const_cast<at::Generator&>(host).seed(); }
   void set_state(const c10::TensorImpl& state) override {
     host.unsafeGetGeneratorImpl()->set_state(state);
   }
@@ -248,15 +250,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
     return device_at(device);
   }
   const at::Generator& getDefaultGenerator(DeviceIndex device) const override {
-    static const std::vector<at::Generator> generators = [] {
-      std::vector<at::Generator> made;
-      for (int i = 0; i < kDevices; ++i) {
-        made.push_back(at::make_generator<Generator>(static_cast<DeviceIndex>(i),
-                                                     at::detail::getDefaultCPUGenerator()));
-      }
-      return made;
-    }();
-    return generators.at(checked(device < 0 ? current_device() : device));
+    return default_generator(checked(device < 0 ? current_device() : device));
   }
   at::Generator getNewGenerator(DeviceIndex device) const override {
     const int index = checked(device < 0 ? current_device() : device);
@@ -270,8 +264,22 @@ struct Hooks final : at::PrivateUse1HooksInterface {
 
 }  // namespace
 
+const at::Generator& default_generator(int device) {
+  static const std::vector<at::Generator> generators = [] {
+    std::vector<at::Generator> made;
+    for (int i = 0; i < kDevices; ++i) {
+      made.push_back(at::make_generator<Generator>(static_cast<DeviceIndex>(i),
+                                                   at::detail::createCPUGenerator()));
+    }
+    return made;
+  }();
+  return generators.at(device);
+}
+
 at::Generator host_generator(const at::Generator& generator) {
-  if (generator.device().type() != c10::kPrivateUse1) return generator;
+  TORCH_CHECK(generator.device().type() == c10::kPrivateUse1,
+              "Expected a 'lagged' device type for generator but found '",
+              generator.device().type(), "'");
   return static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->host;
 }
 
@@ -301,3 +309,24 @@ void register_device() {
 }
 
 }  // namespace lagged
+
+// For Python, through ctypes. A state has the bytes of torch.default_generator's.
+#define LAGGED_EXPORT extern "C" __attribute__((visibility("default")))
+
+LAGGED_EXPORT void lagged_set_seed(int device, uint64_t seed) {
+  at::Generator generator = lagged::default_generator(device);
+  generator.set_current_seed(seed);
+}
+LAGGED_EXPORT uint64_t lagged_seed(int device) {
+  return lagged::default_generator(device).current_seed();
+}
+LAGGED_EXPORT void lagged_get_rng_state(int device, void* state) {
+  const at::Tensor now = lagged::default_generator(device).get_state();
+  std::memcpy(state, now.const_data_ptr(), now.nbytes());
+}
+LAGGED_EXPORT void lagged_set_rng_state(int device, const void* state) {
+  at::Generator generator = lagged::default_generator(device);
+  const at::Tensor next = generator.get_state();
+  std::memcpy(next.mutable_data_ptr(), state, next.nbytes());
+  generator.set_state(next);
+}

@@ -9,7 +9,9 @@ namespace lagged {
 // Makes "lagged" a device of PyTorch. Once, before the process' first backward.
 void register_device();
 
-// The CPU's generator behind one of the device; others as they are.
+// One per device.
+const at::Generator& default_generator(int device);
+// The CPU's generator behind one of the device.
 at::Generator host_generator(const at::Generator& generator);
 
 // Gives the storage new memory; what fits is copied by the current stream.

@@ -18,6 +18,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
+#include <atomic>
 #include <cstring>
 #include <set>
 #include <unordered_map>
@@ -61,10 +62,26 @@ Tensor kept(const Tensor& tensor) {
   return tensor_like(tensor, tensor.storage(), c10::DispatchKey::CPU, tensor.storage_offset());
 }
 
+bool takes_generator(const c10::Argument& argument) {
+  return argument.type()->str().find("Generator") != std::string::npos;
+}
+
 struct HostMode {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   at::NoGradGuard no_grad;
 };
+
+std::atomic<bool> own_sums{true};
+
+// Note [Own sums]
+// The last bits of a GPU's matrix products are not the CPU's. So that no test depends on that, ours
+// are computed in fp64 and rounded once.
+bool has_own_sums(const c10::OperatorHandle& op) {
+  static const std::set<std::string> names{"aten::mm",          "aten::addmm",
+                                           "aten::bmm",         "aten::baddbmm",
+                                           "aten::convolution", "aten::convolution_backward"};
+  return own_sums && names.contains(op.schema().name()) && op.schema().overload_name().empty();
+}
 
 // One call of an operator with the device's tensors replaced by the CPU's.
 class HostCall {
@@ -74,17 +91,31 @@ class HostCall {
 
   HostCall(const c10::OperatorHandle& op, Writes writes) : op_(op), writes_(writes) {}
 
-  void replace_arguments(Stack& stack) {
+  void replace_arguments(Stack& stack, c10::Device device) {
     const auto& schema = op_.schema().arguments();
-    const size_t first = stack.size() - schema.size();
+    const size_t first = first_argument(stack);
+    for (size_t i = first; i < stack.size(); ++i) check_device(stack[i], device);
     for (size_t i = 0; i < schema.size(); ++i) {
       const auto* alias = schema[i].alias_info();
+      if (stack[first + i].isNone() && takes_generator(schema[i])) {
+        stack[first + i] = default_generator(device.index());
+      }
       replace(stack[first + i], alias != nullptr && alias->isWrite());
     }
   }
 
   void run(Stack& stack) const {
+    const bool widened = has_own_sums(op_);
+    std::optional<at::ScalarType> dtype;
+    for (size_t i = first_argument(stack); widened && i < stack.size(); ++i) {
+      if (!stack[i].isTensor() || !stack[i].toTensor().defined()) continue;
+      dtype = stack[i].toTensor().scalar_type();
+      stack[i] = stack[i].toTensor().to(at::kDouble);
+    }
     op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+    for (size_t i = stack.size() - op_.schema().returns().size(); dtype && i < stack.size(); ++i) {
+      if (stack[i].toTensor().defined()) stack[i] = stack[i].toTensor().to(*dtype);
+    }
   }
 
   // Queues the copies of what was written and of what is new, and puts device tensors in place of
@@ -107,6 +138,24 @@ class HostCall {
   }
 
  private:
+  size_t first_argument(const Stack& stack) const {
+    return stack.size() - op_.schema().arguments().size();
+  }
+
+  // As CUDA's operators: only numbers and lists of indices may come from elsewhere.
+  void check_device(const IValue& value, c10::Device device) const {
+    const auto check = [&](const Tensor& tensor) {
+      TORCH_CHECK(
+          !tensor.defined() || tensor.device() == device || (tensor.is_cpu() && tensor.dim() == 0),
+          op_.schema().name(), ": Expected all tensors to be on the same device, but found ",
+          "at least two devices, ", device, " and ", tensor.device(), "!");
+    };
+    if (value.isTensor()) check(value.toTensor());
+    if (value.isTensorList()) {
+      for (const Tensor& tensor : value.toTensorVector()) check(tensor);
+    }
+  }
+
   void replace(IValue& value, bool written) {
     if (value.isTensor()) {
       value = host_tensor(value.toTensor(), written);
@@ -238,11 +287,7 @@ bool can_be_queued(const c10::OperatorHandle& op, const Stack& stack) {
   const auto& schema = op.schema();
   if (schema.returns().size() != 1 || schema.name().back() != '_') return false;
   for (const auto& argument : schema.arguments()) {
-    if (argument.type()->kind() == c10::TypeKind::GeneratorType) return false;
-    if (argument.type()->kind() == c10::TypeKind::OptionalType &&
-        argument.type()->str().find("Generator") != std::string::npos) {
-      return false;
-    }
+    if (takes_generator(argument)) return false;
     const auto* alias = argument.alias_info();
     if (argument.name() == "out" && alias != nullptr && alias->isWrite()) return false;
   }
@@ -263,7 +308,7 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
     const size_t first = stack->size() - op.schema().arguments().size();
     const IValue self = (*stack)[first];
     HostCall call(op, HostCall::Writes::in_place);
-    call.replace_arguments(*stack);
+    call.replace_arguments(*stack, *device);
     queue.push([op, arguments = Stack(stack->begin() + first, stack->end())]() mutable {
       const HostMode mode;
       op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &arguments);
@@ -274,7 +319,7 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack) {
   }
   queue.wait_all();
   HostCall call(op, HostCall::Writes::to_copies);
-  call.replace_arguments(*stack);
+  call.replace_arguments(*stack, *device);
   call.run(*stack);
   call.finish(*stack, *device);
 }
@@ -451,7 +496,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }
 
 // Every other operator that has a kernel for the CPU uses it. Named one by one, because a fallback
-// would come after compositions, whose bits are not the CPU's (native_layer_norm has one).
+// would come after compositions (native_layer_norm has one).
 void register_host_operators() {
   static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1,
                                 __FILE__, __LINE__);
@@ -478,4 +523,8 @@ REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &lagged::sdp_choice)
 extern "C" __attribute__((visibility("default"))) void lagged_register() {
   lagged::register_device();
   lagged::register_host_operators();
+}
+
+extern "C" __attribute__((visibility("default"))) void lagged_set_own_sums(bool own) {
+  lagged::own_sums = own;
 }
