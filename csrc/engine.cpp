@@ -1001,6 +1001,7 @@ void Engine::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
     parameter.tensor.mutable_grad() = parameter.published_view;
     parameter.published = true;
   }
+  for (const auto& unit : units_) unit->drop_idle_sums();
   // A step that is given up (by a GradScaler, say) is over as well.
   const auto is_managed = [&](int64_t i) { return managed(i); };
   const int64_t zeroed = std::count_if(indices.begin(), indices.end(), is_managed);

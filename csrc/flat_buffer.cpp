@@ -152,6 +152,25 @@ void FlatBuffer::allocate(SpareMemory& spare) {
   emptied_ = false;
 }
 
+void FlatBuffer::empty(const std::string& message) {
+  record_use(current_stream(device()));
+  take_memory(storage(), message);
+  emptied_ = true;
+  counter_->subtract(held_, static_cast<int64_t>(tensor_.nbytes()));
+}
+
+void FlatBuffer::allocate() {
+  const auto bytes = static_cast<int64_t>(tensor_.nbytes());
+  counter_->add(held_, bytes);
+  try {
+    give_memory(storage(), allocate_at(place_, bytes));
+  } catch (...) {
+    counter_->subtract(held_, bytes);
+    throw;
+  }
+  emptied_ = false;
+}
+
 void FlatBuffer::stow(const std::shared_ptr<MemoryCounter>& host, const std::string& message) {
   if (!defined() || emptied_ || device().is_cpu()) return;
   const auto bytes = static_cast<int64_t>(tensor_.nbytes());

@@ -115,6 +115,9 @@ class FlatBuffer {
   // `message`, until allocate() gives the storage memory again, not initialised.
   void empty(SpareMemory& spare, const std::string& message);
   void allocate(SpareMemory& spare);
+  // The same, with the allocator's memory.
+  void empty(const std::string& message);
+  void allocate();
   // On a device: its bytes go to pinned host memory, which `host` counts, and come back. Reading a
   // view raises `message` meanwhile. What has no memory, or lies on the host, stays as it is.
   void stow(const std::shared_ptr<MemoryCounter>& host, const std::string& message);

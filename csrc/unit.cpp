@@ -23,6 +23,8 @@ constexpr char kReleased[] =
     "the parameters of this unit are released: they were read or written outside of a forward or"
     " backward of their own module. Do that inside `with module.summon_full_params():` or after"
     " module.unshard(), or choose units so that the module that reads them is in the same unit.";
+constexpr char kDropped[] =
+    "the gradients of this unit were dropped by zero_grad(). Clone what should outlive it.";
 
 const void* element(const at::Tensor& flat, int64_t i) {
   return static_cast<const char*>(flat.const_data_ptr()) +
@@ -53,6 +55,7 @@ Unit::Unit(const UnitContext& context, int64_t index, int64_t first_flag, std::s
       own_pieces_(layout_.size(), nullptr),
       gather_tag_(kind == UnitKind::trainable ? index : kMaxUnits + index),
       released_message_(where(context.rank, name_) + kReleased),
+      dropped_message_(where(context.rank, name_) + kDropped),
       fresh_(layout_.size(), 1),
       local_fresh_(layout_.size(), 1),
       nonfinite_(layout_.size(), 0),
@@ -73,8 +76,14 @@ Unit::Unit(const UnitContext& context, int64_t index, int64_t first_flag, std::s
     full_.fill_zero();
   }
   if (kind == UnitKind::trainable) {
-    grad_ = state_buffer(Held::grad, at::kFloat, range);
-    grad_.fill_zero();
+    if (sums_come_and_go()) {
+      grad_ =
+          FlatBuffer::without_memory(context_.state_memory(), Held::grad, context_.state_place(),
+                                     at::kFloat, range, dropped_message_);
+    } else {
+      grad_ = state_buffer(Held::grad, at::kFloat, range);
+      grad_.fill_zero();
+    }
     if (dtype_ != at::kFloat || context_.offloads())
       master_ = state_buffer(Held::master, at::kFloat, range);
     if (context_.offloads()) updated_ = state_buffer(Held::shard, dtype_, range);
@@ -223,7 +232,25 @@ void Unit::begin_backward(Sink sink, bool reduces, const std::vector<uint8_t>& e
   if (sink_ == Sink::direct) keep_reduced_sum();
   if (sink_ == Sink::local) {
     keep_reduced_sum();  // it lives where this rank's local sum is about to begin
+    need_sums();
     grad_.grow(layout_.padded_numel());
+  }
+}
+
+void Unit::need_sums() {
+  if (!grad_.emptied()) return;
+  grad_.allocate();
+  grad_.fill_zero();  // updates read the gaps
+}
+
+void Unit::drop_idle_sums() {
+  if (!sums_come_and_go() || !grad_.defined() || grad_.emptied()) return;
+  if (any_sum(fresh_) || any_sum(local_fresh_)) return;
+  grad_.empty(dropped_message_);
+  kept_ = false;
+  for (FlatBuffer* copy : {&before_, &local_before_}) {
+    copy->record_use(current_stream(context_.state.device()));
+    *copy = FlatBuffer();
   }
 }
 
@@ -280,6 +307,7 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
     if (expected_[i]) --missing_;
   }
   if (!grad.defined()) return true;
+  if (sink_ == Sink::direct) need_sums();
   const Slot& slot = layout_.slot(i);
   TORCH_CHECK(grad.layout() == at::kStrided && grad.device() == context_.compute.device(),
               where(context_.rank, name_), "the gradient of '", slot.spec.name, "' is ",
@@ -509,6 +537,7 @@ void Unit::start_reduce(Comm& comm, int64_t backward) {
   if (sink_ == Sink::direct) return;
   follow_filling_stream();
   flush_batched();
+  need_sums();  // of the stream that computes
   if (sink_ == Sink::local) {
     for (int64_t i = 0; i < layout_.size(); ++i) {
       if (contributes(i)) stage_local(i);
@@ -756,6 +785,7 @@ void Unit::clear_gradient(int64_t i) {
 }
 
 void Unit::write_gradient(int64_t i, const at::Tensor& local) {
+  need_sums();
   const Piece* piece = own_piece(i);
   if (piece != nullptr && piece->numel > 0) {
     reduced_sum().slice(piece->range_begin, piece->numel).copy_(local.reshape({-1}));
@@ -766,6 +796,7 @@ void Unit::write_gradient(int64_t i, const at::Tensor& local) {
 }
 
 void Unit::zero_gradient(int64_t i) {
+  need_sums();
   const Piece* piece = own_piece(i);
   if (piece != nullptr) {
     zero_bytes(static_cast<float*>(reduced_sum().data()) + piece->range_begin,

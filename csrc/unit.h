@@ -177,6 +177,8 @@ class Unit {
   bool local_fresh(int64_t i) const { return local_fresh_[i] != 0; }
   void clear_gradient(int64_t i);
   void zero_gradient(int64_t i);
+  // No slot has a gradient any more: on a device its memory is free for others.
+  void drop_idle_sums();
   void write_gradient(int64_t i, const at::Tensor& local);  // local: this rank's part, 1-D
   // The user wrote to slot i: it may hold NaN or Inf that no kernel of ours has seen.
   void suspect_nonfinite(int64_t i) { nonfinite_[i] = 1; }
@@ -246,6 +248,10 @@ class Unit {
   // This rank's range of the parameters: in shard, or in full.
   char* own_parameters() const;
   bool contributes(int64_t i) const;
+  // On a device the sums have memory from the first gradient on until they are dropped: activations
+  // need it meanwhile. On the host its pages would have to be made again for each step.
+  bool sums_come_and_go() const { return !context_.state.on_host(); }
+  void need_sums();
   // Where the reduced sum is: below the local one, once that lies where it was.
   const FlatBuffer& reduced_sum() const { return sink_ == Sink::local && kept_ ? before_ : grad_; }
   void accumulate_local(int64_t i, const at::Tensor& grad, int32_t* nonfinite);
@@ -297,6 +303,7 @@ class Unit {
 
   int64_t gather_tag_;
   std::string released_message_;  // what a read raises meanwhile
+  std::string dropped_message_;   // the same, of the sums
   FlatBuffer full_;     // [padded], compute dtype; without memory while the unit is released
   FlatBuffer shard_;    // [range], compute dtype; undefined where full always holds it
   at::Tensor mirror_;   // of shard, on the host, where shards travel through host memory

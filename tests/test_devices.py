@@ -23,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import MLP, Branching, assert_bits, mean_square, rank_data
-from reference import fma_gradients
+from reference import fma_gradients, own_values
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -484,6 +484,30 @@ def test_states_can_leave_the_device_for_a_while(anywhere, rank, device, stage):
     pairs = itertools.zip_longest(run.model.parameters(), twin.model.parameters())
     for mine, theirs in pairs:
         assert_bits(zero_ext.full_tensor(mine), zero_ext.full_tensor(theirs))
+
+
+@STAGES
+def test_gradients_leave_the_device_with_zero_grad(anywhere, rank, device, stage):
+    """Nothing is held before the first gradient and after zero_grad; a kept one says so."""
+    memory = torch.get_device_module(device)
+    run = Run(device, stage, anywhere, rank, torch.bfloat16)
+    run.step(0)
+    assert run.model.stats()["bytes_grad"] == 0
+    torch.accelerator.synchronize()
+    before = memory.memory_allocated()
+    run.backward(1)
+    kept = next(p.grad for p in run.model.parameters() if own_values(p.grad).numel() > 0)
+    run.backward(1)  # onto a sum, which is kept once more
+    held = run.model.stats()["bytes_grad"]
+    assert held > 0
+    torch.accelerator.synchronize()
+    assert memory.memory_allocated() >= before + held
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    torch.accelerator.synchronize()
+    assert memory.memory_allocated() <= before and run.model.stats()["bytes_grad"] == 0
+    with pytest.raises(RuntimeError, match=r"were dropped by zero_grad\(\)\. Clone"):
+        own_values(kept).clone()
 
 
 @STAGES

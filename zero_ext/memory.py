@@ -68,7 +68,8 @@ def estimate_memory(
     """Bytes that sharding ``module`` over ``world_size`` ranks with AdamW will hold on each.
 
     Without the copy that undoes a backward that throws, 4 bytes per element of a range, which is
-    made when a backward is reduced onto a sum, reduced or local, that holds something.
+    made when a backward is reduced onto a sum, reduced or local, that holds something. On a device
+    ``grad`` is held between the first gradient and ``zero_grad()`` alone.
 
     Args:
         module: May be on the meta device.
