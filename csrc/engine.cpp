@@ -985,7 +985,12 @@ void Engine::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
   TORCH_CHECK(!open_, where(rank()),
               "zero_grad() inside a backward. Call it after loss.backward() has returned.");
   const at::NoGradGuard no_grad;
-  if (mode == ZeroGrad::to_zero) take_over_grads(indices, "zero_grad()");
+  if (mode == ZeroGrad::to_zero) {
+    TORCH_CHECK(offloaded_.count("grad") == 0, where(rank()),
+                "zero_grad(): the gradients of this model are offloaded. Call "
+                "zero_ext.reload_states() first.");
+    take_over_grads(indices, "zero_grad()");
+  }
   for (const int64_t i : indices) {
     Parameter& parameter = parameters_[i];
     if (parameter.unit < 0) {

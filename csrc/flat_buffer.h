@@ -122,6 +122,7 @@ class FlatBuffer {
   // view raises `message` meanwhile. What has no memory, or lies on the host, stays as it is.
   void stow(const std::shared_ptr<MemoryCounter>& host, const std::string& message);
   void unstow();
+  bool stowed() const { return stowed_.defined(); }
   // Enlarges to `numel` elements; the old ones keep their values, the new ones are zero, every view
   // stays valid.
   void grow(int64_t numel);

@@ -60,12 +60,16 @@ Unit::Unit(const UnitContext& context, int64_t index, int64_t first_flag, std::s
       local_fresh_(layout_.size(), 1),
       nonfinite_(layout_.size(), 0),
       held_(layout_.size()) {
+  const int64_t range = layout_.range_numel();
+  int64_t filled = 0;
   for (int64_t i = 0; i < layout_.size(); ++i) {
     for (const Piece& piece : layout_.pieces(i)) {
-      if (piece.range == own_range()) own_pieces_[i] = &piece;
+      if (piece.range != own_range()) continue;
+      own_pieces_[i] = &piece;
+      filled += piece.numel;
     }
   }
-  const int64_t range = layout_.range_numel();
+  own_gaps_ = filled < range;
   if (context_.releases()) {
     full_ = FlatBuffer::without_memory(context_.memory, Held::full, context_.compute_place(),
                                        dtype_, layout_.padded_numel(), released_message_);
@@ -238,9 +242,9 @@ void Unit::begin_backward(Sink sink, bool reduces, const std::vector<uint8_t>& e
 }
 
 void Unit::need_sums() {
-  if (!grad_.emptied()) return;
+  if (!grad_.emptied() || grad_.stowed()) return;
   grad_.allocate();
-  grad_.fill_zero();  // updates read the gaps
+  if (own_gaps_) grad_.fill_zero();  // updates read them
 }
 
 void Unit::drop_idle_sums() {

@@ -300,6 +300,7 @@ class Unit {
   at::ScalarType dtype_;
   at::ScalarType gradient_dtype_;
   std::vector<const Piece*> own_pieces_;  // [slots], null where this rank holds nothing of a slot
+  bool own_gaps_ = false;                 // between them, or after them
 
   int64_t gather_tag_;
   std::string released_message_;  // what a read raises meanwhile

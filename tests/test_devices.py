@@ -511,6 +511,21 @@ def test_gradients_leave_the_device_with_zero_grad(anywhere, rank, device, stage
 
 
 @STAGES
+def test_offloaded_gradients_are_not_written_to(device, stage):
+    run = Run(device, stage, None, 0, torch.bfloat16)
+    run.backward(0)
+    parameter = next(run.model.parameters())
+    expected = zero_ext.full_grad(parameter)
+    zero_ext.offload_states(run.model, include=["grad"])
+    with pytest.raises(RuntimeError, match="offloaded"):
+        zero_ext.set_full_grad(parameter, torch.ones(parameter.shape))
+    with pytest.raises(RuntimeError, match="offloaded"):
+        run.optimizer.zero_grad(set_to_none=False)
+    zero_ext.reload_states(run.model)
+    assert_bits(zero_ext.full_grad(parameter), expected)
+
+
+@STAGES
 def test_a_stock_grad_scaler_unscales_offloaded_gradients(anywhere, rank, device, stage):
     """Its copies of the scale to the host are late."""
     mesh = None if anywhere is None else DeviceMesh.from_group(anywhere.get_group(), "cpu")
