@@ -986,9 +986,7 @@ void Engine::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
               "zero_grad() inside a backward. Call it after loss.backward() has returned.");
   const at::NoGradGuard no_grad;
   if (mode == ZeroGrad::to_zero) {
-    TORCH_CHECK(offloaded_.count("grad") == 0, where(rank()),
-                "zero_grad(): the gradients of this model are offloaded. Call "
-                "zero_ext.reload_states() first.");
+    if (offloaded_.count("grad") > 0) check_usable("zero_grad()");
     take_over_grads(indices, "zero_grad()");
   }
   for (const int64_t i : indices) {

@@ -22,6 +22,18 @@ at::Tensor over_storage(const c10::Storage& storage, at::ScalarType dtype, int64
   return tensor;
 }
 
+// Counts `bytes`, which `make` makes. What raises counts nothing.
+template <typename Make>
+auto counted(MemoryCounter& counter, Held held, int64_t bytes, const Make& make) {
+  counter.add(held, bytes);
+  try {
+    return make();
+  } catch (...) {
+    counter.subtract(held, bytes);
+    throw;
+  }
+}
+
 }  // namespace
 
 void MemoryCounter::add(Held held, int64_t bytes) {
@@ -52,8 +64,7 @@ c10::DataPtr SpareMemory::take(int64_t bytes) {
     return memory;
   }
   clear();
-  counter_->add(held_, bytes);
-  return source_->allocate(place_, bytes);
+  return counted(*counter_, held_, bytes, [&] { return source_->allocate(place_, bytes); });
 }
 
 void SpareMemory::give(c10::DataPtr memory, int64_t bytes) {
@@ -84,8 +95,9 @@ FlatBuffer::FlatBuffer(std::shared_ptr<MemoryCounter> counter, Held held, Place 
                        at::ScalarType dtype, int64_t numel)
     : counter_(std::move(counter)), held_(held), place_(place) {
   const size_t bytes = numel * c10::elementSize(dtype);
-  counter_->add(held_, static_cast<int64_t>(bytes));
-  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, allocate_at(place_, bytes),
+  c10::DataPtr memory = counted(*counter_, held_, static_cast<int64_t>(bytes),
+                                [&] { return allocate_at(place_, bytes); });
+  c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, std::move(memory),
                        /*allocator=*/nullptr, /*resizable=*/false);
   tensor_ = over_storage(storage, dtype, 0, {numel}, {1});
 }
@@ -161,26 +173,15 @@ void FlatBuffer::empty(const std::string& message) {
 
 void FlatBuffer::allocate() {
   const auto bytes = static_cast<int64_t>(tensor_.nbytes());
-  counter_->add(held_, bytes);
-  try {
-    give_memory(storage(), allocate_at(place_, bytes));
-  } catch (...) {
-    counter_->subtract(held_, bytes);
-    throw;
-  }
+  give_memory(storage(),
+              counted(*counter_, held_, bytes, [&] { return allocate_at(place_, bytes); }));
   emptied_ = false;
 }
 
 void FlatBuffer::stow(const std::shared_ptr<MemoryCounter>& host, const std::string& message) {
   if (!defined() || emptied_ || device().is_cpu()) return;
   const auto bytes = static_cast<int64_t>(tensor_.nbytes());
-  host->add(held_, bytes);
-  try {
-    stowed_ = StowedStorage(tensor_.storage(), message);
-  } catch (...) {
-    host->subtract(held_, bytes);
-    throw;
-  }
+  stowed_ = counted(*host, held_, bytes, [&] { return StowedStorage(tensor_.storage(), message); });
   stowed_counter_ = host;
   emptied_ = true;
   counter_->subtract(held_, bytes);
@@ -189,13 +190,7 @@ void FlatBuffer::stow(const std::shared_ptr<MemoryCounter>& host, const std::str
 void FlatBuffer::unstow() {
   if (!stowed_.defined()) return;
   const auto bytes = static_cast<int64_t>(tensor_.nbytes());
-  counter_->add(held_, bytes);
-  try {
-    stowed_.bring_back();
-  } catch (...) {
-    counter_->subtract(held_, bytes);
-    throw;
-  }
+  counted(*counter_, held_, bytes, [&] { stowed_.bring_back(); });
   emptied_ = false;
   stowed_counter_->subtract(held_, bytes);
   stowed_counter_.reset();
@@ -205,8 +200,8 @@ void FlatBuffer::grow(int64_t numel) {
   const int64_t old_bytes = static_cast<int64_t>(tensor_.nbytes());
   const int64_t new_bytes = numel * tensor_.element_size();
   if (new_bytes <= old_bytes) return;
-  counter_->add(held_, new_bytes - old_bytes);
-  c10::DataPtr memory = allocate_at(place_, new_bytes);
+  c10::DataPtr memory = counted(*counter_, held_, new_bytes - old_bytes,
+                                [&] { return allocate_at(place_, new_bytes); });
   copy_bytes(memory.get(), device(), data(), device(), old_bytes);
   zero_bytes(static_cast<char*>(memory.get()) + old_bytes, device(), new_bytes - old_bytes);
   storage().set_data_ptr_noswap(std::move(memory));

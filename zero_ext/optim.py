@@ -192,6 +192,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if owner is not None and owner() is self:
                 del _claimed[parameter]
         self._handle.optimizers.discard(self)
+        self._sharded_state = None
+        self.state.clear()
         if self.loss_scaler is not None:
             self.loss_scaler._detach(self)
 
