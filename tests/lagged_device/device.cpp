@@ -310,8 +310,7 @@ void register_device() {
 
 }  // namespace lagged
 
-// For Python, through ctypes. A state has the bytes of torch.default_generator's.
-#define LAGGED_EXPORT extern "C" __attribute__((visibility("default")))
+// A state has the bytes of torch.default_generator's.
 
 LAGGED_EXPORT void lagged_set_seed(int device, uint64_t seed) {
   at::Generator generator = lagged::default_generator(device);

@@ -520,11 +520,9 @@ namespace at::native {
 REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &lagged::sdp_choice)
 }
 
-extern "C" __attribute__((visibility("default"))) void lagged_register() {
+LAGGED_EXPORT void lagged_register() {
   lagged::register_device();
   lagged::register_host_operators();
 }
 
-extern "C" __attribute__((visibility("default"))) void lagged_set_own_sums(bool own) {
-  lagged::own_sums = own;
-}
+LAGGED_EXPORT void lagged_set_own_sums(bool own) { lagged::own_sums = own; }

@@ -427,9 +427,6 @@ std::vector<std::string> faults() {
 
 }  // namespace lagged
 
-// For Python, through ctypes.
-#define LAGGED_EXPORT extern "C" __attribute__((visibility("default")))
-
 LAGGED_EXPORT void lagged_set_lag_us(int64_t lag_us) { lagged::set_lag_us(lag_us); }
 LAGGED_EXPORT int64_t lagged_host_waits() { return lagged::host_waits(); }
 LAGGED_EXPORT void lagged_fail_after(int64_t count) { lagged::fail_after(count); }

@@ -161,3 +161,6 @@ bool allocation_fails();
 std::vector<std::string> faults();
 
 }  // namespace lagged
+
+// For Python, through ctypes.
+#define LAGGED_EXPORT extern "C" __attribute__((visibility("default")))
