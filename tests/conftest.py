@@ -380,7 +380,7 @@ def team(request) -> Team:
 @pytest.fixture
 def mesh(group) -> DeviceMesh:
     """The one-dimensional mesh of ``group``."""
-    return DeviceMesh.from_group(group, "cpu")
+    return DeviceMesh.from_group(group, DEVICE)
 
 
 @pytest.fixture(params=["alone", pytest.param("ranks", marks=pytest.mark.dist)])

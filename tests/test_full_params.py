@@ -326,7 +326,7 @@ READS = {
     "repr": repr,
     "item": lambda p: p[0, 0].item(),
     "tolist": lambda p: p.tolist(),
-    "numpy": lambda p: p.detach().numpy(),
+    "numpy": lambda p: p.detach().cpu().numpy(),
     "norm": lambda p: p.norm(),
     "equal": lambda p: torch.equal(p, torch.ones_like(p)),
     "linear": lambda p: functional.linear(torch.ones(2, 5), p),

@@ -323,7 +323,7 @@ def test_a_parameter_that_only_a_local_micro_batch_reached_is_reduced(anywhere, 
     assert_gradients(model, expected)
 
 
-SCALE = 2.0**12
+SCALE = 2.0**8  # far from overflow with any initial values
 
 
 def everything(model, optimizer) -> list[torch.Tensor]:
