@@ -255,6 +255,8 @@ void bind_engine(py::module_& m) {
              return e.home_of(i).layout().slot(e.slot_of(i)).spec.strides;
            })
       .def("unit_name", [](Engine& e, int64_t u) { return e.unit(u).name(); })
+      .def("give_parameters_back", &Engine::give_parameters_back, NoGil())
+      .def("comes_and_goes", [](Engine& e, int64_t i) { return e.home_of(i).comes_and_goes(); })
       .def("unit_name_of", [](Engine& e, int64_t i) { return e.home_of(i).name(); })
       .def("padded_numel", [](Engine& e, int64_t u) { return e.unit(u).layout().padded_numel(); })
       .def("range_numel", [](Engine& e, int64_t u) { return e.unit(u).layout().range_numel(); })

@@ -115,7 +115,7 @@ Engine::~Engine() {
 void Engine::say_farewell() noexcept {
   if (getpid() != process_) return;  // a forked child's copy: the connections are its parent's
   const Access access(*this);
-  if (!context_.releases() || std::exchange(said_farewell_, true)) return;
+  if (!context_.shards_parameters() || std::exchange(said_farewell_, true)) return;
   try {
     bid_farewell(comm_, gatherer_.leave_offers());
   } catch (const std::exception&) {
@@ -331,6 +331,14 @@ void Engine::reshard(Unit::Writes writes) {
   gatherer_.drop(all_gathered(), writes);
 }
 
+bool Engine::releases() const {
+  const auto may_release = [this](const std::unique_ptr<Unit>& unit) {
+    return context_.casts_masters(unit->dtype());  // a frozen one when it is thawed
+  };
+  return context_.shards_parameters() || std::any_of(units_.begin(), units_.end(), may_release) ||
+         std::any_of(frozen_units_.begin(), frozen_units_.end(), may_release);
+}
+
 bool Engine::held_by_user() const {
   const Access access(*this);
   for (int64_t u = 0; u < gatherer_.unit_count(); ++u) {
@@ -342,6 +350,15 @@ bool Engine::held_by_user() const {
 void Engine::wait_for_shards() {
   const Access access(*this);
   gatherer_.wait_for_shards();
+}
+
+void Engine::give_parameters_back() {
+  const Access access(*this);
+  for (int64_t u = 0; u < unit_count(); ++u) {
+    if (!units_[u]->comes_and_goes()) continue;
+    gatherer_.hold({gathered_as_[u]});
+    units_[u]->drop_master();  // which is twice the memory that the next one needs
+  }
 }
 
 std::vector<std::string> Engine::gathered_units() const {
@@ -687,7 +704,7 @@ StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices,
   StepVerdict verdict;
   if (!context_.state.on_host()) {
     verdict = agree_on_device(indices, questions, "step()");
-  } else if (questions.nonfinite || questions.norm() || context_.releases()) {
+  } else if (questions.nonfinite || questions.norm() || context_.shards_parameters()) {
     verdict = agree_on_gradients(indices, questions, "step()");
   }
   for (const int64_t i : indices) {

@@ -20,6 +20,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/Event.h>
 #include <unistd.h>
 
 #include <cstdint>
@@ -124,7 +125,8 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   Unit& unit(int64_t u) { return *units_[u]; }
   int64_t unit_of(int64_t i) const { return parameters_[i].unit; }
   int64_t frozen_unit_of(int64_t i) const { return parameters_[i].frozen_unit; }
-  bool releases() const { return context_.releases(); }
+  // Full parameters come and go, or will when a frozen parameter is thawed.
+  bool releases() const;
   int64_t slot_of(int64_t i) const { return parameters_[i].slot; }
   const std::string& name_of(int64_t i) const { return parameters_[i].name; }
   const std::shared_ptr<MemoryCounter>& memory() const { return context_.memory; }
@@ -184,6 +186,8 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   bool held_by_user() const;  // unshard() was not taken back yet
   // All ranks' shards hold what was written to them; collective.
   void wait_for_shards();
+  // Before the engine dies: one rank's parameters, all of which it has, become readable for ever.
+  void give_parameters_back();
   std::vector<std::string> gathered_units() const;  // names, of those in memory now
   // Parameters that were frozen when the model was sharded and require a gradient now.
   std::vector<int64_t> thawed() const;

@@ -59,7 +59,6 @@ c10::DataPtr SpareMemory::take(int64_t bytes) {
   for (auto block = blocks_.begin(); block != blocks_.end(); ++block) {
     if (block->bytes != bytes) continue;
     c10::DataPtr memory = std::move(block->memory);
-    if (block->used.has_value()) block->used->block(current_stream(place_.device));
     blocks_.erase(block);
     return memory;
   }
@@ -68,21 +67,17 @@ c10::DataPtr SpareMemory::take(int64_t bytes) {
 }
 
 void SpareMemory::give(c10::DataPtr memory, int64_t bytes) {
-  blocks_.push_back({.memory = std::move(memory), .bytes = bytes});
-  if (place_.device.is_cpu()) return;
-  Block& block = blocks_.back();
-  block.stream = current_stream(place_.device);
-  block.used.emplace(place_.device.type());
-  block.used->record(*block.stream);
+  if (place_.device.is_cpu()) {
+    blocks_.push_back({.memory = std::move(memory), .bytes = bytes});
+    return;
+  }
+  c10::getDeviceAllocator(place_.device.type())
+      ->recordStream(memory, current_stream(place_.device));
+  counter_->subtract(held_, bytes);
 }
 
 void SpareMemory::clear() {
-  for (const Block& block : blocks_) {
-    counter_->subtract(held_, block.bytes);
-    if (!block.stream.has_value()) continue;
-    // The allocator knows the stream that the memory was allocated on, and no other.
-    c10::getDeviceAllocator(place_.device.type())->recordStream(block.memory, *block.stream);
-  }
+  for (const Block& block : blocks_) counter_->subtract(held_, block.bytes);
   blocks_.clear();
 }
 

@@ -8,7 +8,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
 #include <array>
@@ -51,15 +50,15 @@ class MemoryCounter {
 };
 
 // Memory that released buffers gave up within one pass, for the next ones of the same size. Never
-// more than was held at once: what fits nobody goes as soon as somebody needs new memory. On a
-// device, who takes memory goes on, on the current stream, after all that was queued before it was
-// given.
+// more than was held at once: what fits nobody goes as soon as somebody needs new memory. That of a
+// device goes back to its allocator, which gives it to activations meanwhile.
 class SpareMemory {
  public:
   SpareMemory(std::shared_ptr<MemoryCounter> counter, Held held, Place place)
       : counter_(std::move(counter)), held_(held), place_(place) {}
   ~SpareMemory() { clear(); }
   c10::DataPtr take(int64_t bytes);
+  // On a device, what was queued on the current stream may still use it.
   void give(c10::DataPtr memory, int64_t bytes);
   // Nothing is held any more; on the host, the next pass may still find the pages where they are.
   void clear();
@@ -70,8 +69,6 @@ class SpareMemory {
   struct Block {
     c10::DataPtr memory;
     int64_t bytes;
-    std::optional<c10::Stream> stream;  // on which it was used last
-    std::optional<c10::Event> used;
   };
   std::shared_ptr<MemoryCounter> counter_;
   Held held_;
@@ -95,6 +92,8 @@ class FlatBuffer {
 
   bool defined() const { return tensor_.defined(); }
   bool emptied() const { return emptied_; }
+  // Views that were lent are still held.
+  bool lent() const { return tensor_.storage().use_count() > 1; }
   int64_t numel() const { return tensor_.defined() ? tensor_.numel() : 0; }
   const at::Tensor& tensor() const { return tensor_; }  // [numel]
   void* data() const { return tensor_.data_ptr(); }

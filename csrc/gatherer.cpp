@@ -27,7 +27,7 @@ Gatherer::Gatherer(Comm& comm, const UnitContext& context, GatherOptions options
     : comm_(comm), context_(context), options_(options) {}
 
 int64_t Gatherer::add_unit(Unit* unit) {
-  const bool releases = context_.releases();
+  const bool releases = unit->comes_and_goes();
   entries_.push_back({.unit = unit,
                       .state = releases ? Residency::released : Residency::gathered,
                       .holds = {.permanent = !releases},
@@ -155,6 +155,8 @@ void Gatherer::enter(int64_t site, ResidencyEvent event) {
     const auto found = std::find(from, order.end(), u);
     if (found != order.end()) position_[phase] = found - order.begin() + 1;
   }
+  // The loss is where a step needs most memory, and a cast is not worth being early for.
+  if (is_alone() && phase == kBackward && entered.root) return;
   prefetch(phase);
 }
 
@@ -184,8 +186,9 @@ void Gatherer::prefetch(Phase phase) {
   }
 }
 
-bool Gatherer::last_in_forward(int64_t unit) const {
-  return order_[kForward].size() > 1 && order_[kForward].back() == unit;
+bool Gatherer::is_kept_for_backward(int64_t unit) const {
+  const bool last = order_[kForward].size() > 1 && order_[kForward].back() == unit;
+  return !options_.reshard_after_forward || (last && !is_alone());
 }
 
 void Gatherer::leave_forward(int64_t site, const Left& left) {
@@ -193,8 +196,7 @@ void Gatherer::leave_forward(int64_t site, const Left& left) {
   for (const int64_t u : entered.units) {
     if (entries_[u].holds.forward == 0) continue;  // the entry failed, or a reset came between
     const bool backward_is_next =
-        left.backward_may_follow &&
-        (in_backward_ || !options_.reshard_after_forward || entered.root || last_in_forward(u));
+        left.backward_may_follow && (in_backward_ || entered.root || is_kept_for_backward(u));
     apply(u, ResidencyEvent::leave_forward,
           {.keep = backward_is_next || !entered.last,
            .escapes = contains(left.escaped, u),
@@ -205,8 +207,7 @@ void Gatherer::leave_forward(int64_t site, const Left& left) {
   end_pass(kForward);
   for (int64_t u = 0; u < unit_count(); ++u) {
     const bool keep =
-        left.backward_may_follow &&
-        (contains(entered.units, u) || last_in_forward(u) || !options_.reshard_after_forward);
+        left.backward_may_follow && (contains(entered.units, u) || is_kept_for_backward(u));
     if (entries_[u].holds.any() || (keep && !entries_[u].ahead)) continue;
     apply(u, ResidencyEvent::backward_ended);
   }
@@ -241,7 +242,7 @@ void Gatherer::leave_backward(int64_t site, bool graph_kept) {
 }
 
 void Gatherer::gradient_arrived(int64_t unit, bool graph_kept) {
-  if (!context_.releases()) return;
+  if (entries_[unit].holds.permanent) return;
   apply(unit, ResidencyEvent::gradient,
         {.expected = entries_[unit].unit->expects_gradients(),
          .graph_kept = graph_kept,
@@ -322,7 +323,7 @@ void Gatherer::begin_step() {
 }
 
 void Gatherer::wait_for_shards() {
-  if (!context_.releases()) return;
+  if (!context_.shards_parameters()) return;
   for (Entry& entry : entries_) entry.unit->refresh_mirror(comm_);
   if (!comm_.on_device()) tell_what_was_taken();
 }
@@ -330,7 +331,7 @@ void Gatherer::wait_for_shards() {
 void Gatherer::begin_pass(Phase phase) {
   current_[phase].clear();
   position_[phase] = 0;
-  if (!context_.releases() || comm_.on_device() || offers_last()) return;
+  if (!context_.shards_parameters() || comm_.on_device() || offers_last()) return;
   if (++passes_ >= kPassesWithoutStep && phase == kForward) tell_what_was_taken();
   for (Entry& entry : entries_) {
     entry.taken_in_pass = 0;
@@ -340,7 +341,7 @@ void Gatherer::begin_pass(Phase phase) {
 }
 
 void Gatherer::offer_a_pass() {
-  if (!context_.releases() || offers_last()) return;
+  if (!context_.shards_parameters() || offers_last()) return;
   for (Entry& entry : entries_) {
     entry.due += 2;
     offer_missing(entry);

@@ -110,6 +110,8 @@ class Gatherer {
   enum Phase { kForward, kBackward };
 
   bool offers_last() const { return comm_.has_only_neighbors(); }
+  // A gather is a cast on this rank's device.
+  bool is_alone() const { return context_.world == 1; }
 
   void apply(int64_t unit, ResidencyEvent event, const ResidencyContext& context = {},
              Unit::Writes writes = Unit::Writes::keep);
@@ -118,11 +120,11 @@ class Gatherer {
   std::string waiting_for(const Entry& entry) const;
   void enter(int64_t site, ResidencyEvent event);
   void prefetch(Phase phase);
+  bool is_kept_for_backward(int64_t unit) const;
   void begin_pass(Phase phase);
   void end_pass(Phase phase);
   void offer_missing(Entry& entry);
   void tell_what_was_taken();
-  bool last_in_forward(int64_t unit) const;
   void release_stragglers(const Site& entered);
   bool may_retain(int64_t unit) const;
 

@@ -1,7 +1,6 @@
 #include "unit.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/ones.h>
 
@@ -70,10 +69,14 @@ Unit::Unit(const UnitContext& context, int64_t index, int64_t first_flag, std::s
     }
   }
   own_gaps_ = filled < range;
-  if (context_.releases()) {
+  casts_master_ = kind == UnitKind::trainable && context_.casts_masters(dtype_);
+  comes_and_goes_ = casts_master_ || context_.shards_parameters();
+  if (comes_and_goes_) {
     full_ = FlatBuffer::without_memory(context_.memory, Held::full, context_.compute_place(),
                                        dtype_, layout_.padded_numel(), released_message_);
-    shard_ = FlatBuffer(context_.memory, Held::shard, context_.compute_place(), dtype_, range);
+    if (!casts_master_) {
+      shard_ = FlatBuffer(context_.memory, Held::shard, context_.compute_place(), dtype_, range);
+    }
   } else {
     full_ = FlatBuffer(context_.memory, Held::full, context_.compute_place(), dtype_,
                        layout_.padded_numel());
@@ -133,11 +136,8 @@ void Unit::take_values(const std::vector<at::Tensor>& values, Comm& comm, bool b
     if (apart) master_.tensor().copy_(near);
   }
   if (!staged.defined()) return;
-  if (shard_.defined()) {
-    cast(shard_.data(), dtype_, own_begin, layout_.range_numel());
-  } else {
-    cast(full_.data(), dtype_, 0, padded);
-  }
+  if (shard_.defined()) cast(shard_.data(), dtype_, own_begin, layout_.range_numel());
+  if (!comes_and_goes_) cast(full_.data(), dtype_, 0, padded);
   refresh_mirror(comm);
 }
 
@@ -160,7 +160,12 @@ at::Tensor Unit::master_slice(int64_t i) const {
                           : master.slice(begin + piece->range_begin, piece->numel);
 }
 
-at::Tensor Unit::parameter_slice(int64_t i) const {
+at::Tensor Unit::parameter_slice(int64_t i) {
+  need_shard();
+  return shard_slice(i);
+}
+
+at::Tensor Unit::shard_slice(int64_t i) const {
   const Piece* piece = own_piece(i);
   return piece == nullptr ? shard_.slice(0, 0) : shard_.slice(piece->range_begin, piece->numel);
 }
@@ -177,7 +182,8 @@ at::Tensor Unit::own_part(int64_t i, const at::Tensor& values, at::ScalarType dt
 
 at::Tensor Unit::present_slice(int64_t i) const {
   const Piece* piece = own_piece(i);
-  if (full_.emptied()) return parameter_slice(i);
+  if (full_.emptied() && !shard_.defined()) return master_slice(i).to(dtype_);
+  if (full_.emptied()) return shard_slice(i);
   const int64_t begin = layout_.range_begin(own_range());
   return piece == nullptr ? full_.slice(begin, 0)
                           : full_.slice(begin + piece->range_begin, piece->numel);
@@ -187,16 +193,41 @@ at::Tensor Unit::master_with(int64_t i, const at::Tensor& written) const {
   if (!master_.defined()) return written.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
   at::Tensor master = master_slice(i).clone();
   const at::Tensor there = written.to(context_.state.device());
-  check(context_.state->adopt_writes(there.const_data_ptr(), dtype_of(dtype_),
-                                     master.mutable_data_ptr<float>(), master.numel(),
-                                     context_.state.launch()),
-        "adopt_writes");
+  adopt_into_master(there.const_data_ptr(), master.mutable_data_ptr<float>(), master.numel());
   return master;
 }
 
+void Unit::adopt_into_master(const void* parameters, float* master, int64_t numel) const {
+  check(context_.state->adopt_writes(parameters, dtype_of(dtype_), master, numel,
+                                     context_.state.launch()),
+        "adopt_writes");
+}
+
 char* Unit::own_parameters() const {
-  return static_cast<char*>(shard_.defined() ? shard_.data()
-                                             : full_.at(layout_.range_begin(own_range())));
+  if (shard_.defined()) return static_cast<char*>(shard_.data());
+  if (comes_and_goes_) return nullptr;
+  return static_cast<char*>(full_.at(layout_.range_begin(own_range())));
+}
+
+void Unit::need_shard() {
+  if (!casts_master_ || shard_.defined()) return;
+  FlatBuffer shard(context_.memory, Held::shard, context_.compute_place(), dtype_,
+                   layout_.range_numel());
+  cast_master(shard.data());
+  shard_ = std::move(shard);
+}
+
+void Unit::drop_idle_shard() {
+  if (!casts_master_ || !shard_.defined() || shard_.lent() || master_.emptied()) return;
+  adopt_into_master(shard_.data(), master_data(), layout_.range_numel());
+  shard_.record_use(current_stream(context_.compute.device()));
+  shard_ = FlatBuffer();
+}
+
+void Unit::cast_master(void* parameters) const {
+  check(context_.compute->cast(master_.data(), kernels::DType::f32, parameters, dtype_of(dtype_),
+                               layout_.range_numel(), context_.compute.launch()),
+        "cast");
 }
 
 float* Unit::master_data() const {
@@ -843,18 +874,21 @@ void Unit::sum_squares_of(int64_t i, double* result, const at::Tensor& scratch) 
 
 void Unit::adopt_parameter(int64_t i, const at::Tensor& values) {
   if (!full_.emptied()) parameter_view(i).copy_(values);
-  const Piece* piece = own_piece(i);
-  if (!shard_.defined() || piece == nullptr) return;
-  shard_.slice(piece->range_begin, piece->numel).copy_(own_part(i, values, dtype_));
+  if (!comes_and_goes_ || own_piece(i) == nullptr) return;
+  const at::Tensor part = own_part(i, values, dtype_).to(context_.compute.device());
+  if (shard_.defined()) {
+    shard_slice(i).copy_(part);
+  } else {
+    adopt_into_master(part.const_data_ptr(), master_slice(i).mutable_data_ptr<float>(),
+                      part.numel());
+  }
 }
 
 void Unit::adopt_writes() {
-  if (!master_.defined()) return;
+  if (stepped_parameter() == nullptr) return;
   begin_update();
   await_update();
-  check(context_.state->adopt_writes(stepped_parameter(), dtype_of(dtype_), master_data(),
-                                     layout_.range_numel(), context_.state.launch()),
-        "adopt_writes");
+  adopt_into_master(stepped_parameter(), master_data(), layout_.range_numel());
 }
 
 void Unit::begin_update() {
@@ -889,17 +923,23 @@ Comm::Offer Unit::offer(Comm& comm, int64_t peer) const {
 }
 
 void Unit::refresh_mirror(const Comm& comm) {
-  if (!comm.staged() || !shard_.defined()) return;
-  if (!mirror_.defined()) mirror_ = at::empty_like(shard_.tensor(), at::kCPU);
-  mirror_.copy_(shard_.tensor());
+  if (!comm.staged() || !comes_and_goes_) return;
+  // After an update nothing may need memory of the device.
+  const at::Tensor own = shard_.defined() ? shard_.tensor() : master_.tensor().to(at::kCPU);
+  if (!mirror_.defined()) {
+    mirror_ = at::empty({layout_.range_numel()}, at::TensorOptions().dtype(dtype_));
+  }
+  mirror_.copy_(own);
 }
 
 void Unit::start_gather(Comm& comm) {
+  drop_idle_shard();
   full_.allocate(*context_.spare);
   try {
     receive_ranges(comm);
   } catch (...) {
     gathering_ = Pending();
+    context_.gathering.join();  // which may be writing to it
     full_.empty(*context_.spare, released_message_);
     throw;
   }
@@ -909,7 +949,7 @@ void Unit::receive_ranges(Comm& comm) {
   const SideStream::Scope beside(context_.gathering);
   const int64_t part = layout_.range_numel();
   if (comm.on_device()) {
-    copy_own_range();
+    bring_own_range();
     comm.gather(full_.tensor(), gather_tag_, gathering_);
     return;
   }
@@ -917,12 +957,16 @@ void Unit::receive_ranges(Comm& comm) {
     const int64_t peer = (context_.rank + context_.world - step) % context_.world;
     comm.receive(full_.slice(layout_.range_begin(peer), part), peer, gather_tag_, gathering_);
   }
-  copy_own_range();
+  bring_own_range();
 }
 
-void Unit::copy_own_range() {
-  copy_bytes(full_.at(layout_.range_begin(own_range())), full_.device(), shard_.data(),
-             shard_.device(), shard_.tensor().nbytes());
+void Unit::bring_own_range() {
+  void* own = full_.at(layout_.range_begin(own_range()));
+  if (shard_.defined()) {
+    copy_bytes(own, full_.device(), shard_.data(), shard_.device(), shard_.tensor().nbytes());
+  } else {
+    cast_master(own);
+  }
 }
 
 void Unit::finish_gather(const std::function<std::string()>& what) {
@@ -932,15 +976,24 @@ void Unit::finish_gather(const std::function<std::string()>& what) {
 
 void Unit::release(Comm& comm, Writes writes) {
   // A write through `.data` leaves no trace in version counters: only the bytes tell. On a device
-  // copying them is cheaper than waiting for an answer.
-  const void* own = full_.at(layout_.range_begin(own_range()));
-  const size_t bytes = shard_.tensor().nbytes();
-  if (writes == Writes::keep &&
-      (!context_.compute.on_host() || std::memcmp(own, shard_.data(), bytes) != 0)) {
-    copy_bytes(shard_.data(), shard_.device(), own, full_.device(), bytes);
+  // taking them over is cheaper than waiting for an answer.
+  if (writes == Writes::keep) {
+    const void* own = full_.at(layout_.range_begin(own_range()));
+    if (shard_.defined()) {
+      const size_t bytes = shard_.tensor().nbytes();
+      const bool equal = context_.compute.on_host() && std::memcmp(own, shard_.data(), bytes) == 0;
+      if (!equal) copy_bytes(shard_.data(), shard_.device(), own, full_.device(), bytes);
+    } else {
+      adopt_into_master(own, master_data(), layout_.range_numel());
+    }
     refresh_mirror(comm);
   }
   full_.empty(*context_.spare, released_message_);
+}
+
+void Unit::drop_master() {
+  master_.record_use(current_stream(context_.compute.device()));
+  master_ = FlatBuffer();
 }
 
 void Unit::stow(const std::set<std::string>& states) {
@@ -950,6 +1003,7 @@ void Unit::stow(const std::set<std::string>& states) {
     if (states.count(state) == 0) return;
     for (FlatBuffer* buffer : buffers) buffer->stow(context_.offloaded, message);
   };
+  if (states.count("master") > 0 && states.count("full") == 0) need_shard();
   away("full", {&full_, &shard_});
   away("master", {&master_});
   away("grad", {&grad_, &before_, &local_before_});
@@ -959,6 +1013,7 @@ void Unit::unstow() {
   for (FlatBuffer* buffer : {&full_, &shard_, &master_, &grad_, &before_, &local_before_}) {
     buffer->unstow();
   }
+  drop_idle_shard();
 }
 
 }  // namespace zero_ext

@@ -23,7 +23,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import MLP, Branching, assert_bits, mean_square, rank_data
-from reference import fma_gradients, own_values
+from reference import fma_gradients, own_values, whole
+from test_memory_stage3 import Blocks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -32,6 +33,8 @@ import zero_ext
 pytestmark = [pytest.mark.device, pytest.mark.filterwarnings("ignore:zero_ext.*skipped")]
 STEPS = 4
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 OFFLOAD = CPUOffloadPolicy()
 REDUCTIONS = pytest.mark.parametrize("reduction", ["exchange", "collective"])
 
@@ -433,12 +436,11 @@ def test_offloaded_states_take_no_memory_of_the_device(anywhere, rank, device, s
     assert parameter.grad.device.type == "cpu"
 
 
-def test_a_released_unit_leaves_no_memory_behind(anywhere, rank, device, world):
+@DTYPES
+def test_a_released_unit_leaves_no_memory_behind(anywhere, rank, device, dtype):
     """Over 30 steps of stage 3 what the device has handed out stays where it was."""
-    if anywhere is None:
-        pytest.skip("one rank releases nothing")
     memory = torch.get_device_module(device)
-    run = Run(device, 3, anywhere, rank, torch.float32)
+    run = Run(device, 3, anywhere, rank, dtype)
     held = []
     for number in range(30):
         run.step(number)
@@ -446,6 +448,202 @@ def test_a_released_unit_leaves_no_memory_behind(anywhere, rank, device, world):
         torch.accelerator.synchronize()
         held.append(memory.memory_allocated())
     assert len(set(held[5:])) == 1
+
+
+class TestReleasedParametersWithMasters:
+    """Stage 3 keeps no half-precision parameter between its uses: the master has all its bits."""
+
+    def run(self, anywhere, rank, device, dtype=torch.bfloat16, **kwargs):
+        return Run(device, 3, anywhere, rank, dtype, **kwargs)
+
+    def values(self, run):
+        """All parameters, as they are computed with, and their masters, on the host."""
+        with run.model.summon_full_params():
+            values = [p.detach().cpu() for p in run.model.parameters()]
+        return values, [zero_ext.full_tensor(p).cpu() for p in run.model.parameters()]
+
+    @HALVES
+    def test_16_bytes_of_each_element_are_held(self, anywhere, rank, device, dtype):
+        run = self.run(anywhere, rank, device, dtype)
+        run.step(0)
+        run.backward(1)
+        held = run.model.stats()
+        elements = held["bytes_master"] / 4
+        assert held["bytes_full"] == held["bytes_shard"] == 0
+        assert held["bytes_held"] - held["bytes_bucket"] == 16 * elements
+        estimate = zero_ext.estimate_memory(
+            MLP(13).to(dtype), 1 if anywhere is None else anywhere.size(), 3, bucket_mb=300 / 2**20
+        )
+        assert estimate["persistent"] == 16 * elements
+
+    def test_fp32_and_frozen_parameters_of_one_rank_stay(self, device):
+        """They have no other copy, and nobody else needs the memory of theirs."""
+        model = torch.nn.Sequential(
+            torch.nn.Linear(5, 13, dtype=torch.bfloat16),
+            torch.nn.Linear(13, 7, dtype=torch.bfloat16),
+            torch.nn.Linear(7, 5),
+        )
+        model[1].requires_grad_(False)
+        zero_ext.shard(model, 3, bucket_mb=1e-6)
+        held = []
+
+        def look(*_):
+            held.append(model.stats()["bytes_full"])
+
+        model[0].register_forward_hook(look, prepend=True)
+        model[1].register_forward_hook(lambda module, args, out: out.float())
+        optimizer = zero_ext.optim.AdamW(model.parameters())
+        rest = model.stats()["bytes_full"]
+        mean_square(model, rank_data((4, 5), 0).to(torch.bfloat16)).backward()
+        optimizer.step()
+        assert model[1].weight.isfinite().all() and model[2].weight.isfinite().all()
+        with pytest.raises(RuntimeError, match="of this unit are released"):
+            model[0].weight.clone()
+        assert rest > 0 and held == [rest + 2 * (96 + 32)]  # padded to 32 elements each
+        with model.summon_full_params(writeback=False):
+            before = [p.detach().clone() for p in model.parameters()]
+            for parameter in model.parameters():
+                parameter.data.add_(1)
+        with model.summon_full_params():
+            for parameter, value in zip(model.parameters(), before, strict=True):
+                assert_bits(parameter.detach(), value)
+
+    def test_one_rank_holds_nothing_but_the_root_for_the_loss(self, device):
+        """Which is where a step needs most memory. Blocks are gathered ahead before and after."""
+        model = Blocks(dtype=torch.bfloat16)
+        unit = sum(-(-p.numel() // 32) * 32 * 2 for p in model.head.parameters())
+        zero_ext.shard(model, 3, bucket_mb=1e-6, prefetch_mb=unit / 2**20)
+        optimizer = zero_ext.optim.AdamW(model.parameters())
+        seen = []
+
+        def look(*_):
+            seen.append(model.stats()["bytes_full"] // unit)
+
+        for block in model.blocks:
+            block.register_forward_hook(look, prepend=True)
+            block.weight.register_hook(look)
+        for step in range(3):
+            seen.clear()
+            output = model(rank_data((2, 37), 0, step).to(torch.bfloat16))
+            output.register_hook(look)
+            look()
+            output.float().square().mean().backward()
+            look()
+            optimizer.step()
+            optimizer.zero_grad()
+        forward, backward = [3] * 5 + [2], [3] * 5 + [2]
+        assert seen == [*forward, 1, 1, *backward, 0]
+
+    def test_a_thawed_parameter_has_a_master_alone_from_then_on(self, device):
+        model = MLP(13).to(torch.bfloat16)
+        model.requires_grad_(False)
+        model.layers[2].requires_grad_(True)
+        zero_ext.shard(model, 3, bucket_mb=1e-6)
+        optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+        before = model.layers[0].weight.detach().clone()
+        model.requires_grad_(True)
+        for number in range(2):
+            mean_square(model, rank_data((4, 5), 0, number).to(torch.bfloat16)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="of this unit are released"):
+            model.layers[0].weight.clone()
+        with model.summon_full_params():
+            assert (model.layers[0].weight != before).any()
+
+    def test_what_is_written_goes_into_the_masters_and_nothing_else_changes(
+        self, anywhere, rank, device
+    ):
+        run = self.run(anywhere, rank, device)
+        run.step(0)
+        values, masters = self.values(run)
+        with run.model.summon_full_params(writeback=False):
+            for parameter in run.model.parameters():
+                parameter.data.fill_(3)
+        for now, then in zip(self.values(run), (values, masters), strict=True):
+            for value, expected in zip(now, then, strict=True):
+                assert_bits(value, expected)
+        assert any((m != v).any() for m, v in zip(masters, values, strict=True))  # they have more
+        with run.model.summon_full_params():
+            for parameter in run.model.parameters():
+                parameter.data.view(-1)[::3] = 0.5
+        for value, master in zip(values, masters, strict=True):
+            value.view(-1)[::3] = 0.5
+            changed = value != master.to(value.dtype)
+            master[changed] = value[changed].float()
+        for now, then in zip(self.values(run), (values, masters), strict=True):
+            for value, expected in zip(now, then, strict=True):
+                assert_bits(value, expected)
+
+    def test_a_write_inside_a_forward_and_a_replaced_storage_are_taken_over(
+        self, anywhere, rank, device
+    ):
+        run = self.run(anywhere, rank, device)
+        layer = run.model.layers[1]
+        hook = layer.register_forward_pre_hook(lambda module, _: module.weight.data.fill_(0.25))
+        run.backward(0)
+        hook.remove()
+        assert_bits(zero_ext.full_tensor(layer.weight).cpu(), torch.full((13, 13), 0.25).cpu())
+        with run.model.summon_full_params():
+            layer.weight.data = torch.full_like(layer.weight, 0.75)
+        assert_bits(zero_ext.full_tensor(layer.weight).cpu(), torch.full((13, 13), 0.75).cpu())
+        exact = torch.full((13, 13), 1 + 2**-20)  # more than the parameter can show
+        zero_ext.set_full_param(layer.weight, exact)
+        assert_bits(zero_ext.full_tensor(layer.weight).cpu(), exact.cpu())
+        run.backward(1)
+        assert_bits(zero_ext.full_tensor(layer.weight).cpu(), exact.cpu())
+
+    def test_the_shards_of_a_state_dict_are_the_parameters_while_somebody_has_them(
+        self, anywhere, rank, device
+    ):
+        run, twin = (self.run(anywhere, rank, device) for _ in range(2))
+        run.step(0)
+        twin.step(0)
+        state = run.model.state_dict()
+        assert run.model.stats()["bytes_shard"] == run.model.stats()["bytes_master"] // 2
+
+        def assert_shown(state):
+            expected, _ = self.values(twin)
+            for value, shown in zip(expected, state.values(), strict=True):
+                assert_bits(whole(shown).cpu(), value)
+
+        assert_shown(state)
+        run.step(1)
+        twin.step(1)
+        assert twin.model.stats()["bytes_shard"] == 0
+        assert_shown(state)
+        for each in (state, twin.model.state_dict()):
+            own_values(each["layers.0.weight"]).fill_(0.125)
+        del state
+        for each in (run, twin):
+            zero_ext.full_tensor(next(each.model.parameters()))
+            each.step(2)
+        for mine, theirs in zip(self.values(run), self.values(twin), strict=True):
+            for value, expected in zip(mine, theirs, strict=True):
+                assert_bits(value, expected)
+        assert run.model.stats()["bytes_shard"] == 0
+
+    def test_masters_may_leave_while_the_model_is_used(self, anywhere, rank, device):
+        run, twin = (self.run(anywhere, rank, device) for _ in range(2))
+        for each in (run, twin):
+            each.step(0)
+        states = ["master", "grad", "optimizer_state"]
+        zero_ext.offload_states(run.model, include=states)
+        held = run.model.stats()
+        assert held["bytes_held"] == held["bytes_shard"] + held["bytes_bucket"] > 0
+        with torch.no_grad():
+            assert_bits(run.loss_of(run.model, 5), twin.loss_of(twin.model, 5))
+        with run.model.summon_full_params():
+            run.model.layers[0].bias.data.fill_(2)
+        with twin.model.summon_full_params():
+            twin.model.layers[0].bias.data.fill_(2)
+        zero_ext.reload_states(run.model)
+        assert run.model.stats()["bytes_shard"] == 0
+        for each in (run, twin):
+            each.step(1)
+        for mine, theirs in zip(self.values(run), self.values(twin), strict=True):
+            for value, expected in zip(mine, theirs, strict=True):
+                assert_bits(value, expected)
 
 
 def test_two_devices_in_one_model_are_refused(device):

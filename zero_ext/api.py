@@ -267,12 +267,16 @@ class ShardedMethods:
 
     @contextlib.contextmanager
     def _saved_alone(self, writeback: bool):
-        """One rank has nobody to gather the values from again."""
-        handle = self.handle
-        if writeback or handle.engine.releases or handle.engine.stage != 3:
+        """What is never released at one rank cannot be gathered again."""
+        engine = self.handle.engine
+        if writeback or engine.stage != 3:
             yield
             return
-        saved = [(place.parameter, place.parameter.detach().clone()) for place in self._places]
+        saved = [
+            (place.parameter, place.parameter.detach().clone())
+            for place in self._places
+            if not engine.comes_and_goes(find(place.parameter)[1])
+        ]
         try:
             yield
         finally:

@@ -137,7 +137,7 @@ class Handle:
             options.reduction = getattr(_C.Reduction, reduction or comm.default_reduction)
             self.engine = _C.Engine(options)
         self.engine.set_local_reader(_local_part)
-        if self.engine.releases:
+        if stage == 3 and groups.world > 1:
             _serving.add(self)
         self.offload_policy = offload_policy
         # Whether verdicts about a step are made on the host.
@@ -163,7 +163,11 @@ class Handle:
             if entry is not None and entry[0]() is self:
                 del _registry[parameter]
         _serving.discard(self)
-        self.engine = None
+        try:
+            if self.groups.world == 1:
+                self.engine.give_parameters_back()
+        finally:
+            self.engine = None
 
     def _register(self, parameters: Sequence[tuple[str, Tensor]]) -> list[int]:
         first = len(self.parameters)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from zero_ext.units import (
@@ -50,6 +51,10 @@ class _Unit(NamedTuple):
         return max(alignment, _round_up(-(-numel // self.ranges), alignment))
 
     @property
+    def has_master(self) -> bool:
+        return self.trainable and self.itemsize != _FP32_BYTES
+
+    @property
     def full_bytes(self) -> int:
         return self.range_numel * self.ranges * self.itemsize
 
@@ -64,9 +69,11 @@ def estimate_memory(
     prefetch_mb: float | None = None,
     param_dtype=None,
     local_accumulation: bool = False,
+    device: torch.device | str | None = None,
 ) -> dict[str, int]:
     """Bytes that sharding ``module`` over ``world_size`` ranks with AdamW will hold on each.
 
+    A device keeps no shard where there is a master, see the README's "Stages".
     Without the copy that undoes a backward that throws, 4 bytes per element of a range, which is
     made when a backward is reduced onto a sum, reduced or local, that holds something. On a device
     ``grad`` is held between the first gradient and ``zero_grad()`` alone.
@@ -75,6 +82,8 @@ def estimate_memory(
         module: May be on the meta device.
         units, prefetch_mb: As for ``shard``; of stage 3.
         local_accumulation: Whether stages 0 and 1 accumulate inside ``no_sync()``.
+        device: Where it will be trained; default: where its parameters are, the CPU if that is the
+            meta device.
     Returns:
         ``full``, ``shard``, ``master``, ``grad``, ``optimizer_state``, their sum ``persistent``,
         and what comes on top of it: ``gathered``, the most that stage 3 gathers at once while the
@@ -85,7 +94,14 @@ def estimate_memory(
     several = {id(p) for p in used_several_times(module)}
     bucket_bytes = bucket_mb * 2**20
     ranges = 1 if stage == 0 else world_size
-    released = stage == 3 and world_size > 1
+    on_device = _device_of(module, device).type not in ("cpu", "meta")
+
+    def home(unit: _Unit) -> str:
+        """Where its parameters are while nobody needs them whole."""
+        if stage == 3 and on_device and unit.has_master:
+            return "master"
+        return "shard" if stage == 3 and world_size > 1 else "full"
+
     local = local_accumulation and stage < 2 and world_size > 1
     result = dict.fromkeys(("full", "shard", "master", "grad", "optimizer_state"), 0)
     gathered = 0
@@ -95,21 +111,22 @@ def estimate_memory(
         cut: list[list[_Unit]] = [[] for _ in blocks]
         for block, members in parts(blocks):
             cut[block].extend(_units_of(members, parameters, several, param_dtype, ranges))
-        if released:
-            ahead = prefetch_bytes(blocks, parameters, prefetch_mb, bucket_mb, param_dtype)
-            gathered = _gathered_bytes(blocks, cut, ahead)
         all_units = [unit for part in cut for unit in part]
+        ahead = prefetch_bytes(blocks, parameters, prefetch_mb, bucket_mb, param_dtype)
+        released = [[unit for unit in part if home(unit) != "full"] for part in cut]
+        gathered = _gathered_bytes(blocks, released, ahead)
     else:
         all_units = _units_by_size(module, bucket_bytes, several, param_dtype, ranges)
     in_buckets = [0]
     for unit in all_units:
         share = unit.range_numel
-        result["shard" if released else "full"] += (
-            share * unit.itemsize if released else unit.full_bytes
-        )
+        if home(unit) == "full":
+            result["full"] += unit.full_bytes
+        if home(unit) == "shard":
+            result["shard"] += share * unit.itemsize
         if not unit.trainable:
             continue
-        result["master"] += 0 if unit.itemsize == _FP32_BYTES else share * _FP32_BYTES
+        result["master"] += share * _FP32_BYTES if unit.has_master else 0
         result["grad"] += share * (ranges if local else 1) * _FP32_BYTES
         result["optimizer_state"] += 2 * share * _FP32_BYTES
         # Local sums are sent in fp32.
@@ -119,6 +136,12 @@ def estimate_memory(
     result["gathered"] = gathered
     result["buckets"] = 2 * max(in_buckets) if world_size > 1 else 0
     return result
+
+
+def _device_of(module: nn.Module, device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
 def _is_in_fp32(parameter, several: set[int], param_dtype) -> bool:
