@@ -93,7 +93,7 @@ class FlatBuffer {
   bool defined() const { return tensor_.defined(); }
   bool emptied() const { return emptied_; }
   // Views that were lent are still held.
-  bool lent() const { return tensor_.storage().use_count() > 1; }
+  bool lent() const { return is_shared(tensor_.storage()); }
   int64_t numel() const { return tensor_.defined() ? tensor_.numel() : 0; }
   const at::Tensor& tensor() const { return tensor_; }  // [numel]
   void* data() const { return tensor_.data_ptr(); }

@@ -33,6 +33,18 @@ void allow_access(Storage& storage) {
   }
 }
 
+// Torch keeps what Python has made of a storage alive as long as the storage, and that counts as a
+// holder.
+template <typename Storage>
+size_t idle_wrappers(Storage& storage) {
+  auto* slot = storage.pyobj_slot();
+  if constexpr (requires { slot->has_unique_reference(); }) {
+    return slot->has_unique_reference() ? 1 : 0;
+  } else {
+    return 0;
+  }
+}
+
 }  // namespace
 
 void forbid_access(c10::StorageImpl& storage, const std::string& message) {
@@ -48,6 +60,10 @@ c10::DataPtr take_memory(c10::StorageImpl& storage, const std::string& message) 
 void give_memory(c10::StorageImpl& storage, c10::DataPtr memory) {
   allow_access(storage);
   storage.set_data_ptr_noswap(std::move(memory));
+}
+
+bool is_shared(const c10::Storage& storage) {
+  return storage.use_count() > 1 + idle_wrappers(*storage.unsafeGetStorageImpl());
 }
 
 StowedStorage::StowedStorage(c10::Storage storage, const std::string& message)

@@ -17,6 +17,9 @@ void forbid_access(c10::StorageImpl& storage, const std::string& message);
 c10::DataPtr take_memory(c10::StorageImpl& storage, const std::string& message);
 void give_memory(c10::StorageImpl& storage, c10::DataPtr memory);
 
+// Whether more than one tensor (or anything else) holds it.
+bool is_shared(const c10::Storage& storage);
+
 // The bytes of a device's storage, in pinned host memory until bring_back(). Both wait for the
 // device.
 class StowedStorage {
