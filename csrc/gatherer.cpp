@@ -206,10 +206,14 @@ void Gatherer::leave_forward(int64_t site, const Left& left) {
   if (!entered.root || root_depth_ == 0 || --root_depth_ > 0 || in_backward_) return;
   end_pass(kForward);
   for (int64_t u = 0; u < unit_count(); ++u) {
-    const bool keep =
-        left.backward_may_follow && (contains(entered.units, u) || is_kept_for_backward(u));
-    if (entries_[u].holds.any() || (keep && !entries_[u].ahead)) continue;
-    apply(u, ResidencyEvent::backward_ended);
+    Entry& entry = entries_[u];
+    if (entry.holds.any()) continue;
+    const bool of_root = contains(entered.units, u);
+    if (left.backward_may_follow && !entry.ahead && (of_root || is_kept_for_backward(u))) {
+      entry.ahead = !of_root && entry.state != Residency::released;
+    } else {
+      apply(u, ResidencyEvent::backward_ended);
+    }
   }
   if (!left.backward_may_follow) context_.spare->clear();
 }

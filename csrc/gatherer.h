@@ -101,7 +101,7 @@ class Gatherer {
     Unit* unit;
     Residency state;
     Holds holds;
-    bool ahead = false;  // prefetched, and not entered since
+    bool ahead = false;  // prefetched or kept for the backward, and not entered since
     int64_t taken = 0;   // gathers since the ranks last told each other
     int64_t taken_in_pass = 0;
     int64_t due = 0;  // offers that a peer may have taken by the end of this pass

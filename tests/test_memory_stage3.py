@@ -258,7 +258,7 @@ def lazily_free_bytes() -> int:
 def test_pages_of_released_units_wait_for_the_next_pass(mesh, rank):
     model = Blocks(width=1100, blocks=3)
     full = sum(p.nbytes for p in model.parameters())
-    zero_ext.shard(model, 3, mesh=mesh, bucket_mb=SEPARATE)
+    zero_ext.shard(model, 3, mesh=mesh, bucket_mb=SEPARATE, prefetch_mb=0)
     optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1)
     addresses = []
     model.blocks[1].register_forward_pre_hook(
