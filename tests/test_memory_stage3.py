@@ -167,7 +167,12 @@ def test_the_peak_is_rest_gathered_units_and_two_buckets(mesh, rank, world, dtyp
     two_buckets = 2 * (unit + unit * (world - 1) // world)
     assert stats["bytes_bucket"] == two_buckets
     gathered = min(2 + math.floor(ahead), 7) * unit
-    assert stats["bytes_peak"] == rest + gathered + two_buckets
+    expected = rest + gathered + two_buckets
+    if is_on_a_device(model):  # where the gradients come one by one
+        assert expected - at_rest(model, unit_names(), world)["grad"] <= stats["bytes_peak"]
+        assert stats["bytes_peak"] <= expected
+    else:
+        assert stats["bytes_peak"] == expected
     assert stats["bytes_full"] == 0
 
 
@@ -192,7 +197,8 @@ def test_without_prefetch_two_units_are_gathered_at_any_time(mesh, rank, world, 
         parameter.register_hook(look)
     train(model, optimizer, rank)
     assert len(seen) == 3 * (6 + 14)
-    assert set(seen) == {2 * unit}
+    # A device's allocator has what was released.
+    assert set(seen) == ({unit, 2 * unit} if is_on_a_device(model) else {2 * unit})
 
 
 @pytest.mark.parametrize("reshards", [True, False])
@@ -393,7 +399,7 @@ def test_the_estimate_is_what_is_held_and_gathered(mesh, rank, world, dtype, buc
         assert stats[f"bytes_{what}"] == estimate[what], what
     assert stats["bytes_bucket"] <= estimate["buckets"]
     assert stats["bytes_peak"] <= sum_of(estimate)
-    if bucket_units == 0 and ahead is not None:
+    if bucket_units == 0 and ahead is not None and not is_on_a_device(model):
         assert stats["bytes_peak"] == sum_of(estimate)
 
 
