@@ -251,6 +251,22 @@ def test_a_module_that_cannot_be_initialised_is_refused_by_name(anywhere):
     zero_ext.shard(model, 3, mesh=anywhere, param_init_fn=lambda module: None)
 
 
+def test_a_failure_after_the_units_were_made_leaves_no_hooks(anywhere):
+    class Fails(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.empty(3))
+
+        def reset_parameters(self):
+            raise ArithmeticError("no table")
+
+    model = on_meta(lambda: nn.Sequential(nn.Linear(7, 7), Fails()))
+    with pytest.raises(ArithmeticError, match="no table"):
+        zero_ext.shard(model, 3, mesh=anywhere, bucket_mb=SEPARATE)
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+    assert find(model[0].weight) is None
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_stages_that_keep_whole_parameters_refuse_the_meta_device(anywhere, stage):
     with pytest.raises(TypeError, match=r"'layers.0.weight' is torch.float32 on meta"):

@@ -143,6 +143,7 @@ def shard(
     except BaseException:
         handle.dissolve()
         raise
+    handle.watch_modules()
     _give_methods(module, handle, mp_policy)
     return module
 

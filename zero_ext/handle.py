@@ -145,6 +145,7 @@ class Handle:
         self.parameters: list[weakref.ref] = []
         self.optimizers: weakref.WeakSet = weakref.WeakSet()
         self.scaled_by: weakref.ref | None = None  # the optimizer whose loss_scaler the engine has
+        self._unwatched: list[tuple[units.Block, list[int]]] = []
         try:
             if blocks is None:
                 self.add_parameters(parameters)
@@ -163,6 +164,7 @@ class Handle:
             if entry is not None and entry[0]() is self:
                 del _registry[parameter]
         _serving.discard(self)
+        self._unwatched = []
         try:
             if self.groups.world == 1:
                 self.engine.give_parameters_back()
@@ -196,9 +198,7 @@ class Handle:
             if meta is not None:
                 self._materialise(members, meta)
             numbers[block].extend(self._make_part(members))
-        if self.engine.releases:
-            for block, its_numbers in zip(blocks, numbers, strict=True):
-                self._watch(block, its_numbers)
+        self._unwatched = list(zip(blocks, numbers, strict=True))
 
     def _make_part(self, part: Sequence[int]) -> list[int]:
         parameters = {i: self.parameters[i]() for i in part}
@@ -228,11 +228,16 @@ class Handle:
                 self.parameters[i]().grad_dtype = torch.float32
         return number
 
-    def _watch(self, block: units.Block, numbers: list[int]) -> None:
-        for k, module in enumerate(block.modules):
-            last = k == len(block.modules) - 1
-            site = self.engine.add_site(numbers, root=block.root, first=k == 0, last=last)
-            watch_module(module, self.engine, site)
+    def watch_modules(self) -> None:
+        """Gather and release units as their modules are entered and left, from now on."""
+        unwatched, self._unwatched = self._unwatched, []  # which would keep the modules alive
+        if not self.engine.releases:
+            return
+        for block, numbers in unwatched:
+            for k, module in enumerate(block.modules):
+                last = k == len(block.modules) - 1
+                site = self.engine.add_site(numbers, root=block.root, first=k == 0, last=last)
+                watch_module(module, self.engine, site)
 
     def add_parameters(self, parameters: Sequence[tuple[str, Tensor]]) -> list[int]:
         """Take in more parameters; returns their indices. Collective."""
