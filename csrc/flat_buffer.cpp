@@ -67,13 +67,7 @@ c10::DataPtr SpareMemory::take(int64_t bytes) {
 }
 
 void SpareMemory::give(c10::DataPtr memory, int64_t bytes) {
-  if (place_.device.is_cpu()) {
-    blocks_.push_back({.memory = std::move(memory), .bytes = bytes});
-    return;
-  }
-  c10::getDeviceAllocator(place_.device.type())
-      ->recordStream(memory, current_stream(place_.device));
-  counter_->subtract(held_, bytes);
+  blocks_.push_back({.memory = std::move(memory), .bytes = bytes});
 }
 
 void SpareMemory::clear() {
@@ -150,11 +144,13 @@ void FlatBuffer::copy_begin(const FlatBuffer& source, size_t bytes) {
 }
 
 void FlatBuffer::empty(SpareMemory& spare, const std::string& message) {
+  if (!device().is_cpu()) return empty(message);
   spare.give(take_memory(storage(), message), static_cast<int64_t>(tensor_.nbytes()));
   emptied_ = true;
 }
 
 void FlatBuffer::allocate(SpareMemory& spare) {
+  if (!device().is_cpu()) return allocate();
   give_memory(storage(), spare.take(static_cast<int64_t>(tensor_.nbytes())));
   emptied_ = false;
 }
@@ -207,6 +203,12 @@ void FlatBuffer::grow(int64_t numel) {
 void FlatBuffer::record_use(const c10::Stream& stream) const {
   if (!defined() || device().is_cpu()) return;
   c10::getDeviceAllocator(device().type())->recordStream(tensor_.storage().data_ptr(), stream);
+}
+
+void FlatBuffer::drop() {
+  if (!defined()) return;
+  record_use(current_stream(device()));
+  *this = FlatBuffer();
 }
 
 void FlatBuffer::release() {

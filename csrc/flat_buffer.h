@@ -49,16 +49,14 @@ class MemoryCounter {
   std::atomic<int64_t> peak_{0};
 };
 
-// Memory that released buffers gave up within one pass, for the next ones of the same size. Never
-// more than was held at once: what fits nobody goes as soon as somebody needs new memory. That of a
-// device goes back to its allocator, which gives it to activations meanwhile.
+// Host memory that released buffers gave up within one pass, for the next ones of the same size.
+// Never more than was held at once: what fits nobody goes as soon as somebody needs new memory.
 class SpareMemory {
  public:
   SpareMemory(std::shared_ptr<MemoryCounter> counter, Held held, Place place)
       : counter_(std::move(counter)), held_(held), place_(place) {}
   ~SpareMemory() { clear(); }
   c10::DataPtr take(int64_t bytes);
-  // On a device, what was queued on the current stream may still use it.
   void give(c10::DataPtr memory, int64_t bytes);
   // Nothing is held any more; on the host, the next pass may still find the pages where they are.
   void clear();
@@ -110,8 +108,9 @@ class FlatBuffer {
   void fill_zero();
   // The first `bytes` of another buffer, on any device, into the first of this one.
   void copy_begin(const FlatBuffer& source, size_t bytes);
-  // Gives the memory to `spare`. The storage stays, and so do its views; reading one raises
-  // `message`, until allocate() gives the storage memory again, not initialised.
+  // Gives the memory to `spare`; that of a device to its allocator, which has activations for it,
+  // after what the current stream was given. The storage stays, and so do its views; reading one
+  // raises `message`, until allocate() gives the storage memory again, not initialised.
   void empty(SpareMemory& spare, const std::string& message);
   void allocate(SpareMemory& spare);
   // The same, with the allocator's memory.
@@ -128,6 +127,9 @@ class FlatBuffer {
   // On a device: the memory, which belongs to the stream that it was allocated on, is not reused
   // before what `stream` was given so far is done.
   void record_use(const c10::Stream& stream) const;
+  // Becomes an undefined one. A device's memory is not reused before what the current stream was
+  // given is done.
+  void drop();
   // Gives the buffer up; views that were lent keep the storage alive.
   void release();
 

@@ -146,28 +146,23 @@ at::Tensor Unit::parameter_view(int64_t i) const {
   return full_.view(slot.offset, slot.spec.sizes, slot.spec.strides);
 }
 
-at::Tensor Unit::grad_slice(int64_t i) const {
+at::Tensor Unit::own_slice(const FlatBuffer& buffer, int64_t i, int64_t range_begin) const {
   const Piece* piece = own_piece(i);
-  return piece == nullptr ? grad_.slice(0, 0) : grad_.slice(piece->range_begin, piece->numel);
+  return piece == nullptr ? buffer.slice(range_begin, 0)
+                          : buffer.slice(range_begin + piece->range_begin, piece->numel);
 }
 
+at::Tensor Unit::grad_slice(int64_t i) const { return own_slice(grad_, i); }
+
 at::Tensor Unit::master_slice(int64_t i) const {
-  const Piece* piece = own_piece(i);
   const bool apart = master_.defined() || shard_.defined();
   const FlatBuffer& master = master_.defined() ? master_ : shard_.defined() ? shard_ : full_;
-  const int64_t begin = apart ? 0 : layout_.range_begin(own_range());
-  return piece == nullptr ? master.slice(begin, 0)
-                          : master.slice(begin + piece->range_begin, piece->numel);
+  return own_slice(master, i, apart ? 0 : layout_.range_begin(own_range()));
 }
 
 at::Tensor Unit::parameter_slice(int64_t i) {
   need_shard();
-  return shard_slice(i);
-}
-
-at::Tensor Unit::shard_slice(int64_t i) const {
-  const Piece* piece = own_piece(i);
-  return piece == nullptr ? shard_.slice(0, 0) : shard_.slice(piece->range_begin, piece->numel);
+  return own_slice(shard_, i);
 }
 
 at::Tensor Unit::own_part(int64_t i, const at::Tensor& values, at::ScalarType dtype) const {
@@ -181,12 +176,8 @@ at::Tensor Unit::own_part(int64_t i, const at::Tensor& values, at::ScalarType dt
 }
 
 at::Tensor Unit::present_slice(int64_t i) const {
-  const Piece* piece = own_piece(i);
-  if (full_.emptied() && !shard_.defined()) return master_slice(i).to(dtype_);
-  if (full_.emptied()) return shard_slice(i);
-  const int64_t begin = layout_.range_begin(own_range());
-  return piece == nullptr ? full_.slice(begin, 0)
-                          : full_.slice(begin + piece->range_begin, piece->numel);
+  if (!full_.emptied()) return own_slice(full_, i, layout_.range_begin(own_range()));
+  return shard_.defined() ? own_slice(shard_, i) : master_slice(i).to(dtype_);
 }
 
 at::Tensor Unit::master_with(int64_t i, const at::Tensor& written) const {
@@ -220,8 +211,7 @@ void Unit::need_shard() {
 void Unit::drop_idle_shard() {
   if (!casts_master_ || !shard_.defined() || shard_.lent() || master_.emptied()) return;
   adopt_into_master(shard_.data(), master_data(), layout_.range_numel());
-  shard_.record_use(current_stream(context_.compute.device()));
-  shard_ = FlatBuffer();
+  shard_.drop();
 }
 
 void Unit::cast_master(void* parameters) const {
@@ -283,10 +273,8 @@ void Unit::drop_idle_sums() {
   if (any_sum(fresh_) || any_sum(local_fresh_)) return;
   grad_.empty(dropped_message_);
   kept_ = false;
-  for (FlatBuffer* copy : {&before_, &local_before_}) {
-    copy->record_use(current_stream(context_.state.device()));
-    *copy = FlatBuffer();
-  }
+  before_.drop();
+  local_before_.drop();
 }
 
 void Unit::keep_reduced_sum() {
@@ -877,7 +865,7 @@ void Unit::adopt_parameter(int64_t i, const at::Tensor& values) {
   if (!comes_and_goes_ || own_piece(i) == nullptr) return;
   const at::Tensor part = own_part(i, values, dtype_).to(context_.compute.device());
   if (shard_.defined()) {
-    shard_slice(i).copy_(part);
+    own_slice(shard_, i).copy_(part);
   } else {
     adopt_into_master(part.const_data_ptr(), master_slice(i).mutable_data_ptr<float>(),
                       part.numel());
@@ -991,10 +979,7 @@ void Unit::release(Comm& comm, Writes writes) {
   full_.empty(*context_.spare, released_message_);
 }
 
-void Unit::drop_master() {
-  master_.record_use(current_stream(context_.compute.device()));
-  master_ = FlatBuffer();
-}
+void Unit::drop_master() { master_.drop(); }
 
 void Unit::stow(const std::set<std::string>& states) {
   const std::string message =

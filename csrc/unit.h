@@ -270,7 +270,8 @@ class Unit {
   // This rank's range of the parameters where it always is: in shard, or in full; null where it is
   // in neither.
   char* own_parameters() const;
-  at::Tensor shard_slice(int64_t i) const;
+  // This rank's part of slot i in a buffer in which its range begins at `range_begin`.
+  at::Tensor own_slice(const FlatBuffer& buffer, int64_t i, int64_t range_begin = 0) const;
   void adopt_into_master(const void* parameters, float* master, int64_t numel) const;
   void cast_master(void* parameters) const;
   void need_shard();
