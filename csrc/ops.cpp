@@ -390,6 +390,7 @@ TORCH_LIBRARY_FRAGMENT(zero_ext, m) {
   m.def("count_step_(Tensor(a!) steps_done, Tensor? skip=None) -> ()");
   m.def("_use_instruction_set(str name) -> str", use_instruction_set);
   m.def("_instruction_set() -> str", instruction_set_name);
+  m.def("_use_fetching_ahead(bool use) -> bool", kernels::use_fetching_ahead);
 }
 
 namespace {

@@ -35,11 +35,19 @@ def usable_instruction_sets() -> list[str]:
 SETS = usable_instruction_sets()
 
 
-@pytest.fixture(params=SETS)
+# Some processors want to be told what to fetch ahead. The best instruction set is tested both ways.
+WALKS = [(name, place % 2 == 1) for place, name in enumerate(SETS)]
+WALKS.append((SETS[-1], not WALKS[-1][1]))
+
+
+@pytest.fixture(params=WALKS, ids=lambda walk: walk[0] + (" ahead" if walk[1] else ""))
 def instruction_set(request):
-    previous = torch.ops.zero_ext._use_instruction_set(request.param)
-    yield request.param
+    name, ahead = request.param
+    previous = torch.ops.zero_ext._use_instruction_set(name)
+    previous_ahead = torch.ops.zero_ext._use_fetching_ahead(ahead)
+    yield name
     torch.ops.zero_ext._use_instruction_set(previous)
+    torch.ops.zero_ext._use_fetching_ahead(previous_ahead)
 
 
 @pytest.fixture
@@ -636,13 +644,16 @@ def every_kernel(numel: int, dtype: torch.dtype, offset: int = 0) -> dict[str, t
 @pytest.mark.parametrize("numel", [1, 7, 8, 9, 15, 16, 17, 31, 33, 63, 1083, 4097, 70_001])
 def test_all_instruction_sets_give_the_same_bits(dtype, numel):
     previous = torch.ops.zero_ext._instruction_set()
+    previous_ahead = torch.ops.zero_ext._use_fetching_ahead(False)
     results = []
     try:
-        for name in SETS:
+        for name, ahead in WALKS:
             torch.ops.zero_ext._use_instruction_set(name)
+            torch.ops.zero_ext._use_fetching_ahead(ahead)
             results.append(every_kernel(numel, dtype))
     finally:
         torch.ops.zero_ext._use_instruction_set(previous)
+        torch.ops.zero_ext._use_fetching_ahead(previous_ahead)
     for other in results[1:]:
         assert [k for k in other if not same_bits(results[0][k], other[k])] == []
 

@@ -26,19 +26,26 @@ struct Accumulate {
   float scale;
   bool fresh;
   bool stream;
+  bool ahead;
 
   ZERO_EXT_BODY int32_t operator()(const T* grad, float* sum, int64_t numel) const {
     int32_t largest = 0;
     if (fresh) {
       fill_blocks(
-          sum, numel, stream, [&](int64_t i, float* target, int64_t n) ZERO_EXT_BODY_LAMBDA {
+          sum, numel, stream, ahead, [&](int64_t i, float* target, int64_t n) ZERO_EXT_BODY_LAMBDA {
+            if (ahead) fetch_ahead(grad + i, n, numel - i);
             largest = largest_of(largest, accumulate_block<true>(grad + i, target, n, scale));
           });
       return largest;
     }
     for (int64_t i = 0, n = 0; i < numel; i += n) {
       n = block_numel(numel - i);
-      prefetch_next_page(sum + i);
+      if (ahead) {
+        fetch_ahead(grad + i, n, numel - i);
+        fetch_ahead(sum + i, n, numel - i);
+      } else {
+        prefetch_next_page(sum + i);
+      }
       largest = largest_of(largest, accumulate_block<false>(grad + i, sum + i, n, scale));
     }
     return largest;
@@ -85,7 +92,7 @@ Status accumulate_cpu(const void* grad, DType dtype, float* sum, int64_t numel, 
                       bool fresh, int32_t* nonfinite, const Launch& launch) {
   if (numel < 0) return Status::bad_argument;
   return with_element(dtype, [&]<class T>(T) {
-    const Accumulate<T> accumulate{scale, fresh, worth_streaming(numel, fresh)};
+    const Accumulate<T> accumulate{scale, fresh, worth_streaming(numel, fresh), fetches_ahead()};
     return run(launch, numel,
                AccumulateFlat<T>{accumulate, static_cast<const T*>(grad), sum, nonfinite});
   });
@@ -96,7 +103,7 @@ Status accumulate_list_cpu(const AccumulateSegment* segments, int64_t count, DTy
   const int64_t numel = total_numel(segments, count);
   if (numel < 0) return Status::bad_argument;
   return with_element(dtype, [&]<class T>(T) {
-    const Accumulate<T> accumulate{scale, fresh, worth_streaming(numel, fresh)};
+    const Accumulate<T> accumulate{scale, fresh, worth_streaming(numel, fresh), fetches_ahead()};
     return run(launch, numel, AccumulateList<T>{accumulate, segments, nonfinite});
   });
 }

@@ -10,14 +10,15 @@
 namespace zero_ext::kernels {
 namespace {
 
-// to[k] = fma(scale, grad[k], from[k]). Returns the largest magnitude_bits of the results.
-template <class T>
+// to[k] = fma(scale, grad[k], first ? 0 : from[k]). Returns the largest magnitude_bits of the
+// results.
+template <bool first, class T>
 ZERO_EXT_BODY int32_t add_rank(const T* grad, const float* from, float* to, int64_t numel,
                                float scale) {
   int32_t largest = 0;
 #pragma GCC ivdep
   for (int64_t k = 0; k < numel; ++k) {
-    const float value = std::fma(scale, to_float(grad[k]), from[k]);
+    const float value = std::fma(scale, to_float(grad[k]), first ? 0.0F : from[k]);
     to[k] = value;
     largest = largest_of(largest, magnitude_bits(value));
   }
@@ -31,44 +32,43 @@ struct AccumulateRanks {
   float* sum;
   float scale;
   bool stream;  // fresh only
+  bool ahead;
   int32_t* nonfinite;
 
   ZERO_EXT_BODY const T* grad(int32_t rank) const { return static_cast<const T*>(grads[rank]); }
 
   // The ranks pass one after the other over a block in the L1 cache, see Note [Blocks]. The last
   // one writes `to`, which is safe for a gradient that is the sum itself: it is read before, or
-  // element by element as it is written.
-  ZERO_EXT_BODY int32_t sum_block(int64_t i, float* to, int64_t numel) const {
+  // element by element as it is written. `left` elements begin at i, for which it may fetch ahead.
+  ZERO_EXT_BODY int32_t sum_block(int64_t i, float* to, int64_t numel, int64_t left) const {
     alignas(kLineBytes) float block[kBlockNumel];
     const float* from = sum + i;
-    if constexpr (fresh) {
-      for (int64_t k = 0; k < numel; ++k) block[k] = 0;
-      from = block;
-    } else {
-      prefetch_next_page(from);
-    }
-    // The first rank outside the loop: two ranks are then two straight loops, which is 7 % faster.
-    if (ranks > 1) {
-      add_rank(grad(0) + i, from, block, numel, scale);
-      from = block;
-    }
+    if (!fresh && !ahead) prefetch_next_page(from);
+    if (!fresh && ahead) fetch_ahead(from, numel, left);
+    if (ahead) fetch_ahead(grad(0) + i, numel, left);
+    if (ranks == 1) return add_rank<fresh>(grad(0) + i, from, to, numel, scale);
+    // The first and the last rank outside the loop: two ranks are then two straight loops, which is
+    // 7 % faster.
+    add_rank<fresh>(grad(0) + i, from, block, numel, scale);
     for (int32_t rank = 1; rank < ranks - 1; ++rank) {
-      add_rank(grad(rank) + i, block, block, numel, scale);
+      if (ahead) fetch_ahead(grad(rank) + i, numel, left);
+      add_rank<false>(grad(rank) + i, block, block, numel, scale);
     }
-    return add_rank(grad(ranks - 1) + i, from, to, numel, scale);
+    if (ahead) fetch_ahead(grad(ranks - 1) + i, numel, left);
+    return add_rank<false>(grad(ranks - 1) + i, block, to, numel, scale);
   }
 
   ZERO_EXT_BODY void operator()(int64_t begin, int64_t end) const {
     int32_t largest = 0;
     if constexpr (fresh) {
-      fill_blocks(sum + begin, end - begin, stream,
+      fill_blocks(sum + begin, end - begin, stream, ahead,
                   [&](int64_t i, float* target, int64_t n) ZERO_EXT_BODY_LAMBDA {
-                    largest = largest_of(largest, sum_block(begin + i, target, n));
+                    largest = largest_of(largest, sum_block(begin + i, target, n, end - begin - i));
                   });
     } else {
       for (int64_t i = begin, n = 0; i < end; i += n) {
-        n = block_numel(end - i);
-        largest = largest_of(largest, sum_block(i, sum + i, n));
+        n = block_numel(end - i, ahead);
+        largest = largest_of(largest, sum_block(i, sum + i, n, end - i));
       }
     }
     if (largest >= kInfinityBits) report_nonfinite(nonfinite);
@@ -87,11 +87,13 @@ Status accumulate_ranks_cpu(const void* const* grads, int32_t ranks, DType dtype
   const bool stream = fresh && numel * element_bytes(DType::f32) >= kStreamBytes;
   return with_element(dtype, [&]<class T>(T) {
     if (fresh) {
-      return run(launch, numel,
-                 AccumulateRanks<T, true>{grads, ranks, sum, scale, stream, nonfinite});
+      return run(
+          launch, numel,
+          AccumulateRanks<T, true>{grads, ranks, sum, scale, stream, fetches_ahead(), nonfinite});
     }
-    return run(launch, numel,
-               AccumulateRanks<T, false>{grads, ranks, sum, scale, stream, nonfinite});
+    return run(
+        launch, numel,
+        AccumulateRanks<T, false>{grads, ranks, sum, scale, stream, fetches_ahead(), nonfinite});
   });
 }
 

@@ -13,6 +13,7 @@ struct Cast {
   const Source* source;
   Target* target;
   bool stream;
+  bool ahead;
 
   ZERO_EXT_BODY void operator()(int64_t begin, int64_t end) const {
     const Source* from = source + begin;
@@ -20,8 +21,9 @@ struct Cast {
       std::memcpy(target + begin, from, static_cast<size_t>(end - begin) * sizeof(Target));
       return;
     }
-    fill_blocks(target + begin, end - begin, stream,
+    fill_blocks(target + begin, end - begin, stream, ahead,
                 [&](int64_t i, Target* to, int64_t n) ZERO_EXT_BODY_LAMBDA {
+                  if (ahead) fetch_ahead(from + i, n, end - begin - i);
 #pragma GCC ivdep
                   for (int64_t k = 0; k < n; ++k) to[k] = from_float<Target>(to_float(from[i + k]));
                 });
@@ -37,7 +39,7 @@ Status cast_cpu(const void* source, DType source_dtype, void* target, DType targ
   return with_element(source_dtype, [&]<class Source>(Source) {
     return with_element(target_dtype, [&]<class Target>(Target) {
       const Cast<Source, Target> body{static_cast<const Source*>(source),
-                                      static_cast<Target*>(target), stream};
+                                      static_cast<Target*>(target), stream, fetches_ahead()};
       return run(launch, numel, body);
     });
   });

@@ -42,6 +42,12 @@ InstructionSet instruction_set();
 // CPU lacks it.
 bool use_instruction_set(InstructionSet set);
 
+// Whether sums are best fetched by the kernels themselves; Note [Blocks] in elements_cpu.h.
+bool fetches_ahead();
+
+// For tests: has all later calls, of all threads, fetch ahead or not. Returns what they did before.
+bool use_fetching_ahead(bool use);
+
 // Fewer elements than this are not worth a second thread.
 constexpr int64_t kGrainNumel = 32768;
 

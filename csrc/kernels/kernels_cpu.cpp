@@ -4,6 +4,10 @@
 
 #include <atomic>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include "dispatch_cpu.h"
 
 namespace zero_ext::kernels {
@@ -39,7 +43,34 @@ std::atomic<InstructionSet>& in_use() {
   return set;
 }
 
+// AMD's Zen 5 and what came after it.
+bool is_zen5() {
+#if defined(__x86_64__)
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (!__get_cpuid(0, &eax, &ebx, &ecx, &edx)) return false;
+  if (ebx != signature_AMD_ebx || ecx != signature_AMD_ecx || edx != signature_AMD_edx)
+    return false;
+  __get_cpuid(1, &eax, &ebx, &ecx, &edx);
+  const unsigned base = (eax >> 8) & 0xF;
+  const unsigned extended = (eax >> 20) & 0xFF;
+  return base == 0xF && base + extended >= 0x1A;
+#else
+  return false;
+#endif
+}
+
+std::atomic<bool>& fetching_ahead() {
+  static std::atomic<bool> use{is_zen5()};
+  return use;
+}
+
 }  // namespace
+
+bool fetches_ahead() { return fetching_ahead().load(std::memory_order_relaxed); }
+
+bool use_fetching_ahead(bool use) {
+  return fetching_ahead().exchange(use, std::memory_order_relaxed);
+}
 
 InstructionSet instruction_set() { return in_use().load(std::memory_order_relaxed); }
 
