@@ -230,7 +230,7 @@ void bind_engine(py::module_& m) {
       .def(
           "reshard",
           [](Engine& e, bool keep_writes) {
-            e.reshard(keep_writes ? Unit::Writes::keep : Unit::Writes::discard);
+            e.reshard(keep_writes ? Writes::keep : Writes::discard);
           },
           py::arg("keep_writes"), NoGil())
       .def_property_readonly("serves_one_alone", &Engine::serves_one_alone)
@@ -256,7 +256,8 @@ void bind_engine(py::module_& m) {
            })
       .def("unit_name", [](Engine& e, int64_t u) { return e.unit(u).name(); })
       .def("give_parameters_back", &Engine::give_parameters_back, NoGil())
-      .def("comes_and_goes", [](Engine& e, int64_t i) { return e.home_of(i).comes_and_goes(); })
+      .def("comes_and_goes",
+           [](Engine& e, int64_t i) { return e.home_of(i).parameters().comes_and_goes(); })
       .def("unit_name_of", [](Engine& e, int64_t i) { return e.home_of(i).name(); })
       .def("padded_numel", [](Engine& e, int64_t u) { return e.unit(u).layout().padded_numel(); })
       .def("range_numel", [](Engine& e, int64_t u) { return e.unit(u).layout().range_numel(); })

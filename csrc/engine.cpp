@@ -151,7 +151,7 @@ int64_t Engine::add_unit(const std::vector<int64_t>& members, at::ScalarType dty
     if (flagged) flags_->add(members);
     units.push_back(std::move(unit));
   } catch (...) {
-    gatherer_.drop({thawed.begin(), thawed.end()}, Unit::Writes::discard);
+    gatherer_.drop({thawed.begin(), thawed.end()}, Writes::discard);
     throw;
   }
   const int64_t number = gatherer_.add_unit(units.back().get());
@@ -161,13 +161,13 @@ int64_t Engine::add_unit(const std::vector<int64_t>& members, at::ScalarType dty
     Parameter& parameter = parameters_[members[slot]];
     (trainable ? parameter.unit : parameter.frozen_unit) = index;
     parameter.slot = static_cast<int64_t>(slot);
-    parameter.tensor.set_data(units.back()->parameter_view(parameter.slot));
+    parameter.tensor.set_data(units.back()->parameters().view(parameter.slot));
     if (parameter.tensor.scalar_type() != values[slot].scalar_type()) {
       parameter.node = hook_parameter(parameter.tensor, members[slot], weak_from_this());
     }
   }
   for (const int64_t old : thawed) gatherer_.add_to_sites_of(old, number);
-  gatherer_.drop({thawed.begin(), thawed.end()}, Unit::Writes::discard);
+  gatherer_.drop({thawed.begin(), thawed.end()}, Writes::discard);
   return number;
 }
 
@@ -186,7 +186,7 @@ void Engine::set_published(int64_t i, const at::Tensor& view, const at::Tensor& 
 
 at::Tensor Engine::parameter_slice(int64_t i) {
   const Access access(*this);
-  return home_of(i).parameter_slice(parameters_[i].slot);
+  return home_of(i).parameters().shard_slice(parameters_[i].slot);
 }
 
 // The boundary
@@ -300,7 +300,7 @@ void Engine::leave_forward(int64_t site, const std::vector<at::Tensor>& outputs,
   Gatherer::Left left{.backward_may_follow = backward_may_follow};
   for (const int64_t u : gatherer_.units_of(site)) {
     const bool escapes = std::any_of(outputs.begin(), outputs.end(), [&](const at::Tensor& output) {
-      return gatherer_.unit(u).holds_storage_of(output);
+      return gatherer_.unit(u).parameters().owns_storage_of(output);
     });
     if (escapes) left.escaped.push_back(u);
   }
@@ -322,7 +322,7 @@ void Engine::unshard() {
   gatherer_.hold(all_gathered());
 }
 
-void Engine::reshard(Unit::Writes writes) {
+void Engine::reshard(Writes writes) {
   const Access access(*this);
   const at::NoGradGuard no_grad;
   if (releases()) {
@@ -355,9 +355,9 @@ void Engine::wait_for_shards() {
 void Engine::give_parameters_back() {
   const Access access(*this);
   for (int64_t u = 0; u < unit_count(); ++u) {
-    if (!units_[u]->comes_and_goes()) continue;
+    if (!units_[u]->parameters().comes_and_goes()) continue;
     gatherer_.hold({gathered_as_[u]});
-    units_[u]->drop_master();  // which is twice the memory that the next one needs
+    units_[u]->parameters().drop_master();  // which is twice the memory that the next one needs
   }
 }
 
@@ -486,7 +486,7 @@ void Engine::take_over_grads(const std::vector<int64_t>& indices, const char* ve
     const at::Tensor& grad = parameter.tensor.grad();
     const int64_t version = version_of(parameter.published_view, parameter.published_local);
     if (parameter.published && version != parameter.published_version) {
-      units_[parameter.unit]->suspect_nonfinite(parameter.slot);
+      sums_of(parameter).suspect_nonfinite(parameter.slot);
     }
     parameter.published_version = version;
     if (parameter.published && !grad.defined()) {
@@ -511,9 +511,9 @@ void Engine::write_gradient(Parameter& parameter, const at::Tensor& grad) {
   Unit& unit = *units_[parameter.unit];
   if (grad.unsafeGetTensorImpl()->is_python_dispatch()) {
     TORCH_CHECK(local_reader_, "zero_ext: no reader for tensor subclasses is set");
-    unit.write_gradient(parameter.slot, local_reader_(grad));
+    unit.sums().write(parameter.slot, local_reader_(grad));
   } else {
-    unit.write_gradient(parameter.slot, unit.own_part(parameter.slot, grad, at::kFloat));
+    unit.sums().write(parameter.slot, unit.layout().own_part(parameter.slot, grad, at::kFloat));
   }
   parameter.tensor.mutable_grad() = parameter.published_view;
   parameter.published = true;
@@ -529,14 +529,14 @@ void Engine::withdraw() {
 
 void Engine::publish() {
   for (Parameter& parameter : parameters_) {
-    if (parameter.unit < 0 || units_[parameter.unit]->fresh(parameter.slot)) continue;
+    if (parameter.unit < 0 || sums_of(parameter).fresh(parameter.slot)) continue;
     parameter.tensor.mutable_grad() = parameter.published_view;
     parameter.published = true;
   }
 }
 
 void Engine::clear_gradient(Parameter& parameter) {
-  units_[parameter.unit]->clear_gradient(parameter.slot);
+  sums_of(parameter).clear(parameter.slot);
   if (parameter.published) parameter.tensor.mutable_grad().reset();
   parameter.published = false;
   parameter.nonfinite_micro_batch = -1;
@@ -708,7 +708,7 @@ StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices,
     verdict = agree_on_gradients(indices, questions, "step()");
   }
   for (const int64_t i : indices) {
-    if (managed(i)) repair_storage(i, Unit::Writes::keep);
+    if (managed(i)) repair_storage(i, Writes::keep);
   }
   if (verdict.nonfinite) gatherer_.wait_for_shards();
   micro_batch_ = 0;
@@ -731,20 +731,20 @@ bool Engine::lies_elsewhere(int64_t i) const {
       parameter.tensor.scalar_type() != unit.dtype()) {
     return false;
   }
-  return !unit.holds_storage_of(parameter.tensor) ||
+  return !unit.parameters().owns_storage_of(parameter.tensor) ||
          parameter.tensor.storage_offset() != slot.offset ||
          parameter.tensor.strides() != at::IntArrayRef(slot.spec.strides) ||
          parameter.tensor.sizes() != at::IntArrayRef(slot.spec.sizes);
 }
 
-void Engine::repair_storage(int64_t i, Unit::Writes writes) {
+void Engine::repair_storage(int64_t i, Writes writes) {
   if (!lies_elsewhere(i)) return;
   Parameter& parameter = parameters_[i];
   Unit& unit = home_of(i);
-  if (writes == Unit::Writes::keep) {
-    unit.adopt_parameter(parameter.slot, parameter.tensor.detach());
+  if (writes == Writes::keep) {
+    unit.parameters().adopt(parameter.slot, parameter.tensor.detach());
   }
-  parameter.tensor.set_data(unit.parameter_view(parameter.slot));
+  parameter.tensor.set_data(unit.parameters().view(parameter.slot));
 }
 
 StepVerdict Engine::agree_on_gradients(const std::vector<int64_t>& indices,
@@ -754,7 +754,7 @@ StepVerdict Engine::agree_on_gradients(const std::vector<int64_t>& indices,
   for (const int64_t i : indices) {
     const Parameter& parameter = parameters_[i];
     if (parameter.unit < 0 || !questions.nonfinite) continue;
-    const bool now = units_[parameter.unit]->still_nonfinite(parameter.slot);
+    const bool now = sums_of(parameter).still_nonfinite(parameter.slot);
     if (now) finite = 0;
     if (!now && parameter.nonfinite_micro_batch < 0) continue;
     const int64_t micro_batch = parameter.nonfinite_micro_batch < 0
@@ -841,7 +841,7 @@ void Engine::search_suspects(const std::vector<int64_t>& indices) {
   std::vector<int64_t> suspects;
   int64_t scratch_bytes = 0;
   for (const int64_t i : indices) {
-    if (!managed(i) || !units_[parameters_[i].unit]->suspected(parameters_[i].slot)) continue;
+    if (!managed(i) || !sums_of(parameters_[i]).suspected(parameters_[i].slot)) continue;
     suspects.push_back(i);
     scratch_bytes = std::max(scratch_bytes,
                              kernels::sum_of_squares_scratch_bytes(parameters_[i].tensor.numel()));
@@ -855,8 +855,8 @@ void Engine::search_suspects(const std::vector<int64_t>& indices) {
   std::vector<int64_t> flags;
   for (const int64_t i : suspects) {
     Unit& unit = *units_[parameters_[i].unit];
-    unit.sum_squares_of(parameters_[i].slot, result++, scratch);
-    unit.forget_suspicion(parameters_[i].slot);
+    unit.sums().sum_squares_of(parameters_[i].slot, result++, scratch);
+    unit.sums().forget_suspicion(parameters_[i].slot);
     flags.push_back(unit.flag(parameters_[i].slot));
   }
   flags_->replace_sums(flags, squares);
@@ -881,14 +881,16 @@ void Engine::apply_step(const Update& update) {
   std::vector<uint8_t> mine(parameters_.size(), 0);
   for (const int64_t i : update.indices) mine[i] = 1;
   Pending gathering;
-  for (int64_t u = unit_count() - 1; u >= 0; --u) units_[u]->begin_update();
+  for (int64_t u = unit_count() - 1; u >= 0; --u) units_[u]->parameters().begin_update();
   for (int64_t u = unit_count() - 1; u >= 0; --u) {
     Unit& unit = *units_[u];
-    unit.await_update();
+    unit.parameters().await_update();
     const std::vector<int64_t>& members = unit_parameters_[u];
-    const auto used = [&](int64_t slot) { return mine[members[slot]] != 0 && !unit.fresh(slot); };
+    const auto used = [&](int64_t slot) {
+      return mine[members[slot]] != 0 && !unit.sums().fresh(slot);
+    };
     const auto same = [&](int64_t a, int64_t b) { return update.same(members[a], members[b]); };
-    for (const Run& run : unit.runs(used, same))
+    for (const Run& run : unit.layout().runs(used, same))
       update.apply(u, unit, run, members[run.first_slot]);
     bool any = false;
     for (int64_t slot = 0; slot < unit.layout().size(); ++slot) {
@@ -898,9 +900,9 @@ void Engine::apply_step(const Update& update) {
       parameters_[members[slot]].tensor.unsafeGetTensorImpl()->bump_version();
       update.applied(members[slot]);
     }
-    if (any) unit.end_update();
+    if (any) unit.parameters().end_update();
     if (!any || policy().gather != When::after_step) continue;
-    unit.gather(comm_, steps_ * kMaxUnits + u, gathering);
+    unit.parameters().gather(comm_, steps_ * kMaxUnits + u, gathering);
     ++gathers_;
   }
   ++steps_;
@@ -911,7 +913,7 @@ void Engine::apply_step(const Update& update) {
 void Engine::adopt_writes() {
   const Access access(*this);
   const at::NoGradGuard no_grad;
-  for (const auto& unit : units_) unit->adopt_writes();
+  for (const auto& unit : units_) unit->parameters().adopt_writes();
 }
 
 at::Tensor Engine::current_master(int64_t i) {
@@ -922,10 +924,10 @@ at::Tensor Engine::current_master(int64_t i) {
   Unit& unit = home_of(i);
   // Nothing is written here: other ranks may still be gathering from this one's shard, and what is
   // in full may yet be forgotten.
-  const at::Tensor written = lies_elsewhere(i)
-                                 ? unit.own_part(parameter.slot, parameter.tensor, unit.dtype())
-                                 : unit.present_slice(parameter.slot);
-  return unit.master_with(parameter.slot, written);
+  const at::Tensor written =
+      lies_elsewhere(i) ? unit.layout().own_part(parameter.slot, parameter.tensor, unit.dtype())
+                        : unit.parameters().present_slice(parameter.slot);
+  return unit.parameters().master_with(parameter.slot, written);
 }
 
 void Engine::write_parameter(int64_t i, const at::Tensor& value) {
@@ -935,10 +937,12 @@ void Engine::write_parameter(int64_t i, const at::Tensor& value) {
   const Parameter& parameter = parameters_[i];
   Unit& unit = home_of(i);
   gatherer_.wait_for_shards();  // which may have been gathering the old value
-  repair_storage(i, Unit::Writes::discard);
-  unit.adopt_parameter(parameter.slot, value);
+  repair_storage(i, Writes::discard);
+  unit.parameters().adopt(parameter.slot, value);
   if (managed(i)) {
-    unit.master_slice(parameter.slot).copy_(unit.own_part(parameter.slot, value, at::kFloat));
+    unit.parameters()
+        .master_slice(parameter.slot)
+        .copy_(unit.layout().own_part(parameter.slot, value, at::kFloat));
   }
   parameter.tensor.unsafeGetTensorImpl()->bump_version();
   gatherer_.wait_for_shards();  // before anybody gathers the new one
@@ -947,8 +951,8 @@ void Engine::write_parameter(int64_t i, const at::Tensor& value) {
 void Engine::add_own_squares(const std::vector<int64_t>& indices, kernels::SquareSum* sum) const {
   for (const int64_t i : indices) {
     const Parameter& parameter = parameters_[i];
-    if (parameter.unit < 0 || units_[parameter.unit]->fresh(parameter.slot)) continue;
-    units_[parameter.unit]->add_squares(parameter.slot, sum);
+    if (parameter.unit < 0 || sums_of(parameter).fresh(parameter.slot)) continue;
+    sums_of(parameter).add_squares(parameter.slot, sum);
   }
 }
 
@@ -989,10 +993,10 @@ void Engine::scale_runs(const std::vector<int64_t>& indices, const at::Tensor& f
   for (int64_t u = 0; u < unit_count(); ++u) {
     Unit& unit = *units_[u];
     const auto used = [&](int64_t slot) {
-      return mine[unit_parameters_[u][slot]] != 0 && !unit.fresh(slot);
+      return mine[unit_parameters_[u][slot]] != 0 && !unit.sums().fresh(slot);
     };
-    for (const Run& run : unit.runs(used, [](int64_t, int64_t) { return true; })) {
-      unit.grad_range(run).mul_(factor);
+    for (const Run& run : unit.layout().runs(used, [](int64_t, int64_t) { return true; })) {
+      unit.sums().range(run).mul_(factor);
     }
   }
 }
@@ -1012,16 +1016,16 @@ void Engine::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
       parameter.tensor.mutable_grad().reset();
       continue;
     }
-    const bool keep = mode == ZeroGrad::to_zero && !units_[parameter.unit]->fresh(parameter.slot);
+    const bool keep = mode == ZeroGrad::to_zero && !sums_of(parameter).fresh(parameter.slot);
     clear_gradient(parameter);
     parameter.tensor.mutable_grad().reset();
     if (!keep) continue;
-    units_[parameter.unit]->zero_gradient(parameter.slot);
+    sums_of(parameter).zero(parameter.slot);
     if (local_open_) continue;  // .grad is None until the sums are reduced
     parameter.tensor.mutable_grad() = parameter.published_view;
     parameter.published = true;
   }
-  for (const auto& unit : units_) unit->drop_idle_sums();
+  for (const auto& unit : units_) unit->sums().drop_idle();
   // A step that is given up (by a GradScaler, say) is over as well.
   const auto is_managed = [&](int64_t i) { return managed(i); };
   const int64_t zeroed = std::count_if(indices.begin(), indices.end(), is_managed);

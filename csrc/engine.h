@@ -137,10 +137,10 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   // made by Python.
   void set_published(int64_t i, const at::Tensor& view, const at::Tensor& local);
   at::Tensor grad_slice(int64_t i) {
-    return units_[parameters_[i].unit]->grad_slice(parameters_[i].slot);
+    return units_[parameters_[i].unit]->sums().slice(parameters_[i].slot);
   }
   at::Tensor master_slice(int64_t i) {
-    return units_[parameters_[i].unit]->master_slice(parameters_[i].slot);
+    return units_[parameters_[i].unit]->parameters().master_slice(parameters_[i].slot);
   }
   // The unit in which parameter i lies, trainable or not.
   Unit& home_of(int64_t i) const {
@@ -180,7 +180,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
                      bool backward_may_follow);
   std::shared_ptr<Call> begin_call(int64_t site);
   void unshard();
-  void reshard(Unit::Writes writes);
+  void reshard(Writes writes);
   // One rank may gather while the others do something else.
   bool serves_one_alone() const { return comm_.has_only_neighbors(); }
   bool held_by_user() const;  // unshard() was not taken back yet
@@ -273,7 +273,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   // The user gave parameter i another storage.
   bool lies_elsewhere(int64_t i) const;
   // If so, its values are taken over, or forgotten.
-  void repair_storage(int64_t i, Unit::Writes writes);
+  void repair_storage(int64_t i, Writes writes);
   void saw_nonfinite(Parameter& parameter) const;
   StepVerdict agree_on_gradients(const std::vector<int64_t>& indices,
                                  const StepQuestions& questions, const char* verb);
@@ -284,6 +284,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   // Squares of this rank's reduced gradients; `sum` lies where they do.
   void add_own_squares(const std::vector<int64_t>& indices, kernels::SquareSum* sum) const;
   bool managed(int64_t i) const { return parameters_[i].unit >= 0; }
+  GradientSums& sums_of(const Parameter& parameter) const { return units_[parameter.unit]->sums(); }
 
   class Access {
    public:

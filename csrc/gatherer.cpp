@@ -27,7 +27,7 @@ Gatherer::Gatherer(Comm& comm, const UnitContext& context, GatherOptions options
     : comm_(comm), context_(context), options_(options) {}
 
 int64_t Gatherer::add_unit(Unit* unit) {
-  const bool releases = unit->comes_and_goes();
+  const bool releases = unit->parameters().comes_and_goes();
   entries_.push_back({.unit = unit,
                       .state = releases ? Residency::released : Residency::gathered,
                       .holds = {.permanent = !releases},
@@ -51,7 +51,7 @@ void Gatherer::add_to_sites_of(int64_t unit, int64_t added) {
 // The verbs
 
 void Gatherer::apply(int64_t unit, ResidencyEvent event, const ResidencyContext& context,
-                     Unit::Writes writes) {
+                     Writes writes) {
   Entry& entry = entries_[unit];
   const Transition next = transition(entry.state, entry.holds, event, context);
   switch (next.action) {
@@ -70,7 +70,7 @@ void Gatherer::apply(int64_t unit, ResidencyEvent event, const ResidencyContext&
       break;
     case ResidencyAction::release:
       if (entry.state == Residency::gathering) finish(entry);
-      entry.unit->release(comm_, writes);
+      entry.unit->parameters().release(comm_, writes);
       entry.ahead = false;
       break;
     case ResidencyAction::error:
@@ -85,7 +85,7 @@ void Gatherer::apply(int64_t unit, ResidencyEvent event, const ResidencyContext&
 
 void Gatherer::start(Entry& entry) {
   try {
-    entry.unit->start_gather(comm_);
+    entry.unit->parameters().start_gather(comm_);
   } catch (const c10::Error&) {
     throw;
   } catch (const std::exception& error) {  // gloo's own
@@ -100,7 +100,7 @@ void Gatherer::start(Entry& entry) {
 }
 
 void Gatherer::finish(Entry& entry) {
-  entry.unit->finish_gather([&] { return waiting_for(entry); });
+  entry.unit->parameters().finish_gather([&] { return waiting_for(entry); });
   last_gathered_ = entry.unit->name();
 }
 
@@ -173,13 +173,13 @@ void Gatherer::prefetch(Phase phase) {
   if (comm_.has_only_neighbors() && !options_.prefetch_from_neighbors) return;
   int64_t ahead = 0;
   for (const Entry& entry : entries_) {
-    if (entry.ahead) ahead += entry.unit->full_bytes();
+    if (entry.ahead) ahead += entry.unit->parameters().full_bytes();
   }
   const std::vector<int64_t>& order = order_[phase];
   for (size_t next = position_[phase]; next < order.size(); ++next) {
     Entry& entry = entries_[order[next]];
     if (entry.state != Residency::released) continue;
-    ahead += entry.unit->full_bytes();
+    ahead += entry.unit->parameters().full_bytes();
     if (ahead > options_.prefetch_bytes) return;
     apply(order[next], ResidencyEvent::prefetch);
     entry.ahead = true;
@@ -255,9 +255,9 @@ void Gatherer::gradient_arrived(int64_t unit, bool graph_kept) {
 
 bool Gatherer::may_retain(int64_t unit) const {
   if (options_.retained_bytes < 0 || entries_[unit].holds.graph) return true;
-  int64_t retained = entries_[unit].unit->full_bytes();
+  int64_t retained = entries_[unit].unit->parameters().full_bytes();
   for (const Entry& entry : entries_) {
-    if (entry.holds.graph) retained += entry.unit->full_bytes();
+    if (entry.holds.graph) retained += entry.unit->parameters().full_bytes();
   }
   return retained <= options_.retained_bytes;
 }
@@ -297,18 +297,18 @@ void Gatherer::hold(const std::vector<int64_t>& units) {
   }
 }
 
-void Gatherer::drop(const std::vector<int64_t>& units, Unit::Writes writes) {
+void Gatherer::drop(const std::vector<int64_t>& units, Writes writes) {
   for (const int64_t u : units) {
     Entry& entry = entries_[u];
     apply(u, ResidencyEvent::drop, {.expected = entry.unit->expects_gradients()}, writes);
     if (entry.state != Residency::gathered || entry.holds.permanent) continue;
-    if (writes == Unit::Writes::discard) {  // something else holds it
+    if (writes == Writes::discard) {  // something else holds it
       if (!offers_last()) {
         ++entry.taken;
         ++entry.due;
         offer_missing(entry);
       }
-      entry.unit->receive_ranges(comm_);
+      entry.unit->parameters().receive_ranges(comm_);
       finish(entry);
     }
   }
@@ -328,7 +328,7 @@ void Gatherer::begin_step() {
 
 void Gatherer::wait_for_shards() {
   if (!context_.shards_parameters()) return;
-  for (Entry& entry : entries_) entry.unit->refresh_mirror(comm_);
+  for (Entry& entry : entries_) entry.unit->parameters().refresh_mirror(comm_);
   if (!comm_.on_device()) tell_what_was_taken();
 }
 
@@ -362,7 +362,7 @@ void Gatherer::offer_missing(Entry& entry) {
     std::deque<Comm::Offer>& offers = entry.offers[peer];
     try {
       while (static_cast<int64_t>(offers.size()) < due) {
-        offers.push_back(entry.unit->offer(comm_, peer));
+        offers.push_back(entry.unit->parameters().offer(comm_, peer));
       }
     } catch (const std::exception& error) {
       TORCH_CHECK(false, where(context_.rank, entry.unit->name()), "rank ", peer,

@@ -73,7 +73,7 @@ class Gatherer {
 
   // unshard() and reshard().
   void hold(const std::vector<int64_t>& units);
-  void drop(const std::vector<int64_t>& units, Unit::Writes writes);
+  void drop(const std::vector<int64_t>& units, Writes writes);
 
   // Before the update: everything is released.
   void begin_step();
@@ -114,7 +114,7 @@ class Gatherer {
   bool is_alone() const { return context_.world == 1; }
 
   void apply(int64_t unit, ResidencyEvent event, const ResidencyContext& context = {},
-             Unit::Writes writes = Unit::Writes::keep);
+             Writes writes = Writes::keep);
   void start(Entry& entry);
   void finish(Entry& entry);
   std::string waiting_for(const Entry& entry) const;

@@ -14,7 +14,7 @@ namespace {
 // The rounding that run's masters have in the unit's compute dtype, or null where master is the
 // parameter.
 void* parameter_of(const Unit& unit, const Run& run) {
-  char* begin = static_cast<char*>(unit.stepped_parameter());
+  char* begin = static_cast<char*>(unit.parameters().stepped());
   return begin == nullptr ? nullptr
                           : begin + run.begin * kernels::element_bytes(dtype_of(unit.dtype()));
 }
@@ -50,8 +50,8 @@ void OptimizerState::allocate_for(int64_t i) {
   if (!buffers_[u].empty()) return;
   std::vector<FlatBuffer> states;
   for (int64_t k = 0; k < states_; ++k) {
-    states.push_back(engine_->unit(u).state_buffer(Held::optimizer_state, at::kFloat,
-                                                   engine_->unit(u).layout().range_numel()));
+    states.push_back(engine_->context().state_buffer(Held::optimizer_state, at::kFloat,
+                                                     engine_->unit(u).layout().range_numel()));
     states.back().fill_zero();
   }
   buffers_[u] = std::move(states);
@@ -59,9 +59,7 @@ void OptimizerState::allocate_for(int64_t i) {
 
 at::Tensor OptimizerState::slice(int64_t k, int64_t i) const {
   const int64_t u = engine_->unit_of(i);
-  const Piece* piece = engine_->unit(u).own_piece(engine_->slot_of(i));
-  return piece == nullptr ? buffers_[u][k].slice(0, 0)
-                          : buffers_[u][k].slice(piece->range_begin, piece->numel);
+  return engine_->unit(u).layout().own_slice(buffers_[u][k], engine_->slot_of(i));
 }
 
 float* OptimizerState::data(int64_t k, int64_t unit, const Run& run) const {
@@ -136,10 +134,10 @@ void OptimizerState::apply_adam(const std::vector<AdamGroup>& groups) {
   const Runner& runner = engine_->context().state;
   apply([&](int64_t u, Unit& unit, const Run& run, int64_t i, int64_t step) {
     const AdamGroup& group = groups[group_of_[i]];
-    check(runner->adam({.master = unit.master_data() + run.begin,
+    check(runner->adam({.master = unit.parameters().master_data() + run.begin,
                         .param = parameter_of(unit, run),
                         .param_dtype = dtype_of(unit.dtype()),
-                        .grad = unit.grad_data() + run.begin,
+                        .grad = unit.sums().data() + run.begin,
                         .exp_avg = data(0, u, run),
                         .exp_avg_sq = data(1, u, run),
                         .max_exp_avg_sq = group.amsgrad ? data(2, u, run) : nullptr,
@@ -163,10 +161,10 @@ void OptimizerState::apply_sgd(const std::vector<SgdGroup>& groups) {
   const Runner& runner = engine_->context().state;
   apply([&](int64_t u, Unit& unit, const Run& run, int64_t i, int64_t step) {
     const SgdGroup& group = groups[group_of_[i]];
-    check(runner->sgd({.master = unit.master_data() + run.begin,
+    check(runner->sgd({.master = unit.parameters().master_data() + run.begin,
                        .param = parameter_of(unit, run),
                        .param_dtype = dtype_of(unit.dtype()),
-                       .grad = unit.grad_data() + run.begin,
+                       .grad = unit.sums().data() + run.begin,
                        .momentum_buffer = group.momentum != 0 ? data(0, u, run) : nullptr,
                        .numel = run.numel,
                        .lr = group.lr,
@@ -186,9 +184,9 @@ void OptimizerState::apply_sgd(const std::vector<SgdGroup>& groups) {
 void OptimizerState::apply_masters() {
   const Runner& runner = engine_->context().state;
   apply([&](int64_t /*u*/, Unit& unit, const Run& run, int64_t /*i*/, int64_t /*step*/) {
-    if (unit.stepped_parameter() == nullptr) return;
-    check(runner->cast(unit.master_data() + run.begin, kernels::DType::f32, parameter_of(unit, run),
-                       dtype_of(unit.dtype()), run.numel, runner.launch()),
+    if (unit.parameters().stepped() == nullptr) return;
+    check(runner->cast(unit.parameters().master_data() + run.begin, kernels::DType::f32,
+                       parameter_of(unit, run), dtype_of(unit.dtype()), run.numel, runner.launch()),
           "cast");
   });
 }

@@ -145,12 +145,12 @@ class one_process:  # noqa: N801
     """Optimizers made inside shard over this rank alone."""
 
     def __enter__(self):
-        self._resolve = zero_ext.optim.resolve
+        self._resolve = zero_ext.sharded_optimizer.resolve
         alone = zero_ext.groups.Groups(None, None, 0, 1, torch.get_default_device())
-        zero_ext.optim.resolve = lambda *_: alone
+        zero_ext.sharded_optimizer.resolve = lambda *_: alone
 
     def __exit__(self, *exception):
-        zero_ext.optim.resolve = self._resolve
+        zero_ext.sharded_optimizer.resolve = self._resolve
 
 
 @all_ways

@@ -13,7 +13,7 @@ from torch import Tensor
 from zero_ext import _C
 from zero_ext.groups import broadcast_
 from zero_ext.handle import Handle, find
-from zero_ext.optim import ShardedOptimizer
+from zero_ext.sharded_optimizer import ShardedOptimizer
 
 
 @torch.no_grad()

@@ -1,0 +1,192 @@
+#include "gradient_sums.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "check.h"
+#include "launch.h"
+
+namespace zero_ext {
+namespace {
+
+constexpr char kDropped[] =
+    "the gradients of this unit were dropped by zero_grad(). Clone what should outlive it.";
+
+bool any_sum(const std::vector<uint8_t>& fresh) {
+  return std::find(fresh.begin(), fresh.end(), 0) != fresh.end();
+}
+
+}  // namespace
+
+GradientSums::GradientSums(const UnitContext& context, const RankLayout& layout,
+                           const std::string& unit, UnitKind kind)
+    : context_(context),
+      layout_(layout),
+      dropped_message_(where(context.rank, unit) + kDropped),
+      fresh_(layout.size(), 1),
+      local_fresh_(layout.size(), 1),
+      nonfinite_(layout.size(), 0) {
+  if (kind == UnitKind::frozen) return;
+  if (come_and_go()) {
+    grad_ = FlatBuffer::without_memory(context_.state_memory(), Held::grad, context_.state_place(),
+                                       at::kFloat, layout_.range_numel(), dropped_message_);
+  } else {
+    grad_ = context_.state_buffer(Held::grad, at::kFloat, layout_.range_numel());
+    grad_.fill_zero();
+  }
+}
+
+float* GradientSums::local(const Piece& piece, int64_t in_slot) const {
+  const int64_t distance =
+      (piece.range - layout_.own_range() + layout_.ranges()) % layout_.ranges();
+  return data() + distance * layout_.range_numel() + piece.range_begin +
+         (in_slot - piece.slot_begin);
+}
+
+void GradientSums::need() {
+  if (!grad_.emptied() || grad_.stowed()) return;
+  grad_.allocate();
+  if (layout_.own_gaps()) grad_.fill_zero();  // updates read them
+}
+
+void GradientSums::drop_idle() {
+  if (!come_and_go() || !grad_.defined() || grad_.emptied()) return;
+  if (any_sum(fresh_) || any_sum(local_fresh_)) return;
+  grad_.empty(dropped_message_);
+  kept_ = false;
+  before_.drop();
+  local_before_.drop();
+}
+
+void GradientSums::clear(int64_t i) {
+  fresh_[i] = 1;
+  local_fresh_[i] = 1;
+  nonfinite_[i] = 0;
+}
+
+void GradientSums::zero(int64_t i) {
+  need();
+  const Piece* piece = layout_.own_piece(i);
+  if (piece != nullptr) {
+    zero_bytes(static_cast<float*>(reduced_sum().data()) + piece->range_begin,
+               context_.state.device(), piece->numel * sizeof(float));
+  }
+  fresh_[i] = 0;
+}
+
+void GradientSums::write(int64_t i, const at::Tensor& values) {
+  need();
+  const Piece* piece = layout_.own_piece(i);
+  if (piece != nullptr && piece->numel > 0) {
+    reduced_sum().slice(piece->range_begin, piece->numel).copy_(values.reshape({-1}));
+  }
+  fresh_[i] = 0;
+  local_fresh_[i] = 1;
+  suspect_nonfinite(i);
+}
+
+// One backward
+
+void GradientSums::begin_backward(bool direct, bool local) {
+  is_local_ = local;
+  fresh_before_ = fresh_;
+  local_fresh_before_ = local_fresh_;
+  if (!any_sum(fresh_)) kept_ = false;  // zeroed since
+  if (direct) keep_reduced();
+  if (local) {
+    keep_reduced();  // it lives where this rank's local sum is about to begin
+    need();
+    grad_.grow(layout_.padded_numel());
+  }
+}
+
+void GradientSums::copy_range(FlatBuffer& copy) const {
+  if (!copy.defined()) {
+    copy = context_.state_buffer(Held::grad, at::kFloat, layout_.range_numel());
+  }
+  copy.copy_begin(grad_, copy.tensor().nbytes());
+}
+
+void GradientSums::keep_reduced() {
+  if (kept_ || !any_sum(fresh_)) return;
+  copy_range(before_);
+  kept_ = true;
+}
+
+void GradientSums::restore_reduced() {
+  if (!kept_) return;
+  grad_.copy_begin(before_, before_.tensor().nbytes());
+  kept_ = false;
+}
+
+void GradientSums::begin_adding() {
+  keep_reduced();
+  if (!is_local_) return;
+  if (any_sum(local_fresh_)) copy_range(local_before_);
+  if (kept_) grad_.copy_begin(before_, before_.tensor().nbytes());
+}
+
+void GradientSums::end_adding(const std::function<bool(int64_t)>& used) {
+  for (int64_t i = 0; i < layout_.size(); ++i) {
+    if (used(i)) fresh_[i] = 0;
+  }
+  std::fill(local_fresh_.begin(), local_fresh_.end(), 1);
+}
+
+void GradientSums::end_backward(bool keep) {
+  if (!keep) kept_ = false;
+}
+
+void GradientSums::abort_backward(bool added) {
+  if (is_local_) {
+    const bool local_sums = any_sum(local_fresh_before_);
+    if (added && local_sums) grad_.copy_begin(local_before_, local_before_.tensor().nbytes());
+    // Without an earlier local sum, nothing but this backward lies on top of the reduced one.
+    if (!local_sums) restore_reduced();
+  } else {
+    restore_reduced();
+  }
+  fresh_ = fresh_before_;
+  local_fresh_ = local_fresh_before_;
+}
+
+// NaN, Inf and norms
+
+bool GradientSums::still_nonfinite(int64_t i) const {
+  if (!suspected(i) || fresh(i) || layout_.own_piece(i) == nullptr) return false;
+  double sum = 0;  // of squares, which cannot overflow: it is finite if every element is
+  sum_squares_of(i, &sum, at::Tensor());
+  return !std::isfinite(sum);
+}
+
+void GradientSums::sum_squares_of(int64_t i, double* result, const at::Tensor& scratch) const {
+  const Piece* piece = layout_.own_piece(i);
+  if (piece == nullptr || fresh(i)) return;
+  kernels::Launch launch = context_.state.launch();
+  if (scratch.defined()) {
+    launch.scratch = scratch.mutable_data_ptr();
+    launch.scratch_bytes = static_cast<int64_t>(scratch.nbytes());
+  }
+  check(context_.state->sum_of_squares(reduced(i), piece->numel, result, launch), "sum_of_squares");
+}
+
+void GradientSums::add_squares(int64_t i, kernels::SquareSum* sum) const {
+  const Piece* piece = layout_.own_piece(i);
+  if (piece == nullptr) return;
+  TORCH_INTERNAL_ASSERT(piece->slot_begin % kernels::kSquareGroupNumel == 0);
+  check(context_.state->add_squares(reduced(i), piece->numel, sum, context_.state.launch()),
+        "add_squares");
+}
+
+void GradientSums::stow(const std::string& message) {
+  for (FlatBuffer* buffer : {&grad_, &before_, &local_before_}) {
+    buffer->stow(context_.offloaded, message);
+  }
+}
+
+void GradientSums::unstow() {
+  for (FlatBuffer* buffer : {&grad_, &before_, &local_before_}) buffer->unstow();
+}
+
+}  // namespace zero_ext

@@ -1,0 +1,117 @@
+// GradientSums: the fp32 sums of a unit's gradients: this rank's range of the reduced gradient,
+// and, while it accumulates locally, this rank's own sum of the whole unit.
+//
+// Owner:     one Unit.
+// Threads:   called only under Engine::mutex_.
+// Invariant: fresh(i) says that this rank's part of the reduced gradient of slot i holds no sum; it
+//            is the same on every rank between two backwards.
+//
+// Note [Undoing]
+// A backward that throws must leave the sums as they were. A sum that held nothing is marked fresh
+// again. Before a reduced sum that holds something is added to, it is copied (before_: 4 bytes per
+// element of one range, only where several backwards accumulate). Copies of local sums would double
+// what they take: instead, gradients of a slot that has one are held as they came, until the
+// backward ends, or, where it reduces, until the unit's message is made of both. The reduced sum
+// then takes the place of this rank's range of the local one (local_before_).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "flat_buffer.h"
+#include "kernels/kernels.h"
+#include "rank_layout.h"
+#include "unit_context.h"
+
+namespace zero_ext {
+
+class GradientSums {
+ public:
+  // A frozen unit's have no memory, ever. `layout`: the unit's, which outlives this.
+  GradientSums(const UnitContext& context, const RankLayout& layout, const std::string& unit,
+               UnitKind kind);
+
+  // This rank's part of slot i of the reduced gradient, 1-D.
+  at::Tensor slice(int64_t i) const { return layout_.own_slice(grad_, i); }
+  at::Tensor range(const Run& run) const { return grad_.slice(run.begin, run.numel); }
+  float* data() const { return static_cast<float*>(grad_.data()); }
+  // Of slot i, this rank's part of the reduced gradient.
+  float* reduced(int64_t i) const { return data() + layout_.own_piece(i)->range_begin; }
+  // Of the local sum, which lies with this rank's range first, so that a buffer of one range is the
+  // beginning of a buffer of all.
+  float* local(const Piece& piece, int64_t in_slot) const;
+
+  bool fresh(int64_t i) const { return fresh_[i] != 0; }
+  bool local_fresh(int64_t i) const { return local_fresh_[i] != 0; }
+  // Before this backward.
+  bool local_was_fresh(int64_t i) const { return local_fresh_before_[i] != 0; }
+  void holds(int64_t i) { fresh_[i] = 0; }
+  void local_holds(int64_t i) { local_fresh_[i] = 0; }
+
+  // Whoever is about to write: on a device the sums have memory from the first gradient on until
+  // they are dropped, because activations need it meanwhile. On the host its pages would have to be
+  // made again for each step.
+  void need();
+  // No slot has a gradient any more: on a device the memory is free for others.
+  void drop_idle();
+  void clear(int64_t i);
+  void zero(int64_t i);
+  void write(int64_t i, const at::Tensor& values);  // this rank's part, 1-D
+
+  // One backward, which adds to the reduced sum at once, to the local one, or to the reduced one
+  // when it is reduced.
+  void begin_backward(bool direct, bool local);
+  // Before a reduction's contributions are added, and after: `used(i)`, there were some of slot i.
+  void begin_adding();
+  void end_adding(const std::function<bool(int64_t)>& used);
+  // It ended; with `keep`, the reduced sum stays below the local one.
+  void end_backward(bool keep);
+  // It threw: the sums become what they were before it, see Note [Undoing].
+  void abort_backward(bool added);
+
+  // NaN and Inf. The user wrote to slot i: it may hold some that no kernel of ours has seen.
+  void suspect_nonfinite(int64_t i) { nonfinite_[i] = 1; }
+  bool suspected(int64_t i) const { return nonfinite_[i] != 0; }
+  void forget_suspicion(int64_t i) { nonfinite_[i] = 0; }
+  // This rank's part of slot i was suspected to hold some, and does.
+  bool still_nonfinite(int64_t i) const;
+  // Its sum of squares into `result`, one fp64 of the sum's device, where that is a device.
+  void sum_squares_of(int64_t i, double* result, const at::Tensor& scratch) const;
+  // Adds the squares of this rank's part of slot i, in an order that does not matter.
+  // `sum` lies where the sums do.
+  void add_squares(int64_t i, kernels::SquareSum* sum) const;
+
+  // See FlatBuffer::stow and unstow.
+  void stow(const std::string& message);
+  void unstow();
+
+ private:
+  bool come_and_go() const { return !context_.state.on_host(); }
+  // Where the reduced sum is: below the local one, once that lies where it was.
+  const FlatBuffer& reduced_sum() const { return is_local_ && kept_ ? before_ : grad_; }
+  // Of this rank's range, at the beginning of grad_.
+  void copy_range(FlatBuffer& copy) const;
+  void keep_reduced();
+  void restore_reduced();
+
+  const UnitContext& context_;
+  const RankLayout& layout_;
+  std::string dropped_message_;  // what a read raises meanwhile
+  FlatBuffer grad_;    // [range], fp32; [padded] with this rank's range first once local sums exist
+  FlatBuffer before_;  // [range]; the reduced sum before this backward, or below the local sums
+  bool kept_ = false;  // before_ holds it
+  FlatBuffer local_before_;  // [range]; what the reduced sum of this backward replaced
+  bool is_local_ = false;    // the last backward added to the local sum
+
+  std::vector<uint8_t> fresh_;        // [slots]
+  std::vector<uint8_t> local_fresh_;  // [slots], of the local sums
+  std::vector<uint8_t> nonfinite_;    // [slots], of this rank's part: seen once, or suspected
+  std::vector<uint8_t> fresh_before_;
+  std::vector<uint8_t> local_fresh_before_;
+};
+
+}  // namespace zero_ext

@@ -1,0 +1,140 @@
+"""WrappedOptimizer: any elementwise torch optimizer on this rank's masters."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_ext import _C, elementwise
+from zero_ext.handle import find
+from zero_ext.sharded_optimizer import (
+    ShardedOptimizer,
+    check_state_shape,
+    refuse_differentiable,
+)
+
+
+class WrappedOptimizer(ShardedOptimizer):
+    """Any elementwise torch optimizer, run on this rank's 1-D fp32 masters. Made by ``wrap``."""
+
+    def __init__(self, optimizer_class, params, kwargs, **sharding):
+        refuse_differentiable(kwargs.get("differentiable", False))
+        elementwise.check(optimizer_class, kwargs)
+        self._optimizer_class, self._kwargs = optimizer_class, kwargs
+        self._inner: torch.optim.Optimizer | None = None
+        self._shards: dict[Tensor, torch.nn.Parameter] = {}
+        self._stowed: dict[int, _C.StowedStorage] = {}  # by storage: one may hold several states
+        probe = optimizer_class([torch.nn.Parameter(torch.zeros(1, device="cpu"))], **kwargs)
+        super().__init__(params, dict(probe.defaults), **sharding)
+
+    def _show_state(self, parameter: Tensor, i: int, group: dict[str, Any]) -> None:
+        shard = torch.nn.Parameter(self._handle.engine.master_slice(i))
+        self._shards[parameter] = shard
+        self._inner = self._with_group(self._inner, shard, group)
+
+    def _with_group(self, inner, shard: Tensor, group: dict[str, Any]) -> torch.optim.Optimizer:
+        inner_group = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        inner_group["params"] = [shard]
+        alone = self._optimizer_class([dict(inner_group)], **self._kwargs)
+        if inner is None:
+            return alone
+        inner.add_param_group(inner_group)
+        # Some optimizers make their state when constructed, and only then.
+        for name, value in alone.state.get(shard, {}).items():
+            inner.state[shard].setdefault(name, value)
+        return inner
+
+    def _must_know_verdicts(self) -> bool:
+        return True  # torch's optimizers cannot be told to skip
+
+    def _update(self, verdict: _C.StepVerdict) -> None:
+        self._handle.engine.adopt_writes()
+        if self.max_grad_norm is not None and verdict.factor != 1:
+            self._handle.engine.scale_gradients(self._sharded_state.indices, verdict.factor)
+        group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+        for inner_group, (parameter, shard) in zip(
+            self._inner.param_groups, self._shards.items(), strict=True
+        ):
+            outer = group_of[id(parameter)]
+            inner_group.update(
+                {k: v for k, v in outer.items() if k not in ("params", "param_names")}
+            )
+            gradient = parameter.grad
+            shard.grad = None if gradient is None else _local(gradient)
+        self._inner.step()
+        self._sharded_state.apply_masters()
+        for parameter, shard in self._shards.items():
+            self._show_inner_state(parameter, shard)
+
+    def _load_states(self, keys, parameters, saved) -> None:
+        if self._stowed:
+            raise RuntimeError(_C.STATES_OFFLOADED)
+        # torch's optimizers make their state in the first step, or some of it when constructed: a
+        # new one takes what is saved.
+        groups = [group for group in self.param_groups for _ in group["params"]]
+        inner, loaded = None, []
+        for key, parameter, group in zip(keys, parameters, groups, strict=True):
+            shard = self._shards.get(parameter)
+            if shard is None:  # frozen
+                continue
+            inner = self._with_group(inner, shard, group)
+            loaded.append((parameter, shard))
+            per_element = self._per_element_states(group, shard.device)
+            for name, value in saved.get(key, {}).items():
+                if name in per_element:
+                    check_state_shape(name, key, value, parameter.shape)
+                    value = self._slice_of(value, parameter, shard)
+                inner.state[shard][name] = copy.deepcopy(value)
+        self._inner, self._shards = inner, dict(loaded)
+        for parameter, shard in loaded:
+            self.state[parameter].clear()
+            self._show_inner_state(parameter, shard)
+
+    def _per_element_states(self, group: dict[str, Any], device: torch.device) -> set[str]:
+        """Found by trying: a 0-dim parameter's own state has the shape of a count of steps."""
+        probe = torch.nn.Parameter(torch.zeros(2, device=device))
+        probe.grad = torch.zeros_like(probe)
+        optimizer = self._with_group(None, probe, group)
+        optimizer.step()
+        return {
+            name
+            for name, value in optimizer.state[probe].items()
+            if isinstance(value, Tensor) and value.shape == probe.shape
+        }
+
+    def _set_state_offloaded(self, offloaded: bool) -> None:
+        super()._set_state_offloaded(offloaded)
+        if not offloaded:
+            for storage in self._stowed.values():
+                storage.bring_back()
+            self._stowed.clear()
+            return
+        for state in self._inner.state.values():
+            for value in state.values():
+                if not isinstance(value, Tensor) or value.device.type == "cpu":
+                    continue
+                key = value.untyped_storage()._cdata
+                if key not in self._stowed:
+                    self._stowed[key] = _C.StowedStorage(value, _C.STATES_OFFLOADED)
+
+    def _slice_of(self, value: Tensor, parameter: Tensor, shard: Tensor) -> Tensor:
+        local = torch.empty_like(shard, requires_grad=False)
+        self._handle.as_parameter(local, find(parameter)[1], parameter).copy_(value)
+        return local
+
+    def _show_inner_state(self, parameter: Tensor, shard: Tensor) -> None:
+        _, i = find(parameter)
+        state = self.state[parameter]
+        for name, value in self._inner.state[shard].items():
+            per_element = isinstance(value, Tensor) and value.shape == shard.shape and value.dim()
+            if not per_element:
+                state[name] = value
+            elif name not in state or _local(state[name]).data_ptr() != value.data_ptr():
+                state[name] = self._handle.as_parameter(value, i, parameter)
+
+
+def _local(gradient: Tensor) -> Tensor:
+    if hasattr(gradient, "to_local"):
+        return gradient.to_local()
+    return gradient.as_strided((gradient.numel(),), (1,))
