@@ -61,6 +61,14 @@ void Pending::wait(const std::function<std::string()>& what) {
   if (watch_ != nullptr) std::exchange(watch_, nullptr)->add(what());
 }
 
+void Pending::abandon() noexcept {
+  for (Part& part : parts_) {
+    CrossMemory::withdraw(*part.work);
+    part.work.reset();  // before the memory that it may still point to
+  }
+  parts_.clear();
+}
+
 void Pending::wait_if_possible(std::chrono::milliseconds timeout) noexcept {
   try {
     for (const Part& part : parts_) part.work->wait(timeout);

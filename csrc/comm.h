@@ -32,7 +32,10 @@ class Pending {
   // Waits for all parts. An error (a timeout, a dead peer) is raised again behind `what`, which
   // says who waited for what.
   void wait(const std::function<std::string()>& what);
-  // The same for at most `timeout`; an error is no error then.
+  // Gives up what has not come or gone. Only where no rank wants it any more: all of them have sent
+  // something later.
+  void abandon() noexcept;
+  // As wait(), for at most `timeout`; an error is no error then.
   void wait_if_possible(std::chrono::milliseconds timeout) noexcept;
 
  private:

@@ -227,6 +227,7 @@ class LinuxCrossMemory final : public CrossMemory,
 
   void wait(const std::shared_ptr<Transfer>& transfer, milliseconds timeout);
   void cancel(const std::shared_ptr<Transfer>& transfer);
+  void withdraw(const std::shared_ptr<Transfer>& transfer);
 
  private:
   struct Peer {
@@ -292,6 +293,7 @@ class MessageWork final : public c10d::Work {
     owner_->wait(transfer_, timeout);
     return true;
   }
+  void withdraw() { owner_->withdraw(transfer_); }
 
  private:
   std::shared_ptr<LinuxCrossMemory> owner_;
@@ -527,7 +529,16 @@ void LinuxCrossMemory::cancel(const std::shared_ptr<Transfer>& transfer) {
   --receiving_count_;
 }
 
+void LinuxCrossMemory::withdraw(const std::shared_ptr<Transfer>& transfer) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(sending_, [&](const auto& sent) { return sent.second == transfer; });
+}
+
 }  // namespace
+
+void CrossMemory::withdraw(c10d::Work& message) {
+  if (auto* ours = dynamic_cast<MessageWork*>(&message)) ours->withdraw();
+}
 
 std::shared_ptr<CrossMemory> CrossMemory::connect(
     int64_t rank, int64_t world, milliseconds timeout, bool allowed,
@@ -541,6 +552,8 @@ std::shared_ptr<CrossMemory> CrossMemory::connect(
 #else  // no process_vm_readv
 
 namespace zero_ext {
+
+void CrossMemory::withdraw(c10d::Work&) {}
 
 std::shared_ptr<CrossMemory> CrossMemory::connect(
     int64_t, int64_t, std::chrono::milliseconds, bool,

@@ -52,6 +52,9 @@ class CrossMemory {
   using Message = c10::intrusive_ptr<c10d::Work>;
   virtual Message send(const at::Tensor& tensor, int64_t to, int64_t tag) = 0;
   virtual Message receive(const at::Tensor& into, int64_t from, int64_t tag) = 0;
+  // A message that was sent and that nobody will receive: its memory need not be kept any more. Of
+  // anything else nothing changes.
+  static void withdraw(c10d::Work& message);
   // A message that may be received any number of times, with the bytes that `tensor` has then; its
   // sender is not told. The work keeps its memory, and is to live until nobody receives it any
   // more. A tag has either this or messages that are sent.

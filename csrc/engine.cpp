@@ -597,6 +597,9 @@ void Engine::finish_oldest_reduction() {
   if (std::unique_ptr<Bucket> bucket = unit.finish_reduce(reduce_scale_))
     pool_.give_back(std::move(bucket));
   in_flight_.pop_front();
+  // Every rank has sent its part of this one, and is in no earlier backward any more.
+  for (Unit::Orphan& orphan : orphans_) orphan.pending.abandon();
+  orphans_.clear();
 }
 
 void Engine::finish_backward() {
@@ -652,7 +655,11 @@ void Engine::abort_backward() noexcept {
   if (flags_ != nullptr) flags_->abort_backward();
   context_.reducing.join();
   const size_t orphans_before = orphans_.size();
-  for (const auto& unit : units_) unit->abort_backward(orphans_);
+  for (const auto& unit : units_) {
+    if (std::unique_ptr<Bucket> bucket = unit->abort_backward(orphans_)) {
+      pool_.give_back(std::move(bucket));
+    }
+  }
   for (size_t o = orphans_before; o < orphans_.size(); ++o) pool_.forget();
   in_flight_.clear();
   open_ = false;

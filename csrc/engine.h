@@ -349,7 +349,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
       false;          // reductions wait for the end: more gradients may arrive than the graph shows
   int64_t turn_ = 0;  // the next unit to reduce
   std::deque<int64_t> in_flight_;
-  std::vector<Unit::Orphan> orphans_;
+  std::vector<Unit::Orphan> orphans_;  // of backwards that threw, until a later one reduces
 
   // stats
   int64_t reductions_ = 0;

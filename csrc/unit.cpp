@@ -70,17 +70,21 @@ void Unit::end_backward() {
   sums_.end_backward(/*keep=*/local_goes_on);
 }
 
-void Unit::abort_backward(std::vector<Orphan>& orphans) {
+std::unique_ptr<Bucket> Unit::abort_backward(std::vector<Orphan>& orphans) {
   missing_ = 0;
   batched_.clear();
   for (auto& grads : held_) grads.clear();
   sums_.abort_backward(added_);
-  if (bucket_ != nullptr)
-    orphans.push_back({std::move(pending_), std::move(bucket_), std::move(flags_)});
+  if (bucket_ != nullptr) {
+    follow_filling_stream();
+    bucket_->mark_used();
+    if (reduced_) orphans.push_back({std::move(pending_), std::move(bucket_), std::move(flags_)});
+  }
   pending_ = Pending();
   flags_.clear();
   sources_.clear();
   staged_.reset();
+  return std::move(bucket_);
 }
 
 // Arriving

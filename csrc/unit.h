@@ -82,14 +82,15 @@ class Unit {
   void end_backward();
   // Slots whose held gradients held NaN or Inf.
   const std::vector<int64_t>& nonfinite_arrived() const { return nonfinite_arrived_; }
-  // What a reduction that nobody will finish still uses.
+  // What a reduction that nobody will finish still uses. The other ranks may finish theirs with it.
   struct Orphan {
     Pending pending;
     std::unique_ptr<Bucket> bucket;
     std::vector<at::Tensor> flags;
   };
-  // The backward threw: the sums become what they were before it.
-  void abort_backward(std::vector<Orphan>& orphans);
+  // The backward threw: the sums become what they were before it. Gives the bucket back (null where
+  // there is none), unless its reduction has begun and makes it an orphan.
+  std::unique_ptr<Bucket> abort_backward(std::vector<Orphan>& orphans);
 
   // See FlatBuffer::stow and unstow: of the parameters, the masters, the sums.
   void stow(const std::set<std::string>& states);

@@ -518,6 +518,8 @@ def hook_places(model, fail: FailOnce, where: str) -> None:
         model.layers[0].weight.register_post_accumulate_grad_hook(fail)
 
 
+TWO_UNITS_MB = 500 / 2**20
+
 PLACES = [
     "first parameter",
     "middle parameter",
@@ -556,6 +558,30 @@ def test_exception_leaves_the_gradients_bitwise_as_they_were(
             each.step()
             each.zero_grad()
     assert_same_values(model, expected)
+
+
+@dist_test
+@both_ways
+@pytest.mark.parametrize("places", [PLACES[:1] * 2, PLACES[2:3] * 2, PLACES[:3:2]], ids=str)
+def test_backwards_that_throw_keep_no_buckets(way, places, group, rank, world):
+    """Some have begun a reduction that nobody finishes, or that one rank alone has begun."""
+    model, expected = small_mlp(), small_mlp()
+    optimizer = way.optimizer(model, group, bucket_mb=TWO_UNITS_MB)
+    fail = FailOnce()
+    where = places[rank % 2]
+    hook_places(model, fail, where)
+    held = []
+    for step in range(5):
+        if step > 0:
+            failing_backward(model, rank, fail, where, step=50 + step)
+        optimizer.zero_grad()
+        expected.zero_grad()
+        backward(model, rank, step)
+        backward_of_all(expected, world, step)
+        assert_same_gradients(model, expected)
+        held.append(optimizer.stats()["bytes_bucket"])
+    assert optimizer.stats()["units"] == 2
+    assert held[1:] == held[1:2] * 4  # a bucket may serve the larger unit from now on
 
 
 @dist_test
