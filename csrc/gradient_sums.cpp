@@ -88,13 +88,13 @@ void GradientSums::write(int64_t i, const at::Tensor& values) {
 
 // One backward
 
-void GradientSums::begin_backward(bool direct, bool local) {
-  is_local_ = local;
+void GradientSums::begin_backward(Sink sink) {
+  sink_ = sink;
   fresh_before_ = fresh_;
   local_fresh_before_ = local_fresh_;
   if (!any_sum(fresh_)) kept_ = false;  // zeroed since
-  if (direct) keep_reduced();
-  if (local) {
+  if (sink == Sink::direct) keep_reduced();
+  if (sink == Sink::local) {
     keep_reduced();  // it lives where this rank's local sum is about to begin
     need();
     grad_.grow(layout_.padded_numel());
@@ -122,7 +122,7 @@ void GradientSums::restore_reduced() {
 
 void GradientSums::begin_adding() {
   keep_reduced();
-  if (!is_local_) return;
+  if (sink_ != Sink::local) return;
   if (any_sum(local_fresh_)) copy_range(local_before_);
   if (kept_) grad_.copy_begin(before_, before_.tensor().nbytes());
 }
@@ -139,7 +139,7 @@ void GradientSums::end_backward(bool keep) {
 }
 
 void GradientSums::abort_backward(bool added) {
-  if (is_local_) {
+  if (sink_ == Sink::local) {
     const bool local_sums = any_sum(local_fresh_before_);
     if (added && local_sums) grad_.copy_begin(local_before_, local_before_.tensor().nbytes());
     // Without an earlier local sum, nothing but this backward lies on top of the reduced one.

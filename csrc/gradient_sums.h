@@ -29,6 +29,9 @@
 
 namespace zero_ext {
 
+// See Note [Where a gradient goes] in unit.h.
+enum class Sink { direct, bucket, local };
+
 class GradientSums {
  public:
   // A frozen unit's have no memory, ever. `layout`: the unit's, which outlives this.
@@ -49,22 +52,23 @@ class GradientSums {
   bool local_fresh(int64_t i) const { return local_fresh_[i] != 0; }
   // Before this backward.
   bool local_was_fresh(int64_t i) const { return local_fresh_before_[i] != 0; }
-  void holds(int64_t i) { fresh_[i] = 0; }
-  void local_holds(int64_t i) { local_fresh_[i] = 0; }
+  // Something was added.
+  void mark_summed(int64_t i) { fresh_[i] = 0; }
+  void mark_local_summed(int64_t i) { local_fresh_[i] = 0; }
 
-  // Whoever is about to write: on a device the sums have memory from the first gradient on until
-  // they are dropped, because activations need it meanwhile. On the host its pages would have to be
-  // made again for each step.
+  // To be called before they are written: on a device the sums have memory from the first gradient
+  // on until they are dropped, because activations need it meanwhile. On the host its pages would
+  // have to be made again for each step.
   void need();
   // No slot has a gradient any more: on a device the memory is free for others.
   void drop_idle();
+  // Slot i becomes fresh; a sum of zeros; `values`, this rank's part, 1-D.
   void clear(int64_t i);
   void zero(int64_t i);
-  void write(int64_t i, const at::Tensor& values);  // this rank's part, 1-D
+  void write(int64_t i, const at::Tensor& values);
 
-  // One backward, which adds to the reduced sum at once, to the local one, or to the reduced one
-  // when it is reduced.
-  void begin_backward(bool direct, bool local);
+  // One backward.
+  void begin_backward(Sink sink);
   // Before a reduction's contributions are added, and after: `used(i)`, there were some of slot i.
   void begin_adding();
   void end_adding(const std::function<bool(int64_t)>& used);
@@ -92,7 +96,7 @@ class GradientSums {
  private:
   bool come_and_go() const { return !context_.state.on_host(); }
   // Where the reduced sum is: below the local one, once that lies where it was.
-  const FlatBuffer& reduced_sum() const { return is_local_ && kept_ ? before_ : grad_; }
+  const FlatBuffer& reduced_sum() const { return sink_ == Sink::local && kept_ ? before_ : grad_; }
   // Of this rank's range, at the beginning of grad_.
   void copy_range(FlatBuffer& copy) const;
   void keep_reduced();
@@ -104,8 +108,8 @@ class GradientSums {
   FlatBuffer grad_;    // [range], fp32; [padded] with this rank's range first once local sums exist
   FlatBuffer before_;  // [range]; the reduced sum before this backward, or below the local sums
   bool kept_ = false;  // before_ holds it
-  FlatBuffer local_before_;  // [range]; what the reduced sum of this backward replaced
-  bool is_local_ = false;    // the last backward added to the local sum
+  FlatBuffer local_before_;   // [range]; what the reduced sum of this backward replaced
+  Sink sink_ = Sink::direct;  // of the last backward
 
   std::vector<uint8_t> fresh_;        // [slots]
   std::vector<uint8_t> local_fresh_;  // [slots], of the local sums

@@ -56,7 +56,7 @@ void Unit::begin_backward(Sink sink, bool reduces, const std::vector<uint8_t>& e
   missing_ = std::count(expected.begin(), expected.end(), 1);
   arrived_.assign(layout_.size(), kNotArrived);
   nonfinite_arrived_.clear();
-  sums_.begin_backward(sink_ == Sink::direct, sink_ == Sink::local);
+  sums_.begin_backward(sink);
 }
 
 void Unit::end_backward() {
@@ -100,8 +100,8 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
   const Slot& slot = layout_.slot(i);
   if (slot.spec.numel == 0) {
     arrived_[i] = kArrived;
-    if (sink_ == Sink::direct) sums_.holds(i);
-    if (sink_ == Sink::local) sums_.local_holds(i);
+    if (sink_ == Sink::direct) sums_.mark_summed(i);
+    if (sink_ == Sink::local) sums_.mark_local_summed(i);
     return true;
   }
   at::Tensor dense = grad;
@@ -116,7 +116,7 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
     if (!overwrite) flush_batched();  // it may be among them
     const bool first = sink_ == Sink::direct ? sums_.fresh(i) : overwrite;
     batched_.push_back({.slot = i, .grad = dense, .first = first, .scale = scale});
-    if (sink_ == Sink::direct) sums_.holds(i);
+    if (sink_ == Sink::direct) sums_.mark_summed(i);
     if (complete()) flush_batched();
     return true;
   }
@@ -160,7 +160,7 @@ void Unit::accumulate_directly(int64_t i, const at::Tensor& grad, float scale, i
                                    sums_.reduced(i), grad.numel(), scale, sums_.fresh(i), nonfinite,
                                    context_.state.launch()),
         "accumulate");
-  sums_.holds(i);
+  sums_.mark_summed(i);
 }
 
 void Unit::accumulate_local(int64_t i, const at::Tensor& grad, int32_t* nonfinite) {
@@ -174,7 +174,7 @@ void Unit::accumulate_local(int64_t i, const at::Tensor& grad, int32_t* nonfinit
                                      sums_.local_fresh(i), nonfinite, context_.state.launch()),
           "accumulate");
   }
-  sums_.local_holds(i);
+  sums_.mark_local_summed(i);
 }
 
 void Unit::add_held(int64_t i) {

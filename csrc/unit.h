@@ -36,8 +36,6 @@
 
 namespace zero_ext {
 
-enum class Sink { direct, bucket, local };
-
 constexpr int64_t kMaxUnits = 1 << 12;  // of one engine, as far as message tags can tell
 
 class Unit {
