@@ -598,7 +598,17 @@ void Engine::finish_oldest_reduction() {
     pool_.give_back(std::move(bucket));
   in_flight_.pop_front();
   // Every rank has sent its part of this one, and is in no earlier backward any more.
-  for (Unit::Orphan& orphan : orphans_) orphan.pending.abandon();
+  if (!orphans_.empty()) drop_orphans();
+}
+
+void Engine::drop_orphans() {
+  // A device may still have to run what they began, before the reduction that this stream has
+  // waited for.
+  const SideStream::Scope beside(context_.reducing);
+  for (Unit::Orphan& orphan : orphans_) {
+    orphan.pending.abandon();
+    orphan.bucket->mark_used();
+  }
   orphans_.clear();
 }
 

@@ -265,6 +265,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   void lend_bucket(Unit& unit);
   void start_ready_reductions();
   void finish_oldest_reduction();
+  void drop_orphans();
   void finish_backward();
   void abort_backward() noexcept;
   void set_scales(Sink sink);
