@@ -108,6 +108,10 @@ void GradientSums::copy_range(FlatBuffer& copy) const {
   copy.copy_begin(grad_, copy.tensor().nbytes());
 }
 
+void GradientSums::put_back(const FlatBuffer& copy) {
+  grad_.copy_begin(copy, copy.tensor().nbytes());
+}
+
 void GradientSums::keep_reduced() {
   if (kept_ || !any_sum(fresh_)) return;
   copy_range(before_);
@@ -116,7 +120,7 @@ void GradientSums::keep_reduced() {
 
 void GradientSums::restore_reduced() {
   if (!kept_) return;
-  grad_.copy_begin(before_, before_.tensor().nbytes());
+  put_back(before_);
   kept_ = false;
 }
 
@@ -124,7 +128,7 @@ void GradientSums::begin_adding() {
   keep_reduced();
   if (sink_ != Sink::local) return;
   if (any_sum(local_fresh_)) copy_range(local_before_);
-  if (kept_) grad_.copy_begin(before_, before_.tensor().nbytes());
+  if (kept_) put_back(before_);
 }
 
 void GradientSums::end_adding(const std::function<bool(int64_t)>& used) {
@@ -141,7 +145,7 @@ void GradientSums::end_backward(bool keep) {
 void GradientSums::abort_backward(bool added) {
   if (sink_ == Sink::local) {
     const bool local_sums = any_sum(local_fresh_before_);
-    if (added && local_sums) grad_.copy_begin(local_before_, local_before_.tensor().nbytes());
+    if (added && local_sums) put_back(local_before_);
     // Without an earlier local sum, nothing but this backward lies on top of the reduced one.
     if (!local_sums) restore_reduced();
   } else {

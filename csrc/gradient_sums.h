@@ -97,8 +97,9 @@ class GradientSums {
   bool come_and_go() const { return !context_.state.on_host(); }
   // Where the reduced sum is: below the local one, once that lies where it was.
   const FlatBuffer& reduced_sum() const { return sink_ == Sink::local && kept_ ? before_ : grad_; }
-  // Of this rank's range, at the beginning of grad_.
+  // Of this rank's range, at the beginning of grad_; and back to there.
   void copy_range(FlatBuffer& copy) const;
+  void put_back(const FlatBuffer& copy);
   void keep_reduced();
   void restore_reduced();
 

@@ -287,8 +287,10 @@ void UnitParameters::stow(const std::set<std::string>& states, const std::string
   const bool full = states.count("full") > 0;
   const bool master = states.count("master") > 0;
   if (master && !full) need_shard();
-  if (full) full_.stow(context_.offloaded, message);
-  if (full) shard_.stow(context_.offloaded, message);
+  if (full) {
+    full_.stow(context_.offloaded, message);
+    shard_.stow(context_.offloaded, message);
+  }
   if (master) master_.stow(context_.offloaded, message);
 }
 

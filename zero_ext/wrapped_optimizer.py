@@ -8,11 +8,7 @@ from torch import Tensor
 
 from zero_ext import _C, elementwise
 from zero_ext.handle import find
-from zero_ext.sharded_optimizer import (
-    ShardedOptimizer,
-    check_state_shape,
-    refuse_differentiable,
-)
+from zero_ext.sharded_optimizer import ShardedOptimizer, check_state_shape, refuse_differentiable
 
 
 class WrappedOptimizer(ShardedOptimizer):

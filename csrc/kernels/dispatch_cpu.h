@@ -42,7 +42,7 @@ InstructionSet instruction_set();
 // CPU lacks it.
 bool use_instruction_set(InstructionSet set);
 
-// Whether sums are best fetched by the kernels themselves; Note [Blocks] in elements_cpu.h.
+// Whether sums and casts fetch ahead what they read; Note [Blocks] in elements_cpu.h.
 bool fetches_ahead();
 
 // For tests: has all later calls, of all threads, fetch ahead or not. Returns what they did before.
