@@ -630,7 +630,9 @@ def test_many_models_leave_no_threads_or_files_behind(mesh, rank, world):
         _C.wait_for_farewells(30)
         gather_objects(rank)
         counts.append(threads_and_files())
-    assert counts[1] == counts[3]
+    # Not equal: what an earlier test left behind may go away meanwhile.
+    for second, last in zip(counts[1], counts[3], strict=True):
+        assert last <= second, counts
 
 
 @pytest.mark.dist
