@@ -2,8 +2,8 @@
 // nothing of units.
 //
 // Owner:   Engine owns the watch; the hooks live on the parameters' AccumulateGrad nodes and hold
-// the listener weakly. Threads: hooks run on autograd's threads, without the GIL; the listener
-// locks.
+//          the listener weakly.
+// Threads: hooks run on autograd's threads, without the GIL; the listener locks.
 //
 // Note [Which backward is this?]
 // One `loss.backward()` may run several graph tasks: reentrant checkpointing calls backward inside

@@ -193,7 +193,7 @@ void bind_engine(py::module_& m) {
       .def_readwrite("limit_bytes", &EngineOptions::limit_bytes)
       .def_readwrite("gather", &EngineOptions::gather);
   py::class_<StepVerdict>(m, "StepVerdict")
-      .def_property_readonly("is_settled", &Engine::is_settled)
+      .def_property_readonly("is_settled", &StepVerdict::is_settled)
       .def_property_readonly("norm",
                              [](const StepVerdict& v) {
                                return v.on_device ? v.on_device->norm
@@ -238,31 +238,46 @@ void bind_engine(py::module_& m) {
       .def("wait_for_shards", &Engine::wait_for_shards, NoGil())
       .def("gathered_units", &Engine::gathered_units, NoGil())
       .def("set_gradient_dtype",
-           [](Engine& e, int64_t u, at::ScalarType dtype) { e.unit(u).set_gradient_dtype(dtype); })
+           [](Engine& e, int64_t u, at::ScalarType dtype) {
+             e.parameters().unit(u).set_gradient_dtype(dtype);
+           })
       .def_property_readonly("rank", &Engine::rank)
       .def_property_readonly("world", &Engine::world)
       .def_property_readonly("stage", [](const Engine& e) { return e.policy().stage; })
-      .def_property_readonly("unit_count", &Engine::unit_count)
+      .def_property_readonly("unit_count",
+                             [](const Engine& e) { return e.parameters().unit_count(); })
       .def_property_readonly("backwards", &Engine::backwards)
-      .def("unit_of", &Engine::unit_of)
-      .def("frozen_unit_of", &Engine::frozen_unit_of)
+      .def("unit_of", [](const Engine& e, int64_t i) { return e.parameters()[i].unit; })
+      .def("frozen_unit_of",
+           [](const Engine& e, int64_t i) { return e.parameters()[i].frozen_unit; })
       .def("parameter_slice", &Engine::parameter_slice, NoGil())
       .def_property_readonly("releases", &Engine::releases)
       .def("bounds",
-           [](Engine& e, int64_t i) { return e.home_of(i).layout().bounds(e.slot_of(i)); })
-      .def("strides",
-           [](Engine& e, int64_t i) {
-             return e.home_of(i).layout().slot(e.slot_of(i)).spec.strides;
+           [](const Engine& e, int64_t i) {
+             return e.parameters().home_of(i).layout().bounds(e.parameters()[i].slot);
            })
-      .def("unit_name", [](Engine& e, int64_t u) { return e.unit(u).name(); })
+      .def("strides",
+           [](const Engine& e, int64_t i) {
+             return e.parameters().home_of(i).layout().slot(e.parameters()[i].slot).spec.strides;
+           })
+      .def("unit_name", [](const Engine& e, int64_t u) { return e.parameters().unit(u).name(); })
       .def("give_parameters_back", &Engine::give_parameters_back, NoGil())
       .def("comes_and_goes",
-           [](Engine& e, int64_t i) { return e.home_of(i).parameters().comes_and_goes(); })
-      .def("unit_name_of", [](Engine& e, int64_t i) { return e.home_of(i).name(); })
-      .def("padded_numel", [](Engine& e, int64_t u) { return e.unit(u).layout().padded_numel(); })
-      .def("range_numel", [](Engine& e, int64_t u) { return e.unit(u).layout().range_numel(); })
-      .def("grad_slice", &Engine::grad_slice, NoGil())
-      .def("master_slice", &Engine::master_slice, NoGil())
+           [](const Engine& e, int64_t i) {
+             return e.parameters().home_of(i).parameters().comes_and_goes();
+           })
+      .def("unit_name_of",
+           [](const Engine& e, int64_t i) { return e.parameters().home_of(i).name(); })
+      .def("padded_numel", [](const Engine& e,
+                              int64_t u) { return e.parameters().unit(u).layout().padded_numel(); })
+      .def("range_numel",
+           [](const Engine& e, int64_t u) { return e.parameters().unit(u).layout().range_numel(); })
+      .def(
+          "grad_slice", [](const Engine& e, int64_t i) { return e.parameters().grad_slice(i); },
+          NoGil())
+      .def(
+          "master_slice", [](const Engine& e, int64_t i) { return e.parameters().master_slice(i); },
+          NoGil())
       .def("set_published", &Engine::set_published, NoGil())
       .def("set_local_reader",
            [](Engine& e, py::function f) { e.set_local_reader(from_any_thread(std::move(f))); })
@@ -273,8 +288,7 @@ void bind_engine(py::module_& m) {
       .def("set_offloaded", &Engine::set_offloaded, NoGil())
       .def("offloaded", &Engine::offloaded, NoGil())
       .def("set_loss_scale", &Engine::set_loss_scale, NoGil())
-      .def("write_gradient", py::overload_cast<int64_t, const at::Tensor&>(&Engine::write_gradient),
-           NoGil())
+      .def("write_gradient", &Engine::write_gradient, NoGil())
       .def("current_master", &Engine::current_master, NoGil())
       .def("write_parameter", &Engine::write_parameter, NoGil())
       .def("before_forward", &Engine::before_forward, NoGil())

@@ -2,8 +2,10 @@
 // owns.
 //
 // Owner:     BucketPool. A Unit borrows a bucket from its first gradient of a backward until its
-// reduction is finished. Threads:   called only under Engine::mutex_. Invariant: at most kSteady
-// buckets outlive a backward; memory is kept, because fresh memory costs more than the copy.
+//            reduction is finished.
+// Threads:   called only under Engine::mutex_.
+// Invariant: at most kSteady buckets outlive a backward; memory is kept, because fresh memory costs
+//            more than the copy.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -44,22 +44,23 @@ void OptimizerState::allocate_for(int64_t i) {
     steps_[i] = at::zeros({}, options.dtype(at::kFloat));
     versions_[i] = steps_[i]._version();
   }
-  const int64_t u = engine_->unit_of(i);
+  const int64_t u = engine_->parameters()[i].unit;
   if (u < 0) return;
   if (static_cast<int64_t>(buffers_.size()) <= u) buffers_.resize(u + 1);
   if (!buffers_[u].empty()) return;
   std::vector<FlatBuffer> states;
   for (int64_t k = 0; k < states_; ++k) {
-    states.push_back(engine_->context().state_buffer(Held::optimizer_state, at::kFloat,
-                                                     engine_->unit(u).layout().range_numel()));
+    states.push_back(engine_->context().state_buffer(
+        Held::optimizer_state, at::kFloat, engine_->parameters().unit(u).layout().range_numel()));
     states.back().fill_zero();
   }
   buffers_[u] = std::move(states);
 }
 
 at::Tensor OptimizerState::slice(int64_t k, int64_t i) const {
-  const int64_t u = engine_->unit_of(i);
-  return engine_->unit(u).layout().own_slice(buffers_[u][k], engine_->slot_of(i));
+  const int64_t u = engine_->parameters()[i].unit;
+  return engine_->parameters().unit(u).layout().own_slice(buffers_[u][k],
+                                                          engine_->parameters()[i].slot);
 }
 
 float* OptimizerState::data(int64_t k, int64_t unit, const Run& run) const {

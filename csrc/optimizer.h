@@ -3,9 +3,9 @@
 //
 // Owner:     the Python optimizer. Keeps the engine alive.
 // Threads:   the engine's lock protects an update; everything else is called by the optimizer's
-// thread. Invariant: state k of unit u has the length and the offsets of the unit's master; units
-// without a parameter of this
-//            optimizer have none.
+//            thread.
+// Invariant: state k of unit u has the length and the offsets of the unit's master; units without
+//            a parameter of this optimizer have none.
 #pragma once
 
 #include <cstdint>

@@ -1,0 +1,155 @@
+#include "step_agreement.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "check.h"
+#include "launch.h"
+
+namespace zero_ext {
+
+at::Tensor StepAgreement::gather(const at::Tensor& answer, const StepQuestions& questions,
+                                 const char* verb) {
+  if (context_.world == 1 || (replicated() && !questions.nonfinite)) return answer.unsqueeze(0);
+  return comm_.all_gather(
+      answer, [&] { return where(context_.rank) + verb + " waited for the other ranks' " + verb; });
+}
+
+StepVerdict StepAgreement::ask_host(const std::vector<int64_t>& indices,
+                                    const StepQuestions& questions, const char* verb) {
+  int64_t first = sighting::kNone;
+  int64_t finite = 1;
+  for (const int64_t i : indices) {
+    const ShardedParameter& parameter = parameters_[i];
+    if (!parameter.managed() || !questions.nonfinite) continue;
+    const bool now = parameters_.sums_of(i).still_nonfinite(parameter.slot);
+    if (now) finite = 0;
+    if (!now && parameter.nonfinite_micro_batch < 0) continue;
+    const int64_t micro_batch = parameter.nonfinite_micro_batch < 0
+                                    ? sighting::kUnknownMicroBatch
+                                    : parameter.nonfinite_micro_batch;
+    first = std::min(first, sighting::of(micro_batch, context_.rank, i));
+  }
+  // One message for both questions; a second one would cost more than the norm.
+  kernels::SquareSum sum{};
+  if (questions.norm()) add_own_squares(indices, &sum);
+  const int64_t length = 2 + (questions.norm() ? kernels::kSquareSumLength : 0);
+  const at::Tensor own = at::empty({length}, at::TensorOptions().dtype(at::kLong));
+  auto* value = own.mutable_data_ptr<int64_t>();
+  value[0] = finite;
+  value[1] = first;
+  std::copy_n(sum.begin(), length - 2, value + 2);
+  const at::Tensor all = gather(own, questions, verb);
+  if (!replicated()) sum = {};
+  for (int64_t r = 0; r < all.size(0); ++r) {
+    const int64_t* answer = all.const_data_ptr<int64_t>() + r * length;
+    finite = std::min(finite, answer[0]);
+    first = std::min(first, answer[1]);
+    if (replicated()) continue;
+    for (int64_t k = 2; k < length; ++k) sum[k - 2] += answer[k];
+  }
+  StepVerdict verdict{.nonfinite = finite == 0};
+  if (questions.norm()) {
+    verdict.factor = kernels::clipping_factor(sum, *questions.max_norm, &verdict.norm);
+  }
+  if (verdict.nonfinite && first != sighting::kNone) describe(first, verdict);
+  return verdict;
+}
+
+void StepAgreement::describe(int64_t first, StepVerdict& verdict) const {
+  verdict.rank = sighting::rank(first);
+  verdict.parameter = parameters_[sighting::parameter(first)].name;
+  const int64_t micro_batch = sighting::micro_batch(first);
+  verdict.micro_batch = micro_batch == sighting::kUnknownMicroBatch ? -1 : micro_batch;
+}
+
+StepVerdict StepAgreement::ask_device(const std::vector<int64_t>& indices,
+                                      const StepQuestions& questions, const char* verb) {
+  const c10::Device device = context_.compute.device();
+  const auto options = at::TensorOptions().device(device);
+  std::vector<int64_t> flags;
+  for (const int64_t i : indices) {
+    const ShardedParameter& parameter = parameters_[i];
+    if (parameter.managed() && questions.nonfinite) {
+      flags.push_back(parameters_.unit(parameter.unit).flag(parameter.slot));
+    }
+  }
+  if (questions.nonfinite) search_suspects(indices);
+  at::Tensor squares =
+      at::zeros({questions.norm() ? kernels::kSquareSumLength : 0}, options.dtype(at::kLong));
+  if (questions.norm()) {
+    add_own_squares(indices,
+                    reinterpret_cast<kernels::SquareSum*>(squares.mutable_data_ptr<int64_t>()));
+  }
+  const at::Tensor all =
+      gather(at::cat({context_.flags->verdict(flags), squares}), questions, verb);
+  auto verdict = std::make_shared<DeviceVerdict>();
+  verdict->skip = all.select(1, 0).min().eq(0).to(at::kInt).reshape({1});
+  const at::Tensor first = all.select(1, 1).min().reshape({1});
+  if (questions.norm()) {
+    if (!replicated()) squares = all.slice(1, 2).sum(0).contiguous();
+    verdict->norm = at::empty({}, options.dtype(at::kFloat));
+    verdict->factor = at::empty({1}, options.dtype(at::kFloat));
+    check(context_.state->clip_factor(
+              reinterpret_cast<const kernels::SquareSum*>(squares.const_data_ptr<int64_t>()),
+              *questions.max_norm, verdict->norm.mutable_data_ptr<float>(),
+              verdict->factor.mutable_data_ptr<float>(), context_.state.launch()),
+          "clip_factor");
+  }
+  const at::Tensor told = at::where(verdict->skip.ne(0), first, at::Scalar(sighting::kNone));
+  verdict->sighting = at::empty({1}, at::TensorOptions().dtype(at::kLong).pinned_memory(true));
+  verdict->sighting.copy_(told, /*non_blocking=*/true);
+  verdict->told = c10::Event(device.type());
+  verdict->told.record(current_stream(device));
+  return {.on_device = std::move(verdict)};
+}
+
+void StepAgreement::search_suspects(const std::vector<int64_t>& indices) {
+  std::vector<int64_t> suspects;
+  int64_t scratch_bytes = 0;
+  for (const int64_t i : indices) {
+    const ShardedParameter& parameter = parameters_[i];
+    if (!parameter.managed() || !parameters_.sums_of(i).suspected(parameter.slot)) continue;
+    suspects.push_back(i);
+    scratch_bytes =
+        std::max(scratch_bytes, kernels::sum_of_squares_scratch_bytes(parameter.tensor.numel()));
+  }
+  if (suspects.empty()) return;
+  const auto options = at::TensorOptions().device(context_.compute.device());
+  const at::Tensor scratch = at::empty({scratch_bytes}, options.dtype(at::kByte));
+  const at::Tensor squares =
+      at::zeros({static_cast<int64_t>(suspects.size())}, options.dtype(at::kDouble));
+  auto* result = squares.mutable_data_ptr<double>();
+  std::vector<int64_t> flags;
+  for (const int64_t i : suspects) {
+    const ShardedParameter& parameter = parameters_[i];
+    Unit& unit = parameters_.unit(parameter.unit);
+    unit.sums().sum_squares_of(parameter.slot, result++, scratch);
+    unit.sums().forget_suspicion(parameter.slot);
+    flags.push_back(unit.flag(parameter.slot));
+  }
+  context_.flags->replace_sums(flags, squares);
+}
+
+void StepAgreement::settle(StepVerdict& verdict) const {
+  if (!verdict.is_settled()) verdict.on_device->told.synchronize();
+  const int64_t first = *verdict.on_device->sighting.const_data_ptr<int64_t>();
+  verdict.nonfinite = first != sighting::kNone;
+  if (verdict.nonfinite) describe(first, verdict);
+}
+
+void StepAgreement::add_own_squares(const std::vector<int64_t>& indices,
+                                    kernels::SquareSum* sum) const {
+  for (const int64_t i : indices) {
+    const ShardedParameter& parameter = parameters_[i];
+    if (!parameter.managed() || parameters_.sums_of(i).fresh(parameter.slot)) continue;
+    parameters_.sums_of(i).add_squares(parameter.slot, sum);
+  }
+}
+
+}  // namespace zero_ext
