@@ -2,7 +2,8 @@
 
 import torch
 
-from zero_ext import ops
+import zero_ext
+from zero_ext import _C, ops
 
 
 def exercise(numel: int, dtype: torch.dtype, offset: int) -> None:
@@ -22,13 +23,18 @@ def exercise(numel: int, dtype: torch.dtype, offset: int) -> None:
         for add in [False, True]:
             ops.flatten_([grads[1]], flat, [0], add=add, nonfinite=flag)
     steps_done = torch.zeros(1, device="cuda")
-    for number in [{"step": 3}, {"steps_done": steps_done, "skip": flag}]:
+    factor = torch.ones(1, device="cuda")
+    for number in [
+        {"step": 3},
+        {"steps_done": steps_done, "skip": flag, "grad_factor": factor},
+    ]:
         state = [data(), data(dtype), data(), data(), data(), data()]
         ops.adamw_(*state, lr=0.1, weight_decay=0.1, **number)
         number.pop("step", None)
         ops.sgd_(*state[:4], lr=0.1, momentum=0.9, **number)
     ops.count_step_(steps_done, flag)
     ops.sum_of_squares(total)
+    _C.square_digits(total)
     ops.adopt_writes_(grads[0], total)
 
 
@@ -36,5 +42,10 @@ for numel in [1, 9, 4097, 30_001]:
     for dtype in [torch.float32, torch.bfloat16, torch.float16]:
         for offset in [0, 1]:
             exercise(numel, dtype, offset)
+# The one that ops do not reach: the factor that clips.
+model = torch.nn.Linear(7, 13, device="cuda")
+optimizer = zero_ext.optim.AdamW(model.parameters(), max_grad_norm=0.01)
+model(torch.rand(3, 7, device="cuda")).sum().backward()
+optimizer.step()
 torch.cuda.synchronize()
 print("every kernel ran")

@@ -98,7 +98,8 @@ def torchrun(
     # The rank variables of a torchrun around this test must not reach the one inside.
     outer = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "LOCAL_", "GROUP_", "ROLE_")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(outer)}
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    launcher += [f"--nproc-per-node={ranks}"]
     return subprocess.run(
         [sys.executable, *(launcher if ranks > 1 else []), *arguments],
         cwd=cwd,

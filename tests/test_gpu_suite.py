@@ -35,7 +35,7 @@ esac
 """
 
 
-def run_suite(folder: Path, broken: str = "nothing") -> subprocess.CompletedProcess:
+def run_suite(folder: Path, *steps: str, broken: str = "nothing") -> subprocess.CompletedProcess:
     (folder / "scripts").mkdir()
     shutil.copy(ROOT / "scripts" / "gpu_suite.sh", folder / "scripts")
     (folder / "out").mkdir()
@@ -45,7 +45,7 @@ def run_suite(folder: Path, broken: str = "nothing") -> subprocess.CompletedProc
     # No compute-sanitizer and no nvcc on this path.
     environment = {"PATH": "/usr/bin:/bin", "PYTHON": str(interpreter), "OUT": str(folder / "out")}
     return subprocess.run(
-        ["bash", str(folder / "scripts" / "gpu_suite.sh")],
+        ["bash", str(folder / "scripts" / "gpu_suite.sh"), *steps],
         env={**environment, "COMMIT": "abc123", "HOME": os.environ.get("HOME", "/")},
         capture_output=True,
         text=True,
@@ -54,7 +54,7 @@ def run_suite(folder: Path, broken: str = "nothing") -> subprocess.CompletedProc
 
 
 def outcomes(folder: Path) -> dict[str, str]:
-    (report,) = (folder / "out").glob("some_gpu_*_abc123.md")
+    (report,) = (folder / "out").glob("some_gpu_*_abc123*.md")
     return dict(re.findall(r"^\| (\w+) \| ([^|]+) \|", report.read_text(), re.MULTILINE))
 
 
@@ -77,10 +77,18 @@ def test_every_step_is_run_and_reported(tmp_path):
 
 @pytest.mark.parametrize("broken", ["tests/test_cuda_kernels.py", "bench_cuda_step"])
 def test_a_step_that_fails_does_not_stop_the_others(tmp_path, broken):
-    run = run_suite(tmp_path, broken)
+    run = run_suite(tmp_path, broken=broken)
     assert run.returncode == 1
     failed = {"tests/test_cuda_kernels.py": "test", "bench_cuda_step": "benchmark_step"}[broken]
     found = outcomes(tmp_path)
     assert {name for name in STEPS if found[name] != "ok"} == {failed}
     assert found[failed] == "failed (3)"
     assert "this one is broken" in run.stdout
+
+
+def test_steps_that_are_named_run_alone(tmp_path):
+    run = run_suite(tmp_path, "build", "exercise")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert outcomes(tmp_path) == {"step": "outcome", "build": "ok", "exercise": "ok"}
+    (report,) = (tmp_path / "out").glob("*.md")
+    assert report.stem.endswith("_abc123_build_exercise")
