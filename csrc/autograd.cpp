@@ -12,11 +12,23 @@
 #include <typeinfo>
 #include <utility>
 
+#include "check.h"
+
 namespace zero_ext {
 namespace {
 
 using torch::autograd::Node;
 using torch::autograd::variable_list;
+
+constexpr std::chrono::minutes kTurnPatience(5);
+
+constexpr char kInnerFailed[] =
+    "backward: an inner backward (run by a node of this one) threw, which undid all gradients of"
+    " this one so far. The exception was caught; let it end the outer backward as well, and repeat"
+    " forward and backward.";
+constexpr char kEarlierFailed[] =
+    "backward: an earlier one threw right after an inner backward (reentrant checkpointing), where"
+    " nobody heard of it. Its gradients and this one's were undone: repeat forward and backward.";
 
 class BeforeGradient : public torch::autograd::FunctionPreHook {
  public:
@@ -93,7 +105,8 @@ bool will_run(const NodePtr& node) {
   const auto* selected = torch::autograd::get_current_graph_task_exec_info();
   if (selected == nullptr || selected->empty()) return true;
   const auto found = selected->find(node.get());
-  return found != selected->end() && found->second.should_execute();
+  // Not where its gradient is only captured, for torch.autograd.grad().
+  return found != selected->end() && found->second.needed_;
 }
 
 bool graph_is_kept() { return torch::autograd::get_current_graph_task_keep_graph(); }
@@ -152,18 +165,38 @@ struct BackwardWatch::TaskEnd {
 };
 
 void BackwardWatch::enter() {
-  const std::lock_guard lock(mutex_);
-  const int task = torch::autograd::get_current_graph_task_id();
+  std::unique_lock lock(mutex_);
+  const int task = current_task();
   if (task == last_task_) return;
+  if (one_thread_) wait_for_turn(lock);
+  TORCH_CHECK(doomed_.count(task) == 0, where(rank_), kInnerFailed);
   last_task_ = task;
   if (!tasks_.insert(task).second) return;
   count_tasks();
+  if (task < followed_) followed_ = -1;
   auto end = std::make_shared<TaskEnd>(weak_from_this(), task);
   torch::autograd::Engine::get_default_engine().queue_callback([end] { end->run(); });
 }
 
+void BackwardWatch::wait_for_turn(std::unique_lock<std::mutex>& lock) {
+  const std::thread::id me = std::this_thread::get_id();
+  const bool mine = fewer_.wait_for(lock, kTurnPatience, [&] { return owner_.value_or(me) == me; });
+  TORCH_CHECK(mine, where(rank_), "backward: waited ", kTurnPatience.count(),
+              " minutes for a backward of the same model on another thread. Threads take turns;"
+              " that one may be waiting for this thread.");
+  owner_ = me;
+}
+
+void BackwardWatch::give_up_turn() {
+  const std::lock_guard lock(mutex_);
+  if (!tasks_.empty()) return;
+  owner_.reset();
+  fewer_.notify_all();
+}
+
 void BackwardWatch::task_ended(int task) {
   const auto listener = listener_.lock();
+  const char* failure = nullptr;
   {
     const std::lock_guard lock(mutex_);
     if (listener == nullptr || tasks_.erase(task) == 0) return;
@@ -171,16 +204,30 @@ void BackwardWatch::task_ended(int task) {
     last_task_ = -1;
     if (torch::autograd::get_current_node() != nullptr) {
       ever_nested_ = true;
-      if (tasks_.empty()) follow_outer_task();
+      if (!tasks_.empty()) return;
+      follow_outer_task();
+      if (followed_ < 0) followed_ = task;
       return;
     }
+    if (doomed_.count(task) > 0) failure = kInnerFailed;
+    if (followed_ >= 0 && task > followed_) failure = kEarlierFailed;
     tasks_.clear();
+    doomed_.clear();
+    followed_ = -1;
     count_tasks();
     completed_one_ = true;
     harmless_functions_.merge(functions_in_this_backward_);
     functions_in_this_backward_.clear();
   }
-  listener->backward_ended();
+  try {
+    if (failure != nullptr) listener->backward_failed();
+    TORCH_CHECK(failure == nullptr, where(rank_), failure);
+    listener->backward_ended();
+  } catch (...) {
+    give_up_turn();
+    throw;
+  }
+  give_up_turn();
 }
 
 void BackwardWatch::task_died(int task) noexcept {
@@ -190,9 +237,27 @@ void BackwardWatch::task_died(int task) noexcept {
     functions_in_this_backward_.clear();
   }
   if (auto listener = listener_.lock()) listener->backward_failed();
-  const std::lock_guard lock(mutex_);
-  tasks_.erase(task);
-  count_tasks();
+  {
+    const std::lock_guard lock(mutex_);
+    tasks_.erase(task);
+    doomed_ = tasks_;
+    if (tasks_.empty()) followed_ = -1;
+    count_tasks();
+  }
+  give_up_turn();
+}
+
+void BackwardWatch::look_for_unheard_failure() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (followed_ < 0 || !tasks_.empty() || current_task() != -1) return;
+    if (one_thread_ && owner_ != std::this_thread::get_id()) return;
+    followed_ = -1;
+    last_task_ = -1;
+    functions_in_this_backward_.clear();
+  }
+  if (auto listener = listener_.lock()) listener->backward_failed();
+  give_up_turn();
 }
 
 void BackwardWatch::count_tasks() {
@@ -206,13 +271,13 @@ void BackwardWatch::wait_for_failures() {
   fewer_.wait_for(lock, std::chrono::seconds(1), [this] { return tasks_.empty(); });
 }
 
+// The node has what it needs, and hands it on to at least one of the next.
 void BackwardWatch::follow_outer_task() {
   for (const auto& edge : torch::autograd::get_current_node()->next_edges()) {
     if (!edge.is_valid()) continue;
     edge.function->add_pre_hook(std::make_unique<OnEntry>([watch = weak_from_this()] {
       if (auto alive = watch.lock()) alive->enter();
     }));
-    return;
   }
 }
 

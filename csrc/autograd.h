@@ -12,6 +12,9 @@
 // is null exactly for the outermost one. When none of our parameters was reached by an outer task,
 // its end is learned through a pre-hook on the node that follows the one that started us. A task
 // that throws never runs its callbacks, but it destroys them: that is how a failure is noticed.
+// Where it throws after such an inner task and before that pre-hook, nobody hears of it: then it is
+// noticed by what the caller does next, or by the number of the next outermost task, since numbers
+// grow and an outer task has a smaller one than those inside it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,8 +26,10 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace zero_ext {
@@ -98,11 +103,16 @@ bool reduced_by_ddp(const at::Tensor& parameter);
 
 class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
  public:
-  explicit BackwardWatch(std::weak_ptr<BackwardListener> listener)
-      : listener_(std::move(listener)) {}
+  // `one_thread`: a backward's hooks run on the thread that called it, as on the host. Then threads
+  // take turns with their backwards.
+  BackwardWatch(std::weak_ptr<BackwardListener> listener, int64_t rank, bool one_thread)
+      : listener_(std::move(listener)), rank_(rank), one_thread_(one_thread) {}
 
   // From every hook: makes sure that the end of the running graph task will be heard of.
   void enter();
+
+  // Outside of backwards, before a verb: this thread's last one may have thrown unheard.
+  void look_for_unheard_failure();
 
   // Outside of backwards: until those that threw have been heard of. Autograd tells the caller of a
   // failure first and lets go of the graph task, on a device's thread, shortly after that. One that
@@ -116,6 +126,8 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
 
  private:
   struct TaskEnd;
+  void wait_for_turn(std::unique_lock<std::mutex>& lock);
+  void give_up_turn();
   void task_ended(int task);
   void task_died(int task) noexcept;
   bool has_unknown_python_function();
@@ -123,11 +135,16 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   void count_tasks();
 
   std::weak_ptr<BackwardListener> listener_;
-  std::mutex mutex_;     // protects all below; never held while the listener is called
-  std::set<int> tasks_;  // graph tasks whose end has not been heard of
-  std::atomic<size_t> unfinished_{0};  // how many
-  std::condition_variable fewer_;
+  int64_t rank_;
+  bool one_thread_;
+  std::mutex mutex_;      // protects all below; never held while the listener is called
+  std::set<int> tasks_;   // graph tasks whose end has not been heard of
+  std::set<int> doomed_;  // of them, those around one that threw
+  std::atomic<size_t> unfinished_{0};     // how many tasks
+  std::condition_variable fewer_;         // tasks, or owners
+  std::optional<std::thread::id> owner_;  // the thread whose backward it is, with one_thread_
   int last_task_ = -1;
+  int followed_ = -1;  // an inner task that ended, while the one around it is not known
   bool completed_one_ = false;
   bool ever_nested_ = false;
   std::set<std::string>

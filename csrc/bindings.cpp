@@ -210,6 +210,7 @@ void bind_engine(py::module_& m) {
       .def_readonly("micro_batch", &StepVerdict::micro_batch);
   py::class_<Engine, std::shared_ptr<Engine>>(m, "Engine")
       .def(py::init([](EngineOptions options) {
+             const py::gil_scoped_release no_gil;  // it waits for the other ranks
              return Engine::create(std::move(options), destroy_without_gil);
            }),
            py::arg("options"))
@@ -234,7 +235,7 @@ void bind_engine(py::module_& m) {
           },
           py::arg("keep_writes"), NoGil())
       .def_property_readonly("serves_one_alone", &Engine::serves_one_alone)
-      .def_property_readonly("held_by_user", &Engine::held_by_user)
+      .def_property_readonly("held_by_user", py::cpp_function(&Engine::held_by_user, NoGil()))
       .def("wait_for_shards", &Engine::wait_for_shards, NoGil())
       .def("gathered_units", &Engine::gathered_units, NoGil())
       .def("set_gradient_dtype",
@@ -295,7 +296,6 @@ void bind_engine(py::module_& m) {
       .def("thawed", &Engine::thawed, NoGil())
       .def("adopt_writes", &Engine::adopt_writes, NoGil())
       .def("settle", &Engine::settle, NoGil())
-      .def("clip_gradients", &Engine::clip_gradients, NoGil())
       .def("scale_gradients", &Engine::scale_gradients, NoGil())
       .def("zero_grad", &Engine::zero_grad, NoGil())
       .def("stats", &Engine::stats, NoGil());
@@ -322,6 +322,7 @@ void bind_optimizer(py::module_& m) {
       .def("slice", &OptimizerState::slice, NoGil())
       .def("step", &OptimizerState::step)
       .def_property_readonly("indices", &OptimizerState::indices)
+      .def("clip_gradients", &OptimizerState::clip_gradients, NoGil())
       .def(
           "prepare_step",
           [](OptimizerState& state, bool nonfinite, std::optional<double> max_norm) {

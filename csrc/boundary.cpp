@@ -33,6 +33,11 @@ void Boundary::end_backward(bool reduced) {
   since_boundary_ = reached() ? 0 : since_boundary_ + 1;
 }
 
+void Boundary::end_others_backward() {
+  local_open_ = false;
+  set_local_next(false);
+}
+
 void Boundary::end_step() {
   micro_batch_ = 0;
   since_boundary_ = 0;

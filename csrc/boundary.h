@@ -55,6 +55,8 @@ class Boundary {
   GradientScales scales(bool local) const;
 
   void end_backward(bool reduced);
+  // One that brought no gradients of this rank, and reduced.
+  void end_others_backward();
   void end_step();
   // Every gradient was given up: a step that was begun is over.
   void give_up_step();

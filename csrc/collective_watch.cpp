@@ -1,5 +1,6 @@
 #include "collective_watch.h"
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/util/Logging.h>
 
@@ -122,6 +123,12 @@ CollectiveWatch::CollectiveWatch(c10::Device device, milliseconds timeout)
 
 // The thread is not waited for: in a forked child there is none.
 CollectiveWatch::~CollectiveWatch() {
+  c10::OptionalDeviceGuard guard;
+  try {
+    guard.reset_device(device_);  // events go here: else device 0 would be made ready for it
+  } catch (const std::exception&) {
+    // The device is in an error, which the next call of the main thread raises.
+  }
   const std::lock_guard lock(state_->mutex);
   state_->closed = true;
   state_->collectives.clear();
@@ -135,7 +142,8 @@ void CollectiveWatch::add(const std::string& what) {
   if (state_->collectives.size() == kMost) state_->collectives.pop_front();
   state_->collectives.push_back({.what = what, .ended = std::move(ended), .queued = Clock::now()});
   if (std::exchange(state_->watched, true)) return;
-  std::thread([state = state_] {
+  std::thread([state = state_, device = device_] {
+    const c10::DeviceGuard guard(device);
     std::unique_lock lock(state->mutex);
     while (!state->closing.wait_for(lock, state->timeout / 8, [&] { return state->closed; })) {
       try {

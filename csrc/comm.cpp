@@ -3,14 +3,19 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/Event.h>
+#include <pthread.h>
 #include <torch/headeronly/version.h>
 
 #include <algorithm>
+#include <atomic>
 #include <exception>
+#include <thread>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <utility>
 
 #include "check.h"
+#include "stream.h"
 
 namespace zero_ext {
 namespace {
@@ -37,6 +42,15 @@ constexpr int64_t kFarewellTag = 0x3fffffff;
 
 int tag_of(int64_t tag) { return static_cast<int>(tag & 0x3fffffff); }
 
+// How many forks lead to this process. A child shares its parent's connections and mailboxes.
+std::atomic<int64_t> forks = 0;
+
+int64_t forks_so_far() {
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { ++forks; });
+  TORCH_INTERNAL_ASSERT(registered == 0);
+  return forks;
+}
+
 }  // namespace
 
 void Pending::wait(const std::function<std::string()>& what) {
@@ -45,7 +59,7 @@ void Pending::wait(const std::function<std::string()>& what) {
   while (!parts_.empty()) {
     Part& part = parts_.back();
     try {
-      part.work->wait();
+      if (part.work != nullptr) part.work->wait();
       if (part.target.defined()) part.target.copy_(part.tensor);
     } catch (const std::exception& error) {
       const std::string peer =
@@ -63,17 +77,19 @@ void Pending::wait(const std::function<std::string()>& what) {
 
 void Pending::abandon() noexcept {
   for (Part& part : parts_) {
-    CrossMemory::withdraw(*part.work);
+    if (part.work != nullptr) CrossMemory::withdraw(*part.work);
     part.work.reset();  // before the memory that it may still point to
   }
   parts_.clear();
 }
 
 void Pending::wait_if_possible(std::chrono::milliseconds timeout) noexcept {
-  try {
-    for (const Part& part : parts_) part.work->wait(timeout);
-  } catch (const std::exception&) {
-    // The peer has gone without a word.
+  for (const Part& part : parts_) {
+    try {
+      if (part.work != nullptr) part.work->wait(timeout);
+    } catch (const std::exception&) {
+      // This peer has gone without a word; others may still be there.
+    }
   }
   parts_.clear();
 }
@@ -83,14 +99,26 @@ Comm::Comm(const std::string& reduce_group, const std::string& gather_group, c10
       reduce_group_(c10d::resolve_process_group(reduce_group)),
       gather_group_(c10d::resolve_process_group(gather_group)),
       rank_(reduce_group_->getRank()),
-      world_(reduce_group_->getSize()) {
+      world_(reduce_group_->getSize()),
+      forks_(forks_so_far()) {
   if (device.is_cpu()) return;
   const std::vector<c10::Device> devices = reduce_group_->getDeviceTypes();
   const bool has_backend = std::any_of(devices.begin(), devices.end(), [&](c10::Device other) {
-    return other.type() == device.type();
+    // gloo says that it takes a device's tensors, but most of its collectives do not.
+    return other.type() == device.type() &&
+           reduce_group_->getBackend(other.type())->getBackendName() != "gloo";
   });
   way_ = has_backend ? Way::device : Way::staged;
 }
+
+void Comm::check_process() const {
+  TORCH_CHECK(world_ == 1 || !is_forked(), where(rank_),
+              "a forked child cannot exchange messages in its parent's place. Have a DataLoader's"
+              " workers do without this model, or give them a plain copy of it with its full"
+              " parameters.");
+}
+
+bool Comm::is_forked() const { return forks != forks_; }
 
 void Comm::connect_neighbors(std::chrono::milliseconds timeout, bool allowed) {
   if (world_ == 1 || on_device()) return;
@@ -116,12 +144,14 @@ int64_t Comm::neighbors() const {
 }
 
 Comm::Work Comm::send(Kind kind, const at::Tensor& tensor, int64_t to, int64_t tag) {
+  check_process();
   if (reads(to)) return neighbors_->send(tensor, to, tag_among_kinds(kind, tag));
   std::vector<at::Tensor> tensors{tensor};
   return group_of(kind)->send(tensors, static_cast<int>(to), tag_of(tag));
 }
 
 Comm::Work Comm::recv(Kind kind, const at::Tensor& into, int64_t from, int64_t tag) {
+  check_process();
   if (reads(from)) return neighbors_->receive(into, from, tag_among_kinds(kind, tag));
   std::vector<at::Tensor> tensors{into};
   return group_of(kind)->recv(tensors, static_cast<int>(from), tag_of(tag));
@@ -154,10 +184,12 @@ void Comm::exchange(const std::vector<at::Tensor>& sends, const std::vector<at::
     inputs[rank_] = nothing;
     outputs[rank_] = nothing;
     const auto work = reduce_group_->alltoall(outputs, inputs);
+    // One wait for all, and no tensor given up before it.
     for (int64_t peer = 0; peer < world_; ++peer) {
-      add(pending, {work, inputs[peer], peer, /*sending=*/true, {}});
-      add(pending, {work, outputs[peer], peer, /*sending=*/false, {}});
+      add(pending, {nullptr, inputs[peer], peer, /*sending=*/true, {}});
+      add(pending, {nullptr, outputs[peer], peer, /*sending=*/false, {}});
     }
+    add(pending, {work, nothing});
     return;
   }
   for (int64_t step = 1; step < world_; ++step) {
@@ -174,15 +206,17 @@ void Comm::exchange(const std::vector<at::Tensor>& sends, const std::vector<at::
 }
 
 void Comm::reduce_scatter(const at::Tensor& input, const at::Tensor& output, Pending& pending) {
+  check_process();
   at::Tensor in = outgoing(input);
   at::Tensor out = incoming(output);
   const auto work = reduce_scatter_into(*reduce_group_, out, in);
-  add(pending, {work, in});
+  add(pending, {nullptr, in});
   add(pending, {work, out, Pending::kAll, false, target_of(output)});
 }
 
 void Comm::all_reduce_sum(const at::Tensor& tensor, Pending& pending) {
   if (world_ == 1) return;
+  check_process();
   std::vector<at::Tensor> tensors{outgoing(tensor)};
   add(pending,
       {reduce_group_->allreduce(tensors), tensors[0], Pending::kAll, false, target_of(tensor)});
@@ -214,6 +248,7 @@ Comm::Offer Comm::offer(const at::Tensor& tensor, int64_t to, int64_t tag) {
 }
 
 Comm::Offer Comm::offer_lastingly(const at::Tensor& tensor, int64_t to, int64_t tag) {
+  check_process();
   return neighbors_->post(tensor, to, tag_among_kinds(Kind::gather, tag));
 }
 
@@ -234,8 +269,25 @@ void Comm::say_farewell(Pending& pending) {
   if (neighbors_ != nullptr) neighbors_->leave();
 }
 
+void Comm::finish(std::chrono::milliseconds patience) noexcept {
+  if (world_ == 1 || !on_device()) return;
+  try {
+    c10::Event ended(device_.type());
+    ended.record(current_stream(device_));
+    const auto deadline = std::chrono::steady_clock::now() + patience;
+    // Not synchronize(): a rank that is gone will never take part.
+    while (!ended.query() && std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    for (const Group& group : {reduce_group_, gather_group_}) group->abort();
+  } catch (const std::exception&) {
+    // The device is in an error, or its backend has been aborted.
+  }
+}
+
 at::Tensor Comm::all_gather(const at::Tensor& values, const std::function<std::string()>& what) {
   if (world_ == 1) return values.unsqueeze(0);
+  check_process();
   at::Tensor input = on_device() ? values.to(device_) : outgoing(values);
   at::Tensor output = at::empty({world_ * values.numel()}, input.options());
   Pending pending;
@@ -260,6 +312,7 @@ at::Tensor Comm::all_gather(const at::Tensor& values, const std::function<std::s
 
 void Comm::broadcast(const at::Tensor& tensor, const std::function<std::string()>& what) {
   if (world_ == 1) return;
+  check_process();
   std::vector<at::Tensor> tensors{outgoing(tensor)};
   Pending pending;
   add(pending,

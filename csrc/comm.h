@@ -42,7 +42,7 @@ class Pending {
   friend class Comm;
   static constexpr int64_t kAll = -1;  // a collective waits for all ranks
   struct Part {
-    c10::intrusive_ptr<c10d::Work> work;
+    c10::intrusive_ptr<c10d::Work> work;  // null: another part's, which is waited for first
     at::Tensor tensor;
     int64_t peer = kAll;  // the rank waited for
     bool sending = false;
@@ -73,7 +73,7 @@ class Comm {
   bool has_only_neighbors() const { return neighbors_ != nullptr && neighbors_->reaches_all(); }
   // Reads what has come from them; never waits.
   void make_progress() {
-    if (neighbors_ != nullptr) neighbors_->make_progress();
+    if (neighbors_ != nullptr && !is_forked()) neighbors_->make_progress();
   }
 
   // Tensors of a device travel by its own backend; every call is queued on the current stream.
@@ -108,6 +108,13 @@ class Comm {
   // Tells all ranks that this one takes no more offers and sends nothing any more; `pending` ends
   // when all have said so.
   void say_farewell(Pending& pending);
+  // Nothing of this rank can be received any more.
+  void close() const {
+    if (neighbors_ != nullptr) neighbors_->close();
+  }
+  // Before it goes, on a device: what was queued ends, within `patience`. The groups are no longer
+  // used then. c10d would cut it off: the user's destroy_process_group() does not know the groups.
+  void finish(std::chrono::milliseconds patience) noexcept;
   // How often lasting offers were taken.
   uint64_t served() const { return neighbors_ == nullptr ? 0 : neighbors_->served(); }
 
@@ -129,6 +136,9 @@ class Comm {
   const Group& group_of(Kind kind) const {
     return kind == Kind::reduction ? reduce_group_ : gather_group_;
   }
+  // Refuses where this process is a forked child of the one that made this.
+  void check_process() const;
+  bool is_forked() const;
   void add(Pending& pending, Pending::Part part) const;
   // The tensors are on the host, and contiguous.
   Work send(Kind kind, const at::Tensor& tensor, int64_t to, int64_t tag);
@@ -147,6 +157,7 @@ class Comm {
   std::shared_ptr<CollectiveWatch> watch_;  // null on the host
   int64_t rank_ = 0;
   int64_t world_ = 1;
+  int64_t forks_ = 0;
   int64_t agreements_ = 0;
 };
 

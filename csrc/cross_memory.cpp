@@ -185,6 +185,7 @@ struct Transfer {
   at::Tensor tensor;
   int64_t peer;
   uint64_t tag;
+  bool sending = false;
   bool done = false;
   std::string error;
 };
@@ -216,7 +217,12 @@ class LinuxCrossMemory final : public CrossMemory,
   void leave() override {
     const std::lock_guard lock(mutex_);
     leaving_ = true;
+    has_left_ = true;
     progress();
+  }
+  void close() override {
+    mailbox_.doorbell().closed.store(1);
+    ring_all();
   }
   uint64_t served() const override { return mailbox_.doorbell().served.load(); }
   void make_progress() override {
@@ -278,7 +284,8 @@ class LinuxCrossMemory final : public CrossMemory,
 
   std::mutex mutex_;  // for what follows, and what changes in peers_
   uint64_t sent_ = 0;
-  bool leaving_ = false;
+  bool leaving_ = false;  // nobody has been told yet
+  bool has_left_ = false;
   std::unordered_map<uint64_t, std::shared_ptr<Transfer>> sending_;  // by number
   std::list<std::shared_ptr<Transfer>> receiving_;                   // in the order of the calls
   std::atomic<int64_t> receiving_count_{0};
@@ -302,8 +309,7 @@ class MessageWork final : public c10d::Work {
 
 LinuxCrossMemory::~LinuxCrossMemory() {
   if (!mailbox_.open() || getpid() != process_) return;  // a forked child shares the mailbox
-  mailbox_.doorbell().closed.store(1);                   // before anything that is offered is freed
-  ring_all();
+  close();
 }
 
 bool LinuxCrossMemory::connect(bool allowed,
@@ -361,7 +367,7 @@ bool LinuxCrossMemory::connect(bool allowed,
 
 CrossMemory::Message LinuxCrossMemory::send(const at::Tensor& tensor, int64_t to, int64_t tag) {
   auto transfer = std::make_shared<Transfer>(
-      Transfer{.tensor = tensor, .peer = to, .tag = static_cast<uint64_t>(tag)});
+      Transfer{.tensor = tensor, .peer = to, .tag = static_cast<uint64_t>(tag), .sending = true});
   {
     const std::lock_guard lock(mutex_);
     const uint64_t number = sent_++;
@@ -516,7 +522,10 @@ void LinuxCrossMemory::wait(const std::shared_ptr<Transfer>& transfer, milliseco
     const Clock::time_point now = Clock::now();
     if (now - looked < kSlice) continue;
     looked = now;
-    end = end_of_messages(peers_[transfer->peer]);  // then one more look at what it sent before
+    // Then one more look at what it sent before. Who has left sends farewells alone, which a peer
+    // takes although it has left as well.
+    const Peer& peer = peers_[transfer->peer];
+    end = transfer->sending && has_left_ ? end_of(peer) : end_of_messages(peer);
     TORCH_CHECK(!end.empty() || now - begin < limit, "timed out after ", limit.count(), " ms.");
   }
 }

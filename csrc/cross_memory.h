@@ -63,6 +63,8 @@ class CrossMemory {
   // From now on this rank sends nothing. What it has sent and posted can still be received; who
   // waits for more from it hears that it has ended.
   virtual void leave() = 0;
+  // From now on nothing of this rank can be received, and its memory may be freed.
+  virtual void close() = 0;
   // How often others have received what this rank has posted.
   virtual uint64_t served() const = 0;
 

@@ -18,6 +18,8 @@ namespace zero_ext {
 // parameter.
 namespace sighting {
 constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
+// No sighting: the ranks' sums are not of the same backwards.
+constexpr int64_t kOutOfStep = kNone - 1;
 // Where the sum overflowed and no single gradient did.
 constexpr int64_t kUnknownMicroBatch = (int64_t{1} << 22) - 1;
 constexpr int64_t of(int64_t micro_batch, int64_t rank, int64_t parameter) {

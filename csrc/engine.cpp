@@ -15,6 +15,10 @@
 namespace zero_ext {
 namespace {
 
+// For the last messages of an engine: more than ranks in the same step are apart, less than what a
+// launcher gives ranks that it ends.
+constexpr std::chrono::seconds kLastMessages(20);
+
 const Policy& policy_for(int stage) {
   const Policy* policy = find_policy(stage);
   TORCH_CHECK_VALUE(policy != nullptr, "zero_ext has stages 0, 1, 2 and 3, not ", stage,
@@ -66,7 +70,7 @@ Engine::Engine(EngineOptions options)
       parameters_(context_),
       published_(parameters_, flags_.get(), comm_.rank()),
       reductions_(comm_, context_, parameters_),
-      agreement_(comm_, context_, parameters_),
+      agreement_(comm_, context_, parameters_, reductions_),
       boundary_({.world = comm_.world(),
                  .sums_locally = policy().reduce == When::at_boundary && !context_.offloads(),
                  .accumulation_steps = options_.accumulation_steps,
@@ -81,7 +85,8 @@ Engine::Engine(EngineOptions options)
 
 std::shared_ptr<Engine> Engine::create(EngineOptions options, void (*destroy)(Engine*)) {
   std::shared_ptr<Engine> engine(new Engine(std::move(options)), destroy);
-  engine->watch_ = std::make_shared<BackwardWatch>(engine);
+  engine->watch_ = std::make_shared<BackwardWatch>(engine, engine->rank(),
+                                                   /*one_thread=*/engine->on_host());
   engine->parameters_.set_listener(engine);
   return engine;
 }
@@ -95,16 +100,27 @@ void Engine::add_parameters(const std::vector<at::Tensor>& parameters,
   }
 }
 
-Engine::~Engine() { say_farewell(); }
+Engine::~Engine() {
+  say_farewell();
+  if (getpid() != process_) return;
+  try {
+    const Access access(*this);
+    context_.reducing.join();
+    context_.gathering.join();
+    comm_.finish(kLastMessages);
+  } catch (const std::exception&) {
+    // The device is in an error.
+  }
+}
 
 void Engine::say_farewell() noexcept {
   if (getpid() != process_) return;  // a forked child's copy: the connections are its parent's
-  const Access access(*this);
-  if (!context_.shards_parameters() || std::exchange(said_farewell_, true)) return;
   try {
+    const Access access(*this);
+    if (!context_.shards_parameters() || std::exchange(said_farewell_, true)) return;
     bid_farewell(comm_, gatherer_.leave_offers());
   } catch (const std::exception&) {
-    // The connections are broken: nobody can take anything.
+    // The connections are broken, so that nobody can take anything, or the device is.
   }
 }
 
@@ -139,9 +155,9 @@ int64_t Engine::add_unit(const std::vector<int64_t>& members, at::ScalarType dty
     gatherer_.drop({thawed.begin(), thawed.end()}, Writes::discard);
     throw;
   }
-  const int64_t number = gatherer_.add_unit(unit.get());
-  (trainable ? gathered_as_ : frozen_gathered_as_).push_back(number);
   parameters_.add_unit(std::move(unit), kind, members);
+  const int64_t number = gatherer_.add_unit(units.back().get());
+  (trainable ? gathered_as_ : frozen_gathered_as_).push_back(number);
   for (const int64_t old : thawed) gatherer_.add_to_sites_of(old, number);
   gatherer_.drop({thawed.begin(), thawed.end()}, Writes::discard);
   return number;
@@ -194,20 +210,20 @@ void Engine::set_loss_scale(double scale) {
 // One backward
 
 void Engine::before_gradient(int64_t i) {
+  watch_->enter();  // it may wait for a backward that needs the mutex
   const Access access(*this);
   if (!parameters_[i].managed()) return;
-  watch_->enter();
   gatherer_.begin_backward();
   if (!open_) begin_backward(boundary_.reduces());
 }
 
 void Engine::call_entered(const std::shared_ptr<Call>& call) {
+  watch_->enter();
   const Access access(*this);
   const int task = current_task();
   for (const OpenCall& open : open_calls_) {
     if (open.call == call && open.task == task) return;
   }
-  watch_->enter();
   gatherer_.begin_backward();
   // Which gradients will come must be known before the first unit is left. autograd.grad() over
   // inputs brings none, and is no backward of ours.
@@ -342,13 +358,20 @@ void Engine::begin_backward(bool reduces) {
   scales_ = boundary_.scales(sink == Sink::local);
   if (flags_ != nullptr) flags_->begin_backward();
   bool missing = false;
-  for (int64_t u = 0; u < parameters_.unit_count(); ++u) {
-    std::vector<uint8_t> expected;
-    for (const int64_t i : parameters_.members(u)) {
-      expected.push_back(will_run(parameters_[i].node) ? 1 : 0);
-      missing = missing || (expected.back() == 0 && parameters_[i].tensor.requires_grad());
+  begun_units_ = 0;
+  try {
+    for (int64_t u = 0; u < parameters_.unit_count(); ++u) {
+      std::vector<uint8_t> expected;
+      for (const int64_t i : parameters_.members(u)) {
+        expected.push_back(will_run(parameters_[i].node) ? 1 : 0);
+        missing = missing || (expected.back() == 0 && parameters_[i].tensor.requires_grad());
+      }
+      ++begun_units_;
+      parameters_.unit(u).begin_backward(sink, reduces, expected);
     }
-    parameters_.unit(u).begin_backward(sink, reduces, expected);
+  } catch (...) {
+    abort_backward();
+    throw;
   }
   deferred_ = watch_->may_hold_surprises(missing);
   ++backwards_;
@@ -379,11 +402,16 @@ std::set<std::string> Engine::offloaded() {
 }
 
 void Engine::check_usable(const char* verb) const {
+  TORCH_CHECK(not_undone_.empty(), where(rank()), verb,
+              ": an earlier backward threw and could not be undone, so that the gradients are"
+              " unknown. Go on from a checkpoint in a new process. The error was: ",
+              not_undone_);
   TORCH_CHECK(offloaded_.empty(), where(rank()), verb, ": ", c10::Join(", ", offloaded_),
               " of this model are offloaded. Call zero_ext.reload_states() first.");
 }
 
 void Engine::before_forward() {
+  if (on_host()) watch_->look_for_unheard_failure();  // else it may be another thread's
   const Access access(*this);
   // A gradient beside the published ones may be of a backward that was not seen: the next one
   // refuses it.
@@ -417,7 +445,7 @@ void Engine::after_gradient(int64_t i) {
   gatherer_.gradient_arrived(gathered_as_[parameter.unit], graph_is_kept());
 }
 
-void Engine::finish_backward() {
+void Engine::finish_backward(Gradients gradients) {
   if (reduces_) reductions_.finish();
   const auto saw_nonfinite = [this](int64_t i) {
     parameters_[i].saw_nonfinite(boundary_.micro_batch());
@@ -433,7 +461,11 @@ void Engine::finish_backward() {
     flags_->end_backward(boundary_.micro_batch(), /*direct=*/world() == 1);
   }
   open_ = false;
-  boundary_.end_backward(reduces_);
+  if (gradients == Gradients::own) {
+    boundary_.end_backward(reduces_);
+  } else {
+    boundary_.end_others_backward();
+  }
   if (!boundary_.local_open()) published_.publish();
 }
 
@@ -443,26 +475,39 @@ void Engine::backward_ended() {
   open_calls_.clear();
   try {
     const at::NoGradGuard no_grad;
-    if (open_) finish_backward();
+    if (open_) finish_backward(Gradients::own);
     gatherer_.end_backward(graph_is_kept());
   } catch (...) {
-    if (open_) abort_backward();
-    gatherer_.reset_after_failure();
+    undo_backward();
     throw;
   }
 }
 
 void Engine::backward_failed() noexcept {
-  const Access access(*this, Access::Failures::are_told);
-  last_task_ = -1;
-  open_calls_.clear();
-  if (open_) abort_backward();
-  gatherer_.reset_after_failure();
+  try {
+    const Access access(*this, Access::Failures::are_told);
+    last_task_ = -1;
+    open_calls_.clear();
+    undo_backward();
+  } catch (const std::exception&) {
+    // The device is in an error that lasts: whatever is asked of it next raises that.
+  }
 }
 
-void Engine::abort_backward() noexcept {
+void Engine::undo_backward() noexcept {
+  try {
+    if (open_) abort_backward();
+    gatherer_.reset_after_failure();
+  } catch (const std::exception& error) {
+    open_ = false;
+    not_undone_ = error.what();
+  }
+}
+
+void Engine::abort_backward() {
   if (flags_ != nullptr) flags_->abort_backward();
-  reductions_.abort();
+  reductions_.abort(begun_units_);
+  threw_ = true;
   open_ = false;
   for (ShardedParameter& parameter : parameters_) {
     if (parameter.nonfinite_micro_batch == boundary_.micro_batch()) {
@@ -487,6 +532,7 @@ std::vector<int64_t> Engine::thawed() const {
 
 StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices,
                                  const StepQuestions& questions, int64_t* last_backward) {
+  watch_->look_for_unheard_failure();
   const Access access(*this);
   const at::NoGradGuard no_grad;
   TORCH_CHECK(!open_ && !backward_reaches_us(), where(rank()),
@@ -497,14 +543,7 @@ StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices,
               " backward(s) inside no_sync() (or before the boundary of accumulation_steps=",
               boundary_.accumulation_steps(),
               ") were never reduced. Run the last backward before a step outside no_sync().");
-  if (world() > 1 && backwards_ == *last_backward) {
-    // No parameter was reached on this rank. Others may have reached some, and they wait for this
-    // rank's answer.
-    gatherer_.offer_a_pass();
-    begin_backward(/*reduces=*/true);
-    finish_backward();
-  }
-  *last_backward = backwards_;
+  if (backwards_ == *last_backward) take_part_in_others_backward();
   published_.take_over(indices, "step()");
   gatherer_.begin_step();
   // Nobody's shard changes before all ranks are here: until then they may be gathering from it.
@@ -513,12 +552,28 @@ StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices,
       !context_.state.on_host()) {
     verdict = agreement_.ask(indices, questions, "step()");
   }
+  *last_backward = backwards_;  // not before: what refuses may be mended, and the step repeated
   for (const int64_t i : indices) {
     if (parameters_[i].managed()) parameters_.repair_storage(i, Writes::keep);
   }
   if (verdict.nonfinite) gatherer_.wait_for_shards();
   boundary_.end_step();
+  reductions_.forget_finished();
   return verdict;
+}
+
+// No parameter was reached on this rank. Others may have reached some, and they wait for this
+// rank's answer.
+void Engine::take_part_in_others_backward() {
+  if (world() == 1) return;
+  gatherer_.offer_a_pass();
+  try {
+    begin_backward(/*reduces=*/true);
+    finish_backward(Gradients::of_others);
+  } catch (...) {
+    undo_backward();
+    throw;
+  }
 }
 
 bool Engine::backward_reaches_us() const {
@@ -539,6 +594,7 @@ void Engine::apply_step(const Update& update) {
   for (const int64_t i : update.indices) mine[i] = 1;
   Pending gathering;
   const int64_t units = parameters_.unit_count();
+  const int64_t step = steps_++;  // also where an update throws: no later one has its messages
   for (int64_t u = units - 1; u >= 0; --u) parameters_.unit(u).parameters().begin_update();
   for (int64_t u = units - 1; u >= 0; --u) {
     Unit& unit = parameters_.unit(u);
@@ -559,11 +615,16 @@ void Engine::apply_step(const Update& update) {
       update.applied(members[slot]);
     }
     if (any) unit.parameters().end_update();
-    if (!any || policy().gather != When::after_step) continue;
-    unit.parameters().gather(comm_, steps_ * kMaxUnits + u, gathering);
+    // After a backward that threw here alone, the other ranks have gradients that this one lacks.
+    // On a device nobody knows yet.
+    const bool others_changed =
+        threw_ && !context_.state.on_host() &&
+        std::any_of(members.begin(), members.end(), [&](int64_t i) { return mine[i] != 0; });
+    if (policy().gather != When::after_step || !(any || others_changed)) continue;
+    unit.parameters().gather(comm_, step * kMaxUnits + u, gathering);
     ++gathers_;
   }
-  ++steps_;
+  threw_ = false;
   gathering.wait([this] { return where(rank()) + "step() waited for updated parameters"; });
   gatherer_.wait_for_shards();
 }
@@ -607,12 +668,14 @@ void Engine::write_parameter(int64_t i, const at::Tensor& value) {
   gatherer_.wait_for_shards();  // before anybody gathers the new one
 }
 
-at::Tensor Engine::clip_gradients(const std::vector<int64_t>& indices, double max_norm) {
+at::Tensor Engine::clip_gradients(const std::vector<int64_t>& indices, double max_norm,
+                                  int64_t last_backward) {
   const Access access(*this);
   const at::NoGradGuard no_grad;
   TORCH_CHECK(!open_ && !boundary_.local_open(), where(rank()),
               "the gradients are not complete: the norm was asked for inside a backward or"
               " before the backward that reduces. Ask between the last backward and step().");
+  if (backwards_ == last_backward) take_part_in_others_backward();
   published_.take_over(indices, "clip_grad_norm_");
   const StepQuestions norm{.nonfinite = false, .max_norm = max_norm};
   const StepVerdict verdict = agreement_.ask(indices, norm, "clip_grad_norm_()");
@@ -631,21 +694,12 @@ void Engine::scale_gradients(const std::vector<int64_t>& indices, const at::Tens
 }
 
 void Engine::scale_runs(const std::vector<int64_t>& indices, const at::Tensor& factor) {
-  std::vector<uint8_t> mine(parameters_.size(), 0);
-  for (const int64_t i : indices) mine[i] = 1;
-  for (int64_t u = 0; u < parameters_.unit_count(); ++u) {
-    Unit& unit = parameters_.unit(u);
-    const std::vector<int64_t>& members = parameters_.members(u);
-    const auto used = [&](int64_t slot) {
-      return mine[members[slot]] != 0 && !unit.sums().fresh(slot);
-    };
-    for (const Run& run : unit.layout().runs(used, [](int64_t, int64_t) { return true; })) {
-      unit.sums().range(run).mul_(factor);
-    }
-  }
+  parameters_.for_each_summed_run(
+      indices, [&](GradientSums& sums, const Run& run) { sums.range(run).mul_(factor); });
 }
 
 void Engine::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
+  watch_->look_for_unheard_failure();
   const Access access(*this);
   TORCH_CHECK(!open_, where(rank()),
               "zero_grad() inside a backward. Call it after loss.backward() has returned.");
@@ -674,7 +728,11 @@ void Engine::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
                                        [&](int64_t i) { return is_managed(parameters_[i]); });
   const int64_t all = std::count_if(parameters_.begin(), parameters_.end(), is_managed);
   // A step that is given up (by a GradScaler, say) is over as well.
-  if (mode == ZeroGrad::to_none && zeroed == all) boundary_.give_up_step();
+  if (mode == ZeroGrad::to_none && zeroed == all) {
+    boundary_.give_up_step();
+    reductions_.forget_finished();
+    threw_ = false;
+  }
 }
 
 std::map<std::string, int64_t> Engine::stats() {

@@ -8,7 +8,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/InferenceMode.h>
 #include <unistd.h>
 
 #include <cstdint>
@@ -143,7 +145,9 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   void settle(StepVerdict& verdict) const;
   // Scales the reduced gradients so that their 2-norm over all ranks is at most `max_norm`. Returns
   // the norm before, fp32 [], on the device; the same bits for any number of ranks.
-  at::Tensor clip_gradients(const std::vector<int64_t>& indices, double max_norm);
+  // `last_backward`: as of the last step.
+  at::Tensor clip_gradients(const std::vector<int64_t>& indices, double max_norm,
+                            int64_t last_backward);
   void scale_gradients(const std::vector<int64_t>& indices, const at::Tensor& factor);
 
   // A copy of this rank's part of the master of parameter i, with the user's writes to the
@@ -169,15 +173,20 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
 
  private:
   explicit Engine(EngineOptions options);
+  bool on_host() const { return options_.device.is_cpu(); }
   void begin_backward(bool reduces);
   // A backward runs on this thread that reaches a parameter, though it may not have yet.
   bool backward_reaches_us() const;
   void check_usable(const char* verb) const;
+  // A backward without gradients on this rank, for the sake of ranks that have some.
+  void take_part_in_others_backward();
   void leave_call(size_t index);
   std::vector<int64_t> all_gathered() const;
-  void finish_backward();
-  void abort_backward() noexcept;
-  // Runs of those of parameters `indices` that have a reduced sum.
+  enum class Gradients { own, of_others };
+  void finish_backward(Gradients gradients);
+  void abort_backward();
+  // What threw, and the passes of stage 3.
+  void undo_backward() noexcept;
   void scale_runs(const std::vector<int64_t>& indices, const at::Tensor& factor);
 
   class Access {
@@ -185,14 +194,21 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
     enum class Failures { wait_for, are_told };
     explicit Access(const Engine& engine, Failures failures = Failures::wait_for)
         : lock_(engine.mutex_, std::defer_lock) {
-      const bool on_device = !engine.options_.device.is_cpu();
+      const bool on_device = !engine.on_host();
       if (on_device && failures == Failures::wait_for) engine.watch_->wait_for_failures();
       lock_.lock();
       if (on_device) guard_.reset_device(engine.options_.device);
+      // What is made here outlives an inference, and must not be of it.
+      if (c10::InferenceMode::is_enabled()) {
+        no_inference_.emplace(false);
+        no_grad_.emplace();
+      }
     }
 
    private:
     std::unique_lock<std::mutex> lock_;
+    std::optional<c10::InferenceMode> no_inference_;
+    std::optional<at::NoGradGuard> no_grad_;
     c10::OptionalDeviceGuard guard_;
   };
 
@@ -215,6 +231,8 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   int64_t backwards_ = 0;  // begun
   int64_t steps_ = 0;
   std::set<std::string> offloaded_;
+  bool threw_ = false;      // a backward since the last step
+  std::string not_undone_;  // the error that kept a backward from being undone
   bool said_farewell_ = false;
   pid_t process_ = getpid();
 
@@ -226,6 +244,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
     std::shared_ptr<Call> call;
   };
   std::vector<OpenCall> open_calls_;
+  int64_t begun_units_ = 0;
   bool reduces_ = false;
   bool deferred_ =
       false;  // reductions wait for the end: more gradients may arrive than the graph shows

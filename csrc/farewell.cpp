@@ -39,6 +39,7 @@ void bid_farewell(Comm comm, Gatherer::Legacy legacy) {
   }
   std::thread([place, legacy = std::move(legacy)]() mutable {
     legacy.farewell.wait_if_possible(kNoTimeout);
+    (*place)->close();  // who still reads hears of it
     legacy = {};
     std::list<std::shared_ptr<const Comm>> done;  // destroyed without the lock
     {

@@ -175,11 +175,10 @@ void GradientSums::sum_squares_of(int64_t i, double* result, const at::Tensor& s
   check(context_.state->sum_of_squares(reduced(i), piece->numel, result, launch), "sum_of_squares");
 }
 
-void GradientSums::add_squares(int64_t i, kernels::SquareSum* sum) const {
-  const Piece* piece = layout_.own_piece(i);
-  if (piece == nullptr) return;
-  TORCH_INTERNAL_ASSERT(piece->slot_begin % kernels::kSquareGroupNumel == 0);
-  check(context_.state->add_squares(reduced(i), piece->numel, sum, context_.state.launch()),
+void GradientSums::add_squares(const Run& run, kernels::SquareSum* sum) const {
+  // Groups of elements are those of each slot alone: slots begin where groups do, behind zeros.
+  TORCH_INTERNAL_ASSERT(run.begin % kernels::kSquareGroupNumel == 0);
+  check(context_.state->add_squares(data() + run.begin, run.numel, sum, context_.state.launch()),
         "add_squares");
 }
 

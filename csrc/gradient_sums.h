@@ -85,9 +85,8 @@ class GradientSums {
   bool still_nonfinite(int64_t i) const;
   // Its sum of squares into `result`, one fp64 of the sum's device, where that is a device.
   void sum_squares_of(int64_t i, double* result, const at::Tensor& scratch) const;
-  // Adds the squares of this rank's part of slot i, in an order that does not matter.
-  // `sum` lies where the sums do.
-  void add_squares(int64_t i, kernels::SquareSum* sum) const;
+  // Adds the squares of a run, in an order that does not matter. `sum` lies where the sums do.
+  void add_squares(const Run& run, kernels::SquareSum* sum) const;
 
   // See FlatBuffer::stow and unstow.
   void stow(const std::string& message);

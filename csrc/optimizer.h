@@ -58,6 +58,10 @@ class OptimizerState {
   const StepVerdict& prepare_step(const StepQuestions& questions) {
     return verdict_ = engine_->prepare_step(indices_, questions, &last_backward_);
   }
+  // See Engine::clip_gradients, of this optimizer's parameters.
+  at::Tensor clip_gradients(double max_norm) {
+    return engine_->clip_gradients(indices_, max_norm, last_backward_);
+  }
   // As the last verdict says: skipped, clipped.
   void apply_adam(const std::vector<AdamGroup>& groups);
   void apply_sgd(const std::vector<SgdGroup>& groups);

@@ -60,13 +60,14 @@ void Reductions::finish() {
   start_ready();
   while (!in_flight_.empty()) finish_oldest();
   context_.reducing.join();
+  ++finished_;
 }
 
-void Reductions::abort() noexcept {
+void Reductions::abort(int64_t units) {
   context_.reducing.join();
   const size_t orphans_before = orphans_.size();
-  for (const auto& unit : parameters_.units()) {
-    if (std::unique_ptr<Bucket> bucket = unit->abort_backward(orphans_)) {
+  for (int64_t u = 0; u < units; ++u) {
+    if (std::unique_ptr<Bucket> bucket = parameters_.unit(u).abort_backward(orphans_)) {
       pool_.give_back(std::move(bucket));
     }
   }

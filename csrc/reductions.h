@@ -35,8 +35,17 @@ class Reductions {
   void start_ready();
   // All that are left; waits.
   void finish();
-  // The backward threw, whether it reduced or not: every unit's sums become what they were.
-  void abort() noexcept;
+  // The backward threw, whether it reduces or not: the sums of the first `units`, which had begun
+  // it, become what they were.
+  void abort(int64_t units);
+
+  // Backwards since the last step whose reductions all ended. Ranks differ where one threw after
+  // the others had all that they needed of it.
+  int64_t finished() const { return finished_; }
+  void forget_finished() { finished_ = 0; }
+  // What messages are told apart by; ranks differ where not all began a backward that threw.
+  int64_t round() const { return round_; }
+  void agree_on_round(int64_t round) { round_ = round; }
 
   int64_t started() const { return started_; }
   int64_t extra_buckets() const { return extra_buckets_; }
@@ -52,6 +61,7 @@ class Reductions {
   float scale_ = 1;
   int64_t round_ = 0;  // the backward's number among those that reduce: on every rank alike
   int64_t turn_ = 0;   // the next unit to reduce
+  int64_t finished_ = 0;
   std::deque<int64_t> in_flight_;
   std::vector<Unit::Orphan> orphans_;  // of backwards that threw, until a later one reduces
   int64_t started_ = 0;

@@ -40,6 +40,21 @@ Unit& ShardedParameters::home_of(int64_t i) const {
   return parameter.managed() ? *units_[parameter.unit] : *frozen_units_[parameter.frozen_unit];
 }
 
+void ShardedParameters::for_each_summed_run(
+    const std::vector<int64_t>& indices,
+    const std::function<void(GradientSums&, const Run&)>& apply) const {
+  std::vector<uint8_t> mine(all_.size(), 0);
+  for (const int64_t i : indices) mine[i] = 1;
+  for (int64_t u = 0; u < unit_count(); ++u) {
+    GradientSums& sums = units_[u]->sums();
+    const auto used = [&](int64_t slot) {
+      return mine[members_[u][slot]] != 0 && !sums.fresh(slot);
+    };
+    const auto same = [](int64_t, int64_t) { return true; };
+    for (const Run& run : units_[u]->layout().runs(used, same)) apply(sums, run);
+  }
+}
+
 void ShardedParameters::check(const char* verb) {
   const c10::Device device = context_.compute.device();
   for (const ShardedParameter& parameter : all_) {
@@ -53,6 +68,14 @@ void ShardedParameters::check(const char* verb) {
                 parameter.tensor.device(), ", it was ", unit.dtype(), " ",
                 at::IntArrayRef(spec.sizes), " on ", device,
                 " when it was sharded. Move or cast the model before sharding it.");
+  }
+  for (const std::vector<int64_t>& members : members_) {
+    const ShardedParameter& first = all_[members.front()];  // DDP takes all or none
+    TORCH_CHECK(
+        !reduced_by_ddp(first.tensor), where(context_.rank, units_[first.unit]->name()), verb,
+        ": DistributedDataParallel was put around parameters that are sharded, the"
+        " first is '",
+        first.name, "'; each would lose the other's gradients. Use the module without DDP.");
   }
   const std::vector<int64_t> replaced = repair_hooks();
   if (replaced.empty()) return;

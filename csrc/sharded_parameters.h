@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -74,8 +75,13 @@ class ShardedParameters {
     return home_of(i).parameters().shard_slice(all_[i].slot);
   }
 
-  // Raises where a parameter has another size, dtype or device than when it was sharded, or where
-  // autograd has replaced a node, so that gradients were not seen. `verb`: in the message.
+  // Runs of those of parameters `indices` that have a reduced sum, unit by unit.
+  void for_each_summed_run(const std::vector<int64_t>& indices,
+                           const std::function<void(GradientSums&, const Run&)>& apply) const;
+
+  // Raises where a parameter has another size, dtype or device than when it was sharded, where DDP
+  // reduces it as well, or where autograd has replaced a node, so that gradients were not seen.
+  // `verb`: in the message.
   void check(const char* verb);
   // Hooks the nodes that autograd has put in the place of ours; whose they are.
   std::vector<int64_t> repair_hooks();

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
@@ -12,6 +13,14 @@
 #include "launch.h"
 
 namespace zero_ext {
+namespace {
+
+constexpr char kOutOfStep[] =
+    ": the ranks have finished different numbers of backwards since the last step: one threw on a"
+    " rank after the others had its gradients, or zero_grad() was called by some ranks alone. Call"
+    " zero_grad() on every rank and repeat the step's backwards.";
+
+}  // namespace
 
 at::Tensor StepAgreement::gather(const at::Tensor& answer, const StepQuestions& questions,
                                  const char* verb) {
@@ -38,21 +47,32 @@ StepVerdict StepAgreement::ask_host(const std::vector<int64_t>& indices,
   // One message for both questions; a second one would cost more than the norm.
   kernels::SquareSum sum{};
   if (questions.norm()) add_own_squares(indices, &sum);
-  const int64_t length = 2 + (questions.norm() ? kernels::kSquareSumLength : 0);
+  constexpr int64_t kFacts = 4;
+  const int64_t length = kFacts + (questions.norm() ? kernels::kSquareSumLength : 0);
   const at::Tensor own = at::empty({length}, at::TensorOptions().dtype(at::kLong));
   auto* value = own.mutable_data_ptr<int64_t>();
   value[0] = finite;
   value[1] = first;
-  std::copy_n(sum.begin(), length - 2, value + 2);
+  value[2] = reductions_.finished();
+  value[3] = reductions_.round();
+  std::copy_n(sum.begin(), length - kFacts, value + kFacts);
   const at::Tensor all = gather(own, questions, verb);
   if (!replicated()) sum = {};
+  int64_t round = 0;
+  std::string finished;
+  bool same = true;
   for (int64_t r = 0; r < all.size(0); ++r) {
     const int64_t* answer = all.const_data_ptr<int64_t>() + r * length;
     finite = std::min(finite, answer[0]);
     first = std::min(first, answer[1]);
+    same = same && answer[2] == value[2];
+    finished += (r == 0 ? "" : ", ") + std::to_string(answer[2]);
+    round = std::max(round, answer[3]);
     if (replicated()) continue;
-    for (int64_t k = 2; k < length; ++k) sum[k - 2] += answer[k];
+    for (int64_t k = kFacts; k < length; ++k) sum[k - kFacts] += answer[k];
   }
+  reductions_.agree_on_round(round);
+  TORCH_CHECK(same, where(context_.rank), verb, kOutOfStep, " Of ranks 0, 1, …: ", finished, ".");
   StepVerdict verdict{.nonfinite = finite == 0};
   if (questions.norm()) {
     verdict.factor = kernels::clipping_factor(sum, *questions.max_norm, &verdict.norm);
@@ -87,12 +107,17 @@ StepVerdict StepAgreement::ask_device(const std::vector<int64_t>& indices,
                     reinterpret_cast<kernels::SquareSum*>(squares.mutable_data_ptr<int64_t>()));
   }
   const at::Tensor all =
-      gather(at::cat({context_.flags->verdict(flags), squares}), questions, verb);
+      gather(at::cat({context_.flags->verdict(flags),
+                      at::full({1}, reductions_.finished(), options.dtype(at::kLong)), squares}),
+             questions, verb);
   auto verdict = std::make_shared<DeviceVerdict>();
-  verdict->skip = all.select(1, 0).min().eq(0).to(at::kInt).reshape({1});
+  const at::Tensor finished = all.select(1, 2);
+  const at::Tensor out_of_step = finished.min().ne(finished.max()).reshape({1});
+  const at::Tensor nonfinite = all.select(1, 0).min().eq(0).reshape({1});
+  verdict->skip = nonfinite.logical_or(out_of_step).to(at::kInt);
   const at::Tensor first = all.select(1, 1).min().reshape({1});
   if (questions.norm()) {
-    if (!replicated()) squares = all.slice(1, 2).sum(0).contiguous();
+    if (!replicated()) squares = all.slice(1, 3).sum(0).contiguous();
     verdict->norm = at::empty({}, options.dtype(at::kFloat));
     verdict->factor = at::empty({1}, options.dtype(at::kFloat));
     check(context_.state->clip_factor(
@@ -101,7 +126,8 @@ StepVerdict StepAgreement::ask_device(const std::vector<int64_t>& indices,
               verdict->factor.mutable_data_ptr<float>(), context_.state.launch()),
           "clip_factor");
   }
-  const at::Tensor told = at::where(verdict->skip.ne(0), first, at::Scalar(sighting::kNone));
+  const at::Tensor told = at::where(out_of_step, at::Scalar(sighting::kOutOfStep),
+                                    at::where(nonfinite, first, at::Scalar(sighting::kNone)));
   verdict->sighting = at::empty({1}, at::TensorOptions().dtype(at::kLong).pinned_memory(true));
   verdict->sighting.copy_(told, /*non_blocking=*/true);
   verdict->told = c10::Event(device.type());
@@ -139,17 +165,16 @@ void StepAgreement::search_suspects(const std::vector<int64_t>& indices) {
 void StepAgreement::settle(StepVerdict& verdict) const {
   if (!verdict.is_settled()) verdict.on_device->told.synchronize();
   const int64_t first = *verdict.on_device->sighting.const_data_ptr<int64_t>();
+  TORCH_CHECK(first != sighting::kOutOfStep, where(context_.rank), "a step was skipped",
+              kOutOfStep);
   verdict.nonfinite = first != sighting::kNone;
   if (verdict.nonfinite) describe(first, verdict);
 }
 
 void StepAgreement::add_own_squares(const std::vector<int64_t>& indices,
                                     kernels::SquareSum* sum) const {
-  for (const int64_t i : indices) {
-    const ShardedParameter& parameter = parameters_[i];
-    if (!parameter.managed() || parameters_.sums_of(i).fresh(parameter.slot)) continue;
-    parameters_.sums_of(i).add_squares(parameter.slot, sum);
-  }
+  parameters_.for_each_summed_run(
+      indices, [&](GradientSums& sums, const Run& run) { sums.add_squares(run, sum); });
 }
 
 }  // namespace zero_ext

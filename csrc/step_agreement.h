@@ -4,7 +4,8 @@
 // Owner:     Engine.
 // Threads:   called only under Engine::mutex_.
 // Invariant: every rank asks the same questions and comes to the same verdict, from one message of
-//            each. Where the sums lie on a device, nobody waits for them.
+//            each. Where the sums lie on a device, nobody waits for them. No step is made of sums
+//            that lack a backward on some ranks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,6 +18,7 @@
 #include <vector>
 
 #include "comm.h"
+#include "reductions.h"
 #include "sharded_parameters.h"
 #include "unit_context.h"
 
@@ -53,17 +55,19 @@ struct StepVerdict {
 
 class StepAgreement {
  public:
-  StepAgreement(Comm& comm, const UnitContext& context, const ShardedParameters& parameters)
-      : comm_(comm), context_(context), parameters_(parameters) {}
+  StepAgreement(Comm& comm, const UnitContext& context, const ShardedParameters& parameters,
+                Reductions& reductions)
+      : comm_(comm), context_(context), parameters_(parameters), reductions_(reductions) {}
 
   // Collective, but that a rank may ask for the norm alone of gradients that every rank holds.
-  // `verb`: who asks, for the message where another rank does not answer.
+  // Raises on every rank where they have finished different numbers of backwards. `verb`: who asks,
+  // for the messages.
   StepVerdict ask(const std::vector<int64_t>& indices, const StepQuestions& questions,
                   const char* verb) {
     return context_.state.on_host() ? ask_host(indices, questions, verb)
                                     : ask_device(indices, questions, verb);
   }
-  // Waits for what the device knows.
+  // Waits for what the device knows; raises what ask() raises on the host.
   void settle(StepVerdict& verdict) const;
 
  private:
@@ -84,6 +88,7 @@ class StepAgreement {
   Comm& comm_;
   const UnitContext& context_;
   const ShardedParameters& parameters_;
+  Reductions& reductions_;
 };
 
 }  // namespace zero_ext

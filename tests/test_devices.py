@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import MLP, Branching, assert_bits, mean_square, rank_data
+from harness import MLP, Branching, assert_bits, mean_square, rank_batches, rank_data
 from reference import fma_gradients, own_values, whole
 from test_memory_stage3 import Blocks
 from torch.distributed.device_mesh import DeviceMesh
@@ -811,3 +811,27 @@ def test_states_of_a_wrapped_optimizer_leave_the_device_too(anywhere, rank, devi
     pairs = zip(run.model.parameters(), twin.model.parameters(), strict=True)
     for mine, theirs in pairs:
         assert_bits(zero_ext.full_tensor(mine), zero_ext.full_tensor(theirs))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_last_step_reaches_all_ranks_although_the_optimizer_is_deleted(
+    stage, device, mesh, rank, world
+):
+    """The engine's process groups go with it; what they have queued must not."""
+    with torch.device("cpu"):
+        model, plain = MLP(13), MLP(13)
+    model.to(device)
+    optimizer = zero_ext.optim.SGD(
+        model.parameters(), lr=0.5, stage=stage, process_group=mesh.get_group()
+    )
+    batches = rank_batches((4, 5), world)[0]
+    mean_square(model, batches[rank].to(device)).backward()
+    optimizer.step()
+    del optimizer
+    gc.collect()
+    for batch in batches:
+        (mean_square(plain, batch.cpu()) / world).backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        expected = q.detach() - 0.5 * q.grad
+        torch.testing.assert_close(p.detach().cpu(), expected, rtol=1e-5, atol=1e-6)

@@ -1,6 +1,8 @@
 """Bad input: what is refused, when, in which words, and what works afterwards."""
 
 import contextlib
+import copy
+import pickle
 from datetime import timedelta
 
 import pytest
@@ -188,6 +190,42 @@ def test_parameters_that_ddp_reduces_are_refused(way, group):
     _ddp = DistributedDataParallel(model, process_group=group)
     with pytest.raises(ValueError, match="reduced by DistributedDataParallel already"):
         way.optimizer(model, group)
+
+
+@pytest.mark.real_device
+@dist_test
+@both_ways
+def test_ddp_around_sharded_parameters_is_refused_by_the_first_backward(way, group, rank):
+    model = small_mlp()
+    optimizer = way.optimizer(model, group)
+    ddp = DistributedDataParallel(model, process_group=group)
+    with pytest.raises(RuntimeError, match="DistributedDataParallel was put around parameters"):
+        mean_square(ddp, rank_data((3, 5), rank)).backward()
+    optimizer.zero_grad()
+
+
+@both_ways
+@pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps])
+def test_optimizers_are_not_copied(way, how):
+    """A copy would have the groups and no engine."""
+    optimizer = way.optimizer(small_mlp(), None)
+    with pytest.raises(RuntimeError, match=r"can be neither copied nor pickled.*state_dict"):
+        how(optimizer)
+
+
+@dist_test
+@at_least_two_ranks
+@pytest.mark.host
+def test_a_parameter_that_one_rank_alone_thaws_is_told(mesh, rank, monkeypatch):
+    model = small_mlp()
+    model.layers[0].requires_grad_(False)
+    plain = dist.new_group(timeout=timedelta(seconds=1))
+    zero_ext.shard(model, 1, mesh=DeviceMesh.from_group(plain, "cpu"))
+    if rank == 0:
+        model.layers[0].requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"shape \(.*frozen when it came in.*same places"):
+            model(rank_data((3, 5), rank))
+    gather_objects(rank)
 
 
 @pytest.mark.real_device

@@ -729,3 +729,43 @@ def test_models_of_two_stages_train_side_by_side(group, rank, world):
         training.step()
         assert_same_values(training.model, training.expected)
     assert zero_ext.stats(trainings[0].optimizer)["steps"] == 1
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_functional_call_of_other_values(stage):
+    """Of averaged weights, say: what it puts in the parameters' places is no parameter of ours."""
+    model = zero_ext.shard(MLP(), stage)
+    other = MLP(layers=3)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(2.0)
+    values = {name: p.detach() for name, p in other.named_parameters()}
+    batch = rank_data((3, 5), 0)
+    with torch.no_grad():
+        assert_bits(torch.func.functional_call(model, values, (batch,)), other(batch))
+    inputs = batch.clone().requires_grad_()
+    torch.func.functional_call(model, values, (inputs,)).sum().backward()
+    assert inputs.grad is not None
+    assert [p.grad for p in model.parameters()] == [None] * len(list(model.parameters()))
+    mean_square(model, batch).backward()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", [nn.ParameterList, nn.ParameterDict])
+def test_lists_of_parameters_are_no_units(kind, mesh, rank):
+    class Groups(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            values = [torch.randn(6, 6) for _ in range(2)]
+            parts = [kind([v]) if kind is nn.ParameterList else kind({"w": v}) for v in values]
+            self.groups = nn.ModuleList(parts)
+
+        def forward(self, x):
+            for group in self.groups:
+                x = x @ (group[0] if kind is nn.ParameterList else group["w"])
+            return x
+
+    model, plain = zero_ext.shard(Groups(), 3, mesh=mesh, bucket_mb=1e-4), Groups()
+    batch = rank_data((2, 6), rank)
+    assert_bits(model(batch), plain(batch))

@@ -814,3 +814,39 @@ class TestUses:
         torch.testing.assert_close(
             full(model.embedding.weight.grad), separate, rtol=2**-22, atol=2**-20
         )
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_frozen_parameters_compute_in_the_dtype_of_the_others(mesh, rank, stage):
+    model = MLP()
+    model.layers[0].requires_grad_(False)
+    policy = MixedPrecisionPolicy(param_dtype=BF16)
+    zero_ext.shard(model, stage, mesh=mesh, mp_policy=policy)
+    output = model(rank_data((3, 5), rank))
+    output.float().sum().backward()
+    assert output.dtype == BF16 and {p.dtype for p in model.parameters()} == {BF16}
+    model.layers[0].requires_grad_(True)
+    model(rank_data((3, 5), rank)).float().sum().backward()
+    assert model.layers[0].weight.grad is not None
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+@pytest.mark.host
+def test_the_average_of_a_thawed_gradient_is_in_fp32(mesh, rank, world):
+    model = MLP()
+    model.layers[0].requires_grad_(False)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0, process_group=mesh.get_group())
+    model.layers[0].requires_grad_(True)
+    data = [rank_data((3, 5), r) for r in range(world)]
+    torch.set_default_dtype(BF16)
+    try:
+        model(data[rank]).square().mean().backward()
+        mine = model.layers[0].weight.grad.clone()
+        optimizer.step()
+    finally:
+        torch.set_default_dtype(F32)
+    expected = sum(g.double() for g in gather_objects(mine)) / world
+    actual = zero_ext.full_grad(model.layers[0].weight).double()
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9)

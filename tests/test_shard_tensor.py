@@ -370,7 +370,9 @@ class TestObject:
 
     def test_pickling_is_refused_with_a_remedy(self, pair):
         for save in (pickle.dumps, lambda x: torch.save({"state": x}, io.BytesIO())):
-            with pytest.raises(RuntimeError, match=r"zero_ext\.checkpoint\.save"):
+            with pytest.raises(
+                RuntimeError, match=r"Save with torch\.distributed\.checkpoint on all ranks"
+            ):
                 save(pair[1][0].grad)
 
     def test_tracing_is_refused(self, pair):
@@ -563,3 +565,26 @@ def test_cut_of_the_tests_straddles_and_leaves_ranks_empty():
     spans = [[b - a for a, b in pairwise(bound)] for bound in bounds]
     assert any(sum(size > 0 for size in span) > 1 for span in spans)
     assert any(0 in span for span in spans)
+
+
+@pytest.mark.dist
+def test_new_tensors_of_the_same_shape_are_cut_alike(mesh):
+    """Without a message, so that one rank may ask alone."""
+    tensors = [rank_data(shape, 0) for shape in SHAPES]
+    for shard in shard_all(tensors, mesh)[0]:
+        made = {
+            0.0: shard.new_zeros(shard.shape),
+            1.0: shard.new_ones(shard.shape, dtype=torch.float64),
+            2.5: shard.new_full(shard.shape, 2.5),
+            None: shard.new_empty(shard.shape),
+            "strided": shard.new_empty_strided(shard.shape, shard.stride()),
+        }
+        for value, new in made.items():
+            assert type(new) is ShardTensor and new.bounds == shard.bounds
+            assert new.shape == shard.shape and new.to_local().shape == shard.to_local().shape
+            if isinstance(value, float):
+                assert (new.to_local() == value).all()
+        assert made[1.0].dtype == torch.float64
+        other = shard.new_zeros((2, 9), dtype=torch.int32)
+        assert type(other) is torch.Tensor and other.shape == (2, 9)
+        assert shard.data_ptr() == 0

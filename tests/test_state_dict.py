@@ -8,14 +8,16 @@ import re
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from harness import MLP, Tied, mean_square, rank_batches
+from harness import MLP, Tied, assert_bits, mean_square, rank_batches
 from reference import OneProcess
 from setups import MLP_INPUT, assert_same_values, full_master, train_batch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_state_dict,
     set_model_state_dict,
+    set_state_dict,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -291,6 +293,35 @@ def test_torch_distributed_checkpoint_saves_and_loads_it(mesh, shared_path):
     dcp.load(state, checkpoint_id=shared_path)
     model.load_state_dict(state["model"])
     assert_state(full_state(model), Mixed(seed=1).state_dict())
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_is_saved_asynchronously_is_what_there_is(mesh, stage, shared_path, rank, world):
+    """torch copies the state first, which goes by new_empty() and data_ptr()."""
+
+    def trained(seed):
+        model = zero_ext.shard(Mixed(seed), stage, mesh=mesh, bucket_mb=SEPARATE)
+        optimizer = zero_ext.optim.AdamW(model.parameters())
+        mean_square(model, rank_batches((3, 5), world)[0][rank]).backward()
+        optimizer.step()
+        return model, optimizer
+
+    source, other = trained(1), trained(2)
+    model_state, optimizer_state = get_state_dict(*source)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.async_save(state, checkpoint_id=shared_path).result()
+    model_state, optimizer_state = get_state_dict(*other)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=shared_path)
+    set_state_dict(*other, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    assert_same_values(other[0], source[0])
+    for p, q in zip(source[0].parameters(), other[0].parameters(), strict=True):
+        if p.requires_grad:
+            for name in ("exp_avg", "exp_avg_sq", "step"):
+                assert_bits(
+                    zero_ext.full_state(source[1], p, name), zero_ext.full_state(other[1], q, name)
+                )
 
 
 def test_a_checkpoint_of_it_is_a_plain_models(mesh, shared_path):

@@ -159,7 +159,9 @@ class Place(NamedTuple):
     def refuse_another(self, rank: int) -> None:
         """Raise if another Parameter is in its place, which nobody would reduce or step."""
         found = self.parameters.get(self.key)
-        if found is None or not self.parameter.requires_grad:
+        # functional_call() puts plain tensors there, whose gradients are nobody's.
+        trains = isinstance(found, nn.Parameter) and torch.is_grad_enabled()
+        if not trains or not self.parameter.requires_grad:
             return
         raise RuntimeError(
             f"zero_ext [rank {rank}]: parameter '{self.name}' was replaced by another one "

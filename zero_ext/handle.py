@@ -24,7 +24,7 @@ from zero_ext.groups import (
 )
 from zero_ext.host_gradient import HostGradient
 from zero_ext.meta import MetaModules
-from zero_ext.module_hooks import watch_module
+from zero_ext.module_hooks import OpenForwards, watch_module
 
 # Engines with stage 3, whose shards the other ranks may need until they end, too.
 _serving: weakref.WeakSet = weakref.WeakSet()
@@ -142,6 +142,7 @@ class Handle:
         self.offload_policy = offload_policy
         # Whether verdicts about a step are made on the host.
         self.knows_on_host = device.type == "cpu" or options.offload
+        self.forwards = OpenForwards()
         self.parameters: list[weakref.ref] = []
         self.optimizers: weakref.WeakSet = weakref.WeakSet()
         self.scaled_by: weakref.ref | None = None  # the optimizer whose loss_scaler the engine has
@@ -237,12 +238,16 @@ class Handle:
             for k, module in enumerate(block.modules):
                 last = k == len(block.modules) - 1
                 site = self.engine.add_site(numbers, root=block.root, first=k == 0, last=last)
-                watch_module(module, self.engine, site)
+                watch_module(module, self.engine, site, self.forwards)
 
     def add_parameters(self, parameters: Sequence[tuple[str, Tensor]]) -> list[int]:
         """Take in more parameters; returns their indices. Collective."""
         indices = self._register(parameters)
         self._make_units([i for i in indices if self.parameters[i]().requires_grad])
+        for i in indices:  # what is frozen computes with the others
+            parameter = self.parameters[i]()
+            if not parameter.requires_grad and self.param_dtype is not None:
+                parameter.data = parameter.data.to(self.param_dtype)
         return indices
 
     def check_and_add(self, parameters: Sequence[tuple[str, Tensor]]) -> list[int]:
@@ -308,8 +313,12 @@ class Handle:
         A gradient that autograd has left in their ``.grad`` meanwhile is averaged over the ranks.
         """
         thawed = self.engine.thawed()
-        if not thawed:
-            return []
+        if thawed:  # for training, even where a forward in inference mode notices it
+            with torch.inference_mode(False), torch.no_grad():
+                self._adopt(thawed)
+        return thawed
+
+    def _adopt(self, thawed: Sequence[int]) -> None:
         gradients = {i: self.parameters[i]().grad for i in thawed}
         totals = {i: self._average(self.parameters[i](), g) for i, g in gradients.items()}
         by_block: dict[int, list[int]] = {}
@@ -325,18 +334,25 @@ class Handle:
                     self.parameters[i]().grad = gradients[i]
                 elif total is not None:
                     self.engine.write_gradient(i, total)
-        return thawed
 
     def _average(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
         if self.groups.world == 1:
             return gradient
         device = parameter.device
-        holders = torch.tensor(0.0 if gradient is None else 1.0, device=device)
-        total = torch.zeros(parameter.shape, device=device)
+        holders = torch.tensor(0.0 if gradient is None else 1.0, dtype=torch.float32, device=device)
+        total = torch.zeros(parameter.shape, dtype=torch.float32, device=device)
         if gradient is not None:
             total.copy_(gradient.detach())
-        all_reduce_(holders, self.groups.parent)
-        all_reduce_(total, self.groups.parent)
+        try:
+            all_reduce_(holders, self.groups.parent)
+            all_reduce_(total, self.groups.parent)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"zero_ext [rank {self.groups.rank}]: a parameter of shape "
+                f"{tuple(parameter.shape)} was frozen when it came in and requires a gradient now. "
+                "To shard it this rank waited for the others, which must change requires_grad in "
+                f"the same places: {error}"
+            ) from error
         return total / self.groups.world if holders else None
 
     def set_offloaded(self, states: Iterable[str]) -> None:

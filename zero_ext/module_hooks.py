@@ -6,7 +6,10 @@ inputs.
 
 import copy
 import dataclasses
+import sys
+import threading
 from collections.abc import Iterable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -14,17 +17,75 @@ from torch import Tensor, nn
 
 from zero_ext import _C
 
-_NOT_ENTERED = object()
+_CALL = nn.Module._call_impl.__code__
+
+
+@dataclasses.dataclass(eq=False)
+class _Forward:
+    """A forward that is inside a module."""
+
+    hooks: "SiteHooks"
+    thread: int
+    frame: FrameType | None  # of the module's call, or of one around it
+    entered: bool = False
+    call: _C.Call | None = None
+
+
+class OpenForwards:
+    """Those inside the modules of one engine.
+
+    Torch calls no hook where a forward ends with what is no ``Exception``: Ctrl-C, a cancelled
+    task. Such a forward is noticed when the frame of its call is on its thread's stack no more.
+    """
+
+    def __init__(self):
+        self._open: list[_Forward] = []
+
+    def begin(self, hooks: "SiteHooks") -> _Forward:
+        forward = _Forward(hooks, threading.get_ident(), _frame_of_call())
+        self._open.append(forward)
+        return forward
+
+    def end(self, hooks: "SiteHooks") -> _Forward | None:
+        thread = threading.get_ident()
+        for forward in reversed(self._open):
+            if forward.hooks is hooks and forward.thread == thread:
+                self._open.remove(forward)
+                return forward
+        return None
+
+    def leave_abandoned(self) -> None:
+        """Those of this thread; the innermost first, until one is found that still runs."""
+        thread = threading.get_ident()
+        for forward in [f for f in reversed(self._open) if f.thread == thread]:
+            if forward.frame is None or _is_running(forward.frame):
+                return
+            self._open.remove(forward)
+            forward.hooks.abandon(forward)
+
+
+def _frame_of_call() -> FrameType | None:
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not _CALL:
+        frame = frame.f_back
+    return frame
+
+
+def _is_running(frame: FrameType) -> bool:
+    running = sys._getframe(1)
+    while running is not None and running is not frame:
+        running = running.f_back
+    return running is not None
 
 
 class SiteHooks:
     """Enters and leaves one module's units. A copy of the module has plain parameters, so a copy of
     this does nothing."""
 
-    def __init__(self, engine: _C.Engine | None, site: int):
+    def __init__(self, engine: _C.Engine | None, site: int, forwards: OpenForwards | None = None):
         self._engine = engine
         self._site = site
-        self._calls: list[Any] = []  # of the forwards that are inside the module
+        self._forwards = forwards
 
     def __deepcopy__(self, memo) -> "SiteHooks":
         memo[id(self)] = twin = SiteHooks(None, -1)
@@ -36,31 +97,32 @@ class SiteHooks:
     def enter(self, module: nn.Module, args, kwargs):
         if self._engine is None:
             return None
-        try:
-            self._engine.enter_forward(self._site)
-        except BaseException:
-            self._calls.append(_NOT_ENTERED)
-            raise
-        call = self._engine.begin_call(self._site) if torch.is_grad_enabled() else None
-        self._calls.append(call)
-        if call is not None:
+        self._forwards.leave_abandoned()
+        forward = self._forwards.begin(self)
+        self._engine.enter_forward(self._site)
+        forward.entered = True
+        if torch.is_grad_enabled():
+            forward.call = self._engine.begin_call(self._site)
             for tensor in tensors_in((args, kwargs)):
-                call.watch_input(tensor)
+                forward.call.watch_input(tensor)
         return None
 
     def leave(self, module: nn.Module, args, output):
-        if not self._calls:  # a hook before ours threw
-            return
-        call = self._calls.pop()
-        if call is _NOT_ENTERED:
+        forward = self._forwards.end(self) if self._forwards is not None else None
+        if forward is None or not forward.entered:  # or a hook before ours threw
             return
         outputs = list(tensors_in(output))
-        if call is not None:
-            call.end()
+        if forward.call is not None:
+            forward.call.end()
             for tensor in outputs:
-                call.watch_output(tensor)
+                forward.call.watch_output(tensor)
         # Without an output the forward threw.
-        self._engine.leave_forward(self._site, outputs, call is not None and output is not None)
+        backward_may_follow = forward.call is not None and output is not None
+        self._engine.leave_forward(self._site, outputs, backward_may_follow)
+
+    def abandon(self, forward: _Forward) -> None:
+        if forward.entered:
+            self._engine.leave_forward(self._site, [], False)
 
 
 class _Hook:
@@ -83,9 +145,9 @@ class _Hook:
         return self._method(*args)
 
 
-def watch_module(module: nn.Module, engine: _C.Engine, site: int) -> None:
+def watch_module(module: nn.Module, engine: _C.Engine, site: int, forwards: OpenForwards) -> None:
     """Gather ``site`` when a forward enters ``module``, let it go when the forward leaves it."""
-    hooks = SiteHooks(engine, site)
+    hooks = SiteHooks(engine, site, forwards)
     module.register_forward_pre_hook(_Hook(hooks, "enter"), with_kwargs=True, prepend=True)
     # Also when the forward throws, as non-reentrant checkpointing does in every recomputation.
     module.register_forward_hook(_Hook(hooks, "leave"), always_call=True)

@@ -134,10 +134,14 @@ class ShardTensor(DTensor):
         # Many trainers let rank 0 alone pickle the optimizer: the other slices would be lost.
         raise RuntimeError(
             f"zero_ext: a ShardTensor of shape {tuple(self.shape)} cannot be pickled: this rank "
-            "holds only a slice. Save with zero_ext.checkpoint.save() or "
-            "torch.distributed.checkpoint on all ranks, or pickle shard.full_tensor(), called on "
-            "all ranks."
+            "holds only a slice. Save with torch.distributed.checkpoint on all ranks, or pickle "
+            "shard.full_tensor(), called on all ranks."
         )
+
+    def data_ptr(self) -> int:
+        """0, as of every wrapper; torch would give the slice's storage offset (dcp.async_save asks
+        whether there is memory)."""
+        return 0
 
     def __tensor_flatten__(self):
         raise NotImplementedError(
@@ -351,6 +355,15 @@ def _on_full_tensors(func, args, kwargs):
     return func(*args, **kwargs)
 
 
+def _new(func, shard, size, *rest, **kwargs):
+    """``new_empty`` and its kin: of the same shape a ShardTensor cut alike, else a plain tensor."""
+    local = shard._local_tensor
+    strided = func is aten.new_empty_strided.default
+    if torch.Size(size) != shard.shape or (strided and tuple(rest[0]) != shard.stride()):
+        return func(local, size, *rest, **kwargs)
+    return _wrap(func(local, local.shape, *([(1,)] if strided else rest), **kwargs), shard)
+
+
 def _copy_(func, destination, source, non_blocking=False):
     """As torch's: a full source is cut to this rank's slice, another DTensor is gathered first."""
     if not isinstance(destination, ShardTensor):
@@ -444,6 +457,11 @@ _HANDLERS = {
     aten.any.default: _reduce_with(dist.ReduceOp.MAX),
     aten.all.default: _reduce_with(dist.ReduceOp.MIN),
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale_,
+    aten.new_empty.default: _new,
+    aten.new_empty_strided.default: _new,
+    aten.new_full.default: _new,
+    aten.new_ones.default: _new,
+    aten.new_zeros.default: _new,
 }
 # Tagged as elementwise, but what they return is not one tensor of the operands' shape.
 _NO_TENSOR = {aten.equal.default, aten.frexp.Tensor}

@@ -279,6 +279,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "scaler.scale(loss).backward() in place of loss.backward()."
         )
 
+    def __reduce_ex__(self, protocol):
+        # What torch's would copy has no engine.
+        raise RuntimeError(
+            f"zero_ext: {type(self).__name__} can be neither copied nor pickled: its state belongs "
+            "to the parameters of one sharded model. Make another one over the other model's "
+            "parameters, and give it this one's state_dict()."
+        )
+
     # The step
 
     @torch.no_grad()
@@ -297,6 +305,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._check_states(self.param_groups)
+        self._handle.forwards.leave_abandoned()
         self._adopt_thawed()
         self._check_scaled()
         verdict = self._sharded_state.prepare_step(
@@ -392,7 +401,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self._adopt_thawed()
         # A norm that is not finite leaves the gradients alone.
-        norm = self._handle.engine.clip_gradients(self._sharded_state.indices, max_norm)
+        norm = self._sharded_state.clip_gradients(max_norm)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
                 f"zero_ext [rank {self._handle.groups.rank}]: the norm of the gradients is "

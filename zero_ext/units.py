@@ -149,13 +149,16 @@ def _chosen(root: nn.Module, choice: Choice) -> dict[str, nn.Module]:
     return chosen
 
 
+_WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
 def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """Children of the outermost ModuleLists and Sequentials that hold more than one."""
     seen = [(n, c) for n, c in module.named_children() if any(True for _ in c.parameters())]
     container = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(seen) > 1
     for name, child in seen:
         name = f"{prefix}.{name}" if prefix else name
-        called = not isinstance(child, (nn.ModuleList, nn.ModuleDict))  # these have no forward
+        called = not isinstance(child, _WITHOUT_FORWARD)
         if container and called:
             yield name, child
         else:

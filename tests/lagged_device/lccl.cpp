@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <iterator>
 #include <utility>
@@ -205,10 +206,13 @@ class Lccl final : public c10d::Backend {
   }
 
   ~Lccl() override {
+    cut_->store(true);
     for (int device = 0; device < kDevices; ++device) {
       if (streams_[device] >= 0) give_back_group_stream(device, streams_[device]);
     }
   }
+
+  void abort() override { cut_->store(true); }
 
   const std::string getBackendName() const override { return "lccl"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
@@ -547,8 +551,9 @@ class Lccl final : public c10d::Backend {
     const std::string place = where(number_);
     // The wire is let go at once: a group that nobody has any more must close its connections, for
     // the sake of ranks that still wait for this one.
-    const uint64_t ticket = queue.push([plain, shared, place, wire = wire_]() mutable {
+    const uint64_t ticket = queue.push([plain, shared, place, wire = wire_, cut = cut_]() mutable {
       const Wire last_use = std::move(wire);
+      if (cut->load()) return;
       run(*plain, place, last_use, *shared);
     });
     last_ = {.queue = &queue, .ticket = ticket};
@@ -578,6 +583,7 @@ class Lccl final : public c10d::Backend {
   }
 
   const Wire wire_;
+  const std::shared_ptr<std::atomic<bool>> cut_ = std::make_shared<std::atomic<bool>>(false);
   const c10::intrusive_ptr<Options> options_;
   std::array<int64_t, kDevices> streams_ = [] {
     std::array<int64_t, kDevices> none{};

@@ -7,6 +7,7 @@
 // one until the task is done; nothing else protects them: who overwrites an input or reads a result
 // on a stream that has not waited gets what NCCL would let him get, see Note [What a missing wait
 // looks like here] in runtime.h.
+// A group that dies, or is aborted, cuts off what is queued: it ends without having done anything.
 // Other than NCCL: ranks that disagree get an error; a peer that does not come is one after the
 // timeout, raised by the next wait of the host for anything; sums are taken in rank order, every
 // addition rounded to the tensor's own dtype.

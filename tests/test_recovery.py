@@ -1,0 +1,447 @@
+"""After an error that was caught the objects are usable and nothing is lost: failures that autograd
+does not tell of, failures on one rank alone, refusals that are mended."""
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from harness import (
+    MLP,
+    assert_bits,
+    gather_objects,
+    mean_square,
+    rank_batches,
+    rank_data,
+    reference_gradients,
+    torchrun,
+)
+from setups import full_gradients
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zero_ext
+from zero_ext.handle import find
+
+SHAPE = (3, 8)
+MLP_SHAPE = (3, 5)
+GATHERS_TOGETHER = "lccl" in os.environ.get("ZERO_EXT_TEST_BACKENDS", "")
+ON_HOST = os.environ.get("ZERO_EXT_TEST_DEVICE", "cpu") == "cpu"
+EARLIER_FAILED = r"\[rank 0\]: backward: an earlier one threw right after an inner backward"
+at_least_two_ranks = pytest.mark.world(min=2)
+
+
+def assert_same(actual: dict, expected: dict) -> None:
+    """Gradients by name, up to the rounding of an average over three ranks."""
+    for name, gradient in expected.items():
+        assert (actual[name] is None) == (gradient is None), name
+        if gradient is not None:
+            torch.testing.assert_close(actual[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def raise_late(_gradient):
+    raise ValueError("a user's hook")
+
+
+class Checkpoints(nn.Module):
+    """All parameters lie in reentrant checkpoints: no hook of ours runs in the outer backward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x, fails: bool = False):
+        x = checkpoint(self.first, x.requires_grad_(), use_reentrant=True)
+        if fails:
+            x.register_hook(raise_late)  # after the second checkpoint's inner backward
+        return checkpoint(self.second, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("then", ["backward", "zero_grad", "step"])
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_a_failure_right_after_an_inner_backward_is_undone(stage, then, trained_before):
+    model = zero_ext.shard(Checkpoints(), stage)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0)
+    if trained_before:
+        mean_square(model, rank_data(SHAPE, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(ValueError, match="a user's hook"):
+        model(rank_data(SHAPE, 0), fails=True).sum().backward()
+    if then != "backward":
+        getattr(optimizer, then)()
+    elif not ON_HOST:  # a forward may be another thread's there
+        with pytest.raises(RuntimeError, match=EARLIER_FAILED):
+            mean_square(model, rank_data(SHAPE, 0)).backward()
+    batches = rank_batches(SHAPE, 1)
+    mean_square(model, batches[0][0]).backward()
+    assert_same(full_gradients(model), reference_gradients(Checkpoints, batches, 1))
+
+
+def test_a_failure_that_nobody_heard_of_is_told_by_the_next_backward():
+    """An optimizer alone sees no forward."""
+    model = Checkpoints()
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0, stage=1)
+    with pytest.raises(ValueError, match="a user's hook"):
+        model(rank_data(SHAPE, 0), fails=True).sum().backward()
+    with pytest.raises(RuntimeError, match=EARLIER_FAILED):
+        mean_square(model, rank_data(SHAPE, 0)).backward()
+    batches = rank_batches(SHAPE, 1)
+    mean_square(model, batches[0][0]).backward()
+    assert_same(full_gradients(model), reference_gradients(Checkpoints, batches, 1))
+    optimizer.step()
+
+
+class TriesAnInnerBackward(torch.autograd.Function):
+    """Its backward runs another one, which throws, and goes on without it."""
+
+    @staticmethod
+    def forward(ctx, x, inner):
+        ctx.inner = inner
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            y = ctx.inner[0](x.detach())
+            y.register_hook(raise_late)
+            with contextlib.suppress(ValueError):
+                ctx.inner[1](y).square().sum().backward()
+        return grad, None
+
+
+def test_an_inner_failure_that_is_caught_ends_the_outer_backward():
+    """It has undone the outer one's gradients so far, which must not be lost without a word."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.stem = nn.Linear(8, 8)
+            self.inner = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+            self.head = nn.Linear(8, 8)
+
+        def forward(self, x, tries: bool = True):
+            x = self.stem(x)
+            return self.head(TriesAnInnerBackward.apply(x, self.inner) if tries else x)
+
+    model, plain = zero_ext.shard(Model(), 1), Model()
+    with pytest.raises(RuntimeError, match=r"\[rank 0\]: backward: an inner backward .* threw"):
+        model(rank_data(SHAPE, 0)).sum().backward()
+    for each in (model, plain):
+        each(rank_data(SHAPE, 0), tries=False).sum().backward()
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    assert_same(full_gradients(model), expected)
+
+
+def test_no_memory_for_a_second_micro_batch_leaves_the_first(monkeypatch):
+    """Each unit copies its sum before it is added to; half of the copies fit."""
+    numel = 64 * 64
+    limit = 4 * (4 * numel + 4 * numel) + 2 * 4 * numel  # parameters, sums, two copies
+    monkeypatch.setenv("ZERO_EXT_LIMIT_BYTES", str(limit))
+    layers = [nn.Linear(64, 64, bias=False) for _ in range(4)]
+    model = zero_ext.shard(nn.Sequential(*layers), 1, bucket_mb=4 * numel / 2**20)
+    assert model.stats()["units"] == 4
+    batch = rank_data((2, 64), 0)
+    mean_square(model, batch).backward()
+    first = full_gradients(model)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="ZERO_EXT_LIMIT_BYTES"):
+            mean_square(model, batch).backward()
+        assert_same(full_gradients(model), first)
+    # What was copied then is no copy of what the sums are now.
+    for parameter in model.parameters():
+        parameter.grad.mul_(0.5)
+    edited = full_gradients(model)
+    monkeypatch.undo()
+    layers[0].register_forward_hook(lambda *_: _[-1].register_hook(raise_late) and None)
+    with pytest.raises((RuntimeError, ValueError)):
+        mean_square(model, batch).backward()
+    assert_same(full_gradients(model), edited)
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("stage", [1, 2])
+def test_backwards_of_several_threads_are_added_up(stage):
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(*[nn.Linear(16, 16) for _ in range(8)])
+
+    model, plain = zero_ext.shard(make(), stage), make()
+    errors = []
+
+    def run(each, k):
+        try:
+            for _ in range(10):
+                each(torch.full((2, 16), float(k + 1))).sum().backward()
+        except Exception as error:
+            errors.append(error)
+
+    for each in (model, plain):
+        threads = [threading.Thread(target=run, args=(each, k)) for k in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, p.grad, rtol=1e-4, atol=1e-4)
+
+
+READER_BESIDE_TRAINING = """
+import threading, torch, zero_ext
+from torch import nn
+torch.set_num_threads(1)
+model = zero_ext.shard(nn.Sequential(*[nn.Linear(8, 8) for _ in range(20)]), 1)
+for p in model.parameters():  # a gradient that Python has seen is let go with the GIL
+    p.register_post_accumulate_grad_hook(lambda p: (p.grad, None)[1])
+stop = False
+def read():
+    while not stop:
+        with model.summon_full_params():
+            pass
+thread = threading.Thread(target=read, daemon=True)
+thread.start()
+for _ in range(100):
+    model(torch.ones(2, 8)).sum().backward()
+    model.zero_grad()
+stop = True
+thread.join()
+print("READ AND TRAINED")
+"""
+
+
+def test_a_thread_that_reads_does_not_block_one_that_trains(tmp_path):
+    (tmp_path / "script.py").write_text(READER_BESIDE_TRAINING)
+    result = torchrun(1, str(tmp_path / "script.py"), cwd=Path(__file__).parents[1], timeout_s=60)
+    assert "READ AND TRAINED" in result.stdout, result.stderr[-3000:]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_layer_that_is_thawed_by_an_inference_can_be_trained(stage):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[1].requires_grad_(False)
+    zero_ext.shard(model, stage)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1)
+    model[1].requires_grad_(True)
+    with torch.inference_mode():
+        model(rank_data(SHAPE, 0))
+    assert not any(p.is_inference() for p in model.parameters())
+    before = zero_ext.full_tensor(model[1].weight).clone()
+    mean_square(model, rank_data(SHAPE, 0)).backward()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    assert not torch.equal(zero_ext.full_tensor(model[1].weight), before)
+
+
+# Several ranks
+
+
+@pytest.mark.dist
+@at_least_two_ranks
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("micros_before", [0, 1])
+def test_a_backward_that_threw_late_on_one_rank_is_in_no_step(
+    stage, micros_before, mesh, rank, world
+):
+    """The other ranks had all of it: their sums have a micro-batch that this rank's lack."""
+    model = zero_ext.shard(MLP(), stage, mesh=mesh)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+    before = [zero_ext.full_tensor(p).clone() for p in model.parameters()]
+    batches = rank_batches(MLP_SHAPE, world, micros=micros_before + 1)
+
+    def one(micro, fails=False):
+        batch = batches[micro][rank].clone().requires_grad_()
+        loss = mean_square(model, batch * 1)
+        if fails and rank == 0:
+            batch.register_hook(raise_late)
+        loss.backward()
+
+    for micro in range(micros_before):
+        one(micro)
+    if rank == 0:
+        with pytest.raises(ValueError, match="a user's hook"):
+            one(micros_before, fails=True)
+    else:
+        one(micros_before)
+    numbers = ", ".join([str(micros_before), *[str(micros_before + 1)] * (world - 1)])
+    told = rf" .* {numbers}\." if ON_HOST else ""
+    with pytest.raises(RuntimeError, match=f"different numbers of backwards{told}"):
+        optimizer.step()
+        optimizer.zero_grad()
+        _ = optimizer.skipped_steps  # a device tells later
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert_bits(zero_ext.full_tensor(parameter), value)
+    optimizer.zero_grad()
+    for micro in range(micros_before + 1):
+        one(micro)
+    assert_same(full_gradients(model), reference_gradients(MLP, batches, world, 1 / world))
+    optimizer.step()
+
+
+@pytest.mark.dist
+@at_least_two_ranks
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_rank_whose_loss_reached_nothing_can_clip(stage, mesh, rank, world):
+    if stage == 3 and GATHERS_TOGETHER:
+        pytest.skip("every rank enters every gather")
+    model = zero_ext.shard(MLP(), stage, mesh=mesh)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        batches = rank_batches(MLP_SHAPE, world, step)
+        if rank == step % world:
+            mean_square(model, batches[0][rank]).backward()
+        norm = optimizer.clip_grad_norm_(1e9)
+        squares = sum(g.double().square().sum() for g in full_gradients(model).values())
+        torch.testing.assert_close(norm.double(), squares.sqrt(), rtol=1e-6, atol=0.0)
+        assert norm > 0
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.stats()["steps"] == 3
+
+
+class Unreadable(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.dist
+@at_least_two_ranks
+@pytest.mark.real_device
+def test_a_step_that_refused_on_one_rank_can_be_mended(mesh, rank, world):
+    model = zero_ext.shard(MLP(), 2, mesh=mesh)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1)
+    batches = rank_batches(MLP_SHAPE, world)
+    mean_square(model, batches[0][rank]).backward()
+    if rank == 0:
+        parameter = next(model.parameters())
+        good = parameter.grad
+        parameter.grad = torch.Tensor._make_wrapper_subclass(Unreadable, parameter.shape)
+        with pytest.raises(TypeError, match=r"\.grad was set to a Unreadable"):
+            optimizer.step()
+        parameter.grad = good
+    optimizer.step()
+    assert model.stats()["backwards"] == 1 and model.stats()["steps"] == 1
+
+
+@pytest.mark.dist
+@at_least_two_ranks
+@pytest.mark.host
+def test_a_step_that_timed_out_in_its_own_backward_keeps_the_gradients(
+    mesh, rank, world, monkeypatch
+):
+    monkeypatch.setenv("ZERO_EXT_TIMEOUT_S", "1")
+    model = zero_ext.shard(MLP(), 2, mesh=mesh)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0)
+    batches = rank_batches(MLP_SHAPE, world)
+    mean_square(model, batches[0][rank]).backward()
+    optimizer.step()
+    before = [p.grad.to_local().clone() for p in model.parameters()]
+    gather_objects(rank)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="waited for its reduction in backward 2"):
+            optimizer.step()
+        for parameter, gradient in zip(model.parameters(), before, strict=True):
+            assert_bits(parameter.grad.to_local(), gradient)
+        optimizer.zero_grad()
+    gather_objects(rank)
+
+
+@pytest.mark.dist
+@at_least_two_ranks
+@pytest.mark.parametrize("stage", [2, 3])
+def test_autograd_grad_over_parameters_is_no_backward(stage, mesh, rank, world):
+    """Where ranks read each other's memory, one may ask alone."""
+    model = zero_ext.shard(MLP(), stage, mesh=mesh, bucket_mb=1e-4)
+    alone = stage < 3 or model.stats()["neighbors"] == world - 1
+    if rank == 0 or not alone:
+        with model.summon_full_params(writeback=False) if stage == 3 else torch.enable_grad():
+            parameters = list(model.parameters())
+            loss = mean_square(model, rank_data(MLP_SHAPE, rank))
+            gradients = torch.autograd.grad(loss, parameters)
+        plain = MLP()
+        mean_square(plain, rank_data(MLP_SHAPE, rank)).backward()
+        for gradient, p in zip(gradients, plain.parameters(), strict=True):
+            assert_bits(gradient, p.grad)
+    assert model.stats()["backwards"] == 0 and model.stats()["reductions"] == 0
+
+
+@pytest.mark.dist
+@at_least_two_ranks
+@pytest.mark.host
+def test_a_forked_child_takes_no_messages_of_its_parent(mesh, rank, world):
+    """As a DataLoader's worker that runs the model would."""
+    model = zero_ext.shard(MLP(), 3, mesh=mesh, bucket_mb=1e-4)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with torch.no_grad():
+                model(rank_data(MLP_SHAPE, rank))
+            os.write(writing, b"nothing was raised")
+        except BaseException as error:
+            os.write(writing, str(error).split("\n")[0].encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert (
+        "a forked child cannot exchange messages in its parent's place"
+        in os.read(reading, 4096).decode()
+    )
+    gather_objects(rank)
+    batches = rank_batches(MLP_SHAPE, world)
+    mean_square(model, batches[0][rank]).backward()
+    assert_same(full_gradients(model), reference_gradients(MLP, batches, world, 1 / world))
+    optimizer.step()
+
+
+class Interrupted(nn.Module):
+    """A forward that ends with what is no Exception."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.ones(5))  # of the root's own unit
+        self.blocks = nn.ModuleList([MLP(), MLP()])
+        self.stops = False
+
+    def forward(self, x):
+        x = self.blocks[0](x) * self.scale
+        if self.stops:
+            raise KeyboardInterrupt
+        return self.blocks[1](x)
+
+
+@pytest.mark.dist
+@at_least_two_ranks
+@pytest.mark.parametrize("then", ["forward", "step", "forward of another thread"])
+def test_a_forward_that_was_interrupted_is_over(then, mesh, rank, world):
+    model = zero_ext.shard(Interrupted(), 3, mesh=mesh, bucket_mb=1e-4)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0)
+    mean_square(model, rank_data(MLP_SHAPE, rank, 5)).backward()
+    model.stops = True
+    with pytest.raises(KeyboardInterrupt):
+        model(rank_data(MLP_SHAPE, rank))
+    model.stops = False
+    if then == "step":
+        optimizer.step()
+    optimizer.zero_grad()
+    batches = rank_batches(MLP_SHAPE, world)
+    if then == "forward of another thread" and not GATHERS_TOGETHER:
+        run = threading.Thread(target=lambda: model(rank_data(MLP_SHAPE, rank)))
+        run.start()
+        run.join()
+    mean_square(model, batches[0][rank]).backward()
+    expected = reference_gradients(Interrupted, batches, world, 1 / world)
+    assert_same(full_gradients(model), expected)
+    optimizer.step()
+    assert find(model.scale)[0].engine.gathered_units() == []
