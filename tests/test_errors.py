@@ -204,6 +204,17 @@ def test_ddp_around_sharded_parameters_is_refused_by_the_first_backward(way, gro
     optimizer.zero_grad()
 
 
+@dist_test
+@at_least_two_ranks
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_a_forward_that_writes_to_its_weight_is_refused_by_stage_3(kind, mesh):
+    model = nn.Sequential(kind(10, 6, max_norm=1.0), nn.Linear(6, 6))
+    with pytest.raises(ValueError, match=r"'0' is a Embedding.*max_norm=1\.0.*stage 2"):
+        zero_ext.shard(model, 3, mesh=mesh)
+    zero_ext.shard(model, 3, mesh=mesh, ignored_params=[model[0].weight])
+    zero_ext.shard(nn.Sequential(kind(10, 6, max_norm=1.0)), 2, mesh=mesh)
+
+
 @both_ways
 @pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps])
 def test_optimizers_are_not_copied(way, how):

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from zero_ext import _C
-from zero_ext.groups import resolve
+from zero_ext.groups import Groups, resolve
 from zero_ext.handle import Handle, find
 from zero_ext.meta import MetaModules
 from zero_ext.offload import check_policy
@@ -113,6 +113,7 @@ def shard(
     named = [(name, p) for name, p in module.named_parameters() if id(p) not in ignored]
     blocks = None
     if stage == 3:
+        _refuse_writing_forwards(module, groups, ignored)
         parameters = [p for _, p in named]
         blocks = cut_by_module(module, parameters, units, bucket_mb * 2**20, mp_policy.param_dtype)
     meta = MetaModules(module, ignored, param_init_fn, groups.device) if stage == 3 else None
@@ -146,6 +147,19 @@ def shard(
     handle.watch_modules()
     _give_methods(module, handle, mp_policy)
     return module
+
+
+def _refuse_writing_forwards(module: nn.Module, groups: Groups, ignored: set[int]) -> None:
+    """Other ranks gather a row while it is being normalised, and would have half of it."""
+    for name, child in module.named_modules() if groups.world > 1 else ():
+        embeds = isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None
+        if embeds and id(child.weight) not in ignored:
+            raise ValueError(
+                f"zero_ext [rank {groups.rank}]: '{name}' is a {type(child).__name__} with "
+                f"max_norm={child.max_norm}, whose forward writes to its weight while other ranks "
+                "may be gathering it. Shard the module with stage 2, or leave the weight out "
+                "(ignored_params)."
+            )
 
 
 class Place(NamedTuple):
