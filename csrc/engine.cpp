@@ -728,8 +728,10 @@ void Engine::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
                                        [&](int64_t i) { return is_managed(parameters_[i]); });
   const int64_t all = std::count_if(parameters_.begin(), parameters_.end(), is_managed);
   // A step that is given up (by a GradScaler, say) is over as well.
-  if (mode == ZeroGrad::to_none && zeroed == all) {
-    boundary_.give_up_step();
+  if (mode == ZeroGrad::to_none && zeroed == all) boundary_.give_up_step();
+  // Several optimizers zero their own parameters each.
+  if (std::all_of(parameters_.units().begin(), parameters_.units().end(),
+                  [](const std::unique_ptr<Unit>& unit) { return unit->sums().empty(); })) {
     reductions_.forget_finished();
     threw_ = false;
   }

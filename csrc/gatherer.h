@@ -3,7 +3,8 @@
 // Owner:     Engine.
 // Threads:   called only under Engine::mutex_.
 // Invariant: a unit's state and holds change by transition() alone (residency.h). Between two
-//            steps no rank's shard changes, so that it does not matter when a rank takes its range.
+//            steps no rank's shard changes, unless a forward writes to its own parameters, so that
+//            it does not matter when a rank takes its range.
 //
 // Note [One-sided gathers]
 // A collective gather hangs as soon as one rank takes another branch. Here each rank offers its

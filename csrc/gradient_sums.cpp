@@ -44,6 +44,8 @@ float* GradientSums::local(const Piece& piece, int64_t in_slot) const {
          (in_slot - piece.slot_begin);
 }
 
+bool GradientSums::empty() const { return !any_sum(fresh_) && !any_sum(local_fresh_); }
+
 void GradientSums::need() {
   if (!grad_.emptied() || grad_.stowed()) return;
   grad_.allocate();
@@ -52,7 +54,7 @@ void GradientSums::need() {
 
 void GradientSums::drop_idle() {
   if (!come_and_go() || !grad_.defined() || grad_.emptied()) return;
-  if (any_sum(fresh_) || any_sum(local_fresh_)) return;
+  if (!empty()) return;
   grad_.empty(dropped_message_);
   kept_ = false;
   before_.drop();

@@ -52,6 +52,8 @@ class GradientSums {
   bool local_fresh(int64_t i) const { return local_fresh_[i] != 0; }
   // Before this backward.
   bool local_was_fresh(int64_t i) const { return local_fresh_before_[i] != 0; }
+  // No slot has a sum, reduced or local.
+  bool empty() const;
   // Something was added.
   void mark_summed(int64_t i) { fresh_[i] = 0; }
   void mark_local_summed(int64_t i) { local_fresh_[i] = 0; }

@@ -249,12 +249,15 @@ def test_a_layer_that_is_thawed_by_an_inference_can_be_trained(stage):
 @at_least_two_ranks
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("micros_before", [0, 1])
+@pytest.mark.parametrize("optimizers", [1, 2])
 def test_a_backward_that_threw_late_on_one_rank_is_in_no_step(
-    stage, micros_before, mesh, rank, world
+    stage, micros_before, optimizers, mesh, rank, world
 ):
     """The other ranks had all of it: their sums have a micro-batch that this rank's lack."""
     model = zero_ext.shard(MLP(), stage, mesh=mesh)
-    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+    parameters = list(model.parameters())
+    optimizer = zero_ext.optim.SGD(parameters[optimizers - 1 :], lr=0.5)
+    second = zero_ext.optim.SGD(parameters[:1], lr=0.5) if optimizers == 2 else None
     before = [zero_ext.full_tensor(p).clone() for p in model.parameters()]
     batches = rank_batches(MLP_SHAPE, world, micros=micros_before + 1)
 
@@ -281,6 +284,8 @@ def test_a_backward_that_threw_late_on_one_rank_is_in_no_step(
     for parameter, value in zip(model.parameters(), before, strict=True):
         assert_bits(zero_ext.full_tensor(parameter), value)
     optimizer.zero_grad()
+    if second is not None:
+        second.zero_grad()
     for micro in range(micros_before + 1):
         one(micro)
     assert_same(full_gradients(model), reference_gradients(MLP, batches, world, 1 / world))

@@ -685,6 +685,43 @@ if rank == 0 and model.stats()["neighbors"] > 0:
             model(x)
 """
 
+# Rank 1 says farewell and is not scheduled for a while; rank 0 ends meanwhile, rank 2 reads.
+LEAVES_BESIDE_ONE_THAT_SLEEPS = """
+import gc, os, subprocess
+neighbors = model.stats()["neighbors"]
+dist.barrier()
+if neighbors < 2:
+    print("NO NEIGHBORS")
+elif rank == 1:
+    stops = f"sleep 1; kill -STOP {os.getpid()}; sleep 1.3; kill -CONT {os.getpid()}"
+    subprocess.Popen(["sh", "-c", stops])
+    time.sleep(0.7)
+    zero_ext.handle.find(next(model.parameters()))[0].engine.say_farewell()
+    time.sleep(4)
+elif rank == 0:
+    time.sleep(1.5)
+    del model
+    gc.collect()
+    time.sleep(3)
+else:
+    with torch.no_grad():
+        for _ in range(35):
+            model(x)
+            time.sleep(0.1)
+    print("READ TO THE END")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_left_serves_all_although_one_of_them_sleeps(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SHARDED_SCRIPT + LEAVES_BESIDE_ONE_THAT_SLEEPS)
+    result = torchrun(3, str(path), cwd=tmp_path)
+    if "NO NEIGHBORS" in result.stdout:
+        pytest.skip("this machine lets no process read another one's memory")
+    assert "READ TO THE END" in result.stdout, result.stderr[-3000:]
+
+
 EXITS_ALONE = """
 for step in range(3):
     if (rank, step) == (0, 1):

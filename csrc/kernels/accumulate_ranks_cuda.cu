@@ -60,15 +60,17 @@ struct AccumulateRanks {
   // A gradient that is the sum itself is read before the sum is written, by the same thread.
   template <int N>
   __device__ int32_t finish(int64_t i, Pack<float, N> total) const {
-    int32_t rank = 0;
-    for (; rank + kRankUnroll <= ranks; rank += kRankUnroll) {
+    for (int32_t rank = 0; rank < ranks; rank += kRankUnroll) {
       Pack<T, N> grad[kRankUnroll];
 #pragma unroll
-      for (int k = 0; k < kRankUnroll; ++k) grad[k] = device::load<N>(grads[rank + k] + i);
+      for (int k = 0; k < kRankUnroll; ++k) {
+        if (rank + k < ranks) grad[k] = device::load<N>(grads[rank + k] + i);
+      }
 #pragma unroll
-      for (int k = 0; k < kRankUnroll; ++k) add(total, grad[k], scale);
+      for (int k = 0; k < kRankUnroll; ++k) {
+        if (rank + k < ranks) add(total, grad[k], scale);
+      }
     }
-    for (; rank < ranks; ++rank) add(total, device::load<N>(grads[rank] + i), scale);
     store(sum + i, total);
     int32_t largest = 0;
 #pragma unroll
