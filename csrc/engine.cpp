@@ -107,7 +107,8 @@ Engine::~Engine() {
     const Access access(*this);
     context_.reducing.join();
     context_.gathering.join();
-    comm_.finish(kLastMessages);
+    // What a backward that threw has begun may never end.
+    comm_.finish(threw_ || open_ ? std::chrono::seconds(0) : kLastMessages);
   } catch (const std::exception&) {
     // The device is in an error.
   }
