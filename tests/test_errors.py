@@ -227,7 +227,7 @@ def test_optimizers_are_not_copied(way, how):
 @dist_test
 @at_least_two_ranks
 @pytest.mark.host
-def test_a_parameter_that_one_rank_alone_thaws_is_told(mesh, rank, monkeypatch):
+def test_a_parameter_that_one_rank_alone_thaws_is_told(mesh, rank):
     model = small_mlp()
     model.layers[0].requires_grad_(False)
     plain = dist.new_group(timeout=timedelta(seconds=1))

@@ -662,10 +662,10 @@ x = torch.ones(2, 8)
 """
 
 
-def run_two_ranks(tmp_path, script: str, **options):
+def run_ranks(tmp_path, script: str, ranks: int = 2, **options):
     path = tmp_path / "script.py"
     path.write_text(SHARDED_SCRIPT + script)
-    return torchrun(2, str(path), cwd=tmp_path, **options)
+    return torchrun(ranks, str(path), cwd=tmp_path, **options)
 
 
 FINISHES_AT_DIFFERENT_TIMES = """
@@ -714,9 +714,7 @@ else:
 
 @pytest.mark.slow
 def test_a_rank_that_left_serves_all_although_one_of_them_sleeps(tmp_path):
-    path = tmp_path / "script.py"
-    path.write_text(SHARDED_SCRIPT + LEAVES_BESIDE_ONE_THAT_SLEEPS)
-    result = torchrun(3, str(path), cwd=tmp_path)
+    result = run_ranks(tmp_path, LEAVES_BESIDE_ONE_THAT_SLEEPS, ranks=3)
     if "NO NEIGHBORS" in result.stdout:
         pytest.skip("this machine lets no process read another one's memory")
     assert "READ TO THE END" in result.stdout, result.stderr[-3000:]
@@ -734,13 +732,13 @@ for step in range(3):
     "script", [FINISHES_AT_DIFFERENT_TIMES, GOES_ON_ALONE], ids=["late", "alone"]
 )
 def test_a_rank_that_ends_first_serves_the_others_for_as_long_as_they_read(tmp_path, script):
-    result = run_two_ranks(tmp_path, script)
+    result = run_ranks(tmp_path, script)
     assert result.returncode == 0, result.stderr[-4000:]
 
 
 def test_a_rank_that_exits_is_waited_for_by_nobody(tmp_path):
     """It serves its shards still, but no gradients will come."""
-    result = run_two_ranks(tmp_path, EXITS_ALONE, timeout_s=45)  # less than the patience
+    result = run_ranks(tmp_path, EXITS_ALONE, timeout_s=45)  # less than the patience
     assert result.returncode != 0
     told = r"rank 1, unit .* waited for its reduction in backward 2.*rank 0\): its script has ended"
     assert re.search(told, result.stderr), result.stderr[-4000:]
