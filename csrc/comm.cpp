@@ -4,11 +4,9 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/Event.h>
-#include <pthread.h>
 #include <torch/headeronly/version.h>
 
 #include <algorithm>
-#include <atomic>
 #include <exception>
 #include <thread>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
@@ -41,15 +39,6 @@ auto all_gather_into(c10d::ProcessGroup& group, at::Tensor& output, at::Tensor& 
 constexpr int64_t kFarewellTag = 0x3fffffff;
 
 int tag_of(int64_t tag) { return static_cast<int>(tag & 0x3fffffff); }
-
-// How many forks lead to this process. A child shares its parent's connections and mailboxes.
-std::atomic<int64_t> forks = 0;
-
-int64_t forks_so_far() {
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { ++forks; });
-  TORCH_INTERNAL_ASSERT(registered == 0);
-  return forks;
-}
 
 }  // namespace
 
@@ -99,8 +88,7 @@ Comm::Comm(const std::string& reduce_group, const std::string& gather_group, c10
       reduce_group_(c10d::resolve_process_group(reduce_group)),
       gather_group_(c10d::resolve_process_group(gather_group)),
       rank_(reduce_group_->getRank()),
-      world_(reduce_group_->getSize()),
-      forks_(forks_so_far()) {
+      world_(reduce_group_->getSize()) {
   if (device.is_cpu()) return;
   const std::vector<c10::Device> devices = reduce_group_->getDeviceTypes();
   const bool has_backend = std::any_of(devices.begin(), devices.end(), [&](c10::Device other) {
@@ -117,8 +105,6 @@ void Comm::check_process() const {
               " workers do without this model, or give them a plain copy of it with its full"
               " parameters.");
 }
-
-bool Comm::is_forked() const { return forks != forks_; }
 
 void Comm::connect_neighbors(std::chrono::milliseconds timeout, bool allowed) {
   if (world_ == 1 || on_device()) return;

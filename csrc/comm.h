@@ -10,6 +10,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <unistd.h>
 
 #include <chrono>
 #include <cstdint>
@@ -73,7 +74,7 @@ class Comm {
   bool has_only_neighbors() const { return neighbors_ != nullptr && neighbors_->reaches_all(); }
   // Reads what has come from them; never waits.
   void make_progress() {
-    if (neighbors_ != nullptr && !is_forked()) neighbors_->make_progress();
+    if (neighbors_ != nullptr) neighbors_->make_progress();
   }
 
   // Tensors of a device travel by its own backend; every call is queued on the current stream.
@@ -81,6 +82,8 @@ class Comm {
   // They travel through host memory.
   bool staged() const { return way_ == Way::staged; }
 
+  // This process is a forked child of the one that made this: the connections are its parent's.
+  bool is_forked() const { return getpid() != process_; }
   int64_t rank() const { return rank_; }
   int64_t world() const { return world_; }
 
@@ -136,9 +139,7 @@ class Comm {
   const Group& group_of(Kind kind) const {
     return kind == Kind::reduction ? reduce_group_ : gather_group_;
   }
-  // Refuses where this process is a forked child of the one that made this.
-  void check_process() const;
-  bool is_forked() const;
+  void check_process() const;  // refuses where this is a forked child's
   void add(Pending& pending, Pending::Part part) const;
   // The tensors are on the host, and contiguous.
   Work send(Kind kind, const at::Tensor& tensor, int64_t to, int64_t tag);
@@ -157,7 +158,7 @@ class Comm {
   std::shared_ptr<CollectiveWatch> watch_;  // null on the host
   int64_t rank_ = 0;
   int64_t world_ = 1;
-  int64_t forks_ = 0;
+  pid_t process_ = getpid();
   int64_t agreements_ = 0;
 };
 

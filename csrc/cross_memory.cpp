@@ -227,6 +227,7 @@ class LinuxCrossMemory final : public CrossMemory,
   uint64_t served() const override { return mailbox_.doorbell().served.load(); }
   void make_progress() override {
     if (receiving_count_.load(std::memory_order_relaxed) == 0) return;
+    if (getpid() != process_) return;  // a forked child shares the mailbox
     const std::lock_guard lock(mutex_);
     progress();
   }

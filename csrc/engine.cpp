@@ -102,7 +102,7 @@ void Engine::add_parameters(const std::vector<at::Tensor>& parameters,
 
 Engine::~Engine() {
   say_farewell();
-  if (getpid() != process_) return;
+  if (comm_.is_forked()) return;
   try {
     const Access access(*this);
     context_.reducing.join();
@@ -115,7 +115,7 @@ Engine::~Engine() {
 }
 
 void Engine::say_farewell() noexcept {
-  if (getpid() != process_) return;  // a forked child's copy: the connections are its parent's
+  if (comm_.is_forked()) return;
   try {
     const Access access(*this);
     if (!context_.shards_parameters() || std::exchange(said_farewell_, true)) return;

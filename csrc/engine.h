@@ -11,7 +11,6 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
-#include <unistd.h>
 
 #include <cstdint>
 #include <functional>
@@ -234,7 +233,6 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   bool threw_ = false;      // a backward since the last step
   std::string not_undone_;  // the error that kept a backward from being undone
   bool said_farewell_ = false;
-  pid_t process_ = getpid();
 
   // One backward.
   bool open_ = false;
