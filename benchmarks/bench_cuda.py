@@ -96,6 +96,7 @@ def bench_flat(numel: int) -> list[Row]:
         lambda: ops.accumulate_ranks_(grads, total, 0.5, nonfinite=flag),
     )
     race.add("cast fp32 to bf16", 6 * numel, lambda: ops.cast_(x, grads[0]))
+    race.add("find_nonfinite", 4 * numel, lambda: ops.find_nonfinite_([total], flag))
     race.add("sum_of_squares", 4 * numel, lambda: ops.sum_of_squares(x))
     race.add("torch's norm", 4 * numel, lambda: torch.linalg.vector_norm(x))
     race.run()

@@ -2,7 +2,6 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/isfinite.h>
 #include <ATen/ops/minimum.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
@@ -59,8 +58,17 @@ void DeviceFlags::clear(int64_t k) {
   is_cleared_[k] = 1;
 }
 
-void DeviceFlags::replace_sums(const std::vector<int64_t>& flags, const at::Tensor& squares) {
-  sums_.index_copy_(0, index(flags), at::isfinite(squares).logical_not().to(at::kInt));
+void DeviceFlags::forget_sums(const std::vector<int64_t>& flags) {
+  apply_clears();  // later they would take what the search has found
+  zero_sums(flags);
+}
+
+void DeviceFlags::zero_sums(const std::vector<int64_t>& flags) {
+  if (is_all(flags)) {
+    sums_.zero_();
+  } else {
+    sums_.index_fill_(0, index(flags), 0);
+  }
 }
 
 at::Tensor DeviceFlags::verdict(const std::vector<int64_t>& flags) {
@@ -86,13 +94,11 @@ at::Tensor DeviceFlags::index(const std::vector<int64_t>& flags) const {
 
 void DeviceFlags::apply_clears() {
   if (cleared_.empty()) return;
+  zero_sums(cleared_);
   if (is_all(cleared_)) {
-    sums_.zero_();
     first_.fill_(sighting::kNone);
   } else {
-    const at::Tensor where = index(cleared_);
-    sums_.index_fill_(0, where, 0);
-    first_.index_fill_(0, where, sighting::kNone);
+    first_.index_fill_(0, index(cleared_), sighting::kNone);
   }
   for (const int64_t k : cleared_) is_cleared_[k] = 0;
   cleared_.clear();

@@ -52,8 +52,9 @@ class DeviceFlags {
   // The gradient of flag k is gone.
   void clear(int64_t k);
 
-  // Sums that the user wrote to are searched again. `squares`: their sums of squares, fp64.
-  void replace_sums(const std::vector<int64_t>& flags, const at::Tensor& squares);
+  // What was seen in these sums holds no longer: the user wrote to them, and they are searched
+  // next.
+  void forget_sums(const std::vector<int64_t>& flags);
   // int64 [2]: 1 if no sum of `flags` holds NaN or Inf, else 0; and the first sighting.
   at::Tensor verdict(const std::vector<int64_t>& flags);
 
@@ -62,6 +63,7 @@ class DeviceFlags {
     return flags.mutable_data_ptr<int32_t>() + k;
   }
   at::Tensor index(const std::vector<int64_t>& flags) const;
+  void zero_sums(const std::vector<int64_t>& flags);
   void apply_clears();
   bool is_all(const std::vector<int64_t>& flags) const {
     return static_cast<int64_t>(flags.size()) == count_;

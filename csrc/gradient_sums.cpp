@@ -1,7 +1,6 @@
 #include "gradient_sums.h"
 
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
 #include "check.h"
@@ -159,22 +158,10 @@ void GradientSums::abort_backward(bool added) {
 
 // NaN, Inf and norms
 
-bool GradientSums::still_nonfinite(int64_t i) const {
-  if (!suspected(i) || fresh(i) || layout_.own_piece(i) == nullptr) return false;
-  double sum = 0;  // of squares, which cannot overflow: it is finite if every element is
-  sum_squares_of(i, &sum, at::Tensor());
-  return !std::isfinite(sum);
-}
-
-void GradientSums::sum_squares_of(int64_t i, double* result, const at::Tensor& scratch) const {
+std::optional<kernels::ReadSegment> GradientSums::suspect(int64_t i) const {
   const Piece* piece = layout_.own_piece(i);
-  if (piece == nullptr || fresh(i)) return;
-  kernels::Launch launch = context_.state.launch();
-  if (scratch.defined()) {
-    launch.scratch = scratch.mutable_data_ptr();
-    launch.scratch_bytes = static_cast<int64_t>(scratch.nbytes());
-  }
-  check(context_.state->sum_of_squares(reduced(i), piece->numel, result, launch), "sum_of_squares");
+  if (!suspected(i) || fresh(i) || piece == nullptr) return std::nullopt;
+  return kernels::ReadSegment{.value = reduced(i), .numel = piece->numel};
 }
 
 void GradientSums::add_squares(const Run& run, kernels::SquareSum* sum) const {

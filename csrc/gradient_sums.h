@@ -19,6 +19,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -83,10 +84,8 @@ class GradientSums {
   void suspect_nonfinite(int64_t i) { nonfinite_[i] = 1; }
   bool suspected(int64_t i) const { return nonfinite_[i] != 0; }
   void forget_suspicion(int64_t i) { nonfinite_[i] = 0; }
-  // This rank's part of slot i was suspected to hold some, and does.
-  bool still_nonfinite(int64_t i) const;
-  // Its sum of squares into `result`, one fp64 of the sum's device, where that is a device.
-  void sum_squares_of(int64_t i, double* result, const at::Tensor& scratch) const;
+  // What is to be searched for it: this rank's part of slot i, where it holds a sum. No flag yet.
+  std::optional<kernels::ReadSegment> suspect(int64_t i) const;
   // Adds the squares of a run, in an order that does not matter. `sum` lies where the sums do.
   void add_squares(const Run& run, kernels::SquareSum* sum) const;
 

@@ -297,6 +297,25 @@ void flatten_(at::TensorList sources, const Tensor& flat, at::IntArrayRef offset
   mark_written(nonfinite);
 }
 
+void find_nonfinite_(at::TensorList values, const Tensor& nonfinite) {
+  Call call(nonfinite);
+  TORCH_CHECK(nonfinite.scalar_type() == at::kInt && nonfinite.is_contiguous(),
+              "zero_ext: 'nonfinite' is ", nonfinite.scalar_type(),
+              nonfinite.is_contiguous() ? "" : ", not contiguous",
+              ". Pass contiguous int32 flags, one for each of 'values'.");
+  check_numel("nonfinite", nonfinite, std::ssize(values), "values");
+  std::vector<kernels::ReadSegment> segments;
+  segments.reserve(values.size());
+  for (const Tensor& value : values) check_float("values", value, call.device());
+  int32_t* flag = nonfinite.mutable_data_ptr<int32_t>();
+  for (const Tensor& value : values) {
+    segments.push_back({value.const_data_ptr<float>(), value.numel(), flag++});
+  }
+  call.check("find_nonfinite_",
+             call.kernels().find_nonfinite(segments.data(), std::ssize(segments), call.launch()));
+  mark_written(nonfinite);
+}
+
 Tensor sum_of_squares(const Tensor& value) {
   Call call(value);
   check_float("value", value, call.device());
@@ -385,6 +404,7 @@ TORCH_LIBRARY_FRAGMENT(zero_ext, m) {
       "flatten_(Tensor[] sources, Tensor(a!) flat, int[] offsets, bool add=False, Tensor(b!)? "
       "nonfinite=None) "
       "-> ()");
+  m.def("find_nonfinite_(Tensor[] values, Tensor(a!) nonfinite) -> ()");
   m.def("sum_of_squares(Tensor value) -> Tensor");
   m.def("adopt_writes_(Tensor param, Tensor(a!) master) -> ()");
   m.def("count_step_(Tensor(a!) steps_done, Tensor? skip=None) -> ()");
@@ -403,6 +423,7 @@ void implement(torch::Library& m) {
   m.impl("sgd_", sgd_);
   m.impl("cast_", cast_);
   m.impl("flatten_", flatten_);
+  m.impl("find_nonfinite_", find_nonfinite_);
   m.impl("sum_of_squares", sum_of_squares);
   m.impl("adopt_writes_", adopt_writes_);
   m.impl("count_step_", count_step_);

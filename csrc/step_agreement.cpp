@@ -36,7 +36,7 @@ StepVerdict StepAgreement::ask_host(const std::vector<int64_t>& indices,
   for (const int64_t i : indices) {
     const ShardedParameter& parameter = parameters_[i];
     if (!parameter.managed() || !questions.nonfinite) continue;
-    const bool now = parameters_.sums_of(i).still_nonfinite(parameter.slot);
+    const bool now = holds_nonfinite(i);
     if (now) finite = 0;
     if (!now && parameter.nonfinite_micro_batch < 0) continue;
     const int64_t micro_batch = parameter.nonfinite_micro_batch < 0
@@ -136,30 +136,34 @@ StepVerdict StepAgreement::ask_device(const std::vector<int64_t>& indices,
 }
 
 void StepAgreement::search_suspects(const std::vector<int64_t>& indices) {
-  std::vector<int64_t> suspects;
-  int64_t scratch_bytes = 0;
+  std::vector<int64_t> flags;
+  std::vector<kernels::ReadSegment> segments;
   for (const int64_t i : indices) {
     const ShardedParameter& parameter = parameters_[i];
     if (!parameter.managed() || !parameters_.sums_of(i).suspected(parameter.slot)) continue;
-    suspects.push_back(i);
-    scratch_bytes =
-        std::max(scratch_bytes, kernels::sum_of_squares_scratch_bytes(parameter.tensor.numel()));
-  }
-  if (suspects.empty()) return;
-  const auto options = at::TensorOptions().device(context_.compute.device());
-  const at::Tensor scratch = at::empty({scratch_bytes}, options.dtype(at::kByte));
-  const at::Tensor squares =
-      at::zeros({static_cast<int64_t>(suspects.size())}, options.dtype(at::kDouble));
-  auto* result = squares.mutable_data_ptr<double>();
-  std::vector<int64_t> flags;
-  for (const int64_t i : suspects) {
-    const ShardedParameter& parameter = parameters_[i];
     Unit& unit = parameters_.unit(parameter.unit);
-    unit.sums().sum_squares_of(parameter.slot, result++, scratch);
-    unit.sums().forget_suspicion(parameter.slot);
     flags.push_back(unit.flag(parameter.slot));
+    if (std::optional<kernels::ReadSegment> suspect = unit.sums().suspect(parameter.slot)) {
+      suspect->nonfinite = context_.flags->sum(flags.back());
+      segments.push_back(*suspect);
+    }
+    unit.sums().forget_suspicion(parameter.slot);
   }
-  context_.flags->replace_sums(flags, squares);
+  if (flags.empty()) return;
+  context_.flags->forget_sums(flags);
+  check(context_.state->find_nonfinite(segments.data(), std::ssize(segments),
+                                       context_.state.launch()),
+        "find_nonfinite");
+}
+
+bool StepAgreement::holds_nonfinite(int64_t i) const {
+  const ShardedParameter& parameter = parameters_[i];
+  std::optional<kernels::ReadSegment> suspect = parameters_.sums_of(i).suspect(parameter.slot);
+  if (!suspect.has_value()) return false;
+  int32_t nonfinite = 0;
+  suspect->nonfinite = &nonfinite;
+  check(context_.state->find_nonfinite(&*suspect, 1, context_.state.launch()), "find_nonfinite");
+  return nonfinite != 0;
 }
 
 void StepAgreement::settle(StepVerdict& verdict) const {

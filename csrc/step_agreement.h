@@ -80,6 +80,8 @@ class StepAgreement {
   // The answers of all ranks [world, n], or this one's alone.
   at::Tensor gather(const at::Tensor& answer, const StepQuestions& questions, const char* verb);
   void describe(int64_t first_sighting, StepVerdict& verdict) const;
+  // Parameter i was suspected to hold NaN or Inf here, and does.
+  bool holds_nonfinite(int64_t i) const;
   // Whether sums that the user wrote to hold NaN or Inf, into the device's flags.
   void search_suspects(const std::vector<int64_t>& indices);
   // Squares of this rank's reduced gradients; `sum` lies where they do.

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/ones.h>
+#include <c10/core/CachingDeviceAllocator.h>
 
 #include <algorithm>
 #include <cstring>
@@ -64,9 +65,7 @@ void Unit::end_backward() {
   follow_filling_stream();
   flush_batched();
   const bool local_goes_on = sink_ == Sink::local && !reduces_;
-  if (local_goes_on) {
-    for (int64_t i = 0; i < layout_.size(); ++i) add_held(i);
-  }
+  if (local_goes_on) add_held();
   sums_.end_backward(/*keep=*/local_goes_on);
 }
 
@@ -112,35 +111,45 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
   const bool overwrite = arrived_[i] != kArrived;
   arrived_[i] = kArrived;
   follow_filling_stream();
-  if (batches()) {
-    if (!overwrite) flush_batched();  // it may be among them
-    const bool first = sink_ == Sink::direct ? sums_.fresh(i) : overwrite;
-    batched_.push_back({.slot = i, .grad = dense, .first = first, .scale = scale});
-    if (sink_ == Sink::direct) sums_.mark_summed(i);
-    if (complete()) flush_batched();
-    return true;
+  if (sink_ == Sink::local) {
+    scale_ = scale;
+    if (reduces_ || !sums_.local_was_fresh(i)) {
+      held_[i].push_back(dense);
+      return true;
+    }
   }
+  if (context_.compute.on_host()) return accumulate_at_once(i, dense, overwrite, scale);
+  batch(i, dense, overwrite, scale);
+  return true;
+}
+
+bool Unit::accumulate_at_once(int64_t i, const at::Tensor& grad, bool overwrite, float scale) {
   int32_t nonfinite = 0;
-  int32_t* flag = arrival_flag(i, &nonfinite);
   switch (sink_) {
     case Sink::direct:
-      accumulate_directly(i, dense, scale, flag);
+      accumulate_directly(i, grad, scale, &nonfinite);
       if (nonfinite != 0) sums_.suspect_nonfinite(i);
       break;
     case Sink::local:
-      scale_ = scale;
-      if (reduces_ || !sums_.local_was_fresh(i)) {
-        held_[i].push_back(dense);
-      } else {
-        accumulate_local(i, dense, flag);
-      }
+      accumulate_local(i, grad, &nonfinite);
       break;
     case Sink::bucket:
-      accumulate_in_bucket(i, dense, overwrite ? kernels::Write::overwrite : kernels::Write::add,
-                           flag);
+      accumulate_in_bucket(i, grad, overwrite ? kernels::Write::overwrite : kernels::Write::add,
+                           &nonfinite);
       break;
   }
   return nonfinite == 0;
+}
+
+void Unit::batch(int64_t i, const at::Tensor& grad, bool overwrite, float scale) {
+  if (!overwrite) flush_batched();  // it may be among them
+  const bool first = sink_ == Sink::bucket   ? overwrite
+                     : sink_ == Sink::direct ? sums_.fresh(i)
+                                             : sums_.local_fresh(i);
+  batched_.push_back({.slot = i, .grad = grad, .first = first, .scale = scale});
+  if (sink_ == Sink::direct) sums_.mark_summed(i);
+  if (sink_ == Sink::local) sums_.mark_local_summed(i);
+  if (complete()) flush_batched();
 }
 
 void Unit::check_gradient(int64_t i, const at::Tensor& grad) const {
@@ -177,12 +186,17 @@ void Unit::accumulate_local(int64_t i, const at::Tensor& grad, int32_t* nonfinit
   sums_.mark_local_summed(i);
 }
 
-void Unit::add_held(int64_t i) {
-  int32_t nonfinite = 0;
-  int32_t* flag = arrival_flag(i, &nonfinite);
-  for (const at::Tensor& grad : held_[i]) accumulate_local(i, grad, flag);
-  if (nonfinite != 0) nonfinite_arrived_.push_back(i);
-  held_[i].clear();
+void Unit::add_held() {
+  if (!context_.compute.on_host()) {
+    return add_held_to(
+        [this](int64_t, const Piece& piece) { return sums_.local(piece, piece.slot_begin); });
+  }
+  for (int64_t i = 0; i < layout_.size(); ++i) {
+    int32_t nonfinite = 0;
+    for (const at::Tensor& grad : held_[i]) accumulate_local(i, grad, &nonfinite);
+    if (nonfinite != 0) nonfinite_arrived_.push_back(i);
+    held_[i].clear();
+  }
 }
 
 void Unit::accumulate_in_bucket(int64_t i, const at::Tensor& grad, kernels::Write write,
@@ -199,7 +213,6 @@ void Unit::accumulate_in_bucket(int64_t i, const at::Tensor& grad, kernels::Writ
 
 void Unit::clear_gap(int64_t i) {
   // Runs of slots are summed with the gaps between them, and a gap must not look like a NaN.
-  if (!context_.compute.on_host()) return;
   const Slot& slot = layout_.slot(i);
   std::memset(staged(slot.offset + slot.spec.numel), 0,
               (slot.padded_numel - slot.spec.numel) * staged_.element_size());
@@ -233,46 +246,83 @@ void Unit::follow_filling_stream() {
 }
 
 void Unit::flush_batched() {
-  while (!batched_.empty()) {
-    const Batched& head = batched_.front();
-    const auto is_like_head = [&](const Batched& other) {
-      return other.grad.scalar_type() == head.grad.scalar_type() && other.first == head.first &&
-             other.scale == head.scale;
-    };
-    const auto end = std::stable_partition(batched_.begin() + 1, batched_.end(), is_like_head);
-    launch_batch(batched_.begin(), end);
-    batched_.erase(batched_.begin(), end);
-  }
-}
-
-void Unit::launch_batch(BatchedIterator begin, BatchedIterator end) {
-  const Runner& runner = context_.compute;
-  const kernels::DType dtype = dtype_of(begin->grad.scalar_type());
-  const int64_t count = end - begin;
-  if (sink_ == Sink::direct) {
-    std::vector<kernels::AccumulateSegment> segments;
-    for (auto at = begin; at != end; ++at) {
-      segments.push_back({.grad = at->grad.const_data_ptr(),
-                          .sum = sums_.reduced(at->slot),
-                          .numel = at->grad.numel(),
-                          .nonfinite = arrival_flag(at->slot, nullptr)});
-    }
-    check(runner->accumulate_list(segments.data(), count, dtype, begin->scale, begin->first,
-                                  /*nonfinite=*/nullptr, runner.launch()),
-          "accumulate_list");
+  if (sink_ == Sink::bucket) {
+    in_groups(batched_, [this](Group group) { launch_copies(group); });
     return;
   }
-  std::vector<kernels::CopySegment> segments;
-  for (auto at = begin; at != end; ++at) {
-    segments.push_back({.source = at->grad.const_data_ptr(),
-                        .target = staged(layout_.slot(at->slot).offset),
-                        .numel = at->grad.numel(),
-                        .nonfinite = arrival_flag(at->slot, nullptr)});
+  // One rank's own sum is the reduced one.
+  const auto own_sum = [this](int64_t, const Piece& piece) {
+    return sums_.local(piece, piece.slot_begin);
+  };
+  in_groups(batched_, [&](Group group) { launch_sums(group, own_sum); });
+}
+
+void Unit::in_groups(std::vector<Batched>& batch, const std::function<void(Group)>& launch) {
+  auto begin = batch.begin();
+  while (begin != batch.end()) {
+    const auto is_like_first = [&](const Batched& other) {
+      return other.grad.scalar_type() == begin->grad.scalar_type() && other.first == begin->first &&
+             other.scale == begin->scale;
+    };
+    const auto end = std::stable_partition(begin + 1, batch.end(), is_like_first);
+    launch({begin, end});
+    begin = end;
   }
-  const kernels::Write write = begin->first ? kernels::Write::overwrite : kernels::Write::add;
-  check(runner->flatten(segments.data(), count, dtype, dtype_of(staged_.scalar_type()), write,
+  batch.clear();
+}
+
+void Unit::launch_sums(Group group, const SumOf& sum_of) {
+  std::vector<kernels::AccumulateSegment> segments;
+  for (const Batched& one : group) {
+    for (const Piece& piece : layout_.pieces(one.slot)) {
+      segments.push_back({.grad = element(one.grad, piece.slot_begin),
+                          .sum = sum_of(one.slot, piece),
+                          .numel = piece.numel,
+                          .nonfinite = context_.flags->arrival(flag(one.slot))});
+    }
+  }
+  const Runner& runner = context_.compute;
+  const Batched& first = group.front();
+  check(runner->accumulate_list(segments.data(), std::ssize(segments),
+                                dtype_of(first.grad.scalar_type()), first.scale, first.first,
+                                /*nonfinite=*/nullptr, runner.launch()),
+        "accumulate_list");
+}
+
+void Unit::launch_copies(Group group) {
+  std::vector<kernels::CopySegment> segments;
+  for (const Batched& one : group) {
+    segments.push_back({.source = one.grad.const_data_ptr(),
+                        .target = staged(layout_.slot(one.slot).offset),
+                        .numel = one.grad.numel(),
+                        .nonfinite = context_.flags->arrival(flag(one.slot))});
+  }
+  const Runner& runner = context_.compute;
+  const Batched& first = group.front();
+  check(runner->flatten(segments.data(), std::ssize(segments), dtype_of(first.grad.scalar_type()),
+                        dtype_of(staged_.scalar_type()),
+                        first.first ? kernels::Write::overwrite : kernels::Write::add,
                         /*nonfinite=*/nullptr, runner.launch()),
         "flatten");
+}
+
+void Unit::add_held_to(const SumOf& sum_of) {
+  const c10::Stream stream = current_stream(context_.compute.device());
+  c10::DeviceAllocator* allocator = c10::getDeviceAllocator(stream.device_type());
+  for (size_t k = 0;; ++k) {
+    std::vector<Batched> batch;
+    for (int64_t i = 0; i < layout_.size(); ++i) {
+      if (held_[i].size() <= k) continue;
+      const at::Tensor& grad = held_[i][k];
+      // It may be of another stream, which this one follows.
+      allocator->recordStream(grad.storage().data_ptr(), stream);
+      batch.push_back(
+          {.slot = i, .grad = grad, .first = k == 0 && sums_.local_fresh(i), .scale = scale_});
+    }
+    if (batch.empty()) break;
+    in_groups(batch, [&](Group group) { launch_sums(group, sum_of); });
+  }
+  for (auto& grads : held_) grads.clear();
 }
 
 // Reducing
@@ -294,11 +344,7 @@ void Unit::start_reduce(Comm& comm, int64_t backward) {
   follow_filling_stream();
   flush_batched();
   sums_.need();  // of the stream that computes
-  if (sink_ == Sink::local) {
-    for (int64_t i = 0; i < layout_.size(); ++i) {
-      if (contributes(i)) stage_local(i);
-    }
-  }
+  if (sink_ == Sink::local) stage_local();
   const SideStream::Scope beside(context_.reducing);
   flags_are_counts_ = context_.reduction == Reduction::collective || comm.on_device();
   if (flags_are_counts_) start_counting(comm);
@@ -310,30 +356,28 @@ void Unit::start_reduce(Comm& comm, int64_t backward) {
   if (context_.offloads()) send_to_host(comm);
 }
 
-void Unit::stage_local(int64_t i) {
+void Unit::stage_local() {
+  if (!context_.compute.on_host()) return stage_local_at_once();
+  for (int64_t i = 0; i < layout_.size(); ++i) {
+    if (contributes(i)) stage_local_slot(i);
+  }
+}
+
+void Unit::stage_local_slot(int64_t i) {
   int32_t nonfinite = 0;
-  int32_t* flag = arrival_flag(i, &nonfinite);
   const Runner& runner = context_.compute;
-  // Chunk by chunk, so that a message in half precision is rounded once, from the fp32 sum. On a
-  // device a chunk is a piece.
-  constexpr int64_t kHostChunk = 4096;
-  alignas(kAlignmentBytes) float on_stack[kHostChunk];
+  // Chunk by chunk, so that a message in half precision is rounded once, from the fp32 sum.
+  constexpr int64_t kChunk = 4096;
+  alignas(kAlignmentBytes) float chunk[kChunk];
   const kernels::DType message = dtype_of(staged_.scalar_type());
   for (const Piece& piece : layout_.pieces(i)) {
-    const int64_t chunk_numel = runner.on_host() ? kHostChunk : std::max<int64_t>(piece.numel, 1);
-    const at::Tensor memory =
-        runner.on_host() ? at::Tensor() : context_.on_device(piece.numel, at::kFloat);
-    float* chunk = runner.on_host() ? on_stack : memory.mutable_data_ptr<float>();
-    for (int64_t at = piece.slot_begin; at < piece.slot_begin + piece.numel; at += chunk_numel) {
-      const int64_t numel = std::min(chunk_numel, piece.slot_begin + piece.numel - at);
+    for (int64_t at = piece.slot_begin; at < piece.slot_begin + piece.numel; at += kChunk) {
+      const int64_t numel = std::min(kChunk, piece.slot_begin + piece.numel - at);
       bool fresh = sums_.local_fresh(i);
-      if (!fresh) {
-        copy_bytes(chunk, runner.device(), sums_.local(piece, at), runner.device(),
-                   numel * sizeof(float));
-      }
+      if (!fresh) std::memcpy(chunk, sums_.local(piece, at), numel * sizeof(float));
       for (const at::Tensor& grad : held_[i]) {
         check(runner->accumulate(element(grad, at), dtype_of(grad.scalar_type()), chunk, numel,
-                                 scale_, std::exchange(fresh, false), flag, runner.launch()),
+                                 scale_, std::exchange(fresh, false), &nonfinite, runner.launch()),
               "accumulate");
       }
       check(runner->cast(chunk, kernels::DType::f32, staged(layout_.slot(i).offset + at), message,
@@ -344,6 +388,38 @@ void Unit::stage_local(int64_t i) {
   clear_gap(i);
   if (nonfinite != 0) nonfinite_arrived_.push_back(i);
   held_[i].clear();
+}
+
+void Unit::stage_local_at_once() {
+  const Runner& runner = context_.compute;
+  // A message in half precision is rounded once, from the fp32 sum.
+  const bool in_place = staged_.scalar_type() == at::kFloat;
+  at::Tensor sums = staged_;
+  if (!in_place) {
+    sums = context_.on_device(layout_.padded_numel(), at::kFloat);
+    sums.zero_();
+  }
+  auto* first = sums.mutable_data_ptr<float>();
+  const auto sum_of = [&](int64_t i, const Piece& piece) {
+    return first + layout_.slot(i).offset + piece.slot_begin;
+  };
+  std::vector<kernels::CopySegment> copies;
+  for (int64_t i = 0; i < layout_.size(); ++i) {
+    if (sums_.local_fresh(i)) continue;
+    for (const Piece& piece : layout_.pieces(i)) {
+      copies.push_back({.source = sums_.local(piece, piece.slot_begin),
+                        .target = sum_of(i, piece),
+                        .numel = piece.numel});
+    }
+  }
+  check(runner->flatten(copies.data(), std::ssize(copies), kernels::DType::f32, kernels::DType::f32,
+                        kernels::Write::overwrite, /*nonfinite=*/nullptr, runner.launch()),
+        "flatten");
+  add_held_to(sum_of);
+  if (in_place) return;
+  check(runner->cast(first, kernels::DType::f32, staged(0), dtype_of(staged_.scalar_type()),
+                     layout_.padded_numel(), runner.launch()),
+        "cast");
 }
 
 void Unit::start_counting(Comm& comm) {

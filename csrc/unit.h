@@ -19,9 +19,11 @@
 #include <c10/core/Event.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -99,37 +101,45 @@ class Unit {
     int64_t slot;
     at::Tensor grad;  // dense, strides as the slot's
     bool first;       // overwrites what the bucket or the sum holds
-    float scale;      // of direct sums
+    float scale;      // of sums
   };
+  // Equal in dtype, scale and `first`; one launch.
+  using Group = std::span<const Batched>;
+  // Where the sum of a slot's piece is.
+  using SumOf = std::function<float*(int64_t, const Piece&)>;
   enum Arrival : uint8_t { kNotArrived, kArrivedEmpty, kArrived };
 
   // Arriving
   void check_gradient(int64_t i, const at::Tensor& grad) const;
+  // On the host. Returns false where it holds NaN or Inf.
+  bool accumulate_at_once(int64_t i, const at::Tensor& grad, bool overwrite, float scale);
   void accumulate_directly(int64_t i, const at::Tensor& grad, float scale, int32_t* nonfinite);
   void accumulate_local(int64_t i, const at::Tensor& grad, int32_t* nonfinite);
-  void add_held(int64_t i);
+  void add_held();
   void accumulate_in_bucket(int64_t i, const at::Tensor& grad, kernels::Write write,
                             int32_t* nonfinite);
   void* staged(int64_t offset) const;
-  // Gaps of a device's buckets are cleared at once, when the bucket is lent.
+  // On the host; gaps of a device's buckets are cleared at once, when the bucket is lent.
   void clear_gap(int64_t i);
-  int32_t* arrival_flag(int64_t i, int32_t* on_host) const {
-    return context_.compute.on_host() ? on_host : context_.flags->arrival(flag(i));
-  }
   // The current stream goes on where the bucket's last gradient was put into it.
   void follow_filling_stream();
   // On a device gradients wait until their unit is complete, for one launch.
-  bool batches() const { return !context_.compute.on_host() && sink_ != Sink::local; }
+  void batch(int64_t i, const at::Tensor& grad, bool overwrite, float scale);
   void flush_batched();
-  using BatchedIterator = std::vector<Batched>::iterator;
-  // Equal in dtype, scale and `first`.
-  void launch_batch(BatchedIterator begin, BatchedIterator end);
+  // At most one of each slot; empties `batch`.
+  static void in_groups(std::vector<Batched>& batch, const std::function<void(Group)>& launch);
+  void launch_sums(Group group, const SumOf& sum_of);
+  void launch_copies(Group group);
+  // All that is held, on a device.
+  void add_held_to(const SumOf& sum_of);
 
   // Reducing
   at::ScalarType message_dtype() const;
   bool contributes(int64_t i) const;
-  // Into the message: the local sum of slot i, and what arrived in this backward.
-  void stage_local(int64_t i);
+  // Into the message: the local sums, and what arrived in this backward.
+  void stage_local();
+  void stage_local_slot(int64_t i);
+  void stage_local_at_once();  // on a device
   void start_counting(Comm& comm);
   void start_exchange(Comm& comm);
   void exchange_flags(Comm& comm, int64_t tag);

@@ -138,6 +138,20 @@ def test_every_half_pattern_and_special_floats_are_cast_alike(source, target):
     assert same_values(result.cpu(), expected)
 
 
+@pytest.mark.parametrize("count", [1, 5, 70, 1000])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_find_nonfinite_sets_the_flags_of_the_tensors_that_hold_some(count, bad):
+    tensors = [values(20_000 if i == 0 else 1 + i % 13).to(DEVICE)[i % 2 :] for i in range(count)]
+    flags = torch.zeros(count, dtype=torch.int32, device=DEVICE)
+    ops.find_nonfinite_(tensors, flags)
+    assert not flags.any()
+    spoilt = [i for i in {0, count // 2, count - 1} if tensors[i].numel() > 0]
+    for i in spoilt:
+        tensors[i][-1] = bad
+    ops.find_nonfinite_(tensors, flags)
+    assert sorted(flags.nonzero().flatten().tolist()) == sorted(spoilt)
+
+
 @pytest.mark.parametrize("numel", [1, 4097, 2**20 + 3])
 def test_sum_of_squares_is_the_float64_sum(numel):
     """Squares are exact in float64; each of n additions errs by at most 2^-53 of the sum."""

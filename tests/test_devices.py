@@ -252,6 +252,68 @@ def test_nobody_waits_for_edits_of_gradients_or_for_some_of_the_parameters(devic
         step()
 
 
+def kernel_calls_of(call) -> int:
+    import lagged_device
+
+    before = lagged_device.kernel_calls()
+    call()
+    return lagged_device.kernel_calls() - before
+
+
+@pytest.mark.lagged
+def test_edits_of_gradients_are_searched_in_one_launch(device):
+    """Stock clipping writes to every one."""
+    run = Run(device, 2, None, 0, torch.bfloat16)
+    run.step(0)
+    run.backward(1)
+    unedited = kernel_calls_of(run.optimizer.step)
+    run.backward(1)
+    for parameter in run.model.parameters():
+        parameter.grad.mul_(0.5)
+    assert kernel_calls_of(run.optimizer.step) == unedited + 1
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+@pytest.mark.lagged
+def test_local_sums_take_one_launch_per_unit(mesh, rank, device):
+    """And those of a backward that reduces two more: of the sum and of what arrives with it."""
+    run = Run(device, 1, mesh, rank, torch.bfloat16)
+    units = run.model.stats()["units"]
+    assert units < len(list(run.model.parameters()))
+    run.step(0)
+    reducing = kernel_calls_of(lambda: run.backward(1))
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+    with run.model.no_sync():
+        assert kernel_calls_of(lambda: run.backward(2)) == units
+        assert kernel_calls_of(lambda: run.backward(3)) == units
+    assert kernel_calls_of(lambda: run.backward(4)) == reducing + units
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_local_sums_of_backwards_on_several_streams(mesh, rank, device, stage):
+    """Gradients that wait for the end of their backward belong to the stream that made them."""
+
+    def train(streams):
+        run = Run(device, stage, mesh, rank, torch.bfloat16)
+        for number in range(2):
+            for micro, stream in enumerate(streams):
+                last = micro == len(streams) - 1
+                with contextlib.nullcontext() if last else run.model.no_sync(), stream:
+                    run.backward(number, micro)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        return [zero_ext.full_tensor(p).cpu() for p in run.model.parameters()]
+
+    here = contextlib.nullcontext()
+    side, other = torch.Stream(device), torch.Stream(device)
+    for mine, theirs in zip(train([here, side, other, side]), train([here] * 4), strict=True):
+        assert_bits(mine, theirs)
+
+
 @pytest.mark.dist
 @pytest.mark.world(min=2)
 @pytest.mark.parametrize("stage", [2, 3])

@@ -565,20 +565,54 @@ def test_sum_of_squares_is_the_float64_sum(instruction_set, numel, offset):
     )
 
 
-@pytest.mark.parametrize("numel", [1, 31, 4096, 4097, 10_000])
+def sum_in_lanes(terms: list[float]) -> float:
+    lanes = [0.0] * 32
+    for i, term in enumerate(terms):
+        lanes[i % 32] += term
+    half = 16
+    while half:
+        lanes = [lanes[j] + lanes[j + half] for j in range(half)]
+        half //= 2
+    return lanes[0]
+
+
+ROW_NUMEL = 1024 * 4096
+
+
+@pytest.mark.parametrize("numel", [1, 31, 4096, 4097, 200_003])
 def test_sum_of_squares_adds_in_the_documented_order(instruction_set, numel):
     data = values(numel)
-    total = 0.0
-    for block in data.double().split(4096):
-        lanes = [0.0] * 32
-        for i, value in enumerate(block.tolist()):
-            lanes[i % 32] += value * value
-        half = 16
-        while half:
-            lanes = [lanes[j] + lanes[j + half] for j in range(half)]
-            half //= 2
-        total += lanes[0]
-    assert ops.sum_of_squares(data).item() == total
+    blocks = [sum_in_lanes((block**2).tolist()) for block in data.double().split(4096)]
+    assert ops.sum_of_squares(data).item() == sum_in_lanes(blocks)
+
+
+def test_sum_of_squares_adds_rows_in_order(instruction_set):
+    """Of 1,024 blocks each: 2^54, and twice what is lost beside it, but not together."""
+    data = torch.zeros(2 * ROW_NUMEL + 5000)
+    data[7] = 2.0**27
+    data[ROW_NUMEL + 4100] = data[2 * ROW_NUMEL] = 1.25
+    assert ops.sum_of_squares(data).item() == 2.0**54
+    data[ROW_NUMEL + 8200] = 1.25
+    assert ops.sum_of_squares(data).item() == 2.0**54 + 4
+
+
+# NaN and infinity
+
+
+@pytest.mark.parametrize("numel", LENGTHS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_find_nonfinite_sets_the_flags_of_the_tensors_that_hold_some(instruction_set, numel, bad):
+    tensors = [values(numel, offset=offset) for offset in [0, 1, 3]] + [values(7)]
+    tensors[3][0] = torch.finfo(torch.float32).max
+    for place in {0, numel // 2, numel - 1} & set(range(numel)):
+        spoilt = [tensor.clone() for tensor in tensors]
+        spoilt[1][place] = bad
+        flags = torch.tensor([0, 0, 5, 0], dtype=torch.int32)
+        ops.find_nonfinite_(spoilt, flags)
+        assert flags.tolist() == [0, 1, 5, 0]
+    flags = torch.zeros(4, dtype=torch.int32)
+    ops.find_nonfinite_(tensors, flags)
+    assert flags.tolist() == [0, 0, 0, 0]
 
 
 # Note [One element, one result] in kernels.h

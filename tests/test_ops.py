@@ -48,6 +48,7 @@ SAMPLES = {
     "count_step_": [((count(),), {}), ((count(), flag()), {})],
     "cast_": [((f32(), bf16()), {}), ((bf16(), f32()), {})],
     "flatten_": [(([bf16(), bf16(7)], f32(64), [0, 40], True, flag()), {})],
+    "find_nonfinite_": [(([f32(), f32(7)], torch.zeros(2, dtype=torch.int32)), {})],
     "sum_of_squares": [((f32(),), {})],
     "adopt_writes_": [((bf16(), f32()), {})],
     "reduce_scatter_accumulate_": [((bf16(), f32(), "", 0.5, False), {})],
@@ -105,6 +106,12 @@ WRONG = {
         ops.flatten_([bf16()], f32(40), [8])
     ),
     "'grads' is empty. Pass one gradient per rank": lambda: ops.accumulate_ranks_([], f32()),
+    "'nonfinite' has 1 elements, 'values' has 2": lambda: ops.find_nonfinite_(
+        [f32(), f32()], flag()
+    ),
+    "'nonfinite' is Float. Pass contiguous int32 flags, one for each of 'values'": lambda: (
+        ops.find_nonfinite_([f32()], f32(1))
+    ),
     "'value' has dtype BFloat16, it must be torch.float32": lambda: ops.sum_of_squares(bf16()),
 }
 

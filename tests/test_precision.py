@@ -640,6 +640,17 @@ class TestEdits:
         with no_warnings():
             optimizer.step()
 
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_a_nan_in_place_of_a_dropped_gradient_skips_the_step(self, team, stage):
+        model, optimizer = train_one_step(team, stage)
+        before = everything(model, optimizer)
+        backward(model, team, 1, MICROS)
+        optimizer.zero_grad()
+        model.vector.grad = torch.full([13], float("nan"), dtype=model.vector.dtype)
+        with pytest.warns(UserWarning, match=r"NaN or Inf, first in 'vector' on rank \d; step"):
+            step_and_wait(optimizer)
+        assert_unchanged(before, everything(model, optimizer))
+
     def test_clipping_leaves_a_bad_gradient_to_the_step(self, team, bad_rank):
         model, optimizer = train_one_step(team, 2)
         before = everything(model, optimizer)

@@ -200,6 +200,14 @@ def flatten_(
     _ops.flatten_(sources, flat, offsets, add, nonfinite)
 
 
+def find_nonfinite_(values: Sequence[Tensor], nonfinite: Tensor) -> None:
+    """Set ``nonfinite[i]`` to 1 where ``values[i]``, float32, holds NaN or infinity.
+
+    ``nonfinite`` is one int32 for each of ``values``; flags of finite values keep what they are.
+    """
+    _ops.find_nonfinite_(values, nonfinite)
+
+
 def sum_of_squares(value: Tensor) -> Tensor:
     """Sum of the squares of a float32 tensor: 0-d float64, in a fixed order of summation."""
     return _ops.sum_of_squares(value)
@@ -285,6 +293,13 @@ def _(source, target):
 @torch.library.register_fake("zero_ext::flatten_")
 def _(sources, flat, offsets, add=False, nonfinite=None):
     torch._check(len(sources) == len(offsets), lambda: "'sources' and 'offsets' differ in number")
+
+
+@torch.library.register_fake("zero_ext::find_nonfinite_")
+def _(values, nonfinite):
+    torch._check(
+        nonfinite.numel() == len(values), lambda: "'nonfinite' must have one flag per value"
+    )
 
 
 @torch.library.register_fake("zero_ext::sum_of_squares")

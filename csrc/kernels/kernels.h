@@ -57,6 +57,13 @@ struct CopySegment {
   int32_t* nonfinite = nullptr;
 };
 
+// What a list only reads.
+struct ReadSegment {
+  const float* value;
+  int64_t numel;
+  int32_t* nonfinite = nullptr;
+};
+
 // One sum of a list.
 struct AccumulateSegment {
   const void* grad;
@@ -177,10 +184,14 @@ struct Kernels {
   Status (*flatten)(const CopySegment* segments, int64_t count, DType source_dtype,
                     DType target_dtype, Write write, int32_t* nonfinite, const Launch& launch);
 
+  // Sets the flag of each segment that holds NaN or infinity to 1, leaves the others alone.
+  // Memory bound: reads the values.
+  Status (*find_nonfinite)(const ReadSegment* segments, int64_t count, const Launch& launch);
+
   // *result += sum of value[i]^2, in double, in a fixed order: blocks of 4,096 elements from index
-  // 0, each summed over lanes in a fixed order, then the blocks in order. The result is a host
-  // pointer on the CPU, a device pointer on CUDA. CUDA needs scratch, at least 8 bytes, at best
-  // sum_of_squares_scratch_bytes(numel): less costs more launches and changes no bit.
+  // 0, then rows of 1,024 blocks, each of them over lanes (see sum_of_squares_cpu.cpp), then the
+  // rows in order. The result is a host pointer on the CPU, a device pointer on CUDA, which needs
+  // sum_of_squares_scratch_bytes(numel) of scratch.
   Status (*sum_of_squares)(const float* value, int64_t numel, double* result, const Launch& launch);
 
   // *sum += sum of value[i]^2, in an order that does not matter: see Note [A norm without an order]
@@ -204,8 +215,9 @@ struct Kernels {
                         const Launch& launch);
 };
 
-// sum_of_squares' blocks, part of its result's definition.
+// sum_of_squares' blocks and rows, part of its result's definition.
 constexpr int64_t kSquaresBlockNumel = 4096;
+constexpr int64_t kSquaresRowBlocks = 1024;
 
 constexpr int64_t sum_of_squares_scratch_bytes(int64_t numel) {
   return (numel + kSquaresBlockNumel - 1) / kSquaresBlockNumel * 8;

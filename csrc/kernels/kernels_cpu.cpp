@@ -89,6 +89,7 @@ const Kernels& cpu() {
       .sgd = sgd_cpu,
       .cast = cast_cpu,
       .flatten = flatten_cpu,
+      .find_nonfinite = find_nonfinite_cpu,
       .sum_of_squares = sum_of_squares_cpu,
       .add_squares = add_squares_cpu,
       .adopt_writes = adopt_writes_cpu,

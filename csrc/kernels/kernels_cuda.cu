@@ -13,6 +13,7 @@ const Kernels& cuda() {
       .sgd = sgd_cuda,
       .cast = cast_cuda,
       .flatten = flatten_cuda,
+      .find_nonfinite = find_nonfinite_cuda,
       .sum_of_squares = sum_of_squares_cuda,
       .add_squares = add_squares_cuda,
       .adopt_writes = adopt_writes_cuda,

@@ -2,6 +2,7 @@
 // same data, and compares every byte of every buffer, what surrounds the ranges included. NaN
 // equals NaN. Prints the number of comparisons; exits with 1 at the first difference. Built and run
 // by tests/test_cuda_sources.py.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -355,17 +356,44 @@ void test_adopt_writes(DType dtype, int64_t numel, int64_t offset, int64_t other
 
 void test_sum_of_squares(int64_t numel, int64_t offset) {
   Buffer value(DType::f32, numel, offset);
-  for (const int64_t scratch_blocks : {1, 3, 100000}) {
-    if (scratch_blocks == 1 && numel > 70001) continue;
-    std::vector<double> scratch(scratch_blocks);
-    double sums[2] = {0.125, 0.125};
-    Launch launch;
-    launch.scratch = scratch.data();
-    launch.scratch_bytes = scratch_blocks * 8;
-    sum_of_squares_cpu(value.floats(), numel, &sums[0], {});
-    succeeded("sum_of_squares", sum_of_squares_cuda(value.floats(), numel, &sums[1], launch));
+  std::vector<double> scratch(sum_of_squares_scratch_bytes(numel) / 8);
+  double sums[2] = {0.125, 0.125};
+  Launch launch;
+  launch.scratch = scratch.data();
+  launch.scratch_bytes = std::ssize(scratch) * 8;
+  sum_of_squares_cpu(value.floats(), numel, &sums[0], {});
+  succeeded("sum_of_squares", sum_of_squares_cuda(value.floats(), numel, &sums[1], launch));
+  ++comparisons;
+  if (sums[0] != sums[1]) fail(name("sum_of_squares", DType::f32, numel, offset));
+  launch.scratch_bytes -= 8;
+  if (numel > 0 && sum_of_squares_cuda(nullptr, numel, nullptr, launch) != Status::bad_argument) {
+    fail("too little scratch");
+  }
+}
+
+// Every third segment holds one bad value, at its beginning, in its middle or at its end.
+void test_find_nonfinite(int64_t numel, int64_t offset) {
+  for (const int64_t count : {1, 5, 70, 1000}) {
+    if (count * numel > 2000000) continue;
+    Buffer value(DType::f32, count * numel, offset);
+    std::vector<int32_t> flags[2] = {std::vector<int32_t>(count), std::vector<int32_t>(count)};
+    std::vector<ReadSegment> segments[2];
+    std::vector<int32_t> expected(count);
+    for (int64_t i = 0; i < count; ++i) {
+      if (i % 3 == 0 && numel > 0) {
+        const int64_t place = std::min(i % 2 * numel / 2 + i % 4 / 2 * numel, numel - 1);
+        value.set(i * numel + place, i % 2 == 0 ? INFINITY : std::nanf(""));
+        expected[i] = 1;
+      }
+      for (const int k : {0, 1}) {
+        segments[k].push_back({value.floats() + i * numel, numel, &flags[k][i]});
+      }
+    }
+    const std::string what = name("find_nonfinite", DType::f32, numel, offset);
+    succeeded(what, find_nonfinite_cpu(segments[0].data(), count, {}));
+    succeeded(what, find_nonfinite_cuda(segments[1].data(), count, {}));
     ++comparisons;
-    if (sums[0] != sums[1]) fail(name("sum_of_squares", DType::f32, numel, offset));
+    if (flags[0] != expected || flags[1] != expected) fail(what);
   }
 }
 
@@ -435,7 +463,9 @@ int main() {
   test_clip_factor();
   test_patterns();
   for_shapes(kLengths, [](int64_t n, int64_t offset, int64_t) { test_sum_of_squares(n, offset); });
+  test_sum_of_squares(2 * kSquaresRowBlocks * kSquaresBlockNumel + 5000, 1);
   for_shapes(kLengths, [](int64_t n, int64_t offset, int64_t) { test_add_squares(n, offset); });
+  for_shapes(kLengths, [](int64_t n, int64_t offset, int64_t) { test_find_nonfinite(n, offset); });
   for (const DType dtype : kDTypes) {
     for_shapes(kLengths, [&](int64_t n, int64_t a, int64_t b) { test_accumulate(dtype, n, a, b); });
     for_shapes(kShort,

@@ -102,6 +102,11 @@ def host_waits() -> int:
     return _library().lagged_host_waits()
 
 
+def kernel_calls() -> int:
+    """How many kernels of zero_ext's table were launched so far, in this process."""
+    return _library().lagged_kernel_calls()
+
+
 def stream_handle(stream: torch.Stream) -> int:
     """What ``c10::Stream::native_handle()`` is for ``stream``."""
     return _library().lagged_stream_handle(stream.device_index, stream.stream_id)
@@ -198,6 +203,7 @@ def _library() -> ctypes.CDLL:
     library.lagged_stream_handle.argtypes = [ctypes.c_int, ctypes.c_int64]
     library.lagged_faults.restype = ctypes.c_char_p
     library.lagged_host_waits.restype = ctypes.c_int64
+    library.lagged_kernel_calls.restype = ctypes.c_int64
     library.lagged_set_own_sums.argtypes = [ctypes.c_bool]
     library.lagged_set_lag_us.argtypes = [ctypes.c_int64]
     library.lagged_set_seed.argtypes = [ctypes.c_int, ctypes.c_uint64]

@@ -2,6 +2,7 @@
 // kernel on its stream, which reads and writes through all pointers when the task runs, as on CUDA.
 #include "kernels/kernels.h"
 
+#include <atomic>
 #include <initializer_list>
 #include <stdexcept>
 #include <string>
@@ -36,11 +37,14 @@ Queue* stream_of(const Launch& launch, std::initializer_list<const void*> pointe
   return nullptr;
 }
 
+std::atomic<int64_t> calls{0};
+
 template <typename Call>
 Status queue_call(const char* name, const Launch& launch,
                   std::initializer_list<const void*> pointers, Call call) {
   Queue* queue = stream_of(launch, pointers);
   if (queue == nullptr) return Status::launch_failed;
+  ++calls;
   queue->push([name, call] {
     if (call(Launch{}) != Status::ok)
       throw std::runtime_error(std::string(name) + ": bad argument");
@@ -130,9 +134,22 @@ Status flatten_lagged(const CopySegment* segments, int64_t count, DType source_d
   });
 }
 
+Status find_nonfinite_lagged(const ReadSegment* segments, int64_t count, const Launch& launch) {
+  const std::vector<ReadSegment> list(segments, segments + count);
+  for (const auto& segment : list) {
+    if (stream_of(launch, {used(segment.value, segment.numel), segment.nonfinite}) == nullptr) {
+      return Status::launch_failed;
+    }
+  }
+  return queue_call("find_nonfinite", launch, {}, [=](const Launch& serial) {
+    return cpu().find_nonfinite(list.data(), static_cast<int64_t>(list.size()), serial);
+  });
+}
+
 Status sum_of_squares_lagged(const float* value, int64_t numel, double* result,
                              const Launch& launch) {
-  if (numel > 0 && (launch.scratch == nullptr || launch.scratch_bytes < 8)) {
+  if (numel > 0 &&
+      (launch.scratch == nullptr || launch.scratch_bytes < sum_of_squares_scratch_bytes(numel))) {
     return Status::bad_argument;
   }
   char* scratch = static_cast<char*>(launch.scratch);
@@ -174,7 +191,7 @@ Status clip_factor_lagged(const SquareSum* sum, double max_norm, float* norm, fl
 }
 
 // A new kernel must get its row here: what is not named would be null.
-static_assert(sizeof(Kernels) == 12 * sizeof(void*));
+static_assert(sizeof(Kernels) == 13 * sizeof(void*));
 
 constexpr Kernels kTable{
     .accumulate = accumulate_lagged,
@@ -184,6 +201,7 @@ constexpr Kernels kTable{
     .sgd = sgd_lagged,
     .cast = cast_lagged,
     .flatten = flatten_lagged,
+    .find_nonfinite = find_nonfinite_lagged,
     .sum_of_squares = sum_of_squares_lagged,
     .add_squares = add_squares_lagged,
     .adopt_writes = adopt_writes_lagged,
@@ -194,6 +212,5 @@ constexpr Kernels kTable{
 }  // namespace
 }  // namespace lagged
 
-extern "C" __attribute__((visibility("default"))) const void* lagged_kernels() {
-  return &lagged::kTable;
-}
+LAGGED_EXPORT const void* lagged_kernels() { return &lagged::kTable; }
+LAGGED_EXPORT int64_t lagged_kernel_calls() { return lagged::calls; }
