@@ -414,9 +414,12 @@ void Engine::check_usable(const char* verb) const {
 void Engine::before_forward() {
   if (on_host()) watch_->look_for_unheard_failure();  // else it may be another thread's
   const Access access(*this);
+  if (open_) return;
   // A gradient beside the published ones may be of a backward that was not seen: the next one
   // refuses it.
-  if (!open_ && !published_.has_foreign()) parameters_.repair_hooks();
+  if (!published_.has_foreign()) parameters_.repair_hooks();
+  if (!on_host()) parameters_.follow_stream();
+  sees_forwards_ = true;
 }
 
 void Engine::write_gradient(int64_t i, const at::Tensor& grad) {
@@ -560,6 +563,7 @@ StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices,
   if (verdict.nonfinite) gatherer_.wait_for_shards();
   boundary_.end_step();
   reductions_.forget_finished();
+  if (!on_host() && !sees_forwards_) parameters_.follow_stream();
   return verdict;
 }
 

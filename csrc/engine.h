@@ -112,7 +112,9 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   void set_offloaded(const std::set<std::string>& states);
   std::set<std::string> offloaded();
 
-  // Makes sure that the coming backward is seen: a cast to and fro replaces autograd's nodes.
+  // Makes sure that the coming backward is seen, and on the stream of its forward: a cast to and
+  // fro replaces autograd's nodes. Nobody calls it where an optimizer alone was replaced; then the
+  // stream of a step counts.
   void before_forward();
 
   // Forwards of the modules whose parameters are gathered and released.
@@ -233,6 +235,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   bool threw_ = false;      // a backward since the last step
   std::string not_undone_;  // the error that kept a backward from being undone
   bool said_farewell_ = false;
+  bool sees_forwards_ = false;
 
   // One backward.
   bool open_ = false;

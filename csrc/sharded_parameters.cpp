@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "check.h"
+#include "stream.h"
 
 namespace zero_ext {
 
@@ -101,6 +102,16 @@ std::vector<int64_t> ShardedParameters::repair_hooks() {
     replaced.push_back(i);
   }
   return replaced;
+}
+
+void ShardedParameters::follow_stream() {
+  const c10::Stream stream = current_stream(context_.compute.device());
+  for (const ShardedParameter& parameter : all_) {
+    if (!parameter.tensor.requires_grad()) continue;
+    if (parameter.node->input_metadata(0).stream() == stream) continue;
+    parameter.node->clear_input_metadata();
+    parameter.node->add_input_metadata(parameter.tensor);
+  }
 }
 
 bool ShardedParameters::lies_elsewhere(int64_t i) const {

@@ -85,6 +85,10 @@ class ShardedParameters {
   void check(const char* verb);
   // Hooks the nodes that autograd has put in the place of ours; whose they are.
   std::vector<int64_t> repair_hooks();
+  // On a device, between backwards: the nodes, which live as long as this, belong to the current
+  // stream from now on, as nodes that a forward makes do. Autograd hands gradients from stream to
+  // stream otherwise, which the capture of a graph forbids where one of them is the default one.
+  void follow_stream();
   // The user gave parameter i another storage.
   bool lies_elsewhere(int64_t i) const;
   // If so, its values are taken over, or forgotten.

@@ -447,6 +447,32 @@ def test_the_callers_own_stream(anywhere, rank, device, stage):
         assert_bits(mine, theirs)
 
 
+@pytest.mark.filterwarnings("ignore:.*AccumulateGrad node's stream")  # once in a process
+@pytest.mark.parametrize("how", ["module", "optimizer"])
+def test_hooks_run_on_the_stream_of_the_forward(device, how):
+    """Not on that of the sharding. With an optimizer alone the first step tells which it is."""
+    torch.manual_seed(0)
+    model = MLP(13)
+    if how == "module":
+        model = zero_ext.shard(model, 2)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1)
+    streams = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: streams.append(torch.accelerator.current_stream())
+        )
+    side, other = torch.Stream(device), torch.Stream(device)
+    torch.accelerator.synchronize()
+    for number, stream in enumerate([side, side, other, other]):
+        streams.clear()
+        with stream:
+            mean_square(model, rank_data((4, 5), 0)).backward()
+            optimizer.step()
+        torch.accelerator.synchronize()
+        if how == "module" or number % 2 == 1:
+            assert streams and all(each == stream for each in streams)
+
+
 @pytest.mark.parametrize("how", ["step", "skipped_steps", "stats"])
 def test_a_skipped_step_is_told_of_later(device, how):
     run = Run(device, 2, None, 0, torch.float32)

@@ -4,6 +4,7 @@ does not tell of, failures on one rank alone, refusals that are mended."""
 import contextlib
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -442,9 +443,8 @@ def test_a_forward_that_was_interrupted_is_over(then, mesh, rank, world):
     optimizer.zero_grad()
     batches = rank_batches(MLP_SHAPE, world)
     if then == "forward of another thread" and not GATHERS_TOGETHER:
-        run = threading.Thread(target=lambda: model(rank_data(MLP_SHAPE, rank)))
-        run.start()
-        run.join()
+        with ThreadPoolExecutor(1) as another:
+            another.submit(model, rank_data(MLP_SHAPE, rank)).result()
     mean_square(model, batches[0][rank]).backward()
     expected = reference_gradients(Interrupted, batches, world, 1 / world)
     assert_same(full_gradients(model), expected)
