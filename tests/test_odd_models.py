@@ -236,6 +236,73 @@ def test_several_dtypes_in_one_model(way, group, rank, world):
 # Frozen and thawed
 
 
+class Quantised(nn.Module):
+    """Frozen weights in a dtype that nothing is trained in, and trainable ones beside them."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.codes = nn.Parameter(torch.arange(35).reshape(7, 5).to(dtype), requires_grad=False)
+        self.zero = nn.Parameter(torch.tensor(3).to(dtype), requires_grad=False)
+        self.layers = nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 7)])
+
+    def forward(self, x):
+        fixed = x @ (self.codes.float() - self.zero.float()).T / 35
+        return self.layers[1](self.layers[0](x) + fixed)
+
+
+@all_ways
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float64], ids=str)
+def test_frozen_parameters_of_other_dtypes_stay_whole(way, group, rank, world, dtype):
+    training = Training(way, group, rank, world, lambda: Quantised(dtype), loss_of(vectors))
+    codes = training.expected.codes.detach().clone()
+    training.run()
+    assert training.model.codes.dtype == dtype
+    assert torch.equal(training.model.codes, codes)
+    state = training.optimizer.state_dict()
+    assert sorted(state["state"]) == [2, 3, 4, 5]
+    training.optimizer.load_state_dict(state)
+    training.run()
+
+
+@pytest.mark.host  # no float8 on the lagged device
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float64, torch.float8_e4m3fn], ids=str)
+def test_frozen_parameters_of_other_dtypes_are_rank_0s(stage, group, mesh, rank, dtype):
+    model = Quantised(dtype)
+    expected = model.codes.detach().clone()
+    if rank > 0:
+        model.codes.data = torch.zeros(7, 5).to(dtype)
+    zero_ext.shard(model, stage, mesh=mesh)
+    assert torch.equal(model.codes.float(), expected.float())
+    with pytest.raises(ValueError, match=r"the models .* differ"):
+        model = Quantised(dtype if rank > 0 else torch.int16)
+        zero_ext.shard(model, stage, mesh=mesh)
+
+
+@pytest.mark.parametrize("how", ["shard", "optimizer"])
+def test_a_thawed_parameter_of_another_dtype_is_refused_by_name(how, group, mesh, rank):
+    model = Quantised(torch.float64)
+    if how == "shard":
+        zero_ext.shard(model, 2, mesh=mesh)
+        optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1)
+    else:
+        optimizer = zero_ext.optim.SGD(model.named_parameters(), lr=0.1, process_group=group)
+    model.codes.requires_grad_(True)
+    problem = r"parameter 'codes' is torch\.float64 on .* Convert it, freeze it"
+    if how == "shard":
+        with pytest.raises(TypeError, match=problem):
+            model(vectors(rank, 0))
+    else:
+        mean_square(model, vectors(rank, 0)).backward()
+    with pytest.raises(TypeError, match=problem):
+        optimizer.step()
+    model.codes.requires_grad_(False)
+    optimizer.zero_grad()
+    mean_square(model, vectors(rank, 0)).backward()
+    optimizer.step()
+
+
 @all_ways
 def test_parameter_frozen_later_is_left_alone(way, group, rank, world):
     training = Training(way, group, rank, world, small_mlp, loss_of(vectors))

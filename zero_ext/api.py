@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 
 from zero_ext import _C
 from zero_ext.groups import Groups, resolve
-from zero_ext.handle import Handle, find
+from zero_ext.handle import Handle, find, stays_whole
 from zero_ext.meta import MetaModules
 from zero_ext.offload import check_policy
 from zero_ext.shard_tensor import ShardTensor
@@ -60,9 +60,10 @@ def shard(
     sums as well.
 
     Args:
-        module: On one device; parameters in fp32, bf16 or fp16, also mixed. With stage 3 parameters
-            and buffers may be on the meta device: each unit is materialised, cut and released in
-            turn, and the Parameter objects are new ones.
+        module: On one device; parameters in fp32, bf16 or fp16, also mixed. Frozen ones of any
+            other dtype (quantised weights) stay whole on every rank. With stage 3 parameters and
+            buffers may be on the meta device: each unit is materialised, cut and released in turn,
+            and the Parameter objects are new ones.
         stage: 1 shards the optimizer's state, 2 the gradients too, 3 the parameters as well, 0
             nothing.
         units: Stage 3: whose parameters are gathered together. Module classes, or a function of a
@@ -111,6 +112,9 @@ def shard(
     groups = resolve(None, mesh, module.parameters())
     ignored = {id(p) for p in ignored_params}
     named = [(name, p) for name, p in module.named_parameters() if id(p) not in ignored]
+    whole = [(name, p) for name, p in named if stays_whole(p)]
+    named = [(name, p) for name, p in named if not stays_whole(p)]
+    ignored |= {id(p) for _, p in whole}
     blocks = None
     if stage == 3:
         _refuse_writing_forwards(module, groups, ignored)
@@ -134,13 +138,14 @@ def shard(
         reshard_after_forward=reshard_after_forward,
         meta=meta,
         offload_policy=offload_policy,
+        whole=whole,
     )
     try:
         if meta is not None:
             meta.finish()
         if sync_module_states:
-            whole = [p for _, p in named if not p.requires_grad] if blocks is None else []
-            handle.broadcast(whole + list(module.buffers()))
+            frozen = [p for _, p in named if not p.requires_grad] if blocks is None else []
+            handle.broadcast([*frozen, *(p for _, p in whole), *module.buffers()])
     except BaseException:
         handle.dissolve()
         raise

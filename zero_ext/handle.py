@@ -6,6 +6,7 @@ import os
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -55,10 +56,16 @@ def find(parameter: Tensor) -> tuple["Handle", int] | None:
     return None if handle is None else (handle, entry[1])
 
 
+def stays_whole(parameter: Tensor) -> bool:
+    """Frozen, in a dtype that nothing here computes with, such as quantised weights."""
+    return not parameter.requires_grad and parameter.dtype not in _DTYPES
+
+
 class Handle:
     """One engine over some parameters.
 
-    A parameter that is frozen when it comes in stays as it is until it is thawed.
+    A parameter that is frozen when it comes in stays as it is until it is thawed. ``whole``: those
+    that no engine can take, see ``stays_whole``; they are watched, so that nobody trains them.
     """
 
     def __init__(
@@ -80,6 +87,7 @@ class Handle:
         reshard_after_forward: bool = True,
         meta: MetaModules | None = None,
         offload_policy: OffloadPolicy,
+        whole: Sequence[tuple[str, Tensor]] = (),
     ):
         if reduction not in (None, "exchange", "collective"):
             raise ValueError(
@@ -102,13 +110,18 @@ class Handle:
             )
         _check_accumulation_steps(accumulation_steps)
         _check_parameters(groups.rank, parameters, meta_allowed=meta is not None)
-        _check_one_device(groups, parameters)
+        _check_one_device(groups, [*parameters, *whole])
+        for name, parameter in whole:
+            if parameter.is_meta:
+                _refuse_dtype(groups.rank, name, parameter)
         device = groups.device
         offload = isinstance(offload_policy, CPUOffloadPolicy)
         cut = [block.members for block in blocks] if blocks else None
         settings = f"stage={stage} bucket_mb={bucket_mb} reduction={reduction} units={cut}"
         check_same_on_all_ranks(
-            groups, [settings, *_describe(parameters)], "the models (or the arguments)"
+            groups,
+            [settings, *_describe([*parameters, *whole])],
+            "the models (or the arguments)",
         )
         self.groups = groups
         self.bucket_bytes = bucket_mb * 2**20
@@ -144,6 +157,8 @@ class Handle:
         self.knows_on_host = device.type == "cpu" or options.offload
         self.forwards = OpenForwards()
         self.parameters: list[weakref.ref] = []
+        self._whole: list[tuple[str, weakref.ref]] = []
+        self.leave_whole(whole)
         self.optimizers: weakref.WeakSet = weakref.WeakSet()
         self.scaled_by: weakref.ref | None = None  # the optimizer whose loss_scaler the engine has
         self._unwatched: list[tuple[units.Block, list[int]]] = []
@@ -262,13 +277,18 @@ class Handle:
         check_same_on_all_ranks(self.groups, _describe(parameters), "the added parameters")
         return self.add_parameters(parameters)
 
+    def leave_whole(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Watch more parameters that ``stays_whole`` is true of."""
+        self._whole.extend((name, weakref.ref(parameter)) for name, parameter in parameters)
+
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Rank 0's values into tensors that the engine does not hold. Collective."""
         if self.groups.world > 1:
             with torch.no_grad():
                 for tensor in tensors:
                     dense = tensor.detach().contiguous()
-                    broadcast_(dense, self.groups.parent, 0)
+                    # No backend knows every dtype.
+                    broadcast_(dense.reshape(-1).view(torch.uint8), self.groups.parent, 0)
                     tensor.copy_(dense)
 
     def _make_units(self, indices: Sequence[int]) -> None:
@@ -311,7 +331,14 @@ class Handle:
         """Shard parameters that were frozen before and require a gradient now. Collective.
 
         A gradient that autograd has left in their ``.grad`` meanwhile is averaged over the ranks.
+
+        Raises:
+            TypeError: one of them ``stays_whole``.
         """
+        for name, reference in self._whole:
+            parameter = reference()
+            if parameter is not None and parameter.requires_grad:
+                _refuse_dtype(self.groups.rank, name, parameter)
         thawed = self.engine.thawed()
         if thawed:  # for training, even where a forward in inference mode notices it
             with torch.inference_mode(False), torch.no_grad():
@@ -436,11 +463,7 @@ def _check_parameters(
         usable = parameter.is_meta if meta_allowed else False
         usable = usable or _C.has_kernels_on(parameter.device)
         if parameter.dtype not in _DTYPES or not usable:
-            raise TypeError(
-                f"{where} is {parameter.dtype} on {parameter.device}; this build works on "
-                f"{', '.join(map(str, _DTYPES))} on {_usable_devices()}. Convert it, or leave it "
-                "out (ignored_params)."
-            )
+            _refuse_dtype(rank, name, parameter)
         if parameter.layout != torch.strided:
             raise TypeError(f"{where} has layout {parameter.layout}; only dense ones can be cut.")
         if parameter.grad is not None:
@@ -452,6 +475,14 @@ def _check_parameters(
                 f"{where} is reduced by DistributedDataParallel already: its gradient would be "
                 "averaged twice. Use the plain module (ddp.module before wrapping) without DDP."
             )
+
+
+def _refuse_dtype(rank: int, name: str, parameter: Tensor) -> NoReturn:
+    raise TypeError(
+        f"zero_ext [rank {rank}]: parameter '{name}' is {parameter.dtype} on {parameter.device}; "
+        f"this build trains {', '.join(map(str, _DTYPES))} on {_usable_devices()}. Convert it, "
+        "freeze it, or leave it out (ignored_params)."
+    )
 
 
 def _describe(parameters: Iterable[tuple[str, Tensor]]) -> list[str]:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from zero_ext.handle import stays_whole
 from zero_ext.units import (
     Block,
     Choice,
@@ -106,7 +107,7 @@ def estimate_memory(
     result = dict.fromkeys(("full", "shard", "master", "grad", "optimizer_state"), 0)
     gathered = 0
     if stage == 3:
-        parameters = list(module.parameters())
+        parameters = [p for p in module.parameters() if not stays_whole(p)]
         blocks = cut_by_module(module, parameters, units, bucket_bytes, param_dtype)
         cut: list[list[_Unit]] = [[] for _ in blocks]
         for block, members in parts(blocks):

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_ext import _C
 from zero_ext.groups import check_same_on_all_ranks, resolve
-from zero_ext.handle import Handle, find
+from zero_ext.handle import Handle, find, stays_whole
 from zero_ext.offload import check_policy
 from zero_ext.scaler import LossScaler
 
@@ -83,7 +83,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.grad_norm: Tensor | None = None
         self._skipped_steps = 0
         self._unreported: list[_C.StepVerdict] = []
-        named = self._named_parameters()
+        named, whole = self._named_parameters()
         self._refuse_claimed(named)
         found = [find(p) for _, p in named]
         if any(found):
@@ -93,6 +93,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     f"zero_ext: offload_policy={offload_policy}, but the module was sharded with "
                     f"{self._handle.offload_policy}. Leave it out."
                 )
+            self._handle.leave_whole(whole)
         else:
             self._handle = Handle(
                 resolve(process_group, None, [p for _, p in named]),
@@ -100,6 +101,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 stage=1 if stage is None else stage,
                 bucket_mb=bucket_mb,
                 offload_policy=check_policy(offload_policy),
+                whole=whole,
             )
         self.loss_scaler = loss_scaler
         try:
@@ -121,14 +123,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # Binding parameters to the engine
 
-    def _named_parameters(self, first_group: int = 0) -> list[tuple[str, Tensor]]:
+    def _named_parameters(
+        self, first_group: int = 0
+    ) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
+        """Those that can be sharded, and those that stay whole, without state."""
         named = []
         for g, group in enumerate(self.param_groups[first_group:], first_group):
             names = group.get("param_names") or [
                 f"parameter {i} of group {g}" for i in range(len(group["params"]))
             ]
             named.extend(zip(names, group["params"], strict=True))
-        return named
+        whole = [(name, p) for name, p in named if stays_whole(p)]
+        return [(name, p) for name, p in named if not stays_whole(p)], whole
+
+    @staticmethod
+    def _sharded(group: dict[str, Any]) -> list[Tensor]:
+        return [p for p in group["params"] if find(p) is not None]
 
     def _refuse_claimed(self, named: list[tuple[str, Tensor]]) -> None:
         for name, parameter in named:
@@ -168,12 +178,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _assign(self, g: int) -> None:
         """Make the state of a group. Nothing has changed if there is no memory for it."""
-        indices = [find(parameter)[1] for parameter in self.param_groups[g]["params"]]
+        indices = [find(parameter)[1] for parameter in self._sharded(self.param_groups[g])]
         self._sharded_state.assign(indices, g)
 
     def _claim(self, g: int) -> None:
         group = self.param_groups[g]
-        for parameter in group["params"]:
+        for parameter in self._sharded(group):
             _claimed[parameter] = weakref.ref(self)
             _, i = find(parameter)
             if self._handle.engine.unit_of(i) >= 0:
@@ -221,7 +231,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._handle is None:  # still in torch's constructor
             return
         group = self.param_groups[-1]
-        named = self._named_parameters(len(self.param_groups) - 1)
+        named, whole = self._named_parameters(len(self.param_groups) - 1)
         try:
             self._refuse_claimed(named)
             self._refuse_foreign(named)
@@ -233,6 +243,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
+        self._handle.leave_whole(whole)
         self._claim(len(self.param_groups) - 1)
 
     def _adopt_thawed(self) -> None:
