@@ -25,14 +25,15 @@ namespace {
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
 // A Python function that may be called, and dropped, on any thread.
-std::function<at::Tensor(const at::Tensor&)> from_any_thread(py::function function) {
+template <typename... Arguments>
+std::function<at::Tensor(Arguments...)> from_any_thread(py::function function) {
   std::shared_ptr<py::function> held(new py::function(std::move(function)), [](py::function* f) {
     const py::gil_scoped_acquire gil;
     delete f;
   });
-  return [held](const at::Tensor& tensor) {
+  return [held](Arguments... arguments) {
     const py::gil_scoped_acquire gil;
-    return (*held)(tensor).cast<at::Tensor>();
+    return (*held)(arguments...).template cast<at::Tensor>();
   };
 }
 
@@ -143,7 +144,7 @@ void bind_cross_memory(py::module_& m) {
           [](int64_t rank, int64_t world, int64_t timeout_ms, bool allowed,
              py::function all_gather) {
             return CrossMemory::connect(rank, world, std::chrono::milliseconds(timeout_ms), allowed,
-                                        from_any_thread(std::move(all_gather)));
+                                        from_any_thread<const at::Tensor&>(std::move(all_gather)));
           },
           py::arg("rank"), py::arg("world"), py::kw_only(), py::arg("timeout_ms"),
           py::arg("allowed"), py::arg("all_gather"))
@@ -279,9 +280,15 @@ void bind_engine(py::module_& m) {
       .def(
           "master_slice", [](const Engine& e, int64_t i) { return e.parameters().master_slice(i); },
           NoGil())
-      .def("set_published", &Engine::set_published, NoGil())
+      .def("make_published", &Engine::make_published, NoGil())
       .def("set_local_reader",
-           [](Engine& e, py::function f) { e.set_local_reader(from_any_thread(std::move(f))); })
+           [](Engine& e, py::function f) {
+             e.set_local_reader(from_any_thread<const at::Tensor&>(std::move(f)));
+           })
+      .def("set_view_maker",
+           [](Engine& e, py::function f) {
+             e.set_view_maker(from_any_thread<int64_t, const at::Tensor&>(std::move(f)));
+           })
       .def("push_no_sync", &Engine::push_no_sync, NoGil())
       .def("pop_no_sync", &Engine::pop_no_sync, NoGil())
       .def("set_accumulation_steps", &Engine::set_accumulation_steps, NoGil())

@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <c10/util/ScopeExit.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
@@ -169,9 +170,9 @@ void Engine::replace_parameter(int64_t i, const at::Tensor& tensor) {
   parameters_.replace(i, tensor);
 }
 
-void Engine::set_published(int64_t i, const at::Tensor& view, const at::Tensor& local) {
+void Engine::make_published(int64_t i) {
   const Access access(*this);
-  published_.set_view(i, view, local);
+  published_.make_view(i);
 }
 
 at::Tensor Engine::parameter_slice(int64_t i) {
@@ -370,6 +371,7 @@ void Engine::begin_backward(bool reduces) {
       ++begun_units_;
       parameters_.unit(u).begin_backward(sink, reduces, expected);
     }
+    published_.follow_memory();  // which may have grown
   } catch (...) {
     abort_backward();
     throw;
@@ -387,6 +389,7 @@ void Engine::set_offloaded(const std::set<std::string>& states) {
   const bool none_back =
       std::includes(states.begin(), states.end(), offloaded_.begin(), offloaded_.end());
   offloaded_.insert(states.begin(), states.end());  // where memory runs out half-way, too
+  const auto follow = c10::make_scope_exit([this] { published_.follow_memory(); });
   for (const auto* units : {&parameters_.units(), &parameters_.frozen_units()}) {
     for (const auto& unit : *units) {
       if (!none_back) unit->unstow();
@@ -511,6 +514,7 @@ void Engine::undo_backward() noexcept {
 void Engine::abort_backward() {
   if (flags_ != nullptr) flags_->abort_backward();
   reductions_.abort(begun_units_);
+  published_.follow_memory();
   threw_ = true;
   open_ = false;
   for (ShardedParameter& parameter : parameters_) {
@@ -721,9 +725,13 @@ void Engine::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
     }
     GradientSums& sums = parameters_.sums_of(i);
     const bool keep = mode == ZeroGrad::to_zero && !sums.fresh(parameter.slot);
-    published_.clear(i);
     parameter.tensor.mutable_grad().reset();
-    if (!keep) continue;
+    if (keep) {
+      published_.forget(i);
+    } else {
+      published_.clear(i);
+      continue;
+    }
     sums.zero(parameter.slot);
     if (!boundary_.local_open()) published_.show(i);  // else None until the sums are reduced
   }

@@ -92,7 +92,10 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   at::Tensor parameter_slice(int64_t i);
 
   // See PublishedGradients; views and the reader are made by Python.
-  void set_published(int64_t i, const at::Tensor& view, const at::Tensor& local);
+  void make_published(int64_t i);
+  void set_view_maker(PublishedGradients::ViewMaker maker) {
+    published_.set_view_maker(std::move(maker));
+  }
   void set_local_reader(PublishedGradients::LocalReader reader) {
     published_.set_local_reader(std::move(reader));
   }

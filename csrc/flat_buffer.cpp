@@ -1,7 +1,6 @@
 #include "flat_buffer.h"
 
 #include <c10/core/CachingDeviceAllocator.h>
-#include <c10/core/TensorImpl.h>
 
 #include <utility>
 
@@ -9,18 +8,6 @@
 
 namespace zero_ext {
 namespace {
-
-at::Tensor over_storage(const c10::Storage& storage, at::ScalarType dtype, int64_t offset,
-                        at::IntArrayRef sizes, at::IntArrayRef strides) {
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(storage),
-      c10::DispatchKeySet(c10::computeDispatchKey(dtype, c10::kStrided, storage.device())),
-      c10::scalarTypeToTypeMeta(dtype));
-  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
-  impl->set_storage_offset(offset);
-  impl->set_sizes_and_strides(sizes, strides);
-  return tensor;
-}
 
 // Counts `bytes`, which `make` makes. What raises counts nothing.
 template <typename Make>

@@ -9,8 +9,7 @@
 namespace zero_ext {
 namespace {
 
-constexpr char kDropped[] =
-    "the gradients of this unit were dropped by zero_grad(). Clone what should outlive it.";
+constexpr char kDropped[] = "the gradients of this unit were dropped by zero_grad().";
 
 bool any_sum(const std::vector<uint8_t>& fresh) {
   return std::find(fresh.begin(), fresh.end(), 0) != fresh.end();
@@ -172,6 +171,7 @@ void GradientSums::add_squares(const Run& run, kernels::SquareSum* sum) const {
 }
 
 void GradientSums::stow(const std::string& message) {
+  stowed_message_ = message;
   for (FlatBuffer* buffer : {&grad_, &before_, &local_before_}) {
     buffer->stow(context_.offloaded, message);
   }

@@ -43,6 +43,11 @@ class GradientSums {
   at::Tensor slice(int64_t i) const { return layout_.own_slice(grad_, i); }
   at::Tensor range(const Run& run) const { return grad_.slice(run.begin, run.numel); }
   float* data() const { return static_cast<float*>(grad_.data()); }
+  // They lie somewhere; else `why_unreadable()` says why not.
+  bool readable() const { return !grad_.emptied(); }
+  const std::string& why_unreadable() const {
+    return grad_.stowed() ? stowed_message_ : dropped_message_;
+  }
   // Of slot i, this rank's part of the reduced gradient.
   float* reduced(int64_t i) const { return data() + layout_.own_piece(i)->range_begin; }
   // Of the local sum, which lies with this rank's range first, so that a buffer of one range is the
@@ -106,6 +111,7 @@ class GradientSums {
   const UnitContext& context_;
   const RankLayout& layout_;
   std::string dropped_message_;  // what a read raises meanwhile
+  std::string stowed_message_;
   FlatBuffer grad_;    // [range], fp32; [padded] with this rank's range first once local sums exist
   FlatBuffer before_;  // [range]; the reduced sum before this backward, or below the local sums
   bool kept_ = false;  // before_ holds it

@@ -1,10 +1,13 @@
 #include "published_gradients.h"
 
 #include <ATen/core/grad_mode.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <utility>
 
 #include "check.h"
+#include "memory.h"
+#include "storage.h"
 
 namespace zero_ext {
 namespace {
@@ -20,17 +23,72 @@ int64_t version_of(const at::Tensor& view, const at::Tensor& local) {
 
 PublishedGradients::~PublishedGradients() {
   for (int64_t i = 0; i < parameters_.size(); ++i) {
+    Entry& entry = entries_[i];
     const at::Tensor& parameter = parameters_[i].tensor;
-    if (entries_[i].shown && parameter.grad().is_same(entries_[i].view)) {
-      parameter.mutable_grad().reset();
+    if (entry.shown && parameter.grad().is_same(entry.view)) parameter.mutable_grad().reset();
+    if (!is_kept(i)) continue;
+    try {
+      give_own_memory(entry);
+    } catch (const std::exception&) {  // there is none
+      forbid_access(*entry.local.storage().unsafeGetStorageImpl(),
+                    parameters_.sums_of(i).why_unreadable());
     }
   }
 }
 
-void PublishedGradients::set_view(int64_t i, const at::Tensor& view, const at::Tensor& local) {
-  entries_[i].view = view;
-  entries_[i].local = local;
-  entries_[i].version = version_of(view, local);
+void PublishedGradients::make_view(int64_t i) {
+  TORCH_CHECK(view_maker_, "zero_ext: no maker of views is set");
+  const at::Tensor slice = parameters_.grad_slice(i);
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), slice.nbytes(),
+                             c10::DataPtr(nullptr, slice.device()), /*allocator=*/nullptr,
+                             /*resizable=*/false);
+  Entry made;
+  made.local = over_storage(storage, at::kFloat, 0, {slice.numel()}, {1});
+  made.view = view_maker_(i, made.local);
+  made.holders = holders(storage) - 1;  // here
+  made.version = version_of(made.view, made.local);
+  if (is_kept(i)) give_own_memory(entries_[i]);
+  entries_[i] = std::move(made);
+  follow_memory(i);
+}
+
+void PublishedGradients::follow_memory() {
+  for (int64_t i = 0; i < parameters_.size(); ++i) {
+    if (parameters_[i].managed()) follow_memory(i);
+  }
+}
+
+void PublishedGradients::follow_memory(int64_t i) {
+  Entry& entry = entries_[i];
+  if (!entry.local.defined() || entry.local.numel() == 0) return;
+  const GradientSums& sums = parameters_.sums_of(i);
+  c10::StorageImpl& storage = *entry.local.storage().unsafeGetStorageImpl();
+  if (!sums.readable()) {
+    if (std::exchange(entry.memory, nullptr) != nullptr) {
+      forbid_access(storage, sums.why_unreadable());
+    }
+    return;
+  }
+  void* memory = sums.reduced(parameters_[i].slot);
+  if (memory == entry.memory) return;
+  give_memory(storage, c10::DataPtr(memory, storage.device()));
+  entry.memory = memory;
+}
+
+bool PublishedGradients::is_kept(int64_t i) const {
+  const Entry& entry = entries_[i];
+  return entry.local.defined() &&
+         (is_shared(entry.view) || holders(entry.local.storage()) > entry.holders);
+}
+
+void PublishedGradients::give_own_memory(Entry& entry) const {
+  if (entry.memory == nullptr) return;
+  c10::StorageImpl& storage = *entry.local.storage().unsafeGetStorageImpl();
+  const c10::Device device = storage.device();
+  const c10::OptionalDeviceGuard guard(device);
+  c10::DataPtr own = allocate_at({.device = device}, storage.nbytes());
+  copy_bytes(own.get(), device, entry.memory, device, storage.nbytes());
+  give_memory(storage, std::move(own));
 }
 
 void PublishedGradients::take_over(const std::vector<int64_t>& indices, const char* verb) {
@@ -51,6 +109,7 @@ void PublishedGradients::take_over(const std::vector<int64_t>& indices, const ch
                   where(rank_, parameters_.unit(parameter.unit).name()), verb,
                   ": .grad of parameter '", parameter.name, "' was set to a tensor of shape ",
                   grad.sizes(), ", the parameter has ", parameter.tensor.sizes(), ".");
+      if (is_kept(i)) make_view(i);
       write(i, grad);
     }
   }
@@ -78,6 +137,7 @@ void PublishedGradients::publish() {
 }
 
 void PublishedGradients::show(int64_t i) {
+  follow_memory(i);
   parameters_[i].tensor.mutable_grad() = entries_[i].view;
   entries_[i].shown = true;
 }
@@ -96,6 +156,12 @@ void PublishedGradients::write(int64_t i, const at::Tensor& grad) {
 }
 
 void PublishedGradients::clear(int64_t i) {
+  if (std::exchange(entries_[i].shown, false)) parameters_[i].tensor.mutable_grad().reset();
+  if (is_kept(i)) make_view(i);
+  forget(i);
+}
+
+void PublishedGradients::forget(int64_t i) {
   ShardedParameter& parameter = parameters_[i];
   Unit& unit = parameters_.unit(parameter.unit);
   unit.sums().clear(parameter.slot);

@@ -1,5 +1,6 @@
 #include "storage.h"
 
+#include <c10/core/TensorImpl.h>
 #include <torch/headeronly/version.h>
 
 #include <utility>
@@ -33,11 +34,11 @@ void allow_access(Storage& storage) {
   }
 }
 
-// Torch keeps what Python has made of a storage alive as long as the storage, and that counts as a
-// holder.
-template <typename Storage>
-size_t idle_wrappers(Storage& storage) {
-  auto* slot = storage.pyobj_slot();
+// Torch keeps what Python has made of a storage or a tensor alive as long as that, and it counts as
+// a holder.
+template <typename Object>
+size_t idle_wrappers(Object& object) {
+  auto* slot = object.pyobj_slot();
   if constexpr (requires { slot->has_unique_reference(); }) {
     return slot->has_unique_reference() ? 1 : 0;
   } else {
@@ -62,8 +63,24 @@ void give_memory(c10::StorageImpl& storage, c10::DataPtr memory) {
   storage.set_data_ptr_noswap(std::move(memory));
 }
 
-bool is_shared(const c10::Storage& storage) {
-  return storage.use_count() > 1 + idle_wrappers(*storage.unsafeGetStorageImpl());
+size_t holders(const c10::Storage& storage) {
+  return storage.use_count() - idle_wrappers(*storage.unsafeGetStorageImpl());
+}
+
+bool is_shared(const at::Tensor& tensor) {
+  return tensor.use_count() > 1 + idle_wrappers(*tensor.unsafeGetTensorImpl());
+}
+
+at::Tensor over_storage(const c10::Storage& storage, at::ScalarType dtype, int64_t offset,
+                        at::IntArrayRef sizes, at::IntArrayRef strides) {
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(storage),
+      c10::DispatchKeySet(c10::computeDispatchKey(dtype, c10::kStrided, storage.device())),
+      c10::scalarTypeToTypeMeta(dtype));
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  impl->set_storage_offset(offset);
+  impl->set_sizes_and_strides(sizes, strides);
+  return tensor;
 }
 
 StowedStorage::StowedStorage(c10::Storage storage, const std::string& message)

@@ -4,6 +4,7 @@
 // Threads: not synchronised; the owner's lock protects them.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/Storage.h>
 
@@ -17,8 +18,15 @@ void forbid_access(c10::StorageImpl& storage, const std::string& message);
 c10::DataPtr take_memory(c10::StorageImpl& storage, const std::string& message);
 void give_memory(c10::StorageImpl& storage, c10::DataPtr memory);
 
-// Whether more than one tensor (or anything else) holds it.
-bool is_shared(const c10::Storage& storage);
+// How many tensors, or whatever else, hold it.
+size_t holders(const c10::Storage& storage);
+inline bool is_shared(const c10::Storage& storage) { return holders(storage) > 1; }
+// Whether anybody but the caller holds the tensor, in Python or in C++.
+bool is_shared(const at::Tensor& tensor);
+
+// A tensor of any dense shape over the elements from `offset`.
+at::Tensor over_storage(const c10::Storage& storage, at::ScalarType dtype, int64_t offset,
+                        at::IntArrayRef sizes, at::IntArrayRef strides);
 
 // The bytes of a device's storage, in pinned host memory until bring_back(). Both wait for the
 // device.

@@ -778,7 +778,7 @@ def test_states_can_leave_the_device_for_a_while(anywhere, rank, device, stage):
 
 @STAGES
 def test_gradients_leave_the_device_with_zero_grad(anywhere, rank, device, stage):
-    """Nothing is held before the first gradient and after zero_grad; a kept one says so."""
+    """Nothing is held before the first gradient and after zero_grad."""
     memory = torch.get_device_module(device)
     run = Run(device, stage, anywhere, rank, torch.bfloat16)
     run.step(0)
@@ -786,7 +786,6 @@ def test_gradients_leave_the_device_with_zero_grad(anywhere, rank, device, stage
     torch.accelerator.synchronize()
     before = memory.memory_allocated()
     run.backward(1)
-    kept = next(p.grad for p in run.model.parameters() if own_values(p.grad).numel() > 0)
     run.backward(1)  # onto a sum, which is kept once more
     held = run.model.stats()["bytes_grad"]
     assert held > 0
@@ -796,8 +795,6 @@ def test_gradients_leave_the_device_with_zero_grad(anywhere, rank, device, stage
     run.optimizer.zero_grad()
     torch.accelerator.synchronize()
     assert memory.memory_allocated() <= before and run.model.stats()["bytes_grad"] == 0
-    with pytest.raises(RuntimeError, match=r"were dropped by zero_grad\(\)\. Clone"):
-        own_values(kept).clone()
 
 
 @STAGES

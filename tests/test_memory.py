@@ -12,6 +12,7 @@ from reference import own_values, shown_master
 from torch import nn
 
 import zero_ext
+from zero_ext.handle import find
 
 LINE_BYTES = 64  # slots and ranges begin at cache lines of the compute dtype
 HELD = ("full", "master", "grad", "bucket", "optimizer_state")
@@ -135,6 +136,12 @@ def test_bytes_per_parameter_approach_2_plus_16_over_n():
         assert estimate["gathered"] / 1e6 == pytest.approx(2, rel=1e-3)
 
 
+def gradient_sum(parameter) -> torch.Tensor:
+    """This rank's slice of the buffer whose memory ``.grad`` shows under a storage of its own."""
+    handle, i = find(parameter)
+    return handle.engine.grad_slice(i)
+
+
 def library_storages(model, optimizer) -> dict[str, dict[int, int]]:
     """Address → bytes of each storage behind what the user can reach, by what it is for."""
     storages: dict[str, dict[int, int]] = {what: {} for what in HELD}
@@ -145,7 +152,8 @@ def library_storages(model, optimizer) -> dict[str, dict[int, int]]:
 
     for parameter in model.parameters():
         add("full", parameter)
-        add("grad", parameter.grad)
+        assert own_values(parameter.grad).data_ptr() == gradient_sum(parameter).data_ptr()
+        add("grad", gradient_sum(parameter))
         if parameter.dtype != torch.float32:
             add("master", shown_master(parameter))
         for name, value in optimizer.state[parameter].items():
@@ -343,7 +351,10 @@ def test_deleting_model_and_optimizer_frees_every_buffer(anywhere, rank, stage, 
     tensors = [
         tensor
         for p in model.parameters()
-        for tensor in (p, p.grad, shown_master(p), *list(optimizer.state[p].values())[1:])
+        for tensor in (
+            *(p, p.grad, gradient_sum(p), shown_master(p)),
+            *list(optimizer.state[p].values())[1:],
+        )
     ]
     storages = storage_references(tensors)
     objects = [weakref.ref(o) for o in (model, optimizer, *model.parameters())]

@@ -150,6 +150,8 @@ class Handle:
             options.reduction = getattr(_C.Reduction, reduction or comm.default_reduction)
             self.engine = _C.Engine(options)
         self.engine.set_local_reader(_local_part)
+        show_gradient = weakref.WeakMethod(self._show_gradient)
+        self.engine.set_view_maker(lambda i, local: show_gradient()(i, local))
         if stage == 3 and groups.world > 1:
             _serving.add(self)
         self.offload_policy = offload_policy
@@ -232,17 +234,21 @@ class Handle:
         """One that can train, also if there is no memory for the next."""
         number = self.engine.add_unit(members, dtype, _C.UnitKind.trainable)
         for i in members:
-            local = self.engine.grad_slice(i)
-            parameter = self.parameters[i]()
-            view = self.as_parameter(local, i, parameter)
-            if self.replicated and view.device != parameter.device:
-                view = view.as_subclass(HostGradient)
-            self.engine.set_published(i, view, local)
+            self.engine.make_published(i)
         if in_fp32:
             self.engine.set_gradient_dtype(self.engine.unit_count - 1, torch.float32)
             for i in members:
                 self.parameters[i]().grad_dtype = torch.float32
         return number
+
+    def _show_gradient(self, i: int, local: Tensor) -> Tensor:
+        """What ``.grad`` is: this rank's slice of the sum, in the parameter's shape."""
+        parameter = self.parameters[i]()
+        with torch.inference_mode(False), torch.no_grad():
+            view = self.as_parameter(local, i, parameter)
+            if self.replicated and view.device != parameter.device:
+                view = view.as_subclass(HostGradient)
+        return view
 
     def watch_modules(self) -> None:
         """Gather and release units as their modules are entered and left, from now on."""

@@ -88,6 +88,10 @@ class ShardTensor(DTensor):
             return _elementwise(func, args, kwargs)
         return _on_full_tensors(func, args, kwargs)
 
+    def to_local(self, *, grad_placements=None) -> Tensor:
+        """This rank's slice, 1-D: an alias, which has its own holders."""
+        return self._local_tensor.detach()
+
     def full_tensor(self, *, grad_placements=None) -> Tensor:
         """Gather the whole tensor, a plain one of the global shape, on every rank. Collective."""
         full = self._local_tensor.new_empty(self.numel())

@@ -59,6 +59,8 @@ class WrappedOptimizer(ShardedOptimizer):
             gradient = parameter.grad
             shard.grad = None if gradient is None else _local(gradient)
         self._inner.step()
+        for shard in self._shards.values():
+            shard.grad = None  # which would count as kept by somebody
         self._sharded_state.apply_masters()
         for parameter, shard in self._shards.items():
             self._show_inner_state(parameter, shard)
