@@ -625,13 +625,13 @@ def test_many_models_leave_no_threads_or_files_behind(mesh, rank, world):
         mean_square(model, rank_data(SHAPE, rank)).backward()
 
     counts = []
-    for _ in range(4):
+    for _ in range(12):
         once()
         _C.wait_for_farewells(30)
         gather_objects(rank)
         counts.append(threads_and_files())
-    # Not equal: what an earlier test left behind may go away meanwhile.
-    for second, last in zip(counts[1], counts[3], strict=True):
+    # Not equal: what an earlier test left behind may go away meanwhile, but hardly so much.
+    for second, last in zip(counts[1], counts[-1], strict=True):
         assert last <= second, counts
 
 
