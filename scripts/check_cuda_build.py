@@ -24,7 +24,7 @@ OPS = [
     "sgd_",
     "cast_",
     "flatten_",
-    "find_nonfinite",
+    "find_nonfinite_",
     "sum_of_squares",
     "adopt_writes_",
     "count_step_",
