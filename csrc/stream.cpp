@@ -24,10 +24,11 @@ SideStream::Scope::Scope(const SideStream& side) {
   if (!side.stream_.has_value()) return;
   order(current_stream(side.stream_->device()), *side.stream_);
   guard_.reset_stream(*side.stream_);
+  side.used_ = true;
 }
 
 void SideStream::join() const {
-  if (stream_.has_value()) order(*stream_, current_stream(stream_->device()));
+  if (used_) order(*stream_, current_stream(stream_->device()));
 }
 
 }  // namespace zero_ext

@@ -34,11 +34,13 @@ class SideStream {
     c10::OptionalStreamGuard guard_;
   };
 
-  // The current stream goes on when all that this one was given is done.
+  // The current stream goes on when all that this one was given is done. Nothing where it was given
+  // nothing ever: a stream that is being captured must not wait for one that is not.
   void join() const;
 
  private:
   std::optional<c10::Stream> stream_;
+  mutable bool used_ = false;
 };
 
 }  // namespace zero_ext

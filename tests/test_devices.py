@@ -447,6 +447,48 @@ def test_the_callers_own_stream(anywhere, rank, device, stage):
         assert_bits(mine, theirs)
 
 
+@pytest.mark.lagged
+@STAGES
+def test_forward_and_backward_of_one_rank_can_be_captured(device, stage):
+    """By the rules of CUDA's graphs, see ``lagged_device/capture.h``."""
+    import lagged_device
+
+    run = Run(device, stage, None, 0, torch.bfloat16)
+    side = torch.Stream(device)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        for number in range(2):
+            run.step(number)
+        batch = rank_data((4, 5), 0).bfloat16()
+        with lagged_device.capture() as refused:
+            mean_square(run.model, batch).backward()
+        assert refused == []
+        with lagged_device.capture() as refused:
+            torch.accelerator.synchronize()
+        assert refused == ["the host waits for the device"]
+
+
+@pytest.mark.real_device
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_captured_backward_has_the_bits_of_one_that_runs(device, stage):
+    batch = rank_data((4, 5), 0).bfloat16()
+    run, twin = (Run(device, stage, None, 0, torch.bfloat16) for _ in range(2))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            mean_square(run.model, batch).backward()
+            run.optimizer.zero_grad()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mean_square(run.model, batch).backward()
+    graph.replay()
+    mean_square(twin.model, batch).backward()
+    for mine, theirs in zip(run.model.parameters(), twin.model.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
 @pytest.mark.filterwarnings("ignore:.*AccumulateGrad node's stream")  # once in a process
 @pytest.mark.parametrize("how", ["module", "optimizer"])
 def test_hooks_run_on_the_stream_of_the_forward(device, how):

@@ -26,6 +26,7 @@ import importlib.util
 import os
 import subprocess
 import sysconfig
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -105,6 +106,18 @@ def host_waits() -> int:
 def kernel_calls() -> int:
     """How many kernels of zero_ext's table were launched so far, in this process."""
     return _library().lagged_kernel_calls()
+
+
+@contextlib.contextmanager
+def capture() -> Iterator[list[str]]:
+    """Lists what the capture of the current stream's work would have been refused for."""
+    stream = torch.lagged.current_stream()
+    _library().lagged_begin_capture(stream.device_index, stream.stream_id)
+    refused: list[str] = []
+    try:
+        yield refused
+    finally:
+        refused += _library().lagged_end_capture().decode().splitlines()
 
 
 def stream_handle(stream: torch.Stream) -> int:
@@ -204,6 +217,8 @@ def _library() -> ctypes.CDLL:
     library.lagged_faults.restype = ctypes.c_char_p
     library.lagged_host_waits.restype = ctypes.c_int64
     library.lagged_kernel_calls.restype = ctypes.c_int64
+    library.lagged_begin_capture.argtypes = [ctypes.c_int, ctypes.c_int64]
+    library.lagged_end_capture.restype = ctypes.c_char_p
     library.lagged_set_own_sums.argtypes = [ctypes.c_bool]
     library.lagged_set_lag_us.argtypes = [ctypes.c_int64]
     library.lagged_set_seed.argtypes = [ctypes.c_int, ctypes.c_uint64]

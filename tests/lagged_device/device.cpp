@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cstring>
 
+#include "capture.h"
 #include "runtime.h"
 
 namespace lagged {
@@ -83,6 +84,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (*event == nullptr) *event = new Event();
     Event& moment = *static_cast<Event*>(*event);
     moment.queue = &queue_of(stream);
+    moment.captured = capture::holds(*moment.queue);
     if (flag == c10::EventFlag::BACKEND_DEFAULT) {
       auto time_ms = std::make_shared<double>(0);
       moment.time_ms = time_ms;
@@ -98,10 +100,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void block(void* event, const Stream& stream) const override {
     if (event == nullptr) return;
     const Event& moment = *static_cast<Event*>(event);
-    if (moment.queue != nullptr) queue_of(stream).push_wait(*moment.queue, moment.ticket);
+    if (moment.queue == nullptr) return;
+    capture::waited_for(moment, queue_of(stream));
+    queue_of(stream).push_wait(*moment.queue, moment.ticket);
   }
   bool queryEvent(void* event) const override {
     if (event == nullptr) return true;
+    capture::asked_by_host("asked for an event");
     const Event& moment = *static_cast<Event*>(event);
     return moment.queue == nullptr || moment.queue->is_done(moment.ticket);
   }

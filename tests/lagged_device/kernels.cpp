@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "capture.h"
 #include "runtime.h"
 
 namespace lagged {
@@ -45,6 +46,7 @@ Status queue_call(const char* name, const Launch& launch,
   Queue* queue = stream_of(launch, pointers);
   if (queue == nullptr) return Status::launch_failed;
   ++calls;
+  capture::launched(*queue);
   queue->push([name, call] {
     if (call(Launch{}) != Status::ok)
       throw std::runtime_error(std::string(name) + ": bad argument");

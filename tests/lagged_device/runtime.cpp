@@ -12,6 +12,8 @@
 #include <thread>
 #include <unordered_map>
 
+#include "capture.h"
+
 // Of torch's OpenMP runtime, where it is loaded: a stream's copies need no team of threads.
 extern "C" __attribute__((weak)) void omp_set_num_threads(int count);
 
@@ -324,7 +326,10 @@ namespace {
 std::atomic<int64_t> waits{0};
 }  // namespace
 
-void count_host_wait() { ++waits; }
+void count_host_wait() {
+  ++waits;
+  capture::asked_by_host("waits for the device");
+}
 int64_t host_waits() { return waits; }
 
 void synchronize(int device) {

@@ -1,0 +1,80 @@
+#include "capture.h"
+
+#include <map>
+#include <mutex>
+#include <utility>
+
+namespace lagged::capture {
+namespace {
+
+std::mutex mutex;
+const Queue* origin = nullptr;          // null: nothing is captured
+std::map<const Queue*, bool> captured;  // and whether somebody waits for its last work
+std::vector<std::string> violations;
+
+std::string name(const Queue& queue) { return "stream " + std::to_string(queue.id); }
+
+}  // namespace
+
+void begin(Queue& queue) {
+  const std::lock_guard lock(mutex);
+  origin = &queue;
+  captured = {{&queue, true}};
+  violations.clear();
+}
+
+std::vector<std::string> end() {
+  const std::lock_guard lock(mutex);
+  for (const auto& [queue, joined] : captured) {
+    if (queue != origin && !joined) violations.push_back(name(*queue) + " was not joined");
+  }
+  origin = nullptr;
+  captured.clear();
+  return std::exchange(violations, {});
+}
+
+bool holds(const Queue& queue) {
+  const std::lock_guard lock(mutex);
+  return captured.count(&queue) > 0;
+}
+
+void launched(const Queue& queue) {
+  const std::lock_guard lock(mutex);
+  if (origin == nullptr) return;
+  const auto found = captured.find(&queue);
+  if (found != captured.end()) {
+    found->second = found->first == origin;
+  } else if (queue.id == 0) {
+    violations.push_back("work for the default stream");
+  }
+}
+
+void waited_for(const Event& moment, const Queue& by) {
+  const std::lock_guard lock(mutex);
+  if (origin == nullptr || moment.queue == nullptr || moment.queue == &by) return;
+  if (moment.captured) {
+    captured[moment.queue] = true;
+    captured.emplace(&by, false);
+  } else if (captured.count(&by) > 0) {
+    violations.push_back(name(by) + " waits for work of " + name(*moment.queue) +
+                         " that is not captured");
+  }
+}
+
+void asked_by_host(const char* what) {
+  const std::lock_guard lock(mutex);
+  if (origin != nullptr) violations.push_back(std::string("the host ") + what);
+}
+
+}  // namespace lagged::capture
+
+LAGGED_EXPORT void lagged_begin_capture(int device, int64_t stream) {
+  lagged::capture::begin(lagged::queue(device, stream));
+}
+
+LAGGED_EXPORT const char* lagged_end_capture() {
+  static std::string lines;
+  lines.clear();
+  for (const std::string& line : lagged::capture::end()) lines += line + "\n";
+  return lines.c_str();
+}

@@ -1,0 +1,27 @@
+// What the capture of a graph forbids, noticed without capturing anything: work runs as ever.
+//
+// The rules are CUDA's (cudaStreamBeginCapture, mode "global"): a captured stream waits for
+// captured work alone, the legacy default stream gets no work meanwhile, nobody waits for the
+// device or asks it, and streams that have joined the capture are waited for before it ends.
+//
+// Threads: any.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "runtime.h"
+
+namespace lagged::capture {
+
+void begin(Queue& origin);
+// What was violated since.
+std::vector<std::string> end();
+
+// For the device: what happens on it.
+bool holds(const Queue& queue);
+void launched(const Queue& queue);
+void waited_for(const Event& moment, const Queue& by);
+void asked_by_host(const char* what);
+
+}  // namespace lagged::capture
