@@ -371,7 +371,7 @@ void Engine::begin_backward(bool reduces) {
       ++begun_units_;
       parameters_.unit(u).begin_backward(sink, reduces, expected);
     }
-    published_.follow_memory();  // which may have grown
+    if (sink == Sink::local) published_.follow_memory();  // which may have grown
   } catch (...) {
     abort_backward();
     throw;

@@ -187,10 +187,7 @@ void Unit::accumulate_local(int64_t i, const at::Tensor& grad, int32_t* nonfinit
 }
 
 void Unit::add_held() {
-  if (!context_.compute.on_host()) {
-    return add_held_to(
-        [this](int64_t, const Piece& piece) { return sums_.local(piece, piece.slot_begin); });
-  }
+  if (!context_.compute.on_host()) return add_held_to(own_sums());
   for (int64_t i = 0; i < layout_.size(); ++i) {
     int32_t nonfinite = 0;
     for (const at::Tensor& grad : held_[i]) accumulate_local(i, grad, &nonfinite);
@@ -250,11 +247,11 @@ void Unit::flush_batched() {
     in_groups(batched_, [this](Group group) { launch_copies(group); });
     return;
   }
-  // One rank's own sum is the reduced one.
-  const auto own_sum = [this](int64_t, const Piece& piece) {
-    return sums_.local(piece, piece.slot_begin);
-  };
-  in_groups(batched_, [&](Group group) { launch_sums(group, own_sum); });
+  in_groups(batched_, [this](Group group) { launch_sums(group, own_sums()); });
+}
+
+Unit::SumOf Unit::own_sums() const {
+  return [this](int64_t, const Piece& piece) { return sums_.local(piece, piece.slot_begin); };
 }
 
 void Unit::in_groups(std::vector<Batched>& batch, const std::function<void(Group)>& launch) {

@@ -128,6 +128,8 @@ class Unit {
   void flush_batched();
   // At most one of each slot; empties `batch`.
   static void in_groups(std::vector<Batched>& batch, const std::function<void(Group)>& launch);
+  // This rank's own sums; one rank's are the reduced ones.
+  SumOf own_sums() const;
   void launch_sums(Group group, const SumOf& sum_of);
   void launch_copies(Group group);
   // All that is held, on a device.

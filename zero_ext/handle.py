@@ -484,10 +484,11 @@ def _check_parameters(
 
 
 def _refuse_dtype(rank: int, name: str, parameter: Tensor) -> NoReturn:
+    trains = parameter.requires_grad and parameter.dtype not in _DTYPES
     raise TypeError(
         f"zero_ext [rank {rank}]: parameter '{name}' is {parameter.dtype} on {parameter.device}; "
         f"this build trains {', '.join(map(str, _DTYPES))} on {_usable_devices()}. Convert it, "
-        "freeze it, or leave it out (ignored_params)."
+        f"{'freeze it, ' if trains else ''}or leave it out (ignored_params)."
     )
 
 
