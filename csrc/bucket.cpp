@@ -2,8 +2,6 @@
 
 #include <utility>
 
-#include "stream.h"
-
 namespace zero_ext {
 
 Bucket::Bucket(const std::shared_ptr<MemoryCounter>& counter, const BucketPlaces& places)
@@ -13,16 +11,13 @@ Bucket::Bucket(const std::shared_ptr<MemoryCounter>& counter, const BucketPlaces
       received_(counter, Held::bucket, places.received, at::kByte, 0) {}
 
 Bucket::~Bucket() {
-  if (!used_on_.has_value()) return;
-  for (const FlatBuffer* buffer : {&gradients_, &received_}) buffer->record_use(*used_on_);
+  if (!used_.has_value()) return;
+  for (const FlatBuffer* buffer : {&gradients_, &received_}) buffer->record_use(used_->stream());
 }
 
 void Bucket::mark_used() {
   const c10::Device device = places_.gradients.device;
-  if (device.is_cpu()) return;
-  used_.emplace(device.type());
-  used_on_ = current_stream(device);
-  used_->record(*used_on_);
+  if (!device.is_cpu()) used_.emplace(current_stream(device));
 }
 
 void Bucket::wait_until_unused() const {

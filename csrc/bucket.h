@@ -9,8 +9,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Event.h>
-#include <c10/core/Stream.h>
 
 #include <cstdint>
 #include <memory>
@@ -18,6 +16,7 @@
 #include <vector>
 
 #include "flat_buffer.h"
+#include "stream.h"
 
 namespace zero_ext {
 
@@ -54,8 +53,7 @@ class Bucket {
   BucketPlaces places_;
   FlatBuffer gradients_;
   FlatBuffer received_;
-  std::optional<c10::Event> used_;
-  std::optional<c10::Stream> used_on_;
+  std::optional<Moment> used_;
 };
 
 class BucketPool {

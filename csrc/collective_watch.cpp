@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "launch.h"
 #include "stream.h"
 
 namespace zero_ext {
@@ -136,14 +137,17 @@ CollectiveWatch::~CollectiveWatch() {
 }
 
 void CollectiveWatch::add(const std::string& what) {
+  const c10::Stream stream = current_stream(device_);
+  if (capture_id(stream) != 0) return;
   c10::Event ended(device_.type());
-  ended.record(current_stream(device_));
+  ended.record(stream);
   const std::lock_guard lock(state_->mutex);
   if (state_->collectives.size() == kMost) state_->collectives.pop_front();
   state_->collectives.push_back({.what = what, .ended = std::move(ended), .queued = Clock::now()});
   if (std::exchange(state_->watched, true)) return;
   std::thread([state = state_, device = device_] {
     const c10::DeviceGuard guard(device);
+    kernels_on(device.type()).ask_during_captures();
     std::unique_lock lock(state->mutex);
     while (!state->closing.wait_for(lock, state->timeout / 8, [&] { return state->closed; })) {
       try {

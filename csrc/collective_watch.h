@@ -9,8 +9,7 @@
 // number and the type of a collective, of which nobody knows the unit. After half of that time the
 // unit, the backward and the rank are logged here. Where the backend notices earlier that a rank is
 // gone, it throws in a thread of its own, and they are logged by what std::terminate calls.
-// Whether a collective has ended is asked of an event, which may disturb the capture of a graph:
-// only those are asked about that were queued longer ago than the limit.
+// Collectives that are captured into a graph are not watched: nobody can ask how far a graph is.
 #pragma once
 
 #include <c10/core/Device.h>

@@ -33,7 +33,7 @@ void DeviceFlags::end_backward(int64_t micro_batch, bool direct) {
   if (count_ == 0) return;
   const at::Tensor seen = at::where(arrivals_.ne(0), codes_.add(sighting::of(micro_batch, 0, 0)),
                                     at::Scalar(sighting::kNone));
-  first_ = at::minimum(first_, seen);
+  at::minimum_out(first_, first_, seen);  // in place: a graph writes there whenever it runs
   if (direct) sums_.bitwise_or_(arrivals_);
   arrivals_.zero_();
 }

@@ -131,12 +131,7 @@ void GradientSums::begin_adding() {
   if (kept_) put_back(before_);
 }
 
-void GradientSums::end_adding(const std::function<bool(int64_t)>& used) {
-  for (int64_t i = 0; i < layout_.size(); ++i) {
-    if (used(i)) fresh_[i] = 0;
-  }
-  std::fill(local_fresh_.begin(), local_fresh_.end(), 1);
-}
+void GradientSums::end_adding() { std::fill(local_fresh_.begin(), local_fresh_.end(), 1); }
 
 void GradientSums::end_backward(bool keep) {
   if (!keep) kept_ = false;

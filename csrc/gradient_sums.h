@@ -77,9 +77,9 @@ class GradientSums {
 
   // One backward.
   void begin_backward(Sink sink);
-  // Before a reduction's contributions are added, and after: `used(i)`, there were some of slot i.
+  // Before a reduction's contributions are added, and after. What was added to must be marked.
   void begin_adding();
-  void end_adding(const std::function<bool(int64_t)>& used);
+  void end_adding();
   // It ended; with `keep`, the reduced sum stays below the local one.
   void end_backward(bool keep);
   // It threw: the sums become what they were before it, see Note [Undoing].

@@ -7,6 +7,8 @@
 //            once in a backward that reduces.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 #include <deque>
 #include <vector>
@@ -52,6 +54,11 @@ class Reductions {
 
  private:
   void finish_oldest();
+  // How many ranks used each slot, where the contributions do not say it.
+  bool counts_users() const;
+  bool contributes_all() const;
+  void start_counting();
+  void finish_counting();
   void drop_orphans();
 
   Comm& comm_;
@@ -63,6 +70,9 @@ class Reductions {
   int64_t turn_ = 0;   // the next unit to reduce
   int64_t finished_ = 0;
   std::deque<int64_t> in_flight_;
+  std::vector<uint8_t> contributed_;  // of the units that were started, slot by slot
+  at::Tensor counts_;                 // int32, the same over the ranks
+  Pending counting_;
   std::vector<Unit::Orphan> orphans_;  // of backwards that threw, until a later one reduces
   int64_t started_ = 0;
   int64_t extra_buckets_ = 0;

@@ -2,6 +2,8 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "launch.h"
+
 namespace zero_ext {
 
 c10::Stream current_stream(c10::Device device) {
@@ -15,6 +17,19 @@ void order(const c10::Stream& earlier, const c10::Stream& later) {
   event.block(later);
 }
 
+uint64_t capture_id(const c10::Stream& stream) {
+  return kernels_on(stream.device_type()).capture_id(stream.native_handle());
+}
+
+Moment::Moment(const c10::Stream& stream)
+    : stream_(stream), capture_id_(zero_ext::capture_id(stream)), event_(stream.device_type()) {
+  event_.record(stream);
+}
+
+void Moment::block(const c10::Stream& later) const {
+  if (capture_id(later) == capture_id_) event_.block(later);
+}
+
 SideStream::SideStream(c10::Device device) {
   if (device.is_cpu()) return;
   stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
@@ -24,11 +39,10 @@ SideStream::Scope::Scope(const SideStream& side) {
   if (!side.stream_.has_value()) return;
   order(current_stream(side.stream_->device()), *side.stream_);
   guard_.reset_stream(*side.stream_);
-  side.used_ = true;
 }
 
 void SideStream::join() const {
-  if (used_) order(*stream_, current_stream(stream_->device()));
+  if (stream_.has_value()) Moment(*stream_).block(current_stream(stream_->device()));
 }
 
 }  // namespace zero_ext

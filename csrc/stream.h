@@ -2,6 +2,12 @@
 //
 // Owner:   an engine's context; one for reductions, one for gathers.
 // Threads: called only under Engine::mutex_.
+//
+// Note [Graphs]
+// A stream that is captured into a graph runs nothing meanwhile. What it waits for must be in the
+// graph, and nothing outside may ever wait for what is. Between the two there is nothing to wait
+// for: whoever captures has waited for the device before (torch.cuda.graph() does), and a graph
+// runs on a stream of his, behind which everything of ours begins. So waits across are left out.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -9,6 +15,7 @@
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>
 
+#include <cstdint>
 #include <optional>
 
 namespace zero_ext {
@@ -18,6 +25,23 @@ c10::Stream current_stream(c10::Device device);
 
 // `later` goes on when what `earlier` has been given so far is done.
 void order(const c10::Stream& earlier, const c10::Stream& later);
+
+// Of the graph that `stream` is being captured into; 0 where it is not.
+uint64_t capture_id(const c10::Stream& stream);
+
+// What a stream had been given when it was recorded.
+class Moment {
+ public:
+  explicit Moment(const c10::Stream& stream);
+  const c10::Stream& stream() const { return stream_; }
+  // `later` goes on when that is done. See Note [Graphs].
+  void block(const c10::Stream& later) const;
+
+ private:
+  c10::Stream stream_;
+  uint64_t capture_id_;
+  c10::Event event_;
+};
 
 class SideStream {
  public:
@@ -34,13 +58,11 @@ class SideStream {
     c10::OptionalStreamGuard guard_;
   };
 
-  // The current stream goes on when all that this one was given is done. Nothing where it was given
-  // nothing ever: a stream that is being captured must not wait for one that is not.
+  // The current stream goes on when all that this one was given is done. See Note [Graphs].
   void join() const;
 
  private:
   std::optional<c10::Stream> stream_;
-  mutable bool used_ = false;
 };
 
 }  // namespace zero_ext

@@ -343,8 +343,6 @@ void Unit::start_reduce(Comm& comm, int64_t backward) {
   sums_.need();  // of the stream that computes
   if (sink_ == Sink::local) stage_local();
   const SideStream::Scope beside(context_.reducing);
-  flags_are_counts_ = context_.reduction == Reduction::collective || comm.on_device();
-  if (flags_are_counts_) start_counting(comm);
   if (context_.reduction == Reduction::exchange) {
     start_exchange(comm);
   } else {
@@ -419,16 +417,6 @@ void Unit::stage_local_at_once() {
         "cast");
 }
 
-void Unit::start_counting(Comm& comm) {
-  const auto options = at::TensorOptions().dtype(at::kInt).pinned_memory(comm.on_device());
-  at::Tensor counts = at::empty({layout_.size()}, options);
-  auto* count = counts.mutable_data_ptr<int32_t>();
-  for (int64_t i = 0; i < layout_.size(); ++i) count[i] = contributes(i) ? 1 : 0;
-  if (comm.on_device()) counts = counts.to(context_.compute.device(), /*non_blocking=*/true);
-  flags_.assign(1, counts);
-  comm.all_reduce_sum(counts, pending_);
-}
-
 void Unit::start_exchange(Comm& comm) {
   const int64_t world = context_.world;
   const int64_t rank = context_.rank;
@@ -455,7 +443,7 @@ void Unit::start_exchange(Comm& comm) {
   // Numbered by backward and unit, so that a reduction that a failed backward left behind matches
   // no later one.
   const int64_t tag = backward_ * kMaxUnits + index_;
-  if (!flags_are_counts_) exchange_flags(comm, 2 * tag);
+  if (flags_come_along(context_, comm)) exchange_flags(comm, 2 * tag);
   comm.exchange(sends, recvs, 2 * tag + 1, pending_);
 }
 
@@ -527,11 +515,7 @@ std::unique_ptr<Bucket> Unit::finish_reduce(float scale) {
   wait_for_reduction();
   if (sent_to_host_.has_value()) sent_to_host_->synchronize();
   sent_to_host_.reset();
-  if (flags_are_counts_) {
-    bring_counts();
-  } else {
-    check_flags();
-  }
+  if (knows_users()) check_flags();
   add_contributions(scale);
   added_ = true;
   flags_.clear();
@@ -539,15 +523,6 @@ std::unique_ptr<Bucket> Unit::finish_reduce(float scale) {
   staged_.reset();
   bucket_->mark_used();
   return std::move(bucket_);
-}
-
-void Unit::bring_counts() {
-  at::Tensor& counts = flags_[0];
-  if (counts.is_cpu()) return;
-  // Where this rank uses every slot, nobody needs to wait for what the device knows.
-  bool all = true;
-  for (int64_t i = 0; i < layout_.size(); ++i) all = all && contributes(i);
-  counts = all ? at::ones({layout_.size()}, at::TensorOptions().dtype(at::kInt)) : counts.cpu();
 }
 
 void Unit::check_flags() const {
@@ -561,8 +536,8 @@ void Unit::check_flags() const {
   }
 }
 
-bool Unit::used_by(int64_t source, int64_t i) const {
-  if (flags_are_counts_) return flags_[0].const_data_ptr<int32_t>()[i] > 0;
+bool Unit::may_be_used_by(int64_t source, int64_t i) const {
+  if (!knows_users()) return true;  // who did not use it sent zeros
   return flags_[source].const_data_ptr<uint8_t>()[kFlagsHeaderBytes + i] != 0;
 }
 
@@ -570,27 +545,37 @@ void Unit::add_contributions(float scale) {
   const auto sources = static_cast<int64_t>(sources_.size());
   const auto used = [&](int64_t i) {
     for (int64_t source = 0; source < sources; ++source) {
-      if (used_by(source, i)) return true;
+      if (may_be_used_by(source, i)) return true;
     }
     return false;
   };
   const auto same = [&](int64_t i, int64_t j) {
     if (sums_.fresh(i) != sums_.fresh(j)) return false;
     for (int64_t source = 0; source < sources; ++source) {
-      if (used_by(source, i) != used_by(source, j)) return false;
+      if (may_be_used_by(source, i) != may_be_used_by(source, j)) return false;
     }
     return true;
   };
   sums_.begin_adding();
   for (const Run& run : layout_.runs(used, same)) add_run(run, scale);
-  sums_.end_adding(used);
+  sums_.end_adding();
+  if (!knows_users()) return;
+  for (int64_t i = 0; i < layout_.size(); ++i) {
+    if (used(i)) sums_.mark_summed(i);
+  }
+}
+
+void Unit::take_counts(const int32_t* counts) {
+  for (int64_t i = 0; i < layout_.size(); ++i) {
+    if (counts[i] > 0) sums_.mark_summed(i);
+  }
 }
 
 void Unit::add_run(const Run& run, float scale) {
   const kernels::DType dtype = dtype_of(message_dtype());
   std::vector<const void*> contributions;
   for (size_t source = 0; source < sources_.size(); ++source) {
-    if (!used_by(static_cast<int64_t>(source), run.first_slot)) continue;
+    if (!may_be_used_by(static_cast<int64_t>(source), run.first_slot)) continue;
     contributions.push_back(element(sources_[source], run.begin));
   }
   float* sum = sums_.data() + run.begin;

@@ -40,6 +40,13 @@ namespace zero_ext {
 
 constexpr int64_t kMaxUnits = 1 << 12;  // of one engine, as far as message tags can tell
 
+// Contributions come with flags that say which slots their rank used. Else the ranks count the
+// users of each slot at the end of the backward, once for all units: a device's backend starts few
+// collectives faster than many, and the host need not know before.
+inline bool flags_come_along(const UnitContext& context, const Comm& comm) {
+  return context.reduction == Reduction::exchange && !comm.on_device();
+}
+
 class Unit {
  public:
   // `values`: the parameters' present values, in any one floating dtype. `dtype`: what the
@@ -77,8 +84,12 @@ class Unit {
   void expect_no_more() { missing_ = 0; }
   bool reduced() const { return reduced_; }
   void start_reduce(Comm& comm, int64_t backward);
+  // This rank has something of slot i to reduce.
+  bool contributes(int64_t i) const;
   // Waits, adds the ranks' contributions, gives the bucket back (null where there was none).
   std::unique_ptr<Bucket> finish_reduce(float scale);
+  // Behind the last finish_reduce() of the backward. `counts[i]`: that many ranks contributed.
+  void take_counts(const int32_t* counts);
   void end_backward();
   // Slots whose held gradients held NaN or Inf.
   const std::vector<int64_t>& nonfinite_arrived() const { return nonfinite_arrived_; }
@@ -137,12 +148,10 @@ class Unit {
 
   // Reducing
   at::ScalarType message_dtype() const;
-  bool contributes(int64_t i) const;
   // Into the message: the local sums, and what arrived in this backward.
   void stage_local();
   void stage_local_slot(int64_t i);
   void stage_local_at_once();  // on a device
-  void start_counting(Comm& comm);
   void start_exchange(Comm& comm);
   void exchange_flags(Comm& comm, int64_t tag);
   void start_collective(Comm& comm);
@@ -150,9 +159,10 @@ class Unit {
   // Contributions that lie on the device, to the host where the sums are offloaded. Queued.
   void send_to_host(Comm& comm);
   void wait_for_reduction();
-  void bring_counts();
   void check_flags() const;
-  bool used_by(int64_t source, int64_t i) const;
+  // Where flags came with the contributions; else it is known at the end of the backward.
+  bool knows_users() const { return !flags_.empty(); }
+  bool may_be_used_by(int64_t source, int64_t i) const;
   void add_contributions(float scale);
   void add_run(const Run& run, float scale);
 
@@ -185,8 +195,7 @@ class Unit {
   at::Tensor staged_;  // [padded], the bucket's gradients
   Pending pending_;
   std::optional<c10::Stream> filled_on_;  // the stream of the bucket's last gradient
-  std::vector<at::Tensor> flags_;  // [world] messages of bytes, or one int32 [slots] of counts
-  bool flags_are_counts_ = false;
+  std::vector<at::Tensor> flags_;    // [world] messages of bytes, where contributions bring them
   std::vector<at::Tensor> sources_;  // contributions to this rank's range, in rank order
   std::optional<c10::Event> sent_to_host_;
 };

@@ -449,23 +449,59 @@ def test_the_callers_own_stream(anywhere, rank, device, stage):
 
 @pytest.mark.lagged
 @STAGES
-def test_forward_and_backward_of_one_rank_can_be_captured(device, stage):
-    """By the rules of CUDA's graphs, see ``lagged_device/capture.h``."""
+@REDUCTIONS
+def test_forward_and_backward_can_be_captured(anywhere, rank, device, stage, reduction):
+    """By the rules of CUDA's graphs, see ``lagged_device/capture.h``. What follows is right."""
     import lagged_device
 
-    run = Run(device, stage, None, 0, torch.bfloat16)
+    if anywhere is not None:
+        skip_unless_on_device()
+    run, twin = (
+        Run(device, stage, anywhere, rank, torch.bfloat16, reduction=reduction) for _ in range(2)
+    )
     side = torch.Stream(device)
     side.wait_stream(torch.accelerator.current_stream())
     with side:
         for number in range(2):
-            run.step(number)
-        batch = rank_data((4, 5), 0).bfloat16()
+            assert_bits(run.step(number)[0], twin.step(number)[0])
+        batch = rank_data((4, 5), rank).bfloat16().to(device)
         with lagged_device.capture() as refused:
             mean_square(run.model, batch).backward()
         assert refused == []
+        with lagged_device.capture() as refused, run.model.no_sync():
+            mean_square(run.model, batch).backward()
+        assert refused == []
+        mean_square(run.model, batch).backward()
+        mean_square(twin.model, batch).backward()
+        with twin.model.no_sync():
+            mean_square(twin.model, batch).backward()
+        mean_square(twin.model, batch).backward()
+        for mine, theirs in zip(run.model.parameters(), twin.model.parameters(), strict=True):
+            assert_bits(own_values(mine.grad), own_values(theirs.grad))
         with lagged_device.capture() as refused:
             torch.accelerator.synchronize()
         assert refused == ["the host waits for the device"]
+        for one in (run, twin):
+            one.optimizer.step()
+            one.optimizer.zero_grad()
+        assert_bits(run.step(2)[0], twin.step(2)[0])
+
+
+@pytest.mark.lagged
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+def test_collectives_are_watched_while_another_thread_captures(mesh, rank, device, monkeypatch):
+    import lagged_device
+
+    skip_unless_on_device()
+    monkeypatch.setenv("ZERO_EXT_TIMEOUT_S", "2")  # looks eight times, for what has half its age
+    run = Run(device, 2, mesh, rank, torch.bfloat16)
+    run.step(0)
+    asked = lagged_device.event_queries()
+    with lagged_device.capture() as refused:
+        time.sleep(1.5)
+    assert refused == []
+    assert lagged_device.event_queries() > asked
 
 
 @pytest.mark.real_device
@@ -483,10 +519,16 @@ def test_a_captured_backward_has_the_bits_of_one_that_runs(device, stage):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         mean_square(run.model, batch).backward()
-    graph.replay()
-    mean_square(twin.model, batch).backward()
-    for mine, theirs in zip(run.model.parameters(), twin.model.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
+    for _ in range(3):
+        graph.replay()  # overwrites the sums, which held nothing when it was captured
+        mean_square(twin.model, batch).backward()
+        for mine, theirs in zip(run.model.parameters(), twin.model.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad)
+        run.optimizer.step()
+        twin.optimizer.step()
+        twin.optimizer.zero_grad()
+        for mine, theirs in zip(run.model.parameters(), twin.model.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
 
 
 @pytest.mark.filterwarnings("ignore:.*AccumulateGrad node's stream")  # once in a process

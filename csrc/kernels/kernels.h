@@ -213,6 +213,13 @@ struct Kernels {
   // are host pointers on the CPU, device pointers on CUDA.
   Status (*clip_factor)(const SquareSum* sum, double max_norm, float* norm, float* factor,
                         const Launch& launch);
+
+  // The number of the graph that `stream` is being captured into, unlike any earlier one's; 0 where
+  // the stream runs what it is given, and on the CPU.
+  uint64_t (*capture_id)(void* stream);
+
+  // From now on this thread may ask for events while another one captures a graph.
+  void (*ask_during_captures)();
 };
 
 // sum_of_squares' blocks and rows, part of its result's definition.

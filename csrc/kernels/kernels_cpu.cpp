@@ -95,6 +95,8 @@ const Kernels& cpu() {
       .adopt_writes = adopt_writes_cpu,
       .count_step = count_step_cpu,
       .clip_factor = clip_factor_cpu,
+      .capture_id = [](void*) -> uint64_t { return 0; },
+      .ask_during_captures = [] {},
   };
   return kTable;
 }

@@ -1,8 +1,29 @@
 // CUDA's table.
 // Compile alone: nvcc -std=c++20 -O3 -fmad=false -arch=sm_90 -c kernels_cuda.cu
+#include <cuda_runtime.h>
+
 #include "kernels_cuda.h"
 
 namespace zero_ext::kernels {
+namespace {
+
+uint64_t capture_id_cuda(void* stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;  // NOLINT: CUDA's type
+  const cudaError_t error =
+      cudaStreamGetCaptureInfo(static_cast<cudaStream_t>(stream), &status, &id);
+  if (error == cudaSuccess && status == cudaStreamCaptureStatusActive) return id;
+  // The default stream may not be asked while another one is captured; itself it never is.
+  if (error != cudaSuccess) static_cast<void>(cudaGetLastError());
+  return 0;
+}
+
+void ask_during_captures_cuda() {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode));
+}
+
+}  // namespace
 
 const Kernels& cuda() {
   static constexpr Kernels kTable{
@@ -19,6 +40,8 @@ const Kernels& cuda() {
       .adopt_writes = adopt_writes_cuda,
       .count_step = count_step_cuda,
       .clip_factor = clip_factor_cuda,
+      .capture_id = capture_id_cuda,
+      .ask_during_captures = ask_during_captures_cuda,
   };
   return kTable;
 }

@@ -108,9 +108,19 @@ def kernel_calls() -> int:
     return _library().lagged_kernel_calls()
 
 
+def event_queries() -> int:
+    """How often somebody asked for an event, or waited for one, so far, in this process."""
+    return _library().lagged_event_queries()
+
+
 @contextlib.contextmanager
 def capture() -> Iterator[list[str]]:
-    """Lists what the capture of the current stream's work would have been refused for."""
+    """Lists what the capture of the current stream's work would have been refused for.
+
+    As ``torch.cuda.graph()``, it waits for the device before. What is captured runs, and is over
+    at the end.
+    """
+    torch.accelerator.synchronize()
     stream = torch.lagged.current_stream()
     _library().lagged_begin_capture(stream.device_index, stream.stream_id)
     refused: list[str] = []
@@ -118,6 +128,7 @@ def capture() -> Iterator[list[str]]:
         yield refused
     finally:
         refused += _library().lagged_end_capture().decode().splitlines()
+        torch.accelerator.synchronize()
 
 
 def stream_handle(stream: torch.Stream) -> int:
@@ -219,6 +230,7 @@ def _library() -> ctypes.CDLL:
     library.lagged_kernel_calls.restype = ctypes.c_int64
     library.lagged_begin_capture.argtypes = [ctypes.c_int, ctypes.c_int64]
     library.lagged_end_capture.restype = ctypes.c_char_p
+    library.lagged_event_queries.restype = ctypes.c_int64
     library.lagged_set_own_sums.argtypes = [ctypes.c_bool]
     library.lagged_set_lag_us.argtypes = [ctypes.c_int64]
     library.lagged_set_seed.argtypes = [ctypes.c_int, ctypes.c_uint64]

@@ -11,6 +11,10 @@ std::mutex mutex;
 const Queue* origin = nullptr;          // null: nothing is captured
 std::map<const Queue*, bool> captured;  // and whether somebody waits for its last work
 std::vector<std::string> violations;
+std::vector<std::string> misuses;
+uint64_t graphs = 0;
+thread_local bool may_ask = false;
+int64_t questions = 0;
 
 std::string name(const Queue& queue) { return "stream " + std::to_string(queue.id); }
 
@@ -19,6 +23,7 @@ std::string name(const Queue& queue) { return "stream " + std::to_string(queue.i
 void begin(Queue& queue) {
   const std::lock_guard lock(mutex);
   origin = &queue;
+  ++graphs;
   captured = {{&queue, true}};
   violations.clear();
 }
@@ -33,10 +38,12 @@ std::vector<std::string> end() {
   return std::exchange(violations, {});
 }
 
-bool holds(const Queue& queue) {
+uint64_t id_of(const Queue& queue) {
   const std::lock_guard lock(mutex);
-  return captured.count(&queue) > 0;
+  return captured.count(&queue) > 0 ? graphs : 0;
 }
+
+void let_this_thread_ask() { may_ask = true; }
 
 void launched(const Queue& queue) {
   const std::lock_guard lock(mutex);
@@ -51,10 +58,13 @@ void launched(const Queue& queue) {
 
 void waited_for(const Event& moment, const Queue& by) {
   const std::lock_guard lock(mutex);
-  if (origin == nullptr || moment.queue == nullptr || moment.queue == &by) return;
-  if (moment.captured) {
+  if (moment.queue == nullptr) return;
+  if (origin != nullptr && moment.graph == graphs) {
+    if (moment.queue == &by) return;
     captured[moment.queue] = true;
     captured.emplace(&by, false);
+  } else if (moment.graph != 0) {
+    misuses.push_back(name(by) + " waits for work that was captured before");
   } else if (captured.count(&by) > 0) {
     violations.push_back(name(by) + " waits for work of " + name(*moment.queue) +
                          " that is not captured");
@@ -63,13 +73,29 @@ void waited_for(const Event& moment, const Queue& by) {
 
 void asked_by_host(const char* what) {
   const std::lock_guard lock(mutex);
-  if (origin != nullptr) violations.push_back(std::string("the host ") + what);
+  if (origin != nullptr && !may_ask) violations.push_back(std::string("the host ") + what);
+}
+
+void asked_for(const Event& moment) {
+  const std::lock_guard lock(mutex);
+  ++questions;
+  if (moment.graph != 0) misuses.push_back("the host asked for an event that was captured");
+}
+
+std::vector<std::string> faults() {
+  const std::lock_guard lock(mutex);
+  return std::exchange(misuses, {});
 }
 
 }  // namespace lagged::capture
 
 LAGGED_EXPORT void lagged_begin_capture(int device, int64_t stream) {
   lagged::capture::begin(lagged::queue(device, stream));
+}
+
+LAGGED_EXPORT int64_t lagged_event_queries() {
+  const std::lock_guard lock(lagged::capture::mutex);
+  return lagged::capture::questions;
 }
 
 LAGGED_EXPORT const char* lagged_end_capture() {

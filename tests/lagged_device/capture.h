@@ -19,9 +19,15 @@ void begin(Queue& origin);
 std::vector<std::string> end();
 
 // For the device: what happens on it.
-bool holds(const Queue& queue);
+// That of the graph which `queue` is captured into; 0: none.
+uint64_t id_of(const Queue& queue);
+// What this thread asks from now on is no violation.
+void let_this_thread_ask();
 void launched(const Queue& queue);
 void waited_for(const Event& moment, const Queue& by);
 void asked_by_host(const char* what);
+void asked_for(const Event& moment);
+// What is an error outside of a capture, too.
+std::vector<std::string> faults();
 
 }  // namespace lagged::capture

@@ -84,7 +84,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (*event == nullptr) *event = new Event();
     Event& moment = *static_cast<Event*>(*event);
     moment.queue = &queue_of(stream);
-    moment.captured = capture::holds(*moment.queue);
+    moment.graph = capture::id_of(*moment.queue);
     if (flag == c10::EventFlag::BACKEND_DEFAULT) {
       auto time_ms = std::make_shared<double>(0);
       moment.time_ms = time_ms;
@@ -108,12 +108,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (event == nullptr) return true;
     capture::asked_by_host("asked for an event");
     const Event& moment = *static_cast<Event*>(event);
+    capture::asked_for(moment);
     return moment.queue == nullptr || moment.queue->is_done(moment.ticket);
   }
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
     count_host_wait();
     const Event& moment = *static_cast<Event*>(event);
+    capture::asked_for(moment);
     if (moment.queue != nullptr) moment.queue->wait(moment.ticket);
   }
   double elapsedTime(void* start, void* end, const DeviceIndex /*device*/) const override {

@@ -193,7 +193,7 @@ Status clip_factor_lagged(const SquareSum* sum, double max_norm, float* norm, fl
 }
 
 // A new kernel must get its row here: what is not named would be null.
-static_assert(sizeof(Kernels) == 13 * sizeof(void*));
+static_assert(sizeof(Kernels) == 15 * sizeof(void*));
 
 constexpr Kernels kTable{
     .accumulate = accumulate_lagged,
@@ -209,6 +209,8 @@ constexpr Kernels kTable{
     .adopt_writes = adopt_writes_lagged,
     .count_step = count_step_lagged,
     .clip_factor = clip_factor_lagged,
+    .capture_id = [](void* stream) -> uint64_t { return capture::id_of(*queue_of(stream)); },
+    .ask_during_captures = capture::let_this_thread_ask,
 };
 
 }  // namespace

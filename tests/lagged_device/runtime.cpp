@@ -427,6 +427,7 @@ std::vector<std::string> faults() {
   std::vector<std::string> all;
   for (Device& device : machine().devices) device.memory.take_faults(all);
   machine().pinned.take_faults(all);
+  for (std::string& fault : capture::faults()) all.push_back(std::move(fault));
   return all;
 }
 

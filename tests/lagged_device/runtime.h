@@ -111,7 +111,7 @@ struct Event {
   Queue* queue = nullptr;  // null: never recorded
   uint64_t ticket = 0;
   std::shared_ptr<double> time_ms;  // written when the moment is reached; null: not timed
-  bool captured = false;            // see capture.h
+  uint64_t graph = 0;               // that it was captured into, see capture.h; 0: none
 };
 
 // A piece of device memory, or of pinned host memory.
