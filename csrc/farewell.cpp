@@ -14,6 +14,7 @@ struct Waiting {
   std::mutex mutex;  // for all below
   std::condition_variable ended;
   std::list<std::shared_ptr<const Comm>> comms;
+  int64_t open = 0;  // farewells whose messages or connections are not gone yet
 
   uint64_t served() const {
     uint64_t sum = 0;
@@ -36,6 +37,7 @@ void bid_farewell(Comm comm, Gatherer::Legacy legacy) {
   {
     const std::lock_guard lock(waiting().mutex);
     waiting().comms.splice(waiting().comms.end(), mine);
+    ++waiting().open;
   }
   std::thread([place, legacy = std::move(legacy)]() mutable {
     legacy.farewell.wait_if_possible(kNoTimeout);
@@ -47,6 +49,8 @@ void bid_farewell(Comm comm, Gatherer::Legacy legacy) {
       done.splice(done.end(), waiting().comms, place);
     }
     done.clear();
+    const std::lock_guard lock(waiting().mutex);
+    --waiting().open;
     waiting().ended.notify_all();
   }).detach();
 }
@@ -56,7 +60,7 @@ void wait_for_farewells(std::chrono::milliseconds patience) {
   uint64_t served = 0;
   do {
     served = waiting().served();
-    if (waiting().ended.wait_for(lock, patience, [] { return waiting().comms.empty(); })) return;
+    if (waiting().ended.wait_for(lock, patience, [] { return waiting().open == 0; })) return;
   } while (waiting().served() != served);
 }
 
