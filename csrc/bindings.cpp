@@ -250,6 +250,7 @@ void bind_engine(py::module_& m) {
                              [](const Engine& e) { return e.parameters().unit_count(); })
       .def_property_readonly("backwards", &Engine::backwards)
       .def("unit_of", [](const Engine& e, int64_t i) { return e.parameters()[i].unit; })
+      .def("parameter_name", [](const Engine& e, int64_t i) { return e.parameters()[i].name; })
       .def("frozen_unit_of",
            [](const Engine& e, int64_t i) { return e.parameters()[i].frozen_unit; })
       .def("parameter_slice", &Engine::parameter_slice, NoGil())

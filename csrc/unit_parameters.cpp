@@ -13,9 +13,10 @@ namespace {
 constexpr char kReleased[] =
     "the parameters of this unit are released: they were read or written outside of a forward or"
     " backward of their own module. Do that inside `with module.summon_full_params():` or after"
-    " module.unshard(), or choose units so that the module that reads them is in the same unit. In "
-    "a"
-    " backward: retained_bytes was too small for a second one over the same graph, or the module"
+    " module.unshard(), make the method that reads them a forward"
+    " (zero_ext.register_forward_method), or choose units so that the module that reads them is in"
+    " the same unit. In a backward: retained_bytes was too small for a second one over the same "
+    "graph, or the module"
     " returned no tensor by which its backward could be seen.";
 
 }  // namespace

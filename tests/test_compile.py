@@ -85,3 +85,31 @@ def test_inductor(mesh, rank, stage):
         for p, q in zip(plain.parameters(), model.parameters(), strict=True):
             actual, expected = zero_ext.full_grad(q), zero_ext.full_grad(p)
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = make()
+
+    def encode(self, x):
+        return self.layers(x)
+
+
+@torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True)
+@pytest.mark.filterwarnings("error:Dynamo does not know")
+@pytest.mark.dist
+@pytest.mark.host
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_registered_method_can_be_compiled(mesh, rank, stage):
+    counter = CompileCounterWithBackend("aot_eager")
+    model = zero_ext.shard(Encoder(), stage, mesh=mesh, bucket_mb=1e-4)
+    zero_ext.register_forward_method(model, "encode")
+    compiled = torch.compile(model.encode, backend=counter)
+    counts = []
+    for step in range(3):
+        x = rank_data(SHAPE, rank, step)
+        torch.testing.assert_close(compiled(x), model.encode(x), rtol=1e-5, atol=1e-6)
+        compiled(x).sum().backward()
+        counts.append(counter.frame_count)
+    assert 0 < counts[-1] == counts[1]

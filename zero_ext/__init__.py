@@ -10,6 +10,7 @@ _compat.check()
 
 from zero_ext import _C, ops, optim  # noqa: E402, F401
 from zero_ext.api import shard  # noqa: E402
+from zero_ext.forward_methods import register_forward_method  # noqa: E402
 from zero_ext.memory import estimate_memory, stats  # noqa: E402
 from zero_ext.offload import offload_states, reload_states  # noqa: E402
 from zero_ext.scaler import LossScaler  # noqa: E402
@@ -32,6 +33,7 @@ __all__ = [
     "offload_states",
     "ops",
     "optim",
+    "register_forward_method",
     "reload_states",
     "set_full_grad",
     "set_full_param",

@@ -390,6 +390,7 @@ def _give_methods(module: nn.Module, handle: Handle, mp_policy: MixedPrecisionPo
         if parameter is not None and (find(parameter) or (None,))[0] is handle
     ]
     methods = ShardedMethods(handle, mp_policy, places)
+    handle.sharded_methods = weakref.ref(methods)
     module.no_sync = BoundMethod(methods, "no_sync")
     module.stats = BoundMethod(methods, "stats")
     module.set_gradient_divide_factor = BoundMethod(methods, "set_gradient_divide_factor")

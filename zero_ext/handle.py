@@ -25,7 +25,7 @@ from zero_ext.groups import (
 )
 from zero_ext.host_gradient import HostGradient
 from zero_ext.meta import MetaModules
-from zero_ext.module_hooks import OpenForwards, watch_module
+from zero_ext.module_hooks import OpenForwards, SiteHooks, watch_module
 
 # Engines with stage 3, whose shards the other ranks may need until they end, too.
 _serving: weakref.WeakSet = weakref.WeakSet()
@@ -162,6 +162,8 @@ class Handle:
         self._whole: list[tuple[str, weakref.ref]] = []
         self.leave_whole(whole)
         self.optimizers: weakref.WeakSet = weakref.WeakSet()
+        self.sharded_methods: weakref.ref | None = None  # of the module
+        self.root_hooks: list[SiteHooks] = []  # of the module itself
         self.scaled_by: weakref.ref | None = None  # the optimizer whose loss_scaler the engine has
         self._unwatched: list[tuple[units.Block, list[int]]] = []
         try:
@@ -259,7 +261,10 @@ class Handle:
             for k, module in enumerate(block.modules):
                 last = k == len(block.modules) - 1
                 site = self.engine.add_site(numbers, root=block.root, first=k == 0, last=last)
-                watch_module(module, self.engine, site, self.forwards)
+                hooks = SiteHooks(self.engine, site, self.forwards)
+                watch_module(module, hooks)
+                if block.root:
+                    self.root_hooks.append(hooks)
 
     def add_parameters(self, parameters: Sequence[tuple[str, Tensor]]) -> list[int]:
         """Take in more parameters; returns their indices. Collective."""
@@ -353,7 +358,7 @@ class Handle:
 
     def _adopt(self, thawed: Sequence[int]) -> None:
         gradients = {i: self.parameters[i]().grad for i in thawed}
-        totals = {i: self._average(self.parameters[i](), g) for i, g in gradients.items()}
+        totals = {i: self._average(i, gradient) for i, gradient in gradients.items()}
         by_block: dict[int, list[int]] = {}
         for i in thawed:
             self.parameters[i]().grad = None
@@ -368,12 +373,13 @@ class Handle:
                 elif total is not None:
                     self.engine.write_gradient(i, total)
 
-    def _average(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+    def _average(self, i: int, gradient: Tensor | None) -> Tensor | None:
         if self.groups.world == 1:
             return gradient
-        device = parameter.device
+        device = self.groups.device
         holders = torch.tensor(0.0 if gradient is None else 1.0, dtype=torch.float32, device=device)
-        total = torch.zeros(parameter.shape, dtype=torch.float32, device=device)
+        shape = self.parameters[i]().shape
+        total = torch.zeros(shape, dtype=torch.float32, device=device)
         if gradient is not None:
             total.copy_(gradient.detach())
         try:
@@ -381,10 +387,9 @@ class Handle:
             all_reduce_(total, self.groups.parent)
         except RuntimeError as error:
             raise RuntimeError(
-                f"zero_ext [rank {self.groups.rank}]: a parameter of shape "
-                f"{tuple(parameter.shape)} was frozen when it came in and requires a gradient now. "
-                "To shard it this rank waited for the others, which must change requires_grad in "
-                f"the same places: {error}"
+                f"zero_ext [rank {self.groups.rank}]: '{self.engine.parameter_name(i)}' was frozen "
+                "when it came in and requires a gradient now. To shard it this rank waited for the "
+                f"others, which must change requires_grad in the same places: {error}"
             ) from error
         return total / self.groups.world if holders else None
 

@@ -129,15 +129,15 @@ class _Hook:
     """A bound method that is copied and pickled with the module that carries it."""
 
     def __init__(self, hooks: SiteHooks, name: str):
-        self._hooks = hooks
-        self._name = name
+        self.hooks = hooks
+        self.name = name
         self._method = getattr(hooks, name)
 
     def __deepcopy__(self, memo) -> "_Hook":
-        return _Hook(copy.deepcopy(self._hooks, memo), self._name)
+        return _Hook(copy.deepcopy(self.hooks, memo), self.name)
 
     def __reduce__(self):
-        return _Hook, (self._hooks, self._name)
+        return _Hook, (self.hooks, self.name)
 
     # torch.compile would look inside, find nothing to compile, and look again at every new shape.
     @torch.compiler.disable
@@ -145,12 +145,17 @@ class _Hook:
         return self._method(*args)
 
 
-def watch_module(module: nn.Module, engine: _C.Engine, site: int, forwards: OpenForwards) -> None:
-    """Gather ``site`` when a forward enters ``module``, let it go when the forward leaves it."""
-    hooks = SiteHooks(engine, site, forwards)
+def watch_module(module: nn.Module, hooks: SiteHooks) -> None:
+    """Gather the site of ``hooks`` when a forward enters ``module``, let it go when it leaves."""
     module.register_forward_pre_hook(_Hook(hooks, "enter"), with_kwargs=True, prepend=True)
     # Also when the forward throws, as non-reentrant checkpointing does in every recomputation.
     module.register_forward_hook(_Hook(hooks, "leave"), always_call=True)
+
+
+def hooks_of(module: nn.Module) -> list[SiteHooks]:
+    """Those of the units that a forward of ``module`` enters."""
+    before = module._forward_pre_hooks.values()
+    return [hook.hooks for hook in before if isinstance(hook, _Hook) and hook.name == "enter"]
 
 
 def tensors_in(value: Any) -> Iterable[Tensor]:
