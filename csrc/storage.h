@@ -28,6 +28,16 @@ bool is_shared(const at::Tensor& tensor);
 at::Tensor over_storage(const c10::Storage& storage, at::ScalarType dtype, int64_t offset,
                         at::IntArrayRef sizes, at::IntArrayRef strides);
 
+// The address of element i of a contiguous tensor.
+inline const void* element(const at::Tensor& tensor, int64_t i) {
+  return static_cast<const char*>(tensor.const_data_ptr()) +
+         i * static_cast<int64_t>(tensor.element_size());
+}
+inline void* mutable_element(const at::Tensor& tensor, int64_t i) {
+  return static_cast<char*>(tensor.mutable_data_ptr()) +
+         i * static_cast<int64_t>(tensor.element_size());
+}
+
 // The bytes of a device's storage, in pinned host memory until bring_back(). Both wait for the
 // device.
 class StowedStorage {

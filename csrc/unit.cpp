@@ -18,11 +18,6 @@ constexpr int64_t kAlignmentBytes = 64;
 // A flags message: the number of the backward, the unit's index, then one byte per slot.
 constexpr int64_t kFlagsHeaderBytes = 2 * sizeof(int64_t);
 
-const void* element(const at::Tensor& flat, int64_t i) {
-  return static_cast<const char*>(flat.const_data_ptr()) +
-         i * static_cast<int64_t>(flat.element_size());
-}
-
 at::Tensor byte_tensor(int64_t numel) {
   return at::empty({numel}, at::TensorOptions().dtype(at::kByte));
 }
@@ -43,7 +38,8 @@ Unit::Unit(const UnitContext& context, int64_t index, int64_t first_flag, std::s
       sums_(context_, layout_, name_, kind),
       parameters_(context_, layout_, name_, dtype, kind,
                   kind == UnitKind::trainable ? index : kMaxUnits + index, values, comm, broadcast),
-      held_(layout_.size()) {}
+      held_(layout_.size()),
+      batched_(context_, layout_, first_flag_) {}
 
 // One backward
 
@@ -146,7 +142,7 @@ void Unit::batch(int64_t i, const at::Tensor& grad, bool overwrite, float scale)
   const bool first = sink_ == Sink::bucket   ? overwrite
                      : sink_ == Sink::direct ? sums_.fresh(i)
                                              : sums_.local_fresh(i);
-  batched_.push_back({.slot = i, .grad = grad, .first = first, .scale = scale});
+  batched_.add(i, grad, first, scale);
   if (sink_ == Sink::direct) sums_.mark_summed(i);
   if (sink_ == Sink::local) sums_.mark_local_summed(i);
   if (complete()) flush_batched();
@@ -215,10 +211,7 @@ void Unit::clear_gap(int64_t i) {
               (slot.padded_numel - slot.spec.numel) * staged_.element_size());
 }
 
-void* Unit::staged(int64_t offset) const {
-  return static_cast<char*>(staged_.data_ptr()) +
-         offset * static_cast<int64_t>(staged_.element_size());
-}
+void* Unit::staged(int64_t offset) const { return mutable_element(staged_, offset); }
 
 void Unit::lend_bucket(std::unique_ptr<Bucket> bucket) {
   bucket_ = std::move(bucket);
@@ -244,80 +237,30 @@ void Unit::follow_filling_stream() {
 
 void Unit::flush_batched() {
   if (sink_ == Sink::bucket) {
-    in_groups(batched_, [this](Group group) { launch_copies(group); });
-    return;
+    batched_.copy_into(staged_);
+  } else {
+    batched_.add_to(own_sums());
   }
-  in_groups(batched_, [this](Group group) { launch_sums(group, own_sums()); });
 }
 
-Unit::SumOf Unit::own_sums() const {
+GradientBatch::SumOf Unit::own_sums() const {
   return [this](int64_t, const Piece& piece) { return sums_.local(piece, piece.slot_begin); };
 }
 
-void Unit::in_groups(std::vector<Batched>& batch, const std::function<void(Group)>& launch) {
-  auto begin = batch.begin();
-  while (begin != batch.end()) {
-    const auto is_like_first = [&](const Batched& other) {
-      return other.grad.scalar_type() == begin->grad.scalar_type() && other.first == begin->first &&
-             other.scale == begin->scale;
-    };
-    const auto end = std::stable_partition(begin + 1, batch.end(), is_like_first);
-    launch({begin, end});
-    begin = end;
-  }
-  batch.clear();
-}
-
-void Unit::launch_sums(Group group, const SumOf& sum_of) {
-  std::vector<kernels::AccumulateSegment> segments;
-  for (const Batched& one : group) {
-    for (const Piece& piece : layout_.pieces(one.slot)) {
-      segments.push_back({.grad = element(one.grad, piece.slot_begin),
-                          .sum = sum_of(one.slot, piece),
-                          .numel = piece.numel,
-                          .nonfinite = context_.flags->arrival(flag(one.slot))});
-    }
-  }
-  const Runner& runner = context_.compute;
-  const Batched& first = group.front();
-  check(runner->accumulate_list(segments.data(), std::ssize(segments),
-                                dtype_of(first.grad.scalar_type()), first.scale, first.first,
-                                /*nonfinite=*/nullptr, runner.launch()),
-        "accumulate_list");
-}
-
-void Unit::launch_copies(Group group) {
-  std::vector<kernels::CopySegment> segments;
-  for (const Batched& one : group) {
-    segments.push_back({.source = one.grad.const_data_ptr(),
-                        .target = staged(layout_.slot(one.slot).offset),
-                        .numel = one.grad.numel(),
-                        .nonfinite = context_.flags->arrival(flag(one.slot))});
-  }
-  const Runner& runner = context_.compute;
-  const Batched& first = group.front();
-  check(runner->flatten(segments.data(), std::ssize(segments), dtype_of(first.grad.scalar_type()),
-                        dtype_of(staged_.scalar_type()),
-                        first.first ? kernels::Write::overwrite : kernels::Write::add,
-                        /*nonfinite=*/nullptr, runner.launch()),
-        "flatten");
-}
-
-void Unit::add_held_to(const SumOf& sum_of) {
+void Unit::add_held_to(const GradientBatch::SumOf& sum_of) {
   const c10::Stream stream = current_stream(context_.compute.device());
   c10::DeviceAllocator* allocator = c10::getDeviceAllocator(stream.device_type());
   for (size_t k = 0;; ++k) {
-    std::vector<Batched> batch;
+    GradientBatch batch(context_, layout_, first_flag_);
     for (int64_t i = 0; i < layout_.size(); ++i) {
       if (held_[i].size() <= k) continue;
       const at::Tensor& grad = held_[i][k];
       // It may be of another stream, which this one follows.
       allocator->recordStream(grad.storage().data_ptr(), stream);
-      batch.push_back(
-          {.slot = i, .grad = grad, .first = k == 0 && sums_.local_fresh(i), .scale = scale_});
+      batch.add(i, grad, /*first=*/k == 0 && sums_.local_fresh(i), scale_);
     }
     if (batch.empty()) break;
-    in_groups(batch, [&](Group group) { launch_sums(group, sum_of); });
+    batch.add_to(sum_of);
   }
   for (auto& grads : held_) grads.clear();
 }

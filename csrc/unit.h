@@ -23,12 +23,12 @@
 #include <memory>
 #include <optional>
 #include <set>
-#include <span>
 #include <string>
 #include <vector>
 
 #include "bucket.h"
 #include "comm.h"
+#include "gradient_batch.h"
 #include "gradient_sums.h"
 #include "kernels/kernels.h"
 #include "rank_layout.h"
@@ -108,16 +108,6 @@ class Unit {
   void unstow();
 
  private:
-  struct Batched {
-    int64_t slot;
-    at::Tensor grad;  // dense, strides as the slot's
-    bool first;       // overwrites what the bucket or the sum holds
-    float scale;      // of sums
-  };
-  // Equal in dtype, scale and `first`; one launch.
-  using Group = std::span<const Batched>;
-  // Where the sum of a slot's piece is.
-  using SumOf = std::function<float*(int64_t, const Piece&)>;
   enum Arrival : uint8_t { kNotArrived, kArrivedEmpty, kArrived };
 
   // Arriving
@@ -137,14 +127,10 @@ class Unit {
   // On a device gradients wait until their unit is complete, for one launch.
   void batch(int64_t i, const at::Tensor& grad, bool overwrite, float scale);
   void flush_batched();
-  // At most one of each slot; empties `batch`.
-  static void in_groups(std::vector<Batched>& batch, const std::function<void(Group)>& launch);
   // This rank's own sums; one rank's are the reduced ones.
-  SumOf own_sums() const;
-  void launch_sums(Group group, const SumOf& sum_of);
-  void launch_copies(Group group);
+  GradientBatch::SumOf own_sums() const;
   // All that is held, on a device.
-  void add_held_to(const SumOf& sum_of);
+  void add_held_to(const GradientBatch::SumOf& sum_of);
 
   // Reducing
   at::ScalarType message_dtype() const;
@@ -183,7 +169,7 @@ class Unit {
   bool reduces_ = false;
   float scale_ = 1;                            // of gradients that are added to a local sum
   std::vector<std::vector<at::Tensor>> held_;  // [slots]; dense, strides as the slot's
-  std::vector<Batched> batched_;               // at most one of each slot
+  GradientBatch batched_;
   std::vector<int64_t> nonfinite_arrived_;
   int64_t backward_ = 0;
   int64_t missing_ = 0;
