@@ -103,6 +103,21 @@ def test_bytes_held_are_the_formula_to_the_byte(
     assert model.stats()["bytes_held"] == sum(bytes_of(model.stats()).values())
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_stays_whole_is_neither_held_nor_estimated(anywhere, world, stage):
+    model = MLP(64)
+    expected = zero_ext.estimate_memory(model, world, stage)
+    for dtype in (torch.int8, torch.float64):
+        table = nn.Parameter(torch.ones(1000, dtype=dtype), requires_grad=False)
+        model.register_parameter(f"table_{dtype.itemsize}", table)
+    assert zero_ext.estimate_memory(model, world, stage) == expected
+    zero_ext.shard(model, stage, mesh=anywhere)
+    optimizer = zero_ext.optim.AdamW(model.parameters())
+    stats = optimizer.stats()
+    for what in ("full", "shard", "master", "optimizer_state"):
+        assert stats[f"bytes_{what}"] == expected[what], what
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @DTYPES
 @pytest.mark.parametrize("bucket_mb", list(UNITS))
