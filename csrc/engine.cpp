@@ -1,6 +1,7 @@
 #include "engine.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/util/ScopeExit.h>
 #include <c10/util/StringUtil.h>
@@ -444,10 +445,10 @@ void Engine::after_gradient(int64_t i) {
               " reduced: an inner backward (reentrant checkpointing) that this model did not run "
               "before. Nothing is lost:"
               " repeat this forward and backward.");
-  if (unit.needs_bucket()) reductions_.lend_bucket(unit);
+  if (reduces_) reductions_.prepare(unit);
   const bool finite = unit.accumulate(parameter.slot, grad, scales_.accumulate);
   if (!finite) parameter.saw_nonfinite(boundary_.micro_batch());
-  if (reduces_ && !deferred_) reductions_.start_ready();
+  if (reduces_) reductions_.arrived(parameter.unit, /*start=*/!deferred_);
   comm_.make_progress();
   gatherer_.gradient_arrived(gathered_as_[parameter.unit], graph_is_kept());
 }
@@ -559,6 +560,7 @@ StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices,
   if (questions.nonfinite || questions.norm() || context_.shards_parameters() ||
       !context_.state.on_host()) {
     verdict = agreement_.ask(indices, questions, "step()");
+    if (world() > 1 && !reductions_.knows_turns()) learn_turns();
   }
   *last_backward = backwards_;  // not before: what refuses may be mended, and the step repeated
   for (const int64_t i : indices) {
@@ -569,6 +571,20 @@ StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices,
   reductions_.forget_finished();
   if (!on_host() && !sees_forwards_) parameters_.follow_stream();
   return verdict;
+}
+
+void Engine::learn_turns() {
+  at::Tensor turns = at::full({parameters_.unit_count()}, -1, at::kLong);
+  const std::vector<int64_t> completed = reductions_.completed();
+  std::copy(completed.begin(), completed.end(), turns.mutable_data_ptr<int64_t>());
+  if (comm_.on_device()) turns = turns.to(options_.device);
+  comm_.broadcast(turns, [this] {
+    return where(rank()) + "step() waited for the order of rank 0's reductions";
+  });
+  turns = turns.cpu();
+  const auto* first = turns.const_data_ptr<int64_t>();
+  if (turns.numel() == 0 || *first < 0) return;  // rank 0 had no gradient in this step
+  reductions_.set_turns({first, first + turns.numel()});
 }
 
 // No parameter was reached on this rank. Others may have reached some, and they wait for this

@@ -182,6 +182,8 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   // A backward runs on this thread that reaches a parameter, though it may not have yet.
   bool backward_reaches_us() const;
   void check_usable(const char* verb) const;
+  // See Note [Turns] in reductions.h. Collective; on a device it waits, once.
+  void learn_turns();
   // A backward without gradients on this rank, for the sake of ranks that have some.
   void take_part_in_others_backward();
   void leave_call(size_t index);

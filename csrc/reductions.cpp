@@ -4,18 +4,73 @@
 #include <ATen/ops/ones.h>
 
 #include <algorithm>
+#include <iterator>
 #include <memory>
+#include <numeric>
 #include <utility>
 
 #include "check.h"
 
 namespace zero_ext {
+namespace {
+
+// A unit whose message is that much smaller than the largest gets a bucket when it is reduced: it
+// may span others, as the norms of a block do, and buckets are two.
+constexpr int64_t kSmall = 64;
+
+}  // namespace
 
 void Reductions::begin(float scale) {
   scale_ = scale;
   ++round_;
   turn_ = 0;
-  contributed_.clear();
+  const auto units = static_cast<size_t>(parameters_.unit_count());
+  completed_.clear();
+  is_completed_.assign(units, 0);
+  contributed_.assign(units, {});
+  largest_bytes_ = 0;
+  for (const auto& unit : parameters_.units()) {
+    largest_bytes_ = std::max(largest_bytes_, unit->message_bytes());
+  }
+  if (turns_.size() == units) return;
+  knows_turns_ = false;
+  turns_.resize(units);
+  std::iota(turns_.begin(), turns_.end(), 0);
+  std::stable_partition(turns_.begin(), turns_.end(),
+                        [this](int64_t u) { return !is_small(parameters_.unit(u)); });
+}
+
+bool Reductions::is_small(const Unit& unit) const {
+  return unit.message_bytes() * kSmall <= largest_bytes_;
+}
+
+void Reductions::prepare(Unit& unit) {
+  if (!unit.needs_bucket()) return;
+  // On a device gradients are held until their unit is complete anyway, for one launch.
+  const bool can_wait = !context_.compute.on_host() || is_small(unit);
+  if (!can_wait) lend_bucket(unit);
+}
+
+void Reductions::arrived(int64_t u, bool start) {
+  if (parameters_.unit(u).complete() && !std::exchange(is_completed_[u], 1)) {
+    completed_.push_back(u);
+  }
+  if (start) start_ready();
+}
+
+std::vector<int64_t> Reductions::completed() const {
+  // Units may have come since: then the next backward tells.
+  const bool all = std::ssize(turns_) == parameters_.unit_count();
+  if (!all || completed_.empty()) return {};
+  std::vector<int64_t> units = completed_;
+  std::copy_if(turns_.begin(), turns_.end(), std::back_inserter(units),
+               [this](int64_t u) { return is_completed_[u] == 0; });
+  return units;
+}
+
+void Reductions::set_turns(std::vector<int64_t> turns) {
+  turns_ = std::move(turns);
+  knows_turns_ = true;
 }
 
 void Reductions::lend_bucket(Unit& unit) {
@@ -32,18 +87,20 @@ void Reductions::lend_bucket(Unit& unit) {
 }
 
 void Reductions::start_ready() {
-  for (; turn_ < parameters_.unit_count() && parameters_.unit(turn_).complete(); ++turn_) {
-    Unit& unit = parameters_.unit(turn_);
+  for (; turn_ < turns_.size() && parameters_.unit(turns_[turn_]).complete(); ++turn_) {
+    const int64_t u = turns_[turn_];
+    Unit& unit = parameters_.unit(u);
     if (unit.needs_bucket_to_reduce()) lend_bucket(unit);
     unit.start_reduce(comm_, round_);
-    if (counts_users()) {
-      for (int64_t i = 0; i < unit.layout().size(); ++i) {
-        contributed_.push_back(unit.contributes(i) ? 1 : 0);
-      }
+    for (int64_t i = 0; counts_users() && i < unit.layout().size(); ++i) {
+      contributed_[u].push_back(unit.contributes(i) ? 1 : 0);
     }
-    in_flight_.push_back(turn_);
+    in_flight_.push_back(u);
     ++started_;
   }
+  // At once: whoever throws from now on has sent all that the other ranks wait for.
+  const bool all_started = turn_ == turns_.size() && !turns_.empty();
+  if (all_started && counts_users() && !counts_.defined()) start_counting();
 }
 
 void Reductions::finish_oldest() {
@@ -62,17 +119,16 @@ void Reductions::drop_orphans() {
   const SideStream::Scope beside(context_.reducing);
   for (Unit::Orphan& orphan : orphans_) {
     orphan.pending.abandon();
-    orphan.bucket->mark_used();
+    if (orphan.bucket != nullptr) orphan.bucket->mark_used();
   }
   orphans_.clear();
 }
 
 void Reductions::finish() {
-  for (int64_t u = turn_; u < parameters_.unit_count(); ++u) parameters_.unit(u).expect_no_more();
+  for (size_t t = turn_; t < turns_.size(); ++t) parameters_.unit(turns_[t]).expect_no_more();
   start_ready();
-  if (counts_users()) start_counting();
   while (!in_flight_.empty()) finish_oldest();
-  if (counts_users()) finish_counting();
+  if (counts_.defined()) finish_counting();
   context_.reducing.join();
   ++finished_;
 }
@@ -84,14 +140,15 @@ bool Reductions::counts_users() const {
 
 void Reductions::start_counting() {
   const SideStream::Scope beside(context_.reducing);
-  const auto slots = static_cast<int64_t>(contributed_.size());
+  std::vector<int32_t> mine;
+  for (const auto& unit : contributed_) mine.insert(mine.end(), unit.begin(), unit.end());
   const bool on_device = comm_.on_device();
   const auto options = at::TensorOptions().dtype(at::kInt);
   if (on_device && contributes_all()) {
-    counts_ = at::ones({slots}, options.device(context_.compute.device()));
+    counts_ = at::ones({std::ssize(mine)}, options.device(context_.compute.device()));
   } else {
-    counts_ = at::empty({slots}, options.pinned_memory(on_device));
-    std::copy(contributed_.begin(), contributed_.end(), counts_.mutable_data_ptr<int32_t>());
+    counts_ = at::empty({std::ssize(mine)}, options.pinned_memory(on_device));
+    std::copy(mine.begin(), mine.end(), counts_.mutable_data_ptr<int32_t>());
     if (on_device) counts_ = counts_.to(context_.compute.device(), /*non_blocking=*/true);
   }
   comm_.all_reduce_sum(counts_, counting_);
@@ -118,13 +175,13 @@ void Reductions::finish_counting() {
 }
 
 bool Reductions::contributes_all() const {
-  return std::find(contributed_.begin(), contributed_.end(), 0) == contributed_.end();
+  return std::all_of(contributed_.begin(), contributed_.end(), [](const auto& unit) {
+    return std::find(unit.begin(), unit.end(), 0) == unit.end();
+  });
 }
 
 void Reductions::abort(int64_t units) {
   context_.reducing.join();
-  counting_ = Pending();
-  counts_.reset();
   const size_t orphans_before = orphans_.size();
   for (int64_t u = 0; u < units; ++u) {
     if (std::unique_ptr<Bucket> bucket = parameters_.unit(u).abort_backward(orphans_)) {
@@ -132,6 +189,9 @@ void Reductions::abort(int64_t units) {
     }
   }
   for (size_t o = orphans_before; o < orphans_.size(); ++o) pool_.forget();
+  if (counts_.defined()) orphans_.push_back({std::move(counting_), nullptr, {std::move(counts_)}});
+  counting_ = Pending();
+  counts_.reset();
   in_flight_.clear();
 }
 

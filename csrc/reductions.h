@@ -1,10 +1,18 @@
-// Reductions: the reductions of one backward, started in unit order and finished in the order of
-// their starts.
+// Reductions: the reductions of one backward, started in turn and finished in the order of their
+// starts.
 //
 // Owner:     Engine.
 // Threads:   called only under Engine::mutex_.
 // Invariant: every rank starts the same reductions in the same order; every unit is reduced exactly
 //            once in a backward that reduces.
+//
+// Note [Turns]
+// A unit that is complete before its turn waits, with its gradients. The first turns follow the
+// order of the units, the reverse of registration, which is roughly that of a backward. But norms
+// that a block registers last are used before what it registers first, and all of the block would
+// wait for them: small units come last. After the first step turns follow the order in which rank
+// 0's units became complete in its last backward; the ranks agree on that in the step
+// (Engine::learn_turns).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,10 +39,10 @@ class Reductions {
 
   // A backward that reduces; `scale`: of what is added to the sums.
   void begin(float scale);
-  // To a unit that needs one now; waits for the oldest reduction where none is free.
-  void lend_bucket(Unit& unit);
-  // Those of complete units whose turn it is.
-  void start_ready();
+  // A gradient of `unit` is about to arrive.
+  void prepare(Unit& unit);
+  // One of unit u has arrived. `start`: the reductions of complete units whose turn it is.
+  void arrived(int64_t u, bool start);
   // All that are left; waits.
   void finish();
   // The backward threw, whether it reduces or not: the sums of the first `units`, which had begun
@@ -49,10 +57,20 @@ class Reductions {
   int64_t round() const { return round_; }
   void agree_on_round(int64_t round) { round_ = round; }
 
+  // See Note [Turns]. The units in the order in which they became complete in this rank's last
+  // backward; those without gradients last. Empty where none had any.
+  std::vector<int64_t> completed() const;
+  void set_turns(std::vector<int64_t> turns);
+  bool knows_turns() const { return knows_turns_; }
+
   int64_t started() const { return started_; }
   int64_t extra_buckets() const { return extra_buckets_; }
 
  private:
+  // So that holding its gradients costs nothing.
+  bool is_small(const Unit& unit) const;
+  void lend_bucket(Unit& unit);
+  void start_ready();
   void finish_oldest();
   // How many ranks used each slot, where the contributions do not say it.
   bool counts_users() const;
@@ -67,11 +85,16 @@ class Reductions {
   BucketPool pool_;
   float scale_ = 1;
   int64_t round_ = 0;  // the backward's number among those that reduce: on every rank alike
-  int64_t turn_ = 0;   // the next unit to reduce
+  std::vector<int64_t> turns_;  // [units]
+  bool knows_turns_ = false;
+  size_t turn_ = 0;  // the next of them
+  std::vector<int64_t> completed_;
+  std::vector<uint8_t> is_completed_;  // [units]
+  int64_t largest_bytes_ = 0;          // of a unit's message
   int64_t finished_ = 0;
   std::deque<int64_t> in_flight_;
-  std::vector<uint8_t> contributed_;  // of the units that were started, slot by slot
-  at::Tensor counts_;                 // int32, the same over the ranks
+  std::vector<std::vector<uint8_t>> contributed_;  // [units][slots]
+  at::Tensor counts_;                              // int32, the same over the ranks
   Pending counting_;
   std::vector<Unit::Orphan> orphans_;  // of backwards that threw, until a later one reduces
   int64_t started_ = 0;

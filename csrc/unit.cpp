@@ -114,6 +114,10 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
       return true;
     }
   }
+  if (needs_bucket()) {
+    held_[i].push_back(dense);
+    return true;
+  }
   if (context_.compute.on_host()) return accumulate_at_once(i, dense, overwrite, scale);
   batch(i, dense, overwrite, scale);
   return true;
@@ -139,10 +143,7 @@ bool Unit::accumulate_at_once(int64_t i, const at::Tensor& grad, bool overwrite,
 
 void Unit::batch(int64_t i, const at::Tensor& grad, bool overwrite, float scale) {
   if (!overwrite) flush_batched();  // it may be among them
-  const bool first = sink_ == Sink::bucket   ? overwrite
-                     : sink_ == Sink::direct ? sums_.fresh(i)
-                                             : sums_.local_fresh(i);
-  batched_.add(i, grad, first, scale);
+  batched_.add(i, grad, sink_ == Sink::direct ? sums_.fresh(i) : sums_.local_fresh(i), scale);
   if (sink_ == Sink::direct) sums_.mark_summed(i);
   if (sink_ == Sink::local) sums_.mark_local_summed(i);
   if (complete()) flush_batched();
@@ -235,19 +236,14 @@ void Unit::follow_filling_stream() {
   filled_on_ = stream;
 }
 
-void Unit::flush_batched() {
-  if (sink_ == Sink::bucket) {
-    batched_.copy_into(staged_);
-  } else {
-    batched_.add_to(own_sums());
-  }
-}
+void Unit::flush_batched() { batched_.add_to(own_sums()); }
 
 GradientBatch::SumOf Unit::own_sums() const {
   return [this](int64_t, const Piece& piece) { return sums_.local(piece, piece.slot_begin); };
 }
 
-void Unit::add_held_to(const GradientBatch::SumOf& sum_of) {
+void Unit::launch_held(const std::function<bool(int64_t)>& first,
+                       const std::function<void(GradientBatch&)>& launch) {
   const c10::Stream stream = current_stream(context_.compute.device());
   c10::DeviceAllocator* allocator = c10::getDeviceAllocator(stream.device_type());
   for (size_t k = 0;; ++k) {
@@ -257,12 +253,34 @@ void Unit::add_held_to(const GradientBatch::SumOf& sum_of) {
       const at::Tensor& grad = held_[i][k];
       // It may be of another stream, which this one follows.
       allocator->recordStream(grad.storage().data_ptr(), stream);
-      batch.add(i, grad, /*first=*/k == 0 && sums_.local_fresh(i), scale_);
+      batch.add(i, grad, k == 0 && first(i), scale_);
     }
     if (batch.empty()) break;
-    batch.add_to(sum_of);
+    launch(batch);
   }
   for (auto& grads : held_) grads.clear();
+}
+
+void Unit::add_held_to(const GradientBatch::SumOf& sum_of) {
+  launch_held([this](int64_t i) { return sums_.local_fresh(i); },
+              [&](GradientBatch& batch) { batch.add_to(sum_of); });
+}
+
+void Unit::stage_held() {
+  if (!context_.compute.on_host()) {
+    launch_held([](int64_t) { return true; },
+                [this](GradientBatch& batch) { batch.copy_into(staged_); });
+    return;
+  }
+  for (int64_t i = 0; i < layout_.size(); ++i) {
+    int32_t nonfinite = 0;
+    kernels::Write write = kernels::Write::overwrite;
+    for (const at::Tensor& grad : held_[i]) {
+      accumulate_in_bucket(i, grad, std::exchange(write, kernels::Write::add), &nonfinite);
+    }
+    if (nonfinite != 0) nonfinite_arrived_.push_back(i);
+    held_[i].clear();
+  }
 }
 
 // Reducing
@@ -284,7 +302,11 @@ void Unit::start_reduce(Comm& comm, int64_t backward) {
   follow_filling_stream();
   flush_batched();
   sums_.need();  // of the stream that computes
-  if (sink_ == Sink::local) stage_local();
+  if (sink_ == Sink::local) {
+    stage_local();
+  } else {
+    stage_held();
+  }
   const SideStream::Scope beside(context_.reducing);
   if (context_.reduction == Reduction::exchange) {
     start_exchange(comm);

@@ -8,7 +8,7 @@
 // Note [Where a gradient goes]
 //   direct  one rank: straight into the reduced sum, scaled.
 //   bucket  several ranks, a backward that reduces and follows no local one: into the bucket, in
-//           the gradient's dtype.
+//           the gradient's dtype; held as they came until the unit is lent one.
 //   local   several ranks, inside no_sync() or after it: into this rank's own fp32 sum of the whole
 //           unit, which a reducing backward then sends instead of a bucket.
 // Every rank takes the same way in the same backward: it depends on the order of calls alone, never
@@ -71,9 +71,13 @@ class Unit {
 
   // One backward. `expected[i]`: autograd will reach slot i.
   void begin_backward(Sink sink, bool reduces, const std::vector<uint8_t>& expected);
-  // Bucketed gradients need one when they arrive, local sums when they are reduced.
+  // Its gradients go into a bucket, which it has not been lent: those that arrive are held.
   bool needs_bucket() const { return bucket_ == nullptr && sink_ == Sink::bucket; }
   bool needs_bucket_to_reduce() const { return bucket_ == nullptr && sink_ != Sink::direct; }
+  // Of the gradients of a backward.
+  int64_t message_bytes() const {
+    return layout_.padded_numel() * static_cast<int64_t>(c10::elementSize(gradient_dtype_));
+  }
   void lend_bucket(std::unique_ptr<Bucket> bucket);
   // A gradient of slot i; undefined: autograd reached the parameter with nothing. Returns false if
   // it holds NaN or Inf. `scale` is for direct and local sums; what a bucket holds is scaled when
@@ -96,7 +100,7 @@ class Unit {
   // What a reduction that nobody will finish still uses. The other ranks may finish theirs with it.
   struct Orphan {
     Pending pending;
-    std::unique_ptr<Bucket> bucket;
+    std::unique_ptr<Bucket> bucket;  // null where it used none
     std::vector<at::Tensor> flags;
   };
   // The backward threw: the sums become what they were before it. Gives the bucket back (null where
@@ -124,13 +128,18 @@ class Unit {
   void clear_gap(int64_t i);
   // The current stream goes on where the bucket's last gradient was put into it.
   void follow_filling_stream();
-  // On a device gradients wait until their unit is complete, for one launch.
+  // On a device gradients wait until their unit is complete, for one launch: those of sums here.
   void batch(int64_t i, const at::Tensor& grad, bool overwrite, float scale);
   void flush_batched();
   // This rank's own sums; one rank's are the reduced ones.
   GradientBatch::SumOf own_sums() const;
-  // All that is held, on a device.
+  // All that is held, on a device, in batches of at most one of each slot: `first(i)`, nothing is
+  // there yet.
+  void launch_held(const std::function<bool(int64_t)>& first,
+                   const std::function<void(GradientBatch&)>& launch);
   void add_held_to(const GradientBatch::SumOf& sum_of);
+  // Into the bucket.
+  void stage_held();
 
   // Reducing
   at::ScalarType message_dtype() const;

@@ -401,15 +401,15 @@ def test_a_wait_is_seen(device):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_buckets_beyond_two(anywhere, rank, device, stage):
-    """An unused branch holds all reductions up until the end, so that every unit has a bucket."""
+def test_two_buckets_are_enough_on_a_device(anywhere, rank, device, stage):
+    """An unused branch holds all reductions up until the end; gradients wait without a bucket."""
     ranks = 1 if anywhere is None else anywhere.size()
     batches = [[(rank_data((4, 6), r, step), ["left"]) for r in range(ranks)] for step in range(3)]
     model = Branching()
     zero_ext.shard(model, stage, mesh=anywhere, bucket_mb=1e-5, reduction="exchange")
     for batch in batches:
         mean_square(model, batch[rank]).backward()
-    assert anywhere is None or stage != 2 or model.stats()["extra_buckets"] > 0
+    assert model.stats()["extra_buckets"] == 0
     expected = fma_gradients(Branching(), batches, ranks)
     for name, parameter in model.named_parameters():
         gradient = zero_ext.full_grad(parameter)

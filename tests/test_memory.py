@@ -306,9 +306,9 @@ def test_peak_is_what_is_held_and_two_buckets(mesh, rank, world, dtype, local):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_memory_is_constant_over_50_steps(anywhere, rank, device, stage):
-    """Counters, live tensors and storages in the second step are those in the fiftieth.
+    """Counters, live tensors and storages in the fourth step are those in the fiftieth.
 
-    On a device gradients may get another memory.
+    On a device gradients may get another memory. Both buckets have served the largest unit then.
     """
     model = zero_ext.shard(MLP(61), stage, mesh=anywhere, bucket_mb=1e-3)
     optimizer = zero_ext.optim.AdamW(model.parameters())
@@ -328,7 +328,7 @@ def test_memory_is_constant_over_50_steps(anywhere, rank, device, stage):
             del reached["grad"]
         storages = {address for found in reached.values() for address in found}
         del reached
-        if step in (1, 49):
+        if step in (3, 49):
             looks.append(look())
         peak, held = (model.stats()[f"bytes_{what}"] for what in ("peak", "held"))
         optimizer.zero_grad()

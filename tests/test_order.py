@@ -4,7 +4,16 @@ import sys
 
 import pytest
 import torch
-from harness import MLP, Branching, assert_bits, gather_objects, mean_square, rank_data
+from harness import (
+    MLP,
+    Branching,
+    assert_bits,
+    gather_objects,
+    mean_square,
+    rank_batches,
+    rank_data,
+    reference_gradients,
+)
 from reference import gradients_of
 from torch import nn
 
@@ -79,6 +88,172 @@ def test_a_unit_waits_for_its_turn(anywhere, rank, stage):
     mean_square(model, rank_data((2, 6), rank)).backward()
     assert started == [0, 0, 0, 0, 0]
     assert model.stats()["reductions"] == 5
+
+
+def since_the_last(started: list[int], units: int, backward: int) -> list[int]:
+    """The same, counted in this backward alone; empties the list."""
+    counts = [count - units * backward for count in started]
+    started.clear()
+    return counts
+
+
+def expected_gradients(make, batches, world: int) -> dict[str, torch.Tensor]:
+    return reference_gradients(make, batches, world, 1 / world)
+
+
+def assert_gradients(model: nn.Module, expected, world: int) -> None:
+    for name, gradient in gradients_of(model).items():
+        if world in (1, 2, 4):
+            assert_bits(gradient, expected[name], name)
+        else:  # the scale is no power of two
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+@STAGES
+def test_turns_follow_the_first_step(mesh, rank, world, stage):
+    """What was complete out of turn in it is reduced at once in the next, in two buckets."""
+    model = zero_ext.shard(Backwards(), stage, mesh=mesh, bucket_mb=ONE_UNIT_EACH)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0)
+    started = watch_reductions(model)
+    extra = []
+    for step in range(3):
+        batches = rank_batches((2, 6), world, step)
+        mean_square(model, batches[0][rank]).backward()
+        expected = [0, 0, 0, 0, 0] if step == 0 else [0, 1, 2, 3, 4]
+        assert since_the_last(started, 5, step) == expected
+        assert_gradients(model, expected_gradients(Backwards, batches, world), world)
+        optimizer.step()
+        optimizer.zero_grad()
+        extra.append(model.stats()["extra_buckets"])
+    assert extra[0] == extra[-1]
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+@STAGES
+def test_turns_are_rank_0s_where_ranks_differ(mesh, rank, world, stage):
+    kind = Backwards if rank == 0 else Forwards
+    model = zero_ext.shard(kind(), stage, mesh=mesh, bucket_mb=ONE_UNIT_EACH)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0)
+    started = watch_reductions(model)
+    for step in range(3):
+        x = rank_data((2, 6), rank, step)
+        mean_square(model, x).backward()
+        in_turn = (rank == 0) == (step > 0)
+        expected = [0, 1, 2, 3, 4] if in_turn else [0, 0, 0, 0, 0]
+        assert since_the_last(started, 5, step) == expected
+        total = 0
+        for r in range(world):
+            plain = Backwards() if r == 0 else Forwards()
+            (mean_square(plain, rank_data((2, 6), r, step)) / world).backward()
+            total = total + torch.stack([p.grad for p in plain.parameters()])
+        found = torch.stack(list(gradients_of(model).values()))
+        torch.testing.assert_close(found, total, rtol=1e-5, atol=1e-7)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+def test_turns_are_learned_again_when_units_come(mesh, rank, world):
+    """A thawed layer makes a unit behind the others, but runs among them."""
+    model = Backwards()
+    model.layers[2].requires_grad_(False)
+    zero_ext.shard(model, 2, mesh=mesh, bucket_mb=ONE_UNIT_EACH)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0)
+    seen = []
+    for step in range(5):
+        if step == 2:
+            model.layers[2].requires_grad_(True)
+        batches = rank_batches((2, 6), world, step)
+        if step == 2:
+            model(batches[0][rank])  # where it is adopted
+            started = watch_reductions(model)
+        mean_square(model, batches[0][rank]).backward()
+        expected = expected_gradients(Backwards, batches, world)
+        if step < 2:
+            expected["layers.2.weight"] = None
+            assert gradients_of(model)["layers.2.weight"] is None
+        else:
+            assert_gradients(model, expected, world)
+            seen.append([count - (8 + 5 * (step - 2)) for count in started])
+            started.clear()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen[0] != seen[1]
+    assert seen[1] == seen[2] == [0, 1, 2, 3, 4]
+
+
+class NormsLast(nn.Module):
+    """Blocks that register last what they use first, as many transformers do."""
+
+    WIDTH = 320
+
+    class Block(nn.Module):
+        def __init__(self, width: int):
+            super().__init__()
+            self.first = nn.Linear(width, width, bias=False)
+            self.second = nn.Linear(width, width, bias=False)
+            self.norm = nn.LayerNorm(width, bias=False)
+
+        def forward(self, x):
+            return x + self.second(torch.tanh(self.first(self.norm(x))))
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(self.Block(self.WIDTH) for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+@STAGES
+@REDUCTIONS
+def test_a_norm_keeps_no_block_waiting(mesh, rank, world, stage, reduction):
+    """Each weight is a unit, the norms together are one, which takes no bucket meanwhile."""
+    weight_mb = NormsLast.WIDTH**2 * 4 / 2**20
+    model = zero_ext.shard(NormsLast(), stage, mesh=mesh, bucket_mb=weight_mb, reduction=reduction)
+    assert model.stats()["units"] == 9
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.01)
+    started = watch_reductions(model)
+    for step in range(2):
+        batches = rank_batches((2, NormsLast.WIDTH), world, step)
+        mean_square(model, batches[0][rank]).backward()
+        # second, first, norm of each block, the last one first.
+        expected = [0, 1, 2, 2, 3, 4, 4, 5, 6, 6, 7, 8]
+        assert since_the_last(started, 9, step) == expected
+        if step == 0:
+            expected = expected_gradients(NormsLast, batches, world)
+            for name, gradient in gradients_of(model).items():
+                torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+        optimizer.step()
+        optimizer.zero_grad()
+    stats = model.stats()
+    assert stats["extra_buckets"] == 0
+    if reduction == "exchange" and stage > 0:
+        # A bucket holds a message, and what the other ranks send of this one's range.
+        assert stats["bytes_bucket"] <= 2 * (2 - 1 / world) * weight_mb * 2**20
+
+
+def test_a_nan_that_is_held_is_told(anywhere, rank):
+    """What waits without a bucket: several gradients, and their NaN."""
+    model = zero_ext.shard(NormsLast(), 2, mesh=anywhere, bucket_mb=NormsLast.WIDTH**2 * 4 / 2**20)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.01)
+    loss = mean_square(model, rank_data((2, NormsLast.WIDTH), rank))
+    bad = float("nan") if rank == 0 else 1.0
+    (loss + model.blocks[2].norm.weight.sum() * bad).backward()
+    with pytest.warns(
+        UserWarning, match=r"NaN or Inf, first in 'blocks\.2\.norm\.weight' on rank 0"
+    ):
+        optimizer.step()
+        assert optimizer.skipped_steps == 1
 
 
 @STAGES

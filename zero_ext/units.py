@@ -17,29 +17,84 @@ class UnitPlan(NamedTuple):
     dtype: torch.dtype
 
 
+# So much smaller than a bucket that its gradient may as well wait: see Note [Turns] in
+# csrc/reductions.h.
+_SMALL = 64
+
+
 def cut_by_size(
     numels: Sequence[int], dtypes: Sequence[torch.dtype], bucket_bytes: float
 ) -> list[UnitPlan]:
     """Cut parameters, in reverse registration order, into units of about ``bucket_bytes``.
 
     Gradients arrive roughly in reverse registration order, so units fill one after the other. A
-    unit has one dtype; a parameter is never cut, so one that is larger makes a larger unit.
+    unit has one dtype; a parameter is never cut, so one that is larger makes a larger unit. Small
+    parameters at the end of a full unit, such as norms beside large weights, would keep it waiting:
+    they go together at the end.
 
     Returns:
         Units in the order in which they become complete, which is the order of reductions.
     """
+    sizes = [numel * dtype.itemsize for numel, dtype in zip(numels, dtypes, strict=True)]
     units: list[UnitPlan] = []
-    open_units: dict[torch.dtype, tuple[list[int], int]] = {}
+    current = {dtype: _Filling(dtype, bucket_bytes) for dtype in dict.fromkeys(reversed(dtypes))}
+    small = {dtype: _Filling(dtype, bucket_bytes) for dtype in current}
+
+    def close(dtype: torch.dtype) -> None:
+        for m in current[dtype].take_small_end(sizes):
+            if not small[dtype].has_room(sizes[m]):
+                units.extend(small[dtype].close())
+            small[dtype].add(m, sizes[m])
+        units.extend(current[dtype].close())
+
     for i in reversed(range(len(numels))):
-        dtype = dtypes[i]
-        members, held_bytes = open_units.pop(dtype, ([], 0))
-        parameter_bytes = numels[i] * dtype.itemsize
-        if members and held_bytes + parameter_bytes > bucket_bytes:
-            units.append(UnitPlan(members[::-1], dtype))
-            members, held_bytes = [], 0
-        open_units[dtype] = ([*members, i], held_bytes + parameter_bytes)
-    units.extend(UnitPlan(members[::-1], dtype) for dtype, (members, _) in open_units.items())
+        if not current[dtypes[i]].has_room(sizes[i]):
+            close(dtypes[i])
+        current[dtypes[i]].add(i, sizes[i])
+    for dtype in current:
+        if not small[dtype].is_empty:
+            close(dtype)
+    for unit in (*current.values(), *small.values()):
+        units += unit.close()
     return units
+
+
+class _Filling:
+    """The members of a unit that is being filled, in reverse registration order."""
+
+    def __init__(self, dtype: torch.dtype, bucket_bytes: float):
+        self._dtype = dtype
+        self._bucket_bytes = bucket_bytes
+        self._members: list[int] = []
+        self._bytes = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._members
+
+    def has_room(self, parameter_bytes: int) -> bool:
+        return not self._members or self._bytes + parameter_bytes <= self._bucket_bytes
+
+    def add(self, i: int, parameter_bytes: int) -> None:
+        self._members.append(i)
+        self._bytes += parameter_bytes
+
+    def take_small_end(self, sizes: Sequence[int]) -> list[int]:
+        """The last members, as many as are small together."""
+        kept, taken_bytes = len(self._members), 0
+        while kept > 0 and (taken_bytes + sizes[self._members[kept - 1]]) * _SMALL <= (
+            self._bucket_bytes
+        ):
+            kept -= 1
+            taken_bytes += sizes[self._members[kept]]
+        taken = self._members[kept:]
+        del self._members[kept:]
+        return taken
+
+    def close(self) -> list[UnitPlan]:
+        """The unit, if it has members; the next one is empty."""
+        members, self._members, self._bytes = self._members, [], 0
+        return [UnitPlan(members[::-1], self._dtype)] if members else []
 
 
 class Block(NamedTuple):
