@@ -146,8 +146,13 @@ def assert_as_on_the_cpu(anywhere, rank, device, stage, dtype, overflow_at=None,
     expected = twin.train(overflow_at)
     found = Run(device, stage, anywhere, rank, dtype, **kwargs).train(overflow_at)
     assert found[1] == expected[1] == (overflow_at is not None)
+    # Three fp32 numbers have several sums, and each backend adds in an order of its own.
+    ordered = kwargs.get("reduction") != "collective" or anywhere is None or anywhere.size() == 2
     for n, (mine, theirs) in enumerate(zip(found[0], expected[0], strict=True)):
-        assert_bits(mine.double(), theirs.double(), f"value {n}")
+        if ordered:
+            assert_bits(mine.double(), theirs.double(), f"value {n}")
+        else:
+            torch.testing.assert_close(mine.double(), theirs.double(), rtol=1e-3, atol=1e-4)
 
 
 @STAGES
