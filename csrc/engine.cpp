@@ -445,7 +445,7 @@ void Engine::after_gradient(int64_t i) {
               " reduced: an inner backward (reentrant checkpointing) that this model did not run "
               "before. Nothing is lost:"
               " repeat this forward and backward.");
-  if (reduces_) reductions_.prepare(unit);
+  if (reduces_) reductions_.prepare(unit, /*starts_at_end=*/deferred_);
   const bool finite = unit.accumulate(parameter.slot, grad, scales_.accumulate);
   if (!finite) parameter.saw_nonfinite(boundary_.micro_batch());
   if (reduces_) reductions_.arrived(parameter.unit, /*start=*/!deferred_);

@@ -44,11 +44,10 @@ bool Reductions::is_small(const Unit& unit) const {
   return unit.message_bytes() * kSmall <= largest_bytes_;
 }
 
-void Reductions::prepare(Unit& unit) {
-  if (!unit.needs_bucket()) return;
+void Reductions::prepare(Unit& unit, bool starts_at_end) {
   // On a device gradients are held until their unit is complete anyway, for one launch.
-  const bool can_wait = !context_.compute.on_host() || is_small(unit);
-  if (!can_wait) lend_bucket(unit);
+  const bool waits = starts_at_end || !context_.compute.on_host() || is_small(unit);
+  if (unit.needs_bucket() && !waits) lend_bucket(unit);
 }
 
 void Reductions::arrived(int64_t u, bool start) {

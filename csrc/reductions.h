@@ -39,8 +39,8 @@ class Reductions {
 
   // A backward that reduces; `scale`: of what is added to the sums.
   void begin(float scale);
-  // A gradient of `unit` is about to arrive.
-  void prepare(Unit& unit);
+  // A gradient of `unit` is about to arrive. `starts_at_end`: no reduction starts before finish().
+  void prepare(Unit& unit, bool starts_at_end);
   // One of unit u has arrived. `start`: the reductions of complete units whose turn it is.
   void arrived(int64_t u, bool start);
   // All that are left; waits.

@@ -16,6 +16,7 @@ from harness import (
 )
 from reference import gradients_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import zero_ext
 from zero_ext.handle import find
@@ -184,6 +185,35 @@ def test_turns_are_learned_again_when_units_come(mesh, rank, world):
         optimizer.zero_grad()
     assert seen[0] != seen[1]
     assert seen[1] == seen[2] == [0, 1, 2, 3, 4]
+
+
+class Recomputed(Forwards):
+    """All but the first layer in reentrant checkpoints, whose gradients nobody expects."""
+
+    def forward(self, x):
+        first, *others = self.layers
+        x = torch.tanh(first(x))
+        for layer in others:
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=True))
+        return x
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+@STAGES
+def test_gradients_that_nobody_expects_wait_without_buckets(mesh, rank, world, stage):
+    """All reductions go out at the end, from two buckets."""
+    model = zero_ext.shard(Recomputed(), stage, mesh=mesh, bucket_mb=ONE_UNIT_EACH)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0)
+    started = watch_reductions(model)
+    for step in range(3):
+        batches = rank_batches((2, 6), world, step)
+        mean_square(model, batches[0][rank]).backward()
+        assert since_the_last(started, 5, step) == [0, 0, 0, 0, 0]
+        assert_gradients(model, expected_gradients(Recomputed, batches, world), world)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.stats()["extra_buckets"] == 0
 
 
 class NormsLast(nn.Module):
