@@ -35,21 +35,19 @@ at::Tensor Bucket::typed(FlatBuffer& buffer, const Place& place, at::ScalarType 
 }
 
 std::unique_ptr<Bucket> BucketPool::try_acquire() {
-  if (free_.empty()) return lent_ < kSteady ? acquire_extra() : nullptr;
+  if (free_.empty()) {
+    if (lent_ == kSize) return nullptr;
+    free_.push_back(std::make_unique<Bucket>(counter_, places_));
+  }
   std::unique_ptr<Bucket> bucket = std::move(free_.back());
   free_.pop_back();
   ++lent_;
   return bucket;
 }
 
-std::unique_ptr<Bucket> BucketPool::acquire_extra() {
-  ++lent_;
-  return std::make_unique<Bucket>(counter_, places_);
-}
-
 void BucketPool::give_back(std::unique_ptr<Bucket> bucket) {
   --lent_;
-  if (static_cast<int64_t>(free_.size()) + lent_ < kSteady) free_.push_back(std::move(bucket));
+  free_.push_back(std::move(bucket));
 }
 
 }  // namespace zero_ext

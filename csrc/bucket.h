@@ -4,8 +4,8 @@
 // Owner:     BucketPool. A Unit borrows a bucket from its first gradient of a backward until its
 //            reduction is finished.
 // Threads:   called only under Engine::mutex_.
-// Invariant: at most kSteady buckets outlive a backward; memory is kept, because fresh memory costs
-//            more than the copy.
+// Invariant: there are at most kSize buckets that come back; memory is kept, because fresh memory
+//            costs more than the copy.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -61,17 +61,14 @@ class BucketPool {
   BucketPool(std::shared_ptr<MemoryCounter> counter, const BucketPlaces& places)
       : counter_(std::move(counter)), places_(places) {}
 
-  // A free bucket, or null where both are lent.
+  static constexpr int64_t kSize = 2;
+  // A free bucket, or null where all are lent.
   std::unique_ptr<Bucket> try_acquire();
-  // A bucket beyond the two, for a backward whose gradients arrive so far out of order that more
-  // units are half full.
-  std::unique_ptr<Bucket> acquire_extra();
   void give_back(std::unique_ptr<Bucket> bucket);
   // A bucket whose reduction will never finish (its backward threw) is not coming back.
   void forget() { --lent_; }
 
  private:
-  static constexpr int64_t kSteady = 2;
   std::shared_ptr<MemoryCounter> counter_;
   BucketPlaces places_;
   std::vector<std::unique_ptr<Bucket>> free_;

@@ -445,7 +445,7 @@ void Engine::after_gradient(int64_t i) {
               " reduced: an inner backward (reentrant checkpointing) that this model did not run "
               "before. Nothing is lost:"
               " repeat this forward and backward.");
-  if (reduces_) reductions_.prepare(unit, /*starts_at_end=*/deferred_);
+  if (reduces_) reductions_.prepare(parameter.unit, /*starts_at_end=*/deferred_);
   const bool finite = unit.accumulate(parameter.slot, grad, scales_.accumulate);
   if (!finite) parameter.saw_nonfinite(boundary_.micro_batch());
   if (reduces_) reductions_.arrived(parameter.unit, /*start=*/!deferred_);
@@ -774,8 +774,7 @@ std::map<std::string, int64_t> Engine::stats() {
                                        {"steps", steps_},
                                        {"units", parameters_.unit_count()},
                                        {"neighbors", comm_.neighbors()},
-                                       {"reduced_in_no_sync", reduced_in_no_sync_},
-                                       {"extra_buckets", reductions_.extra_buckets()}};
+                                       {"reduced_in_no_sync", reduced_in_no_sync_}};
   for (size_t held = 0; held < kHeldNames.size(); ++held) {
     stats["bytes_" + std::string(kHeldNames[held])] =
         context_.memory->bytes(static_cast<Held>(held));

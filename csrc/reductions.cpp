@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <iterator>
@@ -14,9 +15,10 @@
 namespace zero_ext {
 namespace {
 
-// A unit whose message is that much smaller than the largest gets a bucket when it is reduced: it
-// may span others, as the norms of a block do, and buckets are two.
+// A unit whose message is that much smaller than the largest comes last at first.
 constexpr int64_t kSmall = 64;
+// Units that fill a bucket: those of the next turns.
+constexpr size_t kAtOnce = BucketPool::kSize;
 
 }  // namespace
 
@@ -44,10 +46,13 @@ bool Reductions::is_small(const Unit& unit) const {
   return unit.message_bytes() * kSmall <= largest_bytes_;
 }
 
-void Reductions::prepare(Unit& unit, bool starts_at_end) {
+void Reductions::prepare(int64_t u, bool starts_at_end) {
+  Unit& unit = parameters_.unit(u);
   // On a device gradients are held until their unit is complete anyway, for one launch.
-  const bool waits = starts_at_end || !context_.compute.on_host() || is_small(unit);
-  if (unit.needs_bucket() && !waits) lend_bucket(unit);
+  if (!unit.needs_bucket() || starts_at_end || !context_.compute.on_host()) return;
+  for (size_t t = turn_; t < std::min(turn_ + kAtOnce, turns_.size()); ++t) {
+    if (turns_[t] == u) lend_bucket(unit);
+  }
 }
 
 void Reductions::arrived(int64_t u, bool start) {
@@ -78,10 +83,7 @@ void Reductions::lend_bucket(Unit& unit) {
     finish_oldest();
     bucket = pool_.try_acquire();
   }
-  if (bucket == nullptr) {
-    bucket = pool_.acquire_extra();
-    ++extra_buckets_;
-  }
+  TORCH_INTERNAL_ASSERT(bucket != nullptr);
   unit.lend_bucket(std::move(bucket));
 }
 

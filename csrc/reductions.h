@@ -7,12 +7,13 @@
 //            once in a backward that reduces.
 //
 // Note [Turns]
-// A unit that is complete before its turn waits, with its gradients. The first turns follow the
-// order of the units, the reverse of registration, which is roughly that of a backward. But norms
-// that a block registers last are used before what it registers first, and all of the block would
-// wait for them: small units come last. After the first step turns follow the order in which rank
-// 0's units became complete in its last backward; the ranks agree on that in the step
-// (Engine::learn_turns).
+// A unit that is complete before its turn waits, and so do its gradients, as autograd made them:
+// buckets are lent to the units of the next two turns alone, so that two are enough. The first
+// turns follow the order of the units, the reverse of registration, which is roughly that of a
+// backward. But norms that a block registers last are used before what it registers first, and all
+// of the block would wait for them: small units come last. After the first step turns follow the
+// order in which rank 0's units became complete in its last backward; the ranks agree on that in
+// the step (Engine::learn_turns).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -39,8 +40,8 @@ class Reductions {
 
   // A backward that reduces; `scale`: of what is added to the sums.
   void begin(float scale);
-  // A gradient of `unit` is about to arrive. `starts_at_end`: no reduction starts before finish().
-  void prepare(Unit& unit, bool starts_at_end);
+  // A gradient of unit u is about to arrive. `starts_at_end`: no reduction starts before finish().
+  void prepare(int64_t u, bool starts_at_end);
   // One of unit u has arrived. `start`: the reductions of complete units whose turn it is.
   void arrived(int64_t u, bool start);
   // All that are left; waits.
@@ -64,11 +65,10 @@ class Reductions {
   bool knows_turns() const { return knows_turns_; }
 
   int64_t started() const { return started_; }
-  int64_t extra_buckets() const { return extra_buckets_; }
 
  private:
-  // So that holding its gradients costs nothing.
   bool is_small(const Unit& unit) const;
+  // Waits for reductions under way where no bucket is free.
   void lend_bucket(Unit& unit);
   void start_ready();
   void finish_oldest();
@@ -98,7 +98,6 @@ class Reductions {
   Pending counting_;
   std::vector<Unit::Orphan> orphans_;  // of backwards that threw, until a later one reduces
   int64_t started_ = 0;
-  int64_t extra_buckets_ = 0;
 };
 
 }  // namespace zero_ext

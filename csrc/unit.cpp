@@ -218,7 +218,10 @@ void Unit::lend_bucket(std::unique_ptr<Bucket> bucket) {
   bucket_ = std::move(bucket);
   bucket_->wait_until_unused();
   staged_ = bucket_->gradients(message_dtype(), layout_.padded_numel());
-  if (context_.compute.on_host()) return;
+  if (context_.compute.on_host()) {
+    if (sink_ == Sink::bucket) stage_held();
+    return;
+  }
   follow_filling_stream();
   staged_.zero_();
 }

@@ -406,7 +406,7 @@ def test_a_wait_is_seen(device):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_two_buckets_are_enough_on_a_device(anywhere, rank, device, stage):
+def test_two_buckets_are_enough(anywhere, rank, device, stage):
     """An unused branch holds all reductions up until the end; gradients wait without a bucket."""
     ranks = 1 if anywhere is None else anywhere.size()
     batches = [[(rank_data((4, 6), r, step), ["left"]) for r in range(ranks)] for step in range(3)]
@@ -414,7 +414,8 @@ def test_two_buckets_are_enough_on_a_device(anywhere, rank, device, stage):
     zero_ext.shard(model, stage, mesh=anywhere, bucket_mb=1e-5, reduction="exchange")
     for batch in batches:
         mean_square(model, batch[rank]).backward()
-    assert model.stats()["extra_buckets"] == 0
+    estimate = zero_ext.estimate_memory(Branching(), ranks, stage, bucket_mb=1e-5)
+    assert model.stats()["bytes_bucket"] <= estimate["buckets"]
     expected = fma_gradients(Branching(), batches, ranks)
     for name, parameter in model.named_parameters():
         gradient = zero_ext.full_grad(parameter)

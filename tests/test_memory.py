@@ -272,7 +272,6 @@ def test_at_most_two_buckets_during_and_after_a_backward(
     assert max(seen) <= (2 * one if world > 1 else 0)
     if world > 1 and reduction == "exchange":
         assert max(seen) <= zero_ext.estimate_memory(model, world, stage, bucket_mb=1e-6)["buckets"]
-    assert model.stats()["extra_buckets"] == 0
 
 
 @pytest.mark.dist

@@ -30,8 +30,7 @@ def stats(sharded) -> dict[str, int]:
         ``bytes_held`` and ``bytes_peak`` on this rank, ``bytes_<what>`` for what they are held,
         ``backwards``, ``reductions``, ``gathers``, ``steps``, ``units``; ``neighbors``: ranks of
         this host whose memory is read instead of sending messages; ``reduced_in_no_sync``:
-        backwards that stage 2 reduced although they ran inside ``no_sync``; ``extra_buckets``:
-        how often two were not enough.
+        backwards that stage 2 reduced although they ran inside ``no_sync``.
     """
     return sharded.stats()
 
