@@ -1,8 +1,8 @@
 // Bucket: the staging memory of one unit's reduction. BucketPool: the two of them that an engine
 // owns.
 //
-// Owner:     BucketPool. A Unit borrows a bucket from its first gradient of a backward until its
-//            reduction is finished.
+// Owner:     BucketPool. A Unit borrows a bucket, at its turn or shortly before (Note [Turns] in
+//            reductions.h), until its reduction is finished.
 // Threads:   called only under Engine::mutex_.
 // Invariant: there are at most kSize buckets that come back; memory is kept, because fresh memory
 //            costs more than the copy.

@@ -93,8 +93,10 @@ void Reductions::start_ready() {
     Unit& unit = parameters_.unit(u);
     if (unit.needs_bucket_to_reduce()) lend_bucket(unit);
     unit.start_reduce(comm_, round_);
-    for (int64_t i = 0; counts_users() && i < unit.layout().size(); ++i) {
-      contributed_[u].push_back(unit.contributes(i) ? 1 : 0);
+    if (counts_users()) {
+      for (int64_t i = 0; i < unit.layout().size(); ++i) {
+        contributed_[u].push_back(unit.contributes(i) ? 1 : 0);
+      }
     }
     in_flight_.push_back(u);
     ++started_;

@@ -110,6 +110,20 @@ def assert_gradients(model: nn.Module, expected, world: int) -> None:
             torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-7)
 
 
+def check_steps(model: nn.Module, make, rank: int, world: int, stage: int, starts) -> None:
+    """Steps whose gradients have one process's bits. ``starts[step]``: see ``since_the_last``."""
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0)
+    started = watch_reductions(model)
+    for step, expected in enumerate(starts):
+        batches = rank_batches((2, 6), world, step)
+        mean_square(model, batches[0][rank]).backward()
+        assert since_the_last(started, 5, step) == expected
+        assert_gradients(model, expected_gradients(make, batches, world), world)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_two_buckets(model, make(), world, stage)
+
+
 def assert_two_buckets(model, plain, world: int, stage: int, bucket_mb=ONE_UNIT_EACH) -> None:
     estimate = zero_ext.estimate_memory(plain, world, stage, bucket_mb=bucket_mb)
     assert 0 < model.stats()["bytes_bucket"] <= estimate["buckets"]
@@ -121,17 +135,8 @@ def assert_two_buckets(model, plain, world: int, stage: int, bucket_mb=ONE_UNIT_
 def test_turns_follow_the_first_step(mesh, rank, world, stage):
     """What was complete out of turn in it is reduced at once in the next; always two buckets."""
     model = zero_ext.shard(Backwards(), stage, mesh=mesh, bucket_mb=ONE_UNIT_EACH)
-    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0)
-    started = watch_reductions(model)
-    for step in range(3):
-        batches = rank_batches((2, 6), world, step)
-        mean_square(model, batches[0][rank]).backward()
-        expected = [0, 0, 0, 0, 0] if step == 0 else [0, 1, 2, 3, 4]
-        assert since_the_last(started, 5, step) == expected
-        assert_gradients(model, expected_gradients(Backwards, batches, world), world)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert_two_buckets(model, Backwards(), world, stage)
+    in_turn = [0, 1, 2, 3, 4]
+    check_steps(model, Backwards, rank, world, stage, [[0] * 5, in_turn, in_turn])
 
 
 @pytest.mark.dist
@@ -207,16 +212,7 @@ class Recomputed(Forwards):
 def test_gradients_that_nobody_expects_wait_without_buckets(mesh, rank, world, stage):
     """All reductions go out at the end, from two buckets."""
     model = zero_ext.shard(Recomputed(), stage, mesh=mesh, bucket_mb=ONE_UNIT_EACH)
-    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0)
-    started = watch_reductions(model)
-    for step in range(3):
-        batches = rank_batches((2, 6), world, step)
-        mean_square(model, batches[0][rank]).backward()
-        assert since_the_last(started, 5, step) == [0, 0, 0, 0, 0]
-        assert_gradients(model, expected_gradients(Recomputed, batches, world), world)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert_two_buckets(model, Recomputed(), world, stage)
+    check_steps(model, Recomputed, rank, world, stage, [[0] * 5] * 3)
 
 
 class NormsLast(nn.Module):

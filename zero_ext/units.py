@@ -89,6 +89,7 @@ class _Filling:
             taken_bytes += sizes[self._members[kept]]
         taken = self._members[kept:]
         del self._members[kept:]
+        self._bytes -= taken_bytes
         return taken
 
     def close(self) -> list[UnitPlan]:
