@@ -292,6 +292,11 @@ void BackwardWatch::expect_inner_backwards() {
   ever_nested_ = true;
 }
 
+bool BackwardWatch::saw_inner_backwards() {
+  const std::lock_guard lock(mutex_);
+  return ever_nested_;
+}
+
 bool BackwardWatch::has_unknown_python_function() {
   const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
   if (nodes == nullptr) return false;

@@ -123,6 +123,8 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   // show, because it may be inside another backward, or one of its nodes may start one.
   bool may_hold_surprises(bool parameters_missing);
   void expect_inner_backwards();
+  // Some ran.
+  bool saw_inner_backwards();
 
  private:
   struct TaskEnd;

@@ -45,6 +45,14 @@ SlotSpec slot_spec(const std::string& name, const at::Tensor& parameter) {
           .numel = parameter.numel()};
 }
 
+// [members] of [all].
+std::vector<uint8_t> picked(const std::vector<uint8_t>& all, const std::vector<int64_t>& members) {
+  std::vector<uint8_t> values;
+  values.reserve(members.size());
+  for (const int64_t i : members) values.push_back(all[i]);
+  return values;
+}
+
 }  // namespace
 
 Engine::Engine(EngineOptions options)
@@ -360,26 +368,32 @@ void Engine::begin_backward(bool reduces) {
   const Sink sink = direct ? Sink::direct : local ? Sink::local : Sink::bucket;
   scales_ = boundary_.scales(sink == Sink::local);
   if (flags_ != nullptr) flags_->begin_backward();
+  std::vector<uint8_t> expected(parameters_.size());
+  std::vector<uint8_t> trained(parameters_.size());
   bool missing = false;
+  for (int64_t i = 0; i < parameters_.size(); ++i) {
+    if (!parameters_[i].managed()) continue;
+    expected[i] = will_run(parameters_[i].node) ? 1 : 0;
+    trained[i] = parameters_[i].tensor.requires_grad() ? 1 : 0;
+    missing = missing || expected[i] < trained[i];
+  }
+  surprises_ = watch_->may_hold_surprises(missing);
   begun_units_ = 0;
   try {
     for (int64_t u = 0; u < parameters_.unit_count(); ++u) {
-      std::vector<uint8_t> expected;
-      for (const int64_t i : parameters_.members(u)) {
-        expected.push_back(will_run(parameters_[i].node) ? 1 : 0);
-        missing = missing || (expected.back() == 0 && parameters_[i].tensor.requires_grad());
-      }
+      const std::vector<int64_t>& members = parameters_.members(u);
+      Unit& unit = parameters_.unit(u);
       ++begun_units_;
-      parameters_.unit(u).begin_backward(sink, reduces, expected);
+      unit.begin_backward(sink, reduces, picked(expected, members));
+      if (surprises_) unit.await_as_last_time(picked(trained, members));
     }
     if (sink == Sink::local) published_.follow_memory();  // which may have grown
   } catch (...) {
     abort_backward();
     throw;
   }
-  deferred_ = watch_->may_hold_surprises(missing);
   ++backwards_;
-  if (reduces) reductions_.begin(scales_.reduce);
+  if (reduces) reductions_.begin(scales_.reduce, surprises_);
   open_ = true;
 }
 
@@ -439,16 +453,17 @@ void Engine::after_gradient(int64_t i) {
   Unit& unit = parameters_.unit(parameter.unit);
   const at::Tensor grad = std::move(parameter.tensor.mutable_grad());
   parameter.tensor.mutable_grad() = at::Tensor();
-  if (unit.reduced()) watch_->expect_inner_backwards();
-  TORCH_CHECK(!unit.reduced(), where(rank(), unit.name()), "a gradient of '", parameter.name,
+  const bool unforeseen = unit.reduced() && !surprises_;
+  if (unforeseen) watch_->expect_inner_backwards();
+  TORCH_CHECK(!unforeseen, where(rank(), unit.name()), "a gradient of '", parameter.name,
               "' arrived after its unit was"
               " reduced: an inner backward (reentrant checkpointing) that this model did not run "
               "before. Nothing is lost:"
               " repeat this forward and backward.");
-  if (reduces_) reductions_.prepare(parameter.unit, /*starts_at_end=*/deferred_);
+  if (reduces_) reductions_.prepare(parameter.unit);
   const bool finite = unit.accumulate(parameter.slot, grad, scales_.accumulate);
   if (!finite) parameter.saw_nonfinite(boundary_.micro_batch());
-  if (reduces_) reductions_.arrived(parameter.unit, /*start=*/!deferred_);
+  if (reduces_) reductions_.arrived(parameter.unit);
   comm_.make_progress();
   gatherer_.gradient_arrived(gathered_as_[parameter.unit], graph_is_kept());
 }
@@ -460,7 +475,7 @@ void Engine::finish_backward(Gradients gradients) {
   };
   for (int64_t u = 0; u < parameters_.unit_count(); ++u) {
     Unit& unit = parameters_.unit(u);
-    unit.end_backward();
+    unit.end_backward(/*remember=*/gradients == Gradients::own);
     for (const int64_t slot : unit.nonfinite_arrived()) saw_nonfinite(parameters_.members(u)[slot]);
   }
   if (flags_ != nullptr && context_.state.on_host()) {
@@ -574,17 +589,20 @@ StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices,
 }
 
 void Engine::learn_turns() {
-  at::Tensor turns = at::full({parameters_.unit_count()}, -1, at::kLong);
+  const int64_t units = parameters_.unit_count();
+  at::Tensor turns = at::full({units + 1}, -1, at::kLong);
   const std::vector<int64_t> completed = reductions_.completed();
-  std::copy(completed.begin(), completed.end(), turns.mutable_data_ptr<int64_t>());
+  auto* mine = turns.mutable_data_ptr<int64_t>();
+  std::copy(completed.begin(), completed.end(), mine);
+  mine[units] = watch_->saw_inner_backwards() ? 1 : 0;
   if (comm_.on_device()) turns = turns.to(options_.device);
   comm_.broadcast(turns, [this] {
     return where(rank()) + "step() waited for the order of rank 0's reductions";
   });
   turns = turns.cpu();
   const auto* first = turns.const_data_ptr<int64_t>();
-  if (turns.numel() == 0 || *first < 0) return;  // rank 0 had no gradient in this step
-  reductions_.set_turns({first, first + turns.numel()});
+  if (units == 0 || *first < 0) return;  // rank 0 had no gradient in this step
+  reductions_.set_turns({first, first + units}, first[units] != 0);
 }
 
 // No parameter was reached on this rank. Others may have reached some, and they wait for this

@@ -252,8 +252,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   std::vector<OpenCall> open_calls_;
   int64_t begun_units_ = 0;
   bool reduces_ = false;
-  bool deferred_ =
-      false;  // reductions wait for the end: more gradients may arrive than the graph shows
+  bool surprises_ = false;  // more gradients may arrive than the graph shows
   GradientScales scales_;
 
   // stats

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -22,7 +23,7 @@ constexpr size_t kAtOnce = BucketPool::kSize;
 
 }  // namespace
 
-void Reductions::begin(float scale) {
+void Reductions::begin(float scale, bool surprises) {
   scale_ = scale;
   ++round_;
   turn_ = 0;
@@ -34,32 +35,43 @@ void Reductions::begin(float scale) {
   for (const auto& unit : parameters_.units()) {
     largest_bytes_ = std::max(largest_bytes_, unit->message_bytes());
   }
-  if (turns_.size() == units) return;
-  knows_turns_ = false;
-  turns_.resize(units);
-  std::iota(turns_.begin(), turns_.end(), 0);
-  std::stable_partition(turns_.begin(), turns_.end(),
-                        [this](int64_t u) { return !is_small(parameters_.unit(u)); });
+  if (turns_.size() != units) {
+    knows_turns_ = false;
+    turns_.resize(units);
+    std::iota(turns_.begin(), turns_.end(), 0);
+    std::stable_partition(turns_.begin(), turns_.end(),
+                          [this](int64_t u) { return !is_small(parameters_.unit(u)); });
+  }
+  reduces_late_ = can_reduce_late();
+  any_late_ = false;
+  early_turns_ = units;
+  if (surprises) early_turns_ = reduces_late_ && units > 0 ? units - 1 : 0;
+}
+
+bool Reductions::can_reduce_late() const {
+  if (!comm_.on_device()) return true;
+  const bool answers_soon = !knows_turns_ || learned_surprises_;
+  return answers_soon && capture_id(current_stream(context_.compute.device())) == 0;
 }
 
 bool Reductions::is_small(const Unit& unit) const {
   return unit.message_bytes() * kSmall <= largest_bytes_;
 }
 
-void Reductions::prepare(int64_t u, bool starts_at_end) {
+void Reductions::prepare(int64_t u) {
   Unit& unit = parameters_.unit(u);
   // On a device gradients are held until their unit is complete anyway, for one launch.
-  if (!unit.needs_bucket() || starts_at_end || !context_.compute.on_host()) return;
-  for (size_t t = turn_; t < std::min(turn_ + kAtOnce, turns_.size()); ++t) {
+  if (!unit.needs_bucket() || !context_.compute.on_host()) return;
+  for (size_t t = turn_; t < std::min(turn_ + kAtOnce, early_turns_); ++t) {
     if (turns_[t] == u) lend_bucket(unit);
   }
 }
 
-void Reductions::arrived(int64_t u, bool start) {
-  if (parameters_.unit(u).complete() && !std::exchange(is_completed_[u], 1)) {
-    completed_.push_back(u);
-  }
-  if (start) start_ready();
+void Reductions::arrived(int64_t u) {
+  const Unit& unit = parameters_.unit(u);
+  if (unit.complete() && !std::exchange(is_completed_[u], 1)) completed_.push_back(u);
+  any_late_ = any_late_ || unit.late();
+  start_ready();
 }
 
 std::vector<int64_t> Reductions::completed() const {
@@ -72,8 +84,9 @@ std::vector<int64_t> Reductions::completed() const {
   return units;
 }
 
-void Reductions::set_turns(std::vector<int64_t> turns) {
+void Reductions::set_turns(std::vector<int64_t> turns, bool surprises) {
   turns_ = std::move(turns);
+  learned_surprises_ = surprises;
   knows_turns_ = true;
 }
 
@@ -88,22 +101,25 @@ void Reductions::lend_bucket(Unit& unit) {
 }
 
 void Reductions::start_ready() {
-  for (; turn_ < turns_.size() && parameters_.unit(turns_[turn_]).complete(); ++turn_) {
-    const int64_t u = turns_[turn_];
-    Unit& unit = parameters_.unit(u);
-    if (unit.needs_bucket_to_reduce()) lend_bucket(unit);
-    unit.start_reduce(comm_, round_);
-    if (counts_users()) {
-      for (int64_t i = 0; i < unit.layout().size(); ++i) {
-        contributed_[u].push_back(unit.contributes(i) ? 1 : 0);
-      }
-    }
-    in_flight_.push_back(u);
-    ++started_;
+  for (; turn_ < early_turns_ && parameters_.unit(turns_[turn_]).complete(); ++turn_) {
+    start(turns_[turn_]);
   }
   // At once: whoever throws from now on has sent all that the other ranks wait for.
   const bool all_started = turn_ == turns_.size() && !turns_.empty();
   if (all_started && counts_users() && !counts_.defined()) start_counting();
+}
+
+void Reductions::start(int64_t u) {
+  Unit& unit = parameters_.unit(u);
+  if (unit.needs_bucket_to_reduce()) lend_bucket(unit);
+  unit.start_reduce(comm_, round_, any_late_);
+  if (counts_users()) {
+    for (int64_t i = 0; i < unit.layout().size(); ++i) {
+      contributed_[u].push_back(unit.contributes(i) ? 1 : 0);
+    }
+  }
+  in_flight_.push_back(u);
+  ++started_;
 }
 
 void Reductions::finish_oldest() {
@@ -112,6 +128,7 @@ void Reductions::finish_oldest() {
     pool_.give_back(std::move(bucket));
   }
   in_flight_.pop_front();
+  any_late_ = any_late_ || unit.more_to_come();
   // Every rank has sent its part of this one, and is in no earlier backward any more.
   if (!orphans_.empty()) drop_orphans();
 }
@@ -128,12 +145,38 @@ void Reductions::drop_orphans() {
 }
 
 void Reductions::finish() {
-  for (size_t t = turn_; t < turns_.size(); ++t) parameters_.unit(turns_[t]).expect_no_more();
+  early_turns_ = turns_.size();
+  for (size_t t = turn_; t < turns_.size(); ++t) parameters_.unit(turns_[t]).await_no_more();
   start_ready();
-  while (!in_flight_.empty()) finish_oldest();
-  if (counts_.defined()) finish_counting();
+  finish_started();
+  if (reduces_late_ && any_late_) reduce_late();
   context_.reducing.join();
   ++finished_;
+}
+
+void Reductions::finish_started() {
+  while (!in_flight_.empty()) finish_oldest();
+  if (counts_.defined()) finish_counting();
+}
+
+void Reductions::reduce_late() {
+  const int64_t units = parameters_.unit_count();
+  at::Tensor late = at::zeros({units}, at::kLong);
+  auto* mine = late.mutable_data_ptr<int64_t>();
+  for (int64_t u = 0; u < units; ++u) mine[u] = parameters_.unit(u).late() ? 1 : 0;
+  late = comm_.all_gather(late, [this] {
+    return where(context_.rank) + "waited to hear which gradients the other ranks have to reduce" +
+           " once more in backward " + std::to_string(round_);
+  });
+  late = late.sum(0);
+  contributed_.assign(units, {});
+  for (const int64_t u : turns_) {
+    if (late.const_data_ptr<int64_t>()[u] == 0) continue;
+    parameters_.unit(u).reopen();
+    start(u);
+  }
+  if (counts_users()) start_counting();
+  finish_started();
 }
 
 bool Reductions::counts_users() const {
@@ -145,9 +188,10 @@ void Reductions::start_counting() {
   const SideStream::Scope beside(context_.reducing);
   std::vector<int32_t> mine;
   for (const auto& unit : contributed_) mine.insert(mine.end(), unit.begin(), unit.end());
+  mine.push_back(any_late_ ? 1 : 0);
   const bool on_device = comm_.on_device();
   const auto options = at::TensorOptions().dtype(at::kInt);
-  if (on_device && contributes_all()) {
+  if (on_device && contributes_all() && !reduces_late_) {
     counts_ = at::ones({std::ssize(mine)}, options.device(context_.compute.device()));
   } else {
     counts_ = at::empty({std::ssize(mine)}, options.pinned_memory(on_device));
@@ -166,14 +210,15 @@ void Reductions::finish_counting() {
            std::to_string(round_);
   });
   // Where this rank uses every slot, nobody needs to wait for what the device knows.
-  const at::Tensor counts =
-      contributes_all() ? at::ones({counts_.numel()}, at::kInt) : counts_.cpu();
+  const bool needs_answer = reduces_late_ || !contributes_all();
+  const at::Tensor counts = needs_answer ? counts_.cpu() : at::ones({counts_.numel()}, at::kInt);
   const auto* count = counts.const_data_ptr<int32_t>();
-  for (int64_t u = 0; u < parameters_.unit_count(); ++u) {
-    Unit& unit = parameters_.unit(u);
-    unit.take_counts(count);
-    count += unit.layout().size();
+  for (size_t u = 0; u < contributed_.size(); ++u) {
+    if (contributed_[u].empty()) continue;
+    parameters_.unit(static_cast<int64_t>(u)).take_counts(count);
+    count += contributed_[u].size();
   }
+  any_late_ = *count > 0;
   counts_.reset();
 }
 

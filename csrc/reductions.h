@@ -3,8 +3,8 @@
 //
 // Owner:     Engine.
 // Threads:   called only under Engine::mutex_.
-// Invariant: every rank starts the same reductions in the same order; every unit is reduced exactly
-//            once in a backward that reduces.
+// Invariant: every rank starts the same reductions in the same order; in a backward that reduces,
+//            every unit is reduced once, and once more where a rank had late gradients.
 //
 // Note [Turns]
 // A unit that is complete before its turn waits, and so do its gradients, as autograd made them:
@@ -14,6 +14,17 @@
 // of the block would wait for them: small units come last. After the first step turns follow the
 // order in which rank 0's units became complete in its last backward; the ranks agree on that in
 // the step (Engine::learn_turns).
+//
+// Note [Surprises]
+// Where inner backwards bring gradients (reentrant checkpointing), the graph does not show how many
+// will come to a unit. It waits for as many as came in the last backward, in the first one for one
+// of each parameter. Fewer came: it is reduced when the backward ends. More came: those that are
+// late are held, and reduced when all units were; the ranks agree on which, since only some may
+// have late ones. Hence the unit whose turn is the last starts when the backward ends, where
+// surprises are possible, and with it each rank tells whether it has any. On a device the host has
+// to wait for the answer: there the ranks agree in the first step whether rank 0 runs inner
+// backwards, and where it does not, or a graph is captured, surprises wait for the end of the
+// backward.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -38,12 +49,13 @@ class Reductions {
         pool_(context.memory,
               {.gradients = context.compute_place(), .received = context.state_place()}) {}
 
-  // A backward that reduces; `scale`: of what is added to the sums.
-  void begin(float scale);
-  // A gradient of unit u is about to arrive. `starts_at_end`: no reduction starts before finish().
-  void prepare(int64_t u, bool starts_at_end);
-  // One of unit u has arrived. `start`: the reductions of complete units whose turn it is.
-  void arrived(int64_t u, bool start);
+  // A backward that reduces; `scale`: of what is added to the sums. `surprises`: more gradients may
+  // come than the units expect.
+  void begin(float scale, bool surprises);
+  // A gradient of unit u is about to arrive.
+  void prepare(int64_t u);
+  // One of unit u has arrived.
+  void arrived(int64_t u);
   // All that are left; waits.
   void finish();
   // The backward threw, whether it reduces or not: the sums of the first `units`, which had begun
@@ -61,7 +73,8 @@ class Reductions {
   // See Note [Turns]. The units in the order in which they became complete in this rank's last
   // backward; those without gradients last. Empty where none had any.
   std::vector<int64_t> completed() const;
-  void set_turns(std::vector<int64_t> turns);
+  // `surprises`: some are to be expected from now on; the same on every rank.
+  void set_turns(std::vector<int64_t> turns, bool surprises);
   bool knows_turns() const { return knows_turns_; }
 
   int64_t started() const { return started_; }
@@ -71,7 +84,11 @@ class Reductions {
   // Waits for reductions under way where no bucket is free.
   void lend_bucket(Unit& unit);
   void start_ready();
+  void start(int64_t u);
   void finish_oldest();
+  void finish_started();
+  bool can_reduce_late() const;
+  void reduce_late();
   // How many ranks used each slot, where the contributions do not say it.
   bool counts_users() const;
   bool contributes_all() const;
@@ -87,7 +104,11 @@ class Reductions {
   int64_t round_ = 0;  // the backward's number among those that reduce: on every rank alike
   std::vector<int64_t> turns_;  // [units]
   bool knows_turns_ = false;
-  size_t turn_ = 0;  // the next of them
+  bool learned_surprises_ = false;
+  bool reduces_late_ = false;  // in this backward
+  size_t early_turns_ = 0;     // as many may start before the backward ends
+  size_t turn_ = 0;            // the next of them
+  bool any_late_ = false;
   std::vector<int64_t> completed_;
   std::vector<uint8_t> is_completed_;  // [units]
   int64_t largest_bytes_ = 0;          // of a unit's message

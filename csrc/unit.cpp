@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "check.h"
@@ -15,8 +16,9 @@ namespace zero_ext {
 namespace {
 
 constexpr int64_t kAlignmentBytes = 64;
-// A flags message: the number of the backward, the unit's index, then one byte per slot.
-constexpr int64_t kFlagsHeaderBytes = 2 * sizeof(int64_t);
+// A flags message: the number of the backward, the unit's index, whether its sender has late
+// gradients, then one byte per slot.
+constexpr int64_t kFlagsHeaderBytes = 3 * sizeof(int64_t);
 
 at::Tensor byte_tensor(int64_t numel) {
   return at::empty({numel}, at::TensorOptions().dtype(at::kByte));
@@ -49,15 +51,30 @@ void Unit::begin_backward(Sink sink, bool reduces, const std::vector<uint8_t>& e
   filled_on_.reset();
   reduced_ = false;
   added_ = false;
+  late_ = false;
+  more_to_come_ = false;
   expected_ = expected;
-  missing_ = std::count(expected.begin(), expected.end(), 1);
+  expected_left_ = std::count(expected.begin(), expected.end(), 1);
+  awaited_.assign(expected.begin(), expected.end());
+  awaited_left_ = expected_left_;
+  arrivals_.assign(layout_.size(), 0);
   arrived_.assign(layout_.size(), kNotArrived);
   nonfinite_arrived_.clear();
   sums_.begin_backward(sink);
 }
 
-void Unit::end_backward() {
-  missing_ = 0;
+void Unit::await_as_last_time(const std::vector<uint8_t>& trained) {
+  for (int64_t i = 0; i < layout_.size(); ++i) {
+    const int32_t before = last_arrivals_.empty() ? trained[i] : last_arrivals_[i];
+    awaited_[i] = std::max<int32_t>(before, expected_[i]);
+  }
+  awaited_left_ = std::accumulate(awaited_.begin(), awaited_.end(), int64_t{0});
+}
+
+void Unit::end_backward(bool remember) {
+  expected_left_ = 0;
+  awaited_left_ = 0;
+  if (remember) last_arrivals_ = arrivals_;
   follow_filling_stream();
   flush_batched();
   const bool local_goes_on = sink_ == Sink::local && !reduces_;
@@ -66,7 +83,8 @@ void Unit::end_backward() {
 }
 
 std::unique_ptr<Bucket> Unit::abort_backward(std::vector<Orphan>& orphans) {
-  missing_ = 0;
+  expected_left_ = 0;
+  awaited_left_ = 0;
   batched_.clear();
   for (auto& grads : held_) grads.clear();
   sums_.abort_backward(added_);
@@ -85,15 +103,19 @@ std::unique_ptr<Bucket> Unit::abort_backward(std::vector<Orphan>& orphans) {
 // Arriving
 
 bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
-  if (arrived_[i] == kNotArrived) {
-    arrived_[i] = kArrivedEmpty;
-    if (expected_[i]) --missing_;
+  ++arrivals_[i];
+  if (std::exchange(expected_[i], 0) != 0) --expected_left_;
+  if (awaited_[i] > 0) {
+    --awaited_[i];
+    --awaited_left_;
   }
+  if (arrived_[i] == kNotArrived) arrived_[i] = kArrivedEmpty;
   if (!grad.defined()) return true;
   if (sink_ == Sink::direct) sums_.need();
   check_gradient(i, grad);
   const Slot& slot = layout_.slot(i);
-  if (slot.spec.numel == 0) {
+  late_ = late_ || reduced_;
+  if (slot.spec.numel == 0 && !reduced_) {
     arrived_[i] = kArrived;
     if (sink_ == Sink::direct) sums_.mark_summed(i);
     if (sink_ == Sink::local) sums_.mark_local_summed(i);
@@ -107,8 +129,12 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
   const bool overwrite = arrived_[i] != kArrived;
   arrived_[i] = kArrived;
   follow_filling_stream();
+  if (sink_ == Sink::local) scale_ = scale;
+  if (reduced_) {
+    held_[i].push_back(dense);
+    return true;
+  }
   if (sink_ == Sink::local) {
-    scale_ = scale;
     if (reduces_ || !sums_.local_was_fresh(i)) {
       held_[i].push_back(dense);
       return true;
@@ -298,10 +324,11 @@ bool Unit::contributes(int64_t i) const {
   return arrived_[i] == kArrived || (sink_ == Sink::local && !sums_.local_fresh(i));
 }
 
-void Unit::start_reduce(Comm& comm, int64_t backward) {
+void Unit::start_reduce(Comm& comm, int64_t backward, bool more_to_come) {
+  if (sink_ == Sink::direct) return;
   reduced_ = true;
   backward_ = backward;
-  if (sink_ == Sink::direct) return;
+  more_to_come_ = more_to_come;
   follow_filling_stream();
   flush_batched();
   sums_.need();  // of the stream that computes
@@ -317,6 +344,13 @@ void Unit::start_reduce(Comm& comm, int64_t backward) {
     start_collective(comm);
   }
   if (context_.offloads()) send_to_host(comm);
+}
+
+void Unit::reopen() {
+  reduced_ = false;
+  for (int64_t i = 0; i < layout_.size(); ++i) {
+    arrived_[i] = held_[i].empty() ? kNotArrived : kArrived;
+  }
 }
 
 void Unit::stage_local() {
@@ -421,7 +455,7 @@ void Unit::exchange_flags(Comm& comm, int64_t tag) {
   flags_.assign(world, at::Tensor());
   for (at::Tensor& flags : flags_) flags = byte_tensor(kFlagsHeaderBytes + layout_.size());
   auto* mine = flags_[rank].mutable_data_ptr<uint8_t>();
-  const int64_t header[2] = {backward_, index_};
+  const int64_t header[3] = {backward_, index_, more_to_come_ ? 1 : 0};
   std::memcpy(mine, header, kFlagsHeaderBytes);
   for (int64_t i = 0; i < layout_.size(); ++i) mine[kFlagsHeaderBytes + i] = contributes(i) ? 1 : 0;
   comm.exchange(std::vector<at::Tensor>(world, flags_[rank]), flags_, tag, pending_);
@@ -493,14 +527,15 @@ std::unique_ptr<Bucket> Unit::finish_reduce(float scale) {
   return std::move(bucket_);
 }
 
-void Unit::check_flags() const {
+void Unit::check_flags() {
   for (int64_t peer = 0; peer < context_.world; ++peer) {
-    int64_t header[2];
+    int64_t header[3];
     std::memcpy(header, flags_[peer].const_data_ptr<uint8_t>(), kFlagsHeaderBytes);
     TORCH_CHECK(header[0] == backward_ && header[1] == index_, where(context_.rank, name_),
                 "this rank reduces unit ", index_, " of backward ", backward_, ", rank ", peer,
                 " sent unit ", header[1], " of backward ", header[0],
                 ". Every rank must run the same backwards in the same order.");
+    more_to_come_ = more_to_come_ || header[2] != 0;
   }
 }
 
@@ -524,7 +559,7 @@ void Unit::add_contributions(float scale) {
     }
     return true;
   };
-  sums_.begin_adding();
+  if (!added_) sums_.begin_adding();
   for (const Run& run : layout_.runs(used, same)) add_run(run, scale);
   sums_.end_adding();
   if (!knows_users()) return;

@@ -71,6 +71,10 @@ class Unit {
 
   // One backward. `expected[i]`: autograd will reach slot i.
   void begin_backward(Sink sink, bool reduces, const std::vector<uint8_t>& expected);
+  // More gradients may come than were expected: as many are awaited of each slot as came in the
+  // last backward, and in the first one of each slot that is `trained`. What comes after the unit
+  // was reduced is held, and is late().
+  void await_as_last_time(const std::vector<uint8_t>& trained);
   // Its gradients go into a bucket, which it has not been lent: those that arrive are held.
   bool needs_bucket() const { return bucket_ == nullptr && sink_ == Sink::bucket; }
   bool needs_bucket_to_reduce() const { return bucket_ == nullptr && sink_ != Sink::direct; }
@@ -83,18 +87,25 @@ class Unit {
   // it holds NaN or Inf. `scale` is for direct and local sums; what a bucket holds is scaled when
   // it is reduced. Of a gradient that is held, nonfinite_arrived() says so later.
   bool accumulate(int64_t i, const at::Tensor& grad, float scale);
-  bool complete() const { return missing_ == 0; }
-  bool expects_gradients() const { return missing_ > 0; }
-  void expect_no_more() { missing_ = 0; }
+  bool complete() const { return awaited_left_ == 0; }
+  bool expects_gradients() const { return expected_left_ > 0; }
+  void await_no_more() { awaited_left_ = 0; }
   bool reduced() const { return reduced_; }
-  void start_reduce(Comm& comm, int64_t backward);
+  bool late() const { return late_; }
+  // `more_to_come`: this rank has late gradients, which all ranks will have to reduce.
+  void start_reduce(Comm& comm, int64_t backward, bool more_to_come);
+  // Once all units were reduced: the late gradients are to be reduced now.
+  void reopen();
   // This rank has something of slot i to reduce.
   bool contributes(int64_t i) const;
   // Waits, adds the ranks' contributions, gives the bucket back (null where there was none).
   std::unique_ptr<Bucket> finish_reduce(float scale);
+  // A rank had late gradients when it started this; known where flags come along.
+  bool more_to_come() const { return more_to_come_; }
   // Behind the last finish_reduce() of the backward. `counts[i]`: that many ranks contributed.
   void take_counts(const int32_t* counts);
-  void end_backward();
+  // `remember`: what arrived is what will be awaited.
+  void end_backward(bool remember);
   // Slots whose held gradients held NaN or Inf.
   const std::vector<int64_t>& nonfinite_arrived() const { return nonfinite_arrived_; }
   // What a reduction that nobody will finish still uses. The other ranks may finish theirs with it.
@@ -154,7 +165,7 @@ class Unit {
   // Contributions that lie on the device, to the host where the sums are offloaded. Queued.
   void send_to_host(Comm& comm);
   void wait_for_reduction();
-  void check_flags() const;
+  void check_flags();
   // Where flags came with the contributions; else it is known at the end of the backward.
   bool knows_users() const { return !flags_.empty(); }
   bool may_be_used_by(int64_t source, int64_t i) const;
@@ -181,11 +192,17 @@ class Unit {
   GradientBatch batched_;
   std::vector<int64_t> nonfinite_arrived_;
   int64_t backward_ = 0;
-  int64_t missing_ = 0;
   bool reduced_ = false;  // started
-  bool added_ = false;    // finished
-  std::vector<uint8_t> expected_;
-  std::vector<uint8_t> arrived_;  // [slots] of Arrival
+  bool added_ = false;    // finished, once at least
+  bool late_ = false;
+  bool more_to_come_ = false;
+  std::vector<uint8_t> expected_;  // [slots]
+  int64_t expected_left_ = 0;
+  std::vector<int32_t> awaited_;  // [slots]
+  int64_t awaited_left_ = 0;
+  std::vector<int32_t> arrivals_;       // [slots]
+  std::vector<int32_t> last_arrivals_;  // of the last backward; empty before the first
+  std::vector<uint8_t> arrived_;        // [slots] of Arrival
   std::unique_ptr<Bucket> bucket_;
   at::Tensor staged_;  // [padded], the bucket's gradients
   Pending pending_;

@@ -13,6 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+# Stage 3 over a device's own backend.
+GATHERS_TOGETHER = "lccl" in os.environ.get("ZERO_EXT_TEST_BACKENDS", "")
+
 
 class Team(NamedTuple):
     """The ranks that a test runs on; the fixture ``team``."""

@@ -16,7 +16,6 @@ from harness import (
 )
 from reference import gradients_of
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import zero_ext
 from zero_ext.handle import find
@@ -193,26 +192,6 @@ def test_turns_are_learned_again_when_units_come(mesh, rank, world):
         optimizer.zero_grad()
     assert seen[0] != seen[1]
     assert seen[1] == seen[2] == [0, 1, 2, 3, 4]
-
-
-class Recomputed(Forwards):
-    """All but the first layer in reentrant checkpoints, whose gradients nobody expects."""
-
-    def forward(self, x):
-        first, *others = self.layers
-        x = torch.tanh(first(x))
-        for layer in others:
-            x = torch.tanh(checkpoint(layer, x, use_reentrant=True))
-        return x
-
-
-@pytest.mark.dist
-@pytest.mark.world(min=2)
-@STAGES
-def test_gradients_that_nobody_expects_wait_without_buckets(mesh, rank, world, stage):
-    """All reductions go out at the end, from two buckets."""
-    model = zero_ext.shard(Recomputed(), stage, mesh=mesh, bucket_mb=ONE_UNIT_EACH)
-    check_steps(model, Recomputed, rank, world, stage, [[0] * 5] * 3)
 
 
 class NormsLast(nn.Module):
@@ -493,23 +472,16 @@ def test_no_python_runs_for_parameters_that_stay_unused(anywhere, rank, stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_bits_do_not_depend_on_when_reductions_start(anywhere, rank, stage):
-    """Deferred to the end (a graph with an unknown Python function) or overlapping: the same."""
-
-    class Identity(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(ctx, gradient):
-            return gradient
-
+    """Overlapping, or all at the end, behind a layer that the first backward waits for in vain."""
     x = rank_data((2, 6), rank)
     results = []
-    for wrap in (lambda x: x, Identity.apply):
-        model = zero_ext.shard(Forwards(), stage, mesh=anywhere, bucket_mb=ONE_UNIT_EACH)
+    for unused in (False, True):
+        model = Forwards()
+        if unused:
+            model.unused = nn.Linear(6, 6, bias=False)
+        zero_ext.shard(model, stage, mesh=anywhere, bucket_mb=ONE_UNIT_EACH)
         started = watch_reductions(model)
-        wrap(model(x)).square().mean().backward()
+        mean_square(model, x).backward()
         results.append((started, gradients_of(model)))
     assert results[0][0] == [0, 1, 2, 3, 4]
     assert results[1][0] == [0, 0, 0, 0, 0]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import (
+    GATHERS_TOGETHER,
     MLP,
     assert_bits,
     gather_objects,
@@ -28,7 +29,6 @@ from zero_ext.handle import find
 
 SHAPE = (3, 8)
 MLP_SHAPE = (3, 5)
-GATHERS_TOGETHER = "lccl" in os.environ.get("ZERO_EXT_TEST_BACKENDS", "")
 ON_HOST = os.environ.get("ZERO_EXT_TEST_DEVICE", "cpu") == "cpu"
 EARLIER_FAILED = r"\[rank 0\]: backward: an earlier one threw right after an inner backward"
 at_least_two_ranks = pytest.mark.world(min=2)

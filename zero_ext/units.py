@@ -1,13 +1,13 @@
 """Cuts parameters into units: what is reduced, stepped and gathered together."""
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 # What `shard(units=)` takes: module classes, or a predicate of a module's name and itself.
-Choice = type | tuple[type, ...] | Callable[[str, nn.Module], bool] | None
+Choice = type | Collection[type] | Callable[[str, nn.Module], bool] | None
 
 
 class UnitPlan(NamedTuple):
@@ -185,8 +185,8 @@ def _merged_evenly(sizes: Sequence[int], limit: float) -> list[tuple[int, int]]:
 def _chosen(root: nn.Module, choice: Choice) -> dict[str, nn.Module]:
     if choice is None:
         return dict(_repeated(root, ""))
-    if isinstance(choice, (type, tuple)):
-        classes = choice if isinstance(choice, tuple) else (choice,)
+    if isinstance(choice, (type, Collection)) and not isinstance(choice, str):
+        classes = (choice,) if isinstance(choice, type) else tuple(choice)
         if not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
             raise TypeError(f"zero_ext: units={choice!r} is not made of nn.Module classes.")
         chosen = {n: m for n, m in root.named_modules() if n and isinstance(m, classes)}

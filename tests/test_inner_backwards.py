@@ -1,0 +1,224 @@
+"""Reentrant checkpoints: gradients that the graph does not show before they arrive."""
+
+import contextlib
+import random
+
+import pytest
+import torch
+from harness import (
+    GATHERS_TOGETHER,
+    assert_bits,
+    gather_objects,
+    mean_square,
+    rank_data,
+    step_and_wait,
+)
+from reference import gradients_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zero_ext
+
+LAYERS = 5
+IN_ORDER = (0, 1, 2, 3, 4)
+ONE_UNIT_EACH = 1e-6
+
+pytestmark = [pytest.mark.dist, pytest.mark.world(min=2)]
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+REDUCTIONS = pytest.mark.parametrize("reduction", ["exchange", "collective"])
+
+
+class Recomputed(nn.Module):
+    """``calls``: the layers that run, each time in a reentrant checkpoint of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(7, 7, bias=False) for _ in range(LAYERS))
+        self.calls: tuple[int, ...] = IN_ORDER
+
+    def forward(self, x):
+        if not x.requires_grad:
+            x = x.clone().requires_grad_()
+        for number in self.calls:
+            x = torch.tanh(checkpoint(self.layers[number], x, use_reentrant=True))
+        return x
+
+
+def sharded(mesh, stage: int, **options) -> nn.Module:
+    units = {"units": {nn.Linear}} if stage == 3 else {}
+    return zero_ext.shard(
+        Recomputed(), stage, mesh=mesh, bucket_mb=ONE_UNIT_EACH, **units, **options
+    )
+
+
+def needs_own_gathers(stage: int, differ: bool = True) -> None:
+    if stage == 3 and differ and GATHERS_TOGETHER:
+        pytest.skip("every rank enters every gather")
+
+
+def add_expected(sums: dict[str, torch.Tensor], calls_of_ranks, step: int, dtype=torch.float64):
+    """One process's gradients of a backward of every rank, which has its own calls."""
+    world = len(calls_of_ranks)
+    for rank, calls in enumerate(calls_of_ranks):
+        plain = Recomputed().to(dtype)
+        plain.calls = calls
+        plain(batch(rank, step).to(dtype)).square().mean().backward()
+        for name, parameter in plain.named_parameters():
+            if parameter.grad is not None:
+                sums[name] = sums.get(name, 0) + parameter.grad / world
+
+
+def batch(rank: int, step: int) -> torch.Tensor:
+    return rank_data((3, 7), rank, step)
+
+
+def assert_gradients(model: nn.Module, expected: dict[str, torch.Tensor]) -> None:
+    for name, found in gradients_of(model).items():
+        if name not in expected:
+            assert found is None, name
+        else:
+            torch.testing.assert_close(found.double(), expected[name], rtol=1e-5, atol=1e-7)
+
+
+@STAGES
+@REDUCTIONS
+def test_reductions_start_while_gradients_come(mesh, rank, world, stage, reduction):
+    """From the first backward on, but for the last one; and two buckets are enough."""
+    model = sharded(mesh, stage, reduction=reduction)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0)
+    started: list[int] = []
+    for layer in model.layers:
+        layer.weight.register_post_accumulate_grad_hook(
+            lambda p: started.append(model.stats()["reductions"])
+        )
+    for step in range(3):
+        mean_square(model, batch(rank, step)).backward()
+        assert [count - LAYERS * step for count in started] == [0, 1, 2, 3, 4]
+        started.clear()
+        expected: dict[str, torch.Tensor] = {}
+        add_expected(expected, [IN_ORDER] * world, step)
+        assert_gradients(model, expected)
+        optimizer.step()
+        optimizer.zero_grad()
+        if reduction == "exchange":
+            plain = Recomputed()
+            estimate = zero_ext.estimate_memory(plain, world, stage, bucket_mb=ONE_UNIT_EACH)
+            assert 0 < model.stats()["bytes_bucket"] <= estimate["buckets"]
+
+
+@STAGES
+@REDUCTIONS
+@pytest.mark.parametrize("ranks", ["all", "one", "one_after_the_other"])
+def test_a_layer_that_is_called_again(mesh, rank, world, stage, reduction, ranks):
+    """Its gradient comes once more after its unit was reduced; later backwards wait for it.
+
+    Those have one process's bits.
+    """
+    needs_own_gathers(stage, ranks != "all")
+    model = sharded(mesh, stage, reduction=reduction)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0)
+    again = (0, 1, 2, 3, 4, 3)
+    before = 0
+    for step in range(4):
+        does = {"all": range(world), "one": [1], "one_after_the_other": [step % world]}[ranks]
+        calls_of_ranks = [again if r in does else IN_ORDER for r in range(world)]
+        model.calls = calls_of_ranks[rank]
+        mean_square(model, batch(rank, step)).backward()
+        expected: dict[str, torch.Tensor] = {}
+        add_expected(expected, calls_of_ranks, step)
+        assert_gradients(model, expected)
+        if step > 0 and ranks == "all" and reduction == "exchange" and world in (2, 4):
+            exact: dict[str, torch.Tensor] = {}
+            add_expected(exact, calls_of_ranks, step, torch.float32)
+            for name, found in gradients_of(model).items():
+                assert_bits(found, exact[name], name)
+        reductions = model.stats()["reductions"]
+        more = reductions - before - model.stats()["units"]
+        before = reductions
+        if step == 0:
+            assert more == 1
+        elif ranks != "one_after_the_other":
+            assert more == 0
+        assert len(set(gather_objects(reductions))) == 1
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@STAGES
+@REDUCTIONS
+@pytest.mark.parametrize("local", [(), (0, 1), (1,)], ids=["none", "first_two", "second"])
+@pytest.mark.parametrize("seed", range(3))
+def test_layers_come_and_go(mesh, rank, world, stage, reduction, local, seed):
+    """Dropped, repeated, in any order, differently on every rank and in every backward.
+
+    Three backwards are a step; those in ``local`` run in ``no_sync()``.
+    """
+    needs_own_gathers(stage)
+    generator = random.Random(seed)
+    model = sharded(mesh, stage, reduction=reduction)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(5):
+        expected: dict[str, torch.Tensor] = {}
+        for k in range(3):
+            calls_of_ranks = [
+                tuple(generator.choices(range(LAYERS), k=generator.randint(1, 7)))
+                for _ in range(world)
+            ]
+            model.calls = calls_of_ranks[rank]
+            with model.no_sync() if k in local else contextlib.nullcontext():
+                mean_square(model, batch(rank, 3 * step + k)).backward()
+            add_expected(expected, calls_of_ranks, 3 * step + k)
+        assert_gradients(model, expected)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@STAGES
+@REDUCTIONS
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_what_was_late_is_undone_as_well(mesh, rank, world, stage, reduction, accumulates):
+    model = sharded(mesh, stage, reduction=reduction)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0)
+    expected: dict[str, torch.Tensor] = {}
+    if accumulates:
+        mean_square(model, batch(rank, 0)).backward()
+        add_expected(expected, [IN_ORDER] * world, 0)
+    again = (0, 1, 2, 3, 4, 3, 4)
+    model.calls = again
+
+    def fail(grad):
+        raise RuntimeError("after all gradients")
+
+    first = batch(rank, 1).requires_grad_()
+    first.register_hook(fail)
+    with pytest.raises(RuntimeError, match="after all gradients"):
+        mean_square(model, first).backward()
+    model.stats()  # on a device: once the failure has been heard of
+    assert_gradients(model, expected)
+    for k in (2, 3):
+        mean_square(model, batch(rank, k)).backward()
+        add_expected(expected, [again] * world, k)
+        assert_gradients(model, expected)
+    optimizer.step()
+
+
+def test_gradients_that_were_late_are_checked_for_nan(mesh, rank, world):
+    model = sharded(mesh, 2)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=1.0)
+    model.calls = (3, 0, 1, 2, 3, 4)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    seen = 0
+
+    def spoil(grad):
+        nonlocal seen
+        seen += 1  # the second call of layer 3 comes first
+        return grad * float("nan") if rank == world - 1 and seen == 2 else grad
+
+    model.layers[3].weight.register_hook(spoil)
+    mean_square(model, batch(rank, 0)).backward()
+    with pytest.warns(UserWarning, match="layers.3.weight"):
+        step_and_wait(optimizer)
+    assert seen == 2 and optimizer.skipped_steps == 1
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.detach(), before[name])
