@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from report import Row, add_arguments, median_ratio, write
@@ -175,6 +175,16 @@ def bench_adamw(numel: int) -> list[Row]:
     return rows
 
 
+def bench_all(numel: int) -> Iterator[Row]:
+    yield from bench_flat(numel)
+    yield from bench_lists()
+    yield from bench_adamw(numel)
+    # One bucket of 25 MB in bf16, where a launch's own cost shows.
+    for row in bench_flat(13 * 10**6):
+        row.name += " (13 M elements)"
+        yield row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--numel-millions", type=int, default=256)
@@ -183,14 +193,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("bench_cuda needs a GPU.")
     torch.manual_seed(0)
-    numel = args.numel_millions * 10**6
-    rows = bench_flat(numel) + bench_lists() + bench_adamw(numel)
-    # One bucket of 25 MB in bf16, where a launch's own cost shows.
-    for row in bench_flat(13 * 10**6):
-        row.name += " (13 M elements)"
-        rows.append(row)
     print(torch.cuda.get_device_name())
-    write("kernels_cuda", rows, args.results)
+    write("kernels_cuda", bench_all(args.numel_millions * 10**6), args.results)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ it.
 import argparse
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import models
 import report
@@ -121,6 +121,17 @@ def waits(stage: int, args) -> report.Row:
     return report.Row(f"stage {stage}: waits in 3 steps", str(count), "0", count, "at most", 0)
 
 
+def races(args) -> Iterator[report.Row]:
+    def ours(stage: int):
+        return lambda model, batch: zero_step(model, batch, 1, stage)
+
+    for stage in (1, 2):
+        yield from race(f"GPT, stage {stage} / plain", ours(stage), plain_step, (1.02, 1.0), args)
+    yield from race("GPT, stage 3 / FSDP2", ours(3), fsdp_step, (0.95, 1.0), args)
+    for stage in (2, 3):
+        yield waits(stage, args)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=8)
@@ -132,16 +143,11 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group("cpu:gloo,cuda:nccl")
 
-    def ours(stage: int):
-        return lambda model, batch: zero_step(model, batch, 1, stage)
-
-    rows = []
-    for stage in (1, 2):
-        rows += race(f"GPT, stage {stage} / plain", ours(stage), plain_step, (1.02, 1.0), args)
-    rows += race("GPT, stage 3 / FSDP2", ours(3), fsdp_step, (0.95, 1.0), args)
-    rows += [waits(stage, args) for stage in (2, 3)]
+    rows = races(args)
     if dist.get_rank() == 0:
         report.write("step_cuda", rows, args.results)
+    else:
+        list(rows)
     dist.destroy_process_group()
 
 

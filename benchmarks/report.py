@@ -7,7 +7,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -69,19 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--results", type=Path, help="folder for NAME.md and NAME.json")
 
 
-def write(name: str, rows: list[Row], folder: Path | None) -> None:
-    lines = ["| what | ours | peer | ratio | target | met |", "|---|---|---|---|---|---|"]
-    for row in rows:
-        target, met = f"{row.kind} {row.target}", "yes" if row.met else "NO"
-        if row.target is None:
-            target = met = ""
-        lines.append(
-            f"| {row.name} | {row.ours} | {row.theirs} | {row.ratio:.3f} | {target} | {met} |"
-        )
-    table = "\n".join(lines)
-    print(table, flush=True)
-    if folder is None:
-        return
+def write(name: str, rows: Iterable[Row], folder: Path | None) -> None:
+    """Each row as soon as it is there: a run that is stopped keeps those that it measured."""
     machine = {
         "processor": _processor(),
         "torch": torch.__version__,
@@ -89,10 +78,26 @@ def write(name: str, rows: list[Row], folder: Path | None) -> None:
         "commit": _commit(),
     }
     head = ", ".join(f"{key} {value}" for key, value in machine.items())
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.md").write_text(f"# {name}\n\n{head}\n\n{table}\n")
-    data = {"machine": machine, "rows": [{**asdict(row), "met": row.met} for row in rows]}
-    (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+    lines = ["| what | ours | peer | ratio | target | met |", "|---|---|---|---|---|---|"]
+    data = {"machine": machine, "rows": []}
+    print(*lines, sep="\n", flush=True)
+    for row in rows:
+        lines.append(_line(row))
+        print(lines[-1], flush=True)
+        data["rows"].append({**asdict(row), "met": row.met})
+        if folder is None:
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
+        table = "\n".join(lines)
+        (folder / f"{name}.md").write_text(f"# {name}\n\n{head}\n\n{table}\n")
+        (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+
+
+def _line(row: Row) -> str:
+    target, met = f"{row.kind} {row.target}", "yes" if row.met else "NO"
+    if row.target is None:
+        target = met = ""
+    return f"| {row.name} | {row.ours} | {row.theirs} | {row.ratio:.3f} | {target} | {met} |"
 
 
 def _processor() -> str:

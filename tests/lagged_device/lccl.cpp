@@ -7,6 +7,7 @@
 #include <ATen/ops/minimum.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
+#include <torch/headeronly/version.h>
 
 #include <algorithm>
 #include <array>
@@ -28,6 +29,13 @@ using std::chrono::milliseconds;
 using Kind = Agreement::Kind;
 using Tensors = std::vector<Tensor>;
 using WorkPtr = c10::intrusive_ptr<Work>;
+
+// torch 2.11 has no name of its own for it.
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+constexpr OpType kReduceScatterCoalesced = OpType::REDUCE_SCATTER_TENSOR_COALESCED;
+#else
+constexpr OpType kReduceScatterCoalesced = OpType::_REDUCE_SCATTER_BASE;
+#endif
 
 // One call, or those between startCoalescing() and endCoalescing().
 struct Call {
@@ -318,7 +326,7 @@ class Lccl final : public c10d::Backend {
   }
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::ReduceScatterOptions& options) override {
-    return reduce_scatter_all(OpType::REDUCE_SCATTER_TENSOR_COALESCED, outputs, inputs, options);
+    return reduce_scatter_all(kReduceScatterCoalesced, outputs, inputs, options);
   }
 
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
