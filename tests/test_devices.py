@@ -10,6 +10,7 @@ import functools
 import gc
 import io
 import itertools
+import math
 import os
 import re
 import signal
@@ -235,18 +236,40 @@ def test_nobody_waits_in_a_backward_or_a_step(
             run.optimizer.zero_grad()
 
 
-def test_nobody_waits_for_edits_of_gradients_or_for_some_of_the_parameters(device):
+@STAGES
+def test_nobody_waits_for_a_static_loss_scale(device, stage):
+    scaler = zero_ext.LossScaler("static", init_scale=128.0)
+    run = Run(device, stage, None, 0, torch.bfloat16, loss_scaler=scaler)
+    batch = rank_data((4, 5), 0).bfloat16()
+
+    def step():
+        scaler.scale(mean_square(run.model, batch)).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+
+    step()
+    with nobody_waits(device):
+        step()
+        step()
+
+
+@pytest.mark.parametrize("order", [2.0, math.inf])
+def test_nobody_waits_for_edits_of_gradients_or_for_some_of_the_parameters(
+    anywhere, rank, device, order
+):
     """Sums that the user wrote to are searched again, for the parameters of one optimizer."""
-    run = Run(device, 2, None, 0, torch.float32)
+    if anywhere is not None:
+        skip_unless_on_device()
+    run = Run(device, 2, anywhere, rank, torch.float32)
     parameters = list(run.model.parameters())
     del run.optimizer
     gc.collect()
     halves = [zero_ext.optim.AdamW(half, lr=0.05) for half in (parameters[:3], parameters[3:])]
-    batch = rank_data((4, 5), 0)
+    batch = rank_data((4, 5), rank)
 
     def step():
         mean_square(run.model, batch).backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+        torch.nn.utils.clip_grad_norm_(parameters, 0.1, norm_type=order)
         for optimizer in halves:
             optimizer.step()
             optimizer.zero_grad()

@@ -99,7 +99,8 @@ class LossScaler:
             raise TypeError(f"zero_ext: scale() takes tensors, not {type(outputs).__name__}.")
         self._losses_scaled += 1
         # A 0-dim fp32 factor, as torch's GradScaler has: an fp16 loss becomes fp32.
-        return outputs * torch.tensor(self._scale, device=outputs.device)
+        # torch.tensor() would copy it to a device, and wait for all that this was given before.
+        return outputs * torch.full((), self._scale, dtype=torch.float32, device=outputs.device)
 
     def _attach(self, optimizer) -> None:
         other = self._optimizer and self._optimizer()

@@ -410,19 +410,25 @@ def _foreach_norm(func, tensors, order=2, dtype=None):
     order alone.
     """
     nothing = inf if order == -inf else 0.0  # what a rank without elements contributes
-    norms = torch.full((len(tensors),), nothing, dtype=torch.float64, device=tensors[0].device)
+    # A list: a device would wait for a list of indices.
+    norms = [torch.full((), nothing, dtype=torch.float64, device=tensors[0].device)] * len(tensors)
+
+    def put(members, values):
+        for i, value in zip(members, values.unbind(), strict=True):
+            norms[i] = value
+
     slices = [t._local_tensor if isinstance(t, ShardTensor) else t for t in tensors]
     held = [i for i, part in enumerate(slices) if part.numel()]
     if held:
         held_norms = torch._foreach_norm([slices[i] for i in held], order, dtype)
-        norms[held] = torch.stack(held_norms).double()
+        put(held, torch.stack(held_norms).double())
     for group, members in _groups_of(tensors).items():
         power = 1 if order in (0, inf, -inf) else order
         op = {inf: dist.ReduceOp.MAX, -inf: dist.ReduceOp.MIN}.get(order, dist.ReduceOp.SUM)
-        part = norms[members] ** power
+        part = torch.stack([norms[i] for i in members]) ** power
         all_reduce_(part, group, op)
-        norms[members] = part ** (1 / power)
-    return [n.to(dtype or t.dtype) for n, t in zip(norms.unbind(), tensors, strict=True)]
+        put(members, part ** (1 / power))
+    return [n.to(dtype or t.dtype) for n, t in zip(norms, tensors, strict=True)]
 
 
 def _vector_norm(func, shard, order=2, dim=None, keepdim=False, *, dtype=None):
