@@ -1,6 +1,8 @@
 #include "device_flags.h"
 
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/eq.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/minimum.h>
 #include <ATen/ops/stack.h>
@@ -21,9 +23,11 @@ void DeviceFlags::add(const std::vector<int64_t>& parameters) {
     return count_ == 0 ? more.clone() : at::cat({flags, more});
   };
   // Memory may run out up to here.
-  std::tie(arrivals_, sums_, first_, codes_) =
+  std::tie(arrivals_, sums_, first_, codes_, seen_, unseen_) =
       std::make_tuple(longer(arrivals_, none), longer(sums_, none), longer(first_, unseen),
-                      longer(codes_, index(parameters).add_(sighting::of(0, rank_, 0))));
+                      longer(codes_, index(parameters).add_(sighting::of(0, rank_, 0))),
+                      at::empty({count_ + count}, options.dtype(at::kLong)),
+                      at::empty({count_ + count}, options.dtype(at::kBool)));
   count_ += count;
   is_cleared_.resize(count_, 0);
   parameters_.insert(parameters_.end(), parameters.begin(), parameters.end());
@@ -31,9 +35,10 @@ void DeviceFlags::add(const std::vector<int64_t>& parameters) {
 
 void DeviceFlags::end_backward(int64_t micro_batch, bool direct) {
   if (count_ == 0) return;
-  const at::Tensor seen = at::where(arrivals_.ne(0), codes_.add(sighting::of(micro_batch, 0, 0)),
-                                    at::Scalar(sighting::kNone));
-  at::minimum_out(first_, first_, seen);  // in place: a graph writes there whenever it runs
+  seen_.copy_(codes_).add_(sighting::of(micro_batch, 0, 0));
+  at::eq_out(unseen_, arrivals_, 0);
+  seen_.masked_fill_(unseen_, sighting::kNone);
+  at::minimum_out(first_, first_, seen_);  // in place: a graph writes there whenever it runs
   if (direct) sums_.bitwise_or_(arrivals_);
   arrivals_.zero_();
 }

@@ -77,6 +77,9 @@ class DeviceFlags {
   at::Tensor sums_;                  // int32 [count]
   at::Tensor first_;                 // int64 [count], sightings
   at::Tensor codes_;                 // int64 [count], sightings in micro-batch 0
+  // Memory for the end of a backward, which cannot be undone where that runs out: int64, bool.
+  at::Tensor seen_;
+  at::Tensor unseen_;
   std::vector<int64_t> cleared_;
   std::vector<uint8_t> is_cleared_;  // [count]
 };

@@ -359,6 +359,8 @@ void Engine::begin_backward(bool reduces) {
   std::vector<int64_t> all(parameters_.size());
   std::iota(all.begin(), all.end(), 0);
   published_.take_over(all, "backward");
+  forget_backwards();
+  if (flags_ != nullptr) flags_->begin_backward();
   published_.withdraw();
 
   reduces_ = reduces;
@@ -367,7 +369,6 @@ void Engine::begin_backward(bool reduces) {
   const bool direct = world() == 1 && !context_.offloads();
   const Sink sink = direct ? Sink::direct : local ? Sink::local : Sink::bucket;
   scales_ = boundary_.scales(sink == Sink::local);
-  if (flags_ != nullptr) flags_->begin_backward();
   std::vector<uint8_t> expected(parameters_.size());
   std::vector<uint8_t> trained(parameters_.size());
   bool missing = false;
@@ -469,7 +470,13 @@ void Engine::after_gradient(int64_t i) {
 }
 
 void Engine::finish_backward(Gradients gradients) {
+  // As long as anything can fail all of it can be undone.
   if (reduces_) reductions_.finish();
+  for (const auto& unit : parameters_.units()) unit->flush();
+  std::vector<int64_t> arrivals;
+  const bool on_device = flags_ != nullptr && !context_.state.on_host();
+  if (flags_ != nullptr && !on_device) arrivals = flags_->take_arrivals();
+
   const auto saw_nonfinite = [this](int64_t i) {
     parameters_[i].saw_nonfinite(boundary_.micro_batch());
   };
@@ -478,11 +485,9 @@ void Engine::finish_backward(Gradients gradients) {
     unit.end_backward(/*remember=*/gradients == Gradients::own);
     for (const int64_t slot : unit.nonfinite_arrived()) saw_nonfinite(parameters_.members(u)[slot]);
   }
-  if (flags_ != nullptr && context_.state.on_host()) {
-    for (const int64_t k : flags_->take_arrivals()) saw_nonfinite(flags_->parameter_of(k));
-  } else if (flags_ != nullptr) {
-    flags_->end_backward(boundary_.micro_batch(), /*direct=*/world() == 1);
-  }
+  for (const int64_t k : arrivals) saw_nonfinite(flags_->parameter_of(k));
+  if (on_device) flags_->end_backward(boundary_.micro_batch(), /*direct=*/world() == 1);
+  if (reduces_) reductions_.count_finished();
   open_ = false;
   if (gradients == Gradients::own) {
     boundary_.end_backward(reduces_);
@@ -567,7 +572,7 @@ StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices,
               " backward(s) inside no_sync() (or before the boundary of accumulation_steps=",
               boundary_.accumulation_steps(),
               ") were never reduced. Run the last backward before a step outside no_sync().");
-  if (backwards_ == *last_backward) take_part_in_others_backward();
+  if (had_no_backward(indices, *last_backward)) take_part_in_others_backward();
   published_.take_over(indices, "step()");
   gatherer_.begin_step();
   // Nobody's shard changes before all ranks are here: until then they may be gathering from it.
@@ -577,7 +582,8 @@ StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices,
     verdict = agreement_.ask(indices, questions, "step()");
     if (world() > 1 && !reductions_.knows_turns()) learn_turns();
   }
-  *last_backward = backwards_;  // not before: what refuses may be mended, and the step repeated
+  // Not before: what refuses may be mended, and the step repeated.
+  *last_backward = stepped_ = backwards_;
   for (const int64_t i : indices) {
     if (parameters_[i].managed()) parameters_.repair_storage(i, Writes::keep);
   }
@@ -603,6 +609,14 @@ void Engine::learn_turns() {
   const auto* first = turns.const_data_ptr<int64_t>();
   if (units == 0 || *first < 0) return;  // rank 0 had no gradient in this step
   reductions_.set_turns({first, first + units}, first[units] != 0);
+}
+
+bool Engine::had_no_backward(const std::vector<int64_t>& indices, int64_t last_backward) const {
+  if (backwards_ == last_backward) return true;
+  // The last one was for another optimizer's step, unless it reached these as well.
+  return backwards_ == stepped_ && std::all_of(indices.begin(), indices.end(), [this](int64_t i) {
+           return !parameters_[i].managed() || parameters_.sums_of(i).fresh(parameters_[i].slot);
+         });
 }
 
 // No parameter was reached on this rank. Others may have reached some, and they wait for this
@@ -718,7 +732,7 @@ at::Tensor Engine::clip_gradients(const std::vector<int64_t>& indices, double ma
   TORCH_CHECK(!open_ && !boundary_.local_open(), where(rank()),
               "the gradients are not complete: the norm was asked for inside a backward or"
               " before the backward that reduces. Ask between the last backward and step().");
-  if (backwards_ == last_backward) take_part_in_others_backward();
+  if (had_no_backward(indices, last_backward)) take_part_in_others_backward();
   published_.take_over(indices, "clip_grad_norm_");
   const StepQuestions norm{.nonfinite = false, .max_norm = max_norm};
   const StepVerdict verdict = agreement_.ask(indices, norm, "clip_grad_norm_()");
@@ -777,11 +791,16 @@ void Engine::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
   // A step that is given up (by a GradScaler, say) is over as well.
   if (mode == ZeroGrad::to_none && zeroed == all) boundary_.give_up_step();
   // Several optimizers zero their own parameters each.
-  if (std::all_of(parameters_.units().begin(), parameters_.units().end(),
-                  [](const std::unique_ptr<Unit>& unit) { return unit->sums().empty(); })) {
-    reductions_.forget_finished();
-    threw_ = false;
+  forget_backwards();
+}
+
+void Engine::forget_backwards() {
+  if (std::any_of(parameters_.units().begin(), parameters_.units().end(),
+                  [](const std::unique_ptr<Unit>& unit) { return unit->sums().has_reduced(); })) {
+    return;
   }
+  reductions_.forget_finished();
+  threw_ = false;
 }
 
 std::map<std::string, int64_t> Engine::stats() {

@@ -184,12 +184,17 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   void check_usable(const char* verb) const;
   // See Note [Turns] in reductions.h. Collective; on a device it waits, once.
   void learn_turns();
+  // This rank had no backward for a step of these parameters; `last_backward`: as of their last
+  // one.
+  bool had_no_backward(const std::vector<int64_t>& indices, int64_t last_backward) const;
   // A backward without gradients on this rank, for the sake of ranks that have some.
   void take_part_in_others_backward();
   void leave_call(size_t index);
   std::vector<int64_t> all_gathered() const;
   enum class Gradients { own, of_others };
   void finish_backward(Gradients gradients);
+  // Where no sum is left of what this step's backwards brought.
+  void forget_backwards();
   void abort_backward();
   // What threw, and the passes of stage 3.
   void undo_backward() noexcept;
@@ -236,6 +241,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   // Between backwards.
   int64_t backwards_ = 0;  // begun
   int64_t steps_ = 0;
+  int64_t stepped_ = 0;  // the last backward that a step was made after, of any optimizer
   std::set<std::string> offloaded_;
   bool threw_ = false;      // a backward since the last step
   std::string not_undone_;  // the error that kept a backward from being undone

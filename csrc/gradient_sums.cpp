@@ -42,6 +42,8 @@ float* GradientSums::local(const Piece& piece, int64_t in_slot) const {
          (in_slot - piece.slot_begin);
 }
 
+bool GradientSums::has_reduced() const { return any_sum(fresh_); }
+
 bool GradientSums::empty() const { return !any_sum(fresh_) && !any_sum(local_fresh_); }
 
 void GradientSums::need() {
@@ -90,6 +92,7 @@ void GradientSums::write(int64_t i, const at::Tensor& values) {
 
 void GradientSums::begin_backward(Sink sink) {
   sink_ = sink;
+  adding_ = false;
   fresh_before_ = fresh_;
   local_fresh_before_ = local_fresh_;
   if (!any_sum(fresh_)) kept_ = false;  // zeroed since
@@ -125,10 +128,11 @@ void GradientSums::restore_reduced() {
 }
 
 void GradientSums::begin_adding() {
+  if (adding_) return;
   keep_reduced();
-  if (sink_ != Sink::local) return;
-  if (any_sum(local_fresh_)) copy_range(local_before_);
-  if (kept_) put_back(before_);
+  if (sink_ == Sink::local && any_sum(local_fresh_)) copy_range(local_before_);
+  adding_ = true;
+  if (sink_ == Sink::local && kept_) put_back(before_);
 }
 
 void GradientSums::end_adding() { std::fill(local_fresh_.begin(), local_fresh_.end(), 1); }
@@ -137,10 +141,10 @@ void GradientSums::end_backward(bool keep) {
   if (!keep) kept_ = false;
 }
 
-void GradientSums::abort_backward(bool added) {
+void GradientSums::abort_backward() {
   if (sink_ == Sink::local) {
     const bool local_sums = any_sum(local_fresh_before_);
-    if (added && local_sums) put_back(local_before_);
+    if (adding_ && local_sums) put_back(local_before_);
     // Without an earlier local sum, nothing but this backward lies on top of the reduced one.
     if (!local_sums) restore_reduced();
   } else {
@@ -148,6 +152,8 @@ void GradientSums::abort_backward(bool added) {
   }
   fresh_ = fresh_before_;
   local_fresh_ = local_fresh_before_;
+  // A device's flags still tell what was seen in the sums that are gone.
+  if (adding_) std::fill(nonfinite_.begin(), nonfinite_.end(), 1);
 }
 
 // NaN, Inf and norms

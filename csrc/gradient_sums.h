@@ -60,6 +60,8 @@ class GradientSums {
   bool local_was_fresh(int64_t i) const { return local_fresh_before_[i] != 0; }
   // No slot has a sum, reduced or local.
   bool empty() const;
+  // Some slot has a reduced one; the same on every rank between two backwards.
+  bool has_reduced() const;
   // Something was added.
   void mark_summed(int64_t i) { fresh_[i] = 0; }
   void mark_local_summed(int64_t i) { local_fresh_[i] = 0; }
@@ -77,13 +79,15 @@ class GradientSums {
 
   // One backward.
   void begin_backward(Sink sink);
-  // Before a reduction's contributions are added, and after. What was added to must be marked.
+  // Before a reduction's contributions are added, and after; once more for those that came late.
+  // What was added to must be marked.
   void begin_adding();
   void end_adding();
-  // It ended; with `keep`, the reduced sum stays below the local one.
+  // It ended, and cannot be undone any more; with `keep`, the reduced sum stays below the local
+  // one.
   void end_backward(bool keep);
   // It threw: the sums become what they were before it, see Note [Undoing].
-  void abort_backward(bool added);
+  void abort_backward();
 
   // NaN and Inf. The user wrote to slot i: it may hold some that no kernel of ours has seen.
   void suspect_nonfinite(int64_t i) { nonfinite_[i] = 1; }
@@ -116,6 +120,7 @@ class GradientSums {
   FlatBuffer before_;  // [range]; the reduced sum before this backward, or below the local sums
   bool kept_ = false;  // before_ holds it
   FlatBuffer local_before_;   // [range]; what the reduced sum of this backward replaced
+  bool adding_ = false;       // in this backward, a reduction's contributions
   Sink sink_ = Sink::direct;  // of the last backward
 
   std::vector<uint8_t> fresh_;        // [slots]

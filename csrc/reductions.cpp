@@ -151,7 +151,6 @@ void Reductions::finish() {
   finish_started();
   if (reduces_late_ && any_late_) reduce_late();
   context_.reducing.join();
-  ++finished_;
 }
 
 void Reductions::finish_started() {

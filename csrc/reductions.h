@@ -56,7 +56,7 @@ class Reductions {
   void prepare(int64_t u);
   // One of unit u has arrived.
   void arrived(int64_t u);
-  // All that are left; waits.
+  // All that are left; waits. It may still be aborted.
   void finish();
   // The backward threw, whether it reduces or not: the sums of the first `units`, which had begun
   // it, become what they were.
@@ -65,6 +65,7 @@ class Reductions {
   // Backwards since the last step whose reductions all ended. Ranks differ where one threw after
   // the others had all that they needed of it.
   int64_t finished() const { return finished_; }
+  void count_finished() { ++finished_; }
   void forget_finished() { finished_ = 0; }
   // What messages are told apart by; ranks differ where not all began a backward that threw.
   int64_t round() const { return round_; }

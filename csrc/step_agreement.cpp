@@ -18,7 +18,7 @@ namespace {
 constexpr char kOutOfStep[] =
     ": the ranks have finished different numbers of backwards since the last step: one threw on a"
     " rank after the others had its gradients, or zero_grad() was called by some ranks alone. Call"
-    " zero_grad() on every rank and repeat the step's backwards.";
+    " zero_grad(set_to_none=True) on every rank and repeat the step's backwards.";
 
 }  // namespace
 

@@ -50,7 +50,6 @@ void Unit::begin_backward(Sink sink, bool reduces, const std::vector<uint8_t>& e
   reduces_ = reduces;
   filled_on_.reset();
   reduced_ = false;
-  added_ = false;
   late_ = false;
   more_to_come_ = false;
   expected_ = expected;
@@ -71,12 +70,15 @@ void Unit::await_as_last_time(const std::vector<uint8_t>& trained) {
   awaited_left_ = std::accumulate(awaited_.begin(), awaited_.end(), int64_t{0});
 }
 
-void Unit::end_backward(bool remember) {
+void Unit::flush() {
   expected_left_ = 0;
   awaited_left_ = 0;
-  if (remember) last_arrivals_ = arrivals_;
   follow_filling_stream();
   flush_batched();
+}
+
+void Unit::end_backward(bool remember) {
+  if (remember) last_arrivals_ = arrivals_;
   const bool local_goes_on = sink_ == Sink::local && !reduces_;
   if (local_goes_on) add_held();
   sums_.end_backward(/*keep=*/local_goes_on);
@@ -87,7 +89,7 @@ std::unique_ptr<Bucket> Unit::abort_backward(std::vector<Orphan>& orphans) {
   awaited_left_ = 0;
   batched_.clear();
   for (auto& grads : held_) grads.clear();
-  sums_.abort_backward(added_);
+  sums_.abort_backward();
   if (bucket_ != nullptr) {
     follow_filling_stream();
     bucket_->mark_used();
@@ -519,7 +521,6 @@ std::unique_ptr<Bucket> Unit::finish_reduce(float scale) {
   sent_to_host_.reset();
   if (knows_users()) check_flags();
   add_contributions(scale);
-  added_ = true;
   flags_.clear();
   sources_.clear();
   staged_.reset();
@@ -559,7 +560,7 @@ void Unit::add_contributions(float scale) {
     }
     return true;
   };
-  if (!added_) sums_.begin_adding();
+  sums_.begin_adding();
   for (const Run& run : layout_.runs(used, same)) add_run(run, scale);
   sums_.end_adding();
   if (!knows_users()) return;

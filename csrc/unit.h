@@ -104,7 +104,9 @@ class Unit {
   bool more_to_come() const { return more_to_come_; }
   // Behind the last finish_reduce() of the backward. `counts[i]`: that many ranks contributed.
   void take_counts(const int32_t* counts);
-  // `remember`: what arrived is what will be awaited.
+  // No gradient comes any more. What is left to be launched is.
+  void flush();
+  // The backward cannot be undone any more. `remember`: what arrived is what will be awaited.
   void end_backward(bool remember);
   // Slots whose held gradients held NaN or Inf.
   const std::vector<int64_t>& nonfinite_arrived() const { return nonfinite_arrived_; }
@@ -193,7 +195,6 @@ class Unit {
   std::vector<int64_t> nonfinite_arrived_;
   int64_t backward_ = 0;
   bool reduced_ = false;  // started
-  bool added_ = false;    // finished, once at least
   bool late_ = false;
   bool more_to_come_ = false;
   std::vector<uint8_t> expected_;  // [slots]

@@ -4,12 +4,15 @@ twice.
 The device "lagged" lets any one allocation fail. All ranks fail at the same one.
 """
 
+import contextlib
+import functools
 import itertools
 
 import lagged_device
 import pytest
 import torch
 from harness import MLP, assert_bits, mean_square, rank_data
+from reference import gradients_of
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import zero_ext
@@ -144,6 +147,51 @@ def test_anywhere_in_a_step(anywhere, rank, device, stage, offload, phase):
             break
     # With offload, a step only uses memory that it has.
     assert number > 5 or (offload and phase == "step")
+
+
+@STAGES
+@OFFLOAD
+@pytest.mark.world(max=2)
+@pytest.mark.parametrize("local", [(), (0,), (0, 1)], ids=["", "first_local", "both_local"])
+def test_anywhere_in_the_second_backward_of_a_step(anywhere, rank, device, stage, offload, local):
+    """What it would have been added to is as before. Those in ``local`` run in ``no_sync()``."""
+
+    def backward(run: Run, loss: torch.Tensor, micro: int) -> None:
+        with run.model.no_sync() if micro in local else contextlib.nullcontext():
+            loss.backward()
+
+    run, twin = (Run(device, stage, anywhere, rank, offload) for _ in range(2))
+    for each in (run, twin):
+        each.shard()
+        each.make_optimizer()
+    for number in itertools.count():
+        before = {}
+        failed = None
+        for micro in range(3):
+            backward(twin, twin.loss(3 * number + micro), micro)
+            loss = run.loss(3 * number + micro)
+            if micro != 1:
+                backward(run, loss, micro)
+                before = before or gradients_of(run.model)
+                continue
+            failed = out_of_memory(functools.partial(backward, run, loss, micro), number)
+            if failed:
+                run.model.stats()  # once the failure has been heard of
+                for name, gradient in gradients_of(run.model).items():
+                    assert (gradient is None) == (before[name] is None), name
+                    if gradient is not None:
+                        assert_bits(gradient, before[name], name)
+                backward(run, run.loss(3 * number + micro), micro)
+        for name, gradient in gradients_of(run.model).items():
+            expected = zero_ext.full_grad(twin.model.get_parameter(name))
+            assert_bits(gradient, expected, f"{name} after allocation {number}")
+        for each in (run, twin):
+            each.optimizer.step()
+            each.optimizer.zero_grad()
+        assert_same(run, twin, f"after allocation {number}")
+        if not failed:
+            break
+    assert number > 5
 
 
 CHANGES = {  # what was done before, and what memory runs out for

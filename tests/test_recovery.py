@@ -4,6 +4,7 @@ does not tell of, failures on one rank alone, refusals that are mended."""
 import contextlib
 import os
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from harness import (
     rank_batches,
     rank_data,
     reference_gradients,
+    step_and_wait,
     torchrun,
 )
 from setups import full_gradients
@@ -291,6 +293,83 @@ def test_a_backward_that_threw_late_on_one_rank_is_in_no_step(
         one(micro)
     assert_same(full_gradients(model), reference_gradients(MLP, batches, world, 1 / world))
     optimizer.step()
+
+
+@pytest.mark.dist
+@at_least_two_ranks
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("way", ["module", "each"])
+def test_sums_may_be_dropped_in_any_way_after_ranks_fell_out_of_step(
+    stage, way, group, rank, world
+):
+    """A backward threw late on one rank; then zeroed without a word to the optimizer."""
+    model = MLP()
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5, stage=stage, process_group=group)
+    batches = rank_batches(MLP_SHAPE, world)
+    for attempt in range(2):
+        batch = batches[0][rank].clone().requires_grad_()
+        loss = mean_square(model, batch * 1)
+        if rank == 0 and attempt == 0:
+            batch.register_hook(raise_late)
+            with pytest.raises(ValueError, match="a user's hook"):
+                loss.backward()
+        else:
+            loss.backward()
+        if attempt == 0 and way == "module":
+            model.zero_grad()
+        elif attempt == 0:
+            for parameter in model.parameters():
+                parameter.grad = None
+    assert_same(full_gradients(model), reference_gradients(MLP, batches, world, 1 / world))
+    step_and_wait(optimizer)
+    assert optimizer.skipped_steps == 0
+
+
+@pytest.mark.dist
+@at_least_two_ranks
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_step_of_one_of_two_optimizers_may_pass_a_rank_by(stage, clips, mesh, rank, world):
+    """Each step has a backward of its own, which some ranks lack."""
+    if stage == 3 and GATHERS_TOGETHER:
+        pytest.skip("every rank enters every gather")
+    model = zero_ext.shard(MLP(), stage, mesh=mesh)
+    first, *others = model.parameters()
+    optimizers = [zero_ext.optim.SGD([first], lr=0.0), zero_ext.optim.SGD(others, lr=0.0)]
+    for step in range(6):
+        batches = rank_batches(MLP_SHAPE, world, step)
+        # All ranks, then all but the last, then the last alone.
+        ranks = [range(world), range(world - 1), [world - 1]][step // 2]
+        if rank in ranks:
+            mean_square(model, batches[0][rank]).backward()
+        optimizer = optimizers[step % 2]
+        if clips:
+            optimizer.clip_grad_norm_(1e9)
+        optimizer.step()
+        expected = reference_gradients(MLP, [[batches[0][r] for r in ranks]], len(ranks), 1 / world)
+        assert_same(full_gradients(model), expected)
+        for each in optimizers:
+            each.zero_grad()
+    assert model.stats()["steps"] == 6
+
+
+@pytest.mark.dist
+@at_least_two_ranks
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_nan_of_a_backward_that_was_undone_is_forgotten(stage, mesh, rank, world):
+    """Of several units, so that some were reduced when it threw."""
+    model = zero_ext.shard(MLP(), stage, mesh=mesh, bucket_mb=1e-6)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1)
+    batches = rank_batches(MLP_SHAPE, world)
+    spoilt = batches[0][rank].clone().requires_grad_()
+    spoilt.register_hook(raise_late)
+    with pytest.raises(ValueError, match="a user's hook"):
+        (mean_square(model, spoilt * 1) * float("nan")).backward()
+    mean_square(model, batches[0][rank]).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step_and_wait(optimizer)
+    assert optimizer.skipped_steps == 0
 
 
 @pytest.mark.dist
