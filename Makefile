@@ -52,8 +52,8 @@ train: install
 
 # What depends on the number of ranks: sums in rank order, padding, straddling, passes. The rest runs on
 # three and four ranks in test-all.
-THREE_RANKS_TESTS := $(addprefix tests/test_,cross_memory.py equivalence.py order.py comm_ops.py memory.py memory_stage3.py \
-  norm.py recovery.py scenarios_c.py stage3.py)
+THREE_RANKS_TESTS := $(addprefix tests/test_,cross_memory.py equivalence.py inner_backwards.py order.py comm_ops.py memory.py \
+  memory_stage3.py norm.py recovery.py scenarios_c.py stage3.py)
 FOUR_RANKS_TESTS := $(addprefix tests/test_,equivalence.py comm_ops.py norm.py stage3.py)
 # As ranks on different hosts: their messages go through the process group.
 ONLY_GROUP := ZERO_EXT_CROSS_MEMORY=0
@@ -61,7 +61,7 @@ ONLY_GROUP := ZERO_EXT_CROSS_MEMORY=0
 # On the device that tests/lagged_device makes, whose work is late and which refuses what CUDA refuses. One
 # rank: whatever runs on a device at all. Several: with messages through host memory, and with those of
 # its own backend.
-LAGGED_RANKS_TESTS := $(addprefix tests/test_,devices.py out_of_memory.py recovery.py scenarios_c.py)
+LAGGED_RANKS_TESTS := $(addprefix tests/test_,devices.py inner_backwards.py out_of_memory.py recovery.py scenarios_c.py)
 LAGGED_TESTS := $(filter-out $(addprefix tests/test_,build.py comm_ops.py cuda_kernels.py cuda_sources.py \
   example.py gpu_suite.py harness.py kernels.py lagged_device.py layout.py ops.py pipeline.py residency.py torch_modules.py),$(wildcard tests/test_*.py))
 LAGGED := ZERO_EXT_TEST_DEVICE=lagged

@@ -6,7 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <iterator>
+#include <limits>
 #include <memory>
 #include <numeric>
 #include <utility>
@@ -18,6 +18,7 @@ namespace {
 
 // A unit whose message is that much smaller than the largest comes last at first.
 constexpr int64_t kSmall = 64;
+constexpr size_t kNever = std::numeric_limits<size_t>::max();
 // Units that fill a bucket: those of the next turns.
 constexpr size_t kAtOnce = BucketPool::kSize;
 
@@ -28,9 +29,9 @@ void Reductions::begin(float scale, bool surprises) {
   ++round_;
   turn_ = 0;
   const auto units = static_cast<size_t>(parameters_.unit_count());
-  completed_.clear();
-  is_completed_.assign(units, 0);
-  contributed_.assign(units, {});
+  completed_ = 0;
+  completed_at_.assign(units, kNever);
+  forget_contributions();
   largest_bytes_ = 0;
   for (const auto& unit : parameters_.units()) {
     largest_bytes_ = std::max(largest_bytes_, unit->message_bytes());
@@ -69,7 +70,7 @@ void Reductions::prepare(int64_t u) {
 
 void Reductions::arrived(int64_t u) {
   const Unit& unit = parameters_.unit(u);
-  if (unit.complete() && !std::exchange(is_completed_[u], 1)) completed_.push_back(u);
+  if (unit.complete() && completed_at_[u] == kNever) completed_at_[u] = completed_++;
   any_late_ = any_late_ || unit.late();
   start_ready();
 }
@@ -77,10 +78,10 @@ void Reductions::arrived(int64_t u) {
 std::vector<int64_t> Reductions::completed() const {
   // Units may have come since: then the next backward tells.
   const bool all = std::ssize(turns_) == parameters_.unit_count();
-  if (!all || completed_.empty()) return {};
-  std::vector<int64_t> units = completed_;
-  std::copy_if(turns_.begin(), turns_.end(), std::back_inserter(units),
-               [this](int64_t u) { return is_completed_[u] == 0; });
+  if (!all || completed_ == 0) return {};
+  std::vector<int64_t> units = turns_;
+  std::stable_sort(units.begin(), units.end(),
+                   [this](int64_t a, int64_t b) { return completed_at_[a] < completed_at_[b]; });
   return units;
 }
 
@@ -114,8 +115,10 @@ void Reductions::start(int64_t u) {
   if (unit.needs_bucket_to_reduce()) lend_bucket(unit);
   unit.start_reduce(comm_, round_, any_late_);
   if (counts_users()) {
+    counted_units_.push_back(u);
     for (int64_t i = 0; i < unit.layout().size(); ++i) {
-      contributed_[u].push_back(unit.contributes(i) ? 1 : 0);
+      contributed_.push_back(unit.contributes(i) ? 1 : 0);
+      contributes_all_ = contributes_all_ && unit.contributes(i);
     }
   }
   in_flight_.push_back(u);
@@ -168,7 +171,7 @@ void Reductions::reduce_late() {
            " once more in backward " + std::to_string(round_);
   });
   late = late.sum(0);
-  contributed_.assign(units, {});
+  forget_contributions();
   for (const int64_t u : turns_) {
     if (late.const_data_ptr<int64_t>()[u] == 0) continue;
     parameters_.unit(u).reopen();
@@ -185,16 +188,15 @@ bool Reductions::counts_users() const {
 
 void Reductions::start_counting() {
   const SideStream::Scope beside(context_.reducing);
-  std::vector<int32_t> mine;
-  for (const auto& unit : contributed_) mine.insert(mine.end(), unit.begin(), unit.end());
-  mine.push_back(any_late_ ? 1 : 0);
+  contributed_.push_back(any_late_ ? 1 : 0);
+  const auto count = std::ssize(contributed_);
   const bool on_device = comm_.on_device();
   const auto options = at::TensorOptions().dtype(at::kInt);
-  if (on_device && contributes_all() && !reduces_late_) {
-    counts_ = at::ones({std::ssize(mine)}, options.device(context_.compute.device()));
+  if (on_device && contributes_all_ && !reduces_late_) {
+    counts_ = at::ones({count}, options.device(context_.compute.device()));
   } else {
-    counts_ = at::empty({std::ssize(mine)}, options.pinned_memory(on_device));
-    std::copy(mine.begin(), mine.end(), counts_.mutable_data_ptr<int32_t>());
+    counts_ = at::empty({count}, options.pinned_memory(on_device));
+    std::copy(contributed_.begin(), contributed_.end(), counts_.mutable_data_ptr<int32_t>());
     if (on_device) counts_ = counts_.to(context_.compute.device(), /*non_blocking=*/true);
   }
   comm_.all_reduce_sum(counts_, counting_);
@@ -209,22 +211,22 @@ void Reductions::finish_counting() {
            std::to_string(round_);
   });
   // Where this rank uses every slot, nobody needs to wait for what the device knows.
-  const bool needs_answer = reduces_late_ || !contributes_all();
+  const bool needs_answer = reduces_late_ || !contributes_all_;
   const at::Tensor counts = needs_answer ? counts_.cpu() : at::ones({counts_.numel()}, at::kInt);
   const auto* count = counts.const_data_ptr<int32_t>();
-  for (size_t u = 0; u < contributed_.size(); ++u) {
-    if (contributed_[u].empty()) continue;
-    parameters_.unit(static_cast<int64_t>(u)).take_counts(count);
-    count += contributed_[u].size();
+  for (const int64_t u : counted_units_) {
+    Unit& unit = parameters_.unit(u);
+    unit.take_counts(count);
+    count += unit.layout().size();
   }
   any_late_ = *count > 0;
   counts_.reset();
 }
 
-bool Reductions::contributes_all() const {
-  return std::all_of(contributed_.begin(), contributed_.end(), [](const auto& unit) {
-    return std::find(unit.begin(), unit.end(), 0) == unit.end();
-  });
+void Reductions::forget_contributions() {
+  counted_units_.clear();
+  contributed_.clear();
+  contributes_all_ = true;
 }
 
 void Reductions::abort(int64_t units) {

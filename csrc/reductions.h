@@ -92,7 +92,7 @@ class Reductions {
   void reduce_late();
   // How many ranks used each slot, where the contributions do not say it.
   bool counts_users() const;
-  bool contributes_all() const;
+  void forget_contributions();
   void start_counting();
   void finish_counting();
   void drop_orphans();
@@ -110,13 +110,17 @@ class Reductions {
   size_t early_turns_ = 0;     // as many may start before the backward ends
   size_t turn_ = 0;            // the next of them
   bool any_late_ = false;
-  std::vector<int64_t> completed_;
-  std::vector<uint8_t> is_completed_;  // [units]
-  int64_t largest_bytes_ = 0;          // of a unit's message
+  std::vector<size_t> completed_at_;  // [units]: as many were complete before it, if it was
+  size_t completed_ = 0;
+  int64_t largest_bytes_ = 0;  // of a unit's message
   int64_t finished_ = 0;
   std::deque<int64_t> in_flight_;
-  std::vector<std::vector<uint8_t>> contributed_;  // [units][slots]
-  at::Tensor counts_;                              // int32, the same over the ranks
+  // What is counted: the slots of units in the order of their starts, and whether this rank has
+  // something of each.
+  std::vector<int64_t> counted_units_;
+  std::vector<int32_t> contributed_;
+  bool contributes_all_ = true;
+  at::Tensor counts_;  // int32, the same over the ranks; then how many ranks have late gradients
   Pending counting_;
   std::vector<Unit::Orphan> orphans_;  // of backwards that threw, until a later one reduces
   int64_t started_ = 0;

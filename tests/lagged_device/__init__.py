@@ -250,9 +250,11 @@ def _module() -> ModuleType:
 
 
 def _check_autograd() -> None:
-    one = torch.ones(1, device="lagged", requires_grad=True)
     try:
-        (one * 2).sum().backward()
+        # On each, whose thread has begun then: one that begins at the end of the process ends it.
+        for index in range(torch.accelerator.device_count()):
+            one = torch.ones(1, device=f"lagged:{index}", requires_grad=True)
+            (one * 2).sum().backward()
     except RuntimeError as error:
         raise RuntimeError(
             "the device lagged came after this process' first backward, which started autograd's "
