@@ -196,13 +196,15 @@ void BackwardWatch::give_up_turn() {
 
 void BackwardWatch::task_ended(int task) {
   const auto listener = listener_.lock();
+  const bool inner = torch::autograd::get_current_node() != nullptr;
+  if (listener != nullptr && inner) listener->inner_backward_ended(task);
   const char* failure = nullptr;
   {
     const std::lock_guard lock(mutex_);
     if (listener == nullptr || tasks_.erase(task) == 0) return;
     count_tasks();
     last_task_ = -1;
-    if (torch::autograd::get_current_node() != nullptr) {
+    if (inner) {
       ever_nested_ = true;
       if (!tasks_.empty()) return;
       follow_outer_task();

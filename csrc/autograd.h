@@ -50,6 +50,8 @@ class BackwardListener {
   // The outermost backward that reached one of our parameters ended, or threw.
   virtual void backward_ended() = 0;
   virtual void backward_failed() noexcept = 0;
+  // One inside it ended, while it goes on.
+  virtual void inner_backward_ended(int task) = 0;
   // A backward is about to come back into a call, perhaps once more, or has left it, perhaps
   // without having entered it.
   virtual void call_entered(const std::shared_ptr<Call>& call) = 0;
@@ -63,7 +65,7 @@ class BackwardListener {
 // Note [When has a backward left a call?]
 // Autograd runs the ready node that was created last. When a node from before the call runs, or one
 // of another call that had ended before this one began, every node of this call has run.
-// AccumulateGrad alone runs out of turn.
+// AccumulateGrad alone runs out of turn. An inner backward has left all calls when it ends.
 class Call : public std::enable_shared_from_this<Call> {
  public:
   Call(std::weak_ptr<BackwardListener> listener, int64_t site);

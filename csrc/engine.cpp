@@ -255,10 +255,25 @@ void Engine::call_left(const std::shared_ptr<Call>& call) {
   }
 }
 
+void Engine::inner_backward_ended(int task) {
+  const Access access(*this);
+  const at::NoGradGuard no_grad;
+  for (size_t n = open_calls_.size(); n-- > 0;) {
+    if (open_calls_[n].task == task) leave_call(n);
+  }
+}
+
 void Engine::leave_call(size_t index) {
   const std::shared_ptr<Call> call = std::move(open_calls_[index].call);
   open_calls_.erase(open_calls_.begin() + static_cast<int64_t>(index));
   gatherer_.leave_backward(call->site(), graph_is_kept());
+  if (!open_ || !reduces_ || !surprises_) return;
+  for (const int64_t number : gatherer_.units_of(call->site())) {
+    const auto found = std::find(gathered_as_.begin(), gathered_as_.end(), number);
+    if (found == gathered_as_.end()) continue;  // of frozen parameters
+    const auto u = found - gathered_as_.begin();
+    if (parameters_.unit(u).await_no_unused()) reductions_.arrived(u);
+  }
 }
 
 // Forwards of released modules
@@ -386,7 +401,7 @@ void Engine::begin_backward(bool reduces) {
       Unit& unit = parameters_.unit(u);
       ++begun_units_;
       unit.begin_backward(sink, reduces, picked(expected, members));
-      if (surprises_) unit.await_as_last_time(picked(trained, members));
+      if (surprises_) unit.await_surprises(picked(trained, members));
     }
     if (sink == Sink::local) published_.follow_memory();  // which may have grown
   } catch (...) {
@@ -482,7 +497,7 @@ void Engine::finish_backward(Gradients gradients) {
   };
   for (int64_t u = 0; u < parameters_.unit_count(); ++u) {
     Unit& unit = parameters_.unit(u);
-    unit.end_backward(/*remember=*/gradients == Gradients::own);
+    unit.end_backward(/*remember=*/surprises_ && gradients == Gradients::own);
     for (const int64_t slot : unit.nonfinite_arrived()) saw_nonfinite(parameters_.members(u)[slot]);
   }
   for (const int64_t k : arrivals) saw_nonfinite(flags_->parameter_of(k));

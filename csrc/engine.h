@@ -171,6 +171,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   void before_gradient(int64_t i) override;
   void after_gradient(int64_t i) override;
   void backward_ended() override;
+  void inner_backward_ended(int task) override;
   void backward_failed() noexcept override;
   void call_entered(const std::shared_ptr<Call>& call) override;
   void call_left(const std::shared_ptr<Call>& call) override;

@@ -56,18 +56,27 @@ void Unit::begin_backward(Sink sink, bool reduces, const std::vector<uint8_t>& e
   expected_left_ = std::count(expected.begin(), expected.end(), 1);
   awaited_.assign(expected.begin(), expected.end());
   awaited_left_ = expected_left_;
-  arrivals_.assign(layout_.size(), 0);
+  surprises_.assign(layout_.size(), 0);
   arrived_.assign(layout_.size(), kNotArrived);
   nonfinite_arrived_.clear();
   sums_.begin_backward(sink);
 }
 
-void Unit::await_as_last_time(const std::vector<uint8_t>& trained) {
+void Unit::await_surprises(const std::vector<uint8_t>& trained) {
   for (int64_t i = 0; i < layout_.size(); ++i) {
-    const int32_t before = last_arrivals_.empty() ? trained[i] : last_arrivals_[i];
-    awaited_[i] = std::max<int32_t>(before, expected_[i]);
+    awaited_[i] = last_surprises_.empty() ? std::max(expected_[i], trained[i])
+                                          : expected_[i] + last_surprises_[i];
   }
   awaited_left_ = std::accumulate(awaited_.begin(), awaited_.end(), int64_t{0});
+}
+
+bool Unit::await_no_unused() {
+  if (complete() || expects_gradients()) return false;
+  for (int64_t i = 0; i < layout_.size(); ++i) {
+    if (awaited_[i] > 0 && arrived_[i] != kNotArrived) return false;
+  }
+  await_no_more();
+  return true;
 }
 
 void Unit::flush() {
@@ -78,7 +87,7 @@ void Unit::flush() {
 }
 
 void Unit::end_backward(bool remember) {
-  if (remember) last_arrivals_ = arrivals_;
+  if (remember) last_surprises_ = surprises_;
   const bool local_goes_on = sink_ == Sink::local && !reduces_;
   if (local_goes_on) add_held();
   sums_.end_backward(/*keep=*/local_goes_on);
@@ -105,8 +114,11 @@ std::unique_ptr<Bucket> Unit::abort_backward(std::vector<Orphan>& orphans) {
 // Arriving
 
 bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
-  ++arrivals_[i];
-  if (std::exchange(expected_[i], 0) != 0) --expected_left_;
+  if (std::exchange(expected_[i], 0) != 0) {
+    --expected_left_;
+  } else {
+    ++surprises_[i];
+  }
   if (awaited_[i] > 0) {
     --awaited_[i];
     --awaited_left_;

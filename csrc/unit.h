@@ -71,10 +71,10 @@ class Unit {
 
   // One backward. `expected[i]`: autograd will reach slot i.
   void begin_backward(Sink sink, bool reduces, const std::vector<uint8_t>& expected);
-  // More gradients may come than were expected: as many are awaited of each slot as came in the
-  // last backward, and in the first one of each slot that is `trained`. What comes after the unit
-  // was reduced is held, and is late().
-  void await_as_last_time(const std::vector<uint8_t>& trained);
+  // More gradients may come than were expected: as many more are awaited of each slot as came in
+  // the last backward of this kind, in the first one a gradient of each slot that is `trained`.
+  // What comes after the unit was reduced is held, and is late().
+  void await_surprises(const std::vector<uint8_t>& trained);
   // Its gradients go into a bucket, which it has not been lent: those that arrive are held.
   bool needs_bucket() const { return bucket_ == nullptr && sink_ == Sink::bucket; }
   bool needs_bucket_to_reduce() const { return bucket_ == nullptr && sink_ != Sink::direct; }
@@ -90,6 +90,9 @@ class Unit {
   bool complete() const { return awaited_left_ == 0; }
   bool expects_gradients() const { return expected_left_ > 0; }
   void await_no_more() { awaited_left_ = 0; }
+  // Its module was left: what it did not use there it does not use. Returns whether anything else
+  // was awaited, which is not any more; slots that want more gradients than they had still do.
+  bool await_no_unused();
   bool reduced() const { return reduced_; }
   bool late() const { return late_; }
   // `more_to_come`: this rank has late gradients, which all ranks will have to reduce.
@@ -106,7 +109,7 @@ class Unit {
   void take_counts(const int32_t* counts);
   // No gradient comes any more. What is left to be launched is.
   void flush();
-  // The backward cannot be undone any more. `remember`: what arrived is what will be awaited.
+  // The backward cannot be undone any more. `remember`: how many more arrived than were expected.
   void end_backward(bool remember);
   // Slots whose held gradients held NaN or Inf.
   const std::vector<int64_t>& nonfinite_arrived() const { return nonfinite_arrived_; }
@@ -197,13 +200,13 @@ class Unit {
   bool reduced_ = false;  // started
   bool late_ = false;
   bool more_to_come_ = false;
-  std::vector<uint8_t> expected_;  // [slots]
+  std::vector<uint8_t> expected_;  // [slots], and not arrived yet
   int64_t expected_left_ = 0;
-  std::vector<int32_t> awaited_;  // [slots]
+  std::vector<int32_t> awaited_;  // [slots], likewise
   int64_t awaited_left_ = 0;
-  std::vector<int32_t> arrivals_;       // [slots]
-  std::vector<int32_t> last_arrivals_;  // of the last backward; empty before the first
-  std::vector<uint8_t> arrived_;        // [slots] of Arrival
+  std::vector<int32_t> surprises_;       // [slots]: gradients beyond the expected one
+  std::vector<int32_t> last_surprises_;  // of the last backward that had any; empty before
+  std::vector<uint8_t> arrived_;         // [slots] of Arrival
   std::unique_ptr<Bucket> bucket_;
   at::Tensor staged_;  // [padded], the bucket's gradients
   Pending pending_;

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_ext
+from zero_ext.handle import find
 
 LAYERS = 5
 IN_ORDER = (0, 1, 2, 3, 4)
@@ -201,6 +202,73 @@ def test_what_was_late_is_undone_as_well(mesh, rank, world, stage, reduction, ac
         add_expected(expected, [again] * world, k)
         assert_gradients(model, expected)
     optimizer.step()
+
+
+def test_an_inner_backward_releases_what_it_gathered(mesh, rank, world):
+    """When it ends, and not with the outer one."""
+    model = sharded(mesh, 3)
+    gathered: list[int] = []
+    for layer in model.layers:
+        layer.weight.register_post_accumulate_grad_hook(
+            lambda p: gathered.append(len(find(p)[0].engine.gathered_units()))
+        )
+    for step in range(2):
+        mean_square(model, batch(rank, step)).backward()
+        assert len(gathered) == LAYERS
+        # Of several hosts' ranks, or on a device, the next ones are on their way.
+        assert max(gathered) < LAYERS if model.stats()["neighbors"] == 0 else max(gathered) <= 2
+        gathered.clear()
+
+
+class HalfUsed(nn.Module):
+    """Layers of two weights, of which each rank may leave the second one out."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Parameter(torch.randn(7, 7) / 7)
+            self.second = nn.Parameter(torch.randn(7, 7) / 7)
+            self.uses_second = True
+
+        def forward(self, x):
+            x = torch.tanh(x @ self.first)
+            return torch.tanh(x @ self.second) if self.uses_second else x
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(self.Layer() for _ in range(LAYERS))
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+@REDUCTIONS
+def test_a_layer_that_was_left_waits_for_nothing(mesh, rank, world, reduction):
+    """Where one rank's reductions waited for the end, another's gathers could wait for them."""
+    model = zero_ext.shard(
+        HalfUsed(), 3, mesh=mesh, units=HalfUsed.Layer, bucket_mb=ONE_UNIT_EACH, reduction=reduction
+    )
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0)
+    started: list[int] = []
+    for layer in model.layers:
+        layer.first.register_post_accumulate_grad_hook(
+            lambda p: started.append(model.stats()["reductions"])
+        )
+    units = model.stats()["units"]
+    for step in range(4):
+        for number, layer in enumerate(model.layers):
+            layer.uses_second = (rank + number + step) % 2 == 0
+        mean_square(model, batch(rank, step)).backward()
+        counts = [count - units * step for count in started]
+        assert counts[-1] >= LAYERS - 2, counts
+        started.clear()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.stats()["reductions"] >= 4 * units
 
 
 def test_gradients_that_were_late_are_checked_for_nan(mesh, rank, world):
