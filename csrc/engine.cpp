@@ -267,12 +267,13 @@ void Engine::leave_call(size_t index) {
   const std::shared_ptr<Call> call = std::move(open_calls_[index].call);
   open_calls_.erase(open_calls_.begin() + static_cast<int64_t>(index));
   gatherer_.leave_backward(call->site(), graph_is_kept());
-  if (!open_ || !reduces_ || !surprises_) return;
+  if (!open_ || !surprises_) return;
   for (const int64_t number : gatherer_.units_of(call->site())) {
     const auto found = std::find(gathered_as_.begin(), gathered_as_.end(), number);
     if (found == gathered_as_.end()) continue;  // of frozen parameters
     const auto u = found - gathered_as_.begin();
-    if (parameters_.unit(u).await_no_unused()) reductions_.arrived(u);
+    parameters_.unit(u).module_left();
+    if (reduces_) reductions_.arrived(u);
   }
 }
 
@@ -401,7 +402,9 @@ void Engine::begin_backward(bool reduces) {
       Unit& unit = parameters_.unit(u);
       ++begun_units_;
       unit.begin_backward(sink, reduces, picked(expected, members));
-      if (surprises_) unit.await_surprises(picked(trained, members));
+      if (surprises_) {
+        unit.await_surprises(picked(trained, members), gatherer_.sites_of(gathered_as_[u]));
+      }
     }
     if (sink == Sink::local) published_.follow_memory();  // which may have grown
   } catch (...) {

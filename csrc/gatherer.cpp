@@ -218,6 +218,11 @@ void Gatherer::leave_forward(int64_t site, const Left& left) {
   if (!left.backward_may_follow) context_.spare->clear();
 }
 
+int64_t Gatherer::sites_of(int64_t u) const {
+  return std::count_if(sites_.begin(), sites_.end(),
+                       [u](const Site& site) { return !site.root && contains(site.units, u); });
+}
+
 // Backward
 
 void Gatherer::begin_backward() {

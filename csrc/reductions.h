@@ -18,9 +18,11 @@
 // Note [Surprises]
 // Where inner backwards bring gradients (reentrant checkpointing), the graph does not show how many
 // will come to a unit. It waits for as many more as came in the last backward, in the first one for
-// one of each parameter. Fewer came: it is reduced when the backward ends, or, with stage 3, has
-// left its module (else a device's ranks, which gather together, might wait for a reduction on one
-// and a gather on the other). More came: those that are late are held, and reduced when all units
+// one of each parameter. With stage 3 it waits until its modules were left as often as then, in the
+// first backward once each: ranks that gather together enter and leave alike, while a parameter
+// that one of them leaves out would have its reduction wait for the end there, and the other ranks'
+// gathers for that reduction. Fewer came: it is reduced when the backward ends. More came: those
+// that are late are held, and reduced when all units
 // were; the ranks agree on which, since only some may have late ones. Hence the unit whose turn is
 // the last starts when the backward ends, where surprises are possible, and with it each rank tells
 // whether it has any. On a device the host has to wait for the answer: there the ranks agree in the

@@ -56,38 +56,47 @@ void Unit::begin_backward(Sink sink, bool reduces, const std::vector<uint8_t>& e
   expected_left_ = std::count(expected.begin(), expected.end(), 1);
   awaited_.assign(expected.begin(), expected.end());
   awaited_left_ = expected_left_;
+  visits_ = 0;
+  visits_left_ = 0;
   surprises_.assign(layout_.size(), 0);
   arrived_.assign(layout_.size(), kNotArrived);
   nonfinite_arrived_.clear();
   sums_.begin_backward(sink);
 }
 
-void Unit::await_surprises(const std::vector<uint8_t>& trained) {
-  for (int64_t i = 0; i < layout_.size(); ++i) {
-    awaited_[i] = last_surprises_.empty() ? std::max(expected_[i], trained[i])
-                                          : expected_[i] + last_surprises_[i];
-  }
+void Unit::await_surprises(const std::vector<uint8_t>& trained, int64_t sites) {
+  const bool first = last_surprises_.empty();
+  const std::vector<int32_t> surprises = first ? hidden(trained) : last_surprises_;
+  if (std::all_of(surprises.begin(), surprises.end(), [](int32_t n) { return n == 0; })) return;
+  visits_left_ = first ? sites : last_visits_;
+  if (visits_left_ > 0) return;
+  for (int64_t i = 0; i < layout_.size(); ++i) awaited_[i] += surprises[i];
   awaited_left_ = std::accumulate(awaited_.begin(), awaited_.end(), int64_t{0});
 }
 
-bool Unit::await_no_unused() {
-  if (complete() || expects_gradients()) return false;
-  for (int64_t i = 0; i < layout_.size(); ++i) {
-    if (awaited_[i] > 0 && arrived_[i] != kNotArrived) return false;
-  }
-  await_no_more();
-  return true;
+std::vector<int32_t> Unit::hidden(const std::vector<uint8_t>& trained) const {
+  std::vector<int32_t> hidden(trained.size());
+  for (size_t i = 0; i < trained.size(); ++i) hidden[i] = trained[i] > expected_[i] ? 1 : 0;
+  return hidden;
+}
+
+void Unit::module_left() {
+  ++visits_;
+  if (visits_left_ > 0) --visits_left_;
 }
 
 void Unit::flush() {
   expected_left_ = 0;
-  awaited_left_ = 0;
+  await_no_more();
   follow_filling_stream();
   flush_batched();
 }
 
 void Unit::end_backward(bool remember) {
-  if (remember) last_surprises_ = surprises_;
+  if (remember) {
+    last_surprises_ = surprises_;
+    last_visits_ = visits_;
+  }
   const bool local_goes_on = sink_ == Sink::local && !reduces_;
   if (local_goes_on) add_held();
   sums_.end_backward(/*keep=*/local_goes_on);
@@ -95,7 +104,7 @@ void Unit::end_backward(bool remember) {
 
 std::unique_ptr<Bucket> Unit::abort_backward(std::vector<Orphan>& orphans) {
   expected_left_ = 0;
-  awaited_left_ = 0;
+  await_no_more();
   batched_.clear();
   for (auto& grads : held_) grads.clear();
   sums_.abort_backward();

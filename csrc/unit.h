@@ -71,10 +71,11 @@ class Unit {
 
   // One backward. `expected[i]`: autograd will reach slot i.
   void begin_backward(Sink sink, bool reduces, const std::vector<uint8_t>& expected);
-  // More gradients may come than were expected: as many more are awaited of each slot as came in
-  // the last backward of this kind, in the first one a gradient of each slot that is `trained`.
-  // What comes after the unit was reduced is held, and is late().
-  void await_surprises(const std::vector<uint8_t>& trained);
+  // More gradients may come than were expected: see Note [Surprises] in reductions.h. `trained[i]`:
+  // slot i is not frozen. `sites`: its modules that a backward enters and leaves by themselves.
+  void await_surprises(const std::vector<uint8_t>& trained, int64_t sites);
+  // The backward has left one of those.
+  void module_left();
   // Its gradients go into a bucket, which it has not been lent: those that arrive are held.
   bool needs_bucket() const { return bucket_ == nullptr && sink_ == Sink::bucket; }
   bool needs_bucket_to_reduce() const { return bucket_ == nullptr && sink_ != Sink::direct; }
@@ -87,12 +88,9 @@ class Unit {
   // it holds NaN or Inf. `scale` is for direct and local sums; what a bucket holds is scaled when
   // it is reduced. Of a gradient that is held, nonfinite_arrived() says so later.
   bool accumulate(int64_t i, const at::Tensor& grad, float scale);
-  bool complete() const { return awaited_left_ == 0; }
+  bool complete() const { return awaited_left_ == 0 && visits_left_ == 0; }
   bool expects_gradients() const { return expected_left_ > 0; }
-  void await_no_more() { awaited_left_ = 0; }
-  // Its module was left: what it did not use there it does not use. Returns whether anything else
-  // was awaited, which is not any more; slots that want more gradients than they had still do.
-  bool await_no_unused();
+  void await_no_more() { awaited_left_ = visits_left_ = 0; }
   bool reduced() const { return reduced_; }
   bool late() const { return late_; }
   // `more_to_come`: this rank has late gradients, which all ranks will have to reduce.
@@ -109,7 +107,7 @@ class Unit {
   void take_counts(const int32_t* counts);
   // No gradient comes any more. What is left to be launched is.
   void flush();
-  // The backward cannot be undone any more. `remember`: how many more arrived than were expected.
+  // The backward cannot be undone any more. `remember`: what came beyond what was expected.
   void end_backward(bool remember);
   // Slots whose held gradients held NaN or Inf.
   const std::vector<int64_t>& nonfinite_arrived() const { return nonfinite_arrived_; }
@@ -129,6 +127,9 @@ class Unit {
 
  private:
   enum Arrival : uint8_t { kNotArrived, kArrivedEmpty, kArrived };
+
+  // A gradient of each slot that the graph does not show.
+  std::vector<int32_t> hidden(const std::vector<uint8_t>& trained) const;
 
   // Arriving
   void check_gradient(int64_t i, const at::Tensor& grad) const;
@@ -205,8 +206,11 @@ class Unit {
   std::vector<int32_t> awaited_;  // [slots], likewise
   int64_t awaited_left_ = 0;
   std::vector<int32_t> surprises_;       // [slots]: gradients beyond the expected one
-  std::vector<int32_t> last_surprises_;  // of the last backward that had any; empty before
-  std::vector<uint8_t> arrived_;         // [slots] of Arrival
+  std::vector<int32_t> last_surprises_;  // of the last backward that might have any; empty before
+  int64_t visits_ = 0;                   // of its modules, that have ended
+  int64_t visits_left_ = 0;
+  int64_t last_visits_ = 0;
+  std::vector<uint8_t> arrived_;  // [slots] of Arrival
   std::unique_ptr<Bucket> bucket_;
   at::Tensor staged_;  // [padded], the bucket's gradients
   Pending pending_;
