@@ -197,7 +197,14 @@ void BackwardWatch::give_up_turn() {
 void BackwardWatch::task_ended(int task) {
   const auto listener = listener_.lock();
   const bool inner = torch::autograd::get_current_node() != nullptr;
-  if (listener != nullptr && inner) listener->inner_backward_ended(task);
+  if (listener != nullptr && inner) {
+    try {
+      listener->inner_backward_ended(task);
+    } catch (...) {
+      task_died(task);
+      throw;
+    }
+  }
   const char* failure = nullptr;
   {
     const std::lock_guard lock(mutex_);

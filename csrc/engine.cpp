@@ -267,7 +267,7 @@ void Engine::leave_call(size_t index) {
   const std::shared_ptr<Call> call = std::move(open_calls_[index].call);
   open_calls_.erase(open_calls_.begin() + static_cast<int64_t>(index));
   gatherer_.leave_backward(call->site(), graph_is_kept());
-  if (!open_ || !surprises_) return;
+  if (!open_ || !surprises_ || gatherer_.is_root(call->site())) return;
   for (const int64_t number : gatherer_.units_of(call->site())) {
     const auto found = std::find(gathered_as_.begin(), gathered_as_.end(), number);
     if (found == gathered_as_.end()) continue;  // of frozen parameters
@@ -375,7 +375,7 @@ void Engine::begin_backward(bool reduces) {
   std::vector<int64_t> all(parameters_.size());
   std::iota(all.begin(), all.end(), 0);
   published_.take_over(all, "backward");
-  forget_backwards();
+  if (!has_reduced_sums()) reductions_.forget_finished();
   if (flags_ != nullptr) flags_->begin_backward();
   published_.withdraw();
 
@@ -809,16 +809,15 @@ void Engine::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
   // A step that is given up (by a GradScaler, say) is over as well.
   if (mode == ZeroGrad::to_none && zeroed == all) boundary_.give_up_step();
   // Several optimizers zero their own parameters each.
-  forget_backwards();
+  if (!has_reduced_sums()) {
+    reductions_.forget_finished();
+    threw_ = false;
+  }
 }
 
-void Engine::forget_backwards() {
-  if (std::any_of(parameters_.units().begin(), parameters_.units().end(),
-                  [](const std::unique_ptr<Unit>& unit) { return unit->sums().has_reduced(); })) {
-    return;
-  }
-  reductions_.forget_finished();
-  threw_ = false;
+bool Engine::has_reduced_sums() const {
+  return std::any_of(parameters_.units().begin(), parameters_.units().end(),
+                     [](const auto& unit) { return unit->sums().has_reduced(); });
 }
 
 std::map<std::string, int64_t> Engine::stats() {

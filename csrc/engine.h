@@ -194,8 +194,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   std::vector<int64_t> all_gathered() const;
   enum class Gradients { own, of_others };
   void finish_backward(Gradients gradients);
-  // Where no sum is left of what this step's backwards brought.
-  void forget_backwards();
+  bool has_reduced_sums() const;
   void abort_backward();
   // What threw, and the passes of stage 3.
   void undo_backward() noexcept;

@@ -94,6 +94,7 @@ class Gatherer {
   Residency state(int64_t unit) const { return entries_[unit].state; }
   const Holds& holds(int64_t unit) const { return entries_[unit].holds; }
   const Unit& unit(int64_t unit) const { return *entries_[unit].unit; }
+  bool is_root(int64_t site) const { return sites_[site].root; }
   // How many there are of unit u, but for the whole model.
   int64_t sites_of(int64_t u) const;
   const std::vector<int64_t>& units_of(int64_t site) const { return sites_[site].units; }

@@ -60,7 +60,7 @@ class GradientSums {
   bool local_was_fresh(int64_t i) const { return local_fresh_before_[i] != 0; }
   // No slot has a sum, reduced or local.
   bool empty() const;
-  // Some slot has a reduced one; the same on every rank between two backwards.
+  // Some slot has a reduced one; the same on every rank, but after a backward that threw on some.
   bool has_reduced() const;
   // Something was added.
   void mark_summed(int64_t i) { fresh_[i] = 0; }

@@ -51,6 +51,7 @@ void Reductions::begin(float scale, bool surprises) {
 
 bool Reductions::can_reduce_late() const {
   if (!comm_.on_device()) return true;
+  if (context_.shards_parameters()) return false;
   const bool answers_soon = !knows_turns_ || learned_surprises_;
   return answers_soon && capture_id(current_stream(context_.compute.device())) == 0;
 }

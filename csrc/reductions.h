@@ -18,16 +18,15 @@
 // Note [Surprises]
 // Where inner backwards bring gradients (reentrant checkpointing), the graph does not show how many
 // will come to a unit. It waits for as many more as came in the last backward, in the first one for
-// one of each parameter. With stage 3 it waits until its modules were left as often as then, in the
-// first backward once each: ranks that gather together enter and leave alike, while a parameter
-// that one of them leaves out would have its reduction wait for the end there, and the other ranks'
-// gathers for that reduction. Fewer came: it is reduced when the backward ends. More came: those
-// that are late are held, and reduced when all units
-// were; the ranks agree on which, since only some may have late ones. Hence the unit whose turn is
-// the last starts when the backward ends, where surprises are possible, and with it each rank tells
-// whether it has any. On a device the host has to wait for the answer: there the ranks agree in the
-// first step whether rank 0 runs inner backwards, and where it does not, or a graph is captured,
-// surprises wait for the end of the backward.
+// one of each parameter; with stage 3 until its modules were left as often as then, in the first
+// backward once each. Fewer came: it is reduced when the backward ends. More came: those that are
+// late are held, and reduced when all units were; the ranks agree on which, since only some may
+// have late ones. Hence the unit whose turn is the last starts when the backward ends, where
+// surprises are possible, and with it each rank tells whether it has any. On a device the host has
+// to wait for the answer: there the ranks agree in the first step whether rank 0 runs inner
+// backwards, and where it does not, or a graph is captured, surprises wait for the end of the
+// backward. So they do where ranks gather together: one that waits there, because it left a
+// parameter out, would keep the others' gathers behind its reduction.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -72,7 +72,8 @@ class Unit {
   // One backward. `expected[i]`: autograd will reach slot i.
   void begin_backward(Sink sink, bool reduces, const std::vector<uint8_t>& expected);
   // More gradients may come than were expected: see Note [Surprises] in reductions.h. `trained[i]`:
-  // slot i is not frozen. `sites`: its modules that a backward enters and leaves by themselves.
+  // slot i is not frozen. `sites`: its modules that are gathered by themselves, not with the whole
+  // model.
   void await_surprises(const std::vector<uint8_t>& trained, int64_t sites);
   // The backward has left one of those.
   void module_left();
