@@ -38,6 +38,7 @@ int64_t Gatherer::add_unit(Unit* unit) {
 }
 
 int64_t Gatherer::add_site(Site site) {
+  for (const int64_t u : site.units) entries_[u].sites += site.root ? 0 : 1;
   sites_.push_back(std::move(site));
   return static_cast<int64_t>(sites_.size()) - 1;
 }
@@ -46,6 +47,7 @@ void Gatherer::add_to_sites_of(int64_t unit, int64_t added) {
   for (Site& site : sites_) {
     if (contains(site.units, unit)) site.units.push_back(added);
   }
+  entries_[added].sites = entries_[unit].sites;
 }
 
 // The verbs
@@ -216,11 +218,6 @@ void Gatherer::leave_forward(int64_t site, const Left& left) {
     }
   }
   if (!left.backward_may_follow) context_.spare->clear();
-}
-
-int64_t Gatherer::sites_of(int64_t u) const {
-  return std::count_if(sites_.begin(), sites_.end(),
-                       [u](const Site& site) { return !site.root && contains(site.units, u); });
 }
 
 // Backward

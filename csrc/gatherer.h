@@ -96,7 +96,7 @@ class Gatherer {
   const Unit& unit(int64_t unit) const { return *entries_[unit].unit; }
   bool is_root(int64_t site) const { return sites_[site].root; }
   // How many there are of unit u, but for the whole model.
-  int64_t sites_of(int64_t u) const;
+  int64_t sites_of(int64_t u) const { return entries_[u].sites; }
   const std::vector<int64_t>& units_of(int64_t site) const { return sites_[site].units; }
   int64_t gathers() const { return gathers_; }
 
@@ -108,7 +108,8 @@ class Gatherer {
     bool ahead = false;  // prefetched or kept for the backward, and not entered since
     int64_t taken = 0;   // gathers since the ranks last told each other
     int64_t taken_in_pass = 0;
-    int64_t due = 0;  // offers that a peer may have taken by the end of this pass
+    int64_t due = 0;    // offers that a peer may have taken by the end of this pass
+    int64_t sites = 0;  // but for the whole model
     std::vector<std::deque<Comm::Offer>> offers;  // [world]
   };
   enum Phase { kForward, kBackward };

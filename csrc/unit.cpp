@@ -153,17 +153,8 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
   arrived_[i] = kArrived;
   follow_filling_stream();
   if (sink_ == Sink::local) scale_ = scale;
-  if (reduced_) {
-    held_[i].push_back(dense);
-    return true;
-  }
-  if (sink_ == Sink::local) {
-    if (reduces_ || !sums_.local_was_fresh(i)) {
-      held_[i].push_back(dense);
-      return true;
-    }
-  }
-  if (needs_bucket()) {
+  const bool joins_local = sink_ == Sink::local && (reduces_ || !sums_.local_was_fresh(i));
+  if (reduced_ || joins_local || needs_bucket()) {
     held_[i].push_back(dense);
     return true;
   }

@@ -8,13 +8,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+import zero_ext
+
 # Stage 3 over a device's own backend.
 GATHERS_TOGETHER = "lccl" in os.environ.get("ZERO_EXT_TEST_BACKENDS", "")
+ONE_UNIT_EACH = 1e-6  # bucket_mb
 
 
 class Team(NamedTuple):
@@ -117,6 +121,27 @@ def step_and_wait(optimizer) -> None:
     """A step, and what it warns of, which a device tells later."""
     optimizer.step()
     _ = optimizer.skipped_steps
+
+
+def needs_own_gathers(stage: int) -> None:
+    """Of a test whose ranks differ in what they run."""
+    if stage == 3 and GATHERS_TOGETHER:
+        pytest.skip("every rank enters every gather")
+
+
+def watch_reductions(model: nn.Module) -> list[int]:
+    """How many reductions had started when each gradient arrived; the list grows."""
+    started: list[int] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda p: started.append(model.stats()["reductions"])
+        )
+    return started
+
+
+def assert_two_buckets(model, plain, world: int, stage: int, bucket_mb=ONE_UNIT_EACH) -> None:
+    estimate = zero_ext.estimate_memory(plain, world, stage, bucket_mb=bucket_mb)
+    assert 0 < model.stats()["bytes_bucket"] <= estimate["buckets"]
 
 
 def assert_bits(actual: Tensor, expected: Tensor, name: str = "tensor") -> None:

@@ -7,11 +7,15 @@ import pytest
 import torch
 from harness import (
     GATHERS_TOGETHER,
+    ONE_UNIT_EACH,
     assert_bits,
+    assert_two_buckets,
     gather_objects,
     mean_square,
+    needs_own_gathers,
     rank_data,
     step_and_wait,
+    watch_reductions,
 )
 from reference import gradients_of
 from torch import nn
@@ -22,7 +26,6 @@ from zero_ext.handle import find
 
 LAYERS = 5
 IN_ORDER = (0, 1, 2, 3, 4)
-ONE_UNIT_EACH = 1e-6
 
 pytestmark = [pytest.mark.dist, pytest.mark.world(min=2)]
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
@@ -53,11 +56,6 @@ def sharded(mesh, stage: int, **options) -> nn.Module:
     )
 
 
-def needs_own_gathers(stage: int) -> None:
-    if stage == 3 and GATHERS_TOGETHER:
-        pytest.skip("ranks gather together, and reduce at the end")
-
-
 def add_expected(sums: dict[str, torch.Tensor], calls_of_ranks, step: int, dtype=torch.float64):
     """One process's gradients of a backward of every rank, which has its own calls."""
     world = len(calls_of_ranks)
@@ -85,18 +83,16 @@ def assert_gradients(model: nn.Module, expected: dict[str, torch.Tensor]) -> Non
 @STAGES
 @REDUCTIONS
 def test_reductions_start_while_gradients_come(mesh, rank, world, stage, reduction):
-    """From the first backward on, but for the last one; and two buckets are enough."""
-    needs_own_gathers(stage)
+    """From the first backward on, and two buckets are enough; ranks that gather together wait."""
+    in_turn = [0] * LAYERS if stage == 3 and GATHERS_TOGETHER else [0, 1, 2, 3, 4]
     model = sharded(mesh, stage, reduction=reduction)
     optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0)
-    started: list[int] = []
-    for layer in model.layers:
-        layer.weight.register_post_accumulate_grad_hook(
-            lambda p: started.append(model.stats()["reductions"])
-        )
+    started = watch_reductions(model)
     for step in range(3):
         mean_square(model, batch(rank, step)).backward()
-        assert [count - LAYERS * step for count in started] == [0, 1, 2, 3, 4]
+        assert [count - LAYERS * step for count in started] == (
+            [0] * 5 if waits else [0, 1, 2, 3, 4]
+        )
         started.clear()
         expected: dict[str, torch.Tensor] = {}
         add_expected(expected, [IN_ORDER] * world, step)
@@ -104,9 +100,7 @@ def test_reductions_start_while_gradients_come(mesh, rank, world, stage, reducti
         optimizer.step()
         optimizer.zero_grad()
         if reduction == "exchange":
-            plain = Recomputed()
-            estimate = zero_ext.estimate_memory(plain, world, stage, bucket_mb=ONE_UNIT_EACH)
-            assert 0 < model.stats()["bytes_bucket"] <= estimate["buckets"]
+            assert_two_buckets(model, Recomputed(), world, stage)
 
 
 @STAGES
@@ -129,7 +123,9 @@ def test_a_layer_that_is_called_again(mesh, rank, world, stage, reduction, ranks
 
     Those have one process's bits.
     """
-    needs_own_gathers(stage)
+    if ranks != "all":
+        needs_own_gathers(stage)
+    waits = stage == 3 and GATHERS_TOGETHER
     model = sharded(mesh, stage, reduction=reduction)
     optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0)
     again = (0, 1, 2, 3, 4, 3)
@@ -151,7 +147,7 @@ def test_a_layer_that_is_called_again(mesh, rank, world, stage, reduction, ranks
         more = reductions - before - model.stats()["units"]
         before = reductions
         if step == 0:
-            assert more == 1
+            assert more == (0 if waits else 1)
         elif ranks != "one_after_the_other":
             assert more == 0
         assert len(set(gather_objects(reductions))) == 1
@@ -266,11 +262,7 @@ def test_a_layer_that_was_left_waits_for_nothing(mesh, rank, world, reduction):
         HalfUsed(), 3, mesh=mesh, units=HalfUsed.Layer, bucket_mb=ONE_UNIT_EACH, reduction=reduction
     )
     optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0)
-    started: list[int] = []
-    for layer in model.layers:
-        layer.first.register_post_accumulate_grad_hook(
-            lambda p: started.append(model.stats()["reductions"])
-        )
+    started = watch_reductions(model)
     for step in range(4):
         before = model.stats()["reductions"]
         for number, layer in enumerate(model.layers):
@@ -281,6 +273,41 @@ def test_a_layer_that_was_left_waits_for_nothing(mesh, rank, world, reduction):
         started.clear()
         optimizer.step()
         optimizer.zero_grad()
+
+
+class Dropping(HalfUsed):
+    """Layers that may do nothing, though they are called."""
+
+    class Layer(HalfUsed.Layer):
+        def __init__(self):
+            super().__init__()
+            self.dropped = False
+
+        def forward(self, x):
+            return x if self.dropped else super().forward(x)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_layer_that_does_nothing_on_one_rank_keeps_nobody_waiting(
+    mesh, rank, world, stage, layer
+):
+    """All ranks gather it, but that one has no gradient of it and never leaves it."""
+    units = {"units": Dropping.Layer} if stage == 3 else {}
+    model = zero_ext.shard(Dropping(), stage, mesh=mesh, bucket_mb=ONE_UNIT_EACH, **units)
+    for step in range(3):
+        sums: dict[str, torch.Tensor] = {}
+        model.layers[layer].dropped = rank == 0 and step == 1
+        mean_square(model, batch(rank, step)).backward()
+        for r in range(world):
+            plain = Dropping().double()
+            plain.layers[layer].dropped = r == 0 and step == 1
+            plain(batch(r, step).double()).square().mean().backward()
+            for name, parameter in plain.named_parameters():
+                if parameter.grad is not None:
+                    sums[name] = sums.get(name, 0) + parameter.grad / world
+        assert_gradients(model, sums)
+        model.zero_grad()
 
 
 def test_gradients_that_were_late_are_checked_for_nan(mesh, rank, world):

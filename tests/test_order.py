@@ -6,13 +6,16 @@ import pytest
 import torch
 from harness import (
     MLP,
+    ONE_UNIT_EACH,
     Branching,
     assert_bits,
+    assert_two_buckets,
     gather_objects,
     mean_square,
     rank_batches,
     rank_data,
     reference_gradients,
+    watch_reductions,
 )
 from reference import gradients_of
 from torch import nn
@@ -20,7 +23,6 @@ from torch import nn
 import zero_ext
 from zero_ext.handle import find
 
-ONE_UNIT_EACH = 1e-6
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 REDUCTIONS = pytest.mark.parametrize("reduction", ["exchange", "collective"])
 
@@ -49,16 +51,6 @@ class Forwards(Backwards):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x
-
-
-def watch_reductions(model: nn.Module) -> list[int]:
-    """How many reductions had started when each gradient arrived; the list grows."""
-    started: list[int] = []
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(
-            lambda p: started.append(model.stats()["reductions"])
-        )
-    return started
 
 
 def units_of(model: nn.Module) -> list[int]:
@@ -121,11 +113,6 @@ def check_steps(model: nn.Module, make, rank: int, world: int, stage: int, start
         optimizer.step()
         optimizer.zero_grad()
         assert_two_buckets(model, make(), world, stage)
-
-
-def assert_two_buckets(model, plain, world: int, stage: int, bucket_mb=ONE_UNIT_EACH) -> None:
-    estimate = zero_ext.estimate_memory(plain, world, stage, bucket_mb=bucket_mb)
-    assert 0 < model.stats()["bytes_bucket"] <= estimate["buckets"]
 
 
 @pytest.mark.dist
