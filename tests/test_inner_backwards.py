@@ -90,9 +90,7 @@ def test_reductions_start_while_gradients_come(mesh, rank, world, stage, reducti
     started = watch_reductions(model)
     for step in range(3):
         mean_square(model, batch(rank, step)).backward()
-        assert [count - LAYERS * step for count in started] == (
-            [0] * 5 if waits else [0, 1, 2, 3, 4]
-        )
+        assert [count - LAYERS * step for count in started] == in_turn
         started.clear()
         expected: dict[str, torch.Tensor] = {}
         add_expected(expected, [IN_ORDER] * world, step)
@@ -242,10 +240,10 @@ class HalfUsed(nn.Module):
             x = torch.tanh(x @ self.first)
             return torch.tanh(x @ self.second) if self.uses_second else x
 
-    def __init__(self):
+    def __init__(self, layers: int = LAYERS):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(self.Layer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(self.Layer() for _ in range(layers))
 
     def forward(self, x):
         x = x.clone().requires_grad_()
@@ -288,26 +286,28 @@ class Dropping(HalfUsed):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("layer", range(LAYERS))
+@pytest.mark.parametrize("layer", [0, 4, 8])
 def test_a_layer_that_does_nothing_on_one_rank_keeps_nobody_waiting(
     mesh, rank, world, stage, layer
 ):
     """All ranks gather it, but that one has no gradient of it and never leaves it."""
-    units = {"units": Dropping.Layer} if stage == 3 else {}
-    model = zero_ext.shard(Dropping(), stage, mesh=mesh, bucket_mb=ONE_UNIT_EACH, **units)
-    for step in range(3):
+    units = {"units": Dropping.Layer, "prefetch_mb": 0} if stage == 3 else {}
+    model = zero_ext.shard(Dropping(10), stage, mesh=mesh, bucket_mb=ONE_UNIT_EACH, **units)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(4):
         sums: dict[str, torch.Tensor] = {}
-        model.layers[layer].dropped = rank == 0 and step == 1
+        model.layers[layer].dropped = rank == 0 and step == 2
         mean_square(model, batch(rank, step)).backward()
         for r in range(world):
-            plain = Dropping().double()
-            plain.layers[layer].dropped = r == 0 and step == 1
+            plain = Dropping(10).double()
+            plain.layers[layer].dropped = r == 0 and step == 2
             plain(batch(r, step).double()).square().mean().backward()
             for name, parameter in plain.named_parameters():
                 if parameter.grad is not None:
                     sums[name] = sums.get(name, 0) + parameter.grad / world
         assert_gradients(model, sums)
-        model.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def test_gradients_that_were_late_are_checked_for_nan(mesh, rank, world):
