@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import zero_ext
 from zero_ext.handle import find
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("groups_close_at_once")]
 
 
 @pytest.fixture

@@ -212,6 +212,7 @@ def allocated_bytes() -> int:
 
 
 @pytest.mark.host
+@pytest.mark.usefixtures("groups_close_at_once")
 @pytest.mark.parametrize("stage", [1, 2])
 def test_counters_agree_with_the_allocator(anywhere, rank, stage):
     """bytes_held, buckets included, is what malloc has handed out beyond the plain model."""

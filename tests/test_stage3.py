@@ -623,6 +623,7 @@ def threads_and_files() -> tuple[int, int]:
 
 
 @pytest.mark.dist
+@pytest.mark.usefixtures("groups_close_at_once")
 def test_many_models_leave_no_threads_or_files_behind(mesh, rank, world):
     def once():
         model = sharded(Stack(), mesh)
