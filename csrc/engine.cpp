@@ -444,8 +444,17 @@ void Engine::check_usable(const char* verb) const {
               ": an earlier backward threw and could not be undone, so that the gradients are"
               " unknown. Go on from a checkpoint in a new process. The error was: ",
               not_undone_);
-  TORCH_CHECK(offloaded_.empty(), where(rank()), verb, ": ", c10::Join(", ", offloaded_),
-              " of this model are offloaded. Call zero_ext.reload_states() first.");
+  TORCH_CHECK(offloaded_.empty(), offloaded_message(verb));
+}
+
+void Engine::check_parameters_are_here(const char* verb) const {
+  const bool here = offloaded_.count("full") == 0 && offloaded_.count("master") == 0;
+  TORCH_CHECK(here, offloaded_message(verb));
+}
+
+std::string Engine::offloaded_message(const char* verb) const {
+  return c10::str(where(rank()), verb, ": ", c10::Join(", ", offloaded_),
+                  " of this model are offloaded. Call zero_ext.reload_states() first.");
 }
 
 void Engine::before_forward() {
@@ -714,6 +723,7 @@ at::Tensor Engine::current_master(int64_t i) {
   const Access access(*this);
   const at::NoGradGuard no_grad;
   TORCH_CHECK(!open_, where(rank()), "a parameter's state was asked for inside a backward.");
+  check_parameters_are_here("a parameter was read");
   const ShardedParameter& parameter = parameters_[i];
   Unit& unit = parameters_.home_of(i);
   // Nothing is written here: other ranks may still be gathering from this one's shard, and what is
@@ -729,6 +739,7 @@ void Engine::write_parameter(int64_t i, const at::Tensor& value) {
   const Access access(*this);
   const at::NoGradGuard no_grad;
   TORCH_CHECK(!open_, where(rank()), "a parameter was set inside a backward.");
+  check_parameters_are_here("a parameter was set");
   const ShardedParameter& parameter = parameters_[i];
   Unit& unit = parameters_.home_of(i);
   gatherer_.wait_for_shards();  // which may have been gathering the old value

@@ -183,6 +183,8 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   // A backward runs on this thread that reaches a parameter, though it may not have yet.
   bool backward_reaches_us() const;
   void check_usable(const char* verb) const;
+  void check_parameters_are_here(const char* verb) const;
+  std::string offloaded_message(const char* verb) const;
   // See Note [Turns] in reductions.h. Collective; on a device it waits, once.
   void learn_turns();
   // This rank had no backward for a step of these parameters; `last_backward`: as of their last

@@ -131,6 +131,23 @@ def test_forward_refuses_only_while_the_parameters_are_offloaded(team, stage):
     assert_bits(model(x), expected)
 
 
+@STAGES
+@pytest.mark.parametrize("include", ["full", "master"])
+def test_parameters_are_neither_read_nor_set_while_they_are_offloaded(team, stage, include):
+    model, optimizer = make(team, stage, None)
+    before = everything(model, optimizer)
+    zero_ext.offload_states(model, include=[include])
+    refused = rf"{include} of this model are offloaded\. Call zero_ext\.reload_states\(\) first"
+    weight = model.layers[0].weight
+    with pytest.raises(RuntimeError, match=f"a parameter was read: {refused}"):
+        zero_ext.full_tensor(weight)
+    with pytest.raises(RuntimeError, match=f"a parameter was set: {refused}"):
+        zero_ext.set_full_param(weight, torch.ones(weight.shape))
+    zero_ext.reload_states(model)
+    for old, new in zip(before, everything(model, optimizer), strict=True):
+        assert_bits(new, old)
+
+
 class TestRefusals:
     def test_states_that_do_not_exist(self, team):
         model, optimizer = make(team, 2, None)

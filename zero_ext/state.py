@@ -29,6 +29,7 @@ def full_tensor(parameter: Tensor) -> Tensor:
         ``summon_full_params()`` what was written there is in it, also what will be forgotten.
     Raises:
         ValueError: this library does not shard the parameter.
+        RuntimeError: inside a backward, or ``offload_states`` has moved parameters or masters.
     """
     handle, i = _place_of(parameter)
     if _is_loose(handle, i):
@@ -48,6 +49,7 @@ def set_full_param(parameter: Tensor, value: Tensor) -> None:
     Raises:
         ValueError: another shape, or a parameter that this library does not shard. Nothing is
             changed then.
+        RuntimeError: inside a backward, or ``offload_states`` has moved parameters or masters.
     """
     handle, i = _place_of(parameter)
     value = _agreed(handle, parameter, value, "set_full_param()")
