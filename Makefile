@@ -52,7 +52,7 @@ train: install
 
 # What depends on the number of ranks: sums in rank order, padding, straddling, passes. The rest runs on
 # three and four ranks in test-all.
-THREE_RANKS_TESTS := $(addprefix tests/test_,cross_memory.py equivalence.py inner_backwards.py order.py comm_ops.py memory.py \
+THREE_RANKS_TESTS := $(addprefix tests/test_,checkpoint.py cross_memory.py equivalence.py inner_backwards.py order.py comm_ops.py memory.py \
   memory_stage3.py norm.py recovery.py scenarios_c.py stage3.py)
 FOUR_RANKS_TESTS := $(addprefix tests/test_,equivalence.py comm_ops.py norm.py stage3.py)
 # As ranks on different hosts: their messages go through the process group.

@@ -2,6 +2,7 @@
 
 torchrun --nproc-per-node 2 examples/train_lm.py --stage 2
 torchrun --nproc-per-node 2 examples/train_lm.py --ddp
+torchrun --nproc-per-node 4 examples/train_lm.py --stage 3 --resume runs/stage2/step-500
 python examples/train_lm.py --size tiny --steps 100
 """
 
@@ -39,7 +40,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="of the parameters")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda: a GPU for each rank")
     parser.add_argument("--out", type=Path, help="default: runs/stage<N> or runs/ddp")
+    parser.add_argument("--checkpoint-every", type=int, metavar="STEPS", help="to OUT/step-<N>")
+    parser.add_argument("--resume", type=Path, metavar="CHECKPOINT", help="go on from there")
     arguments = parser.parse_args()
+    if arguments.ddp and (arguments.checkpoint_every or arguments.resume):
+        parser.error("--ddp is there to compare with, and has no checkpoints")
     arguments.name = "ddp" if arguments.ddp else f"stage{arguments.stage}"
     arguments.out = arguments.out or Path("runs") / arguments.name
     return arguments
@@ -54,6 +59,23 @@ def shard(model: GPT, args: argparse.Namespace):
 
     model = zero_ext.shard(model, stage=args.stage, accumulation_steps=args.accumulation_steps)
     return model, zero_ext.optim.AdamW(model.parameters(), **adamw)
+
+
+def save_checkpoint(args: argparse.Namespace, model, optimizer, scheduler, log: dict) -> None:
+    import zero_ext
+
+    extra = {"scheduler": scheduler.state_dict(), "log": log}
+    path = args.out / f"step-{len(log['loss'])}"
+    zero_ext.checkpoint.save(path, model, optimizer, extra=extra)
+
+
+def load_checkpoint(args: argparse.Namespace, model, optimizer, scheduler) -> dict:
+    """Returns the log."""
+    import zero_ext
+
+    extra = zero_ext.checkpoint.load(args.resume, model, optimizer)
+    scheduler.load_state_dict(extra["scheduler"])
+    return extra["log"]
 
 
 def bytes_held(model: GPT, optimizer: torch.optim.Optimizer) -> int:
@@ -88,9 +110,14 @@ def train(model, optimizer, text: Tensor, args: argparse.Namespace, rank: int, w
     data = torch.Generator().manual_seed(1_000_003 * args.seed + rank)  # every rank reads its own
     step_bytes = world * args.accumulation_steps * args.batch_size * args.sequence
     log = {"loss": [], "gradient_norm": [], "seconds": []}
-    progress = tqdm(total=args.steps, unit="step", disable=rank != 0, mininterval=1.0)
-    start = time.perf_counter()
-    for step in range(args.steps):
+    if args.resume:
+        log = load_checkpoint(args, model, optimizer, scheduler)
+    done = len(log["loss"])
+    for _ in range(done * args.accumulation_steps):  # what was read before
+        corpus.sample(text, args.batch_size, args.sequence, data)
+    progress = tqdm(total=args.steps, initial=done, unit="step", disable=rank != 0, mininterval=1.0)
+    start = time.perf_counter() - (log["seconds"][-1] if done else 0.0)
+    for step in range(done, args.steps):
         total_loss = torch.zeros(())
         for _ in range(args.accumulation_steps):
             tokens, targets = corpus.sample(text, args.batch_size, args.sequence, data)
@@ -115,6 +142,8 @@ def train(model, optimizer, text: Tensor, args: argparse.Namespace, rank: int, w
             refresh=False,
         )
         progress.update()
+        if args.checkpoint_every and (step + 1) % args.checkpoint_every == 0:
+            save_checkpoint(args, model, optimizer, scheduler, log)
     progress.close()
     log["tokens_per_second"] = args.steps * step_bytes / log["seconds"][-1]
     return log
@@ -135,7 +164,7 @@ def save(log: dict, out: Path) -> None:
     from plot_runs import plot
 
     out.mkdir(parents=True, exist_ok=True)
-    (out / "log.json").write_text(json.dumps(log))
+    (out / "log.json").write_text(json.dumps(log, default=str))
     plot([log], out / "loss.png")
 
 
@@ -163,7 +192,7 @@ def main() -> None:
     # On every rank: with stage 3 each holds a part of the parameters.
     sampled = gpt.generate(b"def ", 200, torch.Generator().manual_seed(args.seed))
     if rank == 0:
-        log |= {"name": args.name, "world": world, "arguments": vars(args) | {"out": str(args.out)}}
+        log |= {"name": args.name, "world": world, "arguments": vars(args)}
         log["sample"] = sampled.decode(errors="replace")
         save(log, args.out)
         print(f"\n{log['sample']}\n")

@@ -169,7 +169,7 @@ exact=(env CUBLAS_WORKSPACE_CONFIG=:4096:8 DISABLE_ADDMM_CUDA_LT=1 NVIDIA_TF32_O
 quick=(-q -p no:cacheprovider --tb=short --maxfail=200 -m)
 on_device=(devices optim precision stage3 scenarios_a scenarios_b scenarios_c units state norm errors
   odd_models hooks loops scaler memory memory_stage3 lifetime offload full_params meta order
-  state_dict module_units live_objects equivalence shard_tensor)
+  state_dict checkpoint module_units live_objects equivalence shard_tensor)
 on_device=("${on_device[@]/#/tests/test_}")
 on_device=("${on_device[@]/%/.py}")
 # By address: the machine's own name may lead nowhere.

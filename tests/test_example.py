@@ -32,6 +32,14 @@ def test_two_ranks_learn_and_write_their_log(tmp_path, method):
     assert log["bytes_held"] > 0
 
 
+def test_a_resumed_run_has_the_losses_of_one_that_went_on(tmp_path):
+    log = train(tmp_path, "--stage=2", "--checkpoint-every=8")
+    (tmp_path / "run" / "log.json").unlink()
+    resumed = train(tmp_path, "--stage=3", "--resume=run/step-8")
+    assert resumed["loss"] == log["loss"]
+    assert resumed["gradient_norm"] == log["gradient_norm"]
+
+
 def test_one_process_needs_no_torchrun(tmp_path):
     log = train(tmp_path, "--ddp", "--dtype=fp32", ranks=1)
 

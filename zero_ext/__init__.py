@@ -8,7 +8,7 @@ from zero_ext import _compat
 
 _compat.check()
 
-from zero_ext import _C, ops, optim  # noqa: E402, F401
+from zero_ext import _C, checkpoint, ops, optim  # noqa: E402, F401
 from zero_ext.api import shard  # noqa: E402
 from zero_ext.forward_methods import register_forward_method  # noqa: E402
 from zero_ext.memory import estimate_memory, stats  # noqa: E402
@@ -26,6 +26,7 @@ from zero_ext.state import (  # noqa: E402
 __version__ = "0.1.0"
 __all__ = [
     "LossScaler",
+    "checkpoint",
     "estimate_memory",
     "full_grad",
     "full_state",

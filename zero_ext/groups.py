@@ -1,10 +1,11 @@
 """Process groups of an engine: one for reductions, one for gathers, beside the user's own."""
 
+import contextlib
 import datetime
 import itertools
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -221,6 +222,29 @@ def check_same_on_all_ranks(groups: Groups, description: list[str], what: str) -
         f"'{first}' on rank 0 and '{second}' on rank {other} ({len(everyone[0])} and "
         f"{len(everyone[other])} in all). Build the same model on every rank before sharding it."
     )
+
+
+@contextlib.contextmanager
+def all_or_none(groups: Groups, what: str) -> Iterator[None]:
+    """Raise on every rank if the body raised on one. Collective.
+
+    Raises:
+        RuntimeError: on the ranks where it did not, naming the first rank where it did.
+    """
+    failure = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    failures: list = [None if failure is None else f"{type(failure).__name__}: {failure}"]
+    if groups.world > 1:
+        failures *= groups.world
+        dist.all_gather_object(failures, failures[groups.rank], group=groups.parent)
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(failures):
+        if text is not None:
+            raise RuntimeError(f"zero_ext [rank {groups.rank}]: {what}: rank {rank}: {text}")
 
 
 def hash_of(description: list[str]) -> str:

@@ -131,7 +131,7 @@ class ShardTensor(DTensor):
         )
 
     def __deepcopy__(self, memo):
-        memo[id(self)] = result = _wrap(self._local_tensor.clone(), self)
+        memo[id(self)] = result = wrap(self._local_tensor.clone(), self)
         return result
 
     def __reduce_ex__(self, protocol):
@@ -282,7 +282,8 @@ def _memory_order(shard: ShardTensor) -> list[int]:
     return sorted(range(shard.dim()), key=lambda d: -shard.stride()[d])
 
 
-def _wrap(local: Tensor, like: ShardTensor) -> ShardTensor:
+def wrap(local: Tensor, like: ShardTensor) -> ShardTensor:
+    """Present ``local``, of any dtype, as this rank's slice of a tensor that is cut as ``like``."""
     spec = like._spec
     if local.dtype != like.dtype:
         spec = copy.copy(spec)
@@ -328,7 +329,7 @@ def _elementwise(func, args, kwargs):
     for shard in shards:  # changed in place, or given as out=
         if result is shard._local_tensor:
             return shard
-    return _wrap(result, shards[0])
+    return wrap(result, shards[0])
 
 
 def _foreach_elementwise(func, args, kwargs):
@@ -339,7 +340,7 @@ def _foreach_elementwise(func, args, kwargs):
         written = [t._local_tensor for t in args[0] if isinstance(t, ShardTensor)]
         torch.autograd.graph.increment_version(written)
         return None
-    return [_wrap(r, s[0]) if s else r for r, s in zip(result, shards, strict=True)]
+    return [wrap(r, s[0]) if s else r for r, s in zip(result, shards, strict=True)]
 
 
 def _on_full_tensors(func, args, kwargs):
@@ -365,7 +366,7 @@ def _new(func, shard, size, *rest, **kwargs):
     strided = func is aten.new_empty_strided.default
     if torch.Size(size) != shard.shape or (strided and tuple(rest[0]) != shard.stride()):
         return func(local, size, *rest, **kwargs)
-    return _wrap(func(local, local.shape, *([(1,)] if strided else rest), **kwargs), shard)
+    return wrap(func(local, local.shape, *([(1,)] if strided else rest), **kwargs), shard)
 
 
 def _copy_(func, destination, source, non_blocking=False):
