@@ -11,7 +11,7 @@ from harness import MLP, ONE_UNIT_EACH, Odd, Tied, assert_bits, mean_square, ran
 from setups import everything, train_batch, values_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import zero_ext
 from zero_ext import checkpoint, checkpoint_files
@@ -265,6 +265,28 @@ def test_plain_torch_reads_it_and_it_reads_plain_torchs(anywhere, rank, path, st
         checkpoint.load(theirs, model, optimizer)
 
 
+@pytest.mark.dist
+@pytest.mark.host
+@pytest.mark.world(min=2)
+def test_fsdp2_reads_it_and_it_reads_fsdp2s(mesh, rank, shared_path):
+    model, optimizer = made(mesh, 3, MLP(13))
+    train(model, optimizer, rank, range(2))
+    checkpoint.save(shared_path / "ours", model, optimizer)
+    theirs = changed(MLP(13))
+    for module in (*theirs.layers, theirs):
+        fully_shard(module, mesh=mesh)
+    state = {"model": theirs.state_dict()}
+    dcp.load(state, checkpoint_id=shared_path / "ours")
+    trained = values_of(model)
+    for name, value in state["model"].items():
+        assert_bits(value.full_tensor(), trained[name], name)
+    dcp.save({"model": changed(theirs).state_dict()}, checkpoint_id=shared_path / "theirs")
+    checkpoint.load(shared_path / "theirs", model)
+    expected = {name: p.full_tensor() for name, p in theirs.named_parameters()}
+    for name, value in values_of(model).items():
+        assert_bits(value, expected[name], name)
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_the_user_wrote_is_in_it_also_what_is_gathered(anywhere, rank, path, stage):
     model, _ = made(anywhere, stage, MLP(13, dtype=torch.bfloat16))
@@ -339,6 +361,7 @@ def test_something_else_is_not_replaced(anywhere, rank, path):
     assert (path / "thesis.txt").read_text() == "years of work"
 
 
+@pytest.mark.filterwarnings("ignore:.*No space left on device")
 @pytest.mark.parametrize("async_", [False, True])
 def test_a_save_that_fails_on_one_rank_leaves_the_old_one(
     anywhere, rank, path, monkeypatch, async_

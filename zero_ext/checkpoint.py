@@ -57,8 +57,8 @@ def save(
         async_: Copy everything to host memory, and return while it is being written. Saves follow
             each other in the order of their calls.
     Returns:
-        With ``async_`` a future, whose ``result()`` is None once the checkpoint is at ``path`` and
-        raises what went wrong.
+        With ``async_`` a future, whose ``result()`` is None once the checkpoint is at ``path``, and
+        raises what went wrong (which is warned of, too). Ask for it before the process group ends.
     Raises:
         ValueError: ``path`` holds something else, or the optimizer a parameter that is not the
             model's.

@@ -117,6 +117,7 @@ class Writer:
             self._own_groups = _apart(groups)
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="zero_ext checkpoint")
         self._last = self._executor.submit(write, path, state, self._own_groups)
+        self._last.add_done_callback(_warn_of_failure)
         return self._last
 
     def write(self, path: Path, state: dict[str, Any], groups: Groups) -> None:
@@ -124,6 +125,12 @@ class Writer:
         if self._last is not None:
             self._last.exception()  # which is for whoever has its future
         write(path, state, groups)
+
+
+def _warn_of_failure(saving: Future) -> None:
+    """Whoever never asks for the result would not know."""
+    if saving.exception() is not None:
+        warnings.warn(str(saving.exception()), stacklevel=2)
 
 
 _of_one_rank = Writer()
