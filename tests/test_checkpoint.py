@@ -1,5 +1,6 @@
 """zero_ext.checkpoint: saving and loading with other stages, ranks and dtypes; safetensors."""
 
+import contextlib
 import json
 import warnings
 
@@ -361,7 +362,6 @@ def test_something_else_is_not_replaced(anywhere, rank, path):
     assert (path / "thesis.txt").read_text() == "years of work"
 
 
-@pytest.mark.filterwarnings("ignore:.*No space left on device")
 @pytest.mark.parametrize("async_", [False, True])
 def test_a_save_that_fails_on_one_rank_leaves_the_old_one(
     anywhere, rank, path, monkeypatch, async_
@@ -376,9 +376,14 @@ def test_a_save_that_fails_on_one_rank_leaves_the_old_one(
     with monkeypatch.context() as patch:
         if rank == 0 if anywhere is None else rank == anywhere.size() - 1:
             patch.setattr(dcp.FileSystemWriter, "write_data", fails)
-        with pytest.raises(RuntimeError, match=r"rank \d: OSError: No space left on device"):
-            future = checkpoint.save(path, *run, async_=async_)
-            future.result()
+        message = r"rank \d: OSError: No space left on device"
+        told = pytest.warns(UserWarning, match=message) if async_ else contextlib.nullcontext()
+        with told, pytest.raises(RuntimeError, match=message):
+            saving = checkpoint.save(path, *run, async_=async_)
+            saving.result()
+        if anywhere is not None:
+            dist.barrier(anywhere.get_group())
+        assert [each.name for each in path.parent.iterdir()] == ["checkpoint"]
     again = made(anywhere, 2, changed(MLP(13)))
     assert checkpoint.load(path, *again) == {"which": "old"}
     for name, value in values_of(again[0]).items():
@@ -387,6 +392,17 @@ def test_a_save_that_fails_on_one_rank_leaves_the_old_one(
     assert checkpoint.load(path, *again) == {"which": "new"}
     assert_equal(again, run)
     assert [each.name for each in path.parent.iterdir()] == ["checkpoint"]
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+def test_a_folder_that_the_ranks_do_not_share_is_found_out(mesh, rank, shared_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_files, "_VISIBLE_WITHIN_S", 0.3)
+    model, _ = made(mesh, 2, MLP(13))
+    path = shared_path / f"host {rank}" / "checkpoint"
+    with pytest.raises(RuntimeError, match="Save to a folder that all ranks share"):
+        checkpoint.save(path, model)
+    assert not path.exists()
 
 
 class Wider(MLP):

@@ -1,7 +1,9 @@
 """Writing and reading the files of a checkpoint, with torch.distributed.checkpoint."""
 
 import contextlib
+import os
 import shutil
+import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +20,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from zero_ext.groups import Groups, all_or_none
 from zero_ext.shard_tensor import ShardTensor, wrap
+
+_VISIBLE_WITHIN_S = 60.0  # file systems of a network tell late what another host has made
+_ALONE = "torch.distributed is disabled"  # a warning of dcp
 
 
 def refuse_to_replace(path: Path) -> None:
@@ -39,24 +44,44 @@ def write(path: Path, state: dict[str, Any], groups: Groups) -> None:
     """
     what = f"save() of checkpoint '{path}'"
     incomplete = _beside(path, "incomplete")
-    with all_or_none(groups, what):
-        if groups.rank == 0 and incomplete.exists():  # of a process that died
-            shutil.rmtree(incomplete)
-    with _as_exceptions(groups, what):
-        dcp.save(
-            state,
-            checkpoint_id=incomplete,
-            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-            process_group=groups.parent,
-            no_dist=groups.world == 1,
-        )
-    with all_or_none(groups, what):
+    try:
+        with all_or_none(groups, what):
+            if groups.rank == 0 and incomplete.exists():  # of a process that died
+                shutil.rmtree(incomplete)
+        with _as_exceptions(groups, what):
+            dcp.save(
+                state,
+                checkpoint_id=incomplete,
+                planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+                process_group=groups.parent,
+                no_dist=groups.world == 1,
+            )
+        with all_or_none(groups, what):
+            _check_that_it_is_shared(incomplete)
+        with all_or_none(groups, what):
+            if groups.rank == 0:
+                _replace(path, incomplete)
+    except Exception:
         if groups.rank == 0:
-            _replace(path, incomplete)
+            shutil.rmtree(incomplete, ignore_errors=True)
+        raise
+
+
+def _check_that_it_is_shared(incomplete: Path) -> None:
+    """Each host would else keep its own part, and only rank 0's would be named."""
+    deadline = time.monotonic() + _VISIBLE_WITHIN_S
+    while not (incomplete / ".metadata").exists():
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"zero_ext: what rank 0 has written to '{incomplete.parent}' is not there for this "
+                "rank. Save to a folder that all ranks share."
+            )
+        time.sleep(0.1)
+        os.listdir(incomplete.parent)  # which a network's file system then asks for anew
 
 
 def _beside(path: Path, suffix: str) -> Path:
-    return path.with_name(f"{path.name}.{suffix}")
+    return path.with_name(f".{path.name}.zero_ext-{suffix}")
 
 
 def _replace(path: Path, new: Path) -> None:
@@ -78,7 +103,8 @@ def read(path: Path, targets: dict[str, Any]) -> None:
     """Into ``targets``, tensors in place; this rank by itself, its parts of sharded ones."""
     if not targets:
         return
-    with _as_exceptions(None, f"load() of checkpoint '{path}'"):
+    with warnings.catch_warnings(), _as_exceptions(None, f"load() of checkpoint '{path}'"):
+        warnings.filterwarnings("ignore", message=_ALONE)
         dcp.load(targets, checkpoint_id=path, no_dist=True)
 
 
@@ -86,9 +112,7 @@ def read(path: Path, targets: dict[str, Any]) -> None:
 def _as_exceptions(groups: Groups | None, what: str) -> Iterator[None]:
     """torch's CheckpointException is none, which `except Exception` would let through."""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            yield
+        yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         where = f" [rank {groups.rank}]: {what}: rank {rank}" if groups else f": {what}"
@@ -116,21 +140,27 @@ class Writer:
         if self._executor is None:
             self._own_groups = _apart(groups)
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="zero_ext checkpoint")
-        self._last = self._executor.submit(write, path, state, self._own_groups)
-        self._last.add_done_callback(_warn_of_failure)
+        if groups.world == 1:  # for good: no thread can change filters for itself
+            warnings.filterwarnings("ignore", message=_ALONE)
+        self._last = self._executor.submit(_write_meanwhile, path, state, self._own_groups)
         return self._last
 
     def write(self, path: Path, state: dict[str, Any], groups: Groups) -> None:
         """After all that were started."""
         if self._last is not None:
             self._last.exception()  # which is for whoever has its future
+        with warnings.catch_warnings():
+            if groups.world == 1:
+                warnings.filterwarnings("ignore", message=_ALONE)
+            write(path, state, groups)
+
+
+def _write_meanwhile(path: Path, state: dict[str, Any], groups: Groups) -> None:
+    try:
         write(path, state, groups)
-
-
-def _warn_of_failure(saving: Future) -> None:
-    """Whoever never asks for the result would not know."""
-    if saving.exception() is not None:
-        warnings.warn(str(saving.exception()), stacklevel=2)
+    except Exception as error:  # of which nobody may ask the future
+        warnings.warn(str(error), stacklevel=2)
+        raise
 
 
 _of_one_rank = Writer()
