@@ -70,12 +70,12 @@ def save_checkpoint(args: argparse.Namespace, model, optimizer, scheduler, log: 
 
 
 def load_checkpoint(args: argparse.Namespace, model, optimizer, scheduler) -> dict:
-    """Returns the log."""
+    """Returns the log of the steps that were made."""
     import zero_ext
 
     extra = zero_ext.checkpoint.load(args.resume, model, optimizer)
     scheduler.load_state_dict(extra["scheduler"])
-    return extra["log"]
+    return extra["log"] | {"bytes_held": 0}  # which were those of other ranks, or another stage
 
 
 def bytes_held(model: GPT, optimizer: torch.optim.Optimizer) -> int:
