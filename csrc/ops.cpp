@@ -10,6 +10,9 @@
 #include <c10/util/irange.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <array>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <vector>
@@ -369,6 +372,17 @@ std::string use_instruction_set(const std::string& name) {
   return previous;
 }
 
+// For tests: has "none", "sums" or "all" kernels fetch ahead, returns which did before.
+std::string use_fetch_ahead(const std::string& kernels) {
+  constexpr std::array kNames{"none", "sums", "all"};
+  const auto* place = std::find(kNames.begin(), kNames.end(), kernels);
+  TORCH_CHECK(place != kNames.end(), "zero_ext: no kernels '", kernels,
+              "' that fetch ahead. Choose none, sums or all.");
+  const auto previous = kernels::use_fetch_ahead(
+      static_cast<kernels::FetchAhead>(std::distance(kNames.begin(), place)));
+  return kNames.at(static_cast<size_t>(previous));
+}
+
 std::string instruction_set_name() { return kernels::cpu_instruction_set(); }
 
 }  // namespace
@@ -410,7 +424,7 @@ TORCH_LIBRARY_FRAGMENT(zero_ext, m) {
   m.def("count_step_(Tensor(a!) steps_done, Tensor? skip=None) -> ()");
   m.def("_use_instruction_set(str name) -> str", use_instruction_set);
   m.def("_instruction_set() -> str", instruction_set_name);
-  m.def("_use_fetching_ahead(bool use) -> bool", kernels::use_fetching_ahead);
+  m.def("_use_fetch_ahead(str kernels) -> str", use_fetch_ahead);
 }
 
 namespace {

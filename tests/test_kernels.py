@@ -37,17 +37,17 @@ SETS = usable_instruction_sets()
 
 
 # Some processors want to be told what to fetch ahead: every other instruction set is tested so.
-WALKS = [(name, place % 2 == 0) for place, name in enumerate(SETS)]
+WALKS = [(name, "all" if place % 2 == 0 else "none") for place, name in enumerate(SETS)]
 
 
-@pytest.fixture(params=WALKS, ids=lambda walk: walk[0] + (" ahead" if walk[1] else ""))
+@pytest.fixture(params=WALKS, ids=lambda walk: f"{walk[0]} {walk[1]} ahead")
 def instruction_set(request):
     name, ahead = request.param
     previous = torch.ops.zero_ext._use_instruction_set(name)
-    previous_ahead = torch.ops.zero_ext._use_fetching_ahead(ahead)
+    previous_ahead = torch.ops.zero_ext._use_fetch_ahead(ahead)
     yield name
     torch.ops.zero_ext._use_instruction_set(previous)
-    torch.ops.zero_ext._use_fetching_ahead(previous_ahead)
+    torch.ops.zero_ext._use_fetch_ahead(previous_ahead)
 
 
 @pytest.fixture
@@ -678,16 +678,16 @@ def every_kernel(numel: int, dtype: torch.dtype, offset: int = 0) -> dict[str, t
 @pytest.mark.parametrize("numel", [1, 7, 8, 9, 15, 16, 17, 31, 33, 63, 1083, 4097, 70_001])
 def test_all_instruction_sets_give_the_same_bits(dtype, numel):
     previous = torch.ops.zero_ext._instruction_set()
-    previous_ahead = torch.ops.zero_ext._use_fetching_ahead(False)
+    previous_ahead = torch.ops.zero_ext._use_fetch_ahead("none")
     results = []
     try:
-        for name, ahead in itertools.product(SETS, (False, True)):
+        for name, ahead in itertools.product(SETS, ("none", "sums", "all")):
             torch.ops.zero_ext._use_instruction_set(name)
-            torch.ops.zero_ext._use_fetching_ahead(ahead)
+            torch.ops.zero_ext._use_fetch_ahead(ahead)
             results.append(every_kernel(numel, dtype))
     finally:
         torch.ops.zero_ext._use_instruction_set(previous)
-        torch.ops.zero_ext._use_fetching_ahead(previous_ahead)
+        torch.ops.zero_ext._use_fetch_ahead(previous_ahead)
     for other in results[1:]:
         assert [k for k in other if not same_bits(results[0][k], other[k])] == []
 

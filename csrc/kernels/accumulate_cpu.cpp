@@ -27,6 +27,7 @@ struct Accumulate {
   bool fresh;
   bool stream;
   bool ahead;
+  bool small_blocks;
 
   ZERO_EXT_BODY int32_t operator()(const T* grad, float* sum, int64_t numel) const {
     int32_t largest = 0;
@@ -39,7 +40,7 @@ struct Accumulate {
       return largest;
     }
     for (int64_t i = 0, n = 0; i < numel; i += n) {
-      n = block_numel(numel - i);
+      n = block_numel(numel - i, small_blocks);
       if (ahead) {
         fetch_ahead(grad + i, n, numel - i);
         fetch_ahead(sum + i, n, numel - i);
@@ -86,13 +87,19 @@ constexpr bool worth_streaming(int64_t sum_numel, bool fresh) {
   return fresh && sum_numel * element_bytes(DType::f32) >= kStreamBytes;
 }
 
+template <class T>
+Accumulate<T> accumulate_of(int64_t numel, float scale, bool fresh) {
+  return {scale, fresh, worth_streaming(numel, fresh), fetches_ahead(FetchAhead::sums),
+          fetches_ahead(FetchAhead::all)};
+}
+
 }  // namespace
 
 Status accumulate_cpu(const void* grad, DType dtype, float* sum, int64_t numel, float scale,
                       bool fresh, int32_t* nonfinite, const Launch& launch) {
   if (numel < 0) return Status::bad_argument;
   return with_element(dtype, [&]<class T>(T) {
-    const Accumulate<T> accumulate{scale, fresh, worth_streaming(numel, fresh), fetches_ahead()};
+    const auto accumulate = accumulate_of<T>(numel, scale, fresh);
     return run(launch, numel,
                AccumulateFlat<T>{accumulate, static_cast<const T*>(grad), sum, nonfinite});
   });
@@ -103,7 +110,7 @@ Status accumulate_list_cpu(const AccumulateSegment* segments, int64_t count, DTy
   const int64_t numel = total_numel(segments, count);
   if (numel < 0) return Status::bad_argument;
   return with_element(dtype, [&]<class T>(T) {
-    const Accumulate<T> accumulate{scale, fresh, worth_streaming(numel, fresh), fetches_ahead()};
+    const auto accumulate = accumulate_of<T>(numel, scale, fresh);
     return run(launch, numel, AccumulateList<T>{accumulate, segments, nonfinite});
   });
 }

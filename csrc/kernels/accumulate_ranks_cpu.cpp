@@ -87,13 +87,13 @@ Status accumulate_ranks_cpu(const void* const* grads, int32_t ranks, DType dtype
   const bool stream = fresh && numel * element_bytes(DType::f32) >= kStreamBytes;
   return with_element(dtype, [&]<class T>(T) {
     if (fresh) {
-      return run(
-          launch, numel,
-          AccumulateRanks<T, true>{grads, ranks, sum, scale, stream, fetches_ahead(), nonfinite});
+      return run(launch, numel,
+                 AccumulateRanks<T, true>{grads, ranks, sum, scale, stream,
+                                          fetches_ahead(FetchAhead::sums), nonfinite});
     }
-    return run(
-        launch, numel,
-        AccumulateRanks<T, false>{grads, ranks, sum, scale, stream, fetches_ahead(), nonfinite});
+    return run(launch, numel,
+               AccumulateRanks<T, false>{grads, ranks, sum, scale, stream,
+                                         fetches_ahead(FetchAhead::sums), nonfinite});
   });
 }
 

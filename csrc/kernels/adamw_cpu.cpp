@@ -23,8 +23,23 @@ struct Adam {
   float* exp_avg;
   float* exp_avg_sq;
   float* max_exp_avg_sq;
+  bool ahead;
 
   ZERO_EXT_BODY void operator()(int64_t begin, int64_t end) const {
+    if (!ahead) return update(begin, end);
+    for (int64_t i = begin, n = 0; i < end; i += n) {
+      n = block_numel(end - i, ahead);
+      fetch_ahead(grad + i, n, end - i);
+      fetch_ahead(master + i, n, end - i);
+      fetch_ahead(exp_avg + i, n, end - i);
+      fetch_ahead(exp_avg_sq + i, n, end - i);
+      if constexpr (amsgrad) fetch_ahead(max_exp_avg_sq + i, n, end - i);
+      if constexpr (!std::is_void_v<T>) fetch_ahead(param + i, n, end - i);
+      update(i, i + n);
+    }
+  }
+
+  ZERO_EXT_BODY void update(int64_t begin, int64_t end) const {
     const AdamConstants k = c;
 #pragma GCC ivdep
     for (int64_t i = begin; i < end; ++i) {
@@ -56,7 +71,8 @@ Status run_adam(const AdamArgs& args, const Launch& launch) {
   return run(
       launch, args.numel,
       Adam<T, amsgrad, decoupled>{adam_constants(args), args.master, static_cast<T*>(args.param),
-                                  args.grad, args.exp_avg, args.exp_avg_sq, args.max_exp_avg_sq});
+                                  args.grad, args.exp_avg, args.exp_avg_sq, args.max_exp_avg_sq,
+                                  fetches_ahead(FetchAhead::all)});
 }
 
 template <class T>

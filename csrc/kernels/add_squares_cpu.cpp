@@ -19,11 +19,12 @@ ZERO_EXT_BODY double square(float value) {
 }
 
 // groups[k] = the sum of the squares of group k. Pass by pass over all groups, each a loop that
-// vectorises.
-ZERO_EXT_BODY void sum_groups(const float* value, int64_t count, double* groups) {
+// vectorises. `left` groups begin at value, for which it may fetch ahead.
+ZERO_EXT_BODY void sum_groups(const float* value, int64_t count, double* groups, int64_t left) {
   alignas(kLineBytes) double lanes[kGroupsPerRound * kLanes];
   for (int64_t k = 0; k < count; ++k) {
     const float* group = value + k * kSquareGroupNumel;
+    if (left > 0) fetch_ahead(group, kSquareGroupNumel, (left - k) * kSquareGroupNumel);
     double* lane = lanes + k * kLanes;
     for (int64_t j = 0; j < kLanes; ++j) lane[j] = square(group[j]) + square(group[j + kLanes]);
   }
@@ -94,6 +95,7 @@ struct AddSquares {
   const float* value;
   int64_t numel;
   int64_t* sum;
+  bool ahead;
 
   ZERO_EXT_BODY void operator()(int64_t begin, int64_t end) const {
     int64_t digits[kSquareSumLength] = {};
@@ -102,13 +104,13 @@ struct AddSquares {
     const int64_t last = end < whole ? end : whole;
     for (int64_t g = begin, count = 0; g < last; g += count) {
       count = last - g < kGroupsPerRound ? last - g : kGroupsPerRound;
-      sum_groups(value + g * kSquareGroupNumel, count, groups);
+      sum_groups(value + g * kSquareGroupNumel, count, groups, ahead ? last - g : 0);
       add_groups(groups, count, digits);
     }
     if (end > whole) {  // a group that is not whole
       float rest[kSquareGroupNumel] = {};
       for (int64_t i = whole * kSquareGroupNumel, j = 0; i < numel; ++i, ++j) rest[j] = value[i];
-      sum_groups(rest, 1, groups);
+      sum_groups(rest, 1, groups, 0);
       add_groups(groups, 1, digits);
     }
     // Other threads add theirs; in any order, because they are integers.
@@ -123,7 +125,7 @@ struct AddSquares {
 Status add_squares_cpu(const float* value, int64_t numel, SquareSum* sum, const Launch& launch) {
   if (numel < 0) return Status::bad_argument;
   const int64_t groups = (numel + kSquareGroupNumel - 1) / kSquareGroupNumel;
-  return run(launch, groups, AddSquares{value, numel, sum->data()},
+  return run(launch, groups, AddSquares{value, numel, sum->data(), fetches_ahead(FetchAhead::all)},
              kGrainNumel / kSquareGroupNumel);
 }
 

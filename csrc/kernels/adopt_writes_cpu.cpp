@@ -13,10 +13,15 @@ template <class T>
 struct AdoptWrites {
   const T* param;
   float* master;
+  bool ahead;
 
   ZERO_EXT_BODY void operator()(int64_t begin, int64_t end) const {
     for (int64_t i = begin, n = 0; i < end; i += n) {
-      n = block_numel(end - i);
+      n = block_numel(end - i, ahead);
+      if (ahead) {
+        fetch_ahead(param + i, n, end - i);
+        fetch_ahead(master + i, n, end - i);
+      }
       uint32_t differing = 0;
       for (int64_t k = i; k < i + n; ++k) {
         differing |= static_cast<uint32_t>(is_written(param[k], master[k]));
@@ -34,7 +39,9 @@ Status adopt_writes_cpu(const void* param, DType param_dtype, float* master, int
                         const Launch& launch) {
   if (numel < 0) return Status::bad_argument;
   return with_element(param_dtype, [&]<class T>(T) {
-    return run(launch, numel, AdoptWrites<T>{static_cast<const T*>(param), master});
+    return run(
+        launch, numel,
+        AdoptWrites<T>{static_cast<const T*>(param), master, fetches_ahead(FetchAhead::all)});
   });
 }
 

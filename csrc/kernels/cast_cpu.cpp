@@ -39,7 +39,8 @@ Status cast_cpu(const void* source, DType source_dtype, void* target, DType targ
   return with_element(source_dtype, [&]<class Source>(Source) {
     return with_element(target_dtype, [&]<class Target>(Target) {
       const Cast<Source, Target> body{static_cast<const Source*>(source),
-                                      static_cast<Target*>(target), stream, fetches_ahead()};
+                                      static_cast<Target*>(target), stream,
+                                      fetches_ahead(FetchAhead::sums)};
       return run(launch, numel, body);
     });
   });

@@ -42,11 +42,15 @@ InstructionSet instruction_set();
 // CPU lacks it.
 bool use_instruction_set(InstructionSet set);
 
-// Whether sums and casts fetch ahead what they read; Note [Blocks] in elements_cpu.h.
-bool fetches_ahead();
+// Which kernels fetch ahead what they read: none, those that add up or convert, or all. See Note
+// [Blocks] in elements_cpu.h.
+enum class FetchAhead : int32_t { none, sums, all };
 
-// For tests: has all later calls, of all threads, fetch ahead or not. Returns what they did before.
-bool use_fetching_ahead(bool use);
+// Whether this processor gains from it in kernels that fetch ahead from `least` on.
+bool fetches_ahead(FetchAhead least);
+
+// For tests: all later calls, of all threads, use `kernels`. Returns what they used before.
+FetchAhead use_fetch_ahead(FetchAhead kernels);
 
 // Fewer elements than this are not worth a second thread.
 constexpr int64_t kGrainNumel = 32768;

@@ -14,11 +14,25 @@ struct Flatten {
   const CopySegment* segments;
   Write write;
   int32_t* nonfinite;
+  bool ahead;
 
   // The values written are checked: they are non-finite wherever the source is. Equal dtypes keep
   // their bits.
   template <Write kWrite>
   ZERO_EXT_BODY int32_t flatten(const Source* source, Target* target, int64_t numel) const {
+    if (!ahead) return flatten_block<kWrite>(source, target, numel);
+    int32_t largest = 0;
+    for (int64_t i = 0, n = 0; i < numel; i += n) {
+      n = block_numel(numel - i, ahead);
+      fetch_ahead(source + i, n, numel - i);
+      fetch_ahead(target + i, n, numel - i);
+      largest = largest_of(largest, flatten_block<kWrite>(source + i, target + i, n));
+    }
+    return largest;
+  }
+
+  template <Write kWrite>
+  ZERO_EXT_BODY int32_t flatten_block(const Source* source, Target* target, int64_t numel) const {
     int32_t largest = 0;
 #pragma GCC ivdep
     for (int64_t k = 0; k < numel; ++k) {
@@ -58,7 +72,9 @@ Status flatten_cpu(const CopySegment* segments, int64_t count, DType source_dtyp
   if (numel < 0) return Status::bad_argument;
   return with_element(source_dtype, [&]<class Source>(Source) {
     return with_element(target_dtype, [&]<class Target>(Target) {
-      return run(launch, numel, Flatten<Source, Target>{segments, write, nonfinite});
+      return run(
+          launch, numel,
+          Flatten<Source, Target>{segments, write, nonfinite, fetches_ahead(FetchAhead::all)});
     });
   });
 }

@@ -43,33 +43,40 @@ std::atomic<InstructionSet>& in_use() {
   return set;
 }
 
-// AMD's Zen 5 and what came after it.
-bool is_zen5() {
+// What gains on this processor: sums on AMD's Zen 5 and what came after it, everything on Intel's
+// server cores since Sapphire Rapids, which are the ones that calculate in fp16.
+FetchAhead best_fetch_ahead() {
 #if defined(__x86_64__)
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  if (!__get_cpuid(0, &eax, &ebx, &ecx, &edx)) return false;
-  if (ebx != signature_AMD_ebx || ecx != signature_AMD_ecx || edx != signature_AMD_edx)
-    return false;
-  __get_cpuid(1, &eax, &ebx, &ecx, &edx);
-  const unsigned base = (eax >> 8) & 0xF;
-  const unsigned extended = (eax >> 20) & 0xFF;
-  return base == 0xF && base + extended >= 0x1A;
-#else
-  return false;
+  if (!__get_cpuid(0, &eax, &ebx, &ecx, &edx)) return FetchAhead::none;
+  if (ebx == signature_AMD_ebx && ecx == signature_AMD_ecx && edx == signature_AMD_edx) {
+    __get_cpuid(1, &eax, &ebx, &ecx, &edx);
+    const unsigned base = (eax >> 8) & 0xF;
+    const unsigned extended = (eax >> 20) & 0xFF;
+    return base == 0xF && base + extended >= 0x1A ? FetchAhead::sums : FetchAhead::none;
+  }
+  if (ebx == signature_INTEL_ebx && ecx == signature_INTEL_ecx && edx == signature_INTEL_edx) {
+    constexpr unsigned kAvx512Fp16 = 1U << 23;
+    if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx & kAvx512Fp16) != 0)
+      return FetchAhead::all;
+  }
 #endif
+  return FetchAhead::none;
 }
 
-std::atomic<bool>& fetching_ahead() {
-  static std::atomic<bool> use{is_zen5()};
-  return use;
+std::atomic<FetchAhead>& fetch_ahead_in_use() {
+  static std::atomic<FetchAhead> kernels{best_fetch_ahead()};
+  return kernels;
 }
 
 }  // namespace
 
-bool fetches_ahead() { return fetching_ahead().load(std::memory_order_relaxed); }
+bool fetches_ahead(FetchAhead least) {
+  return fetch_ahead_in_use().load(std::memory_order_relaxed) >= least;
+}
 
-bool use_fetching_ahead(bool use) {
-  return fetching_ahead().exchange(use, std::memory_order_relaxed);
+FetchAhead use_fetch_ahead(FetchAhead kernels) {
+  return fetch_ahead_in_use().exchange(kernels, std::memory_order_relaxed);
 }
 
 InstructionSet instruction_set() { return in_use().load(std::memory_order_relaxed); }

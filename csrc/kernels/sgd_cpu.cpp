@@ -17,8 +17,21 @@ struct Sgd {
   T* param;
   const float* grad;
   float* momentum_buffer;
+  bool ahead;
 
   ZERO_EXT_BODY void operator()(int64_t begin, int64_t end) const {
+    if (!ahead) return update(begin, end);
+    for (int64_t i = begin, n = 0; i < end; i += n) {
+      n = block_numel(end - i, ahead);
+      fetch_ahead(grad + i, n, end - i);
+      fetch_ahead(master + i, n, end - i);
+      if constexpr (has_momentum) fetch_ahead(momentum_buffer + i, n, end - i);
+      if constexpr (!std::is_void_v<T>) fetch_ahead(param + i, n, end - i);
+      update(i, i + n);
+    }
+  }
+
+  ZERO_EXT_BODY void update(int64_t begin, int64_t end) const {
     const SgdConstants k = c;
 #pragma GCC ivdep
     for (int64_t i = begin; i < end; ++i) {
@@ -43,11 +56,13 @@ template <class T>
 Status run_sgd(const SgdArgs& args, const Launch& launch) {
   const SgdConstants constants = sgd_constants(args);
   T* param = static_cast<T*>(args.param);
+  const bool ahead = fetches_ahead(FetchAhead::all);
   if (args.momentum != 0) {
     return run(launch, args.numel,
-               Sgd<T, true>{constants, args.master, param, args.grad, args.momentum_buffer});
+               Sgd<T, true>{constants, args.master, param, args.grad, args.momentum_buffer, ahead});
   }
-  return run(launch, args.numel, Sgd<T, false>{constants, args.master, param, args.grad, nullptr});
+  return run(launch, args.numel,
+             Sgd<T, false>{constants, args.master, param, args.grad, nullptr, ahead});
 }
 
 }  // namespace

@@ -14,11 +14,12 @@ namespace {
 constexpr int64_t kLanes = 32;
 
 // Σ term(i), i < count.
-template <class Term>
-ZERO_EXT_BODY double sum_in_lanes(int64_t count, const Term& term) {
+template <class Fetch, class Term>
+ZERO_EXT_BODY double sum_in_lanes(int64_t count, const Fetch& fetch, const Term& term) {
   double lane[kLanes] = {};
   int64_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
+    fetch(i);
     for (int64_t j = 0; j < kLanes; ++j) lane[j] += term(i + j);
   }
   for (int64_t j = 0; i + j < count; ++j) lane[j] += term(i + j);
@@ -33,16 +34,20 @@ struct SumOfSquares {
   const float* value;
   int64_t numel;
   double* block_sums;
+  bool ahead;
 
   ZERO_EXT_BODY void operator()(int64_t begin, int64_t end) const {
     for (int64_t block = begin; block < end; ++block) {
       const float* first = value + block * kSquaresBlockNumel;
       const int64_t left = numel - block * kSquaresBlockNumel;
-      block_sums[block] =
-          sum_in_lanes(left < kSquaresBlockNumel ? left : kSquaresBlockNumel,
-                       [first](int64_t i) ZERO_EXT_BODY_LAMBDA {
-                         return static_cast<double>(first[i]) * static_cast<double>(first[i]);
-                       });
+      block_sums[block] = sum_in_lanes(
+          left < kSquaresBlockNumel ? left : kSquaresBlockNumel,
+          [&](int64_t i) ZERO_EXT_BODY_LAMBDA {
+            if (ahead) fetch_ahead(first + i, kLanes, left - i);
+          },
+          [first](int64_t i) ZERO_EXT_BODY_LAMBDA {
+            return static_cast<double>(first[i]) * static_cast<double>(first[i]);
+          });
     }
   }
 };
@@ -57,9 +62,9 @@ Status sum_of_squares_cpu(const float* value, int64_t numel, double* result, con
   for (int64_t i = 0; i < numel; i += kRowNumel) {
     const int64_t left = numel - i < kRowNumel ? numel - i : kRowNumel;
     const int64_t blocks = (left + kSquaresBlockNumel - 1) / kSquaresBlockNumel;
-    run(launch, blocks, SumOfSquares{value + i, left, block_sums},
+    run(launch, blocks, SumOfSquares{value + i, left, block_sums, fetches_ahead(FetchAhead::all)},
         kGrainNumel / kSquaresBlockNumel);
-    sum += sum_in_lanes(blocks, [&](int64_t block) { return block_sums[block]; });
+    sum += sum_in_lanes(blocks, [](int64_t) {}, [&](int64_t block) { return block_sums[block]; });
   }
   *result = sum;
   return Status::ok;
