@@ -362,6 +362,20 @@ def test_something_else_is_not_replaced(anywhere, rank, path):
     assert (path / "thesis.txt").read_text() == "years of work"
 
 
+def test_what_a_link_names_is_replaced_and_the_link_stays(anywhere, rank, path):
+    model, optimizer = made(anywhere, 2, MLP())
+    link = path.with_name("latest")
+    if anywhere is None or rank == 0:
+        path.parent.mkdir(parents=True)
+        link.symlink_to(path.name)
+    if anywhere is not None:
+        dist.barrier(anywhere.get_group())
+    for count in range(3):
+        checkpoint.save(link, model, optimizer, extra={"count": count})
+        assert link.is_symlink() and checkpoint.load(path, model) == {"count": count}
+    assert {each.name for each in path.parent.iterdir()} == {"checkpoint", "latest"}
+
+
 @pytest.mark.parametrize("async_", [False, True])
 def test_a_save_that_fails_on_one_rank_leaves_the_old_one(
     anywhere, rank, path, monkeypatch, async_

@@ -64,7 +64,7 @@ def save(
             model's.
         RuntimeError: some rank could not write, or the call came from inside a backward.
     """
-    path = Path(path).absolute()
+    path = Path(path).resolve()
     groups = groups_of(model)
     with all_or_none(groups, f"save() of checkpoint '{path}'"):
         files.refuse_to_replace(path)
@@ -105,11 +105,11 @@ def load(
         ValueError: names, shapes or the optimizer's groups do not fit. Nothing is changed.
         RuntimeError: some rank could not read it. Nothing is changed.
     """
-    path = Path(path).absolute()
+    path = Path(path).resolve()
     groups = groups_of(model)
     what = f"load() of checkpoint '{path}'"
-    of_model = ModelState.of(model)
     with all_or_none(groups, what):
+        of_model = ModelState.of(model)
         metadata = files.read_metadata(path)
         objects = _read_objects(path, metadata)
         names = _matching_names(path, metadata, objects, of_model, strict)
