@@ -1,6 +1,6 @@
 """Speed of the CPU kernels beside plain torch and the memory's bandwidth, on one thread.
 
-    taskset -c 0 python benchmarks/bench_kernels.py [--markdown FILE] [--json FILE] [--quick]
+    taskset -c 0 python benchmarks/bench_kernels.py [--results FOLDER] [--quick]
 
 GB/s counts the bytes that a kernel must move: gradients read + sums read + sums written, and so
 on. "rmw" is the fp32 read-modify-write bandwidth: torch's `x.add_(1)`, which reads and writes 4
@@ -14,14 +14,12 @@ included and other processes' turns on the core excluded.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+import report
 import torch
 
 from zero_ext import ops
@@ -224,42 +222,19 @@ def bench_call_overhead(rounds: int) -> list[Row]:
     return [group.row("1000 x accumulate of 8"), group.row("1000 x add_ of 8")]
 
 
-def cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(
-                line.split(":")[1].strip() for line in lines if line.startswith("model name")
-            )
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def to_markdown(meta: dict[str, str], rows: list[Row]) -> str:
-    lines = ["# Kernels", "", *(f"- {key}: {value}" for key, value in meta.items()), ""]
-    lines += ["| what | ms | GB/s | ratio | of | target | met |", "|---|---|---|---|---|---|---|"]
+def table(rows: list[Row]) -> list[str]:
+    lines = ["| what | ms | GB/s | ratio | of | target | met |", "|---|---|---|---|---|---|---|"]
     for row in rows:
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         met = {None: "", True: "yes", False: "**no**"}[row.met]
-        cells = [
-            row.name,
-            f"{row.ms:.3f}",
-            f"{row.gb_per_s:.1f}",
-            ratio,
-            row.ratio_to,
-            row.target,
-            met,
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        speed = f"{row.ms:.3f} | {row.gb_per_s:.1f}"
+        lines.append(f"| {row.name} | {speed} | {ratio} | {row.ratio_to} | {row.target} | {met} |")
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--markdown", metavar="FILE")
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--machine", default=cpu_name())
-    parser.add_argument("--date", default=datetime.date.today().isoformat())
-    parser.add_argument("--commit", default="unknown")
+    report.add_arguments(parser)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="a quarter of the size, 5 rounds")
     args = parser.parse_args()
@@ -272,22 +247,12 @@ def main() -> None:
     rows += bench_adamw("flat", [(numel,)], 0.85, rounds)
     rows += bench_adamw("1,083 small tensors", small_shapes(), 0.35, 5 * rounds)
     rows += bench_call_overhead(rounds)
-    meta = {
-        "machine": args.machine,
-        "instruction set": torch.ops.zero_ext._instruction_set(),
-        "threads": "1",
-        "torch": torch.__version__,
-        "date": args.date,
-        "commit": args.commit,
-    }
-    report = to_markdown(meta, rows)
-    print(report)
-    if args.markdown:
-        with open(args.markdown, "w") as out:
-            out.write(report)
-    if args.json:
-        with open(args.json, "w") as out:
-            json.dump({"meta": meta, "rows": [asdict(row) for row in rows]}, out, indent=2)
+    machine = {**report.machine(), "instructions": torch.ops.zero_ext._instruction_set()}
+    lines = table(rows)
+    print(*lines, sep="\n")
+    if args.results:
+        data = {"machine": machine, "rows": [asdict(row) for row in rows]}
+        report.save("kernels", lines, data, args.results)
 
 
 if __name__ == "__main__":

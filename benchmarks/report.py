@@ -71,26 +71,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def write(name: str, rows: Iterable[Row], folder: Path | None) -> None:
     """Each row as soon as it is there: a run that is stopped keeps those that it measured."""
-    machine = {
-        "processor": _processor(),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "commit": _commit(),
-    }
-    head = ", ".join(f"{key} {value}" for key, value in machine.items())
+    data = {"machine": machine(), "rows": []}
     lines = ["| what | ours | peer | ratio | target | met |", "|---|---|---|---|---|---|"]
-    data = {"machine": machine, "rows": []}
     print(*lines, sep="\n", flush=True)
     for row in rows:
         lines.append(_line(row))
         print(lines[-1], flush=True)
         data["rows"].append({**asdict(row), "met": row.met})
-        if folder is None:
-            continue
-        folder.mkdir(parents=True, exist_ok=True)
-        table = "\n".join(lines)
-        (folder / f"{name}.md").write_text(f"# {name}\n\n{head}\n\n{table}\n")
-        (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+        if folder is not None:
+            save(name, lines, data, folder)
+
+
+def save(name: str, table: list[str], data: dict, folder: Path) -> None:
+    """As NAME.md, under a line about ``data["machine"]``, and NAME.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    head = ", ".join(f"{key} {value}" for key, value in data["machine"].items())
+    text = "\n".join([f"# {name}", "", head, "", *table])
+    (folder / f"{name}.md").write_text(f"{text}\n")
+    (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+
+
+def machine() -> dict[str, str]:
+    """What the figures are of."""
+    return {
+        "processor": _processor(),
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "commit": _commit(),
+    }
 
 
 def _line(row: Row) -> str:
