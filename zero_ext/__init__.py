@@ -11,6 +11,7 @@ _compat.check()
 from zero_ext import _C, checkpoint, ops, optim  # noqa: E402, F401
 from zero_ext.api import shard  # noqa: E402
 from zero_ext.forward_methods import register_forward_method  # noqa: E402
+from zero_ext.initialization import initialize  # noqa: E402
 from zero_ext.memory import estimate_memory, stats  # noqa: E402
 from zero_ext.offload import offload_states, reload_states  # noqa: E402
 from zero_ext.scaler import LossScaler  # noqa: E402
@@ -31,6 +32,7 @@ __all__ = [
     "full_grad",
     "full_state",
     "full_tensor",
+    "initialize",
     "offload_states",
     "ops",
     "optim",

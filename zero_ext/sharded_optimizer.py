@@ -340,6 +340,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         dynamic = self.loss_scaler is not None and self.loss_scaler.dynamic
         return self._handle.knows_on_host or self.nonfinite == "raise" or dynamic
 
+    @property
+    def knows_of_skipped_steps(self) -> bool:
+        """Whether ``skipped_steps`` is known after a step without waiting for a device."""
+        return self._must_know_verdicts()
+
     def _judge(self, verdict: _C.StepVerdict) -> None:
         if verdict.nonfinite:
             self._skip(verdict)
