@@ -287,6 +287,19 @@ def test_fsdp2_reads_it_and_it_reads_fsdp2s(mesh, rank, shared_path):
     for name, value in values_of(model).items():
         assert_bits(value, expected[name], name)
 
+    # Its state and that of torch's optimizer, by our own functions.
+    again = changed(MLP(13))
+    for module in (*again.layers, again):
+        fully_shard(module, mesh=mesh)
+    runs = [(each, torch.optim.AdamW(each.parameters(), **ADAMW)) for each in (theirs, again)]
+    train(*runs[0], rank, range(2))
+    checkpoint.save(shared_path / "both", *runs[0])
+    checkpoint.load(shared_path / "both", *runs[1])
+    for run in runs:
+        train(*run, rank, range(2, 4))
+    for p, q in zip(theirs.parameters(), again.parameters(), strict=True):
+        assert_bits(q.full_tensor(), p.full_tensor())
+
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_the_user_wrote_is_in_it_also_what_is_gathered(anywhere, rank, path, stage):

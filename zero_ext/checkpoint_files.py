@@ -2,8 +2,10 @@
 
 import contextlib
 import os
+import re
 import shutil
 import time
+import traceback
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,10 +20,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-from zero_ext.groups import Groups, all_or_none
+from zero_ext.groups import Groups, all_or_none, timeout_of
 from zero_ext.shard_tensor import ShardTensor, wrap
 
 _VISIBLE_WITHIN_S = 60.0  # file systems of a network tell late what another host has made
+_OURS = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp")
 _ALONE = "torch.distributed is disabled"  # a warning of dcp
 
 
@@ -44,6 +47,7 @@ def write(path: Path, state: dict[str, Any], groups: Groups) -> None:
     """
     what = f"save() of checkpoint '{path}'"
     incomplete = _beside(path, "incomplete")
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     try:
         with all_or_none(groups, what):
             if groups.rank == 0 and incomplete.exists():  # of a process that died
@@ -52,7 +56,7 @@ def write(path: Path, state: dict[str, Any], groups: Groups) -> None:
             dcp.save(
                 state,
                 checkpoint_id=incomplete,
-                planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+                planner=planner,
                 process_group=groups.parent,
                 no_dist=groups.world == 1,
             )
@@ -61,9 +65,9 @@ def write(path: Path, state: dict[str, Any], groups: Groups) -> None:
         with all_or_none(groups, what):
             if groups.rank == 0:
                 _replace(path, incomplete)
-    except Exception:
-        if groups.rank == 0:
-            shutil.rmtree(incomplete, ignore_errors=True)
+    except Exception:  # on all ranks, each of which may have a folder of its own
+        shutil.rmtree(incomplete, ignore_errors=True)
+        vars(planner).clear()  # its tensors, which the error would keep
         raise
 
 
@@ -85,11 +89,22 @@ def _beside(path: Path, suffix: str) -> Path:
 
 
 def _replace(path: Path, new: Path) -> None:
+    """What the user keeps beside a checkpoint's files goes on into the new one."""
     old = _beside(path, "replaced")
-    shutil.rmtree(old, ignore_errors=True)
+    _rescue(old, new)  # of a process that died
     if path.exists():
         path.rename(old)
     new.rename(path)
+    _rescue(old, path)
+
+
+def _rescue(old: Path, new: Path) -> None:
+    """Remove ``old``, but for what is not a checkpoint's, which is moved to ``new``."""
+    if not old.exists():
+        return
+    for entry in old.iterdir():
+        if not _OURS.fullmatch(entry.name) and not (new / entry.name).exists():
+            entry.rename(new / entry.name)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -145,10 +160,14 @@ class Writer:
         self._last = self._executor.submit(_write_meanwhile, path, state, self._own_groups)
         return self._last
 
-    def write(self, path: Path, state: dict[str, Any], groups: Groups) -> None:
-        """After all that were started."""
+    def wait(self) -> None:
+        """For all that were started."""
         if self._last is not None:
             self._last.exception()  # which is for whoever has its future
+
+    def write(self, path: Path, state: dict[str, Any], groups: Groups) -> None:
+        """After all that were started."""
+        self.wait()
         with warnings.catch_warnings():
             if groups.world == 1:
                 warnings.filterwarnings("ignore", message=_ALONE)
@@ -160,7 +179,24 @@ def _write_meanwhile(path: Path, state: dict[str, Any], groups: Groups) -> None:
         write(path, state, groups)
     except Exception as error:  # of which nobody may ask the future
         warnings.warn(str(error), stacklevel=2)
+        _forget_locals(error)
         raise
+    finally:
+        state.clear()
+
+
+def _forget_locals(error: BaseException) -> None:
+    """Of what has ended with ``error`` and its causes: they hold copies of all that was to be
+    written, and a future holds the error."""
+    errors: list[BaseException | None] = [error]
+    for each in errors:
+        if each is None:
+            continue
+        traceback.clear_frames(each.__traceback__)
+        causes = [each.__cause__, each.__context__]
+        if isinstance(each, CheckpointException):
+            causes += [cause for cause, _ in each.failures.values()]
+        errors += [cause for cause in causes if all(cause is not known for known in errors)]
 
 
 _of_one_rank = Writer()
@@ -176,5 +212,12 @@ def _apart(groups: Groups) -> Groups:
     if groups.world == 1:
         return groups._replace(parent=None, mesh=None)
     ranks = dist.get_process_group_ranks(groups.parent)
-    own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    own = dist.new_group(
+        ranks,
+        timeout_of(groups),
+        backend="gloo",
+        # Such a group's name comes from its ranks, and may be that of one whose addresses the store
+        # still holds: only where not all ranks are here.
+        use_local_synchronization=len(ranks) < dist.get_world_size(),
+    )
     return groups._replace(parent=own, mesh=None)

@@ -54,16 +54,25 @@ def export_safetensors(
             for name in names:  # all ranks take part, whatever happens to rank 0
                 full = full_value(values[name])
                 if groups.rank == 0 and failure is None:
-                    tensors[name] = full.cpu().contiguous()
+                    tensors[name] = _apart(full, tensors)
             try:
                 if groups.rank == 0 and failure is None:
                     save_file(tensors, directory / f"{file}.incomplete", metadata={"format": "pt"})
             except Exception as error:
                 failure = error
         if failure is not None:
+            for file in files:
+                (directory / f"{file}.incomplete").unlink(missing_ok=True)
             raise failure
         if groups.rank == 0:
             _replace(directory, files, values)
+
+
+def _apart(value: Tensor, others: dict[str, Tensor]) -> Tensor:
+    """On the host, contiguous, in memory that no other one has: a file holds no views."""
+    value = value.cpu().contiguous()
+    taken = {other.untyped_storage().data_ptr() for other in others.values()}
+    return value.clone() if value.untyped_storage().data_ptr() in taken else value
 
 
 def _once_each(state: ModelState) -> dict[str, Tensor]:

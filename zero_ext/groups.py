@@ -128,15 +128,23 @@ class _Maker(NamedTuple):
     timeout: datetime.timedelta
 
 
-def _maker(groups: Groups) -> _Maker:
-    parent = groups.parent
-    kinds = {device.type for device in parent._device_types}
-    backend = None
+def _backend_of(groups: Groups) -> dist.Backend | None:
+    """The parent's own one for the ranks' device, else for the CPU."""
+    kinds = {device.type for device in groups.parent._device_types}
     for device in (groups.device, _CPU):
         if device.type in kinds:
-            backend = backend or parent._get_backend(device)
-    options = getattr(backend, "options", None)
-    timeout = _timeout() or (options and options._timeout) or dist.default_pg_timeout
+            return groups.parent._get_backend(device)
+    return None
+
+
+def timeout_of(groups: Groups) -> datetime.timedelta:
+    """How long a rank waits for another one."""
+    options = getattr(_backend_of(groups), "options", None)
+    return _timeout() or (options and options._timeout) or dist.default_pg_timeout
+
+
+def _maker(groups: Groups) -> _Maker:
+    backend, timeout = _backend_of(groups), timeout_of(groups)
     kinds = dist.ProcessGroup.BackendType
     plugin = dist.Backend._plugins.get(backend.name().upper()) if backend is not None else None
     if dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL):
@@ -200,7 +208,12 @@ class CommGroups:
             torch._C._distributed_c10d._unregister_process_group(name)
 
 
-def check_same_on_all_ranks(groups: Groups, description: list[str], what: str) -> None:
+def check_same_on_all_ranks(
+    groups: Groups,
+    description: list[str],
+    what: str,
+    remedy: str = "Build the same model on every rank before sharding it.",
+) -> None:
     """Raise on every rank if ``description`` differs, naming the first difference.
 
     Raises:
@@ -220,7 +233,7 @@ def check_same_on_all_ranks(groups: Groups, description: list[str], what: str) -
     raise ValueError(
         f"zero_ext [rank {groups.rank}]: {what} differ between ranks: number {number} is "
         f"'{first}' on rank 0 and '{second}' on rank {other} ({len(everyone[0])} and "
-        f"{len(everyone[other])} in all). Build the same model on every rank before sharding it."
+        f"{len(everyone[other])} in all). {remedy}"
     )
 
 

@@ -78,7 +78,12 @@ def initialize(
         settings = Config.read(config, groups.world)
         make = _optimizer_maker(settings, model, optimizer, model_parameters)
         make_schedule = _schedule_maker(settings, lr_scheduler)
-    check_same_on_all_ranks(groups, repr(settings).split(", "), "the configurations")
+    check_same_on_all_ranks(
+        groups,
+        repr(settings).split(", "),
+        "the configurations",
+        remedy="Give every rank the same configuration.",
+    )
     engine = TrainingEngine(_sharded(model, settings, sharding), settings)
     if make is not None:
         engine.optimizer = make(engine.module)

@@ -1,5 +1,6 @@
 """ModelState: what ``state_dict()`` of a model names, and how a checkpoint sees it."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -10,42 +11,106 @@ from zero_ext.shard_tensor import ShardTensor
 
 
 class ModelState(NamedTuple):
-    """Parameters and buffers themselves, and extra states that are no tensors, by name."""
+    """What a model has by name.
+
+    ``tensors``: parameters and buffers themselves, and what hooks have made for ``state_dict()``
+    (``made``), which only ``load_state_dict()`` can take back. ``objects``: what is no tensor, and
+    extra states, which modules make for each call and take as a whole. ``names``: of each
+    parameter, by id, the first one.
+    """
 
     tensors: dict[str, Tensor]
+    made: frozenset[str]
     objects: dict[str, Any]
-    names: dict[int, str]  # id of a parameter -> its first name
+    names: dict[int, str]
 
     @staticmethod
     def of(model: nn.Module) -> "ModelState":
-        state = {
-            # torch.compile's wrappers are no part of a name, as in torch's own checkpoints.
-            name.replace("_orig_mod.", ""): value
-            for name, value in model.state_dict(keep_vars=True).items()
-        }
-        names: dict[int, str] = {}
-        for name, value in state.items():
-            if isinstance(value, nn.Parameter):
-                names.setdefault(id(value), name)
-        objects = {name: v for name, v in state.items() if _is_object(name, v)}
-        tensors = {name: v for name, v in state.items() if name not in objects}
-        return ModelState(tensors, objects, names)
+        own = _OwnTensors(model)
+        tensors, objects, names = {}, {}, {}
+        made = set()
+        for name, value in model.state_dict(keep_vars=True).items():
+            name = plain_name(name)
+            if not isinstance(value, Tensor) or is_extra_state(name):
+                objects[name] = value
+                continue
+            tensors[name] = own.of(value)
+            if tensors[name] is None:
+                tensors[name] = value
+                made.add(name)
+            elif isinstance(tensors[name], nn.Parameter):
+                names.setdefault(id(tensors[name]), name)
+        for name, parameter in model.named_parameters():  # hooks may have left some out
+            names.setdefault(id(parameter), plain_name(name))
+        return ModelState(tensors, frozenset(made), objects, names)
 
-    def write(self, values: dict[str, Tensor]) -> None:
-        """Give the tensors of these names new values, masters included. Collective."""
+    def check_writable(self, names: Iterable[str]) -> None:
+        """Raises where one of these tensors has several elements in one place."""
+        for name in set(names) - self.made:
+            value = self.tensors[name]
+            places = zip(value.shape, value.stride(), strict=True)
+            if place_of(value) is None and any(n > 1 and step == 0 for n, step in places):
+                raise ValueError(
+                    f"zero_ext: '{name}' of shape {tuple(value.shape)} is expanded: its elements "
+                    "share memory, and cannot be loaded. Make it contiguous."
+                )
+
+    def write(self, model: nn.Module, values: dict[str, Tensor], objects: dict[str, Any]) -> None:
+        """Give the tensors of these names new values, masters included, and modules their extra
+        states. Collective."""
+        others = {name: value for name, value in objects.items() if not is_extra_state(name)}
         for name, value in values.items():
             target = self.tensors[name]
             place = place_of(target)
-            if place is None:
+            if name in self.made:
+                others[name] = _whole(value)
+            elif place is None:
                 target.copy_(value)
             else:
-                full = value.full_tensor() if isinstance(value, ShardTensor) else value
-                place[0].engine.write_parameter(place[1], full)
+                place[0].engine.write_parameter(place[1], _whole(value))
+        if others:
+            model.load_state_dict(others, strict=False)
+        for name in objects.keys() - others.keys():
+            _set_extra_state(model, name, objects[name])
 
 
-def _is_object(name: str, value) -> bool:
-    # A module makes its extra state for each call, and takes it as a whole.
-    return not isinstance(value, Tensor) or name.rpartition(".")[2] == "_extra_state"
+def plain_name(name: str) -> str:
+    """torch.compile's wrappers are no part of a name, as in torch's own checkpoints."""
+    return name.replace("_orig_mod.", "")
+
+
+def is_extra_state(name: str) -> bool:
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, ShardTensor) else value
+
+
+class _OwnTensors:
+    """A model's parameters and buffers, also by where they lie: hooks may give them detached."""
+
+    def __init__(self, model: nn.Module):
+        self._ids: set[int] = set()
+        self._places: dict[tuple | None, Tensor | None] = {None: None}
+        for value in [*model.parameters(), *model.buffers()]:
+            self._ids.add(id(value))
+            entry = find(value)
+            if entry is None or not entry[0].engine.releases:  # such parameters may not be read
+                place = _place(value)
+                self._places[place] = None if place in self._places else value
+
+    def of(self, value: Tensor) -> Tensor | None:
+        """The tensor that ``value`` is, or None."""
+        return value if id(value) in self._ids else self._places.get(_place(value))
+
+
+def _place(value: Tensor) -> tuple | None:
+    """Where all of a plain tensor lies."""
+    if type(value) not in (Tensor, nn.Parameter) or value.numel() == 0:
+        return None
+    start = value.untyped_storage().data_ptr(), value.storage_offset()
+    return *start, value.shape, value.stride(), value.dtype
 
 
 def place_of(value: Tensor) -> tuple[Handle, int] | None:
@@ -83,7 +148,7 @@ def full_value(value: Tensor) -> Tensor:
     return mine.full_tensor() if isinstance(mine, ShardTensor) else mine
 
 
-def set_extra_state(model: nn.Module, name: str, state) -> None:
+def _set_extra_state(model: nn.Module, name: str, state) -> None:
     """``name``: as in ``ModelState.objects``."""
     for step in name.split(".")[:-1]:
         model = getattr(_uncompiled(model), step)

@@ -466,18 +466,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             {k: copy.deepcopy(v) for k, v in saved.items() if k not in ("params", "param_names")}
             for saved in saved_groups
         ]
-        self._check_states(
-            [{**group, **saved} for group, saved in zip(self.param_groups, settings, strict=True)]
-        )
+        groups = [{**g, **saved} for g, saved in zip(self.param_groups, settings, strict=True)]
+        self._check_states(groups)
         with torch.no_grad():
-            self._load_states(keys, parameters, state_dict["state"])
+            self._load_states(keys, parameters, state_dict["state"], groups)
         for group, saved in zip(self.param_groups, settings, strict=True):
             group.update(saved)
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
 
-    def _load_states(self, keys, parameters, saved) -> None:
-        """Checks everything, then writes into the state in place; zeros where none is saved."""
+    def _load_states(self, keys, parameters, saved, groups) -> None:
+        """Checks everything, then writes into the state in place; zeros where none is saved.
+
+        ``groups``: with their settings as they will be.
+        """
         loads = []
         for key, parameter in zip(keys, parameters, strict=True):
             state, values = self.state.get(parameter, {}), self._completed(saved.get(key, {}))

@@ -65,22 +65,30 @@ class WrappedOptimizer(ShardedOptimizer):
         for parameter, shard in self._shards.items():
             self._show_inner_state(parameter, shard)
 
-    def _load_states(self, keys, parameters, saved) -> None:
+    def _load_states(self, keys, parameters, saved, groups) -> None:
         if self._stowed:
             raise RuntimeError(_C.STATES_OFFLOADED)
         # torch's optimizers make their state in the first step, or some of it when constructed: a
         # new one takes what is saved.
-        groups = [group for group in self.param_groups for _ in group["params"]]
+        of_each = [group for group in groups for _ in group["params"]]
         inner, loaded = None, []
-        for key, parameter, group in zip(keys, parameters, groups, strict=True):
+        for key, parameter, group in zip(keys, parameters, of_each, strict=True):
             shard = self._shards.get(parameter)
             if shard is None:  # frozen
                 continue
             inner = self._with_group(inner, shard, group)
             loaded.append((parameter, shard))
-            per_element = self._per_element_states(group, shard.device)
-            for name, value in saved.get(key, {}).items():
-                if name in per_element:
+            made = self._states_of_a_step(group, shard.device)
+            values = saved.get(key, {})
+            missing = made.keys() - values.keys() if values else set()
+            if missing:
+                raise ValueError(
+                    f"zero_ext: the state of parameter {key} lacks '{min(missing)}', which "
+                    f"{self._optimizer_class.__name__} has. Load what it has saved."
+                )
+            for name, value in values.items():
+                of_shape = isinstance(value, Tensor) and value.shape == parameter.shape
+                if made.get(name, of_shape and value.dim() > 0):
                     check_state_shape(name, key, value, parameter.shape)
                     value = self._slice_of(value, parameter, shard)
                 inner.state[shard][name] = copy.deepcopy(value)
@@ -89,16 +97,16 @@ class WrappedOptimizer(ShardedOptimizer):
             self.state[parameter].clear()
             self._show_inner_state(parameter, shard)
 
-    def _per_element_states(self, group: dict[str, Any], device: torch.device) -> set[str]:
-        """Found by trying: a 0-dim parameter's own state has the shape of a count of steps."""
+    def _states_of_a_step(self, group: dict[str, Any], device: torch.device) -> dict[str, bool]:
+        """Which states a step makes, and which have a value for each element. Found by trying: a
+        0-dim parameter's own state has the shape of a count of steps."""
         probe = torch.nn.Parameter(torch.zeros(2, device=device))
         probe.grad = torch.zeros_like(probe)
         optimizer = self._with_group(None, probe, group)
         optimizer.step()
         return {
-            name
+            name: isinstance(value, Tensor) and value.shape == probe.shape
             for name, value in optimizer.state[probe].items()
-            if isinstance(value, Tensor) and value.shape == probe.shape
         }
 
     def _set_state_offloaded(self, offloaded: bool) -> None:
