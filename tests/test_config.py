@@ -37,6 +37,8 @@ USUAL = {
     "activation_checkpointing": {"partition_activations": False, "number_checkpoints": None},
     "flops_profiler": {"enabled": False, "profile_step": 1},
     "prescale_gradients": False,
+    "data_types": {"grad_accum_dtype": "fp32"},
+    "aio": {"block_size": 1048576},
 }
 
 
@@ -166,6 +168,7 @@ def test_older_names():
         (of(gradient_clipping=-1), "'gradient_clipping' is -1, not a number"),
         (of(activation_checkpointing={"cpu_checkpointing": True}), "'activation_checkpointing'"),
         (of(tensorboard={"enabled": True}), "'tensorboard'"),
+        (of(data_types={"grad_accum_dtype": "bf16"}), "'data_types'"),
         (of(communication_data_type="fp8"), "'communication_data_type' is 'fp8'"),
         (of(fp16={"enabled": True, "loss_scale": "big"}), "'fp16.loss_scale' is 'big'"),
         (of(bf16={"enabled": True, "bf16_optimizer_states": True}), "bf16.bf16_optimizer_states"),

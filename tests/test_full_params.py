@@ -256,6 +256,19 @@ def test_an_outer_one_forgets_what_inner_ones_would_keep(anywhere):
     assert_equal(read(model), values_of(MLP(13)))
 
 
+def test_what_would_be_forgotten_by_half_is_refused(anywhere, tmp_path):
+    """The masters of half-precision parameters are in no gathered unit."""
+    model = sharded(anywhere)
+    parameter = next(model.parameters())
+    with model.summon_full_params(writeback=False):
+        with pytest.raises(RuntimeError, match=r"set_full_param\(\) inside .*writeback=False"):
+            zero_ext.set_full_param(parameter, torch.zeros(parameter.shape))
+        with pytest.raises(RuntimeError, match=r"load\(\) of a checkpoint inside"):
+            zero_ext.checkpoint.load(tmp_path, model)
+    zero_ext.set_full_param(parameter, torch.zeros(parameter.shape))
+    assert (zero_ext.full_tensor(parameter) == 0).all()
+
+
 def test_load_state_dict_inside_leaves_the_parameters_gathered(anywhere):
     model, plain = sharded(anywhere), MLP(13)
     write(plain)

@@ -240,6 +240,11 @@ class ShardedMethods:
         """See ``zero_ext.stats``."""
         return self.handle.stats()
 
+    @property
+    def forgets_writes(self) -> bool:
+        """Inside ``summon_full_params(writeback=False)``, with stage 3."""
+        return self._forgets and self._handle is not None and self._handle.engine.stage == 3
+
     def unshard(self) -> None:
         """Gather all parameters and keep them, until ``reshard()`` or the next step. Collective
         with stage 3, nothing to do otherwise."""

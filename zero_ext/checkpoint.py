@@ -123,7 +123,7 @@ def load(
     files.writer_of(groups).wait()
     with all_or_none(groups, what):
         path = Path(path).resolve()
-        _adopt_thawed(model)
+        _prepare(model)
         of_model = ModelState.of(model)
         contents = Contents.of(path)
         names, objects = contents.matching(of_model, strict)
@@ -158,10 +158,11 @@ def load(
     return contents.extra
 
 
-def _adopt_thawed(model: nn.Module) -> None:
+def _prepare(model: nn.Module) -> None:
     """Parameters that were frozen before have masters and states from now on. Collective."""
     found = [find(parameter) for parameter in model.parameters()]
     for handle in {id(entry[0]): entry[0] for entry in found if entry is not None}.values():
+        handle.refuse_forgotten_writes("load() of a checkpoint")
         handle.adopt_thawed()
         for optimizer in handle.optimizers:
             optimizer._adopt_thawed()

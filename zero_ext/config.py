@@ -26,7 +26,7 @@ _DTYPES = {
 _TUNING = {
     "": """
         zero_allow_untested_optimizer zero_force_ds_cpu_optimizer wall_clock_breakdown
-        memory_breakdown dump_state disable_allgather checkpoint log_level disable_python_gc
+        memory_breakdown dump_state disable_allgather checkpoint log_level disable_python_gc aio
         """,
     "zero_optimization": """
         allgather_partitions allgather_bucket_size overlap_comm reduce_scatter reduce_bucket_size
@@ -54,6 +54,7 @@ _ABSENT = {
     "gradient_allreduce_op": ("mean",),
     "sparse_gradients": (False,),
     "managed_gradient_accumulation": (True,),
+    "data_types": ({"grad_accum_dtype": "fp32"},),
     "zero_optimization.zero_hpz_partition_size": (0, 1),
     "zero_optimization.zero_quantized_weights": (False,),
     "zero_optimization.zero_quantized_nontrainable_weights": (False,),

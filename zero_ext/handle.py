@@ -288,6 +288,16 @@ class Handle:
         check_same_on_all_ranks(self.groups, _describe(parameters), "the added parameters")
         return self.add_parameters(parameters)
 
+    def refuse_forgotten_writes(self, what: str) -> None:
+        """Raise where half of what is written now, the parameters without their masters, would go
+        with the end of ``summon_full_params(writeback=False)``."""
+        methods = self.sharded_methods and self.sharded_methods()
+        if methods is not None and methods.forgets_writes:
+            raise RuntimeError(
+                f"zero_ext [rank {self.groups.rank}]: {what} inside "
+                "summon_full_params(writeback=False), which forgets writes. Leave it first."
+            )
+
     def leave_whole(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Watch more parameters that ``stays_whole`` is true of."""
         self._whole.extend((name, weakref.ref(parameter)) for name, parameter in parameters)

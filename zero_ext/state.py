@@ -49,9 +49,11 @@ def set_full_param(parameter: Tensor, value: Tensor) -> None:
     Raises:
         ValueError: another shape, or a parameter that this library does not shard. Nothing is
             changed then.
-        RuntimeError: inside a backward, or ``offload_states`` has moved parameters or masters.
+        RuntimeError: inside a backward or ``summon_full_params(writeback=False)``, or
+            ``offload_states`` has moved parameters or masters.
     """
     handle, i = _place_of(parameter)
+    handle.refuse_forgotten_writes("set_full_param()")
     value = _agreed(handle, parameter, value, "set_full_param()")
     if _is_loose(handle, i):
         parameter.copy_(value)
