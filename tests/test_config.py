@@ -58,6 +58,7 @@ def test_a_usual_configuration_is_understood(tmp_path):
         dtype=torch.bfloat16,
         scaler=None,
         casts_inputs=False,
+        nonfinite="skip",
         max_grad_norm=1.0,
         offload_policy=CPUOffloadPolicy(pin_memory=True),
         reduce_dtype=None,
@@ -128,6 +129,12 @@ def test_loss_scales(fp16, scaler):
     assert config.dtype == torch.float16 and config.scaler == scaler and config.casts_inputs
 
 
+def test_steps_with_infinities_are_made_if_bf16_says_so():
+    bf16 = {"enabled": True, "check_grad_overflow": False}
+    assert Config.read(of(bf16=bf16), 1).nonfinite == "step"
+    assert Config.read(of(bf16={**bf16, "enabled": False}), 1).nonfinite == "skip"
+
+
 def test_older_names():
     assert Config.read(of(bfloat16={"enabled": True}), 1).dtype == torch.bfloat16
     config = Config.read(of(zero_optimization={"stage": 2, "cpu_offload": True}), 1)
@@ -168,6 +175,10 @@ def test_older_names():
         (of(gradient_clipping=-1), "'gradient_clipping' is -1, not a number"),
         (of(activation_checkpointing={"cpu_checkpointing": True}), "'activation_checkpointing'"),
         (of(tensorboard={"enabled": True}), "'tensorboard'"),
+        (of(fp16={"enabled": "false"}), "'fp16.enabled' is 'false', not true or false"),
+        (of(bf16={"enabled": 1}), "'bf16.enabled' is 1, not true or false"),
+        (of(optimizer={"type": 1}), "'optimizer.type' is 1, not a name"),
+        (of(steps_per_print="10"), "'steps_per_print' is '10', not a number"),
         (of(data_types={"grad_accum_dtype": "bf16"}), "'data_types'"),
         (of(communication_data_type="fp8"), "'communication_data_type' is 'fp8'"),
         (of(fp16={"enabled": True, "loss_scale": "big"}), "'fp16.loss_scale' is 'big'"),

@@ -176,6 +176,31 @@ def test_the_user_may_say_where_an_accumulation_ends(anywhere, rank):
         assert_bits(p, q)
 
 
+def test_none_goes_back_to_counting(anywhere, rank):
+    engine = initialized(anywhere, MLP(13), 1)
+    engine.set_gradient_accumulation_boundary(True)
+    engine.set_gradient_accumulation_boundary(None)
+    train(engine, rank, range(2))
+    assert engine.global_steps == 2
+
+
+@STAGES
+def test_losses_that_nobody_divided_are_found(anywhere, rank, stage):
+    engine, divided = initialized(anywhere, MLP(13), stage), initialized(anywhere, MLP(13), stage)
+    mean_square(engine, train_batch(rank)).backward()
+    with pytest.raises(RuntimeError, match="was not divided by the 3 accumulation steps"):
+        engine.step()
+    engine.zero_grad()
+    for micro in range(MICROS):
+        engine.scale(mean_square(engine, train_batch(rank, 0, micro))).backward()
+        engine.step()
+    train(divided, rank, [0])
+    assert engine.global_steps == 1
+    others = values_of(divided.module)
+    for name, value in values_of(engine.module).items():
+        torch.testing.assert_close(value, others[name])
+
+
 def test_a_step_inside_no_sync_is_refused(anywhere, rank):
     engine = initialized(anywhere, MLP(13), 1, gradient_accumulation_steps=1)
     with engine.no_sync():
@@ -252,6 +277,44 @@ def test_only_some_parameters(anywhere, rank):
     assert changed == {"layers.0.weight", "layers.0.bias"}
 
 
+def test_groups_as_torch_takes_them(anywhere, rank):
+    sizes = []
+    for optimizer in (None, lambda groups: torch.optim.AdamW(groups, lr=0.05)):
+        model = MLP(13)
+        groups = [
+            {"params": model.layers[0].parameters(), "lr": 0.01},
+            {"params": (p for p in model.layers[1].parameters())},
+            {"params": model.layers[2].weight},
+        ]
+        engine, ours, *_ = zero_ext.initialize(
+            model=model, optimizer=optimizer, model_parameters=groups, config=CONFIG, mesh=anywhere
+        )
+        sizes.append([len(group["params"]) for group in ours.param_groups])
+        assert engine.get_lr() == [0.01, 0.05, 0.05]
+        train(engine, rank, [0])
+        changed = {
+            name
+            for name, value in values_of(engine.module).items()
+            if not torch.equal(value, MLP(13).get_parameter(name))
+        }
+        assert changed == {name for name, _ in model.named_parameters()} - {"layers.2.bias"}
+    assert sizes == [[2, 2, 1]] * 2
+
+
+def test_what_torchs_optimizer_has_made_already_is_taken_over(anywhere, rank):
+    """Adagrad has a state from the start; hooks may be on any."""
+    model, other, calls = MLP(13), MLP(13), []
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    engine = initialized(anywhere, model, 2, optimizer)
+    plain = OneProcess(anywhere, other, torch.optim.Adagrad(other.parameters(), lr=0.05))
+    train(engine, rank, range(3))
+    plain.train(range(3))
+    assert_close(engine, plain)
+    assert calls == ["before", "after"] * 3 and not optimizer.state
+
+
 @pytest.mark.parametrize(
     ("optimizer", "expected"),
     [
@@ -303,6 +366,18 @@ def test_a_run_goes_on_from_a_checkpoint(anywhere, rank, path, stage):
         assert alone.load_checkpoint(path / "nowhere") == (None, {})
 
 
+def test_gradients_of_before_a_checkpoint_was_loaded_are_dropped(anywhere, rank, path):
+    engine = initialized(anywhere, MLP(13))
+    engine.save_checkpoint(path)
+    train(engine, rank, [0])
+    again = initialized(anywhere, MLP(13))
+    train(again, rank, [5], micros=MICROS - 1)
+    again.load_checkpoint(path)
+    train(again, rank, [0])
+    for p, q in zip(engine.parameters(), again.parameters(), strict=True):
+        assert_bits(zero_ext.full_tensor(q), zero_ext.full_tensor(p))
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_rank_0_writes_the_model_whole(anywhere, rank, path, stage):
     model = Tied().bfloat16()
@@ -329,6 +404,11 @@ def test_every_rank_has_its_own_samples(anywhere, rank):
     assert all(len(batch) == 4 for batch in batches) and loader is engine.training_dataloader
     every = [mine] if anywhere is None else gather_objects(mine, anywhere.get_group())
     assert sorted(k for samples in every for k in samples) == list(range(24))
+    with torch.device("cpu"):
+        ordered = [
+            int(sample[0]) for batch in engine.deepspeed_io(data, 3, "eval") for sample in batch
+        ]
+    assert ordered == list(range(rank if anywhere else 0, 24, anywhere.size() if anywhere else 1))
 
 
 def test_it_has_what_the_module_has(anywhere, rank, caplog):
@@ -362,6 +442,9 @@ def test_without_an_optimizer_it_evaluates(anywhere, rank):
         engine.backward(mean_square(engine, train_batch(rank)))
 
 
+HALF = {**CONFIG, "bf16": {"enabled": True}}
+
+
 def stepped(model):
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     mean_square(model, train_batch(0)).backward()
@@ -379,7 +462,31 @@ def stepped(model):
         ({"optimizer": lambda m: torch.optim.SGD(MLP(9).parameters())}, "not one of the model's"),
         ({"optimizer": stepped}, "the SGD has a state already"),
         ({"optimizer": lambda m: zero_ext.optim.SGD(MLP(9).parameters())}, "place of this SGD"),
-        ({"optimizer": lambda m: 3}, "optimizer is a int"),
+        ({"optimizer": lambda m: 3}, "optimizer is 3, not an optimizer"),
+        ({"optimizer": lambda m: lambda parameters: None}, "optimizer is None, not an optimizer"),
+        ({"lr_scheduler": 3}, "lr_scheduler is 3, not a schedule"),
+        ({"bucket": 3}, "has no argument 'bucket'"),
+        ({"stage": 3}, "has no argument 'stage'"),
+        (
+            {"config": {**CONFIG, "fp16": {"enabled": True, "hysteresis": 0}}},
+            "hysteresis must be at",
+        ),
+        (
+            {"config": {**CONFIG, "fp16": {"enabled": True, "initial_scale_power": 1e9}}},
+            "scale must be",
+        ),
+        (
+            {"config": {**HALF, "scheduler": {"type": "WarmupLR", "params": {"steps": 3}}}},
+            "'scheduler.params': .*'steps'",
+        ),
+        (
+            {"config": {**HALF, "optimizer": {"type": "Adam", "params": {"lr": "1e-3"}}}},
+            "'optimizer.params': ",
+        ),
+        (
+            {"config": {**HALF, "optimizer": {"type": "Adam", "params": {"adam_w_mode": "no"}}}},
+            "'optimizer.params.adam_w_mode' is 'no'",
+        ),
         ({"config": {**CONFIG, "optimizer": {"type": "Lamb"}}}, "'optimizer.type' is 'Lamb'"),
         (
             {"config": {**CONFIG, "optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}},
@@ -400,7 +507,11 @@ def test_what_cannot_be_is_said_before_anything_is_changed(arguments, message):
         arguments["optimizer"] = arguments["optimizer"](model)
     with pytest.raises(ValueError, match=message):
         zero_ext.initialize(**arguments)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
     zero_ext.initialize(model=model, config=CONFIG)
+    with pytest.raises(ValueError, match="sharded already"):
+        zero_ext.initialize(model=model, config=HALF)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -431,9 +542,21 @@ def test_what_one_rank_refuses_all_refuse(mesh, rank):
         initialized(mesh, model, **bad)
     with pytest.raises(ValueError, match=r"the configurations differ .* 'max_grad_norm=1.5'"):
         initialized(mesh, model, gradient_clipping=1.5 if rank == 1 else 2.5)
+    with pytest.raises((ValueError, RuntimeError), match="needs a model, not NoneType"):
+        initialized(mesh, None if rank == 1 else model)
     engine = initialized(mesh, model)
     train(engine, rank, [0])
     assert engine.was_step_applied()
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+def test_a_checkpoint_that_one_rank_does_not_see_is_told(mesh, rank, shared_path, tmp_path):
+    engine = initialized(mesh, MLP(13))
+    engine.save_checkpoint(shared_path)
+    with pytest.raises(ValueError, match="what to load differ between ranks"):
+        engine.load_checkpoint(shared_path if rank == 0 else tmp_path / "nothing")
+    assert engine.load_checkpoint(shared_path)[0] is not None
 
 
 def test_arguments_of_the_command_line_name_the_configuration(tmp_path):

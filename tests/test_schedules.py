@@ -88,6 +88,7 @@ def test_a_schedule_goes_on_from_its_state(kind, arguments, first, last_of_secon
     ("arguments", "message"),
     [
         ({"warmup_num_steps": 0}, "warmup_num_steps is 0"),
+        ({"last_batch_iteration": "1"}, "last_batch_iteration is '1', not a count"),
         ({"warmup_type": "cubic"}, "warmup_type is 'cubic'"),
         ({"warmup_max_lr": [0.1, 0.2, 0.3]}, "warmup_max_lr has 3 rates, the optimizer 2 groups"),
     ],

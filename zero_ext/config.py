@@ -44,7 +44,7 @@ _TUNING = {
         nvme_path buffer_count buffer_size pipeline_read pipeline_write fast_init cpuadam_cores_perc
         """,
     "zero_optimization.offload_param": "nvme_path buffer_count buffer_size max_in_cpu pin_memory",
-    "bf16": "check_grad_overflow immediate_grad_update",
+    "bf16": "immediate_grad_update",
 }
 
 # Features that are not here, with the values that leave them out.
@@ -90,6 +90,7 @@ class Config:
     dtype: torch.dtype | None
     scaler: dict[str, Any] | None
     casts_inputs: bool
+    nonfinite: str
     max_grad_norm: float | None
     offload_policy: CPUOffloadPolicy | None
     reduce_dtype: torch.dtype | None
@@ -108,28 +109,29 @@ class Config:
         root = _Section("", _loaded(config))
         zero = root.section("zero_optimization")
         fp16, bf16 = root.section("fp16"), _bf16(root)
-        is_fp16, is_bf16 = fp16.take("enabled", False), bf16.take("enabled", False)
+        is_fp16, is_bf16 = fp16.flag("enabled", False), bf16.flag("enabled", False)
         if is_fp16 and is_bf16:
             raise ValueError("zero_ext: config enables both fp16 and bf16. Enable one of them.")
         stage = zero.take("stage", 0)
-        if stage not in (0, 1, 2, 3):
+        if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_ext: config '{zero.name('stage')}' is {stage!r}, not 0 to 3.")
         train, micro, accumulation = _batch_sizes(root, world_size)
         result = Config(
             train_batch_size=train,
             micro_batch_size=micro,
             accumulation_steps=accumulation,
-            stage=stage,
+            stage=int(stage),
             dtype=torch.float16 if is_fp16 else torch.bfloat16 if is_bf16 else None,
             scaler=_scaler(fp16) if is_fp16 else None,
-            casts_inputs=fp16.take("auto_cast", False) if is_fp16 else False,
+            casts_inputs=is_fp16 and fp16.flag("auto_cast", False),
+            nonfinite="step" if is_bf16 and not bf16.flag("check_grad_overflow", True) else "skip",
             max_grad_norm=root.number("gradient_clipping", 0) or None,
             offload_policy=_offload(zero),
             reduce_dtype=_dtype(root, "communication_data_type"),
             optimizer=_named(root, "optimizer"),
             scheduler=_named(root, "scheduler"),
-            drop_last=root.take("dataloader_drop_last", False),
-            steps_per_print=root.take("steps_per_print", None),
+            drop_last=root.flag("dataloader_drop_last", False),
+            steps_per_print=root.number("steps_per_print", 0) or None,
         )
         for section in (root, zero, *([fp16] if is_fp16 else []), *([bf16] if is_bf16 else [])):
             section.finish()
@@ -157,8 +159,22 @@ class _Section:
             )
         return value
 
+    def flag(self, key: str, default: bool) -> bool:
+        value = self.take(key, default)
+        if not isinstance(value, bool):
+            name = self.name(key)
+            raise ValueError(f"zero_ext: config '{name}' is {value!r}, not true or false.")
+        return value
+
+    def text(self, key: str) -> str | None:
+        value = self.take(key, None)
+        if value is not None and not isinstance(value, str):
+            raise ValueError(f"zero_ext: config '{self.name(key)}' is {value!r}, not a name.")
+        return value
+
     def number(self, key: str, default: float) -> float:
         value = self.take(key, default)
+        value = default if value is None else value
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
             name = self.name(key)
             raise ValueError(f"zero_ext: config '{name}' is {value!r}, not a number from 0 on.")
@@ -252,7 +268,7 @@ def _batch_sizes(root: _Section, world_size: int) -> tuple[int, int, int]:
 def _scaler(fp16: _Section) -> dict[str, Any]:
     static = fp16.number("loss_scale", 0)
     dynamic = {
-        "init_scale": 2.0 ** fp16.number("initial_scale_power", 16),
+        "init_scale": 2.0 ** min(fp16.number("initial_scale_power", 16), 1000),
         "growth_interval": fp16.take("loss_scale_window", 1000),
         "hysteresis": fp16.take("hysteresis", 2),
         "min_scale": fp16.number("min_loss_scale", 1),
@@ -274,15 +290,15 @@ def _offload(zero: _Section) -> CPUOffloadPolicy | None:
         raise ValueError(
             f"zero_ext: config '{states.name('device')}' is {device!r}: choose 'cpu' or 'none'."
         )
-    pinned = states.take("pin_memory", False)
+    pinned = states.flag("pin_memory", False)
     states.finish()
-    if device == "none" and not zero.take("cpu_offload", False):
+    if device == "none" and not zero.flag("cpu_offload", False):
         return None
     return CPUOffloadPolicy(pin_memory=pinned)
 
 
 def _dtype(root: _Section, key: str) -> torch.dtype | None:
-    name = root.take(key, None)
+    name = root.text(key)
     if name is not None and name not in _DTYPES:
         raise ValueError(f"zero_ext: config '{key}' is {name!r}: choose fp16, bf16 or fp32.")
     return _DTYPES[name] if name is not None else None
@@ -291,7 +307,7 @@ def _dtype(root: _Section, key: str) -> torch.dtype | None:
 def _named(root: _Section, key: str) -> tuple[str, dict[str, Any]] | None:
     """``{"type": …, "params": {…}}``."""
     section = root.section(key)
-    kind, arguments = section.take("type", None), section.section("params").rest()
+    kind, arguments = section.text("type"), section.section("params").rest()
     section.take("legacy_fusion", False)
     section.finish()
     return None if kind is None else (kind, arguments)

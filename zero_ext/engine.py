@@ -18,12 +18,40 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from zero_ext import checkpoint
 from zero_ext.config import Config
-from zero_ext.groups import all_or_none
+from zero_ext.groups import Groups, all_or_none, check_same_on_all_ranks
 from zero_ext.model_state import ModelState, full_value, groups_of
 from zero_ext.sharded_optimizer import ShardedOptimizer
 
 _log = logging.getLogger("zero_ext")
 _LATEST = "latest"  # a file with the tag of the last checkpoint
+
+
+def data_loader(
+    settings: Config,
+    groups: Groups,
+    dataset: Dataset,
+    *,
+    batch_size: int | None = None,
+    shuffle: bool = True,
+    pin_memory: bool = True,
+    sampler: Any = None,
+    collate_fn: Callable | None = None,
+    num_workers: int = 0,
+) -> DataLoader:
+    """This rank's micro-batches."""
+    if sampler is None and not isinstance(dataset, IterableDataset):
+        sampler = DistributedSampler(
+            dataset, num_replicas=groups.world, rank=groups.rank, shuffle=shuffle
+        )
+    return DataLoader(
+        dataset,
+        batch_size=batch_size or settings.micro_batch_size,
+        sampler=sampler,
+        pin_memory=pin_memory and groups.device.type != "cpu",
+        collate_fn=collate_fn,
+        num_workers=num_workers,
+        drop_last=settings.drop_last,
+    )
 
 
 class TrainingEngine(nn.Module):
@@ -39,7 +67,7 @@ class TrainingEngine(nn.Module):
         global_samples: Samples of all ranks in these.
     """
 
-    def __init__(self, module: nn.Module, settings: Config):
+    def __init__(self, module: nn.Module, settings: Config, collate_fn: Callable | None = None):
         super().__init__()
         self.module = module
         self.settings = settings
@@ -52,6 +80,8 @@ class TrainingEngine(nn.Module):
         self._step_applied = False
         self._skipped_before = 0  # by the process that this one goes on from
         self._in_no_sync = False
+        self._collate_fn = collate_fn
+        self._divided = 0  # backwards of the engine's until now whose losses were divided
         self._follows: torch.optim.Optimizer | None = None  # whose schedule the user has made
 
     def __getattr__(self, name: str) -> Any:
@@ -83,7 +113,27 @@ class TrainingEngine(nn.Module):
             if not self.is_gradient_accumulation_boundary():
                 stack.enter_context(self.module.no_sync())
             self.optimizer.scale(loss).backward(retain_graph=retain_graph)
+        self._divided = self._backwards()
         return loss
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss`` divided by the accumulation steps and multiplied by the loss scale, to call
+        ``backward()`` of in place of ``engine.backward(loss)``."""
+        self._needs_optimizer("scale()")
+        self._divided = self._backwards() + 1
+        return self.optimizer.scale(loss / self.settings.accumulation_steps)
+
+    def _backwards(self) -> int:
+        return self.optimizer._handle.engine.backwards
+
+    def _check_divided(self) -> None:
+        if self.settings.accumulation_steps > 1 and self._backwards() > self._divided:
+            raise RuntimeError(
+                f"zero_ext [rank {self._groups.rank}]: a loss of this micro-batch was not divided "
+                f"by the {self.settings.accumulation_steps} accumulation steps. Call "
+                "engine.backward(loss), or engine.scale(loss).backward(); zero_grad() drops what "
+                "there is."
+            )
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch; the last one of an accumulation updates the parameters. Collective.
@@ -97,6 +147,7 @@ class TrainingEngine(nn.Module):
                 f"zero_ext [rank {self._groups.rank}]: step() inside no_sync(), whose gradients "
                 "are not reduced. Leave it first."
             )
+        self._check_divided()
         self._step_applied = False
         if self.is_gradient_accumulation_boundary():
             self._update(lr_kwargs or {})
@@ -131,9 +182,9 @@ class TrainingEngine(nn.Module):
             return self._boundary
         return (self.micro_steps + 1) % self.settings.accumulation_steps == 0
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say it from now on, instead of having ``step()`` count."""
-        self._boundary = bool(is_boundary)
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say it from now on, instead of having ``step()`` count, which None goes back to."""
+        self._boundary = None if is_boundary is None else bool(is_boundary)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -151,6 +202,7 @@ class TrainingEngine(nn.Module):
             self.module.zero_grad(set_to_none)
         else:
             self.optimizer.zero_grad(set_to_none)
+            self._divided = self._backwards()
 
     # What there is
 
@@ -222,24 +274,24 @@ class TrainingEngine(nn.Module):
         self,
         dataset: Dataset,
         batch_size: int | None = None,
+        route: str = "train",
         pin_memory: bool = True,
         data_sampler: Any = None,
         collate_fn: Callable | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader:
-        """This rank's micro-batches of a data set, shuffled where it has indices."""
-        if data_sampler is None and not isinstance(dataset, IterableDataset):
-            data_sampler = DistributedSampler(
-                dataset, num_replicas=self.world_size, rank=self.global_rank
-            )
-        return DataLoader(
+        """This rank's micro-batches of a data set, shuffled for ``route`` "train". One without
+        indices (``IterableDataset``) is taken as it is: it is to give each rank its own samples."""
+        return data_loader(
+            self.settings,
+            self._groups,
             dataset,
-            batch_size=batch_size or self.settings.micro_batch_size,
+            batch_size=batch_size,
+            shuffle=route == "train",
+            pin_memory=pin_memory,
             sampler=data_sampler,
-            pin_memory=pin_memory and self.device.type != "cpu",
-            collate_fn=collate_fn,
+            collate_fn=collate_fn or self._collate_fn,
             num_workers=num_local_io_workers or 0,
-            drop_last=self.settings.drop_last,
         )
 
     # Checkpoints
@@ -262,11 +314,12 @@ class TrainingEngine(nn.Module):
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         folder = Path(save_dir)
         schedule = self.lr_scheduler
-        extra = {
-            "client_state": dict(client_state or {}),
-            "counts": (self.global_steps, self.global_samples, self.skipped_steps),
-            "lr_scheduler": None if schedule is None else schedule.state_dict(),
-        }
+        with all_or_none(self._groups, f"save_checkpoint() to '{folder}'"):
+            extra = {
+                "client_state": dict(client_state or {}),
+                "counts": (self.global_steps, self.global_samples, self.skipped_steps),
+                "lr_scheduler": None if schedule is None else schedule.state_dict(),
+            }
         checkpoint.save(folder / tag, self.module, self.optimizer, extra=extra)
         with all_or_none(self._groups, f"save_checkpoint() to '{folder}'"):
             if save_latest and self._groups.rank == 0:
@@ -286,7 +339,7 @@ class TrainingEngine(nn.Module):
     ) -> tuple[str | None, dict[str, Any]]:
         """What ``save_checkpoint`` has written, with any stage and number of ranks. Collective.
 
-        The next micro-batch is the first one of an accumulation.
+        Gradients are dropped: the next micro-batch is the first one of an accumulation.
 
         Args:
             tag: Default: what ``load_dir/latest`` names; without it nothing is loaded, with a
@@ -297,11 +350,18 @@ class TrainingEngine(nn.Module):
             loaded. Raises as ``zero_ext.checkpoint.load``.
         """
         latest = Path(load_dir) / _LATEST
+        with all_or_none(self._groups, f"load_checkpoint() from '{load_dir}'"):
+            if tag is None and latest.exists():
+                tag = latest.read_text().strip()
+        check_same_on_all_ranks(
+            self._groups,
+            [f"checkpoint {tag}"],
+            "what to load",
+            remedy="Load from a folder that all ranks share.",
+        )
         if tag is None:
-            if not latest.exists():
-                warnings.warn(f"zero_ext: no '{latest}': nothing was loaded.", stacklevel=2)
-                return None, {}
-            tag = latest.read_text().strip()
+            warnings.warn(f"zero_ext: no '{latest}': nothing was loaded.", stacklevel=2)
+            return None, {}
         path = Path(load_dir) / str(tag)
         with_states = load_optimizer_states and not load_module_only
         extra = checkpoint.load(
@@ -310,6 +370,7 @@ class TrainingEngine(nn.Module):
             self.optimizer if with_states else None,
             strict=load_module_strict,
         )
+        self.zero_grad()
         saved = extra.get("lr_scheduler")
         if not load_module_only:
             if "counts" in extra:

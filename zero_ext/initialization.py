@@ -13,8 +13,9 @@ from torch.utils.data import DataLoader, Dataset
 from zero_ext import elementwise, optim
 from zero_ext.api import shard
 from zero_ext.config import Config
-from zero_ext.engine import TrainingEngine
+from zero_ext.engine import TrainingEngine, data_loader
 from zero_ext.groups import all_or_none, check_same_on_all_ranks, resolve
+from zero_ext.handle import find
 from zero_ext.scaler import LossScaler
 from zero_ext.schedules import SCHEDULES
 from zero_ext.sharded_optimizer import ShardedOptimizer
@@ -39,6 +40,7 @@ def initialize(
     config_params: dict[str, Any] | str | os.PathLike | None = None,
     dist_init_required: bool | None = None,
     mpu: None = None,
+    distributed_port: int | None = None,
     **sharding: Any,
 ) -> tuple["TrainingEngine", ShardedOptimizer | None, DataLoader | None, Any]:
     """``deepspeed.initialize``: shard ``model`` as a DeepSpeed configuration says. Collective.
@@ -57,6 +59,7 @@ def initialize(
             [Settings of DeepSpeed] in zero_ext/config.py).
         dist_init_required: False: make no process group. Default: make it where torchrun has
             started this process and there is none.
+        distributed_port: Passed over; torchrun chooses it.
         sharding: Further arguments of ``zero_ext.shard``, such as ``units``.
     Returns:
         Engine, its optimizer, its loader and its schedule; None for what there is not.
@@ -64,34 +67,51 @@ def initialize(
         ValueError: a setting is not available here, or the optimizer cannot be taken over; the
             model is unchanged then. And what ``zero_ext.shard`` raises.
     """
-    if model is None:
-        raise ValueError("zero_ext: initialize() needs a model.")
-    if mpu is not None:
-        raise ValueError("zero_ext: there is no model parallelism here: leave mpu out.")
+    _join(dist_init_required)
+    groups = resolve(None, sharding.get("mesh"), [] if model is None else model.parameters())
     for other in (config_params, getattr(args, "deepspeed_config", None)):
         config = other if config is None else config
-    if config is None:
-        raise ValueError("zero_ext: initialize() needs config=, or args with a deepspeed_config.")
-    _join(dist_init_required)
-    groups = resolve(None, sharding.get("mesh"), model.parameters())
     with all_or_none(groups, "initialize()"):
+        _check_arguments(model, config, mpu, sharding)
         settings = Config.read(config, groups.world)
-        make = _optimizer_maker(settings, model, optimizer, model_parameters)
-        make_schedule = _schedule_maker(settings, lr_scheduler)
+        ours = _arguments_of_ours(settings)
+        given = _optimizer_given(settings, model, optimizer, model_parameters)
+        schedule = _schedule_given(settings, lr_scheduler, given)
+        loader = None
+        if training_data is not None:
+            loader = data_loader(settings, groups, training_data, collate_fn=collate_fn)
     check_same_on_all_ranks(
         groups,
         repr(settings).split(", "),
         "the configurations",
         remedy="Give every rank the same configuration.",
     )
-    engine = TrainingEngine(_sharded(model, settings, sharding), settings)
-    if make is not None:
-        engine.optimizer = make(engine.module)
-        engine.lr_scheduler = make_schedule(engine.optimizer)
-    engine._follows = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-    if training_data is not None:
-        engine.training_dataloader = engine.deepspeed_io(training_data, collate_fn=collate_fn)
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+    names = {id(p): name for name, p in model.named_parameters()}
+    engine = TrainingEngine(_sharded(model, settings, sharding), settings, collate_fn)
+    if given is not None:
+        for group in given.param_groups:  # those of a model on the meta device are new ones
+            group["params"] = [model.get_parameter(names[id(p)]) for p in group["params"]]
+        engine.optimizer = _taken_over(given, **ours)
+        given.state.clear()
+        engine.lr_scheduler = schedule
+        engine._follows = given
+    engine.training_dataloader = loader
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _check_arguments(model, config, mpu, sharding: dict[str, Any]) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"zero_ext: initialize() needs a model, not {type(model).__name__}.")
+    if config is None:
+        raise ValueError("zero_ext: initialize() needs config=, or args with a deepspeed_config.")
+    if mpu is not None:
+        raise ValueError("zero_ext: there is no model parallelism here: leave mpu out.")
+    own = {"module", "stage", "offload_policy"}  # which the configuration gives
+    unknown = sorted(sharding.keys() - (inspect.signature(shard).parameters.keys() - own))
+    if unknown:
+        raise ValueError(f"zero_ext: initialize() has no argument '{unknown[0]}'. Leave it out.")
+    if any(find(parameter) is not None for parameter in model.parameters()):
+        raise ValueError("zero_ext: the model is sharded already. Pass the plain one.")
 
 
 def _join(required: bool | None) -> None:
@@ -118,48 +138,42 @@ def _sharded(model: nn.Module, settings: Config, sharding: dict[str, Any]) -> nn
 # Optimizer and schedule
 
 
-def _optimizer_maker(settings: Config, model: nn.Module, optimizer, parameters) -> Callable | None:
-    """A function of the sharded module; checks before anything is sharded."""
-    parameters = None if parameters is None else list(parameters)
-    _check_its_parameters(model, parameters or [])
-    common = {"max_grad_norm": settings.max_grad_norm}
+def _arguments_of_ours(settings: Config) -> dict[str, Any]:
+    """What the optimizers here have and torch's have not."""
+    scaler = LossScaler(**settings.scaler) if settings.scaler else None
+    return {
+        "max_grad_norm": settings.max_grad_norm,
+        "nonfinite": settings.nonfinite,
+        "loss_scaler": scaler,
+    }
 
-    def scaler() -> dict[str, Any]:
-        return {"loss_scaler": LossScaler(**settings.scaler)} if settings.scaler else {}
 
+def _optimizer_given(
+    settings: Config, model: nn.Module, optimizer, parameters
+) -> torch.optim.Optimizer | None:
+    """torch's own, over the plain model: what is wrong with it is found before anything changes."""
+    parameters = list(model.parameters() if parameters is None else parameters)
     if optimizer is None:
         if settings.optimizer is None:
             return None
         kind, arguments = _class_of(*settings.optimizer)
-        return lambda module: _made(
-            kind, parameters or module.parameters(), arguments, **common, **scaler()
-        )
-    if isinstance(optimizer, torch.optim.Optimizer):
-        _check_taken_over(optimizer)
-        _check_its_parameters(model, optimizer.param_groups)
-        return lambda module: _taken_over(optimizer, **common, **scaler())
-    if not callable(optimizer):
-        raise ValueError(f"zero_ext: optimizer is a {type(optimizer).__name__}, not an optimizer.")
-
-    def from_function(module: nn.Module) -> ShardedOptimizer:
-        made = optimizer(parameters or list(module.parameters()))
-        _check_taken_over(made)
-        return _taken_over(made, **common, **scaler())
-
-    return from_function
-
-
-def _check_its_parameters(model: nn.Module, groups: Iterable) -> None:
-    """``groups``: parameters, named ones or groups of either, as an optimizer takes them."""
+        try:
+            given = kind(parameters, **arguments)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"zero_ext: config 'optimizer.params': {error}") from error
+    elif isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+        given = optimizer
+    else:
+        given = optimizer(parameters)
+    _check_given(given)
     own = {id(p) for p in model.parameters()}
-    for group in groups:
-        for entry in group["params"] if isinstance(group, dict) else [group]:
-            parameter = entry[1] if isinstance(entry, tuple) else entry
-            if id(parameter) not in own:
-                raise ValueError(
-                    f"zero_ext: a parameter of shape {tuple(parameter.shape)} for the optimizer is "
-                    "not one of the model's."
-                )
+    for parameter in (p for group in given.param_groups for p in group["params"]):
+        if id(parameter) not in own:
+            raise ValueError(
+                f"zero_ext: a parameter of shape {tuple(parameter.shape)} for the optimizer is not "
+                "one of the model's."
+            )
+    return given
 
 
 def _class_of(name: str, arguments: dict[str, Any]) -> tuple[type, dict[str, Any]]:
@@ -177,21 +191,22 @@ def _class_of(name: str, arguments: dict[str, Any]) -> tuple[type, dict[str, Any
             "elementwise one of torch.optim, or pass optimizer=."
         )
     if kind in (torch.optim.Adam, torch.optim.AdamW):
-        decoupled = arguments.pop("adam_w_mode", True) or kind is torch.optim.AdamW
-        kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-        if not arguments.pop("torch_adam", False):
-            arguments.setdefault("weight_decay", 0.0)  # DeepSpeed's default, in AdamW too
-        for absent in ("bias_correction", "fp32_optimizer_states"):
-            if not arguments.pop(absent, True):
+        flags = {"adam_w_mode": True, "torch_adam": False}
+        flags |= {"bias_correction": True, "fp32_optimizer_states": True}
+        for flag, default in flags.items():
+            flags[flag] = arguments.pop(flag, default)
+            fixed = flag in ("bias_correction", "fp32_optimizer_states")
+            if not isinstance(flags[flag], bool) or (fixed and not flags[flag]):
                 raise ValueError(
-                    f"zero_ext: config 'optimizer.params.{absent}' is false, which is not "
+                    f"zero_ext: config 'optimizer.params.{flag}' is {flags[flag]!r}, which is not "
                     "available here. Remove it."
                 )
-    if "betas" in arguments:
+        decoupled = flags["adam_w_mode"] or kind is torch.optim.AdamW
+        kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+        if not flags["torch_adam"]:
+            arguments.setdefault("weight_decay", 0.0)  # DeepSpeed's default, in AdamW too
+    if isinstance(arguments.get("betas"), list):
         arguments["betas"] = tuple(arguments["betas"])
-    kind([nn.Parameter(torch.zeros(1))], **arguments)  # raises what torch raises
-    if kind not in _OWN:
-        elementwise.check(kind, arguments)
     return kind, arguments
 
 
@@ -199,14 +214,10 @@ def _is_class(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
 
 
-def _made(kind: type, parameters, arguments: dict[str, Any], **ours: Any) -> ShardedOptimizer:
-    if kind in _OWN:
-        return _OWN[kind](parameters, **arguments, **ours)
-    return optim.wrap(kind, parameters, **arguments, **ours)
-
-
-def _check_taken_over(optimizer: torch.optim.Optimizer) -> None:
+def _check_given(optimizer) -> None:
     name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"zero_ext: optimizer is {optimizer!r}, not an optimizer.")
     foreign = type(optimizer).__module__.startswith("deepspeed")
     if isinstance(optimizer, ShardedOptimizer) or foreign:
         raise ValueError(
@@ -215,16 +226,26 @@ def _check_taken_over(optimizer: torch.optim.Optimizer) -> None:
         )
     if type(optimizer) not in _OWN:
         elementwise.check(type(optimizer), _arguments_of(optimizer))
-    if optimizer.state:
+    # Some make their state when constructed, with a count of 0.
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state):
         raise ValueError(
             f"zero_ext: the {name} has a state already. Give initialize() one that has not "
             "stepped, and load its state_dict() into what is returned."
         )
 
 
-def _taken_over(optimizer: torch.optim.Optimizer, **ours: Any) -> ShardedOptimizer:
+def _taken_over(given: torch.optim.Optimizer, **ours: Any) -> ShardedOptimizer:
     """Over the same groups, the same dicts: a schedule that was made on the other one sets ours."""
-    return _made(type(optimizer), optimizer.param_groups, _arguments_of(optimizer), **ours)
+    kind, arguments = type(given), _arguments_of(given)
+    if kind in _OWN:
+        optimizer = _OWN[kind](given.param_groups, **arguments, **ours)
+    else:
+        optimizer = optim.wrap(kind, given.param_groups, **arguments, **ours)
+    for hook in given._optimizer_step_pre_hooks.values():
+        optimizer.register_step_pre_hook(hook)
+    for hook in given._optimizer_step_post_hooks.values():
+        optimizer.register_step_post_hook(hook)
+    return optimizer
 
 
 def _arguments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -232,12 +253,15 @@ def _arguments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {key: value for key, value in optimizer.defaults.items() if key in known}
 
 
-def _schedule_maker(settings: Config, schedule) -> Callable[[torch.optim.Optimizer], Any]:
+def _schedule_given(settings: Config, schedule, given: torch.optim.Optimizer | None) -> Any:
     if schedule is not None:
-        made = hasattr(schedule, "step") and not isinstance(schedule, type)
-        return (lambda optimizer: schedule) if made else schedule
-    if settings.scheduler is None:
-        return lambda optimizer: None
+        if hasattr(schedule, "step") and not isinstance(schedule, type):
+            return schedule
+        if not callable(schedule):
+            raise ValueError(f"zero_ext: lr_scheduler is {schedule!r}, not a schedule.")
+        return None if given is None else schedule(given)
+    if settings.scheduler is None or given is None:
+        return None
     name, arguments = settings.scheduler
     kind = SCHEDULES.get(name) or getattr(torch.optim.lr_scheduler, name, None)
     if kind is None:
@@ -245,4 +269,7 @@ def _schedule_maker(settings: Config, schedule) -> Callable[[torch.optim.Optimiz
             f"zero_ext: config 'scheduler.type' is {name!r}: choose {', '.join(SCHEDULES)} or one "
             "of torch.optim.lr_scheduler, or pass lr_scheduler=."
         )
-    return lambda optimizer: kind(optimizer, **arguments)
+    try:
+        return kind(given, **arguments)
+    except TypeError as error:
+        raise ValueError(f"zero_ext: config 'scheduler.params': {error}") from error

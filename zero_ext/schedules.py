@@ -16,6 +16,10 @@ class Schedule:
     """Sets the learning rates of an optimizer's groups."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1):
+        if not isinstance(last_batch_iteration, int):
+            raise ValueError(
+                f"zero_ext: last_batch_iteration is {last_batch_iteration!r}, not a count."
+            )
         self.optimizer = optimizer
         self.last_batch_iteration = last_batch_iteration
         if last_batch_iteration == -1:
