@@ -457,6 +457,7 @@ def stepped(model):
     ("arguments", "message"),
     [
         ({"model": None}, "needs a model"),
+        ({"model": "gpt2"}, "needs a model, not str"),
         ({"config": None}, "needs config="),
         ({"mpu": object()}, "leave mpu out"),
         ({"optimizer": lambda m: torch.optim.SGD(MLP(9).parameters())}, "not one of the model's"),

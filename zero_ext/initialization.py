@@ -68,7 +68,8 @@ def initialize(
             model is unchanged then. And what ``zero_ext.shard`` raises.
     """
     _join(dist_init_required)
-    groups = resolve(None, sharding.get("mesh"), [] if model is None else model.parameters())
+    parameters = model.parameters() if isinstance(model, nn.Module) else []
+    groups = resolve(None, sharding.get("mesh"), parameters)
     for other in (config_params, getattr(args, "deepspeed_config", None)):
         config = other if config is None else config
     with all_or_none(groups, "initialize()"):
