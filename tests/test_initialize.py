@@ -9,6 +9,7 @@ import torch.distributed as dist
 from harness import MLP, Tied, assert_bits, gather_objects, mean_square
 from setups import train_batch, values_of
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import zero_ext
 
@@ -197,6 +198,22 @@ def test_losses_that_nobody_divided_are_found(anywhere, rank, stage):
     train(divided, rank, [0])
     assert engine.global_steps == 1
     others = values_of(divided.module)
+    for name, value in values_of(engine.module).items():
+        torch.testing.assert_close(value, others[name])
+
+
+def test_several_losses_of_one_micro_batch(anywhere, rank):
+    engine, one = initialized(anywhere, MLP(13)), initialized(anywhere, MLP(13))
+    for micro in range(MICROS):
+        halves = [mean_square(engine, train_batch(rank, 0, micro)) / 2 for _ in range(3)]
+        first, second = engine.scale(halves[0]), engine.scale(halves[1] / 2)
+        engine.backward(halves[2] / 2)
+        first.backward()
+        second.backward()
+        engine.step()
+    train(one, rank, [0])
+    assert engine.global_steps == 1
+    others = values_of(one.module)
     for name, value in values_of(engine.module).items():
         torch.testing.assert_close(value, others[name])
 
@@ -468,6 +485,13 @@ def stepped(model):
         ({"lr_scheduler": 3}, "lr_scheduler is 3, not a schedule"),
         ({"bucket": 3}, "has no argument 'bucket'"),
         ({"stage": 3}, "has no argument 'stage'"),
+        (
+            {
+                "config": {**CONFIG, "communication_data_type": "bf16"},
+                "mp_policy": MixedPrecisionPolicy(),
+            },
+            "'communication_data_type' and mp_policy= both",
+        ),
         (
             {"config": {**CONFIG, "fp16": {"enabled": True, "hysteresis": 0}}},
             "hysteresis must be at",

@@ -10,11 +10,10 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zero_ext import checkpoint_files as files
-from zero_ext.model_state import ModelState, plain_name
+from zero_ext.model_state import EXTRA_STATE, ModelState, plain_name
 
 OBJECTS = "zero_ext"  # the key of all that is no tensor
 FORMAT = 1
-_EXTRA_STATE = "_extra_state"
 
 
 class Contents(NamedTuple):
@@ -88,7 +87,7 @@ class Contents(NamedTuple):
 def _without_parts(key: str) -> str:
     """torch writes the entries of an extra state one by one."""
     steps = key.split(".")
-    return ".".join(steps[: steps.index(_EXTRA_STATE) + 1]) if _EXTRA_STATE in steps else key
+    return ".".join(steps[: steps.index(EXTRA_STATE) + 1]) if EXTRA_STATE in steps else key
 
 
 def _read_objects(path: Path) -> dict[str, Any]:

@@ -81,8 +81,8 @@ class TrainingEngine(nn.Module):
         self._skipped_before = 0  # by the process that this one goes on from
         self._in_no_sync = False
         self._collate_fn = collate_fn
-        self._divided = 0  # backwards of the engine's until now whose losses were divided
-        self._follows: torch.optim.Optimizer | None = None  # whose schedule the user has made
+        self._divided = 0  # the count of backwards up to which losses are known to be divided
+        self._follows: torch.optim.Optimizer | None = None  # torch's, which schedules are made on
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -109,18 +109,21 @@ class TrainingEngine(nn.Module):
         self._needs_optimizer("backward()")
         if scale_wrt_gas and self.settings.accumulation_steps > 1:
             loss = loss / self.settings.accumulation_steps
-        with contextlib.ExitStack() as stack:
-            if not self.is_gradient_accumulation_boundary():
-                stack.enter_context(self.module.no_sync())
-            self.optimizer.scale(loss).backward(retain_graph=retain_graph)
-        self._divided = self._backwards()
+        before = self._backwards()
+        try:
+            with contextlib.ExitStack() as stack:
+                if not self.is_gradient_accumulation_boundary():
+                    stack.enter_context(self.module.no_sync())
+                self.optimizer.scale(loss).backward(retain_graph=retain_graph)
+        finally:
+            self._divided = max(self._divided, before) + self._backwards() - before
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
         """``loss`` divided by the accumulation steps and multiplied by the loss scale, to call
         ``backward()`` of in place of ``engine.backward(loss)``."""
         self._needs_optimizer("scale()")
-        self._divided = self._backwards() + 1
+        self._divided = max(self._divided, self._backwards()) + 1
         return self.optimizer.scale(loss / self.settings.accumulation_steps)
 
     def _backwards(self) -> int:
@@ -160,8 +163,7 @@ class TrainingEngine(nn.Module):
         self.optimizer.zero_grad()
         self._step_applied = not known or self.skipped_steps == skipped
         if self._step_applied and self.lr_scheduler is not None:
-            if self._follows is not None:  # torch's schedules warn where theirs has not stepped
-                self._follows._opt_called = True
+            self._follows._opt_called = True  # torch's schedules warn where theirs has not stepped
             self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
         self.global_samples += self.settings.train_batch_size

@@ -75,6 +75,11 @@ def initialize(
     with all_or_none(groups, "initialize()"):
         _check_arguments(model, config, mpu, sharding)
         settings = Config.read(config, groups.world)
+        if settings.reduce_dtype is not None and "mp_policy" in sharding:
+            raise ValueError(
+                "zero_ext: 'communication_data_type' and mp_policy= both say in which dtype "
+                "gradients are reduced. Give one."
+            )
         ours = _arguments_of_ours(settings)
         given = _optimizer_given(settings, model, optimizer, model_parameters)
         schedule = _schedule_given(settings, lr_scheduler, given)
@@ -132,7 +137,7 @@ def _sharded(model: nn.Module, settings: Config, sharding: dict[str, Any]) -> nn
         model.to(settings.dtype)
     if settings.reduce_dtype is not None:
         policy = torch.distributed.fsdp.MixedPrecisionPolicy(reduce_dtype=settings.reduce_dtype)
-        sharding = {"mp_policy": policy, **sharding}
+        sharding = {**sharding, "mp_policy": policy}
     return shard(model, stage=settings.stage, offload_policy=settings.offload_policy, **sharding)
 
 

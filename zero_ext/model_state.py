@@ -9,6 +9,8 @@ from zero_ext.groups import Groups, resolve
 from zero_ext.handle import Handle, find
 from zero_ext.shard_tensor import ShardTensor
 
+EXTRA_STATE = "_extra_state"
+
 
 class ModelState(NamedTuple):
     """What a model has by name.
@@ -80,7 +82,7 @@ def plain_name(name: str) -> str:
 
 
 def is_extra_state(name: str) -> bool:
-    return name.rpartition(".")[2] == "_extra_state"
+    return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def _whole(value: Tensor) -> Tensor:
