@@ -21,7 +21,18 @@ def train(tmp_path, *arguments: str, ranks: int = 2) -> dict:
     return json.loads((tmp_path / "run" / "log.json").read_text())
 
 
-@pytest.mark.parametrize("method", ["--ddp", "--stage=1", "--stage=2", "--stage=3"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param("--ddp", marks=SLOW),
+        pytest.param("--stage=1", marks=SLOW),
+        "--stage=2",
+        pytest.param("--stage=3", marks=SLOW),
+    ],
+)
 def test_two_ranks_learn_and_write_their_log(tmp_path, method):
     log = train(tmp_path, method, "--accumulation-steps=2", "--lr=3e-3")
 
@@ -47,12 +58,14 @@ def test_one_process_needs_no_torchrun(tmp_path):
     assert log["held_out_loss"] < log["loss"][0]
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
-def test_stages_follow_ddp(tmp_path, stage):
+@pytest.mark.parametrize("stages", [pytest.param([1], marks=SLOW), [2, 3]], ids=str)
+def test_stages_follow_ddp(tmp_path, stages):
     """In fp32 the methods differ in the order of sums alone; twelve steps amplify that little."""
-    runs = {}
-    for method in ("--ddp", f"--stage={stage}"):
+    losses = {}
+    for method in ("--ddp", *(f"--stage={stage}" for stage in stages)):
         directory = tmp_path / method.strip("-")
         directory.mkdir()
-        runs[method] = train(directory, method, "--dtype=fp32", "--accumulation-steps=2")
-    assert runs[f"--stage={stage}"]["loss"] == pytest.approx(runs["--ddp"]["loss"], abs=1e-4)
+        log = train(directory, method, "--dtype=fp32", "--accumulation-steps=2")
+        losses[method] = log["loss"]
+    for method, loss in losses.items():
+        assert loss == pytest.approx(losses["--ddp"], abs=1e-4), method

@@ -53,7 +53,7 @@ def run_ranks(
     )
 
 
-def test_failure_of_one_rank_fails_the_test_everywhere_and_spares_the_next(tmp_path):
+def test_failures_of_one_rank_fail_their_tests_everywhere_and_spare_the_next(tmp_path):
     """Rank 0 prints rank 1's traceback and output once; its own collective is woken."""
     result = run_ranks(
         tmp_path,
@@ -69,76 +69,15 @@ def test_failure_of_one_rank_fails_the_test_everywhere_and_spares_the_next(tmp_p
             dist.all_reduce(total, group=group)
             dist.all_reduce(total)
             assert total.item() == world * world
-        """,
-    )
-    out = result.stdout
-    assert result.returncode == 1, out
-    assert 'raise ValueError("rank 1 has had enough")' in out
-    assert "rank 1 of 2" in out and "printed by rank 1" in out and "pytest --seed" in out
-    assert "1 failed, 1 passed" in out
-    assert out.count(" passed in ") == 1, "only rank 0 may print a summary"
-    assert set(re.findall(r"exitcode *: *(-?\d+)", out)) == {"1"}, "all ranks end alike"
 
-
-def test_hanging_rank_is_named(tmp_path):
-    result = run_ranks(
-        tmp_path,
-        """
-        def test_hangs(rank):
-            if rank == 1:
-                time.sleep(40)
-
-        def test_never_reached(rank):
-            pass
-        """,
-        "--answer-timeout=2",
-    )
-    assert result.returncode == 1, result.stdout
-    assert "rank 1 did not answer within 2 s" in result.stdout
-    assert "time.sleep" in result.stdout or "in test_hangs" in result.stdout, (
-        "stack of the hanging rank"
-    )
-    assert "1 failed" in result.stdout and "passed" not in result.stdout
-
-
-def test_test_that_exceeds_its_timeout_fails_with_its_stack(tmp_path):
-    result = run_ranks(
-        tmp_path,
-        """
         @pytest.mark.timeout(2, method="signal")
         def test_slow(rank):
             if rank == 1:
                 time.sleep(40)
 
-        def test_next(group):
+        def test_after_slow(group):
             pass
-        """,
-    )
-    assert result.returncode == 1, result.stdout
-    assert "rank 1 of 2" in result.stdout and "Timeout" in result.stdout
-    assert "time.sleep(40)" in result.stdout
-    assert "1 failed, 1 passed" in result.stdout
 
-
-def test_dead_rank_ends_the_session(tmp_path):
-    result = run_ranks(
-        tmp_path,
-        """
-        def test_dies(rank):
-            if rank == 1:
-                os._exit(7)
-            time.sleep(40)
-        """,
-    )
-    assert result.returncode == 1, result.stdout
-    assert "[rank 0] stopped by torchrun, because another rank died" in result.stdout
-    assert re.search(r"rank *: 1 .*\n *exitcode *: 7", result.stdout), result.stdout
-
-
-def test_failures_in_setup_and_skips_of_one_rank_are_failures(tmp_path):
-    result = run_ranks(
-        tmp_path,
-        """
         @pytest.fixture
         def fragile(rank):
             assert rank == 0, "setup of rank 1"
@@ -165,10 +104,51 @@ def test_failures_in_setup_and_skips_of_one_rank_are_failures(tmp_path):
     )
     out = result.stdout
     assert result.returncode == 1, out
+    assert 'raise ValueError("rank 1 has had enough")' in out
+    assert "rank 1 of 2" in out and "printed by rank 1" in out and "pytest --seed" in out
+    assert "Timeout" in out and "time.sleep(40)" in out, "stack of the slow rank"
     assert "setup of rank 1" in out
     assert "rank 0 skipped the test, the others ran it" in out
     assert "for 3 to 3 ranks, here are 2" in out
-    assert "2 failed, 1 passed, 1 skipped, 1 xfailed" in out
+    assert "4 failed, 3 passed, 1 skipped, 1 xfailed" in out
+    assert out.count(" passed, ") == 1, "only rank 0 may print a summary"
+    assert set(re.findall(r"exitcode *: *(-?\d+)", out)) == {"1"}, "all ranks end alike"
+
+
+def test_hanging_rank_is_named(tmp_path):
+    result = run_ranks(
+        tmp_path,
+        """
+        def test_hangs(rank):
+            if rank == 1:
+                time.sleep(40)
+
+        def test_never_reached(rank):
+            pass
+        """,
+        "--answer-timeout=2",
+    )
+    assert result.returncode == 1, result.stdout
+    assert "rank 1 did not answer within 2 s" in result.stdout
+    assert "time.sleep" in result.stdout or "in test_hangs" in result.stdout, (
+        "stack of the hanging rank"
+    )
+    assert "1 failed" in result.stdout and "passed" not in result.stdout
+
+
+def test_dead_rank_ends_the_session(tmp_path):
+    result = run_ranks(
+        tmp_path,
+        """
+        def test_dies(rank):
+            if rank == 1:
+                os._exit(7)
+            time.sleep(40)
+        """,
+    )
+    assert result.returncode == 1, result.stdout
+    assert "[rank 0] stopped by torchrun, because another rank died" in result.stdout
+    assert re.search(r"rank *: 1 .*\n *exitcode *: 7", result.stdout), result.stdout
 
 
 def test_success_on_all_ranks_is_success(tmp_path):

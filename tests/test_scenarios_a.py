@@ -336,8 +336,15 @@ def everything(model, optimizer) -> list[torch.Tensor]:
 
 
 @STAGES
-@WAYS
-@pytest.mark.parametrize("scaler_of", ["zero_ext", "torch"])
+@pytest.mark.parametrize(
+    "way, scaler_of",
+    [
+        ("shard", "torch"),
+        ("optimizer", "zero_ext"),
+        pytest.param("shard", "zero_ext", marks=pytest.mark.slow),
+        pytest.param("optimizer", "torch", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("how", ["contiguous", pytest.param("clone", marks=pytest.mark.slow)])
 def test_as_reported_fp16_with_a_dynamic_scale_and_pinned_offload(
     anywhere, rank, world, stage, way, scaler_of, how
