@@ -58,6 +58,7 @@ def test_one_process_needs_no_torchrun(tmp_path):
     assert log["held_out_loss"] < log["loss"][0]
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("stages", [pytest.param([1], marks=SLOW), [2, 3]], ids=str)
 def test_stages_follow_ddp(tmp_path, stages):
     """In fp32 the methods differ in the order of sums alone; twelve steps amplify that little."""
