@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from zero_ext import checkpoint
 from zero_ext.config import Config
 from zero_ext.groups import Groups, all_or_none, check_same_on_all_ranks
-from zero_ext.model_state import ModelState, full_value, groups_of
+from zero_ext.model_state import gather_state_dict, groups_of
 from zero_ext.sharded_optimizer import ShardedOptimizer
 
 _log = logging.getLogger("zero_ext")
@@ -82,7 +82,6 @@ class TrainingEngine(nn.Module):
         self._in_no_sync = False
         self._collate_fn = collate_fn
         self._divided = 0  # the count of backwards up to which losses are known to be divided
-        self._follows: torch.optim.Optimizer | None = None  # torch's, which schedules are made on
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -163,7 +162,6 @@ class TrainingEngine(nn.Module):
         self.optimizer.zero_grad()
         self._step_applied = not known or self.skipped_steps == skipped
         if self._step_applied and self.lr_scheduler is not None:
-            self._follows._opt_called = True  # torch's schedules warn where theirs has not stepped
             self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
         self.global_samples += self.settings.train_batch_size
@@ -391,16 +389,11 @@ class TrainingEngine(nn.Module):
     ) -> bool:
         """Rank 0 writes the whole ``state_dict()``, in the parameters' own dtypes. Collective."""
         file = Path(save_dir) / save_filename
-        state: dict[str, Any] = {}
-        of_model = ModelState.of(self.module)
-        for name, value in of_model.tensors.items():
-            full = full_value(value)  # all ranks take part
-            if self._groups.rank == 0:
-                state[name] = full.cpu().clone()
+        state = gather_state_dict(self.module)
         with all_or_none(self._groups, f"save_16bit_model() to '{file}'"):
             if self._groups.rank == 0:
                 file.parent.mkdir(parents=True, exist_ok=True)
-                torch.save(state | of_model.objects, file)
+                torch.save(state, file)
         return True
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from zero_ext import elementwise, optim
+from zero_ext import takeover
 from zero_ext.api import shard
 from zero_ext.config import Config
 from zero_ext.engine import TrainingEngine, data_loader
@@ -19,12 +19,6 @@ from zero_ext.handle import find
 from zero_ext.scaler import LossScaler
 from zero_ext.schedules import SCHEDULES
 from zero_ext.sharded_optimizer import ShardedOptimizer
-
-_OWN = {
-    torch.optim.AdamW: optim.AdamW,
-    torch.optim.Adam: optim.Adam,
-    torch.optim.SGD: optim.SGD,
-}
 
 
 def initialize(
@@ -97,10 +91,8 @@ def initialize(
     if given is not None:
         for group in given.param_groups:  # those of a model on the meta device are new ones
             group["params"] = [model.get_parameter(names[id(p)]) for p in group["params"]]
-        engine.optimizer = _taken_over(given, **ours)
-        given.state.clear()
+        engine.optimizer = takeover.take_over(given, **ours)
         engine.lr_scheduler = schedule
-        engine._follows = given
     engine.training_dataloader = loader
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
@@ -171,7 +163,7 @@ def _optimizer_given(
         given = optimizer
     else:
         given = optimizer(parameters)
-    _check_given(given)
+    takeover.check(given)
     own = {id(p) for p in model.parameters()}
     for parameter in (p for group in given.param_groups for p in group["params"]):
         if id(parameter) not in own:
@@ -218,45 +210,6 @@ def _class_of(name: str, arguments: dict[str, Any]) -> tuple[type, dict[str, Any
 
 def _is_class(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
-
-
-def _check_given(optimizer) -> None:
-    name = type(optimizer).__name__
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"zero_ext: optimizer is {optimizer!r}, not an optimizer.")
-    foreign = type(optimizer).__module__.startswith("deepspeed")
-    if isinstance(optimizer, ShardedOptimizer) or foreign:
-        raise ValueError(
-            "zero_ext: initialize() makes its own optimizer of a torch one. Pass torch.optim's in "
-            f"place of this {name}, or name it in the config."
-        )
-    if type(optimizer) not in _OWN:
-        elementwise.check(type(optimizer), _arguments_of(optimizer))
-    # Some make their state when constructed, with a count of 0.
-    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state):
-        raise ValueError(
-            f"zero_ext: the {name} has a state already. Give initialize() one that has not "
-            "stepped, and load its state_dict() into what is returned."
-        )
-
-
-def _taken_over(given: torch.optim.Optimizer, **ours: Any) -> ShardedOptimizer:
-    """Over the same groups, the same dicts: a schedule that was made on the other one sets ours."""
-    kind, arguments = type(given), _arguments_of(given)
-    if kind in _OWN:
-        optimizer = _OWN[kind](given.param_groups, **arguments, **ours)
-    else:
-        optimizer = optim.wrap(kind, given.param_groups, **arguments, **ours)
-    for hook in given._optimizer_step_pre_hooks.values():
-        optimizer.register_step_pre_hook(hook)
-    for hook in given._optimizer_step_post_hooks.values():
-        optimizer.register_step_post_hook(hook)
-    return optimizer
-
-
-def _arguments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    known = inspect.signature(type(optimizer)).parameters
-    return {key: value for key, value in optimizer.defaults.items() if key in known}
 
 
 def _schedule_given(settings: Config, schedule, given: torch.optim.Optimizer | None) -> Any:

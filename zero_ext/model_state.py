@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from zero_ext.groups import Groups, resolve
@@ -148,6 +149,24 @@ def full_value(value: Tensor) -> Tensor:
         return value.detach()
     mine = held_value(value).to(value.dtype)
     return mine.full_tensor() if isinstance(mine, ShardTensor) else mine
+
+
+@torch.no_grad()
+def gather_state_dict(model: nn.Module) -> dict[str, Any]:
+    """On rank 0 the whole ``state_dict()``, copied to the host; elsewhere nothing. Collective.
+
+    What is one tensor under several names is one there, too.
+    """
+    state = ModelState.of(model)
+    keeps = groups_of(model).rank == 0
+    copies: dict[int, Tensor | None] = {}
+    for value in state.tensors.values():
+        if id(value) not in copies:
+            full = full_value(value)  # all ranks take part
+            copies[id(value)] = full.to("cpu", copy=True) if keeps else None
+    if not keeps:
+        return {}
+    return {name: copies[id(value)] for name, value in state.tensors.items()} | state.objects
 
 
 def _set_extra_state(model: nn.Module, name: str, state) -> None:

@@ -1,0 +1,269 @@
+"""``accelerate.Accelerator``, whose prepared models and optimizers are sharded."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import accelerate
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+
+from zero_ext import checkpoint, takeover
+from zero_ext.api import shard
+from zero_ext.groups import all_or_none, resolve
+from zero_ext.handle import find
+from zero_ext.model_state import gather_state_dict
+from zero_ext.sharded_optimizer import ShardedOptimizer
+
+_DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+class _Sharded(NamedTuple):
+    """What one checkpoint holds."""
+
+    model: nn.Module
+    optimizer: ShardedOptimizer | None
+
+
+class Accelerator(accelerate.Accelerator):
+    """An ``accelerate.Accelerator`` that shards models where the other wraps them with DDP.
+
+    ``prepare()`` shards every model that has something to train, in place, and takes over its
+    optimizer of torch's: settings, groups, hooks and schedules. Where it had ``mixed_precision``,
+    parameters stay fp32 and are cast by autocast, as with accelerate; a ``mp_policy`` in
+    ``sharding`` casts them once per gather instead. ``save_state()`` and ``load_state()`` write and
+    read ``zero_ext.checkpoint``: any stage and number of ranks goes on from it. Their hooks see no
+    weights of sharded models, as with FSDP.
+
+    Args:
+        args, kwargs: Those of ``accelerate.Accelerator``.
+        stage: As for ``zero_ext.shard``.
+        sharding: Further arguments of ``zero_ext.shard``, such as ``mp_policy`` or ``units``.
+    Raises:
+        ValueError: accelerate is configured for FSDP, DeepSpeed, fp8 or another parallelism.
+    """
+
+    def __init__(
+        self, *args: Any, stage: int = 2, sharding: dict[str, Any] | None = None, **kwargs: Any
+    ):
+        super().__init__(*args, **kwargs)
+        unknown = None
+        if self.distributed_type not in _DATA_PARALLEL:
+            unknown = self.distributed_type.value
+        elif self.parallelism_config is not None:
+            unknown = "a parallelism_config"
+        elif self.mixed_precision == "fp8":
+            unknown = "fp8"
+        if unknown is not None:
+            raise ValueError(
+                f"zero_ext: accelerate is configured for {unknown}, which does not go with "
+                "sharding here. Leave it out of accelerate's configuration."
+            )
+        self._sharding = {"stage": stage, **(sharding or {})}
+        # An optimizer of torch's, and the prepared one in its place: for the schedules made on it.
+        self._successors: WeakKeyDictionary[torch.optim.Optimizer, AcceleratedOptimizer]
+        self._successors = WeakKeyDictionary()
+        self._set_apart: list[_Sharded] | None = None  # while save_state() or load_state() runs
+        self.register_save_state_pre_hook(self._save_sharded)
+        self.register_load_state_pre_hook(self._load_sharded)
+
+    # Preparing
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As accelerate's. A model comes with its optimizer, in one call or before it. Collective
+        where there are models or optimizers among the arguments.
+
+        Raises:
+            ValueError, TypeError: an optimizer cannot be taken over, and nothing has changed; and
+                what ``zero_ext.shard`` raises.
+        """
+        models = [each for each in args if isinstance(each, nn.Module)]
+        given = [each for each in args if _is_of_torch(each)]
+        owners = {id(p): (model, name) for model in models for name, p in model.named_parameters()}
+        if models or given:
+            with all_or_none(resolve(None, self._sharding.get("mesh"), []), "prepare()"):
+                for optimizer in given:
+                    _check(optimizer, owners)
+        if device_placement is None or len(device_placement) == len(args):
+            placement = device_placement or [None] * len(args)
+            args = tuple(
+                self.prepare_model(each, placed) if isinstance(each, nn.Module) else each
+                for each, placed in zip(args, placement, strict=True)
+            )
+            for group in (group for optimizer in given for group in optimizer.param_groups):
+                group["params"] = [_now(parameter, owners) for parameter in group["params"]]
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        prepared = getattr(model, "_is_accelerate_prepared", False)
+        trained = any(parameter.requires_grad for parameter in model.parameters())
+        if prepared or evaluation_mode or not trained:  # there is nothing to reduce
+            return super().prepare_model(model, device_placement, evaluation_mode=True)
+        if not _is_sharded(model):
+            if device_placement is None:
+                device_placement = self.device_placement
+            if device_placement and not any(p.is_meta for p in model.parameters()):
+                model.to(self.device)
+            shard(model, **self._sharding)
+        # Its autocast and its compiler, without its DDP.
+        model = super().prepare_model(model, device_placement=False, evaluation_mode=True)
+        model._is_accelerate_prepared = True
+        return model
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        if isinstance(optimizer, AcceleratedOptimizer):
+            return super().prepare_optimizer(optimizer, device_placement)
+        given = optimizer
+        if _is_of_torch(given) and any(find(p) is not None for p in _parameters_of(given)):
+            _check(given, {})
+            optimizer = takeover.take_over(given)
+        if isinstance(optimizer, ShardedOptimizer):
+            device_placement = False  # its state is where the parameters are
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        if optimizer is not given:
+            self._successors[given] = prepared
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        prepared = super().prepare_scheduler(scheduler)
+        made_on = getattr(scheduler, "optimizer", None)
+        if made_on in self._successors:
+            prepared.optimizers = [self._successors[made_on]]
+        return prepared
+
+    # State
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Of a sharded model the whole one on rank 0, on the host, and an empty one elsewhere.
+        Collective."""
+        if not _is_sharded(model):
+            return super().get_state_dict(model, unwrap)
+        return gather_state_dict(model) if self._set_apart is None else {}
+
+    def save_state(self, *args: Any, **kwargs: Any) -> str:
+        """As accelerate's, with a checkpoint of ``zero_ext.checkpoint`` in the folder for each
+        sharded model. Collective.
+
+        Raises:
+            ValueError: a sharded model has several optimizers. And what
+                ``zero_ext.checkpoint.save`` raises.
+        """
+        with self._sharded_set_apart():
+            return super().save_state(*args, **kwargs)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """As accelerate's; sharded models and their optimizers from what ``save_state`` has written
+        with any stage and number of ranks. Collective."""
+        with self._sharded_set_apart():
+            super().load_state(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _sharded_set_apart(self) -> Iterator[None]:
+        """accelerate would write rank 0's part of an optimizer's state and take it for all."""
+        every = self._optimizers
+        self._set_apart = _pair(self._models, every)
+        self._optimizers = [o for o in every if not isinstance(o.optimizer, ShardedOptimizer)]
+        try:
+            yield
+        finally:
+            self._optimizers, self._set_apart = every, None
+
+    def _save_sharded(self, models: list, weights: list, folder: str | os.PathLike) -> None:
+        plain = [w for model, w in zip(models, weights, strict=True) if not _is_sharded(model)]
+        weights[:] = plain
+        for number, pair in enumerate(self._set_apart):
+            checkpoint.save(_path(folder, number), *pair)
+
+    def _load_sharded(self, models: list, folder: str | os.PathLike) -> None:
+        models[:] = [model for model in models if not _is_sharded(model)]
+        for number, pair in enumerate(self._set_apart):
+            checkpoint.load(_path(folder, number), *pair)
+
+    # What only DDP has
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(
+        self, joinables: list, even_batches: bool | None = None
+    ) -> Iterator[None]:
+        """
+        Raises:
+            ValueError: one of them is a sharded model. Ranks make the same number of backwards.
+        """
+        if any(isinstance(each, nn.Module) and _is_sharded(each) for each in joinables):
+            raise ValueError(
+                "zero_ext: the ranks of a sharded model make the same number of backwards. Leave "
+                "join_uneven_inputs() out, with even_batches=True."
+            )
+        with super().join_uneven_inputs(joinables, even_batches):
+            yield
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(find(parameter) is not None for parameter in model.parameters())
+
+
+def _is_of_torch(value: Any) -> bool:
+    """An optimizer that neither accelerate nor this library has prepared."""
+    prepared = (AcceleratedOptimizer, ShardedOptimizer)
+    return isinstance(value, torch.optim.Optimizer) and not isinstance(value, prepared)
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _check(optimizer: torch.optim.Optimizer, owners: dict[int, Any]) -> None:
+    """``owners``: by id, the parameters that are about to be sharded."""
+    foreign = [
+        parameter
+        for parameter in _parameters_of(optimizer)
+        if id(parameter) not in owners and find(parameter) is None
+    ]
+    if len(foreign) == len(_parameters_of(optimizer)):
+        return  # accelerate's, as it is
+    if foreign:
+        raise ValueError(
+            f"zero_ext: a parameter of shape {tuple(foreign[0].shape)} in the "
+            f"{type(optimizer).__name__} is in no model that was prepared. Prepare its model with "
+            "it, or give it an optimizer of its own."
+        )
+    takeover.check(optimizer)
+
+
+def _now(parameter: Tensor, owners: dict[int, tuple[nn.Module, str]]) -> Tensor:
+    """A model that was on the meta device has new parameters."""
+    if id(parameter) not in owners:
+        return parameter
+    model, name = owners[id(parameter)]
+    return model.get_parameter(name)
+
+
+def _pair(models: list[nn.Module], optimizers: list[AcceleratedOptimizer]) -> list[_Sharded]:
+    sharded = [
+        each.optimizer for each in optimizers if isinstance(each.optimizer, ShardedOptimizer)
+    ]
+    pairs = []
+    for model in filter(_is_sharded, models):
+        own = {id(parameter) for parameter in model.parameters()}
+        stepped = [o for o in sharded if any(id(p) in own for p in _parameters_of(o))]
+        if len(stepped) > 1:
+            raise ValueError(
+                f"zero_ext: the {type(model).__name__} has {len(stepped)} optimizers; a checkpoint "
+                "holds one. Save it with zero_ext.checkpoint for each of them."
+            )
+        pairs.append(_Sharded(model, stepped[0] if stepped else None))
+    return pairs
+
+
+def _path(folder: str | os.PathLike, number: int) -> Path:
+    return Path(folder) / f"zero_ext_{number}"

@@ -1,0 +1,88 @@
+"""``transformers.Trainer`` over sharded models."""
+
+import functools
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch
+import transformers.trainer
+from torch import nn
+
+from zero_ext import checkpoint
+from zero_ext.integrations.accelerate import Accelerator
+from zero_ext.model_state import gather_state_dict
+from zero_ext.sharded_optimizer import ShardedOptimizer
+
+_CHECKPOINT = "zero_ext"
+_SCHEDULER = "scheduler.pt"
+
+
+class ShardedTrainerMixin:
+    """Makes a trainer shard its model: put it before ``transformers.Trainer`` or a subclass of it.
+
+    ``class Sharded(ShardedTrainerMixin, SFTTrainer): pass``. A checkpoint folder holds the weights
+    as ``from_pretrained`` reads them and, for ``resume_from_checkpoint``, one of
+    ``zero_ext.checkpoint``: any stage and number of ranks goes on from it.
+
+    Args:
+        args, kwargs: The trainer's.
+        stage: As for ``zero_ext.shard``.
+        sharding: Further arguments of ``zero_ext.shard``, such as ``mp_policy`` or ``units``.
+    Raises:
+        ValueError: the arguments ask for FSDP, DeepSpeed or another parallelism, too.
+    """
+
+    def __init__(
+        self, *args: Any, stage: int = 2, sharding: dict[str, Any] | None = None, **kwargs: Any
+    ):
+        self._stage, self._sharding = stage, sharding
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        ours = functools.partial(Accelerator, stage=self._stage, sharding=self._sharding)
+        # The only place where it is made, and no argument leads there.
+        with mock.patch.object(transformers.trainer, "Accelerator", ours):
+            super().create_accelerator_and_postprocess()
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        """On all ranks, as ``save_model`` is called, although rank 0 alone writes."""
+        if state_dict is None:
+            state_dict = gather_state_dict(self.model)
+        super()._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        checkpoint.save(Path(output_dir) / _CHECKPOINT, self.model, self._sharded_optimizer())
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+
+    def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
+        if checkpoint_folder is None:
+            return
+        path = Path(checkpoint_folder) / _CHECKPOINT
+        checkpoint.load(path, self.model, self._sharded_optimizer())
+        schedule = torch.load(Path(checkpoint_folder) / _SCHEDULER, weights_only=True)
+        self.lr_scheduler.load_state_dict(schedule)
+
+    def _sharded_optimizer(self) -> ShardedOptimizer:
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        if not isinstance(optimizer, ShardedOptimizer):
+            raise ValueError(
+                f"zero_ext: the trainer's optimizer is a {type(optimizer).__name__} that was not "
+                "sharded with the model. Leave its preparation to the trainer."
+            )
+        return optimizer
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            "zero_ext: hyperparameter_search() makes many models in one trainer. Search with a plain "
+            "Trainer, or start a run for each."
+        )
+
+
+class Trainer(ShardedTrainerMixin, transformers.Trainer):
+    """A ``transformers.Trainer`` that shards its model. See ``ShardedTrainerMixin``."""
+
+
+class Seq2SeqTrainer(ShardedTrainerMixin, transformers.Seq2SeqTrainer):
+    """A ``transformers.Seq2SeqTrainer`` that shards its model. See ``ShardedTrainerMixin``."""

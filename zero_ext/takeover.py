@@ -1,0 +1,67 @@
+"""Taking over an optimizer of torch's: settings, groups, hooks and the schedules made on it."""
+
+import inspect
+from typing import Any
+
+import torch
+
+from zero_ext import elementwise, optim
+from zero_ext.sharded_optimizer import ShardedOptimizer
+
+_OWN = {
+    torch.optim.AdamW: optim.AdamW,
+    torch.optim.Adam: optim.Adam,
+    torch.optim.SGD: optim.SGD,
+}
+
+
+def check(optimizer: Any) -> None:
+    """
+    Raises:
+        ValueError, TypeError: it cannot be taken over.
+    """
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"zero_ext: optimizer is {optimizer!r}, not an optimizer.")
+    foreign = type(optimizer).__module__.startswith("deepspeed")
+    if isinstance(optimizer, ShardedOptimizer) or foreign:
+        raise ValueError(
+            "zero_ext: one of torch's optimizers is to be taken over. Pass torch.optim's in place "
+            f"of this {name}."
+        )
+    if type(optimizer) not in _OWN:
+        elementwise.check(type(optimizer), _arguments_of(optimizer))
+    # Some make their state when constructed, with a count of 0.
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state):
+        raise ValueError(
+            f"zero_ext: the {name} has a state already. Give one that has not stepped, and load "
+            "its state_dict() into the one that takes its place."
+        )
+
+
+def take_over(given: torch.optim.Optimizer, **ours: Any) -> ShardedOptimizer:
+    """Its like here, over the same groups, the same dicts: a schedule that was made on ``given``
+    sets this one.
+
+    Args:
+        given: Passed ``check``. Its parameters are sharded by now.
+        ours: Arguments that torch's has not.
+    """
+    kind, arguments = type(given), _arguments_of(given)
+    if kind in _OWN:
+        optimizer = _OWN[kind](given.param_groups, **arguments, **ours)
+    else:
+        optimizer = optim.wrap(kind, given.param_groups, **arguments, **ours)
+    for hook in given._optimizer_step_pre_hooks.values():
+        optimizer.register_step_pre_hook(hook)
+    for hook in given._optimizer_step_post_hooks.values():
+        optimizer.register_step_post_hook(hook)
+    # torch's schedules warn when the optimizer that they were made on has not stepped.
+    optimizer.register_step_post_hook(lambda *_: setattr(given, "_opt_called", True))
+    given.state.clear()
+    return optimizer
+
+
+def _arguments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    known = inspect.signature(type(optimizer)).parameters
+    return {key: value for key, value in optimizer.defaults.items() if key in known}
