@@ -23,8 +23,9 @@ from zero_ext import ops
 ROUNDS = int(os.environ.get("BENCH_ROUNDS", "30"))
 # More than any L2 cache: what one candidate leaves there does not serve the next.
 FLUSH_BYTES = 256 * 2**20
-# About a millisecond, in which the host queues the call: its own time is not what is measured here.
-HEAD_START_CYCLES = 2_000_000
+# About ten milliseconds, in which the host queues the call, 996 launches among them: its own time
+# is not what is measured here.
+HEAD_START_CYCLES = 20_000_000
 
 
 class Race:
@@ -33,7 +34,8 @@ class Race:
     def __init__(self):
         self.calls: dict[str, tuple[Callable[[], object], int]] = {}
         self.seconds: dict[str, list[float]] = {}
-        self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+        # Read, not written: dirty lines would be written back during what is measured.
+        self.flush = torch.zeros(FLUSH_BYTES // 4, device="cuda")
 
     def add(self, name: str, num_bytes: int, call: Callable[[], object]) -> None:
         """``num_bytes``: what the call must move."""
@@ -46,7 +48,7 @@ class Race:
         events = {name: [] for name in self.calls}
         for _ in range(ROUNDS):
             for name, (call, _) in self.calls.items():
-                self.flush.zero_()
+                self.flush.sum()
                 torch.cuda._sleep(HEAD_START_CYCLES)
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 begin.record()

@@ -89,6 +89,7 @@ class MasterAdamW:
         for master, parameter in zip(self.masters, self.parameters, strict=True):
             master.grad = parameter.grad.float()
         self.optimizer.step()
+        self.optimizer.zero_grad()  # or they would stay through the next forward
         torch._foreach_copy_(self.parameters, self.masters)
 
     def zero_grad(self) -> None:

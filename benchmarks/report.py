@@ -95,6 +95,7 @@ def machine() -> dict[str, str]:
     """What the figures are of."""
     return {
         "processor": _processor(),
+        **_gpu(),
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
         "commit": _commit(),
@@ -114,6 +115,12 @@ def _processor() -> str:
         return next(line.split(":")[1].strip() for line in info if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor()
+
+
+def _gpu() -> dict[str, str]:
+    if not torch.cuda.is_available():
+        return {}
+    return {"GPU": torch.cuda.get_device_name(), "CUDA": torch.version.cuda}
 
 
 def _commit() -> str:

@@ -28,7 +28,8 @@ is_wanted() { [ ${#only[@]} -eq 0 ] || [[ " ${only[*]} " == *" $1 "* ]]; }
 # All of it ends within this time: what comes late gets what is left.
 ALL_SECONDS=530
 
-# step NAME SECONDS COMMAND...: runs it, shows the end of what it said, remembers how it went.
+# step NAME SECONDS COMMAND...: runs it, shows the end of what it said, remembers how it went. At its
+# limit it gets the signal AT_LIMIT.
 step() {
   local name="$1" limit="$2" begin="$SECONDS" status=0
   shift 2
@@ -39,7 +40,7 @@ step() {
     return
   fi
   echo "== $name"
-  timeout --kill-after=10 "$limit" "$@" > "$LOGS/$name.log" 2>&1 || status=$?
+  timeout --signal="${AT_LIMIT:-TERM}" --kill-after=10 "$limit" "$@" > "$LOGS/$name.log" 2>&1 || status=$?
   tail -n 25 "$LOGS/$name.log"
   local outcome="ok"
   if [ "$status" -eq 124 ]; then
@@ -177,7 +178,8 @@ ranks=("$PYTHON" -m torch.distributed.run --standalone --local-addr=127.0.0.1 --
 # Several processes at a time, where pytest can: small tests leave the device idle.
 at_once=()
 if "$PYTHON" -c "import xdist" 2> /dev/null; then at_once=(-n 6 --dist worksteal); fi
-step test_one_rank 130 "${exact[@]}" "$PYTHON" -m pytest "${at_once[@]}" "${on_device[@]}" "${quick[@]}" \
+# Interrupted, pytest still says what has failed.
+AT_LIMIT=INT step test_one_rank 130 "${exact[@]}" "$PYTHON" -m pytest "${at_once[@]}" "${on_device[@]}" "${quick[@]}" \
   "not dist and not slow"
 step benchmark 60 "$PYTHON" benchmarks/bench_cuda.py --results "$RESULTS"
 step benchmark_step 150 "${ranks[@]}" 1 benchmarks/bench_cuda_step.py --results "$RESULTS"
