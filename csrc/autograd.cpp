@@ -71,6 +71,37 @@ class OnEachEntry : public torch::autograd::FunctionPreHook {
   std::function<void()> action_;
 };
 
+// Tells calls that autograd enters the node of one of their inputs: one hook for all of them, for
+// an input may outlive many.
+class WhenReached : public torch::autograd::FunctionPreHook {
+ public:
+  static WhenReached& on(Node& node) {
+    for (const auto& hook : node.pre_hooks()) {
+      if (auto* found = dynamic_cast<WhenReached*>(hook.get())) return *found;
+    }
+    auto made = std::make_unique<WhenReached>();
+    WhenReached& hook = *made;
+    node.add_pre_hook(std::move(made));
+    return hook;
+  }
+
+  void add(std::weak_ptr<Call> call) {
+    std::erase_if(calls_, [](const std::weak_ptr<Call>& each) { return each.expired(); });
+    calls_.push_back(std::move(call));
+  }
+
+  variable_list operator()(const variable_list& grads) override {
+    const std::vector<std::weak_ptr<Call>> calls = calls_;
+    for (const std::weak_ptr<Call>& each : calls) {
+      if (const std::shared_ptr<Call> call = each.lock()) call->input_reached();
+    }
+    return grads;
+  }
+
+ private:
+  std::vector<std::weak_ptr<Call>> calls_;
+};
+
 // Runs once, when autograd enters the node.
 class OnEntry : public torch::autograd::FunctionPreHook {
  public:
@@ -114,20 +145,34 @@ bool graph_is_kept() { return torch::autograd::get_current_graph_task_keep_graph
 int current_task() { return torch::autograd::get_current_graph_task_id(); }
 
 Call::Call(std::weak_ptr<BackwardListener> listener, int64_t site)
-    : listener_(std::move(listener)), site_(site), begin_(at::sequence_number::peek()) {}
+    : listener_(std::move(listener)), site_(site), begin_(at::sequence_number::peek()) {
+  ++living_;
+}
 
 void Call::end() { end_ = at::sequence_number::peek(); }
 
 void Call::watch_input(const at::Tensor& input) {
-  if (!input.requires_grad() || input.grad_fn() == nullptr) return;
-  input.grad_fn()->add_pre_hook(
-      std::make_unique<OnEachEntry>([call = shared_from_this()] { call->input_reached(); }));
+  if (!input.requires_grad()) return;
+  watch_input_node(input.grad_fn());
+  if (input.is_view()) watch_input_node(input._base().grad_fn());
+}
+
+void Call::watch_input_node(const NodePtr& node) {
+  if (node == nullptr || !inputs_.insert(node.get()).second) return;
+  WhenReached::on(*node).add(weak_from_this());
 }
 
 void Call::watch_output(const at::Tensor& output) {
-  if (!output.requires_grad() || output.grad_fn() == nullptr) return;
-  output.grad_fn()->add_pre_hook(
-      std::make_unique<OnEachEntry>([call = shared_from_this()] { call->enter(); }));
+  if (!output.requires_grad()) return;
+  watch_output_node(output.grad_fn());
+  if (!output.is_view()) return;
+  const NodePtr node = output._base().grad_fn();
+  if (node != nullptr && node->sequence_nr() >= begin_) watch_output_node(node);
+}
+
+void Call::watch_output_node(const NodePtr& node) {
+  if (node == nullptr || inputs_.count(node.get()) > 0) return;
+  node->add_pre_hook(std::make_unique<OnEachEntry>([call = shared_from_this()] { call->enter(); }));
 }
 
 void Call::enter() {

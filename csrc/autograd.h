@@ -58,9 +58,11 @@ class BackwardListener {
   virtual void call_left(const std::shared_ptr<Call>& call) = 0;
 };
 
-// One call of a module in a forward. Hooks on the nodes of its outputs and inputs, which run in
-// every backward over the graph, keep the call alive. The graph itself is left as it is: one more
-// node would group the sums of gradients differently.
+// One call of a module in a forward. Hooks on the nodes of its outputs and inputs run in every
+// backward over the graph; those of the outputs keep the call alive. The graph itself is left as it
+// is: one more node would group the sums of gradients differently. A view loses its node when it is
+// written to, and the graph then goes on from that of its base: both have a hook. What a module
+// hands through is no output: its node is from before the call, which has been left when that runs.
 //
 // Note [When has a backward left a call?]
 // Autograd runs the ready node that was created last. When a node from before the call runs, or one
@@ -69,6 +71,10 @@ class BackwardListener {
 class Call : public std::enable_shared_from_this<Call> {
  public:
   Call(std::weak_ptr<BackwardListener> listener, int64_t site);
+  ~Call() { --living_; }
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+  static int64_t living() { return living_; }
   void watch_input(const at::Tensor& input);
   void watch_output(const at::Tensor& output);
   void end();  // of the forward
@@ -77,14 +83,19 @@ class Call : public std::enable_shared_from_this<Call> {
   // The forward of `other` had ended when this one began.
   bool is_after(const Call& other) const { return begin_ >= other.end_; }
 
+  void input_reached();  // by a backward
+
  private:
+  void watch_input_node(const NodePtr& node);
+  void watch_output_node(const NodePtr& node);
   void enter();
-  void input_reached();
 
   std::weak_ptr<BackwardListener> listener_;
   int64_t site_;
   uint64_t begin_;  // autograd's sequence numbers
   uint64_t end_ = 0;
+  std::set<const torch::autograd::Node*> inputs_;  // that hold a hook of this call
+  static inline std::atomic<int64_t> living_{0};
 };
 
 // The running backward keeps its graph (retain_graph, create_graph).

@@ -327,6 +327,7 @@ void bind_optimizer(py::module_& m) {
   py::class_<OptimizerState>(m, "OptimizerState")
       .def(py::init<std::shared_ptr<Engine>, int64_t>())
       .def("assign", &OptimizerState::assign, NoGil())
+      .def("unassign", &OptimizerState::unassign)
       .def("slice", &OptimizerState::slice, NoGil())
       .def("step", &OptimizerState::step)
       .def_property_readonly("indices", &OptimizerState::indices)
@@ -370,15 +371,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3)));
       },
       py::arg("seconds"), zero_ext::NoGil());
+  m.def("broadcast_parts", &zero_ext::broadcast_parts, zero_ext::NoGil());
+  // For tests: calls of modules that a graph still leads back into.
+  m.def("living_calls", &zero_ext::Call::living);
   // For tests: digits of a sum of squares, and what they are worth.
   m.def("square_digits", [](const at::Tensor& value) {
     const c10::DeviceGuard guard(value.device());
     const at::Tensor digits =
         at::zeros({zero_ext::kernels::kSquareSumLength}, value.options().dtype(at::kLong));
     auto* sum = reinterpret_cast<zero_ext::kernels::SquareSum*>(digits.mutable_data_ptr<int64_t>());
-    zero_ext::kernels_on(value.device().type())
-        .add_squares(value.const_data_ptr<float>(), value.numel(), sum,
-                     zero_ext::launch_on(value.device()));
+    zero_ext::check(zero_ext::kernels_on(value.device().type())
+                        .add_squares(value.const_data_ptr<float>(), value.numel(), sum,
+                                     zero_ext::launch_on(value.device())),
+                    "add_squares");
     const at::Tensor here = digits.cpu();
     zero_ext::kernels::SquareSum result{};
     std::copy_n(here.const_data_ptr<int64_t>(), result.size(), result.data());

@@ -28,7 +28,7 @@ at::Tensor Bucket::typed(FlatBuffer& buffer, const Place& place, at::ScalarType 
                          int64_t numel) {
   const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
   if (bytes > buffer.numel()) {
-    buffer.release();
+    buffer.drop();
     buffer = FlatBuffer(counter_, Held::bucket, place, at::kByte, bytes);
   }
   return buffer.typed(dtype, numel);

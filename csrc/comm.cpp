@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "check.h"
+#include "storage.h"
 #include "stream.h"
 
 namespace zero_ext {
@@ -304,6 +305,23 @@ void Comm::broadcast(const at::Tensor& tensor, const std::function<std::string()
   add(pending,
       {gather_group_->broadcast(tensors), tensors[0], Pending::kAll, false, target_of(tensor)});
   pending.wait(what);
+}
+
+void broadcast_parts(const at::Tensor& full, const std::vector<int64_t>& bounds,
+                     const std::string& group) {
+  const c10::intrusive_ptr<c10d::ProcessGroup> ranks = c10d::resolve_process_group(group);
+  std::vector<c10::intrusive_ptr<c10d::Work>> works;
+  for (int64_t r = 0; r + 1 < std::ssize(bounds); ++r) {
+    if (bounds[r] == bounds[r + 1]) continue;
+    // No view: that would hold `full`, which is Python's.
+    std::vector<at::Tensor> part{over_storage(full.storage(), full.scalar_type(),
+                                              full.storage_offset() + bounds[r],
+                                              {bounds[r + 1] - bounds[r]}, {1})};
+    c10d::BroadcastOptions options;
+    options.rootRank = r;
+    works.push_back(ranks->broadcast(part, options));
+  }
+  for (const auto& work : works) work->wait();
 }
 
 }  // namespace zero_ext

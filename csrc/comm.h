@@ -162,4 +162,10 @@ class Comm {
   int64_t agreements_ = 0;
 };
 
+// Each rank's part of the 1-D `full` to all, in place: element bounds[r] is where rank r's begins.
+// Of a group that is known by its name. Not from Python: a thread of gloo's lets go of the tensors
+// when it likes, also when Python has ended, which tensors of Python's need.
+void broadcast_parts(const at::Tensor& full, const std::vector<int64_t>& bounds,
+                     const std::string& group);
+
 }  // namespace zero_ext

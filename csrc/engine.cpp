@@ -380,6 +380,7 @@ void Engine::begin_backward(bool reduces) {
   published_.withdraw();
 
   reduces_ = reduces;
+  zeroed_.clear();
   if (reduces && !boundary_.reached()) ++reduced_in_no_sync_;
   const bool local = !reduces || boundary_.local_next();
   const bool direct = world() == 1 && !context_.offloads();
@@ -538,9 +539,21 @@ void Engine::backward_ended() {
   }
 }
 
+void Engine::Access::enter_device(const Engine& engine, Failures failures) {
+  device_.reset_device(engine.options_.device);
+  if (failures == Failures::wait_for) {
+    engine.last_stream_ = current_stream(engine.options_.device);
+  } else if (engine.last_stream_.has_value()) {
+    stream_.reset_stream(*engine.last_stream_);
+  }
+}
+
 void Engine::backward_failed() noexcept {
   try {
     const Access access(*this, Access::Failures::are_told);
+    // What is on its way there writes to what is undone here.
+    context_.reducing.join();
+    context_.gathering.join();
     last_task_ = -1;
     open_calls_.clear();
     undo_backward();
@@ -813,13 +826,15 @@ void Engine::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
     if (!boundary_.local_open()) published_.show(i);  // else None until the sums are reduced
   }
   for (const auto& unit : parameters_.units()) unit->sums().drop_idle();
-  const auto is_managed = [](const ShardedParameter& parameter) { return parameter.managed(); };
-  const int64_t zeroed = std::count_if(indices.begin(), indices.end(),
-                                       [&](int64_t i) { return is_managed(parameters_[i]); });
-  const int64_t all = std::count_if(parameters_.begin(), parameters_.end(), is_managed);
-  // A step that is given up (by a GradScaler, say) is over as well.
-  if (mode == ZeroGrad::to_none && zeroed == all) boundary_.give_up_step();
   // Several optimizers zero their own parameters each.
+  zeroed_.resize(parameters_.size(), 0);
+  for (const int64_t i : indices) zeroed_[i] = parameters_[i].managed() ? 1 : 0;
+  const int64_t zeroed = std::count(zeroed_.begin(), zeroed_.end(), 1);
+  const int64_t all =
+      std::count_if(parameters_.begin(), parameters_.end(),
+                    [](const ShardedParameter& parameter) { return parameter.managed(); });
+  // A step that is given up (by a GradScaler, say) is over as well.
+  if (zeroed == all) boundary_.give_up_step();
   if (!has_reduced_sums()) {
     reductions_.forget_finished();
     threw_ = false;

@@ -11,6 +11,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/StreamGuard.h>
 
 #include <cstdint>
 #include <functional>
@@ -210,7 +211,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
       const bool on_device = !engine.on_host();
       if (on_device && failures == Failures::wait_for) engine.watch_->wait_for_failures();
       lock_.lock();
-      if (on_device) guard_.reset_device(engine.options_.device);
+      if (on_device) enter_device(engine, failures);
       // What is made here outlives an inference, and must not be of it.
       if (c10::InferenceMode::is_enabled()) {
         no_inference_.emplace(false);
@@ -219,13 +220,18 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
     }
 
    private:
+    void enter_device(const Engine& engine, Failures failures);
+
     std::unique_lock<std::mutex> lock_;
     std::optional<c10::InferenceMode> no_inference_;
     std::optional<at::NoGradGuard> no_grad_;
-    c10::OptionalDeviceGuard guard_;
+    c10::OptionalDeviceGuard device_;
+    c10::OptionalStreamGuard stream_;
   };
 
   mutable std::mutex mutex_;
+  // The current one of the last public function: a failure is told of where another one is.
+  mutable std::optional<c10::Stream> last_stream_;
   EngineOptions options_;
   Comm comm_;
   std::unique_ptr<DeviceFlags> flags_;
@@ -241,7 +247,8 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   std::vector<int64_t> frozen_gathered_as_;  // of the frozen ones
 
   // Between backwards.
-  int64_t backwards_ = 0;  // begun
+  std::vector<uint8_t> zeroed_;  // [parameters]: whose gradients were, since the last one
+  int64_t backwards_ = 0;        // begun
   int64_t steps_ = 0;
   int64_t stepped_ = 0;  // the last backward that a step was made after, of any optimizer
   std::set<std::string> offloaded_;

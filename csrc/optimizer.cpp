@@ -2,6 +2,7 @@
 
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/ones.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
 #include <utility>
@@ -29,6 +30,13 @@ void OptimizerState::assign(const std::vector<int64_t>& parameters, int64_t grou
   for (const int64_t i : parameters) {
     if (group_of_[i] < 0) indices_.push_back(i);
     group_of_[i] = group;
+  }
+}
+
+void OptimizerState::unassign(const std::vector<int64_t>& parameters) {
+  for (const int64_t i : parameters) {
+    group_of_[i] = -1;
+    std::erase(indices_, i);
   }
 }
 
@@ -72,6 +80,7 @@ void OptimizerState::apply(const Body& body) {
   std::vector<float*> counts(steps_.size(), nullptr);
   at::Tensor increment;
   if (counts_on_device()) {
+    look_at_steps_in_flight();
     read_written_counts();
     increment = step_increment();  // before anything changes: it needs memory
   } else {
@@ -81,8 +90,11 @@ void OptimizerState::apply(const Body& body) {
     }
   }
   std::vector<int64_t> counted;
+  const std::vector<uint64_t> histories =
+      counts_on_device() ? histories_in_flight() : std::vector<uint64_t>(steps_.size());
   const auto same = [&](int64_t a, int64_t b) {
-    return group_of_[a] == group_of_[b] && presumed_[a] == presumed_[b];
+    return group_of_[a] == group_of_[b] && presumed_[a] == presumed_[b] &&
+           histories[a] == histories[b];
   };
   const auto update = [&](int64_t u, Unit& unit, const Run& run, int64_t i) {
     body(u, unit, run, i, presumed_[i] + 1);
@@ -98,10 +110,43 @@ void OptimizerState::apply(const Body& body) {
   if (!counted.empty()) count_on_device(counted, increment);
 }
 
+void OptimizerState::look_at_steps_in_flight() {
+  while (!in_flight_.empty()) {
+    InFlight& oldest = in_flight_.front();
+    if (!oldest.verdict->told.query()) {
+      if (std::ssize(in_flight_) < kStepsInFlight) return;
+      oldest.verdict->told.synchronize();
+    }
+    if (oldest.verdict->was_skipped()) {
+      for (const int64_t i : oldest.updated) --presumed_[i];
+    }
+    in_flight_.pop_front();
+  }
+}
+
+std::vector<uint64_t> OptimizerState::histories_in_flight() const {
+  std::vector<uint64_t> histories(steps_.size(), 0);
+  for (size_t k = 0; k < in_flight_.size(); ++k) {
+    for (const int64_t i : in_flight_[k].updated) histories[i] |= uint64_t{1} << k;
+  }
+  return histories;
+}
+
 void OptimizerState::read_written_counts() {
+  std::vector<int64_t> written;
+  std::vector<at::Tensor> counts;
   for (const int64_t i : indices_) {
-    if (steps_[i]._version() != versions_[i])
-      presumed_[i] = static_cast<int64_t>(steps_[i].item<float>());
+    if (steps_[i]._version() == versions_[i]) continue;
+    written.push_back(i);
+    counts.push_back(steps_[i]);
+  }
+  if (written.empty()) return;
+  const at::Tensor values = at::stack(counts).cpu();  // one wait for all
+  const auto* value = values.const_data_ptr<float>();
+  for (const int64_t i : written) {
+    presumed_[i] = static_cast<int64_t>(*value++);
+    versions_[i] = steps_[i]._version();
+    for (InFlight& step : in_flight_) std::erase(step.updated, i);
   }
 }
 
@@ -120,6 +165,7 @@ void OptimizerState::count_on_device(const std::vector<int64_t>& updated,
     ++presumed_[i];
     versions_[i] = steps_[i]._version();
   }
+  if (verdict_.on_device != nullptr) in_flight_.push_back({verdict_.on_device, updated});
 }
 
 kernels::OnDevice OptimizerState::on_device(int64_t i) const {
@@ -131,7 +177,14 @@ kernels::OnDevice OptimizerState::on_device(int64_t i) const {
       .grad_factor = verdict.factor.defined() ? verdict.factor.const_data_ptr<float>() : nullptr};
 }
 
+void OptimizerState::check_groups(size_t count) const {
+  for (const int64_t i : indices_) {
+    TORCH_INTERNAL_ASSERT(group_of_[i] < static_cast<int64_t>(count));
+  }
+}
+
 void OptimizerState::apply_adam(const std::vector<AdamGroup>& groups) {
+  check_groups(groups.size());
   const Runner& runner = engine_->context().state;
   apply([&](int64_t u, Unit& unit, const Run& run, int64_t i, int64_t step) {
     const AdamGroup& group = groups[group_of_[i]];
@@ -159,6 +212,7 @@ void OptimizerState::apply_adam(const std::vector<AdamGroup>& groups) {
 }
 
 void OptimizerState::apply_sgd(const std::vector<SgdGroup>& groups) {
+  check_groups(groups.size());
   const Runner& runner = engine_->context().state;
   apply([&](int64_t u, Unit& unit, const Run& run, int64_t i, int64_t step) {
     const SgdGroup& group = groups[group_of_[i]];

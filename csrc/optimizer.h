@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <vector>
 
@@ -48,6 +49,8 @@ class OptimizerState {
 
   // From now on these parameters are updated with the hyper-parameters of `group`.
   void assign(const std::vector<int64_t>& parameters, int64_t group);
+  // From now on these are left alone; what they have of the state stays.
+  void unassign(const std::vector<int64_t>& parameters);
   // This rank's part of state k of parameter i, 1-D.
   at::Tensor slice(int64_t k, int64_t i) const;
   // 0-D, fp32, as torch has it: how often parameter i was updated. On the device where that decides
@@ -74,9 +77,14 @@ class OptimizerState {
   template <typename Body>
   void apply(const Body& body);
   void allocate_for(int64_t i);
+  void check_groups(size_t count) const;
   bool counts_on_device() const { return !engine_->context().state.on_host(); }
   // The user wrote to some: they are read, which waits.
   void read_written_counts();
+  // Corrects presumed_ by the steps that the device is known to have skipped.
+  void look_at_steps_in_flight();
+  // Of each parameter, which of the steps in flight have updated it: one bit per step.
+  std::vector<uint64_t> histories_in_flight() const;
   at::Tensor step_increment() const;  // on the device: 1, or 0 where the step is skipped
   void count_on_device(const std::vector<int64_t>& updated, const at::Tensor& increment);
   kernels::OnDevice on_device(int64_t i) const;
@@ -88,10 +96,17 @@ class OptimizerState {
   std::vector<int64_t> group_of_;  // [parameters of the engine]; -1: not of this optimizer
   std::vector<std::vector<FlatBuffer>> buffers_;  // [units][states]
   std::vector<at::Tensor> steps_;                 // [parameters of the engine]
-  // On a device, where nobody knows on the host whether a step was skipped: what steps_ would be if
-  // none was, and their versions after our own last write.
+  // On a device, where the host hears later whether a step was skipped: what steps_ would be if
+  // none of those in flight was, and their versions after our own last write. Parameters with one
+  // number, updated by the same ones in flight, have one count, whatever the device has decided.
+  struct InFlight {
+    std::shared_ptr<DeviceVerdict> verdict;
+    std::vector<int64_t> updated;
+  };
+  static constexpr int64_t kStepsInFlight = 64;  // then the oldest is waited for
   std::vector<int64_t> presumed_;
   std::vector<int64_t> versions_;
+  std::deque<InFlight> in_flight_;
   StepVerdict verdict_;
   int64_t last_backward_ = 0;
 };

@@ -104,15 +104,26 @@ void PublishedGradients::take_over(const std::vector<int64_t>& indices, const ch
     entry.version = version;
     if (entry.shown && !grad.defined()) {
       clear(i);
-    } else if (grad.defined() && !(entry.shown && grad.is_same(entry.view))) {
+      continue;
+    }
+    const bool ours = entry.shown && grad.is_same(entry.view);
+    const bool data_was_set = ours && has_other_memory(entry);
+    if (grad.defined() && (!ours || data_was_set)) {
       TORCH_CHECK(grad.sizes() == parameter.tensor.sizes(),
                   where(rank_, parameters_.unit(parameter.unit).name()), verb,
                   ": .grad of parameter '", parameter.name, "' was set to a tensor of shape ",
                   grad.sizes(), ", the parameter has ", parameter.tensor.sizes(), ".");
-      if (is_kept(i)) make_view(i);
-      write(i, grad);
+      const at::Tensor set = data_was_set ? grad.detach() : grad;
+      if (data_was_set || is_kept(i)) make_view(i);
+      write(i, set);
     }
   }
+}
+
+bool PublishedGradients::has_other_memory(const Entry& entry) {
+  const at::TensorImpl& view = *entry.view.unsafeGetTensorImpl();
+  return !view.is_python_dispatch() && view.has_storage() &&
+         !entry.view.storage().is_alias_of(entry.local.storage());
 }
 
 bool PublishedGradients::has_foreign() const {

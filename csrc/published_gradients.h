@@ -78,6 +78,8 @@ class PublishedGradients {
   };
   void follow_memory(int64_t i);
   bool is_kept(int64_t i) const;
+  // The user gave the tensor that is shown another's memory.
+  static bool has_other_memory(const Entry& entry);
   // A copy of the sums to the holders of its storage, of which it is no entry any more.
   void give_own_memory(Entry& entry) const;
 

@@ -38,6 +38,8 @@ struct DeviceVerdict {
   at::Tensor factor;                      // fp32 [1], of the gradients; undefined likewise
   at::Tensor sighting;                    // int64 [1] in pinned host memory: the first one, or none
   c10::Event told{c10::DeviceType::CPU};  // `sighting` is there
+  // As `skip`, once told.
+  bool was_skipped() const { return *sighting.const_data_ptr<int64_t>() != sighting::kNone; }
 };
 
 struct StepVerdict {

@@ -32,7 +32,10 @@ void Moment::block(const c10::Stream& later) const {
 
 SideStream::SideStream(c10::Device device) {
   if (device.is_cpu()) return;
-  stream_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+  // Of those that torch.cuda.Stream() does not hand out: one of the caller's would be in line with
+  // what he computes.
+  const c10::impl::VirtualGuardImpl device_guard(device.type());
+  stream_ = device_guard.getStreamFromGlobalPool(device, /*isHighPriority=*/true);
 }
 
 SideStream::Scope::Scope(const SideStream& side) {

@@ -48,7 +48,8 @@ Unit::Unit(const UnitContext& context, int64_t index, int64_t first_flag, std::s
 void Unit::begin_backward(Sink sink, bool reduces, const std::vector<uint8_t>& expected) {
   sink_ = sink;
   reduces_ = reduces;
-  filled_on_.reset();
+  // Where sums are set aside before the first gradient, which may come on another stream.
+  if (!context_.compute.on_host()) filled_on_ = current_stream(context_.compute.device());
   reduced_ = false;
   late_ = false;
   more_to_come_ = false;
@@ -106,10 +107,12 @@ std::unique_ptr<Bucket> Unit::abort_backward(std::vector<Orphan>& orphans) {
   expected_left_ = 0;
   await_no_more();
   batched_.clear();
+  follow_filling_stream();
   for (auto& grads : held_) grads.clear();
   sums_.abort_backward();
+  if (sent_to_host_.has_value()) sent_to_host_->synchronize();  // into memory that goes now
+  sent_to_host_.reset();
   if (bucket_ != nullptr) {
-    follow_filling_stream();
     bucket_->mark_used();
     if (reduced_) orphans.push_back({std::move(pending_), std::move(bucket_), std::move(flags_)});
   }
@@ -145,7 +148,9 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
     return true;
   }
   at::Tensor dense = grad;
-  if (dense.strides() != at::IntArrayRef(slot.spec.strides)) {
+  // A negated view's memory has the other sign, and a tensor of zeros has none.
+  const bool lazy = grad.is_neg() || grad._is_zerotensor();
+  if (lazy || dense.strides() != at::IntArrayRef(slot.spec.strides)) {
     dense = at::empty_strided(slot.spec.sizes, slot.spec.strides, grad.options());
     dense.copy_(grad);
   }
@@ -199,6 +204,14 @@ void Unit::check_gradient(int64_t i, const at::Tensor& grad) const {
   TORCH_CHECK(grad.numel() == spec.numel, where(context_.rank, name_), "the gradient of '",
               spec.name, "' has ", grad.numel(), " elements, its parameter had ", spec.numel,
               " when it was sharded. Shard the model after the last change of parameter shapes.");
+  const at::TensorImpl& impl = *grad.unsafeGetTensorImpl();
+  const bool has_memory = impl.has_storage() && impl.unsafe_storage().data_ptr().get() != nullptr;
+  TORCH_CHECK(
+      has_memory || grad._is_zerotensor() || grad.numel() == 0, where(context_.rank, name_),
+      "the gradient of '", spec.name,
+      "' has no memory of its own: it is a fake tensor or a wrapper around others. Run the"
+      " backward of a sharded model outside of FakeTensorMode, and turn such a gradient into"
+      " a plain tensor in a hook of the parameter.");
 }
 
 void Unit::accumulate_directly(int64_t i, const at::Tensor& grad, float scale, int32_t* nonfinite) {

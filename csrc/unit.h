@@ -215,7 +215,7 @@ class Unit {
   std::unique_ptr<Bucket> bucket_;
   at::Tensor staged_;  // [padded], the bucket's gradients
   Pending pending_;
-  std::optional<c10::Stream> filled_on_;  // the stream of the bucket's last gradient
+  std::optional<c10::Stream> filled_on_;  // the stream of the last gradient, at first the begin's
   std::vector<at::Tensor> flags_;    // [world] messages of bytes, where contributions bring them
   std::vector<at::Tensor> sources_;  // contributions to this rank's range, in rank order
   std::optional<c10::Event> sent_to_host_;

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from harness import MLP, Branching, assert_bits, mean_square, rank_batches, rank_data
 from reference import fma_gradients, own_values, whole
 from test_memory_stage3 import Blocks
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -623,6 +624,108 @@ def test_the_number_of_a_step_is_not_counted_when_it_is_skipped(device):
     assert {run.optimizer.state[p]["step"].item() for p in run.model.parameters()} == {STEPS - 1}
 
 
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(5, 7), nn.Linear(5, 7)
+
+    def forward(self, x, used):
+        return sum(getattr(self, name)(x).square().mean() for name in used)
+
+
+def steps_of_branches(device, make_optimizer, steps) -> tuple:
+    """``steps``: of each the branches that it uses, and a factor of its loss."""
+    model = zero_ext.shard(Branches().to(device), 2, bucket_mb=1)
+    optimizer = make_optimizer(model.parameters())
+    batch = rank_data((4, 5), 0).to(device)
+    for used, factor in steps:
+        (model(batch, used) * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: zero_ext.optim.AdamW(p, lr=0.1),
+        lambda p: zero_ext.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+    ],
+    ids=["AdamW", "SGD"],
+)
+@pytest.mark.parametrize("known", [True, False], ids=["told of", "in flight"])
+def test_parameters_with_different_skipped_steps_have_their_own_counts(device, make, known):
+    """As many steps for each, and not the same ones: the device has skipped one's alone."""
+    both, nan = ("first", "second"), float("nan")
+    steps = [(("first",), nan), (("second",), 1.0), (both, 1.0), (("first",), 1.0), (both, 1.0)]
+    runs = []
+    for where in (device, torch.device("cpu")):
+        model, optimizer = steps_of_branches(where, make, steps[: 2 if known else None])
+        if known:
+            torch.accelerator.synchronize()
+            batch = rank_data((4, 5), 0).to(where)
+            for used, factor in steps[2:]:
+                (model(batch, used) * factor).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        runs.append([p.detach().cpu() for p in model.parameters()])
+    for mine, theirs in zip(*runs, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loaded_state_is_waited_for_once(device):
+    make = functools.partial(zero_ext.optim.AdamW, lr=0.1)
+    both, first = ("first", "second"), ("first",)
+    model, optimizer = steps_of_branches(device, make, [(both, 1.0)] * 2)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    batch = rank_data((4, 5), 0).to(device)
+
+    def step(used):
+        model(batch, used).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(first)
+    with nobody_waits(device):
+        step(first)
+        step(both)
+    counts = [optimizer.state[p]["step"].item() for p in model.parameters()]
+    assert counts == [5.0, 5.0, 3.0, 3.0]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+def test_a_failed_backward_is_undone_behind_the_callers_stream(anywhere, rank, device, stage, late):
+    """Which autograd has left when it destroys what failed."""
+    default = torch.accelerator.current_stream()
+    with torch.Stream(device):
+        run, twin = (Run(device, stage, anywhere, rank, torch.bfloat16) for _ in range(2))
+        for one in (run, twin):
+            one.step(0)
+            with one.model.no_sync():
+                one.backward(1, 0)
+        names = dict(run.model.named_parameters())
+        parameter = names["layers.0.weight" if late else "layers.2.weight"]
+
+        def fail(_):
+            raise RuntimeError("on purpose")
+
+        handle = parameter.register_hook(fail)
+        with pytest.raises(RuntimeError, match="on purpose"):
+            run.backward(1, 1, factor=float("nan"))
+        default.synchronize()  # an undoing there would come first
+        handle.remove()
+        for one in (run, twin):
+            one.backward(1, 2)
+            one.optimizer.step()
+            one.optimizer.zero_grad()
+            one.step(2)
+        for mine, theirs in zip(run.model.parameters(), twin.model.parameters(), strict=True):
+            assert_bits(zero_ext.full_tensor(mine).cpu(), zero_ext.full_tensor(theirs).cpu())
+        assert run.optimizer.skipped_steps == twin.optimizer.skipped_steps == 0
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_offloaded_states_take_no_memory_of_the_device(anywhere, rank, device, stage):
     run = Run(device, stage, anywhere, rank, torch.bfloat16, offload_policy=OFFLOAD)
@@ -928,10 +1031,9 @@ def test_offloaded_gradients_are_not_written_to(device, stage):
 @STAGES
 def test_a_stock_grad_scaler_unscales_offloaded_gradients(anywhere, rank, device, stage):
     """Its copies of the scale to the host are late."""
-    mesh = None if anywhere is None else DeviceMesh.from_group(anywhere.get_group(), "cpu")
     sides = []
-    for where, over in ((device, anywhere), (torch.device("cpu"), mesh)):
-        run = Run(where, stage, over, rank, torch.bfloat16, offload_policy=OFFLOAD)
+    for kind, where in ((Run, device), (RunOnTheCPU, torch.device("cpu"))):
+        run = kind(device, stage, anywhere, rank, torch.bfloat16, offload_policy=OFFLOAD)
         scaler = torch.amp.GradScaler(where.type, init_scale=2.0**10, growth_interval=2)
         scaler.scale(torch.zeros(1, device=where))  # makes its scale
         for number in range(STEPS):

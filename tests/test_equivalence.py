@@ -257,7 +257,7 @@ def test_masters_are_those_of_torch_adamw_within_a_few_ulps(anywhere, rank, worl
         assert_bits(parameter, master.to(dtype), f"{name} is its master, rounded")
 
 
-@pytest.mark.real_device
+@pytest.mark.host
 @pytest.mark.dist
 @pytest.mark.world(min=2)
 @pytest.mark.parametrize("stage", [1, 2])
@@ -278,7 +278,7 @@ def test_gradient_is_that_of_ddp_up_to_the_rounding_of_its_sum(mesh, group, rank
         assert ((actual[name] - parameter.grad.float()).abs() <= bound).all(), name
 
 
-@pytest.mark.real_device
+@pytest.mark.host
 @pytest.mark.dist
 @pytest.mark.world(min=2)
 @pytest.mark.parametrize("stage", [1, 2])

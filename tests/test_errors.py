@@ -57,10 +57,98 @@ def test_reduction_of_another_name_is_refused():
         zero_ext.shard(MLP(), reduction="ring")
 
 
-@pytest.mark.parametrize("bucket_mb", [0, -1.0, float("nan")])
-def test_bucket_without_a_size_is_refused(bucket_mb):
-    with pytest.raises(ValueError, match="bucket_mb must be positive"):
-        zero_ext.shard(MLP(), bucket_mb=bucket_mb)
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("bucket_mb", [0, -1.0, float("nan"), float("inf")])
+def test_bucket_without_a_size_is_refused(stage, bucket_mb):
+    with pytest.raises(ValueError, match="bucket_mb must be positive and finite"):
+        zero_ext.shard(MLP(), stage, bucket_mb=bucket_mb)
+
+
+@pytest.mark.parametrize("name", ["prefetch_mb", "retained_bytes"])
+def test_amounts_of_memory_are_finite_numbers(name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 0 and finite"):
+        zero_ext.shard(MLP(), 3, **{name: float("inf")})
+    zero_ext.shard(MLP(), 3, **{name: 1e9})
+
+
+class Counting(MLP):
+    """Has two names of its own that a sharded module has, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.zeroed = 0
+
+    def zero_grad(self, set_to_none=True):
+        self.zeroed += 1
+        super().zero_grad(set_to_none)
+
+
+def test_names_that_a_sharded_module_needs_are_not_taken():
+    for taken in (torch.zeros(1), nn.Linear(2, 2)):
+        model = MLP()
+        if isinstance(taken, nn.Module):
+            model.stats = taken
+        else:
+            model.register_buffer("stats", taken)
+        with pytest.raises(ValueError, match=r"the MLP has a 'stats' of its own.*Rename it"):
+            zero_ext.shard(model)
+        del model.stats
+        zero_ext.shard(model)
+
+    model = zero_ext.shard(Counting())
+    model(rank_data((3, 5), 0)).sum().backward()
+    model.zero_grad(set_to_none=False)
+    model.zero_grad()
+    assert model.zeroed == 2 and all(p.grad is None for p in model.parameters())
+    zero_ext.shard(copy.deepcopy(model))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_parameters_that_are_one_by_their_memory_alone_are_refused(trains):
+    model = MLP(13)
+    model.layers[1].weight.data = model.layers[0].weight.data.flatten()[:65].view(13, 5)
+    model.layers[0].weight.requires_grad_(trains)
+    with pytest.raises(ValueError, match=r"'layers.0.weight' and 'layers.1.weight' are different"):
+        zero_ext.shard(model)
+    with pytest.raises(ValueError, match="in the same memory"):
+        zero_ext.optim.SGD(model.parameters())
+    flat = torch.randn(30)
+    model.layers[0].weight = nn.Parameter(flat[:15].view(3, 5))
+    model.layers[1].weight = nn.Parameter(flat[15:].view(3, 5))
+    zero_ext.shard(model)
+
+
+def test_a_lazy_module_is_refused_until_it_has_shapes():
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match=r"'0.weight' has no shape yet. Run a forward"):
+        zero_ext.shard(model)
+    model(torch.ones(2, 5))
+    zero_ext.shard(model)
+
+
+@dist_test
+@at_least_two_ranks
+@pytest.mark.host
+@pytest.mark.parametrize("stage", [1, 3])
+def test_buffers_that_are_not_broadcast_are_refused_before(mesh, rank, stage):
+    def with_buffer(buffer):
+        model = small_mlp()
+        model.register_buffer("table", buffer)
+        return model
+
+    model = with_buffer(torch.eye(3).to_sparse())
+    with pytest.raises(TypeError, match=r"'table' is torch.sparse_coo.*sync_module_states=False"):
+        zero_ext.shard(model, stage, mesh=mesh)
+    model(rank_data((3, 5), rank))
+    zero_ext.shard(model, stage, mesh=mesh, sync_module_states=False)
+
+    with torch.inference_mode():
+        made_there = torch.full((3,), float(rank))
+    expanded = torch.full((1, 3), float(rank)).expand(4, 3)
+    negative = torch.full((3,), complex(0, rank)).conj()
+    for buffer, expected in ((made_there, 0.0), (expanded, 0.0), (negative, 0.0)):
+        model = zero_ext.shard(with_buffer(buffer), stage, mesh=mesh)
+        assert model.table is buffer and torch.all(buffer == expected)
 
 
 @pytest.mark.parametrize("steps", [0, -1, 2.0])
@@ -175,14 +263,14 @@ def test_copy_of_a_sharded_model_says_that_it_is_plain():
 # Models that are in other hands
 
 
-@pytest.mark.real_device
+@pytest.mark.host
 @dist_test
 def test_model_wrapped_in_ddp_is_refused(group):
     with pytest.raises(ValueError, match="wrapped in DistributedDataParallel"):
         zero_ext.shard(DistributedDataParallel(MLP(), process_group=group))
 
 
-@pytest.mark.real_device
+@pytest.mark.host
 @dist_test
 @both_ways
 def test_parameters_that_ddp_reduces_are_refused(way, group):
@@ -192,7 +280,7 @@ def test_parameters_that_ddp_reduces_are_refused(way, group):
         way.optimizer(model, group)
 
 
-@pytest.mark.real_device
+@pytest.mark.host
 @dist_test
 @both_ways
 def test_ddp_around_sharded_parameters_is_refused_by_the_first_backward(way, group, rank):
@@ -239,7 +327,7 @@ def test_a_parameter_that_one_rank_alone_thaws_is_told(mesh, rank):
     gather_objects(rank)
 
 
-@pytest.mark.real_device
+@pytest.mark.host
 @dist_test
 @both_ways
 @at_least_two_ranks

@@ -1,5 +1,7 @@
 """Unusual models and unusual backwards, against one process that runs the same."""
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +21,8 @@ from setups import (
     values_of,
 )
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import zero_ext
@@ -90,6 +94,79 @@ def loss_of(batch_fn):
 
 
 # Parameters
+
+
+class Phase(nn.Module):
+    """The gradient of ``imaginary`` is a negated view."""
+
+    def __init__(self):
+        super().__init__()
+        self.real, self.imaginary = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x):
+        return (torch.complex(self.real, self.imaginary).conj() * x).imag
+
+
+@pytest.mark.host
+@all_ways
+def test_gradients_whose_memory_is_not_their_value(way, group, rank, world):
+    def loss(model, rank, step):
+        return model(torch.complex(torch.tensor(2.0 + rank), torch.tensor(3.0 + step)))
+
+    training = Training(way, group, rank, world, Phase, loss)
+    training.run(2)
+    parameter = training.expected.imaginary
+    loss(training.expected, 0, 0).backward()
+    assert parameter.grad.is_neg()
+
+    training.expected.zero_grad()
+    training.model.real.register_hook(lambda g: torch._efficientzerotensor(g.shape))
+    training.expected.real.register_hook(torch.zeros_like)
+    training.on_both(lambda model: model.imaginary.register_hook(torch._neg_view))
+    training.run(2)
+
+
+@pytest.mark.host
+@all_ways
+@pytest.mark.parametrize("kind", ["fake", "wrapper"])
+def test_gradients_without_memory_are_refused_by_name(way, kind, group, rank, world):
+    training = Training(way, group, rank, world, small_mlp, loss_of(vectors))
+
+    def spoil(g):
+        return FakeTensorMode().from_tensor(g) if kind == "fake" else TwoTensor(g, g)
+
+    handle = training.model.layers[1].bias.register_hook(spoil)
+    with pytest.raises(RuntimeError, match=r"gradient of '.*' has no memory of its own"):
+        training.loss_fn(training.model, rank, 0).backward()
+    handle.remove()
+    training.run(2)
+
+
+class WritesToOutputs(nn.Module):
+    """What a linear layer gives for three dimensions is a view, whose node goes with a write."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(5, 5) for _ in range(4)])
+
+    def forward(self, x):
+        for n, layer in enumerate(self.layers):
+            y = layer(x.unsqueeze(0))
+            if n == 0:
+                y.mul_(1.25)
+            elif n == 1:
+                torch.relu_(y)
+            elif n == 2:
+                y[..., 0] = 0
+            x = y.squeeze(0)
+        return x
+
+
+@all_ways
+def test_outputs_that_are_written_to_in_place(way, group, rank, world):
+    training = Training(way, group, rank, world, WritesToOutputs, loss_of(vectors), bucket_mb=1e-5)
+    training.run()
 
 
 @all_ways
@@ -744,6 +821,62 @@ def test_function_that_runs_a_backward_of_its_own(way, group, rank, world):
     Training(way, group, rank, world, small_mlp, loss).run()
 
 
+@pytest.mark.host
+@all_ways
+def test_a_scripted_part_of_a_model(way, group, rank, world):
+    def model():
+        made = small_mlp()
+        made.layers[1] = torch.jit.script(made.layers[1])
+        return made
+
+    if way.stage == 3:
+        pytest.skip("its forward runs no hooks of ours")
+    Training(way, group, rank, world, model, loss_of(vectors)).run()
+
+
+@dataclasses.dataclass
+class Node:
+    value: torch.Tensor
+    parent: "Node | None" = None
+    children: list = dataclasses.field(default_factory=list)
+
+
+class OverTrees(nn.Module):
+    """Inputs and outputs that lead back to themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = small_mlp()
+
+    def forward(self, node):
+        child = Node(self.mlp(node.value), parent=node)
+        node.children.append(child)
+        return child
+
+
+class KeepsItsLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = small_mlp()
+
+    def forward(self, x):
+        self.loss = self.mlp(x).square().mean()
+
+
+@all_ways
+def test_outputs_that_are_no_tensors(way, group, rank, world):
+    def over_trees(model, rank, step):
+        return model(Node(vectors(rank, step))).value.square().mean()
+
+    Training(way, group, rank, world, OverTrees, over_trees).run(2)
+
+    def kept(model, rank, step):
+        assert model(vectors(rank, step)) is None
+        return model.loss
+
+    Training(way, group, rank, world, KeepsItsLoss, kept).run(2)
+
+
 @shard_and_optimizer
 def test_anomaly_detection_changes_nothing(way, group, rank, world):
     with torch.autograd.set_detect_anomaly(True):
@@ -808,6 +941,8 @@ def test_functional_call_of_other_values(stage):
             p.mul_(2.0)
     values = {name: p.detach() for name, p in other.named_parameters()}
     batch = rank_data((3, 5), 0)
+    frozen = {name: nn.Parameter(v, requires_grad=False) for name, v in values.items()}
+    assert_bits(torch.func.functional_call(model, frozen, (batch,)), other(batch))
     with torch.no_grad():
         assert_bits(torch.func.functional_call(model, values, (batch,)), other(batch))
     inputs = batch.clone().requires_grad_()

@@ -1,11 +1,16 @@
 """Every optimizer against torch's own, run in one process on the gradient's mean over the ranks."""
 
+import contextlib
+import copy
 import warnings
+from collections import defaultdict
 
 import pytest
 import torch
-from harness import Team, assert_bits, rank_data
+import torch.distributed as dist
+from harness import MLP, Team, assert_bits, gather_objects, mean_square, rank_data
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import zero_ext
 from zero_ext.shard_tensor import ShardTensor
@@ -421,7 +426,238 @@ class TestUnusedParameters:
             assert optimizer.state[parameter]["step"] == 0
 
 
+def three_groups(parameters):
+    return [
+        {"params": parameters[:2], "lr": 0.5, "weight_decay": 0.0},
+        {"params": parameters[2:4], "lr": 0.2},
+        {"params": parameters[4:], "maximize": True},
+    ]
+
+
+class TestEditsByHand:
+    """Of what torch's optimizers show: groups, state, gradients."""
+
+    @pytest.mark.parametrize("make", [makers, wrapped_makers])
+    @pytest.mark.parametrize("edit", ["pop", "remove", "move", "reverse", "replace"])
+    def test_groups_are_followed(self, team, make, edit):
+        def change(optimizer, step):
+            groups = optimizer.param_groups
+            if step != 2:
+                return
+            if edit == "pop":
+                groups.pop()
+            elif edit == "remove":
+                del groups[0]["params"][0]
+            elif edit == "move":
+                groups[2]["params"].append(groups[0]["params"].pop())
+            elif edit == "reverse":
+                groups.reverse()
+            else:
+                optimizer.param_groups = [{**groups[1], "params": groups[0]["params"]}]
+
+        ours, torchs = make(("AdamW", {}), team, params=three_groups)
+        sharded = train_sharded(ours, team, each_step=change)
+        assert_same_training(
+            sharded, train_alone(torchs, team.world, each_step=change), assert_near
+        )
+
+    @pytest.mark.parametrize("make", [makers, wrapped_makers])
+    def test_a_parameter_that_is_not_sharded_cannot_be_put_into_a_group(self, team, make):
+        ours, _ = make(("AdamW", {}), team, params=three_groups)
+        parameters, optimizer = train_sharded(ours, team)
+        before = [p.detach().clone() for p in parameters]
+        optimizer.param_groups[1]["params"].append(nn.Parameter(torch.ones(3, 2)))
+        loss_of(parameters, team.rank, 0).backward()
+        with pytest.raises(
+            ValueError, match=r"group 1 has a parameter of shape \(3, 2\).*add_param"
+        ):
+            optimizer.step()
+        for parameter, value in zip(parameters, before, strict=True):
+            assert_bits(parameter.detach(), value)
+        optimizer.param_groups[1]["params"].pop()
+        optimizer.step()
+
+    @pytest.mark.parametrize("make", [makers, wrapped_makers])
+    @pytest.mark.parametrize("edit", ["replace", "clear", "pop"])
+    def test_a_state_that_was_emptied_begins_anew(self, team, make, edit):
+        def change(optimizer, step):
+            if step != 3:
+                return
+            if edit == "replace":
+                optimizer.state = defaultdict(dict)
+            elif edit == "clear":
+                optimizer.state.clear()
+            else:
+                optimizer.state.pop(optimizer.param_groups[0]["params"][1])
+
+        ours, torchs = make(("AdamW", {}), team)
+        sharded = train_sharded(ours, team, each_step=change)
+        assert_same_training(
+            sharded, train_alone(torchs, team.world, each_step=change), assert_near
+        )
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_data_of_a_gradient_that_was_set_is_the_gradient(self, team, stage):
+        ours, torchs = makers(("SGD", {}), team, stage)
+        parameters, expected = make_parameters(), make_parameters()
+        optimizer, reference = ours(parameters), torchs(expected)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(parameters, team.rank, step).backward()
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.data = parameter.grad.data / 4
+            optimizer.step()
+            for i, parameter in enumerate(expected):
+                gradient = mean_gradient(i, step, team.world)
+                parameter.grad = None if gradient is None else gradient / 4
+            reference.step()
+        for mine, theirs in zip(parameters, expected, strict=True):
+            assert_near(mine.detach(), theirs.detach(), "parameter")
+
+    def test_a_gradient_is_reduced_already(self, team):
+        if team.world == 1:
+            pytest.skip("is a plain tensor")
+        parameters = make_parameters()
+        optimizer = zero_ext.optim.SGD(parameters, lr=0.1, process_group=team.group)
+        loss_of(parameters, team.rank, 0).backward()
+        with pytest.raises(NotImplementedError, match=r"allreduce.*not available on a ShardTensor"):
+            dist.all_reduce(parameters[0].grad, group=team.group)
+        optimizer.step()
+
+
+class Counting(torch.optim.SGD):
+    """Counts and keeps its schedule in its groups, as schedule-free optimizers do."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group.setdefault("k", 0)
+        self.defaults["k"] = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            group["k"] += 1
+            group["lr"] *= 0.9
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad * (group["lr"] / (group["k"] + group["steps"])))
+
+
+class Interrupted(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step()
+        if Interrupted.now:
+            raise KeyboardInterrupt
+
+
+class TestWhatOptimizersKeep:
+    def test_counts_in_groups_go_on_also_when_loaded(self, team):
+        sharding = {"process_group": team.group, "bucket_mb": 1e-4}
+
+        def reload(optimizer, step):
+            if step == 3:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+        def ours(parameters):
+            return zero_ext.optim.wrap(Counting, parameters, lr=0.3, **sharding)
+
+        sharded = train_sharded(ours, team, each_step=reload)
+        alone = train_alone(lambda p: Counting(p, lr=0.3), team.world, each_step=reload)
+        assert_same_training(sharded, alone, assert_near)
+        for key in ("k", "steps", "lr"):
+            assert sharded[1].param_groups[0][key] == alone[1].param_groups[0][key], key
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_an_update_that_was_made_before_an_interruption_is_whole(self, team, dtype):
+        Interrupted.now = False
+        parameters = make_parameters(dtype)
+        sharding = {"process_group": team.group, "bucket_mb": 1e-4}
+        optimizer = zero_ext.optim.wrap(Interrupted, parameters, lr=0.1, **sharding)
+        for step in range(2):
+            Interrupted.now = step == 1
+            before = [p.detach().clone() for p in parameters]
+            optimizer.zero_grad()
+            loss_of(parameters, team.rank, 0).backward()
+            with pytest.raises(KeyboardInterrupt) if Interrupted.now else contextlib.nullcontext():
+                optimizer.step()
+        for i, (parameter, value) in enumerate(zip(parameters, before, strict=True)):
+            moved = torch.equal(parameter.detach(), value)
+            assert moved == (parameter.numel() == 0), i
+            if team.world > 1:
+                for other in gather_objects(parameter.detach(), team.group):
+                    assert_bits(parameter.detach(), other)
+
+    @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+    def test_a_frozen_parameters_saved_state_is_passed_over_with_a_warning(self, team, kind):
+        def make(parameters):
+            arguments = {"lr": 0.1, "process_group": team.group}
+            if kind is torch.optim.AdamW:
+                return zero_ext.optim.AdamW(parameters, **arguments)
+            return zero_ext.optim.wrap(kind, parameters, **arguments)
+
+        saved = train_alone(lambda p: kind(p, lr=0.1), 1)[1].state_dict()
+        parameters = make_parameters()
+        parameters[1].requires_grad_(False)
+        optimizer = make(parameters)
+        with pytest.warns(UserWarning, match="parameter 1 is frozen, and its saved state"):
+            optimizer.load_state_dict(copy.deepcopy(saved))
+        parameters[1].requires_grad_(True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.load_state_dict(copy.deepcopy(saved))
+        for i in (0, 1):
+            for name, value in saved["state"][i].items():
+                assert_bits(full(optimizer.state[parameters[i]][name]).cpu(), value.cpu(), name)
+
+    def test_without_anything_to_train_a_wrapped_step_does_nothing(self, team):
+        parameters = [p.requires_grad_(False) for p in make_parameters()]
+        optimizer = zero_ext.optim.wrap(torch.optim.RMSprop, parameters, process_group=team.group)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    @pytest.mark.parametrize("to_none", [True, False])
+    def test_zeroing_by_all_optimizers_gives_a_steps_micro_batches_up(self, team, to_none):
+        model, expected = MLP(7), MLP(7)
+        mesh = None if team.group is None else DeviceMesh.from_group(team.group, "cpu")
+        zero_ext.shard(model, 1, mesh=mesh, accumulation_steps=3)
+        halves = list(model.parameters())[:2], list(model.parameters())[2:]
+        optimizers = [zero_ext.optim.SGD(half, lr=0.1) for half in halves]
+        mean_square(model, rank_data((3, 5), team.rank, 9)).backward()
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=to_none)
+        for micro in range(3):
+            mean_square(model, rank_data((3, 5), team.rank, 0, micro)).backward()
+            for rank in range(team.world):
+                loss = mean_square(expected, rank_data((3, 5), rank, 0, micro))
+                (loss / team.world).backward()
+        for optimizer in (*optimizers, torch.optim.SGD(expected.parameters(), lr=0.1)):
+            optimizer.step()
+        for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            assert_near(mine.detach(), theirs.detach(), "parameter")
+
+
 class TestRefusals:
+    def test_optimizers_that_clip_the_norm_of_all_are_found(self, team):
+        class Clipping(torch.optim.SGD):
+            def step(self, closure=None):
+                parameters = self.param_groups[0]["params"]
+                nn.utils.clip_grad_norm_(parameters, 5.0)
+                super().step()
+
+        with pytest.raises(TypeError, match="Clipping cannot be sharded: it is not elementwise"):
+            zero_ext.optim.wrap(Clipping, make_parameters(), process_group=team.group)
+
+    def test_a_constructors_own_errors_are_told(self, team):
+        with pytest.raises(ValueError, match="Invalid learning rate"):
+            zero_ext.optim.wrap(torch.optim.RMSprop, make_parameters(), lr=-1.0)
+        with pytest.raises(TypeError, match="shards its state already"):
+            zero_ext.optim.wrap(zero_ext.optim.AdamW, make_parameters())
+        with pytest.raises(TypeError, match=r"must be a zero_ext\.LossScaler, not 'dynamic'"):
+            zero_ext.optim.AdamW(make_parameters(), loss_scaler="dynamic")
+
     @pytest.mark.parametrize(
         ("name", "kwargs"), [("LBFGS", {}), ("Adafactor", {}), ("Muon", {}), ("SparseAdam", {})]
     )

@@ -121,6 +121,7 @@ class TestClipping:
         tensor = rank_data((3,), 0)
         (shard,), _ = shard_all([tensor], mesh, [[0] * mesh.size() + [3]])
         assert shard.norm(-math.inf) == tensor.norm(-math.inf)
+        torch.testing.assert_close(shard.norm(-1.5), tensor.norm(-1.5))
 
     def test_total_norm_then_clip(self, pair):
         plain, sharded, _ = pair

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from zero_ext import _C
 from zero_ext.groups import Groups, resolve
-from zero_ext.handle import Handle, find, stays_whole
+from zero_ext.handle import Handle, check_buffers, check_sizes, find, stays_whole
 from zero_ext.meta import MetaModules
 from zero_ext.offload import check_policy
 from zero_ext.shard_tensor import ShardTensor
@@ -115,8 +115,13 @@ def shard(
     whole = [(name, p) for name, p in named if stays_whole(p)]
     named = [(name, p) for name, p in named if not stays_whole(p)]
     ignored |= {id(p) for _, p in whole}
+    if not isinstance(module, FSDPModule):  # refused for its parameters
+        _refuse_taken_names(module)
+    if sync_module_states:
+        check_buffers(groups, [(n, b) for n, b in module.named_buffers() if not b.is_meta])
     blocks = None
     if stage == 3:
+        check_sizes(bucket_mb)
         _refuse_writing_forwards(module, groups, ignored)
         parameters = [p for _, p in named]
         blocks = cut_by_module(module, parameters, units, bucket_mb * 2**20, mp_policy.param_dtype)
@@ -154,6 +159,16 @@ def shard(
     return module
 
 
+def _refuse_taken_names(module: nn.Module) -> None:
+    for name in _METHODS:
+        own = getattr(module, name, None)
+        if own is not None and not isinstance(own, BoundMethod):
+            raise ValueError(
+                f"zero_ext: the {type(module).__name__} has a '{name}' of its own, which is what a "
+                "sharded module's method is called. Rename it."
+            )
+
+
 def _refuse_writing_forwards(module: nn.Module, groups: Groups, ignored: set[int]) -> None:
     """Other ranks gather a row while it is being normalised, and would have half of it."""
     for name, child in module.named_modules() if groups.world > 1 else ():
@@ -177,16 +192,16 @@ class Place(NamedTuple):
 
     def refuse_another(self, rank: int) -> None:
         """Raise if another Parameter is in its place, which nobody would reduce or step."""
-        found = self.parameters.get(self.key)
+        found = self.parameters[self.key] if self.key in self.parameters else None  # noqa: SIM401
         # functional_call() puts plain tensors there, whose gradients are nobody's.
-        trains = isinstance(found, nn.Parameter) and torch.is_grad_enabled()
-        if not trains or not self.parameter.requires_grad:
+        trains = isinstance(found, nn.Parameter) and found.requires_grad
+        if not trains or not torch.is_grad_enabled() or not self.parameter.requires_grad:
             return
         raise RuntimeError(
             f"zero_ext [rank {rank}]: parameter '{self.name}' was replaced by another one "
             f"({found.dtype} on {found.device}) after it was sharded, by .to(device), "
             "load_state_dict(assign=True) or an assignment. Do that before sharding, or copy the "
-            "values into the parameter."
+            "values into the parameter; functional_call() takes plain tensors."
         )
 
 
@@ -363,7 +378,11 @@ class ShardedMethods:
             return args, kwargs
         for place in self._places:
             _, parameters, key, parameter = place
-            if parameters.get(key) is not parameter:
+            try:
+                changed = parameters[key] is not parameter
+            except KeyError:  # a scripted module's dictionary has no get()
+                changed = True
+            if changed:
                 place.refuse_another(self._handle.groups.rank)
         self._handle.check_forward()
         self._handle.adopt_thawed()
@@ -377,6 +396,17 @@ class ShardedMethods:
         if self._handle is None or self._mp_policy.output_dtype is None:
             return output
         return _cast(output, self._mp_policy.output_dtype)
+
+
+# What a sharded module can do.
+_METHODS = (
+    "no_sync",
+    "stats",
+    "set_gradient_divide_factor",
+    "unshard",
+    "reshard",
+    "summon_full_params",
+)
 
 
 def _cast(values, dtype: torch.dtype):
@@ -396,12 +426,8 @@ def _give_methods(module: nn.Module, handle: Handle, mp_policy: MixedPrecisionPo
     ]
     methods = ShardedMethods(handle, mp_policy, places)
     handle.sharded_methods = weakref.ref(methods)
-    module.no_sync = BoundMethod(methods, "no_sync")
-    module.stats = BoundMethod(methods, "stats")
-    module.set_gradient_divide_factor = BoundMethod(methods, "set_gradient_divide_factor")
-    module.unshard = BoundMethod(methods, "unshard")
-    module.reshard = BoundMethod(methods, "reshard")
-    module.summon_full_params = BoundMethod(methods, "summon_full_params")
+    for name in _METHODS:
+        setattr(module, name, BoundMethod(methods, name))
     module.zero_grad = ZeroGrad(methods, module)
     if handle.engine.releases:
         module.register_state_dict_post_hook(BoundMethod(methods, "shards_in_state_dict"))
@@ -443,5 +469,9 @@ class ZeroGrad:
     def __reduce__(self):
         return ZeroGrad, (self._methods, self._module())
 
-    def __call__(self, set_to_none: bool = True) -> None:
-        self._methods.zero_grad(self._module(), set_to_none)
+    def __call__(self, *args, **kwargs) -> None:
+        module = self._module()
+        if type(module).zero_grad is not nn.Module.zero_grad:  # it does more
+            type(module).zero_grad(module, *args, **kwargs)
+        set_to_none = args[0] if args else kwargs.get("set_to_none", True)
+        self._methods.zero_grad(module, set_to_none)

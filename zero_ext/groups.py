@@ -6,7 +6,7 @@ import itertools
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -133,7 +133,9 @@ def _backend_of(groups: Groups) -> dist.Backend | None:
     kinds = {device.type for device in groups.parent._device_types}
     for device in (groups.device, _CPU):
         if device.type in kinds:
-            return groups.parent._get_backend(device)
+            backend = groups.parent._get_backend(device)
+            # TORCH_DISTRIBUTED_DEBUG=DETAIL puts another one around it.
+            return getattr(backend, "wrapped_pg", backend)
     return None
 
 
@@ -208,6 +210,17 @@ class CommGroups:
             torch._C._distributed_c10d._unregister_process_group(name)
 
 
+def _of_all_ranks(value: Any, groups: Groups) -> list:
+    """In rank order. NCCL carries objects through the current device, which need not be ours."""
+    values: list = [None] * groups.world
+    own = contextlib.nullcontext()
+    if groups.device.type != "cpu" and groups.device.index is not None:
+        own = torch.accelerator.device_index(groups.device.index)
+    with own:
+        dist.all_gather_object(values, value, group=groups.parent)
+    return values
+
+
 def check_same_on_all_ranks(
     groups: Groups,
     description: list[str],
@@ -221,12 +234,9 @@ def check_same_on_all_ranks(
     """
     if groups.world == 1:
         return
-    digests: list = [None] * groups.world
-    dist.all_gather_object(digests, hash_of(description), group=groups.parent)
-    if len(set(digests)) == 1:
+    if len(set(_of_all_ranks(hash_of(description), groups))) == 1:
         return
-    everyone: list = [None] * groups.world
-    dist.all_gather_object(everyone, description, group=groups.parent)
+    everyone = _of_all_ranks(description, groups)
     other = next(r for r in range(groups.world) if everyone[r] != everyone[0])
     pairs = itertools.zip_longest(everyone[0], everyone[other], fillvalue="nothing")
     number, (first, second) = next((n, p) for n, p in enumerate(pairs) if p[0] != p[1])
@@ -251,8 +261,7 @@ def all_or_none(groups: Groups, what: str) -> Iterator[None]:
         failure = error
     failures: list = [None if failure is None else f"{type(failure).__name__}: {failure}"]
     if groups.world > 1:
-        failures *= groups.world
-        dist.all_gather_object(failures, failures[groups.rank], group=groups.parent)
+        failures = _of_all_ranks(failures[0], groups)
     if failure is not None:
         raise failure
     for rank, text in enumerate(failures):

@@ -2,6 +2,8 @@
 
 import atexit
 import datetime
+import itertools
+import math
 import os
 import sys
 import weakref
@@ -12,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_ext import _C, shard_tensor, units
@@ -93,11 +97,7 @@ class Handle:
             raise ValueError(
                 f"zero_ext: reduction must be 'exchange' or 'collective', not {reduction!r}."
             )
-        if not bucket_mb > 0:
-            raise ValueError(f"zero_ext: bucket_mb must be positive, not {bucket_mb}.")
-        for name, value in (("prefetch_mb", prefetch_mb), ("retained_bytes", retained_bytes)):
-            if value is not None and not value >= 0:
-                raise ValueError(f"zero_ext: {name} must be at least 0, not {value!r}.")
+        check_sizes(bucket_mb, prefetch_mb, retained_bytes)
         for dtype in (param_dtype, reduce_dtype):
             if dtype is not None and dtype not in _DTYPES:
                 raise ValueError(f"zero_ext: {dtype} is not one of {_DTYPES}.")
@@ -140,7 +140,7 @@ class Handle:
             blocks or (), [p for _, p in parameters], prefetch_mb, bucket_mb, param_dtype
         )
         options.gather.prefetch_from_neighbors = prefetch_mb is not None
-        options.gather.retained_bytes = -1 if retained_bytes is None else retained_bytes
+        options.gather.retained_bytes = -1 if retained_bytes is None else int(retained_bytes)
         options.gather.reshard_after_forward = reshard_after_forward
         with CommGroups(groups) as comm:
             if comm.names:
@@ -304,13 +304,17 @@ class Handle:
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Rank 0's values into tensors that the engine does not hold. Collective."""
-        if self.groups.world > 1:
-            with torch.no_grad():
-                for tensor in tensors:
-                    dense = tensor.detach().contiguous()
-                    # No backend knows every dtype.
-                    broadcast_(dense.reshape(-1).view(torch.uint8), self.groups.parent, 0)
-                    tensor.copy_(dense)
+        for tensor in tensors if self.groups.world > 1 else ():
+            # What was made in an inference may be written to in one alone.
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                # Where it is expanded its elements have one place.
+                own = tensor.detach()[tuple(_places(tensor))]
+                dense = (
+                    own.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+                )
+                # No backend knows every dtype.
+                broadcast_(dense.reshape(-1).view(torch.uint8), self.groups.parent, 0)
+                own.copy_(dense)
 
     def _make_units(self, indices: Sequence[int]) -> None:
         # What arrives in fp32 travels in fp32: units of its own, so that the others do not.
@@ -430,8 +434,18 @@ class Handle:
         return self.engine.stats()
 
 
+def check_sizes(
+    bucket_mb: float, prefetch_mb: float | None = None, retained_bytes: float | None = None
+) -> None:
+    if not 0 < bucket_mb < math.inf:
+        raise ValueError(f"zero_ext: bucket_mb must be positive and finite, not {bucket_mb}.")
+    for name, value in (("prefetch_mb", prefetch_mb), ("retained_bytes", retained_bytes)):
+        if value is not None and not 0 <= value < math.inf:
+            raise ValueError(f"zero_ext: {name} must be at least 0 and finite, not {value!r}.")
+
+
 def _check_stage(stage: int) -> None:
-    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+    if stage not in (0, 1, 2, 3) or not isinstance(stage, int) or isinstance(stage, bool):
         raise ValueError(
             f"zero_ext: there is no stage {stage!r}. Stage 1 shards the optimizer's state, stage 2 "
             "the gradients too, stage 3 the parameters as well (0 shards nothing)."
@@ -452,6 +466,26 @@ def _check_accumulation_steps(steps: int | None) -> None:
         raise ValueError(f"zero_ext: accumulation_steps must be at least 1, not {steps!r}.")
 
 
+def _places(tensor: Tensor) -> list[slice]:
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    return [slice(0, 1) if n > 1 and step == 0 else slice(None) for n, step in strides]
+
+
+def check_buffers(groups: Groups, buffers: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise for one that ``broadcast`` cannot carry."""
+    for name, buffer in buffers if groups.world > 1 else ():
+        kind = None
+        if buffer.layout != torch.strided:
+            kind = str(buffer.layout)
+        elif buffer.is_quantized or is_traceable_wrapper_subclass(buffer):
+            kind = type(buffer).__name__ if not buffer.is_quantized else str(buffer.dtype)
+        if kind is not None:
+            raise TypeError(
+                f"zero_ext [rank {groups.rank}]: buffer '{name}' is {kind}, which is not broadcast."
+                " Give all ranks the same values and pass sync_module_states=False."
+            )
+
+
 def _usable_devices() -> str:
     with_kernels = [d for d in ("cpu", "cuda") if _C.has_kernels_on(torch.device(d))]
     return " and ".join(with_kernels).upper()
@@ -467,7 +501,7 @@ def _check_one_device(groups: Groups, parameters: Iterable[tuple[str, Tensor]]) 
 
 
 def _check_parameters(
-    rank: int, parameters: Iterable[tuple[str, Tensor]], meta_allowed: bool = False
+    rank: int, parameters: Sequence[tuple[str, Tensor]], meta_allowed: bool = False
 ) -> None:
     for name, parameter in parameters:
         where = f"zero_ext [rank {rank}]: parameter '{name}'"
@@ -475,6 +509,15 @@ def _check_parameters(
             raise TypeError(
                 f"{where} is a DTensor: another library (FSDP2, tensor parallelism) shards it "
                 "already. Pass a plain module, before fully_shard()."
+            )
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(
+                f"{where} has no shape yet. Run a forward of its lazy module before sharding it."
+            )
+        if is_traceable_wrapper_subclass(parameter):
+            raise TypeError(
+                f"{where} is a {type(parameter).__name__}, which wraps other tensors and cannot be "
+                "cut. Leave it out (ignored_params)."
             )
         if find(parameter) is not None:
             raise ValueError(
@@ -495,6 +538,31 @@ def _check_parameters(
             raise ValueError(
                 f"{where} is reduced by DistributedDataParallel already: its gradient would be "
                 "averaged twice. Use the plain module (ddp.module before wrapping) without DDP."
+            )
+    _refuse_shared_memory(rank, parameters)
+
+
+def _refuse_shared_memory(rank: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Each parameter gets memory of its own: what was tied by its memory alone would come apart."""
+    pieces = []
+    for name, parameter in parameters:
+        value = parameter.detach()
+        extent = 1 + sum(
+            (n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True)
+        )
+        if parameter.is_meta or value.numel() == 0 or extent != value.numel():  # has gaps
+            continue
+        begin = value.data_ptr()
+        pieces.append((begin, begin + value.nbytes, name, parameter.requires_grad))
+    pieces.sort(key=lambda piece: piece[:2])
+    for (_, end, first, first_trains), (begin, _, second, second_trains) in itertools.pairwise(
+        pieces
+    ):
+        if begin < end and (first_trains or second_trains):
+            raise ValueError(
+                f"zero_ext [rank {rank}]: parameters '{first}' and '{second}' are different ones "
+                "in the same memory, which sharding would part. Make them one Parameter "
+                "(b.weight = a.weight), or give one a copy."
             )
 
 

@@ -27,6 +27,7 @@ class _Forward:
     hooks: "SiteHooks"
     thread: int
     frame: FrameType | None  # of the module's call, or of one around it
+    handled: BaseException | None  # what is being handled around it
     entered: bool = False
     call: _C.Call | None = None
 
@@ -42,7 +43,7 @@ class OpenForwards:
         self._open: list[_Forward] = []
 
     def begin(self, hooks: "SiteHooks") -> _Forward:
-        forward = _Forward(hooks, threading.get_ident(), _frame_of_call())
+        forward = _Forward(hooks, threading.get_ident(), _frame_of_call(), sys.exc_info()[1])
         self._open.append(forward)
         return forward
 
@@ -116,8 +117,8 @@ class SiteHooks:
             forward.call.end()
             for tensor in outputs:
                 forward.call.watch_output(tensor)
-        # Without an output the forward threw.
-        backward_may_follow = forward.call is not None and output is not None
+        threw = output is None and sys.exc_info()[1] is not forward.handled
+        backward_may_follow = forward.call is not None and not threw
         self._engine.leave_forward(self._site, outputs, backward_may_follow)
 
     def abandon(self, forward: _Forward) -> None:
@@ -159,15 +160,22 @@ def hooks_of(module: nn.Module) -> list[SiteHooks]:
 
 
 def tensors_in(value: Any) -> Iterable[Tensor]:
-    """All tensors in nested containers: mappings, sequences, sets, dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+    """All tensors in nested containers: mappings, sequences, sets, dataclasses. Each container is
+    looked into once."""
+    left, seen = [value], set()
+    while left:
+        value = left.pop()
+        if isinstance(value, Tensor):
+            yield value
+            continue
+        if isinstance(value, Mapping):
+            inside = list(value.values())
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            inside = list(value)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            inside = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+        else:
+            continue
+        if id(value) not in seen:
+            seen.add(id(value))
+            left.extend(reversed(inside))

@@ -18,7 +18,6 @@ The second and third kind are collectives, which all ranks must call.
 
 import copy
 from collections.abc import Sequence
-from itertools import pairwise
 from math import inf, prod
 
 import torch
@@ -38,6 +37,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from zero_ext import _C
 from zero_ext.groups import all_reduce_, on_wire
 
 aten = torch.ops.aten
@@ -100,16 +100,20 @@ class ShardTensor(DTensor):
         full[start:stop].copy_(self._local_tensor)
         wire = on_wire(full, group)
         # Broadcasts and not an all-gather: slices are uneven, most parameters have one holder.
-        works = [
-            dist.broadcast(wire[start:stop], group=group, group_src=rank, async_op=True)
-            for rank, (start, stop) in enumerate(pairwise(self.bounds))
-            if start != stop
-        ]
-        for work in works:
-            work.wait()
+        _C.broadcast_parts(wire, self.bounds, group.group_name)
         if wire is not full:
             full.copy_(wire)
         return full.as_strided(self.shape, self.stride())
+
+    @property
+    def data(self) -> Tensor:
+        return Tensor.data.__get__(self)
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Writes the values: torch's would exchange the memory of a tensor that has none."""
+        with torch.no_grad():
+            self.copy_(value)
 
     def redistribute(self, device_mesh=None, placements=None, **kwargs) -> DTensor:
         """Gather to ``Replicate``; every other placement is refused. Collective."""
@@ -350,6 +354,7 @@ def _on_full_tensors(func, args, kwargs):
     if (
         any(isinstance(leaf, ShardTensor) for leaf in tree_leaves(aliased))
         or torch.Tag.nondeterministic_seeded in func.tags
+        or func.namespace == "c10d"  # whose schemas do not tell what they write to
     ):
         raise NotImplementedError(
             f"zero_ext: {func} is not available on a ShardTensor, which holds a flat slice on each "
@@ -410,7 +415,8 @@ def _foreach_norm(func, tensors, order=2, dtype=None):
     Slices' norms are combined in fp64, so that the result differs from one process's by summation
     order alone.
     """
-    nothing = inf if order == -inf else 0.0  # what a rank without elements contributes
+    # What a rank without elements contributes; to a negative power infinity is nothing.
+    nothing = inf if order < 0 else 0.0
     # A list: a device would wait for a list of indices.
     norms = [torch.full((), nothing, dtype=torch.float64, device=tensors[0].device)] * len(tensors)
 

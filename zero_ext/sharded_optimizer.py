@@ -8,6 +8,7 @@ import contextlib
 import copy
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -64,6 +65,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         offload_policy: OffloadPolicy | None = None,
     ):
         check_policy(offload_policy)
+        if not isinstance(loss_scaler, LossScaler | None):
+            raise TypeError(
+                f"zero_ext: loss_scaler must be a zero_ext.LossScaler, not {loss_scaler!r}. "
+                "torch's GradScaler is used as with any optimizer: scaler.step(optimizer)."
+            )
         if nonfinite not in ("skip", "raise", "step"):
             raise ValueError(
                 f"zero_ext: nonfinite must be 'skip', 'raise' or 'step', not {nonfinite!r}."
@@ -120,6 +126,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._handle.dissolve()
             raise
         self._backwards_seen = self._handle.engine.backwards
+        self._shown = self.state, len(self.state)
+        self._followed = self._ids_of_groups()
 
     # Binding parameters to the engine
 
@@ -178,18 +186,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _assign(self, g: int) -> None:
         """Make the state of a group. Nothing has changed if there is no memory for it."""
-        indices = [find(parameter)[1] for parameter in self._sharded(self.param_groups[g])]
-        self._sharded_state.assign(indices, g)
+        self._sharded_state.assign(self._indices_of(self.param_groups[g]), g)
 
     def _claim(self, g: int) -> None:
         group = self.param_groups[g]
         for parameter in self._sharded(group):
-            _claimed[parameter] = weakref.ref(self)
-            _, i = find(parameter)
-            if self._handle.engine.unit_of(i) >= 0:
-                self._show_state(parameter, i, group)
-            else:
-                self._frozen.append(parameter)
+            self._claim_one(parameter, group)
+
+    def _claim_one(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        _claimed[parameter] = weakref.ref(self)
+        _, i = find(parameter)
+        if self._handle.engine.unit_of(i) >= 0:
+            self._show_state(parameter, i, group)
+        else:
+            self._frozen.append(parameter)
 
     def _give_up(self, parameters: Sequence[Tensor]) -> None:
         for parameter in parameters:
@@ -245,6 +255,57 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise
         self._handle.leave_whole(whole)
         self._claim(len(self.param_groups) - 1)
+        self._followed = self._ids_of_groups()
+
+    def _ids_of_groups(self) -> list[list[int]]:
+        return [[id(parameter) for parameter in group["params"]] for group in self.param_groups]
+
+    def _follow_groups(self) -> None:
+        """Users take groups and parameters out, and move them."""
+        ids = self._ids_of_groups()
+        if ids == self._followed:
+            return
+        for g, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                entry = find(parameter)
+                if stays_whole(parameter) or (entry and entry[0] is self._handle):
+                    continue
+                raise ValueError(
+                    f"zero_ext: group {g} has a parameter of shape {tuple(parameter.shape)} that "
+                    "was put there by hand, and is not sharded. Add it with add_param_group()."
+                )
+        self._refuse_claimed(self._named_parameters()[0])
+        mine = {i for group in self.param_groups for i in self._indices_of(group)}
+        self._sharded_state.unassign([i for i in self._sharded_state.indices if i not in mine])
+        for g, group in enumerate(self.param_groups):
+            self._assign(g)
+            for parameter in self._sharded(group):
+                owner = _claimed.get(parameter)
+                if owner is None or owner() is not self:
+                    self._claim_one(parameter, group)
+        self._followed = ids
+
+    def _indices_of(self, group: dict[str, Any]) -> list[int]:
+        return [find(parameter)[1] for parameter in self._sharded(group)]
+
+    def _follow_state(self) -> None:
+        """Users set ``state`` to an empty dictionary, or clear it, to begin anew."""
+        state, count = self._shown
+        if self.state is state and len(state) >= count:
+            return
+        wanted = dict(self.state)
+        self.state = defaultdict(dict)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for group in self.param_groups:
+            for parameter in self._sharded(group):
+                self._show_again(parameter, group)
+        saved = {k: wanted.get(p, {}) for k, p in enumerate(parameters)}
+        self._load_states(range(len(parameters)), parameters, saved, self.param_groups)
+
+    def _show_again(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        _, i = find(parameter)
+        if self._handle.engine.unit_of(i) >= 0:
+            self._show_state(parameter, i, group)
 
     def _adopt_thawed(self) -> None:
         self._handle.adopt_thawed()  # a sharded module's forward may have done so already
@@ -318,6 +379,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._check_states(self.param_groups)
         self._handle.forwards.leave_abandoned()
         self._adopt_thawed()
+        self._follow_groups()
+        self._follow_state()
         self._check_scaled()
         verdict = self._sharded_state.prepare_step(
             nonfinite=self.nonfinite != "step", max_norm=self.max_grad_norm
@@ -333,6 +396,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._unreported.append(verdict)
         if self.loss_scaler is not None:
             self.loss_scaler._step_made(verdict.nonfinite)
+        self._shown = self.state, len(self.state)
         return loss
 
     def _must_know_verdicts(self) -> bool:
@@ -449,9 +513,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: groups or sizes differ; nothing is changed then.
         """
+        state_dict = state_dict.copy()  # hooks may change what they are given
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             result = hook(self, state_dict)
             state_dict = state_dict if result is None else result
+        self._adopt_thawed()
+        self._follow_groups()
         saved_groups = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in self.param_groups]
         if [len(group["params"]) for group in saved_groups] != sizes:
@@ -482,6 +549,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         loads = []
         for key, parameter in zip(keys, parameters, strict=True):
+            if any(parameter is frozen for frozen in self._frozen):
+                self._warn_of_forgotten(key, saved.get(key, {}))
+                continue
             state, values = self.state.get(parameter, {}), self._completed(saved.get(key, {}))
             for name, value in values.items():
                 if value is None:
@@ -495,6 +565,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 target.zero_()
             else:
                 target.copy_(value if isinstance(value, Tensor) else torch.tensor(value))
+
+    @staticmethod
+    def _warn_of_forgotten(key, values: dict[str, Any]) -> None:
+        if values:
+            warnings.warn(
+                f"zero_ext: parameter {key} is frozen, and its saved state "
+                f"({', '.join(map(str, values))}) is passed over: it begins anew when the "
+                "parameter is thawed. Thaw it before load_state_dict().",
+                stacklevel=4,
+            )
 
     def _completed(self, values: dict[str, Any]) -> dict[str, Any]:
         """One parameter's saved state, with what torch does not save."""

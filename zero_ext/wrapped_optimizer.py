@@ -16,6 +16,10 @@ class WrappedOptimizer(ShardedOptimizer):
 
     def __init__(self, optimizer_class, params, kwargs, **sharding):
         refuse_differentiable(kwargs.get("differentiable", False))
+        if isinstance(optimizer_class, type) and issubclass(optimizer_class, ShardedOptimizer):
+            raise TypeError(
+                f"zero_ext: {optimizer_class.__name__} shards its state already. Use it unwrapped."
+            )
         elementwise.check(optimizer_class, kwargs)
         self._optimizer_class, self._kwargs = optimizer_class, kwargs
         self._inner: torch.optim.Optimizer | None = None
@@ -29,9 +33,11 @@ class WrappedOptimizer(ShardedOptimizer):
         self._shards[parameter] = shard
         self._inner = self._with_group(self._inner, shard, group)
 
+    def _show_again(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """A new inner optimizer is made for what is loaded."""
+
     def _with_group(self, inner, shard: Tensor, group: dict[str, Any]) -> torch.optim.Optimizer:
-        inner_group = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        inner_group["params"] = [shard]
+        inner_group = {**_settings(group), "params": [shard]}
         alone = self._optimizer_class([dict(inner_group)], **self._kwargs)
         if inner is None:
             return alone
@@ -45,6 +51,8 @@ class WrappedOptimizer(ShardedOptimizer):
         return True  # torch's optimizers cannot be told to skip
 
     def _update(self, verdict: _C.StepVerdict) -> None:
+        if self._inner is None:  # nothing to train
+            return
         self._handle.engine.adopt_writes()
         if self.max_grad_norm is not None and verdict.factor != 1:
             self._handle.engine.scale_gradients(self._sharded_state.indices, verdict.factor)
@@ -52,17 +60,22 @@ class WrappedOptimizer(ShardedOptimizer):
         for inner_group, (parameter, shard) in zip(
             self._inner.param_groups, self._shards.items(), strict=True
         ):
-            outer = group_of[id(parameter)]
-            inner_group.update(
-                {k: v for k, v in outer.items() if k not in ("params", "param_names")}
-            )
-            gradient = parameter.grad
+            outer = group_of.get(id(parameter))  # None: taken out of its group
+            if outer is not None:
+                inner_group.update(_settings(outer))
+            gradient = None if outer is None else parameter.grad
             shard.grad = None if gradient is None else _local(gradient)
-        self._inner.step()
-        for shard in self._shards.values():
-            shard.grad = None  # which would count as kept by somebody
-        self._sharded_state.apply_masters()
-        for parameter, shard in self._shards.items():
+        try:
+            self._inner.step()
+        finally:  # masters that have moved are those of their parameters, whatever it raised
+            for shard in self._shards.values():
+                shard.grad = None  # which would count as kept by somebody
+            self._sharded_state.apply_masters()
+        for inner_group, (parameter, shard) in zip(
+            self._inner.param_groups, self._shards.items(), strict=True
+        ):
+            if id(parameter) in group_of:  # some optimizers count in their groups
+                group_of[id(parameter)].update(_settings(inner_group))
             self._show_inner_state(parameter, shard)
 
     def _load_states(self, keys, parameters, saved, groups) -> None:
@@ -75,6 +88,7 @@ class WrappedOptimizer(ShardedOptimizer):
         for key, parameter, group in zip(keys, parameters, of_each, strict=True):
             shard = self._shards.get(parameter)
             if shard is None:  # frozen
+                self._warn_of_forgotten(key, saved.get(key, {}))
                 continue
             inner = self._with_group(inner, shard, group)
             loaded.append((parameter, shard))
@@ -138,6 +152,10 @@ class WrappedOptimizer(ShardedOptimizer):
                 state[name] = value
             elif name not in state or _local(state[name]).data_ptr() != value.data_ptr():
                 state[name] = self._handle.as_parameter(value, i, parameter)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
 def _local(gradient: Tensor) -> Tensor:

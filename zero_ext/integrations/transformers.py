@@ -7,7 +7,6 @@ from unittest import mock
 
 import torch
 import transformers.trainer
-from torch import nn
 
 from zero_ext import checkpoint
 from zero_ext.integrations.accelerate import Accelerator
@@ -75,8 +74,8 @@ class ShardedTrainerMixin:
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
-            "zero_ext: hyperparameter_search() makes many models in one trainer. Search with a plain "
-            "Trainer, or start a run for each."
+            "zero_ext: hyperparameter_search() makes many models in one trainer. Search with a "
+            "plain Trainer, or start a run for each."
         )
 
 
