@@ -541,19 +541,16 @@ void Engine::backward_ended() {
 
 void Engine::Access::enter_device(const Engine& engine, Failures failures) {
   device_.reset_device(engine.options_.device);
-  if (failures == Failures::wait_for) {
-    engine.last_stream_ = current_stream(engine.options_.device);
-  } else if (engine.last_stream_.has_value()) {
-    stream_.reset_stream(*engine.last_stream_);
+  if (failures == Failures::are_told) {
+    if (engine.backward_stream_.has_value()) stream_.reset_stream(*engine.backward_stream_);
+  } else if (current_task() != -1) {
+    engine.backward_stream_ = current_stream(engine.options_.device);
   }
 }
 
 void Engine::backward_failed() noexcept {
   try {
     const Access access(*this, Access::Failures::are_told);
-    // What is on its way there writes to what is undone here.
-    context_.reducing.join();
-    context_.gathering.join();
     last_task_ = -1;
     open_calls_.clear();
     undo_backward();
@@ -564,6 +561,9 @@ void Engine::backward_failed() noexcept {
 
 void Engine::undo_backward() noexcept {
   try {
+    // What is on its way there writes to what is undone here.
+    context_.reducing.join();
+    context_.gathering.join();
     if (open_) abort_backward();
     gatherer_.reset_after_failure();
   } catch (const std::exception& error) {

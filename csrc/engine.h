@@ -230,8 +230,8 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   };
 
   mutable std::mutex mutex_;
-  // The current one of the last public function: a failure is told of where another one is.
-  mutable std::optional<c10::Stream> last_stream_;
+  // Of its last hook: a failure is told of where another one is current.
+  mutable std::optional<c10::Stream> backward_stream_;
   EngineOptions options_;
   Comm comm_;
   std::unique_ptr<DeviceFlags> flags_;

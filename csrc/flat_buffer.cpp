@@ -182,7 +182,7 @@ void FlatBuffer::grow(int64_t numel) {
                                 [&] { return allocate_at(place_, new_bytes); });
   copy_bytes(memory.get(), device(), data(), device(), old_bytes);
   zero_bytes(static_cast<char*>(memory.get()) + old_bytes, device(), new_bytes - old_bytes);
-  if (!device().is_cpu()) record_use(current_stream(device()));
+  record_use(current_stream(device()));
   storage().set_data_ptr_noswap(std::move(memory));
   storage().set_nbytes(new_bytes);
   tensor_.unsafeGetTensorImpl()->set_sizes_contiguous({numel});

@@ -90,11 +90,10 @@ void OptimizerState::apply(const Body& body) {
     }
   }
   std::vector<int64_t> counted;
-  const std::vector<uint64_t> histories =
-      counts_on_device() ? histories_in_flight() : std::vector<uint64_t>(steps_.size());
+  const std::vector<uint64_t> histories = histories_in_flight();
   const auto same = [&](int64_t a, int64_t b) {
     return group_of_[a] == group_of_[b] && presumed_[a] == presumed_[b] &&
-           histories[a] == histories[b];
+           (histories.empty() || histories[a] == histories[b]);
   };
   const auto update = [&](int64_t u, Unit& unit, const Run& run, int64_t i) {
     body(u, unit, run, i, presumed_[i] + 1);
@@ -125,6 +124,7 @@ void OptimizerState::look_at_steps_in_flight() {
 }
 
 std::vector<uint64_t> OptimizerState::histories_in_flight() const {
+  if (in_flight_.empty()) return {};
   std::vector<uint64_t> histories(steps_.size(), 0);
   for (size_t k = 0; k < in_flight_.size(); ++k) {
     for (const int64_t i : in_flight_[k].updated) histories[i] |= uint64_t{1} << k;

@@ -83,7 +83,8 @@ class OptimizerState {
   void read_written_counts();
   // Corrects presumed_ by the steps that the device is known to have skipped.
   void look_at_steps_in_flight();
-  // Of each parameter, which of the steps in flight have updated it: one bit per step.
+  // Of each parameter, which of the steps in flight have updated it: one bit per step; empty
+  // where none is.
   std::vector<uint64_t> histories_in_flight() const;
   at::Tensor step_increment() const;  // on the device: 1, or 0 where the step is skipped
   void count_on_device(const std::vector<int64_t>& updated, const at::Tensor& increment);

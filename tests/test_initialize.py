@@ -185,6 +185,13 @@ def test_none_goes_back_to_counting(anywhere, rank):
     assert engine.global_steps == 2
 
 
+def assert_one_update(engine, other) -> None:
+    assert engine.global_steps == 1
+    others = values_of(other.module)
+    for name, value in values_of(engine.module).items():
+        torch.testing.assert_close(value, others[name])
+
+
 @STAGES
 def test_losses_that_nobody_divided_are_found(anywhere, rank, stage):
     engine, divided = initialized(anywhere, MLP(13), stage), initialized(anywhere, MLP(13), stage)
@@ -196,10 +203,7 @@ def test_losses_that_nobody_divided_are_found(anywhere, rank, stage):
         engine.scale(mean_square(engine, train_batch(rank, 0, micro))).backward()
         engine.step()
     train(divided, rank, [0])
-    assert engine.global_steps == 1
-    others = values_of(divided.module)
-    for name, value in values_of(engine.module).items():
-        torch.testing.assert_close(value, others[name])
+    assert_one_update(engine, divided)
 
 
 def test_several_losses_of_one_micro_batch(anywhere, rank):
@@ -212,10 +216,7 @@ def test_several_losses_of_one_micro_batch(anywhere, rank):
         second.backward()
         engine.step()
     train(one, rank, [0])
-    assert engine.global_steps == 1
-    others = values_of(one.module)
-    for name, value in values_of(engine.module).items():
-        torch.testing.assert_close(value, others[name])
+    assert_one_update(engine, one)
 
 
 def test_a_step_inside_no_sync_is_refused(anywhere, rank):

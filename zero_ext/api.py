@@ -190,9 +190,8 @@ class Place(NamedTuple):
     key: str
     parameter: nn.Parameter
 
-    def refuse_another(self, rank: int) -> None:
-        """Raise if another Parameter is in its place, which nobody would reduce or step."""
-        found = self.parameters[self.key] if self.key in self.parameters else None  # noqa: SIM401
+    def refuse_another(self, found: torch.Tensor | None, rank: int) -> None:
+        """Raise if another Parameter was found in its place, which nobody would reduce or step."""
         # functional_call() puts plain tensors there, whose gradients are nobody's.
         trains = isinstance(found, nn.Parameter) and found.requires_grad
         if not trains or not torch.is_grad_enabled() or not self.parameter.requires_grad:
@@ -379,11 +378,11 @@ class ShardedMethods:
         for place in self._places:
             _, parameters, key, parameter = place
             try:
-                changed = parameters[key] is not parameter
+                found = parameters[key]
             except KeyError:  # a scripted module's dictionary has no get()
-                changed = True
-            if changed:
-                place.refuse_another(self._handle.groups.rank)
+                found = None
+            if found is not parameter:
+                place.refuse_another(found, self._handle.groups.rank)
         self._handle.check_forward()
         self._handle.adopt_thawed()
         self._handle.engine.before_forward()

@@ -308,7 +308,8 @@ class Handle:
             # What was made in an inference may be written to in one alone.
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 # Where it is expanded its elements have one place.
-                own = tensor.detach()[tuple(_places(tensor))]
+                one = [slice(0, 1) if expanded else slice(None) for expanded in expansion(tensor)]
+                own = tensor.detach()[tuple(one)]
                 dense = (
                     own.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
                 )
@@ -466,9 +467,9 @@ def _check_accumulation_steps(steps: int | None) -> None:
         raise ValueError(f"zero_ext: accumulation_steps must be at least 1, not {steps!r}.")
 
 
-def _places(tensor: Tensor) -> list[slice]:
-    strides = zip(tensor.shape, tensor.stride(), strict=True)
-    return [slice(0, 1) if n > 1 and step == 0 else slice(None) for n, step in strides]
+def expansion(tensor: Tensor) -> list[bool]:
+    """Of each dimension, whether all its elements are one in memory."""
+    return [n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
 
 
 def check_buffers(groups: Groups, buffers: Iterable[tuple[str, Tensor]]) -> None:

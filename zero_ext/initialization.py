@@ -86,11 +86,10 @@ def initialize(
         "the configurations",
         remedy="Give every rank the same configuration.",
     )
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = takeover.names_of(model)
     engine = TrainingEngine(_sharded(model, settings, sharding), settings, collate_fn)
     if given is not None:
-        for group in given.param_groups:  # those of a model on the meta device are new ones
-            group["params"] = [model.get_parameter(names[id(p)]) for p in group["params"]]
+        takeover.follow_models(given, names)
         engine.optimizer = takeover.take_over(given, **ours)
         engine.lr_scheduler = schedule
     engine.training_dataloader = loader

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_ext.groups import Groups, resolve
-from zero_ext.handle import Handle, find
+from zero_ext.handle import Handle, expansion, find
 from zero_ext.shard_tensor import ShardTensor
 
 EXTRA_STATE = "_extra_state"
@@ -51,8 +51,7 @@ class ModelState(NamedTuple):
         """Raises where one of these tensors has several elements in one place."""
         for name in set(names) - self.made:
             value = self.tensors[name]
-            places = zip(value.shape, value.stride(), strict=True)
-            if place_of(value) is None and any(n > 1 and step == 0 for n, step in places):
+            if place_of(value) is None and any(expansion(value)):
                 raise ValueError(
                     f"zero_ext: '{name}' of shape {tuple(value.shape)} is expanded: its elements "
                     "share memory, and cannot be loaded. Make it contiguous."

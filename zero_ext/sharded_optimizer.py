@@ -6,6 +6,7 @@ before each update whether the gradients are finite and what their norm is, on a
 
 import contextlib
 import copy
+import operator
 import warnings
 import weakref
 from collections import defaultdict
@@ -127,7 +128,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise
         self._backwards_seen = self._handle.engine.backwards
         self._shown = self.state, len(self.state)
-        self._followed = self._ids_of_groups()
+        self._remember_groups()
 
     # Binding parameters to the engine
 
@@ -255,15 +256,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise
         self._handle.leave_whole(whole)
         self._claim(len(self.param_groups) - 1)
-        self._followed = self._ids_of_groups()
+        self._remember_groups()
 
-    def _ids_of_groups(self) -> list[list[int]]:
-        return [[id(parameter) for parameter in group["params"]] for group in self.param_groups]
+    def _remember_groups(self) -> None:
+        self._followed = [list(group["params"]) for group in self.param_groups]
+
+    def _groups_are_as_followed(self) -> bool:
+        now = [group["params"] for group in self.param_groups]
+        return list(map(len, now)) == list(map(len, self._followed)) and all(
+            all(map(operator.is_, *both)) for both in zip(now, self._followed, strict=True)
+        )
 
     def _follow_groups(self) -> None:
         """Users take groups and parameters out, and move them."""
-        ids = self._ids_of_groups()
-        if ids == self._followed:
+        if self._groups_are_as_followed():
             return
         for g, group in enumerate(self.param_groups):
             for parameter in group["params"]:
@@ -283,7 +289,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 owner = _claimed.get(parameter)
                 if owner is None or owner() is not self:
                     self._claim_one(parameter, group)
-        self._followed = ids
+        self._remember_groups()
 
     def _indices_of(self, group: dict[str, Any]) -> list[int]:
         return [find(parameter)[1] for parameter in self._sharded(group)]

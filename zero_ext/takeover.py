@@ -4,6 +4,7 @@ import inspect
 from typing import Any
 
 import torch
+from torch import nn
 
 from zero_ext import elementwise, optim
 from zero_ext.sharded_optimizer import ShardedOptimizer
@@ -37,6 +38,22 @@ def check(optimizer: Any) -> None:
             f"zero_ext: the {name} has a state already. Give one that has not stepped, and load "
             "its state_dict() into the one that takes its place."
         )
+
+
+def names_of(*models: nn.Module) -> dict[int, tuple[nn.Module, str]]:
+    """Of their parameters, by id: the model and the name."""
+    return {id(p): (model, name) for model in models for name, p in model.named_parameters()}
+
+
+def follow_models(given: torch.optim.Optimizer, names: dict[int, tuple[nn.Module, str]]) -> None:
+    """The parameters of these names, as they are now: those of a model that was on the meta device
+    are new ones."""
+    for group in given.param_groups:
+        places = [names.get(id(p)) for p in group["params"]]
+        group["params"] = [
+            place[0].get_parameter(place[1]) if place else p
+            for p, place in zip(group["params"], places, strict=True)
+        ]
 
 
 def take_over(given: torch.optim.Optimizer, **ours: Any) -> ShardedOptimizer:

@@ -85,19 +85,19 @@ class Accelerator(accelerate.Accelerator):
         """
         models = [each for each in args if isinstance(each, nn.Module)]
         given = [each for each in args if _is_of_torch(each)]
-        owners = {id(p): (model, name) for model in models for name, p in model.named_parameters()}
+        names = takeover.names_of(*models)
         if models or given:
             with all_or_none(resolve(None, self._sharding.get("mesh"), []), "prepare()"):
                 for optimizer in given:
-                    _check(optimizer, owners)
+                    _check(optimizer, names)
         if device_placement is None or len(device_placement) == len(args):
             placement = device_placement or [None] * len(args)
             args = tuple(
                 self.prepare_model(each, placed) if isinstance(each, nn.Module) else each
                 for each, placed in zip(args, placement, strict=True)
             )
-            for group in (group for optimizer in given for group in optimizer.param_groups):
-                group["params"] = [_now(parameter, owners) for parameter in group["params"]]
+            for optimizer in given:
+                takeover.follow_models(optimizer, names)
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
@@ -222,12 +222,12 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _check(optimizer: torch.optim.Optimizer, owners: dict[int, Any]) -> None:
-    """``owners``: by id, the parameters that are about to be sharded."""
+def _check(optimizer: torch.optim.Optimizer, coming: dict[int, Any]) -> None:
+    """``coming``: by id, the parameters that are about to be sharded."""
     foreign = [
         parameter
         for parameter in _parameters_of(optimizer)
-        if id(parameter) not in owners and find(parameter) is None
+        if id(parameter) not in coming and find(parameter) is None
     ]
     if len(foreign) == len(_parameters_of(optimizer)):
         return  # accelerate's, as it is
@@ -238,14 +238,6 @@ def _check(optimizer: torch.optim.Optimizer, owners: dict[int, Any]) -> None:
             "it, or give it an optimizer of its own."
         )
     takeover.check(optimizer)
-
-
-def _now(parameter: Tensor, owners: dict[int, tuple[nn.Module, str]]) -> Tensor:
-    """A model that was on the meta device has new parameters."""
-    if id(parameter) not in owners:
-        return parameter
-    model, name = owners[id(parameter)]
-    return model.get_parameter(name)
 
 
 def _pair(models: list[nn.Module], optimizers: list[AcceleratedOptimizer]) -> list[_Sharded]:

@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch
 import transformers.trainer
+from transformers.trainer import SCHEDULER_NAME
 
 from zero_ext import checkpoint
 from zero_ext.integrations.accelerate import Accelerator
@@ -14,7 +15,6 @@ from zero_ext.model_state import gather_state_dict
 from zero_ext.sharded_optimizer import ShardedOptimizer
 
 _CHECKPOINT = "zero_ext"
-_SCHEDULER = "scheduler.pt"
 
 
 class ShardedTrainerMixin:
@@ -53,14 +53,14 @@ class ShardedTrainerMixin:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         checkpoint.save(Path(output_dir) / _CHECKPOINT, self.model, self._sharded_optimizer())
         if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
         if checkpoint_folder is None:
             return
         path = Path(checkpoint_folder) / _CHECKPOINT
         checkpoint.load(path, self.model, self._sharded_optimizer())
-        schedule = torch.load(Path(checkpoint_folder) / _SCHEDULER, weights_only=True)
+        schedule = torch.load(Path(checkpoint_folder) / SCHEDULER_NAME, weights_only=True)
         self.lr_scheduler.load_state_dict(schedule)
 
     def _sharded_optimizer(self) -> ShardedOptimizer:
