@@ -154,6 +154,81 @@ def test_whatever_the_optimizer_is(anywhere, rank, path, optimizer):
         assert again[1].loss_scaler.state_dict() == run[1].loss_scaler.state_dict()
 
 
+def with_two_optimizers(mesh, stage, model):
+    """Of other kinds, by turns over the model's parameters."""
+    zero_ext.shard(model, stage, mesh=mesh, bucket_mb=200 / 2**20)
+    parameters = list(model.parameters())
+    scaler = zero_ext.LossScaler(init_scale=2.0**9, growth_interval=2)
+    first = zero_ext.optim.AdamW(parameters[::2], **ADAMW)
+    second = zero_ext.optim.wrap(torch.optim.NAdam, parameters[1::2], lr=0.05, loss_scaler=scaler)
+    return model, [first, second]
+
+
+def step_both(model, optimizers, rank, steps) -> None:
+    for number in steps:
+        batch = train_batch(rank, number, dtype=next(model.parameters()).dtype)
+        optimizers[1].scale(mean_square(model, batch)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("before, after", [(1, 1), (2, 3), (3, 3)])
+def test_several_optimizers_of_one_model(anywhere, rank, path, before, after):
+    model, optimizers = with_two_optimizers(anywhere, before, MLP(13, dtype=torch.bfloat16))
+    step_both(model, optimizers, rank, range(3))
+    checkpoint.save(path, model, optimizers)
+    other, others = with_two_optimizers(anywhere, after, changed(MLP(13, dtype=torch.bfloat16)))
+    checkpoint.load(path, other, iter(others))
+    assert others[1].loss_scaler.state_dict() == optimizers[1].loss_scaler.state_dict()
+    step_both(model, optimizers, rank, range(3, 5))
+    step_both(other, others, rank, range(3, 5))
+    for mine, theirs in zip(others, optimizers, strict=True):
+        assert_equal((other, mine), (model, theirs))
+
+
+def test_several_optimizers_that_do_not_fit_change_nothing(anywhere, rank, path):
+    model, optimizers = with_two_optimizers(anywhere, 2, MLP(13))
+    step_both(model, optimizers, rank, range(2))
+    with pytest.raises(ValueError, match=r"two of the optimizers have 'layers\.0\.weight'"):
+        checkpoint.save(path, model, [*optimizers, optimizers[0]])
+    checkpoint.save(path, model, optimizers)
+
+    other, others = with_two_optimizers(anywhere, 3, changed(MLP(13)))
+    sgd = zero_ext.optim.wrap  # the second one's, of another kind: found when it is its turn
+    parameters = others.pop().param_groups[0]["params"]
+    others.append(sgd(torch.optim.Adadelta, parameters, lr=0.1))
+    step = others[0].state[others[0].param_groups[0]["params"][0]]["step"]
+    before = [value.clone() for value in everything(other, others[0])]
+    for optimizer, message in (
+        (others[0], "has the states of 2 optimizers, and is loaded into 1"),
+        ([*others, others[0]], "is loaded into 3"),
+        (others[::-1], "the optimizer's group 0 has other parameters"),
+        (others, "lacks 'acc_delta', which Adadelta has"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            checkpoint.load(path, other, optimizer)
+        for a, e in zip(everything(other, others[0]), before, strict=True):
+            assert_bits(a, e)
+        assert float(step) == 0
+
+
+def test_a_checkpoint_of_the_first_format_is_read(anywhere, rank, path, monkeypatch):
+    def as_it_was(objects):
+        [objects["optimizer"]] = objects.pop("optimizers")
+        return pickled({**objects, "format": 1})
+
+    pickled = checkpoint._pickled
+    monkeypatch.setattr(checkpoint, "_pickled", as_it_was)
+    run = made(anywhere, 2, MLP(13))
+    train(*run, rank, range(2))
+    checkpoint.save(path, *run)
+    again = made(anywhere, 2, changed(MLP(13)))
+    checkpoint.load(path, *again)
+    assert_equal(again, run)
+
+
 class Everything(nn.Module):
     """What else a state_dict() may hold."""
 

@@ -240,19 +240,41 @@ def test_other_kinds_of_parallelism_are_refused(monkeypatch):
         Accelerator(cpu=True)
 
 
-def test_uneven_inputs_and_two_optimizers_of_a_model_are_refused_by_name(anywhere, path):
+def test_uneven_inputs_are_refused(anywhere):
     own = accelerator(anywhere, 2)
-    model = Classifier()
-    first, second = (torch.optim.SGD(part.parameters(), 0.1) for part in (model[0], model[2]))
-    model, first, second = own.prepare(model, first, second)
+    model, _ = own.prepare(model := Classifier(), torch.optim.SGD(model.parameters(), 0.1))
     with pytest.raises(ValueError, match="same number of backwards"):
         own.join_uneven_inputs([model]).__enter__()
-    with pytest.raises(ValueError, match="Classifier has 2 optimizers"):
-        own.save_state(path / "saved")
-    assert not (path / "saved").exists()
-    own.backward(model(rank_data((3, 13), 0)).square().mean())
-    first.step()
-    second.step()
+
+
+def test_a_model_with_two_optimizers_is_saved(anywhere, rank, path):
+    def made(stage):
+        own = accelerator(anywhere, stage)
+        model = Classifier()
+        kinds = torch.optim.Adam, torch.optim.RMSprop
+        parts = [
+            k(part.parameters(), 0.02) for k, part in zip(kinds, (model[0], model[2]), strict=True)
+        ]
+        return own, *own.prepare(model, *parts)
+
+    def step(own, model, *optimizers):
+        for number in range(3):
+            own.backward(model(rank_data((3, 13), rank, number)).square().mean())
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+
+    own, *objects = made(2)
+    step(own, *objects)
+    own.save_state(path / "saved")
+    step(own, *objects)
+    expected = values_of(objects[0])
+    own, *objects = made(2)
+    own.load_state(path / "saved")
+    step(own, *objects)
+    for name, value in values_of(objects[0]).items():
+        assert_bits(value, expected[name], name)
 
 
 def llama():

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zero_ext
 from zero_ext.shard_tensor import ShardTensor
+from zero_ext.sharded_optimizer import ShardedOptimizer
 
 # A matrix, 0-dim, used by some ranks or by none in some steps, without elements, odd.
 SHAPES = [(7, 5), (), (13,), (0, 3), (4, 3, 2), (1,)]
@@ -438,7 +439,7 @@ class TestEditsByHand:
     """Of what torch's optimizers show: groups, state, gradients."""
 
     @pytest.mark.parametrize("make", [makers, wrapped_makers])
-    @pytest.mark.parametrize("edit", ["pop", "remove", "move", "reverse", "replace"])
+    @pytest.mark.parametrize("edit", ["pop", "remove", "move", "reverse", "replace", "clear"])
     def test_groups_are_followed(self, team, make, edit):
         def change(optimizer, step):
             groups = optimizer.param_groups
@@ -452,8 +453,30 @@ class TestEditsByHand:
                 groups[2]["params"].append(groups[0]["params"].pop())
             elif edit == "reverse":
                 groups.reverse()
+            elif edit == "clear":
+                groups.clear()
             else:
                 optimizer.param_groups = [{**groups[1], "params": groups[0]["params"]}]
+
+        ours, torchs = make(("AdamW", {}), team, params=three_groups)
+        sharded = train_sharded(ours, team, each_step=change)
+        assert_same_training(
+            sharded, train_alone(torchs, team.world, each_step=change), assert_near
+        )
+
+    @pytest.mark.parametrize("make", [makers, wrapped_makers])
+    def test_what_was_taken_out_goes_to_another_optimizer(self, team, make):
+        others = []
+
+        def change(optimizer, step):
+            if step == 2:
+                sharded = isinstance(optimizer, ShardedOptimizer)
+                kind = zero_ext.optim.SGD if sharded else torch.optim.SGD
+                others.append(kind([optimizer.param_groups[0]["params"].pop()], 0.1))
+            elif step > 2:
+                others[-1].step()
+            if others:
+                others[-1].zero_grad()
 
         ours, torchs = make(("AdamW", {}), team, params=three_groups)
         sharded = train_sharded(ours, team, each_step=change)

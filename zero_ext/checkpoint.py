@@ -1,11 +1,11 @@
-"""Checkpoints of a model and its optimizer, for any stage and any number of ranks.
+"""Checkpoints of a model and its optimizers, for any stage and any number of ranks.
 
 Note [What is in a checkpoint]
 A folder in the format of torch.distributed.checkpoint. Each rank writes what it holds, and reads
 what it will hold, whatever number of ranks wrote it:
 - ``model.<name>``: what ``state_dict()`` names. Of a parameter that is trained its fp32 master:
   read into half precision it has the parameter's bits, and a step goes on from all of its own.
-- ``optimizer.state.<parameter's name>.<state>``: the tensors of the optimizer's state.
+- ``optimizer.state.<parameter's name>.<state>``: the tensors of the optimizers' states.
 - ``zero_ext``: everything that is no tensor, pickled, extra states once more.
 What all ranks have (buffers, what is not sharded) is rank 0's.
 """
@@ -14,6 +14,7 @@ import copy
 import io
 import os
 import secrets
+from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ __all__ = ["export_safetensors", "load", "save"]
 def save(
     path: str | os.PathLike,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
     *,
     extra: dict[str, Any] | None = None,
     async_: bool = False,
@@ -52,7 +53,8 @@ def save(
         path: A folder that all ranks see. A checkpoint there is replaced, anything else refused;
             what else is kept beside a checkpoint's files stays.
         model: A sharded module, one whose parameters an optimizer of this package shards, or any.
-        optimizer: Of the model's parameters. Its ``loss_scaler`` is saved with it.
+        optimizer: Of the model's parameters, or several, which share none. A ``loss_scaler`` is
+            saved with its optimizer.
         extra: Whatever else a restart needs (schedulers, counts, random states); pickled, rank 0's.
         async_: Copy everything to host memory, and return while it is being written. Saves follow
             each other in the order of their calls.
@@ -60,8 +62,8 @@ def save(
         With ``async_`` a future, whose ``result()`` is None once the checkpoint is at ``path``, and
         raises what went wrong (which is warned of, too). Ask for it before the process group ends.
     Raises:
-        ValueError: ``path`` holds something else, or the optimizer a parameter that is not the
-            model's.
+        ValueError: ``path`` holds something else, or an optimizer a parameter that is not the
+            model's or another's, too.
         RuntimeError: some rank could not write, or the call came from inside a backward.
     """
     groups = groups_of(model)
@@ -77,9 +79,8 @@ def save(
             "extra": extra or {},
             "model": of_model.objects,
         }
-        if optimizer is not None:
-            tensors, objects["optimizer"] = states.state_of(optimizer, of_model)
-            state |= tensors
+        tensors, objects["optimizers"] = states.states_of(states.listed(optimizer), of_model)
+        state |= tensors
         state[OBJECTS] = _pickled(objects)
         if async_:
             state = {key: files.copied_to_host(value) for key, value in state.items()}
@@ -98,7 +99,7 @@ def save(
 def load(
     path: str | os.PathLike,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
     *,
     strict: bool = True,
 ) -> dict[str, Any]:
@@ -112,13 +113,14 @@ def load(
     wrote the checkpoint is trusted: what is no tensor is unpickled.
 
     Args:
+        optimizer: As many as were saved, in the same order, or none.
         strict: Names that the checkpoint or the model lacks are an error; else they are passed over
             with a warning.
     Raises:
-        ValueError: names, shapes or the optimizer's groups do not fit. Nothing is changed.
+        ValueError: names, shapes, or the optimizers or their groups do not fit. Nothing is changed.
         RuntimeError: some rank could not read it. Nothing is changed.
     """
-    groups = groups_of(model)
+    groups, optimizers = groups_of(model), states.listed(optimizer)
     what = f"load() of checkpoint '{path}'"
     files.writer_of(groups).wait()
     with all_or_none(groups, what):
@@ -131,9 +133,9 @@ def load(
         objects |= {name: contents.objects[name] for name in objects.keys() & contents.objects}
         # What torch has written is read into what there is, part by part.
         templates = {contents.keys[n]: objects[n] for n in objects.keys() - contents.objects}
-        if optimizer is not None:
-            saved = states.saved_state(contents, optimizer, of_model)
-            values |= states.targets_of(saved, optimizer, of_model, contents)
+        saved = states.saved_states(contents, optimizers, of_model)
+        for theirs, ours in zip(saved, optimizers, strict=True):
+            values |= states.targets_of(theirs, ours, of_model, contents)
         of_model.check_writable(names)
     check_same_on_all_ranks(
         groups,
@@ -144,12 +146,14 @@ def load(
     with all_or_none(groups, what):
         files.read(path, values)
         files.read(path, templates)
-    if optimizer is not None:  # which has checks of its own
-        with all_or_none(groups, what):
-            optimizer.load_state_dict(states.loadable(saved, optimizer, of_model, values))
-            scaler = getattr(optimizer, "loss_scaler", None)
-            if scaler is not None and saved["loss_scaler"] is not None:
-                scaler.load_state_dict(saved["loss_scaler"])
+    with all_or_none(groups, what):  # optimizers have checks of their own
+        loads = [
+            states.checked_load(theirs, ours, of_model, values)
+            for theirs, ours in zip(saved, optimizers, strict=True)
+        ]
+    with all_or_none(groups, what):
+        for load_optimizer in loads:
+            load_optimizer()
     of_model.write(
         model,
         {name: values[contents.keys[name]] for name in names},

@@ -13,7 +13,7 @@ from zero_ext import checkpoint_files as files
 from zero_ext.model_state import EXTRA_STATE, ModelState, plain_name
 
 OBJECTS = "zero_ext"  # the key of all that is no tensor
-FORMAT = 1
+FORMAT = 2
 
 
 class Contents(NamedTuple):
@@ -24,7 +24,7 @@ class Contents(NamedTuple):
     tensors: dict[str, TensorStorageMetadata]  # by key
     keys: dict[str, str]  # of the model's tensors and objects, by name
     objects: dict[str, Any]  # the model's, where this library has written it
-    optimizer: dict[str, Any] | None
+    optimizers: list[dict[str, Any]]
     extra: dict[str, Any]
 
     @staticmethod
@@ -48,7 +48,7 @@ class Contents(NamedTuple):
             tensors,
             keys,
             objects.get("model", {}),
-            objects.get("optimizer"),
+            objects.get("optimizers", []),
             objects.get("extra", {}),
         )
 
@@ -99,4 +99,6 @@ def _read_objects(path: Path) -> dict[str, Any]:
             f"zero_ext: checkpoint '{path}' has format {objects['format']}, this version reads "
             f"formats up to {FORMAT}."
         )
+    if objects["format"] == 1 and "optimizer" in objects:
+        objects["optimizers"] = [objects["optimizer"]]
     return objects

@@ -1,6 +1,9 @@
-"""An optimizer's state in a checkpoint: tensors by parameters' names, everything else pickled."""
+"""Optimizers' states in a checkpoint: tensors by parameters' names, everything else pickled."""
 
+import functools
 import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +15,14 @@ from zero_ext.checkpoint_contents import Contents
 from zero_ext.handle import find
 from zero_ext.model_state import ModelState
 from zero_ext.sharded_optimizer import ShardedOptimizer
+
+
+def listed(
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None,
+) -> list[torch.optim.Optimizer]:
+    if optimizer is None:
+        return []
+    return [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)
 
 
 def _names(optimizer: torch.optim.Optimizer, of_model: ModelState) -> list[list[str]]:
@@ -30,10 +41,30 @@ def _key(name: str, state: str) -> str:
     return f"optimizer.state.{name}.{state}"
 
 
-def state_of(
+def states_of(
+    optimizers: list[torch.optim.Optimizer], of_model: ModelState
+) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Tensors by key, and of each optimizer everything else."""
+    tensors: dict[str, Tensor] = {}
+    others: list[dict[str, Any]] = []
+    seen: set[str] = set()
+    for optimizer in optimizers:
+        own, other = _state_of(optimizer, of_model)
+        twice = seen & other["states"].keys()
+        if twice:
+            raise ValueError(
+                f"zero_ext: two of the optimizers have '{min(twice)}'. Save one of them, or give "
+                "each parameter to one optimizer."
+            )
+        seen |= other["states"].keys()
+        tensors |= own
+        others.append(other)
+    return tensors, others
+
+
+def _state_of(
     optimizer: torch.optim.Optimizer, of_model: ModelState
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors by key, and everything else."""
     names = _names(optimizer, of_model)
     state_dict = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
@@ -59,17 +90,32 @@ def state_of(
     }
 
 
-def saved_state(
-    contents: Contents, optimizer: torch.optim.Optimizer, of_model: ModelState
-) -> dict[str, Any]:
-    """What ``state_of`` has saved, if the groups have these parameters, by the names that
-    they have here."""
-    path, saved = contents.path, contents.optimizer
-    names = _names(optimizer, of_model)
-    if saved is None:
+def saved_states(
+    contents: Contents, optimizers: list[torch.optim.Optimizer], of_model: ModelState
+) -> list[dict[str, Any]]:
+    """What ``state_of`` has saved of each, by the names that parameters have here."""
+    path, saved = contents.path, contents.optimizers
+    if optimizers and not saved:
         raise ValueError(
             f"zero_ext: checkpoint '{path}' has no optimizer's state. Load the model alone."
         )
+    if optimizers and len(saved) != len(optimizers):
+        raise ValueError(
+            f"zero_ext: checkpoint '{path}' has the states of {len(saved)} optimizers, and is "
+            f"loaded into {len(optimizers)}. Pass as many, in the order of the call that saved "
+            "them, or load the model alone."
+        )
+    return [
+        _saved_state(path, theirs, optimizer, of_model)
+        for theirs, optimizer in zip(saved, optimizers, strict=False)
+    ]
+
+
+def _saved_state(
+    path: Path, saved: dict[str, Any], optimizer: torch.optim.Optimizer, of_model: ModelState
+) -> dict[str, Any]:
+    """If the groups have these parameters."""
+    names = _names(optimizer, of_model)
     if len(saved["names"]) != len(names):
         raise ValueError(
             f"zero_ext: the optimizer has {len(names)} groups, and {len(saved['names'])} in "
@@ -148,7 +194,29 @@ def _target(parameter: Tensor, item: TensorStorageMetadata) -> Tensor:
     return handle.as_parameter(local, i, parameter)
 
 
-def loadable(
+def checked_load(
+    saved: dict[str, Any],
+    optimizer: torch.optim.Optimizer,
+    of_model: ModelState,
+    values: dict[str, Tensor],
+) -> Callable[[], None]:
+    """Checks, as far as the optimizer can, what it will load, and returns what loads it."""
+    state_dict = _loadable(saved, optimizer, of_model, values)
+    if isinstance(optimizer, ShardedOptimizer):
+        load_optimizer = optimizer._checked_load(state_dict)
+    else:
+        load_optimizer = functools.partial(optimizer.load_state_dict, state_dict)
+    scaler = getattr(optimizer, "loss_scaler", None)
+
+    def load() -> None:
+        load_optimizer()
+        if scaler is not None and saved["loss_scaler"] is not None:
+            scaler.load_state_dict(saved["loss_scaler"])
+
+    return load
+
+
+def _loadable(
     saved: dict[str, Any],
     optimizer: torch.optim.Optimizer,
     of_model: ModelState,

@@ -60,6 +60,10 @@ def find(parameter: Tensor) -> tuple["Handle", int] | None:
     return None if handle is None else (handle, entry[1])
 
 
+def any_sharded(parameters: Iterable[Tensor]) -> bool:
+    return any(find(parameter) is not None for parameter in parameters)
+
+
 def stays_whole(parameter: Tensor) -> bool:
     """Frozen, in a dtype that nothing here computes with, such as quantised weights."""
     return not parameter.requires_grad and parameter.dtype not in _DTYPES

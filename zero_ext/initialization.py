@@ -15,7 +15,7 @@ from zero_ext.api import shard
 from zero_ext.config import Config
 from zero_ext.engine import TrainingEngine, data_loader
 from zero_ext.groups import all_or_none, check_same_on_all_ranks, resolve
-from zero_ext.handle import find
+from zero_ext.handle import any_sharded
 from zero_ext.scaler import LossScaler
 from zero_ext.schedules import SCHEDULES
 from zero_ext.sharded_optimizer import ShardedOptimizer
@@ -107,7 +107,7 @@ def _check_arguments(model, config, mpu, sharding: dict[str, Any]) -> None:
     unknown = sorted(sharding.keys() - (inspect.signature(shard).parameters.keys() - own))
     if unknown:
         raise ValueError(f"zero_ext: initialize() has no argument '{unknown[0]}'. Leave it out.")
-    if any(find(parameter) is not None for parameter in model.parameters()):
+    if any_sharded(model.parameters()):
         raise ValueError("zero_ext: the model is sharded already. Pass the plain one.")
 
 
@@ -164,7 +164,7 @@ def _optimizer_given(
         given = optimizer(parameters)
     takeover.check(given)
     own = {id(p) for p in model.parameters()}
-    for parameter in (p for group in given.param_groups for p in group["params"]):
+    for parameter in takeover.parameters_of(given):
         if id(parameter) not in own:
             raise ValueError(
                 f"zero_ext: a parameter of shape {tuple(parameter.shape)} for the optimizer is not "

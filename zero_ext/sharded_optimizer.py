@@ -10,7 +10,7 @@ import operator
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -151,12 +151,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _refuse_claimed(self, named: list[tuple[str, Tensor]]) -> None:
         for name, parameter in named:
-            owner = _claimed.get(parameter)
-            if owner is not None and owner() is not None and owner() is not self:
+            owner = self._other_owner(parameter)
+            if owner is not None:
+                owner._follow_groups()  # it may have been taken out of them
+                owner = self._other_owner(parameter)
+            if owner is not None:
                 raise ValueError(
                     f"zero_ext: '{name}' is stepped by another optimizer "
-                    f"({type(owner()).__name__}) already. Give each parameter to one optimizer."
+                    f"({type(owner).__name__}) already. Give each parameter to one optimizer."
                 )
+
+    def _other_owner(self, parameter: Tensor) -> "ShardedOptimizer | None":
+        owner = _claimed.get(parameter)
+        owner = None if owner is None else owner()
+        return None if owner is self else owner
 
     def _refuse_foreign(self, named: list[tuple[str, Tensor]]) -> None:
         for name, parameter in named:
@@ -203,15 +211,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._frozen.append(parameter)
 
     def _give_up(self, parameters: Sequence[Tensor]) -> None:
-        for parameter in parameters:
-            owner = _claimed.get(parameter)
-            if owner is not None and owner() is self:
-                del _claimed[parameter]
+        self._unclaim(parameters)
         self._handle.optimizers.discard(self)
         self._sharded_state = None
         self.state.clear()
         if self.loss_scaler is not None:
             self.loss_scaler._detach(self)
+
+    def retire(self) -> None:
+        """Give up all parameters, to another optimizer that takes this one's place, and the state.
+
+        It has no groups from then on.
+        """
+        self._give_up([p for group in self._followed for p in group])
+        self.param_groups.clear()
+        self._frozen.clear()
+        self._remember_groups()
+
+    def _unclaim(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
+            owner = _claimed.get(parameter)
+            if owner is not None and owner() is self:
+                del _claimed[parameter]
 
     def _show_state(self, parameter: Tensor, i: int, group: dict[str, Any]) -> None:
         state = self.state[parameter]
@@ -228,7 +249,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return max(map(self._states_of, self.param_groups))
 
     def _check_states(self, groups) -> None:
-        if max(map(self._states_of, groups)) > self._states_held:
+        if max(map(self._states_of, groups), default=0) > self._states_held:
             raise ValueError(
                 f"zero_ext: a group of this {type(self).__name__} needs "
                 f"'{self._state_names[self._states_held]}', which no group needed at construction: "
@@ -269,6 +290,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _follow_groups(self) -> None:
         """Users take groups and parameters out, and move them."""
+        if self._sharded_state is None:
+            raise RuntimeError(
+                f"zero_ext: this {type(self).__name__} was retired: it has no parameters. "
+                "Use the optimizer that took its place."
+            )
         if self._groups_are_as_followed():
             return
         for g, group in enumerate(self.param_groups):
@@ -283,6 +309,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._refuse_claimed(self._named_parameters()[0])
         mine = {i for group in self.param_groups for i in self._indices_of(group)}
         self._sharded_state.unassign([i for i in self._sharded_state.indices if i not in mine])
+        here = {id(p) for group in self.param_groups for p in group["params"]}
+        self._unclaim(p for group in self._followed for p in group if id(p) not in here)
+        self._frozen = [p for p in self._frozen if id(p) in here]
         for g, group in enumerate(self.param_groups):
             self._assign(g)
             for parameter in self._sharded(group):
@@ -306,7 +335,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for parameter in self._sharded(group):
                 self._show_again(parameter, group)
         saved = {k: wanted.get(p, {}) for k, p in enumerate(parameters)}
-        self._load_states(range(len(parameters)), parameters, saved, self.param_groups)
+        self._checked_states(range(len(parameters)), parameters, saved, self.param_groups)()
 
     def _show_again(self, parameter: Tensor, group: dict[str, Any]) -> None:
         _, i = find(parameter)
@@ -519,6 +548,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: groups or sizes differ; nothing is changed then.
         """
+        self._checked_load(state_dict)()
+
+    def _checked_load(self, state_dict: dict[str, Any]) -> Callable[[], None]:
+        """Checks all of it. What it returns loads it."""
         state_dict = state_dict.copy()  # hooks may change what they are given
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             result = hook(self, state_dict)
@@ -541,15 +574,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ]
         groups = [{**g, **saved} for g, saved in zip(self.param_groups, settings, strict=True)]
         self._check_states(groups)
-        with torch.no_grad():
-            self._load_states(keys, parameters, state_dict["state"], groups)
-        for group, saved in zip(self.param_groups, settings, strict=True):
-            group.update(saved)
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        load_states = self._checked_states(keys, parameters, state_dict["state"], groups)
 
-    def _load_states(self, keys, parameters, saved, groups) -> None:
-        """Checks everything, then writes into the state in place; zeros where none is saved.
+        @torch.no_grad()
+        def load() -> None:
+            load_states()
+            for group, saved in zip(self.param_groups, settings, strict=True):
+                group.update(saved)
+            for hook in self._optimizer_load_state_dict_post_hooks.values():
+                hook(self)
+
+        return load
+
+    def _checked_states(self, keys, parameters, saved, groups) -> Callable[[], None]:
+        """Checks everything. What it returns writes into the state in place; zeros where none is
+        saved.
 
         ``groups``: with their settings as they will be.
         """
@@ -566,11 +605,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     raise ValueError(f"zero_ext: the optimizer has no state '{name}' to load into.")
                 check_state_shape(name, key, value, state[name].shape)
             loads.extend((target, values.get(name)) for name, target in state.items())
-        for target, value in loads:
-            if value is None:
-                target.zero_()
-            else:
-                target.copy_(value if isinstance(value, Tensor) else torch.tensor(value))
+
+        def load() -> None:
+            for target, value in loads:
+                if value is None:
+                    target.zero_()
+                else:
+                    target.copy_(value if isinstance(value, Tensor) else torch.tensor(value))
+
+        return load
 
     @staticmethod
     def _warn_of_forgotten(key, values: dict[str, Any]) -> None:

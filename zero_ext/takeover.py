@@ -4,7 +4,7 @@ import inspect
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zero_ext import elementwise, optim
 from zero_ext.sharded_optimizer import ShardedOptimizer
@@ -77,6 +77,10 @@ def take_over(given: torch.optim.Optimizer, **ours: Any) -> ShardedOptimizer:
     optimizer.register_step_post_hook(lambda *_: setattr(given, "_opt_called", True))
     given.state.clear()
     return optimizer
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _arguments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

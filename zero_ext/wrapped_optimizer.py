@@ -1,6 +1,7 @@
 """WrappedOptimizer: any elementwise torch optimizer on this rank's masters."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,7 +79,8 @@ class WrappedOptimizer(ShardedOptimizer):
                 group_of[id(parameter)].update(_settings(inner_group))
             self._show_inner_state(parameter, shard)
 
-    def _load_states(self, keys, parameters, saved, groups) -> None:
+    @torch.no_grad()
+    def _checked_states(self, keys, parameters, saved, groups) -> Callable[[], None]:
         if self._stowed:
             raise RuntimeError(_C.STATES_OFFLOADED)
         # torch's optimizers make their state in the first step, or some of it when constructed: a
@@ -106,10 +108,14 @@ class WrappedOptimizer(ShardedOptimizer):
                     check_state_shape(name, key, value, parameter.shape)
                     value = self._slice_of(value, parameter, shard)
                 inner.state[shard][name] = copy.deepcopy(value)
-        self._inner, self._shards = inner, dict(loaded)
-        for parameter, shard in loaded:
-            self.state[parameter].clear()
-            self._show_inner_state(parameter, shard)
+
+        def load() -> None:
+            self._inner, self._shards = inner, dict(loaded)
+            for parameter, shard in loaded:
+                self.state[parameter].clear()
+                self._show_inner_state(parameter, shard)
+
+        return load
 
     def _states_of_a_step(self, group: dict[str, Any], device: torch.device) -> dict[str, bool]:
         """Which states a step makes, and which have a value for each element. Found by trying: a

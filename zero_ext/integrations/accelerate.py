@@ -12,12 +12,12 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType
-from torch import Tensor, nn
+from torch import nn
 
 from zero_ext import checkpoint, takeover
 from zero_ext.api import shard
 from zero_ext.groups import all_or_none, resolve
-from zero_ext.handle import find
+from zero_ext.handle import any_sharded, find
 from zero_ext.model_state import gather_state_dict
 from zero_ext.sharded_optimizer import ShardedOptimizer
 
@@ -28,7 +28,7 @@ class _Sharded(NamedTuple):
     """What one checkpoint holds."""
 
     model: nn.Module
-    optimizer: ShardedOptimizer | None
+    optimizers: list[ShardedOptimizer]
 
 
 class Accelerator(accelerate.Accelerator):
@@ -124,7 +124,7 @@ class Accelerator(accelerate.Accelerator):
         if isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
         given = optimizer
-        if _is_of_torch(given) and any(find(p) is not None for p in _parameters_of(given)):
+        if _is_of_torch(given) and any_sharded(takeover.parameters_of(given)):
             _check(given, {})
             optimizer = takeover.take_over(given)
         if isinstance(optimizer, ShardedOptimizer):
@@ -155,8 +155,7 @@ class Accelerator(accelerate.Accelerator):
         sharded model. Collective.
 
         Raises:
-            ValueError: a sharded model has several optimizers. And what
-                ``zero_ext.checkpoint.save`` raises.
+            ValueError, RuntimeError: what ``zero_ext.checkpoint.save`` raises.
         """
         with self._sharded_set_apart():
             return super().save_state(*args, **kwargs)
@@ -209,7 +208,7 @@ class Accelerator(accelerate.Accelerator):
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    return any(find(parameter) is not None for parameter in model.parameters())
+    return any_sharded(model.parameters())
 
 
 def _is_of_torch(value: Any) -> bool:
@@ -218,18 +217,14 @@ def _is_of_torch(value: Any) -> bool:
     return isinstance(value, torch.optim.Optimizer) and not isinstance(value, prepared)
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _check(optimizer: torch.optim.Optimizer, coming: dict[int, Any]) -> None:
     """``coming``: by id, the parameters that are about to be sharded."""
     foreign = [
         parameter
-        for parameter in _parameters_of(optimizer)
+        for parameter in takeover.parameters_of(optimizer)
         if id(parameter) not in coming and find(parameter) is None
     ]
-    if len(foreign) == len(_parameters_of(optimizer)):
+    if len(foreign) == len(takeover.parameters_of(optimizer)):
         return  # accelerate's, as it is
     if foreign:
         raise ValueError(
@@ -247,13 +242,8 @@ def _pair(models: list[nn.Module], optimizers: list[AcceleratedOptimizer]) -> li
     pairs = []
     for model in filter(_is_sharded, models):
         own = {id(parameter) for parameter in model.parameters()}
-        stepped = [o for o in sharded if any(id(p) in own for p in _parameters_of(o))]
-        if len(stepped) > 1:
-            raise ValueError(
-                f"zero_ext: the {type(model).__name__} has {len(stepped)} optimizers; a checkpoint "
-                "holds one. Save it with zero_ext.checkpoint for each of them."
-            )
-        pairs.append(_Sharded(model, stepped[0] if stepped else None))
+        stepped = [o for o in sharded if any(id(p) in own for p in takeover.parameters_of(o))]
+        pairs.append(_Sharded(model, stepped))
     return pairs
 
 
