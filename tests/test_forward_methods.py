@@ -1,6 +1,7 @@
 """``register_forward_method``: methods beside ``forward`` are forwards to a sharded model."""
 
 import copy
+import inspect
 import pickle
 import weakref
 
@@ -191,6 +192,7 @@ def test_names_and_documentation_stay(anywhere):
     model = sharded(2, anywhere)
     assert model.encode.__name__ == "encode"
     assert model.encode.__doc__ == "To a hidden state."
+    assert list(inspect.signature(model.encode).parameters) == ["x", "recompute"]
     registered = model.encode
     zero_ext.register_forward_method(model, "encode")
     assert model.encode is registered

@@ -60,7 +60,11 @@ class ForwardMethod:
         self._sites = sites
         with contextlib.suppress(AttributeError):
             functools.update_wrapper(self, self._method())
-            del self.__wrapped__
+
+    @property
+    def __wrapped__(self) -> Callable:
+        """For ``inspect``. Not kept: it would hold the module."""
+        return self._method()
 
     def __deepcopy__(self, memo) -> "ForwardMethod":
         twin = copy.copy(self)

@@ -1,0 +1,258 @@
+"""A strategy of Lightning's ``Trainer`` for sharded models.
+
+``lightning.pytorch`` and ``pytorch_lightning`` are two copies of one library: this is a strategy of
+the one that is imported already, and of the first one that there is otherwise.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from zero_ext import checkpoint as checkpoints
+from zero_ext import takeover
+from zero_ext.api import shard
+from zero_ext.forward_methods import register_forward_method
+from zero_ext.groups import all_or_none, resolve
+from zero_ext.handle import any_sharded, find
+from zero_ext.shard_tensor import ShardTensor
+from zero_ext.sharded_optimizer import ShardedOptimizer
+
+_COPIES = ("lightning.pytorch", "pytorch_lightning")
+_copy = next((name for name in _COPIES if name in sys.modules), None) or next(
+    (name for name in _COPIES if importlib.util.find_spec(name.partition(".")[0])), _COPIES[0]
+)
+DDPStrategy = importlib.import_module(f"{_copy}.strategies").DDPStrategy
+TrainerFn = importlib.import_module(f"{_copy}.trainer.states").TrainerFn
+
+_OF_ANY_STRATEGY = {
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision_plugin",
+    "process_group_backend",
+    "timeout",
+    "start_method",
+}
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+# In place of torch's, by now. A Trainer keeps those of its last fit.
+_of_fits: WeakSet[ShardedOptimizer] = WeakSet()
+
+
+class ShardedStrategy(DDPStrategy):
+    """``Trainer(strategy=ShardedStrategy(stage=3))`` shards the module where DDP would wrap it.
+
+    ``configure_optimizers()`` returns torch's optimizers, which are taken over with their groups,
+    hooks and schedules, or this library's. A checkpoint of the training is a folder of
+    ``zero_ext.checkpoint``: any stage and number of ranks goes on from it. One of the weights alone
+    (``save_weights_only=True``) is Lightning's file. Files that DDP has written are read as well.
+
+    Args:
+        stage: As for ``zero_ext.shard``. Stages below 3 shard nothing where nothing is fitted.
+        sharding: Further arguments of ``zero_ext.shard``, such as ``mp_policy`` or ``units``.
+        kwargs: Of ``DDPStrategy`` those that are not DDP's own, such as ``timeout``.
+    Raises:
+        TypeError: an argument is DDP's own.
+    """
+
+    def __init__(self, stage: int = 2, *, sharding: dict[str, Any] | None = None, **kwargs: Any):
+        unknown = kwargs.keys() - _OF_ANY_STRATEGY
+        if unknown:
+            raise TypeError(
+                f"zero_ext: ShardedStrategy has no argument '{min(unknown)}'. Leave out what is "
+                "DDP's own; what zero_ext.shard() takes goes into sharding={…}."
+            )
+        super().__init__(**kwargs)
+        self._sharding = {"stage": stage, **(sharding or {})}
+        self._has_loaded = False  # what the Trainer would give to the model and its optimizers
+
+    # Setting up
+
+    @contextlib.contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """With ``empty_init`` modules are made on the meta device, and sharded there."""
+        with contextlib.ExitStack() as stack:
+            if empty_init:
+                stack.enter_context(torch.device("meta"))
+                stack.enter_context(self.precision_plugin.tensor_init_context())
+            else:
+                stack.enter_context(super().tensor_init_context(empty_init))
+            yield
+
+    def setup(self, trainer: Any) -> None:
+        """
+        Raises:
+            ValueError: the module was sharded before, with another stage.
+        """
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        on_meta = any(parameter.is_meta for parameter in self.model.parameters())
+        if not (fitting or on_meta or self._sharding["stage"] == 3 or _is_sharded(self.model)):
+            super().setup(trainer)
+            return
+        self.accelerator.setup(trainer)
+        if _is_sharded(self.model):
+            self._check_stage()
+        else:
+            if fitting and self._layer_sync is not None:
+                self.model = self._layer_sync.apply(self.model)
+            self.model = self.precision_plugin.convert_module(self.model)
+            if not on_meta:
+                self.model_to_device()
+            shard(self.model, **self._sharding)
+            for name in filter(self._can, _STEPS):
+                register_forward_method(self.model, name)
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _check_stage(self) -> None:
+        found = next(entry for p in self.model.parameters() if (entry := find(p)) is not None)
+        before = found[0].engine.stage
+        if before != self._sharding["stage"]:
+            raise ValueError(
+                f"zero_ext: the {type(self.model).__name__} is sharded with stage {before} "
+                f"already, and cannot be with stage {self._sharding['stage']}. Pass "
+                f"stage={before}, or another module."
+            )
+
+    def _can(self, step: str) -> bool:
+        return callable(getattr(self.model, step, None)) and _is_sharded(self.model)
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        self._reset_optimizers_and_schedulers()
+        for optimizer in self._optimizers_of_model(_of_fits):
+            optimizer.retire()
+        super().setup_optimizers(trainer)
+        given = [
+            optimizer
+            for optimizer in self.optimizers
+            if any_sharded(takeover.parameters_of(optimizer)) and not _is_ours(optimizer)
+        ]
+        with all_or_none(resolve(None, self._sharding.get("mesh"), []), "setup_optimizers()"):
+            for optimizer in given:
+                takeover.check(optimizer)
+        successors = {id(optimizer): takeover.take_over(optimizer) for optimizer in given}
+        _of_fits.update(successors.values())
+        self.optimizers = [successors.get(id(o), o) for o in self.optimizers]
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with self.model.no_sync() if _is_sharded(self.model) else contextlib.nullcontext():
+            yield
+
+    def teardown(self) -> None:
+        """A sharded model stays where it is, and may be fitted on."""
+        if not _is_sharded(self.model):
+            super().teardown()
+            return
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # Saving and loading
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing of a sharded one: ``save_checkpoint`` writes it, in parts."""
+        return {} if _is_ours(optimizer) else super().optimizer_state(optimizer)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike, storage_options: Any = None
+    ) -> None:
+        """Collective.
+
+        Raises:
+            ValueError: the training is to be saved to something else than a path of a file system.
+        """
+        if not _is_sharded(self.model):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+        elif "optimizer_states" not in checkpoint:
+            state = _gathered(checkpoint["state_dict"], self.is_global_zero)
+            super().save_checkpoint({**checkpoint, "state_dict": state}, filepath, storage_options)
+        else:
+            if storage_options is not None or "://" in str(filepath):
+                raise ValueError(
+                    f"zero_ext: the checkpoint '{filepath}' is written by all ranks, into a folder "
+                    "of a file system that they share. Leave storage_options and protocols out."
+                )
+            path = Path(self.broadcast(filepath))
+            if self.is_global_zero and path.is_file():
+                path.unlink()  # is replaced, as Lightning's would be
+            self.barrier()
+            others = {key: value for key, value in checkpoint.items() if key != "state_dict"}
+            optimizers = self._optimizers_of_model(self.optimizers)
+            checkpoints.save(path, self.model, optimizers, extra=others)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Collective. Of a folder the model and, in a fit, its optimizers have everything then.
+
+        Raises:
+            ValueError: ``weights_only`` is asked of a folder, whose entries are unpickled.
+        """
+        path = Path(self.broadcast(checkpoint_path))
+        self._has_loaded = path.is_dir()
+        if not self._has_loaded:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        if weights_only:
+            raise ValueError(
+                f"zero_ext: the checkpoint '{path}' holds more than weights, which is unpickled. "
+                "Leave weights_only out if you trust it."
+            )
+        optimizers = self._optimizers_of_model(self.optimizers)
+        others = checkpoints.load(path, self.model, optimizers)
+        return {**others, "state_dict": self.model.state_dict()}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if not self._has_loaded:
+            super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._has_loaded:
+            return
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+
+    def _optimizers_of_model(
+        self, optimizers: Iterable[torch.optim.Optimizer]
+    ) -> list[torch.optim.Optimizer]:
+        """Lightning makes one of nothing where there is none."""
+        own = {id(parameter) for parameter in self.model.parameters()}
+        return [o for o in optimizers if any(id(p) in own for p in takeover.parameters_of(o))]
+
+
+def _is_sharded(model: nn.Module | None) -> bool:
+    return model is not None and any_sharded(model.parameters())
+
+
+def _is_ours(optimizer: Any) -> bool:
+    return isinstance(optimizer, ShardedOptimizer)
+
+
+def _gathered(state: dict[str, Any], keeps: bool) -> dict[str, Any]:
+    """What a state_dict holds, whole and on the host, where it is kept. Collective.
+
+    It may be an edited one. What is one tensor under several names is one there, too.
+    """
+    copies: dict[int, Any] = {}
+    for value in state.values():
+        if not isinstance(value, Tensor):
+            copies[id(value)] = value
+        elif id(value) not in copies:
+            whole = value.full_tensor() if isinstance(value, ShardTensor) else value
+            copies[id(value)] = whole.detach().cpu() if keeps else None
+    return {name: copies[id(value)] for name, value in state.items()}
