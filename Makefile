@@ -28,10 +28,11 @@ train test test-all bench bench-deepspeed: export OMP_NUM_THREADS := 1
 
 NATIVE := $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*.h csrc/kernels/*.cpp csrc/kernels/*.cu)
 EMULATION := $(wildcard tests/cuda_emulation/* tests/lagged_device/*.h tests/lagged_device/*.cpp)
-ONE_RANK_BENCHES := $(wildcard benchmarks/bench_kernels.py benchmarks/bench_hooks.py)
+# Started by python, the others by torchrun.
+PLAIN_BENCHES := $(wildcard benchmarks/bench_kernels.py benchmarks/bench_hooks.py benchmarks/bench_memory.py)
 GPU_BENCHES := benchmarks/bench_cuda.py benchmarks/bench_cuda_step.py
 DEEPSPEED_BENCHES := benchmarks/bench_deepspeed.py
-BENCHES := $(filter-out $(ONE_RANK_BENCHES) $(GPU_BENCHES) $(DEEPSPEED_BENCHES),$(wildcard benchmarks/bench_*.py))
+BENCHES := $(filter-out $(PLAIN_BENCHES) $(GPU_BENCHES) $(DEEPSPEED_BENCHES),$(wildcard benchmarks/bench_*.py))
 
 .PHONY: install train test test-all cuda-kernels cuda-build cuda-test bench bench-deepspeed lint format dist-check \
   cuda-dist-check clean
@@ -122,7 +123,7 @@ define test_ranks
 endef
 
 bench: install
-	set -e; for bench in $(ONE_RANK_BENCHES); do echo "== $$bench"; $(PY) $$bench; done
+	set -e; for bench in $(PLAIN_BENCHES); do echo "== $$bench"; $(PY) $$bench; done
 	set -e; for bench in $(BENCHES); do echo "== $$bench"; $(TORCHRUN) --nproc-per-node 2 $$bench; done
 
 # Without isolation, and with torch there, pip leaves torch as it is.

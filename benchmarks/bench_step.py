@@ -9,7 +9,7 @@ GPT by block and the small layers as one group, its fastest way.
 
 import argparse
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import models
 import report
@@ -70,17 +70,7 @@ def training_step(model, optimizer, batch, accumulation: int) -> Callable[[], fl
     return step
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", choices=("GPT", "small"))
-    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--accumulation", type=int, nargs="+", default=[1, 4])
-    report.add_arguments(parser)
-    args = parser.parse_args()
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    rows = []
+def rows(args: argparse.Namespace) -> Iterator[report.Row]:
     for name, (make_model, make_batch) in models.MAKERS.items():
         if args.only not in (None, name):
             continue
@@ -100,16 +90,29 @@ def main() -> None:
             seconds = report.alternate(steps, args.rounds, dist.barrier)
             for stage in args.stages:
                 peer, targets = ("FSDP2", FSDP_TARGETS) if stage == 3 else ("DDP", DDP_TARGETS)
-                rows.append(
-                    report.at_most(
-                        f"{name}, accumulation {accumulation}, stage {stage} / {peer}",
-                        seconds[f"stage {stage}"],
-                        seconds[peer],
-                        targets.get((name, accumulation)),
-                    )
+                yield report.at_most(
+                    f"{name}, accumulation {accumulation}, stage {stage} / {peer}",
+                    seconds[f"stage {stage}"],
+                    seconds[peer],
+                    targets.get((name, accumulation)),
                 )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", choices=("GPT", "small"))
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--accumulation", type=int, nargs="+", default=[1, 4])
+    report.add_arguments(parser)
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
     if dist.get_rank() == 0:
-        report.write("step", rows, args.results)
+        report.write("step", rows(args), args.results)
+    else:
+        for _ in rows(args):  # takes part
+            pass
     dist.destroy_process_group()
 
 
