@@ -357,6 +357,55 @@ def test_a_trainer_resumes_with_another_stage(anywhere, path):
         torch.testing.assert_close(value, values_of(first.model)[name])
 
 
+def test_a_trainer_may_evaluate_first(anywhere, rank, path):
+    def run(stage):
+        made = trainer(anywhere, stage, path, max_steps=3)
+        if stage is not None:
+            made.evaluate()
+        made.train()
+        return made
+
+    plain, ours = run(None), run(3)
+    assert find(ours.model.lm_head.weight) is not None
+    for one, other in zip(history(plain)[:3], history(ours)[-3:], strict=True):
+        assert other == pytest.approx(one, rel=1e-3)
+
+
+def test_a_trainer_goes_on_from_weights_alone(anywhere, path):
+    saving = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    trainer(anywhere, 2, path, max_steps=2, **saving).train()
+    resumed = trainer(anywhere, 3, path, max_steps=3, **saving)
+    with pytest.warns(UserWarning, match="optimizer and schedule begin anew"):
+        resumed.train(resume_from_checkpoint=str(path / "checkpoint-2"))
+    assert resumed.state.global_step == 3
+
+
+def test_an_encoder_and_decoder_generate(anywhere, rank, path):
+    torch.manual_seed(4)
+    config = transformers.T5Config(
+        vocab_size=97, d_model=24, d_kv=6, d_ff=40, num_layers=2, num_heads=4,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    models = [transformers.T5ForConditionalGeneration(config).eval()]
+    models.append(accelerator(anywhere, 3).prepare(copy.deepcopy(models[0])))
+    tokens = torch.randint(1, 97, (2, 7), generator=torch.Generator().manual_seed(rank))
+    plain, ours = (each.generate(tokens, max_new_tokens=5, do_sample=False) for each in models)
+    assert torch.equal(plain, ours) and plain.shape[1] > 1
+
+
+def test_another_optimizer_follows_when_one_was_freed(anywhere, rank):
+    own = accelerator(anywhere, 2)
+    model = Classifier()
+    for _ in range(2):
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        schedule = LinearLR(optimizer)
+        model, optimizer, schedule = own.prepare(model, optimizer, schedule)
+        own.backward(model(rank_data((3, 13), rank)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer, schedule = own.free_memory(optimizer, schedule)
+
+
 def test_a_subclass_of_a_trainer_is_sharded_by_the_mixin(anywhere, path):
     losses = []
 

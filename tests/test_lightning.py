@@ -15,7 +15,13 @@ import zero_ext
 from zero_ext.handle import find
 
 pl = pytest.importorskip("pytorch_lightning")
-from pytorch_lightning.callbacks import LearningRateMonitor, ModelCheckpoint  # noqa: E402
+from pytorch_lightning.callbacks import (  # noqa: E402
+    BaseFinetuning,
+    EMAWeightAveraging,
+    LearningRateMonitor,
+    ModelCheckpoint,
+)
+from pytorch_lightning.plugins.io import AsyncCheckpointIO  # noqa: E402
 from pytorch_lightning.strategies import DDPStrategy  # noqa: E402
 
 from zero_ext.integrations.lightning import ShardedStrategy  # noqa: E402
@@ -172,6 +178,19 @@ def test_a_fit_goes_on_with_any_stage(anywhere, path, before, after):
     assert_like(resumed, whole)
 
 
+@pytest.mark.parametrize("before, after", [(1, 1), (3, 3)])
+def test_a_fit_in_half_precision_goes_on_with_its_masters(anywhere, path, before, after):
+    first = fitted(anywhere, before, precision="bf16-true")
+    first.trainer.save_checkpoint(path / "all.ckpt")
+    resumed = Classifier()
+    resumed.seen = first.seen
+    fitted(anywhere, after, resumed, path / "all.ckpt", epochs=4, precision="bf16-true")
+    whole = fitted(anywhere, after, epochs=4, precision="bf16-true")
+    assert resumed.seen == whole.seen
+    for name, value in values_of(resumed).items():
+        assert_bits(value, values_of(whole)[name], name)
+
+
 def test_checkpoints_that_are_not_among_the_best_go_away(anywhere, rank, path):
     saving = ModelCheckpoint(path, monitor="val_loss", save_top_k=1, filename="{epoch}")
     fitted(anywhere, 2, callbacks=[saving], enable_checkpointing=True, epochs=3)
@@ -206,13 +225,11 @@ def test_weights_alone_are_lightnings_file(anywhere, rank, path, stage):
         for name, value in loaded.state_dict().items():
             assert_bits(value, expected[name], name)
 
-    def tested(kind, name=None, module=None):
-        ckpt_path = None if name is None else path / name
-        made = trainer(anywhere, kind)
-        return made.test(module or Trimmed(), data(7), ckpt_path=ckpt_path)[0]
+    def tested(kind, name):
+        return trainer(anywhere, kind).test(Trimmed(), data(7), ckpt_path=path / name)[0]
 
-    assert tested(stage, "weights.ckpt") == pytest.approx(tested(None, "weights.ckpt"))
-    assert tested(stage, "all.ckpt") == pytest.approx(tested(stage, module=model))
+    for name in ("weights.ckpt", "all.ckpt"):
+        assert tested(stage, name) == pytest.approx(tested(None, "weights.ckpt"))
 
 
 @STAGES
@@ -252,6 +269,86 @@ def test_a_module_is_fitted_by_one_trainer_after_another(anywhere, path, stage):
                 optimizer.step()
         models.append(model)
     assert_like(models[1], models[0])
+
+
+class Renamed(Classifier):
+    """Was saved with another name, and lacked a layer."""
+
+    strict_loading = False
+
+    def __init__(self):
+        super().__init__()
+        self.body = self.net
+        del self.net
+        self.extra = nn.Linear(7, 7)
+
+    def forward(self, x):
+        return self.body(x)
+
+    def on_load_checkpoint(self, checkpoint):
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {k.replace("net.", "body."): v for k, v in state.items()}
+
+
+@STAGES
+def test_hooks_change_what_is_loaded(anywhere, path, stage):
+    model = fitted(anywhere, stage)
+    model.trainer.save_checkpoint(path / "all.ckpt")
+    expected = values_of(model)
+    again = Renamed()
+    trainer(anywhere, stage).test(again, data(7), ckpt_path=path / "all.ckpt")
+    found = values_of(again)
+    for name, value in expected.items():
+        assert_bits(found[name.replace("net.", "body.")], value, name)
+
+
+@STAGES
+@pytest.mark.parametrize("name", ["averaging", "unfreezing"])
+def test_callbacks_with_states_of_their_own_are_resumed(anywhere, path, stage, name):
+    if name == "averaging" and stage == 3:
+        pytest.skip("it reads the parameters between steps, which are released there")
+
+    class Unfreezing(BaseFinetuning):
+        def freeze_before_training(self, module):
+            self.freeze(module.net[0])
+
+        def finetune_function(self, module, epoch, optimizer):
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(module.net[0], optimizer, lr=0.01)
+
+    class Plain(Classifier):
+        def configure_optimizers(self):
+            trained = filter(lambda p: p.requires_grad, self.parameters())
+            return torch.optim.AdamW(trained, lr=0.02)
+
+    def run(kind, epochs, ckpt_path=None):
+        callback = EMAWeightAveraging(decay=0.9) if name == "averaging" else Unfreezing()
+        callbacks = [callback, ModelCheckpoint(path / str(kind), save_last=True)]
+        saving = {"callbacks": callbacks, "enable_checkpointing": True}
+        return fitted(anywhere, kind, Plain(), ckpt_path, epochs=epochs, **saving)
+
+    models = []
+    for kind in (None, stage):
+        first = run(kind, 2)
+        resumed = run(kind, 4, first.trainer.checkpoint_callback.last_model_path)
+        resumed.seen += first.seen
+        models.append(resumed)
+        groups = resumed.trainer.optimizers[0].param_groups
+        assert len(groups) == (1 if name == "averaging" else 2)
+    if name == "averaging" or anywhere is None:  # DDP does not reduce what is thawed later
+        assert_like(*models)
+
+
+def test_an_evaluation_leaves_the_optimizer_alone(anywhere, path):
+    model = fitted(anywhere, 2)
+    made, optimizer = model.trainer, model.trainer.optimizers[0]
+    made.save_checkpoint(path / "early.ckpt")
+    made.fit_loop.max_epochs = 3
+    made.fit(model, data())
+    optimizer = made.optimizers[0]
+    before = float(optimizer.state[model.temperature]["step"])
+    made.validate(model, data(7), ckpt_path=path / "early.ckpt")
+    assert float(optimizer.state[model.temperature]["step"]) == before > 0
 
 
 class Adversaries(pl.LightningModule):
@@ -310,6 +407,45 @@ def test_two_optimizers_that_are_stepped_by_hand(anywhere, path, stage):
     assert_like(resumed, whole)
 
 
+class ByHand(Classifier):
+    """Steps inside ``training_step``, which reads a parameter of its own."""
+
+    def __init__(self, closures: bool):
+        super().__init__()
+        self.automatic_optimization = False
+        self.closures = closures
+
+    def training_step(self, batch, number):
+        optimizer = self.optimizers()
+        for _ in range(2):
+
+            def closure():
+                loss = self.loss(batch)
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                self.seen.append((loss.item(), 0.0))
+                return loss
+
+            if self.closures:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+        return self.loss(batch)
+
+
+@STAGES
+@pytest.mark.parametrize("closures", [False, True])
+def test_a_step_inside_a_training_step(anywhere, stage, closures):
+    models = [ByHand(closures), ByHand(closures)]
+    for model, kind in zip(models, (None, stage), strict=True):
+        made = trainer(anywhere, kind, gradient_clip_val=None)
+        if kind is not None:
+            del made.strategy._sharding["bucket_mb"]  # one unit, of the module's own parameter, too
+        made.fit(model, data())
+    assert_like(*models)
+
+
 def test_a_module_on_the_meta_device_is_made_sharded(anywhere, path):
     fitted(anywhere, 3).trainer.save_checkpoint(path / "all.ckpt")
     again = trainer(anywhere, 3, epochs=4)
@@ -343,6 +479,10 @@ class Refused(Classifier):
 def test_what_cannot_be_is_refused_by_name(anywhere, path):
     with pytest.raises(TypeError, match="no argument 'find_unused_parameters'"):
         ShardedStrategy(2, find_unused_parameters=True)
+    with pytest.raises(ValueError, match="start_method='spawn' the module's weights are pickled"):
+        ShardedStrategy(3, start_method="spawn")
+    with pytest.raises(ValueError, match="a AsyncCheckpointIO would not see"):
+        fitted(anywhere, 2, plugins=[AsyncCheckpointIO()])
     with pytest.raises(TypeError, match="LBFGS"):
         fitted(anywhere, 2, Refused())
     model = fitted(anywhere, 2)
@@ -354,7 +494,9 @@ def test_what_cannot_be_is_refused_by_name(anywhere, path):
             model.trainer.save_checkpoint(**{"filepath": path / "all.ckpt", **arguments})
     model.trainer.save_checkpoint(path / "all.ckpt")
     with pytest.raises(ValueError, match="Leave weights_only out"):
-        model.trainer.strategy.load_checkpoint(path / "all.ckpt", weights_only=True)
+        trainer(anywhere, 2).test(
+            Classifier(), data(7), ckpt_path=path / "all.ckpt", weights_only=True
+        )
 
 
 def test_a_file_in_the_place_of_a_checkpoint_is_replaced(anywhere, rank, path):

@@ -261,16 +261,54 @@ def test_what_is_not_strict_is_reported(mesh):
     assert_state(full_state(model), expected)
 
 
-def test_loading_into_a_released_part_is_refused(mesh):
-    """Only the sharded module itself gathers for it."""
-    model = sharded(mesh)
-    with pytest.raises(RuntimeError, match=r"zero_ext \[rank \d, unit 'layers.0.weight"):
-        model.layers[0].load_state_dict(nn.Linear(5, 7).state_dict())
-    with model.summon_full_params():
+@pytest.mark.parametrize("part", ["layers", "layers.1", "norm"])
+def test_a_part_of_it_is_saved_and_loaded_alone(mesh, part):
+    model, plain = sharded(mesh), Mixed(seed=1)
+    expected = full_state(model)
+    found = full_state(model.get_submodule(part))
+    assert found.keys() == plain.get_submodule(part).state_dict().keys()
+    for name, value in found.items():
+        assert_bits(value, expected[f"{part}.{name}"], name)
+    model.get_submodule(part).load_state_dict(plain.get_submodule(part).state_dict())
+    expected |= {
+        f"{part}.{name}": value for name, value in full_state(plain.get_submodule(part)).items()
+    }
+    for name, value in full_state(model).items():
+        assert_bits(value, expected[name], name)
+    assert model.stats()["bytes_full"] == 0, "gathered"
+
+
+@pytest.mark.parametrize("change", ["remove", "swap", "insert", "parametrize"])
+def test_names_are_those_of_layers_that_were_moved(mesh, shared_path, rank, change):
+    def moved(model):
+        if change == "remove":
+            del model[0]
+        elif change == "swap":
+            model[0], model[1] = model[1], model[0]
+        elif change == "insert":
+            model.insert(1, nn.Tanh())
+        else:
+            nn.utils.parametrize.register_parametrization(model[1], "weight", nn.Tanh())
+        return model
+
+    def layers():
         torch.manual_seed(3)
-        model.layers[0].load_state_dict(nn.Linear(5, 7).state_dict())
-    torch.manual_seed(3)
-    assert torch.equal(full_state(model)["layers.0.weight"], nn.Linear(5, 7).weight)
+        return nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)))
+
+    model = sharded(mesh, layers(), bucket_mb=150 / 2**20)
+    with model.summon_full_params():
+        moved(model)
+    expected = moved(layers()).state_dict()
+    found = full_state(model)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_bits(found[name], value, name)
+    zero_ext.checkpoint.save(shared_path / "saved", model)
+    if rank == 0:
+        values, _ = zero_ext.checkpoint.read_whole(shared_path / "saved")
+        for name, value in expected.items():
+            assert_bits(values[name], value, name)
+    zero_ext.checkpoint.export_safetensors(model, shared_path / "exported")
 
 
 def test_a_module_around_it_loads_it(mesh):

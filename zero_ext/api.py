@@ -117,8 +117,8 @@ def shard(
     ignored |= {id(p) for _, p in whole}
     if not isinstance(module, FSDPModule):  # refused for its parameters
         _refuse_taken_names(module)
-    if sync_module_states:
-        check_buffers(groups, [(n, b) for n, b in module.named_buffers() if not b.is_meta])
+    buffers = list(module.named_buffers()) if sync_module_states else []
+    check_buffers(groups, [(name, b) for name, b in buffers if not b.is_meta])
     blocks = None
     if stage == 3:
         check_sizes(bucket_mb)
@@ -144,6 +144,7 @@ def shard(
         meta=meta,
         offload_policy=offload_policy,
         whole=whole,
+        buffers=buffers,
     )
     try:
         if meta is not None:
@@ -218,6 +219,7 @@ class ShardedMethods:
         self._mp_policy = mp_policy
         self._places = places
         self._forgets = False  # inside summon_full_params(writeback=False)
+        self._loading: nn.Module | None = None  # whose load_state_dict() runs
         self._held_before_load = False
 
     def __deepcopy__(self, memo) -> "ShardedMethods":
@@ -331,31 +333,41 @@ class ShardedMethods:
         self.handle.engine.set_divide_factor(factor)
 
     def shards_in_state_dict(self, module: nn.Module, state_dict, prefix: str, metadata) -> None:
-        """Released parameters cannot be read: the state has ShardTensors in their places."""
+        """Released parameters cannot be read: the state has ShardTensors in their places.
+
+        Names are those of now: layers may have been moved since the module was sharded.
+        """
         if self._handle is None or not self._handle.engine.releases:
             return
         gathered = set(self._handle.engine.gathered_units())
-        for place in self._places:
-            key = prefix + place.name
-            value = state_dict.get(key)
-            _, i = find(place.parameter)
-            if value is None or value is place.parameter:  # keep_vars
-                continue
-            if self._handle.engine.unit_name_of(i) not in gathered:
-                state_dict[key] = self._handle.parameter_shard(i)
+        for owner_name, owner in module.named_modules(remove_duplicate=False):
+            for name, parameter in owner._parameters.items():
+                if parameter is None or not self.shards(parameter):
+                    continue
+                key = f"{prefix}{owner_name}.{name}" if owner_name else prefix + name
+                value = state_dict.get(key)
+                if value is None or value is parameter or isinstance(value, ShardTensor):
+                    continue  # left out; keep_vars; done by a submodule's hook
+                _, i = find(parameter)
+                if self._handle.engine.unit_name_of(i) not in gathered:
+                    state_dict[key] = self._handle.parameter_shard(i)
 
     def before_load(self, module: nn.Module, state_dict, prefix: str, *rest) -> None:
         if self._handle is None or not self._handle.engine.releases:
             return
-        self._held_before_load = self._handle.engine.held_by_user
-        self._handle.engine.unshard()
+        if self._loading in (None, module):  # else a module inside the one that is loaded
+            self._loading = module
+            self._held_before_load = self._handle.engine.held_by_user
+            self._handle.engine.unshard()
         for key, value in state_dict.items():
             if key.startswith(prefix) and isinstance(value, ShardTensor):
                 state_dict[key] = value.full_tensor()
 
     def after_load(self, module: nn.Module, incompatible_keys) -> None:
-        released = self._handle is not None and self._handle.engine.releases
-        if released and not self._held_before_load:
+        if self._loading is not module:
+            return
+        self._loading = None
+        if not self._held_before_load:
             self.reshard()
 
     def zero_grad(self, module: nn.Module, set_to_none: bool = True) -> None:
@@ -364,11 +376,11 @@ class ShardedMethods:
         mode = _C.ZeroGrad.to_none if set_to_none else _C.ZeroGrad.to_zero
         self._handle.engine.zero_grad(range(len(self._handle.parameters)), mode)
         for parameter in module.parameters():
-            if parameter.grad is None or self._shards(parameter):
+            if parameter.grad is None or self.shards(parameter):
                 continue
             parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)
 
-    def _shards(self, parameter: nn.Parameter) -> bool:
+    def shards(self, parameter: nn.Parameter) -> bool:
         entry = find(parameter)
         return entry is not None and entry[0] is self._handle
 
@@ -429,13 +441,21 @@ def _give_methods(module: nn.Module, handle: Handle, mp_policy: MixedPrecisionPo
         setattr(module, name, BoundMethod(methods, name))
     module.zero_grad = ZeroGrad(methods, module)
     if handle.engine.releases:
-        module.register_state_dict_post_hook(BoundMethod(methods, "shards_in_state_dict"))
-        module.register_load_state_dict_pre_hook(BoundMethod(methods, "before_load"))
-        module.register_load_state_dict_post_hook(BoundMethod(methods, "after_load"))
+        _watch_state_dicts(module, methods)
     module.register_forward_pre_hook(
         BoundMethod(methods, "before_forward"), with_kwargs=True, prepend=True
     )
     module.register_forward_hook(BoundMethod(methods, "after_forward"))
+
+
+def _watch_state_dicts(module: nn.Module, methods: ShardedMethods) -> None:
+    """Of ``module`` and of those submodules that have sharded parameters of their own."""
+    for each in module.modules():
+        owns = any(p is not None and methods.shards(p) for p in each._parameters.values())
+        if each is module or (owns and not isinstance(each, torch.jit.ScriptModule)):
+            each.register_state_dict_post_hook(BoundMethod(methods, "shards_in_state_dict"))
+            each.register_load_state_dict_pre_hook(BoundMethod(methods, "before_load"))
+            each.register_load_state_dict_post_hook(BoundMethod(methods, "after_load"))
 
 
 class BoundMethod:

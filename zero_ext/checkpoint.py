@@ -28,7 +28,7 @@ from zero_ext.checkpoint_contents import FORMAT, OBJECTS, Contents
 from zero_ext.export import export_safetensors
 from zero_ext.groups import all_or_none, check_same_on_all_ranks
 from zero_ext.handle import find
-from zero_ext.model_state import ModelState, groups_of, held_value, target_for
+from zero_ext.model_state import ModelState, groups_of, has_master, held_value, target_for
 
 __all__ = ["export_safetensors", "load", "save"]
 
@@ -94,8 +94,6 @@ def save(
     return (writer.start if async_ else writer.write)(path, state, groups)
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
 def load(
     path: str | os.PathLike,
     model: nn.Module,
@@ -120,7 +118,31 @@ def load(
         ValueError: names, shapes, or the optimizers or their groups do not fit. Nothing is changed.
         RuntimeError: some rank could not read it. Nothing is changed.
     """
-    groups, optimizers = groups_of(model), states.listed(optimizer)
+    return _load(path, model, states.listed(optimizer), strict)
+
+
+def load_optimizers(
+    path: str | os.PathLike,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    *,
+    strict: bool = True,
+) -> None:
+    """As ``load``, but for what ``model`` has loaded by itself: of it, masters alone get the bits
+    that their parameters have not. What was changed since keeps its value."""
+    _load(path, model, optimizers, strict, keeps_values=True)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _load(
+    path: str | os.PathLike,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    strict: bool,
+    keeps_values: bool = False,
+) -> dict[str, Any]:
+    groups = groups_of(model)
     what = f"load() of checkpoint '{path}'"
     files.writer_of(groups).wait()
     with all_or_none(groups, what):
@@ -129,6 +151,9 @@ def load(
         of_model = ModelState.of(model)
         contents = Contents.of(path)
         names, objects = contents.matching(of_model, strict)
+        if keeps_values:
+            names = [name for name in names if has_master(of_model.tensors[name])]
+            objects = {}
         values = {contents.keys[name]: target_for(of_model.tensors[name]) for name in names}
         objects |= {name: contents.objects[name] for name in objects.keys() & contents.objects}
         # What torch has written is read into what there is, part by part.
@@ -154,12 +179,34 @@ def load(
     with all_or_none(groups, what):
         for load_optimizer in loads:
             load_optimizer()
+    if keeps_values:
+        for name in names:
+            _keep_changes(values, contents.keys[name], of_model.tensors[name])
     of_model.write(
         model,
         {name: values[contents.keys[name]] for name in names},
         {name: templates.get(contents.keys[name], value) for name, value in objects.items()},
     )
     return contents.extra
+
+
+def _keep_changes(values: dict[str, Any], key: str, parameter: torch.Tensor) -> None:
+    now, saved = held_value(parameter), values[key]
+    unchanged = now.to(parameter.dtype) == saved.to(parameter.dtype)
+    values[key] = torch.where(unchanged, saved, now)
+
+
+def read_whole(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The model's ``state_dict()``, whole and on the host, with masters for parameters that were
+    trained, and ``extra``. Not collective."""
+    contents = Contents.of(Path(path).resolve())
+    values = {
+        name: torch.empty(contents.tensors[key].size, dtype=contents.tensors[key].properties.dtype)
+        for name, key in contents.keys.items()
+        if key in contents.tensors
+    }
+    files.read(contents.path, {contents.keys[name]: value for name, value in values.items()})
+    return values | contents.objects, contents.extra
 
 
 def _prepare(model: nn.Module) -> None:

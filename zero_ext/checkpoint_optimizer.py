@@ -139,7 +139,7 @@ def _saved_state(
         warnings.warn(
             f"zero_ext: the optimizer's states of parameters that are frozen now are passed over: "
             f"{first}.",
-            stacklevel=5,
+            stacklevel=8,
         )
     return {
         **saved,

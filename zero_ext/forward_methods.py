@@ -5,7 +5,7 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -58,6 +58,7 @@ class ForwardMethod:
         self._own = module.__dict__.get(name)  # where it is no method of the class
         self._methods = methods
         self._sites = sites
+        self._open: list[list[SiteHooks]] = []  # what each running call has entered
         with contextlib.suppress(AttributeError):
             functools.update_wrapper(self, self._method())
 
@@ -73,10 +74,11 @@ class ForwardMethod:
         twin._own, twin._methods, twin._sites = (
             copy.deepcopy(part, memo) for part in (self._own, self._methods, self._sites)
         )
+        twin._open = []
         return twin
 
     def __reduce__(self):
-        state = {**self.__dict__, "_module": self._module()}
+        state = {**self.__dict__, "_module": self._module(), "_open": []}
         return _unpickle, (state,)
 
     def _method(self) -> Callable:
@@ -89,13 +91,42 @@ class ForwardMethod:
 
     def __call__(self, *args, **kwargs):
         entered: list[SiteHooks] = []
+        self._open.append(entered)
         try:
             args, kwargs = self._enter(entered, args, kwargs)
             output = self._method()(*args, **kwargs)
         except BaseException:
             self._leave(entered, args, None)
             raise
+        finally:
+            self._open = [each for each in self._open if each is not entered]
         return self._leave(entered, args, output)
+
+    @property
+    def is_running(self) -> bool:
+        return bool(self._open)
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """As if the innermost call had ended: an optimizer may step. It goes on behind it."""
+        for hooks in reversed(self._open[-1]):
+            hooks.interrupt()
+        try:
+            yield
+        finally:
+            for hooks in self._open[-1]:
+                hooks.enter(self._module(), ())
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Within ``outside()``: as if it had not ended."""
+        for hooks in self._open[-1]:
+            hooks.enter(self._module(), ())
+        try:
+            yield
+        finally:
+            for hooks in reversed(self._open[-1]):
+                hooks.interrupt()
 
     # As module_hooks' hooks; the method itself may be compiled.
     @torch.compiler.disable

@@ -124,6 +124,16 @@ def place_of(value: Tensor) -> tuple[Handle, int] | None:
     return entry if engine.unit_of(i) >= 0 or engine.frozen_unit_of(i) >= 0 else None
 
 
+def has_master(value: Tensor) -> bool:
+    """Of more bits than its own."""
+    place = place_of(value)
+    return (
+        place is not None
+        and place[0].engine.unit_of(place[1]) >= 0
+        and value.dtype != torch.float32
+    )
+
+
 def held_value(value: Tensor) -> Tensor:
     """What this rank holds: a copy of its part of a parameter in a unit, of the fp32 master of one
     that is trained; of everything else the tensor itself."""

@@ -13,9 +13,15 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 
 from zero_ext import _C
+
+# Torch's default reuses code that was compiled before a module gained hooks, or for another one of
+# its class without them: a sharded module would run without ours. Set here and not in shard(),
+# because only what is compiled later is guarded.
+torch._dynamo.config.skip_nnmodule_hook_guards = False
 
 _CALL = nn.Module._call_impl.__code__
 
@@ -95,7 +101,7 @@ class SiteHooks:
     def __reduce__(self):
         return SiteHooks, (None, -1)
 
-    def enter(self, module: nn.Module, args, kwargs):
+    def enter(self, module: nn.Module, args, kwargs=None):  # torch.ao passes no kwargs
         if self._engine is None:
             return None
         self._forwards.leave_abandoned()
@@ -120,6 +126,12 @@ class SiteHooks:
         threw = output is None and sys.exc_info()[1] is not forward.handled
         backward_may_follow = forward.call is not None and not threw
         self._engine.leave_forward(self._site, outputs, backward_may_follow)
+
+    def interrupt(self) -> None:
+        """Leave, to enter again later; no backward follows meanwhile."""
+        forward = self._forwards.end(self) if self._forwards is not None else None
+        if forward is not None:
+            self.abandon(forward)
 
     def abandon(self, forward: _Forward) -> None:
         if forward.entered:

@@ -1,6 +1,7 @@
 """Taking over an optimizer of torch's: settings, groups, hooks and the schedules made on it."""
 
 import inspect
+import weakref
 from typing import Any
 
 import torch
@@ -73,8 +74,14 @@ def take_over(given: torch.optim.Optimizer, **ours: Any) -> ShardedOptimizer:
         optimizer.register_step_pre_hook(hook)
     for hook in given._optimizer_step_post_hooks.values():
         optimizer.register_step_post_hook(hook)
-    # torch's schedules warn when the optimizer that they were made on has not stepped.
-    optimizer.register_step_post_hook(lambda *_: setattr(given, "_opt_called", True))
+    replaced = weakref.ref(given)
+
+    def tell(*_) -> None:
+        """torch's schedules warn when the optimizer that they were made on has not stepped."""
+        if (made_on := replaced()) is not None:
+            made_on._opt_called = True
+
+    optimizer.register_step_post_hook(tell)
     given.state.clear()
     return optimizer
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from zero_ext import checkpoint, takeover
 from zero_ext.api import shard
+from zero_ext.forward_methods import register_forward_method
 from zero_ext.groups import all_or_none, resolve
 from zero_ext.handle import any_sharded, find
 from zero_ext.model_state import gather_state_dict
@@ -103,16 +104,21 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        prepared = getattr(model, "_is_accelerate_prepared", False)
         trained = any(parameter.requires_grad for parameter in model.parameters())
+        prepared = getattr(model, "_is_accelerate_prepared", False) and _is_sharded(model)
         if prepared or evaluation_mode or not trained:  # there is nothing to reduce
             return super().prepare_model(model, device_placement, evaluation_mode=True)
+        # It may have been prepared for an evaluation.
+        model._is_accelerate_prepared = False
+        self._models = [each for each in self._models if each is not model]
         if not _is_sharded(model):
             if device_placement is None:
                 device_placement = self.device_placement
             if device_placement and not any(p.is_meta for p in model.parameters()):
                 model.to(self.device)
             shard(model, **self._sharding)
+            if callable(getattr(model, "generate", None)):  # which calls parts of the model
+                register_forward_method(model, "generate")
         # Its autocast and its compiler, without its DDP.
         model = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         model._is_accelerate_prepared = True

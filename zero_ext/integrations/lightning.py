@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zero_ext import checkpoint as checkpoints
 from zero_ext import takeover
 from zero_ext.api import shard
-from zero_ext.forward_methods import register_forward_method
+from zero_ext.forward_methods import ForwardMethod, register_forward_method
 from zero_ext.groups import all_or_none, resolve
 from zero_ext.handle import any_sharded, find
 from zero_ext.shard_tensor import ShardTensor
@@ -31,6 +31,7 @@ _copy = next((name for name in _COPIES if name in sys.modules), None) or next(
     (name for name in _COPIES if importlib.util.find_spec(name.partition(".")[0])), _COPIES[0]
 )
 DDPStrategy = importlib.import_module(f"{_copy}.strategies").DDPStrategy
+TorchCheckpointIO = importlib.import_module(f"{_copy}.plugins").TorchCheckpointIO
 TrainerFn = importlib.import_module(f"{_copy}.trainer.states").TrainerFn
 
 _OF_ANY_STRATEGY = {
@@ -62,6 +63,7 @@ class ShardedStrategy(DDPStrategy):
         kwargs: Of ``DDPStrategy`` those that are not DDP's own, such as ``timeout``.
     Raises:
         TypeError: an argument is DDP's own.
+        ValueError: stage 3 with a ``start_method`` that pickles the module.
     """
 
     def __init__(self, stage: int = 2, *, sharding: dict[str, Any] | None = None, **kwargs: Any):
@@ -71,9 +73,20 @@ class ShardedStrategy(DDPStrategy):
                 f"zero_ext: ShardedStrategy has no argument '{min(unknown)}'. Leave out what is "
                 "DDP's own; what zero_ext.shard() takes goes into sharding={…}."
             )
+        if stage == 3 and kwargs.get("start_method", "popen") != "popen":
+            raise ValueError(
+                f"zero_ext: with start_method='{kwargs['start_method']}' the module's weights are "
+                "pickled by rank 0, which has a part of them with stage 3. Use torchrun or "
+                "start_method='popen'."
+            )
         super().__init__(**kwargs)
         self._sharding = {"stage": stage, **(sharding or {})}
-        self._has_loaded = False  # what the Trainer would give to the model and its optimizers
+        # Of the state_dict that is saved, and of that which is loaded from a folder, before hooks
+        # change them.
+        self._saved: dict[str, Any] = {}
+        self._loaded: dict[str, Any] = {}
+        self._folder: Path | None = None  # that is being loaded
+        self._made_on_meta = False
 
     # Setting up
 
@@ -91,13 +104,19 @@ class ShardedStrategy(DDPStrategy):
     def setup(self, trainer: Any) -> None:
         """
         Raises:
-            ValueError: the module was sharded before, with another stage.
+            ValueError: the module was sharded before, with another stage; or there is a plugin for
+                checkpoints, which are written by all ranks here.
         """
         fitting = trainer.state.fn == TrainerFn.FITTING
-        on_meta = any(parameter.is_meta for parameter in self.model.parameters())
+        self._made_on_meta = on_meta = _is_on_meta(self.model)
         if not (fitting or on_meta or self._sharding["stage"] == 3 or _is_sharded(self.model)):
             super().setup(trainer)
             return
+        if type(self.checkpoint_io) is not TorchCheckpointIO:
+            raise ValueError(
+                f"zero_ext: a {type(self.checkpoint_io).__name__} would not see the training's "
+                "checkpoints, which all ranks write into a folder. Leave it out."
+            )
         self.accelerator.setup(trainer)
         if _is_sharded(self.model):
             self._check_stage()
@@ -144,6 +163,21 @@ class ShardedStrategy(DDPStrategy):
         _of_fits.update(successors.values())
         self.optimizers = [successors.get(id(o), o) for o in self.optimizers]
 
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """With manual optimization inside ``training_step``, which has its parameters gathered."""
+        running = self.model.__dict__.get("training_step")
+        if not isinstance(running, ForwardMethod) or not running.is_running:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+        def inside() -> Any:
+            with running.inside():
+                return closure()
+
+        with running.outside():
+            return super().optimizer_step(optimizer, inside, model, **kwargs)
+
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         with self.model.no_sync() if _is_sharded(self.model) else contextlib.nullcontext():
@@ -163,7 +197,13 @@ class ShardedStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        return True
+        """Where there is no memory to restore into before. Else callbacks have their states first,
+        as with DDP."""
+        return self._made_on_meta or _is_on_meta(self.lightning_module)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self._saved = super().lightning_module_state_dict()
+        return dict(self._saved)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Nothing of a sharded one: ``save_checkpoint`` writes it, in parts."""
@@ -192,37 +232,52 @@ class ShardedStrategy(DDPStrategy):
             if self.is_global_zero and path.is_file():
                 path.unlink()  # is replaced, as Lightning's would be
             self.barrier()
+            state = checkpoint["state_dict"]
             others = {key: value for key, value in checkpoint.items() if key != "state_dict"}
+            if state.keys() != self._saved.keys() or _changed(state, self._saved):
+                others["state_dict"] = _gathered(state, self.is_global_zero)  # a hook's
             optimizers = self._optimizers_of_model(self.optimizers)
             checkpoints.save(path, self.model, optimizers, extra=others)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Collective. Of a folder the model and, in a fit, its optimizers have everything then.
+        """Collective. What hooks change in its ``state_dict`` is what the module gets.
 
         Raises:
             ValueError: ``weights_only`` is asked of a folder, whose entries are unpickled.
         """
         path = Path(self.broadcast(checkpoint_path))
-        self._has_loaded = path.is_dir()
-        if not self._has_loaded:
+        self._folder = path if path.is_dir() else None
+        if self._folder is None:
             return super().load_checkpoint(checkpoint_path, weights_only)
         if weights_only:
             raise ValueError(
                 f"zero_ext: the checkpoint '{path}' holds more than weights, which is unpickled. "
                 "Leave weights_only out if you trust it."
             )
-        optimizers = self._optimizers_of_model(self.optimizers)
-        others = checkpoints.load(path, self.model, optimizers)
-        return {**others, "state_dict": self.model.state_dict()}
+        if _is_sharded(self.lightning_module):  # whose ranks may not have memory for all of it
+            strict = self.lightning_module.strict_loading
+            others = checkpoints.load(path, self.lightning_module, strict=strict)
+            state = self.lightning_module.state_dict()
+        else:
+            state, others = checkpoints.read_whole(path)
+        self._loaded = {} if "state_dict" in others else state
+        return {"state_dict": dict(state), **others}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if not self._has_loaded:
+        if self._folder is None or not _is_sharded(self.lightning_module):
             super().load_model_state_dict(checkpoint, strict)
+        else:
+            changes = _changed(checkpoint["state_dict"], self._loaded)
+            if changes:
+                self.lightning_module.load_state_dict(changes, strict=False)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if self._has_loaded:
+        if self._folder is not None:
+            optimizers = self._optimizers_of_model(self.optimizers)
+            strict = self.lightning_module.strict_loading
+            checkpoints.load_optimizers(self._folder, self.model, optimizers, strict=strict)
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
@@ -241,6 +296,14 @@ def _is_sharded(model: nn.Module | None) -> bool:
 
 def _is_ours(optimizer: Any) -> bool:
     return isinstance(optimizer, ShardedOptimizer)
+
+
+def _is_on_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def _changed(state: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if before.get(name) is not value}
 
 
 def _gathered(state: dict[str, Any], keeps: bool) -> dict[str, Any]:

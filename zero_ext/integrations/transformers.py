@@ -1,6 +1,7 @@
 """``transformers.Trainer`` over sharded models."""
 
 import functools
+import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
@@ -59,6 +60,13 @@ class ShardedTrainerMixin:
         if checkpoint_folder is None:
             return
         path = Path(checkpoint_folder) / _CHECKPOINT
+        if not path.exists():
+            warnings.warn(
+                f"zero_ext: '{checkpoint_folder}' has weights alone: optimizer and schedule begin "
+                "anew.",
+                stacklevel=2,
+            )
+            return
         checkpoint.load(path, self.model, self._sharded_optimizer())
         schedule = torch.load(Path(checkpoint_folder) / SCHEDULER_NAME, weights_only=True)
         self.lr_scheduler.load_state_dict(schedule)
