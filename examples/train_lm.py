@@ -25,28 +25,45 @@ HELD_OUT_WINDOWS = 256
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stage", type=int, default=2, choices=(0, 1, 2, 3), help="ZeRO stage")
     parser.add_argument("--ddp", action="store_true", help="plain PyTorch instead of zero_ext")
     parser.add_argument("--size", default="base", choices=SIZES)
     parser.add_argument("--text", help="file or directory; default: Python's standard library")
-    parser.add_argument("--steps", type=int, default=700)
-    parser.add_argument("--accumulation-steps", type=int, default=1, help="micro-batches per step")
-    parser.add_argument("--batch-size", type=int, default=4, help="sequences per micro-batch, rank")
-    parser.add_argument("--sequence", type=int, default=128, help="bytes per sequence")
+    parser.add_argument("--steps", type=positive, default=700)
+    parser.add_argument(
+        "--accumulation-steps", type=positive, default=1, help="micro-batches per step"
+    )
+    parser.add_argument(
+        "--batch-size", type=positive, default=4, help="sequences per micro-batch, rank"
+    )
+    parser.add_argument("--sequence", type=positive, default=128, help="bytes per sequence")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="of the parameters")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda: a GPU for each rank")
     parser.add_argument("--out", type=Path, help="default: runs/stage<N> or runs/ddp")
-    parser.add_argument("--checkpoint-every", type=int, metavar="STEPS", help="to OUT/step-<N>")
+    parser.add_argument(
+        "--checkpoint-every", type=positive, metavar="STEPS", help="to OUT/step-<N>"
+    )
     parser.add_argument("--resume", type=Path, metavar="CHECKPOINT", help="go on from there")
     arguments = parser.parse_args()
     if arguments.ddp and (arguments.checkpoint_every or arguments.resume):
         parser.error("--ddp is there to compare with, and has no checkpoints")
     arguments.name = "ddp" if arguments.ddp else f"stage{arguments.stage}"
     arguments.out = arguments.out or Path("runs") / arguments.name
+    if arguments.text is not None and not Path(arguments.text).exists():
+        parser.error(f"--text {arguments.text} does not exist")
+    if arguments.out.is_file():
+        parser.error(f"--out {arguments.out} is a file, not a directory")
     return arguments
 
 
@@ -92,7 +109,7 @@ def warm_up_then_cosine(optimizer: torch.optim.Optimizer, steps: int):
     def factor(step: int) -> float:
         if step < warm_up:
             return (step + 1) / warm_up
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm_up) / (steps - warm_up)))
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm_up) / max(1, steps - warm_up)))
 
     return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
@@ -113,6 +130,8 @@ def train(model, optimizer, text: Tensor, args: argparse.Namespace, rank: int, w
     if args.resume:
         log = load_checkpoint(args, model, optimizer, scheduler)
     done = len(log["loss"])
+    if done >= args.steps:
+        raise SystemExit(f"--resume {args.resume} has made {done} steps: give more --steps")
     for _ in range(done * args.accumulation_steps):  # what was read before
         corpus.sample(text, args.batch_size, args.sequence, data)
     progress = tqdm(total=args.steps, initial=done, unit="step", disable=rank != 0, mininterval=1.0)

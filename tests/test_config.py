@@ -7,6 +7,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from zero_ext.config import Config
+from zero_ext.scaler import LossScaler
 
 # As configurations are found in the world: much of it changes no result.
 USUAL = {
@@ -60,6 +61,7 @@ def test_a_usual_configuration_is_understood(tmp_path):
         casts_inputs=False,
         nonfinite="skip",
         max_grad_norm=1.0,
+        measures_norm=True,
         offload_policy=CPUOffloadPolicy(pin_memory=True),
         reduce_dtype=None,
         optimizer=("AdamW", {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8}),
@@ -74,12 +76,14 @@ def test_what_is_left_out_has_deepspeeds_defaults():
     config = Config.read({"train_batch_size": 6}, world_size=3)
     assert (config.micro_batch_size, config.accumulation_steps, config.stage) == (2, 1, 0)
     assert config.dtype is None and config.max_grad_norm is None and config.optimizer is None
+    assert not config.measures_norm
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
         ({"train_batch_size": 24}, (24, 12, 1)),
+        ({"train_batch_size": 24.0}, (24, 12, 1)),
         ({"train_micro_batch_size_per_gpu": 3}, (6, 3, 1)),
         ({"train_batch_size": 24, "train_micro_batch_size_per_gpu": 3}, (24, 3, 4)),
         ({"train_batch_size": 24, "gradient_accumulation_steps": 3}, (24, 4, 3)),
@@ -120,13 +124,45 @@ def test_batch_sizes_complete_each_other(given, expected):
                 "min_scale": 2,
             },
         ),
+        (
+            {"loss_scale_window": 1000.0, "hysteresis": 2.0},
+            {
+                "mode": "dynamic",
+                "init_scale": 65536.0,
+                "growth_interval": 1000,
+                "hysteresis": 2,
+                "min_scale": 1,
+            },
+        ),
         ({"loss_scale": 128}, {"mode": "static", "init_scale": 128}),
+        ({"loss_scale": 0.5, "min_loss_scale": 2**17}, {"mode": "static", "init_scale": 0.5}),
     ],
-    ids=["default", "dynamic", "static"],
+    ids=["default", "dynamic", "whole", "static", "below the least"],
 )
 def test_loss_scales(fp16, scaler):
     config = Config.read(of(fp16={"enabled": True, "auto_cast": True, **fp16}), 1)
     assert config.dtype == torch.float16 and config.scaler == scaler and config.casts_inputs
+    assert repr(config.scaler) == repr(scaler)  # 1000, not 1000.0
+    LossScaler(**config.scaler)
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {
+            "fp16": {
+                "enabled": False,
+                "loss_scale_window": "auto",
+                "fp16_master_weights_and_grads": 1,
+            }
+        },
+        {"bf16": {"check_grad_overflow": "auto", "immediate_grad_update": "auto"}},
+    ],
+    ids=["fp16", "bf16"],
+)
+def test_a_section_that_is_not_enabled_may_say_what_it_likes(section):
+    config = Config.read(of(**section), 1)
+    assert config.dtype is None and config.scaler is None and config.nonfinite == "skip"
 
 
 def test_steps_with_infinities_are_made_if_bf16_says_so():
@@ -149,6 +185,29 @@ def test_older_names():
         ({"train_batch_size": 0}, "'train_batch_size' is 0, not a count"),
         (USUAL, "'train_batch_size' is 'auto', which an integration"),
         (of(optimizer={"type": "AdamW", "params": {"lr": "auto"}}), "optimizer.params.lr.* 'auto'"),
+        (
+            of(optimizer={"type": "AdamW", "params": {"betas": ["auto", 0.9]}}),
+            r"params.betas.*\['auto'",
+        ),
+        (
+            of(optimizer={"type": "AdamW", "params": {"lr": "1e-3"}}),
+            "params.lr' is '1e-3': a number",
+        ),
+        (
+            of(optimizer={"type": "AdamW", "params": {"betas": (0.9, "0.99")}}),
+            "optimizer.params.betas.*: a number in quotes",
+        ),
+        (
+            of(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": "9"}}),
+            "'scheduler.params.warmup_num_steps' is '9'",
+        ),
+        (of(optimizer={"params": {"lr": 1e-3}}), "'optimizer' is .*, without a 'type'"),
+        (of(scheduler={"params": {"warmup_num_steps": 3}}), "'scheduler' is .*, without a 'type'"),
+        (of(optimizer={"typ": "AdamW"}), "'optimizer.typ' is 'AdamW': there is no such"),
+        (of(bf16={"enable": True}), "'bf16.enable' is True: there is no such"),
+        (of(fp16={"enable": True}), "'fp16.enable' is True: there is no such"),
+        (of(bfloat16={"enable": True}), "'bf16.enable' is True: there is no such"),
+        (of(fp16={"enabled": False, "loss_scale_windw": 7}), "'fp16.loss_scale_windw' is 7"),
         (of(fp16={"enabled": True}, bf16={"enabled": True}), "both fp16 and bf16"),
         (of(zero_optimization={"stage": 4}), "zero_optimization.stage.* is 4"),
         (of(zero_optimization=True), "'zero_optimization' is True, not an object"),
@@ -182,6 +241,18 @@ def test_older_names():
         (of(data_types={"grad_accum_dtype": "bf16"}), "'data_types'"),
         (of(communication_data_type="fp8"), "'communication_data_type' is 'fp8'"),
         (of(fp16={"enabled": True, "loss_scale": "big"}), "'fp16.loss_scale' is 'big'"),
+        (of(fp16={"enabled": True, "loss_scale": 2.0**101}), "'fp16.loss_scale' is .* to 1.*e.30"),
+        (of(fp16={"enabled": True, "initial_scale_power": 101}), "power' is 101, .* from 0 to 100"),
+        (
+            of(fp16={"enabled": True, "min_loss_scale": 0}),
+            "'fp16.min_loss_scale' is 0, not above 0",
+        ),
+        (
+            of(fp16={"enabled": True, "min_loss_scale": 1024, "initial_scale_power": 8}),
+            "'fp16.min_loss_scale' is 1024, .* at most the first scale, 256",
+        ),
+        (of(fp16={"enabled": True, "loss_scale_window": 1.5}), "window' is 1.5, not a count"),
+        (of(fp16={"enabled": True, "hysteresis": 0}), "'fp16.hysteresis' is 0, not a count"),
         (of(bf16={"enabled": True, "bf16_optimizer_states": True}), "bf16.bf16_optimizer_states"),
         ("/no/such/file.json", "cannot be read"),
     ],

@@ -1,6 +1,8 @@
 """examples/train_lm.py at its smallest: two ranks as subprocesses, a dozen steps."""
 
+import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +51,27 @@ def test_a_resumed_run_has_the_losses_of_one_that_went_on(tmp_path):
     resumed = train(tmp_path, "--stage=3", "--resume=run/step-8")
     assert resumed["loss"] == log["loss"]
     assert resumed["gradient_norm"] == log["gradient_norm"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--steps=0", "--steps: 0 is not positive"),
+        ("--batch-size=-1", "--batch-size: -1 is not positive"),
+        ("--sequence=0", "--sequence: 0 is not positive"),
+        ("--text=nope", "--text nope does not exist"),
+        ("--out=zero_text.txt", "--out zero_text.txt is a file"),
+    ],
+    ids=lambda value: value.partition("=")[0] if "=" in value else "",
+)
+def test_what_cannot_be_is_refused_at_once(tmp_path, monkeypatch, capsys, argument, message):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    Path("zero_text.txt").write_text("taken")
+    monkeypatch.setattr(sys, "argv", ["train_lm.py", *TINY, argument])
+    with pytest.raises(SystemExit):
+        importlib.import_module("train_lm").parse_arguments()
+    assert message in capsys.readouterr().err
 
 
 def test_one_process_needs_no_torchrun(tmp_path):

@@ -118,11 +118,12 @@ def test_a_script_trains_as_one_process(anywhere, rank, stage):
 
 
 @STAGES
-def test_it_is_the_library_itself(anywhere, rank, stage):
-    engine = initialized(anywhere, MLP(13), stage, bf16={"enabled": True}, gradient_clipping=0.05)
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_it_is_the_library_itself(anywhere, rank, stage, clip):
+    engine = initialized(anywhere, MLP(13), stage, bf16={"enabled": True}, gradient_clipping=clip)
     model = zero_ext.shard(MLP(13).bfloat16(), stage, mesh=anywhere, accumulation_steps=MICROS)
     optimizer = zero_ext.optim.AdamW(
-        model.parameters(), **{**ADAMW, "betas": (0.8, 0.9)}, max_grad_norm=0.05
+        model.parameters(), **{**ADAMW, "betas": (0.8, 0.9)}, max_grad_norm=clip
     )
     train(engine, rank, range(3))
     for step in range(3):
@@ -133,6 +134,27 @@ def test_it_is_the_library_itself(anywhere, rank, stage):
         optimizer.zero_grad()
     for (name, p), q in zip(model.named_parameters(), engine.module.parameters(), strict=True):
         assert_bits(zero_ext.full_tensor(q), zero_ext.full_tensor(p), name)
+
+
+@STAGES
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.NAdam], ids=["ours", "torch's"])
+def test_the_norm_is_there_without_clipping(anywhere, rank, stage, kind):
+    engine = initialized(anywhere, MLP(13), stage, lambda parameters: kind(parameters, lr=0.05))
+    model = MLP(13)
+    plain = OneProcess(anywhere, model, kind(model.parameters(), lr=0.05), clip=float("inf"))
+    assert engine.get_global_grad_norm() is None and engine.gradient_clipping() == 0
+    for step in range(2):
+        train(engine, rank, [step])
+        plain.train([step])
+        expected = None if stage == 0 else pytest.approx(plain.norm.item(), rel=1e-4)
+        assert engine.get_global_grad_norm() == expected
+
+
+def test_the_norm_may_be_left_out(anywhere, rank):
+    zero = {"stage": 2, "compute_grad_norm": False}
+    engine = initialized(anywhere, MLP(13), zero_optimization=zero)
+    train(engine, rank, [0])
+    assert engine.get_global_grad_norm() is None
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -437,8 +459,9 @@ def test_it_has_what_the_module_has(anywhere, rank, caplog):
     }
     engine.eval()
     assert not engine.module.training
-    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+    with pytest.raises(AttributeError, match=r"engine has no 'nonsense', and the module \(MLP\)"):
         _ = engine.nonsense
+    assert not hasattr(engine, "nonsense")
     with caplog.at_level(logging.INFO, "zero_ext"):
         train(engine, rank, range(4))
     told = [record.getMessage() for record in caplog.records if record.name == "zero_ext"]
@@ -458,6 +481,8 @@ def test_without_an_optimizer_it_evaluates(anywhere, rank):
         engine.step()
     with pytest.raises(RuntimeError, match=r"backward\(\) needs an optimizer"):
         engine.backward(mean_square(engine, train_batch(rank)))
+    with pytest.raises(RuntimeError, match=r"get_lr\(\) needs an optimizer"):
+        engine.get_lr()
 
 
 HALF = {**CONFIG, "bf16": {"enabled": True}}
@@ -495,11 +520,11 @@ def stepped(model):
         ),
         (
             {"config": {**CONFIG, "fp16": {"enabled": True, "hysteresis": 0}}},
-            "hysteresis must be at",
+            "'fp16.hysteresis' is 0",
         ),
         (
             {"config": {**CONFIG, "fp16": {"enabled": True, "initial_scale_power": 1e9}}},
-            "scale must be",
+            "'fp16.initial_scale_power' is 1000000000.0",
         ),
         (
             {"config": {**HALF, "scheduler": {"type": "WarmupLR", "params": {"steps": 3}}}},
@@ -507,7 +532,7 @@ def stepped(model):
         ),
         (
             {"config": {**HALF, "optimizer": {"type": "Adam", "params": {"lr": "1e-3"}}}},
-            "'optimizer.params': ",
+            "'optimizer.params.lr' is '1e-3'",
         ),
         (
             {"config": {**HALF, "optimizer": {"type": "Adam", "params": {"adam_w_mode": "no"}}}},

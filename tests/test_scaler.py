@@ -90,11 +90,12 @@ class TestSchedule:
             torch._amp_update_scale_(scale, streak, torch.tensor(float(overflow)), 2.0, 0.5, 3)
             assert scaler.get_scale() == scale.item()
 
-    def test_a_static_scale_stays(self):
-        scaler = zero_ext.LossScaler("static", init_scale=128)
+    @pytest.mark.parametrize("scale", [128, 0.5])
+    def test_a_static_scale_stays(self, scale):
+        scaler = zero_ext.LossScaler("static", init_scale=scale)
         for overflow in (True, False) * 3:
             scaler._step_made(overflow)
-        assert scaler.get_scale() == 128
+        assert scaler.get_scale() == scale
 
     def test_state_goes_on_where_it_was(self):
         overflows = [False, True, True, False, False, True, False, True, False, False]

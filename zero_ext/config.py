@@ -7,6 +7,7 @@ Integrations that fill in ``"auto"`` (Accelerate, Transformers) are to do so bef
 """
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
+
+from zero_ext.scaler import LARGEST_SCALE
 
 _DTYPES = {
     "fp16": torch.float16,
@@ -33,7 +36,7 @@ _TUNING = {
         contiguous_gradients round_robin_gradients use_multi_rank_bucket_allreduce sub_group_size
         load_from_fp32_weights elastic_checkpoint ignore_unused_parameters legacy_stage1
         log_trace_cache_warnings memory_efficient_linear pipeline_loading_checkpoint
-        override_module_apply enable_sanity_checks compute_grad_norm parameter_alignment
+        override_module_apply enable_sanity_checks parameter_alignment
         stage3_prefetch_bucket_size stage3_param_persistence_threshold
         stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance
         stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
@@ -45,6 +48,14 @@ _TUNING = {
         """,
     "zero_optimization.offload_param": "nvme_path buffer_count buffer_size max_in_cpu pin_memory",
     "bf16": "immediate_grad_update",
+}
+
+# What is read of a section only where it is enabled.
+_WHERE_ENABLED = {
+    "fp16": """
+        auto_cast loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale
+        """,
+    "bf16": "check_grad_overflow",
 }
 
 # Features that are not here, with the values that leave them out.
@@ -79,6 +90,7 @@ class Config:
             ``accumulation_steps`` times the number of ranks.
         dtype: What the model is cast to; None leaves it alone.
         scaler: Arguments of a ``LossScaler``; None for no loss scale.
+        measures_norm: Of the gradients, also where nothing is clipped.
         reduce_dtype: What gradients travel in; None: their own.
         optimizer, scheduler: Name and arguments.
     """
@@ -92,6 +104,7 @@ class Config:
     casts_inputs: bool
     nonfinite: str
     max_grad_norm: float | None
+    measures_norm: bool
     offload_policy: CPUOffloadPolicy | None
     reduce_dtype: torch.dtype | None
     optimizer: tuple[str, dict[str, Any]] | None
@@ -126,6 +139,7 @@ class Config:
             casts_inputs=is_fp16 and fp16.flag("auto_cast", False),
             nonfinite="step" if is_bf16 and not bf16.flag("check_grad_overflow", True) else "skip",
             max_grad_norm=root.number("gradient_clipping", 0) or None,
+            measures_norm=zero.flag("compute_grad_norm", stage > 0),
             offload_policy=_offload(zero),
             reduce_dtype=_dtype(root, "communication_data_type"),
             optimizer=_named(root, "optimizer"),
@@ -133,7 +147,10 @@ class Config:
             drop_last=root.flag("dataloader_drop_last", False),
             steps_per_print=root.number("steps_per_print", 0) or None,
         )
-        for section in (root, zero, *([fp16] if is_fp16 else []), *([bf16] if is_bf16 else [])):
+        for section, enabled in ((fp16, is_fp16), (bf16, is_bf16)):
+            if not enabled:
+                section.forget()
+        for section in (root, zero, fp16, bf16):
             section.finish()
         return result
 
@@ -152,10 +169,10 @@ class _Section:
 
     def take(self, key: str, default: Any) -> Any:
         value = self._values.pop(key, default)
-        if isinstance(value, str) and value == "auto":
+        if "auto" in _elements(value):
             raise ValueError(
-                f"zero_ext: config '{self.name(key)}' is 'auto', which an integration is to fill "
-                "in before. Give its value."
+                f"zero_ext: config '{self.name(key)}' is {value!r}, which an integration is to "
+                "fill in before. Give its value."
             )
         return value
 
@@ -172,19 +189,37 @@ class _Section:
             raise ValueError(f"zero_ext: config '{self.name(key)}' is {value!r}, not a name.")
         return value
 
-    def number(self, key: str, default: float) -> float:
+    def number(self, key: str, default: float, most: float = math.inf) -> float:
         value = self.take(key, default)
         value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+        if not _is_number(value) or not 0 <= value <= most:
+            allowed = "from 0 on" if most == math.inf else f"from 0 to {most:g}"
             name = self.name(key)
-            raise ValueError(f"zero_ext: config '{name}' is {value!r}, not a number from 0 on.")
+            raise ValueError(f"zero_ext: config '{name}' is {value!r}, not a number {allowed}.")
         return value
+
+    def count(self, key: str, default: int | None) -> int | None:
+        """Also written as 1000.0."""
+        value = self.take(key, default)
+        if value is None:
+            return default
+        if not _is_number(value) or not value >= 1 or value % 1 != 0:
+            name = self.name(key)
+            raise ValueError(f"zero_ext: config '{name}' is {value!r}, not a count of at least 1.")
+        return int(value)
 
     def section(self, key: str) -> "_Section":
         return _Section(self.name(key), self.take(key, None) or {})
 
     def rest(self) -> dict[str, Any]:
         return {key: self.take(key, None) for key in list(self._values)}
+
+    def forget(self) -> None:
+        """Drop what would have been asked for if the section were enabled."""
+        known = f"{_WHERE_ENABLED[self.path]} {_TUNING.get(self.path, '')}".split()
+        for key in list(self._values):
+            if key in known or self.name(key) in _ABSENT:
+                del self._values[key]
 
     def finish(self) -> None:
         """Raises where something is left that asks for what is not here."""
@@ -196,6 +231,21 @@ class _Section:
             raise ValueError(
                 f"zero_ext: config '{name}' is {value!r}: there is no such setting here. Remove it."
             )
+
+
+def _elements(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_quoted_number(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and math.isfinite(float(value))
+    except ValueError:
+        return False
 
 
 def _is_off(value: Any) -> bool:
@@ -240,11 +290,7 @@ _BATCH_SIZES = (
 
 def _batch_sizes(root: _Section, world_size: int) -> tuple[int, int, int]:
     """All three of them, of which some may be left out."""
-    given = {key: root.take(key, None) for key in _BATCH_SIZES}
-    for key, value in given.items():
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"zero_ext: config '{key}' is {value!r}, not a count of at least 1.")
-    train, micro, accumulation = given.values()
+    train, micro, accumulation = (root.count(key, None) for key in _BATCH_SIZES)
     if train is None and micro is None:
         raise ValueError(
             "zero_ext: config has neither 'train_batch_size' nor 'train_micro_batch_size_per_gpu'."
@@ -266,14 +312,23 @@ def _batch_sizes(root: _Section, world_size: int) -> tuple[int, int, int]:
 
 
 def _scaler(fp16: _Section) -> dict[str, Any]:
-    static = fp16.number("loss_scale", 0)
+    static = fp16.number("loss_scale", 0, most=LARGEST_SCALE)
+    first = 2.0 ** fp16.number("initial_scale_power", 16, most=math.log2(LARGEST_SCALE))
     dynamic = {
-        "init_scale": 2.0 ** min(fp16.number("initial_scale_power", 16), 1000),
-        "growth_interval": fp16.take("loss_scale_window", 1000),
-        "hysteresis": fp16.take("hysteresis", 2),
+        "init_scale": first,
+        "growth_interval": fp16.count("loss_scale_window", 1000),
+        "hysteresis": fp16.count("hysteresis", 2),
         "min_scale": fp16.number("min_loss_scale", 1),
     }
-    return {"mode": "static", "init_scale": static} if static else {"mode": "dynamic", **dynamic}
+    if static:
+        return {"mode": "static", "init_scale": static}
+    least = dynamic["min_scale"]
+    if not 0 < least <= first:
+        raise ValueError(
+            f"zero_ext: config '{fp16.name('min_loss_scale')}' is {least!r}, not above 0 and at "
+            f"most the first scale, {first:g}."
+        )
+    return {"mode": "dynamic", **dynamic}
 
 
 def _offload(zero: _Section) -> CPUOffloadPolicy | None:
@@ -306,8 +361,18 @@ def _dtype(root: _Section, key: str) -> torch.dtype | None:
 
 def _named(root: _Section, key: str) -> tuple[str, dict[str, Any]] | None:
     """``{"type": …, "params": {…}}``."""
-    section = root.section(key)
-    kind, arguments = section.text("type"), section.section("params").rest()
+    given = root.take(key, None) or {}
+    section = _Section(key, given)
+    kind, params = section.text("type"), section.section("params")
+    arguments = params.rest()
     section.take("legacy_fusion", False)
     section.finish()
+    for name, value in arguments.items():
+        if any(_is_quoted_number(element) for element in _elements(value)):
+            raise ValueError(
+                f"zero_ext: config '{params.name(name)}' is {value!r}: a number in quotes. Remove "
+                "the quotes."
+            )
+    if kind is None and given:
+        raise ValueError(f"zero_ext: config '{key}' is {given!r}, without a 'type'. Give it.")
     return None if kind is None else (kind, arguments)

@@ -87,7 +87,14 @@ class TrainingEngine(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+            module = super().__getattr__("module")
+        try:
+            return getattr(module, name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"zero_ext: the engine has no '{name}', and the module ({type(module).__name__}) "
+                "neither."
+            ) from error
 
     # A micro-batch
 
@@ -235,10 +242,12 @@ class TrainingEngine(nn.Module):
         return self._step_applied
 
     def get_lr(self) -> list[float]:
+        self._needs_optimizer("get_lr()")
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Before clipping, of the last step that was made; None without ``gradient_clipping``."""
+        """Before clipping, of the last step that was made; None where there was none, or nobody
+        measures: stage 0, or ``compute_grad_norm`` false, without ``gradient_clipping``."""
         norm = None if self.optimizer is None else self.optimizer.grad_norm
         return None if norm is None else norm.item()
 

@@ -1,6 +1,7 @@
 """initialize: ``deepspeed.initialize``, for scripts and configurations that were written for it."""
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -138,8 +139,9 @@ def _sharded(model: nn.Module, settings: Config, sharding: dict[str, Any]) -> nn
 def _arguments_of_ours(settings: Config) -> dict[str, Any]:
     """What the optimizers here have and torch's have not."""
     scaler = LossScaler(**settings.scaler) if settings.scaler else None
+    measured = math.inf if settings.measures_norm else None  # clips by a factor of 1
     return {
-        "max_grad_norm": settings.max_grad_norm,
+        "max_grad_norm": settings.max_grad_norm or measured,
         "nonfinite": settings.nonfinite,
         "loss_scaler": scaler,
     }

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 # Gradients of 1 would overflow fp16 at 2**16 already; the reciprocal must not be a subnormal.
-_LARGEST_SCALE = 2.0**100
+LARGEST_SCALE = 2.0**100
 _STATE = (
     "mode",
     "scale",
@@ -135,7 +135,7 @@ class LossScaler:
             if self._good_steps == self._growth_interval:
                 self._good_steps = 0
                 self._overflows_left = self._hysteresis
-                self._scale = min(self._scale * self._growth_factor, _LARGEST_SCALE)
+                self._scale = min(self._scale * self._growth_factor, LARGEST_SCALE)
         self._tell()
 
     def _expects_overflow(self) -> bool:
@@ -166,13 +166,13 @@ class LossScaler:
 def _check(state: dict[str, Any]) -> None:
     problems = {
         "mode must be 'dynamic' or 'static'": state["mode"] in ("dynamic", "static"),
-        "scale must be positive, 2**100 at most": 0 < state["scale"] <= _LARGEST_SCALE,
+        "scale must be positive, 2**100 at most": 0 < state["scale"] <= LARGEST_SCALE,
         "growth_factor must be at least 1": 1 <= state["growth_factor"] < math.inf,
         "backoff_factor must be above 0 and at most 1": 0 < state["backoff_factor"] <= 1,
         "growth_interval must be at least 1": _is_count(state["growth_interval"], 1),
         "hysteresis must be at least 1": _is_count(state["hysteresis"], 1),
         "min_scale must be positive and at most the scale": (
-            0 < state["min_scale"] <= state["scale"]
+            state["mode"] == "static" or 0 < state["min_scale"] <= state["scale"]
         ),
         "good_steps must be a count": _is_count(state["good_steps"], 0),
         "overflows_left must be a count": _is_count(state["overflows_left"], 0),
