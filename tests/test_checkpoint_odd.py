@@ -223,6 +223,20 @@ def test_a_plain_checkpoint_of_a_compiled_model_is_read(anywhere, rank, path):
         assert_bits(value, MLP(13).get_parameter(name), name)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_checkpoint_without_a_model_entry_says_how_to_write_one(anywhere, rank, path, strict):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        path = path.with_name(f"bare {rank}")
+        dcp.save(MLP(13).state_dict(), checkpoint_id=path, no_dist=True)
+    model = made(anywhere, 2, changed(MLP(13)))[0]
+    message = r"without a 'model' entry.* 'layers.0.bias'.* Write \{'model': model.state_dict\(\)\}"
+    with pytest.raises(ValueError, match=message):
+        checkpoint.load(path, model, strict=strict)
+    for name, value in values_of(model).items():
+        assert_bits(value, changed(MLP(13)).get_parameter(name), name)
+
+
 class Twins(nn.Module):
     """Tied weights, whose first name is the one of the module that comes first."""
 

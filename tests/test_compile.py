@@ -1,10 +1,14 @@
 """torch.compile around sharded models: right, and compiled once."""
 
+import warnings
+
 import pytest
 import torch
 from harness import ResidualBlock, mean_square, rank_data
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.optim.lr_scheduler import StepLR
 
 import zero_ext
 
@@ -113,3 +117,126 @@ def test_a_registered_method_can_be_compiled(mesh, rank, stage):
         compiled(x).sum().backward()
         counts.append(counter.frame_count)
     assert 0 < counts[-1] == counts[1]
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = make()
+
+    def forward(self, x):
+        return self.inner(x) * 2
+
+
+def around_by(what, model):
+    """Something compiled that calls ``model.inner``, which never is compiled itself."""
+    if what == "module":
+        return torch.compile(model, backend="aot_eager")
+    return torch.compile(lambda x: model.inner(x) * 2, backend="aot_eager")
+
+
+@pytest.mark.dist
+@pytest.mark.host
+@pytest.mark.parametrize("what", ["module", "function"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_was_compiled_before_a_module_was_sharded_is_compiled_again(mesh, rank, stage, what):
+    model = Around()
+    run = around_by(what, model)
+    x = rank_data(SHAPE, rank, 0)
+    expected = run(x).detach()
+    policy = MixedPrecisionPolicy(output_dtype=torch.float64)
+    zero_ext.shard(model.inner, stage, mesh=mesh, bucket_mb=1e-4, mp_policy=policy)
+    y = run(x)
+    torch.testing.assert_close(y, expected.double(), rtol=1e-5, atol=1e-6)
+    y.sum().backward()
+    assert all(p.grad is not None for p in model.inner.parameters())
+    weight = model.inner[0].weight
+    model.inner[0].weight = nn.Parameter(torch.zeros(weight.shape, device=weight.device))
+    with pytest.raises(RuntimeError, match=r"'0\.weight' was replaced"):
+        run(x)
+
+
+@pytest.mark.dist
+@pytest.mark.host
+@pytest.mark.parametrize(
+    "first, second",
+    [
+        ({"stage": 2}, {"stage": 3, "bucket_mb": 1e-4}),
+        ({"stage": 3}, {"stage": 3, "bucket_mb": 1e-4}),
+        ({"stage": 3, "units": ResidualBlock}, {"stage": 3, "units": nn.Linear}),
+    ],
+)
+def test_compiled_models_of_one_class_may_be_cut_in_different_ways(mesh, rank, first, second):
+    x = rank_data(SHAPE, rank, 0)
+    expected = make()(x).detach()
+    for options in (first, second):
+        model = zero_ext.shard(make(), mesh=mesh, **options)
+        model.compile(backend="aot_eager")
+        y = model(x)
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+        y.sum().backward()
+        assert all(p.grad is not None for p in model.parameters())
+
+
+def clip_ours(model, optimizer):
+    return optimizer.clip_grad_norm_(0.01)
+
+
+def clip_torchs(model, optimizer):
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def add_up(model, optimizer):
+    return sum(p.grad.full_tensor().sum() for p in model.parameters())
+
+
+@pytest.mark.dist
+@pytest.mark.host
+@pytest.mark.parametrize("use_gradients", [clip_ours, clip_torchs, add_up])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_compiled_training_step_does_what_the_plain_one_does(mesh, rank, stage, use_gradients):
+    def train_step(model, optimizer, scheduler, x):
+        loss = mean_square(model, x)
+        loss.backward()
+        result = use_gradients(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        return loss.detach(), result
+
+    sides = []
+    for step in (train_step, torch.compile(train_step, backend="aot_eager")):
+        model = zero_ext.shard(make(), stage, mesh=mesh, bucket_mb=1e-4)
+        optimizer = zero_ext.optim.AdamW(model.parameters(), lr=0.1)
+        sides.append((step, model, optimizer, StepLR(optimizer, 1, gamma=0.5)))
+    for i in range(3):
+        x = rank_data(SHAPE, rank, i)
+        plain, compiled = (step(*arguments, x) for step, *arguments in sides)
+        torch.testing.assert_close(plain, compiled, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.dist
+@pytest.mark.host
+def test_an_optimizers_methods_can_be_compiled(mesh, rank):
+    model = zero_ext.shard(make(), mesh=mesh)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1)
+    before = zero_ext.full_tensor(model[0].weight).clone()
+    mean_square(model, rank_data(SHAPE, rank, 0)).backward()
+    clip = torch.compile(optimizer.clip_grad_norm_, backend="aot_eager")
+    assert clip(0.01).isfinite()
+    torch.compile(optimizer.step, backend="aot_eager")()
+    assert not zero_ext.full_tensor(model[0].weight).equal(before)
+    torch.compile(optimizer.zero_grad, backend="aot_eager")()
+    assert model[0].weight.grad is None
+
+
+@pytest.mark.dist
+@pytest.mark.host
+def test_the_warning_of_a_skipped_step_names_the_line_that_steps(mesh, rank):
+    model = zero_ext.shard(make(), mesh=mesh)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1)
+    (mean_square(model, rank_data(SHAPE, rank, 0)) * torch.inf).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    assert [warning.filename for warning in caught] == [__file__]

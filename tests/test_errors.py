@@ -31,7 +31,7 @@ from setups import (
 )
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_ext
@@ -50,6 +50,8 @@ def test_stage_that_does_not_exist_is_refused(stage):
         zero_ext.shard(MLP(), stage)
     with pytest.raises(ValueError, match="no stage"):
         zero_ext.optim.AdamW(MLP().parameters(), stage=stage)
+    with pytest.raises(ValueError, match="no stage"):
+        zero_ext.estimate_memory(MLP(), 2, stage)
 
 
 def test_reduction_of_another_name_is_refused():
@@ -62,6 +64,8 @@ def test_reduction_of_another_name_is_refused():
 def test_bucket_without_a_size_is_refused(stage, bucket_mb):
     with pytest.raises(ValueError, match="bucket_mb must be positive and finite"):
         zero_ext.shard(MLP(), stage, bucket_mb=bucket_mb)
+    with pytest.raises(ValueError, match="bucket_mb must be positive and finite"):
+        zero_ext.estimate_memory(MLP(), 2, stage, bucket_mb=bucket_mb)
 
 
 @pytest.mark.parametrize("name", ["prefetch_mb", "retained_bytes"])
@@ -118,12 +122,13 @@ def test_parameters_that_are_one_by_their_memory_alone_are_refused(trains):
     zero_ext.shard(model)
 
 
-def test_a_lazy_module_is_refused_until_it_has_shapes():
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_lazy_module_is_refused_until_it_has_shapes(stage):
     model = nn.Sequential(nn.LazyLinear(3))
     with pytest.raises(ValueError, match=r"'0.weight' has no shape yet. Run a forward"):
-        zero_ext.shard(model)
+        zero_ext.shard(model, stage)
     model(torch.ones(2, 5))
-    zero_ext.shard(model)
+    zero_ext.shard(model, stage)
 
 
 @dist_test
@@ -381,6 +386,121 @@ def test_models_that_differ_are_refused_on_every_rank(way, how, group, rank):
 def test_arguments_that_differ_are_refused_on_every_rank(way, group, rank):
     with pytest.raises(ValueError, match=f"stage={1 if rank else 2}|stage=2.*on rank 0"):
         Way(way.name, 1 if rank else 2).optimizer(small_mlp(), group)
+
+
+POLICIES = [
+    {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16)},
+    {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+    {"offload_policy": CPUOffloadPolicy()},
+    {"accumulation_steps": 2},
+    {"sync_module_states": False},
+]
+
+
+@dist_test
+@at_least_two_ranks
+@pytest.mark.parametrize("arguments", POLICIES, ids=lambda each: str(*each))
+def test_settings_that_differ_are_refused_on_every_rank(arguments, mesh, rank):
+    model = small_mlp()
+    with pytest.raises(ValueError, match=r"arguments\) differ .*stage=1 .*on rank 0"):
+        zero_ext.shard(model, 1, mesh=mesh, **(arguments if rank == 1 else {}))
+    zero_ext.shard(model, 1, mesh=mesh)
+
+
+@dist_test
+@at_least_two_ranks
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("how", ["order", "dtype", "size", "fewer"])
+def test_buffers_that_differ_are_refused_on_every_rank(stage, how, mesh, rank):
+    buffers = {"mean": torch.zeros(3), "std": torch.full((3,), rank + 1.0)}
+    other = {
+        "order": dict(reversed(buffers.items())),
+        "dtype": {**buffers, "std": torch.ones(3, dtype=torch.int32)},
+        "size": {**buffers, "std": torch.ones(4)},
+        "fewer": {"mean": buffers["mean"]},
+    }
+    model = small_mlp()
+    for name, buffer in (other[how] if rank == 1 else buffers).items():
+        model.register_buffer(name, buffer)
+    with pytest.raises(ValueError, match=r"differ between ranks: .*buffer (mean|std)"):
+        zero_ext.shard(model, stage, mesh=mesh)
+    zero_ext.shard(model, stage, mesh=mesh, sync_module_states=False)
+    assert how == "fewer" or rank != 0 or torch.all(model.std == 1)
+
+
+def one_group(optimizer_class, **arguments):
+    return lambda model, **kwargs: optimizer_class(model.parameters(), **kwargs, **arguments)
+
+
+def two_groups(model, **kwargs):
+    halves = [{"params": list(layer.parameters())} for layer in model.layers]
+    return zero_ext.optim.SGD(halves, **kwargs)
+
+
+def without_a_layer(model, **kwargs):
+    return zero_ext.optim.SGD(model.layers[1:].parameters(), **kwargs)
+
+
+def wrapped(model, **kwargs):
+    return zero_ext.optim.wrap(torch.optim.RMSprop, model.parameters(), **kwargs)
+
+
+@dist_test
+@at_least_two_ranks
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("other", "first"),
+    [
+        (one_group(zero_ext.optim.AdamW), "AdamW"),
+        (wrapped, "RMSprop"),
+        (one_group(zero_ext.optim.SGD, nonfinite="step"), "nonfinite='step'"),
+        (one_group(zero_ext.optim.SGD, max_grad_norm=1.0), "clips=True"),
+        (one_group(zero_ext.optim.SGD, loss_scaler=zero_ext.LossScaler()), "scales=True"),
+        (two_groups, r"group 1: layers\.1\.weight"),
+        (without_a_layer, r"group 0: layers\.1\.weight"),
+    ],
+    ids=["class", "wrapped", "nonfinite", "clips", "scales", "groups", "subset"],
+)
+def test_optimizers_that_differ_are_refused_on_every_rank(stage, other, first, mesh, rank):
+    model = zero_ext.shard(small_mlp(), stage, mesh=mesh)
+    make = other if rank == 1 else one_group(zero_ext.optim.SGD)
+    message = rf"\[rank {rank}\]: the optimizers differ .*{first}.* on rank 1"
+    with pytest.raises(ValueError, match=message):
+        make(model)
+    order = list(model.parameters())[:: -1 if rank == 1 else 1]
+    optimizer = zero_ext.optim.SGD(order, lr=0.1 + rank)
+    backward(model, rank)
+    optimizer.step()
+
+
+@dist_test
+@at_least_two_ranks
+def test_drop_in_optimizers_that_differ_leave_plain_parameters(group, rank):
+    model = small_mlp()
+    make = one_group(zero_ext.optim.AdamW if rank == 1 else zero_ext.optim.SGD)
+    with pytest.raises(ValueError, match="the optimizers differ"):
+        make(model, process_group=group)
+    assert find(next(model.parameters())) is None
+    one_group(zero_ext.optim.SGD)(model, process_group=group)
+
+
+@dist_test
+@at_least_two_ranks
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("ZERO_EXT_TIMEOUT_S", value) for value in ("inf", "nan", "1e300", "0.0001")),
+        ("ZERO_EXT_CROSS_MEMORY", "yes"),
+    ],
+)
+def test_variables_that_are_wrong_on_one_rank_are_told_to_all(name, value, mesh, rank, monkeypatch):
+    model = small_mlp()
+    if rank == 1:
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError if rank == 1 else RuntimeError, match=f"{name}='{value}'"):
+        zero_ext.shard(model, mesh=mesh)
+    monkeypatch.delenv(name, raising=False)
+    zero_ext.shard(model, mesh=mesh)
 
 
 # Steps at the wrong time
@@ -903,4 +1023,16 @@ def test_step_that_one_rank_makes_alone_times_out_with_a_message(rank):
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"\[rank 0\]: step\(\) waited for"):
             optimizer.step()
+    gather_objects(rank)
+
+
+@dist_test
+@at_least_two_ranks
+@pytest.mark.host
+def test_a_model_that_one_rank_shards_alone_times_out_with_a_message(rank):
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=1)), "cpu")
+    if rank == 0:
+        message = r"\[rank 0\]: sharding waited for the other ranks.*every rank"
+        with pytest.raises(RuntimeError, match=message):
+            zero_ext.shard(small_mlp(), mesh=mesh)
     gather_objects(rank)

@@ -104,13 +104,18 @@ def test_bytes_held_are_the_formula_to_the_byte(
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_stays_whole_is_neither_held_nor_estimated(anywhere, world, stage):
+def test_what_stays_whole_is_estimated_but_not_held(anywhere, world, stage):
     model = MLP(64)
     expected = zero_ext.estimate_memory(model, world, stage)
-    for dtype in (torch.int8, torch.float64):
+    whole = 0
+    # With stage 3 frozen parameters that could be trained are sharded as well.
+    for dtype in (torch.int8, torch.float64, *([torch.bfloat16] if stage < 3 else [])):
         table = nn.Parameter(torch.ones(1000, dtype=dtype), requires_grad=False)
         model.register_parameter(f"table_{dtype.itemsize}", table)
-    assert zero_ext.estimate_memory(model, world, stage) == expected
+        whole += 1000 * dtype.itemsize
+    estimate = zero_ext.estimate_memory(model, world, stage)
+    for what in expected:
+        assert estimate[what] - expected[what] == (whole if what in ("full", "persistent") else 0)
     zero_ext.shard(model, stage, mesh=anywhere)
     optimizer = zero_ext.optim.AdamW(model.parameters())
     stats = optimizer.stats()
@@ -149,6 +154,19 @@ def test_bytes_per_parameter_approach_2_plus_16_over_n():
         estimate = zero_ext.estimate_memory(model, world_size, 3, device="cuda", prefetch_mb=0)
         assert estimate["persistent"] / 1e6 == pytest.approx(16 / world_size, rel=1e-4)
         assert estimate["gathered"] / 1e6 == pytest.approx(2, rel=1e-3)
+
+
+def test_each_stage_is_estimated_to_save_memory_where_most_is_frozen():
+    model = nn.Sequential(nn.Linear(100, 1000), nn.Linear(1000, 8)).bfloat16()
+    model[0].requires_grad_(False)
+    persistent = [zero_ext.estimate_memory(model, 2, stage)["persistent"] for stage in range(4)]
+    assert persistent[0] > persistent[1] == persistent[2] > persistent[3]
+
+
+@pytest.mark.parametrize("world_size", [0, -2, 2.0, None])
+def test_no_memory_is_estimated_for_no_ranks(world_size):
+    with pytest.raises(ValueError, match="world_size must be at least 1, not"):
+        zero_ext.estimate_memory(MLP(13), world_size, 2)
 
 
 def gradient_sum(parameter) -> torch.Tensor:

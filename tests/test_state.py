@@ -39,6 +39,11 @@ def spoil_other_ranks(value: torch.Tensor, team) -> torch.Tensor:
     return value if team.rank == 0 else torch.full_like(value, torch.nan)
 
 
+def of_rank_0(value, team):
+    """The other ranks bring nothing."""
+    return value if team.rank == 0 else None
+
+
 def trained(team, way, dtype=torch.float32, model=None, **kwargs):
     model = small_mlp(dtype) if model is None else model
     optimizer = way.optimizer(model, team.group, lr=LR, **kwargs)
@@ -168,6 +173,35 @@ def test_written_gradients_are_stepped_with_and_added_to(team, way):
     assert_same_values(model, expected)
 
 
+@all_ways
+def test_ranks_other_than_0_need_no_values(team, way):
+    model, optimizer = trained(team, way)
+    values = values_for(model)
+    for name, parameter in model.named_parameters():
+        value = of_rank_0(values[name], team)
+        zero_ext.set_full_param(parameter, value)
+        zero_ext.set_full_grad(parameter, value)
+        zero_ext.set_full_state(optimizer, parameter, "exp_avg", value)
+        zero_ext.set_full_state(optimizer, parameter, "step", of_rank_0(5, team))
+        assert_bits(zero_ext.full_tensor(parameter), values[name], name)
+        assert_bits(zero_ext.full_grad(parameter), values[name], name)
+        assert_bits(zero_ext.full_state(optimizer, parameter, "exp_avg"), values[name], name)
+        assert zero_ext.full_state(optimizer, parameter, "step") == 5
+        zero_ext.set_full_grad(parameter, None if team.rank == 0 else values[name])
+        assert parameter.grad is None
+
+
+@all_ways
+def test_sharded_values_are_written(team, way):
+    model, optimizer = trained(team, way)
+    for parameter in model.parameters():
+        gradient = zero_ext.full_grad(parameter)
+        zero_ext.set_full_param(parameter, parameter.grad)
+        zero_ext.set_full_state(optimizer, parameter, "exp_avg", parameter.grad)
+        assert_bits(zero_ext.full_tensor(parameter), gradient)
+        assert_bits(zero_ext.full_state(optimizer, parameter, "exp_avg"), gradient)
+
+
 def test_a_written_nan_skips_the_step(team):
     model = small_mlp()
     optimizer = zero_ext.optim.SGD(model.parameters(), lr=LR, process_group=team.group)
@@ -261,6 +295,55 @@ class TestRefusals:
             zero_ext.set_full_param(parameter, 1.0)
         assert_bits(zero_ext.full_tensor(parameter), torch.ones(7, 2))
         torch.testing.assert_close(zero_ext.full_grad(parameter), torch.ones(7, 2))
+
+    @pytest.mark.dist
+    @pytest.mark.world(min=2)
+    @pytest.mark.parametrize("culprit", [0, 1])
+    def test_what_one_rank_refuses_no_rank_takes(self, rank, group, culprit):
+        parameter, other = nn.Parameter(torch.ones(7, 2)), nn.Parameter(torch.ones(3))
+        optimizer = zero_ext.optim.AdamW([parameter, other], process_group=group)
+        name = "momentum" if rank == culprit else "exp_avg"
+        refused = pytest.raises((TypeError, ValueError), match=r"takes a tensor|must have|no state")
+        if rank != culprit:
+            refused = pytest.raises(RuntimeError, match=rf"set_full_.*: rank {culprit}: \w+Error: ")
+        for wrong in (torch.zeros(2, 7), "text"):
+            value = wrong if rank == culprit else torch.zeros(7, 2)
+            with refused:
+                zero_ext.set_full_param(parameter, value)
+            with refused:
+                zero_ext.set_full_grad(parameter, value)
+            with refused:
+                zero_ext.set_full_state(optimizer, parameter, "exp_avg", value)
+        with refused:
+            zero_ext.set_full_state(optimizer, parameter, name, 0.0)
+        assert_bits(zero_ext.full_tensor(parameter), torch.ones(7, 2))
+        assert parameter.grad is None
+        zero_ext.set_full_param(other, torch.full([3], 9.0))
+        assert_bits(zero_ext.full_tensor(other), torch.full([3], 9.0))
+
+    def test_rank_0_must_have_a_value(self, team):
+        parameter = nn.Parameter(torch.ones(7))
+        optimizer = zero_ext.optim.AdamW([parameter], process_group=team.group)
+        for call in (
+            lambda: zero_ext.set_full_param(parameter, None),
+            lambda: zero_ext.set_full_state(optimizer, parameter, "exp_avg", None),
+        ):
+            error = TypeError if team.rank == 0 else RuntimeError
+            with pytest.raises(error, match="takes a tensor, not NoneType"):
+                call()
+
+    @pytest.mark.dist
+    @pytest.mark.world(min=2)
+    def test_what_is_sharded_on_rank_0_is_so_on_all(self, rank, group):
+        parameter = nn.Parameter(torch.ones(7))
+        _optimizer = zero_ext.optim.AdamW([parameter], process_group=group)
+        parameter.sum().backward()
+        error = TypeError if rank == 1 else RuntimeError
+        for value in (None, torch.ones(7)):
+            with pytest.raises(error, match="the value is sharded on rank 0, and here a"):
+                zero_ext.set_full_param(parameter, value if rank == 1 else parameter.grad)
+        zero_ext.set_full_param(parameter, torch.zeros(7) if rank == 0 else parameter.grad)
+        assert_bits(zero_ext.full_tensor(parameter), torch.zeros(7))
 
     def test_names_that_do_not_exist(self, team):
         parameter = nn.Parameter(torch.ones(7))

@@ -40,6 +40,13 @@ class Contents(NamedTuple):
         objects: dict[str, Any] = {}
         if OBJECTS in entries:
             objects = _read_objects(path)
+        elif not keys:
+            first = ", ".join(f"'{key}'" for key in sorted(entries)[:8]) or "nothing"
+            more = ", …" if len(entries) > 8 else ""
+            raise ValueError(
+                f"zero_ext: checkpoint '{path}' was written without a 'model' entry: no key begins "
+                f"with 'model.', it has {first}{more}. Write {{'model': model.state_dict()}}."
+            )
         for name in objects.get("model", {}):
             keys.setdefault(name, f"model.{name}")
         return Contents(
@@ -67,7 +74,7 @@ class Contents(NamedTuple):
             message = f"zero_ext: checkpoint '{self.path}' {verb} {first}{more}"
             if strict:
                 raise ValueError(f"{message}. strict=False passes such names over.")
-            warnings.warn(f"{message}: passed over.", stacklevel=5)
+            warnings.warn(f"{message}: passed over.", stacklevel=6)
         common = [name for name in of_model.tensors if self.keys.get(name) in self.tensors]
         for name in common:
             shape, saved = of_model.tensors[name].shape, self.tensors[self.keys[name]].size

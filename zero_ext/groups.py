@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 _CPU = torch.device("cpu")
+_LONGEST_S = 1e9  # that deadlines in ns can hold
 # Engines made on a parent group so far: all members count alike, and a name is never used again,
 # because the store still holds the addresses of the group that had it.
 _engine_counts: dict[str, itertools.count] = defaultdict(itertools.count)
@@ -106,8 +107,11 @@ def _timeout() -> datetime.timedelta | None:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not seconds > 0:
-        raise ValueError(f"zero_ext: ZERO_EXT_TIMEOUT_S={text!r} is not a number of seconds.")
+    if not 0.001 <= seconds <= _LONGEST_S:
+        raise ValueError(
+            f"zero_ext: ZERO_EXT_TIMEOUT_S={text!r} is not a number of seconds from 0.001 to "
+            f"{_LONGEST_S:g}."
+        )
     return datetime.timedelta(seconds=seconds)
 
 
@@ -117,6 +121,13 @@ def cross_memory_allowed() -> bool:
     if text not in ("0", "1"):
         raise ValueError(f"zero_ext: ZERO_EXT_CROSS_MEMORY={text!r} is neither 0 nor 1.")
     return text == "1"
+
+
+def check_environment(groups: Groups) -> None:
+    """Raise on every rank for what an engine would find wrong on one, among collectives."""
+    with all_or_none(groups, "sharding"):
+        _timeout()
+        cross_memory_allowed()
 
 
 class _Maker(NamedTuple):
@@ -210,14 +221,21 @@ class CommGroups:
             torch._C._distributed_c10d._unregister_process_group(name)
 
 
-def _of_all_ranks(value: Any, groups: Groups) -> list:
+def _of_all_ranks(value: Any, groups: Groups, what: str) -> list:
     """In rank order. NCCL carries objects through the current device, which need not be ours."""
     values: list = [None] * groups.world
     own = contextlib.nullcontext()
     if groups.device.type != "cpu" and groups.device.index is not None:
         own = torch.accelerator.device_index(groups.device.index)
-    with own:
-        dist.all_gather_object(values, value, group=groups.parent)
+    try:
+        with own:
+            dist.all_gather_object(values, value, group=groups.parent)
+    except RuntimeError as error:
+        cause = str(error).partition("\n")[0]
+        raise RuntimeError(
+            f"zero_ext [rank {groups.rank}]: {what} waited for the other ranks: {cause}. Call it "
+            "on every rank."
+        ) from error
     return values
 
 
@@ -234,9 +252,10 @@ def check_same_on_all_ranks(
     """
     if groups.world == 1:
         return
-    if len(set(_of_all_ranks(hash_of(description), groups))) == 1:
+    comparing = f"comparing {what}"
+    if len(set(_of_all_ranks(hash_of(description), groups, comparing))) == 1:
         return
-    everyone = _of_all_ranks(description, groups)
+    everyone = _of_all_ranks(description, groups, comparing)
     other = next(r for r in range(groups.world) if everyone[r] != everyone[0])
     pairs = itertools.zip_longest(everyone[0], everyone[other], fillvalue="nothing")
     number, (first, second) = next((n, p) for n, p in enumerate(pairs) if p[0] != p[1])
@@ -261,7 +280,7 @@ def all_or_none(groups: Groups, what: str) -> Iterator[None]:
         failure = error
     failures: list = [None if failure is None else f"{type(failure).__name__}: {failure}"]
     if groups.world > 1:
-        failures = _of_all_ranks(failures[0], groups)
+        failures = _of_all_ranks(failures[0], groups, what)
     if failure is not None:
         raise failure
     for rank, text in enumerate(failures):

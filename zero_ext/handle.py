@@ -24,6 +24,7 @@ from zero_ext.groups import (
     Groups,
     all_reduce_,
     broadcast_,
+    check_environment,
     check_same_on_all_ranks,
     cross_memory_allowed,
 )
@@ -74,6 +75,7 @@ class Handle:
 
     A parameter that is frozen when it comes in stays as it is until it is thawed. ``whole``: those
     that no engine can take, see ``stays_whole``; they are watched, so that nobody trains them.
+    ``buffers``: those that will be broadcast.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Handle:
         meta: MetaModules | None = None,
         offload_policy: OffloadPolicy,
         whole: Sequence[tuple[str, Tensor]] = (),
+        buffers: Sequence[tuple[str, Tensor]] = (),
     ):
         if reduction not in (None, "exchange", "collective"):
             raise ValueError(
@@ -121,10 +124,19 @@ class Handle:
         device = groups.device
         offload = isinstance(offload_policy, CPUOffloadPolicy)
         cut = [block.members for block in blocks] if blocks else None
-        settings = f"stage={stage} bucket_mb={bucket_mb} reduction={reduction} units={cut}"
+        settings = (
+            f"stage={stage} bucket_mb={bucket_mb} reduction={reduction} param_dtype={param_dtype} "
+            f"reduce_dtype={reduce_dtype} accumulation_steps={accumulation_steps or 1} "
+            f"sync_module_states={sync_module_states} offload={offload} units={cut}"
+        )
+        check_environment(groups)
         check_same_on_all_ranks(
             groups,
-            [settings, *_describe([*parameters, *whole])],
+            [
+                settings,
+                *_describe([*parameters, *whole]),
+                *(f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in buffers),
+            ],
             "the models (or the arguments)",
         )
         self.groups = groups

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from zero_ext.handle import stays_whole
+from zero_ext.handle import _check_stage, check_sizes, stays_whole
 from zero_ext.units import (
     Block,
     Choice,
@@ -77,6 +77,8 @@ def estimate_memory(
     Without the copy that undoes a backward that throws, 4 bytes per element of a range, which is
     made when a backward is reduced onto a sum, reduced or local, that holds something. On a device
     ``grad`` is held between the first gradient and ``zero_grad()`` alone.
+    Frozen parameters that every rank has whole, with stage 3 those of a dtype that is not trained
+    in, are in ``full``; ``stats()`` does not count them, they are the module's own.
 
     Args:
         module: May be on the meta device.
@@ -90,7 +92,13 @@ def estimate_memory(
         passes keep their order (less where ranks of one host gather nothing ahead), and
         ``buckets``, the most that the two buckets can add with ``reduction="exchange"``. Padding
         included.
+    Raises:
+        ValueError: a stage, a number of ranks or a size that cannot be.
     """
+    _check_stage(stage)
+    check_sizes(bucket_mb, prefetch_mb)
+    if not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"zero_ext: world_size must be at least 1, not {world_size!r}.")
     several = {id(p) for p in used_several_times(module)}
     bucket_bytes = bucket_mb * 2**20
     ranges = 1 if stage == 0 else world_size
@@ -104,6 +112,11 @@ def estimate_memory(
 
     local = local_accumulation and stage < 2 and world_size > 1
     result = dict.fromkeys(("full", "shard", "master", "grad", "optimizer_state"), 0)
+    result["full"] = sum(
+        p.nbytes
+        for p in module.parameters()
+        if stays_whole(p) or (stage < 3 and not p.requires_grad)
+    )
     gathered = 0
     if stage == 3:
         parameters = [p for p in module.parameters() if not stays_whole(p)]

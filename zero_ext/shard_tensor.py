@@ -23,6 +23,7 @@ from math import inf, prod
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -64,6 +65,10 @@ class _OwnDispatch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class UntraceableError(Unsupported, NotImplementedError):
+    """Where torch.compile meets it, it breaks the graph and leaves the operation to eager mode."""
+
+
 class ShardTensor(DTensor):
     """See the head of this file. Made by ``make``."""
 
@@ -78,6 +83,7 @@ class ShardTensor(DTensor):
                 return func(*args, **(kwargs or {}))
 
     @classmethod
+    @torch.compiler.disable  # calls of process groups cannot be traced
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in _HANDLERS:
@@ -92,6 +98,7 @@ class ShardTensor(DTensor):
         """This rank's slice, 1-D: an alias, which has its own holders."""
         return self._local_tensor.detach()
 
+    @torch.compiler.disable
     def full_tensor(self, *, grad_placements=None) -> Tensor:
         """Gather the whole tensor, a plain one of the global shape, on every rank. Collective."""
         full = self._local_tensor.new_empty(self.numel())
@@ -152,7 +159,7 @@ class ShardTensor(DTensor):
         return 0
 
     def __tensor_flatten__(self):
-        raise NotImplementedError(
+        raise UntraceableError(
             "zero_ext: a ShardTensor cannot be traced by torch.compile. Compile the module, not "
             "the code that works on its gradients or state, or give that shard.to_local()."
         )

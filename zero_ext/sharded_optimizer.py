@@ -46,7 +46,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             steps that overflow are skipped without a warning.
         offload_policy: As for ``shard``. Of plain parameters only.
     Raises:
-        ValueError, TypeError: a parameter cannot be sharded, or is stepped by another optimizer.
+        ValueError, TypeError: a parameter cannot be sharded, or is stepped by another optimizer;
+            ranks make different ones.
     """
 
     # Names of per-element states, in the order in which the C++ side numbers them.
@@ -112,6 +113,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         self.loss_scaler = loss_scaler
         try:
+            check_same_on_all_ranks(
+                self._handle.groups,
+                self._description(),
+                "the optimizers",
+                remedy="Make the same optimizers in the same order on every rank.",
+            )
             if loss_scaler is not None:
                 loss_scaler._attach(self)
             self._states_held = self._states_needed()
@@ -174,6 +181,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     f"zero_ext: '{name}' is not a parameter of the sharded module that the others "
                     "belong to. Give each sharded module its own optimizer."
                 )
+
+    def _description(self) -> list[str]:
+        """What ranks must agree on. In which order they list a group's parameters is theirs."""
+        kind = getattr(self, "_optimizer_class", type(self))  # the wrapped one, any callable
+        return [
+            f"{getattr(kind, '__name__', '')} nonfinite={self.nonfinite!r} "
+            f"clips={self.max_grad_norm is not None} scales={self.loss_scaler is not None}",
+            *(
+                f"group {g}: {self._handle.engine.parameter_name(i)}"
+                for g, group in enumerate(self.param_groups)
+                for i in sorted(self._indices_of(group))
+            ),
+        ]
 
     @staticmethod
     def _engine_of_module(named, found, stage, process_group) -> Handle:
@@ -396,6 +416,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # The step
 
+    @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None):
         """Update the parameters on all ranks. Collective.
@@ -489,15 +510,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         self._skipped_steps += 1
         warnings.warn(
-            f"{message}; step skipped on all ranks ({self._skipped_steps} so far).", stacklevel=6
+            f"{message}; step skipped on all ranks ({self._skipped_steps} so far).", stacklevel=7
         )
 
+    @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; also drops what micro-batches inside ``no_sync()`` have added up."""
         self._adopt_thawed()
         mode = _C.ZeroGrad.to_none if set_to_none else _C.ZeroGrad.to_zero
         self._handle.engine.zero_grad(self._sharded_state.indices, mode)
 
+    @torch.compiler.disable
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
         """Scale the gradients so that their global 2-norm is at most ``max_norm``. Collective.

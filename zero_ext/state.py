@@ -1,19 +1,30 @@
 """Whole values of a sharded model: parameters, gradients and optimizer states, read and written.
 
 All functions are collective: every rank of the model calls them, in the same order, and every rank
-gets the whole value. What is written is rank 0's, on every rank. With stage 3 parameters may be
-released: nothing is gathered but the value itself.
+gets the whole value. What is written is rank 0's, on every rank: other ranks may pass None, and
+what they pass is checked and left aside. A value that rank 0 passes as a ``ShardTensor`` or a
+``DTensor`` all ranks must. With stage 3 parameters may be released: nothing is gathered but the
+value itself.
 """
 
+import enum
 from numbers import Number
 
 import torch
 from torch import Tensor
 
 from zero_ext import _C
-from zero_ext.groups import broadcast_
+from zero_ext.groups import Groups, all_or_none, broadcast_
 from zero_ext.handle import Handle, find
 from zero_ext.sharded_optimizer import ShardedOptimizer
+
+
+class _Kind(enum.IntEnum):
+    """Of a value that is to be written."""
+
+    NONE = 0
+    WHOLE = 1
+    SHARDED = 2
 
 
 @torch.no_grad()
@@ -38,23 +49,28 @@ def full_tensor(parameter: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def set_full_param(parameter: Tensor, value: Tensor) -> None:
+def set_full_param(parameter: Tensor, value: Tensor | None) -> None:
     """Give ``parameter`` and its fp32 master new values, on every rank. Collective.
 
     The master gets all bits of ``value``, the parameter its rounding; optimizer states stay. With
     stage 3 it waits until no rank gathers the old value any more.
 
     Args:
-        value: Of the parameter's shape, any dtype; rank 0's counts.
+        value: Of the parameter's shape, any dtype; rank 0's counts, others may pass None.
     Raises:
-        ValueError: another shape, or a parameter that this library does not shard. Nothing is
-            changed then.
-        RuntimeError: inside a backward or ``summon_full_params(writeback=False)``, or
-            ``offload_states`` has moved parameters or masters.
+        ValueError, TypeError: another shape, no tensor, or a parameter that this library does not
+            shard. Nothing is changed then.
+        RuntimeError: another rank's value was refused; inside a backward or
+            ``summon_full_params(writeback=False)``; or ``offload_states`` has moved parameters or
+            masters.
     """
     handle, i = _place_of(parameter)
-    handle.refuse_forgotten_writes("set_full_param()")
-    value = _agreed(handle, parameter, value, "set_full_param()")
+    verb = "set_full_param()"
+    kind = _kind_on_rank_0(value, handle.groups)
+    with all_or_none(handle.groups, verb):
+        handle.refuse_forgotten_writes(verb)
+        value = _checked(value, parameter, kind, handle.groups, verb)
+    value = _of_rank_0(value, kind, handle.groups)
     if _is_loose(handle, i):
         parameter.copy_(value)
     else:
@@ -82,19 +98,25 @@ def set_full_grad(parameter: Tensor, value: Tensor | None) -> None:
 
     Args:
         value: Of the parameter's shape, any dtype; rank 0's counts. It replaces micro-batches that
-            were added up in ``no_sync()``. None on all ranks: no gradient, the step leaves the
-            parameter alone.
+            were added up in ``no_sync()``. None on rank 0: no gradient on any rank, the step
+            leaves the parameter alone.
     Raises:
-        ValueError: another shape, or a parameter that this library does not shard or that is
-            frozen. Nothing is changed then.
+        ValueError, TypeError: another shape, no tensor, or a parameter that this library does not
+            shard or that is frozen. Nothing is changed then.
+        RuntimeError: another rank's value was refused. Nothing is changed then.
     """
     handle, i = _place_of(parameter)
-    if handle.engine.unit_of(i) < 0:
-        raise ValueError("zero_ext: set_full_grad(): the parameter is frozen; it has no gradient.")
-    if value is None:
+    verb = "set_full_grad()"
+    kind = _kind_on_rank_0(value, handle.groups)
+    with all_or_none(handle.groups, verb):
+        if handle.engine.unit_of(i) < 0:
+            raise ValueError(f"zero_ext: {verb}: the parameter is frozen; it has no gradient.")
+        if kind != _Kind.NONE or value is not None:
+            value = _checked(value, parameter, kind, handle.groups, verb)
+    if kind == _Kind.NONE:
         handle.engine.zero_grad([i], _C.ZeroGrad.to_none)
-        return
-    handle.engine.write_gradient(i, _agreed(handle, parameter, value, "set_full_grad()"))
+    else:
+        handle.engine.write_gradient(i, _of_rank_0(value, kind, handle.groups))
 
 
 @torch.no_grad()
@@ -115,20 +137,27 @@ def set_full_state(optimizer: ShardedOptimizer, parameter: Tensor, name: str, va
     """Give a value of the optimizer's state new contents, on every rank. Collective.
 
     Args:
-        value: A tensor of the state's shape, or a number; rank 0's counts.
+        value: A tensor of the state's shape, or a number; rank 0's counts, others may pass None.
     Raises:
-        ValueError: another shape, a parameter that the optimizer does not step, a name that its
-            state does not have, or a state that is not a tensor. Nothing is changed then.
+        ValueError, TypeError: another shape, neither tensor nor number, a parameter that the
+            optimizer does not step, a name that its state does not have, or a state that is not a
+            tensor. Nothing is changed then.
+        RuntimeError: another rank's arguments were refused. Nothing is changed then.
     """
-    state = _state_of(optimizer, parameter, name)
-    if not isinstance(state, Tensor):
-        raise ValueError(
-            f"zero_ext: state '{name}' is a {type(state).__name__}, not a tensor: set it with "
-            "load_state_dict()."
-        )
-    if isinstance(value, Number):
-        value = torch.full(state.shape, value, dtype=torch.float32)
-    state.copy_(_agreed(optimizer._handle, state, value, f"set_full_state() of '{name}'"))
+    groups = _place_of(parameter)[0].groups
+    verb = f"set_full_state() of '{name}'"
+    kind = _kind_on_rank_0(value, groups)
+    with all_or_none(groups, verb):
+        state = _state_of(optimizer, parameter, name)
+        if not isinstance(state, Tensor):
+            raise ValueError(
+                f"zero_ext: state '{name}' is a {type(state).__name__}, not a tensor: set it with "
+                "load_state_dict()."
+            )
+        if isinstance(value, Number):
+            value = torch.full(state.shape, value, dtype=torch.float32)
+        value = _checked(value, state, kind, groups, verb)
+    state.copy_(_of_rank_0(value, kind, groups))
 
 
 def _place_of(parameter: Tensor) -> tuple[Handle, int]:
@@ -170,18 +199,45 @@ def _whole(value: Tensor) -> Tensor:
     return value.full_tensor() if hasattr(value, "full_tensor") else value.detach().clone()
 
 
-def _agreed(handle: Handle, like: Tensor, value: Tensor, verb: str) -> Tensor:
-    """Rank 0's ``value`` in fp32, checked against ``like``."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"zero_ext: {verb} takes a tensor, not {type(value).__name__}.")
-    if hasattr(value, "full_tensor"):
-        value = value.full_tensor()
-    if value.shape != like.shape:
-        raise ValueError(
-            f"zero_ext [rank {handle.groups.rank}]: {verb}: the value has shape "
-            f"{tuple(value.shape)}, it must have {tuple(like.shape)}."
-        )
-    value = value.detach().to("cpu", torch.float32, copy=True).contiguous()
-    if handle.groups.world > 1:
-        broadcast_(value, handle.groups.parent, 0)
+def _kind_on_rank_0(value, groups: Groups) -> _Kind:
+    kind = _Kind.SHARDED if hasattr(value, "full_tensor") else _Kind.WHOLE
+    known = torch.tensor(_Kind.NONE if value is None else kind, device="cpu")
+    if groups.world > 1:
+        broadcast_(known, groups.parent, 0)
+    return _Kind(known.item())
+
+
+def _checked(value, like: Tensor, kind: _Kind, groups: Groups, verb: str) -> Tensor:
+    """What this rank brings to ``_of_rank_0``: ``value`` itself if it is sharded."""
+    where = f"zero_ext [rank {groups.rank}]: {verb}"
+    if value is not None or groups.rank == 0:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{where} takes a tensor, not {type(value).__name__}.")
+        if value.shape != like.shape:
+            raise ValueError(
+                f"{where}: the value has shape {tuple(value.shape)}, it must have "
+                f"{tuple(like.shape)}."
+            )
+    if kind == _Kind.SHARDED:
+        if not hasattr(value, "full_tensor"):
+            raise TypeError(
+                f"{where}: the value is sharded on rank 0, and here a {type(value).__name__}. Pass "
+                "the sharded one on every rank, or rank 0's full_tensor()."
+            )
+        return value
+    if groups.rank > 0:
+        return torch.empty(like.shape, dtype=torch.float32, device="cpu")
+    return _on_host(value)
+
+
+def _of_rank_0(value: Tensor, kind: _Kind, groups: Groups) -> Tensor:
+    """In fp32, where all ranks have passed their checks. Collective."""
+    if kind == _Kind.SHARDED:
+        value = _on_host(value.full_tensor())
+    if groups.world > 1:
+        broadcast_(value, groups.parent, 0)
     return value
+
+
+def _on_host(value: Tensor) -> Tensor:
+    return value.detach().to("cpu", torch.float32, copy=True).contiguous()

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 # What `shard(units=)` takes: module classes, or a predicate of a module's name and itself.
 Choice = type | Collection[type] | Callable[[str, nn.Module], bool] | None
@@ -262,9 +263,11 @@ def _strangers_before(root: nn.Module, chosen: dict[str, nn.Module]) -> dict[str
 def _bytes_of(
     members: Sequence[int], parameters: Sequence[Tensor], param_dtype: torch.dtype | None
 ) -> int:
-    """In the dtype that is computed in."""
+    """In the dtype that is computed in. Lazy ones have no size: ``Handle`` refuses them by name."""
     return sum(
-        parameters[i].numel() * (param_dtype or parameters[i].dtype).itemsize for i in members
+        parameters[i].numel() * (param_dtype or parameters[i].dtype).itemsize
+        for i in members
+        if not is_lazy(parameters[i])
     )
 
 
