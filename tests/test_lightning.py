@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*Consider setting .persistent_workers"),
     pytest.mark.filterwarnings("ignore:.*smaller than the logging interval"),
 ]
-STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+STAGES = pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 CHANCE = 1e-5  # DDP adds in another order, and ten steps amplify that little
 
 
