@@ -447,7 +447,8 @@ def test_a_step_inside_a_training_step(anywhere, stage, closures):
 
 
 def test_a_module_on_the_meta_device_is_made_sharded(anywhere, path):
-    fitted(anywhere, 3).trainer.save_checkpoint(path / "all.ckpt")
+    first = fitted(anywhere, 3)
+    first.trainer.save_checkpoint(path / "all.ckpt")
     again = trainer(anywhere, 3, epochs=4)
     with again.init_module(empty_init=True):
         model = Classifier()
@@ -459,6 +460,9 @@ def test_a_module_on_the_meta_device_is_made_sharded(anywhere, path):
     expected = values_of(whole)
     for name, value in values_of(model).items():
         assert_bits(value, expected[name], name)
+    again.test(model, data(7), ckpt_path=path / "all.ckpt")  # restored, not on meta any more
+    for name, value in values_of(first).items():
+        assert_bits(values_of(model)[name], value, name)
 
 
 def test_rates_are_monitored_once(anywhere, path):

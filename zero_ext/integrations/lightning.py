@@ -90,6 +90,10 @@ class ShardedStrategy(DDPStrategy):
 
     # Setting up
 
+    def connect(self, model: Any) -> None:
+        super().connect(model)
+        self._made_on_meta = False  # in this run
+
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """With ``empty_init`` modules are made on the meta device, and sharded there."""
@@ -217,6 +221,7 @@ class ShardedStrategy(DDPStrategy):
         Raises:
             ValueError: the training is to be saved to something else than a path of a file system.
         """
+        before, self._saved = self._saved, {}
         if not _is_sharded(self.model):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif "optimizer_states" not in checkpoint:
@@ -234,7 +239,7 @@ class ShardedStrategy(DDPStrategy):
             self.barrier()
             state = checkpoint["state_dict"]
             others = {key: value for key, value in checkpoint.items() if key != "state_dict"}
-            if state.keys() != self._saved.keys() or _changed(state, self._saved):
+            if state.keys() != before.keys() or _changed(state, before):
                 others["state_dict"] = _gathered(state, self.is_global_zero)  # a hook's
             optimizers = self._optimizers_of_model(self.optimizers)
             checkpoints.save(path, self.model, optimizers, extra=others)
@@ -260,9 +265,9 @@ class ShardedStrategy(DDPStrategy):
             strict = self.lightning_module.strict_loading
             others = checkpoints.load(path, self.lightning_module, strict=strict)
             state = self.lightning_module.state_dict()
+            self._loaded = {} if "state_dict" in others else state
         else:
             state, others = checkpoints.read_whole(path)
-        self._loaded = {} if "state_dict" in others else state
         return {"state_dict": dict(state), **others}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -270,6 +275,7 @@ class ShardedStrategy(DDPStrategy):
             super().load_model_state_dict(checkpoint, strict)
         else:
             changes = _changed(checkpoint["state_dict"], self._loaded)
+            self._loaded = {}
             if changes:
                 self.lightning_module.load_state_dict(changes, strict=False)
 
