@@ -355,10 +355,11 @@ class ShardedMethods:
     def before_load(self, module: nn.Module, state_dict, prefix: str, *rest) -> None:
         if self._handle is None or not self._handle.engine.releases:
             return
-        if self._loading in (None, module):  # else a module inside the one that is loaded
-            self._loading = module
-            self._held_before_load = self._handle.engine.held_by_user
-            self._handle.engine.unshard()
+        if self._loading not in (None, module):  # which has prepared for those inside it
+            return
+        self._loading = module
+        self._held_before_load = self._handle.engine.held_by_user
+        self._handle.engine.unshard()
         for key, value in state_dict.items():
             if key.startswith(prefix) and isinstance(value, ShardTensor):
                 state_dict[key] = value.full_tensor()

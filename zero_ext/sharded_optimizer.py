@@ -28,6 +28,11 @@ from zero_ext.scaler import LossScaler
 _claimed = WeakIdKeyDictionary()  # Parameter -> weak reference to its optimizer
 
 
+def _owner_of(parameter: Tensor) -> "ShardedOptimizer | None":
+    owner = _claimed.get(parameter)
+    return None if owner is None else owner()
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """What all optimizers here share. Use ``AdamW``, ``Adam``, ``SGD`` or ``wrap``.
 
@@ -158,20 +163,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _refuse_claimed(self, named: list[tuple[str, Tensor]]) -> None:
         for name, parameter in named:
-            owner = self._other_owner(parameter)
-            if owner is not None:
-                owner._follow_groups()  # it may have been taken out of them
-                owner = self._other_owner(parameter)
-            if owner is not None:
+            owner = _owner_of(parameter)
+            if owner in (None, self):
+                continue
+            owner._follow_groups()  # it may have been taken out of them
+            if _owner_of(parameter) is owner:
                 raise ValueError(
                     f"zero_ext: '{name}' is stepped by another optimizer "
                     f"({type(owner).__name__}) already. Give each parameter to one optimizer."
                 )
-
-    def _other_owner(self, parameter: Tensor) -> "ShardedOptimizer | None":
-        owner = _claimed.get(parameter)
-        owner = None if owner is None else owner()
-        return None if owner is self else owner
 
     def _refuse_foreign(self, named: list[tuple[str, Tensor]]) -> None:
         for name, parameter in named:
@@ -250,8 +250,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _unclaim(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
-            owner = _claimed.get(parameter)
-            if owner is not None and owner() is self:
+            if _owner_of(parameter) is self:
                 del _claimed[parameter]
 
     def _show_state(self, parameter: Tensor, i: int, group: dict[str, Any]) -> None:
@@ -335,8 +334,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for g, group in enumerate(self.param_groups):
             self._assign(g)
             for parameter in self._sharded(group):
-                owner = _claimed.get(parameter)
-                if owner is None or owner() is not self:
+                if _owner_of(parameter) is not self:
                     self._claim_one(parameter, group)
         self._remember_groups()
 

@@ -2,6 +2,7 @@
 
 import inspect
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -88,6 +89,14 @@ def take_over(given: torch.optim.Optimizer, **ours: Any) -> ShardedOptimizer:
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def optimizers_of(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
+) -> list[torch.optim.Optimizer]:
+    """Those that step some parameter of ``model``."""
+    own = {id(parameter) for parameter in model.parameters()}
+    return [o for o in optimizers if any(id(p) in own for p in parameters_of(o))]
 
 
 def _arguments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -245,12 +245,10 @@ def _pair(models: list[nn.Module], optimizers: list[AcceleratedOptimizer]) -> li
     sharded = [
         each.optimizer for each in optimizers if isinstance(each.optimizer, ShardedOptimizer)
     ]
-    pairs = []
-    for model in filter(_is_sharded, models):
-        own = {id(parameter) for parameter in model.parameters()}
-        stepped = [o for o in sharded if any(id(p) in own for p in takeover.parameters_of(o))]
-        pairs.append(_Sharded(model, stepped))
-    return pairs
+    return [
+        _Sharded(model, takeover.optimizers_of(model, sharded))
+        for model in filter(_is_sharded, models)
+    ]
 
 
 def _path(folder: str | os.PathLike, number: int) -> Path:

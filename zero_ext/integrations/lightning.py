@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -131,7 +131,7 @@ class ShardedStrategy(DDPStrategy):
             if not on_meta:
                 self.model_to_device()
             shard(self.model, **self._sharding)
-            for name in filter(self._can, _STEPS):
+            for name in _STEPS if _is_sharded(self.model) else ():
                 register_forward_method(self.model, name)
         if fitting:
             self.setup_optimizers(trainer)
@@ -147,12 +147,9 @@ class ShardedStrategy(DDPStrategy):
                 f"stage={before}, or another module."
             )
 
-    def _can(self, step: str) -> bool:
-        return callable(getattr(self.model, step, None)) and _is_sharded(self.model)
-
     def setup_optimizers(self, trainer: Any) -> None:
         self._reset_optimizers_and_schedulers()
-        for optimizer in self._optimizers_of_model(_of_fits):
+        for optimizer in takeover.optimizers_of(self.model, _of_fits):
             optimizer.retire()
         super().setup_optimizers(trainer)
         given = [
@@ -241,7 +238,7 @@ class ShardedStrategy(DDPStrategy):
             others = {key: value for key, value in checkpoint.items() if key != "state_dict"}
             if state.keys() != before.keys() or _changed(state, before):
                 others["state_dict"] = _gathered(state, self.is_global_zero)  # a hook's
-            optimizers = self._optimizers_of_model(self.optimizers)
+            optimizers = self._checkpointed_optimizers()
             checkpoints.save(path, self.model, optimizers, extra=others)
 
     def load_checkpoint(
@@ -281,19 +278,16 @@ class ShardedStrategy(DDPStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self._folder is not None:
-            optimizers = self._optimizers_of_model(self.optimizers)
+            optimizers = self._checkpointed_optimizers()
             strict = self.lightning_module.strict_loading
             checkpoints.load_optimizers(self._folder, self.model, optimizers, strict=strict)
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
 
-    def _optimizers_of_model(
-        self, optimizers: Iterable[torch.optim.Optimizer]
-    ) -> list[torch.optim.Optimizer]:
-        """Lightning makes one of nothing where there is none."""
-        own = {id(parameter) for parameter in self.model.parameters()}
-        return [o for o in optimizers if any(id(p) in own for p in takeover.parameters_of(o))]
+    def _checkpointed_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Without the one of nothing that Lightning makes where there is none."""
+        return takeover.optimizers_of(self.model, self.optimizers)
 
 
 def _is_sharded(model: nn.Module | None) -> bool:
