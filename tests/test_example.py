@@ -48,6 +48,10 @@ def test_two_ranks_learn_and_write_their_log(tmp_path, method):
 def test_a_resumed_run_has_the_losses_of_one_that_went_on(tmp_path):
     log = train(tmp_path, "--stage=2", "--checkpoint-every=8")
     (tmp_path / "run" / "log.json").unlink()
+    script = [str(ROOT / "examples" / "train_lm.py"), *TINY, "--out", "run"]
+    refused = torchrun(1, *script, "--resume=run/step-8", "--steps=8", cwd=tmp_path)
+    assert refused.returncode != 0 and "has made 8 steps" in refused.stderr
+    assert not (tmp_path / "run" / "log.json").exists()
     resumed = train(tmp_path, "--stage=3", "--resume=run/step-8")
     assert resumed["loss"] == log["loss"]
     assert resumed["gradient_norm"] == log["gradient_norm"]
