@@ -149,10 +149,40 @@ void bind_cross_memory(py::module_& m) {
           py::arg("rank"), py::arg("world"), py::kw_only(), py::arg("timeout_ms"),
           py::arg("allowed"), py::arg("all_gather"))
       .def("reaches", &CrossMemory::reaches)
-      .def("send", &CrossMemory::send, NoGil(), py::arg("tensor"), py::arg("to"), py::arg("tag"))
-      .def("receive", &CrossMemory::receive, NoGil(), py::arg("into"), py::arg("from_rank"),
-           py::arg("tag"))
-      .def("post", &CrossMemory::post, NoGil(), py::arg("tensor"), py::arg("to"), py::arg("tag"));
+      .def(
+          "send",
+          [](CrossMemory& memory, const at::Tensor& tensor, int64_t to, int64_t tag,
+             int64_t round) {
+            return memory.send(tensor, to, {CrossMemory::Kind::gather, tag, round});
+          },
+          NoGil(), py::arg("tensor"), py::arg("to"), py::arg("tag"),
+          py::arg("round") = CrossMemory::kNoRound)
+      .def(
+          "receive",
+          [](CrossMemory& memory, const at::Tensor& into, int64_t from, int64_t tag,
+             int64_t round) {
+            return memory.receive(into, from, {CrossMemory::Kind::gather, tag, round});
+          },
+          NoGil(), py::arg("into"), py::arg("from_rank"), py::arg("tag"),
+          py::arg("round") = CrossMemory::kNoRound)
+      .def(
+          "post",
+          [](CrossMemory& memory, const at::Tensor& tensor, int64_t to, int64_t tag) {
+            return memory.post(tensor, to, {CrossMemory::Kind::gather, tag});
+          },
+          NoGil(), py::arg("tensor"), py::arg("to"), py::arg("tag"))
+      .def(
+          "next_round",
+          [](CrossMemory& memory, int64_t last) {
+            return memory.next_round(CrossMemory::Kind::gather, last);
+          },
+          NoGil(), py::arg("last"))
+      .def(
+          "leave_round",
+          [](CrossMemory& memory, int64_t round) {
+            memory.leave_round(CrossMemory::Kind::gather, round);
+          },
+          NoGil(), py::arg("round"));
 }
 
 void bind_engine(py::module_& m) {
@@ -205,6 +235,7 @@ void bind_engine(py::module_& m) {
                                return v.on_device ? v.on_device->factor
                                                   : at::scalar_tensor(v.factor, at::kFloat);
                              })
+      .def_readonly("settings_differ", &StepVerdict::settings_differ)
       .def_readonly("nonfinite", &StepVerdict::nonfinite)
       .def_readonly("rank", &StepVerdict::rank)
       .def_readonly("parameter", &StepVerdict::parameter)
@@ -293,6 +324,7 @@ void bind_engine(py::module_& m) {
       .def("push_no_sync", &Engine::push_no_sync, NoGil())
       .def("pop_no_sync", &Engine::pop_no_sync, NoGil())
       .def("set_accumulation_steps", &Engine::set_accumulation_steps, NoGil())
+      .def_property_readonly("divide_factor", &Engine::divide_factor)
       .def("set_divide_factor", &Engine::set_divide_factor, NoGil())
       .def("set_offloaded", &Engine::set_offloaded, NoGil())
       .def("offloaded", &Engine::offloaded, NoGil())
@@ -334,10 +366,12 @@ void bind_optimizer(py::module_& m) {
       .def("clip_gradients", &OptimizerState::clip_gradients, NoGil())
       .def(
           "prepare_step",
-          [](OptimizerState& state, bool nonfinite, std::optional<double> max_norm) {
-            return state.prepare_step({.nonfinite = nonfinite, .max_norm = max_norm});
+          [](OptimizerState& state, bool nonfinite, std::optional<double> max_norm,
+             int64_t settings) {
+            return state.prepare_step(
+                {.nonfinite = nonfinite, .max_norm = max_norm, .settings = settings});
           },
-          py::kw_only(), py::arg("nonfinite"), py::arg("max_norm"), NoGil())
+          py::kw_only(), py::arg("nonfinite"), py::arg("max_norm"), py::arg("settings"), NoGil())
       .def("apply_adam", &OptimizerState::apply_adam, NoGil(), py::arg("groups"))
       .def("apply_sgd", &OptimizerState::apply_sgd, NoGil(), py::arg("groups"))
       .def("set_offloaded", &OptimizerState::set_offloaded, NoGil())

@@ -27,14 +27,14 @@ GradientScales Boundary::scales(bool local) const {
 }
 
 void Boundary::end_backward(bool reduced) {
-  local_open_ = options_.world > 1 && !reduced;
-  set_local_next(local_open_);
+  unreduced_ = options_.world > 1 && !reduced ? unreduced_ + 1 : 0;
+  set_local_next(local_open());
   ++micro_batch_;
   since_boundary_ = reached() ? 0 : since_boundary_ + 1;
 }
 
 void Boundary::end_others_backward() {
-  local_open_ = false;
+  unreduced_ = 0;
   set_local_next(false);
 }
 
@@ -45,7 +45,7 @@ void Boundary::end_step() {
 
 void Boundary::give_up_step() {
   end_step();
-  local_open_ = false;
+  unreduced_ = 0;
   set_local_next(no_sync_depth_ > 0 && local_next_);
 }
 

@@ -40,6 +40,7 @@ class Boundary {
   void pop_no_sync() { --no_sync_depth_; }
   int64_t accumulation_steps() const { return options_.accumulation_steps; }
   void set_accumulation_steps(int64_t steps) { options_.accumulation_steps = steps; }
+  double divide_factor() const { return options_.divide_factor; }
   void set_divide_factor(double factor) { options_.divide_factor = factor; }
   void set_loss_scale(double scale);
 
@@ -47,7 +48,8 @@ class Boundary {
   bool reached() const;
   bool reduces() const { return !options_.sums_locally || reached(); }
   // This rank has local sums that were not reduced.
-  bool local_open() const { return local_open_; }
+  bool local_open() const { return unreduced_ > 0; }
+  int64_t unreduced() const { return unreduced_; }  // how many backwards they are of
   // The next reduction is of local sums.
   bool local_next() const { return local_next_; }
   int64_t micro_batch() const { return micro_batch_; }  // backwards since the last step
@@ -68,7 +70,7 @@ class Boundary {
   int64_t no_sync_depth_ = 0;
   int64_t micro_batch_ = 0;
   int64_t since_boundary_ = 0;  // backwards since the last boundary
-  bool local_open_ = false;
+  int64_t unreduced_ = 0;
   bool local_next_ = false;
   double loss_scale_ = 1;
   double local_loss_scale_ = 1;  // that of the local sums; loss_scale_ unless local_next_

@@ -44,8 +44,10 @@ int tag_of(int64_t tag) { return static_cast<int>(tag & 0x3fffffff); }
 }  // namespace
 
 void Pending::wait(const std::function<std::string()>& what) {
-  // Even after an error the other parts are waited for by nobody: their tensors live until this
-  // object dies.
+  // First for what comes: who waits for it hears of errors. Even after an error the other parts are
+  // waited for by nobody: their tensors live until this object dies.
+  std::stable_partition(parts_.begin(), parts_.end(),
+                        [](const Part& part) { return part.sending; });
   while (!parts_.empty()) {
     Part& part = parts_.back();
     try {
@@ -54,11 +56,13 @@ void Pending::wait(const std::function<std::string()>& what) {
     } catch (const std::exception& error) {
       const std::string peer =
           part.peer == kAll ? "the other ranks" : "rank " + std::to_string(part.peer);
-      TORCH_CHECK(false, what(), part.sending ? " (sending to " : " (waiting for ", peer,
-                  "): ", error.what(),
-                  "\nEvery rank must run the same backwards and steps; look for the first error in "
-                  "the logs of the"
-                  " other ranks. The timeout is that of the process group.");
+      const std::string cause = text_of(error);
+      const bool timed_out = cause.find("imed out") != std::string::npos;
+      TORCH_CHECK(
+          false, what(), part.sending ? " (sending to " : " (waiting for ", peer, "): ", cause,
+          "\nEvery rank must run the same backwards and steps; look for the first error in "
+          "the logs of the other ranks.",
+          timed_out ? " The timeout is that of the process group, or ZERO_EXT_TIMEOUT_S." : "");
     }
     parts_.pop_back();
   }
@@ -100,6 +104,22 @@ Comm::Comm(const std::string& reduce_group, const std::string& gather_group, c10
   way_ = has_backend ? Way::device : Way::staged;
 }
 
+const char* Comm::name_of(Agreement about) {
+  switch (about) {
+    case Agreement::neighbors:
+      return "shard()";
+    case Agreement::late_gradients:
+      return "a backward";
+    case Agreement::step:
+      return "step()";
+    case Agreement::clip:
+      return "clip_grad_norm_()";
+    case Agreement::shards:
+      return "the end of a step, or of a write to parameters";
+  }
+  return "another version of zero_ext";
+}
+
 void Comm::check_process() const {
   TORCH_CHECK(world_ == 1 || !is_forked(), where(rank_),
               "a forked child cannot exchange messages in its parent's place. Have a DataLoader's"
@@ -111,7 +131,7 @@ void Comm::connect_neighbors(std::chrono::milliseconds timeout, bool allowed) {
   if (world_ == 1 || on_device()) return;
   neighbors_ =
       CrossMemory::connect(rank_, world_, timeout, allowed, [this](const at::Tensor& mine) {
-        return all_gather(mine, [this] {
+        return all_gather(Agreement::neighbors, mine, [this] {
           return where(rank_) + "waited for the other ranks to say whether they share its host";
         });
       });
@@ -130,18 +150,26 @@ int64_t Comm::neighbors() const {
   return count;
 }
 
-Comm::Work Comm::send(Kind kind, const at::Tensor& tensor, int64_t to, int64_t tag) {
-  check_process();
-  if (reads(to)) return neighbors_->send(tensor, to, tag_among_kinds(kind, tag));
-  std::vector<at::Tensor> tensors{tensor};
-  return group_of(kind)->send(tensors, static_cast<int>(to), tag_of(tag));
+int64_t Comm::next_round(Kind kind, int64_t last) const {
+  return neighbors_ == nullptr || is_forked() ? last + 1 : neighbors_->next_round(kind, last);
 }
 
-Comm::Work Comm::recv(Kind kind, const at::Tensor& into, int64_t from, int64_t tag) {
+void Comm::leave_round(Kind kind, int64_t round) const noexcept {
+  if (neighbors_ != nullptr && !is_forked()) neighbors_->leave_round(kind, round);
+}
+
+Comm::Work Comm::send(const at::Tensor& tensor, int64_t to, const Label& label) {
   check_process();
-  if (reads(from)) return neighbors_->receive(into, from, tag_among_kinds(kind, tag));
+  if (reads(to)) return neighbors_->send(tensor, to, label);
+  std::vector<at::Tensor> tensors{tensor};
+  return group_of(label.kind)->send(tensors, static_cast<int>(to), tag_of(label.tag));
+}
+
+Comm::Work Comm::recv(const at::Tensor& into, int64_t from, const Label& label) {
+  check_process();
+  if (reads(from)) return neighbors_->receive(into, from, label);
   std::vector<at::Tensor> tensors{into};
-  return group_of(kind)->recv(tensors, static_cast<int>(from), tag_of(tag));
+  return group_of(label.kind)->recv(tensors, static_cast<int>(from), tag_of(label.tag));
 }
 
 at::Tensor Comm::outgoing(const at::Tensor& tensor) const {
@@ -162,7 +190,7 @@ void Comm::add(Pending& pending, Pending::Part part) const {
 }
 
 void Comm::exchange(const std::vector<at::Tensor>& sends, const std::vector<at::Tensor>& recvs,
-                    int64_t tag, Pending& pending) {
+                    int64_t round, int64_t tag, Pending& pending) {
   if (world_ == 1) return;
   if (on_device()) {
     std::vector<at::Tensor> inputs = sends;
@@ -179,16 +207,16 @@ void Comm::exchange(const std::vector<at::Tensor>& sends, const std::vector<at::
     add(pending, {work, nothing});
     return;
   }
+  const Label label{Kind::reduction, tag, round};
   for (int64_t step = 1; step < world_; ++step) {
     const int64_t from = (rank_ + world_ - step) % world_;
     const at::Tensor into = incoming(recvs[from]);
-    add(pending, {recv(Kind::reduction, into, from, tag), into, from,
-                  /*sending=*/false, target_of(recvs[from])});
+    add(pending, {recv(into, from, label), into, from, /*sending=*/false, target_of(recvs[from])});
   }
   for (int64_t step = 1; step < world_; ++step) {
     const int64_t to = (rank_ + step) % world_;
     const at::Tensor out = outgoing(sends[to]);
-    add(pending, {send(Kind::reduction, out, to, tag), out, to, /*sending=*/true, {}});
+    add(pending, {send(out, to, label), out, to, /*sending=*/true, {}});
   }
 }
 
@@ -219,30 +247,26 @@ void Comm::gather(const at::Tensor& full, int64_t tag, Pending& pending) {
     return;
   }
   // Point to point: gloo's own all-gather is a ring that takes three times as long for two ranks.
+  const Label label{Kind::gather, tag};
   for (int64_t step = 1; step < world_; ++step) {
     const int64_t from = (rank_ + world_ - step) % world_;
-    receive(range(from), from, tag, pending);
+    receive(range(from), from, label, pending);
   }
   const at::Tensor own = outgoing(range(rank_));
   for (int64_t step = 1; step < world_; ++step) {
     const int64_t to = (rank_ + step) % world_;
-    add(pending, {offer(own, to, tag), own, to, /*sending=*/true, {}});
+    add(pending, {send(own, to, label), own, to, /*sending=*/true, {}});
   }
-}
-
-Comm::Offer Comm::offer(const at::Tensor& tensor, int64_t to, int64_t tag) {
-  return send(Kind::gather, tensor, to, tag);
 }
 
 Comm::Offer Comm::offer_lastingly(const at::Tensor& tensor, int64_t to, int64_t tag) {
   check_process();
-  return neighbors_->post(tensor, to, tag_among_kinds(Kind::gather, tag));
+  return neighbors_->post(tensor, to, {Kind::gather, tag});
 }
 
-void Comm::receive(const at::Tensor& into, int64_t from, int64_t tag, Pending& pending) {
+void Comm::receive(const at::Tensor& into, int64_t from, const Label& label, Pending& pending) {
   const at::Tensor here = incoming(into);
-  add(pending,
-      {recv(Kind::gather, here, from, tag), here, from, /*sending=*/false, target_of(into)});
+  add(pending, {recv(here, from, label), here, from, /*sending=*/false, target_of(into)});
 }
 
 void Comm::say_farewell(Pending& pending) {
@@ -272,8 +296,25 @@ void Comm::finish(std::chrono::milliseconds patience) noexcept {
   }
 }
 
-at::Tensor Comm::all_gather(const at::Tensor& values, const std::function<std::string()>& what) {
+at::Tensor Comm::all_gather(Agreement about, const at::Tensor& values,
+                            const std::function<std::string()>& what) {
   if (world_ == 1) return values.unsqueeze(0);
+  if (on_device()) return all_gather(values, what);
+  const int64_t numel = values.numel();
+  const at::Tensor told = at::empty({1 + numel}, at::TensorOptions().dtype(at::kLong));
+  *told.mutable_data_ptr<int64_t>() = static_cast<int64_t>(about);
+  told.narrow(0, 1, numel).copy_(values);
+  const at::Tensor all = all_gather(told, what);
+  for (int64_t peer = 0; peer < world_; ++peer) {
+    const auto theirs = static_cast<Agreement>(all.const_data_ptr<int64_t>()[peer * (1 + numel)]);
+    TORCH_CHECK(theirs == about, where(rank_), "this rank is in ", name_of(about), ", rank ", peer,
+                " in ", name_of(theirs),
+                ". Every rank must make the same calls in the same order.");
+  }
+  return all.narrow(1, 1, numel).contiguous().to(values.device());
+}
+
+at::Tensor Comm::all_gather(const at::Tensor& values, const std::function<std::string()>& what) {
   check_process();
   at::Tensor input = on_device() ? values.to(device_) : outgoing(values);
   at::Tensor output = at::empty({world_ * values.numel()}, input.options());
@@ -282,18 +323,23 @@ at::Tensor Comm::all_gather(const at::Tensor& values, const std::function<std::s
     const auto row = [&](int64_t rank) {
       return output.narrow(0, rank * values.numel(), values.numel());
     };
-    ++agreements_;
+    agreements_ = next_round(Kind::agreement, agreements_);
+    const Label label{Kind::agreement, agreements_, agreements_};
     row(rank_).copy_(input);
     for (int64_t peer = 0; peer < world_; ++peer) {
       if (peer == rank_) continue;
-      add(pending, {recv(Kind::agreement, row(peer), peer, agreements_), output, peer, false, {}});
-      add(pending,
-          {send(Kind::agreement, input, peer, agreements_), input, peer, /*sending=*/true, {}});
+      add(pending, {recv(row(peer), peer, label), output, peer, /*sending=*/false, {}});
+      add(pending, {send(input, peer, label), input, peer, /*sending=*/true, {}});
     }
   } else {
     add(pending, {all_gather_into(*gather_group_, output, input), output});
   }
-  pending.wait(what);
+  try {
+    pending.wait(what);
+  } catch (...) {
+    leave_round(Kind::agreement, agreements_);
+    throw;
+  }
   return output.view({world_, values.numel()}).to(values.device());
 }
 

@@ -6,7 +6,8 @@
 //
 // Reductions and gathers have a process group each, so that one never waits behind the other.
 // Point-to-point messages carry a tag made from numbers that all ranks count alike; a message of a
-// backward that failed on one rank can therefore never be taken for one of the next.
+// backward that failed on one rank can therefore never be taken for one of the next. What is said
+// of rounds is in Note [Rounds] in cross_memory.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -87,10 +88,16 @@ class Comm {
   int64_t rank() const { return rank_; }
   int64_t world() const { return world_; }
 
+  // The round that begins: the one after `last`, unless an error has ended that one on a neighbor.
+  using Kind = CrossMemory::Kind;
+  int64_t next_round(Kind kind, int64_t last) const;
+  // An error has ended it on this rank.
+  void leave_round(Kind kind, int64_t round) const noexcept;
+
   // All-to-all: sends[r] goes to rank r, recvs[r] comes from rank r; the entries of this rank are
   // ignored. The tensors may lie on the host in any case.
   void exchange(const std::vector<at::Tensor>& sends, const std::vector<at::Tensor>& recvs,
-                int64_t tag, Pending& pending);
+                int64_t round, int64_t tag, Pending& pending);
   // Sum over the ranks of this rank's range: input [world * n], output [n], same dtype.
   void reduce_scatter(const at::Tensor& input, const at::Tensor& output, Pending& pending);
   // Element-wise sum over the ranks, in place.
@@ -104,9 +111,13 @@ class Comm {
   // Among neighbors alone an offer may be lasting: it is received as often as anybody likes, with
   // the bytes that it then has.
   using Offer = c10::intrusive_ptr<c10d::Work>;
-  Offer offer(const at::Tensor& tensor, int64_t to, int64_t tag);
+  Offer offer(const at::Tensor& tensor, int64_t to, int64_t tag) {
+    return send(tensor, to, {Kind::gather, tag});
+  }
   Offer offer_lastingly(const at::Tensor& tensor, int64_t to, int64_t tag);
-  void receive(const at::Tensor& into, int64_t from, int64_t tag, Pending& pending);
+  void receive(const at::Tensor& into, int64_t from, int64_t tag, Pending& pending) {
+    receive(into, from, {Kind::gather, tag}, pending);
+  }
 
   // Tells all ranks that this one takes no more offers and sends nothing any more; `pending` ends
   // when all have said so.
@@ -122,19 +133,18 @@ class Comm {
   uint64_t served() const { return neighbors_ == nullptr ? 0 : neighbors_->served(); }
 
   // Small agreements on the gather group, of tensors on the host or on the device; they wait.
-  // `what` is for the message, as in Pending::wait. all_gather: [n] of each rank → [world, n].
-  at::Tensor all_gather(const at::Tensor& values, const std::function<std::string()>& what);
+  // `what` is for the message, as in Pending::wait. all_gather: int64 [n] of each rank →
+  // [world, n]. Raises on all ranks where they are in different ones; on a device nobody looks.
+  enum class Agreement : int64_t { neighbors, late_gradients, step, clip, shards };
+  static const char* name_of(Agreement about);
+  at::Tensor all_gather(Agreement about, const at::Tensor& values,
+                        const std::function<std::string()>& what);
   void broadcast(const at::Tensor& tensor, const std::function<std::string()>& what);
 
  private:
   enum class Way { host, staged, device };
-  // What a message belongs to: each counts its tags by itself.
-  enum class Kind : int64_t { reduction, gather, agreement };
-  static constexpr int64_t kKinds = 3;
+  using Label = CrossMemory::Label;
   using Work = c10::intrusive_ptr<c10d::Work>;
-  static int64_t tag_among_kinds(Kind kind, int64_t tag) {
-    return kKinds * tag + static_cast<int64_t>(kind);
-  }
   bool reads(int64_t peer) const { return neighbors_ != nullptr && neighbors_->reaches(peer); }
   const Group& group_of(Kind kind) const {
     return kind == Kind::reduction ? reduce_group_ : gather_group_;
@@ -142,8 +152,10 @@ class Comm {
   void check_process() const;  // refuses where this is a forked child's
   void add(Pending& pending, Pending::Part part) const;
   // The tensors are on the host, and contiguous.
-  Work send(Kind kind, const at::Tensor& tensor, int64_t to, int64_t tag);
-  Work recv(Kind kind, const at::Tensor& into, int64_t from, int64_t tag);
+  Work send(const at::Tensor& tensor, int64_t to, const Label& label);
+  Work recv(const at::Tensor& into, int64_t from, const Label& label);
+  void receive(const at::Tensor& into, int64_t from, const Label& label, Pending& pending);
+  at::Tensor all_gather(const at::Tensor& values, const std::function<std::string()>& what);
   // What is sent for `tensor`, and what is received into for it: itself, or on the host.
   at::Tensor outgoing(const at::Tensor& tensor) const;
   at::Tensor incoming(const at::Tensor& tensor) const;

@@ -58,7 +58,7 @@ void reduce_scatter_accumulate_(const Tensor& bucket, const Tensor& acc,
   }
   if (numel == 0) return;
   Pending pending;
-  comm.exchange(sends, parts, tag_of(sends[rank]), pending);
+  comm.exchange(sends, parts, CrossMemory::kNoRound, tag_of(sends[rank]), pending);
   pending.wait([&] {
     return where(rank) + "reduce_scatter_accumulate_ of " + std::to_string(numel) +
            " elements per rank on process group '" + group_name + "'";

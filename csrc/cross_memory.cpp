@@ -87,6 +87,10 @@ struct Doorbell {
   std::atomic<uint32_t> left;    // its owner sends nothing any more
   std::atomic<uint32_t> closed;  // its owner's messages may not be read any more
   std::atomic<uint64_t> served;  // what its owner has posted was read so often
+  // The first round of each kind that its owner is not past, and the one after the last that it has
+  // left, see Note [Rounds].
+  alignas(kCacheLine) std::array<std::atomic<int64_t>, CrossMemory::kKinds> rounds;
+  std::array<std::atomic<int64_t>, CrossMemory::kKinds> left_rounds;
 
   void ring() {
     rings.fetch_add(1);
@@ -184,10 +188,16 @@ Nonce random_nonce() {
 struct Transfer {
   at::Tensor tensor;
   int64_t peer;
-  uint64_t tag;
+  CrossMemory::Label label;
   bool sending = false;
   bool done = false;
   std::string error;
+
+  // Among the messages of all kinds.
+  uint64_t tag() const {
+    return CrossMemory::kKinds * static_cast<uint64_t>(label.tag) +
+           static_cast<uint64_t>(label.kind);
+  }
 };
 
 void pause() {
@@ -211,9 +221,11 @@ class LinuxCrossMemory final : public CrossMemory,
 
   bool reaches(int64_t peer) const override { return peers_[peer].reached; }
   bool reaches_all() const override { return reaches_all_; }
-  Message send(const at::Tensor& tensor, int64_t to, int64_t tag) override;
-  Message receive(const at::Tensor& into, int64_t from, int64_t tag) override;
-  Message post(const at::Tensor& tensor, int64_t to, int64_t tag) override;
+  Message send(const at::Tensor& tensor, int64_t to, const Label& label) override;
+  Message receive(const at::Tensor& into, int64_t from, const Label& label) override;
+  Message post(const at::Tensor& tensor, int64_t to, const Label& label) override;
+  int64_t next_round(Kind kind, int64_t last) override;
+  void leave_round(Kind kind, int64_t round) override;
   void leave() override {
     const std::lock_guard lock(mutex_);
     leaving_ = true;
@@ -264,6 +276,15 @@ class LinuxCrossMemory final : public CrossMemory,
     const bool left = end.empty() && peer.mailbox.doorbell().left.load() != 0;
     return left ? "its script has ended, or it has deleted its model." : end;
   }
+  // The sender of what is waited for is past its round. (A receiver may still take what was sent.)
+  bool is_past(const Transfer& transfer) const {
+    if (transfer.sending || transfer.label.round == kNoRound) return false;
+    const Doorbell& doorbell = peers_[transfer.peer].mailbox.doorbell();
+    return transfer.label.round < doorbell.rounds[index_of(transfer.label.kind)].load();
+  }
+  static size_t index_of(Kind kind) { return static_cast<size_t>(kind); }
+  // This rank is past the rounds before `first`.
+  void show_rounds(Kind kind, int64_t first);
   void ring_all() const {
     for (const Peer& peer : peers_) {
       if (peer.mailbox.open()) peer.mailbox.doorbell().ring();
@@ -287,6 +308,7 @@ class LinuxCrossMemory final : public CrossMemory,
   uint64_t sent_ = 0;
   bool leaving_ = false;  // nobody has been told yet
   bool has_left_ = false;
+  std::array<int64_t, kKinds> rounds_{};  // what is to be shown behind all that was sent
   std::unordered_map<uint64_t, std::shared_ptr<Transfer>> sending_;  // by number
   std::list<std::shared_ptr<Transfer>> receiving_;                   // in the order of the calls
   std::atomic<int64_t> receiving_count_{0};
@@ -366,16 +388,17 @@ bool LinuxCrossMemory::connect(bool allowed,
   return any;
 }
 
-CrossMemory::Message LinuxCrossMemory::send(const at::Tensor& tensor, int64_t to, int64_t tag) {
+CrossMemory::Message LinuxCrossMemory::send(const at::Tensor& tensor, int64_t to,
+                                            const Label& label) {
   auto transfer = std::make_shared<Transfer>(
-      Transfer{.tensor = tensor, .peer = to, .tag = static_cast<uint64_t>(tag), .sending = true});
+      Transfer{.tensor = tensor, .peer = to, .label = label, .sending = true});
   {
     const std::lock_guard lock(mutex_);
     const uint64_t number = sent_++;
     sending_.emplace(number, transfer);
     write(peers_[to], {.kind = Record::offered,
                        .number = number,
-                       .tag = transfer->tag,
+                       .tag = transfer->tag(),
                        .address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()),
                        .bytes = tensor.nbytes()});
     progress();
@@ -383,9 +406,10 @@ CrossMemory::Message LinuxCrossMemory::send(const at::Tensor& tensor, int64_t to
   return c10::make_intrusive<MessageWork>(shared_from_this(), std::move(transfer));
 }
 
-CrossMemory::Message LinuxCrossMemory::receive(const at::Tensor& into, int64_t from, int64_t tag) {
-  auto transfer = std::make_shared<Transfer>(
-      Transfer{.tensor = into, .peer = from, .tag = static_cast<uint64_t>(tag)});
+CrossMemory::Message LinuxCrossMemory::receive(const at::Tensor& into, int64_t from,
+                                               const Label& label) {
+  auto transfer =
+      std::make_shared<Transfer>(Transfer{.tensor = into, .peer = from, .label = label});
   {
     const std::lock_guard lock(mutex_);
     receiving_.push_back(transfer);
@@ -395,19 +419,44 @@ CrossMemory::Message LinuxCrossMemory::receive(const at::Tensor& into, int64_t f
   return c10::make_intrusive<MessageWork>(shared_from_this(), std::move(transfer));
 }
 
-CrossMemory::Message LinuxCrossMemory::post(const at::Tensor& tensor, int64_t to, int64_t tag) {
+CrossMemory::Message LinuxCrossMemory::post(const at::Tensor& tensor, int64_t to,
+                                            const Label& label) {
   auto transfer = std::make_shared<Transfer>(
-      Transfer{.tensor = tensor, .peer = to, .tag = static_cast<uint64_t>(tag), .done = true});
+      Transfer{.tensor = tensor, .peer = to, .label = label, .done = true});
   {
     const std::lock_guard lock(mutex_);
     write(peers_[to], {.kind = Record::posted,
                        .number = 0,
-                       .tag = transfer->tag,
+                       .tag = transfer->tag(),
                        .address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()),
                        .bytes = tensor.nbytes()});
     progress();
   }
   return c10::make_intrusive<MessageWork>(shared_from_this(), std::move(transfer));
+}
+
+int64_t LinuxCrossMemory::next_round(Kind kind, int64_t last) {
+  int64_t next = last + 1;
+  if (reaches_all_) {  // else ranks would pass over different ones
+    for (const Peer& peer : peers_) {
+      if (!peer.reached) continue;
+      next = std::max(next, peer.mailbox.doorbell().left_rounds[index_of(kind)].load());
+    }
+  }
+  show_rounds(kind, next);
+  return next;
+}
+
+void LinuxCrossMemory::leave_round(Kind kind, int64_t round) {
+  mailbox_.doorbell().left_rounds[index_of(kind)].store(round + 1);
+  show_rounds(kind, round + 1);
+}
+
+void LinuxCrossMemory::show_rounds(Kind kind, int64_t first) {
+  const std::lock_guard lock(mutex_);
+  int64_t& shown = rounds_[index_of(kind)];
+  shown = std::max(shown, first);
+  progress();
 }
 
 void LinuxCrossMemory::write(Peer& peer, const Record& record) {
@@ -451,9 +500,14 @@ void LinuxCrossMemory::progress() {
     all_written = all_written && peer.unwritten.empty();
     read_ring(static_cast<int64_t>(r));
   }
+  // Behind all that was sent.
+  for (size_t kind = 0; kind < rounds_.size() && all_written; ++kind) {
+    std::atomic<int64_t>& shown = mailbox_.doorbell().rounds[kind];
+    if (shown.load(std::memory_order_relaxed) != rounds_[kind]) shown.store(rounds_[kind]);
+  }
   if (leaving_ && all_written) {
     leaving_ = false;
-    mailbox_.doorbell().left.store(1);  // behind all that was sent
+    mailbox_.doorbell().left.store(1);
     ring_all();
   }
   for (auto at = receiving_.begin(); at != receiving_.end();) {
@@ -465,12 +519,12 @@ void LinuxCrossMemory::progress() {
 
 bool LinuxCrossMemory::try_receive(Transfer& transfer) {
   Peer& peer = peers_[transfer.peer];
-  if (const auto posted = peer.posted.find(transfer.tag); posted != peer.posted.end()) {
+  if (const auto posted = peer.posted.find(transfer.tag()); posted != peer.posted.end()) {
     read(peer, posted->second, transfer);
     peer.mailbox.doorbell().served.fetch_add(1, std::memory_order_relaxed);
     return true;
   }
-  const auto found = peer.offered.find(transfer.tag);
+  const auto found = peer.offered.find(transfer.tag());
   if (found == peer.offered.end()) return false;
   const Record message = found->second.front();
   found->second.pop_front();
@@ -485,7 +539,7 @@ void LinuxCrossMemory::read(const Peer& peer, const Record& message, Transfer& t
   if (message.bytes != transfer.tensor.nbytes()) {
     transfer.error = "it sent " + std::to_string(message.bytes) +
                      " bytes where this rank expects " + std::to_string(transfer.tensor.nbytes()) +
-                     ".";
+                     ", as if it were in another call.";
   } else if (message.bytes > 0) {
     const int failure = read_memory_of(peer.process, message.address,
                                        transfer.tensor.mutable_data_ptr(), message.bytes);
@@ -520,11 +574,12 @@ void LinuxCrossMemory::wait(const std::shared_ptr<Transfer>& transfer, milliseco
     }
     if (spins > 0) continue;
     doorbell.sleep(seen, kSlice);
+    // Then one more look at what it sent before.
+    if (is_past(*transfer)) end = "after an error on some rank it went on without this.";
     const Clock::time_point now = Clock::now();
-    if (now - looked < kSlice) continue;
+    if (now - looked < kSlice || !end.empty()) continue;
     looked = now;
-    // Then one more look at what it sent before. Who has left sends farewells alone, which a peer
-    // takes although it has left as well.
+    // Who has left sends farewells alone, which a peer takes although it has left as well.
     const Peer& peer = peers_[transfer->peer];
     end = transfer->sending && has_left_ ? end_of(peer) : end_of_messages(peer);
     TORCH_CHECK(!end.empty() || now - begin < limit, "timed out after ", limit.count(), " ms.");

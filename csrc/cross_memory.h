@@ -17,6 +17,14 @@
 // of these functions, and what has not is waited for.
 // A rank says "closed" before it frees what it had offered, and its peers ask for that after each
 // copy: what they then take was there throughout.
+//
+// Note [Rounds]
+// Messages that all ranks exchange together belong to a round: a backward, an agreement. All ranks
+// count the rounds alike, until an error ends one on one rank alone before it has sent all of it,
+// or a rank never begins it: the others would wait until the timeout, and who repeats it would stay
+// a round ahead. Hence each rank shows which rounds it is past, and which it has left. Who waits
+// for a message of a round that its sender is past, and that was not sent, hears so at once. Who
+// begins a round passes over those that another rank has left: nobody can complete them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -45,20 +53,33 @@ class CrossMemory {
   // Whether every rank reaches every other one: all ranks say the same.
   virtual bool reaches_all() const = 0;
 
-  // Messages of one sender and tag are received in the order in which they were sent, and must have
-  // as many bytes as their receiver asks for. The tensors are contiguous, on the host. Waiting for
-  // what is sent ends when it has been read; bytes are read no later than that, and not before the
-  // receiver calls one of these functions.
+  // Messages of one sender, kind and tag are received in the order in which they were sent, and
+  // must have as many bytes as their receiver asks for. The tensors are contiguous, on the host.
+  // Waiting for what is sent ends when it has been read; bytes are read no later than that, and not
+  // before the receiver calls one of these functions.
+  enum class Kind : int { reduction, gather, agreement };
+  static constexpr int kKinds = 3;
+  static constexpr int64_t kNoRound = -1;
+  struct Label {
+    Kind kind;
+    int64_t tag;
+    int64_t round = kNoRound;  // see the note
+  };
   using Message = c10::intrusive_ptr<c10d::Work>;
-  virtual Message send(const at::Tensor& tensor, int64_t to, int64_t tag) = 0;
-  virtual Message receive(const at::Tensor& into, int64_t from, int64_t tag) = 0;
+  virtual Message send(const at::Tensor& tensor, int64_t to, const Label& label) = 0;
+  virtual Message receive(const at::Tensor& into, int64_t from, const Label& label) = 0;
   // A message that was sent and that nobody will receive: its memory need not be kept any more. Of
   // anything else nothing changes.
   static void withdraw(c10d::Work& message);
   // A message that may be received any number of times, with the bytes that `tensor` has then; its
   // sender is not told. The work keeps its memory, and is to live until nobody receives it any
   // more. A tag has either this or messages that are sent.
-  virtual Message post(const at::Tensor& tensor, int64_t to, int64_t tag) = 0;
+  virtual Message post(const at::Tensor& tensor, int64_t to, const Label& label) = 0;
+
+  // The round after `last`, this rank's last one, but for those that others have left; it begins.
+  virtual int64_t next_round(Kind kind, int64_t last) = 0;
+  // This rank has not sent all of it, and will not.
+  virtual void leave_round(Kind kind, int64_t round) = 0;
 
   // From now on this rank sends nothing. What it has sent and posted can still be received; who
   // waits for more from it hears that it has ended.

@@ -568,7 +568,7 @@ void Engine::undo_backward() noexcept {
     gatherer_.reset_after_failure();
   } catch (const std::exception& error) {
     open_ = false;
-    not_undone_ = error.what();
+    not_undone_ = text_of(error);
   }
 }
 
@@ -608,7 +608,7 @@ StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices,
               "step() inside a backward. Call it after loss.backward() has returned.");
   parameters_.check("step()");
   check_usable("step()");
-  TORCH_CHECK(!boundary_.local_open(), where(rank()), "step(): ", boundary_.micro_batch(),
+  TORCH_CHECK(!boundary_.local_open(), where(rank()), "step(): ", boundary_.unreduced(),
               " backward(s) inside no_sync() (or before the boundary of accumulation_steps=",
               boundary_.accumulation_steps(),
               ") were never reduced. Run the last backward before a step outside no_sync().");
@@ -619,7 +619,8 @@ StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices,
   StepVerdict verdict;
   if (questions.nonfinite || questions.norm() || context_.shards_parameters() ||
       !context_.state.on_host()) {
-    verdict = agreement_.ask(indices, questions, "step()");
+    verdict = agreement_.ask(Comm::Agreement::step, indices, questions);
+    if (verdict.settings_differ) return verdict;
     if (world() > 1 && !reductions_.knows_turns()) learn_turns();
   }
   // Not before: what refuses may be mended, and the step repeated.
@@ -777,7 +778,7 @@ at::Tensor Engine::clip_gradients(const std::vector<int64_t>& indices, double ma
   if (had_no_backward(indices, last_backward)) take_part_in_others_backward();
   published_.take_over(indices, "clip_grad_norm_");
   const StepQuestions norm{.nonfinite = false, .max_norm = max_norm};
-  const StepVerdict verdict = agreement_.ask(indices, norm, "clip_grad_norm_()");
+  const StepVerdict verdict = agreement_.ask(Comm::Agreement::clip, indices, norm);
   if (verdict.on_device != nullptr) {
     scale_runs(indices, verdict.on_device->factor);
     return verdict.on_device->norm;

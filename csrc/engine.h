@@ -105,6 +105,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   void push_no_sync();
   void pop_no_sync();
   void set_accumulation_steps(int64_t steps);
+  double divide_factor() const { return boundary_.divide_factor(); }
   void set_divide_factor(double factor);
   // What losses are multiplied by from now on; every rank calls it alike. See Note [Loss scale] in
   // boundary.h.
@@ -141,7 +142,8 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   // Parameters that were frozen when the model was sharded and require a gradient now.
   std::vector<int64_t> thawed() const;
 
-  // The step: prepare, then apply unless the verdict forbids it.
+  // The step: prepare, then apply unless the verdict forbids it. Where settings differ nothing is
+  // prepared.
   StepVerdict prepare_step(const std::vector<int64_t>& indices, const StepQuestions& questions,
                            int64_t* last_backward);
   void apply_step(const Update& update);

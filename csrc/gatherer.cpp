@@ -91,7 +91,7 @@ void Gatherer::start(Entry& entry) {
   } catch (const c10::Error&) {
     throw;
   } catch (const std::exception& error) {  // gloo's own
-    TORCH_CHECK(false, waiting_for(entry), ": ", error.what());
+    TORCH_CHECK(false, waiting_for(entry), ": ", text_of(error));
   }
   ++gathers_;
   if (offers_last()) return;
@@ -370,7 +370,7 @@ void Gatherer::offer_missing(Entry& entry) {
       TORCH_CHECK(false, where(context_.rank, entry.unit->name()), "rank ", peer,
                   " cannot be offered this rank's part of the parameters (the last unit that was"
                   " gathered: '",
-                  last_gathered_, "'): ", error.what());
+                  last_gathered_, "'): ", text_of(error));
     }
   }
 }
@@ -389,7 +389,7 @@ void Gatherer::tell_what_was_taken() {
   const int64_t units = unit_count();
   at::Tensor taken = at::empty({units}, at::TensorOptions().dtype(at::kLong));
   for (int64_t u = 0; u < units; ++u) taken.mutable_data_ptr<int64_t>()[u] = entries_[u].taken;
-  const at::Tensor all = comm_.all_gather(taken, [this] {
+  const at::Tensor all = comm_.all_gather(Comm::Agreement::shards, taken, [this] {
     return where(context_.rank) + "waited until all ranks had updated their shards";
   });
   const auto* by_rank = all.const_data_ptr<int64_t>();

@@ -26,7 +26,8 @@ constexpr size_t kAtOnce = BucketPool::kSize;
 
 void Reductions::begin(float scale, bool surprises) {
   scale_ = scale;
-  ++round_;
+  round_ = comm_.next_round(Comm::Kind::reduction, round_);
+  in_round_ = true;
   turn_ = 0;
   const auto units = static_cast<size_t>(parameters_.unit_count());
   completed_ = 0;
@@ -109,6 +110,7 @@ void Reductions::start_ready() {
   // At once: whoever throws from now on has sent all that the other ranks wait for.
   const bool all_started = turn_ == turns_.size() && !turns_.empty();
   if (all_started && counts_users() && !counts_.defined()) start_counting();
+  in_round_ = in_round_ && !all_started;
 }
 
 void Reductions::start(int64_t u) {
@@ -167,7 +169,7 @@ void Reductions::reduce_late() {
   at::Tensor late = at::zeros({units}, at::kLong);
   auto* mine = late.mutable_data_ptr<int64_t>();
   for (int64_t u = 0; u < units; ++u) mine[u] = parameters_.unit(u).late() ? 1 : 0;
-  late = comm_.all_gather(late, [this] {
+  late = comm_.all_gather(Comm::Agreement::late_gradients, late, [this] {
     return where(context_.rank) + "waited to hear which gradients the other ranks have to reduce" +
            " once more in backward " + std::to_string(round_);
   });
@@ -231,6 +233,7 @@ void Reductions::forget_contributions() {
 }
 
 void Reductions::abort(int64_t units) {
+  if (std::exchange(in_round_, false)) comm_.leave_round(Comm::Kind::reduction, round_);
   context_.reducing.join();
   const size_t orphans_before = orphans_.size();
   for (int64_t u = 0; u < units; ++u) {

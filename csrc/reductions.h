@@ -69,7 +69,7 @@ class Reductions {
   int64_t finished() const { return finished_; }
   void count_finished() { ++finished_; }
   void forget_finished() { finished_ = 0; }
-  // What messages are told apart by; ranks differ where not all began a backward that threw.
+  // What messages are told apart by; ranks may differ where not all began a backward that threw.
   int64_t round() const { return round_; }
   void agree_on_round(int64_t round) { round_ = round; }
 
@@ -104,7 +104,8 @@ class Reductions {
   const ShardedParameters& parameters_;
   BucketPool pool_;
   float scale_ = 1;
-  int64_t round_ = 0;  // the backward's number among those that reduce: on every rank alike
+  int64_t round_ = 0;      // the backward's number among those that reduce: on every rank alike
+  bool in_round_ = false;  // and has not sent all that the other ranks wait for
   std::vector<int64_t> turns_;  // [units]
   bool knows_turns_ = false;
   bool learned_surprises_ = false;

@@ -19,18 +19,22 @@ constexpr char kOutOfStep[] =
     ": the ranks have finished different numbers of backwards since the last step: one threw on a"
     " rank after the others had its gradients, or zero_grad() was called by some ranks alone. Call"
     " zero_grad(set_to_none=True) on every rank and repeat the step's backwards.";
+constexpr char kOrOtherSettings[] =
+    " Or the optimizers' settings (lr, weight_decay, …) differ between ranks.";
 
 }  // namespace
 
-at::Tensor StepAgreement::gather(const at::Tensor& answer, const StepQuestions& questions,
-                                 const char* verb) {
+at::Tensor StepAgreement::gather(Comm::Agreement about, const at::Tensor& answer,
+                                 const StepQuestions& questions) {
   if (context_.world == 1 || (replicated() && !questions.nonfinite)) return answer.unsqueeze(0);
-  return comm_.all_gather(
-      answer, [&] { return where(context_.rank) + verb + " waited for the other ranks' " + verb; });
+  const std::string verb = Comm::name_of(about);
+  return comm_.all_gather(about, answer, [&] {
+    return where(context_.rank) + verb + " waited for the other ranks' " + verb;
+  });
 }
 
-StepVerdict StepAgreement::ask_host(const std::vector<int64_t>& indices,
-                                    const StepQuestions& questions, const char* verb) {
+StepVerdict StepAgreement::ask_host(Comm::Agreement about, const std::vector<int64_t>& indices,
+                                    const StepQuestions& questions) {
   int64_t first = sighting::kNone;
   int64_t finite = 1;
   for (const int64_t i : indices) {
@@ -47,7 +51,7 @@ StepVerdict StepAgreement::ask_host(const std::vector<int64_t>& indices,
   // One message for both questions; a second one would cost more than the norm.
   kernels::SquareSum sum{};
   if (questions.norm()) add_own_squares(indices, &sum);
-  constexpr int64_t kFacts = 4;
+  constexpr int64_t kFacts = 5;
   const int64_t length = kFacts + (questions.norm() ? kernels::kSquareSumLength : 0);
   const at::Tensor own = at::empty({length}, at::TensorOptions().dtype(at::kLong));
   auto* value = own.mutable_data_ptr<int64_t>();
@@ -55,12 +59,14 @@ StepVerdict StepAgreement::ask_host(const std::vector<int64_t>& indices,
   value[1] = first;
   value[2] = reductions_.finished();
   value[3] = reductions_.round();
+  value[4] = questions.settings;
   std::copy_n(sum.begin(), length - kFacts, value + kFacts);
-  const at::Tensor all = gather(own, questions, verb);
+  const at::Tensor all = gather(about, own, questions);
   if (!replicated()) sum = {};
   int64_t round = 0;
   std::string finished;
   bool same = true;
+  StepVerdict verdict;
   for (int64_t r = 0; r < all.size(0); ++r) {
     const int64_t* answer = all.const_data_ptr<int64_t>() + r * length;
     finite = std::min(finite, answer[0]);
@@ -68,12 +74,14 @@ StepVerdict StepAgreement::ask_host(const std::vector<int64_t>& indices,
     same = same && answer[2] == value[2];
     finished += (r == 0 ? "" : ", ") + std::to_string(answer[2]);
     round = std::max(round, answer[3]);
+    verdict.settings_differ = verdict.settings_differ || answer[4] != value[4];
     if (replicated()) continue;
     for (int64_t k = kFacts; k < length; ++k) sum[k - kFacts] += answer[k];
   }
   reductions_.agree_on_round(round);
-  TORCH_CHECK(same, where(context_.rank), verb, kOutOfStep, " Of ranks 0, 1, …: ", finished, ".");
-  StepVerdict verdict{.nonfinite = finite == 0};
+  TORCH_CHECK(same, where(context_.rank), Comm::name_of(about), kOutOfStep,
+              " Of ranks 0, 1, …: ", finished, ".");
+  verdict.nonfinite = finite == 0;
   if (questions.norm()) {
     verdict.factor = kernels::clipping_factor(sum, *questions.max_norm, &verdict.norm);
   }
@@ -88,8 +96,8 @@ void StepAgreement::describe(int64_t first, StepVerdict& verdict) const {
   verdict.micro_batch = micro_batch == sighting::kUnknownMicroBatch ? -1 : micro_batch;
 }
 
-StepVerdict StepAgreement::ask_device(const std::vector<int64_t>& indices,
-                                      const StepQuestions& questions, const char* verb) {
+StepVerdict StepAgreement::ask_device(Comm::Agreement about, const std::vector<int64_t>& indices,
+                                      const StepQuestions& questions) {
   const c10::Device device = context_.compute.device();
   const auto options = at::TensorOptions().device(device);
   std::vector<int64_t> flags;
@@ -106,13 +114,16 @@ StepVerdict StepAgreement::ask_device(const std::vector<int64_t>& indices,
     add_own_squares(indices,
                     reinterpret_cast<kernels::SquareSum*>(squares.mutable_data_ptr<int64_t>()));
   }
-  const at::Tensor all =
-      gather(at::cat({context_.flags->verdict(flags),
-                      at::full({1}, reductions_.finished(), options.dtype(at::kLong)), squares}),
-             questions, verb);
+  // One number for both: each more is another launch.
+  const auto agreed = static_cast<int64_t>(static_cast<uint64_t>(questions.settings) +
+                                           static_cast<uint64_t>(reductions_.finished()));
+  const at::Tensor all = gather(about,
+                                at::cat({context_.flags->verdict(flags),
+                                         at::full({1}, agreed, options.dtype(at::kLong)), squares}),
+                                questions);
   auto verdict = std::make_shared<DeviceVerdict>();
-  const at::Tensor finished = all.select(1, 2);
-  const at::Tensor out_of_step = finished.min().ne(finished.max()).reshape({1});
+  const at::Tensor said = all.select(1, 2);
+  const at::Tensor out_of_step = said.min().ne(said.max()).reshape({1});
   const at::Tensor nonfinite = all.select(1, 0).min().eq(0).reshape({1});
   verdict->skip = nonfinite.logical_or(out_of_step).to(at::kInt);
   const at::Tensor first = all.select(1, 1).min().reshape({1});
@@ -169,8 +180,8 @@ bool StepAgreement::holds_nonfinite(int64_t i) const {
 void StepAgreement::settle(StepVerdict& verdict) const {
   if (!verdict.is_settled()) verdict.on_device->told.synchronize();
   const int64_t first = *verdict.on_device->sighting.const_data_ptr<int64_t>();
-  TORCH_CHECK(first != sighting::kOutOfStep, where(context_.rank), "a step was skipped",
-              kOutOfStep);
+  TORCH_CHECK(first != sighting::kOutOfStep, where(context_.rank), "a step was skipped", kOutOfStep,
+              kOrOtherSettings);
   verdict.nonfinite = first != sighting::kNone;
   if (verdict.nonfinite) describe(first, verdict);
 }

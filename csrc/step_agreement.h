@@ -28,6 +28,7 @@ namespace zero_ext {
 struct StepQuestions {
   bool nonfinite = true;           // whether any holds NaN or Inf
   std::optional<double> max_norm;  // and their norm, with the factor that clips them to this one
+  int64_t settings = 0;            // a hash of what the update multiplies with
   bool norm() const { return max_norm.has_value(); }
 };
 
@@ -43,6 +44,7 @@ struct DeviceVerdict {
 };
 
 struct StepVerdict {
+  bool settings_differ = false;  // between ranks; on a device settle() raises instead
   bool nonfinite = false;
   int64_t rank = -1;  // where the first NaN or Inf was seen
   std::string parameter;
@@ -62,25 +64,25 @@ class StepAgreement {
       : comm_(comm), context_(context), parameters_(parameters), reductions_(reductions) {}
 
   // Collective, but that a rank may ask for the norm alone of gradients that every rank holds.
-  // Raises on every rank where they have finished different numbers of backwards. `verb`: who asks,
-  // for the messages.
-  StepVerdict ask(const std::vector<int64_t>& indices, const StepQuestions& questions,
-                  const char* verb) {
-    return context_.state.on_host() ? ask_host(indices, questions, verb)
-                                    : ask_device(indices, questions, verb);
+  // Raises on every rank where they have finished different numbers of backwards.
+  StepVerdict ask(Comm::Agreement about, const std::vector<int64_t>& indices,
+                  const StepQuestions& questions) {
+    return context_.state.on_host() ? ask_host(about, indices, questions)
+                                    : ask_device(about, indices, questions);
   }
   // Waits for what the device knows; raises what ask() raises on the host.
   void settle(StepVerdict& verdict) const;
 
  private:
-  StepVerdict ask_host(const std::vector<int64_t>& indices, const StepQuestions& questions,
-                       const char* verb);
-  StepVerdict ask_device(const std::vector<int64_t>& indices, const StepQuestions& questions,
-                         const char* verb);
+  StepVerdict ask_host(Comm::Agreement about, const std::vector<int64_t>& indices,
+                       const StepQuestions& questions);
+  StepVerdict ask_device(Comm::Agreement about, const std::vector<int64_t>& indices,
+                         const StepQuestions& questions);
   // Every rank holds all gradients, reduced.
   bool replicated() const { return context_.policy.optimizer == Sharding::replicated; }
   // The answers of all ranks [world, n], or this one's alone.
-  at::Tensor gather(const at::Tensor& answer, const StepQuestions& questions, const char* verb);
+  at::Tensor gather(Comm::Agreement about, const at::Tensor& answer,
+                    const StepQuestions& questions);
   void describe(int64_t first_sighting, StepVerdict& verdict) const;
   // Parameter i was suspected to hold NaN or Inf here, and does.
   bool holds_nonfinite(int64_t i) const;

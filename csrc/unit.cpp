@@ -473,7 +473,7 @@ void Unit::start_exchange(Comm& comm) {
   // no later one.
   const int64_t tag = backward_ * kMaxUnits + index_;
   if (flags_come_along(context_, comm)) exchange_flags(comm, 2 * tag);
-  comm.exchange(sends, recvs, 2 * tag + 1, pending_);
+  comm.exchange(sends, recvs, backward_, 2 * tag + 1, pending_);
 }
 
 void Unit::exchange_flags(Comm& comm, int64_t tag) {
@@ -485,7 +485,7 @@ void Unit::exchange_flags(Comm& comm, int64_t tag) {
   const int64_t header[3] = {backward_, index_, more_to_come_ ? 1 : 0};
   std::memcpy(mine, header, kFlagsHeaderBytes);
   for (int64_t i = 0; i < layout_.size(); ++i) mine[kFlagsHeaderBytes + i] = contributes(i) ? 1 : 0;
-  comm.exchange(std::vector<at::Tensor>(world, flags_[rank]), flags_, tag, pending_);
+  comm.exchange(std::vector<at::Tensor>(world, flags_[rank]), flags_, backward_, tag, pending_);
 }
 
 void Unit::start_collective(Comm& comm) {

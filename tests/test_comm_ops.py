@@ -172,7 +172,8 @@ def test_an_absent_rank_is_named_and_acc_kept(world, rank):
             f"group '{group.group_name}' ("
         )
         assert "waiting for rank" in message or "sending to rank" in message
-        assert "The timeout is that of the process group." in message
+        assert "The timeout is that of the process group, or ZERO_EXT_TIMEOUT_S." in message
+        assert "Exception raised from" not in message  # the C++ stack
         assert_bits(acc, torch.ones(4), "acc")
         if world == 2:
             assert f"rank {world - 1})" in message

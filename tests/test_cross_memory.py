@@ -206,6 +206,33 @@ def test_a_message_that_does_not_come_times_out(memory, group, rank):
 
 
 @pytest.mark.dist
+@pytest.mark.world(min=2)
+def test_who_waits_for_a_round_that_a_rank_is_past_hears_so(memory, group, rank, world):
+    """What was sent before still comes; the next round is the same for all."""
+    begun = memory.next_round(0)
+    assert begun == 1
+    gather_objects(rank, group)
+    sends = [memory.send(torch.ones(5), to=peer, tag=0, round=begun) for peer in peers_of(group)]
+    if rank == 0:
+        memory.leave_round(begun)
+    gather_objects(rank, group)
+    into = torch.zeros(5)
+    memory.receive(into, from_rank=(rank + 1) % world, tag=0, round=begun).wait()
+    assert_bits(into, torch.ones(5))
+    if rank != 0:
+        with pytest.raises(RuntimeError, match="it went on without this"):
+            memory.receive(into, from_rank=0, tag=1, round=begun).wait()
+    gather_objects(rank, group)
+    assert memory.next_round(begun) == begun + 1
+    gather_objects(rank, group)
+    if rank == world - 1:
+        memory.leave_round(begun + 1)
+    gather_objects(rank, group)
+    assert memory.next_round(begun + 1) == begun + 2
+    assert len(sends) == world - 1
+
+
+@pytest.mark.dist
 def test_a_rank_that_has_deleted_its_end_is_named_at_once(group, rank, world):
     """Also where its message had been sent: that memory may be something else by now."""
     memory = connect(group)

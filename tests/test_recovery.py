@@ -528,3 +528,169 @@ def test_a_forward_that_was_interrupted_is_over(then, mesh, rank, world):
     assert_same(full_gradients(model), expected)
     optimizer.step()
     assert find(model.scale)[0].engine.gathered_units() == []
+
+
+# Errors of one rank, of which the others hear (Note [Rounds] in csrc/cross_memory.h)
+
+
+def shard_among_neighbors(stage: int, mesh, bucket_mb: float = 1e-4) -> nn.Module:
+    model = zero_ext.shard(MLP(), stage, mesh=mesh, bucket_mb=bucket_mb)
+    if model.stats()["neighbors"] < mesh.size() - 1:
+        pytest.skip("what one rank is past the others see in shared memory alone")
+    return model
+
+
+@pytest.mark.dist
+@at_least_two_ranks
+@pytest.mark.host
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("gradient", [1, -1], ids=["second", "last"])
+def test_a_backward_that_threw_on_one_rank_ends_on_all_at_once(stage, gradient, mesh, rank, world):
+    model = shard_among_neighbors(stage, mesh)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+    batches = rank_batches(MLP_SHAPE, world)
+    failing = list(reversed(list(model.parameters())))[gradient]
+
+    def throw_when_all_are_here(_gradient) -> None:
+        gather_objects(rank)
+        if rank == 0:
+            raise ValueError("a user's hook")
+
+    handle = failing.register_hook(throw_when_all_are_here)
+    for _ in range(2):
+        told = "a user's hook" if rank == 0 else "went on without this"
+        with pytest.raises((ValueError, RuntimeError), match=told):
+            mean_square(model, batches[0][rank]).backward()
+    handle.remove()
+    mean_square(model, batches[0][rank]).backward()
+    assert_same(full_gradients(model), reference_gradients(MLP, batches, world, 1 / world))
+    optimizer.step()
+    assert model.stats()["steps"] == 1
+
+
+@pytest.mark.dist
+@at_least_two_ranks
+@pytest.mark.host
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_that_gave_up_waiting_meet_in_the_next_backward(
+    stage, mesh, rank, world, monkeypatch
+):
+    """Rank 0 never began the backward that the others have waited for."""
+    monkeypatch.setenv("ZERO_EXT_TIMEOUT_S", "1")
+    model = shard_among_neighbors(stage, mesh)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+    batches = rank_batches(MLP_SHAPE, world)
+    for _ in range(2):
+        if rank != 0:
+            with pytest.raises(RuntimeError, match=r"timed out after 1000 ms|went on without"):
+                mean_square(model, batches[0][rank]).backward()
+        gather_objects(rank)
+    mean_square(model, batches[0][rank]).backward()
+    assert_same(full_gradients(model), reference_gradients(MLP, batches, world, 1 / world))
+    optimizer.step()
+
+
+@pytest.mark.dist
+@at_least_two_ranks
+@pytest.mark.host
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_step_that_some_ranks_gave_up_waiting_for_can_be_repeated(
+    stage, mesh, rank, world, monkeypatch
+):
+    monkeypatch.setenv("ZERO_EXT_TIMEOUT_S", "1")
+    model = shard_among_neighbors(stage, mesh)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+    batches = rank_batches(MLP_SHAPE, world)
+    mean_square(model, batches[0][rank]).backward()
+    for _ in range(2):
+        if rank != 0:
+            with pytest.raises(RuntimeError, match=r"step\(\) waited for .*(timed out|without)"):
+                optimizer.step()
+        gather_objects(rank)
+    optimizer.step()
+    gradients = reference_gradients(MLP, batches, world, 1 / world)
+    for name, before in MLP().named_parameters():
+        expected = before.detach() - 0.5 * gradients[name]
+        actual = zero_ext.full_tensor(model.get_parameter(name))
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.dist
+@at_least_two_ranks
+@pytest.mark.host
+def test_ranks_in_different_calls_are_told_which(mesh, rank, world):
+    model = shard_among_neighbors(2, mesh)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5, max_grad_norm=1.0)
+    batches = rank_batches(MLP_SHAPE, world)
+    mean_square(model, batches[0][rank]).backward()
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"this rank is in step\(\), rank 1 in clip_grad"):
+            optimizer.step()
+    else:
+        with pytest.raises(RuntimeError, match=r"is in clip_grad_norm_\(\), rank 0 in step\(\)"):
+            optimizer.clip_grad_norm_(1.0)
+    assert model.stats()["steps"] == 0
+    optimizer.step()
+    assert model.stats()["steps"] == 1
+
+
+# Settings of one rank
+
+
+@pytest.mark.dist
+@at_least_two_ranks
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("what", ["lr", "betas", "divide factor", "max_grad_norm"])
+def test_settings_that_differ_between_ranks_update_nothing(stage, what, mesh, rank, world):
+    """A schedule that follows a rank's own loss, for example."""
+    model = zero_ext.shard(MLP(), stage, mesh=mesh)
+    clips = {"max_grad_norm": 1.0} if what == "max_grad_norm" else {}
+    optimizer = zero_ext.optim.AdamW(model.parameters(), lr=0.5, **clips)
+    batches = rank_batches(MLP_SHAPE, world)
+    mean_square(model, batches[0][rank]).backward()
+    before = [zero_ext.full_tensor(p).clone() for p in model.parameters()]
+
+    def set_to(right: bool) -> None:
+        group = optimizer.param_groups[0]
+        if what == "lr":
+            group["lr"] = 0.5 if right else 0.25
+        elif what == "betas":
+            group["betas"] = (0.9, 0.999) if right else (0.9, 0.99)
+        elif what == "divide factor":
+            model.set_gradient_divide_factor(1.0 if right else 2.0)
+        else:
+            optimizer.max_grad_norm = 1.0 if right else 2.0
+
+    set_to(rank != world - 1)
+    told = {
+        "lr": rf"'lr=0.5 of group 0' on rank 0 and 'lr=0.25 of group 0' on rank {world - 1}",
+        "betas": r"'betas=\(0.9, 0.999\) of group 0' on rank 0 and 'betas=\(0.9, 0.99\)",
+        "divide factor": "'gradient divide factor=1.0' on rank 0 and",
+        "max_grad_norm": "'max_grad_norm=1.0' on rank 0 and 'max_grad_norm=2.0'",
+    }
+    on_host_told = told[what] if ON_HOST else r"settings \(lr, weight_decay, …\) differ"
+    with pytest.raises((ValueError, RuntimeError), match=on_host_told):
+        optimizer.step()
+        optimizer.zero_grad()
+        _ = optimizer.skipped_steps  # a device tells later
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        assert_bits(zero_ext.full_tensor(parameter), value)
+    set_to(True)
+    optimizer.zero_grad()
+    mean_square(model, batches[0][rank]).backward()
+    optimizer.step()
+    assert any(
+        not torch.equal(zero_ext.full_tensor(parameter), value)
+        for parameter, value in zip(model.parameters(), before, strict=True)
+    )
+
+
+def test_numbers_that_look_different_but_are_not_are_no_difference(anywhere):
+    """NaN is not equal to itself, and strings have another hash in every process."""
+    model = zero_ext.shard(MLP(), 1, mesh=anywhere)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=torch.tensor(0.5))
+    optimizer.param_groups[0]["weight_decay"] = float("nan")
+    optimizer.param_groups[0]["foreach"] = "as torch likes"
+    mean_square(model, rank_data(MLP_SHAPE, 0)).backward()
+    optimizer.step()
+    assert all(p.isnan().all() for p in map(zero_ext.full_tensor, model.parameters()))

@@ -25,6 +25,8 @@ from zero_ext.handle import Handle, find, stays_whole
 from zero_ext.offload import check_policy
 from zero_ext.scaler import LossScaler
 
+# Between torch's implementations: no number of an update.
+_SWITCHES = frozenset(("foreach", "fused", "capturable", "differentiable"))
 _claimed = WeakIdKeyDictionary()  # Parameter -> weak reference to its optimizer
 
 
@@ -90,6 +92,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"zero_ext: max_grad_norm must be positive, not {max_grad_norm}.")
         self._handle: Handle | None = None
         self._frozen: list[Tensor] = []  # without state until they are thawed
+        self._compared = [name for name in defaults if name not in _SWITCHES]
         super().__init__(params, defaults)
         self.nonfinite = nonfinite
         self.max_grad_norm = max_grad_norm
@@ -437,8 +440,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._follow_state()
         self._check_scaled()
         verdict = self._sharded_state.prepare_step(
-            nonfinite=self.nonfinite != "step", max_norm=self.max_grad_norm
+            nonfinite=self.nonfinite != "step",
+            max_norm=self.max_grad_norm,
+            settings=self._hash_of_settings(),
         )
+        if verdict.settings_differ:
+            self._refuse_different_settings()
         self._backwards_seen = self._handle.engine.backwards
         self._report_earlier_steps(wait=False)
         if self._must_know_verdicts():
@@ -452,6 +459,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.loss_scaler._step_made(verdict.nonfinite)
         self._shown = self.state, len(self.state)
         return loss
+
+    def _hash_of_settings(self) -> int:
+        """Of what updates multiply with; equal on ranks where all of it is."""
+        if self._handle.groups.world == 1:
+            return 0
+        numbers = [_number_of(self.max_grad_norm), self._handle.engine.divide_factor]
+        for group in self.param_groups:
+            numbers.extend(map(_number_of, map(group.get, self._compared)))
+        return hash(tuple(numbers))
+
+    def _refuse_different_settings(self) -> None:
+        check_same_on_all_ranks(
+            self._handle.groups,
+            [
+                f"max_grad_norm={self.max_grad_norm}",
+                f"gradient divide factor={self._handle.engine.divide_factor}",
+                *(
+                    f"{name}={_number_of(group.get(name))} of group {g}"
+                    for g, group in enumerate(self.param_groups)
+                    for name in self._compared
+                ),
+            ],
+            "the settings of the optimizers",
+            remedy="Give every rank the same, and repeat step(): nothing was updated.",
+        )
 
     def _must_know_verdicts(self) -> bool:
         """Whether the host must know of NaN and Inf before it goes on."""
@@ -665,6 +697,17 @@ def check_state_shape(name: str, key, value, shape: torch.Size) -> None:
             f"zero_ext: state '{name}' of parameter {key} has shape {tuple(value.shape)}, the "
             f"optimizer's has {tuple(shape)}."
         )
+
+
+def _number_of(setting: Any) -> Any:
+    """A number, or a tuple of them, with the same hash on every rank; 0 where it is no number."""
+    if isinstance(setting, float | int):  # bool is one
+        return setting if setting == setting else 0  # every NaN has another hash
+    if isinstance(setting, tuple | list):
+        return tuple(map(_number_of, setting))
+    if isinstance(setting, Tensor) and setting.device.type == "cpu" and setting.numel() == 1:
+        return _number_of(setting.item())  # one on a device is not waited for
+    return 0
 
 
 def refuse_differentiable(differentiable: bool) -> None:
