@@ -15,6 +15,8 @@ cd "$(dirname "$0")/.." || exit 1
 
 PYTHON="${PYTHON:-python3}"
 export PYTHONPATH="$PWD" PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+# Without ninja, which may lie beside the interpreter alone, files are compiled one by one.
+PATH="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH"
 LOGS=build/gpu_suite
 RESULTS="$LOGS/results"
 rm -rf "$LOGS"
@@ -143,7 +145,9 @@ gpu() {
 
 # nvcc knows where its toolkit is even where it is started through a script in another place.
 toolkit() {
-  dirname "$(nvcc --dryrun -E -x cu /dev/null 2>&1 | sed -n 's/^#\$ _HERE_=//p')"
+  local here
+  here="$(nvcc --dryrun -E -x cu /dev/null 2>&1 | sed -n 's/^#\$ _HERE_=//p')"
+  dirname "${here:-/usr/local/cuda/bin}"
 }
 
 name="$(gpu 'print(torch.cuda.get_device_name().lower().replace(" ", "_"))')" || exit 1
