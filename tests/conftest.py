@@ -18,6 +18,7 @@ import random
 import signal
 import sys
 import time
+import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -211,9 +212,20 @@ def pytest_sessionstart(session):
         zero_ext._C.set_kernels(torch.device(DEVICE), lagged_device.kernels_address())
         # A rank's messages are late for the others, too.
         lagged_device.set_lag(50_000 if WORLD == 1 else 5_000)
+    if DEVICE == "cuda":
+        _warm_up_cuda()
     if UNDER_TORCHRUN:
         ranks = Ranks()
         ranks.connect()
+
+
+def _warm_up_cuda() -> None:
+    """What happens once in a process must not happen in a test: memory that cuBLAS keeps for each
+    thread, and warnings (of the first product in autograd's thread), which some take for errors."""
+    torch.backends.cudnn.deterministic = True  # equal convolutions have equal bits
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.nn.Linear(2, 2, device=DEVICE)(torch.ones(2, 2, device=DEVICE)).sum().backward()
 
 
 @pytest.hookimpl(trylast=True)
