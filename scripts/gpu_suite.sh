@@ -27,8 +27,10 @@ failed=0
 
 is_wanted() { [ ${#only[@]} -eq 0 ] || [[ " ${only[*]} " == *" $1 "* ]]; }
 
-# All of it ends within this time: what comes late gets what is left.
-ALL_SECONDS=530
+# All of it ends within this time and KILL_AFTER: what comes late gets what is left.
+ALL_SECONDS=515
+# pytest waits 10 s for its processes, torchrun for its ranks, before they say how it went.
+KILL_AFTER=20
 
 # step NAME SECONDS COMMAND...: runs it, shows the end of what it said, remembers how it went. At its
 # limit it gets the signal AT_LIMIT.
@@ -42,7 +44,7 @@ step() {
     return
   fi
   echo "== $name"
-  timeout --signal="${AT_LIMIT:-TERM}" --kill-after=10 "$limit" "$@" > "$LOGS/$name.log" 2>&1 || status=$?
+  timeout --signal="${AT_LIMIT:-TERM}" --kill-after="$KILL_AFTER" "$limit" "$@" > "$LOGS/$name.log" 2>&1 || status=$?
   tail -n 25 "$LOGS/$name.log"
   local outcome="ok"
   if [ "$status" -eq 124 ]; then
@@ -171,7 +173,8 @@ step test 130 "$PYTHON" -m pytest tests/test_cuda_kernels.py -q -p no:cacheprovi
 export ZERO_EXT_TEST_DEVICE=cuda OMP_NUM_THREADS=1
 # Equal products have equal bits, wherever their factors lie, and those of fp32 are fp32's.
 exact=(env CUBLAS_WORKSPACE_CONFIG=:4096:8 DISABLE_ADDMM_CUDA_LT=1 NVIDIA_TF32_OVERRIDE=0)
-quick=(-q -p no:cacheprovider --tb=short --maxfail=200 -m)
+# One line for each: what is killed has told how far it came, and where it hung.
+quick=(-v -p no:cacheprovider --tb=short --maxfail=200 -m)
 on_device=(devices optim precision stage3 scenarios_a scenarios_b scenarios_c units state norm errors
   odd_models hooks loops scaler memory memory_stage3 lifetime offload full_params meta order
   state_dict checkpoint module_units live_objects equivalence shard_tensor)
@@ -182,9 +185,9 @@ ranks=("$PYTHON" -m torch.distributed.run --standalone --local-addr=127.0.0.1 --
 # Several processes at a time, where pytest can: small tests leave the device idle.
 at_once=()
 if "$PYTHON" -c "import xdist" 2> /dev/null; then at_once=(-n 6 --dist worksteal); fi
-# Interrupted, pytest still says what has failed.
-AT_LIMIT=INT step test_one_rank 130 "${exact[@]}" "$PYTHON" -m pytest "${at_once[@]}" "${on_device[@]}" "${quick[@]}" \
-  "not dist and not slow"
+# Interrupted, pytest still says what has failed. One that hangs ends before all of them.
+AT_LIMIT=INT step test_one_rank 130 "${exact[@]}" "$PYTHON" -m pytest "${at_once[@]}" "${on_device[@]}" \
+  --timeout=60 "${quick[@]}" "not dist and not slow"
 step benchmark 60 "$PYTHON" benchmarks/bench_cuda.py --results "$RESULTS"
 step benchmark_step 150 "${ranks[@]}" 1 benchmarks/bench_cuda_step.py --results "$RESULTS"
 ZERO_EXT_TEST_BACKENDS=cpu:gloo step test_two_ranks 120 "${exact[@]}" "${ranks[@]}" 2 -m pytest \
