@@ -32,8 +32,8 @@ ALL_SECONDS=515
 # pytest waits 10 s for its processes, torchrun for its ranks, before they say how it went.
 KILL_AFTER=20
 
-# step NAME SECONDS COMMAND...: runs it, shows the end of what it said, remembers how it went. At its
-# limit it gets the signal AT_LIMIT.
+# step NAME SECONDS COMMAND...: runs it, shows the tests that failed and the end of what it said,
+# remembers how it went. At its limit it gets the signal AT_LIMIT.
 step() {
   local name="$1" limit="$2" begin="$SECONDS" status=0
   shift 2
@@ -45,6 +45,8 @@ step() {
   fi
   echo "== $name"
   timeout --signal="${AT_LIMIT:-TERM}" --kill-after="$KILL_AFTER" "$limit" "$@" > "$LOGS/$name.log" 2>&1 || status=$?
+  # The end of what ranks say is torchrun's.
+  { grep -E '^(FAILED|ERROR) tests' "$LOGS/$name.log" || grep ' FAILED ' "$LOGS/$name.log"; } | tail -n 40
   tail -n 25 "$LOGS/$name.log"
   local outcome="ok"
   if [ "$status" -eq 124 ]; then
