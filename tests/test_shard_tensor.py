@@ -5,6 +5,7 @@ import io
 import math
 import pickle
 from itertools import pairwise
+from operator import iadd, imod, imul, ipow, isub, itruediv
 
 import pytest
 import torch
@@ -313,11 +314,22 @@ class TestOperations:
         for operand in [torch.ones(7, 5), torch.ones(5), torch.ones(1), other, shorter]:
             if world == 1 and operand is other:
                 continue
-            with pytest.raises(TypeError, match="Cut a full tensor"):
+            with pytest.raises(RuntimeError, match="Cut a full tensor"):
                 shard.add_(operand)
-            with pytest.raises(TypeError, match="Cut a full tensor"):
+            with pytest.raises(RuntimeError, match="Cut a full tensor"):
                 torch._foreach_add_([torch.ones(2), shard], [torch.ones(2), operand])
         assert_bits(shard.full_tensor(), torch.ones(7, 5))
+
+    @pytest.mark.parametrize(
+        "operator", [isub, iadd, imul, itruediv, imod, ipow], ids=lambda each: each.__name__
+    )
+    def test_a_parameter_that_is_stepped_by_hand_is_refused(self, mesh, operator):
+        """`p -= lr * p.grad`: torch's `-=` would become a `-` where it meets a TypeError."""
+        (shard,), _ = shard_all([torch.ones(7, 5)], mesh)
+        parameter = torch.ones(7, 5)
+        with pytest.raises(RuntimeError, match=r"optimizer of zero_ext\.optim"):
+            operator(parameter, 0.1 * shard)
+        assert_bits(parameter, torch.ones(7, 5))
 
     @pytest.mark.parametrize(
         "refused",

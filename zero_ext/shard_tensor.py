@@ -325,11 +325,14 @@ def _find_shards(func, operands: Sequence) -> list[ShardTensor]:
         else:
             fits = not isinstance(operand, Tensor) or operand.dim() == 0
         if not fits:
-            raise TypeError(
+            # No TypeError: torch's operators catch it, and `p -= lr * p.grad` would go on as
+            # `p = p - …`, which leaves the parameter as it was.
+            raise RuntimeError(
                 f"zero_ext: {func} of a ShardTensor of shape {tuple(shards[0].shape)} with a "
                 f"{type(operand).__name__} of shape {tuple(operand.shape)}: operands must be "
-                "scalars or ShardTensors with the same bounds. Cut a full tensor to fit with "
-                "torch.empty_like(shard).copy_(tensor), or work on shard.full_tensor()."
+                "scalars or ShardTensors with the same bounds. Parameters are stepped by an "
+                "optimizer of zero_ext.optim, or by hand with shard.full_tensor(). Cut a full "
+                "tensor to fit with torch.empty_like(shard).copy_(tensor)."
             )
     return shards
 
