@@ -234,6 +234,40 @@ def test_what_cannot_be_taken_over_is_said_before_anything_is_changed(anywhere, 
     own.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
+def of_two_models(anywhere, stage: int, kept_in):
+    """One optimizer for both."""
+    own = accelerator(anywhere, stage)
+    models = Classifier(), nn.Linear(7, 7)
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+    return own, models, *own.prepare(*kept_in(models), optimizer)
+
+
+def test_one_optimizer_of_several_models_is_refused_before_anything_is_changed(anywhere):
+    made = []
+    with pytest.raises(ValueError, match=r"several models.*ModuleList"):
+        of_two_models(anywhere, 2, lambda models: made.extend(models) or models)
+    assert all(find(p) is None for model in made for p in model.parameters())
+
+
+@STAGES
+def test_models_in_one_module_have_one_optimizer(anywhere, rank, stage):
+    def trained(stage):
+        own, models, both, optimizer = of_two_models(
+            anywhere, stage, lambda models: [nn.ModuleList(models)]
+        )
+        for step in range(3):
+            with own.accumulate(both):
+                own.backward(models[1](models[0](rank_data((3, 13), rank, step))).square().mean())
+                own.clip_grad_norm_(both.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        return values_of(both)
+
+    expected = trained(0)
+    for name, value in trained(stage).items():
+        torch.testing.assert_close(value, expected[name], rtol=CHANCE, atol=CHANCE)
+
+
 def test_other_kinds_of_parallelism_are_refused(monkeypatch):
     monkeypatch.setattr(Accelerator, "distributed_type", accelerate.DistributedType.FSDP)
     with pytest.raises(ValueError, match="configured for FSDP"):

@@ -97,6 +97,25 @@ def test_a_dictionary_is_looked_into_and_none_itself():
     ]
 
 
+def test_models_in_a_root_without_a_forward_are_units_themselves():
+    """They are called instead of it, and what the root keeps would never be gathered."""
+    trunk = Model(stem=linear(), blocks=nn.ModuleList([linear(), linear()]))
+    model = nn.ModuleDict({"trunk": trunk, "heads": nn.ModuleDict({"a": linear()})})
+    expected = [
+        (["heads.a"], both("heads.a")),
+        (["trunk.blocks.1"], both("trunk.blocks.1")),
+        (["trunk.blocks.0"], both("trunk.blocks.0")),
+        (["trunk"], both("trunk.stem")),
+        ([""], []),
+    ]
+    assert named(model) == expected
+    assert named(model, bucket_bytes=EVERYTHING)[-1] == ([""], [])
+    assert modules_of(nn.ModuleList([linear(), linear()]), bucket_bytes=EVERYTHING) == [
+        ["0", "1"],
+        [""],
+    ]
+
+
 # units=
 
 

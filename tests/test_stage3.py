@@ -19,7 +19,7 @@ from harness import (
     torchrun,
 )
 from reference import gradients_of, shown_master, whole
-from setups import gathered
+from setups import gathered, values_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional
@@ -334,6 +334,30 @@ def test_units_of_several_modules(mesh, rank, world):
         assert gathered(model) == []
         assert model.stats()["gathers"] - before <= (6 if world > 1 else 0)
     assert_gradients(model, ByHand, batches, world)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("bucket_mb", [NO_MERGING_MB, 25.0])
+@pytest.mark.parametrize(
+    "kept_in", [nn.ModuleList, lambda ms: nn.ModuleDict({"a": ms[0], "b": ms[1]})]
+)
+def test_models_in_a_list_or_a_dictionary_train_together(kept_in, bucket_mb, mesh, rank):
+    def train(stage: int) -> dict[str, Tensor]:
+        models = Stack(), Stack(1)
+        both = zero_ext.shard(kept_in(models), stage, mesh=mesh, bucket_mb=bucket_mb)
+        optimizer = zero_ext.optim.AdamW(both.parameters(), lr=1e-2, max_grad_norm=0.1)
+        for step in range(3):
+            for micro in range(2):
+                x = models[0](rank_data(SHAPE, rank, step, micro))
+                (models[1](x) + models[1](x.detach())).square().mean().backward()
+                assert gathered(both) == []
+            optimizer.step()
+            optimizer.zero_grad()
+        return values_of(both)
+
+    expected = train(2)
+    for name, value in train(3).items():
+        assert_bits(value, expected[name], name)
 
 
 @pytest.mark.dist

@@ -68,8 +68,9 @@ def shard(
             nothing.
         units: Stage 3: whose parameters are gathered together. Module classes, or a function of a
             module's name and the module. Default: the children of the outermost ModuleLists and
-            Sequentials, small neighbours merged up to ``bucket_mb``. Parameters in none of them, or
-            shared by several, are gathered while the root's forward and backward run.
+            Sequentials, small neighbours merged up to ``bucket_mb``, and the models in a ModuleList
+            or ModuleDict that is sharded itself. Parameters in none of them, or shared by several,
+            are gathered while the root's forward and backward run.
         mesh: One dimension, the ranks to shard over. Default: all, or this one alone without a
             process group.
         mp_policy: As for FSDP2. ``param_dtype`` becomes the parameters' dtype (the fp32 values live

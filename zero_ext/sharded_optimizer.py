@@ -180,10 +180,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for name, parameter in named:
             entry = find(parameter)
             if entry is not None and entry[0] is not self._handle:
-                raise ValueError(
-                    f"zero_ext: '{name}' is not a parameter of the sharded module that the others "
-                    "belong to. Give each sharded module its own optimizer."
-                )
+                raise _foreign(name)
 
     def _description(self) -> list[str]:
         """What ranks must agree on. In which order they list a group's parameters is theirs."""
@@ -203,10 +200,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         handle = next(entry[0] for entry in found if entry)
         for (name, _), entry in zip(named, found, strict=True):
             if entry is None or entry[0] is not handle:
-                raise ValueError(
-                    f"zero_ext: '{name}' is not a parameter of the sharded module that the others "
-                    "belong to. Give each sharded module its own optimizer."
-                )
+                raise _foreign(name)
         if stage not in (None, handle.engine.stage):
             raise ValueError(
                 f"zero_ext: stage={stage}, but the module was sharded with stage "
@@ -688,6 +682,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def stats(self) -> dict[str, int]:
         """See ``zero_ext.stats``."""
         return {**self._handle.stats(), "skipped_steps": self.skipped_steps}
+
+
+def _foreign(name: str) -> ValueError:
+    return ValueError(
+        f"zero_ext: '{name}' is not a parameter of the sharded module that the others belong to. "
+        "Give each sharded module its own optimizer, or shard one module that holds them: "
+        "nn.ModuleList([one, another])."
+    )
 
 
 def check_state_shape(name: str, key, value, shape: torch.Size) -> None:

@@ -152,7 +152,8 @@ def cut_by_module(
             blocks.append(Block(modules, sorted(i for _, m in run[begin:end] for i in m)))
     rest = owned.pop("", [])
     everything = range(len(parameters))
-    if choice is None and _bytes_of(everything, parameters, param_dtype) <= bucket_bytes:
+    small = _bytes_of(everything, parameters, param_dtype) <= bucket_bytes
+    if choice is None and small and not isinstance(root, _WITHOUT_FORWARD):
         return [Block([root], list(everything), root=True)]
     return [*reversed(blocks), Block([root], rest, root=True)]
 
@@ -185,7 +186,9 @@ def _merged_evenly(sizes: Sequence[int], limit: float) -> list[tuple[int, int]]:
 
 def _chosen(root: nn.Module, choice: Choice) -> dict[str, nn.Module]:
     if choice is None:
-        return dict(_repeated(root, ""))
+        chosen = {*_repeated(root, ""), *_called_alone(root, "")}
+        modules = root.named_modules(remove_duplicate=False)
+        return {name: module for name, module in modules if name in chosen}
     if isinstance(choice, (type, Collection)) and not isinstance(choice, str):
         classes = (choice,) if isinstance(choice, type) else tuple(choice)
         if not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
@@ -209,7 +212,17 @@ def _chosen(root: nn.Module, choice: Choice) -> dict[str, nn.Module]:
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def _called_alone(module: nn.Module, prefix: str) -> Iterator[str]:
+    """The models in a root that is never called itself, and would gather nothing for them."""
+    for name, child in module.named_children() if isinstance(module, _WITHOUT_FORWARD) else ():
+        name = f"{prefix}.{name}" if prefix else name
+        if isinstance(child, _WITHOUT_FORWARD):
+            yield from _called_alone(child, name)
+        else:
+            yield name
+
+
+def _repeated(module: nn.Module, prefix: str) -> Iterator[str]:
     """Children of the outermost ModuleLists and Sequentials that hold more than one."""
     seen = [(n, c) for n, c in module.named_children() if any(True for _ in c.parameters())]
     container = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(seen) > 1
@@ -217,7 +230,7 @@ def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
         name = f"{prefix}.{name}" if prefix else name
         called = not isinstance(child, _WITHOUT_FORWARD)
         if container and called:
-            yield name, child
+            yield name
         else:
             yield from _repeated(child, name)
 

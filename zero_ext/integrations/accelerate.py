@@ -18,7 +18,7 @@ from zero_ext import checkpoint, takeover
 from zero_ext.api import shard
 from zero_ext.forward_methods import register_forward_method
 from zero_ext.groups import all_or_none, resolve
-from zero_ext.handle import any_sharded, find
+from zero_ext.handle import any_sharded, find, stays_whole
 from zero_ext.model_state import gather_state_dict
 from zero_ext.sharded_optimizer import ShardedOptimizer
 
@@ -238,7 +238,22 @@ def _check(optimizer: torch.optim.Optimizer, coming: dict[int, Any]) -> None:
             f"{type(optimizer).__name__} is in no model that was prepared. Prepare its model with "
             "it, or give it an optimizer of its own."
         )
+    _check_one_model(optimizer, coming)
     takeover.check(optimizer)
+
+
+def _check_one_model(optimizer: torch.optim.Optimizer, coming: dict[int, Any]) -> None:
+    owners = [
+        entry[0] if (entry := find(parameter)) else coming[id(parameter)][0]
+        for parameter in takeover.parameters_of(optimizer)
+        if not stays_whole(parameter)
+    ]
+    if any(owner is not owners[0] for owner in owners):
+        raise ValueError(
+            f"zero_ext: the {type(optimizer).__name__} steps several models. Give each an "
+            "optimizer of its own, or prepare one module that holds them: "
+            "nn.ModuleList([one, another])."
+        )
 
 
 def _pair(models: list[nn.Module], optimizers: list[AcceleratedOptimizer]) -> list[_Sharded]:
