@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from harness import ResidualBlock, mean_square, rank_data
+from harness import ResidualBlock, assert_bits, mean_square, rank_data
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -240,3 +240,18 @@ def test_the_warning_of_a_skipped_step_names_the_line_that_steps(mesh, rank):
         warnings.simplefilter("always")
         optimizer.step()
     assert [warning.filename for warning in caught] == [__file__]
+
+
+@pytest.mark.dist
+@pytest.mark.host
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_module_without_gradients_is_exported(mesh, rank, stage):
+    model = zero_ext.shard(make(), stage, mesh=mesh)
+    x = rank_data(SHAPE, rank)
+    mean_square(model, x).backward()
+    with torch.no_grad(), model.summon_full_params(writeback=False):
+        with pytest.raises(NotImplementedError, match=r"after zero_grad\(\)"):
+            torch.export.export(model, (x,))
+        model.zero_grad()
+        exported = torch.export.export(model, (x,))
+        assert_bits(exported.module()(x), model(x))

@@ -160,8 +160,9 @@ class ShardTensor(DTensor):
 
     def __tensor_flatten__(self):
         raise UntraceableError(
-            "zero_ext: a ShardTensor cannot be traced by torch.compile. Compile the module, not "
-            "the code that works on its gradients or state, or give that shard.to_local()."
+            "zero_ext: a ShardTensor cannot be traced by torch.compile or torch.export. Compile "
+            "the module, not the code that works on its gradients or state, or give that "
+            "shard.to_local(). Export the module without gradients, after zero_grad()."
         )
 
     # torch.distributed.checkpoint: a slice is saved and loaded as the boxes that it consists of.
