@@ -779,6 +779,24 @@ class TestRefusals:
             zero_ext.optim.SGD(parameters[1:2], process_group=team.group)
         assert first.param_groups[0]["params"] == parameters
 
+    def test_another_optimizer_takes_the_place_of_one_that_retires(self, team):
+        """A second phase of a training, with `optimizer = …` once more."""
+        parameters = make_parameters()
+        optimizer = zero_ext.optim.AdamW(parameters, lr=0.1, process_group=team.group)
+        loss_of(parameters, team.rank, step=0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        before = [p.detach().clone() for p in parameters]
+        with pytest.raises(ValueError, match=r"its retire\(\)"):
+            zero_ext.optim.SGD(parameters, lr=0.5, process_group=team.group)
+        optimizer.retire()
+        optimizer = zero_ext.optim.SGD(parameters, lr=0.5, process_group=team.group)
+        loss_of(parameters, team.rank, step=3).backward()
+        optimizer.step()
+        for i, (parameter, start) in enumerate(zip(parameters, before, strict=True)):
+            expected = start - 0.5 * mean_gradient(i, 3, team.world)
+            torch.testing.assert_close(parameter.detach(), expected)
+
     def test_nonfinite_has_three_values(self, team):
         with pytest.raises(ValueError, match="nonfinite must be 'skip', 'raise' or 'step'"):
             zero_ext.optim.SGD(make_parameters(), nonfinite="ignore", process_group=team.group)

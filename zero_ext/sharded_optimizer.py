@@ -173,7 +173,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if _owner_of(parameter) is owner:
                 raise ValueError(
                     f"zero_ext: '{name}' is stepped by another optimizer "
-                    f"({type(owner).__name__}) already. Give each parameter to one optimizer."
+                    f"({type(owner).__name__}) already. Give each parameter to one optimizer; one "
+                    "that is replaced gives all of them up in its retire()."
                 )
 
     def _refuse_foreign(self, named: list[tuple[str, Tensor]]) -> None:
