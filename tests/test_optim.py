@@ -485,6 +485,42 @@ class TestEditsByHand:
         )
 
     @pytest.mark.parametrize("make", [makers, wrapped_makers])
+    def test_what_was_put_back_goes_on(self, team, make):
+        """Its state is kept meanwhile, and its gradient is zeroed with the others' again."""
+        taken_out = []
+
+        def change(optimizer, step):
+            if step == 1:
+                taken_out.append(optimizer.param_groups[0]["params"].pop())
+                taken_out[0].requires_grad_(False)
+            if step == 3:
+                taken_out[0].requires_grad_(True)
+                optimizer.param_groups[2]["params"].append(taken_out.pop())
+
+        ours, torchs = make(("AdamW", {}), team, params=three_groups)
+        sharded = train_sharded(ours, team, each_step=change)
+        alone = train_alone(torchs, team.world, each_step=change)
+        assert_same_training(sharded, alone, assert_near)
+
+    @pytest.mark.parametrize("verb", ["zero_grad", "clip_grad_norm_"])
+    def test_groups_are_followed_before_a_step(self, team, verb):
+        ours, _ = makers(("SGD", {}), team, params=three_groups)
+        parameters = make_parameters()
+        optimizer = ours(parameters)
+        taken_out = optimizer.param_groups[0]["params"].pop()
+        loss_of(parameters, team.rank, step=0).backward()
+        optimizer.step()
+        optimizer.param_groups[1]["params"].append(taken_out)
+        before = zero_ext.full_grad(taken_out)
+        if verb == "zero_grad":
+            optimizer.zero_grad()
+            assert taken_out.grad is None
+        else:
+            norm = optimizer.clip_grad_norm_(1e-3)
+            assert norm > before.norm()
+            assert_near(zero_ext.full_grad(taken_out), before * (1e-3 / norm), "gradient")
+
+    @pytest.mark.parametrize("make", [makers, wrapped_makers])
     def test_a_parameter_that_is_not_sharded_cannot_be_put_into_a_group(self, team, make):
         ours, _ = make(("AdamW", {}), team, params=three_groups)
         parameters, optimizer = train_sharded(ours, team)

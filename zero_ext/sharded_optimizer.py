@@ -542,6 +542,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; also drops what micro-batches inside ``no_sync()`` have added up."""
         self._adopt_thawed()
+        self._follow_groups()
         mode = _C.ZeroGrad.to_none if set_to_none else _C.ZeroGrad.to_zero
         self._handle.engine.zero_grad(self._sharded_state.indices, mode)
 
@@ -563,6 +564,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Source: Pascanu et al. 2013, section 3.2.
         """
         self._adopt_thawed()
+        self._follow_groups()
         # A norm that is not finite leaves the gradients alone.
         norm = self._sharded_state.clip_gradients(max_norm)
         if error_if_nonfinite and not norm.isfinite():

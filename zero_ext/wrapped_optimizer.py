@@ -30,6 +30,8 @@ class WrappedOptimizer(ShardedOptimizer):
         super().__init__(params, dict(probe.defaults), **sharding)
 
     def _show_state(self, parameter: Tensor, i: int, group: dict[str, Any]) -> None:
+        if parameter in self._shards:  # taken out of its group, and put back
+            return
         shard = torch.nn.Parameter(self._handle.engine.master_slice(i))
         self._shards[parameter] = shard
         self._inner = self._with_group(self._inner, shard, group)
