@@ -502,6 +502,54 @@ class TestEditsByHand:
         alone = train_alone(torchs, team.world, each_step=change)
         assert_same_training(sharded, alone, assert_near)
 
+    @pytest.mark.parametrize("make", [makers, wrapped_makers])
+    def test_a_group_is_added_after_another_was_taken_out(self, team, make):
+        def change(optimizer, step):
+            if step == 2:
+                group = optimizer.param_groups.pop(0)
+                optimizer.add_param_group({**group, "lr": 0.01})
+
+        ours, torchs = make(("AdamW", {}), team, params=three_groups)
+        sharded = train_sharded(ours, team, each_step=change)
+        alone = train_alone(torchs, team.world, each_step=change)
+        assert_same_training(sharded, alone, assert_near)
+
+    @pytest.mark.parametrize(
+        ("name", "setting", "state"),
+        [
+            ("AdamW", {"amsgrad": True}, "max_exp_avg_sq"),
+            ("SGD", {"momentum": 0.9}, "momentum_buffer"),
+        ],
+    )
+    def test_a_state_that_a_group_uses_later_is_shown_saved_and_loaded(
+        self, team, name, setting, state
+    ):
+        def groups(parameters):
+            return [{"params": parameters[:2], **setting}, {"params": parameters[2:]}]
+
+        ours, torchs = makers((name, {}), team, params=groups)
+        parameters = make_parameters()
+        optimizer = ours(parameters)
+        optimizer.param_groups[1].update(setting)
+        expected = make_parameters()
+        reference = torchs(expected)
+        reference.param_groups[1].update(setting)
+        for step in range(2 * STEPS):
+            if step == STEPS:  # into one that does not use it yet
+                saved, values = optimizer.state_dict(), [p.detach().clone() for p in parameters]
+                optimizer = ours(parameters := [nn.Parameter(value) for value in values])
+                optimizer.load_state_dict(saved)
+                for mine, theirs in zip(parameters, expected, strict=True):
+                    loaded = full(optimizer.state[mine][state])
+                    assert_near(loaded, reference.state[theirs][state], state)
+            optimizer.zero_grad()
+            loss_of(parameters, team.rank, step).backward()
+            optimizer.step()
+            for i, parameter in enumerate(expected):
+                parameter.grad = mean_gradient(i, step, team.world)
+            reference.step()
+        assert_same_training((parameters, optimizer), (expected, reference), assert_near)
+
     @pytest.mark.parametrize("verb", ["zero_grad", "clip_grad_norm_"])
     def test_groups_are_followed_before_a_step(self, team, verb):
         ours, _ = makers(("SGD", {}), team, params=three_groups)
@@ -537,17 +585,22 @@ class TestEditsByHand:
         optimizer.step()
 
     @pytest.mark.parametrize("make", [makers, wrapped_makers])
-    @pytest.mark.parametrize("edit", ["replace", "clear", "pop"])
+    @pytest.mark.parametrize("edit", ["replace", "clear", "pop", "clear one", "replace one"])
     def test_a_state_that_was_emptied_begins_anew(self, team, make, edit):
         def change(optimizer, step):
             if step != 3:
                 return
+            parameter = optimizer.param_groups[0]["params"][1]
             if edit == "replace":
                 optimizer.state = defaultdict(dict)
             elif edit == "clear":
                 optimizer.state.clear()
+            elif edit == "pop":
+                optimizer.state.pop(parameter)
+            elif edit == "clear one":
+                optimizer.state[parameter].clear()
             else:
-                optimizer.state.pop(optimizer.param_groups[0]["params"][1])
+                optimizer.state[parameter] = {}
 
         ours, torchs = make(("AdamW", {}), team)
         sharded = train_sharded(ours, team, each_step=change)

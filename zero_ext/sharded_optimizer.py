@@ -142,7 +142,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._handle.dissolve()
             raise
         self._backwards_seen = self._handle.engine.backwards
-        self._shown = self.state, len(self.state)
+        self._remember_state()
         self._remember_groups()
 
     # Binding parameters to the engine
@@ -252,11 +252,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 del _claimed[parameter]
 
     def _show_state(self, parameter: Tensor, i: int, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        state["step"] = self._sharded_state.step(i)
-        for k, name in enumerate(self._state_names[: self._states_of(group)]):
+        self.state[parameter].update(self._held_state(parameter, i, self._states_of(group)))
+
+    def _held_state(self, parameter: Tensor, i: int, count: int) -> dict[str, Tensor]:
+        """The count of steps, and the first ``count`` of ``_state_names``."""
+        state = {"step": self._sharded_state.step(i)}
+        for k, name in enumerate(self._state_names[:count]):
             local = self._sharded_state.slice(k, i)
             state[name] = self._handle.as_parameter(local, i, parameter)
+        return state
 
     def _states_of(self, group: dict[str, Any]) -> int:
         """How many of ``_state_names`` the parameters of ``group`` have, the first ones."""
@@ -276,9 +280,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. The parameters are sharded like the others; every rank must add the same."""
-        super().add_param_group(param_group)
         if self._handle is None:  # still in torch's constructor
+            super().add_param_group(param_group)
             return
+        self._follow_groups()
+        super().add_param_group(param_group)
         group = self.param_groups[-1]
         named, whole = self._named_parameters(len(self.param_groups) - 1)
         try:
@@ -298,15 +304,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _remember_groups(self) -> None:
         self._followed = [list(group["params"]) for group in self.param_groups]
+        self._states_followed = list(map(self._states_of, self.param_groups))
 
     def _groups_are_as_followed(self) -> bool:
         now = [group["params"] for group in self.param_groups]
-        return list(map(len, now)) == list(map(len, self._followed)) and all(
-            all(map(operator.is_, *both)) for both in zip(now, self._followed, strict=True)
+        return (
+            list(map(len, now)) == list(map(len, self._followed))
+            and list(map(self._states_of, self.param_groups)) == self._states_followed
+            and all(all(map(operator.is_, *both)) for both in zip(now, self._followed, strict=True))
         )
 
     def _follow_groups(self) -> None:
-        """Users take groups and parameters out, and move them."""
+        """Users take groups and parameters out, move them, and switch on amsgrad or momentum."""
         if self._sharded_state is None:
             raise RuntimeError(
                 f"zero_ext: this {type(self).__name__} was retired: it has no parameters. "
@@ -314,6 +323,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         if self._groups_are_as_followed():
             return
+        self._check_states(self.param_groups)
         for g, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 entry = find(parameter)
@@ -334,22 +344,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for parameter in self._sharded(group):
                 if _owner_of(parameter) is not self:
                     self._claim_one(parameter, group)
+                elif self.state.get(parameter):  # else it was emptied, which is followed later
+                    self._show_again(parameter, group)
         self._remember_groups()
 
     def _indices_of(self, group: dict[str, Any]) -> list[int]:
         return [find(parameter)[1] for parameter in self._sharded(group)]
 
+    def _remember_state(self) -> None:
+        self._shown = self.state, self._states_with_values()
+
+    def _states_with_values(self) -> int:
+        return len(list(filter(None, self.state.values())))
+
     def _follow_state(self) -> None:
-        """Users set ``state`` to an empty dictionary, or clear it, to begin anew."""
+        """Users set ``state``, or that of a parameter, to an empty dictionary, or clear it, to
+        begin anew."""
         state, count = self._shown
-        if self.state is state and len(state) >= count:
+        if self.state is state and self._states_with_values() >= count:
             return
         wanted = dict(self.state)
         self.state = defaultdict(dict)
         parameters = [p for group in self.param_groups for p in group["params"]]
-        for group in self.param_groups:
-            for parameter in self._sharded(group):
-                self._show_again(parameter, group)
         saved = {k: wanted.get(p, {}) for k, p in enumerate(parameters)}
         self._checked_states(range(len(parameters)), parameters, saved, self.param_groups)()
 
@@ -428,7 +444,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_states(self.param_groups)
         self._handle.forwards.leave_abandoned()
         self._adopt_thawed()
         self._follow_groups()
@@ -452,7 +467,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._unreported.append(verdict)
         if self.loss_scaler is not None:
             self.loss_scaler._step_made(verdict.nonfinite)
-        self._shown = self.state, len(self.state)
+        self._remember_state()
         return loss
 
     def _hash_of_settings(self) -> int:
@@ -643,25 +658,32 @@ class ShardedOptimizer(torch.optim.Optimizer):
         ``groups``: with their settings as they will be.
         """
         loads = []
-        for key, parameter in zip(keys, parameters, strict=True):
+        of_each = [group for group in groups for _ in group["params"]]
+        for key, parameter, group in zip(keys, parameters, of_each, strict=True):
             if any(parameter is frozen for frozen in self._frozen):
                 self._warn_of_forgotten(key, saved.get(key, {}))
                 continue
-            state, values = self.state.get(parameter, {}), self._completed(saved.get(key, {}))
+            values = {k: v for k, v in saved.get(key, {}).items() if v is not None}
+            values = self._completed(values)
+            place = find(parameter)
+            held = self._held_state(parameter, place[1], self._states_held) if place else {}
             for name, value in values.items():
-                if value is None:
-                    continue
-                if name not in state:
+                if name not in held:
                     raise ValueError(f"zero_ext: the optimizer has no state '{name}' to load into.")
-                check_state_shape(name, key, value, state[name].shape)
-            loads.extend((target, values.get(name)) for name, target in state.items())
+                check_state_shape(name, key, value, held[name].shape)
+            used = ("step", *self._state_names[: self._states_of(group)])
+            loads.append((parameter, held, values, used))
 
         def load() -> None:
-            for target, value in loads:
-                if value is None:
-                    target.zero_()
-                else:
-                    target.copy_(value if isinstance(value, Tensor) else torch.tensor(value))
+            for parameter, held, values, used in loads:
+                for name, target in held.items():
+                    value = values.get(name)
+                    if value is None:
+                        target.zero_()
+                    else:
+                        target.copy_(value if isinstance(value, Tensor) else torch.tensor(value))
+                shown = {k: v for k, v in held.items() if k in used or k in values}
+                self.state[parameter].update(shown)
 
         return load
 
