@@ -797,6 +797,29 @@ class TestRefusals:
         with pytest.raises(TypeError, match="Lamb cannot be sharded: it is not elementwise"):
             zero_ext.optim.wrap(Lamb, make_parameters(), process_group=team.group)
 
+    def test_what_is_elementwise_in_some_groups_alone_is_refused(self, team):
+        """LARS scales a layer's gradient by its norm where the layer's weights decay."""
+
+        class Lars(torch.optim.SGD):
+            @torch.no_grad()
+            def step(self, closure=None):
+                for group in self.param_groups:
+                    for parameter in group["params"] if group["weight_decay"] else ():
+                        parameter.grad *= parameter.norm() / parameter.grad.norm()
+                super().step(closure)
+
+        parameters = make_parameters()
+        optimizer = zero_ext.optim.wrap(Lars, parameters[:2], process_group=team.group)
+        decaying = {"params": parameters[2:4], "weight_decay": 0.1}
+        with pytest.raises(TypeError, match="Lars cannot be sharded: it is not elementwise"):
+            optimizer.add_param_group(decaying)
+        assert len(optimizer.param_groups) == 1
+        optimizer.add_param_group({"params": parameters[2:4], "lr": 0.5})
+        with pytest.raises(TypeError, match="Lars cannot be sharded: it is not elementwise"):
+            zero_ext.optim.wrap(
+                Lars, [{"params": parameters[4:], "weight_decay": 0.1}], process_group=team.group
+            )
+
     @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
     def test_differentiable_is_refused(self, team, name):
         with pytest.raises(NotImplementedError, match="differentiable=True is not available"):

@@ -1,6 +1,7 @@
 """Can an optimizer be run on pieces of its parameters? Found by trying."""
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,21 +12,42 @@ _STEPS = 3
 _SCALES = (1.0, 1e-4, 1e4)  # of the gradients: what clips them does so beyond a bound
 
 
-def check(optimizer_class: type[torch.optim.Optimizer], kwargs: dict) -> None:
+def settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def kind_of(group: dict[str, Any]) -> str:
+    """The same for groups of which one has to be tried. Each layer may have a rate of its own."""
+    return repr({k: v for k, v in settings_of(group).items() if k != "lr"})
+
+
+def check(
+    optimizer_class: type[torch.optim.Optimizer], kwargs: dict, group: dict[str, Any]
+) -> None:
     """Run three steps on a matrix and on its flat pieces, on the CPU.
 
+    Args:
+        group: With settings of its own, or empty. LARS is elementwise where weights do not decay.
     Raises:
         TypeError: it cannot be run on flat pieces, or the elements come out otherwise. And what
             the optimizer's constructor raises.
     """
     name = getattr(optimizer_class, "__name__", repr(optimizer_class))
-    kwargs = {k: v for k, v in kwargs.items() if k != "capturable"}  # of other devices alone
+    # capturable is of other devices alone.
+    kwargs, settings = (
+        {k: v for k, v in given.items() if k != "capturable"}
+        for given in (kwargs, settings_of(group))
+    )
+
+    def make(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return optimizer_class([{**settings, "params": parameters}], **kwargs)
+
     with torch.device("cpu"):
-        optimizer_class([torch.nn.Parameter(torch.zeros(_SHAPE))], **kwargs)
+        make([torch.nn.Parameter(torch.zeros(_SHAPE))])
     try:
         with torch.device("cpu"):
-            whole = [_run(optimizer_class, kwargs, scale, pieces=False) for scale in _SCALES]
-            parts = [_run(optimizer_class, kwargs, scale, pieces=True) for scale in _SCALES]
+            whole = [_run(make, scale, pieces=False) for scale in _SCALES]
+            parts = [_run(make, scale, pieces=True) for scale in _SCALES]
     except Exception as error:
         raise TypeError(
             f"zero_ext: {name} cannot be sharded: it does not run on flat pieces of a parameter "
@@ -40,7 +62,7 @@ def check(optimizer_class: type[torch.optim.Optimizer], kwargs: dict) -> None:
         )
 
 
-def _run(optimizer_class, kwargs, scale: float, *, pieces: bool) -> Tensor:
+def _run(make, scale: float, *, pieces: bool) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(_SHAPE, generator=generator)
     if pieces:
@@ -50,7 +72,7 @@ def _run(optimizer_class, kwargs, scale: float, *, pieces: bool) -> Tensor:
     else:
         parameters = [torch.nn.Parameter(start)]
     # As the ranks do: each has an optimizer of its own, over its pieces.
-    optimizers = [optimizer_class(p, **kwargs) for p in (parameters[:-1], parameters[-1:]) if p]
+    optimizers = [make(p) for p in (parameters[:-1], parameters[-1:]) if p]
     for _ in range(_STEPS):
         gradient = torch.randn(_SHAPE, generator=generator) * scale
         if pieces:

@@ -33,7 +33,8 @@ def check(optimizer: Any) -> None:
             f"of this {name}."
         )
     if type(optimizer) not in _OWN:
-        elementwise.check(type(optimizer), _arguments_of(optimizer))
+        for group in {elementwise.kind_of(g): g for g in optimizer.param_groups}.values():
+            elementwise.check(type(optimizer), _arguments_of(optimizer), group)
     # Some make their state when constructed, with a count of 0.
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state):
         raise ValueError(

@@ -21,13 +21,22 @@ class WrappedOptimizer(ShardedOptimizer):
             raise TypeError(
                 f"zero_ext: {optimizer_class.__name__} shards its state already. Use it unwrapped."
             )
-        elementwise.check(optimizer_class, kwargs)
+        elementwise.check(optimizer_class, kwargs, {})
         self._optimizer_class, self._kwargs = optimizer_class, kwargs
+        self._kinds_checked = {elementwise.kind_of({})}
         self._inner: torch.optim.Optimizer | None = None
         self._shards: dict[Tensor, torch.nn.Parameter] = {}
         self._stowed: dict[int, _C.StowedStorage] = {}  # by storage: one may hold several states
         probe = optimizer_class([torch.nn.Parameter(torch.zeros(1, device="cpu"))], **kwargs)
         super().__init__(params, dict(probe.defaults), **sharding)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group, dict):  # else torch says what it must be
+            kind = elementwise.kind_of(param_group)
+            if kind not in self._kinds_checked:
+                elementwise.check(self._optimizer_class, self._kwargs, param_group)
+                self._kinds_checked.add(kind)
+        super().add_param_group(param_group)
 
     def _show_state(self, parameter: Tensor, i: int, group: dict[str, Any]) -> None:
         if parameter in self._shards:  # taken out of its group, and put back
@@ -40,7 +49,7 @@ class WrappedOptimizer(ShardedOptimizer):
         """A new inner optimizer is made for what is loaded."""
 
     def _with_group(self, inner, shard: Tensor, group: dict[str, Any]) -> torch.optim.Optimizer:
-        inner_group = {**_settings(group), "params": [shard]}
+        inner_group = {**elementwise.settings_of(group), "params": [shard]}
         alone = self._optimizer_class([dict(inner_group)], **self._kwargs)
         if inner is None:
             return alone
@@ -65,7 +74,7 @@ class WrappedOptimizer(ShardedOptimizer):
         ):
             outer = group_of.get(id(parameter))  # None: taken out of its group
             if outer is not None:
-                inner_group.update(_settings(outer))
+                inner_group.update(elementwise.settings_of(outer))
             gradient = None if outer is None else parameter.grad
             shard.grad = None if gradient is None else _local(gradient)
         try:
@@ -78,7 +87,7 @@ class WrappedOptimizer(ShardedOptimizer):
             self._inner.param_groups, self._shards.items(), strict=True
         ):
             if id(parameter) in group_of:  # some optimizers count in their groups
-                group_of[id(parameter)].update(_settings(inner_group))
+                group_of[id(parameter)].update(elementwise.settings_of(inner_group))
             self._show_inner_state(parameter, shard)
 
     @torch.no_grad()
@@ -160,10 +169,6 @@ class WrappedOptimizer(ShardedOptimizer):
                 state[name] = value
             elif name not in state or _local(state[name]).data_ptr() != value.data_ptr():
                 state[name] = self._handle.as_parameter(value, i, parameter)
-
-
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
 def _local(gradient: Tensor) -> Tensor:
