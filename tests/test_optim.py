@@ -503,6 +503,20 @@ class TestEditsByHand:
         assert_same_training(sharded, alone, assert_near)
 
     @pytest.mark.parametrize("make", [makers, wrapped_makers])
+    def test_what_was_taken_out_before_the_first_step_is_not_saved(self, team, make):
+        ours, torchs = make(("AdamW", {}), team, params=three_groups)
+        parameters, expected = make_parameters(), make_parameters()
+        optimizer, reference = ours(parameters), torchs(expected)
+        for each in (optimizer, reference):
+            each.param_groups.pop(0)
+        loss_of(parameters, team.rank, step=0).backward()
+        optimizer.step()
+        for i, parameter in enumerate(expected):
+            parameter.grad = mean_gradient(i, 0, team.world)
+        reference.step()
+        assert optimizer.state_dict()["state"].keys() == reference.state_dict()["state"].keys()
+
+    @pytest.mark.parametrize("make", [makers, wrapped_makers])
     def test_a_group_is_added_after_another_was_taken_out(self, team, make):
         def change(optimizer, step):
             if step == 2:

@@ -337,7 +337,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         mine = {i for group in self.param_groups for i in self._indices_of(group)}
         self._sharded_state.unassign([i for i in self._sharded_state.indices if i not in mine])
         here = {id(p) for group in self.param_groups for p in group["params"]}
-        self._unclaim(p for group in self._followed for p in group if id(p) not in here)
+        gone = [p for group in self._followed for p in group if id(p) not in here]
+        self._unclaim(gone)
+        # torch makes a state in the first step, and saves none of what is in no group.
+        for parameter in gone:
+            if not self.state.get(parameter, {}).get("step", True):
+                del self.state[parameter]
         self._frozen = [p for p in self._frozen if id(p) in here]
         for g, group in enumerate(self.param_groups):
             self._assign(g)

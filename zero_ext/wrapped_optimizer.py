@@ -88,7 +88,7 @@ class WrappedOptimizer(ShardedOptimizer):
         ):
             if id(parameter) in group_of:  # some optimizers count in their groups
                 group_of[id(parameter)].update(elementwise.settings_of(inner_group))
-            self._show_inner_state(parameter, shard)
+                self._show_inner_state(parameter, shard)
 
     @torch.no_grad()
     def _checked_states(self, keys, parameters, saved, groups) -> Callable[[], None]:
