@@ -1053,6 +1053,21 @@ class TestLoading:
         assert optimizer.param_groups[0]["lr"] == 0.5
         assert optimizer.param_groups[0]["params"][0].shape == SHAPES[0]
 
+    @pytest.mark.parametrize("make", [makers, wrapped_makers])
+    def test_counts_of_older_torchs_are_numbers(self, team, make):
+        ours, torchs = make(("AdamW", {}), team)
+
+        def reload(optimizer, step):
+            if step == 2:
+                state = copy.deepcopy(optimizer.state_dict())
+                for values in state["state"].values():
+                    values["step"] = int(values["step"])
+                optimizer.load_state_dict(state)
+
+        sharded = train_sharded(ours, team, each_step=reload)
+        alone = train_alone(torchs, team.world, each_step=reload)
+        assert_same_training(sharded, alone, assert_near)
+
     def test_a_state_of_other_groups_is_refused(self, team):
         state = torch.optim.AdamW(make_parameters()[:3]).state_dict()
         optimizer = zero_ext.optim.AdamW(make_parameters(), process_group=team.group)

@@ -119,6 +119,8 @@ class WrappedOptimizer(ShardedOptimizer):
                     check_state_shape(name, key, value, parameter.shape)
                     value = self._slice_of(value, parameter, shard)
                 inner.state[shard][name] = copy.deepcopy(value)
+        if inner is not None:  # converts what older versions have saved, as in torch
+            inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
 
         def load() -> None:
             self._inner, self._shards = inner, dict(loaded)
