@@ -150,10 +150,6 @@ int64_t Comm::neighbors() const {
   return count;
 }
 
-int64_t Comm::next_round(Kind kind, int64_t last) const {
-  return neighbors_ == nullptr || is_forked() ? last + 1 : neighbors_->next_round(kind, last);
-}
-
 void Comm::leave_round(Kind kind, int64_t round) const noexcept {
   if (neighbors_ != nullptr && !is_forked()) neighbors_->leave_round(kind, round);
 }
@@ -323,7 +319,7 @@ at::Tensor Comm::all_gather(const at::Tensor& values, const std::function<std::s
     const auto row = [&](int64_t rank) {
       return output.narrow(0, rank * values.numel(), values.numel());
     };
-    agreements_ = next_round(Kind::agreement, agreements_);
+    agreements_ = neighbors_->next_round(Kind::agreement, agreements_);
     const Label label{Kind::agreement, agreements_, agreements_};
     row(rank_).copy_(input);
     for (int64_t peer = 0; peer < world_; ++peer) {

@@ -88,10 +88,8 @@ class Comm {
   int64_t rank() const { return rank_; }
   int64_t world() const { return world_; }
 
-  // The round that begins: the one after `last`, unless an error has ended that one on a neighbor.
   using Kind = CrossMemory::Kind;
-  int64_t next_round(Kind kind, int64_t last) const;
-  // An error has ended it on this rank.
+  // An error has ended this rank's part of it, see Note [Rounds] in cross_memory.h.
   void leave_round(Kind kind, int64_t round) const noexcept;
 
   // All-to-all: sends[r] goes to rank r, recvs[r] comes from rank r; the entries of this rank are

@@ -19,12 +19,17 @@
 // copy: what they then take was there throughout.
 //
 // Note [Rounds]
-// Messages that all ranks exchange together belong to a round: a backward, an agreement. All ranks
-// count the rounds alike, until an error ends one on one rank alone before it has sent all of it,
-// or a rank never begins it: the others would wait until the timeout, and who repeats it would stay
-// a round ahead. Hence each rank shows which rounds it is past, and which it has left. Who waits
-// for a message of a round that its sender is past, and that was not sent, hears so at once. Who
-// begins a round passes over those that another rank has left: nobody can complete them.
+// Messages that all ranks exchange together belong to a round: a backward, an agreement. An error
+// may end one on one rank alone before it has sent all of it: the others would wait until the
+// timeout. Hence each rank shows which rounds it is past. Who waits for a message of a round that
+// its sender is past, and that was not sent, hears so at once.
+// A backward that is repeated is a round of its own. Where one threw on all ranks, or on one while
+// the others waited for it, all have the same number of the next; a rank that never began what the
+// others gave up catches up by failing at once as often. It must not pass over them: after an error
+// of all ranks a slow one would pass over what a fast one has left and now repeats.
+// An agreement repeats nothing that ranks count alike: some may ask again after an error, others
+// not have asked. Who begins one passes over those that another rank has left, which nobody can
+// complete.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -78,7 +83,7 @@ class CrossMemory {
 
   // The round after `last`, this rank's last one, but for those that others have left; it begins.
   virtual int64_t next_round(Kind kind, int64_t last) = 0;
-  // This rank has not sent all of it, and will not.
+  // This rank has not sent all of it, and will not: it is past it.
   virtual void leave_round(Kind kind, int64_t round) = 0;
 
   // From now on this rank sends nothing. What it has sent and posted can still be received; who

@@ -26,7 +26,7 @@ constexpr size_t kAtOnce = BucketPool::kSize;
 
 void Reductions::begin(float scale, bool surprises) {
   scale_ = scale;
-  round_ = comm_.next_round(Comm::Kind::reduction, round_);
+  ++round_;
   in_round_ = true;
   turn_ = 0;
   const auto units = static_cast<size_t>(parameters_.unit_count());

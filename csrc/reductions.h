@@ -104,8 +104,8 @@ class Reductions {
   const ShardedParameters& parameters_;
   BucketPool pool_;
   float scale_ = 1;
-  int64_t round_ = 0;      // the backward's number among those that reduce: on every rank alike
-  bool in_round_ = false;  // and has not sent all that the other ranks wait for
+  int64_t round_ = 0;           // the backward's number among those that began to reduce
+  bool in_round_ = false;       // and has not sent all that the other ranks wait for
   std::vector<int64_t> turns_;  // [units]
   bool knows_turns_ = false;
   bool learned_surprises_ = false;

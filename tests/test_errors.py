@@ -468,7 +468,7 @@ def test_optimizers_that_differ_are_refused_on_every_rank(stage, other, first, m
     with pytest.raises(ValueError, match=message):
         make(model)
     order = list(model.parameters())[:: -1 if rank == 1 else 1]
-    optimizer = zero_ext.optim.SGD(order, lr=0.1 + rank)
+    optimizer = zero_ext.optim.SGD(order, lr=0.1)
     backward(model, rank)
     optimizer.step()
 
