@@ -222,6 +222,7 @@ void bind_engine(py::module_& m) {
       .def_readwrite("accumulation_steps", &EngineOptions::accumulation_steps)
       .def_readwrite("broadcast", &EngineOptions::broadcast)
       .def_readwrite("limit_bytes", &EngineOptions::limit_bytes)
+      .def_readwrite("global_ranks", &EngineOptions::global_ranks)
       .def_readwrite("gather", &EngineOptions::gather);
   py::class_<StepVerdict>(m, "StepVerdict")
       .def_property_readonly("is_settled", &StepVerdict::is_settled)
@@ -274,7 +275,6 @@ void bind_engine(py::module_& m) {
            [](Engine& e, int64_t u, at::ScalarType dtype) {
              e.parameters().unit(u).set_gradient_dtype(dtype);
            })
-      .def_property_readonly("rank", &Engine::rank)
       .def_property_readonly("world", &Engine::world)
       .def_property_readonly("stage", [](const Engine& e) { return e.policy().stage; })
       .def_property_readonly("unit_count",

@@ -1,4 +1,5 @@
-// The beginning of every message: where(rank, unit) says whose log a reader is looking at.
+// The beginning of every message: where(rank, unit) says whose log a reader is looking at. Ranks in
+// messages are those among all processes, which the launcher's logs are named after.
 #pragma once
 
 #include <c10/util/Exception.h>

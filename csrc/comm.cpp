@@ -88,12 +88,14 @@ void Pending::wait_if_possible(std::chrono::milliseconds timeout) noexcept {
   parts_.clear();
 }
 
-Comm::Comm(const std::string& reduce_group, const std::string& gather_group, c10::Device device)
+Comm::Comm(const std::string& reduce_group, const std::string& gather_group, c10::Device device,
+           std::vector<int64_t> global_ranks)
     : device_(device),
       reduce_group_(c10d::resolve_process_group(reduce_group)),
       gather_group_(c10d::resolve_process_group(gather_group)),
       rank_(reduce_group_->getRank()),
-      world_(reduce_group_->getSize()) {
+      world_(reduce_group_->getSize()),
+      global_ranks_(std::move(global_ranks)) {
   if (device.is_cpu()) return;
   const std::vector<c10::Device> devices = reduce_group_->getDeviceTypes();
   const bool has_backend = std::any_of(devices.begin(), devices.end(), [&](c10::Device other) {
@@ -121,7 +123,7 @@ const char* Comm::name_of(Agreement about) {
 }
 
 void Comm::check_process() const {
-  TORCH_CHECK(world_ == 1 || !is_forked(), where(rank_),
+  TORCH_CHECK(world_ == 1 || !is_forked(), where(global_rank()),
               "a forked child cannot exchange messages in its parent's place. Have a DataLoader's"
               " workers do without this model, or give them a plain copy of it with its full"
               " parameters.");
@@ -132,7 +134,8 @@ void Comm::connect_neighbors(std::chrono::milliseconds timeout, bool allowed) {
   neighbors_ =
       CrossMemory::connect(rank_, world_, timeout, allowed, [this](const at::Tensor& mine) {
         return all_gather(Agreement::neighbors, mine, [this] {
-          return where(rank_) + "waited for the other ranks to say whether they share its host";
+          return where(global_rank()) +
+                 "waited for the other ranks to say whether they share its host";
         });
       });
 }
@@ -181,6 +184,7 @@ at::Tensor Comm::target_of(const at::Tensor& tensor) const {
 }
 
 void Comm::add(Pending& pending, Pending::Part part) const {
+  if (part.peer != Pending::kAll) part.peer = global_rank(part.peer);
   pending.parts_.push_back(std::move(part));
   pending.watch_ = watch_;
 }
@@ -303,8 +307,8 @@ at::Tensor Comm::all_gather(Agreement about, const at::Tensor& values,
   const at::Tensor all = all_gather(told, what);
   for (int64_t peer = 0; peer < world_; ++peer) {
     const auto theirs = static_cast<Agreement>(all.const_data_ptr<int64_t>()[peer * (1 + numel)]);
-    TORCH_CHECK(theirs == about, where(rank_), "this rank is in ", name_of(about), ", rank ", peer,
-                " in ", name_of(theirs),
+    TORCH_CHECK(theirs == about, where(global_rank()), "this rank is in ", name_of(about),
+                ", rank ", global_rank(peer), " in ", name_of(theirs),
                 ". Every rank must make the same calls in the same order.");
   }
   return all.narrow(1, 1, numel).contiguous().to(values.device());

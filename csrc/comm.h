@@ -18,6 +18,7 @@
 #include <functional>
 #include <string>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <utility>
 #include <vector>
 
 #include "collective_watch.h"
@@ -46,7 +47,7 @@ class Pending {
   struct Part {
     c10::intrusive_ptr<c10d::Work> work;  // null: another part's, which is waited for first
     at::Tensor tensor;
-    int64_t peer = kAll;  // the rank waited for
+    int64_t peer = kAll;  // the rank waited for, as messages call it
     bool sending = false;
     at::Tensor target = {};  // where defined: `tensor` goes there when it has come
   };
@@ -58,11 +59,13 @@ class Comm {
  public:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-  // One rank alone; every collective is the identity.
-  Comm() = default;
+  // One rank alone; every collective is the identity. `global_ranks`: what messages call the ranks;
+  // empty: as the group counts them.
+  explicit Comm(std::vector<int64_t> global_ranks = {}) : global_ranks_(std::move(global_ranks)) {}
   // The names are those of torch.distributed (`group.group_name`). `device`: of the tensors. Where
   // the groups have no backend for it, its tensors travel through host memory.
-  Comm(const std::string& reduce_group, const std::string& gather_group, c10::Device device);
+  Comm(const std::string& reduce_group, const std::string& gather_group, c10::Device device,
+       std::vector<int64_t> global_ranks = {});
 
   // Collective. From now on messages of the host, where `allowed` on both ranks and possible, are
   // read straight from the sender's memory; `timeout` is for those.
@@ -87,6 +90,10 @@ class Comm {
   bool is_forked() const { return getpid() != process_; }
   int64_t rank() const { return rank_; }
   int64_t world() const { return world_; }
+  int64_t global_rank(int64_t rank) const {
+    return global_ranks_.empty() ? rank : global_ranks_[rank];
+  }
+  int64_t global_rank() const { return global_rank(rank_); }
 
   using Kind = CrossMemory::Kind;
   // An error has ended this rank's part of it, see Note [Rounds] in cross_memory.h.
@@ -168,6 +175,7 @@ class Comm {
   std::shared_ptr<CollectiveWatch> watch_;  // null on the host
   int64_t rank_ = 0;
   int64_t world_ = 1;
+  std::vector<int64_t> global_ranks_;  // [world]
   pid_t process_ = getpid();
   int64_t agreements_ = 0;
 };

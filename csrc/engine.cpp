@@ -57,9 +57,9 @@ std::vector<uint8_t> picked(const std::vector<uint8_t>& all, const std::vector<i
 
 Engine::Engine(EngineOptions options)
     : options_(std::move(options)),
-      comm_(options_.reduce_group.empty()
-                ? Comm()
-                : Comm(options_.reduce_group, options_.gather_group, options_.device)),
+      comm_(options_.reduce_group.empty() ? Comm(options_.global_ranks)
+                                          : Comm(options_.reduce_group, options_.gather_group,
+                                                 options_.device, options_.global_ranks)),
       flags_(options_.device.is_cpu()
                  ? nullptr
                  : std::make_unique<DeviceFlags>(options_.device, comm_.rank())),
@@ -71,6 +71,7 @@ Engine::Engine(EngineOptions options)
                .flags = flags_.get(),
                .rank = comm_.rank(),
                .world = comm_.world(),
+               .global_rank = comm_.global_rank(),
                .policy = policy_for(options_.stage),
                .reduction = options_.reduction,
                .reduce_dtype = options_.reduce_dtype.value_or(at::kFloat),
@@ -78,7 +79,7 @@ Engine::Engine(EngineOptions options)
                .memory = std::make_shared<MemoryCounter>(options_.limit_bytes),
                .offloaded = std::make_shared<MemoryCounter>()},
       parameters_(context_),
-      published_(parameters_, flags_.get(), comm_.rank()),
+      published_(parameters_, flags_.get(), context_.global_rank),
       reductions_(comm_, context_, parameters_),
       agreement_(comm_, context_, parameters_, reductions_),
       boundary_({.world = comm_.world(),
@@ -95,7 +96,7 @@ Engine::Engine(EngineOptions options)
 
 std::shared_ptr<Engine> Engine::create(EngineOptions options, void (*destroy)(Engine*)) {
   std::shared_ptr<Engine> engine(new Engine(std::move(options)), destroy);
-  engine->watch_ = std::make_shared<BackwardWatch>(engine, engine->rank(),
+  engine->watch_ = std::make_shared<BackwardWatch>(engine, engine->global_rank(),
                                                    /*one_thread=*/engine->on_host());
   engine->parameters_.set_listener(engine);
   return engine;
@@ -151,7 +152,7 @@ int64_t Engine::add_unit(const std::vector<int64_t>& members, at::ScalarType dty
   gatherer_.hold({thawed.begin(), thawed.end()});
   const auto& units = trainable ? parameters_.units() : parameters_.frozen_units();
   const auto index = static_cast<int64_t>(units.size());
-  TORCH_CHECK(index < kMaxUnits, where(rank()), "more than ", kMaxUnits,
+  TORCH_CHECK(index < kMaxUnits, where(global_rank()), "more than ", kMaxUnits,
               " units. Choose a larger bucket_mb.");
   const std::string name =
       members.size() == 1 ? specs.front().name : specs.front().name + " … " + specs.back().name;
@@ -214,7 +215,7 @@ void Engine::set_divide_factor(double factor) {
 
 void Engine::set_loss_scale(double scale) {
   const Access access(*this);
-  TORCH_CHECK(!open_, where(rank()), "the loss scale cannot change inside a backward.");
+  TORCH_CHECK(!open_, where(global_rank()), "the loss scale cannot change inside a backward.");
   boundary_.set_loss_scale(scale);
 }
 
@@ -419,7 +420,8 @@ void Engine::begin_backward(bool reduces) {
 
 void Engine::set_offloaded(const std::set<std::string>& states) {
   const Access access(*this);
-  TORCH_CHECK(!open_, where(rank()), "states cannot be offloaded or reloaded inside a backward.");
+  TORCH_CHECK(!open_, where(global_rank()),
+              "states cannot be offloaded or reloaded inside a backward.");
   const at::NoGradGuard no_grad;
   const bool none_back =
       std::includes(states.begin(), states.end(), offloaded_.begin(), offloaded_.end());
@@ -441,7 +443,7 @@ std::set<std::string> Engine::offloaded() {
 }
 
 void Engine::check_usable(const char* verb) const {
-  TORCH_CHECK(not_undone_.empty(), where(rank()), verb,
+  TORCH_CHECK(not_undone_.empty(), where(global_rank()), verb,
               ": an earlier backward threw and could not be undone, so that the gradients are"
               " unknown. Go on from a checkpoint in a new process. The error was: ",
               not_undone_);
@@ -454,7 +456,7 @@ void Engine::check_parameters_are_here(const char* verb) const {
 }
 
 std::string Engine::offloaded_message(const char* verb) const {
-  return c10::str(where(rank()), verb, ": ", c10::Join(", ", offloaded_),
+  return c10::str(where(global_rank()), verb, ": ", c10::Join(", ", offloaded_),
                   " of this model are offloaded. Call zero_ext.reload_states() first.");
 }
 
@@ -484,7 +486,7 @@ void Engine::after_gradient(int64_t i) {
   parameter.tensor.mutable_grad() = at::Tensor();
   const bool unforeseen = unit.reduced() && !surprises_;
   if (unforeseen) watch_->expect_inner_backwards();
-  TORCH_CHECK(!unforeseen, where(rank(), unit.name()), "a gradient of '", parameter.name,
+  TORCH_CHECK(!unforeseen, where(global_rank(), unit.name()), "a gradient of '", parameter.name,
               "' arrived after its unit was"
               " reduced: an inner backward (reentrant checkpointing) that this model did not run "
               "before. Nothing is lost:"
@@ -604,11 +606,11 @@ StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices,
   watch_->look_for_unheard_failure();
   const Access access(*this);
   const at::NoGradGuard no_grad;
-  TORCH_CHECK(!open_ && !backward_reaches_us(), where(rank()),
+  TORCH_CHECK(!open_ && !backward_reaches_us(), where(global_rank()),
               "step() inside a backward. Call it after loss.backward() has returned.");
   parameters_.check("step()");
   check_usable("step()");
-  TORCH_CHECK(!boundary_.local_open(), where(rank()), "step(): ", boundary_.unreduced(),
+  TORCH_CHECK(!boundary_.local_open(), where(global_rank()), "step(): ", boundary_.unreduced(),
               " backward(s) inside no_sync() (or before the boundary of accumulation_steps=",
               boundary_.accumulation_steps(),
               ") were never reduced. Run the last backward before a step outside no_sync().");
@@ -644,7 +646,8 @@ void Engine::learn_turns() {
   mine[units] = watch_->saw_inner_backwards() ? 1 : 0;
   if (comm_.on_device()) turns = turns.to(options_.device);
   comm_.broadcast(turns, [this] {
-    return where(rank()) + "step() waited for the order of rank 0's reductions";
+    return where(global_rank()) + "step() waited for the order of rank " +
+           std::to_string(comm_.global_rank(0)) + "'s reductions";
   });
   turns = turns.cpu();
   const auto* first = turns.const_data_ptr<int64_t>();
@@ -723,7 +726,7 @@ void Engine::apply_step(const Update& update) {
     ++gathers_;
   }
   threw_ = false;
-  gathering.wait([this] { return where(rank()) + "step() waited for updated parameters"; });
+  gathering.wait([this] { return where(global_rank()) + "step() waited for updated parameters"; });
   gatherer_.wait_for_shards();
 }
 
@@ -736,7 +739,7 @@ void Engine::adopt_writes() {
 at::Tensor Engine::current_master(int64_t i) {
   const Access access(*this);
   const at::NoGradGuard no_grad;
-  TORCH_CHECK(!open_, where(rank()), "a parameter's state was asked for inside a backward.");
+  TORCH_CHECK(!open_, where(global_rank()), "a parameter's state was asked for inside a backward.");
   check_parameters_are_here("a parameter was read");
   const ShardedParameter& parameter = parameters_[i];
   Unit& unit = parameters_.home_of(i);
@@ -752,7 +755,7 @@ at::Tensor Engine::current_master(int64_t i) {
 void Engine::write_parameter(int64_t i, const at::Tensor& value) {
   const Access access(*this);
   const at::NoGradGuard no_grad;
-  TORCH_CHECK(!open_, where(rank()), "a parameter was set inside a backward.");
+  TORCH_CHECK(!open_, where(global_rank()), "a parameter was set inside a backward.");
   check_parameters_are_here("a parameter was set");
   const ShardedParameter& parameter = parameters_[i];
   Unit& unit = parameters_.home_of(i);
@@ -772,7 +775,7 @@ at::Tensor Engine::clip_gradients(const std::vector<int64_t>& indices, double ma
                                   int64_t last_backward) {
   const Access access(*this);
   const at::NoGradGuard no_grad;
-  TORCH_CHECK(!open_ && !boundary_.local_open(), where(rank()),
+  TORCH_CHECK(!open_ && !boundary_.local_open(), where(global_rank()),
               "the gradients are not complete: the norm was asked for inside a backward or"
               " before the backward that reduces. Ask between the last backward and step().");
   if (had_no_backward(indices, last_backward)) take_part_in_others_backward();
@@ -801,7 +804,7 @@ void Engine::scale_runs(const std::vector<int64_t>& indices, const at::Tensor& f
 void Engine::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
   watch_->look_for_unheard_failure();
   const Access access(*this);
-  TORCH_CHECK(!open_, where(rank()),
+  TORCH_CHECK(!open_, where(global_rank()),
               "zero_grad() inside a backward. Call it after loss.backward() has returned.");
   const at::NoGradGuard no_grad;
   if (mode == ZeroGrad::to_zero) {

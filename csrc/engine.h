@@ -43,6 +43,7 @@ struct EngineOptions {
   bool pin_memory = true;          // of it
   std::string reduce_group;        // names of process groups; both empty: one rank alone
   std::string gather_group;
+  std::vector<int64_t> global_ranks;  // of theirs, see Comm
   int64_t timeout_ms = 0;    // of messages that no process group carries, and of what is watched
   bool cross_memory = true;  // where it can be
   Reduction reduction = Reduction::exchange;
@@ -81,7 +82,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   // Parameter i is `tensor` from now on, which is in no unit yet.
   void replace_parameter(int64_t i, const at::Tensor& tensor);
 
-  int64_t rank() const { return comm_.rank(); }
+  int64_t global_rank() const { return comm_.global_rank(); }
   int64_t world() const { return comm_.world(); }
   int64_t backwards() const { return backwards_; }
   const ShardedParameters& parameters() const { return parameters_; }

@@ -76,9 +76,9 @@ void Gatherer::apply(int64_t unit, ResidencyEvent event, const ResidencyContext&
       entry.ahead = false;
       break;
     case ResidencyAction::error:
-      TORCH_CHECK(event != ResidencyEvent::step, where(context_.rank, entry.unit->name()),
+      TORCH_CHECK(event != ResidencyEvent::step, where(context_.global_rank, entry.unit->name()),
                   "step() inside a forward or a backward. Call it after both have returned.");
-      TORCH_CHECK(false, where(context_.rank, entry.unit->name()),
+      TORCH_CHECK(false, where(context_.global_rank, entry.unit->name()),
                   "a forward was left that was never entered.");
   }
   entry.state = next.state;
@@ -107,7 +107,7 @@ void Gatherer::finish(Entry& entry) {
 }
 
 std::string Gatherer::waiting_for(const Entry& entry) const {
-  return where(context_.rank, entry.unit->name()) +
+  return where(context_.global_rank, entry.unit->name()) +
          "waited for the other ranks' parts of its parameters (the last unit that was gathered: '" +
          last_gathered_ + "')";
 }
@@ -367,7 +367,8 @@ void Gatherer::offer_missing(Entry& entry) {
         offers.push_back(entry.unit->parameters().offer(comm_, peer));
       }
     } catch (const std::exception& error) {
-      TORCH_CHECK(false, where(context_.rank, entry.unit->name()), "rank ", peer,
+      TORCH_CHECK(false, where(context_.global_rank, entry.unit->name()), "rank ",
+                  comm_.global_rank(peer),
                   " cannot be offered this rank's part of the parameters (the last unit that was"
                   " gathered: '",
                   last_gathered_, "'): ", text_of(error));
@@ -390,7 +391,7 @@ void Gatherer::tell_what_was_taken() {
   at::Tensor taken = at::empty({units}, at::TensorOptions().dtype(at::kLong));
   for (int64_t u = 0; u < units; ++u) taken.mutable_data_ptr<int64_t>()[u] = entries_[u].taken;
   const at::Tensor all = comm_.all_gather(Comm::Agreement::shards, taken, [this] {
-    return where(context_.rank) + "waited until all ranks had updated their shards";
+    return where(context_.global_rank) + "waited until all ranks had updated their shards";
   });
   const auto* by_rank = all.const_data_ptr<int64_t>();
   for (int64_t u = 0; u < units; ++u) {

@@ -21,7 +21,7 @@ GradientSums::GradientSums(const UnitContext& context, const RankLayout& layout,
                            const std::string& unit, UnitKind kind)
     : context_(context),
       layout_(layout),
-      dropped_message_(where(context.rank, unit) + kDropped),
+      dropped_message_(where(context.global_rank, unit) + kDropped),
       fresh_(layout.size(), 1),
       local_fresh_(layout.size(), 1),
       nonfinite_(layout.size(), 0) {

@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
+#include <Python.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/irange.h>
 #include <torch/library.h>
@@ -27,6 +28,7 @@ namespace {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
+using Tensors = c10::List<Tensor>;
 
 // Where one call runs: on the device of what it writes, on that device's current stream.
 class Call {
@@ -57,6 +59,32 @@ class Call {
   kernels::Launch launch_ = launch_on(device_);
 };
 
+// What an op with lists was called with: such ops are boxed kernels. As at::TensorList a list would
+// be copied, and whoever lets go of a tensor that Python holds, too, takes the GIL for it: one
+// after the other a thousand tensors wait longer for that than for all else in the call.
+class Arguments {
+ public:
+  Arguments(torch::jit::Stack* stack, size_t count) : values_(torch::jit::pop(*stack, count)) {}
+  Arguments(const Arguments&) = delete;
+  Arguments& operator=(const Arguments&) = delete;
+  ~Arguments() {
+    if (Py_IsInitialized() == 0) return;
+    const PyGILState_STATE gil = PyGILState_Ensure();
+    values_.clear();
+    PyGILState_Release(gil);
+  }
+
+  Tensors tensors(size_t i) const { return values_[i].toTensorList(); }
+  const Tensor& tensor(size_t i) const { return values_[i].toTensor(); }
+  OptionalTensor optional_tensor(size_t i) const { return values_[i].toOptional<Tensor>(); }
+  float number(size_t i) const { return static_cast<float>(values_[i].toDouble()); }
+  bool flag(size_t i) const { return values_[i].toBool(); }
+  c10::List<int64_t> integers(size_t i) const { return values_[i].toIntList(); }
+
+ private:
+  std::vector<c10::IValue> values_;
+};
+
 void check_numel(const char* name, const Tensor& tensor, int64_t numel, const char* other) {
   TORCH_CHECK(tensor.numel() == numel, "zero_ext: '", name, "' has ", tensor.numel(),
               " elements, '", other, "' has ", numel, ". Pass ranges of the same length.");
@@ -68,7 +96,7 @@ void check_same_length(const char* name, size_t length, const char* other, size_
 }
 
 // One dtype for a whole list, because a kernel call has one. Float32 where the list is empty.
-at::ScalarType check_list(const char* name, at::TensorList list, c10::Device device) {
+at::ScalarType check_list(const char* name, const Tensors& list, c10::Device device) {
   for (const auto i : c10::irange(list.size())) {
     check_value(name, list[i], device);
     TORCH_CHECK(list[i].scalar_type() == list[0].scalar_type(), "zero_ext: '", name, "[", i,
@@ -100,8 +128,13 @@ void accumulate_(const Tensor& grad, const Tensor& sum, double scale, bool fresh
   mark_written(nonfinite);
 }
 
-void accumulate_list_(at::TensorList grads, at::TensorList sums, double scale, bool fresh,
-                      const OptionalTensor& nonfinite) {
+void accumulate_list_(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  const Arguments arguments(stack, 5);
+  const Tensors grads = arguments.tensors(0);
+  const Tensors sums = arguments.tensors(1);
+  const float scale = arguments.number(2);
+  const bool fresh = arguments.flag(3);
+  const OptionalTensor nonfinite = arguments.optional_tensor(4);
   check_same_length("grads", grads.size(), "sums", sums.size());
   if (sums.empty()) return;
   Call call(sums[0]);
@@ -120,20 +153,26 @@ void accumulate_list_(at::TensorList grads, at::TensorList sums, double scale, b
   }
   call.check("accumulate_list_",
              call.kernels().accumulate_list(segments.data(), std::ssize(segments), dtype_of(dtype),
-                                            static_cast<float>(scale), fresh, flag, call.launch()));
-  for (const Tensor& sum : sums) mark_written(sum);
+                                            scale, fresh, flag, call.launch()));
+  for (const auto i : c10::irange(sums.size())) mark_written(sums[i]);
   mark_written(nonfinite);
 }
 
-void accumulate_ranks_(at::TensorList grads, const Tensor& sum, double scale, bool fresh,
-                       const OptionalTensor& nonfinite) {
+void accumulate_ranks_(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  const Arguments arguments(stack, 5);
+  const Tensors grads = arguments.tensors(0);
+  const Tensor& sum = arguments.tensor(1);
+  const float scale = arguments.number(2);
+  const bool fresh = arguments.flag(3);
+  const OptionalTensor nonfinite = arguments.optional_tensor(4);
   Call call(sum);
   const at::ScalarType dtype = check_list("grads", grads, call.device());
   check_float("sum", sum, call.device());
   TORCH_CHECK(!grads.empty(), "zero_ext: 'grads' is empty. Pass one gradient per rank.");
   std::vector<const void*> pointers;
   pointers.reserve(grads.size());
-  for (const Tensor& grad : grads) {
+  for (const auto i : c10::irange(grads.size())) {
+    const Tensor& grad = grads[i];
     check_numel("grads", grad, sum.numel(), "sum");
     // The kernel allows a gradient that is exactly the sum.
     const bool is_sum = dtype == at::kFloat && grad.const_data_ptr() == sum.const_data_ptr();
@@ -141,10 +180,10 @@ void accumulate_ranks_(at::TensorList grads, const Tensor& sum, double scale, bo
     pointers.push_back(grad.const_data_ptr());
   }
   int32_t* flag = nonfinite_flag(nonfinite, call.device());
-  call.check("accumulate_ranks_", call.kernels().accumulate_ranks(
-                                      pointers.data(), static_cast<int32_t>(pointers.size()),
-                                      dtype_of(dtype), sum.mutable_data_ptr<float>(), sum.numel(),
-                                      static_cast<float>(scale), fresh, flag, call.launch()));
+  call.check("accumulate_ranks_",
+             call.kernels().accumulate_ranks(pointers.data(), static_cast<int32_t>(pointers.size()),
+                                             dtype_of(dtype), sum.mutable_data_ptr<float>(),
+                                             sum.numel(), scale, fresh, flag, call.launch()));
   mark_written(sum);
   mark_written(nonfinite);
 }
@@ -274,8 +313,13 @@ void check_offset(size_t i, int64_t offset, int64_t numel, const Tensor& flat) {
               flat.numel(), " elements. Correct the offset or enlarge 'flat'.");
 }
 
-void flatten_(at::TensorList sources, const Tensor& flat, at::IntArrayRef offsets, bool add,
-              const OptionalTensor& nonfinite) {
+void flatten_(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  const Arguments arguments(stack, 5);
+  const Tensors sources = arguments.tensors(0);
+  const Tensor& flat = arguments.tensor(1);
+  const c10::List<int64_t> offsets = arguments.integers(2);
+  const bool add = arguments.flag(3);
+  const OptionalTensor nonfinite = arguments.optional_tensor(4);
   check_same_length("sources", sources.size(), "offsets", offsets.size());
   Call call(flat);
   const at::ScalarType dtype = check_list("sources", sources, call.device());
@@ -300,19 +344,24 @@ void flatten_(at::TensorList sources, const Tensor& flat, at::IntArrayRef offset
   mark_written(nonfinite);
 }
 
-void find_nonfinite_(at::TensorList values, const Tensor& nonfinite) {
+void find_nonfinite_(const c10::OperatorHandle&, torch::jit::Stack* stack) {
+  const Arguments arguments(stack, 2);
+  const Tensors values = arguments.tensors(0);
+  const Tensor& nonfinite = arguments.tensor(1);
   Call call(nonfinite);
   TORCH_CHECK(nonfinite.scalar_type() == at::kInt && nonfinite.is_contiguous(),
               "zero_ext: 'nonfinite' is ", nonfinite.scalar_type(),
               nonfinite.is_contiguous() ? "" : ", not contiguous",
               ". Pass contiguous int32 flags, one for each of 'values'.");
-  check_numel("nonfinite", nonfinite, std::ssize(values), "values");
+  check_numel("nonfinite", nonfinite, static_cast<int64_t>(values.size()), "values");
   std::vector<kernels::ReadSegment> segments;
   segments.reserve(values.size());
-  for (const Tensor& value : values) check_float("values", value, call.device());
-  int32_t* flag = nonfinite.mutable_data_ptr<int32_t>();
-  for (const Tensor& value : values) {
-    segments.push_back({value.const_data_ptr<float>(), value.numel(), flag++});
+  for (const auto i : c10::irange(values.size())) {
+    check_float("values", values[i], call.device());
+  }
+  int32_t* flags = nonfinite.mutable_data_ptr<int32_t>();
+  for (const auto i : c10::irange(values.size())) {
+    segments.push_back({values[i].const_data_ptr<float>(), values[i].numel(), flags + i});
   }
   call.check("find_nonfinite_",
              call.kernels().find_nonfinite(segments.data(), std::ssize(segments), call.launch()));
@@ -431,13 +480,13 @@ namespace {
 
 void implement(torch::Library& m) {
   m.impl("accumulate_", accumulate_);
-  m.impl("accumulate_list_", accumulate_list_);
-  m.impl("accumulate_ranks_", accumulate_ranks_);
+  m.impl("accumulate_list_", torch::CppFunction::makeFromBoxedFunction<accumulate_list_>());
+  m.impl("accumulate_ranks_", torch::CppFunction::makeFromBoxedFunction<accumulate_ranks_>());
   m.impl("adamw_", adamw_);
   m.impl("sgd_", sgd_);
   m.impl("cast_", cast_);
-  m.impl("flatten_", flatten_);
-  m.impl("find_nonfinite_", find_nonfinite_);
+  m.impl("flatten_", torch::CppFunction::makeFromBoxedFunction<flatten_>());
+  m.impl("find_nonfinite_", torch::CppFunction::makeFromBoxedFunction<find_nonfinite_>());
   m.impl("sum_of_squares", sum_of_squares);
   m.impl("adopt_writes_", adopt_writes_);
   m.impl("count_step_", count_step_);

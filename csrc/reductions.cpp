@@ -170,7 +170,8 @@ void Reductions::reduce_late() {
   auto* mine = late.mutable_data_ptr<int64_t>();
   for (int64_t u = 0; u < units; ++u) mine[u] = parameters_.unit(u).late() ? 1 : 0;
   late = comm_.all_gather(Comm::Agreement::late_gradients, late, [this] {
-    return where(context_.rank) + "waited to hear which gradients the other ranks have to reduce" +
+    return where(context_.global_rank) +
+           "waited to hear which gradients the other ranks have to reduce" +
            " once more in backward " + std::to_string(round_);
   });
   late = late.sum(0);
@@ -208,7 +209,7 @@ void Reductions::start_counting() {
 void Reductions::finish_counting() {
   const SideStream::Scope beside(context_.reducing);
   counting_.wait([this] {
-    return where(context_.rank) +
+    return where(context_.global_rank) +
            "waited to hear which parameters the other ranks used in"
            " backward " +
            std::to_string(round_);

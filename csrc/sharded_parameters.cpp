@@ -64,24 +64,25 @@ void ShardedParameters::check(const char* verb) {
     const SlotSpec& spec = unit.layout().slot(parameter.slot).spec;
     TORCH_CHECK(parameter.tensor.scalar_type() == unit.dtype() &&
                     parameter.tensor.device() == device && parameter.tensor.numel() == spec.numel,
-                where(context_.rank, unit.name()), verb, ": parameter '", parameter.name, "' is ",
-                parameter.tensor.scalar_type(), " ", parameter.tensor.sizes(), " on ",
+                where(context_.global_rank, unit.name()), verb, ": parameter '", parameter.name,
+                "' is ", parameter.tensor.scalar_type(), " ", parameter.tensor.sizes(), " on ",
                 parameter.tensor.device(), ", it was ", unit.dtype(), " ",
                 at::IntArrayRef(spec.sizes), " on ", device,
                 " when it was sharded. Move or cast the model before sharding it.");
   }
   for (const std::vector<int64_t>& members : members_) {
     const ShardedParameter& first = all_[members.front()];  // DDP takes all or none
-    TORCH_CHECK(
-        !reduced_by_ddp(first.tensor), where(context_.rank, units_[first.unit]->name()), verb,
-        ": DistributedDataParallel was put around parameters that are sharded, the"
-        " first is '",
-        first.name, "'; each would lose the other's gradients. Use the module without DDP.");
+    TORCH_CHECK(!reduced_by_ddp(first.tensor),
+                where(context_.global_rank, units_[first.unit]->name()), verb,
+                ": DistributedDataParallel was put around parameters that are sharded, the"
+                " first is '",
+                first.name,
+                "'; each would lose the other's gradients. Use the module without DDP.");
   }
   const std::vector<int64_t> replaced = repair_hooks();
   if (replaced.empty()) return;
   const ShardedParameter& first = all_[replaced.front()];
-  TORCH_CHECK(false, where(context_.rank, units_[first.unit]->name()), verb,
+  TORCH_CHECK(false, where(context_.global_rank, units_[first.unit]->name()), verb,
               ": autograd replaced the gradient node of ", replaced.size(),
               " parameter(s), the first is '", first.name,
               "', because dtype or device was changed in between; this backward's gradients of "

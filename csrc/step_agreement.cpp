@@ -29,7 +29,7 @@ at::Tensor StepAgreement::gather(Comm::Agreement about, const at::Tensor& answer
   if (context_.world == 1 || (replicated() && !questions.nonfinite)) return answer.unsqueeze(0);
   const std::string verb = Comm::name_of(about);
   return comm_.all_gather(about, answer, [&] {
-    return where(context_.rank) + verb + " waited for the other ranks' " + verb;
+    return where(context_.global_rank) + verb + " waited for the other ranks' " + verb;
   });
 }
 
@@ -52,35 +52,35 @@ StepVerdict StepAgreement::ask_host(Comm::Agreement about, const std::vector<int
   kernels::SquareSum sum{};
   if (questions.norm()) add_own_squares(indices, &sum);
   constexpr int64_t kFacts = 5;
-  const int64_t length = kFacts + (questions.norm() ? kernels::kSquareSumLength : 0);
-  const at::Tensor own = at::empty({length}, at::TensorOptions().dtype(at::kLong));
+  // Also where nobody asks for the norm: ranks in different calls must understand each other.
+  constexpr int64_t kLength = kFacts + kernels::kSquareSumLength;
+  const at::Tensor own = at::empty({kLength}, at::TensorOptions().dtype(at::kLong));
   auto* value = own.mutable_data_ptr<int64_t>();
   value[0] = finite;
   value[1] = first;
   value[2] = reductions_.finished();
   value[3] = reductions_.round();
   value[4] = questions.settings;
-  std::copy_n(sum.begin(), length - kFacts, value + kFacts);
+  std::copy(sum.begin(), sum.end(), value + kFacts);
   const at::Tensor all = gather(about, own, questions);
   if (!replicated()) sum = {};
   int64_t round = 0;
-  std::string finished;
-  bool same = true;
+  int64_t other = -1;  // a rank that has finished another number of backwards
   StepVerdict verdict;
   for (int64_t r = 0; r < all.size(0); ++r) {
-    const int64_t* answer = all.const_data_ptr<int64_t>() + r * length;
+    const int64_t* answer = all.const_data_ptr<int64_t>() + r * kLength;
     finite = std::min(finite, answer[0]);
     first = std::min(first, answer[1]);
-    same = same && answer[2] == value[2];
-    finished += (r == 0 ? "" : ", ") + std::to_string(answer[2]);
+    if (answer[2] != value[2] && other < 0) other = r;
     round = std::max(round, answer[3]);
     verdict.settings_differ = verdict.settings_differ || answer[4] != value[4];
     if (replicated()) continue;
-    for (int64_t k = kFacts; k < length; ++k) sum[k - kFacts] += answer[k];
+    for (int64_t k = kFacts; k < kLength; ++k) sum[k - kFacts] += answer[k];
   }
   reductions_.agree_on_round(round);
-  TORCH_CHECK(same, where(context_.rank), Comm::name_of(about), kOutOfStep,
-              " Of ranks 0, 1, …: ", finished, ".");
+  TORCH_CHECK(other < 0, where(context_.global_rank), Comm::name_of(about), kOutOfStep,
+              " This rank has finished ", value[2], ", rank ", comm_.global_rank(other), " ",
+              all.const_data_ptr<int64_t>()[other * kLength + 2], ".");
   verdict.nonfinite = finite == 0;
   if (questions.norm()) {
     verdict.factor = kernels::clipping_factor(sum, *questions.max_norm, &verdict.norm);
@@ -90,7 +90,7 @@ StepVerdict StepAgreement::ask_host(Comm::Agreement about, const std::vector<int
 }
 
 void StepAgreement::describe(int64_t first, StepVerdict& verdict) const {
-  verdict.rank = sighting::rank(first);
+  verdict.rank = comm_.global_rank(sighting::rank(first));
   verdict.parameter = parameters_[sighting::parameter(first)].name;
   const int64_t micro_batch = sighting::micro_batch(first);
   verdict.micro_batch = micro_batch == sighting::kUnknownMicroBatch ? -1 : micro_batch;
@@ -180,8 +180,8 @@ bool StepAgreement::holds_nonfinite(int64_t i) const {
 void StepAgreement::settle(StepVerdict& verdict) const {
   if (!verdict.is_settled()) verdict.on_device->told.synchronize();
   const int64_t first = *verdict.on_device->sighting.const_data_ptr<int64_t>();
-  TORCH_CHECK(first != sighting::kOutOfStep, where(context_.rank), "a step was skipped", kOutOfStep,
-              kOrOtherSettings);
+  TORCH_CHECK(first != sighting::kOutOfStep, where(context_.global_rank), "a step was skipped",
+              kOutOfStep, kOrOtherSettings);
   verdict.nonfinite = first != sighting::kNone;
   if (verdict.nonfinite) describe(first, verdict);
 }

@@ -197,17 +197,17 @@ void Unit::batch(int64_t i, const at::Tensor& grad, bool overwrite, float scale)
 void Unit::check_gradient(int64_t i, const at::Tensor& grad) const {
   const SlotSpec& spec = layout_.slot(i).spec;
   TORCH_CHECK(grad.layout() == at::kStrided && grad.device() == context_.compute.device(),
-              where(context_.rank, name_), "the gradient of '", spec.name, "' is ", grad.layout(),
-              " on ", grad.device(),
+              where(context_.global_rank, name_), "the gradient of '", spec.name, "' is ",
+              grad.layout(), " on ", grad.device(),
               "; only dense gradients on the parameter's device can be sharded. Use sparse=False, "
               "or pass the parameter in ignored_params.");
-  TORCH_CHECK(grad.numel() == spec.numel, where(context_.rank, name_), "the gradient of '",
+  TORCH_CHECK(grad.numel() == spec.numel, where(context_.global_rank, name_), "the gradient of '",
               spec.name, "' has ", grad.numel(), " elements, its parameter had ", spec.numel,
               " when it was sharded. Shard the model after the last change of parameter shapes.");
   const at::TensorImpl& impl = *grad.unsafeGetTensorImpl();
   const bool has_memory = impl.has_storage() && impl.unsafe_storage().data_ptr().get() != nullptr;
   TORCH_CHECK(
-      has_memory || grad._is_zerotensor() || grad.numel() == 0, where(context_.rank, name_),
+      has_memory || grad._is_zerotensor() || grad.numel() == 0, where(context_.global_rank, name_),
       "the gradient of '", spec.name,
       "' has no memory of its own: it is a fake tensor or a wrapper around others. Run the"
       " backward of a sharded model outside of FakeTensorMode, and turn such a gradient into"
@@ -533,7 +533,7 @@ void Unit::send_to_host(Comm& comm) {
 
 void Unit::wait_for_reduction() {
   pending_.wait([this] {
-    return where(context_.rank, name_) + "waited for its reduction in backward " +
+    return where(context_.global_rank, name_) + "waited for its reduction in backward " +
            std::to_string(backward_);
   });
 }
@@ -557,7 +557,7 @@ void Unit::check_flags() {
   for (int64_t peer = 0; peer < context_.world; ++peer) {
     int64_t header[3];
     std::memcpy(header, flags_[peer].const_data_ptr<uint8_t>(), kFlagsHeaderBytes);
-    TORCH_CHECK(header[0] == backward_ && header[1] == index_, where(context_.rank, name_),
+    TORCH_CHECK(header[0] == backward_ && header[1] == index_, where(context_.global_rank, name_),
                 "this rank reduces unit ", index_, " of backward ", backward_, ", rank ", peer,
                 " sent unit ", header[1], " of backward ", header[0],
                 ". Every rank must run the same backwards in the same order.");
@@ -625,7 +625,7 @@ void Unit::add_run(const Run& run, float scale) {
 
 void Unit::stow(const std::set<std::string>& states) {
   const std::string message =
-      where(context_.rank, name_) + "is offloaded. Call zero_ext.reload_states() first.";
+      where(context_.global_rank, name_) + "is offloaded. Call zero_ext.reload_states() first.";
   parameters_.stow(states, message);
   if (states.count("grad") > 0) sums_.stow(message);
 }

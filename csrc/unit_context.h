@@ -40,6 +40,7 @@ struct UnitContext {
   DeviceFlags* flags = nullptr;  // where compute is a device
   int64_t rank = 0;
   int64_t world = 1;
+  int64_t global_rank = 0;  // what messages call this one
   Policy policy;
   Reduction reduction = Reduction::exchange;
   at::ScalarType reduce_dtype = at::kFloat;  // of collective reductions

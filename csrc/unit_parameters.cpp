@@ -30,7 +30,7 @@ UnitParameters::UnitParameters(const UnitContext& context, const RankLayout& lay
       name_(name),
       dtype_(dtype),
       gather_tag_(gather_tag),
-      released_message_(where(context.rank, name) + kReleased),
+      released_message_(where(context.global_rank, name) + kReleased),
       casts_master_(kind == UnitKind::trainable && context.casts_masters(dtype)),
       comes_and_goes_(casts_master_ || context.shards_parameters()) {
   const int64_t range = layout_.range_numel();
@@ -70,8 +70,9 @@ void UnitParameters::take(const std::vector<at::Tensor>& values, Comm& comm, boo
     source.view(slot.offset, slot.spec.sizes, slot.spec.strides).copy_(values[i]);
   }
   if (broadcast) {
-    comm.broadcast(source.tensor(), [this] {
-      return where(context_.rank, name_) + "waited for rank 0's parameters at wrap time";
+    comm.broadcast(source.tensor(), [&] {
+      return where(context_.global_rank, name_) + "waited for rank " +
+             std::to_string(comm.global_rank(0)) + "'s parameters at wrap time";
     });
   }
   const auto cast = [&](void* target, at::ScalarType dtype, int64_t begin, int64_t numel) {

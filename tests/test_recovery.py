@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import (
     GATHERS_TOGETHER,
     MLP,
@@ -26,6 +27,7 @@ from harness import (
 )
 from setups import full_gradients
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import zero_ext
@@ -280,7 +282,8 @@ def test_a_backward_that_threw_late_on_one_rank_is_in_no_step(
             one(micros_before, fails=True)
     else:
         one(micros_before)
-    numbers = ", ".join([str(micros_before), *[str(micros_before + 1)] * (world - 1)])
+    mine, other = (0, 1) if rank == 0 else (1, 0)
+    numbers = f"finished {micros_before + mine}, rank {other} {micros_before + other}"
     told = rf" .* {numbers}\." if ON_HOST else ""
     with pytest.raises(RuntimeError, match=f"different numbers of backwards{told}"):
         optimizer.step()
@@ -663,6 +666,33 @@ def test_ranks_in_different_calls_are_told_which(mesh, rank, world):
     assert model.stats()["steps"] == 0
     optimizer.step()
     assert model.stats()["steps"] == 1
+
+
+@pytest.mark.dist
+@at_least_two_ranks
+@pytest.mark.host
+def test_messages_name_ranks_as_the_launcher_does(rank, world):
+    """Not as a group without rank 0 counts them: a log's name is that of the rank."""
+    group = dist.new_group(list(range(1, world)))
+    if rank == 0:
+        return
+    model = zero_ext.shard(MLP(), 2, mesh=DeviceMesh.from_group(group, "cpu"))
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5, nonfinite="raise")
+    last = world - 1
+    spoilt = rank_data(MLP_SHAPE, rank) * (float("nan") if rank == last else 1.0)
+    mean_square(model, spoilt).backward()
+    with pytest.raises(RuntimeError, match=rf"\[rank {rank}\].* on rank {last}"):
+        optimizer.step()
+    if world == 2:
+        return
+    optimizer.zero_grad()
+    mean_square(model, rank_data(MLP_SHAPE, rank)).backward()
+    optimizer.param_groups[0]["lr"] = 0.5 * (rank == last)
+    with pytest.raises(ValueError, match=rf"\[rank {rank}\].*on rank 1 .*on rank {last}"):
+        optimizer.step()
+    told = rf"\[rank {rank}\]: .*(, rank {last} in clip|, rank 1 in step\(\))"
+    with pytest.raises(RuntimeError, match=told):
+        optimizer.clip_grad_norm_(1.0) if rank == last else optimizer.step()
 
 
 # Settings of one rank

@@ -177,7 +177,7 @@ def _refuse_writing_forwards(module: nn.Module, groups: Groups, ignored: set[int
         embeds = isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None
         if embeds and id(child.weight) not in ignored:
             raise ValueError(
-                f"zero_ext [rank {groups.rank}]: '{name}' is a {type(child).__name__} with "
+                f"{groups.where}'{name}' is a {type(child).__name__} with "
                 f"max_norm={child.max_norm}, whose forward writes to its weight while other ranks "
                 "may be gathering it. Shard the module with stage 2, or leave the weight out "
                 "(ignored_params)."
@@ -192,14 +192,14 @@ class Place(NamedTuple):
     key: str
     parameter: nn.Parameter
 
-    def refuse_another(self, found: torch.Tensor | None, rank: int) -> None:
+    def refuse_another(self, found: torch.Tensor | None, groups: Groups) -> None:
         """Raise if another Parameter was found in its place, which nobody would reduce or step."""
         # functional_call() puts plain tensors there, whose gradients are nobody's.
         trains = isinstance(found, nn.Parameter) and found.requires_grad
         if not trains or not torch.is_grad_enabled() or not self.parameter.requires_grad:
             return
         raise RuntimeError(
-            f"zero_ext [rank {rank}]: parameter '{self.name}' was replaced by another one "
+            f"{groups.where}parameter '{self.name}' was replaced by another one "
             f"({found.dtype} on {found.device}) after it was sharded, by .to(device), "
             "load_state_dict(assign=True) or an assignment. Do that before sharding, or copy the "
             "values into the parameter; functional_call() takes plain tensors."
@@ -396,7 +396,7 @@ class ShardedMethods:
             except KeyError:  # a scripted module's dictionary has no get()
                 found = None
             if found is not parameter:
-                place.refuse_another(found, self._handle.groups.rank)
+                place.refuse_another(found, self._handle.groups)
         self._handle.check_forward()
         self._handle.adopt_thawed()
         self._handle.engine.before_forward()

@@ -130,8 +130,10 @@ def _as_exceptions(groups: Groups | None, what: str) -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
-        where = f" [rank {groups.rank}]: {what}: rank {rank}" if groups else f": {what}"
-        raise RuntimeError(f"zero_ext{where}: {type(cause).__name__}: {cause}") from error
+        where = "zero_ext: "
+        if groups is not None:
+            what, where = f"{what}: rank {groups.global_ranks[rank]}", groups.where
+        raise RuntimeError(f"{where}{what}: {type(cause).__name__}: {cause}") from error
 
 
 def copied_to_host(value: Any) -> Any:

@@ -138,7 +138,7 @@ class TrainingEngine(nn.Module):
     def _check_divided(self) -> None:
         if self.settings.accumulation_steps > 1 and self._backwards() > self._divided:
             raise RuntimeError(
-                f"zero_ext [rank {self._groups.rank}]: a loss of this micro-batch was not divided "
+                f"{self._groups.where}a loss of this micro-batch was not divided "
                 f"by the {self.settings.accumulation_steps} accumulation steps. Call "
                 "engine.backward(loss), or engine.scale(loss).backward(); zero_grad() drops what "
                 "there is."
@@ -153,7 +153,7 @@ class TrainingEngine(nn.Module):
         self._needs_optimizer("step()")
         if self._in_no_sync:
             raise RuntimeError(
-                f"zero_ext [rank {self._groups.rank}]: step() inside no_sync(), whose gradients "
+                f"{self._groups.where}step() inside no_sync(), whose gradients "
                 "are not reduced. Leave it first."
             )
         self._check_divided()
@@ -225,7 +225,7 @@ class TrainingEngine(nn.Module):
 
     @property
     def global_rank(self) -> int:
-        return self._groups.rank
+        return self._groups.global_rank
 
     @property
     def world_size(self) -> int:

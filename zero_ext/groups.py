@@ -23,13 +23,24 @@ _engine_counts: dict[str, itertools.count] = defaultdict(itertools.count)
 
 class Groups(NamedTuple):
     """``parent`` is None where one rank trains alone. ``device``: where this rank's parameters are,
-    or will be where all of them are on the meta device."""
+    or will be where all of them are on the meta device. Messages name ranks as the launcher does:
+    ``global_ranks`` has those of the group."""
 
     parent: dist.ProcessGroup | None
     mesh: DeviceMesh | None
     rank: int
     world: int
     device: torch.device
+    global_ranks: tuple[int, ...]
+
+    @property
+    def global_rank(self) -> int:
+        return self.global_ranks[self.rank]
+
+    @property
+    def where(self) -> str:
+        """The beginning of a message."""
+        return f"zero_ext [rank {self.global_rank}]: "
 
 
 def resolve(
@@ -47,7 +58,7 @@ def resolve(
             )
         process_group = mesh.get_group()
     if not dist.is_available() or not dist.is_initialized():
-        return Groups(None, None, 0, 1, device or _default_device())
+        return Groups(None, None, 0, 1, device or _default_device(), (0,))
     parent = process_group or dist.group.WORLD
     device = device or _device_of(parent, mesh)
     world = dist.get_world_size(parent)
@@ -55,7 +66,8 @@ def resolve(
         raise ValueError("zero_ext: this rank is not a member of the process group it shards over.")
     if world > 1 and mesh is None:
         mesh = DeviceMesh.from_group(parent, device.type)
-    return Groups(parent, mesh, dist.get_rank(parent), world, device)
+    global_ranks = tuple(dist.get_process_group_ranks(parent))
+    return Groups(parent, mesh, dist.get_rank(parent), world, device, global_ranks)
 
 
 def _default_device() -> torch.device:
@@ -170,7 +182,7 @@ def _maker(groups: Groups) -> _Maker:
         made, kind, device, last = plugin.creator_fn, kinds.CUSTOM, groups.device, timeout
     else:
         raise ValueError(
-            f"zero_ext [rank {groups.rank}]: the process group has no backend for tensors on "
+            f"{groups.where}the process group has no backend for tensors on "
             f"{groups.device}. Use init_process_group('gloo'), or 'nccl' on GPUs."
         )
 
@@ -233,8 +245,7 @@ def _of_all_ranks(value: Any, groups: Groups, what: str) -> list:
     except RuntimeError as error:
         cause = str(error).partition("\n")[0]
         raise RuntimeError(
-            f"zero_ext [rank {groups.rank}]: {what} waited for the other ranks: {cause}. Call it "
-            "on every rank."
+            f"{groups.where}{what} waited for the other ranks: {cause}. Call it on every rank."
         ) from error
     return values
 
@@ -260,8 +271,9 @@ def check_same_on_all_ranks(
     pairs = itertools.zip_longest(everyone[0], everyone[other], fillvalue="nothing")
     number, (first, second) = next((n, p) for n, p in enumerate(pairs) if p[0] != p[1])
     raise ValueError(
-        f"zero_ext [rank {groups.rank}]: {what} differ between ranks: number {number} is "
-        f"'{first}' on rank 0 and '{second}' on rank {other} ({len(everyone[0])} and "
+        f"{groups.where}{what} differ between ranks: number {number} is "
+        f"'{first}' on rank {groups.global_ranks[0]} and '{second}' on rank "
+        f"{groups.global_ranks[other]} ({len(everyone[0])} and "
         f"{len(everyone[other])} in all). {remedy}"
     )
 
@@ -285,7 +297,7 @@ def all_or_none(groups: Groups, what: str) -> Iterator[None]:
         raise failure
     for rank, text in enumerate(failures):
         if text is not None:
-            raise RuntimeError(f"zero_ext [rank {groups.rank}]: {what}: rank {rank}: {text}")
+            raise RuntimeError(f"{groups.where}{what}: rank {groups.global_ranks[rank]}: {text}")
 
 
 def hash_of(description: list[str]) -> str:

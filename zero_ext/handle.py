@@ -116,11 +116,11 @@ class Handle:
                 "optimizer without stage."
             )
         _check_accumulation_steps(accumulation_steps)
-        _check_parameters(groups.rank, parameters, meta_allowed=meta is not None)
+        _check_parameters(groups, parameters, meta_allowed=meta is not None)
         _check_one_device(groups, [*parameters, *whole])
         for name, parameter in whole:
             if parameter.is_meta:
-                _refuse_dtype(groups.rank, name, parameter)
+                _refuse_dtype(groups, name, parameter)
         device = groups.device
         offload = isinstance(offload_policy, CPUOffloadPolicy)
         cut = [block.members for block in blocks] if blocks else None
@@ -149,6 +149,7 @@ class Handle:
         options.accumulation_steps = accumulation_steps or 1
         options.broadcast = sync_module_states
         options.limit_bytes = _limit_bytes()
+        options.global_ranks = list(groups.global_ranks)
         options.device = device
         options.offload = offload and device.type != "cpu"
         options.pin_memory = getattr(offload_policy, "pin_memory", True)
@@ -299,7 +300,7 @@ class Handle:
                 "zero_ext: parameters cannot be added to a module that is sharded with stage 3: no "
                 "forward would gather them. Make them part of the module before sharding it."
             )
-        _check_parameters(self.groups.rank, parameters)
+        _check_parameters(self.groups, parameters)
         _check_one_device(self.groups, parameters)
         check_same_on_all_ranks(self.groups, _describe(parameters), "the added parameters")
         return self.add_parameters(parameters)
@@ -310,7 +311,7 @@ class Handle:
         methods = self.sharded_methods and self.sharded_methods()
         if methods is not None and methods.forgets_writes:
             raise RuntimeError(
-                f"zero_ext [rank {self.groups.rank}]: {what} inside "
+                f"{self.groups.where}{what} inside "
                 "summon_full_params(writeback=False), which forgets writes. Leave it first."
             )
 
@@ -380,7 +381,7 @@ class Handle:
         for name, reference in self._whole:
             parameter = reference()
             if parameter is not None and parameter.requires_grad:
-                _refuse_dtype(self.groups.rank, name, parameter)
+                _refuse_dtype(self.groups, name, parameter)
         thawed = self.engine.thawed()
         if thawed:  # for training, even where a forward in inference mode notices it
             with torch.inference_mode(False), torch.no_grad():
@@ -418,7 +419,7 @@ class Handle:
             all_reduce_(total, self.groups.parent)
         except RuntimeError as error:
             raise RuntimeError(
-                f"zero_ext [rank {self.groups.rank}]: '{self.engine.parameter_name(i)}' was frozen "
+                f"{self.groups.where}'{self.engine.parameter_name(i)}' was frozen "
                 "when it came in and requires a gradient now. To shard it this rank waited for the "
                 f"others, which must change requires_grad in the same places: {error}"
             ) from error
@@ -442,7 +443,7 @@ class Handle:
     def check_forward(self) -> None:
         if "full" in self.engine.offloaded():
             raise RuntimeError(
-                f"zero_ext [rank {self.groups.rank}]: forward: the parameters of this model are "
+                f"{self.groups.where}forward: the parameters of this model are "
                 "offloaded. Call zero_ext.reload_states() first."
             )
 
@@ -498,7 +499,7 @@ def check_buffers(groups: Groups, buffers: Iterable[tuple[str, Tensor]]) -> None
             kind = type(buffer).__name__ if not buffer.is_quantized else str(buffer.dtype)
         if kind is not None:
             raise TypeError(
-                f"zero_ext [rank {groups.rank}]: buffer '{name}' is {kind}, which is not broadcast."
+                f"{groups.where}buffer '{name}' is {kind}, which is not broadcast."
                 " Give all ranks the same values and pass sync_module_states=False."
             )
 
@@ -512,16 +513,16 @@ def _check_one_device(groups: Groups, parameters: Iterable[tuple[str, Tensor]]) 
     for name, parameter in parameters:
         if parameter.device != groups.device and not parameter.is_meta:
             raise ValueError(
-                f"zero_ext [rank {groups.rank}]: parameter '{name}' is on {parameter.device}, "
+                f"{groups.where}parameter '{name}' is on {parameter.device}, "
                 f"others are on {groups.device}. Move the model to one device before sharding it."
             )
 
 
 def _check_parameters(
-    rank: int, parameters: Sequence[tuple[str, Tensor]], meta_allowed: bool = False
+    groups: Groups, parameters: Sequence[tuple[str, Tensor]], meta_allowed: bool = False
 ) -> None:
     for name, parameter in parameters:
-        where = f"zero_ext [rank {rank}]: parameter '{name}'"
+        where = f"{groups.where}parameter '{name}'"
         if isinstance(parameter, DTensor):
             raise TypeError(
                 f"{where} is a DTensor: another library (FSDP2, tensor parallelism) shards it "
@@ -544,7 +545,7 @@ def _check_parameters(
         usable = parameter.is_meta if meta_allowed else False
         usable = usable or _C.has_kernels_on(parameter.device)
         if parameter.dtype not in _DTYPES or not usable:
-            _refuse_dtype(rank, name, parameter)
+            _refuse_dtype(groups, name, parameter)
         if parameter.layout != torch.strided:
             raise TypeError(f"{where} has layout {parameter.layout}; only dense ones can be cut.")
         if parameter.grad is not None:
@@ -556,10 +557,10 @@ def _check_parameters(
                 f"{where} is reduced by DistributedDataParallel already: its gradient would be "
                 "averaged twice. Use the plain module (ddp.module before wrapping) without DDP."
             )
-    _refuse_shared_memory(rank, parameters)
+    _refuse_shared_memory(groups, parameters)
 
 
-def _refuse_shared_memory(rank: int, parameters: Iterable[tuple[str, Tensor]]) -> None:
+def _refuse_shared_memory(groups: Groups, parameters: Iterable[tuple[str, Tensor]]) -> None:
     """Each parameter gets memory of its own: what was tied by its memory alone would come apart."""
     pieces = []
     for name, parameter in parameters:
@@ -577,16 +578,16 @@ def _refuse_shared_memory(rank: int, parameters: Iterable[tuple[str, Tensor]]) -
     ):
         if begin < end and (first_trains or second_trains):
             raise ValueError(
-                f"zero_ext [rank {rank}]: parameters '{first}' and '{second}' are different ones "
+                f"{groups.where}parameters '{first}' and '{second}' are different ones "
                 "in the same memory, which sharding would part. Make them one Parameter "
                 "(b.weight = a.weight), or give one a copy."
             )
 
 
-def _refuse_dtype(rank: int, name: str, parameter: Tensor) -> NoReturn:
+def _refuse_dtype(groups: Groups, name: str, parameter: Tensor) -> NoReturn:
     trains = parameter.requires_grad and parameter.dtype not in _DTYPES
     raise TypeError(
-        f"zero_ext [rank {rank}]: parameter '{name}' is {parameter.dtype} on {parameter.device}; "
+        f"{groups.where}parameter '{name}' is {parameter.dtype} on {parameter.device}; "
         f"this build trains {', '.join(map(str, _DTYPES))} on {_usable_devices()}. Convert it, "
         f"{'freeze it, ' if trains else ''}or leave it out (ignored_params)."
     )

@@ -228,6 +228,7 @@ def make(
     """
     shape, bounds = torch.Size(shape), tuple(bounds)
     rank = mesh.get_local_rank()
+    where = f"zero_ext [rank {mesh.get_rank()}]: "
     if (
         len(bounds) != mesh.size() + 1
         or bounds[0] != 0
@@ -235,12 +236,12 @@ def make(
         or list(bounds) != sorted(bounds)
     ):
         raise ValueError(
-            f"zero_ext [rank {rank}]: bounds {bounds} of a tensor of shape {tuple(shape)} must "
+            f"{where}bounds {bounds} of a tensor of shape {tuple(shape)} must "
             f"rise from 0 to {shape.numel()} in {mesh.size() + 1} entries, one more than ranks."
         )
     if local.shape != (bounds[rank + 1] - bounds[rank],) or not local.is_contiguous():
         raise ValueError(
-            f"zero_ext [rank {rank}]: the slice has shape {tuple(local.shape)} and strides "
+            f"{where}the slice has shape {tuple(local.shape)} and strides "
             f"{local.stride()}, bounds {bounds} call for {bounds[rank + 1] - bounds[rank]} "
             "contiguous elements."
         )

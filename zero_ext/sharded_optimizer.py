@@ -418,7 +418,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if scaler is None or scaler._losses_scaled or backwards == self._backwards_seen:
             return
         raise RuntimeError(
-            f"zero_ext [rank {self._handle.groups.rank}]: no loss was scaled since the last step, "
+            f"{self._handle.groups.where}no loss was scaled since the last step, "
             f"so that its gradients are {scaler.get_scale():g} times too small. Call "
             "scaler.scale(loss).backward() in place of loss.backward()."
         )
@@ -548,7 +548,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if verdict.rank >= 0
             else "on some rank"
         )
-        message = f"zero_ext [rank {self._handle.groups.rank}]: gradients hold NaN or Inf, {seen}"
+        message = f"{self._handle.groups.where}gradients hold NaN or Inf, {seen}"
         if self.nonfinite == "raise":
             raise RuntimeError(
                 f"{message}. Nothing was updated; nonfinite='skip' passes over such steps."
@@ -589,7 +589,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         norm = self._sharded_state.clip_gradients(max_norm)
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
-                f"zero_ext [rank {self._handle.groups.rank}]: the norm of the gradients is "
+                f"{self._handle.groups.where}the norm of the gradients is "
                 f"{norm.item()}; they were not clipped."
             )
         return norm

@@ -209,7 +209,7 @@ def _kind_on_rank_0(value, groups: Groups) -> _Kind:
 
 def _checked(value, like: Tensor, kind: _Kind, groups: Groups, verb: str) -> Tensor:
     """What this rank brings to ``_of_rank_0``: ``value`` itself if it is sharded."""
-    where = f"zero_ext [rank {groups.rank}]: {verb}"
+    where = f"{groups.where}{verb}"
     if value is not None or groups.rank == 0:
         if not isinstance(value, Tensor):
             raise TypeError(f"{where} takes a tensor, not {type(value).__name__}.")
