@@ -245,6 +245,12 @@ def pytest_unconfigure(config):
         ranks.disconnect()
 
 
+def pytest_collection_finish(session):
+    # Modules and tests stay: each full collection would visit them for longer than a test takes.
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(config, items):
     for item in items:
         is_dist = item.get_closest_marker("dist") is not None
