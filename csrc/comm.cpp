@@ -153,8 +153,8 @@ int64_t Comm::neighbors() const {
   return count;
 }
 
-void Comm::leave_round(Kind kind, int64_t round) const noexcept {
-  if (neighbors_ != nullptr && !is_forked()) neighbors_->leave_round(kind, round);
+void Comm::leave_round(Kind kind, int64_t round, bool sent_all) const noexcept {
+  if (neighbors_ != nullptr && !is_forked()) neighbors_->leave_round(kind, round, sent_all);
 }
 
 Comm::Work Comm::send(const at::Tensor& tensor, int64_t to, const Label& label) {
@@ -337,7 +337,7 @@ at::Tensor Comm::all_gather(const at::Tensor& values, const std::function<std::s
   try {
     pending.wait(what);
   } catch (...) {
-    leave_round(Kind::agreement, agreements_);
+    leave_round(Kind::agreement, agreements_, /*sent_all=*/false);
     throw;
   }
   return output.view({world_, values.numel()}).to(values.device());

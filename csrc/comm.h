@@ -97,7 +97,7 @@ class Comm {
 
   using Kind = CrossMemory::Kind;
   // An error has ended this rank's part of it, see Note [Rounds] in cross_memory.h.
-  void leave_round(Kind kind, int64_t round) const noexcept;
+  void leave_round(Kind kind, int64_t round, bool sent_all) const noexcept;
 
   // All-to-all: sends[r] goes to rank r, recvs[r] comes from rank r; the entries of this rank are
   // ignored. The tensors may lie on the host in any case.

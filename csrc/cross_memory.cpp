@@ -87,10 +87,13 @@ struct Doorbell {
   std::atomic<uint32_t> left;    // its owner sends nothing any more
   std::atomic<uint32_t> closed;  // its owner's messages may not be read any more
   std::atomic<uint64_t> served;  // what its owner has posted was read so often
-  // The first round of each kind that its owner is not past, and the one after the last that it has
-  // left, see Note [Rounds].
-  alignas(kCacheLine) std::array<std::atomic<int64_t>, CrossMemory::kKinds> rounds;
-  std::array<std::atomic<int64_t>, CrossMemory::kKinds> left_rounds;
+  // Of each kind, see Note [Rounds]: the first round that its owner is not past, the one after the
+  // last that it has left before it had sent all of it, and the one after the last that it takes no
+  // messages of.
+  using Rounds = std::array<std::atomic<int64_t>, CrossMemory::kKinds>;
+  alignas(kCacheLine) Rounds rounds;
+  Rounds left_rounds;
+  Rounds dropped_rounds;
 
   void ring() {
     rings.fetch_add(1);
@@ -225,7 +228,7 @@ class LinuxCrossMemory final : public CrossMemory,
   Message receive(const at::Tensor& into, int64_t from, const Label& label) override;
   Message post(const at::Tensor& tensor, int64_t to, const Label& label) override;
   int64_t next_round(Kind kind, int64_t last) override;
-  void leave_round(Kind kind, int64_t round) override;
+  void leave_round(Kind kind, int64_t round, bool sent_all) override;
   void leave() override {
     const std::lock_guard lock(mutex_);
     leaving_ = true;
@@ -276,11 +279,18 @@ class LinuxCrossMemory final : public CrossMemory,
     const bool left = end.empty() && peer.mailbox.doorbell().left.load() != 0;
     return left ? "its script has ended, or it has deleted its model." : end;
   }
-  // The sender of what is waited for is past its round. (A receiver may still take what was sent.)
+  // The sender of what is waited for is past its round.
   bool is_past(const Transfer& transfer) const {
-    if (transfer.sending || transfer.label.round == kNoRound) return false;
+    return !transfer.sending && is_before(transfer, &Doorbell::rounds);
+  }
+  // The receiver of what was sent takes nothing of its round any more.
+  bool is_dropped(const Transfer& transfer) const {
+    return transfer.sending && is_before(transfer, &Doorbell::dropped_rounds);
+  }
+  bool is_before(const Transfer& transfer, Doorbell::Rounds Doorbell::* rounds) const {
+    if (transfer.label.round == kNoRound) return false;
     const Doorbell& doorbell = peers_[transfer.peer].mailbox.doorbell();
-    return transfer.label.round < doorbell.rounds[index_of(transfer.label.kind)].load();
+    return transfer.label.round < (doorbell.*rounds)[index_of(transfer.label.kind)].load();
   }
   static size_t index_of(Kind kind) { return static_cast<size_t>(kind); }
   // This rank is past the rounds before `first`.
@@ -447,7 +457,9 @@ int64_t LinuxCrossMemory::next_round(Kind kind, int64_t last) {
   return next;
 }
 
-void LinuxCrossMemory::leave_round(Kind kind, int64_t round) {
+void LinuxCrossMemory::leave_round(Kind kind, int64_t round, bool sent_all) {
+  mailbox_.doorbell().dropped_rounds[index_of(kind)].store(round + 1);
+  if (sent_all) return;
   mailbox_.doorbell().left_rounds[index_of(kind)].store(round + 1);
   show_rounds(kind, round + 1);
 }
@@ -574,6 +586,7 @@ void LinuxCrossMemory::wait(const std::shared_ptr<Transfer>& transfer, milliseco
     }
     if (spins > 0) continue;
     doorbell.sleep(seen, kSlice);
+    if (is_dropped(*transfer)) return withdraw(transfer);
     // Then one more look at what it sent before.
     if (is_past(*transfer)) end = "after an error on some rank it went on without this.";
     const Clock::time_point now = Clock::now();

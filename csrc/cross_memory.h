@@ -22,7 +22,8 @@
 // Messages that all ranks exchange together belong to a round: a backward, an agreement. An error
 // may end one on one rank alone before it has sent all of it: the others would wait until the
 // timeout. Hence each rank shows which rounds it is past. Who waits for a message of a round that
-// its sender is past, and that was not sent, hears so at once.
+// its sender is past, and that was not sent, hears so at once. Each also shows of which rounds it
+// takes no more messages: whoever waits for it to read one goes on, the message is not needed.
 // A backward that is repeated is a round of its own. Where one threw on all ranks, or on one while
 // the others waited for it, all have the same number of the next; a rank that never began what the
 // others gave up catches up by failing at once as often. It must not pass over them: after an error
@@ -83,8 +84,9 @@ class CrossMemory {
 
   // The round after `last`, this rank's last one, but for those that others have left; it begins.
   virtual int64_t next_round(Kind kind, int64_t last) = 0;
-  // This rank has not sent all of it, and will not: it is past it.
-  virtual void leave_round(Kind kind, int64_t round) = 0;
+  // An error has ended this rank's part of it: nothing that others have sent is needed any more.
+  // `sent_all`: they can do without this rank; else it is past the round.
+  virtual void leave_round(Kind kind, int64_t round, bool sent_all) = 0;
 
   // From now on this rank sends nothing. What it has sent and posted can still be received; who
   // waits for more from it hears that it has ended.

@@ -28,6 +28,7 @@ void Reductions::begin(float scale, bool surprises) {
   scale_ = scale;
   ++round_;
   in_round_ = true;
+  sent_all_ = false;
   turn_ = 0;
   const auto units = static_cast<size_t>(parameters_.unit_count());
   completed_ = 0;
@@ -110,7 +111,7 @@ void Reductions::start_ready() {
   // At once: whoever throws from now on has sent all that the other ranks wait for.
   const bool all_started = turn_ == turns_.size() && !turns_.empty();
   if (all_started && counts_users() && !counts_.defined()) start_counting();
-  in_round_ = in_round_ && !all_started;
+  sent_all_ = all_started;
 }
 
 void Reductions::start(int64_t u) {
@@ -176,12 +177,14 @@ void Reductions::reduce_late() {
   });
   late = late.sum(0);
   forget_contributions();
+  sent_all_ = false;
   for (const int64_t u : turns_) {
     if (late.const_data_ptr<int64_t>()[u] == 0) continue;
     parameters_.unit(u).reopen();
     start(u);
   }
   if (counts_users()) start_counting();
+  sent_all_ = true;
   finish_started();
 }
 
@@ -234,7 +237,9 @@ void Reductions::forget_contributions() {
 }
 
 void Reductions::abort(int64_t units) {
-  if (std::exchange(in_round_, false)) comm_.leave_round(Comm::Kind::reduction, round_);
+  if (std::exchange(in_round_, false)) {
+    comm_.leave_round(Comm::Kind::reduction, round_, sent_all_);
+  }
   context_.reducing.join();
   const size_t orphans_before = orphans_.size();
   for (int64_t u = 0; u < units; ++u) {

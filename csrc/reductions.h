@@ -67,7 +67,10 @@ class Reductions {
   // Backwards since the last step whose reductions all ended. Ranks differ where one threw after
   // the others had all that they needed of it.
   int64_t finished() const { return finished_; }
-  void count_finished() { ++finished_; }
+  void count_finished() {
+    ++finished_;
+    in_round_ = false;
+  }
   void forget_finished() { finished_ = 0; }
   // What messages are told apart by; ranks may differ where not all began a backward that threw.
   int64_t round() const { return round_; }
@@ -105,7 +108,8 @@ class Reductions {
   BucketPool pool_;
   float scale_ = 1;
   int64_t round_ = 0;           // the backward's number among those that began to reduce
-  bool in_round_ = false;       // and has not sent all that the other ranks wait for
+  bool in_round_ = false;       // this backward began one, which has not ended
+  bool sent_all_ = false;       // that the other ranks wait for
   std::vector<int64_t> turns_;  // [units]
   bool knows_turns_ = false;
   bool learned_surprises_ = false;

@@ -574,6 +574,34 @@ def test_a_backward_that_threw_on_one_rank_ends_on_all_at_once(stage, gradient, 
 
 @pytest.mark.dist
 @at_least_two_ranks
+@pytest.mark.host
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_that_threw_when_it_had_sent_all_keeps_no_other_waiting(
+    stage, mesh, rank, world, monkeypatch
+):
+    """Whatever it does then: it takes none of the messages that the others have sent to it."""
+    monkeypatch.setenv("ZERO_EXT_TIMEOUT_S", "20")
+    model = shard_among_neighbors(stage, mesh)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+    batches = rank_batches(MLP_SHAPE, world)
+    batch = batches[0][rank].clone().requires_grad_()
+    loss = mean_square(model, batch * 1)
+    if rank == 0:
+        batch.register_hook(raise_late)
+        with pytest.raises(ValueError, match="a user's hook"):
+            loss.backward()
+    else:
+        loss.backward()
+    gather_objects(rank)  # gloo's: rank 0 serves nobody inside it
+    optimizer.zero_grad()
+    mean_square(model, batches[0][rank]).backward()
+    assert_same(full_gradients(model), reference_gradients(MLP, batches, world, 1 / world))
+    optimizer.step()
+    assert model.stats()["steps"] == 1
+
+
+@pytest.mark.dist
+@at_least_two_ranks
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ranks_whose_backwards_all_threw_repeat_them_together(stage, mesh, rank, world):
     """However long one takes: a fast one that repeats it is not told that this rank goes on."""
