@@ -1,7 +1,7 @@
 """ZeRO for PyTorch in C++: sharded optimizer state and gradients, right by construction.
 
 ``shard(module)`` and ``optim.AdamW(module.parameters())``, or that optimizer alone in an existing
-script. See README.md.
+script. See README.md and docs/.
 """
 
 from zero_ext import _compat

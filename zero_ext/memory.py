@@ -73,7 +73,7 @@ def estimate_memory(
 ) -> dict[str, int]:
     """Bytes that sharding ``module`` over ``world_size`` ranks with AdamW will hold on each.
 
-    A device keeps no shard where there is a master, see the README's "Stages".
+    A device keeps no shard where there is a master, see docs/stages.md.
     Without the copy that undoes a backward that throws, 4 bytes per element of a range, which is
     made when a backward is reduced onto a sum, reduced or local, that holds something. On a device
     ``grad`` is held between the first gradient and ``zero_grad()`` alone.
