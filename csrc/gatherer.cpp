@@ -11,8 +11,9 @@
 namespace zero_ext {
 namespace {
 
-// Offers beyond one per pass, for a rank that repeats a pass alone.
-constexpr int64_t kReserve = 2;
+// Offers beyond one per pass, for a rank that enters a unit more often than others, or repeats a
+// pass alone. One that nobody takes is made once, and costs its bookkeeping.
+constexpr int64_t kReserve = 8;
 // Forwards without a step (generation, evaluation) after which the ranks tell what they took, so
 // that taken offers do not pile up.
 constexpr int64_t kPassesWithoutStep = 256;
