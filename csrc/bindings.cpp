@@ -178,11 +178,11 @@ void bind_cross_memory(py::module_& m) {
           },
           NoGil(), py::arg("last"))
       .def(
-          "leave_round",
-          [](CrossMemory& memory, int64_t round, bool sent_all) {
-            memory.leave_round(CrossMemory::Kind::gather, round, sent_all);
+          "abandon_round",
+          [](CrossMemory& memory, int64_t round) {
+            memory.leave_round(CrossMemory::Kind::gather, round, CrossMemory::Exit::abandoned);
           },
-          NoGil(), py::arg("round"), py::kw_only(), py::arg("sent_all"));
+          NoGil(), py::arg("round"));
 }
 
 void bind_engine(py::module_& m) {

@@ -153,8 +153,16 @@ int64_t Comm::neighbors() const {
   return count;
 }
 
-void Comm::leave_round(Kind kind, int64_t round, bool sent_all) const noexcept {
-  if (neighbors_ != nullptr && !is_forked()) neighbors_->leave_round(kind, round, sent_all);
+int64_t Comm::next_round(Kind kind, int64_t last) const {
+  return neighbors_ == nullptr || is_forked() ? last + 1 : neighbors_->next_round(kind, last);
+}
+
+void Comm::leave_round(Kind kind, int64_t round, Exit exit) const noexcept {
+  if (neighbors_ != nullptr && !is_forked()) neighbors_->leave_round(kind, round, exit);
+}
+
+int64_t Comm::who_abandoned(Kind kind, int64_t round) const {
+  return neighbors_ == nullptr || is_forked() ? -1 : neighbors_->who_abandoned(kind, round);
 }
 
 Comm::Work Comm::send(const at::Tensor& tensor, int64_t to, const Label& label) {
@@ -323,7 +331,7 @@ at::Tensor Comm::all_gather(const at::Tensor& values, const std::function<std::s
     const auto row = [&](int64_t rank) {
       return output.narrow(0, rank * values.numel(), values.numel());
     };
-    agreements_ = neighbors_->next_round(Kind::agreement, agreements_);
+    agreements_ = next_round(Kind::agreement, agreements_);
     const Label label{Kind::agreement, agreements_, agreements_};
     row(rank_).copy_(input);
     for (int64_t peer = 0; peer < world_; ++peer) {
@@ -337,7 +345,7 @@ at::Tensor Comm::all_gather(const at::Tensor& values, const std::function<std::s
   try {
     pending.wait(what);
   } catch (...) {
-    leave_round(Kind::agreement, agreements_, /*sent_all=*/false);
+    leave_round(Kind::agreement, agreements_, Exit::abandoned);
     throw;
   }
   return output.view({world_, values.numel()}).to(values.device());

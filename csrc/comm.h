@@ -96,8 +96,11 @@ class Comm {
   int64_t global_rank() const { return global_rank(rank_); }
 
   using Kind = CrossMemory::Kind;
-  // An error has ended this rank's part of it, see Note [Rounds] in cross_memory.h.
-  void leave_round(Kind kind, int64_t round, bool sent_all) const noexcept;
+  // See Note [Rounds] in cross_memory.h. Other hosts' ranks see and show nothing of it.
+  using Exit = CrossMemory::Exit;
+  int64_t next_round(Kind kind, int64_t last) const;
+  void leave_round(Kind kind, int64_t round, Exit exit) const noexcept;
+  int64_t who_abandoned(Kind kind, int64_t round) const;
 
   // All-to-all: sends[r] goes to rank r, recvs[r] comes from rank r; the entries of this rank are
   // ignored. The tensors may lie on the host in any case.

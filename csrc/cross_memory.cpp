@@ -88,11 +88,10 @@ struct Doorbell {
   std::atomic<uint32_t> closed;  // its owner's messages may not be read any more
   std::atomic<uint64_t> served;  // what its owner has posted was read so often
   // Of each kind, see Note [Rounds]: the first round that its owner is not past, the one after the
-  // last that it has left before it had sent all of it, and the one after the last that it takes no
-  // messages of.
+  // last that it has abandoned, and the one after the last that it takes no messages of.
   using Rounds = std::array<std::atomic<int64_t>, CrossMemory::kKinds>;
   alignas(kCacheLine) Rounds rounds;
-  Rounds left_rounds;
+  Rounds abandoned_rounds;
   Rounds dropped_rounds;
 
   void ring() {
@@ -228,7 +227,8 @@ class LinuxCrossMemory final : public CrossMemory,
   Message receive(const at::Tensor& into, int64_t from, const Label& label) override;
   Message post(const at::Tensor& tensor, int64_t to, const Label& label) override;
   int64_t next_round(Kind kind, int64_t last) override;
-  void leave_round(Kind kind, int64_t round, bool sent_all) override;
+  void leave_round(Kind kind, int64_t round, Exit exit) override;
+  int64_t who_abandoned(Kind kind, int64_t round) const override;
   void leave() override {
     const std::lock_guard lock(mutex_);
     leaving_ = true;
@@ -450,18 +450,27 @@ int64_t LinuxCrossMemory::next_round(Kind kind, int64_t last) {
   if (reaches_all_) {  // else ranks would pass over different ones
     for (const Peer& peer : peers_) {
       if (!peer.reached) continue;
-      next = std::max(next, peer.mailbox.doorbell().left_rounds[index_of(kind)].load());
+      next = std::max(next, peer.mailbox.doorbell().abandoned_rounds[index_of(kind)].load());
     }
   }
   show_rounds(kind, next);
   return next;
 }
 
-void LinuxCrossMemory::leave_round(Kind kind, int64_t round, bool sent_all) {
-  mailbox_.doorbell().dropped_rounds[index_of(kind)].store(round + 1);
-  if (sent_all) return;
-  mailbox_.doorbell().left_rounds[index_of(kind)].store(round + 1);
-  show_rounds(kind, round + 1);
+void LinuxCrossMemory::leave_round(Kind kind, int64_t round, Exit exit) {
+  Doorbell& doorbell = mailbox_.doorbell();
+  doorbell.dropped_rounds[index_of(kind)].store(round + 1);
+  if (exit == Exit::abandoned) doorbell.abandoned_rounds[index_of(kind)].store(round + 1);
+  if (exit != Exit::sent_all) show_rounds(kind, round + 1);
+}
+
+int64_t LinuxCrossMemory::who_abandoned(Kind kind, int64_t round) const {
+  for (size_t r = 0; r < peers_.size(); ++r) {
+    if (!peers_[r].reached) continue;
+    const Doorbell& doorbell = peers_[r].mailbox.doorbell();
+    if (doorbell.abandoned_rounds[index_of(kind)].load() > round) return static_cast<int64_t>(r);
+  }
+  return -1;
 }
 
 void LinuxCrossMemory::show_rounds(Kind kind, int64_t first) {
@@ -595,7 +604,10 @@ void LinuxCrossMemory::wait(const std::shared_ptr<Transfer>& transfer, milliseco
     // Who has left sends farewells alone, which a peer takes although it has left as well.
     const Peer& peer = peers_[transfer->peer];
     end = transfer->sending && has_left_ ? end_of(peer) : end_of_messages(peer);
-    TORCH_CHECK(!end.empty() || now - begin < limit, "timed out after ", limit.count(), " ms.");
+    if (!end.empty() || now - begin < limit) continue;
+    const Label& label = transfer->label;
+    if (label.round != kNoRound) leave_round(label.kind, label.round, Exit::abandoned);
+    TORCH_CHECK(false, "timed out after ", limit.count(), " ms.");
   }
 }
 

@@ -25,12 +25,13 @@
 // its sender is past, and that was not sent, hears so at once. Each also shows of which rounds it
 // takes no more messages: whoever waits for it to read one goes on, the message is not needed.
 // A backward that is repeated is a round of its own. Where one threw on all ranks, or on one while
-// the others waited for it, all have the same number of the next; a rank that never began what the
-// others gave up catches up by failing at once as often. It must not pass over them: after an error
-// of all ranks a slow one would pass over what a fast one has left and now repeats.
+// the others waited for it, all have the same number of the next. Where one waited in vain until
+// its timeout, it abandons the round: a rank that comes too late, or whose own backward threw
+// before it began the round, passes over it and meets the others in the next; who is inside it
+// fails. Rounds that a rank left for an error of its own are not passed over: after an error of all
+// ranks a slow one would pass over what a fast one has left and now repeats.
 // An agreement repeats nothing that ranks count alike: some may ask again after an error, others
-// not have asked. Who begins one passes over those that another rank has left, which nobody can
-// complete.
+// not have asked. Whatever error ends one, it is abandoned: nobody can complete it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -82,11 +83,19 @@ class CrossMemory {
   // more. A tag has either this or messages that are sent.
   virtual Message post(const at::Tensor& tensor, int64_t to, const Label& label) = 0;
 
-  // The round after `last`, this rank's last one, but for those that others have left; it begins.
+  // The round after `last`, this rank's last one, but for those that others have abandoned; it
+  // begins.
   virtual int64_t next_round(Kind kind, int64_t last) = 0;
-  // An error has ended this rank's part of it: nothing that others have sent is needed any more.
-  // `sent_all`: they can do without this rank; else it is past the round.
-  virtual void leave_round(Kind kind, int64_t round, bool sent_all) = 0;
+  // How an error has ended this rank's part of a round. Nothing that others have sent is needed any
+  // more.
+  enum class Exit {
+    sent_all,   // the others can do without this rank
+    early,      // they cannot
+    abandoned,  // nor may who has not begun the round begin it. A timeout of a wait() does that.
+  };
+  virtual void leave_round(Kind kind, int64_t round, Exit exit) = 0;
+  // A rank that has abandoned the round, or a later one; -1: none.
+  virtual int64_t who_abandoned(Kind kind, int64_t round) const = 0;
 
   // From now on this rank sends nothing. What it has sent and posted can still be received; who
   // waits for more from it hears that it has ended.

@@ -26,7 +26,10 @@ constexpr size_t kAtOnce = BucketPool::kSize;
 
 void Reductions::begin(float scale, bool surprises) {
   scale_ = scale;
-  ++round_;
+  round_ = comm_.next_round(Comm::Kind::reduction, round_);
+  // Collectives have no numbers: which ones belong together their order alone says.
+  const bool numbered = context_.reduction == Reduction::exchange && !comm_.on_device();
+  backward_ = numbered ? round_ : started_;
   in_round_ = true;
   sent_all_ = false;
   turn_ = 0;
@@ -158,6 +161,11 @@ void Reductions::finish() {
   finish_started();
   if (reduces_late_ && any_late_) reduce_late();
   context_.reducing.join();
+  // Its messages were all here, but it will not add them up.
+  const int64_t gone = comm_.who_abandoned(Comm::Kind::reduction, round_);
+  TORCH_CHECK(gone < 0, where(context_.global_rank), "rank ", comm_.global_rank(gone),
+              " has given up waiting for this rank in backward ", round_,
+              ". Repeat the backward on every rank.");
 }
 
 void Reductions::finish_started() {
@@ -238,7 +246,8 @@ void Reductions::forget_contributions() {
 
 void Reductions::abort(int64_t units) {
   if (std::exchange(in_round_, false)) {
-    comm_.leave_round(Comm::Kind::reduction, round_, sent_all_);
+    const auto exit = sent_all_ ? Comm::Exit::sent_all : Comm::Exit::early;
+    comm_.leave_round(Comm::Kind::reduction, round_, exit);
   }
   context_.reducing.join();
   const size_t orphans_before = orphans_.size();

@@ -30,6 +30,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/hash.h>
 
 #include <cstdint>
 #include <deque>
@@ -67,11 +68,17 @@ class Reductions {
   // Backwards since the last step whose reductions all ended. Ranks differ where one threw after
   // the others had all that they needed of it.
   int64_t finished() const { return finished_; }
+  // Which ones: a hash of their numbers.
+  int64_t which_finished() const { return static_cast<int64_t>(which_finished_); }
   void count_finished() {
     ++finished_;
+    which_finished_ = c10::hash_combine(which_finished_, c10::get_hash(backward_));
     in_round_ = false;
   }
-  void forget_finished() { finished_ = 0; }
+  void forget_finished() {
+    finished_ = 0;
+    which_finished_ = 0;
+  }
   // What messages are told apart by; ranks may differ where not all began a backward that threw.
   int64_t round() const { return round_; }
   void agree_on_round(int64_t round) { round_ = round; }
@@ -120,7 +127,9 @@ class Reductions {
   std::vector<size_t> completed_at_;  // [units]: as many were complete before it, if it was
   size_t completed_ = 0;
   int64_t largest_bytes_ = 0;  // of a unit's message
+  int64_t backward_ = 0;       // what which_finished() knows it by, on every rank alike
   int64_t finished_ = 0;
+  size_t which_finished_ = 0;
   std::deque<int64_t> in_flight_;
   // What is counted: the slots of units in the order of their starts, and whether this rank has
   // something of each.

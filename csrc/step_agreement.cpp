@@ -16,8 +16,8 @@ namespace zero_ext {
 namespace {
 
 constexpr char kOutOfStep[] =
-    ": the ranks have finished different numbers of backwards since the last step: one threw on a"
-    " rank after the others had its gradients, or zero_grad() was called by some ranks alone. Call"
+    ": the ranks have finished different backwards since the last step: one threw on a rank after"
+    " the others had its gradients, or zero_grad() was called by some ranks alone. Call"
     " zero_grad(set_to_none=True) on every rank and repeat the step's backwards.";
 constexpr char kOrOtherSettings[] =
     " Or the optimizers' settings (lr, weight_decay, …) differ between ranks.";
@@ -51,7 +51,7 @@ StepVerdict StepAgreement::ask_host(Comm::Agreement about, const std::vector<int
   // One message for both questions; a second one would cost more than the norm.
   kernels::SquareSum sum{};
   if (questions.norm()) add_own_squares(indices, &sum);
-  constexpr int64_t kFacts = 5;
+  constexpr int64_t kFacts = 6;
   // Also where nobody asks for the norm: ranks in different calls must understand each other.
   constexpr int64_t kLength = kFacts + kernels::kSquareSumLength;
   const at::Tensor own = at::empty({kLength}, at::TensorOptions().dtype(at::kLong));
@@ -61,26 +61,31 @@ StepVerdict StepAgreement::ask_host(Comm::Agreement about, const std::vector<int
   value[2] = reductions_.finished();
   value[3] = reductions_.round();
   value[4] = questions.settings;
+  value[5] = reductions_.which_finished();
   std::copy(sum.begin(), sum.end(), value + kFacts);
   const at::Tensor all = gather(about, own, questions);
   if (!replicated()) sum = {};
   int64_t round = 0;
-  int64_t other = -1;  // a rank that has finished another number of backwards
+  int64_t other = -1;  // a rank that has finished other backwards
   StepVerdict verdict;
   for (int64_t r = 0; r < all.size(0); ++r) {
     const int64_t* answer = all.const_data_ptr<int64_t>() + r * kLength;
     finite = std::min(finite, answer[0]);
     first = std::min(first, answer[1]);
-    if (answer[2] != value[2] && other < 0) other = r;
+    const bool same = answer[2] == value[2] && answer[5] == value[5];
+    if (!same && other < 0) other = r;
     round = std::max(round, answer[3]);
     verdict.settings_differ = verdict.settings_differ || answer[4] != value[4];
     if (replicated()) continue;
     for (int64_t k = kFacts; k < kLength; ++k) sum[k - kFacts] += answer[k];
   }
   reductions_.agree_on_round(round);
-  TORCH_CHECK(other < 0, where(context_.global_rank), Comm::name_of(about), kOutOfStep,
-              " This rank has finished ", value[2], ", rank ", comm_.global_rank(other), " ",
-              all.const_data_ptr<int64_t>()[other * kLength + 2], ".");
+  if (other >= 0) {
+    const int64_t theirs = all.const_data_ptr<int64_t>()[other * kLength + 2];
+    TORCH_CHECK(false, where(context_.global_rank), Comm::name_of(about), kOutOfStep,
+                " This rank has finished ", value[2], ", rank ", comm_.global_rank(other), " ",
+                theirs, theirs == value[2] ? " others." : ".");
+  }
   verdict.nonfinite = finite == 0;
   if (questions.norm()) {
     verdict.factor = kernels::clipping_factor(sum, *questions.max_norm, &verdict.norm);
@@ -116,7 +121,7 @@ StepVerdict StepAgreement::ask_device(Comm::Agreement about, const std::vector<i
   }
   // One number for both: each more is another launch.
   const auto agreed = static_cast<int64_t>(static_cast<uint64_t>(questions.settings) +
-                                           static_cast<uint64_t>(reductions_.finished()));
+                                           static_cast<uint64_t>(reductions_.which_finished()));
   const at::Tensor all = gather(about,
                                 at::cat({context_.flags->verdict(flags),
                                          at::full({1}, agreed, options.dtype(at::kLong)), squares}),

@@ -64,7 +64,7 @@ class StepAgreement {
       : comm_(comm), context_(context), parameters_(parameters), reductions_(reductions) {}
 
   // Collective, but that a rank may ask for the norm alone of gradients that every rank holds.
-  // Raises on every rank where they have finished different numbers of backwards.
+  // Raises on every rank where they have finished different backwards.
   StepVerdict ask(Comm::Agreement about, const std::vector<int64_t>& indices,
                   const StepQuestions& questions) {
     return context_.state.on_host() ? ask_host(about, indices, questions)

@@ -218,7 +218,7 @@ def test_who_waits_for_a_round_that_a_rank_is_past_hears_so(memory, group, rank,
     gather_objects(rank, group)
     sends = [memory.send(torch.ones(5), to=peer, tag=0, round=begun) for peer in peers_of(group)]
     if rank == 0:
-        memory.leave_round(begun, sent_all=False)
+        memory.abandon_round(begun)
     gather_objects(rank, group)
     into = torch.zeros(5)
     memory.receive(into, from_rank=(rank + 1) % world, tag=0, round=begun).wait()
@@ -230,7 +230,7 @@ def test_who_waits_for_a_round_that_a_rank_is_past_hears_so(memory, group, rank,
     assert memory.next_round(begun) == begun + 1
     gather_objects(rank, group)
     if rank == world - 1:
-        memory.leave_round(begun + 1, sent_all=False)
+        memory.abandon_round(begun + 1)
     gather_objects(rank, group)
     assert memory.next_round(begun + 1) == begun + 2
     assert len(sends) == world - 1
