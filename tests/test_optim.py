@@ -811,8 +811,10 @@ class TestRefusals:
         with pytest.raises(TypeError, match="Lamb cannot be sharded: it is not elementwise"):
             zero_ext.optim.wrap(Lamb, make_parameters(), process_group=team.group)
 
-    def test_what_is_elementwise_in_some_groups_alone_is_refused(self, team):
-        """LARS scales a layer's gradient by its norm where the layer's weights decay."""
+    @pytest.mark.parametrize("lr", [0.1, 0.0])
+    def test_what_is_elementwise_in_some_groups_alone_is_refused(self, team, lr):
+        """LARS scales a layer's gradient by its norm where the layer's weights decay. A warm-up may
+        begin with a rate of 0, with which nothing moves."""
 
         class Lars(torch.optim.SGD):
             @torch.no_grad()
@@ -823,15 +825,18 @@ class TestRefusals:
                 super().step(closure)
 
         parameters = make_parameters()
-        optimizer = zero_ext.optim.wrap(Lars, parameters[:2], process_group=team.group)
-        decaying = {"params": parameters[2:4], "weight_decay": 0.1}
+        optimizer = zero_ext.optim.wrap(Lars, parameters[:2], process_group=team.group, lr=lr)
+        decaying = {"params": parameters[2:4], "weight_decay": 0.1, "lr": lr}
         with pytest.raises(TypeError, match="Lars cannot be sharded: it is not elementwise"):
             optimizer.add_param_group(decaying)
         assert len(optimizer.param_groups) == 1
         optimizer.add_param_group({"params": parameters[2:4], "lr": 0.5})
         with pytest.raises(TypeError, match="Lars cannot be sharded: it is not elementwise"):
             zero_ext.optim.wrap(
-                Lars, [{"params": parameters[4:], "weight_decay": 0.1}], process_group=team.group
+                Lars,
+                [{"params": parameters[4:], "weight_decay": 0.1}],
+                process_group=team.group,
+                lr=lr,
             )
 
     @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])

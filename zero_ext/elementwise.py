@@ -10,6 +10,8 @@ _SHAPE = (3, 4)
 _CUTS = (0, 5, 5, 12)  # uneven, one of them empty
 _STEPS = 3
 _SCALES = (1.0, 1e-4, 1e4)  # of the gradients: what clips them does so beyond a bound
+# In place of every given one: with a rate of 0, where warm-ups begin, nothing moves.
+_LR = 0.1
 
 
 def settings_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -17,8 +19,9 @@ def settings_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def kind_of(group: dict[str, Any]) -> str:
-    """The same for groups of which one has to be tried. Each layer may have a rate of its own."""
-    return repr({k: v for k, v in settings_of(group).items() if k != "lr"})
+    """The same for groups of which one has to be tried. Each layer may have a rate of its own, and
+    a name."""
+    return repr({k: v for k, v in settings_of(group).items() if k not in ("lr", "name")})
 
 
 def check(
@@ -35,7 +38,11 @@ def check(
     name = getattr(optimizer_class, "__name__", repr(optimizer_class))
     # capturable is of other devices alone.
     kwargs, settings = (
-        {k: v for k, v in given.items() if k != "capturable"}
+        {
+            k: _LR if k == "lr" and isinstance(v, float | int | Tensor) else v
+            for k, v in given.items()
+            if k != "capturable"
+        }
         for given in (kwargs, settings_of(group))
     )
 
