@@ -41,7 +41,12 @@ void reduce_scatter_accumulate_(const Tensor& bucket, const Tensor& acc,
   const int64_t world = comm.world();
   const int64_t rank = comm.rank();
   const int64_t numel = acc.numel();
-  TORCH_CHECK(bucket.numel() == world * numel, where(rank), "'bucket' has ", bucket.numel(),
+  // Which rank of all that is, the group's name does not tell.
+  const auto where_in_group = [&] {
+    if (group_name.empty()) return where(rank);
+    return c10::str("zero_ext [rank ", rank, " of process group '", group_name, "']: ");
+  };
+  TORCH_CHECK(bucket.numel() == world * numel, where_in_group(), "'bucket' has ", bucket.numel(),
               " elements, 'acc' has ", numel, " on each of ", world, " ranks: it must have ",
               world * numel, ". Pad the bucket to a multiple of the number of ranks.");
 
@@ -60,8 +65,8 @@ void reduce_scatter_accumulate_(const Tensor& bucket, const Tensor& acc,
   Pending pending;
   comm.exchange(sends, parts, CrossMemory::kNoRound, tag_of(sends[rank]), pending);
   pending.wait([&] {
-    return where(rank) + "reduce_scatter_accumulate_ of " + std::to_string(numel) +
-           " elements per rank on process group '" + group_name + "'";
+    return where_in_group() + "reduce_scatter_accumulate_ of " + std::to_string(numel) +
+           " elements per rank";
   });
 
   std::vector<const void*> sources;

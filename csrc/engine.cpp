@@ -7,6 +7,7 @@
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <bit>
 #include <numeric>
 #include <set>
 #include <utility>
@@ -72,6 +73,7 @@ Engine::Engine(EngineOptions options)
                .rank = comm_.rank(),
                .world = comm_.world(),
                .global_rank = comm_.global_rank(),
+               .global_ranks = options_.global_ranks,
                .policy = policy_for(options_.stage),
                .reduction = options_.reduction,
                .reduce_dtype = options_.reduce_dtype.value_or(at::kFloat),
@@ -780,8 +782,11 @@ at::Tensor Engine::clip_gradients(const std::vector<int64_t>& indices, double ma
               " before the backward that reduces. Ask between the last backward and step().");
   if (had_no_backward(indices, last_backward)) take_part_in_others_backward();
   published_.take_over(indices, "clip_grad_norm_");
-  const StepQuestions norm{.nonfinite = false, .max_norm = max_norm};
+  const StepQuestions norm{
+      .nonfinite = false, .max_norm = max_norm, .settings = std::bit_cast<int64_t>(max_norm)};
   const StepVerdict verdict = agreement_.ask(Comm::Agreement::clip, indices, norm);
+  TORCH_CHECK(!verdict.settings_differ, where(global_rank()), "clip_grad_norm_(): max_norm is ",
+              max_norm, " here and something else on another rank. Pass the same on every rank.");
   if (verdict.on_device != nullptr) {
     scale_runs(indices, verdict.on_device->factor);
     return verdict.on_device->norm;
@@ -832,17 +837,38 @@ void Engine::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
   for (const auto& unit : parameters_.units()) unit->sums().drop_idle();
   // Several optimizers zero their own parameters each.
   zeroed_.resize(parameters_.size(), 0);
-  for (const int64_t i : indices) zeroed_[i] = parameters_[i].managed() ? 1 : 0;
-  const int64_t zeroed = std::count(zeroed_.begin(), zeroed_.end(), 1);
-  const int64_t all =
-      std::count_if(parameters_.begin(), parameters_.end(),
-                    [](const ShardedParameter& parameter) { return parameter.managed(); });
+  for (const int64_t i : indices) zeroed_[i] = 1;
   // A step that is given up (by a GradScaler, say) is over as well.
-  if (zeroed == all) boundary_.give_up_step();
+  if (zeroed_all()) boundary_.give_up_step();
   if (!has_reduced_sums()) {
     reductions_.forget_finished();
     threw_ = false;
   }
+}
+
+bool Engine::zeroed_all() const {
+  const std::lock_guard lock(steppers_mutex_);
+  const auto is_stepped = [this](int64_t i) {
+    return i < std::ssize(steppers_) && steppers_[i] > 0;
+  };
+  bool any_stepped = false;
+  for (int64_t i = 0; i < parameters_.size() && !any_stepped; ++i) any_stepped = is_stepped(i);
+  for (int64_t i = 0; i < parameters_.size(); ++i) {
+    if (!parameters_[i].managed() || zeroed_[i] != 0) continue;
+    if (is_stepped(i) || !any_stepped) return false;
+  }
+  return true;
+}
+
+void Engine::add_stepper(int64_t i) {
+  const std::lock_guard lock(steppers_mutex_);
+  if (i >= std::ssize(steppers_)) steppers_.resize(i + 1, 0);
+  ++steppers_[i];
+}
+
+void Engine::remove_stepper(int64_t i) {
+  const std::lock_guard lock(steppers_mutex_);
+  --steppers_[i];
 }
 
 bool Engine::has_reduced_sums() const {

@@ -166,6 +166,9 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   void write_parameter(int64_t i, const at::Tensor& value);
   // The reduced gradient of parameter i, all of it, on every rank.
   void write_gradient(int64_t i, const at::Tensor& grad);
+  // An optimizer steps parameter i from now on, or does no more.
+  void add_stepper(int64_t i);
+  void remove_stepper(int64_t i);
   enum class ZeroGrad { to_none, to_zero };
   void zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode);
 
@@ -201,6 +204,8 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   enum class Gradients { own, of_others };
   void finish_backward(Gradients gradients);
   bool has_reduced_sums() const;
+  // All gradients that some optimizer steps; without any optimizer, all.
+  bool zeroed_all() const;
   void abort_backward();
   // What threw, and the passes of stage 3.
   void undo_backward() noexcept;
@@ -248,6 +253,12 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   Gatherer gatherer_;
   std::vector<int64_t> gathered_as_;         // of the units, their numbers in gatherer_
   std::vector<int64_t> frozen_gathered_as_;  // of the frozen ones
+
+  // Of each parameter, how many optimizers step it: one or none. An optimizer may be deleted by a
+  // thread that holds the GIL, which who has mutex_ may wait for: hence a lock that nothing is
+  // waited for with.
+  mutable std::mutex steppers_mutex_;
+  std::vector<int32_t> steppers_;
 
   // Between backwards.
   std::vector<uint8_t> zeroed_;  // [parameters]: whose gradients were, since the last one

@@ -28,7 +28,10 @@ OptimizerState::OptimizerState(std::shared_ptr<Engine> engine, int64_t states)
 void OptimizerState::assign(const std::vector<int64_t>& parameters, int64_t group) {
   for (const int64_t i : parameters) allocate_for(i);
   for (const int64_t i : parameters) {
-    if (group_of_[i] < 0) indices_.push_back(i);
+    if (group_of_[i] < 0) {
+      indices_.push_back(i);
+      engine_->add_stepper(i);
+    }
     group_of_[i] = group;
   }
 }
@@ -36,7 +39,7 @@ void OptimizerState::assign(const std::vector<int64_t>& parameters, int64_t grou
 void OptimizerState::unassign(const std::vector<int64_t>& parameters) {
   for (const int64_t i : parameters) {
     group_of_[i] = -1;
-    std::erase(indices_, i);
+    if (std::erase(indices_, i) > 0) engine_->remove_stepper(i);
   }
 }
 

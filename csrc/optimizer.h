@@ -46,6 +46,9 @@ class OptimizerState {
   // `states`: how many values each element has (2 for Adam, 3 with AMSGrad, 1 for SGD with
   // momentum).
   OptimizerState(std::shared_ptr<Engine> engine, int64_t states);
+  ~OptimizerState() { unassign(std::vector<int64_t>(indices_)); }
+  OptimizerState(const OptimizerState&) = delete;
+  OptimizerState& operator=(const OptimizerState&) = delete;
 
   // From now on these parameters are updated with the hyper-parameters of `group`.
   void assign(const std::vector<int64_t>& parameters, int64_t group);

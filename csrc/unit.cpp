@@ -557,8 +557,9 @@ void Unit::check_flags() {
   for (int64_t peer = 0; peer < context_.world; ++peer) {
     int64_t header[3];
     std::memcpy(header, flags_[peer].const_data_ptr<uint8_t>(), kFlagsHeaderBytes);
+    const int64_t name = context_.global_ranks.empty() ? peer : context_.global_ranks[peer];
     TORCH_CHECK(header[0] == backward_ && header[1] == index_, where(context_.global_rank, name_),
-                "this rank reduces unit ", index_, " of backward ", backward_, ", rank ", peer,
+                "this rank reduces unit ", index_, " of backward ", backward_, ", rank ", name,
                 " sent unit ", header[1], " of backward ", header[0],
                 ". Every rank must run the same backwards in the same order.");
     more_to_come_ = more_to_come_ || header[2] != 0;

@@ -40,7 +40,8 @@ struct UnitContext {
   DeviceFlags* flags = nullptr;  // where compute is a device
   int64_t rank = 0;
   int64_t world = 1;
-  int64_t global_rank = 0;  // what messages call this one
+  int64_t global_rank = 0;            // what messages call this one
+  std::vector<int64_t> global_ranks;  // and all of them, see Comm
   Policy policy;
   Reduction reduction = Reduction::exchange;
   at::ScalarType reduce_dtype = at::kFloat;  // of collective reductions

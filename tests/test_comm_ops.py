@@ -108,8 +108,8 @@ def test_opcheck(team):
     [
         (
             lambda world: {"bucket": torch.ones(world * 4 + 1)},
-            r"\[rank {rank}\]: 'bucket' has {more} elements, 'acc' has 4 on each of {world} ranks: "
-            r"it must have {right}\. Pad",
+            r"\[rank {rank}.*\]: 'bucket' has {more} elements, 'acc' has 4 on each of {world} "
+            r"ranks: it must have {right}\. Pad",
         ),
         (lambda world: {"bucket": torch.ones(world * 4).double()}, "'bucket' has dtype Double"),
         (lambda world: {"acc": torch.ones(4).bfloat16()}, "'acc' has dtype BFloat16, it must be"),
@@ -146,7 +146,7 @@ def test_ranks_that_disagree_about_the_size_are_told_so(world, rank):
     """A rank that receives more than it asked for would be ended by gloo itself."""
     group = dist.new_group(timeout=timedelta(seconds=2))
     numel = 4 if rank == 0 else 6
-    with pytest.raises(RuntimeError, match=f"of {numel} elements per rank on process group") as e:
+    with pytest.raises(RuntimeError, match=rf"of {numel} elements per rank \(") as e:
         reduce_scatter_accumulate_(torch.ones(world * numel), torch.zeros(numel), group)
     assert "Every rank must run the same" in str(e.value)
 
@@ -168,8 +168,8 @@ def test_an_absent_rank_is_named_and_acc_kept(world, rank):
         assert time.monotonic() - started < 8
         message = str(caught.value)
         assert message.startswith(
-            f"zero_ext [rank {rank}]: reduce_scatter_accumulate_ of 4 elements per rank on process "
-            f"group '{group.group_name}' ("
+            f"zero_ext [rank {rank} of process group '{group.group_name}']: "
+            "reduce_scatter_accumulate_ of 4 elements per rank ("
         )
         assert "waiting for rank" in message or "sending to rank" in message
         assert "The timeout is that of the process group, or ZERO_EXT_TIMEOUT_S." in message

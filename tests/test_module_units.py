@@ -116,6 +116,33 @@ def test_models_in_a_root_without_a_forward_are_units_themselves():
     ]
 
 
+def test_what_models_share_is_gathered_for_each_of_them():
+    shared = linear()
+    model = nn.ModuleDict({"a": Model(x=shared, y=linear()), "b": Model(x=shared), "c": linear()})
+    assert named(model) == [
+        (["c"], both("c")),
+        (["a"], both("a.y")),
+        (["a", "b"], both("a.x")),
+        ([""], []),
+    ]
+
+
+def test_what_units_leave_out_goes_with_the_models_of_a_root_without_a_forward():
+    models = [Model(stem=linear(), norm=nn.LayerNorm(2), head=linear()) for _ in range(2)]
+    model = nn.ModuleList(models)
+    model.append(Model(tied=models[0].head))
+    assert named(model, nn.LayerNorm) == [
+        (["1.norm"], both("1.norm")),
+        (["0.norm"], both("0.norm")),
+        (["1"], [*both("1.stem"), *both("1.head")]),
+        (["0", "2"], both("0.head")),
+        (["0"], both("0.stem")),
+        ([""], []),
+    ]
+    only = nn.ParameterList([nn.Parameter(torch.zeros(2))])
+    assert named(nn.ModuleList([only, linear()])) == [(["1"], both("1")), ([""], ["0.0"])]
+
+
 # units=
 
 

@@ -503,6 +503,48 @@ class TestEditsByHand:
         assert_same_training(sharded, alone, assert_near)
 
     @pytest.mark.parametrize("make", [makers, wrapped_makers])
+    def test_local_sums_are_given_up_without_what_was_taken_out(self, team, make):
+        def train(gives_up: bool) -> list[torch.Tensor]:
+            ours, _ = make(("SGD", {}), team, params=three_groups)
+            parameters = make_parameters()
+            optimizer = ours(parameters)
+            optimizer.param_groups.pop(0)
+            for step in range(0 if gives_up else 1, 3):
+                with optimizer.no_sync() if step < 2 else contextlib.nullcontext():
+                    loss_of(parameters, team.rank, step=step).backward()
+                if step == 0:
+                    optimizer.zero_grad()
+            optimizer.step()
+            return [zero_ext.full_tensor(p).clone() for p in parameters]
+
+        for value, expected in zip(train(True), train(False), strict=True):
+            assert_bits(value, expected)
+
+    @pytest.mark.parametrize("make", [makers, wrapped_makers])
+    @pytest.mark.parametrize("name", ["AdamW", "SGD"])
+    @pytest.mark.parametrize("way", ["append", "add_param_group"])
+    def test_what_was_put_back_without_its_state_begins_anew(self, team, make, name, way):
+        taken_out = []
+
+        def change(optimizer, step):
+            if step == 1:
+                taken_out.append(optimizer.param_groups[0]["params"].pop())
+                optimizer.state.pop(taken_out[0], None)
+                taken_out[0].requires_grad_(False)
+            if step == 3:
+                taken_out[0].requires_grad_(True)
+                if way == "append":
+                    optimizer.param_groups[2]["params"].append(taken_out.pop())
+                else:
+                    optimizer.add_param_group({"params": taken_out.pop()})
+
+        settings = {"momentum": 0.9} if name == "SGD" else {}
+        ours, torchs = make((name, settings), team, params=three_groups)
+        sharded = train_sharded(ours, team, each_step=change)
+        alone = train_alone(torchs, team.world, each_step=change)
+        assert_same_training(sharded, alone, assert_near)
+
+    @pytest.mark.parametrize("make", [makers, wrapped_makers])
     def test_what_was_taken_out_before_the_first_step_is_not_saved(self, team, make):
         ours, torchs = make(("AdamW", {}), team, params=three_groups)
         parameters, expected = make_parameters(), make_parameters()

@@ -9,6 +9,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -785,7 +786,7 @@ def test_messages_name_ranks_as_the_launcher_does(rank, world):
 @pytest.mark.dist
 @at_least_two_ranks
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("what", ["lr", "betas", "divide factor", "max_grad_norm"])
+@pytest.mark.parametrize("what", ["lr", "numpy's lr", "betas", "divide factor", "max_grad_norm"])
 def test_settings_that_differ_between_ranks_update_nothing(stage, what, mesh, rank, world):
     """A schedule that follows a rank's own loss, for example."""
     model = zero_ext.shard(MLP(), stage, mesh=mesh)
@@ -799,6 +800,8 @@ def test_settings_that_differ_between_ranks_update_nothing(stage, what, mesh, ra
         group = optimizer.param_groups[0]
         if what == "lr":
             group["lr"] = 0.5 if right else 0.25
+        elif what == "numpy's lr":
+            group["lr"] = numpy.float32(0.5 if right else 0.25)
         elif what == "betas":
             group["betas"] = (0.9, 0.999) if right else (0.9, 0.99)
         elif what == "divide factor":
@@ -809,6 +812,7 @@ def test_settings_that_differ_between_ranks_update_nothing(stage, what, mesh, ra
     set_to(rank != world - 1)
     told = {
         "lr": rf"'lr=0.5 of group 0' on rank 0 and 'lr=0.25 of group 0' on rank {world - 1}",
+        "numpy's lr": "'lr=0.5 of group 0' on rank 0 and 'lr=0.25 of group 0' on rank",
         "betas": r"'betas=\(0.9, 0.999\) of group 0' on rank 0 and 'betas=\(0.9, 0.99\)",
         "divide factor": "'gradient divide factor=1.0' on rank 0 and",
         "max_grad_norm": "'max_grad_norm=1.0' on rank 0 and 'max_grad_norm=2.0'",
@@ -828,6 +832,24 @@ def test_settings_that_differ_between_ranks_update_nothing(stage, what, mesh, ra
         not torch.equal(zero_ext.full_tensor(parameter), value)
         for parameter, value in zip(model.parameters(), before, strict=True)
     )
+
+
+@pytest.mark.dist
+@at_least_two_ranks
+@pytest.mark.host
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_clipping_to_different_norms_clips_nothing(stage, mesh, rank, world):
+    model = zero_ext.shard(MLP(), stage, mesh=mesh)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+    batches = rank_batches(MLP_SHAPE, world)
+    mean_square(model, batches[0][rank]).backward()
+    mine = 1e-3 if rank == 0 else 1e-4
+    told = rf"max_norm is {mine} here and something else on another rank"
+    with pytest.raises(RuntimeError, match=told):
+        optimizer.clip_grad_norm_(mine)
+    assert_same(full_gradients(model), reference_gradients(MLP, batches, world, 1 / world))
+    optimizer.clip_grad_norm_(1e-3)
+    optimizer.step()
 
 
 def test_numbers_that_look_different_but_are_not_are_no_difference(anywhere):

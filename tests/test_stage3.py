@@ -341,10 +341,14 @@ def test_units_of_several_modules(mesh, rank, world):
 @pytest.mark.parametrize(
     "kept_in", [nn.ModuleList, lambda ms: nn.ModuleDict({"a": ms[0], "b": ms[1]})]
 )
-def test_models_in_a_list_or_a_dictionary_train_together(kept_in, bucket_mb, mesh, rank):
+@pytest.mark.parametrize("kind", ["apart", "sharing", "units"])
+def test_models_in_a_list_or_a_dictionary_train_together(kept_in, bucket_mb, kind, mesh, rank):
     def train(stage: int) -> dict[str, Tensor]:
         models = Stack(), Stack(1)
-        both = zero_ext.shard(kept_in(models), stage, mesh=mesh, bucket_mb=bucket_mb)
+        if kind == "sharing":
+            models[1].stem = models[0].stem
+        units = Block if kind == "units" and stage == 3 else None
+        both = zero_ext.shard(kept_in(models), stage, mesh=mesh, bucket_mb=bucket_mb, units=units)
         optimizer = zero_ext.optim.AdamW(both.parameters(), lr=1e-2, max_grad_norm=0.1)
         for step in range(3):
             for micro in range(2):

@@ -11,6 +11,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from numbers import Number
 from typing import Any
 
 import torch
@@ -92,6 +93,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError(f"zero_ext: max_grad_norm must be positive, not {max_grad_norm}.")
         self._handle: Handle | None = None
         self._frozen: list[Tensor] = []  # without state until they are thawed
+        self._taken_out = WeakIdKeyDictionary()  # Parameter -> None: of the groups, by hand
         self._compared = [name for name in defaults if name not in _SWITCHES]
         super().__init__(params, defaults)
         self.nonfinite = nonfinite
@@ -224,9 +226,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         _claimed[parameter] = weakref.ref(self)
         _, i = find(parameter)
         if self._handle.engine.unit_of(i) >= 0:
+            if parameter in self._taken_out and not self.state.get(parameter):
+                self._forget_state(i)
             self._show_state(parameter, i, group)
         else:
             self._frozen.append(parameter)
+
+    def _forget_state(self, i: int) -> None:
+        self._sharded_state.step(i).zero_()
+        for k in range(self._states_held):
+            self._sharded_state.slice(k, i).zero_()
 
     def _give_up(self, parameters: Sequence[Tensor]) -> None:
         self._unclaim(parameters)
@@ -339,6 +348,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         here = {id(p) for group in self.param_groups for p in group["params"]}
         gone = [p for group in self._followed for p in group if id(p) not in here]
         self._unclaim(gone)
+        self._taken_out.update(dict.fromkeys(gone))
         # torch makes a state in the first step, and saves none of what is in no group.
         for parameter in gone:
             if not self.state.get(parameter, {}).get("step", True):
@@ -733,7 +743,7 @@ def check_state_shape(name: str, key, value, shape: torch.Size) -> None:
 
 def _number_of(setting: Any) -> Any:
     """A number, or a tuple of them, with the same hash on every rank; 0 where it is no number."""
-    if isinstance(setting, float | int):  # bool is one
+    if isinstance(setting, Number):  # bool is one, and so are numpy's
         return setting if setting == setting else 0  # every NaN has another hash
     if isinstance(setting, tuple | list):
         return tuple(map(_number_of, setting))

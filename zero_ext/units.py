@@ -119,9 +119,9 @@ def cut_by_module(
     """Cut ``parameters`` of ``root`` by the modules that they belong to.
 
     A parameter goes with the innermost chosen module; one that several chosen modules share, and
-    one that none has, with the root. Chosen neighbours in one container are merged up to
-    ``bucket_bytes``, into blocks of about the same size: one that was released then leaves its
-    memory to the next.
+    one that none has, with the root, or with the models in it if it has no forward. Chosen
+    neighbours in one container are merged up to ``bucket_bytes``, into blocks of about the same
+    size: one that was released then leaves its memory to the next.
 
     Returns:
         Blocks in the order in which a backward completes them; the root's, with all other
@@ -155,7 +155,22 @@ def cut_by_module(
     small = _bytes_of(everything, parameters, param_dtype) <= bucket_bytes
     if choice is None and small and not isinstance(root, _WITHOUT_FORWARD):
         return [Block([root], list(everything), root=True)]
-    return [*reversed(blocks), Block([root], rest, root=True)]
+    of_models = _by_models(root, rest, parameters)
+    kept = {i for block in of_models for i in block.members}
+    rest = [i for i in rest if i not in kept]
+    return [*reversed(blocks), *reversed(of_models), Block([root], rest, root=True)]
+
+
+def _by_models(root: nn.Module, rest: Sequence[int], parameters: Sequence[Tensor]) -> list[Block]:
+    """What would go with a root that is never called: a block for those of each model, and of each
+    few that share some."""
+    models = [root.get_submodule(name) for name in _called_alone(root, "")]
+    has = [{id(p) for p in model.parameters()} for model in models]
+    users = {i: tuple(k for k, ids in enumerate(has) if id(parameters[i]) in ids) for i in rest}
+    return [
+        Block([models[k] for k in which], [i for i in rest if users[i] == which])
+        for which in dict.fromkeys(filter(None, users.values()))
+    ]
 
 
 def _merged(sizes: Sequence[int], limit: float) -> list[tuple[int, int]]:
