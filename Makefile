@@ -63,8 +63,9 @@ ONLY_GROUP := ZERO_EXT_CROSS_MEMORY=0
 # rank: whatever runs on a device at all. Several: with messages through host memory, and with those of
 # its own backend.
 LAGGED_RANKS_TESTS := $(addprefix tests/test_,devices.py inner_backwards.py out_of_memory.py recovery.py scenarios_c.py)
-LAGGED_TESTS := $(filter-out $(addprefix tests/test_,build.py comm_ops.py config.py cuda_kernels.py cuda_sources.py \
-  example.py gpu_suite.py harness.py integrations.py kernels.py lagged_device.py layout.py lightning.py ops.py pipeline.py residency.py schedules.py torch_modules.py),$(wildcard tests/test_*.py))
+LAGGED_TESTS := $(filter-out $(addprefix tests/test_,build.py comm_ops.py config.py cuda_kernels.py cuda_sources.py docs.py \
+  example.py gpu_suite.py harness.py integrations.py kernels.py lagged_device.py layout.py lightning.py ops.py pipeline.py residency.py schedules.py torch_modules.py \
+  typing.py),$(wildcard tests/test_*.py))
 LAGGED := ZERO_EXT_TEST_DEVICE=lagged
 LCCL := $(LAGGED) ZERO_EXT_TEST_BACKENDS=cpu:gloo,lagged:lccl
 # One-rank tests two at a time. Those of several ranks have the processors for their ranks.
