@@ -344,6 +344,11 @@ at::Tensor Comm::all_gather(const at::Tensor& values, const std::function<std::s
   }
   try {
     pending.wait(what);
+    // Its message was here, but it will not do what was agreed on.
+    const int64_t gone =
+        has_only_neighbors() ? who_abandoned(Kind::agreement, agreements_) : int64_t{-1};
+    TORCH_CHECK(gone < 0, what(), ": rank ", global_rank(gone),
+                " has given up waiting for this rank. Repeat it on every rank.");
   } catch (...) {
     leave_round(Kind::agreement, agreements_, Exit::abandoned);
     throw;

@@ -838,26 +838,29 @@ void Engine::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
   // Several optimizers zero their own parameters each.
   zeroed_.resize(parameters_.size(), 0);
   for (const int64_t i : indices) zeroed_[i] = 1;
-  // A step that is given up (by a GradScaler, say) is over as well.
-  if (zeroed_all()) boundary_.give_up_step();
+  // A step that is given up (by a GradScaler, say) is over as well. Local sums that nobody steps
+  // are given up by zeroing them alone; whether there are any differs between ranks.
+  if (zeroed_all(Whose::every)) {
+    boundary_.give_up_step();
+  } else if (zeroed_all(Whose::stepped)) {
+    boundary_.end_step();
+  }
   if (!has_reduced_sums()) {
     reductions_.forget_finished();
     threw_ = false;
   }
 }
 
-bool Engine::zeroed_all() const {
+bool Engine::zeroed_all(Whose whose) const {
   const std::lock_guard lock(steppers_mutex_);
-  const auto is_stepped = [this](int64_t i) {
-    return i < std::ssize(steppers_) && steppers_[i] > 0;
-  };
-  bool any_stepped = false;
-  for (int64_t i = 0; i < parameters_.size() && !any_stepped; ++i) any_stepped = is_stepped(i);
+  bool any = false;
   for (int64_t i = 0; i < parameters_.size(); ++i) {
-    if (!parameters_[i].managed() || zeroed_[i] != 0) continue;
-    if (is_stepped(i) || !any_stepped) return false;
+    const bool stepped = i < std::ssize(steppers_) && steppers_[i] > 0;
+    if (!parameters_[i].managed() || (whose == Whose::stepped && !stepped)) continue;
+    if (zeroed_[i] == 0) return false;
+    any = true;
   }
-  return true;
+  return any;
 }
 
 void Engine::add_stepper(int64_t i) {

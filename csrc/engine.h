@@ -204,8 +204,8 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   enum class Gradients { own, of_others };
   void finish_backward(Gradients gradients);
   bool has_reduced_sums() const;
-  // All gradients that some optimizer steps; without any optimizer, all.
-  bool zeroed_all() const;
+  enum class Whose { every, stepped };  // parameters: all, or those that an optimizer steps
+  bool zeroed_all(Whose whose) const;
   void abort_backward();
   // What threw, and the passes of stage 3.
   void undo_backward() noexcept;

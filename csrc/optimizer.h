@@ -46,7 +46,9 @@ class OptimizerState {
   // `states`: how many values each element has (2 for Adam, 3 with AMSGrad, 1 for SGD with
   // momentum).
   OptimizerState(std::shared_ptr<Engine> engine, int64_t states);
-  ~OptimizerState() { unassign(std::vector<int64_t>(indices_)); }
+  ~OptimizerState() {
+    for (const int64_t i : indices_) engine_->remove_stepper(i);
+  }
   OptimizerState(const OptimizerState&) = delete;
   OptimizerState& operator=(const OptimizerState&) = delete;
 

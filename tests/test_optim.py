@@ -522,6 +522,26 @@ class TestEditsByHand:
         for value, expected in zip(train(True), train(False), strict=True):
             assert_bits(value, expected)
 
+    def test_local_sums_of_what_no_optimizer_steps_are_kept(self, team):
+        """As torch keeps their ``.grad``: zero_grad() of an optimizer is for its own."""
+        mesh = None if team.group is None else DeviceMesh.from_group(team.group, "cpu")
+        model, plain = zero_ext.shard(MLP(), 1, mesh=mesh), MLP()
+        optimizer = zero_ext.optim.SGD(list(model.parameters())[:2], lr=0.5)
+        reference = torch.optim.SGD(list(plain.parameters())[:2], lr=0.5)
+        with model.no_sync():
+            mean_square(model, rank_data((4, 5), team.rank, 0)).backward()
+        optimizer.zero_grad()
+        mean_square(model, rank_data((4, 5), team.rank, 1)).backward()
+        for step in range(2):
+            for rank in range(team.world):
+                loss = mean_square(plain, rank_data((4, 5), rank, step))
+                (loss / team.world).backward()
+            if step == 0:
+                reference.zero_grad()
+        for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            gradient = zero_ext.full_grad(parameter)
+            torch.testing.assert_close(gradient, expected.grad, rtol=1e-5, atol=1e-6)
+
     @pytest.mark.parametrize("make", [makers, wrapped_makers])
     @pytest.mark.parametrize("name", ["AdamW", "SGD"])
     @pytest.mark.parametrize("way", ["append", "add_param_group"])

@@ -3,6 +3,7 @@ does not tell of, failures on one rank alone, refusals that are mended."""
 
 import contextlib
 import os
+import subprocess
 import threading
 import time
 import warnings
@@ -727,6 +728,35 @@ def test_a_step_that_some_ranks_gave_up_waiting_for_can_be_repeated(
                 optimizer.step()
         gather_objects(rank)
     optimizer.step()
+    gradients = reference_gradients(MLP, batches, world, 1 / world)
+    for name, before in MLP().named_parameters():
+        expected = before.detach() - 0.5 * gradients[name]
+        actual = zero_ext.full_tensor(model.get_parameter(name))
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.dist
+@at_least_two_ranks
+@pytest.mark.host
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_rank_that_was_stopped_past_its_timeout_takes_what_has_come_meanwhile(
+    stage, mesh, rank, world, monkeypatch
+):
+    """By a debugger, say: else it refused a step that the others, who had its message, make."""
+    monkeypatch.setenv("ZERO_EXT_TIMEOUT_S", "1.5")
+    model = shard_among_neighbors(stage, mesh)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+    batches = rank_batches(MLP_SHAPE, world)
+    mean_square(model, batches[0][rank]).backward()
+    gather_objects(rank)
+    if rank == world - 1:
+        stop = f"sleep 0.2; kill -STOP {os.getpid()}; sleep 1.7; kill -CONT {os.getpid()}"
+        stopping = subprocess.Popen(["sh", "-c", stop])
+    else:
+        time.sleep(0.8)
+    optimizer.step()
+    if rank == world - 1:
+        stopping.wait()
     gradients = reference_gradients(MLP, batches, world, 1 / world)
     for name, before in MLP().named_parameters():
         expected = before.detach() - 0.5 * gradients[name]
