@@ -113,6 +113,7 @@ const char* Comm::name_of(Agreement about) {
     case Agreement::late_gradients:
       return "a backward";
     case Agreement::step:
+    case Agreement::turns:
       return "step()";
     case Agreement::clip:
       return "clip_grad_norm_()";

@@ -143,7 +143,7 @@ class Comm {
   // Small agreements on the gather group, of tensors on the host or on the device; they wait.
   // `what` is for the message, as in Pending::wait. all_gather: int64 [n] of each rank →
   // [world, n]. Raises on all ranks where they are in different ones; on a device nobody looks.
-  enum class Agreement : int64_t { neighbors, late_gradients, step, clip, shards };
+  enum class Agreement : int64_t { neighbors, late_gradients, step, turns, clip, shards };
   static const char* name_of(Agreement about);
   at::Tensor all_gather(Agreement about, const at::Tensor& values,
                         const std::function<std::string()>& what);

@@ -646,12 +646,11 @@ void Engine::learn_turns() {
   auto* mine = turns.mutable_data_ptr<int64_t>();
   std::copy(completed.begin(), completed.end(), mine);
   mine[units] = watch_->saw_inner_backwards() ? 1 : 0;
-  if (comm_.on_device()) turns = turns.to(options_.device);
-  comm_.broadcast(turns, [this] {
+  // Rank 0's count. Among ranks of one host an error here can be repeated, as after any agreement.
+  turns = comm_.all_gather(Comm::Agreement::turns, turns, [this] {
     return where(global_rank()) + "step() waited for the order of rank " +
            std::to_string(comm_.global_rank(0)) + "'s reductions";
   });
-  turns = turns.cpu();
   const auto* first = turns.const_data_ptr<int64_t>();
   if (units == 0 || *first < 0) return;  // rank 0 had no gradient in this step
   reductions_.set_turns({first, first + units}, first[units] != 0);
