@@ -22,4 +22,17 @@ inline std::string text_of(const std::exception& error) {
   return torchs == nullptr ? error.what() : torchs->what_without_backtrace();
 }
 
+// Runs `call`, which posts something to a backend: what that throws itself, without a word about
+// who and where, is raised again behind what().
+template <typename What, typename Call>
+void name_errors(const What& what, const Call& call) {
+  try {
+    call();
+  } catch (const c10::Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, what(), ": ", error.what());
+  }
+}
+
 }  // namespace zero_ext

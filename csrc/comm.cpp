@@ -341,7 +341,8 @@ at::Tensor Comm::all_gather(const at::Tensor& values, const std::function<std::s
       add(pending, {send(input, peer, label), input, peer, /*sending=*/true, {}});
     }
   } else {
-    add(pending, {all_gather_into(*gather_group_, output, input), output});
+    name_errors(what,
+                [&] { add(pending, {all_gather_into(*gather_group_, output, input), output}); });
   }
   try {
     pending.wait(what);

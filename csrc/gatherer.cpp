@@ -87,13 +87,8 @@ void Gatherer::apply(int64_t unit, ResidencyEvent event, const ResidencyContext&
 }
 
 void Gatherer::start(Entry& entry) {
-  try {
-    entry.unit->parameters().start_gather(comm_);
-  } catch (const c10::Error&) {
-    throw;
-  } catch (const std::exception& error) {  // gloo's own
-    TORCH_CHECK(false, waiting_for(entry), ": ", text_of(error));
-  }
+  name_errors([&] { return waiting_for(entry); },
+              [&] { entry.unit->parameters().start_gather(comm_); });
   ++gathers_;
   if (offers_last()) return;
   ++entry.taken;

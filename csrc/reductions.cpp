@@ -120,7 +120,7 @@ void Reductions::start_ready() {
 void Reductions::start(int64_t u) {
   Unit& unit = parameters_.unit(u);
   if (unit.needs_bucket_to_reduce()) lend_bucket(unit);
-  unit.start_reduce(comm_, round_, any_late_);
+  name_errors([&] { return unit.waiting(); }, [&] { unit.start_reduce(comm_, round_, any_late_); });
   if (counts_users()) {
     counted_units_.push_back(u);
     for (int64_t i = 0; i < unit.layout().size(); ++i) {

@@ -532,10 +532,12 @@ void Unit::send_to_host(Comm& comm) {
 }
 
 void Unit::wait_for_reduction() {
-  pending_.wait([this] {
-    return where(context_.global_rank, name_) + "waited for its reduction in backward " +
-           std::to_string(backward_);
-  });
+  pending_.wait([this] { return waiting(); });
+}
+
+std::string Unit::waiting() const {
+  return where(context_.global_rank, name_) + "waited for its reduction in backward " +
+         std::to_string(backward_);
 }
 
 std::unique_ptr<Bucket> Unit::finish_reduce(float scale) {

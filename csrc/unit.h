@@ -96,6 +96,7 @@ class Unit {
   bool late() const { return late_; }
   // `more_to_come`: this rank has late gradients, which all ranks will have to reduce.
   void start_reduce(Comm& comm, int64_t backward, bool more_to_come);
+  std::string waiting() const;  // for its reduction: the beginning of a message
   // Once all units were reduced: the late gradients are to be reduced now.
   void reopen();
   // This rank has something of slot i to reduce.

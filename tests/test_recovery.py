@@ -767,6 +767,24 @@ def test_a_rank_that_was_stopped_past_its_timeout_takes_what_has_come_meanwhile(
 @pytest.mark.dist
 @at_least_two_ranks
 @pytest.mark.host
+@pytest.mark.parametrize("stage", [1, 3])
+def test_errors_of_a_group_that_a_timeout_has_closed_say_who_and_where(
+    stage, mesh, rank, world, monkeypatch
+):
+    """Of the process group's connections, which ranks of one host do without."""
+    monkeypatch.setenv("ZERO_EXT_TIMEOUT_S", "1")
+    monkeypatch.setenv("ZERO_EXT_CROSS_MEMORY", "0")
+    model = zero_ext.shard(MLP(), stage, mesh=mesh)
+    for attempt in range(3):
+        if rank != 0 or attempt > 0:  # rank 0 comes too late
+            with pytest.raises(RuntimeError, match=rf"^zero_ext \[rank {rank}, unit 'layers"):
+                mean_square(model, rank_data(MLP_SHAPE, rank)).backward()
+        gather_objects(rank)
+
+
+@pytest.mark.dist
+@at_least_two_ranks
+@pytest.mark.host
 def test_ranks_in_different_calls_are_told_which(mesh, rank, world):
     model = shard_among_neighbors(2, mesh)
     optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5, max_grad_norm=1.0)
