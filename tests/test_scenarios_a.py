@@ -16,7 +16,7 @@ from reference import (
     own_values,
     shown_master,
 )
-from setups import full, full_master, readable, values_of
+from setups import readable, values_of
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -327,12 +327,11 @@ SCALE = 2.0**8  # far from overflow with any initial values
 
 
 def everything(model, optimizer) -> list[torch.Tensor]:
-    states = [full(v).clone() for p in model.parameters() for v in optimizer.state[p].values()]
-    return [
-        *values_of(model).values(),
-        *(full_master(p) for p in list(model.parameters())[::50]),
-        *states,
-    ]
+    """Whole parameters, and this rank's part of all else."""
+    parameters = list(model.parameters())
+    states = [v for p in parameters for v in optimizer.state[p].values()]
+    shown = [*map(shown_master, parameters), *states]
+    return [*values_of(model).values(), *(own_values(tensor).clone() for tensor in shown)]
 
 
 @STAGES
