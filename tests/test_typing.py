@@ -2,8 +2,10 @@
 internal error on whatever imports the package."""
 
 import ast
+import typing
 from pathlib import Path
 
+import zero_ext
 from zero_ext import _C
 
 
@@ -36,3 +38,9 @@ def test_the_stub_names_what_the_extension_has():
     there = {"": _public(_C)}
     there |= {name: _public(c) for name, c in vars(_C).items() if isinstance(c, type)}
     assert stub == there
+
+
+def test_what_shard_returns_has_the_class_of_what_it_is_given():
+    """Or ``model = shard(model)`` would be a wrong assignment."""
+    hints = typing.get_type_hints(zero_ext.shard)
+    assert isinstance(hints["return"], typing.TypeVar) and hints["return"] is hints["module"]

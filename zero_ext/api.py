@@ -5,7 +5,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -22,9 +22,12 @@ from zero_ext.offload import check_policy
 from zero_ext.shard_tensor import ShardTensor
 from zero_ext.units import Choice, cut_by_module, used_several_times
 
+# What comes back has the class of what was given, for type checkers too.
+AnyModule = TypeVar("AnyModule", bound=nn.Module)
+
 
 def shard(
-    module: nn.Module,
+    module: AnyModule,
     stage: int = 2,
     *,
     mesh: DeviceMesh | None = None,
@@ -40,7 +43,7 @@ def shard(
     param_init_fn: Callable[[nn.Module], None] | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
     sync_module_states: bool = True,
-) -> nn.Module:
+) -> AnyModule:
     """Shard parameters, gradients and optimizer state of ``module`` over the ranks, in place.
     Collective.
 
