@@ -24,6 +24,11 @@ void Bucket::wait_until_unused() const {
   if (used_.has_value()) used_->block(current_stream(places_.gradients.device));
 }
 
+void Bucket::discard() {
+  gradients_.discard();
+  received_.discard();
+}
+
 at::Tensor Bucket::typed(FlatBuffer& buffer, const Place& place, at::ScalarType dtype,
                          int64_t numel) {
   const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(dtype));
@@ -48,6 +53,10 @@ std::unique_ptr<Bucket> BucketPool::try_acquire() {
 void BucketPool::give_back(std::unique_ptr<Bucket> bucket) {
   --lent_;
   free_.push_back(std::move(bucket));
+}
+
+void BucketPool::discard() {
+  for (const std::unique_ptr<Bucket>& bucket : free_) bucket->discard();
 }
 
 }  // namespace zero_ext

@@ -5,7 +5,8 @@
 //            reductions.h), until its reduction is finished.
 // Threads:   called only under Engine::mutex_.
 // Invariant: there are at most kSize buckets that come back; memory is kept, because fresh memory
-//            costs more than the copy.
+//            costs more than the copy. Between backwards the system may take it where it runs
+//            short.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -44,6 +45,8 @@ class Bucket {
   // current stream goes on when that is done.
   void mark_used();
   void wait_until_unused() const;
+  // Nobody reads it any more. On the host it keeps its memory, whose pages the system may take.
+  void discard();
 
  private:
   // A storage of its own where the old one is too small: a device's backend may still read that.
@@ -65,6 +68,8 @@ class BucketPool {
   // A free bucket, or null where all are lent.
   std::unique_ptr<Bucket> try_acquire();
   void give_back(std::unique_ptr<Bucket> bucket);
+  // Until the next backward none is needed.
+  void discard();
   // A bucket whose reduction will never finish (its backward threw) is not coming back.
   void forget() { --lent_; }
 

@@ -156,6 +156,10 @@ void FlatBuffer::allocate() {
   emptied_ = false;
 }
 
+void FlatBuffer::discard() {
+  if (defined() && !emptied_) zero_ext::discard(place_, data(), tensor_.nbytes());
+}
+
 void FlatBuffer::stow(const std::shared_ptr<MemoryCounter>& host, const std::string& message) {
   if (!defined() || emptied_ || device().is_cpu()) return;
   const auto bytes = static_cast<int64_t>(tensor_.nbytes());

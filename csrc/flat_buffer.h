@@ -116,6 +116,9 @@ class FlatBuffer {
   // The same, with the allocator's memory.
   void empty(const std::string& message);
   void allocate();
+  // The values are needed no more: on the host the system may take the pages, see
+  // zero_ext::discard.
+  void discard();
   // On a device: its bytes go to pinned host memory, which `host` counts, and come back. Reading a
   // view raises `message` meanwhile. What has no memory, or lies on the host, stays as it is.
   void stow(const std::shared_ptr<MemoryCounter>& host, const std::string& message);

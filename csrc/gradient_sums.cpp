@@ -32,6 +32,7 @@ GradientSums::GradientSums(const UnitContext& context, const RankLayout& layout,
   } else {
     grad_ = context_.state_buffer(Held::grad, at::kFloat, layout_.range_numel());
     grad_.fill_zero();
+    grad_.discard();
   }
 }
 
@@ -53,10 +54,13 @@ void GradientSums::need() {
 }
 
 void GradientSums::drop_idle() {
-  if (!come_and_go() || !grad_.defined() || grad_.emptied()) return;
-  if (!empty()) return;
-  grad_.empty(dropped_message_);
+  if (!grad_.defined() || grad_.emptied() || !empty()) return;
   kept_ = false;
+  if (!come_and_go()) {
+    for (FlatBuffer* buffer : {&grad_, &before_, &local_before_}) buffer->discard();
+    return;
+  }
+  grad_.empty(dropped_message_);
   before_.drop();
   local_before_.drop();
 }

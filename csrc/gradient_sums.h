@@ -68,9 +68,9 @@ class GradientSums {
 
   // To be called before they are written: on a device the sums have memory from the first gradient
   // on until they are dropped, because activations need it meanwhile. On the host its pages would
-  // have to be made again for each step.
+  // have to be made again for each step, and stay unless the system runs short.
   void need();
-  // No slot has a gradient any more: on a device the memory is free for others.
+  // No slot has a gradient any more: the memory is free for others.
   void drop_idle();
   // Slot i becomes fresh; a sum of zeros; `values`, this rank's part, 1-D.
   void clear(int64_t i);

@@ -7,6 +7,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -18,18 +19,41 @@ namespace {
 
 constexpr size_t kAlignment = 64;
 constexpr size_t kHugePage = size_t{2} << 20;
+// From here on a block has pages of its own.
+constexpr size_t kLargeBytes = 2 * kHugePage;
 
 // Flat buffers are long-lived and large. Huge pages make their first touch several times cheaper
-// and spare TLB misses.
+// and spare TLB misses. The last one is made of small pages, and no larger than it has to be.
+Mapping map_pages(size_t bytes) {
+  const auto page = static_cast<size_t>(getpagesize());
+  const size_t rounded = (bytes + page - 1) / page * page;
+  const size_t mapped = rounded + kHugePage;
+  void* memory = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  TORCH_CHECK(memory != MAP_FAILED, "zero_ext: cannot allocate ", bytes, " bytes of host memory");
+  const size_t past_boundary = reinterpret_cast<uintptr_t>(memory) % kHugePage;
+  void* begin = static_cast<char*>(memory) + (kHugePage - past_boundary) % kHugePage;
+  madvise(begin, rounded, MADV_HUGEPAGE);
+  return {.memory = memory, .mapped = mapped, .begin = begin, .bytes = rounded};
+}
+
+void unmap_pages(const Mapping& mapping) { munmap(mapping.memory, mapping.mapped); }
+
 c10::DataPtr allocate_host(size_t bytes) {
-  const bool huge = bytes >= 2 * kHugePage;
-  const size_t alignment = huge ? kHugePage : kAlignment;
-  const size_t rounded = (std::max<size_t>(bytes, 1) + alignment - 1) / alignment * alignment;
-  void* memory = std::aligned_alloc(alignment, rounded);
+  if (bytes >= kLargeBytes) {
+    auto mapping = std::make_unique<Mapping>(map_pages(bytes));
+    void* begin = mapping->begin;
+    const auto unmap = [](void* context) {
+      unmap_pages(*std::unique_ptr<Mapping>(static_cast<Mapping*>(context)));
+    };
+    return {begin, mapping.release(), unmap, c10::Device(c10::kCPU)};
+  }
+  const size_t rounded = (std::max<size_t>(bytes, 1) + kAlignment - 1) / kAlignment * kAlignment;
+  void* memory = std::aligned_alloc(kAlignment, rounded);
   TORCH_CHECK(memory != nullptr, "zero_ext: cannot allocate ", bytes, " bytes of host memory");
-  if (huge) madvise(memory, rounded, MADV_HUGEPAGE);
   return {memory, memory, [](void* p) { std::free(p); }, c10::Device(c10::kCPU)};
 }
+
+bool is_host(const Place& place) { return place.device.is_cpu() && place.pinned_for == c10::kCPU; }
 
 at::Tensor bytes_at(void* data, c10::Device device, size_t bytes) {
   return at::for_blob(data, {static_cast<int64_t>(bytes)})
@@ -45,8 +69,13 @@ c10::DataPtr allocate_at(const Place& place, size_t bytes) {
     const c10::DeviceGuard guard(place.device);
     return c10::GetAllocator(place.device.type())->allocate(bytes);
   }
-  if (place.pinned_for == c10::kCPU) return allocate_host(bytes);
+  if (is_host(place)) return allocate_host(bytes);
   return at::getHostAllocator(place.pinned_for)->allocate(bytes);
+}
+
+void discard(const Place& place, void* data, size_t bytes) {
+  // Locked pages stay, with an error.
+  if (is_host(place) && bytes >= kLargeBytes) madvise(data, bytes, MADV_FREE);
 }
 
 struct TransientMemory::Lease {
@@ -54,18 +83,7 @@ struct TransientMemory::Lease {
   Mapping mapping;
 };
 
-TransientMemory::Mapping TransientMemory::map(size_t bytes) {
-  const size_t rounded = (bytes + kHugePage - 1) / kHugePage * kHugePage;
-  const size_t mapped = rounded + kHugePage;
-  void* memory = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  TORCH_CHECK(memory != MAP_FAILED, "zero_ext: cannot allocate ", bytes, " bytes of host memory");
-  const size_t past_boundary = reinterpret_cast<uintptr_t>(memory) % kHugePage;
-  void* begin = static_cast<char*>(memory) + (kHugePage - past_boundary) % kHugePage;
-  madvise(begin, rounded, MADV_HUGEPAGE);
-  return {.memory = memory, .mapped = mapped, .begin = begin, .bytes = rounded};
-}
-
-std::optional<TransientMemory::Mapping> TransientMemory::take_idle(size_t bytes) {
+std::optional<Mapping> TransientMemory::take_idle(size_t bytes) {
   const std::lock_guard lock(mutex_);
   if (idle_.empty()) return std::nullopt;
   const auto smaller = [](const Mapping& a, const Mapping& b) { return a.bytes < b.bytes; };
@@ -73,7 +91,7 @@ std::optional<TransientMemory::Mapping> TransientMemory::take_idle(size_t bytes)
   const auto found = std::find_if(idle_.begin(), idle_.end(),
                                   [&](const Mapping& mapping) { return mapping.bytes >= bytes; });
   if (found == idle_.end()) {  // the new one takes the place of one that is too small
-    munmap(idle_.back().memory, idle_.back().mapped);
+    unmap_pages(idle_.back());
     idle_.pop_back();
     return std::nullopt;
   }
@@ -83,9 +101,9 @@ std::optional<TransientMemory::Mapping> TransientMemory::take_idle(size_t bytes)
 }
 
 c10::DataPtr TransientMemory::allocate(const Place& place, size_t bytes) {
-  if (!place.device.is_cpu() || bytes < 2 * kHugePage) return allocate_at(place, bytes);
+  if (!is_host(place) || bytes < kLargeBytes) return allocate_at(place, bytes);
   const std::optional<Mapping> idle = take_idle(bytes);
-  const Mapping mapping = idle.has_value() ? *idle : map(bytes);
+  const Mapping mapping = idle.has_value() ? *idle : map_pages(bytes);
   return {mapping.begin, new Lease{weak_from_this(), mapping}, &end_lease, c10::Device(c10::kCPU)};
 }
 
@@ -94,7 +112,7 @@ void TransientMemory::end_lease(void* lease) {
   const std::shared_ptr<TransientMemory> owner = ended->owner.lock();
   const Mapping& mapping = ended->mapping;
   if (owner == nullptr || madvise(mapping.begin, mapping.bytes, MADV_FREE) != 0) {
-    munmap(mapping.memory, mapping.mapped);
+    unmap_pages(mapping);
     return;
   }
   const std::lock_guard lock(owner->mutex_);
@@ -103,7 +121,7 @@ void TransientMemory::end_lease(void* lease) {
 
 void TransientMemory::trim() {
   const std::lock_guard lock(mutex_);
-  for (const Mapping& mapping : idle_) munmap(mapping.memory, mapping.mapped);
+  for (const Mapping& mapping : idle_) unmap_pages(mapping);
   idle_.clear();
 }
 

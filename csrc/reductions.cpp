@@ -166,6 +166,7 @@ void Reductions::finish() {
   TORCH_CHECK(gone < 0, where(context_.global_rank), "rank ", comm_.global_rank(gone),
               " has given up waiting for this rank in backward ", round_,
               ". Repeat the backward on every rank.");
+  pool_.discard();
 }
 
 void Reductions::finish_started() {

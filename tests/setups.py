@@ -1,6 +1,8 @@
 """The two ways in, for tests of what both must do: ``shard(module)``, or an optimizer alone."""
 
 import contextlib
+import ctypes
+import os
 from typing import NamedTuple
 
 import pytest
@@ -186,3 +188,22 @@ def gathered(model: nn.Module) -> list[str]:
 
 def small_mlp(dtype=torch.float32) -> MLP:
     return MLP(hidden=7, features=5, layers=3, dtype=dtype)
+
+
+def lazily_free_bytes() -> int:
+    """Of this process: pages that the system may take, and has not taken."""
+    with open("/proc/self/smaps_rollup") as lines:
+        (line,) = (line for line in lines if line.startswith("LazyFree:"))
+    return int(line.split()[1]) * 1024
+
+
+def take_lazily_free_pages() -> None:
+    """As the system does when it runs short."""
+    madvise, pageout = ctypes.CDLL(None, use_errno=True).madvise, 21
+    with open("/proc/self/smaps") as lines:
+        for words in map(str.split, lines):
+            if not words[0].endswith(":"):
+                begin, end = (int(word, 16) for word in words[0].split("-"))
+            elif words[0] == "LazyFree:" and int(words[1]) > 0:
+                taken = madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), pageout)
+                assert taken == 0, os.strerror(ctypes.get_errno())

@@ -7,8 +7,9 @@ import weakref
 
 import pytest
 import torch
-from harness import MLP, gather_objects, mean_square, rank_data
+from harness import MLP, assert_bits, gather_objects, mean_square, rank_data
 from reference import own_values, shown_master
+from setups import lazily_free_bytes, take_lazily_free_pages, values_of
 from torch import nn
 
 import zero_ext
@@ -352,6 +353,37 @@ def test_memory_is_constant_over_50_steps(anywhere, rank, device, stage):
         optimizer.zero_grad()
     assert looks[0] == looks[1]
     assert peak == held
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_the_system_takes_between_steps_is_missed_by_nobody(anywhere, rank, world, stage):
+    """Sums after ``zero_grad()`` and buckets after a backward; not a gradient that a user keeps."""
+
+    def train(takes: bool):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(1500, 1500), nn.Linear(1500, 7))
+        zero_ext.shard(model, stage, mesh=anywhere)
+        optimizer = zero_ext.optim.AdamW(model.parameters())
+        for step in range(3):
+            for micro in range(2):
+                with model.no_sync() if micro == 0 else contextlib.nullcontext():
+                    mean_square(model, rank_data((3, 1500), rank, step, micro)).backward()
+            kept = own_values(model[0].weight.grad)
+            values = kept.clone()
+            optimizer.step()
+            optimizer.zero_grad()
+            if takes:
+                free = lazily_free_bytes()
+                take_lazily_free_pages()
+                # A block of less than 4 MiB has no pages of its own.
+                assert world > 2 or lazily_free_bytes() <= free - 2**22
+            assert_bits(kept, values)
+        return values_of(model)
+
+    taken, untouched = train(takes=True), train(takes=False)
+    for name, values in taken.items():
+        assert_bits(values, untouched[name], name)
 
 
 def storage_references(tensors) -> list:
