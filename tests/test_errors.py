@@ -224,6 +224,53 @@ def test_model_that_is_sharded_already_is_refused():
         zero_ext.shard(model)
 
 
+def test_layers_that_are_sharded_before_their_model_are_refused():
+    model = MLP()
+    zero_ext.shard(model.layers[1])
+    with pytest.raises(ValueError, match=r"sharded already.*not its layers one by one \(units="):
+        zero_ext.shard(model)
+
+
+def test_an_optimizer_before_the_model_is_refused():
+    model = MLP()
+    optimizer = zero_ext.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match=r"sharded already.*make the optimizer after shard\(\)"):
+        zero_ext.shard(model)
+    del optimizer
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(TypeError, match="takes a module, not a generator"):
+        zero_ext.shard(MLP().parameters())
+
+
+def test_what_is_not_sharded_has_no_stats():
+    with pytest.raises(ValueError, match="this MLP is not sharded"):
+        zero_ext.stats(MLP())
+    with pytest.raises(TypeError, match="expected a sharded module or an optimizer of zero_ext"):
+        zero_ext.stats(torch.optim.SGD(MLP().parameters()))
+
+
+def test_processes_of_a_launcher_without_a_group_are_told(monkeypatch):
+    if dist.is_initialized():
+        pytest.skip("there is a group")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for make in (zero_ext.shard, lambda model: zero_ext.optim.AdamW(model.parameters())):
+        with pytest.warns(UserWarning, match="one of 2 processes.*Call .*init_process_group"):
+            make(MLP())
+
+
+@dist_test
+@at_least_two_ranks
+@pytest.mark.parametrize("names", [None, ("replicas", "shards")])
+def test_a_mesh_of_two_dimensions_is_refused(names, world):
+    mesh = DeviceMesh("cpu", torch.arange(world).view(1, -1), mesh_dim_names=names)
+    remedy = "mesh_dim_names=" if names is None else r"\('replicas', 'shards'\); pass the one"
+    with pytest.raises(ValueError, match=f"mesh has 2 dimensions.*{remedy}"):
+        zero_ext.shard(MLP(), mesh=mesh)
+
+
 def test_same_parameter_in_two_optimizers_is_refused():
     model = MLP()
     first = zero_ext.optim.AdamW(model.named_parameters())
@@ -1024,6 +1071,27 @@ def test_step_that_one_rank_makes_alone_times_out_with_a_message(rank):
         with pytest.raises(RuntimeError, match=r"\[rank 0\]: step\(\) waited for"):
             optimizer.step()
     gather_objects(rank)
+
+
+@dist_test
+@at_least_two_ranks
+@pytest.mark.parametrize("call", ["norm", "whole"])
+def test_a_collective_of_torchs_that_one_rank_makes_alone_says_who_waited(call, rank):
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    model = small_mlp()
+    optimizer = Way("shard", 2).optimizer(model, group)
+    backward(model, rank)
+    message = (
+        r"\[rank 0\]: .*(clip_grad_norm_|full_tensor).* waited for the other ranks.*every rank"
+    )
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=message):
+            if call == "norm":
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            else:
+                model.layers[0].weight.grad.full_tensor()
+    gather_objects(rank)
+    del optimizer
 
 
 @dist_test

@@ -353,6 +353,21 @@ class TestLearningRates:
         assert_same_training(sharded, alone, assert_near)
 
 
+@pytest.mark.dist
+def test_frozen_parameters_are_rank_0s_too(group, rank):
+    """Where no module is sharded: of the constructor, of groups that come later, of any dtype."""
+
+    def make(dtype=torch.float32):
+        return nn.Parameter(torch.full((7,), rank).to(dtype), requires_grad=False)
+
+    parameters = [nn.Parameter(torch.full((5,), float(rank))), make(), make(torch.int8)]
+    optimizer = zero_ext.optim.AdamW(parameters, process_group=group)
+    parameters += [make(), nn.Parameter(torch.full((3,), float(rank)))]
+    optimizer.add_param_group({"params": parameters[3:]})
+    for parameter in parameters:
+        assert not parameter.detach().any()
+
+
 class TestClosures:
     @pytest.mark.parametrize("make", [makers, wrapped_makers])
     def test_the_closures_loss_is_returned_and_its_gradients_stepped(self, team, make):

@@ -400,7 +400,9 @@ class TestMisuse:
     def test_a_loss_that_was_not_scaled_is_refused(self, team):
         model, optimizer, scaler = with_optimizer(team, init_scale=2.0**6)
         mean_square(model, train_batch(team.rank, 0, 0, F16)).backward()
-        with pytest.raises(RuntimeError, match="no loss was scaled since the last step"):
+        with pytest.raises(
+            RuntimeError, match="no loss was scaled by the optimizer's loss_scaler since"
+        ):
             optimizer.step()
         optimizer.zero_grad()
         scaler.scale(mean_square(model, train_batch(team.rank, 0, 0, F16))).backward()

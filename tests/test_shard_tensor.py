@@ -320,6 +320,17 @@ class TestOperations:
                 torch._foreach_add_([torch.ones(2), shard], [torch.ones(2), operand])
         assert_bits(shard.full_tensor(), torch.ones(7, 5))
 
+    @pytest.mark.parametrize("foreach", [False, True])
+    @pytest.mark.parametrize("shape", [(), (7,)])
+    def test_an_optimizer_of_torchs_is_refused(self, mesh, shape, foreach):
+        """A parameter without dimensions is no scalar operand: it would be written to."""
+        parameter = nn.Parameter(torch.ones(shape))
+        parameter.grad = shard_all([torch.ones(shape)], mesh)[0][0]
+        optimizer = torch.optim.SGD([parameter], lr=0.5, foreach=foreach)
+        with pytest.raises(RuntimeError, match=r"stepped by an optimizer of zero_ext\.optim"):
+            optimizer.step()
+        assert_bits(parameter.detach(), torch.ones(shape))
+
     @pytest.mark.parametrize(
         "operator", [isub, iadd, imul, itruediv, imod, ipow], ids=lambda each: each.__name__
     )
@@ -383,9 +394,7 @@ class TestObject:
 
     def test_pickling_is_refused_with_a_remedy(self, pair):
         for save in (pickle.dumps, lambda x: torch.save({"state": x}, io.BytesIO())):
-            with pytest.raises(
-                RuntimeError, match=r"Save with torch\.distributed\.checkpoint on all ranks"
-            ):
+            with pytest.raises(RuntimeError, match=r"save with zero_ext\.checkpoint\.save"):
                 save(pair[1][0].grad)
 
     def test_tracing_is_refused(self, pair):

@@ -111,6 +111,8 @@ def shard(
             "zero_ext: the module is wrapped in DistributedDataParallel, which reduces its "
             "gradients already. Shard the plain module instead (ddp.module, before wrapping)."
         )
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"zero_ext: shard() takes a module, not a {type(module).__name__}.")
     mp_policy = mp_policy or MixedPrecisionPolicy()
     offload_policy = check_policy(offload_policy)
     groups = resolve(None, mesh, module.parameters())

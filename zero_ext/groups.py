@@ -4,6 +4,7 @@ import contextlib
 import datetime
 import itertools
 import os
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -52,12 +53,16 @@ def resolve(
     device = next((p.device for p in parameters if not p.is_meta), None)
     if mesh is not None:
         if mesh.ndim != 1:
+            names = mesh.mesh_dim_names
+            known = "" if names is None else f" {names}"
+            how = "" if names is not None else " (names: init_device_mesh(..., mesh_dim_names=...))"
             raise ValueError(
-                f"zero_ext: mesh has {mesh.ndim} dimensions {mesh.mesh_dim_names}; pass the one to "
-                "shard over, mesh['name']."
+                f"zero_ext: mesh has {mesh.ndim} dimensions{known}; pass the one to shard over, "
+                f"mesh['name']{how}."
             )
         process_group = mesh.get_group()
     if not dist.is_available() or not dist.is_initialized():
+        _warn_of_forgotten_group()
         return Groups(None, None, 0, 1, device or _default_device(), (0,))
     parent = process_group or dist.group.WORLD
     device = device or _device_of(parent, mesh)
@@ -68,6 +73,18 @@ def resolve(
         mesh = DeviceMesh.from_group(parent, device.type)
     global_ranks = tuple(dist.get_process_group_ranks(parent))
     return Groups(parent, mesh, dist.get_rank(parent), world, device, global_ranks)
+
+
+def _warn_of_forgotten_group() -> None:
+    """A launcher's processes would train alone, each its own model."""
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if processes != "1" and "RANK" in os.environ:
+        warnings.warn(
+            f"zero_ext: this is one of {processes} processes (WORLD_SIZE), and there is no process "
+            "group: each trains a model of its own. Call "
+            "torch.distributed.init_process_group() before sharding.",
+            stacklevel=4,
+        )
 
 
 def _default_device() -> torch.device:
@@ -233,20 +250,30 @@ class CommGroups:
             torch._C._distributed_c10d._unregister_process_group(name)
 
 
+@contextlib.contextmanager
+def naming(where: str, what: str) -> Iterator[None]:
+    """What collectives inside raise says who waited for what.
+
+    Raises:
+        RuntimeError: whatever RuntimeError they raise, behind ``where`` and ``what``.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        cause = str(error).partition("\n")[0]
+        raise RuntimeError(
+            f"{where}{what} waited for the other ranks: {cause}. Call it on every rank."
+        ) from error
+
+
 def _of_all_ranks(value: Any, groups: Groups, what: str) -> list:
     """In rank order. NCCL carries objects through the current device, which need not be ours."""
     values: list = [None] * groups.world
     own = contextlib.nullcontext()
     if groups.device.type != "cpu" and groups.device.index is not None:
         own = torch.accelerator.device_index(groups.device.index)
-    try:
-        with own:
-            dist.all_gather_object(values, value, group=groups.parent)
-    except RuntimeError as error:
-        cause = str(error).partition("\n")[0]
-        raise RuntimeError(
-            f"{groups.where}{what} waited for the other ranks: {cause}. Call it on every rank."
-        ) from error
+    with naming(groups.where, what), own:
+        dist.all_gather_object(values, value, group=groups.parent)
     return values
 
 

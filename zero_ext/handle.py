@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
@@ -59,6 +59,27 @@ def find(parameter: Tensor) -> tuple["Handle", int] | None:
     entry = _registry.get(parameter)
     handle = entry[0]() if entry is not None else None
     return None if handle is None else (handle, entry[1])
+
+
+def handle_of(sharded) -> "Handle":
+    """Of a sharded module, or of one of its optimizers.
+
+    Raises:
+        ValueError, TypeError: ``sharded`` is neither.
+    """
+    if isinstance(sharded, nn.Module):
+        places = map(find, sharded.parameters())
+        handle = next((place[0] for place in places if place is not None), None)
+    else:
+        handle = getattr(sharded, "_handle", None)
+    if isinstance(handle, Handle):
+        return handle
+    if isinstance(sharded, nn.Module):
+        raise ValueError(f"zero_ext: this {type(sharded).__name__} is not sharded.")
+    raise TypeError(
+        f"zero_ext: expected a sharded module or an optimizer of zero_ext.optim, not "
+        f"{type(sharded).__name__}."
+    )
 
 
 def any_sharded(parameters: Iterable[Tensor]) -> bool:
@@ -518,6 +539,16 @@ def _check_one_device(groups: Groups, parameters: Iterable[tuple[str, Tensor]]) 
             )
 
 
+def _how_to_shard_once(parameter: Tensor) -> str:
+    handle, _ = find(parameter)
+    if handle.sharded_methods is None:
+        return "An optimizer of zero_ext.optim has done it: make the optimizer after shard()."
+    return (
+        "Shard a module once, not its layers one by one (units= says which are gathered together), "
+        "and give its parameters to one optimizer."
+    )
+
+
 def _check_parameters(
     groups: Groups, parameters: Sequence[tuple[str, Tensor]], meta_allowed: bool = False
 ) -> None:
@@ -538,10 +569,7 @@ def _check_parameters(
                 "cut. Leave it out (ignored_params)."
             )
         if find(parameter) is not None:
-            raise ValueError(
-                f"{where} is sharded already. Shard a module once, and give its parameters to one "
-                "optimizer."
-            )
+            raise ValueError(f"{where} is sharded already. {_how_to_shard_once(parameter)}")
         usable = parameter.is_meta if meta_allowed else False
         usable = usable or _C.has_kernels_on(parameter.device)
         if parameter.dtype not in _DTYPES or not usable:

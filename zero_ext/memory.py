@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from zero_ext.handle import _check_stage, check_sizes, stays_whole
+from zero_ext.handle import _check_stage, check_sizes, handle_of, stays_whole
 from zero_ext.units import (
     Block,
     Choice,
@@ -30,8 +30,13 @@ def stats(sharded) -> dict[str, int]:
         ``bytes_held`` and ``bytes_peak`` on this rank, ``bytes_<what>`` for what they are held,
         ``backwards``, ``reductions``, ``gathers``, ``steps``, ``units``; ``neighbors``: ranks of
         this host whose memory is read instead of sending messages; ``reduced_in_no_sync``:
-        backwards that stage 2 reduced although they ran inside ``no_sync``.
+        backwards that stage 2 reduced although they ran inside ``no_sync``; ``skipped_steps``, of
+        an optimizer.
+    Raises:
+        ValueError, TypeError: ``sharded`` is neither.
     """
+    if isinstance(sharded, nn.Module) or not hasattr(sharded, "stats"):
+        return handle_of(sharded).stats()
     return sharded.stats()
 
 

@@ -6,10 +6,9 @@ and keep their rules, and nothing is copied or moved.
 
 from collections.abc import Iterable
 
-from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from zero_ext.handle import Handle, find
+from zero_ext.handle import handle_of
 
 # As in ``stats()["bytes_<name>"]``; stage 3's shards, "full" while released, go with "full".
 STATES = ("full", "master", "grad", "optimizer_state")
@@ -51,7 +50,7 @@ def offload_states(sharded, include: Iterable[str] | None = None) -> None:
         torch.OutOfMemoryError: no host memory is left. What has been moved by then stays there,
             all of it counts as offloaded; ``reload_states`` brings it back.
     """
-    handle = _handle_of(sharded)
+    handle = handle_of(sharded)
     names = set(STATES if include is None else include)
     unknown = sorted(names.difference(STATES))
     if unknown:
@@ -70,20 +69,4 @@ def reload_states(sharded) -> None:
         torch.OutOfMemoryError: there is not enough device memory. All of it still counts as
             offloaded; free some and call this again.
     """
-    _handle_of(sharded).set_offloaded(frozenset())
-
-
-def _handle_of(sharded) -> Handle:
-    if isinstance(sharded, nn.Module):
-        places = map(find, sharded.parameters())
-        handle = next((place[0] for place in places if place is not None), None)
-    else:
-        handle = getattr(sharded, "_handle", None)
-    if isinstance(handle, Handle):
-        return handle
-    if isinstance(sharded, nn.Module):
-        raise ValueError(f"zero_ext: this {type(sharded).__name__} is not sharded.")
-    raise TypeError(
-        f"zero_ext: expected a sharded module or an optimizer of zero_ext.optim, not "
-        f"{type(sharded).__name__}."
-    )
+    handle_of(sharded).set_offloaded(frozenset())

@@ -39,7 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zero_ext import _C
-from zero_ext.groups import all_reduce_, on_wire
+from zero_ext.groups import all_reduce_, naming, on_wire
 
 aten = torch.ops.aten
 
@@ -107,7 +107,8 @@ class ShardTensor(DTensor):
         full[start:stop].copy_(self._local_tensor)
         wire = on_wire(full, group)
         # Broadcasts and not an all-gather: slices are uneven, most parameters have one holder.
-        _C.broadcast_parts(wire, self.bounds, group.group_name)
+        with _naming("full_tensor()", group):
+            _C.broadcast_parts(wire, self.bounds, group.group_name)
         if wire is not full:
             full.copy_(wire)
         return full.as_strided(self.shape, self.stride())
@@ -149,8 +150,9 @@ class ShardTensor(DTensor):
         # Many trainers let rank 0 alone pickle the optimizer: the other slices would be lost.
         raise RuntimeError(
             f"zero_ext: a ShardTensor of shape {tuple(self.shape)} cannot be pickled: this rank "
-            "holds only a slice. Save with torch.distributed.checkpoint on all ranks, or pickle "
-            "shard.full_tensor(), called on all ranks."
+            "holds only a slice. On all ranks, save with zero_ext.checkpoint.save(path, model, "
+            "optimizer), or torch.save what state_dict() gives inside "
+            "model.summon_full_params(writeback=False), or pickle shard.full_tensor()."
         )
 
     def data_ptr(self) -> int:
@@ -319,13 +321,18 @@ def _call_on_slices(func, args, kwargs):
 
 
 def _find_shards(func, operands: Sequence) -> list[ShardTensor]:
-    """The ShardTensors of ``operands``; all must be cut alike and other tensors be scalars."""
+    """The ShardTensors of ``operands``; all must be cut alike and other tensors be scalars, which
+    are only read."""
     shards = [operand for operand in operands if isinstance(operand, ShardTensor)]
+    target = func._schema.arguments[0].alias_info
+    written = operands[0] if target is not None and target.is_write else None
     for operand in operands if shards else ():
         if isinstance(operand, ShardTensor):
             fits = operand.shape == shards[0].shape and operand.bounds == shards[0].bounds
+        elif isinstance(operand, Tensor):
+            fits = operand.dim() == 0 and operand is not written
         else:
-            fits = not isinstance(operand, Tensor) or operand.dim() == 0
+            fits = True
         if not fits:
             # No TypeError: torch's operators catch it, and `p -= lr * p.grad` would go on as
             # `p = p - …`, which leaves the parameter as it was.
@@ -410,6 +417,11 @@ def _foreach_copy_(func, destinations, sources, non_blocking=False):
             destination.copy_(source, non_blocking)
 
 
+def _naming(what: str, group: dist.ProcessGroup):
+    """Backends say neither who waited nor for what."""
+    return naming(f"zero_ext [rank {dist.get_rank()}]: ", what)
+
+
 def _groups_of(tensors: Sequence[Tensor]) -> dict[dist.ProcessGroup, list[int]]:
     """Which of ``tensors`` are sharded over which group, in an order that is equal on all ranks."""
     meshes, groups = {}, {}
@@ -445,7 +457,8 @@ def _foreach_norm(func, tensors, order=2, dtype=None):
         power = 1 if order in (0, inf, -inf) else order
         op = {inf: dist.ReduceOp.MAX, -inf: dist.ReduceOp.MIN}.get(order, dist.ReduceOp.SUM)
         part = torch.stack([norms[i] for i in members]) ** power
-        all_reduce_(part, group, op)
+        with _naming("the norm of sharded tensors (clip_grad_norm_)", group):
+            all_reduce_(part, group, op)
         put(members, part ** (1 / power))
     return [n.to(dtype or t.dtype) for n, t in zip(norms, tensors, strict=True)]
 
@@ -462,7 +475,9 @@ def _reduce_with(op: dist.ReduceOp):
     def handle(func, shard, **kwargs):
         result = func(shard._local_tensor, **kwargs)
         number = result.to(torch.uint8) if result.dtype == torch.bool else result
-        all_reduce_(number, shard.device_mesh.get_group(), op)
+        group = shard.device_mesh.get_group()
+        with _naming(f"{func} of a sharded tensor", group):
+            all_reduce_(number, group, op)
         return number.to(result.dtype)
 
     return handle
@@ -473,7 +488,8 @@ def _unscale_(func, grads, found_inf, inv_scale):
         torch.accelerator.synchronize()
     func(_to_local(grads), found_inf, inv_scale)
     for group in _groups_of(grads):
-        all_reduce_(found_inf, group, dist.ReduceOp.MAX)
+        with _naming("unscale_() of sharded gradients", group):
+            all_reduce_(found_inf, group, dist.ReduceOp.MAX)
 
 
 _HANDLERS = {

@@ -121,6 +121,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 offload_policy=check_policy(offload_policy),
                 whole=whole,
             )
+            self._equalise_frozen([*named, *whole])
         self.loss_scaler = loss_scaler
         try:
             check_same_on_all_ranks(
@@ -148,6 +149,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._remember_groups()
 
     # Binding parameters to the engine
+
+    def _equalise_frozen(self, named: list[tuple[str, Tensor]]) -> None:
+        """The trained ones are equal when they have been sharded. Collective."""
+        self._handle.broadcast([p for _, p in named if not p.requires_grad])
 
     def _named_parameters(
         self, first_group: int = 0
@@ -303,6 +308,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._check_states([group])
             if plain:
                 self._handle.check_and_add(plain)
+                self._equalise_frozen(plain)
             self._assign(len(self.param_groups) - 1)
         except BaseException:
             self.param_groups.pop()
@@ -428,9 +434,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if scaler is None or scaler._losses_scaled or backwards == self._backwards_seen:
             return
         raise RuntimeError(
-            f"{self._handle.groups.where}no loss was scaled since the last step, "
-            f"so that its gradients are {scaler.get_scale():g} times too small. Call "
-            "scaler.scale(loss).backward() in place of loss.backward()."
+            f"{self._handle.groups.where}no loss was scaled by the optimizer's loss_scaler since "
+            f"the last step: its gradients are {scaler.get_scale():g} times too small. Call "
+            "optimizer.scale(loss).backward() in place of loss.backward(), or make the optimizer "
+            "without loss_scaler where torch's GradScaler scales."
         )
 
     def __reduce_ex__(self, protocol):
