@@ -325,6 +325,7 @@ void bind_engine(py::module_& m) {
       .def("pop_no_sync", &Engine::pop_no_sync, NoGil())
       .def("set_accumulation_steps", &Engine::set_accumulation_steps, NoGil())
       .def_property_readonly("divide_factor", &Engine::divide_factor)
+      .def_property_readonly("gradient_divisor", &Engine::gradient_divisor)
       .def("set_divide_factor", &Engine::set_divide_factor, NoGil())
       .def("set_offloaded", &Engine::set_offloaded, NoGil())
       .def("offloaded", &Engine::offloaded, NoGil())

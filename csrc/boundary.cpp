@@ -18,10 +18,8 @@ bool Boundary::reached() const {
 }
 
 GradientScales Boundary::scales(bool local) const {
-  const double divide =
-      options_.divide_factor > 0 ? options_.divide_factor : static_cast<double>(options_.world);
   const auto reduce =
-      static_cast<float>(1.0 / (divide * (local ? local_loss_scale_ : loss_scale_)));
+      static_cast<float>(1.0 / (divide() * (local ? local_loss_scale_ : loss_scale_)));
   return {.accumulate = local ? static_cast<float>(local_loss_scale_ / loss_scale_) : reduce,
           .reduce = reduce};
 }

@@ -43,6 +43,8 @@ class Boundary {
   double divide_factor() const { return options_.divide_factor; }
   void set_divide_factor(double factor) { options_.divide_factor = factor; }
   void set_loss_scale(double scale);
+  // What the sum over the ranks of a scaled loss's gradients is divided by.
+  double divisor() const { return divide() * loss_scale_; }
 
   // The coming backward is the last one before a step, and whether it reduces.
   bool reached() const;
@@ -65,6 +67,10 @@ class Boundary {
 
  private:
   void set_local_next(bool next);
+  double divide() const {
+    return options_.divide_factor > 0 ? options_.divide_factor
+                                      : static_cast<double>(options_.world);
+  }
 
   Options options_;
   int64_t no_sync_depth_ = 0;

@@ -111,6 +111,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   // What losses are multiplied by from now on; every rank calls it alike. See Note [Loss scale] in
   // boundary.h.
   void set_loss_scale(double scale);
+  double gradient_divisor() const { return boundary_.divisor(); }
 
   // States in words that are out of reach: backward and step refuse until there are none.
   // On a device they move to the host, and back when they are in the words no more.

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import warnings
+from datetime import timedelta
 
 import pytest
 import torch
@@ -432,6 +433,22 @@ def test_what_is_saved_meanwhile_is_what_there_was(anywhere, rank, path, stage):
             assert_bits(a, e, name)
 
 
+@pytest.mark.dist
+@pytest.mark.world(min=3)
+def test_some_ranks_save_meanwhile_whatever_groups_each_is_in(rank, world, shared_path):
+    """torch names a group that only its members make by how many groups they know."""
+    path = shared_path / "checkpoint"
+    dist.new_group([0, world - 1])
+    some = dist.new_group(list(range(world - 1)))
+    if rank < world - 1:
+        mesh = DeviceMesh.from_group(some, "cpu")
+        run = made(mesh, 2, MLP(13))
+        checkpoint.save(path, *run, async_=True).result()
+        again = made(mesh, 2, changed(MLP(13)))
+        checkpoint.load(path, *again)
+        assert_equal(again, run)
+
+
 # Errors
 
 
@@ -498,9 +515,16 @@ def test_a_save_that_fails_on_one_rank_leaves_the_old_one(
 
 @pytest.mark.dist
 @pytest.mark.world(min=2)
-def test_a_folder_that_the_ranks_do_not_share_is_found_out(mesh, rank, shared_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_files, "_VISIBLE_WITHIN_S", 0.3)
-    model, _ = made(mesh, 2, MLP(13))
+@pytest.mark.parametrize("patience", ["of a file system", "of the other ranks"])
+def test_a_folder_that_the_ranks_do_not_share_is_found_out(
+    rank, shared_path, monkeypatch, patience
+):
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    if patience == "of a file system":
+        monkeypatch.setattr(checkpoint_files, "_VISIBLE_WITHIN_S", 0.3)
+    else:  # they would not hear of it, if it took longer than they wait
+        group = dist.new_group(timeout=timedelta(seconds=3))
+    model, _ = made(DeviceMesh.from_group(group, "cpu"), 2, MLP(13))
     path = shared_path / f"host {rank}" / "checkpoint"
     with pytest.raises(RuntimeError, match="Save to a folder that all ranks share"):
         checkpoint.save(path, model)

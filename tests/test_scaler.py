@@ -1,6 +1,7 @@
 """``LossScaler``: its schedule, and what it makes of gradients, steps and overflows."""
 
 import contextlib
+import copy
 import itertools
 import random
 import re
@@ -394,6 +395,50 @@ class TestOverflow:
         before = model.layers[0].weight.detach().clone()
         assert optimizer.step(closure) > 0
         assert not torch.equal(before, model.layers[0].weight)
+
+
+class TestChanges:
+    @pytest.mark.parametrize("way", ["optimizer", "members"])
+    def test_the_first_gradient_of_a_thawed_parameter_is_unscaled_too(self, team, way):
+        """Of an optimizer alone, and of a sharded list whose own forward is never called."""
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(3, 2)])
+        plain = copy.deepcopy(model)
+        weight = model[0].weight.requires_grad_(False)
+        scaler, divisor = zero_ext.LossScaler("static", init_scale=2.0**10), team.world
+        sharding = {"process_group": team.group}
+        if way == "members":
+            mesh = None if team.group is None else DeviceMesh.from_group(team.group, "cpu")
+            zero_ext.shard(model, 2, mesh=mesh).set_gradient_divide_factor(3.0)
+            sharding, divisor = {}, 3.0
+        optimizer = zero_ext.optim.SGD(model.parameters(), lr=1.0, loss_scaler=scaler, **sharding)
+        weight.requires_grad_(True)
+        scaler.scale(mean_square(model[0], rank_data((4, 3), team.rank))).backward()
+        optimizer.step()
+        for rank in range(team.world):
+            mean_square(plain[0], rank_data((4, 3), rank)).backward()
+        expected = plain[0].weight.detach() - plain[0].weight.grad / divisor
+        torch.testing.assert_close(weight.detach(), expected)
+
+    def test_an_optimizer_that_retires_takes_its_scale_along(self, team):
+        model, first, scaler = with_optimizer(team, dtype=F32, init_scale=2.0**10)
+        unscaled, _ = with_optimizer(team, dtype=F32, init_scale=1.0)[:2]
+        batch = train_batch(team.rank, 0, 0, F32)
+
+        def gradients(model, loss_of=lambda loss: loss):
+            loss_of(mean_square(model, batch)).backward()
+            return [full(p.grad) for p in model.parameters()]
+
+        expected = gradients(unscaled)
+        first.retire()
+        second = zero_ext.optim.SGD(model.parameters(), lr=1.0)
+        for actual, gradient in zip(gradients(model), expected, strict=True):
+            assert_bits(actual, gradient)
+        second.retire()
+        third = zero_ext.optim.SGD(model.parameters(), lr=1.0, loss_scaler=scaler)
+        third.zero_grad()
+        for actual, gradient in zip(gradients(model, scaler.scale), expected, strict=True):
+            assert_bits(actual, gradient)
 
 
 class TestMisuse:

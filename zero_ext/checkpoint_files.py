@@ -16,11 +16,12 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-from zero_ext.groups import Groups, all_or_none, timeout_of
+from zero_ext.groups import Groups, all_or_none, of_all_ranks, timeout_of
 from zero_ext.shard_tensor import ShardTensor, wrap
 
 _VISIBLE_WITHIN_S = 60.0  # file systems of a network tell late what another host has made
@@ -61,7 +62,7 @@ def write(path: Path, state: dict[str, Any], groups: Groups) -> None:
                 no_dist=groups.world == 1,
             )
         with all_or_none(groups, what):
-            _check_that_it_is_shared(incomplete)
+            _check_that_it_is_shared(incomplete, groups)
         with all_or_none(groups, what):
             if groups.rank == 0:
                 _replace(path, incomplete)
@@ -71,9 +72,12 @@ def write(path: Path, state: dict[str, Any], groups: Groups) -> None:
         raise
 
 
-def _check_that_it_is_shared(incomplete: Path) -> None:
+def _check_that_it_is_shared(incomplete: Path, groups: Groups) -> None:
     """Each host would else keep its own part, and only rank 0's would be named."""
-    deadline = time.monotonic() + _VISIBLE_WITHIN_S
+    patience_s = _VISIBLE_WITHIN_S
+    if groups.world > 1:  # the others wait meanwhile
+        patience_s = min(patience_s, timeout_of(groups).total_seconds() / 2)
+    deadline = time.monotonic() + patience_s
     while not (incomplete / ".metadata").exists():
         if time.monotonic() > deadline:
             raise RuntimeError(
@@ -214,12 +218,18 @@ def _apart(groups: Groups) -> Groups:
     if groups.world == 1:
         return groups._replace(parent=None, mesh=None)
     ranks = dist.get_process_group_ranks(groups.parent)
-    own = dist.new_group(
-        ranks,
-        timeout_of(groups),
-        backend="gloo",
-        # Such a group's name comes from its ranks, and may be that of one whose addresses the store
-        # still holds: only where not all ranks are here.
-        use_local_synchronization=len(ranks) < dist.get_world_size(),
-    )
+    # A group of some ranks, which the others do not make, is called after these and the number of
+    # groups that each is in, and may have the name of one whose addresses the store still holds:
+    # only where not all ranks are here.
+    some = len(ranks) < dist.get_world_size()
+    if some:
+        _be_in_equally_many_groups(groups)
+    own = dist.new_group(ranks, timeout_of(groups), "gloo", use_local_synchronization=some)
     return groups._replace(parent=own, mesh=None)
+
+
+def _be_in_equally_many_groups(groups: Groups) -> None:
+    count = len(distributed_c10d._world.pg_names)
+    most = max(of_all_ranks(count, groups, "save(async_=True)"))
+    for _ in range(count, most):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)

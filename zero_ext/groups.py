@@ -266,10 +266,11 @@ def naming(where: str, what: str) -> Iterator[None]:
         ) from error
 
 
-def _of_all_ranks(value: Any, groups: Groups, what: str) -> list:
-    """In rank order. NCCL carries objects through the current device, which need not be ours."""
+def of_all_ranks(value: Any, groups: Groups, what: str) -> list:
+    """In rank order. Collective."""
     values: list = [None] * groups.world
     own = contextlib.nullcontext()
+    # NCCL carries objects through the current device, which need not be ours.
     if groups.device.type != "cpu" and groups.device.index is not None:
         own = torch.accelerator.device_index(groups.device.index)
     with naming(groups.where, what), own:
@@ -291,9 +292,9 @@ def check_same_on_all_ranks(
     if groups.world == 1:
         return
     comparing = f"comparing {what}"
-    if len(set(_of_all_ranks(hash_of(description), groups, comparing))) == 1:
+    if len(set(of_all_ranks(hash_of(description), groups, comparing))) == 1:
         return
-    everyone = _of_all_ranks(description, groups, comparing)
+    everyone = of_all_ranks(description, groups, comparing)
     other = next(r for r in range(groups.world) if everyone[r] != everyone[0])
     pairs = itertools.zip_longest(everyone[0], everyone[other], fillvalue="nothing")
     number, (first, second) = next((n, p) for n, p in enumerate(pairs) if p[0] != p[1])
@@ -319,7 +320,7 @@ def all_or_none(groups: Groups, what: str) -> Iterator[None]:
         failure = error
     failures: list = [None if failure is None else f"{type(failure).__name__}: {failure}"]
     if groups.world > 1:
-        failures = _of_all_ranks(failures[0], groups, what)
+        failures = of_all_ranks(failures[0], groups, what)
     if failure is not None:
         raise failure
     for rank, text in enumerate(failures):

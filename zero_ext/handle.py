@@ -394,7 +394,7 @@ class Handle:
     def adopt_thawed(self) -> list[int]:
         """Shard parameters that were frozen before and require a gradient now. Collective.
 
-        A gradient that autograd has left in their ``.grad`` meanwhile is averaged over the ranks.
+        A gradient that autograd has left in their ``.grad`` becomes what a reduction makes of it.
 
         Raises:
             TypeError: one of them ``stays_whole``.
@@ -427,8 +427,9 @@ class Handle:
                     self.engine.write_gradient(i, total)
 
     def _average(self, i: int, gradient: Tensor | None) -> Tensor | None:
+        """What a reduction makes of each rank's ``gradient``."""
         if self.groups.world == 1:
-            return gradient
+            return None if gradient is None else gradient.float() / self.engine.gradient_divisor
         device = self.groups.device
         holders = torch.tensor(0.0 if gradient is None else 1.0, dtype=torch.float32, device=device)
         shape = self.parameters[i]().shape
@@ -444,7 +445,7 @@ class Handle:
                 "when it came in and requires a gradient now. To shard it this rank waited for the "
                 f"others, which must change requires_grad in the same places: {error}"
             ) from error
-        return total / self.groups.world if holders else None
+        return total / self.engine.gradient_divisor if holders else None
 
     def set_offloaded(self, states: Iterable[str]) -> None:
         """See ``zero_ext.offload_states``."""

@@ -249,6 +249,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state.clear()
         if self.loss_scaler is not None:
             self.loss_scaler._detach(self)
+        if self._handle.scaled_by is not None and self._handle.scaled_by() is self:
+            self._handle.scaled_by = None
+            self._handle.engine.set_loss_scale(1.0)
 
     def retire(self) -> None:
         """Give up all parameters, to another optimizer that takes this one's place, and the state.
