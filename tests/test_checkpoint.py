@@ -519,11 +519,12 @@ def test_a_save_that_fails_on_one_rank_leaves_the_old_one(
 def test_a_folder_that_the_ranks_do_not_share_is_found_out(
     rank, shared_path, monkeypatch, patience
 ):
-    group = dist.new_group(timeout=timedelta(seconds=60))
+    timeout_s = 60
     if patience == "of a file system":
         monkeypatch.setattr(checkpoint_files, "_VISIBLE_WITHIN_S", 0.3)
     else:  # they would not hear of it, if it took longer than they wait
-        group = dist.new_group(timeout=timedelta(seconds=3))
+        timeout_s = 3
+    group = dist.new_group(timeout=timedelta(seconds=timeout_s))
     model, _ = made(DeviceMesh.from_group(group, "cpu"), 2, MLP(13))
     path = shared_path / f"host {rank}" / "checkpoint"
     with pytest.raises(RuntimeError, match="Save to a folder that all ranks share"):

@@ -569,6 +569,16 @@ def test_a_forward_that_was_interrupted_is_over(then, mesh, rank, world):
 # Errors of one rank, of which the others hear (Note [Rounds] in csrc/cross_memory.h)
 
 
+def assert_stepped_once(model, batches, world) -> None:
+    """By SGD with a rate of 0.5, from ``MLP``'s first values."""
+    __tracebackhide__ = True
+    gradients = reference_gradients(MLP, batches, world, 1 / world)
+    for name, before in MLP().named_parameters():
+        expected = before.detach() - 0.5 * gradients[name]
+        actual = zero_ext.full_tensor(model.get_parameter(name))
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
 def shard_among_neighbors(stage: int, mesh, bucket_mb: float = 1e-4) -> nn.Module:
     model = zero_ext.shard(MLP(), stage, mesh=mesh, bucket_mb=bucket_mb)
     if model.stats()["neighbors"] < mesh.size() - 1:
@@ -728,11 +738,7 @@ def test_a_step_that_some_ranks_gave_up_waiting_for_can_be_repeated(
                 optimizer.step()
         gather_objects(rank)
     optimizer.step()
-    gradients = reference_gradients(MLP, batches, world, 1 / world)
-    for name, before in MLP().named_parameters():
-        expected = before.detach() - 0.5 * gradients[name]
-        actual = zero_ext.full_tensor(model.get_parameter(name))
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, msg=name)
+    assert_stepped_once(model, batches, world)
 
 
 @pytest.mark.dist
@@ -757,11 +763,7 @@ def test_a_rank_that_was_stopped_past_its_timeout_takes_what_has_come_meanwhile(
     optimizer.step()
     if rank == world - 1:
         stopping.wait()
-    gradients = reference_gradients(MLP, batches, world, 1 / world)
-    for name, before in MLP().named_parameters():
-        expected = before.detach() - 0.5 * gradients[name]
-        actual = zero_ext.full_tensor(model.get_parameter(name))
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, msg=name)
+    assert_stepped_once(model, batches, world)
 
 
 @pytest.mark.dist

@@ -121,9 +121,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 offload_policy=check_policy(offload_policy),
                 whole=whole,
             )
-            self._equalise_frozen([*named, *whole])
         self.loss_scaler = loss_scaler
         try:
+            if not any(found):
+                self._equalise_frozen([*named, *whole])
             check_same_on_all_ranks(
                 self._handle.groups,
                 self._description(),
