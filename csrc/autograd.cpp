@@ -1,14 +1,18 @@
 #include "autograd.h"
 
 #include <ATen/SequenceNumber.h>
+#include <c10/core/Stream.h>
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <functional>
+#include <type_traits>
 #include <typeinfo>
 #include <utility>
 
@@ -115,6 +119,17 @@ class OnEntry : public torch::autograd::FunctionPreHook {
   std::function<void()> action_;
 };
 
+// torch's own pointer is a shared_ptr or an intrusive_ptr, by its version.
+template <typename Pointer>
+NodePtr shared(Pointer node) {
+  if constexpr (std::is_same_v<Pointer, NodePtr>) {
+    return node;
+  } else {
+    Node* bare = node.get();
+    return {bare, [owner = std::move(node)](Node*) {}};
+  }
+}
+
 }  // namespace
 
 NodePtr hook_parameter(const at::Tensor& parameter, int64_t i,
@@ -123,11 +138,21 @@ NodePtr hook_parameter(const at::Tensor& parameter, int64_t i,
   // is thawed for good.
   const bool requires_grad = parameter.requires_grad();
   if (!requires_grad) parameter.set_requires_grad(true);
-  NodePtr node = torch::autograd::impl::grad_accumulator(parameter);
+  NodePtr node = shared(torch::autograd::impl::grad_accumulator(parameter));
   if (!requires_grad) parameter.set_requires_grad(false);
   node->add_pre_hook(std::make_unique<BeforeGradient>(listener, i));
   node->add_post_hook(std::make_unique<AfterGradient>(listener, i));
   return node;
+}
+
+bool is_node_of(const NodePtr& node, const at::Tensor& parameter) {
+  return torch::autograd::impl::try_get_grad_accumulator(parameter).get() == node.get();
+}
+
+void move_to_stream(const NodePtr& node, const at::Tensor& parameter, const c10::Stream& stream) {
+  if (node->input_metadata(0).stream() == stream) return;
+  node->clear_input_metadata();
+  node->add_input_metadata(parameter);
 }
 
 bool will_run(const NodePtr& node) {
@@ -153,25 +178,25 @@ void Call::end() { end_ = at::sequence_number::peek(); }
 
 void Call::watch_input(const at::Tensor& input) {
   if (!input.requires_grad()) return;
-  watch_input_node(input.grad_fn());
-  if (input.is_view()) watch_input_node(input._base().grad_fn());
+  watch_input_node(input.grad_fn().get());
+  if (input.is_view()) watch_input_node(input._base().grad_fn().get());
 }
 
-void Call::watch_input_node(const NodePtr& node) {
-  if (node == nullptr || !inputs_.insert(node.get()).second) return;
+void Call::watch_input_node(Node* node) {
+  if (node == nullptr || !inputs_.insert(node).second) return;
   WhenReached::on(*node).add(weak_from_this());
 }
 
 void Call::watch_output(const at::Tensor& output) {
   if (!output.requires_grad()) return;
-  watch_output_node(output.grad_fn());
+  watch_output_node(output.grad_fn().get());
   if (!output.is_view()) return;
-  const NodePtr node = output._base().grad_fn();
-  if (node != nullptr && node->sequence_nr() >= begin_) watch_output_node(node);
+  const auto node = output._base().grad_fn();
+  if (node != nullptr && node->sequence_nr() >= begin_) watch_output_node(node.get());
 }
 
-void Call::watch_output_node(const NodePtr& node) {
-  if (node == nullptr || inputs_.count(node.get()) > 0) return;
+void Call::watch_output_node(Node* node) {
+  if (node == nullptr || inputs_.count(node) > 0) return;
   node->add_pre_hook(std::make_unique<OnEachEntry>([call = shared_from_this()] { call->enter(); }));
 }
 
@@ -184,7 +209,7 @@ void Call::input_reached() {
 }
 
 bool reduced_by_ddp(const at::Tensor& parameter) {
-  const NodePtr node = torch::autograd::impl::try_get_grad_accumulator(parameter);
+  const auto node = torch::autograd::impl::try_get_grad_accumulator(parameter);
   if (node == nullptr) return false;
   const auto& hooks = node->post_hooks();
   return std::any_of(hooks.begin(), hooks.end(), [](const auto& hook) {

@@ -18,8 +18,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -34,9 +32,9 @@
 
 namespace zero_ext {
 
-// std::shared_ptr<Node> or c10::intrusive_ptr<Node>, by the version of torch.
-using NodePtr =
-    decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+// Keeps the node alive, whichever pointer this version of torch has for it. Node is only declared
+// here: autograd's headers take longer to compile than most of our files.
+using NodePtr = std::shared_ptr<torch::autograd::Node>;
 
 class Call;
 
@@ -86,8 +84,8 @@ class Call : public std::enable_shared_from_this<Call> {
   void input_reached();  // by a backward
 
  private:
-  void watch_input_node(const NodePtr& node);
-  void watch_output_node(const NodePtr& node);
+  void watch_input_node(torch::autograd::Node* node);
+  void watch_output_node(torch::autograd::Node* node);
   void enter();
 
   std::weak_ptr<BackwardListener> listener_;
@@ -108,8 +106,16 @@ int current_task();
 [[nodiscard]] NodePtr hook_parameter(const at::Tensor& parameter, int64_t i,
                                      const std::weak_ptr<BackwardListener>& listener);
 
+// Autograd still has `node` for the parameter: it puts another in its place when dtype or device
+// change.
+bool is_node_of(const NodePtr& node, const at::Tensor& parameter);
+
 // The graph task that is running now will execute `node`.
 bool will_run(const NodePtr& node);
+
+// On a device, between backwards: the parameter's `node` belongs to `stream` from now on, as one
+// that a forward makes there.
+void move_to_stream(const NodePtr& node, const at::Tensor& parameter, const c10::Stream& stream);
 
 // DistributedDataParallel's reducer has its hook on the parameter.
 bool reduced_by_ddp(const at::Tensor& parameter);

@@ -10,6 +10,8 @@
 #include <exception>
 #include <thread>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 
 #include "check.h"
@@ -42,6 +44,16 @@ constexpr int64_t kFarewellTag = 0x3fffffff;
 int tag_of(int64_t tag) { return static_cast<int>(tag & 0x3fffffff); }
 
 }  // namespace
+
+Pending::Pending() = default;
+Pending::~Pending() = default;
+Pending::Pending(Pending&& other) noexcept = default;
+Pending& Pending::operator=(Pending&& other) noexcept = default;
+
+Offer::Offer(c10::intrusive_ptr<c10d::Work> message) : message_(std::move(message)) {}
+Offer::~Offer() = default;
+Offer::Offer(Offer&& other) noexcept = default;
+Offer& Offer::operator=(Offer&& other) noexcept = default;
 
 void Pending::wait(const std::function<std::string()>& what) {
   // First for what comes: who waits for it hears of errors. Even after an error the other parts are
@@ -77,16 +89,20 @@ void Pending::abandon() noexcept {
   parts_.clear();
 }
 
-void Pending::wait_if_possible(std::chrono::milliseconds timeout) noexcept {
+void Pending::wait_if_possible() noexcept {
   for (const Part& part : parts_) {
     try {
-      if (part.work != nullptr) part.work->wait(timeout);
+      if (part.work != nullptr) part.work->wait();
     } catch (const std::exception&) {
       // This peer has gone without a word; others may still be there.
     }
   }
   parts_.clear();
 }
+
+Comm::Comm(std::vector<int64_t> global_ranks) : global_ranks_(std::move(global_ranks)) {}
+Comm::~Comm() = default;
+Comm::Comm(const Comm& other) = default;
 
 Comm::Comm(const std::string& reduce_group, const std::string& gather_group, c10::Device device,
            std::vector<int64_t> global_ranks)
@@ -268,9 +284,13 @@ void Comm::gather(const at::Tensor& full, int64_t tag, Pending& pending) {
   }
 }
 
-Comm::Offer Comm::offer_lastingly(const at::Tensor& tensor, int64_t to, int64_t tag) {
+Offer Comm::offer(const at::Tensor& tensor, int64_t to, int64_t tag) {
+  return Offer(send(tensor, to, {Kind::gather, tag}));
+}
+
+Offer Comm::offer_lastingly(const at::Tensor& tensor, int64_t to, int64_t tag) {
   check_process();
-  return neighbors_->post(tensor, to, {Kind::gather, tag});
+  return Offer(neighbors_->post(tensor, to, {Kind::gather, tag}));
 }
 
 void Comm::receive(const at::Tensor& into, int64_t from, const Label& label, Pending& pending) {
@@ -284,7 +304,8 @@ void Comm::say_farewell(Pending& pending) {
     const at::Tensor theirs = at::empty({1}, at::TensorOptions().dtype(at::kByte));
     const at::Tensor mine = at::zeros({1}, at::TensorOptions().dtype(at::kByte));
     receive(theirs, peer, kFarewellTag, pending);
-    add(pending, {offer(mine, peer, kFarewellTag), mine, peer, /*sending=*/true, {}});
+    add(pending,
+        {send(mine, peer, {Kind::gather, kFarewellTag}), mine, peer, /*sending=*/true, {}});
   }
   if (neighbors_ != nullptr) neighbors_->leave();
 }

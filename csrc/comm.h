@@ -11,18 +11,25 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
 #include <unistd.h>
 
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <utility>
 #include <vector>
 
 #include "collective_watch.h"
 #include "cross_memory.h"
+
+// Only declared here: c10d's headers take longer to compile than most of our files.
+namespace c10d {
+class ProcessGroup;
+class Work;
+}  // namespace c10d
 
 namespace zero_ext {
 
@@ -30,7 +37,10 @@ namespace zero_ext {
 // waited for: the allocator cannot hand them out again before.
 class Pending {
  public:
-  Pending() = default;
+  Pending();
+  ~Pending();
+  Pending(Pending&& other) noexcept;
+  Pending& operator=(Pending&& other) noexcept;
 
   // Waits for all parts. An error (a timeout, a dead peer) is raised again behind `what`, which
   // says who waited for what.
@@ -38,8 +48,8 @@ class Pending {
   // Gives up what has not come or gone. Only where no rank wants it any more: all of them have sent
   // something later.
   void abandon() noexcept;
-  // As wait(), for at most `timeout`; an error is no error then.
-  void wait_if_possible(std::chrono::milliseconds timeout) noexcept;
+  // As wait(); an error is no error then.
+  void wait_if_possible() noexcept;
 
  private:
   friend class Comm;
@@ -55,17 +65,31 @@ class Pending {
   std::shared_ptr<CollectiveWatch> watch_;  // where the host does not wait
 };
 
+// A message that waits for its receiver, see Comm::offer.
+class Offer {
+ public:
+  explicit Offer(c10::intrusive_ptr<c10d::Work> message);
+  ~Offer();
+  Offer(Offer&& other) noexcept;
+  Offer& operator=(Offer&& other) noexcept;
+
+ private:
+  c10::intrusive_ptr<c10d::Work> message_;
+};
+
 class Comm {
  public:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
   // One rank alone; every collective is the identity. `global_ranks`: what messages call the ranks;
   // empty: as the group counts them.
-  explicit Comm(std::vector<int64_t> global_ranks = {}) : global_ranks_(std::move(global_ranks)) {}
+  explicit Comm(std::vector<int64_t> global_ranks = {});
   // The names are those of torch.distributed (`group.group_name`). `device`: of the tensors. Where
   // the groups have no backend for it, its tensors travel through host memory.
   Comm(const std::string& reduce_group, const std::string& gather_group, c10::Device device,
        std::vector<int64_t> global_ranks = {});
+  ~Comm();
+  Comm(const Comm& other);
 
   // Collective. From now on messages of the host, where `allowed` on both ranks and possible, are
   // read straight from the sender's memory; `timeout` is for those.
@@ -118,10 +142,7 @@ class Comm {
   // bytes are read when it is taken. Messages of one tag are taken in the order of the offers.
   // Among neighbors alone an offer may be lasting: it is received as often as anybody likes, with
   // the bytes that it then has.
-  using Offer = c10::intrusive_ptr<c10d::Work>;
-  Offer offer(const at::Tensor& tensor, int64_t to, int64_t tag) {
-    return send(tensor, to, {Kind::gather, tag});
-  }
+  Offer offer(const at::Tensor& tensor, int64_t to, int64_t tag);
   Offer offer_lastingly(const at::Tensor& tensor, int64_t to, int64_t tag);
   void receive(const at::Tensor& into, int64_t from, int64_t tag, Pending& pending) {
     receive(into, from, {Kind::gather, tag}, pending);

@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 
 #if defined(__linux__)

@@ -35,12 +35,16 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <torch/csrc/distributed/c10d/Work.hpp>
+
+namespace c10d {
+class Work;
+}
 
 namespace zero_ext {
 

@@ -31,8 +31,8 @@ Waiting& waiting() {
 
 }  // namespace
 
-void bid_farewell(Comm comm, Gatherer::Legacy legacy) {
-  std::list<std::shared_ptr<const Comm>> mine{std::make_shared<const Comm>(std::move(comm))};
+void bid_farewell(const Comm& comm, Gatherer::Legacy legacy) {
+  std::list<std::shared_ptr<const Comm>> mine{std::make_shared<const Comm>(comm)};
   const auto place = mine.begin();
   {
     const std::lock_guard lock(waiting().mutex);
@@ -40,7 +40,7 @@ void bid_farewell(Comm comm, Gatherer::Legacy legacy) {
     ++waiting().open;
   }
   std::thread([place, legacy = std::move(legacy)]() mutable {
-    legacy.farewell.wait_if_possible(kNoTimeout);
+    legacy.farewell.wait_if_possible();
     (*place)->close();  // who still reads hears of it
     legacy = {};
     std::list<std::shared_ptr<const Comm>> done;  // destroyed without the lock

@@ -11,8 +11,9 @@
 
 namespace zero_ext {
 
-// Keeps `comm` and `legacy` until all ranks have said farewell, or for the process group's timeout.
-void bid_farewell(Comm comm, Gatherer::Legacy legacy);
+// Keeps a copy of `comm`, and `legacy` until all ranks have said farewell, or for the process
+// group's timeout.
+void bid_farewell(const Comm& comm, Gatherer::Legacy legacy);
 
 // Waits for all of them, as long as lasting offers are taken again and again within `patience`.
 void wait_for_farewells(std::chrono::milliseconds patience);

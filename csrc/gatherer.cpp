@@ -33,7 +33,7 @@ int64_t Gatherer::add_unit(Unit* unit) {
                       .state = releases ? Residency::released : Residency::gathered,
                       .holds = {.permanent = !releases},
                       .due = kReserve,
-                      .offers = std::vector<std::deque<Comm::Offer>>(context_.world)});
+                      .offers = std::vector<std::deque<Offer>>(context_.world)});
   if (releases && offers_last()) offer_missing(entries_.back());
   return unit_count() - 1;
 }
@@ -357,7 +357,7 @@ void Gatherer::offer_missing(Entry& entry) {
   const int64_t due = offers_last() ? 1 : entry.due;
   for (int64_t peer = 0; peer < context_.world; ++peer) {
     if (peer == context_.rank) continue;
-    std::deque<Comm::Offer>& offers = entry.offers[peer];
+    std::deque<Offer>& offers = entry.offers[peer];
     try {
       while (static_cast<int64_t>(offers.size()) < due) {
         offers.push_back(entry.unit->parameters().offer(comm_, peer));
@@ -393,7 +393,7 @@ void Gatherer::tell_what_was_taken() {
   for (int64_t u = 0; u < units; ++u) {
     Entry& entry = entries_[u];
     for (int64_t peer = 0; peer < context_.world; ++peer) {
-      std::deque<Comm::Offer>& offers = entry.offers[peer];
+      std::deque<Offer>& offers = entry.offers[peer];
       const auto count = static_cast<size_t>(by_rank[peer * units + u]);
       for (size_t n = std::min(count, offers.size()); n > 0; --n) offers.pop_front();
     }

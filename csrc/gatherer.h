@@ -84,7 +84,7 @@ class Gatherer {
   // Offers that other ranks may still take when this engine dies. They live on until every rank
   // has said that it takes no more.
   struct Legacy {
-    std::vector<std::deque<Comm::Offer>> offers;
+    std::vector<std::deque<Offer>> offers;
     Pending farewell;
   };
   Legacy leave_offers();
@@ -110,7 +110,7 @@ class Gatherer {
     int64_t taken_in_pass = 0;
     int64_t due = 0;    // offers that a peer may have taken by the end of this pass
     int64_t sites = 0;  // but for the whole model
-    std::vector<std::deque<Comm::Offer>> offers;  // [world]
+    std::vector<std::deque<Offer>> offers;  // [world]
   };
   enum Phase { kForward, kBackward };
 

@@ -94,11 +94,7 @@ std::vector<int64_t> ShardedParameters::repair_hooks() {
   std::vector<int64_t> replaced;
   for (int64_t i = 0; i < size(); ++i) {
     ShardedParameter& parameter = all_[i];
-    if (!parameter.managed() ||
-        torch::autograd::impl::try_get_grad_accumulator(parameter.tensor).get() ==
-            parameter.node.get()) {
-      continue;
-    }
+    if (!parameter.managed() || is_node_of(parameter.node, parameter.tensor)) continue;
     parameter.node = hook(i);
     replaced.push_back(i);
   }
@@ -108,10 +104,9 @@ std::vector<int64_t> ShardedParameters::repair_hooks() {
 void ShardedParameters::follow_stream() {
   const c10::Stream stream = current_stream(context_.compute.device());
   for (const ShardedParameter& parameter : all_) {
-    if (!parameter.tensor.requires_grad()) continue;
-    if (parameter.node->input_metadata(0).stream() == stream) continue;
-    parameter.node->clear_input_metadata();
-    parameter.node->add_input_metadata(parameter.tensor);
+    if (parameter.tensor.requires_grad()) {
+      move_to_stream(parameter.node, parameter.tensor, stream);
+    }
   }
 }
 

@@ -214,7 +214,7 @@ void UnitParameters::gather(Comm& comm, int64_t tag, Pending& pending) {
   if (layout_.ranges() > 1) comm.gather(full_.tensor(), tag, pending);
 }
 
-Comm::Offer UnitParameters::offer(Comm& comm, int64_t peer) const {
+Offer UnitParameters::offer(Comm& comm, int64_t peer) const {
   const at::Tensor& part = mirror_.defined() ? mirror_ : shard_.tensor();
   return comm.has_only_neighbors() ? comm.offer_lastingly(part, peer, gather_tag_)
                                    : comm.offer(part, peer, gather_tag_);

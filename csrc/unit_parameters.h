@@ -75,7 +75,7 @@ class UnitParameters {
   bool comes_and_goes() const { return comes_and_goes_; }
   int64_t full_bytes() const { return static_cast<int64_t>(full_.tensor().nbytes()); }
   // This rank's range, for `peer` to take whenever it gathers the unit.
-  Comm::Offer offer(Comm& comm, int64_t peer) const;
+  Offer offer(Comm& comm, int64_t peer) const;
   void start_gather(Comm& comm);
   void finish_gather(const std::function<std::string()>& what);
   // Into full as it is; what was written there is forgotten. Begins a gather, without allocating.

@@ -315,8 +315,8 @@ def pytest_runtest_protocol(item, nextitem):
         while ranks.retired:
             ranks.closing.of_test.append(ranks.retired.pop())
             dist.destroy_process_group(ranks.closing.of_test[-1])
-            if torch.__version__ < "2.13":  # there the cache takes equal meshes for one
-                _clear_sharding_prop_cache()
+            if torch.__version__ < "2.13":
+                _clear_sharding_prop_cache()  # as `no_stale_meshes`
         ranks.closing.start()
     return True
 
@@ -439,6 +439,13 @@ def groups_close_at_once():
     yield
     if ranks is not None:
         ranks.closing.at_once = False
+
+
+@pytest.fixture
+def no_stale_meshes():
+    """For tests with DTensors: torch's cache of their placements takes the mesh of an earlier
+    test's group, which is closed, for this test's. Before torch 2.13 other tests' too."""
+    _clear_sharding_prop_cache()
 
 
 @pytest.fixture

@@ -345,6 +345,7 @@ def test_plain_torch_reads_it_and_it_reads_plain_torchs(anywhere, rank, path, st
 @pytest.mark.dist
 @pytest.mark.host
 @pytest.mark.world(min=2)
+@pytest.mark.usefixtures("no_stale_meshes")
 def test_fsdp2_reads_it_and_it_reads_fsdp2s(mesh, rank, shared_path):
     model, optimizer = made(mesh, 3, MLP(13))
     train(model, optimizer, rank, range(2))

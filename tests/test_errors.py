@@ -383,6 +383,7 @@ def test_a_parameter_that_one_rank_alone_thaws_is_told(mesh, rank):
 @dist_test
 @both_ways
 @at_least_two_ranks
+@pytest.mark.usefixtures("no_stale_meshes")
 def test_parameters_that_fsdp_shards_are_refused(way, group):
     model = fully_shard(small_mlp(), mesh=DeviceMesh.from_group(group, "cpu"))
     with pytest.raises(TypeError, match=r"parameter '.*' is a DTensor: another library \(FSDP2"):
