@@ -155,7 +155,14 @@ def test_a_layer_that_is_called_again(mesh, rank, world, stage, reduction, ranks
 
 @STAGES
 @REDUCTIONS
-@pytest.mark.parametrize("local", [(), (0, 1), (1,)], ids=["none", "first_two", "second"])
+@pytest.mark.parametrize(
+    "local",
+    [
+        pytest.param((), id="none"),
+        pytest.param((0, 1), id="first_two", marks=pytest.mark.slow),
+        pytest.param((1,), id="second"),
+    ],
+)
 def test_layers_come_and_go(mesh, rank, world, stage, reduction, local):
     """Dropped, repeated, in any order, differently on every rank and in every backward.
 

@@ -24,7 +24,28 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:zero_ext.*skipped"),
 ]
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-OFFLOAD = pytest.mark.parametrize("offload", [None, CPUOffloadPolicy()], ids=["", "offload"])
+
+
+def combination(stage: int, offload: str = "", marks=()):
+    return pytest.param(
+        stage, CPUOffloadPolicy() if offload else None, id=f"{stage}{offload}", marks=marks
+    )
+
+
+# Each stage, and states in either place, but every pair only when there is time.
+STAGES_AND_OFFLOAD = pytest.mark.parametrize(
+    "stage, offload",
+    [
+        combination(0),
+        combination(0, "offload", pytest.mark.slow),
+        combination(1, marks=pytest.mark.slow),
+        combination(1, "offload"),
+        combination(2),
+        combination(2, "offload", pytest.mark.slow),
+        combination(3),
+        combination(3, "offload"),
+    ],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -130,8 +151,7 @@ def assert_same(run: Run, twin: Run, context="") -> None:
         assert_bits(zero_ext.full_tensor(mine), zero_ext.full_tensor(theirs), f"{name} {context}")
 
 
-@STAGES
-@OFFLOAD
+@STAGES_AND_OFFLOAD
 @pytest.mark.world(max=2)
 @pytest.mark.parametrize("phase", ["forward", "backward", "step"])
 def test_anywhere_in_a_step(anywhere, rank, device, stage, offload, phase):
@@ -173,10 +193,16 @@ def assert_repeatable(run: Run, twin: Run, phase: str) -> None:
     assert number > 5 or (run.offload and phase == "step")
 
 
-@STAGES
-@OFFLOAD
+@STAGES_AND_OFFLOAD
 @pytest.mark.world(max=2)
-@pytest.mark.parametrize("local", [(), (0,), (0, 1)], ids=["", "first_local", "both_local"])
+@pytest.mark.parametrize(
+    "local",
+    [
+        pytest.param((), id=""),
+        pytest.param((0,), id="first_local", marks=pytest.mark.slow),
+        pytest.param((0, 1), id="both_local"),
+    ],
+)
 def test_anywhere_in_the_second_backward_of_a_step(anywhere, rank, device, stage, offload, local):
     """What it would have been added to is as before. Those in ``local`` run in ``no_sync()``."""
 
@@ -228,8 +254,7 @@ CHANGES = {  # what was done before, and what memory runs out for
 }
 
 
-@STAGES
-@OFFLOAD
+@STAGES_AND_OFFLOAD
 @pytest.mark.parametrize(("before", "change"), CHANGES.values(), ids=CHANGES)
 def test_while_something_is_made(device, stage, offload, before, change):
     """The exceptions are kept, as a notebook keeps them, and with them what was half made."""

@@ -795,6 +795,7 @@ for step in range(3):
 """
 
 
+@pytest.mark.host
 @pytest.mark.parametrize(
     "script", [FINISHES_AT_DIFFERENT_TIMES, GOES_ON_ALONE], ids=["late", "alone"]
 )
@@ -803,6 +804,7 @@ def test_a_rank_that_ends_first_serves_the_others_for_as_long_as_they_read(tmp_p
     assert result.returncode == 0, result.stderr[-4000:]
 
 
+@pytest.mark.host
 def test_a_rank_that_exits_is_waited_for_by_nobody(tmp_path):
     """It serves its shards still, but no gradients will come."""
     result = run_ranks(tmp_path, EXITS_ALONE, timeout_s=45)  # less than the patience
