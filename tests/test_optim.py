@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zero_ext
+from zero_ext.handle import Handle, find
 from zero_ext.shard_tensor import ShardTensor
 from zero_ext.sharded_optimizer import ShardedOptimizer
 
@@ -366,6 +367,29 @@ def test_frozen_parameters_are_rank_0s_too(group, rank):
     optimizer.add_param_group({"params": parameters[3:]})
     for parameter in parameters:
         assert not parameter.detach().any()
+
+
+def test_a_constructor_that_cannot_make_them_equal_lets_go_of_everything(team, monkeypatch):
+    parameters = [nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(7), requires_grad=False)]
+
+    def lose_connection(*_):
+        raise RuntimeError("the connection is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Handle, "broadcast", lose_connection)
+        # Kept, as a notebook keeps it, and with it what was half made.
+        with pytest.raises(RuntimeError, match="the connection is lost") as kept:
+            zero_ext.optim.SGD(parameters, lr=1.0, process_group=team.group)
+    assert all(find(parameter) is None for parameter in parameters)
+    (parameters[0] * 2).sum().backward()
+    assert_bits(parameters[0].grad, torch.full((5,), 2.0))  # nobody's hook took it
+    parameters[0].grad = None
+
+    optimizer = zero_ext.optim.SGD(parameters, lr=1.0, process_group=team.group)
+    ((team.rank + 1.0) * parameters[0]).sum().backward()
+    optimizer.step()
+    assert_bits(parameters[0].detach(), torch.full((5,), 1 - (team.world + 1) / 2))
+    assert kept.traceback
 
 
 class TestClosures:
