@@ -1,4 +1,5 @@
 // What of an Engine happens within a backward: its hooks, its beginning and end, its failure.
+
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>

@@ -11,8 +11,8 @@
 
 namespace zero_ext {
 
-// Keeps a copy of `comm`, and `legacy` until all ranks have said farewell, or for the process
-// group's timeout.
+// Keeps `comm` (a copy) and `legacy` until all ranks have said farewell, or for the process group's
+// timeout.
 void bid_farewell(const Comm& comm, Gatherer::Legacy legacy);
 
 // Waits for all of them, as long as lasting offers are taken again and again within `patience`.

@@ -138,7 +138,7 @@ def around_by(what, model):
 @pytest.mark.dist
 @pytest.mark.host
 @pytest.mark.parametrize("what", ["module", "function"])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_what_was_compiled_before_a_module_was_sharded_is_compiled_again(mesh, rank, stage, what):
     model = Around()
     run = around_by(what, model)
@@ -194,7 +194,17 @@ def add_up(model, optimizer):
 @pytest.mark.host
 @pytest.mark.parametrize(
     "stage, use_gradients",
-    [(1, clip_torchs), (2, clip_ours), (2, add_up), (3, clip_ours), (3, clip_torchs)],
+    [
+        (1, clip_torchs),
+        (2, clip_ours),
+        (2, add_up),
+        (3, clip_ours),
+        (3, clip_torchs),
+        pytest.param(1, clip_ours, marks=pytest.mark.slow),
+        pytest.param(1, add_up, marks=pytest.mark.slow),
+        pytest.param(2, clip_torchs, marks=pytest.mark.slow),
+        pytest.param(3, add_up, marks=pytest.mark.slow),
+    ],
 )
 def test_a_compiled_training_step_does_what_the_plain_one_does(mesh, rank, stage, use_gradients):
     def train_step(model, optimizer, scheduler, x):

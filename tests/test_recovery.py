@@ -663,9 +663,6 @@ def test_ranks_whose_backwards_all_threw_repeat_them_together(stage, mesh, rank,
     optimizer.step()
 
 
-STAGES_AND_BUCKETS = pytest.mark.parametrize(
-    "stage, bucket_mb", [(1, 25.0), (2, 1e-4), (3, 25.0)], ids=["1", "2, many units", "3"]
-)
 SHORT_TIMEOUT = r"timed out after 600 ms|went on without"
 
 
@@ -679,6 +676,9 @@ SHORT_TIMEOUT = r"timed out after 600 ms|went on without"
         (3, 25.0, "never began"),
         (1, 25.0, "threw before the first gradient"),
         (3, 1e-4, "threw before the first gradient"),
+        pytest.param(1, 25.0, "never began", marks=pytest.mark.slow),
+        pytest.param(2, 1e-4, "threw before the first gradient", marks=pytest.mark.slow),
+        pytest.param(3, 25.0, "threw before the first gradient", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_that_gave_up_waiting_meet_in_the_next_backward(
@@ -707,7 +707,9 @@ def test_ranks_that_gave_up_waiting_meet_in_the_next_backward(
 @pytest.mark.dist
 @at_least_two_ranks
 @pytest.mark.host
-@STAGES_AND_BUCKETS
+@pytest.mark.parametrize(
+    "stage, bucket_mb", [(1, 25.0), (2, 1e-4), (3, 25.0)], ids=["1", "2, many units", "3"]
+)
 def test_a_rank_that_the_others_gave_up_in_the_middle_of_a_backward_repeats_it_with_them(
     stage, bucket_mb, mesh, rank, world, monkeypatch
 ):
