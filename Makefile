@@ -55,9 +55,12 @@ train: install
 # three and four ranks in test-all.
 THREE_RANKS_TESTS := $(addprefix tests/test_,checkpoint.py cross_memory.py equivalence.py order.py comm_ops.py memory_stage3.py norm.py \
   recovery.py scenarios_c.py stage3.py)
-FOUR_RANKS_TESTS := $(addprefix tests/test_,equivalence.py comm_ops.py norm.py stage3.py)
+FOUR_RANKS_TESTS := $(addprefix tests/test_,equivalence.py comm_ops.py hybrid.py norm.py stage3.py)
 # As ranks on different hosts: their messages go through the process group.
 ONLY_GROUP := ZERO_EXT_CROSS_MEMORY=0
+# Hybrid sharding, wherever tests shard over a mesh, but for those whose formulas have one dimension.
+REPLICAS := ZERO_EXT_TEST_SHARDS=2
+REPLICAS_TESTS := $(filter-out $(addprefix tests/test_,memory.py memory_stage3.py meta.py shard_tensor.py),$(wildcard tests/test_*.py))
 
 # On the device that tests/lagged_device makes, whose work is late and which refuses what CUDA refuses. One
 # rank: whatever runs on a device at all. Several: with messages through host memory, and with those of
@@ -79,6 +82,7 @@ test: install
 	$(call test_ranks,dist and not slow,4,$(FOUR_RANKS_TESTS),$(ONLY_GROUP))
 	$(call test_ranks,dist and not slow,2,$(filter-out %inner_backwards.py,$(LAGGED_RANKS_TESTS)),$(LAGGED))
 	$(call test_ranks,dist and not slow,2,$(filter-out %out_of_memory.py,$(LAGGED_RANKS_TESTS)),$(LCCL))
+	$(call test_ranks,dist and not slow,4,tests/test_hybrid.py,$(LCCL))
 
 test-all: install
 	$(ONE_RANK_PYTEST) tests -m "not dist"
@@ -87,6 +91,8 @@ test-all: install
 	$(call test_ranks,dist,2 3,tests,$(ONLY_GROUP))
 	$(call test_ranks,dist,2 3,$(LAGGED_TESTS),$(LAGGED))
 	$(call test_ranks,dist,2 3,$(LAGGED_RANKS_TESTS),$(LCCL))
+	$(call test_ranks,dist and not slow,4,$(REPLICAS_TESTS),$(REPLICAS))
+	$(call test_ranks,dist,4,tests/test_hybrid.py,$(LAGGED))
 
 cuda-kernels: install
 	$(PY) -m pytest tests/test_cuda_sources.py

@@ -38,12 +38,27 @@ auto all_gather_into(c10d::ProcessGroup& group, at::Tensor& output, at::Tensor& 
 }
 #endif
 
+c10::intrusive_ptr<c10d::Work> sum_over(c10d::ProcessGroup& group, const at::Tensor& tensor) {
+  std::vector<at::Tensor> tensors{tensor};
+  return group.allreduce(tensors);
+}
+
 // gloo's tags are 32-bit; numbers that all ranks count alike stay alike when they wrap.
 constexpr int64_t kFarewellTag = 0x3fffffff;
 
 int tag_of(int64_t tag) { return static_cast<int>(tag & 0x3fffffff); }
 
 }  // namespace
+
+struct Pending::Part {
+  c10::intrusive_ptr<c10d::Work> work;  // null: another part's, which is waited for first
+  at::Tensor tensor;
+  int64_t peer = kAll;  // the rank waited for, as messages call it
+  bool sending = false;
+  at::Tensor target = {};  // where defined: `tensor` goes there when it has come
+  // Where set: when it has come it is summed over this group, too.
+  c10::intrusive_ptr<c10d::ProcessGroup> across = {};
+};
 
 Pending::Pending() = default;
 Pending::~Pending() = default;
@@ -64,6 +79,7 @@ void Pending::wait(const std::function<std::string()>& what) {
     Part& part = parts_.back();
     try {
       if (part.work != nullptr) part.work->wait();
+      if (part.across != nullptr) sum_over(*part.across, part.tensor)->wait();
       if (part.target.defined()) part.target.copy_(part.tensor);
     } catch (const std::exception& error) {
       const std::string peer =
@@ -109,8 +125,11 @@ Comm::Comm(const std::string& reduce_group, const std::string& gather_group, c10
     : device_(device),
       reduce_group_(c10d::resolve_process_group(reduce_group)),
       gather_group_(c10d::resolve_process_group(gather_group)),
+      within_reduce_(reduce_group_),
+      within_gather_(gather_group_),
       rank_(reduce_group_->getRank()),
       world_(reduce_group_->getSize()),
+      shards_(world_),
       global_ranks_(std::move(global_ranks)) {
   if (device.is_cpu()) return;
   const std::vector<c10::Device> devices = reduce_group_->getDeviceTypes();
@@ -120,6 +139,14 @@ Comm::Comm(const std::string& reduce_group, const std::string& gather_group, c10
            reduce_group_->getBackend(other.type())->getBackendName() != "gloo";
   });
   way_ = has_backend ? Way::device : Way::staged;
+}
+
+void Comm::form_replicas(int64_t shards, const std::string& within_reduce,
+                         const std::string& within_gather, const std::string& across) {
+  shards_ = shards;
+  within_reduce_ = c10d::resolve_process_group(within_reduce);
+  within_gather_ = c10d::resolve_process_group(within_gather);
+  across_ = c10d::resolve_process_group(across);
 }
 
 const char* Comm::name_of(Agreement about) {
@@ -249,37 +276,43 @@ void Comm::reduce_scatter(const at::Tensor& input, const at::Tensor& output, Pen
   check_process();
   at::Tensor in = outgoing(input);
   at::Tensor out = incoming(output);
-  const auto work = reduce_scatter_into(*reduce_group_, out, in);
+  auto work = reduce_scatter_into(*within_reduce_, out, in);
   add(pending, {nullptr, in});
-  add(pending, {work, out, Pending::kAll, false, target_of(output)});
+  Group across = across_;
+  if (across != nullptr && on_device()) {  // queued behind it; the host waits for neither
+    work->wait();
+    work = sum_over(*across, out);
+    across.reset();
+  }
+  add(pending, {work, out, Pending::kAll, false, target_of(output), across});
 }
 
 void Comm::all_reduce_sum(const at::Tensor& tensor, Pending& pending) {
   if (world_ == 1) return;
   check_process();
-  std::vector<at::Tensor> tensors{outgoing(tensor)};
-  add(pending,
-      {reduce_group_->allreduce(tensors), tensors[0], Pending::kAll, false, target_of(tensor)});
+  const at::Tensor here = outgoing(tensor);
+  add(pending, {sum_over(*reduce_group_, here), here, Pending::kAll, false, target_of(tensor)});
 }
 
 void Comm::gather(const at::Tensor& full, int64_t tag, Pending& pending) {
-  const int64_t numel = full.numel() / world_;
-  const auto range = [&](int64_t rank) { return full.narrow(0, rank * numel, numel); };
+  const int64_t numel = full.numel() / shards_;
+  const auto range = [&](int64_t rank) { return full.narrow(0, rank % shards_ * numel, numel); };
   if (on_device()) {
     at::Tensor output = full;
     at::Tensor input = range(rank_);
-    add(pending, {all_gather_into(*gather_group_, output, input), full});
+    add(pending, {all_gather_into(*within_gather_, output, input), full});
     return;
   }
   // Point to point: gloo's own all-gather is a ring that takes three times as long for two ranks.
   const Label label{Kind::gather, tag};
-  for (int64_t step = 1; step < world_; ++step) {
-    const int64_t from = (rank_ + world_ - step) % world_;
+  const int64_t first = rank_ - rank_ % shards_;
+  for (int64_t step = 1; step < shards_; ++step) {
+    const int64_t from = first + (rank_ + shards_ - step) % shards_;
     receive(range(from), from, label, pending);
   }
   const at::Tensor own = outgoing(range(rank_));
-  for (int64_t step = 1; step < world_; ++step) {
-    const int64_t to = (rank_ + step) % world_;
+  for (int64_t step = 1; step < shards_; ++step) {
+    const int64_t to = first + (rank_ + step) % shards_;
     add(pending, {send(own, to, label), own, to, /*sending=*/true, {}});
   }
 }
@@ -321,6 +354,8 @@ void Comm::finish(std::chrono::milliseconds patience) noexcept {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
     for (const Group& group : {reduce_group_, gather_group_}) group->abort();
+    if (across_ == nullptr) return;
+    for (const Group& group : {within_reduce_, within_gather_, across_}) group->abort();
   } catch (const std::exception&) {
     // The device is in an error, or its backend has been aborted.
   }

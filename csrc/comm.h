@@ -54,13 +54,7 @@ class Pending {
  private:
   friend class Comm;
   static constexpr int64_t kAll = -1;  // a collective waits for all ranks
-  struct Part {
-    c10::intrusive_ptr<c10d::Work> work;  // null: another part's, which is waited for first
-    at::Tensor tensor;
-    int64_t peer = kAll;  // the rank waited for, as messages call it
-    bool sending = false;
-    at::Tensor target = {};  // where defined: `tensor` goes there when it has come
-  };
+  struct Part;
   std::vector<Part> parts_;
   std::shared_ptr<CollectiveWatch> watch_;  // where the host does not wait
 };
@@ -91,6 +85,11 @@ class Comm {
   ~Comm();
   Comm(const Comm& other);
 
+  // Ranks hold several copies, see Note [Replicas] in unit_context.h. `within_reduce` and
+  // `within_gather` are groups of this rank's replica, in rank order, `across` one of the ranks
+  // that hold the same range.
+  void form_replicas(int64_t shards, const std::string& within_reduce,
+                     const std::string& within_gather, const std::string& across);
   // Collective. From now on messages of the host, where `allowed` on both ranks and possible, are
   // read straight from the sender's memory; `timeout` is for those.
   void connect_neighbors(std::chrono::milliseconds timeout, bool allowed);
@@ -130,11 +129,11 @@ class Comm {
   // ignored. The tensors may lie on the host in any case.
   void exchange(const std::vector<at::Tensor>& sends, const std::vector<at::Tensor>& recvs,
                 int64_t round, int64_t tag, Pending& pending);
-  // Sum over the ranks of this rank's range: input [world * n], output [n], same dtype.
+  // Sum over the ranks of this rank's range: input [shards * n], output [n], same dtype.
   void reduce_scatter(const at::Tensor& input, const at::Tensor& output, Pending& pending);
   // Element-wise sum over the ranks, in place.
   void all_reduce_sum(const at::Tensor& tensor, Pending& pending);
-  // In place: every rank's range of `full` [world * n] is sent to all others.
+  // In place: every rank's range of `full` [shards * n] is sent to all others of its replica.
   void gather(const at::Tensor& full, int64_t tag, Pending& pending);
 
   // Parameters of released units travel one-sided, so that ranks may gather at different times and
@@ -195,10 +194,14 @@ class Comm {
   c10::Device device_ = c10::kCPU;
   Group reduce_group_;
   Group gather_group_;
+  Group within_reduce_;  // the replica's; without replicas the two above
+  Group within_gather_;
+  Group across_;                            // null without replicas
   std::shared_ptr<CrossMemory> neighbors_;  // null where there are none
   std::shared_ptr<CollectiveWatch> watch_;  // null on the host
   int64_t rank_ = 0;
   int64_t world_ = 1;
+  int64_t shards_ = 1;
   std::vector<int64_t> global_ranks_;  // [world]
   pid_t process_ = getpid();
   int64_t agreements_ = 0;

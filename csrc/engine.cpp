@@ -63,6 +63,7 @@ Engine::Engine(EngineOptions options)
                .flags = flags_.get(),
                .rank = comm_.rank(),
                .world = comm_.world(),
+               .shards = options_.shards == 0 ? comm_.world() : options_.shards,
                .global_rank = comm_.global_rank(),
                .global_ranks = options_.global_ranks,
                .policy = policy_for(options_.stage),
@@ -81,6 +82,10 @@ Engine::Engine(EngineOptions options)
                  .divide_factor = options_.divide_factor}),
       gatherer_(comm_, context_, options_.gather) {
   const std::chrono::milliseconds timeout(options_.timeout_ms);
+  if (context_.shards < context_.world) {
+    comm_.form_replicas(context_.shards, options_.within_reduce_group, options_.within_gather_group,
+                        options_.across_group);
+  }
   comm_.connect_neighbors(timeout, options_.cross_memory);
   comm_.watch_collectives(timeout);
   context_.spare =

@@ -356,7 +356,7 @@ void Gatherer::offer_missing(Entry& entry) {
   if (comm_.on_device()) return;
   const int64_t due = offers_last() ? 1 : entry.due;
   for (int64_t peer = 0; peer < context_.world; ++peer) {
-    if (peer == context_.rank) continue;
+    if (peer == context_.rank || !context_.shares_replica_with(peer)) continue;
     std::deque<Offer>& offers = entry.offers[peer];
     try {
       while (static_cast<int64_t>(offers.size()) < due) {

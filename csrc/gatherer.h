@@ -116,7 +116,7 @@ class Gatherer {
 
   bool offers_last() const { return comm_.has_only_neighbors(); }
   // A gather is a cast on this rank's device.
-  bool is_alone() const { return context_.world == 1; }
+  bool is_alone() const { return context_.shards == 1; }
 
   void apply(int64_t unit, ResidencyEvent event, const ResidencyContext& context = {},
              Writes writes = Writes::keep);

@@ -9,8 +9,9 @@ namespace zero_ext {
 // How a buffer lies over the ranks. Replicated is a shard of one range, so callers need no branch.
 enum class Sharding { replicated, sharded };
 
-constexpr int64_t ranges_of(Sharding sharding, int64_t world) {
-  return sharding == Sharding::sharded ? world : 1;
+// `shards`: of how many ranks each holds one range.
+constexpr int64_t ranges_of(Sharding sharding, int64_t shards) {
+  return sharding == Sharding::sharded ? shards : 1;
 }
 
 // When a verb (gather, release, reduce) runs.

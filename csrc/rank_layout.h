@@ -29,7 +29,8 @@ class RankLayout : public Layout {
   RankLayout(const RankLayout&) = delete;
   RankLayout& operator=(const RankLayout&) = delete;
 
-  int64_t own_range() const { return ranges() == 1 ? 0 : rank_; }
+  // Ranks that are ranges() apart hold the same one.
+  int64_t own_range() const { return rank_ % ranges(); }
   int64_t own_begin() const { return range_begin(own_range()); }
   // Null where this rank holds nothing of slot i.
   const Piece* own_piece(int64_t i) const { return own_pieces_[i]; }

@@ -76,7 +76,7 @@ StepVerdict StepAgreement::ask_host(Comm::Agreement about, const std::vector<int
     if (!same && other < 0) other = r;
     round = std::max(round, answer[3]);
     verdict.settings_differ = verdict.settings_differ || answer[4] != value[4];
-    if (replicated()) continue;
+    if (replicated() || !context_.shares_replica_with(r)) continue;
     for (int64_t k = kFacts; k < kLength; ++k) sum[k - kFacts] += answer[k];
   }
   reductions_.agree_on_round(round);
@@ -133,7 +133,10 @@ StepVerdict StepAgreement::ask_device(Comm::Agreement about, const std::vector<i
   verdict->skip = nonfinite.logical_or(out_of_step).to(at::kInt);
   const at::Tensor first = all.select(1, 1).min().reshape({1});
   if (questions.norm()) {
-    if (!replicated()) squares = all.slice(1, 3).sum(0).contiguous();
+    if (!replicated()) {
+      const at::Tensor parts = all.narrow(0, context_.first_of_replica(), context_.shards);
+      squares = parts.slice(1, 3).sum(0).contiguous();
+    }
     verdict->norm = at::empty({}, options.dtype(at::kFloat));
     verdict->factor = at::empty({1}, options.dtype(at::kFloat));
     check(context_.state->clip_factor(

@@ -35,7 +35,7 @@ Unit::Unit(const UnitContext& context, int64_t index, int64_t first_flag, std::s
       name_(std::move(name)),
       dtype_(dtype),
       gradient_dtype_(dtype),
-      layout_(std::move(specs), ranges_of(context.policy.optimizer, context.world),
+      layout_(std::move(specs), ranges_of(context.policy.optimizer, context.shards),
               kAlignmentBytes / static_cast<int64_t>(c10::elementSize(dtype)), context.rank),
       sums_(context_, layout_, name_, kind),
       parameters_(context_, layout_, name_, dtype, kind,
@@ -464,7 +464,7 @@ void Unit::start_exchange(Comm& comm) {
   for (int64_t peer = 0; peer < world; ++peer) {
     if (peer == rank && offloads) ++next;
     if (peer == rank) continue;
-    sends[peer] = outgoing(layout_.ranges() == 1 ? 0 : peer);
+    sends[peer] = outgoing(peer % layout_.ranges());
     recvs[peer] = received.narrow(0, next++ * part, part);
     sources_[peer] = recvs[peer];
   }

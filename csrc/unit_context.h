@@ -7,6 +7,14 @@
 // work on it: masters, sums, optimizer states. A unit's gradients go there as its message does: the
 // copy is queued when the unit is complete, and added when it is waited for. Parameters come to the
 // host before their update, which must see what the user wrote to them, and go back after it.
+//
+// Note [Replicas]
+// Where what is sharded is cut into fewer ranges than there are ranks (hybrid sharding, HSDP),
+// ranks r * shards … (r + 1) * shards - 1 are replica r: they hold one copy between them, rank k of
+// the replica range k. Only a replica gathers, and only its ranks' parts make up a norm. Reductions
+// are over all ranks: by exchange, the owner of a range in each replica gets what every rank has
+// for it, and so the sum of all ranks in rank order, the same bits in all replicas. A collective
+// reduces in each replica, then over the owners of the same range.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -40,6 +48,7 @@ struct UnitContext {
   DeviceFlags* flags = nullptr;  // where compute is a device
   int64_t rank = 0;
   int64_t world = 1;
+  int64_t shards = 1;                 // ranks of a replica, see Note [Replicas]
   int64_t global_rank = 0;            // what messages call this one
   std::vector<int64_t> global_ranks;  // and all of them, see Comm
   Policy policy;
@@ -50,7 +59,9 @@ struct UnitContext {
   std::shared_ptr<SpareMemory> spare;        // of released parameters
   std::shared_ptr<MemoryCounter> offloaded;  // counts what lies on the host for a device
   // Other ranks need this one's part of the parameters.
-  bool shards_parameters() const { return policy.release == When::after_use && world > 1; }
+  bool shards_parameters() const { return policy.release == When::after_use && shards > 1; }
+  int64_t first_of_replica() const { return rank - rank % shards; }
+  bool shares_replica_with(int64_t peer) const { return peer / shards == rank / shards; }
   // See Note [Released parameters] in unit_parameters.h.
   bool casts_masters(at::ScalarType dtype) const {
     return policy.release == When::after_use && !compute.on_host() && !offloads() &&

@@ -243,12 +243,14 @@ void UnitParameters::receive_ranges(Comm& comm) {
   const int64_t part = layout_.range_numel();
   if (comm.on_device()) {
     bring_own_range();
-    comm.gather(full_.tensor(), gather_tag_, gathering_);
+    gather(comm, gather_tag_, gathering_);
     return;
   }
-  for (int64_t step = 1; step < context_.world; ++step) {
-    const int64_t peer = (context_.rank + context_.world - step) % context_.world;
-    comm.receive(full_.slice(layout_.range_begin(peer), part), peer, gather_tag_, gathering_);
+  const int64_t ranges = layout_.ranges();
+  for (int64_t step = 1; step < ranges; ++step) {
+    const int64_t range = (layout_.own_range() + ranges - step) % ranges;
+    comm.receive(full_.slice(layout_.range_begin(range), part), context_.first_of_replica() + range,
+                 gather_tag_, gathering_);
   }
   bring_own_range();
 }
@@ -280,7 +282,7 @@ void UnitParameters::release(Comm& comm, Writes writes) {
 }
 
 void UnitParameters::refresh_mirror(const Comm& comm) {
-  if (!comm.staged() || !comes_and_goes_) return;
+  if (!comm.staged() || !comes_and_goes_ || layout_.ranges() == 1) return;
   // After an update nothing may need memory of the device.
   const at::Tensor own = shard_.defined() ? shard_.tensor() : master_.tensor().to(at::kCPU);
   if (!mirror_.defined()) {

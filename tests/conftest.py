@@ -29,7 +29,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from _pytest.runner import runtestprotocol
-from harness import Team
+from harness import SHARDS, Team
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -450,8 +450,34 @@ def no_stale_meshes():
 
 @pytest.fixture
 def mesh(group) -> DeviceMesh:
-    """The one-dimensional mesh of ``group``."""
-    return DeviceMesh.from_group(group, DEVICE)
+    """The one-dimensional mesh of ``group``, or with ZERO_EXT_TEST_SHARDS that of its replicas."""
+    if not SHARDS:
+        return DeviceMesh.from_group(group, DEVICE)
+    replicas = make_replicas(SHARDS)
+    of_dimension = replicas.get_group
+    # Tests that were written for one dimension ask for all ranks.
+    replicas.get_group = lambda dimension=None: (
+        group if dimension is None else of_dimension(dimension)
+    )
+    return replicas
+
+
+@pytest.fixture
+def replicas_of():
+    """Makes a mesh of all ranks as replicas of so many."""
+    return make_replicas
+
+
+def make_replicas(shards: int) -> DeviceMesh:
+    # Its groups are this test's alone.
+    grid = torch.arange(WORLD, device="cpu").view(-1, shards)
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    mine = []
+    for dimension in (grid.T, grid):  # across the replicas, then within them
+        groups = [dist.new_group(members, timeout) for members in dimension.tolist()]
+        mine.append(next(g for g in groups if dist.get_rank(g) >= 0))
+    ranks.retired.extend(mine)
+    return DeviceMesh.from_group(mine, DEVICE, grid, mesh_dim_names=("replicate", "shard"))
 
 
 @pytest.fixture(params=["alone", pytest.param("ranks", marks=pytest.mark.dist)])

@@ -16,8 +16,10 @@ from torch.nn import functional
 
 import zero_ext
 
-# Stage 3 over a device's own backend.
-GATHERS_TOGETHER = "lccl" in os.environ.get("ZERO_EXT_TEST_BACKENDS", "")
+# Stage 3 over a device's own backend, lccl or nccl.
+GATHERS_TOGETHER = "ccl" in os.environ.get("ZERO_EXT_TEST_BACKENDS", "")
+# Ranks of a replica in the fixture `mesh`: hybrid sharding, in two dimensions, if it is set.
+SHARDS = int(os.environ.get("ZERO_EXT_TEST_SHARDS", 0))
 ONE_UNIT_EACH = 1e-6  # bucket_mb
 
 
@@ -129,6 +131,12 @@ def needs_own_gathers(stage: int) -> None:
         pytest.skip("every rank enters every gather")
 
 
+def needs_one_dimension() -> None:
+    """Of a test that is about the ranks of one replica, or another group than the mesh's own."""
+    if SHARDS:
+        pytest.skip("all ranks are one replica")
+
+
 def watch_reductions(model: nn.Module) -> list[int]:
     """How many reductions had started when each gradient arrived; the list grows."""
     started: list[int] = []
@@ -140,7 +148,9 @@ def watch_reductions(model: nn.Module) -> list[int]:
 
 
 def assert_two_buckets(model, plain, world: int, stage: int, bucket_mb=ONE_UNIT_EACH) -> None:
-    estimate = zero_ext.estimate_memory(plain, world, stage, bucket_mb=bucket_mb)
+    estimate = zero_ext.estimate_memory(
+        plain, world, stage, shards=SHARDS or world, bucket_mb=bucket_mb
+    )
     assert 0 < model.stats()["bytes_bucket"] <= estimate["buckets"]
 
 

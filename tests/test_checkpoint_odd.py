@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import MLP, assert_bits
+from harness import MLP, assert_bits, needs_one_dimension
 from setups import values_of
 from test_checkpoint import assert_equal, changed, made, path, train
 from torch import nn
@@ -387,6 +387,7 @@ def test_ranks_that_differ_are_told(mesh, rank, shared_path):
 @pytest.mark.dist
 @pytest.mark.world(min=2)
 def test_a_save_meanwhile_has_the_process_groups_timeout(mesh, group):
+    needs_one_dimension()
     own = checkpoint_files._apart(zero_ext.groups.resolve(None, mesh, []))
     backends = [g._get_backend(torch.device("cpu")) for g in (own.parent, group)]
     assert backends[0].options._timeout == backends[1].options._timeout

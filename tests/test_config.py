@@ -64,6 +64,7 @@ def test_a_usual_configuration_is_understood(tmp_path):
         measures_norm=True,
         offload_policy=CPUOffloadPolicy(pin_memory=True),
         reduce_dtype=None,
+        shards=None,
         optimizer=("AdamW", {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8}),
         scheduler=("WarmupLR", {"warmup_num_steps": 100}),
         drop_last=False,
@@ -228,6 +229,16 @@ def test_older_names():
         (
             of(zero_optimization={"zero_quantized_weights": True}),
             "zero_quantized_weights.* is True",
+        ),
+        (
+            of(zero_optimization={"stage": 3, "mics_shard_size": 4}),
+            "mics_shard_size' is 4, which does not divide the 2 ranks",
+        ),
+        (of(zero_optimization={"stage": 3, "mics_shard_size": 0}), "mics_shard_size' is 0"),
+        (of(zero_optimization={"stage": 3, "mics_shard_size": True}), "mics_shard_size' is True"),
+        (
+            of(zero_optimization={"stage": 2, "mics_shard_size": 2}),
+            "mics_shard_size' is 2 with stage 2: it needs 3",
         ),
         (of(zero_optimization={"stgae": 2}), "'zero_optimization.stgae' is 2: there is no such"),
         (of(gradient_cliping=1.0), "'gradient_cliping' is 1.0: there is no such setting"),

@@ -261,16 +261,6 @@ def test_processes_of_a_launcher_without_a_group_are_told(monkeypatch):
             make(MLP())
 
 
-@dist_test
-@at_least_two_ranks
-@pytest.mark.parametrize("names", [None, ("replicas", "shards")])
-def test_a_mesh_of_two_dimensions_is_refused(names, world):
-    mesh = DeviceMesh("cpu", torch.arange(world).view(1, -1), mesh_dim_names=names)
-    remedy = "mesh_dim_names=" if names is None else r"\('replicas', 'shards'\); pass the one"
-    with pytest.raises(ValueError, match=f"mesh has 2 dimensions.*{remedy}"):
-        zero_ext.shard(MLP(), mesh=mesh)
-
-
 def test_same_parameter_in_two_optimizers_is_refused():
     model = MLP()
     first = zero_ext.optim.AdamW(model.named_parameters())

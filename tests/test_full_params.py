@@ -4,7 +4,7 @@ import time
 
 import pytest
 import torch
-from harness import MLP, mean_square, rank_batches, rank_data
+from harness import MLP, mean_square, needs_one_dimension, rank_batches, rank_data
 from reference import OneProcess
 from setups import MLP_INPUT, assert_same_gradients, assert_same_values, full_master, train_batch
 from torch import nn
@@ -160,6 +160,7 @@ def rewrite(reference: OneProcess, way, new_value) -> None:
 @pytest.mark.dist
 @pytest.mark.world(min=2)
 def test_of_different_writes_each_ranks_own_part_stays(mesh, rank, world):
+    needs_one_dimension()
     model = sharded(mesh)
     with torch.no_grad(), model.summon_full_params():
         for p in model.parameters():

@@ -508,5 +508,7 @@ def test_a_file_in_the_place_of_a_checkpoint_is_replaced(anywhere, rank, path):
     model.trainer.save_checkpoint(path / "last.ckpt", weights_only=True)
     model.trainer.save_checkpoint(path / "last.ckpt")
     assert (path / "last.ckpt").is_dir()
+    if anywhere is not None:
+        dist.barrier()
     if rank == 0:
         shutil.rmtree(path / "last.ckpt")

@@ -146,7 +146,7 @@ class one_process:  # noqa: N801
 
     def __enter__(self):
         self._resolve = zero_ext.sharded_optimizer.resolve
-        alone = zero_ext.groups.Groups(None, None, 0, 1, torch.get_default_device(), (0,))
+        alone = zero_ext.groups.Groups(None, None, 0, 1, 1, torch.get_default_device(), (0,))
         zero_ext.sharded_optimizer.resolve = lambda *_: alone
 
     def __exit__(self, *exception):

@@ -167,6 +167,10 @@ class EngineOptions:
     device: torch.device
     gather: GatherOptions
     gather_group: str
+    shards: int
+    within_reduce_group: str
+    within_gather_group: str
+    across_group: str
     offload: bool
     pin_memory: bool
     reduce_dtype: torch.dtype | None

@@ -75,7 +75,8 @@ def shard(
             or ModuleDict that is sharded itself. Parameters in none of them, or shared by several,
             are gathered while the root's forward and backward run.
         mesh: One dimension, the ranks to shard over. Default: all, or this one alone without a
-            process group.
+            process group. Two dimensions, as for FSDP2, for hybrid sharding: each row is a replica,
+            whose ranks hold one copy between them, and gradients are those of all ranks.
         mp_policy: As for FSDP2. ``param_dtype`` becomes the parameters' dtype (the fp32 values live
             on as masters), ``reduce_dtype`` is what gradients travel in (default: their own with
             ``exchange``, fp32 with ``collective``).

@@ -41,7 +41,7 @@ _TUNING = {
         stage3_model_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance
         stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
         stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params
-        stage3_allgather_sequential cpu_offload_use_pin_memory
+        stage3_allgather_sequential cpu_offload_use_pin_memory mics_hierarchical_params_gather
         """,
     "zero_optimization.offload_optimizer": """
         nvme_path buffer_count buffer_size pipeline_read pipeline_write fast_init cpuadam_cores_perc
@@ -71,7 +71,6 @@ _ABSENT = {
     "zero_optimization.zero_quantized_nontrainable_weights": (False,),
     "zero_optimization.zero_quantized_gradients": (False,),
     "zero_optimization.cpu_offload_param": (False, None),
-    "zero_optimization.mics_shard_size": (-1,),
     "zero_optimization.offload_optimizer.ratio": (1,),
     "zero_optimization.offload_optimizer.super_offload": (False,),
     "fp16.consecutive_hysteresis": (False,),
@@ -92,6 +91,7 @@ class Config:
         scaler: Arguments of a ``LossScaler``; None for no loss scale.
         measures_norm: Of the gradients, also where nothing is clipped.
         reduce_dtype: What gradients travel in; None: their own.
+        shards: Ranks of a replica, where sharding is hybrid; None: all.
         optimizer, scheduler: Name and arguments.
     """
 
@@ -107,6 +107,7 @@ class Config:
     measures_norm: bool
     offload_policy: CPUOffloadPolicy | None
     reduce_dtype: torch.dtype | None
+    shards: int | None
     optimizer: tuple[str, dict[str, Any]] | None
     scheduler: tuple[str, dict[str, Any]] | None
     drop_last: bool
@@ -142,6 +143,7 @@ class Config:
             measures_norm=zero.flag("compute_grad_norm", stage > 0),
             offload_policy=_offload(zero),
             reduce_dtype=_dtype(root, "communication_data_type"),
+            shards=_shards(zero, int(stage), world_size),
             optimizer=_named(root, "optimizer"),
             scheduler=_named(root, "scheduler"),
             drop_last=root.flag("dataloader_drop_last", False),
@@ -350,6 +352,20 @@ def _offload(zero: _Section) -> CPUOffloadPolicy | None:
     if device == "none" and not zero.flag("cpu_offload", False):
         return None
     return CPUOffloadPolicy(pin_memory=pinned)
+
+
+def _shards(zero: _Section, stage: int, world_size: int) -> int | None:
+    """What DeepSpeed calls MiCS."""
+    name, size = zero.name("mics_shard_size"), zero.take("mics_shard_size", -1)
+    if size == -1:
+        return None
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1 or world_size % size != 0:
+        raise ValueError(
+            f"zero_ext: config '{name}' is {size!r}, which does not divide the {world_size} ranks."
+        )
+    if stage != 3:
+        raise ValueError(f"zero_ext: config '{name}' is {size} with stage {stage}: it needs 3.")
+    return size
 
 
 def _dtype(root: _Section, key: str) -> torch.dtype | None:

@@ -25,12 +25,16 @@ _engine_counts: dict[str, itertools.count] = defaultdict(itertools.count)
 class Groups(NamedTuple):
     """``parent`` is None where one rank trains alone. ``device``: where this rank's parameters are,
     or will be where all of them are on the meta device. Messages name ranks as the launcher does:
-    ``global_ranks`` has those of the group."""
+    ``global_ranks`` has those of the group.
+
+    ``shards`` ranks in a row are a replica, which holds one copy of what is sharded; all of them,
+    unless sharding is hybrid. ``mesh``: of this rank's replica."""
 
     parent: dist.ProcessGroup | None
     mesh: DeviceMesh | None
     rank: int
     world: int
+    shards: int
     device: torch.device
     global_ranks: tuple[int, ...]
 
@@ -51,19 +55,12 @@ def resolve(
 ) -> Groups:
     """The ranks to shard over: ``mesh``, else ``process_group``, else all, else this one alone."""
     device = next((p.device for p in parameters if not p.is_meta), None)
+    shards = None
     if mesh is not None:
-        if mesh.ndim != 1:
-            names = mesh.mesh_dim_names
-            known = "" if names is None else f" {names}"
-            how = "" if names is not None else " (names: init_device_mesh(..., mesh_dim_names=...))"
-            raise ValueError(
-                f"zero_ext: mesh has {mesh.ndim} dimensions{known}; pass the one to shard over, "
-                f"mesh['name']{how}."
-            )
-        process_group = mesh.get_group()
+        process_group, mesh, shards = _ranks_of(mesh)
     if not dist.is_available() or not dist.is_initialized():
         _warn_of_forgotten_group()
-        return Groups(None, None, 0, 1, device or _default_device(), (0,))
+        return Groups(None, None, 0, 1, 1, device or _default_device(), (0,))
     parent = process_group or dist.group.WORLD
     device = device or _device_of(parent, mesh)
     world = dist.get_world_size(parent)
@@ -72,7 +69,36 @@ def resolve(
     if world > 1 and mesh is None:
         mesh = DeviceMesh.from_group(parent, device.type)
     global_ranks = tuple(dist.get_process_group_ranks(parent))
-    return Groups(parent, mesh, dist.get_rank(parent), world, device, global_ranks)
+    return Groups(parent, mesh, dist.get_rank(parent), world, shards or world, device, global_ranks)
+
+
+def _ranks_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, DeviceMesh, int]:
+    """All ranks of ``mesh``, this one's replica, and how many ranks that has."""
+    if mesh.ndim == 1:
+        return mesh.get_group(), mesh, mesh.size()
+    names = mesh.mesh_dim_names
+    named = "" if names is not None else " (names: init_device_mesh(..., mesh_dim_names=...))"
+    if mesh.ndim != 2:
+        known = "" if names is None else f" {names}"
+        raise ValueError(
+            f"zero_ext: mesh has {mesh.ndim} dimensions{known}; pass the one to shard over, "
+            f"mesh['name'], or two of them, mesh['replicate', 'shard']{named}."
+        )
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):
+        raise ValueError(
+            f"zero_ext: the ranks of a mesh must rise along its rows, not be {mesh.mesh.tolist()}: "
+            "each row is a replica. init_device_mesh() makes such meshes."
+        )
+    replica = DeviceMesh.from_group(mesh.get_group(1), mesh.device_type)
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD, replica, mesh.size(1)
+    if names is None:
+        raise ValueError(
+            f"zero_ext: the mesh {mesh.mesh.tolist()} is of some ranks alone. Give its dimensions "
+            f"names{named}, so that its ranks can be made a group."
+        )
+    return mesh._flatten().get_group(), replica, mesh.size(1)
 
 
 def _warn_of_forgotten_group() -> None:
@@ -163,7 +189,7 @@ class _Maker(NamedTuple):
     """Makes groups like the parent: of its device's own backend, or of gloo, which then carries a
     device's tensors through host memory."""
 
-    make: Callable[[dist.Store], dist.ProcessGroup]
+    make: Callable[[dist.Store, int, int], dist.ProcessGroup]  # of a store, rank and size
     kind: object  # of the backend
     timeout: datetime.timedelta
 
@@ -203,9 +229,9 @@ def _maker(groups: Groups) -> _Maker:
             f"{groups.device}. Use init_process_group('gloo'), or 'nccl' on GPUs."
         )
 
-    def make(store: dist.Store) -> dist.ProcessGroup:
-        group = dist.ProcessGroup(store, groups.rank, groups.world)
-        group._register_backend(device, kind, made(store, groups.rank, groups.world, last))
+    def make(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
+        group = dist.ProcessGroup(store, rank, size)
+        group._register_backend(device, kind, made(store, rank, size, last))
         group._set_default_backend(kind)
         return group
 
@@ -213,14 +239,16 @@ def _maker(groups: Groups) -> _Maker:
 
 
 class CommGroups:
-    """Two new groups over a parent's ranks, registered under their names while this is open.
+    """New groups over a parent's ranks, registered under their names while this is open: two of
+    all ranks, for reductions and for gathers. Where these are several replicas, also two of this
+    rank's replica, and one of the ranks that hold the same range in each.
 
     The engine resolves the names and from then on keeps the groups alive by itself; they go when it
     goes.
     """
 
     def __init__(self, groups: Groups):
-        self.names: list[str] = []
+        self.names: dict[str, str] = {}  # by attribute of EngineOptions
         self.default_reduction = "exchange"
         self.timeout = datetime.timedelta()
         self._groups: list[dist.ProcessGroup] = []
@@ -233,20 +261,29 @@ class CommGroups:
             self.default_reduction = "collective"
         number = next(_engine_counts[parent.group_name])
         store = distributed_c10d._get_process_group_store(parent)
-        for purpose in ("reduce", "gather"):
-            name = f"zero_ext/{parent.group_name}/{number}/{purpose}"
-            prefixed = dist.PrefixStore(name, store)
-            group = maker.make(prefixed)
+
+        def make(purpose: str, part: int, rank: int, size: int) -> None:
+            name = f"zero_ext/{parent.group_name}/{number}/{purpose}/{part}"
+            group = maker.make(dist.PrefixStore(name, store), rank, size)
             group._set_group_name(name)
             torch._C._distributed_c10d._register_process_group(name, group)
-            self.names.append(name)
+            self.names[f"{purpose}_group"] = name
             self._groups.append(group)
+
+        for purpose in ("reduce", "gather"):
+            make(purpose, 0, groups.rank, groups.world)
+        if groups.shards == groups.world:
+            return
+        replica, shard = divmod(groups.rank, groups.shards)
+        for purpose in ("within_reduce", "within_gather"):
+            make(purpose, replica, shard, groups.shards)
+        make("across", shard, replica, groups.world // groups.shards)
 
     def __enter__(self) -> "CommGroups":
         return self
 
     def __exit__(self, *exception) -> None:
-        for name in self.names:
+        for name in self.names.values():
             torch._C._distributed_c10d._unregister_process_group(name)
 
 

@@ -148,7 +148,8 @@ class Handle:
         settings = (
             f"stage={stage} bucket_mb={bucket_mb} reduction={reduction} param_dtype={param_dtype} "
             f"reduce_dtype={reduce_dtype} accumulation_steps={accumulation_steps or 1} "
-            f"sync_module_states={sync_module_states} offload={offload} units={cut}"
+            f"sync_module_states={sync_module_states} offload={offload} shards={groups.shards} "
+            f"units={cut}"
         )
         check_environment(groups)
         check_same_on_all_ranks(
@@ -181,8 +182,9 @@ class Handle:
         options.gather.retained_bytes = -1 if retained_bytes is None else int(retained_bytes)
         options.gather.reshard_after_forward = reshard_after_forward
         with CommGroups(groups) as comm:
-            if comm.names:
-                options.reduce_group, options.gather_group = comm.names
+            options.shards = groups.shards
+            for group, name in comm.names.items():
+                setattr(options, group, name)
             options.timeout_ms = comm.timeout // datetime.timedelta(milliseconds=1)
             options.cross_memory = cross_memory_allowed()
             options.reduction = getattr(_C.Reduction, reduction or comm.default_reduction)
@@ -224,7 +226,7 @@ class Handle:
         _serving.discard(self)
         self._unwatched = []
         try:
-            if self.groups.world == 1:
+            if self.groups.shards == 1:
                 self.engine.give_parameters_back()
         finally:
             self.engine = None
@@ -388,8 +390,8 @@ class Handle:
 
     @property
     def replicated(self) -> bool:
-        """Every rank holds all of the optimizer's state: stage 0, or one rank."""
-        return self.groups.world == 1 or self.engine.stage == 0
+        """Every rank holds all of the optimizer's state: stage 0, or replicas of one rank."""
+        return self.groups.shards == 1 or self.engine.stage == 0
 
     def adopt_thawed(self) -> list[int]:
         """Shard parameters that were frozen before and require a gradient now. Collective.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
 from zero_ext import takeover
@@ -75,6 +76,11 @@ def initialize(
                 "zero_ext: 'communication_data_type' and mp_policy= both say in which dtype "
                 "gradients are reduced. Give one."
             )
+        if settings.shards is not None and "mesh" in sharding:
+            raise ValueError(
+                "zero_ext: 'mics_shard_size' and mesh= both say which ranks are a replica. Give "
+                "one."
+            )
         ours = _arguments_of_ours(settings)
         given = _optimizer_given(settings, model, optimizer, model_parameters)
         schedule = _schedule_given(settings, lr_scheduler, given)
@@ -130,6 +136,11 @@ def _sharded(model: nn.Module, settings: Config, sharding: dict[str, Any]) -> nn
     if settings.reduce_dtype is not None:
         policy = torch.distributed.fsdp.MixedPrecisionPolicy(reduce_dtype=settings.reduce_dtype)
         sharding = {**sharding, "mp_policy": policy}
+    if settings.shards is not None and dist.is_initialized():
+        shape = (dist.get_world_size() // settings.shards, settings.shards)
+        kind = next(model.parameters()).device.type
+        mesh = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+        sharding = {**sharding, "mesh": mesh}
     return shard(model, stage=settings.stage, offload_policy=settings.offload_policy, **sharding)
 
 

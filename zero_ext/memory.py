@@ -69,6 +69,7 @@ def estimate_memory(
     world_size: int,
     stage: int,
     *,
+    shards: int | None = None,
     units: Choice = None,
     bucket_mb: float = 25.0,
     prefetch_mb: float | None = None,
@@ -87,6 +88,8 @@ def estimate_memory(
 
     Args:
         module: May be on the meta device.
+        shards: Ranks of a replica, where sharding is hybrid: the second dimension of ``mesh``.
+            Default: all.
         units, prefetch_mb: As for ``shard``; of stage 3.
         local_accumulation: Whether stages 0 and 1 accumulate inside ``no_sync()``.
         device: Where it will be trained; default: where its parameters are, the CPU if that is the
@@ -98,22 +101,28 @@ def estimate_memory(
         ``buckets``, the most that the two buckets can add with ``reduction="exchange"``. Padding
         included.
     Raises:
-        ValueError: a stage, a number of ranks or a size that cannot be.
+        ValueError: a stage, a number of ranks or of shards, or a size that cannot be.
     """
     _check_stage(stage)
     check_sizes(bucket_mb, prefetch_mb)
     if not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"zero_ext: world_size must be at least 1, not {world_size!r}.")
+    shards = world_size if shards is None else shards
+    if not isinstance(shards, int) or shards < 1 or world_size % shards != 0:
+        raise ValueError(
+            f"zero_ext: {world_size} ranks cannot be replicas of {shards!r}: shards must divide "
+            "world_size."
+        )
     several = {id(p) for p in used_several_times(module)}
     bucket_bytes = bucket_mb * 2**20
-    ranges = 1 if stage == 0 else world_size
+    ranges = 1 if stage == 0 else shards
     on_device = _device_of(module, device).type not in ("cpu", "meta")
 
     def home(unit: _Unit) -> str:
         """Where its parameters are while nobody needs them whole."""
         if stage == 3 and on_device and unit.has_master:
             return "master"
-        return "shard" if stage == 3 and world_size > 1 else "full"
+        return "shard" if stage == 3 and shards > 1 else "full"
 
     local = local_accumulation and stage < 2 and world_size > 1
     result = dict.fromkeys(("full", "shard", "master", "grad", "optimizer_state"), 0)
