@@ -376,6 +376,16 @@ void Engine::Access::enter_device(const Engine& engine, Failures failures) {
   }
 }
 
+void Engine::follow_last_use() const {
+  if (!last_use_.has_value()) return;
+  const c10::Stream stream = current_stream(options_.device);
+  if (last_use_->stream() != stream) last_use_->block(stream);
+}
+
+void Engine::remember_use() {
+  if (!on_host()) last_use_.emplace(current_stream(options_.device));
+}
+
 // The step
 
 std::vector<int64_t> Engine::thawed() const {
@@ -401,6 +411,7 @@ StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices,
               boundary_.accumulation_steps(),
               ") were never reduced. Run the last backward before a step outside no_sync().");
   if (had_no_backward(indices, *last_backward)) take_part_in_others_backward();
+  follow_last_use();
   published_.take_over(indices, "step()");
   gatherer_.begin_step();
   // Nobody's shard changes before all ranks are here: until then they may be gathering from it.
@@ -494,6 +505,7 @@ void Engine::apply_step(const Update& update) {
   threw_ = false;
   gathering.wait([this] { return where(global_rank()) + "step() waited for updated parameters"; });
   gatherer_.wait_for_shards();
+  remember_use();
 }
 
 void Engine::adopt_writes() {
@@ -545,6 +557,7 @@ at::Tensor Engine::clip_gradients(const std::vector<int64_t>& indices, double ma
               "the gradients are not complete: the norm was asked for inside a backward or"
               " before the backward that reduces. Ask between the last backward and step().");
   if (had_no_backward(indices, last_backward)) take_part_in_others_backward();
+  follow_last_use();
   published_.take_over(indices, "clip_grad_norm_");
   const StepQuestions norm{
       .nonfinite = false, .max_norm = max_norm, .settings = std::bit_cast<int64_t>(max_norm)};
@@ -568,6 +581,7 @@ void Engine::scale_gradients(const std::vector<int64_t>& indices, const at::Tens
 void Engine::scale_runs(const std::vector<int64_t>& indices, const at::Tensor& factor) {
   parameters_.for_each_summed_run(
       indices, [&](GradientSums& sums, const Run& run) { sums.range(run).mul_(factor); });
+  remember_use();
 }
 
 void Engine::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {

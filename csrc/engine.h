@@ -33,6 +33,7 @@
 #include "reductions.h"
 #include "sharded_parameters.h"
 #include "step_agreement.h"
+#include "stream.h"
 
 namespace zero_ext {
 
@@ -193,6 +194,10 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   explicit Engine(EngineOptions options);
   bool on_host() const { return options_.device.is_cpu(); }
   void begin_backward(bool reduces);
+  // On a device: what comes now is behind what sums, flags and masters were last given, on
+  // whichever stream that was.
+  void follow_last_use() const;
+  void remember_use();
   // A backward runs on this thread that reaches a parameter, though it may not have yet.
   bool backward_reaches_us() const;
   void check_usable(const char* verb) const;
@@ -246,6 +251,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   mutable std::mutex mutex_;
   // Of its last hook: a failure is told of where another one is current.
   mutable std::optional<c10::Stream> backward_stream_;
+  std::optional<Moment> last_use_;
   EngineOptions options_;
   Comm comm_;
   std::unique_ptr<DeviceFlags> flags_;

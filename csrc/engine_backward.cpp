@@ -110,6 +110,7 @@ bool Engine::backward_reaches_us() const {
 void Engine::begin_backward(bool reduces) {
   parameters_.check("backward");
   check_usable("backward");
+  follow_last_use();
   std::vector<int64_t> all(parameters_.size());
   std::iota(all.begin(), all.end(), 0);
   published_.take_over(all, "backward");
@@ -174,6 +175,7 @@ void Engine::finish_backward(Gradients gradients) {
   for (const int64_t k : arrivals) saw_nonfinite(flags_->parameter_of(k));
   if (on_device) flags_->end_backward(boundary_.micro_batch(), /*direct=*/world() == 1);
   if (reduces_) reductions_.count_finished();
+  remember_use();
   open_ = false;
   if (gradients == Gradients::own) {
     boundary_.end_backward(reduces_);
@@ -229,6 +231,7 @@ void Engine::undo_backward() noexcept {
     context_.gathering.join();
     if (open_) abort_backward();
     gatherer_.reset_after_failure();
+    remember_use();
   } catch (const std::exception& error) {
     open_ = false;
     not_undone_ = text_of(error);

@@ -2,6 +2,7 @@
 
 #include <c10/core/CachingDeviceAllocator.h>
 
+#include <exception>
 #include <utility>
 
 #include "stream.h"
@@ -206,7 +207,15 @@ void FlatBuffer::drop() {
 void FlatBuffer::release() {
   if (!tensor_.defined()) return;
   const auto bytes = static_cast<int64_t>(tensor_.nbytes());
-  if (!emptied_) counter_->subtract(held_, bytes);
+  if (!emptied_) {
+    try {
+      // Where another stream than the one of its allocation worked on it last.
+      record_use(current_stream(device()));
+    } catch (const std::exception&) {
+      // The device is in an error, and nothing works on it any more.
+    }
+    counter_->subtract(held_, bytes);
+  }
   if (stowed_counter_ != nullptr) stowed_counter_->subtract(held_, bytes);
   stowed_counter_.reset();
   stowed_ = StowedStorage();

@@ -5,8 +5,8 @@
 #
 #     scripts/gpu_suite.sh [STEP...]            PYTHON=python3.12
 #
-# Steps that are named run alone: those, say, for which an earlier call had no time. Name `build` as well
-# where the extension is not there yet.
+# Steps that are named run alone: those, say, for which an earlier call had no time, which may be the last
+# two. Name `build` as well where the extension is not there yet.
 #
 # Writes benchmarks/results/<gpu>_<date>_<commit>.md and .json after every step; where $OUT is set, to
 # there as well, with all that the steps said. A call that is killed leaves what it finished.
@@ -140,8 +140,12 @@ sanitize() {
   fi
 }
 
+# NAME CAPABILITY. The first import of torch on a machine may take long.
 gpu() {
-  timeout --kill-after=5 60 "$PYTHON" -c "import torch; $1" 2> "$LOGS/gpu.log" || {
+  timeout --kill-after=5 150 "$PYTHON" -c "
+import torch
+print(torch.cuda.get_device_name().lower().replace(' ', '_'), end=' ')
+print('%d.%d' % torch.cuda.get_device_capability())" 2> "$LOGS/gpu.log" || {
     cat "$LOGS/gpu.log" >&2
     return 1
   }
@@ -154,8 +158,8 @@ toolkit() {
   dirname "${here:-/usr/local/cuda/bin}"
 }
 
-name="$(gpu 'print(torch.cuda.get_device_name().lower().replace(" ", "_"))')" || exit 1
-TORCH_CUDA_ARCH_LIST="$(gpu 'print("%d.%d" % torch.cuda.get_device_capability())')" || exit 1
+found="$(gpu)" || exit 1
+read -r name TORCH_CUDA_ARCH_LIST <<< "$found"
 export TORCH_CUDA_ARCH_LIST
 export CUDA_HOME="${CUDA_HOME:-$(toolkit)}"
 # The commit may come from outside, where the folder travels without its history.
@@ -165,9 +169,15 @@ for part in "${only[@]}"; do report+="_$part"; done
 
 ZERO_EXT_CUDA=1 MAX_JOBS="$(nproc)" step build 180 "$PYTHON" setup.py build_ext --inplace
 step info 20 "$PYTHON" -m zero_ext.info
+step exercise 20 "$PYTHON" scripts/exercise_cuda_kernels.py
 # Without conftest.py, which is about ranks and needs more than pytest.
 step test 130 "$PYTHON" -m pytest tests/test_cuda_kernels.py -q -p no:cacheprovider --noconftest \
   --maxfail=20
+# Without torch's caching allocator, whose tensors are cut from segments of 2 MB: what is written behind
+# one would be inside of its segment. Libraries expect some calls of the API to fail.
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize memcheck --report-api-errors no
+# Mangled, the names of all our kernels contain that of our namespace.
+sanitize racecheck --kernel-name kernel_substring=zero_ext
 
 # The project's own tests, on CUDA tensors: at one rank, at two, at one with NCCL. Two share the GPU,
 # which NCCL refuses; gloo for the host alone has our staging carry all tensors, some of which plain
@@ -182,7 +192,8 @@ on_device=(devices optim precision stage3 scenarios_a scenarios_b scenarios_c un
   state_dict checkpoint module_units live_objects equivalence shard_tensor)
 on_device=("${on_device[@]/#/tests/test_}")
 on_device=("${on_device[@]/%/.py}")
-# By address: the machine's own name may lead nowhere.
+# By address: the machine's own name may lead nowhere, for c10d's backends too.
+export GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo
 ranks=("$PYTHON" -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node)
 # Several processes at a time, where pytest can: small tests leave the device idle.
 at_once=()
@@ -198,13 +209,6 @@ ZERO_EXT_TEST_BACKENDS=cpu:gloo step test_two_ranks 120 "${exact[@]}" "${ranks[@
 # A group of NCCL's around one rank, which has nobody to send anything.
 ZERO_EXT_TEST_BACKENDS=cpu:gloo,cuda:nccl step test_nccl 45 "${exact[@]}" "${ranks[@]}" 1 -m pytest \
   tests/test_devices.py tests/test_stage3.py "${quick[@]}" "dist and not slow"
-unset ZERO_EXT_TEST_DEVICE
-step exercise 20 "$PYTHON" scripts/exercise_cuda_kernels.py
-# Without torch's caching allocator, whose tensors are cut from segments of 2 MB: what is written behind
-# one would be inside of its segment. Libraries expect some calls of the API to fail.
-PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize memcheck --report-api-errors no
-# Mangled, the names of all our kernels contain that of our namespace.
-sanitize racecheck --kernel-name kernel_substring=zero_ext
 # There is none where no step has a name that was given.
 cat "$RESULTS/$report.md" || exit 1
 exit "$failed"

@@ -324,11 +324,14 @@ def test_local_sums_take_one_launch_per_unit(mesh, rank, device):
 @pytest.mark.world(min=2)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_local_sums_of_backwards_on_several_streams(mesh, rank, device, stage):
-    """Gradients that wait for the end of their backward belong to the stream that made them."""
+    """Gradients that wait for the end of their backward belong to the stream that made them, and
+    who sums on another stream goes on behind it."""
 
     def train(streams):
         run = Run(device, stage, mesh, rank, torch.bfloat16)
         for number in range(2):
+            for stream in {*streams} - {here}:  # which read what the step writes
+                stream.wait_stream(torch.accelerator.current_stream())
             for micro, stream in enumerate(streams):
                 last = micro == len(streams) - 1
                 with contextlib.nullcontext() if last else run.model.no_sync(), stream:
@@ -585,6 +588,22 @@ def test_hooks_run_on_the_stream_of_the_forward(device, how):
         torch.accelerator.synchronize()
         if how == "module" or number % 2 == 1:
             assert streams and all(each == stream for each in streams)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_another_stream_is_given_comes_behind_a_step(device, stage):
+    """Clipping, say, which writes to the sums that the step on this stream has yet to read."""
+    run, twin = (Run(device, stage, None, 0, torch.float32) for _ in range(2))
+    side = torch.Stream(device)
+    for each in (twin, run):  # this one last, and nothing behind it on this stream
+        each.backward(0)
+        each.optimizer.step()
+    with side:
+        run.optimizer.clip_grad_norm_(1e-6)
+    side.synchronize()
+    torch.accelerator.synchronize()
+    for mine, theirs in zip(run.model.parameters(), twin.model.parameters(), strict=True):
+        assert_bits(mine, theirs)
 
 
 @pytest.mark.parametrize("how", ["step", "skipped_steps", "stats"])
@@ -969,6 +988,7 @@ def test_states_can_leave_the_device_for_a_while(anywhere, rank, device, stage):
     for each in (run, twin):
         each.step(0)
         each.backward(1)
+    gc.collect()
     torch.accelerator.synchronize()
     held, before = run.model.stats(), memory.memory_allocated()
     zero_ext.offload_states(run.model)
@@ -999,6 +1019,7 @@ def test_gradients_leave_the_device_with_zero_grad(anywhere, rank, device, stage
     run = Run(device, stage, anywhere, rank, torch.bfloat16)
     run.step(0)
     assert run.model.stats()["bytes_grad"] == 0
+    gc.collect()
     torch.accelerator.synchronize()
     before = memory.memory_allocated()
     run.backward(1)
@@ -1096,6 +1117,7 @@ def test_states_of_a_wrapped_optimizer_leave_the_device_too(anywhere, rank, devi
     expected = [state.cpu() for state in states]
     num_bytes = sum(state.nbytes for state in states if state.device.type != "cpu")
     assert num_bytes > 4 * sum(p.numel() for p in twin.optimizer._shards.values())
+    gc.collect()
     before = memory.memory_allocated()
     zero_ext.offload_states(run.model, include=["optimizer_state"])
     zero_ext.offload_states(run.optimizer, include=["optimizer_state"])
