@@ -2,7 +2,7 @@
 # make train     trains a byte-level GPT on two ranks        STAGE=1|2|3  ARGS="--size small ..."
 # make test      quick tests: one rank, 2, and what depends on their number on 3 and 4   make test-all: all
 # make cuda-build     builds for torch's CUDA variant, GPU or not   CUDA_ARCHS="8.0 9.0 10.0"
-# make cuda-test      runs the CPU's one-rank tests on that build
+# make cuda-test      runs the one-rank tests on that build, on the CPU and on the emulated device
 # make cuda-kernels   nvcc compiles each CUDA kernel alone, and the host emulates them
 # make bench-deepspeed   installs DeepSpeed, whose kernels its first run compiles, and measures beside it
 # make bench  lint  format  clean  dist-check   (a wheel from the sdist)   cuda-dist-check   (a CUDA wheel)
@@ -115,8 +115,9 @@ cuda-build: $(CUDA_VENV)/.torch
 
 # pytest as a program: `python -m` would put this folder, and with it the other build, first.
 cuda-test: cuda-build
-	$(CUDA_PY) -m pip install --quiet pytest pytest-timeout hypothesis expecttest safetensors matplotlib tqdm
-	PYTHONPATH="$(CURDIR)/$(CUDA_BUILD)/lib" $(CUDA_VENV)/bin/pytest tests -m "not dist and not slow"
+	$(CUDA_PY) -m pip install --quiet pytest pytest-timeout pytest-xdist hypothesis expecttest safetensors matplotlib tqdm
+	PYTHONPATH="$(CURDIR)/$(CUDA_BUILD)/lib" $(CUDA_VENV)/bin/pytest -n 2 --dist worksteal tests -m "not dist and not slow"
+	PYTHONPATH="$(CURDIR)/$(CUDA_BUILD)/lib" $(LAGGED) $(CUDA_VENV)/bin/pytest -n 2 --dist worksteal $(LAGGED_TESTS) -m "not dist and not slow"
 
 # Rank 0 writes to the terminal, the others to build/test-logs, shown when something failed.
 define test_ranks

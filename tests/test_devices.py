@@ -404,7 +404,8 @@ def test_a_backend_that_ends_the_process_is_told_for_what(tmp_path, stage):
     script = tmp_path / "script.py"
     script.write_text(LOSES_A_RANK)
     command = [sys.executable, str(script)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
             [*command, str(rank), str(stage), str(tmp_path / "store")],

@@ -38,7 +38,8 @@ def run_ranks(
     environment = {
         k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "TORCHELASTIC"))
     }
-    environment["PYTHONPATH"] = str(Path(__file__).parent)
+    path = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(path)
     environment["OMP_NUM_THREADS"] = "1"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun += [f"--nproc-per-node={world}", "-m", "pytest", "-p", "conftest"]

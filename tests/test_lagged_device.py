@@ -20,7 +20,7 @@ def test_the_device_shows_what_does_not_wait():
     """In a process of its own: a device must exist before the first backward, and no other test
     should meet it."""
     command = [sys.executable, *QUIETLY, str(CASES)]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=CASES.parents[2])
+    run = subprocess.run(command, capture_output=True, text=True, cwd=CASES.parent)
     assert run.returncode == 0, run.stdout + run.stderr
 
 
@@ -29,7 +29,7 @@ def test_its_process_groups_order_streams_as_nccl_does():
     """On two ranks and on three, at once: much of it is waiting."""
 
     def run(ranks):
-        return torchrun(ranks, *QUIETLY, str(GROUP_CASES), cwd=CASES.parents[2], timeout_s=280)
+        return torchrun(ranks, *QUIETLY, str(GROUP_CASES), cwd=CASES.parent, timeout_s=280)
 
     with ThreadPoolExecutor() as pool:
         for result in pool.map(run, [2, 3]):

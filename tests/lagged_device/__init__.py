@@ -9,7 +9,7 @@ bits of matrix products. ::
 
     lagged_device.load()  # before the process' first backward
 
-The first call compiles the device into build/lagged_device, in about a minute.
+The first call compiles the device into build/lagged_device/TORCH, in about a minute.
 
 ``load()`` also registers "lccl", which is to this device what NCCL is to CUDA, see lccl.h:
 ``dist.init_process_group("lccl")`` or ``("cpu:gloo,lagged:lccl")``.
@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-BUILD = ROOT / "build" / "lagged_device"
+BUILD = ROOT / "build" / "lagged_device" / torch.__version__
 LIBRARY = BUILD / "liblagged_device.so"
 MODULE = BUILD / "_lccl.so"  # of lccl_module.cpp alone: all else needs no Python
 FLAGS = "-std=c++20 -fPIC -fvisibility=hidden -Wall -DUSE_DISTRIBUTED".split()

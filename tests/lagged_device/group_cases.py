@@ -356,7 +356,9 @@ def test_works_tell_when_they_are_done(rank, world, lccl):
     x = filled(1.0)
     work = dist.all_reduce(x, group=lccl, async_op=True)
     poll(work)
-    assert work.is_success() and work.exception() is None
+    assert work.is_success()
+    if torch.__version__ >= "2.13":  # before it pybind11 cannot convert the answer
+        assert work.exception() is None
     assert values(work.result()[0]) == {float(world)}
 
 
