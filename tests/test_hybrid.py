@@ -212,7 +212,7 @@ def test_whole_values_are_read_and_written_on_all_ranks(replicas, rank, stage):
 
 @pytest.mark.parametrize("names", [None, ("a", "b", "c")])
 def test_a_mesh_of_three_dimensions_says_which_to_pass(names, world):
-    mesh = DeviceMesh("cpu", torch.arange(world).view(1, -1, 1), mesh_dim_names=names)
+    mesh = DeviceMesh("cpu", torch.arange(world, device="cpu").view(1, -1, 1), mesh_dim_names=names)
     remedy = "mesh_dim_names=" if names is None else r"\('a', 'b', 'c'\); pass the one"
     with pytest.raises(ValueError, match=f"mesh has 3 dimensions.*{remedy}"):
         zero_ext.shard(MLP(), mesh=mesh)
