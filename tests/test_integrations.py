@@ -440,7 +440,7 @@ def test_another_optimizer_follows_when_one_was_freed(anywhere, rank):
         optimizer, schedule = own.free_memory(optimizer, schedule)
 
 
-def test_a_subclass_of_a_trainer_is_sharded_by_the_mixin(anywhere, path):
+def test_a_subclass_of_a_trainer_is_sharded_by_the_mixin(anywhere, world, path):
     losses = []
 
     class Counting(transformers.Trainer):
@@ -453,6 +453,7 @@ def test_a_subclass_of_a_trainer_is_sharded_by_the_mixin(anywhere, path):
 
     made = trainer(anywhere, 3, path, Sharded, max_steps=2)
     made.train()
-    assert len(losses) in (3, 4) and find(made.model.lm_head.weight) is not None
+    a_rank_has = 24 // 2 // (1 if anywhere is None else world)  # micro-batches in an epoch
+    assert len(losses) == min(2 * 2, a_rank_has) and find(made.model.lm_head.weight) is not None
     with pytest.raises(NotImplementedError, match="start a run for each"):
         made.hyperparameter_search()
