@@ -217,7 +217,6 @@ void bind_engine(py::module_& m) {
       .def_readwrite("pin_memory", &EngineOptions::pin_memory)
       .def_readwrite("reduce_group", &EngineOptions::reduce_group)
       .def_readwrite("gather_group", &EngineOptions::gather_group)
-      .def_readwrite("shards", &EngineOptions::shards)
       .def_readwrite("within_reduce_group", &EngineOptions::within_reduce_group)
       .def_readwrite("within_gather_group", &EngineOptions::within_gather_group)
       .def_readwrite("across_group", &EngineOptions::across_group)

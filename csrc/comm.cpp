@@ -120,17 +120,21 @@ Comm::Comm(std::vector<int64_t> global_ranks) : global_ranks_(std::move(global_r
 Comm::~Comm() = default;
 Comm::Comm(const Comm& other) = default;
 
-Comm::Comm(const std::string& reduce_group, const std::string& gather_group, c10::Device device,
-           std::vector<int64_t> global_ranks)
+Comm::Comm(const Names& groups, c10::Device device, std::vector<int64_t> global_ranks)
     : device_(device),
-      reduce_group_(c10d::resolve_process_group(reduce_group)),
-      gather_group_(c10d::resolve_process_group(gather_group)),
+      reduce_group_(c10d::resolve_process_group(groups.reduce)),
+      gather_group_(c10d::resolve_process_group(groups.gather)),
       within_reduce_(reduce_group_),
       within_gather_(gather_group_),
       rank_(reduce_group_->getRank()),
       world_(reduce_group_->getSize()),
-      shards_(world_),
       global_ranks_(std::move(global_ranks)) {
+  if (!groups.across.empty()) {
+    within_reduce_ = c10d::resolve_process_group(groups.within_reduce);
+    within_gather_ = c10d::resolve_process_group(groups.within_gather);
+    across_ = c10d::resolve_process_group(groups.across);
+  }
+  shards_ = within_reduce_->getSize();
   if (device.is_cpu()) return;
   const std::vector<c10::Device> devices = reduce_group_->getDeviceTypes();
   const bool has_backend = std::any_of(devices.begin(), devices.end(), [&](c10::Device other) {
@@ -139,14 +143,6 @@ Comm::Comm(const std::string& reduce_group, const std::string& gather_group, c10
            reduce_group_->getBackend(other.type())->getBackendName() != "gloo";
   });
   way_ = has_backend ? Way::device : Way::staged;
-}
-
-void Comm::form_replicas(int64_t shards, const std::string& within_reduce,
-                         const std::string& within_gather, const std::string& across) {
-  shards_ = shards;
-  within_reduce_ = c10d::resolve_process_group(within_reduce);
-  within_gather_ = c10d::resolve_process_group(within_gather);
-  across_ = c10d::resolve_process_group(across);
 }
 
 const char* Comm::name_of(Agreement about) {

@@ -78,18 +78,22 @@ class Comm {
   // One rank alone; every collective is the identity. `global_ranks`: what messages call the ranks;
   // empty: as the group counts them.
   explicit Comm(std::vector<int64_t> global_ranks = {});
-  // The names are those of torch.distributed (`group.group_name`). `device`: of the tensors. Where
-  // the groups have no backend for it, its tensors travel through host memory.
-  Comm(const std::string& reduce_group, const std::string& gather_group, c10::Device device,
-       std::vector<int64_t> global_ranks = {});
+  // Of process groups, as torch.distributed calls them (`group.group_name`). The last three where
+  // ranks hold several copies, see Note [Replicas] in unit_context.h: two of this rank's replica,
+  // in rank order, and one of the ranks that hold the same range.
+  struct Names {
+    std::string reduce;
+    std::string gather;
+    std::string within_reduce = {};
+    std::string within_gather = {};
+    std::string across = {};
+  };
+  // `device`: of the tensors. Where the groups have no backend for it, its tensors travel through
+  // host memory.
+  Comm(const Names& groups, c10::Device device, std::vector<int64_t> global_ranks = {});
   ~Comm();
   Comm(const Comm& other);
 
-  // Ranks hold several copies, see Note [Replicas] in unit_context.h. `within_reduce` and
-  // `within_gather` are groups of this rank's replica, in rank order, `across` one of the ranks
-  // that hold the same range.
-  void form_replicas(int64_t shards, const std::string& within_reduce,
-                     const std::string& within_gather, const std::string& across);
   // Collective. From now on messages of the host, where `allowed` on both ranks and possible, are
   // read straight from the sender's memory; `timeout` is for those.
   void connect_neighbors(std::chrono::milliseconds timeout, bool allowed);
@@ -113,6 +117,7 @@ class Comm {
   bool is_forked() const { return getpid() != process_; }
   int64_t rank() const { return rank_; }
   int64_t world() const { return world_; }
+  int64_t shards() const { return shards_; }  // ranks of a replica
   int64_t global_rank(int64_t rank) const {
     return global_ranks_.empty() ? rank : global_ranks_[rank];
   }

@@ -37,7 +37,8 @@ void reduce_scatter_accumulate_(const Tensor& bucket, const Tensor& acc,
   check_value("bucket", bucket, device);
   check_float("acc", acc, device);
   check_apart("bucket", bucket, "acc", acc);
-  Comm comm = group_name.empty() ? Comm() : Comm(group_name, group_name, device);
+  Comm comm =
+      group_name.empty() ? Comm() : Comm({.reduce = group_name, .gather = group_name}, device);
   const int64_t world = comm.world();
   const int64_t rank = comm.rank();
   const int64_t numel = acc.numel();

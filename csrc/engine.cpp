@@ -50,7 +50,11 @@ SlotSpec slot_spec(const std::string& name, const at::Tensor& parameter) {
 Engine::Engine(EngineOptions options)
     : options_(std::move(options)),
       comm_(options_.reduce_group.empty() ? Comm(options_.global_ranks)
-                                          : Comm(options_.reduce_group, options_.gather_group,
+                                          : Comm({.reduce = options_.reduce_group,
+                                                  .gather = options_.gather_group,
+                                                  .within_reduce = options_.within_reduce_group,
+                                                  .within_gather = options_.within_gather_group,
+                                                  .across = options_.across_group},
                                                  options_.device, options_.global_ranks)),
       flags_(options_.device.is_cpu()
                  ? nullptr
@@ -63,7 +67,7 @@ Engine::Engine(EngineOptions options)
                .flags = flags_.get(),
                .rank = comm_.rank(),
                .world = comm_.world(),
-               .shards = options_.shards == 0 ? comm_.world() : options_.shards,
+               .shards = comm_.shards(),
                .global_rank = comm_.global_rank(),
                .global_ranks = options_.global_ranks,
                .policy = policy_for(options_.stage),
@@ -82,10 +86,6 @@ Engine::Engine(EngineOptions options)
                  .divide_factor = options_.divide_factor}),
       gatherer_(comm_, context_, options_.gather) {
   const std::chrono::milliseconds timeout(options_.timeout_ms);
-  if (context_.shards < context_.world) {
-    comm_.form_replicas(context_.shards, options_.within_reduce_group, options_.within_gather_group,
-                        options_.across_group);
-  }
   comm_.connect_neighbors(timeout, options_.cross_memory);
   comm_.watch_collectives(timeout);
   context_.spare =

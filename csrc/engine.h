@@ -45,9 +45,7 @@ struct EngineOptions {
   std::string reduce_group;        // names of process groups; both empty: one rank alone
   std::string gather_group;
   std::vector<int64_t> global_ranks;  // of theirs, see Comm
-  // Ranks of a replica, and its groups, see Comm::form_replicas; 0: all ranks are one.
-  int64_t shards = 0;
-  std::string within_reduce_group;
+  std::string within_reduce_group;    // see Comm::Names; empty: all ranks are one replica
   std::string within_gather_group;
   std::string across_group;
   int64_t timeout_ms = 0;    // of messages that no process group carries, and of what is watched

@@ -198,11 +198,7 @@ void FlatBuffer::record_use(const c10::Stream& stream) const {
   c10::getDeviceAllocator(device().type())->recordStream(tensor_.storage().data_ptr(), stream);
 }
 
-void FlatBuffer::drop() {
-  if (!defined()) return;
-  record_use(current_stream(device()));
-  *this = FlatBuffer();
-}
+void FlatBuffer::drop() { *this = FlatBuffer(); }
 
 void FlatBuffer::release() {
   if (!tensor_.defined()) return;

@@ -167,7 +167,6 @@ class EngineOptions:
     device: torch.device
     gather: GatherOptions
     gather_group: str
-    shards: int
     within_reduce_group: str
     within_gather_group: str
     across_group: str

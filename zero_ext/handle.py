@@ -182,7 +182,6 @@ class Handle:
         options.gather.retained_bytes = -1 if retained_bytes is None else int(retained_bytes)
         options.gather.reshard_after_forward = reshard_after_forward
         with CommGroups(groups) as comm:
-            options.shards = groups.shards
             for group, name in comm.names.items():
                 setattr(options, group, name)
             options.timeout_ms = comm.timeout // datetime.timedelta(milliseconds=1)
