@@ -26,8 +26,8 @@ export MAX_JOBS ?= 2
 # One thread per rank: ranks share the processors.
 train test test-all bench bench-deepspeed: export OMP_NUM_THREADS := 1
 
-NATIVE := $(wildcard csrc/*.h csrc/*.cpp csrc/kernels/*.h csrc/kernels/*.cpp csrc/kernels/*.cu)
-EMULATION := $(wildcard tests/cuda_emulation/* tests/lagged_device/*.h tests/lagged_device/*.cpp)
+NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+EMULATION := $(shell find tests/support -name '*.h' -o -name '*.cpp')
 # Started by python, the others by torchrun.
 PLAIN_BENCHES := $(wildcard benchmarks/bench_kernels.py benchmarks/bench_hooks.py benchmarks/bench_memory.py)
 GPU_BENCHES := benchmarks/bench_cuda.py benchmarks/bench_cuda_step.py
@@ -51,24 +51,26 @@ $(VENV)/.installed: $(VENV)/.torch setup.py pyproject.toml $(NATIVE)
 train: install
 	$(TORCHRUN) --nproc-per-node 2 examples/train_lm.py --stage $(STAGE) $(ARGS)
 
+# Test files by name, in whichever room they are.
+named = $(foreach name,$(1),$(wildcard tests/*/test_$(name).py))
+ALL_TESTS := $(wildcard tests/*/test_*.py)
+
 # What depends on the number of ranks: sums in rank order, padding, straddling, passes. The rest runs on
 # three and four ranks in test-all.
-THREE_RANKS_TESTS := $(addprefix tests/test_,checkpoint.py cross_memory.py equivalence.py order.py comm_ops.py memory_stage3.py norm.py \
-  recovery.py scenarios_c.py stage3.py)
-FOUR_RANKS_TESTS := $(addprefix tests/test_,equivalence.py comm_ops.py hybrid.py norm.py stage3.py)
+THREE_RANKS_TESTS := $(call named,checkpoint shared_host_transport equivalence order comm_ops memory_stage3 norm recovery scenarios_c stage3)
+FOUR_RANKS_TESTS := $(call named,equivalence comm_ops hybrid norm stage3)
 # As ranks on different hosts: their messages go through the process group.
 ONLY_GROUP := ZERO_EXT_CROSS_MEMORY=0
 # Hybrid sharding, wherever tests shard over a mesh, but for those whose formulas have one dimension.
 REPLICAS := ZERO_EXT_TEST_SHARDS=2
-REPLICAS_TESTS := $(filter-out $(addprefix tests/test_,memory.py memory_stage3.py meta.py shard_tensor.py),$(wildcard tests/test_*.py))
+REPLICAS_TESTS := $(filter-out $(call named,memory memory_stage3 meta shard_tensor),$(ALL_TESTS))
 
-# On the device that tests/lagged_device makes, whose work is late and which refuses what CUDA refuses. One
-# rank: whatever runs on a device at all. Several: with messages through host memory, and with those of
+# On the device that tests/support/lagged_device makes, whose work is late and which refuses what CUDA refuses.
+# One rank: whatever runs on a device at all. Several: with messages through host memory, and with those of
 # its own backend.
-LAGGED_RANKS_TESTS := $(addprefix tests/test_,devices.py inner_backwards.py out_of_memory.py recovery.py scenarios_c.py)
-LAGGED_TESTS := $(filter-out $(addprefix tests/test_,build.py comm_ops.py config.py cuda_kernels.py cuda_sources.py docs.py \
-  example.py gpu_suite.py harness.py integrations.py kernels.py lagged_device.py layout.py lightning.py ops.py pipeline.py residency.py schedules.py torch_modules.py \
-  typing.py),$(wildcard tests/test_*.py))
+LAGGED_RANKS_TESTS := $(call named,devices inner_backwards out_of_memory recovery scenarios_c)
+LAGGED_TESTS := $(filter-out $(call named,build comm_ops config cuda_kernels cuda_sources docs example gpu_suite harness integrations kernels \
+  lagged_device layout lightning ops pipeline residency schedules torch_modules typing),$(ALL_TESTS))
 LAGGED := ZERO_EXT_TEST_DEVICE=lagged
 LCCL := $(LAGGED) ZERO_EXT_TEST_BACKENDS=cpu:gloo,lagged:lccl
 # One-rank tests two at a time. Those of several ranks have the processors for their ranks.
@@ -80,9 +82,9 @@ test: install
 	$(call test_ranks,dist and not slow,2,tests)
 	$(call test_ranks,dist and not slow,3,$(THREE_RANKS_TESTS))
 	$(call test_ranks,dist and not slow,4,$(FOUR_RANKS_TESTS),$(ONLY_GROUP))
-	$(call test_ranks,dist and not slow,2,$(filter-out %inner_backwards.py,$(LAGGED_RANKS_TESTS)),$(LAGGED))
-	$(call test_ranks,dist and not slow,2,$(filter-out %out_of_memory.py,$(LAGGED_RANKS_TESTS)),$(LCCL))
-	$(call test_ranks,dist and not slow,4,tests/test_hybrid.py,$(LCCL))
+	$(call test_ranks,dist and not slow,2,$(filter-out %/test_inner_backwards.py,$(LAGGED_RANKS_TESTS)),$(LAGGED))
+	$(call test_ranks,dist and not slow,2,$(filter-out %/test_out_of_memory.py,$(LAGGED_RANKS_TESTS)),$(LCCL))
+	$(call test_ranks,dist and not slow,4,$(call named,hybrid),$(LCCL))
 
 test-all: install
 	$(ONE_RANK_PYTEST) tests -m "not dist"
@@ -92,10 +94,10 @@ test-all: install
 	$(call test_ranks,dist,2 3,$(LAGGED_TESTS),$(LAGGED))
 	$(call test_ranks,dist,2 3,$(LAGGED_RANKS_TESTS),$(LCCL))
 	$(call test_ranks,dist and not slow,4,$(REPLICAS_TESTS),$(REPLICAS))
-	$(call test_ranks,dist,4,tests/test_hybrid.py,$(LAGGED))
+	$(call test_ranks,dist,4,$(call named,hybrid),$(LAGGED))
 
 cuda-kernels: install
-	$(PY) -m pytest tests/test_cuda_sources.py
+	$(PY) -m pytest $(call named,cuda_sources)
 
 # No find-links: a folder of CPU wheels would be preferred to the CUDA variant.
 $(CUDA_VENV)/.torch: Makefile

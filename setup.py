@@ -77,8 +77,8 @@ def main() -> None:
     torch = import_torch()
     from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
-    sources = sorted(glob.glob("csrc/*.cpp") + glob.glob("csrc/kernels/*.cpp"))
-    cuda_sources = sorted(glob.glob("csrc/kernels/*.cu"))
+    sources = sorted(glob.glob("csrc/**/*.cpp", recursive=True))
+    cuda_sources = sorted(glob.glob("csrc/kernels/cuda/*.cu"))
     cuda = choose_cuda(cuda_obstacle(torch, CUDA_HOME, cuda_sources))
     build_info = (
         '"""Written by setup.py: what zero_ext._C was built for."""\n\n'
@@ -103,7 +103,7 @@ def main() -> None:
     extension = (CUDAExtension if cuda else CppExtension)(
         "zero_ext._C",
         sources + (cuda_sources if cuda else []),
-        include_dirs=["csrc"],
+        include_dirs=[str(Path("csrc").resolve())],
         define_macros=[("ZERO_EXT_CUDA", "1")] if cuda else [],
         extra_compile_args={"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
     )

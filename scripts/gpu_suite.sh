@@ -171,7 +171,7 @@ ZERO_EXT_CUDA=1 MAX_JOBS="$(nproc)" step build 180 "$PYTHON" setup.py build_ext 
 step info 20 "$PYTHON" -m zero_ext.info
 step exercise 20 "$PYTHON" scripts/exercise_cuda_kernels.py
 # Without conftest.py, which is about ranks and needs more than pytest.
-step test 130 "$PYTHON" -m pytest tests/test_cuda_kernels.py -q -p no:cacheprovider --noconftest \
+step test 130 "$PYTHON" -m pytest tests/kernels/test_cuda_kernels.py -q -p no:cacheprovider --noconftest \
   --maxfail=20
 # Without torch's caching allocator, whose tensors are cut from segments of 2 MB: what is written behind
 # one would be inside of its segment. Libraries expect some calls of the API to fail.
@@ -187,10 +187,14 @@ export ZERO_EXT_TEST_DEVICE=cuda OMP_NUM_THREADS=1
 exact=(env CUBLAS_WORKSPACE_CONFIG=:4096:8 DISABLE_ADDMM_CUDA_LT=1 NVIDIA_TF32_OVERRIDE=0)
 # One line for each: what is killed has told how far it came, and where it hung.
 quick=(-v -p no:cacheprovider --tb=short --maxfail=200 -m)
-on_device=(devices optim precision stage3 scenarios_a scenarios_b scenarios_c units state norm errors
-  odd_models hooks loops scaler memory memory_stage3 lifetime offload full_params meta order
-  state_dict checkpoint module_units live_objects equivalence shard_tensor)
-on_device=("${on_device[@]/#/tests/test_}")
+on_device=(device/devices optim/optim properties/precision gather/stage3 properties/scenarios_a
+  properties/scenarios_b properties/scenarios_c units/units state/state step/norm module/errors
+  properties/odd_models autograd/hooks properties/loops optim/scaler memory/memory
+  memory/memory_stage3 engine/lifetime engine/offload state/full_params engine/meta
+  properties/order state/state_dict checkpoint/checkpoint units/module_units engine/live_objects
+  properties/equivalence tensor/shard_tensor)
+on_device=("${on_device[@]/\//\/test_}")
+on_device=("${on_device[@]/#/tests/}")
 on_device=("${on_device[@]/%/.py}")
 # By address: the machine's own name may lead nowhere, for c10d's backends too.
 export GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo
@@ -204,11 +208,11 @@ AT_LIMIT=INT step test_one_rank 130 "${exact[@]}" "$PYTHON" -m pytest "${at_once
 step benchmark 60 "$PYTHON" benchmarks/bench_cuda.py --results "$RESULTS"
 step benchmark_step 150 "${ranks[@]}" 1 benchmarks/bench_cuda_step.py --results "$RESULTS"
 ZERO_EXT_TEST_BACKENDS=cpu:gloo step test_two_ranks 120 "${exact[@]}" "${ranks[@]}" 2 -m pytest \
-  tests/test_devices.py tests/test_stage3.py tests/test_scenarios_c.py tests/test_errors.py \
+  tests/device/test_devices.py tests/gather/test_stage3.py tests/properties/test_scenarios_c.py tests/module/test_errors.py \
   "${quick[@]}" "dist and not slow"
 # A group of NCCL's around one rank, which has nobody to send anything.
 ZERO_EXT_TEST_BACKENDS=cpu:gloo,cuda:nccl step test_nccl 45 "${exact[@]}" "${ranks[@]}" 1 -m pytest \
-  tests/test_devices.py tests/test_stage3.py "${quick[@]}" "dist and not slow"
+  tests/device/test_devices.py tests/gather/test_stage3.py "${quick[@]}" "dist and not slow"
 # There is none where no step has a name that was given.
 cat "$RESULTS/$report.md" || exit 1
 exit "$failed"

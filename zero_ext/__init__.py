@@ -9,13 +9,13 @@ from zero_ext import _compat
 _compat.check()
 
 from zero_ext import _C, checkpoint, ops, optim  # noqa: E402, F401
-from zero_ext.api import shard  # noqa: E402
-from zero_ext.forward_methods import register_forward_method  # noqa: E402
-from zero_ext.initialization import initialize  # noqa: E402
-from zero_ext.memory import estimate_memory, stats  # noqa: E402
-from zero_ext.offload import offload_states, reload_states  # noqa: E402
-from zero_ext.scaler import LossScaler  # noqa: E402
-from zero_ext.state import (  # noqa: E402
+from zero_ext.deepspeed.initialization import initialize  # noqa: E402
+from zero_ext.engine.memory import estimate_memory, stats  # noqa: E402
+from zero_ext.engine.offload import offload_states, reload_states  # noqa: E402
+from zero_ext.module.forward_methods import register_forward_method  # noqa: E402
+from zero_ext.module.sharding import shard  # noqa: E402
+from zero_ext.optim.scaler import LossScaler  # noqa: E402
+from zero_ext.state.values import (  # noqa: E402
     full_grad,
     full_state,
     full_tensor,

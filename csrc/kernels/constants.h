@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "kernels.h"
+#include "kernels/kernels.h"
 
 #if defined(__CUDACC__)
 #define ZERO_EXT_HOST_DEVICE __host__ __device__

@@ -13,7 +13,7 @@
 
 #include <cstdint>
 
-#include "square_sum.h"
+#include "kernels/square_sum.h"
 
 namespace zero_ext::kernels {
 

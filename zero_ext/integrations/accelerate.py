@@ -14,13 +14,14 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType
 from torch import nn
 
-from zero_ext import checkpoint, takeover
-from zero_ext.api import shard
-from zero_ext.forward_methods import register_forward_method
-from zero_ext.groups import all_or_none, resolve
-from zero_ext.handle import any_sharded, find, stays_whole
-from zero_ext.model_state import gather_state_dict
-from zero_ext.sharded_optimizer import ShardedOptimizer
+from zero_ext import checkpoint
+from zero_ext.engine.handle import any_sharded, find, stays_whole
+from zero_ext.module.forward_methods import register_forward_method
+from zero_ext.module.sharding import shard
+from zero_ext.optim import adoption as takeover
+from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.ranks.groups import all_or_none, resolve
+from zero_ext.state.model_state import gather_state_dict
 
 _DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from zero_ext import checkpoint as checkpoints
-from zero_ext import takeover
-from zero_ext.api import shard
-from zero_ext.forward_methods import ForwardMethod, register_forward_method
-from zero_ext.groups import all_or_none, resolve
-from zero_ext.handle import any_sharded, find
-from zero_ext.shard_tensor import ShardTensor
-from zero_ext.sharded_optimizer import ShardedOptimizer
+from zero_ext.engine.handle import any_sharded, find
+from zero_ext.module.forward_methods import ForwardMethod, register_forward_method
+from zero_ext.module.sharding import shard
+from zero_ext.optim import adoption as takeover
+from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.ranks.groups import all_or_none, resolve
+from zero_ext.tensor.shard_tensor import ShardTensor
 
 _COPIES = ("lightning.pytorch", "pytorch_lightning")
 _copy = next((name for name in _COPIES if name in sys.modules), None) or next(

@@ -12,8 +12,8 @@ from transformers.trainer import SCHEDULER_NAME
 
 from zero_ext import checkpoint
 from zero_ext.integrations.accelerate import Accelerator
-from zero_ext.model_state import gather_state_dict
-from zero_ext.sharded_optimizer import ShardedOptimizer
+from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.state.model_state import gather_state_dict
 
 _CHECKPOINT = "zero_ext"
 

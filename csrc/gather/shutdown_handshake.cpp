@@ -1,0 +1,67 @@
+#include "gather/shutdown_handshake.h"
+
+#include <condition_variable>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+namespace zero_ext {
+namespace {
+
+struct Waiting {
+  std::mutex mutex;  // for all below
+  std::condition_variable ended;
+  std::list<std::shared_ptr<const Comm>> comms;
+  int64_t open = 0;  // farewells whose messages or connections are not gone yet
+
+  uint64_t served() const {
+    uint64_t sum = 0;
+    for (const auto& comm : comms) sum += comm->served();
+    return sum;
+  }
+};
+
+// Never destroyed: a thread may outlive main().
+Waiting& waiting() {
+  static auto* instance = new Waiting;
+  return *instance;
+}
+
+}  // namespace
+
+void bid_farewell(const Comm& comm, Gatherer::Legacy legacy) {
+  std::list<std::shared_ptr<const Comm>> mine{std::make_shared<const Comm>(comm)};
+  const auto place = mine.begin();
+  {
+    const std::lock_guard lock(waiting().mutex);
+    waiting().comms.splice(waiting().comms.end(), mine);
+    ++waiting().open;
+  }
+  std::thread([place, legacy = std::move(legacy)]() mutable {
+    legacy.farewell.wait_if_possible();
+    (*place)->close();  // who still reads hears of it
+    legacy = {};
+    std::list<std::shared_ptr<const Comm>> done;  // destroyed without the lock
+    {
+      const std::lock_guard lock(waiting().mutex);
+      done.splice(done.end(), waiting().comms, place);
+    }
+    done.clear();
+    const std::lock_guard lock(waiting().mutex);
+    --waiting().open;
+    waiting().ended.notify_all();
+  }).detach();
+}
+
+void wait_for_farewells(std::chrono::milliseconds patience) {
+  std::unique_lock lock(waiting().mutex);
+  uint64_t served = 0;
+  do {
+    served = waiting().served();
+    if (waiting().ended.wait_for(lock, patience, [] { return waiting().open == 0; })) return;
+  } while (waiting().served() != served);
+}
+
+}  // namespace zero_ext

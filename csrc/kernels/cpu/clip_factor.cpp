@@ -1,0 +1,13 @@
+// clip_factor: a norm, and what its gradients are multiplied by to keep it below a limit
+// Compile alone: g++ -std=c++20 -O3 -ffp-contract=off -fno-math-errno -I. -c kernels/cpu/clip_factor.cpp
+#include "kernels/cpu/table.h"
+
+namespace zero_ext::kernels {
+
+Status clip_factor_cpu(const SquareSum* sum, double max_norm, float* norm, float* factor,
+                       const Launch& /*launch*/) {
+  *factor = clipping_factor(*sum, max_norm, norm);
+  return Status::ok;
+}
+
+}  // namespace zero_ext::kernels

@@ -1,0 +1,136 @@
+// Runs a kernel's body on the best instruction set of this machine, on as many threads as the
+// caller's Launch gives.
+//
+// A body is a small struct with `ZERO_EXT_BODY void operator()(int64_t begin, int64_t end)`: plain
+// loops over plain elements, written once. run() compiles it three times and picks one of the
+// results.
+//
+// Note [One body, three instruction sets]
+// The compiler vectorises the same C++ for AVX-512, AVX2 and the baseline, so the three cannot
+// drift apart; rejected: intrinsics, which are three texts to keep equal. What a body calls must be
+// inlined into it, else it runs as baseline code: functions are ZERO_EXT_BODY, lambdas carry
+// ZERO_EXT_BODY_LAMBDA. Four compiler flags matter: -O3 vectorises, -ffp-contract=off keeps the
+// fused operations where the formula has them and nowhere else, and -fno-math-errno lets a square
+// root be one instruction; -fno-wrapv undoes what Python's build flags add, which costs
+// accumulate_ranks 15 %. Only -ffp-contract=off can change a result.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "kernels/kernels.h"
+
+#define ZERO_EXT_BODY inline __attribute__((always_inline))
+#define ZERO_EXT_BODY_LAMBDA __attribute__((always_inline))
+
+#if defined(__x86_64__)
+#define ZERO_EXT_TARGET_AVX2 __attribute__((target("avx2,fma,bmi,bmi2,lzcnt")))
+#define ZERO_EXT_TARGET_AVX512                                                                    \
+  __attribute__((                                                                                 \
+      target("avx512f,avx512cd,avx512bw,avx512dq,avx512vl,avx2,fma,bmi,bmi2,lzcnt,prefer-vector-" \
+             "width=512")))
+#endif
+
+namespace zero_ext::kernels {
+
+enum class InstructionSet : int32_t { baseline, avx2, avx512 };
+
+// The one in use: the best that the CPU has, unless use_instruction_set() said otherwise.
+InstructionSet instruction_set();
+
+// For tests: runs all later calls, of all threads, on `set`. False, and nothing changes, where the
+// CPU lacks it.
+bool use_instruction_set(InstructionSet set);
+
+// Which kernels fetch ahead what they read: none, those that add up or convert, or all. See Note
+// [Blocks] in elements_cpu.h.
+enum class FetchAhead : int32_t { none, sums, all };
+
+// Whether this processor gains from it in kernels that fetch ahead from `least` on.
+bool fetches_ahead(FetchAhead least);
+
+// For tests: all later calls, of all threads, use `kernels`. Returns what they used before.
+FetchAhead use_fetch_ahead(FetchAhead kernels);
+
+// Fewer elements than this are not worth a second thread.
+constexpr int64_t kGrainNumel = 32768;
+
+template <class Body>
+void run_baseline(void* body, int64_t begin, int64_t end) {
+  (*static_cast<const Body*>(body))(begin, end);
+}
+
+#if defined(__x86_64__)
+template <class Body>
+ZERO_EXT_TARGET_AVX2 void run_avx2(void* body, int64_t begin, int64_t end) {
+  (*static_cast<const Body*>(body))(begin, end);
+}
+
+template <class Body>
+ZERO_EXT_TARGET_AVX512 void run_avx512(void* body, int64_t begin, int64_t end) {
+  (*static_cast<const Body*>(body))(begin, end);
+}
+#endif
+
+// The body, compiled for the instruction set in use.
+template <class Body>
+RangeBody compiled() {
+#if defined(__x86_64__)
+  switch (instruction_set()) {
+    case InstructionSet::avx512:
+      return run_avx512<Body>;
+    case InstructionSet::avx2:
+      return run_avx2<Body>;
+    case InstructionSet::baseline:
+      break;
+  }
+#endif
+  return run_baseline<Body>;
+}
+
+// Runs body(begin, end) over pieces that cover [0, numel).
+template <class Body>
+Status run(const Launch& launch, int64_t numel, Body body, int64_t grain_numel = kGrainNumel) {
+  if (numel <= 0) return Status::ok;
+  const RangeBody range = compiled<Body>();
+  if (numel <= grain_numel) {
+    range(&body, 0, numel);
+  } else {
+    launch.parallel_for(numel, grain_numel, range, &body);
+  }
+  return Status::ok;
+}
+
+// Several threads may find a non-finite value; all of them store the same 1.
+inline void report_nonfinite(int32_t* nonfinite) {
+  if (nonfinite != nullptr)
+    std::atomic_ref<int32_t>(*nonfinite).store(1, std::memory_order_relaxed);
+}
+
+// Calls visit(segment, begin, end) for the parts of a list's segments that cover the flat range
+// [begin, end) of the list's elements, segment after segment.
+template <class Segment, class Visit>
+ZERO_EXT_BODY void for_each_segment(const Segment* segments, int64_t begin, int64_t end,
+                                    const Visit& visit) {
+  int64_t first = 0;
+  for (const Segment* segment = segments; first < end; ++segment) {
+    const int64_t last = first + segment->numel;
+    const int64_t from = begin > first ? begin : first;
+    const int64_t to = end < last ? end : last;
+    if (from < to) visit(*segment, from - first, to - first);
+    first = last;
+  }
+}
+
+// The elements of all segments, or -1 where a segment cannot be one.
+template <class Segment>
+int64_t total_numel(const Segment* segments, int64_t count) {
+  int64_t total = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (segments[i].numel < 0) return -1;
+    total += segments[i].numel;
+  }
+  return total;
+}
+
+}  // namespace zero_ext::kernels

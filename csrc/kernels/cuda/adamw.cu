@@ -1,0 +1,158 @@
+// adam: one step of Adam or AdamW on a flat range; the formula is AdamArgs' comment in kernels.h.
+// Compile alone: nvcc -std=c++20 -O3 -fmad=false -arch=sm_90 -I. -c kernels/cuda/adamw.cu
+//
+// Memory bound: reads grad; reads and writes master, both moments and the parameter: 32 bytes per
+// element with a half-precision parameter.
+#include <type_traits>
+
+#include "kernels/constants.h"
+#include "kernels/cuda/dispatch.h"
+#include "kernels/cuda/table.h"
+
+namespace zero_ext::kernels {
+namespace {
+
+using namespace device;
+
+// Stands for the parameter where the master is the parameter.
+struct NoParam {};
+
+// NaN wins, as in torch.maximum.
+__device__ inline float maximum(float a, float b) { return a > b || a != a ? a : b; }
+
+template <class T, bool amsgrad, bool decoupled>
+struct Adam {
+  static constexpr bool kHasParam = !std::is_same_v<T, NoParam>;
+  static constexpr int kWidth = 4;
+  static constexpr int kUnroll = 1;
+
+  AdamConstants c;
+  float* master;
+  T* param;
+  const float* grad;
+  float* exp_avg;
+  float* exp_avg_sq;
+  float* max_exp_avg_sq;
+
+  template <int N>
+  struct Loaded {
+    Pack<float, N> master;
+    Pack<T, N> param;
+    Pack<float, N> grad;
+    Pack<float, N> exp_avg;
+    Pack<float, N> exp_avg_sq;
+    Pack<float, N> max_exp_avg_sq;
+  };
+
+  __device__ int64_t head(int64_t numel) const {
+    const int64_t head = head_numel<kWidth>(numel, master, grad, exp_avg, exp_avg_sq);
+    if constexpr (kHasParam) {
+      if (head_numel<kWidth>(numel, master, param) != head) return numel;
+    }
+    if constexpr (amsgrad) {
+      if (head_numel<kWidth>(numel, master, max_exp_avg_sq) != head) return numel;
+    }
+    return head;
+  }
+
+  template <int N>
+  __device__ Loaded<N> load(int64_t i) const {
+    Loaded<N> loaded;
+    loaded.master = device::load<N>(master + i);
+    if constexpr (kHasParam) loaded.param = device::load<N>(param + i);
+    loaded.grad = device::load<N>(grad + i);
+    loaded.exp_avg = device::load<N>(exp_avg + i);
+    loaded.exp_avg_sq = device::load<N>(exp_avg_sq + i);
+    if constexpr (amsgrad) loaded.max_exp_avg_sq = device::load<N>(max_exp_avg_sq + i);
+    return loaded;
+  }
+
+  // Element k of `loaded` becomes what is to be stored.
+  template <int N>
+  __device__ void update(int k, Loaded<N>& loaded) const {
+    float p = loaded.master.value[k];
+    if constexpr (kHasParam) p = written_or_master(loaded.param.value[k], p);
+    float g = __fmul_rn(c.grad_scale, loaded.grad.value[k]);
+    if constexpr (decoupled) {
+      p = __fsub_rn(p, __fmul_rn(c.decay, p));
+    } else {
+      g = __fmaf_rn(c.decay, p, g);
+    }
+    const float before = loaded.exp_avg.value[k];
+    const float m = __fmaf_rn(c.one_minus_beta1, __fsub_rn(g, before), before);
+    float v = __fmaf_rn(c.one_minus_beta2, __fmul_rn(g, g),
+                        __fmul_rn(c.beta2, loaded.exp_avg_sq.value[k]));
+    loaded.exp_avg.value[k] = m;
+    loaded.exp_avg_sq.value[k] = v;
+    if constexpr (amsgrad) {
+      v = maximum(loaded.max_exp_avg_sq.value[k], v);
+      loaded.max_exp_avg_sq.value[k] = v;
+    }
+    const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), c.sqrt_bias_correction2), c.eps);
+    p = __fsub_rn(p, __fdiv_rn(__fmul_rn(c.step_size, m), denominator));
+    loaded.master.value[k] = p;
+    if constexpr (kHasParam) loaded.param.value[k] = from_float<T>(p);
+  }
+
+  template <int N>
+  __device__ int32_t finish(int64_t i, Loaded<N> loaded) const {
+#pragma unroll
+    for (int k = 0; k < N; ++k) update(k, loaded);
+    store(master + i, loaded.master);
+    if constexpr (kHasParam) store(param + i, loaded.param);
+    store(exp_avg + i, loaded.exp_avg);
+    store(exp_avg_sq + i, loaded.exp_avg_sq);
+    if constexpr (amsgrad) store(max_exp_avg_sq + i, loaded.max_exp_avg_sq);
+    return 0;
+  }
+};
+
+template <class T, bool amsgrad, bool decoupled>
+struct AdamUpdate {
+  using Body = Adam<T, amsgrad, decoupled>;
+  using Constants = AdamConstants;
+
+  AdamArgs args;
+  AdamConstants host_constants;  // of `args` without OnDevice
+
+  __device__ AdamConstants constants() const {
+    if (args.on_device.steps_done != nullptr) return counted_adam_constants(args);
+    AdamConstants result = host_constants;
+    result.grad_scale = signed_scale(args.grad_scale, args.maximize, args.on_device);
+    return result;
+  }
+
+  __device__ __host__ Body body(const AdamConstants& known) const {
+    return {known,        args.master,     static_cast<T*>(args.param), args.grad,
+            args.exp_avg, args.exp_avg_sq, args.max_exp_avg_sq};
+  }
+};
+
+template <class T, bool amsgrad, bool decoupled>
+Status run_adam(const AdamArgs& args, const Launch& launch) {
+  AdamArgs on_host = args;
+  on_host.on_device = {};
+  const AdamUpdate<T, amsgrad, decoupled> update{args, adam_constants(on_host)};
+  return is_empty(args.on_device) ? run(launch, args.numel, update.body(update.host_constants))
+                                  : run_update(launch, args.numel, update);
+}
+
+template <class T>
+Status run_adam(const AdamArgs& args, const Launch& launch) {
+  if (args.max_exp_avg_sq != nullptr) {
+    return args.decoupled ? run_adam<T, true, true>(args, launch)
+                          : run_adam<T, true, false>(args, launch);
+  }
+  return args.decoupled ? run_adam<T, false, true>(args, launch)
+                        : run_adam<T, false, false>(args, launch);
+}
+
+}  // namespace
+
+Status adam_cuda(const AdamArgs& args, const Launch& launch) {
+  if (args.numel < 0 || args.step < 1) return Status::bad_argument;
+  if (args.param == nullptr) return run_adam<NoParam>(args, launch);
+  return with_element(args.param_dtype, [&]<class T>(T) { return run_adam<T>(args, launch); });
+}
+
+}  // namespace zero_ext::kernels

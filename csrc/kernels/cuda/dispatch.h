@@ -1,0 +1,268 @@
+// Runs a kernel's body over ranges and lists on the device.
+//
+// A body is a small struct of pointers with
+//   kWidth, kUnroll                elements of a vector; vectors that a thread has under way at
+//   once Loaded<N>                      what it reads of N neighbouring elements int64_t
+//   head(numel)            elements before the first vector, see head_numel Loaded<N> load<N>(i)
+//   reads elements [i, i + N) int32_t finish<N>(i, loaded)   writes them; returns the largest
+//   magnitude_bits, or 0
+// N is kWidth or 1, and both run the same operations on each element. No element's result depends
+// on another's, so neither the grid nor the vectors can change a bit.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "kernels/constants.h"
+#include "kernels/cuda/elements.h"
+#include "kernels/kernels.h"
+
+namespace zero_ext::kernels::device {
+
+constexpr int kThreads = 256;
+// Four times what is resident at once: the hardware then evens out blocks that run late.
+constexpr int64_t kBlocksPerMultiprocessor = 32;
+
+template <int N, class T>
+__device__ inline uint32_t numel_to_vector(const T* array) {
+  constexpr uintptr_t kBytes = sizeof(T) * N;
+  return static_cast<uint32_t>((0 - reinterpret_cast<uintptr_t>(array)) % kBytes / sizeof(T));
+}
+
+// How many elements come before the first one at which a vector of N begins in every array; all
+// `numel` where no such element exists.
+template <int N, class First, class... Rest>
+__device__ inline int64_t head_numel(int64_t numel, const First* first, const Rest*... rest) {
+  const uint32_t head = numel_to_vector<N>(first);
+  const bool agree = (true && ... && (numel_to_vector<N>(rest) == head));
+  return agree && head < numel ? static_cast<int64_t>(head) : numel;
+}
+
+// Units of N elements: unit u is at u * N, or `gap` later from unit `gap_at` on.
+struct Units {
+  int64_t count;
+  int64_t begin;
+  int64_t gap_at;
+  int64_t gap;
+
+  template <int N>
+  __device__ int64_t index(int64_t unit) const {
+    return begin + unit * N + (unit >= gap_at ? gap : 0);
+  }
+};
+
+// The share of `thread` of `threads`. All loads of kUnroll units are issued before the first of
+// them is used, so that enough bytes are under way to fill the memory's bandwidth.
+template <int N, class Body>
+__device__ inline int32_t walk_units(const Body& body, const Units& units, int64_t thread,
+                                     int64_t threads) {
+  constexpr int kUnroll = Body::kUnroll;
+  using Loaded = typename Body::template Loaded<N>;
+  int32_t largest = 0;
+  int64_t unit = thread;
+  for (; unit + (kUnroll - 1) * threads < units.count; unit += kUnroll * threads) {
+    Loaded loaded[kUnroll];
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      loaded[k] = body.template load<N>(units.index<N>(unit + k * threads));
+    }
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      const int64_t i = units.index<N>(unit + k * threads);
+      largest = largest_of(largest, body.template finish<N>(i, loaded[k]));
+    }
+  }
+  for (; unit < units.count; unit += threads) {
+    const int64_t i = units.index<N>(unit);
+    largest = largest_of(largest, body.template finish<N>(i, body.template load<N>(i)));
+  }
+  return largest;
+}
+
+template <class Body>
+__device__ inline int32_t walk(const Body& body, int64_t numel, int64_t thread, int64_t threads) {
+  constexpr int kWidth = Body::kWidth;
+  const int64_t head = body.head(numel);
+  const int64_t vectors = (numel - head) / kWidth;
+  const int64_t covered = vectors * kWidth;
+  const Units middle{.count = vectors, .begin = head, .gap_at = vectors, .gap = 0};
+  const Units ends{.count = numel - covered, .begin = 0, .gap_at = head, .gap = covered};
+  const int32_t largest = walk_units<kWidth>(body, middle, thread, threads);
+  return largest_of(largest, walk_units<1>(body, ends, thread, threads));
+}
+
+// Several threads may find a non-finite value; all of them store the same 1.
+__device__ inline void report_nonfinite(int32_t largest, int32_t* nonfinite) {
+  if (largest >= kInfinityBits && nonfinite != nullptr) *nonfinite = 1;
+}
+
+__device__ inline int64_t thread_of_grid() {
+  return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+}
+
+__device__ inline int64_t threads_of_grid() { return static_cast<int64_t>(gridDim.x) * blockDim.x; }
+
+template <class Body>
+__global__ void __launch_bounds__(kThreads)
+    over_range(const __grid_constant__ Body body, int64_t numel, int32_t* nonfinite) {
+  report_nonfinite(walk(body, numel, thread_of_grid(), threads_of_grid()), nonfinite);
+}
+
+// An update whose constants, or whether it runs, are known on the device only. `Update` has `args`
+// with OnDevice, Constants, constants() and body(constants).
+template <class Update>
+__global__ void __launch_bounds__(kThreads)
+    update_range(const __grid_constant__ Update update, int64_t numel) {
+  __shared__ typename Update::Constants constants;
+  __shared__ bool runs;
+  if (threadIdx.x == 0) {
+    runs = !skipped(update.args.on_device);
+    if (runs) constants = update.constants();
+  }
+  __syncthreads();
+  if (!runs) return;
+  walk(update.body(constants), numel, thread_of_grid(), threads_of_grid());
+}
+
+// Note [Lists in the kernel's parameters]
+// A list travels by value in the parameters of its launch (32,764 bytes at most, since CUDA 12.1):
+// the caller may forget it at once, nothing is allocated, copied or waited for, and a graph capture
+// keeps it. Long lists take one launch per kLongList segments. Segments are cut into pieces of
+// kPieceNumel, which the blocks take in turn, so that one long segment is spread over all of them.
+constexpr int kShortList = 64;
+constexpr int kLongList = 896;
+constexpr int64_t kPieceNumel = 8192;
+
+template <class Segment, int capacity>
+struct SegmentPack {
+  int32_t count;
+  int32_t pieces;
+  int32_t first_piece[capacity];  // of each segment
+  Segment segment[capacity];      // none is empty
+};
+
+// The segment that a piece belongs to: the last one whose first piece is not after it.
+template <class Pack>
+__device__ inline int32_t segment_of(const Pack& pack, int64_t piece) {
+  int32_t first = 0;
+  int32_t after = pack.count;
+  while (after - first > 1) {
+    const int32_t middle = first + (after - first) / 2;
+    if (pack.first_piece[middle] <= piece) {
+      first = middle;
+    } else {
+      after = middle;
+    }
+  }
+  return first;
+}
+
+// `make(segment, begin)` is the body for the elements of a segment from `begin` on.
+template <class Pack, class Make>
+__global__ void __launch_bounds__(kThreads)
+    over_segments(const __grid_constant__ Pack pack, const __grid_constant__ Make make,
+                  int32_t* nonfinite) {
+  for (int64_t piece = blockIdx.x; piece < pack.pieces; piece += gridDim.x) {
+    const int32_t at = segment_of(pack, piece);
+    const int64_t begin = (piece - pack.first_piece[at]) * kPieceNumel;
+    const int64_t left = pack.segment[at].numel - begin;
+    const int64_t numel = left < kPieceNumel ? left : kPieceNumel;
+    const int32_t largest = walk(make(pack.segment[at], begin), numel, threadIdx.x, blockDim.x);
+    int32_t* flag = pack.segment[at].nonfinite;
+    report_nonfinite(largest, flag != nullptr ? flag : nonfinite);
+  }
+}
+
+inline Status checked(cudaError_t error, const Launch& launch) {
+  if (error == cudaSuccess) return Status::ok;
+  // The status reports it; left in place, it would be blamed on whoever looks next.
+  static_cast<void>(cudaGetLastError());
+  if (launch.error != nullptr) *launch.error = cudaGetErrorString(error);
+  return Status::launch_failed;
+}
+
+// Queues kernel(arguments...) in as many blocks as are wanted and make sense.
+template <class... Parameters, class... Arguments>
+Status queue(const Launch& launch, int64_t blocks_wanted, void (*kernel)(Parameters...),
+             const Arguments&... arguments) {
+  int device = 0;
+  int multiprocessors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error != cudaSuccess) return checked(error, launch);
+  const int64_t most = multiprocessors * kBlocksPerMultiprocessor;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks_wanted < most ? blocks_wanted : most));
+  config.blockDim = dim3(kThreads);
+  config.stream = static_cast<cudaStream_t>(launch.stream);
+  return checked(cudaLaunchKernelEx(&config, kernel, arguments...), launch);
+}
+
+// Blocks that give every thread one round of kUnroll vectors.
+template <class Body>
+int64_t blocks_for(int64_t numel) {
+  constexpr int64_t kRound = int64_t{kThreads} * Body::kUnroll * Body::kWidth;
+  return (numel + kRound - 1) / kRound;
+}
+
+template <class Body>
+Status run(const Launch& launch, int64_t numel, const Body& body, int32_t* nonfinite = nullptr) {
+  if (numel == 0) return Status::ok;
+  return queue(launch, blocks_for<Body>(numel), over_range<Body>, body, numel, nonfinite);
+}
+
+template <class Update>
+Status run_update(const Launch& launch, int64_t numel, const Update& update) {
+  if (numel == 0) return Status::ok;
+  const int64_t blocks = blocks_for<typename Update::Body>(numel);
+  return queue(launch, blocks, update_range<Update>, update, numel);
+}
+
+template <int capacity, class Segment, class Make>
+Status run_packs(const Launch& launch, const Segment* segments, int64_t count, const Make& make,
+                 int32_t* nonfinite) {
+  using Pack = SegmentPack<Segment, capacity>;
+  Pack pack{};
+  for (int64_t i = 0; i < count; ++i) {
+    if (segments[i].numel > 0) {
+      pack.first_piece[pack.count] = pack.pieces;
+      pack.segment[pack.count] = segments[i];
+      pack.pieces += static_cast<int32_t>((segments[i].numel + kPieceNumel - 1) / kPieceNumel);
+      ++pack.count;
+    }
+    const bool is_last = i + 1 == count;
+    if (pack.count == 0 || (pack.count < capacity && !is_last)) continue;
+    const Status status =
+        queue(launch, pack.pieces, over_segments<Pack, Make>, pack, make, nonfinite);
+    if (status != Status::ok) return status;
+    pack.count = 0;
+    pack.pieces = 0;
+  }
+  return Status::ok;
+}
+
+// More would not fit into SegmentPack::pieces.
+constexpr int64_t kMostListNumel = (int64_t{1} << 30) * kPieceNumel;
+
+template <class Segment>
+bool is_list(const Segment* segments, int64_t count) {
+  int64_t total = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (segments[i].numel < 0 || segments[i].numel > kMostListNumel - total) return false;
+    total += segments[i].numel;
+  }
+  return true;
+}
+
+template <class Segment, class Make>
+Status run_list(const Launch& launch, const Segment* segments, int64_t count, const Make& make,
+                int32_t* nonfinite) {
+  if (!is_list(segments, count)) return Status::bad_argument;
+  return count <= kShortList ? run_packs<kShortList>(launch, segments, count, make, nonfinite)
+                             : run_packs<kLongList>(launch, segments, count, make, nonfinite);
+}
+
+}  // namespace zero_ext::kernels::device

@@ -1,0 +1,264 @@
+#include "optim/optimizer_state.h"
+
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+
+#include <utility>
+
+#include "device/kernel_table.h"
+
+namespace zero_ext {
+namespace {
+
+// The rounding that run's masters have in the unit's compute dtype, or null where master is the
+// parameter.
+void* parameter_of(const Unit& unit, const Run& run) {
+  char* begin = static_cast<char*>(unit.parameters().stepped());
+  return begin == nullptr ? nullptr
+                          : begin + run.begin * kernels::element_bytes(dtype_of(unit.dtype()));
+}
+
+}  // namespace
+
+OptimizerState::OptimizerState(std::shared_ptr<Engine> engine, int64_t states)
+    : engine_(std::move(engine)), states_(states), last_backward_(engine_->backwards()) {}
+
+void OptimizerState::assign(const std::vector<int64_t>& parameters, int64_t group) {
+  for (const int64_t i : parameters) allocate_for(i);
+  for (const int64_t i : parameters) {
+    if (group_of_[i] < 0) {
+      indices_.push_back(i);
+      engine_->add_stepper(i);
+    }
+    group_of_[i] = group;
+  }
+}
+
+void OptimizerState::unassign(const std::vector<int64_t>& parameters) {
+  for (const int64_t i : parameters) {
+    group_of_[i] = -1;
+    if (std::erase(indices_, i) > 0) engine_->remove_stepper(i);
+  }
+}
+
+void OptimizerState::allocate_for(int64_t i) {
+  if (i >= static_cast<int64_t>(group_of_.size())) {
+    group_of_.resize(i + 1, -1);
+    steps_.resize(i + 1);
+    presumed_.resize(i + 1, 0);
+    versions_.resize(i + 1, 0);
+  }
+  if (!steps_[i].defined()) {
+    const auto options = at::TensorOptions().device(engine_->context().state.device());
+    steps_[i] = at::zeros({}, options.dtype(at::kFloat));
+    versions_[i] = steps_[i]._version();
+  }
+  const int64_t u = engine_->parameters()[i].unit;
+  if (u < 0) return;
+  if (static_cast<int64_t>(buffers_.size()) <= u) buffers_.resize(u + 1);
+  if (!buffers_[u].empty()) return;
+  std::vector<FlatBuffer> states;
+  for (int64_t k = 0; k < states_; ++k) {
+    states.push_back(engine_->context().state_buffer(
+        Held::optimizer_state, at::kFloat, engine_->parameters().unit(u).layout().range_numel()));
+    states.back().fill_zero();
+  }
+  buffers_[u] = std::move(states);
+}
+
+at::Tensor OptimizerState::slice(int64_t k, int64_t i) const {
+  const int64_t u = engine_->parameters()[i].unit;
+  return engine_->parameters().unit(u).layout().own_slice(buffers_[u][k],
+                                                          engine_->parameters()[i].slot);
+}
+
+float* OptimizerState::data(int64_t k, int64_t unit, const Run& run) const {
+  return static_cast<float*>(buffers_[unit][k].data()) + run.begin;
+}
+
+template <typename Body>
+void OptimizerState::apply(const Body& body) {
+  std::vector<float*> counts(steps_.size(), nullptr);
+  at::Tensor increment;
+  if (counts_on_device()) {
+    look_at_steps_in_flight();
+    read_written_counts();
+    increment = step_increment();  // before anything changes: it needs memory
+  } else {
+    for (const int64_t i : indices_) {
+      counts[i] = steps_[i].mutable_data_ptr<float>();
+      presumed_[i] = static_cast<int64_t>(*counts[i]);
+    }
+  }
+  std::vector<int64_t> counted;
+  const std::vector<uint64_t> histories = histories_in_flight();
+  const auto same = [&](int64_t a, int64_t b) {
+    return group_of_[a] == group_of_[b] && presumed_[a] == presumed_[b] &&
+           (histories.empty() || histories[a] == histories[b]);
+  };
+  const auto update = [&](int64_t u, Unit& unit, const Run& run, int64_t i) {
+    body(u, unit, run, i, presumed_[i] + 1);
+  };
+  const auto updated = [&](int64_t i) {
+    if (counts_on_device()) {
+      counted.push_back(i);
+    } else {
+      *counts[i] += 1;
+    }
+  };
+  engine_->apply_step({.indices = indices_, .same = same, .apply = update, .applied = updated});
+  if (!counted.empty()) count_on_device(counted, increment);
+}
+
+void OptimizerState::look_at_steps_in_flight() {
+  while (!in_flight_.empty()) {
+    InFlight& oldest = in_flight_.front();
+    if (!oldest.verdict->told.query()) {
+      if (std::ssize(in_flight_) < kStepsInFlight) return;
+      oldest.verdict->told.synchronize();
+    }
+    if (oldest.verdict->was_skipped()) {
+      for (const int64_t i : oldest.updated) --presumed_[i];
+    }
+    in_flight_.pop_front();
+  }
+}
+
+std::vector<uint64_t> OptimizerState::histories_in_flight() const {
+  if (in_flight_.empty()) return {};
+  std::vector<uint64_t> histories(steps_.size(), 0);
+  for (size_t k = 0; k < in_flight_.size(); ++k) {
+    for (const int64_t i : in_flight_[k].updated) histories[i] |= uint64_t{1} << k;
+  }
+  return histories;
+}
+
+void OptimizerState::read_written_counts() {
+  std::vector<int64_t> written;
+  std::vector<at::Tensor> counts;
+  for (const int64_t i : indices_) {
+    if (steps_[i]._version() == versions_[i]) continue;
+    written.push_back(i);
+    counts.push_back(steps_[i]);
+  }
+  if (written.empty()) return;
+  const at::Tensor values = at::stack(counts).cpu();  // one wait for all
+  const auto* value = values.const_data_ptr<float>();
+  for (const int64_t i : written) {
+    presumed_[i] = static_cast<int64_t>(*value++);
+    versions_[i] = steps_[i]._version();
+    for (InFlight& step : in_flight_) std::erase(step.updated, i);
+  }
+}
+
+at::Tensor OptimizerState::step_increment() const {
+  if (indices_.empty()) return {};
+  const at::Tensor one = at::ones({}, steps_[indices_[0]].options());
+  return verdict_.on_device == nullptr ? one : one.sub(verdict_.on_device->skip.reshape({}));
+}
+
+void OptimizerState::count_on_device(const std::vector<int64_t>& updated,
+                                     const at::Tensor& increment) {
+  std::vector<at::Tensor> counts;
+  for (const int64_t i : updated) counts.push_back(steps_[i]);
+  at::_foreach_add_(counts, increment);
+  for (const int64_t i : updated) {
+    ++presumed_[i];
+    versions_[i] = steps_[i]._version();
+  }
+  if (verdict_.on_device != nullptr) in_flight_.push_back({verdict_.on_device, updated});
+}
+
+kernels::OnDevice OptimizerState::on_device(int64_t i) const {
+  if (!counts_on_device()) return {};
+  const DeviceVerdict& verdict = *verdict_.on_device;
+  return {
+      .skip = verdict.skip.const_data_ptr<int32_t>(),
+      .steps_done = steps_[i].const_data_ptr<float>(),
+      .grad_factor = verdict.factor.defined() ? verdict.factor.const_data_ptr<float>() : nullptr};
+}
+
+void OptimizerState::check_groups(size_t count) const {
+  for (const int64_t i : indices_) {
+    TORCH_INTERNAL_ASSERT(group_of_[i] < static_cast<int64_t>(count));
+  }
+}
+
+void OptimizerState::apply_adam(const std::vector<AdamGroup>& groups) {
+  check_groups(groups.size());
+  const Runner& runner = engine_->context().state;
+  apply([&](int64_t u, Unit& unit, const Run& run, int64_t i, int64_t step) {
+    const AdamGroup& group = groups[group_of_[i]];
+    check(runner->adam({.master = unit.parameters().master_data() + run.begin,
+                        .param = parameter_of(unit, run),
+                        .param_dtype = dtype_of(unit.dtype()),
+                        .grad = unit.sums().data() + run.begin,
+                        .exp_avg = data(0, u, run),
+                        .exp_avg_sq = data(1, u, run),
+                        .max_exp_avg_sq = group.amsgrad ? data(2, u, run) : nullptr,
+                        .numel = run.numel,
+                        .lr = group.lr,
+                        .beta1 = group.beta1,
+                        .beta2 = group.beta2,
+                        .eps = group.eps,
+                        .weight_decay = group.weight_decay,
+                        .step = step,
+                        .grad_scale = verdict_.factor,
+                        .maximize = group.maximize,
+                        .decoupled = group.decoupled,
+                        .on_device = on_device(i)},
+                       runner.launch()),
+          "adam");
+  });
+}
+
+void OptimizerState::apply_sgd(const std::vector<SgdGroup>& groups) {
+  check_groups(groups.size());
+  const Runner& runner = engine_->context().state;
+  apply([&](int64_t u, Unit& unit, const Run& run, int64_t i, int64_t step) {
+    const SgdGroup& group = groups[group_of_[i]];
+    check(runner->sgd({.master = unit.parameters().master_data() + run.begin,
+                       .param = parameter_of(unit, run),
+                       .param_dtype = dtype_of(unit.dtype()),
+                       .grad = unit.sums().data() + run.begin,
+                       .momentum_buffer = group.momentum != 0 ? data(0, u, run) : nullptr,
+                       .numel = run.numel,
+                       .lr = group.lr,
+                       .momentum = group.momentum,
+                       .dampening = group.dampening,
+                       .weight_decay = group.weight_decay,
+                       .nesterov = group.nesterov,
+                       .first = step == 1,
+                       .grad_scale = verdict_.factor,
+                       .maximize = group.maximize,
+                       .on_device = on_device(i)},
+                      runner.launch()),
+          "sgd");
+  });
+}
+
+void OptimizerState::apply_masters() {
+  const Runner& runner = engine_->context().state;
+  apply([&](int64_t /*u*/, Unit& unit, const Run& run, int64_t /*i*/, int64_t /*step*/) {
+    if (unit.parameters().stepped() == nullptr) return;
+    check(runner->cast(unit.parameters().master_data() + run.begin, kernels::DType::f32,
+                       parameter_of(unit, run), dtype_of(unit.dtype()), run.numel, runner.launch()),
+          "cast");
+  });
+}
+
+void OptimizerState::set_offloaded(bool offloaded) {
+  for (auto& states : buffers_) {
+    for (FlatBuffer& state : states) {
+      if (offloaded) {
+        state.stow(engine_->context().offloaded, kStatesOffloaded);
+      } else {
+        state.unstow();
+      }
+    }
+  }
+}
+
+}  // namespace zero_ext

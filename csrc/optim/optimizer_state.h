@@ -1,0 +1,120 @@
+// OptimizerState: the flat fp32 state of one optimizer over an engine's units, and the updates that
+// use it.
+//
+// Owner:     the Python optimizer. Keeps the engine alive.
+// Threads:   the engine's lock protects an update; everything else is called by the optimizer's
+//            thread.
+// Invariant: state k of unit u has the length and the offsets of the unit's master; units without
+//            a parameter of this optimizer have none.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "engine/engine.h"
+#include "memory/flat_buffer.h"
+
+namespace zero_ext {
+
+inline constexpr char kStatesOffloaded[] =
+    "zero_ext: the optimizer's states are offloaded. Call zero_ext.reload_states() first.";
+
+struct AdamGroup {
+  double lr;
+  double beta1;
+  double beta2;
+  double eps;
+  double weight_decay;
+  bool amsgrad;
+  bool maximize;
+  bool decoupled;
+};
+
+struct SgdGroup {
+  double lr;
+  double momentum;
+  double dampening;
+  double weight_decay;
+  bool nesterov;
+  bool maximize;
+};
+
+class OptimizerState {
+ public:
+  // `states`: how many values each element has (2 for Adam, 3 with AMSGrad, 1 for SGD with
+  // momentum).
+  OptimizerState(std::shared_ptr<Engine> engine, int64_t states);
+  ~OptimizerState() {
+    for (const int64_t i : indices_) engine_->remove_stepper(i);
+  }
+  OptimizerState(const OptimizerState&) = delete;
+  OptimizerState& operator=(const OptimizerState&) = delete;
+
+  // From now on these parameters are updated with the hyper-parameters of `group`.
+  void assign(const std::vector<int64_t>& parameters, int64_t group);
+  // From now on these are left alone; what they have of the state stays.
+  void unassign(const std::vector<int64_t>& parameters);
+  // This rank's part of state k of parameter i, 1-D.
+  at::Tensor slice(int64_t k, int64_t i) const;
+  // 0-D, fp32, as torch has it: how often parameter i was updated. On the device where that decides
+  // about a step.
+  at::Tensor step(int64_t i) const { return steps_[i]; }
+  const std::vector<int64_t>& indices() const { return indices_; }
+
+  const StepVerdict& prepare_step(const StepQuestions& questions) {
+    return verdict_ = engine_->prepare_step(indices_, questions, &last_backward_);
+  }
+  // See Engine::clip_gradients, of this optimizer's parameters.
+  at::Tensor clip_gradients(double max_norm) {
+    return engine_->clip_gradients(indices_, max_norm, last_backward_);
+  }
+  // As the last verdict says: skipped, clipped.
+  void apply_adam(const std::vector<AdamGroup>& groups);
+  void apply_sgd(const std::vector<SgdGroup>& groups);
+  // See Engine::set_offloaded: the states of this optimizer.
+  void set_offloaded(bool offloaded);
+  // After another optimizer has updated the masters: the parameters become their roundings.
+  void apply_masters();
+
+ private:
+  template <typename Body>
+  void apply(const Body& body);
+  void allocate_for(int64_t i);
+  void check_groups(size_t count) const;
+  bool counts_on_device() const { return !engine_->context().state.on_host(); }
+  // The user wrote to some: they are read, which waits.
+  void read_written_counts();
+  // Corrects presumed_ by the steps that the device is known to have skipped.
+  void look_at_steps_in_flight();
+  // Of each parameter, which of the steps in flight have updated it: one bit per step; empty
+  // where none is.
+  std::vector<uint64_t> histories_in_flight() const;
+  at::Tensor step_increment() const;  // on the device: 1, or 0 where the step is skipped
+  void count_on_device(const std::vector<int64_t>& updated, const at::Tensor& increment);
+  kernels::OnDevice on_device(int64_t i) const;
+  float* data(int64_t k, int64_t unit, const Run& run) const;
+
+  std::shared_ptr<Engine> engine_;
+  int64_t states_;
+  std::vector<int64_t> indices_;
+  std::vector<int64_t> group_of_;  // [parameters of the engine]; -1: not of this optimizer
+  std::vector<std::vector<FlatBuffer>> buffers_;  // [units][states]
+  std::vector<at::Tensor> steps_;                 // [parameters of the engine]
+  // On a device, where the host hears later whether a step was skipped: what steps_ would be if
+  // none of those in flight was, and their versions after our own last write. Parameters with one
+  // number, updated by the same ones in flight, have one count, whatever the device has decided.
+  struct InFlight {
+    std::shared_ptr<DeviceVerdict> verdict;
+    std::vector<int64_t> updated;
+  };
+  static constexpr int64_t kStepsInFlight = 64;  // then the oldest is waited for
+  std::vector<int64_t> presumed_;
+  std::vector<int64_t> versions_;
+  std::deque<InFlight> in_flight_;
+  StepVerdict verdict_;
+  int64_t last_backward_ = 0;
+};
+
+}  // namespace zero_ext

@@ -1,0 +1,101 @@
+// The bucketed reduce-scatter as a stateless op: what a unit does with its bucket, for code that
+// keeps buckets and sums of its own. The fake implementation is in zero_ext/ops.py.
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/comm.h"
+#include "core/errors.h"
+#include "device/kernel_table.h"
+#include "kernels/kernels.h"
+#include "memory/flat_buffer.h"
+#include "python/op_checks.h"
+
+namespace zero_ext {
+namespace {
+
+using at::Tensor;
+
+// Away from what users number their own messages on the same group with. Calls need no numbers of
+// their own: messages between two ranks with one tag arrive in the order in which they were sent.
+constexpr int64_t kTag = 0x10000000;
+
+// The size is in it: messages of ranks that disagree about it never meet, and their calls time out.
+// gloo would end the process that receives more than it asked for.
+int64_t tag_of(const Tensor& part) { return kTag + static_cast<int64_t>(part.nbytes()); }
+
+// acc[i] = (fresh ? 0 : acc[i]) + scale * bucket₀[i] + scale * bucket₁[i] + …, where bucketᵣ is the
+// part of rank r's bucket that belongs to this rank: rank order, fp32, one rounding per rank. `acc`
+// is written only after every rank's part has arrived.
+void reduce_scatter_accumulate_(const Tensor& bucket, const Tensor& acc,
+                                const std::string& group_name, double scale, bool fresh) {
+  const c10::Device device = acc.device();
+  const c10::DeviceGuard guard(device);
+  check_value("bucket", bucket, device);
+  check_float("acc", acc, device);
+  check_apart("bucket", bucket, "acc", acc);
+  Comm comm =
+      group_name.empty() ? Comm() : Comm({.reduce = group_name, .gather = group_name}, device);
+  const int64_t world = comm.world();
+  const int64_t rank = comm.rank();
+  const int64_t numel = acc.numel();
+  // Which rank of all that is, the group's name does not tell.
+  const auto where_in_group = [&] {
+    if (group_name.empty()) return where(rank);
+    return c10::str("zero_ext [rank ", rank, " of process group '", group_name, "']: ");
+  };
+  TORCH_CHECK(bucket.numel() == world * numel, where_in_group(), "'bucket' has ", bucket.numel(),
+              " elements, 'acc' has ", numel, " on each of ", world, " ranks: it must have ",
+              world * numel, ". Pad the bucket to a multiple of the number of ranks.");
+
+  const Tensor flat = bucket.view({-1});
+  // In huge pages: touching fresh small ones would take as long as the messages.
+  const FlatBuffer memory(std::make_shared<MemoryCounter>(), Held::bucket, {.device = device},
+                          bucket.scalar_type(), (world - 1) * numel);
+  const Tensor& received = memory.tensor();
+  std::vector<Tensor> sends(world);
+  std::vector<Tensor> parts(world);
+  for (int64_t peer = 0, next = 0; peer < world; ++peer) {
+    sends[peer] = flat.narrow(0, peer * numel, numel);
+    parts[peer] = peer == rank ? sends[peer] : received.narrow(0, next++ * numel, numel);
+  }
+  if (numel == 0) return;
+  Pending pending;
+  comm.exchange(sends, parts, CrossMemory::kNoRound, tag_of(sends[rank]), pending);
+  pending.wait([&] {
+    return where_in_group() + "reduce_scatter_accumulate_ of " + std::to_string(numel) +
+           " elements per rank";
+  });
+
+  std::vector<const void*> sources;
+  for (const Tensor& part : parts) sources.push_back(part.const_data_ptr());
+  const Runner runner(device);
+  check(runner->accumulate_ranks(sources.data(), static_cast<int32_t>(world),
+                                 dtype_of(bucket.scalar_type()), acc.mutable_data_ptr<float>(),
+                                 numel, static_cast<float>(scale), fresh, /*nonfinite=*/nullptr,
+                                 runner.launch()),
+        "accumulate_ranks");
+  mark_written(acc);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(zero_ext, m) {
+  m.def(
+      "reduce_scatter_accumulate_(Tensor bucket, Tensor(a!) acc, str group_name, float scale, bool "
+      "fresh) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(zero_ext, CPU, m) {
+  m.impl("reduce_scatter_accumulate_", reduce_scatter_accumulate_);
+}
+#if defined(ZERO_EXT_CUDA)
+TORCH_LIBRARY_IMPL(zero_ext, CUDA, m) {
+  m.impl("reduce_scatter_accumulate_", reduce_scatter_accumulate_);
+}
+#endif
+
+}  // namespace zero_ext

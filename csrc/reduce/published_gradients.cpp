@@ -1,0 +1,184 @@
+#include "reduce/published_gradients.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/DeviceGuard.h>
+
+#include <utility>
+
+#include "core/errors.h"
+#include "memory/memory.h"
+#include "memory/storage.h"
+
+namespace zero_ext {
+namespace {
+
+// Changes with every in-place write by a torch op. A write through a tensor subclass counts on the
+// subclass alone, one through its local tensor on that alone.
+int64_t version_of(const at::Tensor& view, const at::Tensor& local) {
+  return (view.is_inference() ? 0 : view._version()) +
+         (local.is_inference() ? 0 : local._version());
+}
+
+}  // namespace
+
+PublishedGradients::~PublishedGradients() {
+  for (int64_t i = 0; i < parameters_.size(); ++i) {
+    Entry& entry = entries_[i];
+    const at::Tensor& parameter = parameters_[i].tensor;
+    if (entry.shown && parameter.grad().is_same(entry.view)) parameter.mutable_grad().reset();
+    if (!is_kept(i)) continue;
+    try {
+      give_own_memory(entry);
+    } catch (const std::exception&) {  // there is none
+      forbid_access(*entry.local.storage().unsafeGetStorageImpl(),
+                    parameters_.sums_of(i).why_unreadable());
+    }
+  }
+}
+
+void PublishedGradients::make_view(int64_t i) {
+  TORCH_CHECK(view_maker_, "zero_ext: no maker of views is set");
+  const at::Tensor slice = parameters_.grad_slice(i);
+  const c10::Storage storage(c10::Storage::use_byte_size_t(), slice.nbytes(),
+                             c10::DataPtr(nullptr, slice.device()), /*allocator=*/nullptr,
+                             /*resizable=*/false);
+  Entry made;
+  made.local = over_storage(storage, at::kFloat, 0, {slice.numel()}, {1});
+  made.view = view_maker_(i, made.local);
+  made.holders = holders(storage) - 1;  // here
+  made.version = version_of(made.view, made.local);
+  if (is_kept(i)) give_own_memory(entries_[i]);
+  entries_[i] = std::move(made);
+  follow_memory(i);
+}
+
+void PublishedGradients::follow_memory() {
+  for (int64_t i = 0; i < parameters_.size(); ++i) {
+    if (parameters_[i].managed()) follow_memory(i);
+  }
+}
+
+void PublishedGradients::follow_memory(int64_t i) {
+  Entry& entry = entries_[i];
+  if (!entry.local.defined() || entry.local.numel() == 0) return;
+  const GradientSums& sums = parameters_.sums_of(i);
+  c10::StorageImpl& storage = *entry.local.storage().unsafeGetStorageImpl();
+  if (!sums.readable()) {
+    if (std::exchange(entry.memory, nullptr) != nullptr) {
+      forbid_access(storage, sums.why_unreadable());
+    }
+    return;
+  }
+  void* memory = sums.reduced(parameters_[i].slot);
+  if (memory == entry.memory) return;
+  give_memory(storage, c10::DataPtr(memory, storage.device()));
+  entry.memory = memory;
+}
+
+bool PublishedGradients::is_kept(int64_t i) const {
+  const Entry& entry = entries_[i];
+  return entry.local.defined() &&
+         (is_shared(entry.view) || holders(entry.local.storage()) > entry.holders);
+}
+
+void PublishedGradients::give_own_memory(Entry& entry) const {
+  if (entry.memory == nullptr) return;
+  c10::StorageImpl& storage = *entry.local.storage().unsafeGetStorageImpl();
+  const c10::Device device = storage.device();
+  const c10::OptionalDeviceGuard guard(device);
+  c10::DataPtr own = allocate_at({.device = device}, storage.nbytes());
+  copy_bytes(own.get(), device, entry.memory, device, storage.nbytes());
+  give_memory(storage, std::move(own));
+}
+
+void PublishedGradients::take_over(const std::vector<int64_t>& indices, const char* verb) {
+  for (const int64_t i : indices) {
+    const ShardedParameter& parameter = parameters_[i];
+    if (!parameter.managed()) continue;
+    Entry& entry = entries_[i];
+    const at::Tensor& grad = parameter.tensor.grad();
+    const int64_t version = version_of(entry.view, entry.local);
+    if (entry.shown && version != entry.version) {
+      parameters_.sums_of(i).suspect_nonfinite(parameter.slot);
+    }
+    entry.version = version;
+    if (entry.shown && !grad.defined()) {
+      clear(i);
+      continue;
+    }
+    const bool ours = entry.shown && grad.is_same(entry.view);
+    const bool data_was_set = ours && has_other_memory(entry);
+    if (grad.defined() && (!ours || data_was_set)) {
+      TORCH_CHECK(grad.sizes() == parameter.tensor.sizes(),
+                  where(rank_, parameters_.unit(parameter.unit).name()), verb,
+                  ": .grad of parameter '", parameter.name, "' was set to a tensor of shape ",
+                  grad.sizes(), ", the parameter has ", parameter.tensor.sizes(), ".");
+      const at::Tensor set = data_was_set ? grad.detach() : grad;
+      if (data_was_set || is_kept(i)) make_view(i);
+      write(i, set);
+    }
+  }
+}
+
+bool PublishedGradients::has_other_memory(const Entry& entry) {
+  const at::TensorImpl& view = *entry.view.unsafeGetTensorImpl();
+  return !view.is_python_dispatch() && view.has_storage() &&
+         !entry.view.storage().is_alias_of(entry.local.storage());
+}
+
+bool PublishedGradients::has_foreign() const {
+  for (int64_t i = 0; i < parameters_.size(); ++i) {
+    const ShardedParameter& parameter = parameters_[i];
+    if (parameter.managed() && !entries_[i].shown && parameter.tensor.grad().defined()) return true;
+  }
+  return false;
+}
+
+void PublishedGradients::withdraw() {
+  for (int64_t i = 0; i < parameters_.size(); ++i) {
+    if (std::exchange(entries_[i].shown, false)) parameters_[i].tensor.mutable_grad().reset();
+  }
+}
+
+void PublishedGradients::publish() {
+  for (int64_t i = 0; i < parameters_.size(); ++i) {
+    const ShardedParameter& parameter = parameters_[i];
+    if (parameter.managed() && !parameters_.sums_of(i).fresh(parameter.slot)) show(i);
+  }
+}
+
+void PublishedGradients::show(int64_t i) {
+  follow_memory(i);
+  parameters_[i].tensor.mutable_grad() = entries_[i].view;
+  entries_[i].shown = true;
+}
+
+void PublishedGradients::write(int64_t i, const at::Tensor& grad) {
+  const at::NoGradGuard no_grad;
+  const ShardedParameter& parameter = parameters_[i];
+  Unit& unit = parameters_.unit(parameter.unit);
+  if (grad.unsafeGetTensorImpl()->is_python_dispatch()) {
+    TORCH_CHECK(local_reader_, "zero_ext: no reader for tensor subclasses is set");
+    unit.sums().write(parameter.slot, local_reader_(grad));
+  } else {
+    unit.sums().write(parameter.slot, unit.layout().own_part(parameter.slot, grad, at::kFloat));
+  }
+  show(i);
+}
+
+void PublishedGradients::clear(int64_t i) {
+  if (std::exchange(entries_[i].shown, false)) parameters_[i].tensor.mutable_grad().reset();
+  if (is_kept(i)) make_view(i);
+  forget(i);
+}
+
+void PublishedGradients::forget(int64_t i) {
+  ShardedParameter& parameter = parameters_[i];
+  Unit& unit = parameters_.unit(parameter.unit);
+  unit.sums().clear(parameter.slot);
+  if (std::exchange(entries_[i].shown, false)) parameter.tensor.mutable_grad().reset();
+  parameter.nonfinite_micro_batch = -1;
+  if (flags_ != nullptr) flags_->clear(unit.flag(parameter.slot));
+}
+
+}  // namespace zero_ext

@@ -1,0 +1,203 @@
+#include "step/step_agreement.h"
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "core/errors.h"
+#include "device/kernel_table.h"
+
+namespace zero_ext {
+namespace {
+
+constexpr char kOutOfStep[] =
+    ": the ranks have finished different backwards since the last step: one threw on a rank after"
+    " the others had its gradients, or zero_grad() was called by some ranks alone. Call"
+    " zero_grad(set_to_none=True) on every rank and repeat the step's backwards.";
+constexpr char kOrOtherSettings[] =
+    " Or the optimizers' settings (lr, weight_decay, …) differ between ranks.";
+
+}  // namespace
+
+at::Tensor StepAgreement::gather(Comm::Agreement about, const at::Tensor& answer,
+                                 const StepQuestions& questions) {
+  if (context_.world == 1 || (replicated() && !questions.nonfinite)) return answer.unsqueeze(0);
+  const std::string verb = Comm::name_of(about);
+  return comm_.all_gather(about, answer, [&] {
+    return where(context_.global_rank) + verb + " waited for the other ranks' " + verb;
+  });
+}
+
+StepVerdict StepAgreement::ask_host(Comm::Agreement about, const std::vector<int64_t>& indices,
+                                    const StepQuestions& questions) {
+  int64_t first = sighting::kNone;
+  int64_t finite = 1;
+  for (const int64_t i : indices) {
+    const ShardedParameter& parameter = parameters_[i];
+    if (!parameter.managed() || !questions.nonfinite) continue;
+    const bool now = holds_nonfinite(i);
+    if (now) finite = 0;
+    if (!now && parameter.nonfinite_micro_batch < 0) continue;
+    const int64_t micro_batch = parameter.nonfinite_micro_batch < 0
+                                    ? sighting::kUnknownMicroBatch
+                                    : parameter.nonfinite_micro_batch;
+    first = std::min(first, sighting::of(micro_batch, context_.rank, i));
+  }
+  // One message for both questions; a second one would cost more than the norm.
+  kernels::SquareSum sum{};
+  if (questions.norm()) add_own_squares(indices, &sum);
+  constexpr int64_t kFacts = 6;
+  // Also where nobody asks for the norm: ranks in different calls must understand each other.
+  constexpr int64_t kLength = kFacts + kernels::kSquareSumLength;
+  const at::Tensor own = at::empty({kLength}, at::TensorOptions().dtype(at::kLong));
+  auto* value = own.mutable_data_ptr<int64_t>();
+  value[0] = finite;
+  value[1] = first;
+  value[2] = reductions_.finished();
+  value[3] = reductions_.round();
+  value[4] = questions.settings;
+  value[5] = reductions_.which_finished();
+  std::copy(sum.begin(), sum.end(), value + kFacts);
+  const at::Tensor all = gather(about, own, questions);
+  if (!replicated()) sum = {};
+  int64_t round = 0;
+  int64_t other = -1;  // a rank that has finished other backwards
+  StepVerdict verdict;
+  for (int64_t r = 0; r < all.size(0); ++r) {
+    const int64_t* answer = all.const_data_ptr<int64_t>() + r * kLength;
+    finite = std::min(finite, answer[0]);
+    first = std::min(first, answer[1]);
+    const bool same = answer[2] == value[2] && answer[5] == value[5];
+    if (!same && other < 0) other = r;
+    round = std::max(round, answer[3]);
+    verdict.settings_differ = verdict.settings_differ || answer[4] != value[4];
+    if (replicated() || !context_.shares_replica_with(r)) continue;
+    for (int64_t k = kFacts; k < kLength; ++k) sum[k - kFacts] += answer[k];
+  }
+  reductions_.agree_on_round(round);
+  if (other >= 0) {
+    const int64_t theirs = all.const_data_ptr<int64_t>()[other * kLength + 2];
+    TORCH_CHECK(false, where(context_.global_rank), Comm::name_of(about), kOutOfStep,
+                " This rank has finished ", value[2], ", rank ", comm_.global_rank(other), " ",
+                theirs, theirs == value[2] ? " others." : ".");
+  }
+  verdict.nonfinite = finite == 0;
+  if (questions.norm()) {
+    verdict.factor = kernels::clipping_factor(sum, *questions.max_norm, &verdict.norm);
+  }
+  if (verdict.nonfinite && first != sighting::kNone) describe(first, verdict);
+  return verdict;
+}
+
+void StepAgreement::describe(int64_t first, StepVerdict& verdict) const {
+  verdict.rank = comm_.global_rank(sighting::rank(first));
+  verdict.parameter = parameters_[sighting::parameter(first)].name;
+  const int64_t micro_batch = sighting::micro_batch(first);
+  verdict.micro_batch = micro_batch == sighting::kUnknownMicroBatch ? -1 : micro_batch;
+}
+
+StepVerdict StepAgreement::ask_device(Comm::Agreement about, const std::vector<int64_t>& indices,
+                                      const StepQuestions& questions) {
+  const c10::Device device = context_.compute.device();
+  const auto options = at::TensorOptions().device(device);
+  std::vector<int64_t> flags;
+  for (const int64_t i : indices) {
+    const ShardedParameter& parameter = parameters_[i];
+    if (parameter.managed() && questions.nonfinite) {
+      flags.push_back(parameters_.unit(parameter.unit).flag(parameter.slot));
+    }
+  }
+  if (questions.nonfinite) search_suspects(indices);
+  at::Tensor squares =
+      at::zeros({questions.norm() ? kernels::kSquareSumLength : 0}, options.dtype(at::kLong));
+  if (questions.norm()) {
+    add_own_squares(indices,
+                    reinterpret_cast<kernels::SquareSum*>(squares.mutable_data_ptr<int64_t>()));
+  }
+  // One number for both: each more is another launch.
+  const auto agreed = static_cast<int64_t>(static_cast<uint64_t>(questions.settings) +
+                                           static_cast<uint64_t>(reductions_.which_finished()));
+  const at::Tensor all = gather(about,
+                                at::cat({context_.flags->verdict(flags),
+                                         at::full({1}, agreed, options.dtype(at::kLong)), squares}),
+                                questions);
+  auto verdict = std::make_shared<DeviceVerdict>();
+  const at::Tensor said = all.select(1, 2);
+  const at::Tensor out_of_step = said.min().ne(said.max()).reshape({1});
+  const at::Tensor nonfinite = all.select(1, 0).min().eq(0).reshape({1});
+  verdict->skip = nonfinite.logical_or(out_of_step).to(at::kInt);
+  const at::Tensor first = all.select(1, 1).min().reshape({1});
+  if (questions.norm()) {
+    if (!replicated()) {
+      const at::Tensor parts = all.narrow(0, context_.first_of_replica(), context_.shards);
+      squares = parts.slice(1, 3).sum(0).contiguous();
+    }
+    verdict->norm = at::empty({}, options.dtype(at::kFloat));
+    verdict->factor = at::empty({1}, options.dtype(at::kFloat));
+    check(context_.state->clip_factor(
+              reinterpret_cast<const kernels::SquareSum*>(squares.const_data_ptr<int64_t>()),
+              *questions.max_norm, verdict->norm.mutable_data_ptr<float>(),
+              verdict->factor.mutable_data_ptr<float>(), context_.state.launch()),
+          "clip_factor");
+  }
+  const at::Tensor told = at::where(out_of_step, at::Scalar(sighting::kOutOfStep),
+                                    at::where(nonfinite, first, at::Scalar(sighting::kNone)));
+  verdict->sighting = at::empty({1}, at::TensorOptions().dtype(at::kLong).pinned_memory(true));
+  verdict->sighting.copy_(told, /*non_blocking=*/true);
+  verdict->told = c10::Event(device.type());
+  verdict->told.record(current_stream(device));
+  return {.on_device = std::move(verdict)};
+}
+
+void StepAgreement::search_suspects(const std::vector<int64_t>& indices) {
+  std::vector<int64_t> flags;
+  std::vector<kernels::ReadSegment> segments;
+  for (const int64_t i : indices) {
+    const ShardedParameter& parameter = parameters_[i];
+    if (!parameter.managed() || !parameters_.sums_of(i).suspected(parameter.slot)) continue;
+    Unit& unit = parameters_.unit(parameter.unit);
+    flags.push_back(unit.flag(parameter.slot));
+    if (std::optional<kernels::ReadSegment> suspect = unit.sums().suspect(parameter.slot)) {
+      suspect->nonfinite = context_.flags->sum(flags.back());
+      segments.push_back(*suspect);
+    }
+    unit.sums().forget_suspicion(parameter.slot);
+  }
+  if (flags.empty()) return;
+  context_.flags->forget_sums(flags);
+  check(context_.state->find_nonfinite(segments.data(), std::ssize(segments),
+                                       context_.state.launch()),
+        "find_nonfinite");
+}
+
+bool StepAgreement::holds_nonfinite(int64_t i) const {
+  const ShardedParameter& parameter = parameters_[i];
+  std::optional<kernels::ReadSegment> suspect = parameters_.sums_of(i).suspect(parameter.slot);
+  if (!suspect.has_value()) return false;
+  int32_t nonfinite = 0;
+  suspect->nonfinite = &nonfinite;
+  check(context_.state->find_nonfinite(&*suspect, 1, context_.state.launch()), "find_nonfinite");
+  return nonfinite != 0;
+}
+
+void StepAgreement::settle(StepVerdict& verdict) const {
+  if (!verdict.is_settled()) verdict.on_device->told.synchronize();
+  const int64_t first = *verdict.on_device->sighting.const_data_ptr<int64_t>();
+  TORCH_CHECK(first != sighting::kOutOfStep, where(context_.global_rank), "a step was skipped",
+              kOutOfStep, kOrOtherSettings);
+  verdict.nonfinite = first != sighting::kNone;
+  if (verdict.nonfinite) describe(first, verdict);
+}
+
+void StepAgreement::add_own_squares(const std::vector<int64_t>& indices,
+                                    kernels::SquareSum* sum) const {
+  parameters_.for_each_summed_run(
+      indices, [&](GradientSums& sums, const Run& run) { sums.add_squares(run, sum); });
+}
+
+}  // namespace zero_ext

@@ -1,0 +1,57 @@
+// GradientBatch: gradients of a unit on a device that wait for each other, for one launch of all.
+//
+// Owner:     one Unit.
+// Threads:   called only under Engine::mutex_.
+// Invariant: at most one gradient of each slot.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "memory/rank_layout.h"
+#include "units/unit_context.h"
+
+namespace zero_ext {
+
+class GradientBatch {
+ public:
+  // `layout`: the unit's, which outlives this. `first_flag`: that of slot 0 among the context's.
+  GradientBatch(const UnitContext& context, const RankLayout& layout, int64_t first_flag)
+      : context_(context), layout_(layout), first_flag_(first_flag) {}
+
+  // `grad`: dense, strides as those of slot i. `first`: it overwrites what is there. `scale`: of
+  // what is added to a sum.
+  void add(int64_t i, const at::Tensor& grad, bool first, float scale);
+  bool empty() const { return entries_.empty(); }
+  void clear() { entries_.clear(); }
+
+  // One launch for all that are equal in dtype, scale and `first`; then the batch is empty. NaN and
+  // Inf set the flags of arrival.
+  // Where the sum of a slot's piece lies.
+  using SumOf = std::function<float*(int64_t i, const Piece&)>;
+  void add_to(const SumOf& sum_of);
+  // To the slots' places in `flat` [padded].
+  void copy_into(const at::Tensor& flat);
+
+ private:
+  struct Entry {
+    int64_t slot;
+    at::Tensor grad;
+    bool first;
+    float scale;
+  };
+  using Group = std::span<const Entry>;  // of one launch
+  void in_groups(const std::function<void(Group)>& launch);
+  int32_t* flag(int64_t i) const { return context_.flags->arrival(first_flag_ + i); }
+
+  const UnitContext& context_;
+  const RankLayout& layout_;
+  int64_t first_flag_;
+  std::vector<Entry> entries_;
+};
+
+}  // namespace zero_ext

@@ -1,0 +1,139 @@
+#include "units/sharded_parameters.h"
+
+#include <utility>
+
+#include "core/errors.h"
+#include "device/streams.h"
+
+namespace zero_ext {
+
+void ShardedParameters::add(const at::Tensor& tensor, std::string name) {
+  all_.push_back({.tensor = tensor, .name = std::move(name)});
+  // Frozen parameters are hooked as well, so that one which is thawed later is noticed.
+  all_.back().node = hook(size() - 1);
+}
+
+void ShardedParameters::replace(int64_t i, const at::Tensor& tensor) {
+  all_[i].tensor = tensor;
+  all_[i].node = hook(i);
+}
+
+int64_t ShardedParameters::add_unit(std::unique_ptr<Unit> unit, UnitKind kind,
+                                    const std::vector<int64_t>& members) {
+  const bool trainable = kind == UnitKind::trainable;
+  auto& units = trainable ? units_ : frozen_units_;
+  const auto number = static_cast<int64_t>(units.size());
+  units.push_back(std::move(unit));
+  if (trainable) members_.push_back(members);
+  for (size_t slot = 0; slot < members.size(); ++slot) {
+    ShardedParameter& parameter = all_[members[slot]];
+    (trainable ? parameter.unit : parameter.frozen_unit) = number;
+    parameter.slot = static_cast<int64_t>(slot);
+    const at::ScalarType dtype = parameter.tensor.scalar_type();
+    parameter.tensor.set_data(units.back()->parameters().view(parameter.slot));
+    if (parameter.tensor.scalar_type() != dtype) parameter.node = hook(members[slot]);
+  }
+  return number;
+}
+
+Unit& ShardedParameters::home_of(int64_t i) const {
+  const ShardedParameter& parameter = all_[i];
+  return parameter.managed() ? *units_[parameter.unit] : *frozen_units_[parameter.frozen_unit];
+}
+
+void ShardedParameters::for_each_summed_run(
+    const std::vector<int64_t>& indices,
+    const std::function<void(GradientSums&, const Run&)>& apply) const {
+  std::vector<uint8_t> mine(all_.size(), 0);
+  for (const int64_t i : indices) mine[i] = 1;
+  for (int64_t u = 0; u < unit_count(); ++u) {
+    GradientSums& sums = units_[u]->sums();
+    const auto used = [&](int64_t slot) {
+      return mine[members_[u][slot]] != 0 && !sums.fresh(slot);
+    };
+    const auto same = [](int64_t, int64_t) { return true; };
+    for (const Run& run : units_[u]->layout().runs(used, same)) apply(sums, run);
+  }
+}
+
+void ShardedParameters::check(const char* verb) {
+  const c10::Device device = context_.compute.device();
+  for (const ShardedParameter& parameter : all_) {
+    if (!parameter.managed()) continue;
+    const Unit& unit = *units_[parameter.unit];
+    const SlotSpec& spec = unit.layout().slot(parameter.slot).spec;
+    TORCH_CHECK(parameter.tensor.scalar_type() == unit.dtype() &&
+                    parameter.tensor.device() == device && parameter.tensor.numel() == spec.numel,
+                where(context_.global_rank, unit.name()), verb, ": parameter '", parameter.name,
+                "' is ", parameter.tensor.scalar_type(), " ", parameter.tensor.sizes(), " on ",
+                parameter.tensor.device(), ", it was ", unit.dtype(), " ",
+                at::IntArrayRef(spec.sizes), " on ", device,
+                " when it was sharded. Move or cast the model before sharding it.");
+  }
+  for (const std::vector<int64_t>& members : members_) {
+    const ShardedParameter& first = all_[members.front()];  // DDP takes all or none
+    TORCH_CHECK(!reduced_by_ddp(first.tensor),
+                where(context_.global_rank, units_[first.unit]->name()), verb,
+                ": DistributedDataParallel was put around parameters that are sharded, the"
+                " first is '",
+                first.name,
+                "'; each would lose the other's gradients. Use the module without DDP.");
+  }
+  const std::vector<int64_t> replaced = repair_hooks();
+  if (replaced.empty()) return;
+  const ShardedParameter& first = all_[replaced.front()];
+  TORCH_CHECK(false, where(context_.global_rank, units_[first.unit]->name()), verb,
+              ": autograd replaced the gradient node of ", replaced.size(),
+              " parameter(s), the first is '", first.name,
+              "', because dtype or device was changed in between; this backward's gradients of "
+              "them were not seen. The nodes are hooked again: call zero_grad() and repeat forward "
+              "and backward.");
+}
+
+std::vector<int64_t> ShardedParameters::repair_hooks() {
+  std::vector<int64_t> replaced;
+  for (int64_t i = 0; i < size(); ++i) {
+    ShardedParameter& parameter = all_[i];
+    if (!parameter.managed() || is_node_of(parameter.node, parameter.tensor)) continue;
+    parameter.node = hook(i);
+    replaced.push_back(i);
+  }
+  return replaced;
+}
+
+void ShardedParameters::follow_stream() {
+  const c10::Stream stream = current_stream(context_.compute.device());
+  for (const ShardedParameter& parameter : all_) {
+    if (parameter.tensor.requires_grad()) {
+      move_to_stream(parameter.node, parameter.tensor, stream);
+    }
+  }
+}
+
+bool ShardedParameters::lies_elsewhere(int64_t i) const {
+  const ShardedParameter& parameter = all_[i];
+  if ((!parameter.managed() && parameter.frozen_unit < 0) || parameter.tensor.numel() == 0) {
+    return false;
+  }
+  const Unit& unit = home_of(i);
+  const Slot& slot = unit.layout().slot(parameter.slot);
+  // Another size or dtype is refused by name, by the next backward or step.
+  if (parameter.tensor.numel() != slot.spec.numel ||
+      parameter.tensor.scalar_type() != unit.dtype()) {
+    return false;
+  }
+  return !unit.parameters().owns_storage_of(parameter.tensor) ||
+         parameter.tensor.storage_offset() != slot.offset ||
+         parameter.tensor.strides() != at::IntArrayRef(slot.spec.strides) ||
+         parameter.tensor.sizes() != at::IntArrayRef(slot.spec.sizes);
+}
+
+void ShardedParameters::repair_storage(int64_t i, Writes writes) {
+  if (!lies_elsewhere(i)) return;
+  ShardedParameter& parameter = all_[i];
+  UnitParameters& home = home_of(i).parameters();
+  if (writes == Writes::keep) home.adopt(parameter.slot, parameter.tensor.detach());
+  parameter.tensor.set_data(home.view(parameter.slot));
+}
+
+}  // namespace zero_ext

@@ -1,0 +1,89 @@
+// UnitContext: what all units of an engine share.
+//
+// Owner:     Engine. Constant once its first unit exists.
+//
+// Note [Offload]
+// With an offload policy, what an update needs lies in pinned host memory, and the CPU's kernels
+// work on it: masters, sums, optimizer states. A unit's gradients go there as its message does: the
+// copy is queued when the unit is complete, and added when it is waited for. Parameters come to the
+// host before their update, which must see what the user wrote to them, and go back after it.
+//
+// Note [Replicas]
+// Where what is sharded is cut into fewer ranges than there are ranks (hybrid sharding, HSDP),
+// ranks r * shards … (r + 1) * shards - 1 are replica r: they hold one copy between them, rank k of
+// the replica range k. Only a replica gathers, and only its ranks' parts make up a norm. Reductions
+// are over all ranks: by exchange, the owner of a range in each replica gets what every rank has
+// for it, and so the sum of all ranks in rank order, the same bits in all replicas. A collective
+// reduces in each replica, then over the owners of the same range.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <cstdint>
+#include <memory>
+
+#include "core/policy.h"
+#include "device/device_flags.h"
+#include "device/kernel_table.h"
+#include "device/streams.h"
+#include "memory/flat_buffer.h"
+
+namespace zero_ext {
+
+enum class Reduction {
+  exchange,    // all-to-all, then one fp32 sum in rank order: exact, reproducible
+  collective,  // the backend's reduce-scatter in reduce_dtype
+};
+
+// A frozen unit has parameters alone: no master, no gradient, no turn in a backward.
+enum class UnitKind { trainable, frozen };
+
+struct UnitContext {
+  Runner compute{};              // of parameters and gradients
+  Runner state{};                // of masters, sums and optimizer states
+  bool pinned = true;            // what is offloaded
+  SideStream reducing{};         // beside the backward
+  SideStream gathering{};        // beside whatever computes
+  DeviceFlags* flags = nullptr;  // where compute is a device
+  int64_t rank = 0;
+  int64_t world = 1;
+  int64_t shards = 1;                 // ranks of a replica, see Note [Replicas]
+  int64_t global_rank = 0;            // what messages call this one
+  std::vector<int64_t> global_ranks;  // and all of them, see Comm
+  Policy policy;
+  Reduction reduction = Reduction::exchange;
+  at::ScalarType reduce_dtype = at::kFloat;  // of collective reductions
+  bool reduce_in_gradient_dtype = true;      // of exchange: else in reduce_dtype
+  std::shared_ptr<MemoryCounter> memory;
+  std::shared_ptr<SpareMemory> spare;        // of released parameters
+  std::shared_ptr<MemoryCounter> offloaded;  // counts what lies on the host for a device
+  // Other ranks need this one's part of the parameters.
+  bool shards_parameters() const { return policy.release == When::after_use && shards > 1; }
+  int64_t first_of_replica() const { return rank - rank % shards; }
+  bool shares_replica_with(int64_t peer) const { return peer / shards == rank / shards; }
+  // See Note [Released parameters] in unit_parameters.h.
+  bool casts_masters(at::ScalarType dtype) const {
+    return policy.release == When::after_use && !compute.on_host() && !offloads() &&
+           dtype != at::kFloat;
+  }
+  bool offloads() const { return compute.device() != state.device(); }
+  Place compute_place() const { return {.device = compute.device()}; }
+  Place state_place() const {
+    return {.device = state.device(),
+            .pinned_for = offloads() && pinned ? compute.device().type() : c10::kCPU};
+  }
+  const std::shared_ptr<MemoryCounter>& state_memory() const {
+    return offloads() ? offloaded : memory;
+  }
+  // Memory that is not counted.
+  at::Tensor on_device(int64_t numel, at::ScalarType dtype) const {
+    return at::empty({numel}, at::TensorOptions().dtype(dtype).device(compute.device()));
+  }
+  // Of what an update needs, where such things lie.
+  FlatBuffer state_buffer(Held held, at::ScalarType dtype, int64_t numel) const {
+    return {state_memory(), held, state_place(), dtype, numel};
+  }
+};
+
+}  // namespace zero_ext

@@ -1,0 +1,310 @@
+#include "units/unit_parameters.h"
+
+#include <ATen/ops/empty.h>
+
+#include <cstring>
+#include <utility>
+
+#include "core/errors.h"
+
+namespace zero_ext {
+namespace {
+
+constexpr char kReleased[] =
+    "the parameters of this unit are released: they were read or written outside of a forward or"
+    " backward of their own module. Do that inside `with module.summon_full_params():` or after"
+    " module.unshard(), make the method that reads them a forward"
+    " (zero_ext.register_forward_method), or choose units so that the module that reads them is in"
+    " the same unit. Cast or move a model before sharding it, and step it with an optimizer of"
+    " zero_ext.optim. In a backward: retained_bytes was too small for a second one over the same "
+    "graph, or the module"
+    " returned no tensor by which its backward could be seen.";
+
+}  // namespace
+
+UnitParameters::UnitParameters(const UnitContext& context, const RankLayout& layout,
+                               const std::string& name, at::ScalarType dtype, UnitKind kind,
+                               int64_t gather_tag, const std::vector<at::Tensor>& values,
+                               Comm& comm, bool broadcast)
+    : context_(context),
+      layout_(layout),
+      name_(name),
+      dtype_(dtype),
+      gather_tag_(gather_tag),
+      released_message_(where(context.global_rank, name) + kReleased),
+      casts_master_(kind == UnitKind::trainable && context.casts_masters(dtype)),
+      comes_and_goes_(casts_master_ || context.shards_parameters()) {
+  const int64_t range = layout_.range_numel();
+  if (comes_and_goes_) {
+    full_ = FlatBuffer::without_memory(context_.memory, Held::full, context_.compute_place(),
+                                       dtype_, layout_.padded_numel(), released_message_);
+    if (!casts_master_) {
+      shard_ = FlatBuffer(context_.memory, Held::shard, context_.compute_place(), dtype_, range);
+    }
+  } else {
+    full_ = FlatBuffer(context_.memory, Held::full, context_.compute_place(), dtype_,
+                       layout_.padded_numel());
+    full_.fill_zero();
+  }
+  if (kind == UnitKind::trainable) {
+    if (dtype_ != at::kFloat || context_.offloads())
+      master_ = context_.state_buffer(Held::master, at::kFloat, range);
+    if (context_.offloads()) updated_ = context_.state_buffer(Held::shard, dtype_, range);
+  }
+  take(values, comm, broadcast);
+}
+
+void UnitParameters::take(const std::vector<at::Tensor>& values, Comm& comm, bool broadcast) {
+  // In their own dtype first, so that fp32 values give exact masters to a bf16 unit.
+  const int64_t padded = layout_.padded_numel();
+  const int64_t own_begin = layout_.own_begin();
+  const at::ScalarType source_dtype = values.empty() ? dtype_ : values[0].scalar_type();
+  FlatBuffer staged;
+  if (source_dtype != dtype_ || full_.emptied()) {
+    staged =
+        FlatBuffer(context_.memory, Held::full, context_.compute_place(), source_dtype, padded);
+    staged.fill_zero();
+  }
+  const FlatBuffer& source = staged.defined() ? staged : full_;
+  for (int64_t i = 0; i < layout_.size(); ++i) {
+    const Slot& slot = layout_.slot(i);
+    source.view(slot.offset, slot.spec.sizes, slot.spec.strides).copy_(values[i]);
+  }
+  if (broadcast) {
+    comm.broadcast(source.tensor(), [&] {
+      return where(context_.global_rank, name_) + "waited for rank " +
+             std::to_string(comm.global_rank(0)) + "'s parameters at wrap time";
+    });
+  }
+  const auto cast = [&](void* target, at::ScalarType dtype, int64_t begin, int64_t numel) {
+    check(context_.compute->cast(source.at(begin), dtype_of(source_dtype), target, dtype_of(dtype),
+                                 numel, context_.compute.launch()),
+          "cast");
+  };
+  if (master_.defined()) {
+    const int64_t range = layout_.range_numel();
+    const bool apart = context_.offloads();
+    const at::Tensor near = apart ? context_.on_device(range, at::kFloat) : master_.tensor();
+    cast(near.mutable_data_ptr(), at::kFloat, own_begin, range);
+    if (apart) master_.tensor().copy_(near);
+  }
+  if (!staged.defined()) return;
+  if (shard_.defined()) cast(shard_.data(), dtype_, own_begin, layout_.range_numel());
+  if (!comes_and_goes_) cast(full_.data(), dtype_, 0, padded);
+  refresh_mirror(comm);
+}
+
+at::Tensor UnitParameters::view(int64_t i) const {
+  const Slot& slot = layout_.slot(i);
+  return full_.view(slot.offset, slot.spec.sizes, slot.spec.strides);
+}
+
+bool UnitParameters::owns_storage_of(const at::Tensor& tensor) const {
+  return tensor.has_storage() &&
+         tensor.storage().unsafeGetStorageImpl() == full_.tensor().storage().unsafeGetStorageImpl();
+}
+
+at::Tensor UnitParameters::master_slice(int64_t i) const {
+  const bool apart = master_.defined() || shard_.defined();
+  const FlatBuffer& master = master_.defined() ? master_ : shard_.defined() ? shard_ : full_;
+  return layout_.own_slice(master, i, apart ? 0 : layout_.own_begin());
+}
+
+at::Tensor UnitParameters::shard_slice(int64_t i) {
+  need_shard();
+  return layout_.own_slice(shard_, i);
+}
+
+at::Tensor UnitParameters::present_slice(int64_t i) const {
+  if (!full_.emptied()) return layout_.own_slice(full_, i, layout_.own_begin());
+  return shard_.defined() ? layout_.own_slice(shard_, i) : master_slice(i).to(dtype_);
+}
+
+at::Tensor UnitParameters::master_with(int64_t i, const at::Tensor& written) const {
+  if (!master_.defined()) return written.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
+  at::Tensor master = master_slice(i).clone();
+  const at::Tensor there = written.to(context_.state.device());
+  adopt_into_master(there.const_data_ptr(), master.mutable_data_ptr<float>(), master.numel());
+  return master;
+}
+
+void UnitParameters::adopt(int64_t i, const at::Tensor& values) {
+  if (!full_.emptied()) view(i).copy_(values);
+  if (!comes_and_goes_ || layout_.own_piece(i) == nullptr) return;
+  const at::Tensor part = layout_.own_part(i, values, dtype_).to(context_.compute.device());
+  if (shard_.defined()) {
+    layout_.own_slice(shard_, i).copy_(part);
+  } else {
+    adopt_into_master(part.const_data_ptr(), master_slice(i).mutable_data_ptr<float>(),
+                      part.numel());
+  }
+}
+
+void UnitParameters::adopt_writes() {
+  if (stepped() == nullptr) return;
+  begin_update();
+  await_update();
+  adopt_into_master(stepped(), master_data(), layout_.range_numel());
+}
+
+void UnitParameters::adopt_into_master(const void* parameters, float* master, int64_t numel) const {
+  check(context_.state->adopt_writes(parameters, dtype_of(dtype_), master, numel,
+                                     context_.state.launch()),
+        "adopt_writes");
+}
+
+void UnitParameters::cast_master(void* parameters) const {
+  check(context_.compute->cast(master_.data(), kernels::DType::f32, parameters, dtype_of(dtype_),
+                               layout_.range_numel(), context_.compute.launch()),
+        "cast");
+}
+
+char* UnitParameters::own_parameters() const {
+  if (shard_.defined()) return static_cast<char*>(shard_.data());
+  if (comes_and_goes_) return nullptr;
+  return static_cast<char*>(full_.at(layout_.own_begin()));
+}
+
+void UnitParameters::need_shard() {
+  if (!casts_master_ || shard_.defined()) return;
+  FlatBuffer shard(context_.memory, Held::shard, context_.compute_place(), dtype_,
+                   layout_.range_numel());
+  cast_master(shard.data());
+  shard_ = std::move(shard);
+}
+
+void UnitParameters::drop_idle_shard() {
+  if (!casts_master_ || !shard_.defined() || shard_.lent() || master_.emptied()) return;
+  adopt_into_master(shard_.data(), master_data(), layout_.range_numel());
+  shard_.drop();
+}
+
+float* UnitParameters::master_data() const {
+  return master_.defined() ? static_cast<float*>(master_.data())
+                           : reinterpret_cast<float*>(own_parameters());
+}
+
+void* UnitParameters::stepped() const {
+  if (!master_.defined()) return nullptr;
+  return updated_.defined() ? updated_.data() : own_parameters();
+}
+
+void UnitParameters::begin_update() {
+  if (!updated_.defined()) return;
+  const SideStream::Scope beside(context_.gathering);
+  copy_bytes(updated_.data(), updated_.device(), own_parameters(), context_.compute.device(),
+             updated_.tensor().nbytes());
+  const c10::Stream stream = current_stream(context_.compute.device());
+  downloaded_.emplace(stream.device_type());
+  downloaded_->record(stream);
+}
+
+void UnitParameters::await_update() {
+  if (downloaded_.has_value()) downloaded_->synchronize();
+  downloaded_.reset();
+}
+
+void UnitParameters::end_update() {
+  if (!updated_.defined()) return;
+  copy_bytes(own_parameters(), context_.compute.device(), updated_.data(), updated_.device(),
+             updated_.tensor().nbytes());
+}
+
+void UnitParameters::gather(Comm& comm, int64_t tag, Pending& pending) {
+  if (layout_.ranges() > 1) comm.gather(full_.tensor(), tag, pending);
+}
+
+Offer UnitParameters::offer(Comm& comm, int64_t peer) const {
+  const at::Tensor& part = mirror_.defined() ? mirror_ : shard_.tensor();
+  return comm.has_only_neighbors() ? comm.offer_lastingly(part, peer, gather_tag_)
+                                   : comm.offer(part, peer, gather_tag_);
+}
+
+void UnitParameters::start_gather(Comm& comm) {
+  drop_idle_shard();
+  full_.allocate(*context_.spare);
+  try {
+    receive_ranges(comm);
+  } catch (...) {
+    gathering_ = Pending();
+    context_.gathering.join();  // which may be writing to it
+    full_.empty(*context_.spare, released_message_);
+    throw;
+  }
+}
+
+void UnitParameters::finish_gather(const std::function<std::string()>& what) {
+  gathering_.wait(what);
+  context_.gathering.join();  // its own range was copied there
+}
+
+void UnitParameters::receive_ranges(Comm& comm) {
+  const SideStream::Scope beside(context_.gathering);
+  const int64_t part = layout_.range_numel();
+  if (comm.on_device()) {
+    bring_own_range();
+    gather(comm, gather_tag_, gathering_);
+    return;
+  }
+  const int64_t ranges = layout_.ranges();
+  for (int64_t step = 1; step < ranges; ++step) {
+    const int64_t range = (layout_.own_range() + ranges - step) % ranges;
+    comm.receive(full_.slice(layout_.range_begin(range), part), context_.first_of_replica() + range,
+                 gather_tag_, gathering_);
+  }
+  bring_own_range();
+}
+
+void UnitParameters::bring_own_range() {
+  void* own = full_.at(layout_.own_begin());
+  if (shard_.defined()) {
+    copy_bytes(own, full_.device(), shard_.data(), shard_.device(), shard_.tensor().nbytes());
+  } else {
+    cast_master(own);
+  }
+}
+
+void UnitParameters::release(Comm& comm, Writes writes) {
+  // A write through `.data` leaves no trace in version counters: only the bytes tell. On a device
+  // taking them over is cheaper than waiting for an answer.
+  if (writes == Writes::keep) {
+    const void* own = full_.at(layout_.own_begin());
+    if (shard_.defined()) {
+      const size_t bytes = shard_.tensor().nbytes();
+      const bool equal = context_.compute.on_host() && std::memcmp(own, shard_.data(), bytes) == 0;
+      if (!equal) copy_bytes(shard_.data(), shard_.device(), own, full_.device(), bytes);
+    } else {
+      adopt_into_master(own, master_data(), layout_.range_numel());
+    }
+    refresh_mirror(comm);
+  }
+  full_.empty(*context_.spare, released_message_);
+}
+
+void UnitParameters::refresh_mirror(const Comm& comm) {
+  if (!comm.staged() || !comes_and_goes_ || layout_.ranges() == 1) return;
+  // After an update nothing may need memory of the device.
+  const at::Tensor own = shard_.defined() ? shard_.tensor() : master_.tensor().to(at::kCPU);
+  if (!mirror_.defined()) {
+    mirror_ = at::empty({layout_.range_numel()}, at::TensorOptions().dtype(dtype_));
+  }
+  mirror_.copy_(own);
+}
+
+void UnitParameters::stow(const std::set<std::string>& states, const std::string& message) {
+  const bool full = states.count("full") > 0;
+  const bool master = states.count("master") > 0;
+  if (master && !full) need_shard();
+  if (full) {
+    full_.stow(context_.offloaded, message);
+    shard_.stow(context_.offloaded, message);
+  }
+  if (master) master_.stow(context_.offloaded, message);
+}
+
+void UnitParameters::unstow() {
+  for (FlatBuffer* buffer : {&full_, &shard_, &master_}) buffer->unstow();
+  drop_idle_shard();
+}
+
+}  // namespace zero_ext

@@ -1,0 +1,125 @@
+// UnitParameters: a unit's parameters and their masters: whole (full), as this rank's range (shard,
+// master), and on their way between ranks.
+//
+// Owner:     one Unit.
+// Threads:   called only under Engine::mutex_.
+// Invariant: full, shard and master share the unit's layout; what the user writes to a parameter
+//            reaches its master before the parameter is released or stepped.
+//
+// Note [Released parameters]
+// Where full comes and goes, this rank's range of the parameters stays, in shard. A master that has
+// all its bits makes that superfluous, on a device, which must copy the range in any case: a gather
+// casts the master, and what the user has written to the parameters goes into the master when they
+// are released. Then one rank alone releases, too, and holds no more than the masters. Such a unit
+// has a shard while somebody needs one: views of it were lent, or the master is offloaded and the
+// parameters are not. On the host a shard costs 2 bytes per element, and saves other ranks from
+// reading 4.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "comm/comm.h"
+#include "memory/flat_buffer.h"
+#include "memory/rank_layout.h"
+#include "units/unit_context.h"
+
+namespace zero_ext {
+
+// What becomes of the user's writes to parameters that are released.
+enum class Writes { keep, discard };
+
+class UnitParameters {
+ public:
+  // `values`: the parameters' present values, in any one floating dtype. `dtype`: what they are
+  // computed in. `layout`, `name`: the unit's, which outlive this. `gather_tag`: of its messages.
+  UnitParameters(const UnitContext& context, const RankLayout& layout, const std::string& name,
+                 at::ScalarType dtype, UnitKind kind, int64_t gather_tag,
+                 const std::vector<at::Tensor>& values, Comm& comm, bool broadcast);
+
+  // Slot i in its parameter's shape, over full.
+  at::Tensor view(int64_t i) const;
+  bool owns_storage_of(const at::Tensor& tensor) const;
+  // This rank's part of slot i, 1-D: of the master; of the shard, where full comes and goes; of
+  // what the parameter itself holds now.
+  at::Tensor master_slice(int64_t i) const;
+  at::Tensor shard_slice(int64_t i);
+  at::Tensor present_slice(int64_t i) const;
+  // A copy of master, with the values that were written to the parameter since.
+  at::Tensor master_with(int64_t i, const at::Tensor& written) const;
+  // The user replaced the parameter's storage: its values are taken over.
+  void adopt(int64_t i, const at::Tensor& values);
+  // Brings master up to date with what was written to the parameters.
+  void adopt_writes();
+
+  // What an update works on: the master's range, and this rank's range of the parameters in their
+  // compute dtype, where it must write that; null where master is all that there is.
+  float* master_data() const;
+  void* stepped() const;
+  // Around an update, where states are offloaded: this rank's parameters come to the host, are
+  // waited for, go back.
+  void begin_update();
+  void await_update();
+  void end_update();
+  // After it, where full stays: every rank's range to all.
+  void gather(Comm& comm, int64_t tag, Pending& pending);
+
+  // Whether full does, see Note [Released parameters]. If so:
+  bool comes_and_goes() const { return comes_and_goes_; }
+  int64_t full_bytes() const { return static_cast<int64_t>(full_.tensor().nbytes()); }
+  // This rank's range, for `peer` to take whenever it gathers the unit.
+  Offer offer(Comm& comm, int64_t peer) const;
+  void start_gather(Comm& comm);
+  void finish_gather(const std::function<std::string()>& what);
+  // Into full as it is; what was written there is forgotten. Begins a gather, without allocating.
+  void receive_ranges(Comm& comm);
+  // Frees full; with `keep`, what the user wrote into this rank's range reaches shard or master
+  // first.
+  void release(Comm& comm, Writes writes);
+  // Where parameters travel through host memory: what others take is what this rank holds now.
+  void refresh_mirror(const Comm& comm);
+
+  // See FlatBuffer::stow and unstow: what is among `states` of "full" and "master".
+  void stow(const std::set<std::string>& states, const std::string& message);
+  void unstow();
+  // Of a unit that is not used any more.
+  void drop_master() { master_.drop(); }
+
+ private:
+  void take(const std::vector<at::Tensor>& values, Comm& comm, bool broadcast);
+  // This rank's range of the parameters where it always is: in shard, or in full; null where it is
+  // in neither.
+  char* own_parameters() const;
+  void bring_own_range();
+  void adopt_into_master(const void* parameters, float* master, int64_t numel) const;
+  void cast_master(void* parameters) const;
+  void need_shard();
+  // What was written to it goes into master, if nobody has views of it any more.
+  void drop_idle_shard();
+
+  const UnitContext& context_;
+  const RankLayout& layout_;
+  const std::string& name_;
+  at::ScalarType dtype_;
+  int64_t gather_tag_;
+  std::string released_message_;  // what a read raises meanwhile
+  bool casts_master_;
+  bool comes_and_goes_;
+  FlatBuffer full_;     // [padded], compute dtype; without memory while the unit is released
+  FlatBuffer shard_;    // [range], compute dtype; undefined where full always holds it, and mostly
+                        // where casts_master_
+  at::Tensor mirror_;   // of this rank's range, on the host, where it travels through host memory
+  FlatBuffer master_;   // [range], fp32; undefined where own_parameters() are fp32 and serve as it
+  FlatBuffer updated_;  // [range], compute dtype; own_parameters() on the host, around an update
+  std::optional<c10::Event> downloaded_;  // into updated_
+  Pending gathering_;
+};
+
+}  // namespace zero_ext

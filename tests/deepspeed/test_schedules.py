@@ -1,0 +1,98 @@
+"""zero_ext.schedules: the rates that DeepSpeed's schedules of the same names set."""
+
+import pytest
+import torch
+
+from zero_ext.deepspeed.schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
+
+# What DeepSpeed 0.19.8 sets for two groups with rates 0.5 and 0.25: of the first group when the
+# schedule is made and after each step, and of the second one at the end.
+CASES = [
+    (WarmupLR, {"warmup_num_steps": 4}, [0, 0, 0.25, 0.3962406, 0.5, 0.5], 0.25),
+    (
+        WarmupLR,
+        {
+            "warmup_min_lr": 0.1,
+            "warmup_max_lr": [1.0, 0.3],
+            "warmup_num_steps": 3,
+            "warmup_type": "linear",
+        },
+        [0.1, 0.1, 0.4, 0.7],
+        0.2333333,
+    ),
+    (
+        WarmupDecayLR,
+        {"total_num_steps": 6, "warmup_num_steps": 3, "warmup_max_lr": 0.2},
+        [0, 0, 0.126186, 0.2, 0.2, 0.1333333, 0.06666667, 0, 0],
+        0,
+    ),
+    (
+        WarmupCosineLR,
+        {
+            "total_num_steps": 6,
+            "warmup_num_steps": 2,
+            "warmup_min_ratio": 0.1,
+            "cos_min_ratio": 0.01,
+            "warmup_type": "linear",
+        },
+        [0, 0.05, 0.275, 0.4275089, 0.2525, 0.07749107, 0.005, 0.005],
+        0.0025,
+    ),
+    (
+        WarmupCosineLR,
+        {"total_num_steps": 5, "warmup_num_steps": 1},
+        [0, 0, 0.5, 0.3750125, 0.1250375, 5e-05, 5e-05],
+        2.5e-05,
+    ),
+]
+
+
+def an_optimizer(tensor_rates=False) -> torch.optim.Optimizer:
+    rates = [torch.tensor(0.5), torch.tensor(0.25)] if tensor_rates else [0.5, 0.25]
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates]
+    return torch.optim.AdamW(groups, capturable=tensor_rates)
+
+
+@pytest.mark.parametrize("tensor_rates", [False, True], ids=["float", "tensor"])
+@pytest.mark.parametrize(("kind", "arguments", "first", "last_of_second"), CASES)
+def test_rates(kind, arguments, first, last_of_second, tensor_rates):
+    optimizer = an_optimizer(tensor_rates)
+    schedule = kind(optimizer, **arguments)
+    rates = [float(optimizer.param_groups[0]["lr"])]
+    for _ in first[1:]:
+        schedule.step()
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+    assert rates == pytest.approx(first, rel=1e-6)
+    assert float(optimizer.param_groups[1]["lr"]) == pytest.approx(last_of_second, rel=1e-6)
+    assert schedule.get_last_lr()[0] == pytest.approx(first[-1], rel=1e-6)
+    assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor) == tensor_rates
+
+
+@pytest.mark.parametrize(("kind", "arguments", "first", "last_of_second"), CASES)
+def test_a_schedule_goes_on_from_its_state(kind, arguments, first, last_of_second):
+    optimizer = an_optimizer()
+    schedule = kind(optimizer, **arguments)
+    for _ in range(2):
+        schedule.step()
+    later = an_optimizer()
+    resumed = kind(later, **arguments)
+    later.load_state_dict(optimizer.state_dict())
+    resumed.load_state_dict(schedule.state_dict())
+    assert resumed.get_last_lr() == schedule.get_last_lr()
+    schedule.step()
+    resumed.step()
+    assert [g["lr"] for g in later.param_groups] == [g["lr"] for g in optimizer.param_groups]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"warmup_num_steps": 0}, "warmup_num_steps is 0"),
+        ({"last_batch_iteration": "1"}, "last_batch_iteration is '1', not a count"),
+        ({"warmup_type": "cubic"}, "warmup_type is 'cubic'"),
+        ({"warmup_max_lr": [0.1, 0.2, 0.3]}, "warmup_max_lr has 3 rates, the optimizer 2 groups"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        WarmupLR(an_optimizer(), **arguments)

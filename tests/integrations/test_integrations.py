@@ -1,0 +1,459 @@
+"""zero_ext.integrations: the loops of accelerate and transformers train as they do with DDP."""
+
+import copy
+
+import pytest
+import torch
+from harness import MLP, assert_bits, mean_square, rank_data
+from setups import values_of
+from torch import nn
+from torch.optim.lr_scheduler import LinearLR, SequentialLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import zero_ext
+from zero_ext.engine.handle import find
+
+accelerate = pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+
+from zero_ext.integrations.accelerate import Accelerator  # noqa: E402
+from zero_ext.integrations.transformers import ShardedTrainerMixin, Trainer  # noqa: E402
+
+pytestmark = pytest.mark.host  # accelerate chooses its own device
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+CHANCE = 1e-5  # DDP adds in another order, and ten steps amplify that little
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    """accelerate keeps one state per process."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture
+def path(request, anywhere, tmp_path):
+    return tmp_path if anywhere is None else request.getfixturevalue("shared_path")
+
+
+class Classifier(nn.Sequential):
+    def __init__(self):
+        torch.manual_seed(4)
+        super().__init__(nn.Linear(13, 33), nn.Tanh(), nn.Linear(33, 7))
+
+
+def accelerator(mesh, stage: int | None, micros: int = 1, **kwargs) -> accelerate.Accelerator:
+    """Without a stage: accelerate's own."""
+    kwargs = {"cpu": True, "gradient_accumulation_steps": micros, **kwargs}
+    if stage is None:
+        return accelerate.Accelerator(**kwargs)
+    sharding = {"mesh": mesh, "bucket_mb": 200 / 2**20}  # parameters straddle units and ranks
+    return Accelerator(stage=stage, sharding=sharding, **kwargs)
+
+
+def prepared(own, model=None, make_optimizer=None):
+    """The schedule was made on torch's optimizer, which comes before its model."""
+    model = Classifier() if model is None else model
+    make_optimizer = make_optimizer or (lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1))
+    optimizer = make_optimizer(model.parameters())
+    warmup = LinearLR(optimizer, 0.5, 1.0, total_iters=4)
+    schedule = SequentialLR(optimizer, [warmup, LinearLR(optimizer, 1.0, 0.1, 9)], milestones=[4])
+    targets = torch.arange(26) % 7
+    loader = DataLoader(TensorDataset(rank_data((26, 13), 0), targets), batch_size=3)
+    return own.prepare(optimizer, loader, model, schedule)
+
+
+def epoch(own, optimizer, loader, model, schedule) -> list[tuple[float, ...]]:
+    seen = []
+    for x, y in loader:
+        with own.accumulate(model):
+            loss = nn.functional.cross_entropy(model(x), y)
+            own.backward(loss)
+            norm = 0.0
+            if own.sync_gradients:
+                norm = float(own.clip_grad_norm_(model.parameters(), 0.7))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        seen.append((own.gather(loss.detach()).mean().item(), norm, *schedule.get_last_lr()))
+    return seen
+
+
+@STAGES
+@pytest.mark.parametrize("micros", [1, 2])
+@pytest.mark.filterwarnings("error:Detected call of .lr_scheduler.step")
+def test_an_accelerate_script_trains_as_with_ddp(anywhere, stage, micros):
+    runs = {}
+    for kind in (None, stage):
+        own = accelerator(anywhere, kind, micros)
+        objects = prepared(own)
+        runs[kind] = epoch(own, *objects) + epoch(own, *objects)
+        if kind is not None:
+            assert isinstance(objects[2], Classifier), "wrapped"
+            assert type(objects[0].optimizer) is zero_ext.optim.AdamW
+            assert find(objects[2][0].weight) is not None
+    for one, other in zip(runs[None], runs[stage], strict=True):
+        assert other == pytest.approx(one, abs=CHANCE, rel=CHANCE)
+    assert len({norm for _, norm, _ in runs[stage]}) > 3
+
+
+@pytest.mark.parametrize("before, after", [(1, 1), (3, 3), (2, 3), (3, 1)])
+def test_a_state_that_was_saved_goes_on_with_any_stage(anywhere, path, before, after):
+    own = accelerator(anywhere, before)
+    objects = prepared(own)
+    epoch(own, *objects)
+    own.save_state(path / "saved")
+    expected = epoch(own, *objects)
+    values = values_of(objects[2])
+
+    own = accelerator(anywhere, after)
+    objects = prepared(own)
+    own.load_state(path / "saved")
+    seen = epoch(own, *objects)
+    if after == before:  # clip_grad_norm_ adds what each rank holds, which is another part of it
+        assert seen == expected
+        for name, value in values_of(objects[2]).items():
+            assert_bits(value, values[name], name)
+    for one, other in zip(expected, seen, strict=True):
+        assert other == pytest.approx(one, abs=CHANCE, rel=CHANCE)
+
+
+def test_plain_models_beside_sharded_ones_are_saved_as_ever(anywhere, path, rank):
+    seen = []
+    for run in range(2):
+        own = accelerator(anywhere, 3)
+        teacher = MLP(9).requires_grad_(False)
+        model = Classifier()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer, teacher = own.prepare(model, optimizer, teacher)
+        own.register_save_state_pre_hook(lambda models, weights, _: seen.append(weights))
+        own.register_load_state_pre_hook(lambda models, _: seen.append(models))
+        if run == 0:
+            teacher.layers[0].weight.fill_(3.0)
+            values = copy.deepcopy(values_of(model))
+            own.save_state(path)
+        else:
+            with torch.no_grad(), model.summon_full_params(writeback=True):
+                model[0].weight.zero_()
+            own.load_state(path)
+            assert_bits(values_of(model)["0.weight"], values["0.weight"])
+            assert torch.all(teacher.layers[0].weight == 3.0)
+    weights, models = seen
+    assert [sorted(w) for w in weights] == [sorted(teacher.state_dict())]
+    assert models == [teacher]
+
+
+@STAGES
+def test_the_whole_state_dict_is_rank_0s(anywhere, rank, path, stage):
+    own = accelerator(anywhere, stage)
+    objects = prepared(own)
+    epoch(own, *objects)
+    whole = own.get_state_dict(objects[2])
+    values = values_of(objects[2])
+    assert list(whole) == (list(values) if rank == 0 else [])
+    for name, value in whole.items():
+        assert_bits(value, values[name], name)
+    own.save_model(objects[2], path)
+    if rank == 0:
+        from safetensors.torch import load_file
+
+        written = load_file(path / "model.safetensors")
+        for name, value in values.items():
+            assert_bits(written[name], value, name)
+
+
+def test_mixed_precision_is_accelerates(anywhere):
+    losses = []
+    for stage in (None, 2):
+        own = accelerator(anywhere, stage, mixed_precision="bf16")
+        objects = prepared(own)
+        assert objects[2](torch.ones(1, 13)).dtype == torch.float32
+        losses.append([seen[0] for seen in epoch(own, *objects)])
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert losses[1] == pytest.approx(losses[0], abs=1e-3)
+    assert losses[1] != pytest.approx(run_in_fp32(anywhere), abs=1e-6)
+
+
+def run_in_fp32(mesh) -> list[float]:
+    own = accelerator(mesh, 2)
+    return [seen[0] for seen in epoch(own, *prepared(own))]
+
+
+def test_a_model_on_the_meta_device_is_prepared_with_its_optimizer(anywhere):
+    own = accelerator(anywhere, 3)
+    with torch.device("meta"):
+        model = Classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer, model = own.prepare(optimizer, model)
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [
+        id(p) for p in model.parameters()
+    ]
+    before = values_of(model)
+    own.backward(model(rank_data((3, 13), 0)).square().mean())
+    optimizer.step()
+    assert any(not torch.equal(v, before[name]) for name, v in values_of(model).items())
+
+
+def test_a_model_without_anything_to_train_and_other_optimizers_stay_as_they_are(anywhere):
+    own = accelerator(anywhere, 2)
+    temperature = nn.Parameter(torch.ones(3))
+    given = torch.optim.SGD([temperature], lr=0.1)
+    frozen, optimizer = own.prepare(MLP(9).requires_grad_(False), given)
+    assert optimizer.optimizer is given
+    assert find(frozen.layers[0].weight) is None
+
+
+def stepped(model) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters())
+    mean_square(model, rank_data((3, 5), 0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (stepped, "AdamW has a state already"),
+        (lambda m: torch.optim.Adafactor(m.parameters()), "Adafactor"),
+        (
+            lambda m: torch.optim.SGD([*m.parameters(), nn.Parameter(torch.ones(5))]),
+            r"shape \(5,\) in the SGD is in no model that was prepared",
+        ),
+    ],
+    ids=["stepped", "not elementwise", "foreign"],
+)
+def test_what_cannot_be_taken_over_is_said_before_anything_is_changed(anywhere, make, message):
+    own = accelerator(anywhere, 2)
+    model = MLP(13)
+    with pytest.raises((ValueError, TypeError), match=message):
+        own.prepare(model, make(model))
+    assert find(model.layers[0].weight) is None
+    own.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def of_two_models(anywhere, stage: int, kept_in):
+    """One optimizer for both."""
+    own = accelerator(anywhere, stage)
+    models = Classifier(), nn.Linear(7, 7)
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+    return own, models, *own.prepare(*kept_in(models), optimizer)
+
+
+def test_one_optimizer_of_several_models_is_refused_before_anything_is_changed(anywhere):
+    made = []
+    with pytest.raises(ValueError, match=r"several models.*ModuleList"):
+        of_two_models(anywhere, 2, lambda models: made.extend(models) or models)
+    assert all(find(p) is None for model in made for p in model.parameters())
+
+
+@STAGES
+def test_models_in_one_module_have_one_optimizer(anywhere, rank, stage):
+    def trained(stage):
+        own, models, both, optimizer = of_two_models(
+            anywhere, stage, lambda models: [nn.ModuleList(models)]
+        )
+        for step in range(3):
+            with own.accumulate(both):
+                own.backward(models[1](models[0](rank_data((3, 13), rank, step))).square().mean())
+                own.clip_grad_norm_(both.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        return values_of(both)
+
+    expected = trained(0)
+    for name, value in trained(stage).items():
+        torch.testing.assert_close(value, expected[name], rtol=CHANCE, atol=CHANCE)
+
+
+def test_other_kinds_of_parallelism_are_refused(monkeypatch):
+    monkeypatch.setattr(Accelerator, "distributed_type", accelerate.DistributedType.FSDP)
+    with pytest.raises(ValueError, match="configured for FSDP"):
+        Accelerator(cpu=True)
+
+
+def test_uneven_inputs_are_refused(anywhere):
+    own = accelerator(anywhere, 2)
+    model, _ = own.prepare(model := Classifier(), torch.optim.SGD(model.parameters(), 0.1))
+    with pytest.raises(ValueError, match="same number of backwards"):
+        own.join_uneven_inputs([model]).__enter__()
+
+
+def test_a_model_with_two_optimizers_is_saved(anywhere, rank, path):
+    def made(stage):
+        own = accelerator(anywhere, stage)
+        model = Classifier()
+        kinds = torch.optim.Adam, torch.optim.RMSprop
+        parts = [
+            k(part.parameters(), 0.02) for k, part in zip(kinds, (model[0], model[2]), strict=True)
+        ]
+        return own, *own.prepare(model, *parts)
+
+    def step(own, model, *optimizers):
+        for number in range(3):
+            own.backward(model(rank_data((3, 13), rank, number)).square().mean())
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+
+    own, *objects = made(2)
+    step(own, *objects)
+    own.save_state(path / "saved")
+    step(own, *objects)
+    expected = values_of(objects[0])
+    own, *objects = made(2)
+    own.load_state(path / "saved")
+    step(own, *objects)
+    for name, value in values_of(objects[0]).items():
+        assert_bits(value, expected[name], name)
+
+
+def llama():
+    torch.manual_seed(4)
+    config = transformers.LlamaConfig(
+        vocab_size=97,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def trainer(mesh, stage: int | None, folder, kind=Trainer, **arguments):
+    """Without a stage: transformers' own."""
+    tokens = torch.randint(0, 97, (24, 11), generator=torch.Generator().manual_seed(5))
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    arguments = transformers.TrainingArguments(
+        folder,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        num_train_epochs=2,
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        max_grad_norm=0.7,
+        lr_scheduler_type="cosine",
+        warmup_steps=2,
+        logging_steps=1,
+        disable_tqdm=True,
+        report_to=[],
+        use_cpu=True,
+        seed=3,
+        **{"save_strategy": "no", **arguments},
+    )
+    both = {"model": llama(), "args": arguments, "train_dataset": data, "eval_dataset": data[:6]}
+    if stage is None:
+        return transformers.Trainer(**both)
+    return kind(**both, stage=stage, sharding={"mesh": mesh, "bucket_mb": 20_000 / 2**20})
+
+
+def history(made) -> list[list[float]]:
+    names = ("loss", "grad_norm", "learning_rate", "eval_loss")
+    return [[float(e[n]) for n in names if n in e] for e in made.state.log_history[:-1]]
+
+
+@STAGES
+def test_a_trainer_trains_as_transformers_does(anywhere, rank, path, stage):
+    plain, ours = trainer(anywhere, None, path / "plain"), trainer(anywhere, stage, path / "ours")
+    for each in (plain, ours):
+        each.train()
+    assert len(history(plain)) >= 4
+    for one, other in zip(history(plain), history(ours), strict=True):
+        assert other == pytest.approx(one, rel=1e-3)  # what is logged has three or four digits
+    assert ours.model_wrapped is ours.model and find(ours.model.lm_head.weight) is not None
+    assert ours.evaluate()["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-4)
+
+    ours.save_model(path / "model")
+    if rank == 0:
+        loaded = transformers.LlamaForCausalLM.from_pretrained(path / "model")
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+        for (name, value), expected in zip(
+            loaded.named_parameters(), plain.model.parameters(), strict=True
+        ):
+            torch.testing.assert_close(value, expected, atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_a_trainer_resumes_with_another_stage(anywhere, path):
+    saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    saving |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    first = trainer(anywhere, 2, path, **saving)
+    first.train()
+    resumed = trainer(anywhere, 3, path, **saving)
+    resumed.train(resume_from_checkpoint=str(path / "checkpoint-2"))
+    for one, other in zip(history(first), history(resumed), strict=True):
+        assert other == pytest.approx(one, rel=1e-3)
+    for name, value in values_of(resumed.model).items():
+        torch.testing.assert_close(value, values_of(first.model)[name])
+
+
+def test_a_trainer_may_evaluate_first(anywhere, rank, path):
+    def run(stage):
+        made = trainer(anywhere, stage, path, max_steps=3)
+        if stage is not None:
+            made.evaluate()
+        made.train()
+        return made
+
+    plain, ours = run(None), run(3)
+    assert find(ours.model.lm_head.weight) is not None
+    for one, other in zip(history(plain)[:3], history(ours)[-3:], strict=True):
+        assert other == pytest.approx(one, rel=1e-3)
+
+
+def test_a_trainer_goes_on_from_weights_alone(anywhere, path):
+    saving = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+    trainer(anywhere, 2, path, max_steps=2, **saving).train()
+    resumed = trainer(anywhere, 3, path, max_steps=3, **saving)
+    with pytest.warns(UserWarning, match="optimizer and schedule begin anew"):
+        resumed.train(resume_from_checkpoint=str(path / "checkpoint-2"))
+    assert resumed.state.global_step == 3
+
+
+def test_an_encoder_and_decoder_generate(anywhere, rank, path):
+    torch.manual_seed(4)
+    config = transformers.T5Config(
+        vocab_size=97, d_model=24, d_kv=6, d_ff=40, num_layers=2, num_heads=4,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    models = [transformers.T5ForConditionalGeneration(config).eval()]
+    models.append(accelerator(anywhere, 3).prepare(copy.deepcopy(models[0])))
+    tokens = torch.randint(1, 97, (2, 7), generator=torch.Generator().manual_seed(rank))
+    plain, ours = (each.generate(tokens, max_new_tokens=5, do_sample=False) for each in models)
+    assert torch.equal(plain, ours) and plain.shape[1] > 1
+
+
+def test_another_optimizer_follows_when_one_was_freed(anywhere, rank):
+    own = accelerator(anywhere, 2)
+    model = Classifier()
+    for _ in range(2):
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        schedule = LinearLR(optimizer)
+        model, optimizer, schedule = own.prepare(model, optimizer, schedule)
+        own.backward(model(rank_data((3, 13), rank)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer, schedule = own.free_memory(optimizer, schedule)
+
+
+def test_a_subclass_of_a_trainer_is_sharded_by_the_mixin(anywhere, world, path):
+    losses = []
+
+    class Counting(transformers.Trainer):
+        def compute_loss(self, *args, **kwargs):
+            losses.append(super().compute_loss(*args, **kwargs))
+            return losses[-1]
+
+    class Sharded(ShardedTrainerMixin, Counting):
+        pass
+
+    made = trainer(anywhere, 3, path, Sharded, max_steps=2)
+    made.train()
+    a_rank_has = 24 // 2 // (1 if anywhere is None else world)  # micro-batches in an epoch
+    assert len(losses) == min(2 * 2, a_rank_has) and find(made.model.lm_head.weight) is not None
+    with pytest.raises(NotImplementedError, match="start a run for each"):
+        made.hyperparameter_search()

@@ -1,0 +1,1097 @@
+"""Bad input: what is refused, when, in which words, and what works afterwards."""
+
+import contextlib
+import copy
+import pickle
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import (
+    MLP,
+    Branching,
+    assert_bits,
+    gather_objects,
+    mean_square,
+    rank_data,
+    step_and_wait,
+)
+from setups import (
+    Way,
+    assert_same_gradients,
+    assert_same_values,
+    backward,
+    backward_of_all,
+    both_ways,
+    full_gradients,
+    shard_and_optimizer,
+    small_mlp,
+    train_batch,
+)
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import zero_ext
+from zero_ext.engine.handle import find
+
+dist_test = pytest.mark.dist
+at_least_two_ranks = pytest.mark.world(min=2)
+
+
+# Arguments, in one process
+
+
+@pytest.mark.parametrize("stage", [-1, 4, 1.5, "2", True])
+def test_stage_that_does_not_exist_is_refused(stage):
+    with pytest.raises(ValueError, match=r"no stage .*Stage 1 shards the optimizer's state"):
+        zero_ext.shard(MLP(), stage)
+    with pytest.raises(ValueError, match="no stage"):
+        zero_ext.optim.AdamW(MLP().parameters(), stage=stage)
+    with pytest.raises(ValueError, match="no stage"):
+        zero_ext.estimate_memory(MLP(), 2, stage)
+
+
+def test_reduction_of_another_name_is_refused():
+    with pytest.raises(ValueError, match="must be 'exchange' or 'collective', not 'ring'"):
+        zero_ext.shard(MLP(), reduction="ring")
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("bucket_mb", [0, -1.0, float("nan"), float("inf")])
+def test_bucket_without_a_size_is_refused(stage, bucket_mb):
+    with pytest.raises(ValueError, match="bucket_mb must be positive and finite"):
+        zero_ext.shard(MLP(), stage, bucket_mb=bucket_mb)
+    with pytest.raises(ValueError, match="bucket_mb must be positive and finite"):
+        zero_ext.estimate_memory(MLP(), 2, stage, bucket_mb=bucket_mb)
+
+
+@pytest.mark.parametrize("name", ["prefetch_mb", "retained_bytes"])
+def test_amounts_of_memory_are_finite_numbers(name):
+    with pytest.raises(ValueError, match=f"{name} must be at least 0 and finite"):
+        zero_ext.shard(MLP(), 3, **{name: float("inf")})
+    zero_ext.shard(MLP(), 3, **{name: 1e9})
+
+
+class Counting(MLP):
+    """Has two names of its own that a sharded module has, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.zeroed = 0
+
+    def zero_grad(self, set_to_none=True):
+        self.zeroed += 1
+        super().zero_grad(set_to_none)
+
+
+def test_names_that_a_sharded_module_needs_are_not_taken():
+    for taken in (torch.zeros(1), nn.Linear(2, 2)):
+        model = MLP()
+        if isinstance(taken, nn.Module):
+            model.stats = taken
+        else:
+            model.register_buffer("stats", taken)
+        with pytest.raises(ValueError, match=r"the MLP has a 'stats' of its own.*Rename it"):
+            zero_ext.shard(model)
+        del model.stats
+        zero_ext.shard(model)
+
+    model = zero_ext.shard(Counting())
+    model(rank_data((3, 5), 0)).sum().backward()
+    model.zero_grad(set_to_none=False)
+    model.zero_grad()
+    assert model.zeroed == 2 and all(p.grad is None for p in model.parameters())
+    zero_ext.shard(copy.deepcopy(model))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_parameters_that_are_one_by_their_memory_alone_are_refused(trains):
+    model = MLP(13)
+    model.layers[1].weight.data = model.layers[0].weight.data.flatten()[:65].view(13, 5)
+    model.layers[0].weight.requires_grad_(trains)
+    with pytest.raises(ValueError, match=r"'layers.0.weight' and 'layers.1.weight' are different"):
+        zero_ext.shard(model)
+    with pytest.raises(ValueError, match="in the same memory"):
+        zero_ext.optim.SGD(model.parameters())
+    flat = torch.randn(30)
+    model.layers[0].weight = nn.Parameter(flat[:15].view(3, 5))
+    model.layers[1].weight = nn.Parameter(flat[15:].view(3, 5))
+    zero_ext.shard(model)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_lazy_module_is_refused_until_it_has_shapes(stage):
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(ValueError, match=r"'0.weight' has no shape yet. Run a forward"):
+        zero_ext.shard(model, stage)
+    model(torch.ones(2, 5))
+    zero_ext.shard(model, stage)
+
+
+@dist_test
+@at_least_two_ranks
+@pytest.mark.host
+@pytest.mark.parametrize("stage", [1, 3])
+def test_buffers_that_are_not_broadcast_are_refused_before(mesh, rank, stage):
+    def with_buffer(buffer):
+        model = small_mlp()
+        model.register_buffer("table", buffer)
+        return model
+
+    model = with_buffer(torch.eye(3).to_sparse())
+    with pytest.raises(TypeError, match=r"'table' is torch.sparse_coo.*sync_module_states=False"):
+        zero_ext.shard(model, stage, mesh=mesh)
+    model(rank_data((3, 5), rank))
+    zero_ext.shard(model, stage, mesh=mesh, sync_module_states=False)
+
+    with torch.inference_mode():
+        made_there = torch.full((3,), float(rank))
+    expanded = torch.full((1, 3), float(rank)).expand(4, 3)
+    negative = torch.full((3,), complex(0, rank)).conj()
+    for buffer, expected in ((made_there, 0.0), (expanded, 0.0), (negative, 0.0)):
+        model = zero_ext.shard(with_buffer(buffer), stage, mesh=mesh)
+        assert model.table is buffer and torch.all(buffer == expected)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 2.0])
+def test_accumulation_steps_are_a_positive_number(steps):
+    with pytest.raises(ValueError, match="accumulation_steps must be at least 1"):
+        zero_ext.shard(MLP(), accumulation_steps=steps)
+
+
+def test_policy_with_another_dtype_is_refused():
+    with pytest.raises(ValueError, match=r"torch\.float64 is not one of"):
+        zero_ext.shard(MLP(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float64))
+
+
+@pytest.mark.parametrize("factor", [0, -2.0, float("nan")])
+def test_divide_factor_must_be_positive(factor):
+    model = zero_ext.shard(MLP())
+    with pytest.raises(ValueError, match="must be positive"):
+        model.set_gradient_divide_factor(factor)
+
+
+def test_treatment_of_nan_has_three_names():
+    with pytest.raises(ValueError, match="nonfinite must be 'skip', 'raise' or 'step'"):
+        zero_ext.optim.AdamW(MLP().parameters(), nonfinite="ignore")
+
+
+@pytest.mark.parametrize("settings", [{"lr": -1.0}, {"betas": (1.5, 0.9)}, {"eps": -1}])
+def test_hyperparameters_are_refused_in_torchs_words(settings):
+    with pytest.raises(ValueError, match="Invalid") as ours:
+        zero_ext.optim.AdamW(MLP().parameters(), **settings)
+    with pytest.raises(ValueError) as torchs:
+        torch.optim.AdamW(MLP().parameters(), **settings)
+    assert str(ours.value) == str(torchs.value)
+
+
+def test_differentiable_step_is_refused():
+    with pytest.raises(NotImplementedError, match="differentiable=True"):
+        zero_ext.optim.AdamW(MLP().parameters(), differentiable=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_parameter_of_another_dtype_is_refused_by_name(dtype):
+    model = MLP()
+    model.extra = nn.Parameter(torch.zeros(3, dtype=dtype))
+    problem = rf"parameter 'extra' is {dtype} on {model.extra.device}"
+    with pytest.raises(TypeError, match=problem):
+        zero_ext.shard(model)
+    with pytest.raises(TypeError, match=problem):
+        zero_ext.optim.AdamW(model.named_parameters())
+
+
+def test_parameter_on_another_device_is_refused_by_name():
+    model = MLP()
+    model.layers[1].to("meta")
+    with pytest.raises(TypeError, match=r"'layers\.1\.weight' is torch\.float32 on meta"):
+        zero_ext.shard(model)
+
+
+def test_refused_parameter_may_be_ignored():
+    model = MLP()
+    model.extra = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    zero_ext.shard(model, ignored_params=[model.extra])
+    mean_square(model, torch.ones(1, 5)).backward()
+
+
+def test_model_that_is_sharded_already_is_refused():
+    model = zero_ext.shard(MLP())
+    with pytest.raises(ValueError, match=r"'layers\.0\.weight' is sharded already"):
+        zero_ext.shard(model)
+
+
+def test_layers_that_are_sharded_before_their_model_are_refused():
+    model = MLP()
+    zero_ext.shard(model.layers[1])
+    with pytest.raises(ValueError, match=r"sharded already.*not its layers one by one \(units="):
+        zero_ext.shard(model)
+
+
+def test_an_optimizer_before_the_model_is_refused():
+    model = MLP()
+    optimizer = zero_ext.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match=r"sharded already.*make the optimizer after shard\(\)"):
+        zero_ext.shard(model)
+    del optimizer
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(TypeError, match="takes a module, not a generator"):
+        zero_ext.shard(MLP().parameters())
+
+
+def test_what_is_not_sharded_has_no_stats():
+    with pytest.raises(ValueError, match="this MLP is not sharded"):
+        zero_ext.stats(MLP())
+    with pytest.raises(TypeError, match="expected a sharded module or an optimizer of zero_ext"):
+        zero_ext.stats(torch.optim.SGD(MLP().parameters()))
+
+
+def test_processes_of_a_launcher_without_a_group_are_told(monkeypatch):
+    if dist.is_initialized():
+        pytest.skip("there is a group")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for make in (zero_ext.shard, lambda model: zero_ext.optim.AdamW(model.parameters())):
+        with pytest.warns(UserWarning, match="one of 2 processes.*Call .*init_process_group"):
+            make(MLP())
+
+
+def test_same_parameter_in_two_optimizers_is_refused():
+    model = MLP()
+    first = zero_ext.optim.AdamW(model.named_parameters())
+    with pytest.raises(ValueError, match=r"'layers\.0\.weight' is stepped by another .*\(AdamW\)"):
+        zero_ext.optim.SGD(model.named_parameters(), lr=1.0)
+    sharded = zero_ext.shard(MLP())
+    second = zero_ext.optim.SGD(sharded.parameters(), lr=1.0)
+    with pytest.raises(ValueError, match=r"'parameter 0 of group 0' is stepped by another .*SGD"):
+        zero_ext.optim.AdamW(list(sharded.parameters())[:1])
+    del first, second
+    zero_ext.optim.SGD(model.named_parameters(), lr=1.0)  # the first is gone
+
+
+def test_same_parameter_twice_in_one_optimizer_is_refused():
+    """By torch's own check."""
+    model = MLP()
+    optimizer = zero_ext.optim.AdamW(model.layers[0].parameters())
+    with pytest.raises(ValueError, match="appear in more than one parameter group"):
+        optimizer.add_param_group({"params": list(model.layers[0].parameters())})
+
+
+def test_optimizer_over_two_sharded_models_is_refused():
+    first, second = zero_ext.shard(MLP()), zero_ext.shard(MLP())
+    with pytest.raises(ValueError, match="Give each sharded module its own optimizer"):
+        zero_ext.optim.AdamW([*first.parameters(), *second.parameters()])
+
+
+def test_stage_that_contradicts_the_modules_is_refused():
+    model = zero_ext.shard(MLP(), stage=2)
+    with pytest.raises(ValueError, match="stage=1, but the module was sharded with stage 2"):
+        zero_ext.optim.AdamW(model.parameters(), stage=1)
+
+
+def test_copy_of_a_sharded_model_says_that_it_is_plain():
+    import copy
+
+    model = copy.deepcopy(zero_ext.shard(MLP()))
+    with pytest.raises(RuntimeError, match="copy of a sharded one, and a plain module itself"):
+        model.stats()
+
+
+# Models that are in other hands
+
+
+@pytest.mark.host
+@dist_test
+def test_model_wrapped_in_ddp_is_refused(group):
+    with pytest.raises(ValueError, match="wrapped in DistributedDataParallel"):
+        zero_ext.shard(DistributedDataParallel(MLP(), process_group=group))
+
+
+@pytest.mark.host
+@dist_test
+@both_ways
+def test_parameters_that_ddp_reduces_are_refused(way, group):
+    model = small_mlp()
+    _ddp = DistributedDataParallel(model, process_group=group)
+    with pytest.raises(ValueError, match="reduced by DistributedDataParallel already"):
+        way.optimizer(model, group)
+
+
+@pytest.mark.host
+@dist_test
+@both_ways
+def test_ddp_around_sharded_parameters_is_refused_by_the_first_backward(way, group, rank):
+    model = small_mlp()
+    optimizer = way.optimizer(model, group)
+    ddp = DistributedDataParallel(model, process_group=group)
+    with pytest.raises(RuntimeError, match="DistributedDataParallel was put around parameters"):
+        mean_square(ddp, rank_data((3, 5), rank)).backward()
+    optimizer.zero_grad()
+
+
+@dist_test
+@at_least_two_ranks
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_a_forward_that_writes_to_its_weight_is_refused_by_stage_3(kind, mesh):
+    model = nn.Sequential(kind(10, 6, max_norm=1.0), nn.Linear(6, 6))
+    with pytest.raises(ValueError, match=r"'0' is a Embedding.*max_norm=1\.0.*stage 2"):
+        zero_ext.shard(model, 3, mesh=mesh)
+    zero_ext.shard(model, 3, mesh=mesh, ignored_params=[model[0].weight])
+    zero_ext.shard(nn.Sequential(kind(10, 6, max_norm=1.0)), 2, mesh=mesh)
+
+
+@both_ways
+@pytest.mark.parametrize("how", [copy.deepcopy, pickle.dumps])
+def test_optimizers_are_not_copied(way, how):
+    """A copy would have the groups and no engine."""
+    optimizer = way.optimizer(small_mlp(), None)
+    with pytest.raises(RuntimeError, match=r"can be neither copied nor pickled.*state_dict"):
+        how(optimizer)
+
+
+@dist_test
+@at_least_two_ranks
+@pytest.mark.host
+def test_a_parameter_that_one_rank_alone_thaws_is_told(mesh, rank):
+    model = small_mlp()
+    model.layers[0].requires_grad_(False)
+    plain = dist.new_group(timeout=timedelta(seconds=1))
+    zero_ext.shard(model, 1, mesh=DeviceMesh.from_group(plain, "cpu"))
+    if rank == 0:
+        model.layers[0].requires_grad_(True)
+        with pytest.raises(RuntimeError, match=r"'layers\.0\.weight' was frozen.*same places"):
+            model(rank_data((3, 5), rank))
+    gather_objects(rank)
+
+
+@pytest.mark.host
+@dist_test
+@both_ways
+@at_least_two_ranks
+@pytest.mark.usefixtures("no_stale_meshes")
+def test_parameters_that_fsdp_shards_are_refused(way, group):
+    model = fully_shard(small_mlp(), mesh=DeviceMesh.from_group(group, "cpu"))
+    with pytest.raises(TypeError, match=r"parameter '.*' is a DTensor: another library \(FSDP2"):
+        way.optimizer(model, group)
+
+
+@dist_test
+@shard_and_optimizer
+@at_least_two_ranks
+@pytest.mark.parametrize("how", ["shape", "dtype", "frozen", "fewer", "order"])
+def test_models_that_differ_are_refused_on_every_rank(way, how, group, rank):
+    model = small_mlp()
+    if rank == 1 and how == "shape":
+        model.layers[1] = nn.Linear(7, 6)
+    if rank == 1 and how == "dtype":
+        model.layers[1].to(torch.bfloat16)
+    if rank == 1 and how == "frozen":
+        model.layers[1].weight.requires_grad_(False)
+    if rank == 1 and how == "fewer":
+        del model.layers[2]
+    if rank == 1 and how == "order":
+        model.layers = nn.ModuleList(list(model.layers)[::-1])
+    params = list(model.named_parameters())
+    with pytest.raises(ValueError) as error:
+        way.optimizer(model, group, params=params)
+    message = str(error.value)
+    assert message.startswith(f"zero_ext [rank {rank}]: the models (or the arguments) differ")
+    assert "on rank 0" in message and "on rank 1" in message
+    first = {
+        "shape": ("number 3", "layers.1.weight (7, 7)", "layers.1.weight (6, 7)"),
+        "dtype": ("number 3", "torch.float32", "torch.bfloat16"),
+        "frozen": ("number 3", "trainable", "frozen"),
+        "fewer": ("number 5", "layers.2.weight", "nothing"),
+        "order": ("number 1", "(7, 5)", "(5, 7)"),
+    }[how]
+    for part in first:
+        assert part in message
+    # Checked before anything was changed: the same model, built alike, is accepted.
+    same = small_mlp()
+    optimizer = way.optimizer(same, group)
+    backward(same, rank)
+    optimizer.step()
+
+
+@dist_test
+@shard_and_optimizer
+@at_least_two_ranks
+def test_arguments_that_differ_are_refused_on_every_rank(way, group, rank):
+    with pytest.raises(ValueError, match=f"stage={1 if rank else 2}|stage=2.*on rank 0"):
+        Way(way.name, 1 if rank else 2).optimizer(small_mlp(), group)
+
+
+POLICIES = [
+    {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16)},
+    {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+    {"offload_policy": CPUOffloadPolicy()},
+    {"accumulation_steps": 2},
+    {"sync_module_states": False},
+]
+
+
+@dist_test
+@at_least_two_ranks
+@pytest.mark.parametrize("arguments", POLICIES, ids=lambda each: str(*each))
+def test_settings_that_differ_are_refused_on_every_rank(arguments, mesh, rank):
+    model = small_mlp()
+    with pytest.raises(ValueError, match=r"arguments\) differ .*stage=1 .*on rank 0"):
+        zero_ext.shard(model, 1, mesh=mesh, **(arguments if rank == 1 else {}))
+    zero_ext.shard(model, 1, mesh=mesh)
+
+
+@dist_test
+@at_least_two_ranks
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("how", ["order", "dtype", "size", "fewer"])
+def test_buffers_that_differ_are_refused_on_every_rank(stage, how, mesh, rank):
+    buffers = {"mean": torch.zeros(3), "std": torch.full((3,), rank + 1.0)}
+    other = {
+        "order": dict(reversed(buffers.items())),
+        "dtype": {**buffers, "std": torch.ones(3, dtype=torch.int32)},
+        "size": {**buffers, "std": torch.ones(4)},
+        "fewer": {"mean": buffers["mean"]},
+    }
+    model = small_mlp()
+    for name, buffer in (other[how] if rank == 1 else buffers).items():
+        model.register_buffer(name, buffer)
+    with pytest.raises(ValueError, match=r"differ between ranks: .*buffer (mean|std)"):
+        zero_ext.shard(model, stage, mesh=mesh)
+    zero_ext.shard(model, stage, mesh=mesh, sync_module_states=False)
+    assert how == "fewer" or rank != 0 or torch.all(model.std == 1)
+
+
+def one_group(optimizer_class, **arguments):
+    return lambda model, **kwargs: optimizer_class(model.parameters(), **kwargs, **arguments)
+
+
+def two_groups(model, **kwargs):
+    halves = [{"params": list(layer.parameters())} for layer in model.layers]
+    return zero_ext.optim.SGD(halves, **kwargs)
+
+
+def without_a_layer(model, **kwargs):
+    return zero_ext.optim.SGD(model.layers[1:].parameters(), **kwargs)
+
+
+def wrapped(model, **kwargs):
+    return zero_ext.optim.wrap(torch.optim.RMSprop, model.parameters(), **kwargs)
+
+
+@dist_test
+@at_least_two_ranks
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    ("other", "first"),
+    [
+        (one_group(zero_ext.optim.AdamW), "AdamW"),
+        (wrapped, "RMSprop"),
+        (one_group(zero_ext.optim.SGD, nonfinite="step"), "nonfinite='step'"),
+        (one_group(zero_ext.optim.SGD, max_grad_norm=1.0), "clips=True"),
+        (one_group(zero_ext.optim.SGD, loss_scaler=zero_ext.LossScaler()), "scales=True"),
+        (two_groups, r"group 1: layers\.1\.weight"),
+        (without_a_layer, r"group 0: layers\.1\.weight"),
+    ],
+    ids=["class", "wrapped", "nonfinite", "clips", "scales", "groups", "subset"],
+)
+def test_optimizers_that_differ_are_refused_on_every_rank(stage, other, first, mesh, rank):
+    model = zero_ext.shard(small_mlp(), stage, mesh=mesh)
+    make = other if rank == 1 else one_group(zero_ext.optim.SGD)
+    message = rf"\[rank {rank}\]: the optimizers differ .*{first}.* on rank 1"
+    with pytest.raises(ValueError, match=message):
+        make(model)
+    order = list(model.parameters())[:: -1 if rank == 1 else 1]
+    optimizer = zero_ext.optim.SGD(order, lr=0.1)
+    backward(model, rank)
+    optimizer.step()
+
+
+@dist_test
+@at_least_two_ranks
+def test_drop_in_optimizers_that_differ_leave_plain_parameters(group, rank):
+    model = small_mlp()
+    make = one_group(zero_ext.optim.AdamW if rank == 1 else zero_ext.optim.SGD)
+    with pytest.raises(ValueError, match="the optimizers differ"):
+        make(model, process_group=group)
+    assert find(next(model.parameters())) is None
+    one_group(zero_ext.optim.SGD)(model, process_group=group)
+
+
+@dist_test
+@at_least_two_ranks
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("ZERO_EXT_TIMEOUT_S", value) for value in ("inf", "nan", "1e300", "0.0001")),
+        ("ZERO_EXT_CROSS_MEMORY", "yes"),
+    ],
+)
+def test_variables_that_are_wrong_on_one_rank_are_told_to_all(name, value, mesh, rank, monkeypatch):
+    model = small_mlp()
+    if rank == 1:
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError if rank == 1 else RuntimeError, match=f"{name}='{value}'"):
+        zero_ext.shard(model, mesh=mesh)
+    monkeypatch.delenv(name, raising=False)
+    zero_ext.shard(model, mesh=mesh)
+
+
+# Steps at the wrong time
+
+
+@dist_test
+@both_ways
+@pytest.mark.parametrize("where", ["parameter", "after the parameter", "activation", "loss"])
+def test_step_inside_a_backward_is_refused(way, where, group, rank, world):
+    model, expected = small_mlp(), small_mlp()
+    optimizer = way.optimizer(model, group, lr=0.05)
+    reference = torch.optim.AdamW(expected.parameters(), lr=0.05)
+    active = [True]
+
+    def step(_):
+        if active[0]:
+            optimizer.step()
+
+    def loss(m, batch):
+        hidden = m.layers[0](batch)
+        if where == "activation" and m is model:
+            hidden.register_hook(step)
+        result = m.layers[2](torch.tanh(m.layers[1](hidden))).square().mean()
+        if where == "loss" and m is model:
+            result.register_hook(step)
+        return result
+
+    if where == "parameter":
+        model.layers[1].weight.register_hook(step)
+    if where == "after the parameter":
+        model.layers[1].weight.register_post_accumulate_grad_hook(step)
+    with pytest.raises(RuntimeError, match=r"step\(\) inside a backward"):
+        backward(model, rank, loss_fn=loss)
+    active[0] = False
+    for number in range(2):
+        backward(model, rank, number, loss_fn=loss)
+        backward_of_all(expected, world, number, loss_fn=loss)
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    assert_same_values(model, expected)
+
+
+@dist_test
+@shard_and_optimizer
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_inside_a_backward_is_refused(way, set_to_none, group, rank):
+    model = small_mlp()
+    optimizer = way.optimizer(model, group)
+
+    def zero(_):
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+    model.layers[1].weight.register_hook(zero)
+    with pytest.raises(RuntimeError, match=r"zero_grad\(\) inside a backward"):
+        backward(model, rank)
+
+
+def no_sync(way: Way, model, optimizer):
+    return model.no_sync() if way.name == "shard" else optimizer.no_sync()
+
+
+@dist_test
+@pytest.mark.parametrize("way", [Way("shard", 1), Way("optimizer", 1)], ids=str)
+@at_least_two_ranks
+def test_forgotten_boundary_is_refused_and_can_be_made_up_for(way, group, rank, world):
+    model, expected = small_mlp(), small_mlp()
+    optimizer = way.optimizer(model, group, lr=0.05)
+    reference = torch.optim.AdamW(expected.parameters(), lr=0.05)
+    with no_sync(way, model, optimizer):
+        for micro in range(2):
+            backward(model, rank, micro=micro)
+    with pytest.raises(RuntimeError, match=r"2 backward\(s\) inside no_sync\(\).* never reduced"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="the gradients are not complete"):
+        optimizer.clip_grad_norm_(1.0)
+    backward(model, rank, micro=2)
+    for micro in range(3):
+        backward_of_all(expected, world, micro=micro)
+    optimizer.step()
+    reference.step()
+    assert_same_values(model, expected)
+
+
+@dist_test
+@at_least_two_ranks
+def test_forgotten_boundary_of_accumulation_steps_is_refused(mesh, rank):
+    model = zero_ext.shard(small_mlp(), 1, mesh=mesh, accumulation_steps=3)
+    optimizer = zero_ext.optim.AdamW(model.parameters())
+    for micro in range(4):  # the third one reduces
+        backward(model, rank, micro=micro)
+    message = r"step\(\): 1 backward\(s\) .*boundary of accumulation_steps=3\) were never reduced"
+    with pytest.raises(RuntimeError, match=message):
+        optimizer.step()
+
+
+@dist_test
+@pytest.mark.parametrize("way", [Way("shard", 2), Way("optimizer", 2)], ids=str)
+def test_stage_2_needs_no_boundary(way, group, rank, world):
+    model, expected = small_mlp(), small_mlp()
+    optimizer = way.optimizer(model, group)
+    with no_sync(way, model, optimizer):
+        backward(model, rank)
+    backward_of_all(expected, world)
+    assert_same_gradients(model, expected)
+    optimizer.step()
+
+
+# Gradients and parameters of another kind
+
+
+class Lookup(nn.Module):
+    def __init__(self, sparse: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(6, 5, sparse=sparse)
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, tokens):
+        return self.linear(self.embedding(tokens))
+
+
+@pytest.mark.real_device
+@dist_test
+@both_ways
+def test_sparse_gradient_is_refused_by_name(way, group, rank):
+    model = Lookup(sparse=True)
+    optimizer = way.optimizer(model, group, params=list(model.named_parameters()))
+    before = [p.detach().clone() for p in model.parameters()]
+    tokens = torch.tensor([0, 3, rank % 6])
+    with pytest.raises(RuntimeError, match=r"gradient of 'embedding\.weight' is Sparse.*dense"):
+        mean_square(model, tokens).backward()
+    assert all(p.grad is None for p in model.parameters())
+    model.embedding.sparse = False
+    mean_square(model, tokens).backward()
+    optimizer.step()
+    assert not any(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+@dist_test
+@both_ways
+@pytest.mark.parametrize("some", [False, True])
+def test_parameter_that_was_cast_is_refused_by_name(way, some, group, rank, world):
+    """Whether the others' hooks still report the backward, or none does and step() finds it."""
+    model, expected = small_mlp(), small_mlp()
+    optimizer = way.optimizer(model, group, params=list(model.named_parameters()), lr=0.05)
+    reference = torch.optim.AdamW(expected.parameters(), lr=0.05)
+    (model.layers[1] if some else model).to(torch.bfloat16)
+    batch = train_batch(rank).to(model.layers[0].weight.dtype)
+
+    def train():
+        hidden = torch.tanh(model.layers[0](batch))
+        hidden = torch.tanh(model.layers[1](hidden.to(model.layers[1].weight.dtype)))
+        model.layers[2](hidden.to(model.layers[2].weight.dtype)).float().square().mean().backward()
+        optimizer.step()
+
+    name = r"layers\.1\.weight" if some else r"layers\.0\.weight"
+    with pytest.raises(RuntimeError, match=rf"'{name}' is BFloat16 .*it was Float") as error:
+        train()
+    assert f"[rank {rank}" in str(error.value)
+
+    # Cast back, the run goes on after one repetition.
+    model.to(torch.float32)
+    batch = batch.float()
+    with torch.no_grad():
+        for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            mine.copy_(theirs)
+    with contextlib.suppress(RuntimeError):
+        train()
+    optimizer.zero_grad()
+    backward(model, rank, 1)
+    optimizer.step()
+    backward_of_all(expected, world, 1)
+    reference.step()
+    assert_same_values(model, expected)
+
+
+@dist_test
+@both_ways
+def test_model_cast_and_cast_back_says_what_to_do_once(way, group, rank, world):
+    """For instance to save it in another dtype. autograd's nodes are new ones afterwards."""
+    model, expected = small_mlp(), small_mlp()
+    optimizer = way.optimizer(model, group, lr=0.05)
+    reference = torch.optim.AdamW(expected.parameters(), lr=0.05)
+    model.to(torch.bfloat16).to(torch.float32)
+    expected.to(torch.bfloat16).to(torch.float32)
+    try:
+        backward(model, rank)
+        optimizer.step()
+    except RuntimeError as error:
+        assert "call zero_grad() and repeat" in str(error)
+        optimizer.zero_grad()
+        backward(model, rank)
+        optimizer.step()
+    backward_of_all(expected, world)
+    reference.step()
+    assert_same_values(model, expected)
+
+
+@dist_test
+@pytest.mark.parametrize("stage", [1, 2])
+def test_model_that_was_moved_is_refused_by_name(stage, mesh, rank):
+    model = zero_ext.shard(small_mlp(), stage, mesh=mesh)
+    model.layers[1].to("meta")
+    with pytest.raises(RuntimeError, match=r"'layers\.1\.weight' .*meta"):
+        backward(model, rank)
+
+
+@dist_test
+@both_ways
+def test_gradient_of_another_shape_is_refused_by_name(way, group, rank):
+    model = small_mlp()
+    optimizer = way.optimizer(model, group, params=list(model.named_parameters()))
+    backward(model, rank)
+    with torch.no_grad():
+        model.layers[0].weight.data = torch.zeros(2, 2)
+        with pytest.raises(RuntimeError, match=r"'layers\.0\.weight' is Float \[2, 2\].*\[7, 5\]"):
+            optimizer.step()
+
+
+# Exceptions inside a backward
+
+
+class HookError(Exception):
+    pass
+
+
+class FailOnce:
+    """A tensor hook that raises when it is armed."""
+
+    def __init__(self):
+        self.armed = False
+
+    def __call__(self, grad):
+        if self.armed:
+            self.armed = False
+            raise HookError("in a hook")
+
+
+def failing_backward(model, rank, fail: FailOnce, where: str, step: int, way=None, optimizer=None):
+    """A backward that raises on every rank at the same place."""
+    fail.armed = True
+
+    def loss(m, batch):
+        hidden = m.layers[0](batch)
+        if where == "activation":
+            hidden.register_hook(fail)
+        return m.layers[2](torch.tanh(m.layers[1](hidden))).square().mean()
+
+    with pytest.raises(HookError):
+        backward(model, rank, step, loss_fn=loss)
+    assert not fail.armed
+    wait_for_undo(model)
+
+
+def wait_for_undo(model) -> None:
+    """A device's thread undoes the backward shortly after the caller has got the exception: every
+    call of the engine waits for that."""
+    entry = find(next(model.parameters()))
+    if entry is not None:
+        entry[0].stats()
+
+
+def hook_places(model, fail: FailOnce, where: str) -> None:
+    if where == "first parameter":  # the first to arrive
+        model.layers[2].weight.register_hook(fail)
+    if where == "middle parameter":
+        model.layers[1].weight.register_hook(fail)
+    if where == "last parameter":
+        model.layers[0].weight.register_hook(fail)
+    if where == "after a parameter":
+        model.layers[0].weight.register_post_accumulate_grad_hook(fail)
+
+
+TWO_UNITS_MB = 500 / 2**20
+
+PLACES = [
+    "first parameter",
+    "middle parameter",
+    "last parameter",
+    "after a parameter",
+    "activation",
+]
+
+
+@dist_test
+@both_ways
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("before", ["fresh", "after a backward"])
+def test_exception_leaves_the_gradients_bitwise_as_they_were(
+    way, where, before, group, rank, world
+):
+    model, expected = small_mlp(), small_mlp()
+    optimizer = way.optimizer(model, group, lr=0.05)
+    reference = torch.optim.AdamW(expected.parameters(), lr=0.05)
+    fail = FailOnce()
+    hook_places(model, fail, where)
+    for step in range(2):
+        if before != "fresh":
+            backward(model, rank, step, micro=0)
+            backward_of_all(expected, world, step, micro=0)
+        gradients = full_gradients(model)
+        failing_backward(model, rank, fail, where, step=50 + step)
+        for name, gradient in full_gradients(model).items():
+            assert (gradient is None) == (gradients[name] is None), name
+            if gradient is not None:
+                assert_bits(gradient, gradients[name], name)
+        backward(model, rank, step, micro=1)
+        backward_of_all(expected, world, step, micro=1)
+        assert_same_gradients(model, expected)
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    assert_same_values(model, expected)
+
+
+@dist_test
+@both_ways
+@pytest.mark.parametrize(
+    "places",
+    [
+        ["first parameter", "first parameter"],
+        ["last parameter", "last parameter"],
+        ["first parameter", "last parameter"],
+    ],
+    ids=["at the beginning", "at the end", "in different places"],
+)
+def test_backwards_that_throw_keep_no_buckets(way, places, group, rank, world):
+    """Some have begun a reduction that nobody finishes, or that one rank alone has begun."""
+    model, expected = small_mlp(), small_mlp()
+    optimizer = way.optimizer(model, group, bucket_mb=TWO_UNITS_MB)
+    fail = FailOnce()
+    where = places[rank % 2]
+    hook_places(model, fail, where)
+    held = []
+    for step in range(5):
+        if step > 0:
+            failing_backward(model, rank, fail, where, step=50 + step)
+        optimizer.zero_grad()
+        expected.zero_grad()
+        backward(model, rank, step)
+        backward_of_all(expected, world, step)
+        assert_same_gradients(model, expected)
+        held.append(optimizer.stats()["bytes_bucket"])
+    assert optimizer.stats()["units"] == 2
+    assert held[1:] == held[1:2] * 4  # a bucket may serve the larger unit from now on
+
+
+@dist_test
+@pytest.mark.parametrize("way", [Way("shard", 1), Way("optimizer", 1)], ids=str)
+@pytest.mark.parametrize("where", ["first parameter", "last parameter"])
+@pytest.mark.parametrize("reduced_before", [False, True])
+def test_exception_in_the_first_backward_of_no_sync_leaves_the_gradients(
+    way, where, reduced_before, group, rank, world
+):
+    model, expected = small_mlp(), small_mlp()
+    optimizer = way.optimizer(model, group)
+    fail = FailOnce()
+    hook_places(model, fail, where)
+    if reduced_before:
+        backward(model, rank, micro=0)
+        backward_of_all(expected, world, micro=0)
+    gradients = full_gradients(model)
+    with no_sync(way, model, optimizer):
+        failing_backward(model, rank, fail, where, step=50)
+    for name, gradient in full_gradients(model).items():
+        assert (gradient is None) == (gradients[name] is None), name
+        if gradient is not None:
+            assert_bits(gradient, gradients[name], name)
+    with no_sync(way, model, optimizer):
+        backward(model, rank, micro=1)
+    backward(model, rank, micro=2)
+    for micro in (1, 2):
+        backward_of_all(expected, world, micro=micro)
+    assert_same_gradients(model, expected)
+
+
+@dist_test
+@pytest.mark.parametrize("way", [Way("shard", 1), Way("optimizer", 1), Way("shard", 0)], ids=str)
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("inside", [True, False], ids=["in no_sync", "in the reducing backward"])
+@pytest.mark.parametrize("reduced_before", [False, True])
+def test_exception_after_local_sums_leaves_them_bitwise_as_they_were(
+    way, where, inside, reduced_before, group, rank, world
+):
+    """Beside a model that no exception has met, and that need not run on to show a difference."""
+    fail = FailOnce()
+    models = small_mlp(), small_mlp()
+    gradients = []
+    for model, fails in zip(models, (True, False), strict=True):
+        optimizer = way.optimizer(model, group)
+        if fails:
+            hook_places(model, fail, where)
+        if reduced_before:
+            backward(model, rank, micro=0)
+        with no_sync(way, model, optimizer):
+            backward(model, rank, micro=1)
+            backward(model, rank, micro=2)
+        if fails:
+            with no_sync(way, model, optimizer) if inside else contextlib.nullcontext():
+                failing_backward(model, rank, fail, where, step=50)
+        backward(model, rank, micro=3)
+        gradients.append(full_gradients(model))
+        optimizer.step()
+    for name, gradient in gradients[0].items():
+        assert_bits(gradient, gradients[1][name], name)
+    for (name, actual), expected in zip(
+        models[0].named_parameters(), models[1].parameters(), strict=True
+    ):
+        assert_bits(actual, expected, name)
+
+
+@dist_test
+@at_least_two_ranks
+def test_an_overflow_in_a_gradient_that_is_held_is_named(group, rank, world):
+    """Gradients are held where a local sum exists: the second micro-batch of no_sync."""
+    way = Way("shard", 1)
+    model = small_mlp()
+    optimizer = way.optimizer(model, group)
+    with no_sync(way, model, optimizer):
+        backward(model, rank, micro=0)
+        (model(train_batch(rank)).sum() * (torch.inf if rank == 1 else 1)).backward()
+    backward(model, rank, micro=2)
+    with pytest.warns(UserWarning, match="on rank 1, micro-batch 1; step skipped"):
+        step_and_wait(optimizer)
+
+
+def test_exception_after_a_nan_does_not_skip_the_next_step():
+    model = Branching()
+    optimizer = zero_ext.optim.AdamW(model.parameters())
+    batch = rank_data((4, 6), 0)
+    fail = FailOnce()
+    model.trunk.weight.register_hook(fail)
+    fail.armed = True
+    with pytest.raises(HookError):
+        (model(batch).sum() * float("nan")).backward()
+    model(batch, ["left"]).sum().backward()  # does not reach the other branch, where a NaN was
+    optimizer.step()
+    assert optimizer.skipped_steps == 0
+
+
+@dist_test
+@shard_and_optimizer
+def test_exception_in_the_users_function_is_undone(way, group, rank, world):
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise HookError("in a function")
+
+    def loss(model, batch):
+        hidden = Fails.apply(model.layers[0](batch))
+        return model.layers[2](torch.tanh(model.layers[1](hidden))).square().mean()
+
+    model, expected = small_mlp(), small_mlp()
+    optimizer = way.optimizer(model, group)
+    with pytest.raises(HookError):
+        backward(model, rank, loss_fn=loss)
+    assert all(p.grad is None for p in model.parameters())
+    backward(model, rank)
+    backward_of_all(expected, world)
+    assert_same_gradients(model, expected)
+    optimizer.step()
+
+
+@dist_test
+@shard_and_optimizer
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_exception_inside_a_checkpoint_is_undone(way, use_reentrant, group, rank, world):
+    from torch.utils.checkpoint import checkpoint
+
+    def loss(m, batch):
+        return checkpoint(m, batch.requires_grad_(), use_reentrant=use_reentrant).square().mean()
+
+    model, expected = small_mlp(), small_mlp()
+    optimizer = way.optimizer(model, group)
+    fail = FailOnce()
+    hook_places(model, fail, "middle parameter")
+    for step in range(2):
+        fail.armed = True
+        with pytest.raises(HookError):
+            backward(model, rank, 50 + step, loss_fn=loss)
+        backward(model, rank, step, loss_fn=loss)
+        backward_of_all(expected, world, step)
+    assert_same_gradients(model, expected)
+    optimizer.step()
+
+
+# Ranks that go separate ways
+
+
+@dist_test
+@at_least_two_ranks
+@shard_and_optimizer
+def test_backward_that_one_rank_runs_alone_times_out_with_a_message(way, rank):
+    """The message says who waited for what; the timeout is the process group's own."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model = small_mlp()
+    optimizer = way.optimizer(model, group)
+    backward(model, rank)
+    if rank == 0:
+        message = r"(?s)\[rank 0, unit '.*'\]: waited for its reduction in backward 2.*rank \d"
+        with pytest.raises(RuntimeError, match=message) as error:
+            backward(model, rank, 1)
+        assert "same backwards and steps" in str(error.value)
+    del optimizer
+    gather_objects(rank)
+
+
+@dist_test
+@at_least_two_ranks
+def test_step_that_one_rank_makes_alone_times_out_with_a_message(rank):
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    model = small_mlp()
+    optimizer = Way("shard", 1).optimizer(model, group)
+    backward(model, rank)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"\[rank 0\]: step\(\) waited for"):
+            optimizer.step()
+    gather_objects(rank)
+
+
+@dist_test
+@at_least_two_ranks
+@pytest.mark.parametrize("call", ["norm", "whole"])
+def test_a_collective_of_torchs_that_one_rank_makes_alone_says_who_waited(call, rank):
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    model = small_mlp()
+    optimizer = Way("shard", 2).optimizer(model, group)
+    backward(model, rank)
+    message = (
+        r"\[rank 0\]: .*(clip_grad_norm_|full_tensor).* waited for the other ranks.*every rank"
+    )
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=message):
+            if call == "norm":
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            else:
+                model.layers[0].weight.grad.full_tensor()
+    gather_objects(rank)
+    del optimizer
+
+
+@dist_test
+@at_least_two_ranks
+@pytest.mark.host
+def test_a_model_that_one_rank_shards_alone_times_out_with_a_message(rank):
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=1)), "cpu")
+    if rank == 0:
+        message = r"\[rank 0\]: sharding waited for the other ranks.*every rank"
+        with pytest.raises(RuntimeError, match=message):
+            zero_ext.shard(small_mlp(), mesh=mesh)
+    gather_objects(rank)

@@ -1,0 +1,126 @@
+"""The build's refusals, the check at import, and the info command. Nothing here compiles."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from zero_ext import _compat, info
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_setup(tmp_path, stub: str | None = None, **environment: str) -> subprocess.CompletedProcess:
+    """`python setup.py --name`, with ``stub`` as the source of the module torch."""
+    if stub is not None:
+        (tmp_path / "torch").mkdir()
+        (tmp_path / "torch" / "__init__.py").write_text(stub)
+    return subprocess.run(
+        [sys.executable, "setup.py", "--name"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def refusal(result: subprocess.CompletedProcess) -> str:
+    """The only line that a refused build leaves on stderr."""
+    assert result.returncode != 0
+    assert "Traceback" not in result.stderr
+    (line,) = (line for line in result.stderr.splitlines() if line.startswith("zero_ext:"))
+    assert result.stderr.splitlines()[-1] == line
+    return line
+
+
+def test_build_without_torch_is_refused_in_one_line(tmp_path):
+    line = refusal(run_setup(tmp_path, stub="raise ImportError('no torch here')"))
+    assert "torch cannot be imported (no torch here)" in line
+    assert "--no-build-isolation" in line
+
+
+def test_build_with_an_old_torch_is_refused_in_one_line(tmp_path):
+    line = refusal(run_setup(tmp_path, stub="__version__ = '2.10.1+cpu'"))
+    assert "torch 2.10.1+cpu is older than 2.11" in line
+    assert "--no-build-isolation" in line
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="needs a torch without CUDA")
+def test_cuda_on_request_is_refused_when_torch_has_none(tmp_path):
+    line = refusal(run_setup(tmp_path, ZERO_EXT_CUDA="1"))
+    assert f"ZERO_EXT_CUDA=1, but torch {torch.__version__} is a build without CUDA" in line
+    assert "set ZERO_EXT_CUDA=0" in line
+
+
+def test_unknown_cuda_wish_is_refused(tmp_path):
+    line = refusal(run_setup(tmp_path, ZERO_EXT_CUDA="yes"))
+    assert "ZERO_EXT_CUDA is 'yes'" in line
+
+
+@pytest.mark.parametrize("wish", ["auto", "0"])
+def test_a_build_for_the_cpu_needs_no_cuda(tmp_path, wish):
+    result = run_setup(tmp_path, ZERO_EXT_CUDA=wish, CUDA_HOME=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert "zero_ext" in result.stdout
+
+
+def built_for(monkeypatch, version: str, torch_cuda: str | None = None, cuda: bool = False) -> None:
+    built = SimpleNamespace(TORCH_VERSION=version, TORCH_CUDA=torch_cuda, CUDA=cuda)
+    monkeypatch.setattr(_compat, "_build_info", lambda: built)
+
+
+def test_import_beside_another_minor_version_names_both(monkeypatch):
+    built_for(monkeypatch, "2.99.0+cpu")
+    with pytest.raises(ImportError) as caught:
+        _compat.check()
+    message = str(caught.value)
+    assert "built for torch 2.99.0+cpu" in message
+    assert f"torch {torch.__version__} is present" in message
+    assert "--no-build-isolation" in message
+
+
+def test_import_beside_another_patch_version_is_accepted(monkeypatch):
+    major, minor = torch.__version__.split(".")[:2]
+    built_for(monkeypatch, f"{major}.{minor}.99+cpu")
+    _compat.check()
+
+
+def test_cuda_kernels_need_their_own_cuda_version(monkeypatch):
+    version = str(torch.__version__)
+    built_for(monkeypatch, version, torch_cuda="99.1", cuda=True)
+    with pytest.raises(ImportError, match=r"with CUDA 99\.1, but torch .* is present"):
+        _compat.check()
+
+
+def test_cpu_build_runs_beside_any_variant_of_the_same_torch(monkeypatch):
+    built_for(monkeypatch, str(torch.__version__), torch_cuda="99.1", cuda=False)
+    _compat.check()
+
+
+def test_missing_extension_is_named(monkeypatch):
+    monkeypatch.setattr(_compat.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"extension is not built.*--no-build-isolation"):
+        _compat.check()
+
+
+def test_build_recorded_the_torch_that_is_present():
+    built = _compat._build_info()
+    assert torch.__version__ == built.TORCH_VERSION
+    assert torch.version.cuda == built.TORCH_CUDA
+
+
+def test_info_prints_versions_and_survives_a_missing_fact(monkeypatch, capsys):
+    monkeypatch.setitem(info.FACTS, "processors", lambda: 1 // 0)
+    info.main()
+    lines = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    facts = {name.strip(): value.strip() for name, value in lines.items()}
+    assert facts["torch"] == torch.__version__
+    assert facts["built for torch"] == torch.__version__
+    assert facts["CUDA kernels"] in ("yes", "no")
+    assert "gloo" in facts["torch's backends"]
+    assert facts["processors"].startswith("unknown (ZeroDivisionError")

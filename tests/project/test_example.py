@@ -1,0 +1,99 @@
+"""examples/train_lm.py at its smallest: two ranks as subprocesses, a dozen steps."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from harness import torchrun
+
+ROOT = Path(__file__).parents[2]
+TINY = "--size tiny --steps 12 --sequence 32 --batch-size 4 --text zero_text.txt".split()
+
+
+def train(tmp_path, *arguments: str, ranks: int = 2) -> dict:
+    """The log of a tiny run, whose loss must not depend on the machine's standard library."""
+    (tmp_path / "zero_text.txt").write_text("".join(f"line {i * i}\n" for i in range(20_000)))
+    script = [str(ROOT / "examples" / "train_lm.py"), *TINY, "--out", "run", *arguments]
+    result = torchrun(ranks, *script, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "held-out loss" in result.stdout
+    assert (tmp_path / "run" / "loss.png").stat().st_size > 0
+    return json.loads((tmp_path / "run" / "log.json").read_text())
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param("--ddp", marks=SLOW),
+        pytest.param("--stage=1", marks=SLOW),
+        "--stage=2",
+        pytest.param("--stage=3", marks=SLOW),
+    ],
+)
+def test_two_ranks_learn_and_write_their_log(tmp_path, method):
+    log = train(tmp_path, method, "--accumulation-steps=2", "--lr=3e-3")
+
+    assert len(log["loss"]) == 12
+    assert log["held_out_loss"] < log["loss"][0] - 0.5
+    assert log["world"] == 2
+    assert log["sample"].startswith("def ")
+    assert log["bytes_held"] > 0
+
+
+def test_a_resumed_run_has_the_losses_of_one_that_went_on(tmp_path):
+    log = train(tmp_path, "--stage=2", "--checkpoint-every=8")
+    (tmp_path / "run" / "log.json").unlink()
+    script = [str(ROOT / "examples" / "train_lm.py"), *TINY, "--out", "run"]
+    refused = torchrun(1, *script, "--resume=run/step-8", "--steps=8", cwd=tmp_path)
+    assert refused.returncode != 0 and "has made 8 steps" in refused.stderr
+    assert not (tmp_path / "run" / "log.json").exists()
+    resumed = train(tmp_path, "--stage=3", "--resume=run/step-8")
+    assert resumed["loss"] == log["loss"]
+    assert resumed["gradient_norm"] == log["gradient_norm"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--steps=0", "--steps: 0 is not positive"),
+        ("--batch-size=-1", "--batch-size: -1 is not positive"),
+        ("--sequence=0", "--sequence: 0 is not positive"),
+        ("--text=nope", "--text nope does not exist"),
+        ("--out=zero_text.txt", "--out zero_text.txt is a file"),
+    ],
+    ids=lambda value: value.partition("=")[0] if "=" in value else "",
+)
+def test_what_cannot_be_is_refused_at_once(tmp_path, monkeypatch, capsys, argument, message):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    Path("zero_text.txt").write_text("taken")
+    monkeypatch.setattr(sys, "argv", ["train_lm.py", *TINY, argument])
+    with pytest.raises(SystemExit):
+        importlib.import_module("train_lm").parse_arguments()
+    assert message in capsys.readouterr().err
+
+
+def test_one_process_needs_no_torchrun(tmp_path):
+    log = train(tmp_path, "--ddp", "--dtype=fp32", ranks=1)
+
+    assert log["world"] == 1
+    assert log["held_out_loss"] < log["loss"][0]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("stages", [pytest.param([1], marks=SLOW), [2, 3]], ids=str)
+def test_stages_follow_ddp(tmp_path, stages):
+    """In fp32 the methods differ in the order of sums alone; twelve steps amplify that little."""
+    losses = {}
+    for method in ("--ddp", *(f"--stage={stage}" for stage in stages)):
+        directory = tmp_path / method.strip("-")
+        directory.mkdir()
+        log = train(directory, method, "--dtype=fp32", "--accumulation-steps=2")
+        losses[method] = log["loss"]
+    for method, loss in losses.items():
+        assert loss == pytest.approx(losses["--ddp"], abs=1e-4), method

@@ -1,0 +1,484 @@
+// Runs the CUDA kernels on the host (cuda_runtime.h beside this file) and the CPU kernels on the
+// same data, and compares every byte of every buffer, what surrounds the ranges included. NaN
+// equals NaN. Prints the number of comparisons; exits with 1 at the first difference. Built and run
+// by tests/test_cuda_sources.py.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "kernels/cpu/table.h"
+#include "kernels/cuda/table.h"
+#include "kernels/kernels.h"
+
+namespace {
+
+using namespace zero_ext::kernels;
+
+const std::vector<int64_t> kLengths = {0, 1, 7, 8, 9, 33, 1083, 4097, 300007};
+const std::vector<int64_t> kShort = {0, 1, 7, 8, 9, 1083, 20011};
+const std::vector<DType> kDTypes = {DType::f32, DType::bf16, DType::f16};
+constexpr int64_t kMargin = 32;  // elements around each range: whole lines
+
+std::mt19937_64 generator(7);
+int64_t comparisons = 0;
+
+struct alignas(64) Line {
+  uint32_t words[16];
+};
+
+// `numel` elements, `offset` elements after a 64-byte boundary, with a margin on both sides.
+struct Buffer {
+  std::vector<Line> storage;
+  DType dtype;
+  int64_t numel;
+  int64_t offset;
+
+  Buffer(DType of, int64_t count, int64_t at)
+      : storage((count + at + 2 * kMargin) * element_bytes(of) / 64 + 1),
+        dtype(of),
+        numel(count),
+        offset(at) {
+    for (Line& line : storage) {
+      for (uint32_t& word : line.words) word = static_cast<uint32_t>(generator());
+    }
+    std::vector<float> values(count);
+    for (float& element : values) element = value();
+    cast_cpu(values.data(), DType::f32, data(), of, count, {});
+  }
+  Buffer(const Buffer&) = default;
+
+  static float value() {
+    const uint64_t random = generator();
+    const float mantissa = static_cast<float>(static_cast<int32_t>(random)) * 0x1p-31F;
+    return std::ldexp(mantissa, static_cast<int>(random >> 60) - 8);
+  }
+
+  char* data() {
+    return reinterpret_cast<char*>(storage.data()) + (kMargin + offset) * element_bytes(dtype);
+  }
+  float* floats() { return reinterpret_cast<float*>(data()); }
+
+  void set(int64_t i, float to) { cast_cpu(&to, DType::f32, at(i), dtype, 1, {}); }
+  char* at(int64_t i) { return data() + i * element_bytes(dtype); }
+  float get(int64_t i) {
+    float result = 0;
+    cast_cpu(at(i), dtype, &result, DType::f32, 1, {});
+    return result;
+  }
+};
+
+[[noreturn]] void fail(const std::string& what) {
+  std::printf("differs: %s\n", what.c_str());
+  std::exit(1);
+}
+
+void same(const std::string& what, Buffer& a, Buffer& b) {
+  ++comparisons;
+  if (std::memcmp(a.storage.data(), b.storage.data(), a.storage.size() * sizeof(Line)) == 0) return;
+  for (int64_t i = -kMargin; i < a.numel + kMargin; ++i) {
+    if (std::memcmp(a.at(i), b.at(i), element_bytes(a.dtype)) == 0) continue;
+    const float x = a.get(i);
+    const float y = b.get(i);
+    if (i >= 0 && i < a.numel && std::isnan(x) && std::isnan(y)) continue;
+    fail(what + ": element " + std::to_string(i) + " of " + std::to_string(a.numel) + " is " +
+         std::to_string(x) + " on the CPU, " + std::to_string(y) + " on the device");
+  }
+}
+
+void succeeded(const std::string& what, Status status) {
+  if (status != Status::ok) fail(what + ": status " + std::to_string(static_cast<int>(status)));
+}
+
+std::string name(const char* kernel, DType dtype, int64_t numel, int64_t offset) {
+  return std::string(kernel) + " dtype " + std::to_string(static_cast<int>(dtype)) + " numel " +
+         std::to_string(numel) + " offset " + std::to_string(offset);
+}
+
+// Calls test(numel, offset, other_offset) for the lengths, aligned and not.
+void for_shapes(const std::vector<int64_t>& lengths,
+                const std::function<void(int64_t, int64_t, int64_t)>& test) {
+  for (const int64_t numel : lengths) {
+    for (const int64_t offset : {0, 1, 4}) {
+      for (const int64_t other : {0, 3}) {
+        if (numel <= 70001 || (offset != 4 && other == 0)) test(numel, offset, other);
+      }
+    }
+  }
+}
+
+void special(Buffer& buffer) {
+  const float values[] = {std::numeric_limits<float>::infinity(),
+                          -std::numeric_limits<float>::infinity(),
+                          std::numeric_limits<float>::quiet_NaN(),
+                          1e-40F,
+                          -0.0F,
+                          65519.0F,
+                          65520.0F,
+                          3.3e38F,
+                          6e-8F,
+                          1.00390625F};
+  for (int64_t i = 0; i < buffer.numel; i += 3) buffer.set(i, values[generator() % 10]);
+}
+
+void test_accumulate(DType dtype, int64_t numel, int64_t offset, int64_t other) {
+  for (const int mode : {0, 1, 2, 3}) {  // fresh; special values
+    Buffer grad(dtype, numel, offset);
+    if (mode >= 2) special(grad);
+    Buffer cpu(DType::f32, numel, other);
+    Buffer device = cpu;
+    int32_t flags[2] = {0, 0};
+    const float scale = mode == 1 ? 0.3F : 0.25F;
+    const bool fresh = mode % 2 == 1;
+    const std::string what = name("accumulate", dtype, numel, offset);
+    accumulate_cpu(grad.data(), dtype, cpu.floats(), numel, scale, fresh, &flags[0], {});
+    succeeded(what, accumulate_cuda(grad.data(), dtype, device.floats(), numel, scale, fresh,
+                                    &flags[1], {}));
+    same(what, cpu, device);
+    if (flags[0] != flags[1]) fail(what + ": flag");
+  }
+}
+
+void test_accumulate_ranks(DType dtype, int64_t numel, int64_t offset, int64_t other) {
+  for (const int32_t ranks : {1, 2, 3, 4, 5, 9, 17, 1030}) {
+    if (ranks > 100 && numel > 100) continue;
+    for (const bool fresh : {false, true}) {
+      std::vector<Buffer> grads;
+      for (int32_t rank = 0; rank < ranks; ++rank) grads.emplace_back(dtype, numel, offset);
+      Buffer cpu(DType::f32, numel, other);
+      Buffer device = cpu;
+      std::vector<const void*> pointers;
+      for (Buffer& grad : grads) pointers.push_back(grad.data());
+      const bool from_sum = dtype == DType::f32 && ranks > 2;
+      int32_t flags[2] = {0, 0};
+      const std::string what = name("accumulate_ranks", dtype, numel, offset);
+      if (from_sum) pointers[1] = cpu.data();
+      accumulate_ranks_cpu(pointers.data(), ranks, dtype, cpu.floats(), numel, 0.3F, fresh,
+                           &flags[0], {});
+      if (from_sum) pointers[1] = device.data();
+      succeeded(what, accumulate_ranks_cuda(pointers.data(), ranks, dtype, device.floats(), numel,
+                                            0.3F, fresh, &flags[1], {}));
+      same(what, cpu, device);
+      if (flags[0] != flags[1]) fail(what + ": flag");
+    }
+  }
+}
+
+// Lists longer than one launch holds, with empty, short and long segments.
+void test_lists(DType source, DType target, Write write) {
+  for (const int64_t count : {0, 1, 5, 64, 65, 2050}) {
+    std::vector<int64_t> numels;
+    int64_t total = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t longest = count == 5 ? 20000 : count == 2050 ? 40 : 9000;
+      numels.push_back(i % 7 == 3 ? 0 : static_cast<int64_t>(generator() % longest));
+      total += numels.back() + 3;
+    }
+    Buffer from(source, total, 0);
+    if (count == 65) special(from);
+    for (const bool is_sum : {false, true}) {
+      if (is_sum && target != DType::f32) continue;
+      Buffer cpu(target, total, 1);
+      Buffer device = cpu;
+      int32_t flags[2] = {0, 0};
+      // Every other segment has a flag of its own.
+      std::vector<int32_t> own[2] = {std::vector<int32_t>(count), std::vector<int32_t>(count)};
+      for (Buffer* to : {&cpu, &device}) {
+        std::vector<CopySegment> copies;
+        std::vector<AccumulateSegment> sums;
+        int64_t place = 0;
+        const bool on_device = to == &device;
+        for (const int64_t numel : numels) {
+          const size_t i = copies.size();
+          int32_t* flag = i % 2 == 0 ? nullptr : &own[on_device][i];
+          copies.push_back({from.at(place), to->at(place), numel, flag});
+          sums.push_back({from.at(place), reinterpret_cast<float*>(to->at(place)), numel, flag});
+          place += numel + 3;
+        }
+        const auto list = on_device ? accumulate_list_cuda : accumulate_list_cpu;
+        const auto flatten = on_device ? flatten_cuda : flatten_cpu;
+        const Status status =
+            is_sum ? list(sums.data(), count, source, 0.3F, write == Write::overwrite,
+                          &flags[on_device], {})
+                   : flatten(copies.data(), count, source, target, write, &flags[on_device], {});
+        succeeded("list", status);
+      }
+      const std::string what = name("list", target, total, count);
+      same(what, cpu, device);
+      if (own[0] != own[1]) fail(what + ": a segment's own flag");
+      if (flags[0] != flags[1]) fail(what + ": flag");
+    }
+  }
+}
+
+void test_cast(DType source, DType target, int64_t numel, int64_t offset, int64_t other) {
+  Buffer from(source, numel, offset);
+  special(from);
+  Buffer cpu(target, numel, other);
+  Buffer device = cpu;
+  const std::string what = name("cast", source, numel, offset);
+  cast_cpu(from.data(), source, cpu.data(), target, numel, {});
+  succeeded(what, cast_cuda(from.data(), source, device.data(), target, numel, {}));
+  same(what, cpu, device);
+}
+
+// Every pattern of the halves, and random patterns of float32.
+void test_patterns() {
+  for (const DType source : kDTypes) {
+    Buffer from(source, 1 << 18, 0);
+    for (int64_t i = 0; i < from.numel; ++i) {
+      const auto bits = static_cast<uint32_t>(source == DType::f32 ? generator() : i);
+      std::memcpy(from.at(i), &bits, element_bytes(source));
+    }
+    for (const DType target : kDTypes) {
+      Buffer cpu(target, from.numel, 0);
+      Buffer device = cpu;
+      cast_cpu(from.data(), source, cpu.data(), target, from.numel, {});
+      succeeded("patterns", cast_cuda(from.data(), source, device.data(), target, from.numel, {}));
+      same(name("patterns", source, from.numel, static_cast<int64_t>(target)), cpu, device);
+    }
+  }
+}
+
+// A master, its compute copy with some written elements, a gradient and three moments.
+struct State {
+  Buffer master, param, grad, first, second, third;
+
+  State(DType dtype, int64_t numel, int64_t offset, int64_t other)
+      : master(DType::f32, numel, offset),
+        param(dtype, numel, other),
+        grad(DType::f32, numel, offset),
+        first(DType::f32, numel, offset),
+        second(DType::f32, numel, offset),
+        third(DType::f32, numel, offset) {
+    cast_cpu(master.data(), DType::f32, param.data(), dtype, numel, {});
+    for (int64_t i = 5; i < numel; i += 11) param.set(i, Buffer::value());
+    for (int64_t i = 0; i < numel; ++i) {
+      second.set(i, std::fabs(second.get(i)));
+      third.set(i, std::fabs(third.get(i)));
+    }
+  }
+
+  void same_as(const std::string& what, State& other) {
+    same(what + " master", master, other.master);
+    same(what + " param", param, other.param);
+    same(what + " first", first, other.first);
+    same(what + " second", second, other.second);
+    same(what + " third", third, other.third);
+  }
+};
+
+// What OnDevice points to; `mode` 0: nothing, 1: all, not skipped, 2: skipped.
+struct Late {
+  int32_t skip;
+  float steps_done = 16;
+  float grad_factor = 0.7F;
+
+  OnDevice pointers(int mode) {
+    skip = mode == 2;
+    return mode == 0 ? OnDevice{} : OnDevice{&skip, &steps_done, &grad_factor};
+  }
+};
+
+void test_adam(DType dtype, int64_t numel, int64_t offset, int64_t other) {
+  for (int mode = 0; mode < 12; ++mode) {
+    State cpu(dtype, numel, offset, other);
+    State device = cpu;
+    Late late;
+    for (State* state : {&cpu, &device}) {
+      const AdamArgs args{.master = state->master.floats(),
+                          .param = mode % 3 == 2 ? nullptr : state->param.data(),
+                          .param_dtype = dtype,
+                          .grad = state->grad.floats(),
+                          .exp_avg = state->first.floats(),
+                          .exp_avg_sq = state->second.floats(),
+                          .max_exp_avg_sq = mode % 2 == 1 ? state->third.floats() : nullptr,
+                          .numel = numel,
+                          .lr = 1e-2,
+                          .beta1 = 0.9,
+                          .beta2 = 0.999,
+                          .eps = 1e-8,
+                          .weight_decay = 0.1,
+                          .step = 1 + mode,
+                          .grad_scale = 0.5F,
+                          .maximize = mode == 4,
+                          .decoupled = mode % 4 < 2,
+                          .on_device = late.pointers(mode / 4)};
+      succeeded("adam", (state == &cpu ? adam_cpu : adam_cuda)(args, {}));
+    }
+    cpu.same_as(name("adam", dtype, numel, mode), device);
+  }
+}
+
+void test_sgd(DType dtype, int64_t numel, int64_t offset, int64_t other) {
+  for (int mode = 0; mode < 12; ++mode) {
+    State cpu(dtype, numel, offset, other);
+    State device = cpu;
+    Late late;
+    late.steps_done = mode % 2;
+    for (State* state : {&cpu, &device}) {
+      const SgdArgs args{.master = state->master.floats(),
+                         .param = mode % 3 == 2 ? nullptr : state->param.data(),
+                         .param_dtype = dtype,
+                         .grad = state->grad.floats(),
+                         .momentum_buffer = state->first.floats(),
+                         .numel = numel,
+                         .lr = 1e-2,
+                         .momentum = mode % 4 == 3 ? 0 : 0.9,
+                         .dampening = 0.1,
+                         .weight_decay = 0.1,
+                         .nesterov = mode % 2 == 1,
+                         .first = mode == 2,
+                         .grad_scale = 0.5F,
+                         .maximize = mode == 4,
+                         .on_device = late.pointers(mode / 4)};
+      succeeded("sgd", (state == &cpu ? sgd_cpu : sgd_cuda)(args, {}));
+    }
+    cpu.same_as(name("sgd", dtype, numel, mode), device);
+  }
+}
+
+void test_adopt_writes(DType dtype, int64_t numel, int64_t offset, int64_t other) {
+  State cpu(dtype, numel, offset, other);
+  State device = cpu;
+  adopt_writes_cpu(cpu.param.data(), dtype, cpu.master.floats(), numel, {});
+  succeeded("adopt_writes",
+            adopt_writes_cuda(device.param.data(), dtype, device.master.floats(), numel, {}));
+  cpu.same_as(name("adopt_writes", dtype, numel, offset), device);
+}
+
+void test_sum_of_squares(int64_t numel, int64_t offset) {
+  Buffer value(DType::f32, numel, offset);
+  std::vector<double> scratch(sum_of_squares_scratch_bytes(numel) / 8);
+  double sums[2] = {0.125, 0.125};
+  Launch launch;
+  launch.scratch = scratch.data();
+  launch.scratch_bytes = std::ssize(scratch) * 8;
+  sum_of_squares_cpu(value.floats(), numel, &sums[0], {});
+  succeeded("sum_of_squares", sum_of_squares_cuda(value.floats(), numel, &sums[1], launch));
+  ++comparisons;
+  if (sums[0] != sums[1]) fail(name("sum_of_squares", DType::f32, numel, offset));
+  launch.scratch_bytes -= 8;
+  if (numel > 0 && sum_of_squares_cuda(nullptr, numel, nullptr, launch) != Status::bad_argument) {
+    fail("too little scratch");
+  }
+}
+
+// Every third segment holds one bad value, at its beginning, in its middle or at its end.
+void test_find_nonfinite(int64_t numel, int64_t offset) {
+  for (const int64_t count : {1, 5, 70, 1000}) {
+    if (count * numel > 2000000) continue;
+    Buffer value(DType::f32, count * numel, offset);
+    std::vector<int32_t> flags[2] = {std::vector<int32_t>(count), std::vector<int32_t>(count)};
+    std::vector<ReadSegment> segments[2];
+    std::vector<int32_t> expected(count);
+    for (int64_t i = 0; i < count; ++i) {
+      if (i % 3 == 0 && numel > 0) {
+        const int64_t place = std::min(i % 2 * numel / 2 + i % 4 / 2 * numel, numel - 1);
+        value.set(i * numel + place, i % 2 == 0 ? INFINITY : std::nanf(""));
+        expected[i] = 1;
+      }
+      for (const int k : {0, 1}) {
+        segments[k].push_back({value.floats() + i * numel, numel, &flags[k][i]});
+      }
+    }
+    const std::string what = name("find_nonfinite", DType::f32, numel, offset);
+    succeeded(what, find_nonfinite_cpu(segments[0].data(), count, {}));
+    succeeded(what, find_nonfinite_cuda(segments[1].data(), count, {}));
+    ++comparisons;
+    if (flags[0] != expected || flags[1] != expected) fail(what);
+  }
+}
+
+// The digits with their carries done: those of the same sum.
+SquareSum carried(SquareSum sum) {
+  for (int32_t k = 0; k + 1 < kSquareDigits; ++k) {
+    sum[k + 1] += sum[k] >> 32;
+    sum[k] &= 0xFFFFFFFF;
+  }
+  return sum;
+}
+
+// Values of one size; of all sizes; with infinities, NaN and tiny ones.
+void test_add_squares(int64_t numel, int64_t offset) {
+  for (const int mode : {0, 1, 2}) {
+    Buffer value(DType::f32, numel, offset);
+    if (mode == 1) {
+      for (int64_t i = 0; i < numel; ++i) {
+        const int exponent = static_cast<int>(generator() % 260) - 140;
+        value.set(i, std::ldexp(value.get(i), exponent));
+      }
+    }
+    if (mode == 2) special(value);
+    SquareSum sums[2] = {};
+    for (int32_t k = 0; k < kSquareSumLength; ++k) {
+      sums[0][k] = sums[1][k] = static_cast<int64_t>(generator() % 1000);
+    }
+    const std::string what = name("add_squares", DType::f32, numel, offset);
+    succeeded(what, add_squares_cpu(value.floats(), numel, &sums[0], {}));
+    succeeded(what, add_squares_cuda(value.floats(), numel, &sums[1], {}));
+    ++comparisons;
+    if (carried(sums[0]) != carried(sums[1])) fail(what + " mode " + std::to_string(mode));
+  }
+}
+
+void test_count_step() {
+  float steps[2] = {4, 4};
+  for (const int32_t skip : {0, 1}) {
+    count_step_cpu(&steps[0], &skip, {});
+    count_step_cuda(&steps[1], &skip, {});
+  }
+  count_step_cuda(&steps[1], nullptr, {});
+  if (steps[0] != 5 || steps[1] != 6) fail("count_step");
+  if (sum_of_squares_cuda(nullptr, 1, nullptr, {}) != Status::bad_argument) fail("no scratch");
+}
+
+void test_clip_factor() {
+  std::vector<float> values(1083);
+  for (const float scale : {0.0F, 1e-20F, 0.01F, 3.0F, 1e19F, INFINITY}) {
+    for (size_t i = 0; i < values.size(); ++i) values[i] = scale * static_cast<float>(i % 7);
+    SquareSum sum{};
+    add_squares_cpu(values.data(), std::ssize(values), &sum, {});
+    float norm[2];
+    float factor[2];
+    clip_factor_cpu(&sum, 2.5, &norm[0], &factor[0], {});
+    clip_factor_cuda(&sum, 2.5, &norm[1], &factor[1], {});
+    if (std::memcmp(&norm[0], &norm[1], 4) != 0 || factor[0] != factor[1]) fail("clip_factor");
+    if (factor[0] > 1 || !(factor[0] > 0)) fail("clip_factor is no factor");
+    ++comparisons;
+  }
+}
+
+}  // namespace
+
+int main() {
+  test_count_step();
+  test_clip_factor();
+  test_patterns();
+  for_shapes(kLengths, [](int64_t n, int64_t offset, int64_t) { test_sum_of_squares(n, offset); });
+  test_sum_of_squares(2 * kSquaresRowBlocks * kSquaresBlockNumel + 5000, 1);
+  for_shapes(kLengths, [](int64_t n, int64_t offset, int64_t) { test_add_squares(n, offset); });
+  for_shapes(kLengths, [](int64_t n, int64_t offset, int64_t) { test_find_nonfinite(n, offset); });
+  for (const DType dtype : kDTypes) {
+    for_shapes(kLengths, [&](int64_t n, int64_t a, int64_t b) { test_accumulate(dtype, n, a, b); });
+    for_shapes(kShort,
+               [&](int64_t n, int64_t a, int64_t b) { test_accumulate_ranks(dtype, n, a, b); });
+    for_shapes(kShort, [&](int64_t n, int64_t a, int64_t b) { test_adam(dtype, n, a, b); });
+    for_shapes(kShort, [&](int64_t n, int64_t a, int64_t b) { test_sgd(dtype, n, a, b); });
+    for_shapes(kLengths,
+               [&](int64_t n, int64_t a, int64_t b) { test_adopt_writes(dtype, n, a, b); });
+    for (const DType target : kDTypes) {
+      for_shapes(kLengths,
+                 [&](int64_t n, int64_t a, int64_t b) { test_cast(dtype, target, n, a, b); });
+      for (const Write write : {Write::overwrite, Write::add}) test_lists(dtype, target, write);
+    }
+  }
+  std::printf("%lld comparisons, all equal\n", static_cast<long long>(comparisons));
+}

@@ -1,0 +1,1 @@
+"""The entry for scripts of DeepSpeed."""

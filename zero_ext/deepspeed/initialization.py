@@ -1,0 +1,246 @@
+"""initialize: ``deepspeed.initialize``, for scripts and configurations that were written for it."""
+
+import inspect
+import math
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, Dataset
+
+from zero_ext.deepspeed.config import Config
+from zero_ext.deepspeed.schedules import SCHEDULES
+from zero_ext.deepspeed.training_engine import TrainingEngine, data_loader
+from zero_ext.engine.handle import any_sharded
+from zero_ext.module.sharding import shard
+from zero_ext.optim import adoption as takeover
+from zero_ext.optim.scaler import LossScaler
+from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.ranks.groups import all_or_none, check_same_on_all_ranks, resolve
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
+    model_parameters: Iterable | None = None,
+    training_data: Dataset | None = None,
+    lr_scheduler: Any = None,
+    *,
+    collate_fn: Callable | None = None,
+    config: dict[str, Any] | str | os.PathLike | None = None,
+    config_params: dict[str, Any] | str | os.PathLike | None = None,
+    dist_init_required: bool | None = None,
+    mpu: None = None,
+    distributed_port: int | None = None,
+    **sharding: Any,
+) -> tuple["TrainingEngine", ShardedOptimizer | None, DataLoader | None, Any]:
+    """``deepspeed.initialize``: shard ``model`` as a DeepSpeed configuration says. Collective.
+
+    Args:
+        args: Its ``deepspeed_config`` is the configuration where ``config`` is None.
+        model: On the device to train on, or on the CPU beside a GPU, to which it is then moved.
+        optimizer: A torch optimizer over the model's parameters that has not stepped yet, whose
+            groups and settings are taken over, or a function that makes one of parameters.
+            Default: the configuration's.
+        model_parameters: Parameters or groups for an optimizer to be made. Default: all.
+        training_data: Gets a ``DataLoader`` of micro-batches, with a ``DistributedSampler``.
+        lr_scheduler: Stepped after each step that was made, or a function that makes one of an
+            optimizer. Default: the configuration's.
+        config, config_params: A dict or the path of a JSON file, in DeepSpeed's terms (Note
+            [Settings of DeepSpeed] in zero_ext/config.py).
+        dist_init_required: False: make no process group. Default: make it where torchrun has
+            started this process and there is none.
+        distributed_port: Passed over; torchrun chooses it.
+        sharding: Further arguments of ``zero_ext.shard``, such as ``units``.
+    Returns:
+        Engine, its optimizer, its loader and its schedule; None for what there is not.
+    Raises:
+        ValueError: a setting is not available here, or the optimizer cannot be taken over; the
+            model is unchanged then. And what ``zero_ext.shard`` raises.
+    """
+    _join(dist_init_required)
+    parameters = model.parameters() if isinstance(model, nn.Module) else []
+    groups = resolve(None, sharding.get("mesh"), parameters)
+    for other in (config_params, getattr(args, "deepspeed_config", None)):
+        config = other if config is None else config
+    with all_or_none(groups, "initialize()"):
+        _check_arguments(model, config, mpu, sharding)
+        settings = Config.read(config, groups.world)
+        if settings.reduce_dtype is not None and "mp_policy" in sharding:
+            raise ValueError(
+                "zero_ext: 'communication_data_type' and mp_policy= both say in which dtype "
+                "gradients are reduced. Give one."
+            )
+        if settings.shards is not None and "mesh" in sharding:
+            raise ValueError(
+                "zero_ext: 'mics_shard_size' and mesh= both say which ranks are a replica. Give "
+                "one."
+            )
+        ours = _arguments_of_ours(settings)
+        given = _optimizer_given(settings, model, optimizer, model_parameters)
+        schedule = _schedule_given(settings, lr_scheduler, given)
+        loader = None
+        if training_data is not None:
+            loader = data_loader(settings, groups, training_data, collate_fn=collate_fn)
+    check_same_on_all_ranks(
+        groups,
+        repr(settings).split(", "),
+        "the configurations",
+        remedy="Give every rank the same configuration.",
+    )
+    names = takeover.names_of(model)
+    engine = TrainingEngine(_sharded(model, settings, sharding), settings, collate_fn)
+    if given is not None:
+        takeover.follow_models(given, names)
+        engine.optimizer = takeover.take_over(given, **ours)
+        engine.lr_scheduler = schedule
+    engine.training_dataloader = loader
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _check_arguments(model, config, mpu, sharding: dict[str, Any]) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"zero_ext: initialize() needs a model, not {type(model).__name__}.")
+    if config is None:
+        raise ValueError("zero_ext: initialize() needs config=, or args with a deepspeed_config.")
+    if mpu is not None:
+        raise ValueError("zero_ext: there is no model parallelism here: leave mpu out.")
+    own = {"module", "stage", "offload_policy"}  # which the configuration gives
+    unknown = sorted(sharding.keys() - (inspect.signature(shard).parameters.keys() - own))
+    if unknown:
+        raise ValueError(f"zero_ext: initialize() has no argument '{unknown[0]}'. Leave it out.")
+    if any_sharded(model.parameters()):
+        raise ValueError("zero_ext: the model is sharded already. Pass the plain one.")
+
+
+def _join(required: bool | None) -> None:
+    """Make the process group that torchrun has prepared."""
+    if dist.is_initialized() or required is False or "WORLD_SIZE" not in os.environ:
+        return
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group()
+
+
+def _sharded(model: nn.Module, settings: Config, sharding: dict[str, Any]) -> nn.Module:
+    on_cpu = all(p.device.type == "cpu" for p in model.parameters())
+    if torch.cuda.is_available() and on_cpu:
+        model.to(torch.device("cuda", torch.cuda.current_device()))
+    if settings.dtype is not None:
+        model.to(settings.dtype)
+    if settings.reduce_dtype is not None:
+        policy = torch.distributed.fsdp.MixedPrecisionPolicy(reduce_dtype=settings.reduce_dtype)
+        sharding = {**sharding, "mp_policy": policy}
+    if settings.shards is not None and dist.is_initialized():
+        shape = (dist.get_world_size() // settings.shards, settings.shards)
+        kind = next(model.parameters()).device.type
+        mesh = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+        sharding = {**sharding, "mesh": mesh}
+    return shard(model, stage=settings.stage, offload_policy=settings.offload_policy, **sharding)
+
+
+# Optimizer and schedule
+
+
+def _arguments_of_ours(settings: Config) -> dict[str, Any]:
+    """What the optimizers here have and torch's have not."""
+    scaler = LossScaler(**settings.scaler) if settings.scaler else None
+    measured = math.inf if settings.measures_norm else None  # clips by a factor of 1
+    return {
+        "max_grad_norm": settings.max_grad_norm or measured,
+        "nonfinite": settings.nonfinite,
+        "loss_scaler": scaler,
+    }
+
+
+def _optimizer_given(
+    settings: Config, model: nn.Module, optimizer, parameters
+) -> torch.optim.Optimizer | None:
+    """torch's own, over the plain model: what is wrong with it is found before anything changes."""
+    parameters = list(model.parameters() if parameters is None else parameters)
+    if optimizer is None:
+        if settings.optimizer is None:
+            return None
+        kind, arguments = _class_of(*settings.optimizer)
+        try:
+            given = kind(parameters, **arguments)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"zero_ext: config 'optimizer.params': {error}") from error
+    elif isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
+        given = optimizer
+    else:
+        given = optimizer(parameters)
+    takeover.check(given)
+    own = {id(p) for p in model.parameters()}
+    for parameter in takeover.parameters_of(given):
+        if id(parameter) not in own:
+            raise ValueError(
+                f"zero_ext: a parameter of shape {tuple(parameter.shape)} for the optimizer is not "
+                "one of the model's."
+            )
+    return given
+
+
+def _class_of(name: str, arguments: dict[str, Any]) -> tuple[type, dict[str, Any]]:
+    """Of a configuration's optimizer: the class in torch, and its arguments."""
+    arguments = dict(arguments)
+    if "max_grad_norm" in arguments:
+        raise ValueError(
+            "zero_ext: config 'optimizer.params.max_grad_norm': use 'gradient_clipping'."
+        )
+    kinds = {kind.__name__.lower(): kind for kind in vars(torch.optim).values() if _is_class(kind)}
+    kind = kinds.get(name.lower())
+    if kind is None:
+        raise ValueError(
+            f"zero_ext: config 'optimizer.type' is {name!r}: choose Adam, AdamW, SGD or another "
+            "elementwise one of torch.optim, or pass optimizer=."
+        )
+    if kind in (torch.optim.Adam, torch.optim.AdamW):
+        flags = {"adam_w_mode": True, "torch_adam": False}
+        flags |= {"bias_correction": True, "fp32_optimizer_states": True}
+        for flag, default in flags.items():
+            flags[flag] = arguments.pop(flag, default)
+            fixed = flag in ("bias_correction", "fp32_optimizer_states")
+            if not isinstance(flags[flag], bool) or (fixed and not flags[flag]):
+                raise ValueError(
+                    f"zero_ext: config 'optimizer.params.{flag}' is {flags[flag]!r}, which is not "
+                    "available here. Remove it."
+                )
+        decoupled = flags["adam_w_mode"] or kind is torch.optim.AdamW
+        kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+        if not flags["torch_adam"]:
+            arguments.setdefault("weight_decay", 0.0)  # DeepSpeed's default, in AdamW too
+    if isinstance(arguments.get("betas"), list):
+        arguments["betas"] = tuple(arguments["betas"])
+    return kind, arguments
+
+
+def _is_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+
+
+def _schedule_given(settings: Config, schedule, given: torch.optim.Optimizer | None) -> Any:
+    if schedule is not None:
+        if hasattr(schedule, "step") and not isinstance(schedule, type):
+            return schedule
+        if not callable(schedule):
+            raise ValueError(f"zero_ext: lr_scheduler is {schedule!r}, not a schedule.")
+        return None if given is None else schedule(given)
+    if settings.scheduler is None or given is None:
+        return None
+    name, arguments = settings.scheduler
+    kind = SCHEDULES.get(name) or getattr(torch.optim.lr_scheduler, name, None)
+    if kind is None:
+        raise ValueError(
+            f"zero_ext: config 'scheduler.type' is {name!r}: choose {', '.join(SCHEDULES)} or one "
+            "of torch.optim.lr_scheduler, or pass lr_scheduler=."
+        )
+    try:
+        return kind(given, **arguments)
+    except TypeError as error:
+        raise ValueError(f"zero_ext: config 'scheduler.params': {error}") from error

@@ -1,0 +1,416 @@
+"""TrainingEngine: a DeepSpeed script's ``engine``, over ``shard`` and the optimizers here.
+
+Everything it does is a few lines of the library's own interface; a script without DeepSpeed's
+habits needs none of it.
+"""
+
+import contextlib
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from zero_ext import checkpoint
+from zero_ext.deepspeed.config import Config
+from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.ranks.groups import Groups, all_or_none, check_same_on_all_ranks
+from zero_ext.state.model_state import gather_state_dict, groups_of
+
+_log = logging.getLogger("zero_ext")
+_LATEST = "latest"  # a file with the tag of the last checkpoint
+
+
+def data_loader(
+    settings: Config,
+    groups: Groups,
+    dataset: Dataset,
+    *,
+    batch_size: int | None = None,
+    shuffle: bool = True,
+    pin_memory: bool = True,
+    sampler: Any = None,
+    collate_fn: Callable | None = None,
+    num_workers: int = 0,
+) -> DataLoader:
+    """This rank's micro-batches."""
+    if sampler is None and not isinstance(dataset, IterableDataset):
+        sampler = DistributedSampler(
+            dataset, num_replicas=groups.world, rank=groups.rank, shuffle=shuffle
+        )
+    return DataLoader(
+        dataset,
+        batch_size=batch_size or settings.micro_batch_size,
+        sampler=sampler,
+        pin_memory=pin_memory and groups.device.type != "cpu",
+        collate_fn=collate_fn,
+        num_workers=num_workers,
+        drop_last=settings.drop_last,
+    )
+
+
+class TrainingEngine(nn.Module):
+    """A sharded model with its optimizer, micro-batches and schedule. Made by ``initialize``.
+
+    ``loss = engine(batch); engine.backward(loss); engine.step()`` for each micro-batch. Attributes
+    that it lacks are the module's.
+
+    Attributes:
+        module: The model itself.
+        optimizer, lr_scheduler, training_dataloader: None for what there is not.
+        micro_steps, global_steps: Calls of ``step()``, and those that ended an accumulation.
+        global_samples: Samples of all ranks in these.
+    """
+
+    def __init__(self, module: nn.Module, settings: Config, collate_fn: Callable | None = None):
+        super().__init__()
+        self.module = module
+        self.settings = settings
+        self.optimizer: ShardedOptimizer | None = None
+        self.lr_scheduler: Any = None
+        self.training_dataloader: DataLoader | None = None
+        self.micro_steps = self.global_steps = self.global_samples = 0
+        self._groups = groups_of(module)
+        self._boundary: bool | None = None  # what the user said; None: counted
+        self._step_applied = False
+        self._skipped_before = 0  # by the process that this one goes on from
+        self._in_no_sync = False
+        self._collate_fn = collate_fn
+        self._divided = 0  # the count of backwards up to which losses are known to be divided
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = super().__getattr__("module")
+        try:
+            return getattr(module, name)
+        except AttributeError as error:
+            raise AttributeError(
+                f"zero_ext: the engine has no '{name}', and the module ({type(module).__name__}) "
+                "neither."
+            ) from error
+
+    # A micro-batch
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's. With fp16's ``auto_cast`` floating point inputs are cast first."""
+        if self.settings.casts_inputs:
+            inputs, kwargs = _cast((inputs, kwargs), self.settings.dtype)
+        return self.module(*inputs, **kwargs)
+
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
+        """Add the gradients of ``loss``, divided by the accumulation steps if ``scale_wrt_gas``.
+
+        Returns:
+            The divided loss.
+        """
+        self._needs_optimizer("backward()")
+        if scale_wrt_gas and self.settings.accumulation_steps > 1:
+            loss = loss / self.settings.accumulation_steps
+        before = self._backwards()
+        try:
+            with contextlib.ExitStack() as stack:
+                if not self.is_gradient_accumulation_boundary():
+                    stack.enter_context(self.module.no_sync())
+                self.optimizer.scale(loss).backward(retain_graph=retain_graph)
+        finally:
+            self._divided = max(self._divided, before) + self._backwards() - before
+        return loss
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss`` divided by the accumulation steps and multiplied by the loss scale, to call
+        ``backward()`` of in place of ``engine.backward(loss)``."""
+        self._needs_optimizer("scale()")
+        self._divided = max(self._divided, self._backwards()) + 1
+        return self.optimizer.scale(loss / self.settings.accumulation_steps)
+
+    def _backwards(self) -> int:
+        return self.optimizer._handle.engine.backwards
+
+    def _check_divided(self) -> None:
+        if self.settings.accumulation_steps > 1 and self._backwards() > self._divided:
+            raise RuntimeError(
+                f"{self._groups.where}a loss of this micro-batch was not divided "
+                f"by the {self.settings.accumulation_steps} accumulation steps. Call "
+                "engine.backward(loss), or engine.scale(loss).backward(); zero_grad() drops what "
+                "there is."
+            )
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """End a micro-batch; the last one of an accumulation updates the parameters. Collective.
+
+        The schedule does not go on where the update was skipped for NaN or Inf. (On a GPU, without
+        a dynamic loss scale, it does: nobody waits there to know.)
+        """
+        self._needs_optimizer("step()")
+        if self._in_no_sync:
+            raise RuntimeError(
+                f"{self._groups.where}step() inside no_sync(), whose gradients "
+                "are not reduced. Leave it first."
+            )
+        self._check_divided()
+        self._step_applied = False
+        if self.is_gradient_accumulation_boundary():
+            self._update(lr_kwargs or {})
+        self.micro_steps += 1
+
+    def _update(self, lr_kwargs: dict[str, Any]) -> None:
+        known = self.optimizer.knows_of_skipped_steps
+        skipped = self.skipped_steps if known else 0
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._step_applied = not known or self.skipped_steps == skipped
+        if self._step_applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step(**lr_kwargs)
+        self.global_steps += 1
+        self.global_samples += self.settings.train_batch_size
+        every = self.settings.steps_per_print
+        if every and self.global_steps % every == 0 and self._groups.rank == 0:
+            lr = self.get_lr()
+            _log.info("step=%d, skipped=%d, lr=%s", self.global_steps, self.skipped_steps, lr)
+
+    def _needs_optimizer(self, call: str) -> None:
+        if self.optimizer is None:
+            raise RuntimeError(
+                f"zero_ext: {call} needs an optimizer: give initialize() one, or its config."
+            )
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the present micro-batch is the last one of an accumulation."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self.settings.accumulation_steps == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Say it from now on, instead of having ``step()`` count, which None goes back to."""
+        self._boundary = None if is_boundary is None else bool(is_boundary)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As the module's; ``step()`` is an error inside it."""
+        before, self._in_no_sync = self._in_no_sync, True
+        try:
+            with self.module.no_sync():
+                yield
+        finally:
+            self._in_no_sync = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+        if self.optimizer is None:
+            self.module.zero_grad(set_to_none)
+        else:
+            self.optimizer.zero_grad(set_to_none)
+            self._divided = self._backwards()
+
+    # What there is
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were skipped for NaN or Inf."""
+        before = self._skipped_before
+        return before if self.optimizer is None else before + self.optimizer.skipped_steps
+
+    @property
+    def device(self) -> torch.device:
+        return self._groups.device
+
+    @property
+    def global_rank(self) -> int:
+        return self._groups.global_rank
+
+    @property
+    def world_size(self) -> int:
+        return self._groups.world
+
+    dp_world_size = world_size
+
+    @property
+    def local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", 0))
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step()`` changed the parameters."""
+        return self._step_applied
+
+    def get_lr(self) -> list[float]:
+        self._needs_optimizer("get_lr()")
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """Before clipping, of the last step that was made; None where there was none, or nobody
+        measures: stage 0, or ``compute_grad_norm`` false, without ``gradient_clipping``."""
+        norm = None if self.optimizer is None else self.optimizer.grad_norm
+        return None if norm is None else norm.item()
+
+    def loss_scale(self) -> float:
+        scaler = None if self.optimizer is None else self.optimizer.loss_scaler
+        return 1.0 if scaler is None else scaler.get_scale()
+
+    def train_batch_size(self) -> int:
+        return self.settings.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.settings.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.settings.accumulation_steps
+
+    def gradient_clipping(self) -> float:
+        return self.settings.max_grad_norm or 0.0
+
+    def zero_optimization(self) -> bool:
+        return self.settings.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        return self.settings.stage
+
+    def fp16_enabled(self) -> bool:
+        return self.settings.dtype == torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        return self.settings.dtype == torch.bfloat16
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader:
+        """This rank's micro-batches of a data set, shuffled for ``route`` "train". One without
+        indices (``IterableDataset``) is taken as it is: it is to give each rank its own samples."""
+        return data_loader(
+            self.settings,
+            self._groups,
+            dataset,
+            batch_size=batch_size,
+            shuffle=route == "train",
+            pin_memory=pin_memory,
+            sampler=data_sampler,
+            collate_fn=collate_fn or self._collate_fn,
+            num_workers=num_local_io_workers or 0,
+        )
+
+    # Checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike,
+        tag: str | int | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+    ) -> bool:
+        """``zero_ext.checkpoint.save`` into ``save_dir/tag``; ``save_dir/latest`` names it.
+
+        Args:
+            tag: Default: ``global_step`` and their number.
+            client_state: Whatever else a restart needs; rank 0's.
+        Returns:
+            True. Raises as ``zero_ext.checkpoint.save``.
+        """
+        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
+        folder = Path(save_dir)
+        schedule = self.lr_scheduler
+        with all_or_none(self._groups, f"save_checkpoint() to '{folder}'"):
+            extra = {
+                "client_state": dict(client_state or {}),
+                "counts": (self.global_steps, self.global_samples, self.skipped_steps),
+                "lr_scheduler": None if schedule is None else schedule.state_dict(),
+            }
+        checkpoint.save(folder / tag, self.module, self.optimizer, extra=extra)
+        with all_or_none(self._groups, f"save_checkpoint() to '{folder}'"):
+            if save_latest and self._groups.rank == 0:
+                written = folder / f".{_LATEST}.zero_ext"
+                written.write_text(tag)
+                written.replace(folder / _LATEST)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike,
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """What ``save_checkpoint`` has written, with any stage and number of ranks. Collective.
+
+        Gradients are dropped: the next micro-batch is the first one of an accumulation.
+
+        Args:
+            tag: Default: what ``load_dir/latest`` names; without it nothing is loaded, with a
+                warning.
+            load_module_only: Neither the optimizer nor schedule and counts.
+        Returns:
+            The checkpoint's path and its ``client_state``; None and an empty one where nothing was
+            loaded. Raises as ``zero_ext.checkpoint.load``.
+        """
+        latest = Path(load_dir) / _LATEST
+        with all_or_none(self._groups, f"load_checkpoint() from '{load_dir}'"):
+            if tag is None and latest.exists():
+                tag = latest.read_text().strip()
+        check_same_on_all_ranks(
+            self._groups,
+            [f"checkpoint {tag}"],
+            "what to load",
+            remedy="Load from a folder that all ranks share.",
+        )
+        if tag is None:
+            warnings.warn(f"zero_ext: no '{latest}': nothing was loaded.", stacklevel=2)
+            return None, {}
+        path = Path(load_dir) / str(tag)
+        with_states = load_optimizer_states and not load_module_only
+        extra = checkpoint.load(
+            path,
+            self.module,
+            self.optimizer if with_states else None,
+            strict=load_module_strict,
+        )
+        self.zero_grad()
+        saved = extra.get("lr_scheduler")
+        if not load_module_only:
+            if "counts" in extra:
+                self._count_on(*extra["counts"])
+            if load_lr_scheduler_states and self.lr_scheduler is not None and saved is not None:
+                self.lr_scheduler.load_state_dict(saved)
+        return str(path), extra.get("client_state", {})
+
+    def _count_on(self, steps: int, samples: int, skipped: int) -> None:
+        self.micro_steps = steps * self.settings.accumulation_steps
+        self.global_steps, self.global_samples = steps, samples
+        self._skipped_before += skipped - self.skipped_steps
+
+    def save_16bit_model(
+        self, save_dir: str | os.PathLike, save_filename: str = "pytorch_model.bin"
+    ) -> bool:
+        """Rank 0 writes the whole ``state_dict()``, in the parameters' own dtypes. Collective."""
+        file = Path(save_dir) / save_filename
+        state = gather_state_dict(self.module)
+        with all_or_none(self._groups, f"save_16bit_model() to '{file}'"):
+            if self._groups.rank == 0:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                torch.save(state, file)
+        return True
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, (list, tuple)):
+        return type(value)(_cast(each, dtype) for each in value)
+    if isinstance(value, dict):
+        return {key: _cast(each, dtype) for key, each in value.items()}
+    return value

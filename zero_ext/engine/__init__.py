@@ -1,0 +1,1 @@
+"""The Python side of one engine: its handle, units, module hooks, options."""

@@ -1,0 +1,1 @@
+"""``shard`` and the methods that it gives a module."""

@@ -1,0 +1,106 @@
+"""Taking over an optimizer of torch's: settings, groups, hooks and the schedules made on it."""
+
+import inspect
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_ext import optim
+from zero_ext.optim import elementwise
+from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+
+_OWN = {
+    torch.optim.AdamW: optim.AdamW,
+    torch.optim.Adam: optim.Adam,
+    torch.optim.SGD: optim.SGD,
+}
+
+
+def check(optimizer: Any) -> None:
+    """
+    Raises:
+        ValueError, TypeError: it cannot be taken over.
+    """
+    name = type(optimizer).__name__
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"zero_ext: optimizer is {optimizer!r}, not an optimizer.")
+    foreign = type(optimizer).__module__.startswith("deepspeed")
+    if isinstance(optimizer, ShardedOptimizer) or foreign:
+        raise ValueError(
+            "zero_ext: one of torch's optimizers is to be taken over. Pass torch.optim's in place "
+            f"of this {name}."
+        )
+    if type(optimizer) not in _OWN:
+        for group in {elementwise.kind_of(g): g for g in optimizer.param_groups}.values():
+            elementwise.check(type(optimizer), _arguments_of(optimizer), group)
+    # Some make their state when constructed, with a count of 0.
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state):
+        raise ValueError(
+            f"zero_ext: the {name} has a state already. Give one that has not stepped, and load "
+            "its state_dict() into the one that takes its place."
+        )
+
+
+def names_of(*models: nn.Module) -> dict[int, tuple[nn.Module, str]]:
+    """Of their parameters, by id: the model and the name."""
+    return {id(p): (model, name) for model in models for name, p in model.named_parameters()}
+
+
+def follow_models(given: torch.optim.Optimizer, names: dict[int, tuple[nn.Module, str]]) -> None:
+    """The parameters of these names, as they are now: those of a model that was on the meta device
+    are new ones."""
+    for group in given.param_groups:
+        places = [names.get(id(p)) for p in group["params"]]
+        group["params"] = [
+            place[0].get_parameter(place[1]) if place else p
+            for p, place in zip(group["params"], places, strict=True)
+        ]
+
+
+def take_over(given: torch.optim.Optimizer, **ours: Any) -> ShardedOptimizer:
+    """Its like here, over the same groups, the same dicts: a schedule that was made on ``given``
+    sets this one.
+
+    Args:
+        given: Passed ``check``. Its parameters are sharded by now.
+        ours: Arguments that torch's has not.
+    """
+    kind, arguments = type(given), _arguments_of(given)
+    if kind in _OWN:
+        optimizer = _OWN[kind](given.param_groups, **arguments, **ours)
+    else:
+        optimizer = optim.wrap(kind, given.param_groups, **arguments, **ours)
+    for hook in given._optimizer_step_pre_hooks.values():
+        optimizer.register_step_pre_hook(hook)
+    for hook in given._optimizer_step_post_hooks.values():
+        optimizer.register_step_post_hook(hook)
+    replaced = weakref.ref(given)
+
+    def tell(*_) -> None:
+        """torch's schedules warn when the optimizer that they were made on has not stepped."""
+        if (made_on := replaced()) is not None:
+            made_on._opt_called = True
+
+    optimizer.register_step_post_hook(tell)
+    given.state.clear()
+    return optimizer
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def optimizers_of(
+    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
+) -> list[torch.optim.Optimizer]:
+    """Those that step some parameter of ``model``."""
+    own = {id(parameter) for parameter in model.parameters()}
+    return [o for o in optimizers if any(id(p) in own for p in parameters_of(o))]
+
+
+def _arguments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    known = inspect.signature(type(optimizer)).parameters
+    return {key: value for key, value in optimizer.defaults.items() if key in known}

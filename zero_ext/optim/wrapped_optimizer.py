@@ -1,0 +1,184 @@
+"""WrappedOptimizer: any elementwise torch optimizer on this rank's masters."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_ext import _C
+from zero_ext.engine.handle import find
+from zero_ext.optim import elementwise
+from zero_ext.optim.sharded_optimizer import (
+    ShardedOptimizer,
+    check_state_shape,
+    refuse_differentiable,
+)
+
+
+class WrappedOptimizer(ShardedOptimizer):
+    """Any elementwise torch optimizer, run on this rank's 1-D fp32 masters. Made by ``wrap``."""
+
+    def __init__(self, optimizer_class, params, kwargs, **sharding):
+        refuse_differentiable(kwargs.get("differentiable", False))
+        if isinstance(optimizer_class, type) and issubclass(optimizer_class, ShardedOptimizer):
+            raise TypeError(
+                f"zero_ext: {optimizer_class.__name__} shards its state already. Use it unwrapped."
+            )
+        elementwise.check(optimizer_class, kwargs, {})
+        self._optimizer_class, self._kwargs = optimizer_class, kwargs
+        self._kinds_checked = {elementwise.kind_of({})}
+        self._inner: torch.optim.Optimizer | None = None
+        self._shards: dict[Tensor, torch.nn.Parameter] = {}
+        self._stowed: dict[int, _C.StowedStorage] = {}  # by storage: one may hold several states
+        probe = optimizer_class([torch.nn.Parameter(torch.zeros(1, device="cpu"))], **kwargs)
+        super().__init__(params, dict(probe.defaults), **sharding)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group, dict):  # else torch says what it must be
+            kind = elementwise.kind_of(param_group)
+            if kind not in self._kinds_checked:
+                elementwise.check(self._optimizer_class, self._kwargs, param_group)
+                self._kinds_checked.add(kind)
+        super().add_param_group(param_group)
+
+    def _show_state(self, parameter: Tensor, i: int, group: dict[str, Any]) -> None:
+        if parameter in self._shards:  # taken out of its group, and put back
+            return
+        shard = torch.nn.Parameter(self._handle.engine.master_slice(i))
+        self._shards[parameter] = shard
+        self._inner = self._with_group(self._inner, shard, group)
+
+    def _show_again(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        """A new inner optimizer is made for what is loaded."""
+
+    def _with_group(self, inner, shard: Tensor, group: dict[str, Any]) -> torch.optim.Optimizer:
+        inner_group = {**elementwise.settings_of(group), "params": [shard]}
+        alone = self._optimizer_class([dict(inner_group)], **self._kwargs)
+        if inner is None:
+            return alone
+        inner.add_param_group(inner_group)
+        # Some optimizers make their state when constructed, and only then.
+        for name, value in alone.state.get(shard, {}).items():
+            inner.state[shard].setdefault(name, value)
+        return inner
+
+    def _must_know_verdicts(self) -> bool:
+        return True  # torch's optimizers cannot be told to skip
+
+    def _update(self, verdict: _C.StepVerdict) -> None:
+        if self._inner is None:  # nothing to train
+            return
+        self._handle.engine.adopt_writes()
+        if self.max_grad_norm is not None and verdict.factor != 1:
+            self._handle.engine.scale_gradients(self._sharded_state.indices, verdict.factor)
+        group_of = {id(p): group for group in self.param_groups for p in group["params"]}
+        for inner_group, (parameter, shard) in zip(
+            self._inner.param_groups, self._shards.items(), strict=True
+        ):
+            outer = group_of.get(id(parameter))  # None: taken out of its group
+            if outer is not None:
+                inner_group.update(elementwise.settings_of(outer))
+            gradient = None if outer is None else parameter.grad
+            shard.grad = None if gradient is None else _local(gradient)
+        try:
+            self._inner.step()
+        finally:  # masters that have moved are those of their parameters, whatever it raised
+            for shard in self._shards.values():
+                shard.grad = None  # which would count as kept by somebody
+            self._sharded_state.apply_masters()
+        for inner_group, (parameter, shard) in zip(
+            self._inner.param_groups, self._shards.items(), strict=True
+        ):
+            if id(parameter) in group_of:  # some optimizers count in their groups
+                group_of[id(parameter)].update(elementwise.settings_of(inner_group))
+                self._show_inner_state(parameter, shard)
+
+    @torch.no_grad()
+    def _checked_states(self, keys, parameters, saved, groups) -> Callable[[], None]:
+        if self._stowed:
+            raise RuntimeError(_C.STATES_OFFLOADED)
+        # torch's optimizers make their state in the first step, or some of it when constructed: a
+        # new one takes what is saved.
+        of_each = [group for group in groups for _ in group["params"]]
+        inner, loaded = None, []
+        for key, parameter, group in zip(keys, parameters, of_each, strict=True):
+            shard = self._shards.get(parameter)
+            if shard is None:  # frozen
+                self._warn_of_forgotten(key, saved.get(key, {}))
+                continue
+            inner = self._with_group(inner, shard, group)
+            loaded.append((parameter, shard))
+            made = self._states_of_a_step(group, shard.device)
+            values = saved.get(key, {})
+            missing = made.keys() - values.keys() if values else set()
+            if missing:
+                raise ValueError(
+                    f"zero_ext: the state of parameter {key} lacks '{min(missing)}', which "
+                    f"{self._optimizer_class.__name__} has. Load what it has saved."
+                )
+            for name, value in values.items():
+                of_shape = isinstance(value, Tensor) and value.shape == parameter.shape
+                if made.get(name, of_shape and value.dim() > 0):
+                    check_state_shape(name, key, value, parameter.shape)
+                    value = self._slice_of(value, parameter, shard)
+                inner.state[shard][name] = copy.deepcopy(value)
+        if inner is not None:  # converts what older versions have saved, as in torch
+            inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
+
+        def load() -> None:
+            self._inner, self._shards = inner, dict(loaded)
+            for parameter, shard in loaded:
+                self.state[parameter].clear()
+                self._show_inner_state(parameter, shard)
+
+        return load
+
+    def _states_of_a_step(self, group: dict[str, Any], device: torch.device) -> dict[str, bool]:
+        """Which states a step makes, and which have a value for each element. Found by trying: a
+        0-dim parameter's own state has the shape of a count of steps."""
+        probe = torch.nn.Parameter(torch.zeros(2, device=device))
+        probe.grad = torch.zeros_like(probe)
+        optimizer = self._with_group(None, probe, group)
+        optimizer.step()
+        return {
+            name: isinstance(value, Tensor) and value.shape == probe.shape
+            for name, value in optimizer.state[probe].items()
+        }
+
+    def _set_state_offloaded(self, offloaded: bool) -> None:
+        super()._set_state_offloaded(offloaded)
+        if not offloaded:
+            for storage in self._stowed.values():
+                storage.bring_back()
+            self._stowed.clear()
+            return
+        for state in self._inner.state.values():
+            for value in state.values():
+                if not isinstance(value, Tensor) or value.device.type == "cpu":
+                    continue
+                key = value.untyped_storage()._cdata
+                if key not in self._stowed:
+                    self._stowed[key] = _C.StowedStorage(value, _C.STATES_OFFLOADED)
+
+    def _slice_of(self, value: Tensor, parameter: Tensor, shard: Tensor) -> Tensor:
+        local = torch.empty_like(shard, requires_grad=False)
+        self._handle.as_parameter(local, find(parameter)[1], parameter).copy_(value)
+        return local
+
+    def _show_inner_state(self, parameter: Tensor, shard: Tensor) -> None:
+        _, i = find(parameter)
+        state = self.state[parameter]
+        for name, value in self._inner.state[shard].items():
+            per_element = isinstance(value, Tensor) and value.shape == shard.shape and value.dim()
+            if not per_element:
+                state[name] = value
+            elif name not in state or _local(state[name]).data_ptr() != value.data_ptr():
+                state[name] = self._handle.as_parameter(value, i, parameter)
+
+
+def _local(gradient: Tensor) -> Tensor:
+    if hasattr(gradient, "to_local"):
+        return gradient.to_local()
+    return gradient.as_strided((gradient.numel(),), (1,))

@@ -1,0 +1,1 @@
+"""Whole parameters, gradients and optimizer states."""

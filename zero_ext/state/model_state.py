@@ -1,0 +1,205 @@
+"""ModelState: what ``state_dict()`` of a model names, and how a checkpoint sees it."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zero_ext.engine.handle import Handle, expansion, find
+from zero_ext.ranks.groups import Groups, resolve
+from zero_ext.tensor.shard_tensor import ShardTensor
+
+EXTRA_STATE = "_extra_state"
+
+
+class ModelState(NamedTuple):
+    """What a model has by name.
+
+    ``tensors``: parameters and buffers themselves, and what hooks have made for ``state_dict()``
+    (``made``), which only ``load_state_dict()`` can take back. ``objects``: what is no tensor, and
+    extra states, which modules make for each call and take as a whole. ``names``: of each
+    parameter, by id, the first one.
+    """
+
+    tensors: dict[str, Tensor]
+    made: frozenset[str]
+    objects: dict[str, Any]
+    names: dict[int, str]
+
+    @staticmethod
+    def of(model: nn.Module) -> "ModelState":
+        own = _OwnTensors(model)
+        tensors, objects, names = {}, {}, {}
+        made = set()
+        for name, value in model.state_dict(keep_vars=True).items():
+            name = plain_name(name)
+            if not isinstance(value, Tensor) or is_extra_state(name):
+                objects[name] = value
+                continue
+            tensors[name] = own.of(value)
+            if tensors[name] is None:
+                tensors[name] = value
+                made.add(name)
+            elif isinstance(tensors[name], nn.Parameter):
+                names.setdefault(id(tensors[name]), name)
+        for name, parameter in model.named_parameters():  # hooks may have left some out
+            names.setdefault(id(parameter), plain_name(name))
+        return ModelState(tensors, frozenset(made), objects, names)
+
+    def check_writable(self, names: Iterable[str]) -> None:
+        """Raises where one of these tensors has several elements in one place."""
+        for name in set(names) - self.made:
+            value = self.tensors[name]
+            if place_of(value) is None and any(expansion(value)):
+                raise ValueError(
+                    f"zero_ext: '{name}' of shape {tuple(value.shape)} is expanded: its elements "
+                    "share memory, and cannot be loaded. Make it contiguous."
+                )
+
+    def write(self, model: nn.Module, values: dict[str, Tensor], objects: dict[str, Any]) -> None:
+        """Give the tensors of these names new values, masters included, and modules their extra
+        states. Collective."""
+        others = {name: value for name, value in objects.items() if not is_extra_state(name)}
+        for name, value in values.items():
+            target = self.tensors[name]
+            place = place_of(target)
+            if name in self.made:
+                others[name] = _whole(value)
+            elif place is None:
+                target.copy_(value)
+            else:
+                place[0].engine.write_parameter(place[1], _whole(value))
+        if others:
+            model.load_state_dict(others, strict=False)
+        for name in objects.keys() - others.keys():
+            _set_extra_state(model, name, objects[name])
+
+
+def plain_name(name: str) -> str:
+    """torch.compile's wrappers are no part of a name, as in torch's own checkpoints."""
+    return name.replace("_orig_mod.", "")
+
+
+def is_extra_state(name: str) -> bool:
+    return name.rpartition(".")[2] == EXTRA_STATE
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, ShardTensor) else value
+
+
+class _OwnTensors:
+    """A model's parameters and buffers, also by where they lie: hooks may give them detached."""
+
+    def __init__(self, model: nn.Module):
+        self._ids: set[int] = set()
+        self._places: dict[tuple | None, Tensor | None] = {None: None}
+        for value in [*model.parameters(), *model.buffers()]:
+            self._ids.add(id(value))
+            entry = find(value)
+            if entry is None or not entry[0].engine.releases:  # such parameters may not be read
+                place = _place(value)
+                self._places[place] = None if place in self._places else value
+
+    def of(self, value: Tensor) -> Tensor | None:
+        """The tensor that ``value`` is, or None."""
+        return value if id(value) in self._ids else self._places.get(_place(value))
+
+
+def _place(value: Tensor) -> tuple | None:
+    """Where all of a plain tensor lies."""
+    if type(value) not in (Tensor, nn.Parameter) or value.numel() == 0:
+        return None
+    start = value.untyped_storage().data_ptr(), value.storage_offset()
+    return *start, value.shape, value.stride(), value.dtype
+
+
+def place_of(value: Tensor) -> tuple[Handle, int] | None:
+    """The handle and the index of a parameter that lies in a unit."""
+    entry = find(value)
+    if entry is None:
+        return None
+    engine, i = entry[0].engine, entry[1]
+    return entry if engine.unit_of(i) >= 0 or engine.frozen_unit_of(i) >= 0 else None
+
+
+def has_master(value: Tensor) -> bool:
+    """Of more bits than its own."""
+    place = place_of(value)
+    return (
+        place is not None
+        and place[0].engine.unit_of(place[1]) >= 0
+        and value.dtype != torch.float32
+    )
+
+
+def held_value(value: Tensor) -> Tensor:
+    """What this rank holds: a copy of its part of a parameter in a unit, of the fp32 master of one
+    that is trained; of everything else the tensor itself."""
+    place = place_of(value)
+    if place is None:
+        return value.detach()
+    handle, i = place
+    master = handle.as_parameter(handle.engine.current_master(i), i, value)
+    return master if handle.engine.unit_of(i) >= 0 else master.to(value.dtype)
+
+
+def target_for(value: Tensor) -> Tensor:
+    """To be read into: as ``held_value``, but always a copy; of what is no part on the host."""
+    held = held_value(value)
+    return held if place_of(value) is not None else held.to("cpu", copy=True)
+
+
+def full_value(value: Tensor) -> Tensor:
+    """All of it, in its own dtype. Collective, where it is not on every rank."""
+    place = place_of(value)
+    if place is None or not place[0].engine.releases:
+        return value.detach()
+    mine = held_value(value).to(value.dtype)
+    return mine.full_tensor() if isinstance(mine, ShardTensor) else mine
+
+
+@torch.no_grad()
+def gather_state_dict(model: nn.Module) -> dict[str, Any]:
+    """On rank 0 the whole ``state_dict()``, copied to the host; elsewhere nothing. Collective.
+
+    What is one tensor under several names is one there, too.
+    """
+    state = ModelState.of(model)
+    keeps = groups_of(model).rank == 0
+    copies: dict[int, Tensor | None] = {}
+    for value in state.tensors.values():
+        if id(value) not in copies:
+            full = full_value(value)  # all ranks take part
+            copies[id(value)] = full.to("cpu", copy=True) if keeps else None
+    if not keeps:
+        return {}
+    return {name: copies[id(value)] for name, value in state.tensors.items()} | state.objects
+
+
+def _set_extra_state(model: nn.Module, name: str, state) -> None:
+    """``name``: as in ``ModelState.objects``."""
+    for step in name.split(".")[:-1]:
+        model = getattr(_uncompiled(model), step)
+    _uncompiled(model).set_extra_state(state)
+
+
+def _uncompiled(module: nn.Module) -> nn.Module:
+    return getattr(module, "_orig_mod", module)
+
+
+def groups_of(model: nn.Module) -> Groups:
+    """The ranks that a model is sharded over; all, where it is not.
+
+    Raises:
+        ValueError: its parts are sharded over different ones.
+    """
+    found = [find(parameter) for parameter in model.parameters()]
+    every = {id(entry[0].groups.parent): entry[0].groups for entry in found if entry is not None}
+    if len(every) > 1:
+        raise ValueError(
+            "zero_ext: parts of the model are sharded over different process groups. Save and load "
+            "each part by itself."
+        )
+    return next(iter(every.values()), None) or resolve(None, None, model.parameters())

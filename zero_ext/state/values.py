@@ -1,0 +1,243 @@
+"""Whole values of a sharded model: parameters, gradients and optimizer states, read and written.
+
+All functions are collective: every rank of the model calls them, in the same order, and every rank
+gets the whole value. What is written is rank 0's, on every rank: other ranks may pass None, and
+what they pass is checked and left aside. A value that rank 0 passes as a ``ShardTensor`` or a
+``DTensor`` all ranks must. With stage 3 parameters may be released: nothing is gathered but the
+value itself.
+"""
+
+import enum
+from numbers import Number
+
+import torch
+from torch import Tensor
+
+from zero_ext import _C
+from zero_ext.engine.handle import Handle, find
+from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.ranks.groups import Groups, all_or_none, broadcast_
+
+
+class _Kind(enum.IntEnum):
+    """Of a value that is to be written."""
+
+    NONE = 0
+    WHOLE = 1
+    SHARDED = 2
+
+
+@torch.no_grad()
+def full_tensor(parameter: Tensor) -> Tensor:
+    """The fp32 master of ``parameter``, whole. Collective.
+
+    What the next step starts from: values that were written to the parameter since the last step
+    are in it.
+
+    Returns:
+        A new fp32 tensor of the parameter's shape on every rank, whatever the parameter's dtype.
+        A frozen parameter has no master; its values are converted. Inside
+        ``summon_full_params()`` what was written there is in it, also what will be forgotten.
+    Raises:
+        ValueError: this library does not shard the parameter.
+        RuntimeError: inside a backward, or ``offload_states`` has moved parameters or masters.
+    """
+    handle, i = _place_of(parameter)
+    if _is_loose(handle, i):
+        return parameter.detach().float().clone()
+    return _whole(handle.as_parameter(handle.engine.current_master(i), i, parameter))
+
+
+@torch.no_grad()
+def set_full_param(parameter: Tensor, value: Tensor | None) -> None:
+    """Give ``parameter`` and its fp32 master new values, on every rank. Collective.
+
+    The master gets all bits of ``value``, the parameter its rounding; optimizer states stay. With
+    stage 3 it waits until no rank gathers the old value any more.
+
+    Args:
+        value: Of the parameter's shape, any dtype; rank 0's counts, others may pass None.
+    Raises:
+        ValueError, TypeError: another shape, no tensor, or a parameter that this library does not
+            shard. Nothing is changed then.
+        RuntimeError: another rank's value was refused; inside a backward or
+            ``summon_full_params(writeback=False)``; or ``offload_states`` has moved parameters or
+            masters.
+    """
+    handle, i = _place_of(parameter)
+    verb = "set_full_param()"
+    kind = _kind_on_rank_0(value, handle.groups)
+    with all_or_none(handle.groups, verb):
+        handle.refuse_forgotten_writes(verb)
+        value = _checked(value, parameter, kind, handle.groups, verb)
+    value = _of_rank_0(value, kind, handle.groups)
+    if _is_loose(handle, i):
+        parameter.copy_(value)
+    else:
+        handle.engine.write_parameter(i, value)
+
+
+@torch.no_grad()
+def full_grad(parameter: Tensor) -> Tensor | None:
+    """The reduced gradient of ``parameter``, whole, in fp32. Collective.
+
+    None where ``parameter.grad`` is None: no rank's loss reached the parameter, the gradients were
+    zeroed, or the last backward ran in ``no_sync()`` and nothing is reduced yet.
+
+    Raises:
+        ValueError: this library does not shard the parameter.
+    """
+    _place_of(parameter)
+    gradient = parameter.grad
+    return None if gradient is None else _whole(gradient).float()
+
+
+@torch.no_grad()
+def set_full_grad(parameter: Tensor, value: Tensor | None) -> None:
+    """Give ``parameter`` a new reduced gradient, or none, on every rank. Collective.
+
+    Args:
+        value: Of the parameter's shape, any dtype; rank 0's counts. It replaces micro-batches that
+            were added up in ``no_sync()``. None on rank 0: no gradient on any rank, the step
+            leaves the parameter alone.
+    Raises:
+        ValueError, TypeError: another shape, no tensor, or a parameter that this library does not
+            shard or that is frozen. Nothing is changed then.
+        RuntimeError: another rank's value was refused. Nothing is changed then.
+    """
+    handle, i = _place_of(parameter)
+    verb = "set_full_grad()"
+    kind = _kind_on_rank_0(value, handle.groups)
+    with all_or_none(handle.groups, verb):
+        if handle.engine.unit_of(i) < 0:
+            raise ValueError(f"zero_ext: {verb}: the parameter is frozen; it has no gradient.")
+        if kind != _Kind.NONE or value is not None:
+            value = _checked(value, parameter, kind, handle.groups, verb)
+    if kind == _Kind.NONE:
+        handle.engine.zero_grad([i], _C.ZeroGrad.to_none)
+    else:
+        handle.engine.write_gradient(i, _of_rank_0(value, kind, handle.groups))
+
+
+@torch.no_grad()
+def full_state(optimizer: ShardedOptimizer, parameter: Tensor, name: str) -> Tensor:
+    """A value of the optimizer's state, such as ``"exp_avg"``, whole. Collective.
+
+    Returns:
+        A new tensor on every rank: fp32 and of the parameter's shape, or 0-dim as ``"step"`` is.
+    Raises:
+        ValueError: the optimizer does not step the parameter, or has no state of that name.
+    """
+    value = _state_of(optimizer, parameter, name)
+    return _whole(value) if isinstance(value, Tensor) else torch.tensor(value)
+
+
+@torch.no_grad()
+def set_full_state(optimizer: ShardedOptimizer, parameter: Tensor, name: str, value) -> None:
+    """Give a value of the optimizer's state new contents, on every rank. Collective.
+
+    Args:
+        value: A tensor of the state's shape, or a number; rank 0's counts, others may pass None.
+    Raises:
+        ValueError, TypeError: another shape, neither tensor nor number, a parameter that the
+            optimizer does not step, a name that its state does not have, or a state that is not a
+            tensor. Nothing is changed then.
+        RuntimeError: another rank's arguments were refused. Nothing is changed then.
+    """
+    groups = _place_of(parameter)[0].groups
+    verb = f"set_full_state() of '{name}'"
+    kind = _kind_on_rank_0(value, groups)
+    with all_or_none(groups, verb):
+        state = _state_of(optimizer, parameter, name)
+        if not isinstance(state, Tensor):
+            raise ValueError(
+                f"zero_ext: state '{name}' is a {type(state).__name__}, not a tensor: set it with "
+                "load_state_dict()."
+            )
+        if isinstance(value, Number):
+            value = torch.full(state.shape, value, dtype=torch.float32)
+        value = _checked(value, state, kind, groups, verb)
+    state.copy_(_of_rank_0(value, kind, groups))
+
+
+def _place_of(parameter: Tensor) -> tuple[Handle, int]:
+    place = find(parameter) if isinstance(parameter, Tensor) else None
+    if place is None:
+        shape = f" of shape {tuple(parameter.shape)}" if isinstance(parameter, Tensor) else ""
+        raise ValueError(
+            f"zero_ext: this {type(parameter).__name__}{shape} is not a parameter that zero_ext "
+            "shards. Pass the Parameter itself, after shard() or the optimizer's constructor; an "
+            "engine ends with the module or the optimizer that it belongs to."
+        )
+    return place
+
+
+def _is_loose(handle: Handle, i: int) -> bool:
+    """Frozen, and not sharded: with stage 3 frozen parameters are."""
+    return handle.engine.unit_of(i) < 0 and handle.engine.frozen_unit_of(i) < 0
+
+
+def _state_of(optimizer: ShardedOptimizer, parameter: Tensor, name: str):
+    if not isinstance(optimizer, ShardedOptimizer):
+        raise ValueError(
+            f"zero_ext: {type(optimizer).__name__} is not an optimizer of zero_ext.optim."
+        )
+    handle, i = _place_of(parameter)
+    if i not in optimizer._sharded_state.indices or handle is not optimizer._handle:
+        raise ValueError(
+            f"zero_ext: this {type(optimizer).__name__} does not step the parameter of shape "
+            f"{tuple(parameter.shape)}."
+        )
+    state = optimizer.state.get(parameter, {})
+    if name not in state:
+        names = ", ".join(f"'{key}'" for key in state) or "none (yet)"
+        raise ValueError(f"zero_ext: the parameter has no state '{name}'; it has {names}.")
+    return state[name]
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value.detach().clone()
+
+
+def _kind_on_rank_0(value, groups: Groups) -> _Kind:
+    kind = _Kind.SHARDED if hasattr(value, "full_tensor") else _Kind.WHOLE
+    known = torch.tensor(_Kind.NONE if value is None else kind, device="cpu")
+    if groups.world > 1:
+        broadcast_(known, groups.parent, 0)
+    return _Kind(known.item())
+
+
+def _checked(value, like: Tensor, kind: _Kind, groups: Groups, verb: str) -> Tensor:
+    """What this rank brings to ``_of_rank_0``: ``value`` itself if it is sharded."""
+    where = f"{groups.where}{verb}"
+    if value is not None or groups.rank == 0:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{where} takes a tensor, not {type(value).__name__}.")
+        if value.shape != like.shape:
+            raise ValueError(
+                f"{where}: the value has shape {tuple(value.shape)}, it must have "
+                f"{tuple(like.shape)}."
+            )
+    if kind == _Kind.SHARDED:
+        if not hasattr(value, "full_tensor"):
+            raise TypeError(
+                f"{where}: the value is sharded on rank 0, and here a {type(value).__name__}. Pass "
+                "the sharded one on every rank, or rank 0's full_tensor()."
+            )
+        return value
+    if groups.rank > 0:
+        return torch.empty(like.shape, dtype=torch.float32, device="cpu")
+    return _on_host(value)
+
+
+def _of_rank_0(value: Tensor, kind: _Kind, groups: Groups) -> Tensor:
+    """In fp32, where all ranks have passed their checks. Collective."""
+    if kind == _Kind.SHARDED:
+        value = _on_host(value.full_tensor())
+    if groups.world > 1:
+        broadcast_(value, groups.parent, 0)
+    return value
+
+
+def _on_host(value: Tensor) -> Tensor:
+    return value.detach().to("cpu", torch.float32, copy=True).contiguous()

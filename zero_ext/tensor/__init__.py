@@ -1,0 +1,1 @@
+"""ShardTensor: what ``.grad`` and optimizer states show."""
