@@ -24,7 +24,7 @@ namespace {
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-constexpr std::chrono::minutes kTurnPatience(5);
+constexpr std::chrono::minutes kBackwardPatience(5);
 
 constexpr char kInnerFailed[] =
     "backward: an inner backward (run by a node of this one) threw, which undid all gradients of"
@@ -134,8 +134,8 @@ NodePtr shared(Pointer node) {
 
 NodePtr hook_parameter(const at::Tensor& parameter, int64_t i,
                        const std::weak_ptr<BackwardListener>& listener) {
-  // A frozen parameter has no node. Made while it is thawed for a moment, the node serves when it
-  // is thawed for good.
+  // A frozen parameter has no node. Made while it is unfrozen for a moment, the node serves when it
+  // is unfrozen for good.
   const bool requires_grad = parameter.requires_grad();
   if (!requires_grad) parameter.set_requires_grad(true);
   NodePtr node = shared(torch::autograd::impl::grad_accumulator(parameter));
@@ -238,7 +238,7 @@ void BackwardWatch::enter() {
   std::unique_lock lock(mutex_);
   const int task = current_task();
   if (task == last_task_) return;
-  if (one_thread_) wait_for_turn(lock);
+  if (one_thread_) wait_for_other_threads(lock);
   TORCH_CHECK(doomed_.count(task) == 0, where(rank_), kInnerFailed);
   last_task_ = task;
   if (!tasks_.insert(task).second) return;
@@ -248,16 +248,17 @@ void BackwardWatch::enter() {
   torch::autograd::Engine::get_default_engine().queue_callback([end] { end->run(); });
 }
 
-void BackwardWatch::wait_for_turn(std::unique_lock<std::mutex>& lock) {
+void BackwardWatch::wait_for_other_threads(std::unique_lock<std::mutex>& lock) {
   const std::thread::id me = std::this_thread::get_id();
-  const bool mine = fewer_.wait_for(lock, kTurnPatience, [&] { return owner_.value_or(me) == me; });
-  TORCH_CHECK(mine, where(rank_), "backward: waited ", kTurnPatience.count(),
+  const bool mine =
+      fewer_.wait_for(lock, kBackwardPatience, [&] { return owner_.value_or(me) == me; });
+  TORCH_CHECK(mine, where(rank_), "backward: waited ", kBackwardPatience.count(),
               " minutes for a backward of the same model on another thread. Threads take turns;"
               " that one may be waiting for this thread.");
   owner_ = me;
 }
 
-void BackwardWatch::give_up_turn() {
+void BackwardWatch::let_other_threads_in() {
   const std::lock_guard lock(mutex_);
   if (!tasks_.empty()) return;
   owner_.reset();
@@ -303,10 +304,10 @@ void BackwardWatch::task_ended(int task) {
     TORCH_CHECK(failure == nullptr, where(rank_), failure);
     listener->backward_ended();
   } catch (...) {
-    give_up_turn();
+    let_other_threads_in();
     throw;
   }
-  give_up_turn();
+  let_other_threads_in();
 }
 
 void BackwardWatch::task_died(int task) noexcept {
@@ -323,7 +324,7 @@ void BackwardWatch::task_died(int task) noexcept {
     if (tasks_.empty()) followed_ = -1;
     count_tasks();
   }
-  give_up_turn();
+  let_other_threads_in();
 }
 
 void BackwardWatch::look_for_unheard_failure() {
@@ -336,7 +337,7 @@ void BackwardWatch::look_for_unheard_failure() {
     functions_in_this_backward_.clear();
   }
   if (auto listener = listener_.lock()) listener->backward_failed();
-  give_up_turn();
+  let_other_threads_in();
 }
 
 void BackwardWatch::count_tasks() {
@@ -360,7 +361,7 @@ void BackwardWatch::follow_outer_task() {
   }
 }
 
-bool BackwardWatch::may_hold_surprises(bool parameters_missing) {
+bool BackwardWatch::may_hide_gradients(bool parameters_missing) {
   const std::lock_guard lock(mutex_);
   const bool unknown_function = has_unknown_python_function();
   return ever_nested_ || unknown_function || (parameters_missing && !completed_one_);

@@ -140,15 +140,15 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
 
   // At the beginning of a backward: gradients may arrive that the running task's graph does not
   // show, because it may be inside another backward, or one of its nodes may start one.
-  bool may_hold_surprises(bool parameters_missing);
+  bool may_hide_gradients(bool parameters_missing);
   void expect_inner_backwards();
   // Some ran.
   bool saw_inner_backwards();
 
  private:
   struct TaskEnd;
-  void wait_for_turn(std::unique_lock<std::mutex>& lock);
-  void give_up_turn();
+  void wait_for_other_threads(std::unique_lock<std::mutex>& lock);
+  void let_other_threads_in();
   void task_ended(int task);
   void task_died(int task) noexcept;
   bool has_unknown_python_function();

@@ -44,7 +44,7 @@ c10::intrusive_ptr<c10d::Work> sum_over(c10d::ProcessGroup& group, const at::Ten
 }
 
 // gloo's tags are 32-bit; numbers that all ranks count alike stay alike when they wrap.
-constexpr int64_t kFarewellTag = 0x3fffffff;
+constexpr int64_t kShutdownTag = 0x3fffffff;
 
 int tag_of(int64_t tag) { return static_cast<int>(tag & 0x3fffffff); }
 
@@ -65,10 +65,10 @@ Pending::~Pending() = default;
 Pending::Pending(Pending&& other) noexcept = default;
 Pending& Pending::operator=(Pending&& other) noexcept = default;
 
-Offer::Offer(c10::intrusive_ptr<c10d::Work> message) : message_(std::move(message)) {}
-Offer::~Offer() = default;
-Offer::Offer(Offer&& other) noexcept = default;
-Offer& Offer::operator=(Offer&& other) noexcept = default;
+PostedSend::PostedSend(c10::intrusive_ptr<c10d::Work> message) : message_(std::move(message)) {}
+PostedSend::~PostedSend() = default;
+PostedSend::PostedSend(PostedSend&& other) noexcept = default;
+PostedSend& PostedSend::operator=(PostedSend&& other) noexcept = default;
 
 void Pending::wait(const std::function<std::string()>& what) {
   // First for what comes: who waits for it hears of errors. Even after an error the other parts are
@@ -99,7 +99,7 @@ void Pending::wait(const std::function<std::string()>& what) {
 
 void Pending::abandon() noexcept {
   for (Part& part : parts_) {
-    if (part.work != nullptr) CrossMemory::withdraw(*part.work);
+    if (part.work != nullptr) SharedHostTransport::withdraw(*part.work);
     part.work.reset();  // before the memory that it may still point to
   }
   parts_.clear();
@@ -147,12 +147,12 @@ Comm::Comm(const Names& groups, c10::Device device, std::vector<int64_t> global_
 
 const char* Comm::name_of(Agreement about) {
   switch (about) {
-    case Agreement::neighbors:
+    case Agreement::local_peers:
       return "shard()";
     case Agreement::late_gradients:
       return "a backward";
     case Agreement::step:
-    case Agreement::turns:
+    case Agreement::reduction_order:
       return "step()";
     case Agreement::clip:
       return "clip_grad_norm_()";
@@ -169,11 +169,11 @@ void Comm::check_process() const {
               " parameters.");
 }
 
-void Comm::connect_neighbors(std::chrono::milliseconds timeout, bool allowed) {
+void Comm::connect_local_peers(std::chrono::milliseconds timeout, bool allowed) {
   if (world_ == 1 || on_device()) return;
-  neighbors_ =
-      CrossMemory::connect(rank_, world_, timeout, allowed, [this](const at::Tensor& mine) {
-        return all_gather(Agreement::neighbors, mine, [this] {
+  local_transport_ =
+      SharedHostTransport::connect(rank_, world_, timeout, allowed, [this](const at::Tensor& mine) {
+        return all_gather(Agreement::local_peers, mine, [this] {
           return where(global_rank()) +
                  "waited for the other ranks to say whether they share its host";
         });
@@ -185,7 +185,7 @@ void Comm::watch_collectives(std::chrono::milliseconds timeout) {
   watch_ = std::make_shared<CollectiveWatch>(device_, timeout);
 }
 
-int64_t Comm::neighbors() const {
+int64_t Comm::local_peers() const {
   int64_t count = 0;
   for (int64_t peer = 0; peer < world_; ++peer) {
     if (reads(peer)) ++count;
@@ -193,28 +193,30 @@ int64_t Comm::neighbors() const {
   return count;
 }
 
-int64_t Comm::next_round(Kind kind, int64_t last) const {
-  return neighbors_ == nullptr || is_forked() ? last + 1 : neighbors_->next_round(kind, last);
+int64_t Comm::next_epoch(Kind kind, int64_t last) const {
+  return local_transport_ == nullptr || is_forked() ? last + 1
+                                                    : local_transport_->next_epoch(kind, last);
 }
 
-void Comm::leave_round(Kind kind, int64_t round, Exit exit) const noexcept {
-  if (neighbors_ != nullptr && !is_forked()) neighbors_->leave_round(kind, round, exit);
+void Comm::leave_epoch(Kind kind, int64_t epoch, Exit exit) const noexcept {
+  if (local_transport_ != nullptr && !is_forked()) local_transport_->leave_epoch(kind, epoch, exit);
 }
 
-int64_t Comm::who_abandoned(Kind kind, int64_t round) const {
-  return neighbors_ == nullptr || is_forked() ? -1 : neighbors_->who_abandoned(kind, round);
+int64_t Comm::who_abandoned(Kind kind, int64_t epoch) const {
+  return local_transport_ == nullptr || is_forked() ? -1
+                                                    : local_transport_->who_abandoned(kind, epoch);
 }
 
 Comm::Work Comm::send(const at::Tensor& tensor, int64_t to, const Label& label) {
   check_process();
-  if (reads(to)) return neighbors_->send(tensor, to, label);
+  if (reads(to)) return local_transport_->send(tensor, to, label);
   std::vector<at::Tensor> tensors{tensor};
   return group_of(label.kind)->send(tensors, static_cast<int>(to), tag_of(label.tag));
 }
 
 Comm::Work Comm::recv(const at::Tensor& into, int64_t from, const Label& label) {
   check_process();
-  if (reads(from)) return neighbors_->receive(into, from, label);
+  if (reads(from)) return local_transport_->receive(into, from, label);
   std::vector<at::Tensor> tensors{into};
   return group_of(label.kind)->recv(tensors, static_cast<int>(from), tag_of(label.tag));
 }
@@ -238,7 +240,7 @@ void Comm::add(Pending& pending, Pending::Part part) const {
 }
 
 void Comm::exchange(const std::vector<at::Tensor>& sends, const std::vector<at::Tensor>& recvs,
-                    int64_t round, int64_t tag, Pending& pending) {
+                    int64_t epoch, int64_t tag, Pending& pending) {
   if (world_ == 1) return;
   if (on_device()) {
     std::vector<at::Tensor> inputs = sends;
@@ -255,7 +257,7 @@ void Comm::exchange(const std::vector<at::Tensor>& sends, const std::vector<at::
     add(pending, {work, nothing});
     return;
   }
-  const Label label{Kind::reduction, tag, round};
+  const Label label{Kind::reduction, tag, epoch};
   for (int64_t step = 1; step < world_; ++step) {
     const int64_t from = (rank_ + world_ - step) % world_;
     const at::Tensor into = incoming(recvs[from]);
@@ -313,13 +315,13 @@ void Comm::gather(const at::Tensor& full, int64_t tag, Pending& pending) {
   }
 }
 
-Offer Comm::offer(const at::Tensor& tensor, int64_t to, int64_t tag) {
-  return Offer(send(tensor, to, {Kind::gather, tag}));
+PostedSend Comm::post_send(const at::Tensor& tensor, int64_t to, int64_t tag) {
+  return PostedSend(send(tensor, to, {Kind::gather, tag}));
 }
 
-Offer Comm::offer_lastingly(const at::Tensor& tensor, int64_t to, int64_t tag) {
+PostedSend Comm::post_persistent_send(const at::Tensor& tensor, int64_t to, int64_t tag) {
   check_process();
-  return Offer(neighbors_->post(tensor, to, {Kind::gather, tag}));
+  return PostedSend(local_transport_->post(tensor, to, {Kind::gather, tag}));
 }
 
 void Comm::receive(const at::Tensor& into, int64_t from, const Label& label, Pending& pending) {
@@ -327,16 +329,16 @@ void Comm::receive(const at::Tensor& into, int64_t from, const Label& label, Pen
   add(pending, {recv(here, from, label), here, from, /*sending=*/false, target_of(into)});
 }
 
-void Comm::say_farewell(Pending& pending) {
+void Comm::begin_shutdown(Pending& pending) {
   for (int64_t peer = 0; peer < world_; ++peer) {
     if (peer == rank_) continue;
     const at::Tensor theirs = at::empty({1}, at::TensorOptions().dtype(at::kByte));
     const at::Tensor mine = at::zeros({1}, at::TensorOptions().dtype(at::kByte));
-    receive(theirs, peer, kFarewellTag, pending);
+    receive(theirs, peer, kShutdownTag, pending);
     add(pending,
-        {send(mine, peer, {Kind::gather, kFarewellTag}), mine, peer, /*sending=*/true, {}});
+        {send(mine, peer, {Kind::gather, kShutdownTag}), mine, peer, /*sending=*/true, {}});
   }
-  if (neighbors_ != nullptr) neighbors_->leave();
+  if (local_transport_ != nullptr) local_transport_->leave();
 }
 
 void Comm::finish(std::chrono::milliseconds patience) noexcept {
@@ -380,11 +382,11 @@ at::Tensor Comm::all_gather(const at::Tensor& values, const std::function<std::s
   at::Tensor input = on_device() ? values.to(device_) : outgoing(values);
   at::Tensor output = at::empty({world_ * values.numel()}, input.options());
   Pending pending;
-  if (has_only_neighbors()) {
+  if (has_only_local_peers()) {
     const auto row = [&](int64_t rank) {
       return output.narrow(0, rank * values.numel(), values.numel());
     };
-    agreements_ = next_round(Kind::agreement, agreements_);
+    agreements_ = next_epoch(Kind::agreement, agreements_);
     const Label label{Kind::agreement, agreements_, agreements_};
     row(rank_).copy_(input);
     for (int64_t peer = 0; peer < world_; ++peer) {
@@ -400,11 +402,11 @@ at::Tensor Comm::all_gather(const at::Tensor& values, const std::function<std::s
     pending.wait(what);
     // Its message was here, but it will not do what was agreed on.
     const int64_t gone =
-        has_only_neighbors() ? who_abandoned(Kind::agreement, agreements_) : int64_t{-1};
+        has_only_local_peers() ? who_abandoned(Kind::agreement, agreements_) : int64_t{-1};
     TORCH_CHECK(gone < 0, what(), ": rank ", global_rank(gone),
                 " has given up waiting for this rank. Repeat it on every rank.");
   } catch (...) {
-    leave_round(Kind::agreement, agreements_, Exit::abandoned);
+    leave_epoch(Kind::agreement, agreements_, Exit::abandoned);
     throw;
   }
   return output.view({world_, values.numel()}).to(values.device());

@@ -7,7 +7,7 @@
 // Reductions and gathers have a process group each, so that one never waits behind the other.
 // Point-to-point messages carry a tag made from numbers that all ranks count alike; a message of a
 // backward that failed on one rank can therefore never be taken for one of the next. What is said
-// of rounds is in Note [Rounds] in cross_memory.h.
+// of epochs is in Note [Epochs] in shared_host_transport.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -60,12 +60,12 @@ class Pending {
 };
 
 // A message that waits for its receiver, see Comm::offer.
-class Offer {
+class PostedSend {
  public:
-  explicit Offer(c10::intrusive_ptr<c10d::Work> message);
-  ~Offer();
-  Offer(Offer&& other) noexcept;
-  Offer& operator=(Offer&& other) noexcept;
+  explicit PostedSend(c10::intrusive_ptr<c10d::Work> message);
+  ~PostedSend();
+  PostedSend(PostedSend&& other) noexcept;
+  PostedSend& operator=(PostedSend&& other) noexcept;
 
  private:
   c10::intrusive_ptr<c10d::Work> message_;
@@ -96,16 +96,18 @@ class Comm {
 
   // Collective. From now on messages of the host, where `allowed` on both ranks and possible, are
   // read straight from the sender's memory; `timeout` is for those.
-  void connect_neighbors(std::chrono::milliseconds timeout, bool allowed);
+  void connect_local_peers(std::chrono::milliseconds timeout, bool allowed);
   // From now on a collective on a device that does not end is named, see CollectiveWatch.
   void watch_collectives(std::chrono::milliseconds timeout);
   // How many ranks' memory this one reads.
-  int64_t neighbors() const;
+  int64_t local_peers() const;
   // Whether every rank reads every other one's.
-  bool has_only_neighbors() const { return neighbors_ != nullptr && neighbors_->reaches_all(); }
+  bool has_only_local_peers() const {
+    return local_transport_ != nullptr && local_transport_->reaches_all();
+  }
   // Reads what has come from them; never waits.
   void make_progress() {
-    if (neighbors_ != nullptr) neighbors_->make_progress();
+    if (local_transport_ != nullptr) local_transport_->make_progress();
   }
 
   // Tensors of a device travel by its own backend; every call is queued on the current stream.
@@ -123,17 +125,17 @@ class Comm {
   }
   int64_t global_rank() const { return global_rank(rank_); }
 
-  using Kind = CrossMemory::Kind;
-  // See Note [Rounds] in cross_memory.h. Other hosts' ranks see and show nothing of it.
-  using Exit = CrossMemory::Exit;
-  int64_t next_round(Kind kind, int64_t last) const;
-  void leave_round(Kind kind, int64_t round, Exit exit) const noexcept;
-  int64_t who_abandoned(Kind kind, int64_t round) const;
+  using Kind = SharedHostTransport::Kind;
+  // See Note [Epochs] in shared_host_transport.h. Other hosts' ranks see and show nothing of it.
+  using Exit = SharedHostTransport::Exit;
+  int64_t next_epoch(Kind kind, int64_t last) const;
+  void leave_epoch(Kind kind, int64_t epoch, Exit exit) const noexcept;
+  int64_t who_abandoned(Kind kind, int64_t epoch) const;
 
   // All-to-all: sends[r] goes to rank r, recvs[r] comes from rank r; the entries of this rank are
   // ignored. The tensors may lie on the host in any case.
   void exchange(const std::vector<at::Tensor>& sends, const std::vector<at::Tensor>& recvs,
-                int64_t round, int64_t tag, Pending& pending);
+                int64_t epoch, int64_t tag, Pending& pending);
   // Sum over the ranks of this rank's range: input [shards * n], output [n], same dtype.
   void reduce_scatter(const at::Tensor& input, const at::Tensor& output, Pending& pending);
   // Element-wise sum over the ranks, in place.
@@ -144,31 +146,38 @@ class Comm {
   // Parameters of released units travel one-sided, so that ranks may gather at different times and
   // different units: a message that waits here until `to` receives it. Nobody waits for it; its
   // bytes are read when it is taken. Messages of one tag are taken in the order of the offers.
-  // Among neighbors alone an offer may be lasting: it is received as often as anybody likes, with
+  // Among local peers alone an offer may be lasting: it is received as often as anybody likes, with
   // the bytes that it then has.
-  Offer offer(const at::Tensor& tensor, int64_t to, int64_t tag);
-  Offer offer_lastingly(const at::Tensor& tensor, int64_t to, int64_t tag);
+  PostedSend post_send(const at::Tensor& tensor, int64_t to, int64_t tag);
+  PostedSend post_persistent_send(const at::Tensor& tensor, int64_t to, int64_t tag);
   void receive(const at::Tensor& into, int64_t from, int64_t tag, Pending& pending) {
     receive(into, from, {Kind::gather, tag}, pending);
   }
 
   // Tells all ranks that this one takes no more offers and sends nothing any more; `pending` ends
   // when all have said so.
-  void say_farewell(Pending& pending);
+  void begin_shutdown(Pending& pending);
   // Nothing of this rank can be received any more.
   void close() const {
-    if (neighbors_ != nullptr) neighbors_->close();
+    if (local_transport_ != nullptr) local_transport_->close();
   }
   // Before it goes, on a device: what was queued ends, within `patience`. The groups are no longer
   // used then. c10d would cut it off: the user's destroy_process_group() does not know the groups.
   void finish(std::chrono::milliseconds patience) noexcept;
-  // How often lasting offers were taken.
-  uint64_t served() const { return neighbors_ == nullptr ? 0 : neighbors_->served(); }
+  // How often persistent sends were taken.
+  uint64_t served() const { return local_transport_ == nullptr ? 0 : local_transport_->served(); }
 
   // Small agreements on the gather group, of tensors on the host or on the device; they wait.
   // `what` is for the message, as in Pending::wait. all_gather: int64 [n] of each rank →
   // [world, n]. Raises on all ranks where they are in different ones; on a device nobody looks.
-  enum class Agreement : int64_t { neighbors, late_gradients, step, turns, clip, shards };
+  enum class Agreement : int64_t {
+    local_peers,
+    late_gradients,
+    step,
+    reduction_order,
+    clip,
+    shards
+  };
   static const char* name_of(Agreement about);
   at::Tensor all_gather(Agreement about, const at::Tensor& values,
                         const std::function<std::string()>& what);
@@ -176,9 +185,11 @@ class Comm {
 
  private:
   enum class Way { host, staged, device };
-  using Label = CrossMemory::Label;
+  using Label = SharedHostTransport::Label;
   using Work = c10::intrusive_ptr<c10d::Work>;
-  bool reads(int64_t peer) const { return neighbors_ != nullptr && neighbors_->reaches(peer); }
+  bool reads(int64_t peer) const {
+    return local_transport_ != nullptr && local_transport_->reaches(peer);
+  }
   const Group& group_of(Kind kind) const {
     return kind == Kind::reduction ? reduce_group_ : gather_group_;
   }
@@ -201,9 +212,9 @@ class Comm {
   Group gather_group_;
   Group within_reduce_;  // the replica's; without replicas the two above
   Group within_gather_;
-  Group across_;                            // null without replicas
-  std::shared_ptr<CrossMemory> neighbors_;  // null where there are none
-  std::shared_ptr<CollectiveWatch> watch_;  // null on the host
+  Group across_;                                          // null without replicas
+  std::shared_ptr<SharedHostTransport> local_transport_;  // null where there are none
+  std::shared_ptr<CollectiveWatch> watch_;                // null on the host
   int64_t rank_ = 0;
   int64_t world_ = 1;
   int64_t shards_ = 1;

@@ -18,14 +18,14 @@ void DeviceFlags::add(const std::vector<int64_t>& parameters) {
   const auto count = static_cast<int64_t>(parameters.size());
   const auto options = at::TensorOptions().device(device_);
   const at::Tensor none = at::zeros({count}, options.dtype(at::kInt));
-  const at::Tensor unseen = at::full({count}, sighting::kNone, options.dtype(at::kLong));
+  const at::Tensor unseen = at::full({count}, nan_record::kNone, options.dtype(at::kLong));
   const auto longer = [this](const at::Tensor& flags, const at::Tensor& more) {
     return count_ == 0 ? more.clone() : at::cat({flags, more});
   };
   // Memory may run out up to here.
   std::tie(arrivals_, sums_, first_, codes_, seen_, unseen_) =
       std::make_tuple(longer(arrivals_, none), longer(sums_, none), longer(first_, unseen),
-                      longer(codes_, index(parameters).add_(sighting::of(0, rank_, 0))),
+                      longer(codes_, index(parameters).add_(nan_record::of(0, rank_, 0))),
                       at::empty({count_ + count}, options.dtype(at::kLong)),
                       at::empty({count_ + count}, options.dtype(at::kBool)));
   count_ += count;
@@ -35,9 +35,9 @@ void DeviceFlags::add(const std::vector<int64_t>& parameters) {
 
 void DeviceFlags::end_backward(int64_t micro_batch, bool direct) {
   if (count_ == 0) return;
-  seen_.copy_(codes_).add_(sighting::of(micro_batch, 0, 0));
+  seen_.copy_(codes_).add_(nan_record::of(micro_batch, 0, 0));
   at::eq_out(unseen_, arrivals_, 0);
-  seen_.masked_fill_(unseen_, sighting::kNone);
+  seen_.masked_fill_(unseen_, nan_record::kNone);
   at::minimum_out(first_, first_, seen_);  // in place: a graph writes there whenever it runs
   if (direct) sums_.bitwise_or_(arrivals_);
   arrivals_.zero_();
@@ -80,15 +80,15 @@ at::Tensor DeviceFlags::verdict(const std::vector<int64_t>& flags) {
   apply_clears();
   const auto options = at::TensorOptions().device(device_).dtype(at::kLong);
   if (flags.empty()) {
-    return at::stack({at::full({}, 1, options), at::full({}, sighting::kNone, options)});
+    return at::stack({at::full({}, 1, options), at::full({}, nan_record::kNone, options)});
   }
   const at::Tensor where = is_all(flags) ? at::Tensor() : index(flags);
   const at::Tensor sums = is_all(flags) ? sums_ : sums_.index_select(0, where);
   const at::Tensor first = is_all(flags) ? first_ : first_.index_select(0, where);
   const at::Tensor codes = is_all(flags) ? codes_ : codes_.index_select(0, where);
   const at::Tensor overflowed =
-      at::where(sums.ne(0), codes.add(sighting::of(sighting::kUnknownMicroBatch, 0, 0)),
-                at::Scalar(sighting::kNone));
+      at::where(sums.ne(0), codes.add(nan_record::of(nan_record::kUnknownMicroBatch, 0, 0)),
+                at::Scalar(nan_record::kNone));
   return at::stack({sums.eq(0).all().to(at::kLong), at::minimum(first, overflowed).min()});
 }
 
@@ -101,9 +101,9 @@ void DeviceFlags::apply_clears() {
   if (cleared_.empty()) return;
   zero_sums(cleared_);
   if (is_all(cleared_)) {
-    first_.fill_(sighting::kNone);
+    first_.fill_(nan_record::kNone);
   } else {
-    first_.index_fill_(0, index(cleared_), sighting::kNone);
+    first_.index_fill_(0, index(cleared_), nan_record::kNone);
   }
   for (const int64_t k : cleared_) is_cleared_[k] = 0;
   cleared_.clear();

@@ -14,21 +14,21 @@
 
 namespace zero_ext {
 
-// A sighting of NaN or Inf as one number that orders them: by micro-batch, then rank, then
+// A NaN record of NaN or Inf as one number that orders them: by micro-batch, then rank, then
 // parameter.
-namespace sighting {
+namespace nan_record {
 constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
-// No sighting: the ranks' sums are not of the same backwards.
+// No NaN record: the ranks' sums are not of the same backwards.
 constexpr int64_t kOutOfStep = kNone - 1;
 // Where the sum overflowed and no single gradient did.
 constexpr int64_t kUnknownMicroBatch = (int64_t{1} << 22) - 1;
 constexpr int64_t of(int64_t micro_batch, int64_t rank, int64_t parameter) {
   return micro_batch << 40 | rank << 24 | parameter;
 }
-constexpr int64_t micro_batch(int64_t sighting) { return sighting >> 40; }
-constexpr int64_t rank(int64_t sighting) { return (sighting >> 24) & 0xffff; }
-constexpr int64_t parameter(int64_t sighting) { return sighting & 0xffffff; }
-}  // namespace sighting
+constexpr int64_t micro_batch(int64_t nan_record) { return nan_record >> 40; }
+constexpr int64_t rank(int64_t nan_record) { return (nan_record >> 24) & 0xffff; }
+constexpr int64_t parameter(int64_t nan_record) { return nan_record & 0xffffff; }
+}  // namespace nan_record
 
 class DeviceFlags {
  public:
@@ -44,7 +44,7 @@ class DeviceFlags {
   int32_t* sum(int64_t k) { return pointer(sums_, k); }
 
   void begin_backward() { apply_clears(); }
-  // What arrived in this backward becomes a sighting. `direct`: it went into the sums.
+  // What arrived in this backward becomes a NaN record. `direct`: it went into the sums.
   void end_backward(int64_t micro_batch, bool direct);
   void abort_backward();
   // The arrivals of this backward, on the host; waits.
@@ -55,7 +55,7 @@ class DeviceFlags {
   // What was seen in these sums holds no longer: the user wrote to them, and they are searched
   // next.
   void forget_sums(const std::vector<int64_t>& flags);
-  // int64 [2]: 1 if no sum of `flags` holds NaN or Inf, else 0; and the first sighting.
+  // int64 [2]: 1 if no sum of `flags` holds NaN or Inf, else 0; and the first NaN record.
   at::Tensor verdict(const std::vector<int64_t>& flags);
 
  private:

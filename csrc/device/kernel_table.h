@@ -27,9 +27,9 @@ void set_kernels(c10::DeviceType type, const kernels::Kernels* table);
 kernels::Launch launch_on(c10::Device device);
 
 // Where the kernels of an engine's buffers run.
-class Runner {
+class KernelTable {
  public:
-  explicit Runner(c10::Device device = c10::kCPU)
+  explicit KernelTable(c10::Device device = c10::kCPU)
       : device_(device), kernels_(&kernels_on(device.type())) {}
   c10::Device device() const { return device_; }
   bool on_host() const { return device_.is_cpu(); }

@@ -21,12 +21,12 @@ uint64_t capture_id(const c10::Stream& stream) {
   return kernels_on(stream.device_type()).capture_id(stream.native_handle());
 }
 
-Moment::Moment(const c10::Stream& stream)
+StreamEvent::StreamEvent(const c10::Stream& stream)
     : stream_(stream), capture_id_(zero_ext::capture_id(stream)), event_(stream.device_type()) {
   event_.record(stream);
 }
 
-void Moment::block(const c10::Stream& later) const {
+void StreamEvent::block(const c10::Stream& later) const {
   if (capture_id(later) == capture_id_) event_.block(later);
 }
 
@@ -45,7 +45,7 @@ SideStream::Scope::Scope(const SideStream& side) {
 }
 
 void SideStream::join() const {
-  if (stream_.has_value()) Moment(*stream_).block(current_stream(stream_->device()));
+  if (stream_.has_value()) StreamEvent(*stream_).block(current_stream(stream_->device()));
 }
 
 }  // namespace zero_ext

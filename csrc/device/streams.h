@@ -30,9 +30,9 @@ void order(const c10::Stream& earlier, const c10::Stream& later);
 uint64_t capture_id(const c10::Stream& stream);
 
 // What a stream had been given when it was recorded.
-class Moment {
+class StreamEvent {
  public:
-  explicit Moment(const c10::Stream& stream);
+  explicit StreamEvent(const c10::Stream& stream);
   const c10::Stream& stream() const { return stream_; }
   // `later` goes on when that is done. See Note [Graphs].
   void block(const c10::Stream& later) const;

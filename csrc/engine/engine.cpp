@@ -59,8 +59,8 @@ Engine::Engine(EngineOptions options)
       flags_(options_.device.is_cpu()
                  ? nullptr
                  : std::make_unique<DeviceFlags>(options_.device, comm_.rank())),
-      context_{.compute = Runner(options_.device),
-               .state = Runner(options_.offload ? c10::Device(c10::kCPU) : options_.device),
+      context_{.compute = KernelTable(options_.device),
+               .state = KernelTable(options_.offload ? c10::Device(c10::kCPU) : options_.device),
                .pinned = options_.pin_memory,
                .reducing = SideStream(options_.device),
                .gathering = SideStream(options_.device),
@@ -78,15 +78,15 @@ Engine::Engine(EngineOptions options)
                .offloaded = std::make_shared<MemoryCounter>()},
       parameters_(context_),
       published_(parameters_, flags_.get(), context_.global_rank),
-      reductions_(comm_, context_, parameters_),
-      agreement_(comm_, context_, parameters_, reductions_),
+      reductions_(comm_, context_, parameters_, finished_),
+      agreement_(comm_, context_, parameters_, finished_),
       boundary_({.world = comm_.world(),
                  .sums_locally = policy().reduce == When::at_boundary && !context_.offloads(),
                  .accumulation_steps = options_.accumulation_steps,
                  .divide_factor = options_.divide_factor}),
       gatherer_(comm_, context_, options_.gather) {
   const std::chrono::milliseconds timeout(options_.timeout_ms);
-  comm_.connect_neighbors(timeout, options_.cross_memory);
+  comm_.connect_local_peers(timeout, options_.shared_host_transport);
   comm_.watch_collectives(timeout);
   context_.spare =
       std::make_shared<SpareMemory>(context_.memory, Held::full, context_.compute_place());
@@ -110,7 +110,7 @@ void Engine::add_parameters(const std::vector<at::Tensor>& parameters,
 }
 
 Engine::~Engine() {
-  say_farewell();
+  begin_shutdown();
   if (comm_.is_forked()) return;
   try {
     const Access access(*this);
@@ -123,12 +123,12 @@ Engine::~Engine() {
   }
 }
 
-void Engine::say_farewell() noexcept {
+void Engine::begin_shutdown() noexcept {
   if (comm_.is_forked()) return;
   try {
     const Access access(*this);
-    if (!context_.shards_parameters() || std::exchange(said_farewell_, true)) return;
-    bid_farewell(comm_, gatherer_.leave_offers());
+    if (!context_.shards_parameters() || std::exchange(shutdown_begun_, true)) return;
+    finish_shutdown_later(comm_, gatherer_.take_outstanding_sends());
   } catch (const std::exception&) {
     // The connections are broken, so that nobody can take anything, or the device is.
   }
@@ -140,14 +140,14 @@ int64_t Engine::add_unit(const std::vector<int64_t>& members, at::ScalarType dty
   const bool trainable = kind == UnitKind::trainable;
   std::vector<SlotSpec> specs;
   std::vector<at::Tensor> values;
-  std::set<int64_t> thawed;
+  std::set<int64_t> unfrozen;
   for (const int64_t i : members) {
     specs.push_back(slot_spec(parameters_[i].name, parameters_[i].tensor));
     values.push_back(parameters_[i].tensor.detach());
     if (parameters_[i].frozen_unit >= 0)
-      thawed.insert(frozen_gathered_as_[parameters_[i].frozen_unit]);
+      unfrozen.insert(frozen_gathered_as_[parameters_[i].frozen_unit]);
   }
-  gatherer_.hold({thawed.begin(), thawed.end()});
+  gatherer_.hold({unfrozen.begin(), unfrozen.end()});
   const auto& units = trainable ? parameters_.units() : parameters_.frozen_units();
   const auto index = static_cast<int64_t>(units.size());
   TORCH_CHECK(index < kMaxUnits, where(global_rank()), "more than ", kMaxUnits,
@@ -162,14 +162,14 @@ int64_t Engine::add_unit(const std::vector<int64_t>& members, at::ScalarType dty
                                   dtype, kind, comm_, options_.broadcast);
     if (flagged) flags_->add(members);
   } catch (...) {
-    gatherer_.drop({thawed.begin(), thawed.end()}, Writes::discard);
+    gatherer_.drop({unfrozen.begin(), unfrozen.end()}, Writes::discard);
     throw;
   }
   parameters_.add_unit(std::move(unit), kind, members);
   const int64_t number = gatherer_.add_unit(units.back().get());
   (trainable ? gathered_as_ : frozen_gathered_as_).push_back(number);
-  for (const int64_t old : thawed) gatherer_.add_to_sites_of(old, number);
-  gatherer_.drop({thawed.begin(), thawed.end()}, Writes::discard);
+  for (const int64_t old : unfrozen) gatherer_.add_to_sites_of(old, number);
+  gatherer_.drop({unfrozen.begin(), unfrozen.end()}, Writes::discard);
   return number;
 }
 
@@ -219,9 +219,9 @@ void Engine::set_loss_scale(double scale) {
 
 // Forwards of released modules
 
-int64_t Engine::add_site(Site site) {
+int64_t Engine::add_hook_site(HookSite site) {
   const Access access(*this);
-  return gatherer_.add_site(std::move(site));
+  return gatherer_.add_hook_site(std::move(site));
 }
 
 void Engine::enter_forward(int64_t site) {
@@ -268,7 +268,7 @@ void Engine::reshard(Writes writes) {
 
 bool Engine::releases() const {
   const auto may_release = [this](const std::unique_ptr<Unit>& unit) {
-    return context_.casts_masters(unit->dtype());  // a frozen one when it is thawed
+    return context_.casts_masters(unit->dtype());  // a frozen one when it is unfrozen
   };
   const auto any = [&](const std::vector<std::unique_ptr<Unit>>& units) {
     return std::any_of(units.begin(), units.end(), may_release);
@@ -320,8 +320,8 @@ void Engine::set_offloaded(const std::set<std::string>& states) {
   const auto follow = c10::make_scope_exit([this] { published_.follow_memory(); });
   for (const auto* units : {&parameters_.units(), &parameters_.frozen_units()}) {
     for (const auto& unit : *units) {
-      if (!none_back) unit->unstow();
-      unit->stow(states);
+      if (!none_back) unit->reload();
+      unit->offload(states);
     }
   }
   context_.spare->trim();
@@ -388,7 +388,7 @@ void Engine::remember_use() {
 
 // The step
 
-std::vector<int64_t> Engine::thawed() const {
+std::vector<int64_t> Engine::unfrozen() const {
   const Access access(*this);
   std::vector<int64_t> indices;
   for (int64_t i = 0; i < parameters_.size(); ++i) {
@@ -420,7 +420,7 @@ StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices,
       !context_.state.on_host()) {
     verdict = agreement_.ask(Comm::Agreement::step, indices, questions);
     if (verdict.settings_differ) return verdict;
-    if (world() > 1 && !reductions_.knows_turns()) learn_turns();
+    if (world() > 1 && !reductions_.knows_order()) learn_reduction_order();
   }
   // Not before: what refuses may be mended, and the step repeated.
   *last_backward = stepped_ = backwards_;
@@ -429,26 +429,26 @@ StepVerdict Engine::prepare_step(const std::vector<int64_t>& indices,
   }
   if (verdict.nonfinite) gatherer_.wait_for_shards();
   boundary_.end_step();
-  reductions_.forget_finished();
+  finished_.clear();
   if (!on_host() && !sees_forwards_) parameters_.follow_stream();
   return verdict;
 }
 
-void Engine::learn_turns() {
+void Engine::learn_reduction_order() {
   const int64_t units = parameters_.unit_count();
-  at::Tensor turns = at::full({units + 1}, -1, at::kLong);
+  at::Tensor order = at::full({units + 1}, -1, at::kLong);
   const std::vector<int64_t> completed = reductions_.completed();
-  auto* mine = turns.mutable_data_ptr<int64_t>();
+  auto* mine = order.mutable_data_ptr<int64_t>();
   std::copy(completed.begin(), completed.end(), mine);
   mine[units] = watch_->saw_inner_backwards() ? 1 : 0;
   // Rank 0's count. Among ranks of one host an error here can be repeated, as after any agreement.
-  turns = comm_.all_gather(Comm::Agreement::turns, turns, [this] {
+  order = comm_.all_gather(Comm::Agreement::reduction_order, order, [this] {
     return where(global_rank()) + "step() waited for the order of rank " +
            std::to_string(comm_.global_rank(0)) + "'s reductions";
   });
-  const auto* first = turns.const_data_ptr<int64_t>();
+  const auto* first = order.const_data_ptr<int64_t>();
   if (units == 0 || *first < 0) return;  // rank 0 had no gradient in this step
-  reductions_.set_turns({first, first + units}, first[units] != 0);
+  reductions_.set_order({first, first + units}, first[units] != 0);
 }
 
 bool Engine::had_no_backward(const std::vector<int64_t>& indices, int64_t last_backward) const {
@@ -624,7 +624,7 @@ void Engine::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
     boundary_.end_step();
   }
   if (!has_reduced_sums()) {
-    reductions_.forget_finished();
+    finished_.clear();
     threw_ = false;
   }
 }
@@ -664,7 +664,7 @@ std::map<std::string, int64_t> Engine::stats() {
                                        {"gathers", gathers_ + gatherer_.gathers()},
                                        {"steps", steps_},
                                        {"units", parameters_.unit_count()},
-                                       {"neighbors", comm_.neighbors()},
+                                       {"neighbors", comm_.local_peers()},
                                        {"reduced_in_no_sync", reduced_in_no_sync_}};
   for (size_t held = 0; held < kHeldNames.size(); ++held) {
     stats["bytes_" + std::string(kHeldNames[held])] =

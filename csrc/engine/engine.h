@@ -33,6 +33,7 @@
 #include "reduce/published_gradients.h"
 #include "reduce/reductions.h"
 #include "step/step_agreement.h"
+#include "units/finished_backwards.h"
 #include "units/sharded_parameters.h"
 
 namespace zero_ext {
@@ -48,8 +49,8 @@ struct EngineOptions {
   std::string within_reduce_group;    // see Comm::Names; empty: all ranks are one replica
   std::string within_gather_group;
   std::string across_group;
-  int64_t timeout_ms = 0;    // of messages that no process group carries, and of what is watched
-  bool cross_memory = true;  // where it can be
+  int64_t timeout_ms = 0;  // of messages that no process group carries, and of what is watched
+  bool shared_host_transport = true;  // where it can be
   Reduction reduction = Reduction::exchange;
   std::optional<at::ScalarType> reduce_dtype;
   double divide_factor = 0;        // gradients are divided by it; 0: by the number of ranks
@@ -74,7 +75,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   ~Engine() override;
 
   // This rank takes no more from the others. What they may still take lives on after the engine.
-  void say_farewell() noexcept;
+  void begin_shutdown() noexcept;
 
   // Behind the ones that exist; their hooks do nothing until they are in a unit.
   void add_parameters(const std::vector<at::Tensor>& parameters,
@@ -92,7 +93,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   const ShardedParameters& parameters() const { return parameters_; }
   const Policy& policy() const { return context_.policy; }
   const UnitContext& context() const { return context_; }
-  // Full parameters come and go, or will when a frozen parameter is thawed.
+  // Full parameters come and go, or will when a frozen parameter is unfrozen.
   bool releases() const;
   // This rank's part of the parameter itself, where parameters are sharded; 1-D, compute dtype.
   at::Tensor parameter_slice(int64_t i);
@@ -129,7 +130,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   void before_forward();
 
   // Forwards of the modules whose parameters are gathered and released.
-  int64_t add_site(Site site);
+  int64_t add_hook_site(HookSite site);
   void enter_forward(int64_t site);
   // `outputs`: all tensors in what the module returned.
   void leave_forward(int64_t site, const std::vector<at::Tensor>& outputs,
@@ -138,7 +139,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   void unshard();
   void reshard(Writes writes);
   // One rank may gather while the others do something else.
-  bool serves_one_alone() const { return comm_.has_only_neighbors(); }
+  bool serves_one_alone() const { return comm_.has_only_local_peers(); }
   bool held_by_user() const;  // unshard() was not taken back yet
   // All ranks' shards hold what was written to them; collective.
   void wait_for_shards();
@@ -146,7 +147,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   void give_parameters_back();
   std::vector<std::string> gathered_units() const;  // names, of those in memory now
   // Parameters that were frozen when the model was sharded and require a gradient now.
-  std::vector<int64_t> thawed() const;
+  std::vector<int64_t> unfrozen() const;
 
   // The step: prepare, then apply unless the verdict forbids it. Where settings differ nothing is
   // prepared.
@@ -201,8 +202,8 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   void check_usable(const char* verb) const;
   void check_parameters_are_here(const char* verb) const;
   std::string offloaded_message(const char* verb) const;
-  // See Note [Turns] in reductions.h. Collective; on a device it waits, once.
-  void learn_turns();
+  // See Note [Reduction order] in reductions.h. Collective; on a device it waits, once.
+  void learn_reduction_order();
   // This rank had no backward for a step of these parameters; `last_backward`: as of their last
   // one.
   bool had_no_backward(const std::vector<int64_t>& indices, int64_t last_backward) const;
@@ -249,13 +250,14 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   mutable std::mutex mutex_;
   // Of its last hook: a failure is told of where another one is current.
   mutable std::optional<c10::Stream> backward_stream_;
-  std::optional<Moment> last_use_;
+  std::optional<StreamEvent> last_use_;
   EngineOptions options_;
   Comm comm_;
   std::unique_ptr<DeviceFlags> flags_;
   UnitContext context_;
   ShardedParameters parameters_;
   PublishedGradients published_;
+  FinishedBackwards finished_;
   Reductions reductions_;
   StepAgreement agreement_;
   Boundary boundary_;
@@ -278,7 +280,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   std::set<std::string> offloaded_;
   bool threw_ = false;      // a backward since the last step
   std::string not_undone_;  // the error that kept a backward from being undone
-  bool said_farewell_ = false;
+  bool shutdown_begun_ = false;
   bool sees_forwards_ = false;
 
   // One backward.
@@ -291,7 +293,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   std::vector<OpenCall> open_calls_;
   int64_t begun_units_ = 0;
   bool reduces_ = false;
-  bool surprises_ = false;  // more gradients may arrive than the graph shows
+  bool hidden_ = false;  // more gradients may arrive than the graph shows
   GradientScales scales_;
 
   // stats

@@ -38,7 +38,7 @@ void Engine::after_gradient(int64_t i) {
   Unit& unit = parameters_.unit(parameter.unit);
   const at::Tensor grad = std::move(parameter.tensor.mutable_grad());
   parameter.tensor.mutable_grad() = at::Tensor();
-  const bool unforeseen = unit.reduced() && !surprises_;
+  const bool unforeseen = unit.reduced() && !hidden_;
   if (unforeseen) watch_->expect_inner_backwards();
   TORCH_CHECK(!unforeseen, where(global_rank(), unit.name()), "a gradient of '", parameter.name,
               "' arrived after its unit was"
@@ -92,7 +92,7 @@ void Engine::leave_call(size_t index) {
   const std::shared_ptr<Call> call = std::move(open_calls_[index].call);
   open_calls_.erase(open_calls_.begin() + static_cast<int64_t>(index));
   gatherer_.leave_backward(call->site(), graph_is_kept());
-  if (!open_ || !surprises_ || gatherer_.is_root(call->site())) return;
+  if (!open_ || !hidden_ || gatherer_.is_root(call->site())) return;
   for (const int64_t number : gatherer_.units_of(call->site())) {
     const auto found = std::find(gathered_as_.begin(), gathered_as_.end(), number);
     if (found == gathered_as_.end()) continue;  // of frozen parameters
@@ -114,7 +114,7 @@ void Engine::begin_backward(bool reduces) {
   std::vector<int64_t> all(parameters_.size());
   std::iota(all.begin(), all.end(), 0);
   published_.take_over(all, "backward");
-  if (!has_reduced_sums()) reductions_.forget_finished();
+  if (!has_reduced_sums()) finished_.clear();
   if (flags_ != nullptr) flags_->begin_backward();
   published_.withdraw();
 
@@ -123,8 +123,10 @@ void Engine::begin_backward(bool reduces) {
   if (reduces && !boundary_.reached()) ++reduced_in_no_sync_;
   const bool local = !reduces || boundary_.local_next();
   const bool direct = world() == 1 && !context_.offloads();
-  const Sink sink = direct ? Sink::direct : local ? Sink::local : Sink::bucket;
-  scales_ = boundary_.scales(sink == Sink::local);
+  const GradientPath path = direct  ? GradientPath::direct
+                            : local ? GradientPath::local
+                                    : GradientPath::bucket;
+  scales_ = boundary_.scales(path == GradientPath::local);
   std::vector<uint8_t> expected(parameters_.size());
   std::vector<uint8_t> trained(parameters_.size());
   bool missing = false;
@@ -134,25 +136,25 @@ void Engine::begin_backward(bool reduces) {
     trained[i] = parameters_[i].tensor.requires_grad() ? 1 : 0;
     missing = missing || expected[i] < trained[i];
   }
-  surprises_ = watch_->may_hold_surprises(missing);
+  hidden_ = watch_->may_hide_gradients(missing);
   begun_units_ = 0;
   try {
     for (int64_t u = 0; u < parameters_.unit_count(); ++u) {
       const std::vector<int64_t>& members = parameters_.members(u);
       Unit& unit = parameters_.unit(u);
       ++begun_units_;
-      unit.begin_backward(sink, reduces, picked(expected, members));
-      if (surprises_) {
-        unit.await_surprises(picked(trained, members), gatherer_.sites_of(gathered_as_[u]));
+      unit.begin_backward(path, reduces, picked(expected, members));
+      if (hidden_) {
+        unit.await_hidden_gradients(picked(trained, members), gatherer_.sites_of(gathered_as_[u]));
       }
     }
-    if (sink == Sink::local) published_.follow_memory();  // which may have grown
+    if (path == GradientPath::local) published_.follow_memory();  // which may have grown
   } catch (...) {
     abort_backward();
     throw;
   }
   ++backwards_;
-  if (reduces) reductions_.begin(scales_.reduce, surprises_);
+  if (reduces) reductions_.begin(scales_.reduce, hidden_);
   open_ = true;
 }
 
@@ -169,7 +171,7 @@ void Engine::finish_backward(Gradients gradients) {
   };
   for (int64_t u = 0; u < parameters_.unit_count(); ++u) {
     Unit& unit = parameters_.unit(u);
-    unit.end_backward(/*remember=*/surprises_ && gradients == Gradients::own);
+    unit.end_backward(/*remember=*/hidden_ && gradients == Gradients::own);
     for (const int64_t slot : unit.nonfinite_arrived()) saw_nonfinite(parameters_.members(u)[slot]);
   }
   for (const int64_t k : arrivals) saw_nonfinite(flags_->parameter_of(k));
@@ -189,7 +191,7 @@ void Engine::finish_backward(Gradients gradients) {
 // rank's answer.
 void Engine::take_part_in_others_backward() {
   if (world() == 1) return;
-  gatherer_.offer_a_pass();
+  gatherer_.post_sends_for_a_pass();
   try {
     begin_backward(/*reduces=*/true);
     finish_backward(Gradients::of_others);

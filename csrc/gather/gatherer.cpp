@@ -11,7 +11,7 @@
 namespace zero_ext {
 namespace {
 
-// Offers beyond one per pass, for a rank that enters a unit more often than others, or repeats a
+// Posted sends beyond one per pass, for a rank that enters a unit more often than others, or repeats a
 // pass alone. One that nobody takes is made once, and costs its bookkeeping.
 constexpr int64_t kReserve = 8;
 // Forwards without a step (generation, evaluation) after which the ranks tell what they took, so
@@ -33,19 +33,19 @@ int64_t Gatherer::add_unit(Unit* unit) {
                       .state = releases ? Residency::released : Residency::gathered,
                       .holds = {.permanent = !releases},
                       .due = kReserve,
-                      .offers = std::vector<std::deque<Offer>>(context_.world)});
-  if (releases && offers_last()) offer_missing(entries_.back());
+                      .posted_sends = std::vector<std::deque<PostedSend>>(context_.world)});
+  if (releases && sends_persist()) post_missing_sends(entries_.back());
   return unit_count() - 1;
 }
 
-int64_t Gatherer::add_site(Site site) {
+int64_t Gatherer::add_hook_site(HookSite site) {
   for (const int64_t u : site.units) entries_[u].sites += site.root ? 0 : 1;
   sites_.push_back(std::move(site));
   return static_cast<int64_t>(sites_.size()) - 1;
 }
 
 void Gatherer::add_to_sites_of(int64_t unit, int64_t added) {
-  for (Site& site : sites_) {
+  for (HookSite& site : sites_) {
     if (contains(site.units, unit)) site.units.push_back(added);
   }
   entries_[added].sites = entries_[unit].sites;
@@ -90,11 +90,11 @@ void Gatherer::start(Entry& entry) {
   name_errors([&] { return waiting_for(entry); },
               [&] { entry.unit->parameters().start_gather(comm_); });
   ++gathers_;
-  if (offers_last()) return;
+  if (sends_persist()) return;
   ++entry.taken;
   // Beyond what a pass needs, the other ranks are likely to do as this one does.
   if (++entry.taken_in_pass > 1) ++entry.due;
-  offer_missing(entry);
+  post_missing_sends(entry);
 }
 
 void Gatherer::finish(Entry& entry) {
@@ -132,8 +132,8 @@ void Gatherer::enter_forward(int64_t site) {
 void Gatherer::enter(int64_t site, ResidencyEvent event) {
   // A forward inside a backward recomputes: it belongs to the backward's order.
   const Phase phase = in_backward_ ? kBackward : kForward;
-  const Site& entered = sites_[site];
-  release_stragglers(entered);
+  const HookSite& entered = sites_[site];
+  release_deferred(entered);
   for (const int64_t u : entered.units) apply(u, ResidencyEvent::prefetch);  // all before any wait
   for (size_t n = 0; n < entered.units.size(); ++n) {
     const int64_t u = entered.units[n];
@@ -158,8 +158,8 @@ void Gatherer::enter(int64_t site, ResidencyEvent event) {
   prefetch(phase);
 }
 
-void Gatherer::release_stragglers(const Site& entered) {
-  for (const int64_t u : std::exchange(stragglers_, {})) {
+void Gatherer::release_deferred(const HookSite& entered) {
+  for (const int64_t u : std::exchange(deferred_releases_, {})) {
     if (contains(entered.units, u)) continue;
     if (!entries_[u].holds.any() && !entries_[u].unit->expects_gradients()) {
       apply(u, ResidencyEvent::drop);
@@ -168,7 +168,7 @@ void Gatherer::release_stragglers(const Site& entered) {
 }
 
 void Gatherer::prefetch(Phase phase) {
-  if (comm_.has_only_neighbors() && !options_.prefetch_from_neighbors) return;
+  if (comm_.has_only_local_peers() && !options_.prefetch_from_local_peers) return;
   int64_t ahead = 0;
   for (const Entry& entry : entries_) {
     if (entry.ahead) ahead += entry.unit->parameters().full_bytes();
@@ -190,7 +190,7 @@ bool Gatherer::is_kept_for_backward(int64_t unit) const {
 }
 
 void Gatherer::leave_forward(int64_t site, const Left& left) {
-  const Site& entered = sites_[site];
+  const HookSite& entered = sites_[site];
   for (const int64_t u : entered.units) {
     if (entries_[u].holds.forward == 0) continue;  // the entry failed, or a reset came between
     const bool backward_is_next =
@@ -199,7 +199,7 @@ void Gatherer::leave_forward(int64_t site, const Left& left) {
           {.keep = backward_is_next || !entered.last,
            .escapes = contains(left.escaped, u),
            .expected = entries_[u].unit->expects_gradients()});
-    if (!entered.last && !backward_is_next) stragglers_.push_back(u);
+    if (!entered.last && !backward_is_next) deferred_releases_.push_back(u);
   }
   if (!entered.root || root_depth_ == 0 || --root_depth_ > 0 || in_backward_) return;
   end_pass(kForward);
@@ -239,7 +239,7 @@ void Gatherer::leave_backward(int64_t site, bool graph_kept) {
           {.expected = entry.unit->expects_gradients() || more_sites,
            .graph_kept = graph_kept,
            .may_retain = may_retain(u)});
-    if (more_sites) stragglers_.push_back(u);
+    if (more_sites) deferred_releases_.push_back(u);
   }
 }
 
@@ -263,7 +263,7 @@ bool Gatherer::may_retain(int64_t unit) const {
 void Gatherer::end_backward(bool graph_kept) {
   if (!in_backward_) return;
   in_backward_ = false;
-  stragglers_.clear();
+  deferred_releases_.clear();
   end_pass(kBackward);
   for (int64_t u = 0; u < unit_count(); ++u) {
     apply(u, ResidencyEvent::backward_ended,
@@ -274,7 +274,7 @@ void Gatherer::end_backward(bool graph_kept) {
 
 void Gatherer::reset_after_failure() noexcept {
   in_backward_ = false;
-  stragglers_.clear();
+  deferred_releases_.clear();
   for (int64_t u = 0; u < unit_count(); ++u) {
     const bool in_forward = entries_[u].holds.forward > 0;
     try {
@@ -301,10 +301,10 @@ void Gatherer::drop(const std::vector<int64_t>& units, Writes writes) {
     apply(u, ResidencyEvent::drop, {.expected = entry.unit->expects_gradients()}, writes);
     if (entry.state != Residency::gathered || entry.holds.permanent) continue;
     if (writes == Writes::discard) {  // something else holds it
-      if (!offers_last()) {
+      if (!sends_persist()) {
         ++entry.taken;
         ++entry.due;
-        offer_missing(entry);
+        post_missing_sends(entry);
       }
       entry.unit->parameters().receive_ranges(comm_);
       finish(entry);
@@ -333,34 +333,34 @@ void Gatherer::wait_for_shards() {
 void Gatherer::begin_pass(Phase phase) {
   current_[phase].clear();
   position_[phase] = 0;
-  if (!context_.shards_parameters() || comm_.on_device() || offers_last()) return;
+  if (!context_.shards_parameters() || comm_.on_device() || sends_persist()) return;
   if (++passes_ >= kPassesWithoutStep && phase == kForward) tell_what_was_taken();
   for (Entry& entry : entries_) {
     entry.taken_in_pass = 0;
     ++entry.due;
-    offer_missing(entry);
+    post_missing_sends(entry);
   }
 }
 
-void Gatherer::offer_a_pass() {
-  if (!context_.shards_parameters() || offers_last()) return;
+void Gatherer::post_sends_for_a_pass() {
+  if (!context_.shards_parameters() || sends_persist()) return;
   for (Entry& entry : entries_) {
     entry.due += 2;
-    offer_missing(entry);
+    post_missing_sends(entry);
   }
 }
 
 void Gatherer::end_pass(Phase phase) { order_[phase].swap(current_[phase]); }
 
-void Gatherer::offer_missing(Entry& entry) {
+void Gatherer::post_missing_sends(Entry& entry) {
   if (comm_.on_device()) return;
-  const int64_t due = offers_last() ? 1 : entry.due;
+  const int64_t due = sends_persist() ? 1 : entry.due;
   for (int64_t peer = 0; peer < context_.world; ++peer) {
     if (peer == context_.rank || !context_.shares_replica_with(peer)) continue;
-    std::deque<Offer>& offers = entry.offers[peer];
+    std::deque<PostedSend>& posted_sends = entry.posted_sends[peer];
     try {
-      while (static_cast<int64_t>(offers.size()) < due) {
-        offers.push_back(entry.unit->parameters().offer(comm_, peer));
+      while (static_cast<int64_t>(posted_sends.size()) < due) {
+        posted_sends.push_back(entry.unit->parameters().post_send(comm_, peer));
       }
     } catch (const std::exception& error) {
       TORCH_CHECK(false, where(context_.global_rank, entry.unit->name()), "rank ",
@@ -372,14 +372,15 @@ void Gatherer::offer_missing(Entry& entry) {
   }
 }
 
-Gatherer::Legacy Gatherer::leave_offers() {
-  Legacy legacy;
+Gatherer::OutstandingSends Gatherer::take_outstanding_sends() {
+  OutstandingSends outstanding;
   for (Entry& entry : entries_) {
-    for (auto& offers : entry.offers) legacy.offers.push_back(std::move(offers));
-    entry.offers.clear();
+    for (auto& posted_sends : entry.posted_sends)
+      outstanding.posted_sends.push_back(std::move(posted_sends));
+    entry.posted_sends.clear();
   }
-  if (!comm_.on_device()) comm_.say_farewell(legacy.farewell);
-  return legacy;
+  if (!comm_.on_device()) comm_.begin_shutdown(outstanding.farewell);
+  return outstanding;
 }
 
 void Gatherer::tell_what_was_taken() {
@@ -393,9 +394,9 @@ void Gatherer::tell_what_was_taken() {
   for (int64_t u = 0; u < units; ++u) {
     Entry& entry = entries_[u];
     for (int64_t peer = 0; peer < context_.world; ++peer) {
-      std::deque<Offer>& offers = entry.offers[peer];
+      std::deque<PostedSend>& posted_sends = entry.posted_sends[peer];
       const auto count = static_cast<size_t>(by_rank[peer * units + u]);
-      for (size_t n = std::min(count, offers.size()); n > 0; --n) offers.pop_front();
+      for (size_t n = std::min(count, posted_sends.size()); n > 0; --n) posted_sends.pop_front();
     }
     entry.taken = 0;
     entry.due = kReserve;

@@ -33,13 +33,13 @@ struct GatherOptions {
   int64_t prefetch_bytes = 0;  // gathered ahead of their use, at most
   // Also where all ranks read each other's memory: nothing overlaps with that, and what comes early
   // has left the caches when it is used (3 to 5 % of a step of the GPT benchmark).
-  bool prefetch_from_neighbors = false;
+  bool prefetch_from_local_peers = false;
   int64_t retained_bytes = -1;  // what kept graphs may hold gathered; -1: no limit
   bool reshard_after_forward = true;
 };
 
 // Where forwards enter and leave units: a module with hooks.
-struct Site {
+struct HookSite {
   std::vector<int64_t> units;  // numbers that add_unit() gave
   bool root = false;           // the sharded module itself: passes begin and end here
   bool first = true;           // of the sites of its units, in registration order
@@ -51,7 +51,7 @@ class Gatherer {
   Gatherer(Comm& comm, const UnitContext& context, GatherOptions options);
 
   int64_t add_unit(Unit* unit);
-  int64_t add_site(Site site);
+  int64_t add_hook_site(HookSite site);
   // `added` is needed wherever `unit` is.
   void add_to_sites_of(int64_t unit, int64_t added);
 
@@ -70,7 +70,7 @@ class Gatherer {
   void reset_after_failure() noexcept;
 
   // For the forward and the backward of the other ranks, in which this one takes no part.
-  void offer_a_pass();
+  void post_sends_for_a_pass();
 
   // unshard() and reshard().
   void hold(const std::vector<int64_t>& units);
@@ -81,13 +81,13 @@ class Gatherer {
   // Until all ranks' shards hold what was written to them, see the note. Collective.
   void wait_for_shards();
 
-  // Offers that other ranks may still take when this engine dies. They live on until every rank
+  // Posted sends that other ranks may still take when this engine dies. They live on until every rank
   // has said that it takes no more.
-  struct Legacy {
-    std::vector<std::deque<Offer>> offers;
+  struct OutstandingSends {
+    std::vector<std::deque<PostedSend>> posted_sends;
     Pending farewell;
   };
-  Legacy leave_offers();
+  OutstandingSends take_outstanding_sends();
 
   bool inside() const { return root_depth_ > 0; }
   int64_t unit_count() const { return static_cast<int64_t>(entries_.size()); }
@@ -108,13 +108,13 @@ class Gatherer {
     bool ahead = false;  // prefetched or kept for the backward, and not entered since
     int64_t taken = 0;   // gathers since the ranks last told each other
     int64_t taken_in_pass = 0;
-    int64_t due = 0;    // offers that a peer may have taken by the end of this pass
+    int64_t due = 0;    // posted sends that a peer may have taken by the end of this pass
     int64_t sites = 0;  // but for the whole model
-    std::vector<std::deque<Offer>> offers;  // [world]
+    std::vector<std::deque<PostedSend>> posted_sends;  // [world]
   };
   enum Phase { kForward, kBackward };
 
-  bool offers_last() const { return comm_.has_only_neighbors(); }
+  bool sends_persist() const { return comm_.has_only_local_peers(); }
   // A gather is a cast on this rank's device.
   bool is_alone() const { return context_.shards == 1; }
 
@@ -128,22 +128,22 @@ class Gatherer {
   bool is_kept_for_backward(int64_t unit) const;
   void begin_pass(Phase phase);
   void end_pass(Phase phase);
-  void offer_missing(Entry& entry);
+  void post_missing_sends(Entry& entry);
   void tell_what_was_taken();
-  void release_stragglers(const Site& entered);
+  void release_deferred(const HookSite& entered);
   bool may_retain(int64_t unit) const;
 
   Comm& comm_;
   const UnitContext& context_;
   GatherOptions options_;
   std::vector<Entry> entries_;
-  std::vector<Site> sites_;
+  std::vector<HookSite> sites_;
   int64_t root_depth_ = 0;
   bool in_backward_ = false;
-  std::vector<int64_t> order_[2];    // of units, in the last pass of each phase
-  std::vector<int64_t> current_[2];  // in this pass
-  size_t position_[2] = {0, 0};      // in order_: what comes next
-  std::vector<int64_t> stragglers_;  // left, but kept for the next site of the same unit
+  std::vector<int64_t> order_[2];           // of units, in the last pass of each phase
+  std::vector<int64_t> current_[2];         // in this pass
+  size_t position_[2] = {0, 0};             // in order_: what comes next
+  std::vector<int64_t> deferred_releases_;  // left, but kept for the next site of the same unit
   std::string last_gathered_ = "none";
   int64_t passes_ = 0;  // since the ranks last told each other
   int64_t gathers_ = 0;

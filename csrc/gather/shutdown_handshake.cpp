@@ -14,7 +14,7 @@ struct Waiting {
   std::mutex mutex;  // for all below
   std::condition_variable ended;
   std::list<std::shared_ptr<const Comm>> comms;
-  int64_t open = 0;  // farewells whose messages or connections are not gone yet
+  int64_t open = 0;  // shutdown handshake whose messages or connections are not gone yet
 
   uint64_t served() const {
     uint64_t sum = 0;
@@ -31,7 +31,7 @@ Waiting& waiting() {
 
 }  // namespace
 
-void bid_farewell(const Comm& comm, Gatherer::Legacy legacy) {
+void finish_shutdown_later(const Comm& comm, Gatherer::OutstandingSends outstanding) {
   std::list<std::shared_ptr<const Comm>> mine{std::make_shared<const Comm>(comm)};
   const auto place = mine.begin();
   {
@@ -39,10 +39,10 @@ void bid_farewell(const Comm& comm, Gatherer::Legacy legacy) {
     waiting().comms.splice(waiting().comms.end(), mine);
     ++waiting().open;
   }
-  std::thread([place, legacy = std::move(legacy)]() mutable {
-    legacy.farewell.wait_if_possible();
+  std::thread([place, outstanding = std::move(outstanding)]() mutable {
+    outstanding.farewell.wait_if_possible();
     (*place)->close();  // who still reads hears of it
-    legacy = {};
+    outstanding = {};
     std::list<std::shared_ptr<const Comm>> done;  // destroyed without the lock
     {
       const std::lock_guard lock(waiting().mutex);
@@ -55,7 +55,7 @@ void bid_farewell(const Comm& comm, Gatherer::Legacy legacy) {
   }).detach();
 }
 
-void wait_for_farewells(std::chrono::milliseconds patience) {
+void wait_for_shutdowns(std::chrono::milliseconds patience) {
   std::unique_lock lock(waiting().mutex);
   uint64_t served = 0;
   do {

@@ -11,11 +11,11 @@
 
 namespace zero_ext {
 
-// Keeps `comm` (a copy) and `legacy` until all ranks have said farewell, or for the process group's
+// Keeps `comm` (a copy) and `outstanding` until all ranks have said shutdown handshake, or for the process group's
 // timeout.
-void bid_farewell(const Comm& comm, Gatherer::Legacy legacy);
+void finish_shutdown_later(const Comm& comm, Gatherer::OutstandingSends outstanding);
 
-// Waits for all of them, as long as lasting offers are taken again and again within `patience`.
-void wait_for_farewells(std::chrono::milliseconds patience);
+// Waits for all of them, as long as persistent sends are taken again and again within `patience`.
+void wait_for_shutdowns(std::chrono::milliseconds patience);
 
 }  // namespace zero_ext

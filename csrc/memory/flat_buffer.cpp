@@ -103,8 +103,8 @@ FlatBuffer& FlatBuffer::operator=(FlatBuffer&& other) noexcept {
     place_ = other.place_;
     emptied_ = other.emptied_;
     tensor_ = std::exchange(other.tensor_, at::Tensor());
-    stowed_ = std::move(other.stowed_);
-    stowed_counter_ = std::move(other.stowed_counter_);
+    offloaded_memory_ = std::move(other.offloaded_memory_);
+    offloaded_counter_ = std::move(other.offloaded_counter_);
   }
   return *this;
 }
@@ -161,22 +161,23 @@ void FlatBuffer::discard() {
   if (defined() && !emptied_) zero_ext::discard(place_, data(), tensor_.nbytes());
 }
 
-void FlatBuffer::stow(const std::shared_ptr<MemoryCounter>& host, const std::string& message) {
+void FlatBuffer::offload(const std::shared_ptr<MemoryCounter>& host, const std::string& message) {
   if (!defined() || emptied_ || device().is_cpu()) return;
   const auto bytes = static_cast<int64_t>(tensor_.nbytes());
-  stowed_ = counted(*host, held_, bytes, [&] { return StowedStorage(tensor_.storage(), message); });
-  stowed_counter_ = host;
+  offloaded_memory_ =
+      counted(*host, held_, bytes, [&] { return OffloadedStorage(tensor_.storage(), message); });
+  offloaded_counter_ = host;
   emptied_ = true;
   counter_->subtract(held_, bytes);
 }
 
-void FlatBuffer::unstow() {
-  if (!stowed_.defined()) return;
+void FlatBuffer::reload() {
+  if (!offloaded_memory_.defined()) return;
   const auto bytes = static_cast<int64_t>(tensor_.nbytes());
-  counted(*counter_, held_, bytes, [&] { stowed_.bring_back(); });
+  counted(*counter_, held_, bytes, [&] { offloaded_memory_.bring_back(); });
   emptied_ = false;
-  stowed_counter_->subtract(held_, bytes);
-  stowed_counter_.reset();
+  offloaded_counter_->subtract(held_, bytes);
+  offloaded_counter_.reset();
 }
 
 void FlatBuffer::grow(int64_t numel) {
@@ -212,9 +213,9 @@ void FlatBuffer::release() {
     }
     counter_->subtract(held_, bytes);
   }
-  if (stowed_counter_ != nullptr) stowed_counter_->subtract(held_, bytes);
-  stowed_counter_.reset();
-  stowed_ = StowedStorage();
+  if (offloaded_counter_ != nullptr) offloaded_counter_->subtract(held_, bytes);
+  offloaded_counter_.reset();
+  offloaded_memory_ = OffloadedStorage();
   tensor_.reset();
   counter_.reset();
 }

@@ -121,9 +121,9 @@ class FlatBuffer {
   void discard();
   // On a device: its bytes go to pinned host memory, which `host` counts, and come back. Reading a
   // view raises `message` meanwhile. What has no memory, or lies on the host, stays as it is.
-  void stow(const std::shared_ptr<MemoryCounter>& host, const std::string& message);
-  void unstow();
-  bool stowed() const { return stowed_.defined(); }
+  void offload(const std::shared_ptr<MemoryCounter>& host, const std::string& message);
+  void reload();
+  bool offloaded() const { return offloaded_memory_.defined(); }
   // Enlarges to `numel` elements; the old ones keep their values, the new ones are zero, every view
   // stays valid.
   void grow(int64_t numel);
@@ -144,8 +144,8 @@ class FlatBuffer {
   Place place_;
   bool emptied_ = false;
   at::Tensor tensor_;
-  StowedStorage stowed_;
-  std::shared_ptr<MemoryCounter> stowed_counter_;
+  OffloadedStorage offloaded_memory_;
+  std::shared_ptr<MemoryCounter> offloaded_counter_;
 };
 
 }  // namespace zero_ext

@@ -83,7 +83,7 @@ at::Tensor over_storage(const c10::Storage& storage, at::ScalarType dtype, int64
   return tensor;
 }
 
-StowedStorage::StowedStorage(c10::Storage storage, const std::string& message)
+OffloadedStorage::OffloadedStorage(c10::Storage storage, const std::string& message)
     : storage_(std::move(storage)) {
   const c10::Device device = storage_.device();
   memory_ = allocate_at({.pinned_for = device.type()}, storage_.nbytes());
@@ -92,14 +92,14 @@ StowedStorage::StowedStorage(c10::Storage storage, const std::string& message)
   take_memory(*storage_.unsafeGetStorageImpl(), message);
 }
 
-void StowedStorage::bring_back() {
+void OffloadedStorage::bring_back() {
   if (!defined()) return;
   const c10::Device device = storage_.device();
   c10::DataPtr memory = allocate_at({.device = device}, storage_.nbytes());
   copy_bytes(memory.get(), device, memory_.get(), c10::kCPU, storage_.nbytes());
   current_stream(device).synchronize();
   give_memory(*storage_.unsafeGetStorageImpl(), std::move(memory));
-  *this = StowedStorage();
+  *this = OffloadedStorage();
 }
 
 }  // namespace zero_ext

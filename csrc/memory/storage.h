@@ -40,10 +40,10 @@ inline void* mutable_element(const at::Tensor& tensor, int64_t i) {
 
 // The bytes of a device's storage, in pinned host memory until bring_back(). Both wait for the
 // device.
-class StowedStorage {
+class OffloadedStorage {
  public:
-  StowedStorage() = default;
-  StowedStorage(c10::Storage storage, const std::string& message);
+  OffloadedStorage() = default;
+  OffloadedStorage(c10::Storage storage, const std::string& message);
 
   bool defined() const { return static_cast<bool>(storage_); }
   void bring_back();

@@ -188,63 +188,63 @@ void OptimizerState::check_groups(size_t count) const {
 
 void OptimizerState::apply_adam(const std::vector<AdamGroup>& groups) {
   check_groups(groups.size());
-  const Runner& runner = engine_->context().state;
+  const KernelTable& table = engine_->context().state;
   apply([&](int64_t u, Unit& unit, const Run& run, int64_t i, int64_t step) {
     const AdamGroup& group = groups[group_of_[i]];
-    check(runner->adam({.master = unit.parameters().master_data() + run.begin,
-                        .param = parameter_of(unit, run),
-                        .param_dtype = dtype_of(unit.dtype()),
-                        .grad = unit.sums().data() + run.begin,
-                        .exp_avg = data(0, u, run),
-                        .exp_avg_sq = data(1, u, run),
-                        .max_exp_avg_sq = group.amsgrad ? data(2, u, run) : nullptr,
-                        .numel = run.numel,
-                        .lr = group.lr,
-                        .beta1 = group.beta1,
-                        .beta2 = group.beta2,
-                        .eps = group.eps,
-                        .weight_decay = group.weight_decay,
-                        .step = step,
-                        .grad_scale = verdict_.factor,
-                        .maximize = group.maximize,
-                        .decoupled = group.decoupled,
-                        .on_device = on_device(i)},
-                       runner.launch()),
+    check(table->adam({.master = unit.parameters().master_data() + run.begin,
+                       .param = parameter_of(unit, run),
+                       .param_dtype = dtype_of(unit.dtype()),
+                       .grad = unit.sums().data() + run.begin,
+                       .exp_avg = data(0, u, run),
+                       .exp_avg_sq = data(1, u, run),
+                       .max_exp_avg_sq = group.amsgrad ? data(2, u, run) : nullptr,
+                       .numel = run.numel,
+                       .lr = group.lr,
+                       .beta1 = group.beta1,
+                       .beta2 = group.beta2,
+                       .eps = group.eps,
+                       .weight_decay = group.weight_decay,
+                       .step = step,
+                       .grad_scale = verdict_.factor,
+                       .maximize = group.maximize,
+                       .decoupled = group.decoupled,
+                       .on_device = on_device(i)},
+                      table.launch()),
           "adam");
   });
 }
 
 void OptimizerState::apply_sgd(const std::vector<SgdGroup>& groups) {
   check_groups(groups.size());
-  const Runner& runner = engine_->context().state;
+  const KernelTable& table = engine_->context().state;
   apply([&](int64_t u, Unit& unit, const Run& run, int64_t i, int64_t step) {
     const SgdGroup& group = groups[group_of_[i]];
-    check(runner->sgd({.master = unit.parameters().master_data() + run.begin,
-                       .param = parameter_of(unit, run),
-                       .param_dtype = dtype_of(unit.dtype()),
-                       .grad = unit.sums().data() + run.begin,
-                       .momentum_buffer = group.momentum != 0 ? data(0, u, run) : nullptr,
-                       .numel = run.numel,
-                       .lr = group.lr,
-                       .momentum = group.momentum,
-                       .dampening = group.dampening,
-                       .weight_decay = group.weight_decay,
-                       .nesterov = group.nesterov,
-                       .first = step == 1,
-                       .grad_scale = verdict_.factor,
-                       .maximize = group.maximize,
-                       .on_device = on_device(i)},
-                      runner.launch()),
+    check(table->sgd({.master = unit.parameters().master_data() + run.begin,
+                      .param = parameter_of(unit, run),
+                      .param_dtype = dtype_of(unit.dtype()),
+                      .grad = unit.sums().data() + run.begin,
+                      .momentum_buffer = group.momentum != 0 ? data(0, u, run) : nullptr,
+                      .numel = run.numel,
+                      .lr = group.lr,
+                      .momentum = group.momentum,
+                      .dampening = group.dampening,
+                      .weight_decay = group.weight_decay,
+                      .nesterov = group.nesterov,
+                      .first = step == 1,
+                      .grad_scale = verdict_.factor,
+                      .maximize = group.maximize,
+                      .on_device = on_device(i)},
+                     table.launch()),
           "sgd");
   });
 }
 
 void OptimizerState::apply_masters() {
-  const Runner& runner = engine_->context().state;
+  const KernelTable& table = engine_->context().state;
   apply([&](int64_t /*u*/, Unit& unit, const Run& run, int64_t /*i*/, int64_t /*step*/) {
     if (unit.parameters().stepped() == nullptr) return;
-    check(runner->cast(unit.parameters().master_data() + run.begin, kernels::DType::f32,
-                       parameter_of(unit, run), dtype_of(unit.dtype()), run.numel, runner.launch()),
+    check(table->cast(unit.parameters().master_data() + run.begin, kernels::DType::f32,
+                      parameter_of(unit, run), dtype_of(unit.dtype()), run.numel, table.launch()),
           "cast");
   });
 }
@@ -253,9 +253,9 @@ void OptimizerState::set_offloaded(bool offloaded) {
   for (auto& states : buffers_) {
     for (FlatBuffer& state : states) {
       if (offloaded) {
-        state.stow(engine_->context().offloaded, kStatesOffloaded);
+        state.offload(engine_->context().offloaded, kStatesOffloaded);
       } else {
-        state.unstow();
+        state.reload();
       }
     }
   }

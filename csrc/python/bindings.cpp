@@ -140,52 +140,54 @@ void bind_residency(py::module_& m) {
 }
 
 // For tests.
-void bind_cross_memory(py::module_& m) {
-  py::class_<CrossMemory, std::shared_ptr<CrossMemory>>(m, "CrossMemory")
+void bind_shared_host_transport(py::module_& m) {
+  py::class_<SharedHostTransport, std::shared_ptr<SharedHostTransport>>(m, "SharedHostTransport")
       .def_static(
           "connect",
           [](int64_t rank, int64_t world, int64_t timeout_ms, bool allowed,
              py::function all_gather) {
-            return CrossMemory::connect(rank, world, std::chrono::milliseconds(timeout_ms), allowed,
-                                        from_any_thread<const at::Tensor&>(std::move(all_gather)));
+            return SharedHostTransport::connect(
+                rank, world, std::chrono::milliseconds(timeout_ms), allowed,
+                from_any_thread<const at::Tensor&>(std::move(all_gather)));
           },
           py::arg("rank"), py::arg("world"), py::kw_only(), py::arg("timeout_ms"),
           py::arg("allowed"), py::arg("all_gather"))
-      .def("reaches", &CrossMemory::reaches)
+      .def("reaches", &SharedHostTransport::reaches)
       .def(
           "send",
-          [](CrossMemory& memory, const at::Tensor& tensor, int64_t to, int64_t tag,
-             int64_t round) {
-            return memory.send(tensor, to, {CrossMemory::Kind::gather, tag, round});
+          [](SharedHostTransport& memory, const at::Tensor& tensor, int64_t to, int64_t tag,
+             int64_t epoch) {
+            return memory.send(tensor, to, {SharedHostTransport::Kind::gather, tag, epoch});
           },
           NoGil(), py::arg("tensor"), py::arg("to"), py::arg("tag"),
-          py::arg("round") = CrossMemory::kNoRound)
+          py::arg("epoch") = SharedHostTransport::kNoEpoch)
       .def(
           "receive",
-          [](CrossMemory& memory, const at::Tensor& into, int64_t from, int64_t tag,
-             int64_t round) {
-            return memory.receive(into, from, {CrossMemory::Kind::gather, tag, round});
+          [](SharedHostTransport& memory, const at::Tensor& into, int64_t from, int64_t tag,
+             int64_t epoch) {
+            return memory.receive(into, from, {SharedHostTransport::Kind::gather, tag, epoch});
           },
           NoGil(), py::arg("into"), py::arg("from_rank"), py::arg("tag"),
-          py::arg("round") = CrossMemory::kNoRound)
+          py::arg("epoch") = SharedHostTransport::kNoEpoch)
       .def(
           "post",
-          [](CrossMemory& memory, const at::Tensor& tensor, int64_t to, int64_t tag) {
-            return memory.post(tensor, to, {CrossMemory::Kind::gather, tag});
+          [](SharedHostTransport& memory, const at::Tensor& tensor, int64_t to, int64_t tag) {
+            return memory.post(tensor, to, {SharedHostTransport::Kind::gather, tag});
           },
           NoGil(), py::arg("tensor"), py::arg("to"), py::arg("tag"))
       .def(
-          "next_round",
-          [](CrossMemory& memory, int64_t last) {
-            return memory.next_round(CrossMemory::Kind::gather, last);
+          "next_epoch",
+          [](SharedHostTransport& memory, int64_t last) {
+            return memory.next_epoch(SharedHostTransport::Kind::gather, last);
           },
           NoGil(), py::arg("last"))
       .def(
-          "abandon_round",
-          [](CrossMemory& memory, int64_t round) {
-            memory.leave_round(CrossMemory::Kind::gather, round, CrossMemory::Exit::abandoned);
+          "abandon_epoch",
+          [](SharedHostTransport& memory, int64_t epoch) {
+            memory.leave_epoch(SharedHostTransport::Kind::gather, epoch,
+                               SharedHostTransport::Exit::abandoned);
           },
-          NoGil(), py::arg("round"));
+          NoGil(), py::arg("epoch"));
 }
 
 void bind_engine(py::module_& m) {
@@ -200,7 +202,7 @@ void bind_engine(py::module_& m) {
       .value("frozen", UnitKind::frozen);
   py::class_<GatherOptions>(m, "GatherOptions")
       .def_readwrite("prefetch_bytes", &GatherOptions::prefetch_bytes)
-      .def_readwrite("prefetch_from_neighbors", &GatherOptions::prefetch_from_neighbors)
+      .def_readwrite("prefetch_from_local_peers", &GatherOptions::prefetch_from_local_peers)
       .def_readwrite("retained_bytes", &GatherOptions::retained_bytes)
       .def_readwrite("reshard_after_forward", &GatherOptions::reshard_after_forward);
   py::class_<Call, std::shared_ptr<Call>>(m, "Call")
@@ -221,7 +223,7 @@ void bind_engine(py::module_& m) {
       .def_readwrite("within_gather_group", &EngineOptions::within_gather_group)
       .def_readwrite("across_group", &EngineOptions::across_group)
       .def_readwrite("timeout_ms", &EngineOptions::timeout_ms)
-      .def_readwrite("cross_memory", &EngineOptions::cross_memory)
+      .def_readwrite("shared_host_transport", &EngineOptions::shared_host_transport)
       .def_readwrite("reduction", &EngineOptions::reduction)
       .def_readwrite("reduce_dtype", &EngineOptions::reduce_dtype)
       .def_readwrite("divide_factor", &EngineOptions::divide_factor)
@@ -253,14 +255,14 @@ void bind_engine(py::module_& m) {
              return Engine::create(std::move(options), destroy_without_gil);
            }),
            py::arg("options"))
-      .def("say_farewell", &Engine::say_farewell, NoGil())
+      .def("begin_shutdown", &Engine::begin_shutdown, NoGil())
       .def("add_parameters", &Engine::add_parameters, NoGil())
       .def("add_unit", &Engine::add_unit, NoGil())
       .def("replace_parameter", &Engine::replace_parameter, NoGil())
       .def(
-          "add_site",
+          "add_hook_site",
           [](Engine& e, std::vector<int64_t> units, bool root, bool first, bool last) {
-            return e.add_site({std::move(units), root, first, last});
+            return e.add_hook_site({std::move(units), root, first, last});
           },
           py::arg("units"), py::kw_only(), py::arg("root"), py::arg("first"), py::arg("last"))
       .def("enter_forward", &Engine::enter_forward, NoGil())
@@ -340,7 +342,7 @@ void bind_engine(py::module_& m) {
       .def("current_master", &Engine::current_master, NoGil())
       .def("write_parameter", &Engine::write_parameter, NoGil())
       .def("before_forward", &Engine::before_forward, NoGil())
-      .def("thawed", &Engine::thawed, NoGil())
+      .def("unfrozen", &Engine::unfrozen, NoGil())
       .def("adopt_writes", &Engine::adopt_writes, NoGil())
       .def("settle", &Engine::settle, NoGil())
       .def("scale_gradients", &Engine::scale_gradients, NoGil())
@@ -384,12 +386,12 @@ void bind_optimizer(py::module_& m) {
       .def("set_offloaded", &OptimizerState::set_offloaded, NoGil())
       .def("apply_masters", &OptimizerState::apply_masters, NoGil());
   m.attr("STATES_OFFLOADED") = kStatesOffloaded;
-  py::class_<StowedStorage>(m, "StowedStorage")
+  py::class_<OffloadedStorage>(m, "OffloadedStorage")
       .def(py::init([](const at::Tensor& tensor, const std::string& message) {
-             return StowedStorage(tensor.storage(), message);
+             return OffloadedStorage(tensor.storage(), message);
            }),
            NoGil())
-      .def("bring_back", &StowedStorage::bring_back, NoGil());
+      .def("bring_back", &OffloadedStorage::bring_back, NoGil());
 }
 
 }  // namespace
@@ -406,9 +408,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("cpu_instruction_set", &zero_ext::kernels::cpu_instruction_set);
   m.def("reduced_by_ddp", &zero_ext::reduced_by_ddp);
   m.def(
-      "wait_for_farewells",
+      "wait_for_shutdowns",
       [](double seconds) {
-        zero_ext::wait_for_farewells(
+        zero_ext::wait_for_shutdowns(
             std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3)));
       },
       py::arg("seconds"), zero_ext::NoGil());
@@ -433,7 +435,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("value_of_digits", &zero_ext::kernels::value_of);
   zero_ext::bind_layout(m);
   zero_ext::bind_residency(m);
-  zero_ext::bind_cross_memory(m);
+  zero_ext::bind_shared_host_transport(m);
   zero_ext::bind_engine(m);
   zero_ext::bind_optimizer(m);
 }

@@ -64,7 +64,7 @@ void reduce_scatter_accumulate_(const Tensor& bucket, const Tensor& acc,
   }
   if (numel == 0) return;
   Pending pending;
-  comm.exchange(sends, parts, CrossMemory::kNoRound, tag_of(sends[rank]), pending);
+  comm.exchange(sends, parts, SharedHostTransport::kNoEpoch, tag_of(sends[rank]), pending);
   pending.wait([&] {
     return where_in_group() + "reduce_scatter_accumulate_ of " + std::to_string(numel) +
            " elements per rank";
@@ -72,11 +72,11 @@ void reduce_scatter_accumulate_(const Tensor& bucket, const Tensor& acc,
 
   std::vector<const void*> sources;
   for (const Tensor& part : parts) sources.push_back(part.const_data_ptr());
-  const Runner runner(device);
-  check(runner->accumulate_ranks(sources.data(), static_cast<int32_t>(world),
-                                 dtype_of(bucket.scalar_type()), acc.mutable_data_ptr<float>(),
-                                 numel, static_cast<float>(scale), fresh, /*nonfinite=*/nullptr,
-                                 runner.launch()),
+  const KernelTable table(device);
+  check(table->accumulate_ranks(sources.data(), static_cast<int32_t>(world),
+                                dtype_of(bucket.scalar_type()), acc.mutable_data_ptr<float>(),
+                                numel, static_cast<float>(scale), fresh, /*nonfinite=*/nullptr,
+                                table.launch()),
         "accumulate_ranks");
   mark_written(acc);
 }

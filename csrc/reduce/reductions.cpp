@@ -24,15 +24,15 @@ constexpr size_t kAtOnce = BucketPool::kSize;
 
 }  // namespace
 
-void Reductions::begin(float scale, bool surprises) {
+void Reductions::begin(float scale, bool hidden) {
   scale_ = scale;
-  round_ = comm_.next_round(Comm::Kind::reduction, round_);
+  finished_.set_epoch(comm_.next_epoch(Comm::Kind::reduction, finished_.epoch()));
   // Collectives have no numbers: which ones belong together their order alone says.
   const bool numbered = context_.reduction == Reduction::exchange && !comm_.on_device();
-  backward_ = numbered ? round_ : started_;
-  in_round_ = true;
+  backward_ = numbered ? finished_.epoch() : started_;
+  in_epoch_ = true;
   sent_all_ = false;
-  turn_ = 0;
+  next_ = 0;
   const auto units = static_cast<size_t>(parameters_.unit_count());
   completed_ = 0;
   completed_at_.assign(units, kNever);
@@ -41,23 +41,23 @@ void Reductions::begin(float scale, bool surprises) {
   for (const auto& unit : parameters_.units()) {
     largest_bytes_ = std::max(largest_bytes_, unit->message_bytes());
   }
-  if (turns_.size() != units) {
-    knows_turns_ = false;
-    turns_.resize(units);
-    std::iota(turns_.begin(), turns_.end(), 0);
-    std::stable_partition(turns_.begin(), turns_.end(),
+  if (order_.size() != units) {
+    knows_order_ = false;
+    order_.resize(units);
+    std::iota(order_.begin(), order_.end(), 0);
+    std::stable_partition(order_.begin(), order_.end(),
                           [this](int64_t u) { return !is_small(parameters_.unit(u)); });
   }
   reduces_late_ = can_reduce_late();
   any_late_ = false;
-  early_turns_ = units;
-  if (surprises) early_turns_ = reduces_late_ && units > 0 ? units - 1 : 0;
+  early_ = units;
+  if (hidden) early_ = reduces_late_ && units > 0 ? units - 1 : 0;
 }
 
 bool Reductions::can_reduce_late() const {
   if (!comm_.on_device()) return true;
   if (context_.shards_parameters()) return false;
-  const bool answers_soon = !knows_turns_ || learned_surprises_;
+  const bool answers_soon = !knows_order_ || learned_hidden_;
   return answers_soon && capture_id(current_stream(context_.compute.device())) == 0;
 }
 
@@ -69,8 +69,8 @@ void Reductions::prepare(int64_t u) {
   Unit& unit = parameters_.unit(u);
   // On a device gradients are held until their unit is complete anyway, for one launch.
   if (!unit.needs_bucket() || !context_.compute.on_host()) return;
-  for (size_t t = turn_; t < std::min(turn_ + kAtOnce, early_turns_); ++t) {
-    if (turns_[t] == u) lend_bucket(unit);
+  for (size_t t = next_; t < std::min(next_ + kAtOnce, early_); ++t) {
+    if (order_[t] == u) lend_bucket(unit);
   }
 }
 
@@ -83,18 +83,18 @@ void Reductions::arrived(int64_t u) {
 
 std::vector<int64_t> Reductions::completed() const {
   // Units may have come since: then the next backward tells.
-  const bool all = std::ssize(turns_) == parameters_.unit_count();
+  const bool all = std::ssize(order_) == parameters_.unit_count();
   if (!all || completed_ == 0) return {};
-  std::vector<int64_t> units = turns_;
+  std::vector<int64_t> units = order_;
   std::stable_sort(units.begin(), units.end(),
                    [this](int64_t a, int64_t b) { return completed_at_[a] < completed_at_[b]; });
   return units;
 }
 
-void Reductions::set_turns(std::vector<int64_t> turns, bool surprises) {
-  turns_ = std::move(turns);
-  learned_surprises_ = surprises;
-  knows_turns_ = true;
+void Reductions::set_order(std::vector<int64_t> order, bool hidden) {
+  order_ = std::move(order);
+  learned_hidden_ = hidden;
+  knows_order_ = true;
 }
 
 void Reductions::lend_bucket(Unit& unit) {
@@ -108,11 +108,11 @@ void Reductions::lend_bucket(Unit& unit) {
 }
 
 void Reductions::start_ready() {
-  for (; turn_ < early_turns_ && parameters_.unit(turns_[turn_]).complete(); ++turn_) {
-    start(turns_[turn_]);
+  for (; next_ < early_ && parameters_.unit(order_[next_]).complete(); ++next_) {
+    start(order_[next_]);
   }
   // At once: whoever throws from now on has sent all that the other ranks wait for.
-  const bool all_started = turn_ == turns_.size() && !turns_.empty();
+  const bool all_started = next_ == order_.size() && !order_.empty();
   if (all_started && counts_users() && !counts_.defined()) start_counting();
   sent_all_ = all_started;
 }
@@ -120,7 +120,8 @@ void Reductions::start_ready() {
 void Reductions::start(int64_t u) {
   Unit& unit = parameters_.unit(u);
   if (unit.needs_bucket_to_reduce()) lend_bucket(unit);
-  name_errors([&] { return unit.waiting(); }, [&] { unit.start_reduce(comm_, round_, any_late_); });
+  name_errors([&] { return unit.waiting(); },
+              [&] { unit.start_reduce(comm_, finished_.epoch(), any_late_); });
   if (counts_users()) {
     counted_units_.push_back(u);
     for (int64_t i = 0; i < unit.layout().size(); ++i) {
@@ -140,31 +141,31 @@ void Reductions::finish_oldest() {
   in_flight_.pop_front();
   any_late_ = any_late_ || unit.more_to_come();
   // Every rank has sent its part of this one, and is in no earlier backward any more.
-  if (!orphans_.empty()) drop_orphans();
+  if (!abandoned_.empty()) drop_abandoned();
 }
 
-void Reductions::drop_orphans() {
+void Reductions::drop_abandoned() {
   // A device may still have to run what they began, before the reduction that this stream has
   // waited for.
   const SideStream::Scope beside(context_.reducing);
-  for (Unit::Orphan& orphan : orphans_) {
-    orphan.pending.abandon();
-    if (orphan.bucket != nullptr) orphan.bucket->mark_used();
+  for (Unit::AbandonedReduction& reduction : abandoned_) {
+    reduction.pending.abandon();
+    if (reduction.bucket != nullptr) reduction.bucket->mark_used();
   }
-  orphans_.clear();
+  abandoned_.clear();
 }
 
 void Reductions::finish() {
-  early_turns_ = turns_.size();
-  for (size_t t = turn_; t < turns_.size(); ++t) parameters_.unit(turns_[t]).await_no_more();
+  early_ = order_.size();
+  for (size_t t = next_; t < order_.size(); ++t) parameters_.unit(order_[t]).await_no_more();
   start_ready();
   finish_started();
   if (reduces_late_ && any_late_) reduce_late();
   context_.reducing.join();
   // Its messages were all here, but it will not add them up.
-  const int64_t gone = comm_.who_abandoned(Comm::Kind::reduction, round_);
+  const int64_t gone = comm_.who_abandoned(Comm::Kind::reduction, finished_.epoch());
   TORCH_CHECK(gone < 0, where(context_.global_rank), "rank ", comm_.global_rank(gone),
-              " has given up waiting for this rank in backward ", round_,
+              " has given up waiting for this rank in backward ", finished_.epoch(),
               ". Repeat the backward on every rank.");
   pool_.discard();
 }
@@ -182,12 +183,12 @@ void Reductions::reduce_late() {
   late = comm_.all_gather(Comm::Agreement::late_gradients, late, [this] {
     return where(context_.global_rank) +
            "waited to hear which gradients the other ranks have to reduce" +
-           " once more in backward " + std::to_string(round_);
+           " once more in backward " + std::to_string(finished_.epoch());
   });
   late = late.sum(0);
   forget_contributions();
   sent_all_ = false;
-  for (const int64_t u : turns_) {
+  for (const int64_t u : order_) {
     if (late.const_data_ptr<int64_t>()[u] == 0) continue;
     parameters_.unit(u).reopen();
     start(u);
@@ -224,7 +225,7 @@ void Reductions::finish_counting() {
     return where(context_.global_rank) +
            "waited to hear which parameters the other ranks used in"
            " backward " +
-           std::to_string(round_);
+           std::to_string(finished_.epoch());
   });
   // Where this rank uses every slot, nobody needs to wait for what the device knows.
   const bool needs_answer = reduces_late_ || !contributes_all_;
@@ -246,19 +247,20 @@ void Reductions::forget_contributions() {
 }
 
 void Reductions::abort(int64_t units) {
-  if (std::exchange(in_round_, false)) {
+  if (std::exchange(in_epoch_, false)) {
     const auto exit = sent_all_ ? Comm::Exit::sent_all : Comm::Exit::early;
-    comm_.leave_round(Comm::Kind::reduction, round_, exit);
+    comm_.leave_epoch(Comm::Kind::reduction, finished_.epoch(), exit);
   }
   context_.reducing.join();
-  const size_t orphans_before = orphans_.size();
+  const size_t abandoned_before = abandoned_.size();
   for (int64_t u = 0; u < units; ++u) {
-    if (std::unique_ptr<Bucket> bucket = parameters_.unit(u).abort_backward(orphans_)) {
+    if (std::unique_ptr<Bucket> bucket = parameters_.unit(u).abort_backward(abandoned_)) {
       pool_.give_back(std::move(bucket));
     }
   }
-  for (size_t o = orphans_before; o < orphans_.size(); ++o) pool_.forget();
-  if (counts_.defined()) orphans_.push_back({std::move(counting_), nullptr, {std::move(counts_)}});
+  for (size_t o = abandoned_before; o < abandoned_.size(); ++o) pool_.forget();
+  if (counts_.defined())
+    abandoned_.push_back({std::move(counting_), nullptr, {std::move(counts_)}});
   counting_ = Pending();
   counts_.reset();
   in_flight_.clear();

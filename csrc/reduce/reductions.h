@@ -6,31 +6,30 @@
 // Invariant: every rank starts the same reductions in the same order; in a backward that reduces,
 //            every unit is reduced once, and once more where a rank had late gradients.
 //
-// Note [Turns]
+// Note [Reduction order]
 // A unit that is complete before its turn waits, and so do its gradients, as autograd made them:
 // buckets are lent to the units of the next two turns alone, so that two are enough. The first
 // turns follow the order of the units, the reverse of registration, which is roughly that of a
 // backward. But norms that a block registers last are used before what it registers first, and all
 // of the block would wait for them: small units come last. After the first step turns follow the
 // order in which rank 0's units became complete in its last backward; the ranks agree on that in
-// the step (Engine::learn_turns).
+// the step (Engine::learn_reduction_order).
 //
-// Note [Surprises]
+// Note [Late gradients]
 // Where inner backwards bring gradients (reentrant checkpointing), the graph does not show how many
 // will come to a unit. It waits for as many more as came in the last backward, in the first one for
 // one of each parameter; with stage 3 until its modules were left as often as then, in the first
 // backward once each. Fewer came: it is reduced when the backward ends. More came: those that are
 // late are held, and reduced when all units were; the ranks agree on which, since only some may
 // have late ones. Hence the unit whose turn is the last starts when the backward ends, where
-// surprises are possible, and with it each rank tells whether it has any. On a device the host has
+// hidden gradients are possible, and with it each rank tells whether it has any. On a device the host has
 // to wait for the answer: there the ranks agree in the first step whether rank 0 runs inner
-// backwards, and where it does not, or a graph is captured, surprises wait for the end of the
+// backwards, and where it does not, or a graph is captured, hidden gradients wait for the end of the
 // backward. So they do where ranks gather together: one that waits there, because it left a
 // parameter out, would keep the others' gathers behind its reduction.
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/hash.h>
 
 #include <cstdint>
 #include <deque>
@@ -38,6 +37,7 @@
 
 #include "comm/comm.h"
 #include "memory/bucket.h"
+#include "units/finished_backwards.h"
 #include "units/sharded_parameters.h"
 #include "units/unit_context.h"
 
@@ -45,16 +45,18 @@ namespace zero_ext {
 
 class Reductions {
  public:
-  Reductions(Comm& comm, const UnitContext& context, const ShardedParameters& parameters)
+  Reductions(Comm& comm, const UnitContext& context, const ShardedParameters& parameters,
+             FinishedBackwards& finished)
       : comm_(comm),
         context_(context),
         parameters_(parameters),
+        finished_(finished),
         pool_(context.memory,
               {.gradients = context.compute_place(), .received = context.state_place()}) {}
 
-  // A backward that reduces; `scale`: of what is added to the sums. `surprises`: more gradients may
+  // A backward that reduces; `scale`: of what is added to the sums. `hidden gradients`: more gradients may
   // come than the units expect.
-  void begin(float scale, bool surprises);
+  void begin(float scale, bool hidden);
   // A gradient of unit u is about to arrive.
   void prepare(int64_t u);
   // One of unit u has arrived.
@@ -65,30 +67,18 @@ class Reductions {
   // it, become what they were.
   void abort(int64_t units);
 
-  // Backwards since the last step whose reductions all ended. Ranks differ where one threw after
-  // the others had all that they needed of it.
-  int64_t finished() const { return finished_; }
-  // Which ones: a hash of their numbers.
-  int64_t which_finished() const { return static_cast<int64_t>(which_finished_); }
+  // This backward's reductions all ended.
   void count_finished() {
-    ++finished_;
-    which_finished_ = c10::hash_combine(which_finished_, c10::get_hash(backward_));
-    in_round_ = false;
+    finished_.add(backward_);
+    in_epoch_ = false;
   }
-  void forget_finished() {
-    finished_ = 0;
-    which_finished_ = 0;
-  }
-  // What messages are told apart by; ranks may differ where not all began a backward that threw.
-  int64_t round() const { return round_; }
-  void agree_on_round(int64_t round) { round_ = round; }
 
-  // See Note [Turns]. The units in the order in which they became complete in this rank's last
+  // See Note [Reduction order]. The units in the order in which they became complete in this rank's last
   // backward; those without gradients last. Empty where none had any.
   std::vector<int64_t> completed() const;
-  // `surprises`: some are to be expected from now on; the same on every rank.
-  void set_turns(std::vector<int64_t> turns, bool surprises);
-  bool knows_turns() const { return knows_turns_; }
+  // `hidden gradients`: some are to be expected from now on; the same on every rank.
+  void set_order(std::vector<int64_t> order, bool hidden);
+  bool knows_order() const { return knows_order_; }
 
   int64_t started() const { return started_; }
 
@@ -107,29 +97,27 @@ class Reductions {
   void forget_contributions();
   void start_counting();
   void finish_counting();
-  void drop_orphans();
+  void drop_abandoned();
 
   Comm& comm_;
   const UnitContext& context_;
   const ShardedParameters& parameters_;
+  FinishedBackwards& finished_;
   BucketPool pool_;
   float scale_ = 1;
-  int64_t round_ = 0;           // the backward's number among those that began to reduce
-  bool in_round_ = false;       // this backward began one, which has not ended
+  bool in_epoch_ = false;       // this backward began one, which has not ended
   bool sent_all_ = false;       // that the other ranks wait for
-  std::vector<int64_t> turns_;  // [units]
-  bool knows_turns_ = false;
-  bool learned_surprises_ = false;
+  std::vector<int64_t> order_;  // [units]
+  bool knows_order_ = false;
+  bool learned_hidden_ = false;
   bool reduces_late_ = false;  // in this backward
-  size_t early_turns_ = 0;     // as many may start before the backward ends
-  size_t turn_ = 0;            // the next of them
+  size_t early_ = 0;           // as many may start before the backward ends
+  size_t next_ = 0;            // the next of them
   bool any_late_ = false;
   std::vector<size_t> completed_at_;  // [units]: as many were complete before it, if it was
   size_t completed_ = 0;
   int64_t largest_bytes_ = 0;  // of a unit's message
-  int64_t backward_ = 0;       // what which_finished() knows it by, on every rank alike
-  int64_t finished_ = 0;
-  size_t which_finished_ = 0;
+  int64_t backward_ = 0;       // what finished_ knows it by, on every rank alike
   std::deque<int64_t> in_flight_;
   // What is counted: the slots of units in the order of their starts, and whether this rank has
   // something of each.
@@ -138,7 +126,8 @@ class Reductions {
   bool contributes_all_ = true;
   at::Tensor counts_;  // int32, the same over the ranks; then how many ranks have late gradients
   Pending counting_;
-  std::vector<Unit::Orphan> orphans_;  // of backwards that threw, until a later one reduces
+  std::vector<Unit::AbandonedReduction>
+      abandoned_;  // of backwards that threw, until a later one reduces
   int64_t started_ = 0;
 };
 

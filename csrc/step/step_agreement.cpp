@@ -35,7 +35,7 @@ at::Tensor StepAgreement::gather(Comm::Agreement about, const at::Tensor& answer
 
 StepVerdict StepAgreement::ask_host(Comm::Agreement about, const std::vector<int64_t>& indices,
                                     const StepQuestions& questions) {
-  int64_t first = sighting::kNone;
+  int64_t first = nan_record::kNone;
   int64_t finite = 1;
   for (const int64_t i : indices) {
     const ShardedParameter& parameter = parameters_[i];
@@ -44,9 +44,9 @@ StepVerdict StepAgreement::ask_host(Comm::Agreement about, const std::vector<int
     if (now) finite = 0;
     if (!now && parameter.nonfinite_micro_batch < 0) continue;
     const int64_t micro_batch = parameter.nonfinite_micro_batch < 0
-                                    ? sighting::kUnknownMicroBatch
+                                    ? nan_record::kUnknownMicroBatch
                                     : parameter.nonfinite_micro_batch;
-    first = std::min(first, sighting::of(micro_batch, context_.rank, i));
+    first = std::min(first, nan_record::of(micro_batch, context_.rank, i));
   }
   // One message for both questions; a second one would cost more than the norm.
   kernels::SquareSum sum{};
@@ -58,14 +58,14 @@ StepVerdict StepAgreement::ask_host(Comm::Agreement about, const std::vector<int
   auto* value = own.mutable_data_ptr<int64_t>();
   value[0] = finite;
   value[1] = first;
-  value[2] = reductions_.finished();
-  value[3] = reductions_.round();
+  value[2] = finished_.count();
+  value[3] = finished_.epoch();
   value[4] = questions.settings;
-  value[5] = reductions_.which_finished();
+  value[5] = finished_.which();
   std::copy(sum.begin(), sum.end(), value + kFacts);
   const at::Tensor all = gather(about, own, questions);
   if (!replicated()) sum = {};
-  int64_t round = 0;
+  int64_t epoch = 0;
   int64_t other = -1;  // a rank that has finished other backwards
   StepVerdict verdict;
   for (int64_t r = 0; r < all.size(0); ++r) {
@@ -74,12 +74,12 @@ StepVerdict StepAgreement::ask_host(Comm::Agreement about, const std::vector<int
     first = std::min(first, answer[1]);
     const bool same = answer[2] == value[2] && answer[5] == value[5];
     if (!same && other < 0) other = r;
-    round = std::max(round, answer[3]);
+    epoch = std::max(epoch, answer[3]);
     verdict.settings_differ = verdict.settings_differ || answer[4] != value[4];
     if (replicated() || !context_.shares_replica_with(r)) continue;
     for (int64_t k = kFacts; k < kLength; ++k) sum[k - kFacts] += answer[k];
   }
-  reductions_.agree_on_round(round);
+  finished_.set_epoch(epoch);
   if (other >= 0) {
     const int64_t theirs = all.const_data_ptr<int64_t>()[other * kLength + 2];
     TORCH_CHECK(false, where(context_.global_rank), Comm::name_of(about), kOutOfStep,
@@ -90,15 +90,15 @@ StepVerdict StepAgreement::ask_host(Comm::Agreement about, const std::vector<int
   if (questions.norm()) {
     verdict.factor = kernels::clipping_factor(sum, *questions.max_norm, &verdict.norm);
   }
-  if (verdict.nonfinite && first != sighting::kNone) describe(first, verdict);
+  if (verdict.nonfinite && first != nan_record::kNone) describe(first, verdict);
   return verdict;
 }
 
 void StepAgreement::describe(int64_t first, StepVerdict& verdict) const {
-  verdict.rank = comm_.global_rank(sighting::rank(first));
-  verdict.parameter = parameters_[sighting::parameter(first)].name;
-  const int64_t micro_batch = sighting::micro_batch(first);
-  verdict.micro_batch = micro_batch == sighting::kUnknownMicroBatch ? -1 : micro_batch;
+  verdict.rank = comm_.global_rank(nan_record::rank(first));
+  verdict.parameter = parameters_[nan_record::parameter(first)].name;
+  const int64_t micro_batch = nan_record::micro_batch(first);
+  verdict.micro_batch = micro_batch == nan_record::kUnknownMicroBatch ? -1 : micro_batch;
 }
 
 StepVerdict StepAgreement::ask_device(Comm::Agreement about, const std::vector<int64_t>& indices,
@@ -121,7 +121,7 @@ StepVerdict StepAgreement::ask_device(Comm::Agreement about, const std::vector<i
   }
   // One number for both: each more is another launch.
   const auto agreed = static_cast<int64_t>(static_cast<uint64_t>(questions.settings) +
-                                           static_cast<uint64_t>(reductions_.which_finished()));
+                                           static_cast<uint64_t>(finished_.which()));
   const at::Tensor all = gather(about,
                                 at::cat({context_.flags->verdict(flags),
                                          at::full({1}, agreed, options.dtype(at::kLong)), squares}),
@@ -145,10 +145,10 @@ StepVerdict StepAgreement::ask_device(Comm::Agreement about, const std::vector<i
               verdict->factor.mutable_data_ptr<float>(), context_.state.launch()),
           "clip_factor");
   }
-  const at::Tensor told = at::where(out_of_step, at::Scalar(sighting::kOutOfStep),
-                                    at::where(nonfinite, first, at::Scalar(sighting::kNone)));
-  verdict->sighting = at::empty({1}, at::TensorOptions().dtype(at::kLong).pinned_memory(true));
-  verdict->sighting.copy_(told, /*non_blocking=*/true);
+  const at::Tensor told = at::where(out_of_step, at::Scalar(nan_record::kOutOfStep),
+                                    at::where(nonfinite, first, at::Scalar(nan_record::kNone)));
+  verdict->nan_record = at::empty({1}, at::TensorOptions().dtype(at::kLong).pinned_memory(true));
+  verdict->nan_record.copy_(told, /*non_blocking=*/true);
   verdict->told = c10::Event(device.type());
   verdict->told.record(current_stream(device));
   return {.on_device = std::move(verdict)};
@@ -187,10 +187,10 @@ bool StepAgreement::holds_nonfinite(int64_t i) const {
 
 void StepAgreement::settle(StepVerdict& verdict) const {
   if (!verdict.is_settled()) verdict.on_device->told.synchronize();
-  const int64_t first = *verdict.on_device->sighting.const_data_ptr<int64_t>();
-  TORCH_CHECK(first != sighting::kOutOfStep, where(context_.global_rank), "a step was skipped",
+  const int64_t first = *verdict.on_device->nan_record.const_data_ptr<int64_t>();
+  TORCH_CHECK(first != nan_record::kOutOfStep, where(context_.global_rank), "a step was skipped",
               kOutOfStep, kOrOtherSettings);
-  verdict.nonfinite = first != sighting::kNone;
+  verdict.nonfinite = first != nan_record::kNone;
   if (verdict.nonfinite) describe(first, verdict);
 }
 

@@ -18,7 +18,7 @@
 #include <vector>
 
 #include "comm/comm.h"
-#include "reduce/reductions.h"
+#include "units/finished_backwards.h"
 #include "units/sharded_parameters.h"
 #include "units/unit_context.h"
 
@@ -37,10 +37,10 @@ struct DeviceVerdict {
   at::Tensor skip;                        // int32 [1]: not 0 where the gradients hold NaN or Inf
   at::Tensor norm;                        // fp32 [], undefined where it was not asked for
   at::Tensor factor;                      // fp32 [1], of the gradients; undefined likewise
-  at::Tensor sighting;                    // int64 [1] in pinned host memory: the first one, or none
-  c10::Event told{c10::DeviceType::CPU};  // `sighting` is there
+  at::Tensor nan_record;                  // int64 [1] in pinned host memory: the first one, or none
+  c10::Event told{c10::DeviceType::CPU};  // `NaN record` is there
   // As `skip`, once told.
-  bool was_skipped() const { return *sighting.const_data_ptr<int64_t>() != sighting::kNone; }
+  bool was_skipped() const { return *nan_record.const_data_ptr<int64_t>() != nan_record::kNone; }
 };
 
 struct StepVerdict {
@@ -60,8 +60,8 @@ struct StepVerdict {
 class StepAgreement {
  public:
   StepAgreement(Comm& comm, const UnitContext& context, const ShardedParameters& parameters,
-                Reductions& reductions)
-      : comm_(comm), context_(context), parameters_(parameters), reductions_(reductions) {}
+                FinishedBackwards& finished)
+      : comm_(comm), context_(context), parameters_(parameters), finished_(finished) {}
 
   // Collective, but that a rank may ask for the norm alone of gradients that every rank holds.
   // Raises on every rank where they have finished different backwards.
@@ -83,7 +83,7 @@ class StepAgreement {
   // The answers of all ranks [world, n], or this one's alone.
   at::Tensor gather(Comm::Agreement about, const at::Tensor& answer,
                     const StepQuestions& questions);
-  void describe(int64_t first_sighting, StepVerdict& verdict) const;
+  void describe(int64_t first_record, StepVerdict& verdict) const;
   // Parameter i was suspected to hold NaN or Inf here, and does.
   bool holds_nonfinite(int64_t i) const;
   // Whether sums that the user wrote to hold NaN or Inf, into the device's flags.
@@ -94,7 +94,7 @@ class StepAgreement {
   Comm& comm_;
   const UnitContext& context_;
   const ShardedParameters& parameters_;
-  Reductions& reductions_;
+  FinishedBackwards& finished_;
 };
 
 }  // namespace zero_ext

@@ -23,11 +23,11 @@ void GradientBatch::add_to(const SumOf& sum_of) {
                             .nonfinite = flag(entry.slot)});
       }
     }
-    const Runner& runner = context_.compute;
+    const KernelTable& table = context_.compute;
     const Entry& like = group.front();
-    check(runner->accumulate_list(segments.data(), std::ssize(segments),
-                                  dtype_of(like.grad.scalar_type()), like.scale, like.first,
-                                  /*nonfinite=*/nullptr, runner.launch()),
+    check(table->accumulate_list(segments.data(), std::ssize(segments),
+                                 dtype_of(like.grad.scalar_type()), like.scale, like.first,
+                                 /*nonfinite=*/nullptr, table.launch()),
           "accumulate_list");
   });
 }
@@ -41,12 +41,12 @@ void GradientBatch::copy_into(const at::Tensor& flat) {
                           .numel = entry.grad.numel(),
                           .nonfinite = flag(entry.slot)});
     }
-    const Runner& runner = context_.compute;
+    const KernelTable& table = context_.compute;
     const Entry& like = group.front();
-    check(runner->flatten(segments.data(), std::ssize(segments), dtype_of(like.grad.scalar_type()),
-                          dtype_of(flat.scalar_type()),
-                          like.first ? kernels::Write::overwrite : kernels::Write::add,
-                          /*nonfinite=*/nullptr, runner.launch()),
+    check(table->flatten(segments.data(), std::ssize(segments), dtype_of(like.grad.scalar_type()),
+                         dtype_of(flat.scalar_type()),
+                         like.first ? kernels::Write::overwrite : kernels::Write::add,
+                         /*nonfinite=*/nullptr, table.launch()),
           "flatten");
   });
 }

@@ -48,7 +48,7 @@ bool GradientSums::has_reduced() const { return any_sum(fresh_); }
 bool GradientSums::empty() const { return !any_sum(fresh_) && !any_sum(local_fresh_); }
 
 void GradientSums::need() {
-  if (!grad_.emptied() || grad_.stowed()) return;
+  if (!grad_.emptied() || grad_.offloaded()) return;
   grad_.allocate();
   if (layout_.own_gaps()) grad_.fill_zero();  // updates read them
 }
@@ -94,14 +94,14 @@ void GradientSums::write(int64_t i, const at::Tensor& values) {
 
 // One backward
 
-void GradientSums::begin_backward(Sink sink) {
-  sink_ = sink;
+void GradientSums::begin_backward(GradientPath path) {
+  path_ = path;
   adding_ = false;
   fresh_before_ = fresh_;
   local_fresh_before_ = local_fresh_;
   if (!any_sum(fresh_)) kept_ = false;  // zeroed since
-  if (sink == Sink::direct) keep_reduced();
-  if (sink == Sink::local) {
+  if (path == GradientPath::direct) keep_reduced();
+  if (path == GradientPath::local) {
     keep_reduced();  // it lives where this rank's local sum is about to begin
     need();
     grad_.grow(layout_.padded_numel());
@@ -134,9 +134,9 @@ void GradientSums::restore_reduced() {
 void GradientSums::begin_adding() {
   if (adding_) return;
   keep_reduced();
-  if (sink_ == Sink::local && any_sum(local_fresh_)) copy_range(local_before_);
+  if (path_ == GradientPath::local && any_sum(local_fresh_)) copy_range(local_before_);
   adding_ = true;
-  if (sink_ == Sink::local && kept_) put_back(before_);
+  if (path_ == GradientPath::local && kept_) put_back(before_);
 }
 
 void GradientSums::end_adding() { std::fill(local_fresh_.begin(), local_fresh_.end(), 1); }
@@ -146,7 +146,7 @@ void GradientSums::end_backward(bool keep) {
 }
 
 void GradientSums::abort_backward() {
-  if (sink_ == Sink::local) {
+  if (path_ == GradientPath::local) {
     const bool local_sums = any_sum(local_fresh_before_);
     if (adding_ && local_sums) put_back(local_before_);
     // Without an earlier local sum, nothing but this backward lies on top of the reduced one.
@@ -175,15 +175,15 @@ void GradientSums::add_squares(const Run& run, kernels::SquareSum* sum) const {
         "add_squares");
 }
 
-void GradientSums::stow(const std::string& message) {
-  stowed_message_ = message;
+void GradientSums::offload(const std::string& message) {
+  offloaded_message_ = message;
   for (FlatBuffer* buffer : {&grad_, &before_, &local_before_}) {
-    buffer->stow(context_.offloaded, message);
+    buffer->offload(context_.offloaded, message);
   }
 }
 
-void GradientSums::unstow() {
-  for (FlatBuffer* buffer : {&grad_, &before_, &local_before_}) buffer->unstow();
+void GradientSums::reload() {
+  for (FlatBuffer* buffer : {&grad_, &before_, &local_before_}) buffer->reload();
 }
 
 }  // namespace zero_ext

@@ -31,7 +31,7 @@
 namespace zero_ext {
 
 // See Note [Where a gradient goes] in unit.h.
-enum class Sink { direct, bucket, local };
+enum class GradientPath { direct, bucket, local };
 
 class GradientSums {
  public:
@@ -46,7 +46,7 @@ class GradientSums {
   // They lie somewhere; else `why_unreadable()` says why not.
   bool readable() const { return !grad_.emptied(); }
   const std::string& why_unreadable() const {
-    return grad_.stowed() ? stowed_message_ : dropped_message_;
+    return grad_.offloaded() ? offloaded_message_ : dropped_message_;
   }
   // Of slot i, this rank's part of the reduced gradient.
   float* reduced(int64_t i) const { return data() + layout_.own_piece(i)->range_begin; }
@@ -78,7 +78,7 @@ class GradientSums {
   void write(int64_t i, const at::Tensor& values);
 
   // One backward.
-  void begin_backward(Sink sink);
+  void begin_backward(GradientPath path);
   // Before a reduction's contributions are added, and after; once more for those that came late.
   // What was added to must be marked.
   void begin_adding();
@@ -98,14 +98,16 @@ class GradientSums {
   // Adds the squares of a run, in an order that does not matter. `sum` lies where the sums do.
   void add_squares(const Run& run, kernels::SquareSum* sum) const;
 
-  // See FlatBuffer::stow and unstow.
-  void stow(const std::string& message);
-  void unstow();
+  // See FlatBuffer::offload and reload.
+  void offload(const std::string& message);
+  void reload();
 
  private:
   bool come_and_go() const { return !context_.state.on_host(); }
   // Where the reduced sum is: below the local one, once that lies where it was.
-  const FlatBuffer& reduced_sum() const { return sink_ == Sink::local && kept_ ? before_ : grad_; }
+  const FlatBuffer& reduced_sum() const {
+    return path_ == GradientPath::local && kept_ ? before_ : grad_;
+  }
   // Of this rank's range, at the beginning of grad_; and back to there.
   void copy_range(FlatBuffer& copy) const;
   void put_back(const FlatBuffer& copy);
@@ -115,13 +117,13 @@ class GradientSums {
   const UnitContext& context_;
   const RankLayout& layout_;
   std::string dropped_message_;  // what a read raises meanwhile
-  std::string stowed_message_;
+  std::string offloaded_message_;
   FlatBuffer grad_;    // [range], fp32; [padded] with this rank's range first once local sums exist
   FlatBuffer before_;  // [range]; the reduced sum before this backward, or below the local sums
   bool kept_ = false;  // before_ holds it
-  FlatBuffer local_before_;   // [range]; what the reduced sum of this backward replaced
-  bool adding_ = false;       // in this backward, a reduction's contributions
-  Sink sink_ = Sink::direct;  // of the last backward
+  FlatBuffer local_before_;  // [range]; what the reduced sum of this backward replaced
+  bool adding_ = false;      // in this backward, a reduction's contributions
+  GradientPath path_ = GradientPath::direct;  // of the last backward
 
   std::vector<uint8_t> fresh_;        // [slots]
   std::vector<uint8_t> local_fresh_;  // [slots], of the local sums

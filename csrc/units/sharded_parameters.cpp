@@ -9,7 +9,7 @@ namespace zero_ext {
 
 void ShardedParameters::add(const at::Tensor& tensor, std::string name) {
   all_.push_back({.tensor = tensor, .name = std::move(name)});
-  // Frozen parameters are hooked as well, so that one which is thawed later is noticed.
+  // Frozen parameters are hooked as well, so that one which is unfrozen later is noticed.
   all_.back().node = hook(size() - 1);
 }
 

@@ -45,8 +45,8 @@ Unit::Unit(const UnitContext& context, int64_t index, int64_t first_flag, std::s
 
 // One backward
 
-void Unit::begin_backward(Sink sink, bool reduces, const std::vector<uint8_t>& expected) {
-  sink_ = sink;
+void Unit::begin_backward(GradientPath path, bool reduces, const std::vector<uint8_t>& expected) {
+  path_ = path;
   reduces_ = reduces;
   // Where sums are set aside before the first gradient, which may come on another stream.
   if (!context_.compute.on_host()) filled_on_ = current_stream(context_.compute.device());
@@ -59,23 +59,23 @@ void Unit::begin_backward(Sink sink, bool reduces, const std::vector<uint8_t>& e
   awaited_left_ = expected_left_;
   visits_ = 0;
   visits_left_ = 0;
-  surprises_.assign(layout_.size(), 0);
+  hidden_.assign(layout_.size(), 0);
   arrived_.assign(layout_.size(), kNotArrived);
   nonfinite_arrived_.clear();
-  sums_.begin_backward(sink);
+  sums_.begin_backward(path);
 }
 
-void Unit::await_surprises(const std::vector<uint8_t>& trained, int64_t sites) {
-  const bool first = last_surprises_.empty();
-  const std::vector<int32_t> surprises = first ? hidden(trained) : last_surprises_;
-  if (std::all_of(surprises.begin(), surprises.end(), [](int32_t n) { return n == 0; })) return;
+void Unit::await_hidden_gradients(const std::vector<uint8_t>& trained, int64_t sites) {
+  const bool first = last_hidden_.empty();
+  const std::vector<int32_t> hidden = first ? not_in_graph(trained) : last_hidden_;
+  if (std::all_of(hidden.begin(), hidden.end(), [](int32_t n) { return n == 0; })) return;
   visits_left_ = first ? sites : last_visits_;
   if (visits_left_ > 0) return;
-  for (int64_t i = 0; i < layout_.size(); ++i) awaited_[i] += surprises[i];
+  for (int64_t i = 0; i < layout_.size(); ++i) awaited_[i] += hidden[i];
   awaited_left_ = std::accumulate(awaited_.begin(), awaited_.end(), int64_t{0});
 }
 
-std::vector<int32_t> Unit::hidden(const std::vector<uint8_t>& trained) const {
+std::vector<int32_t> Unit::not_in_graph(const std::vector<uint8_t>& trained) const {
   std::vector<int32_t> hidden(trained.size());
   for (size_t i = 0; i < trained.size(); ++i) hidden[i] = trained[i] > expected_[i] ? 1 : 0;
   return hidden;
@@ -95,15 +95,15 @@ void Unit::flush() {
 
 void Unit::end_backward(bool remember) {
   if (remember) {
-    last_surprises_ = surprises_;
+    last_hidden_ = hidden_;
     last_visits_ = visits_;
   }
-  const bool local_goes_on = sink_ == Sink::local && !reduces_;
+  const bool local_goes_on = path_ == GradientPath::local && !reduces_;
   if (local_goes_on) add_held();
   sums_.end_backward(/*keep=*/local_goes_on);
 }
 
-std::unique_ptr<Bucket> Unit::abort_backward(std::vector<Orphan>& orphans) {
+std::unique_ptr<Bucket> Unit::abort_backward(std::vector<AbandonedReduction>& abandoned) {
   expected_left_ = 0;
   await_no_more();
   batched_.clear();
@@ -114,7 +114,7 @@ std::unique_ptr<Bucket> Unit::abort_backward(std::vector<Orphan>& orphans) {
   sent_to_host_.reset();
   if (bucket_ != nullptr) {
     bucket_->mark_used();
-    if (reduced_) orphans.push_back({std::move(pending_), std::move(bucket_), std::move(flags_)});
+    if (reduced_) abandoned.push_back({std::move(pending_), std::move(bucket_), std::move(flags_)});
   }
   pending_ = Pending();
   flags_.clear();
@@ -129,7 +129,7 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
   if (std::exchange(expected_[i], 0) != 0) {
     --expected_left_;
   } else {
-    ++surprises_[i];
+    ++hidden_[i];
   }
   if (awaited_[i] > 0) {
     --awaited_[i];
@@ -137,14 +137,14 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
   }
   if (arrived_[i] == kNotArrived) arrived_[i] = kArrivedEmpty;
   if (!grad.defined()) return true;
-  if (sink_ == Sink::direct) sums_.need();
+  if (path_ == GradientPath::direct) sums_.need();
   check_gradient(i, grad);
   const Slot& slot = layout_.slot(i);
   late_ = late_ || reduced_;
   if (slot.spec.numel == 0 && !reduced_) {
     arrived_[i] = kArrived;
-    if (sink_ == Sink::direct) sums_.mark_summed(i);
-    if (sink_ == Sink::local) sums_.mark_local_summed(i);
+    if (path_ == GradientPath::direct) sums_.mark_summed(i);
+    if (path_ == GradientPath::local) sums_.mark_local_summed(i);
     return true;
   }
   at::Tensor dense = grad;
@@ -157,8 +157,8 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
   const bool overwrite = arrived_[i] != kArrived;
   arrived_[i] = kArrived;
   follow_filling_stream();
-  if (sink_ == Sink::local) scale_ = scale;
-  const bool joins_local = sink_ == Sink::local && (reduces_ || !sums_.local_was_fresh(i));
+  if (path_ == GradientPath::local) scale_ = scale;
+  const bool joins_local = path_ == GradientPath::local && (reduces_ || !sums_.local_was_fresh(i));
   if (reduced_ || joins_local || needs_bucket()) {
     held_[i].push_back(dense);
     return true;
@@ -170,15 +170,15 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
 
 bool Unit::accumulate_at_once(int64_t i, const at::Tensor& grad, bool overwrite, float scale) {
   int32_t nonfinite = 0;
-  switch (sink_) {
-    case Sink::direct:
+  switch (path_) {
+    case GradientPath::direct:
       accumulate_directly(i, grad, scale, &nonfinite);
       if (nonfinite != 0) sums_.suspect_nonfinite(i);
       break;
-    case Sink::local:
+    case GradientPath::local:
       accumulate_local(i, grad, &nonfinite);
       break;
-    case Sink::bucket:
+    case GradientPath::bucket:
       accumulate_in_bucket(i, grad, overwrite ? kernels::Write::overwrite : kernels::Write::add,
                            &nonfinite);
       break;
@@ -188,9 +188,10 @@ bool Unit::accumulate_at_once(int64_t i, const at::Tensor& grad, bool overwrite,
 
 void Unit::batch(int64_t i, const at::Tensor& grad, bool overwrite, float scale) {
   if (!overwrite) flush_batched();  // it may be among them
-  batched_.add(i, grad, sink_ == Sink::direct ? sums_.fresh(i) : sums_.local_fresh(i), scale);
-  if (sink_ == Sink::direct) sums_.mark_summed(i);
-  if (sink_ == Sink::local) sums_.mark_local_summed(i);
+  batched_.add(i, grad, path_ == GradientPath::direct ? sums_.fresh(i) : sums_.local_fresh(i),
+               scale);
+  if (path_ == GradientPath::direct) sums_.mark_summed(i);
+  if (path_ == GradientPath::local) sums_.mark_local_summed(i);
   if (complete()) flush_batched();
 }
 
@@ -272,7 +273,7 @@ void Unit::lend_bucket(std::unique_ptr<Bucket> bucket) {
   bucket_->wait_until_unused();
   staged_ = bucket_->gradients(message_dtype(), layout_.padded_numel());
   if (context_.compute.on_host()) {
-    if (sink_ == Sink::bucket) stage_held();
+    if (path_ == GradientPath::bucket) stage_held();
     return;
   }
   follow_filling_stream();
@@ -343,23 +344,23 @@ void Unit::stage_held() {
 
 at::ScalarType Unit::message_dtype() const {
   if (context_.reduction == Reduction::collective) return context_.reduce_dtype;
-  if (sink_ == Sink::local) return at::kFloat;
+  if (path_ == GradientPath::local) return at::kFloat;
   return context_.reduce_in_gradient_dtype ? gradient_dtype_ : context_.reduce_dtype;
 }
 
 bool Unit::contributes(int64_t i) const {
-  return arrived_[i] == kArrived || (sink_ == Sink::local && !sums_.local_fresh(i));
+  return arrived_[i] == kArrived || (path_ == GradientPath::local && !sums_.local_fresh(i));
 }
 
 void Unit::start_reduce(Comm& comm, int64_t backward, bool more_to_come) {
-  if (sink_ == Sink::direct) return;
+  if (path_ == GradientPath::direct) return;
   reduced_ = true;
   backward_ = backward;
   more_to_come_ = more_to_come;
   follow_filling_stream();
   flush_batched();
   sums_.need();  // of the stream that computes
-  if (sink_ == Sink::local) {
+  if (path_ == GradientPath::local) {
     stage_local();
   } else {
     stage_held();
@@ -389,7 +390,7 @@ void Unit::stage_local() {
 
 void Unit::stage_local_slot(int64_t i) {
   int32_t nonfinite = 0;
-  const Runner& runner = context_.compute;
+  const KernelTable& table = context_.compute;
   // Chunk by chunk, so that a message in half precision is rounded once, from the fp32 sum.
   constexpr int64_t kChunk = 4096;
   alignas(kAlignmentBytes) float chunk[kChunk];
@@ -400,12 +401,12 @@ void Unit::stage_local_slot(int64_t i) {
       bool fresh = sums_.local_fresh(i);
       if (!fresh) std::memcpy(chunk, sums_.local(piece, at), numel * sizeof(float));
       for (const at::Tensor& grad : held_[i]) {
-        check(runner->accumulate(element(grad, at), dtype_of(grad.scalar_type()), chunk, numel,
-                                 scale_, std::exchange(fresh, false), &nonfinite, runner.launch()),
+        check(table->accumulate(element(grad, at), dtype_of(grad.scalar_type()), chunk, numel,
+                                scale_, std::exchange(fresh, false), &nonfinite, table.launch()),
               "accumulate");
       }
-      check(runner->cast(chunk, kernels::DType::f32, staged(layout_.slot(i).offset + at), message,
-                         numel, runner.launch()),
+      check(table->cast(chunk, kernels::DType::f32, staged(layout_.slot(i).offset + at), message,
+                        numel, table.launch()),
             "cast");
     }
   }
@@ -415,7 +416,7 @@ void Unit::stage_local_slot(int64_t i) {
 }
 
 void Unit::stage_local_at_once() {
-  const Runner& runner = context_.compute;
+  const KernelTable& table = context_.compute;
   // A message in half precision is rounded once, from the fp32 sum.
   const bool in_place = staged_.scalar_type() == at::kFloat;
   at::Tensor sums = staged_;
@@ -436,13 +437,13 @@ void Unit::stage_local_at_once() {
                         .numel = piece.numel});
     }
   }
-  check(runner->flatten(copies.data(), std::ssize(copies), kernels::DType::f32, kernels::DType::f32,
-                        kernels::Write::overwrite, /*nonfinite=*/nullptr, runner.launch()),
+  check(table->flatten(copies.data(), std::ssize(copies), kernels::DType::f32, kernels::DType::f32,
+                       kernels::Write::overwrite, /*nonfinite=*/nullptr, table.launch()),
         "flatten");
   add_held_to(sum_of);
   if (in_place) return;
-  check(runner->cast(first, kernels::DType::f32, staged(0), dtype_of(staged_.scalar_type()),
-                     layout_.padded_numel(), runner.launch()),
+  check(table->cast(first, kernels::DType::f32, staged(0), dtype_of(staged_.scalar_type()),
+                    layout_.padded_numel(), table.launch()),
         "cast");
 }
 
@@ -541,7 +542,7 @@ std::string Unit::waiting() const {
 }
 
 std::unique_ptr<Bucket> Unit::finish_reduce(float scale) {
-  if (sink_ == Sink::direct) return nullptr;
+  if (path_ == GradientPath::direct) return nullptr;
   const SideStream::Scope beside(context_.reducing);
   wait_for_reduction();
   if (sent_to_host_.has_value()) sent_to_host_->synchronize();
@@ -612,11 +613,11 @@ void Unit::add_run(const Run& run, float scale) {
   }
   float* sum = sums_.data() + run.begin;
   int32_t nonfinite = 0;
-  const Runner& runner = context_.state;
-  int32_t* flag = runner.on_host() ? &nonfinite : context_.flags->sum(this->flag(run.first_slot));
-  check(runner->accumulate_ranks(contributions.data(), static_cast<int32_t>(contributions.size()),
-                                 dtype, sum, run.numel, scale, sums_.fresh(run.first_slot), flag,
-                                 runner.launch()),
+  const KernelTable& table = context_.state;
+  int32_t* flag = table.on_host() ? &nonfinite : context_.flags->sum(this->flag(run.first_slot));
+  check(table->accumulate_ranks(contributions.data(), static_cast<int32_t>(contributions.size()),
+                                dtype, sum, run.numel, scale, sums_.fresh(run.first_slot), flag,
+                                table.launch()),
         "accumulate_ranks");
   if (nonfinite == 0) return;
   for (int64_t i = run.first_slot; i <= run.last_slot; ++i) {
@@ -626,16 +627,16 @@ void Unit::add_run(const Run& run, float scale) {
 
 // Offloading
 
-void Unit::stow(const std::set<std::string>& states) {
+void Unit::offload(const std::set<std::string>& states) {
   const std::string message =
       where(context_.global_rank, name_) + "is offloaded. Call zero_ext.reload_states() first.";
-  parameters_.stow(states, message);
-  if (states.count("grad") > 0) sums_.stow(message);
+  parameters_.offload(states, message);
+  if (states.count("grad") > 0) sums_.offload(message);
 }
 
-void Unit::unstow() {
-  sums_.unstow();
-  parameters_.unstow();
+void Unit::reload() {
+  sums_.reload();
+  parameters_.reload();
 }
 
 }  // namespace zero_ext

@@ -70,16 +70,18 @@ class Unit {
   void set_gradient_dtype(at::ScalarType dtype) { gradient_dtype_ = dtype; }
 
   // One backward. `expected[i]`: autograd will reach slot i.
-  void begin_backward(Sink sink, bool reduces, const std::vector<uint8_t>& expected);
-  // More gradients may come than were expected: see Note [Surprises] in reductions.h. `trained[i]`:
+  void begin_backward(GradientPath path, bool reduces, const std::vector<uint8_t>& expected);
+  // More gradients may come than were expected: see Note [Late gradients] in reductions.h. `trained[i]`:
   // slot i is not frozen. `sites`: its modules that are gathered by themselves, not with the whole
   // model.
-  void await_surprises(const std::vector<uint8_t>& trained, int64_t sites);
+  void await_hidden_gradients(const std::vector<uint8_t>& trained, int64_t sites);
   // The backward has left one of those.
   void module_left();
   // Its gradients go into a bucket, which it has not been lent: those that arrive are held.
-  bool needs_bucket() const { return bucket_ == nullptr && sink_ == Sink::bucket; }
-  bool needs_bucket_to_reduce() const { return bucket_ == nullptr && sink_ != Sink::direct; }
+  bool needs_bucket() const { return bucket_ == nullptr && path_ == GradientPath::bucket; }
+  bool needs_bucket_to_reduce() const {
+    return bucket_ == nullptr && path_ != GradientPath::direct;
+  }
   // Of the gradients of a backward.
   int64_t message_bytes() const {
     return layout_.padded_numel() * static_cast<int64_t>(c10::elementSize(gradient_dtype_));
@@ -114,24 +116,24 @@ class Unit {
   // Slots whose held gradients held NaN or Inf.
   const std::vector<int64_t>& nonfinite_arrived() const { return nonfinite_arrived_; }
   // What a reduction that nobody will finish still uses. The other ranks may finish theirs with it.
-  struct Orphan {
+  struct AbandonedReduction {
     Pending pending;
     std::unique_ptr<Bucket> bucket;  // null where it used none
     std::vector<at::Tensor> flags;
   };
   // The backward threw: the sums become what they were before it. Gives the bucket back (null where
-  // there is none), unless its reduction has begun and makes it an orphan.
-  std::unique_ptr<Bucket> abort_backward(std::vector<Orphan>& orphans);
+  // there is none), unless its reduction has begun and makes it an reduction.
+  std::unique_ptr<Bucket> abort_backward(std::vector<AbandonedReduction>& abandoned);
 
-  // See FlatBuffer::stow and unstow: of the parameters, the masters, the sums.
-  void stow(const std::set<std::string>& states);
-  void unstow();
+  // See FlatBuffer::offload and reload: of the parameters, the masters, the sums.
+  void offload(const std::set<std::string>& states);
+  void reload();
 
  private:
   enum Arrival : uint8_t { kNotArrived, kArrivedEmpty, kArrived };
 
   // A gradient of each slot that the graph does not show.
-  std::vector<int32_t> hidden(const std::vector<uint8_t>& trained) const;
+  std::vector<int32_t> not_in_graph(const std::vector<uint8_t>& trained) const;
 
   // Arriving
   void check_gradient(int64_t i, const at::Tensor& grad) const;
@@ -193,7 +195,7 @@ class Unit {
   UnitParameters parameters_;
 
   // One backward.
-  Sink sink_ = Sink::direct;
+  GradientPath path_ = GradientPath::direct;
   bool reduces_ = false;
   float scale_ = 1;                            // of gradients that are added to a local sum
   std::vector<std::vector<at::Tensor>> held_;  // [slots]; dense, strides as the slot's
@@ -207,9 +209,9 @@ class Unit {
   int64_t expected_left_ = 0;
   std::vector<int32_t> awaited_;  // [slots], likewise
   int64_t awaited_left_ = 0;
-  std::vector<int32_t> surprises_;       // [slots]: gradients beyond the expected one
-  std::vector<int32_t> last_surprises_;  // of the last backward that might have any; empty before
-  int64_t visits_ = 0;                   // of its modules, that have ended
+  std::vector<int32_t> hidden_;       // [slots]: gradients beyond the expected one
+  std::vector<int32_t> last_hidden_;  // of the last backward that might have any; empty before
+  int64_t visits_ = 0;                // of its modules, that have ended
   int64_t visits_left_ = 0;
   int64_t last_visits_ = 0;
   std::vector<uint8_t> arrived_;  // [slots] of Arrival

@@ -40,8 +40,8 @@ enum class Reduction {
 enum class UnitKind { trainable, frozen };
 
 struct UnitContext {
-  Runner compute{};              // of parameters and gradients
-  Runner state{};                // of masters, sums and optimizer states
+  KernelTable compute{};         // of parameters and gradients
+  KernelTable state{};           // of masters, sums and optimizer states
   bool pinned = true;            // what is offloaded
   SideStream reducing{};         // beside the backward
   SideStream gathering{};        // beside whatever computes

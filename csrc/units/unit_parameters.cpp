@@ -214,10 +214,10 @@ void UnitParameters::gather(Comm& comm, int64_t tag, Pending& pending) {
   if (layout_.ranges() > 1) comm.gather(full_.tensor(), tag, pending);
 }
 
-Offer UnitParameters::offer(Comm& comm, int64_t peer) const {
+PostedSend UnitParameters::post_send(Comm& comm, int64_t peer) const {
   const at::Tensor& part = mirror_.defined() ? mirror_ : shard_.tensor();
-  return comm.has_only_neighbors() ? comm.offer_lastingly(part, peer, gather_tag_)
-                                   : comm.offer(part, peer, gather_tag_);
+  return comm.has_only_local_peers() ? comm.post_persistent_send(part, peer, gather_tag_)
+                                     : comm.post_send(part, peer, gather_tag_);
 }
 
 void UnitParameters::start_gather(Comm& comm) {
@@ -291,19 +291,19 @@ void UnitParameters::refresh_mirror(const Comm& comm) {
   mirror_.copy_(own);
 }
 
-void UnitParameters::stow(const std::set<std::string>& states, const std::string& message) {
+void UnitParameters::offload(const std::set<std::string>& states, const std::string& message) {
   const bool full = states.count("full") > 0;
   const bool master = states.count("master") > 0;
   if (master && !full) need_shard();
   if (full) {
-    full_.stow(context_.offloaded, message);
-    shard_.stow(context_.offloaded, message);
+    full_.offload(context_.offloaded, message);
+    shard_.offload(context_.offloaded, message);
   }
-  if (master) master_.stow(context_.offloaded, message);
+  if (master) master_.offload(context_.offloaded, message);
 }
 
-void UnitParameters::unstow() {
-  for (FlatBuffer* buffer : {&full_, &shard_, &master_}) buffer->unstow();
+void UnitParameters::reload() {
+  for (FlatBuffer* buffer : {&full_, &shard_, &master_}) buffer->reload();
   drop_idle_shard();
 }
 

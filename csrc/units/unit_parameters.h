@@ -75,7 +75,7 @@ class UnitParameters {
   bool comes_and_goes() const { return comes_and_goes_; }
   int64_t full_bytes() const { return static_cast<int64_t>(full_.tensor().nbytes()); }
   // This rank's range, for `peer` to take whenever it gathers the unit.
-  Offer offer(Comm& comm, int64_t peer) const;
+  PostedSend post_send(Comm& comm, int64_t peer) const;
   void start_gather(Comm& comm);
   void finish_gather(const std::function<std::string()>& what);
   // Into full as it is; what was written there is forgotten. Begins a gather, without allocating.
@@ -86,9 +86,9 @@ class UnitParameters {
   // Where parameters travel through host memory: what others take is what this rank holds now.
   void refresh_mirror(const Comm& comm);
 
-  // See FlatBuffer::stow and unstow: what is among `states` of "full" and "master".
-  void stow(const std::set<std::string>& states, const std::string& message);
-  void unstow();
+  // See FlatBuffer::offload and reload: what is among `states` of "full" and "master".
+  void offload(const std::set<std::string>& states, const std::string& message);
+  void reload();
   // Of a unit that is not used any more.
   void drop_master() { master_.drop(); }
 

@@ -40,7 +40,7 @@ def slow_writes(monkeypatch):
     go.set()
 
 
-# Frozen and thawed
+# Frozen and unfrozen
 
 
 def frozen_first(requires_grad=False) -> MLP:

@@ -1,4 +1,4 @@
-"""Messages that are read straight from the sender's memory (csrc/cross_memory.h)."""
+"""Messages that are read straight from the sender's memory (csrc/shared_host_transport.h)."""
 
 import gc
 import os
@@ -37,7 +37,7 @@ def connect(group, allowed: bool = True):
         dist.all_gather_into_tensor(rows.view(-1), values, group=group)
         return rows
 
-    return _C.CrossMemory.connect(
+    return _C.SharedHostTransport.connect(
         rank, world, timeout_ms=20_000, allowed=allowed, all_gather=all_gather
     )
 
@@ -213,26 +213,26 @@ def test_a_message_that_does_not_come_times_out(memory, group, rank):
 @pytest.mark.world(min=2)
 def test_who_waits_for_a_round_that_a_rank_is_past_hears_so(memory, group, rank, world):
     """What was sent before still comes; the next round is the same for all."""
-    begun = memory.next_round(0)
+    begun = memory.next_epoch(0)
     assert begun == 1
     gather_objects(rank, group)
-    sends = [memory.send(torch.ones(5), to=peer, tag=0, round=begun) for peer in peers_of(group)]
+    sends = [memory.send(torch.ones(5), to=peer, tag=0, epoch=begun) for peer in peers_of(group)]
     if rank == 0:
-        memory.abandon_round(begun)
+        memory.abandon_epoch(begun)
     gather_objects(rank, group)
     into = torch.zeros(5)
-    memory.receive(into, from_rank=(rank + 1) % world, tag=0, round=begun).wait()
+    memory.receive(into, from_rank=(rank + 1) % world, tag=0, epoch=begun).wait()
     assert_bits(into, torch.ones(5))
     if rank != 0:
         with pytest.raises(RuntimeError, match="it went on without this"):
-            memory.receive(into, from_rank=0, tag=1, round=begun).wait()
+            memory.receive(into, from_rank=0, tag=1, epoch=begun).wait()
     gather_objects(rank, group)
-    assert memory.next_round(begun) == begun + 1
+    assert memory.next_epoch(begun) == begun + 1
     gather_objects(rank, group)
     if rank == world - 1:
-        memory.abandon_round(begun + 1)
+        memory.abandon_epoch(begun + 1)
     gather_objects(rank, group)
-    assert memory.next_round(begun + 1) == begun + 2
+    assert memory.next_epoch(begun + 1) == begun + 2
     assert len(sends) == world - 1
 
 

@@ -518,7 +518,7 @@ def test_a_thawed_parameter_trains(mesh, rank, world):
     for m in (model, plain):
         m.blocks[1].base.requires_grad_(True)
 
-    def thawed():
+    def unfrozen():
         twin = Stack(block=Lora)
         twin.blocks[1].base.requires_grad_(True)
         return twin
@@ -527,7 +527,7 @@ def test_a_thawed_parameter_trains(mesh, rank, world):
         optimizer.zero_grad()
         mean_square(model, batches[0][rank]).backward()
         assert gathered(model) == []
-        assert_gradients(model, thawed, batches, world)
+        assert_gradients(model, unfrozen, batches, world)
     optimizer.step()
     with model.summon_full_params():
         assert not torch.equal(model.blocks[1].base.weight, plain.blocks[1].base.weight)
@@ -692,7 +692,7 @@ def test_many_models_leave_no_threads_or_files_behind(mesh, rank, world):
     counts = []
     for _ in range(12):
         once()
-        _C.wait_for_farewells(30)
+        _C.wait_for_shutdowns(30)
         gather_objects(rank)
         counts.append(threads_and_files())
     # Not equal: what an earlier test left behind may go away meanwhile, but hardly so much. A
@@ -765,7 +765,7 @@ elif rank == 1:
     stops = f"sleep 1; kill -STOP {os.getpid()}; sleep 1.3; kill -CONT {os.getpid()}"
     subprocess.Popen(["sh", "-c", stops])
     time.sleep(0.7)
-    zero_ext.engine.handle.find(next(model.parameters()))[0].engine.say_farewell()
+    zero_ext.engine.handle.find(next(model.parameters()))[0].engine.begin_shutdown()
     time.sleep(4)
 elif rank == 0:
     time.sleep(1.5)

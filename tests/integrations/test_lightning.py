@@ -335,7 +335,7 @@ def test_callbacks_with_states_of_their_own_are_resumed(anywhere, path, stage, n
         models.append(resumed)
         groups = resumed.trainer.optimizers[0].param_groups
         assert len(groups) == (1 if name == "averaging" else 2)
-    if name == "averaging" or anywhere is None:  # DDP does not reduce what is thawed later
+    if name == "averaging" or anywhere is None:  # DDP does not reduce what is unfrozen later
         assert_like(*models)
 
 

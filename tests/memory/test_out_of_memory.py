@@ -250,7 +250,7 @@ CHANGES = {  # what was done before, and what memory runs out for
     "wrapped optimizer": (["shard"], "wrap_optimizer"),
     "optimizer alone": ([], "make_optimizer_alone"),
     "added group": (["make_optimizer_of_two"], "add_others"),
-    "thawed": (["freeze_others", "shard", "make_optimizer", "step", "thaw_others"], "step"),
+    "unfrozen": (["freeze_others", "shard", "make_optimizer", "step", "thaw_others"], "step"),
 }
 
 

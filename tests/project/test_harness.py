@@ -38,7 +38,8 @@ def run_ranks(
     environment = {
         k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "TORCHELASTIC"))
     }
-    path = [str(Path(__file__).parents[1] / "support"), os.environ.get("PYTHONPATH", "")]
+    tests = Path(__file__).parents[1]
+    path = [str(tests), str(tests / "support"), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path)
     environment["OMP_NUM_THREADS"] = "1"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -79,7 +79,7 @@ class Training:
         assert_same_values(self.model, self.expected)
 
     def run_after_thawing(self, steps: int):
-        """An optimizer alone sees what was thawed in its next step, and averages it then."""
+        """An optimizer alone sees what was unfrozen in its next step, and averages it then."""
         self.backward()
         self.step()
         self.run(steps - 1)
@@ -310,7 +310,7 @@ def test_several_dtypes_in_one_model(way, group, rank, world):
     optimizer.step()
 
 
-# Frozen and thawed
+# Frozen and unfrozen
 
 
 class Quantised(nn.Module):

@@ -153,7 +153,7 @@ def test_turns_are_rank_0s_where_ranks_differ(mesh, rank, world, stage):
 @pytest.mark.dist
 @pytest.mark.world(min=2)
 def test_turns_are_learned_again_when_units_come(mesh, rank, world):
-    """A thawed layer makes a unit behind the others, but runs among them."""
+    """A unfrozen layer makes a unit behind the others, but runs among them."""
     model = Backwards()
     model.layers[2].requires_grad_(False)
     zero_ext.shard(model, 2, mesh=mesh, bucket_mb=ONE_UNIT_EACH)

@@ -566,7 +566,7 @@ def test_a_forward_that_was_interrupted_is_over(then, mesh, rank, world):
     assert find(model.scale)[0].engine.gathered_units() == []
 
 
-# Errors of one rank, of which the others hear (Note [Rounds] in csrc/cross_memory.h)
+# Errors of one rank, of which the others hear (Note [Epochs] in csrc/shared_host_transport.h)
 
 
 def assert_stepped_once(model, batches, world) -> None:

@@ -211,9 +211,9 @@ def _prepare(model: nn.Module) -> None:
     found = [find(parameter) for parameter in model.parameters()]
     for handle in {id(entry[0]): entry[0] for entry in found if entry is not None}.values():
         handle.refuse_forgotten_writes("load() of a checkpoint")
-        handle.adopt_thawed()
+        handle.adopt_unfrozen()
         for optimizer in handle.optimizers:
-            optimizer._adopt_thawed()
+            optimizer._adopt_unfrozen()
 
 
 def _pickled(objects: dict[str, Any]) -> bytes:

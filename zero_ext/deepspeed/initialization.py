@@ -17,7 +17,7 @@ from zero_ext.deepspeed.schedules import SCHEDULES
 from zero_ext.deepspeed.training_engine import TrainingEngine, data_loader
 from zero_ext.engine.handle import any_sharded
 from zero_ext.module.sharding import shard
-from zero_ext.optim import adoption as takeover
+from zero_ext.optim import adoption as adoption
 from zero_ext.optim.scaler import LossScaler
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.ranks.groups import all_or_none, check_same_on_all_ranks, resolve
@@ -93,11 +93,11 @@ def initialize(
         "the configurations",
         remedy="Give every rank the same configuration.",
     )
-    names = takeover.names_of(model)
+    names = adoption.names_of(model)
     engine = TrainingEngine(_sharded(model, settings, sharding), settings, collate_fn)
     if given is not None:
-        takeover.follow_models(given, names)
-        engine.optimizer = takeover.take_over(given, **ours)
+        adoption.follow_models(given, names)
+        engine.optimizer = adoption.take_over(given, **ours)
         engine.lr_scheduler = schedule
     engine.training_dataloader = loader
     return engine, engine.optimizer, loader, engine.lr_scheduler
@@ -175,9 +175,9 @@ def _optimizer_given(
         given = optimizer
     else:
         given = optimizer(parameters)
-    takeover.check(given)
+    adoption.check(given)
     own = {id(p) for p in model.parameters()}
-    for parameter in takeover.parameters_of(given):
+    for parameter in adoption.parameters_of(given):
         if id(parameter) not in own:
             raise ValueError(
                 f"zero_ext: a parameter of shape {tuple(parameter.shape)} for the optimizer is not "

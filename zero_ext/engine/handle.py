@@ -30,7 +30,7 @@ from zero_ext.ranks.groups import (
     broadcast_,
     check_environment,
     check_same_on_all_ranks,
-    cross_memory_allowed,
+    shared_host_transport_allowed,
 )
 from zero_ext.tensor import shard_tensor
 
@@ -49,8 +49,8 @@ def _serve_until_all_ranks_end() -> None:
     if hasattr(sys, "last_value"):  # this rank fails: the others must see that, not wait for it
         return
     for handle in list(_serving):
-        handle.engine.say_farewell()
-    _C.wait_for_farewells(_EXIT_PATIENCE_S)
+        handle.engine.begin_shutdown()
+    _C.wait_for_shutdowns(_EXIT_PATIENCE_S)
 
 
 atexit.register(_serve_until_all_ranks_end)
@@ -96,9 +96,9 @@ def stays_whole(parameter: Tensor) -> bool:
 class Handle:
     """One engine over some parameters.
 
-    A parameter that is frozen when it comes in stays as it is until it is thawed. ``whole``: those
-    that no engine can take, see ``stays_whole``; they are watched, so that nobody trains them.
-    ``buffers``: those that will be broadcast.
+    A parameter that is frozen when it comes in stays as it is until it is unfrozen. ``whole``: the
+    parameters that no engine can take, see ``stays_whole``; an error is raised when one of them is
+    trained. ``buffers``: the buffers that will be broadcast.
     """
 
     def __init__(
@@ -180,14 +180,14 @@ class Handle:
         options.gather.prefetch_bytes = units.prefetch_bytes(
             blocks or (), [p for _, p in parameters], prefetch_mb, bucket_mb, param_dtype
         )
-        options.gather.prefetch_from_neighbors = prefetch_mb is not None
+        options.gather.prefetch_from_local_peers = prefetch_mb is not None
         options.gather.retained_bytes = -1 if retained_bytes is None else int(retained_bytes)
         options.gather.reshard_after_forward = reshard_after_forward
         with CommGroups(groups) as comm:
             for group, name in comm.names.items():
                 setattr(options, group, name)
             options.timeout_ms = comm.timeout // datetime.timedelta(milliseconds=1)
-            options.cross_memory = cross_memory_allowed()
+            options.shared_host_transport = shared_host_transport_allowed()
             options.reduction = getattr(_C.Reduction, reduction or comm.default_reduction)
             self.engine = _C.Engine(options)
         self.engine.set_local_reader(_local_part)
@@ -301,7 +301,7 @@ class Handle:
         for block, numbers in unwatched:
             for k, module in enumerate(block.modules):
                 last = k == len(block.modules) - 1
-                site = self.engine.add_site(numbers, root=block.root, first=k == 0, last=last)
+                site = self.engine.add_hook_site(numbers, root=block.root, first=k == 0, last=last)
                 hooks = SiteHooks(self.engine, site, self.forwards)
                 watch_module(module, hooks)
                 if block.root:
@@ -394,7 +394,7 @@ class Handle:
         """Every rank holds all of the optimizer's state: stage 0, or replicas of one rank."""
         return self.groups.shards == 1 or self.engine.stage == 0
 
-    def adopt_thawed(self) -> list[int]:
+    def adopt_unfrozen(self) -> list[int]:
         """Shard parameters that were frozen before and require a gradient now. Collective.
 
         A gradient that autograd has left in their ``.grad`` becomes what a reduction makes of it.
@@ -406,17 +406,17 @@ class Handle:
             parameter = reference()
             if parameter is not None and parameter.requires_grad:
                 _refuse_dtype(self.groups, name, parameter)
-        thawed = self.engine.thawed()
-        if thawed:  # for training, even where a forward in inference mode notices it
+        unfrozen = self.engine.unfrozen()
+        if unfrozen:  # for training, even where a forward in inference mode notices it
             with torch.inference_mode(False), torch.no_grad():
-                self._adopt(thawed)
-        return thawed
+                self._adopt(unfrozen)
+        return unfrozen
 
-    def _adopt(self, thawed: Sequence[int]) -> None:
-        gradients = {i: self.parameters[i]().grad for i in thawed}
+    def _adopt(self, unfrozen: Sequence[int]) -> None:
+        gradients = {i: self.parameters[i]().grad for i in unfrozen}
         totals = {i: self._average(i, gradient) for i, gradient in gradients.items()}
         by_block: dict[int, list[int]] = {}
-        for i in thawed:
+        for i in unfrozen:
             self.parameters[i]().grad = None
             by_block.setdefault(self.engine.frozen_unit_of(i), []).append(i)
         try:

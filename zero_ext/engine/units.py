@@ -18,7 +18,7 @@ class UnitPlan(NamedTuple):
     dtype: torch.dtype
 
 
-# So much smaller than a bucket that its gradient may as well wait: see Note [Turns] in
+# So much smaller than a bucket that its gradient may as well wait: see Note [Reduction order] in
 # csrc/reductions.h.
 _SMALL = 64
 

@@ -18,7 +18,7 @@ from zero_ext import checkpoint
 from zero_ext.engine.handle import any_sharded, find, stays_whole
 from zero_ext.module.forward_methods import register_forward_method
 from zero_ext.module.sharding import shard
-from zero_ext.optim import adoption as takeover
+from zero_ext.optim import adoption as adoption
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.ranks.groups import all_or_none, resolve
 from zero_ext.state.model_state import gather_state_dict
@@ -87,7 +87,7 @@ class Accelerator(accelerate.Accelerator):
         """
         models = [each for each in args if isinstance(each, nn.Module)]
         given = [each for each in args if _is_of_torch(each)]
-        names = takeover.names_of(*models)
+        names = adoption.names_of(*models)
         if models or given:
             with all_or_none(resolve(None, self._sharding.get("mesh"), []), "prepare()"):
                 for optimizer in given:
@@ -99,7 +99,7 @@ class Accelerator(accelerate.Accelerator):
                 for each, placed in zip(args, placement, strict=True)
             )
             for optimizer in given:
-                takeover.follow_models(optimizer, names)
+                adoption.follow_models(optimizer, names)
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
@@ -131,9 +131,9 @@ class Accelerator(accelerate.Accelerator):
         if isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
         given = optimizer
-        if _is_of_torch(given) and any_sharded(takeover.parameters_of(given)):
+        if _is_of_torch(given) and any_sharded(adoption.parameters_of(given)):
             _check(given, {})
-            optimizer = takeover.take_over(given)
+            optimizer = adoption.take_over(given)
         if isinstance(optimizer, ShardedOptimizer):
             device_placement = False  # its state is where the parameters are
         prepared = super().prepare_optimizer(optimizer, device_placement)
@@ -228,10 +228,10 @@ def _check(optimizer: torch.optim.Optimizer, coming: dict[int, Any]) -> None:
     """``coming``: by id, the parameters that are about to be sharded."""
     foreign = [
         parameter
-        for parameter in takeover.parameters_of(optimizer)
+        for parameter in adoption.parameters_of(optimizer)
         if id(parameter) not in coming and find(parameter) is None
     ]
-    if len(foreign) == len(takeover.parameters_of(optimizer)):
+    if len(foreign) == len(adoption.parameters_of(optimizer)):
         return  # accelerate's, as it is
     if foreign:
         raise ValueError(
@@ -240,13 +240,13 @@ def _check(optimizer: torch.optim.Optimizer, coming: dict[int, Any]) -> None:
             "it, or give it an optimizer of its own."
         )
     _check_one_model(optimizer, coming)
-    takeover.check(optimizer)
+    adoption.check(optimizer)
 
 
 def _check_one_model(optimizer: torch.optim.Optimizer, coming: dict[int, Any]) -> None:
     owners = [
         entry[0] if (entry := find(parameter)) else coming[id(parameter)][0]
-        for parameter in takeover.parameters_of(optimizer)
+        for parameter in adoption.parameters_of(optimizer)
         if not stays_whole(parameter)
     ]
     if any(owner is not owners[0] for owner in owners):
@@ -262,7 +262,7 @@ def _pair(models: list[nn.Module], optimizers: list[AcceleratedOptimizer]) -> li
         each.optimizer for each in optimizers if isinstance(each.optimizer, ShardedOptimizer)
     ]
     return [
-        _Sharded(model, takeover.optimizers_of(model, sharded))
+        _Sharded(model, adoption.optimizers_of(model, sharded))
         for model in filter(_is_sharded, models)
     ]
 

@@ -21,7 +21,7 @@ from zero_ext import checkpoint as checkpoints
 from zero_ext.engine.handle import any_sharded, find
 from zero_ext.module.forward_methods import ForwardMethod, register_forward_method
 from zero_ext.module.sharding import shard
-from zero_ext.optim import adoption as takeover
+from zero_ext.optim import adoption as adoption
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.ranks.groups import all_or_none, resolve
 from zero_ext.tensor.shard_tensor import ShardTensor
@@ -149,18 +149,18 @@ class ShardedStrategy(DDPStrategy):
 
     def setup_optimizers(self, trainer: Any) -> None:
         self._reset_optimizers_and_schedulers()
-        for optimizer in takeover.optimizers_of(self.model, _of_fits):
+        for optimizer in adoption.optimizers_of(self.model, _of_fits):
             optimizer.retire()
         super().setup_optimizers(trainer)
         given = [
             optimizer
             for optimizer in self.optimizers
-            if any_sharded(takeover.parameters_of(optimizer)) and not _is_ours(optimizer)
+            if any_sharded(adoption.parameters_of(optimizer)) and not _is_ours(optimizer)
         ]
         with all_or_none(resolve(None, self._sharding.get("mesh"), []), "setup_optimizers()"):
             for optimizer in given:
-                takeover.check(optimizer)
-        successors = {id(optimizer): takeover.take_over(optimizer) for optimizer in given}
+                adoption.check(optimizer)
+        successors = {id(optimizer): adoption.take_over(optimizer) for optimizer in given}
         _of_fits.update(successors.values())
         self.optimizers = [successors.get(id(o), o) for o in self.optimizers]
 
@@ -287,7 +287,7 @@ class ShardedStrategy(DDPStrategy):
 
     def _checkpointed_optimizers(self) -> list[torch.optim.Optimizer]:
         """Without the one of nothing that Lightning makes where there is none."""
-        return takeover.optimizers_of(self.model, self.optimizers)
+        return adoption.optimizers_of(self.model, self.optimizers)
 
 
 def _is_sharded(model: nn.Module | None) -> bool:

@@ -404,7 +404,7 @@ class ShardedMethods:
             if found is not parameter:
                 place.refuse_another(found, self._handle.groups)
         self._handle.check_forward()
-        self._handle.adopt_thawed()
+        self._handle.adopt_unfrozen()
         self._handle.engine.before_forward()
         dtype = self._mp_policy.param_dtype
         if dtype is None or not self._mp_policy.cast_forward_inputs:

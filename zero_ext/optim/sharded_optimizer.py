@@ -92,7 +92,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"zero_ext: max_grad_norm must be positive, not {max_grad_norm}.")
         self._handle: Handle | None = None
-        self._frozen: list[Tensor] = []  # without state until they are thawed
+        self._frozen: list[Tensor] = []  # without state until they are unfrozen
         self._taken_out = WeakIdKeyDictionary()  # Parameter -> None: of the groups, by hand
         self._compared = [name for name in defaults if name not in _SWITCHES]
         super().__init__(params, defaults)
@@ -399,8 +399,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._handle.engine.unit_of(i) >= 0:
             self._show_state(parameter, i, group)
 
-    def _adopt_thawed(self) -> None:
-        self._handle.adopt_thawed()  # a sharded module's forward may have done so already
+    def _adopt_unfrozen(self) -> None:
+        self._handle.adopt_unfrozen()  # a sharded module's forward may have done so already
         for parameter in self._frozen:
             _, i = find(parameter)
             if self._handle.engine.unit_of(i) < 0:
@@ -471,7 +471,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._handle.forwards.leave_abandoned()
-        self._adopt_thawed()
+        self._adopt_unfrozen()
         self._follow_groups()
         self._follow_state()
         self._check_scaled()
@@ -582,7 +582,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; also drops what micro-batches inside ``no_sync()`` have added up."""
-        self._adopt_thawed()
+        self._adopt_unfrozen()
         self._follow_groups()
         mode = _C.ZeroGrad.to_none if set_to_none else _C.ZeroGrad.to_zero
         self._handle.engine.zero_grad(self._sharded_state.indices, mode)
@@ -604,7 +604,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             0-D fp32 tensor, the norm before scaling, equal on all ranks.
         Source: Pascanu et al. 2013, section 3.2.
         """
-        self._adopt_thawed()
+        self._adopt_unfrozen()
         self._follow_groups()
         # A norm that is not finite leaves the gradients alone.
         norm = self._sharded_state.clip_gradients(max_norm)
@@ -647,7 +647,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             result = hook(self, state_dict)
             state_dict = state_dict if result is None else result
-        self._adopt_thawed()
+        self._adopt_unfrozen()
         self._follow_groups()
         saved_groups = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in self.param_groups]
@@ -719,7 +719,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             warnings.warn(
                 f"zero_ext: parameter {key} is frozen, and its saved state "
                 f"({', '.join(map(str, values))}) is passed over: it begins anew when the "
-                "parameter is thawed. Thaw it before load_state_dict().",
+                "parameter is unfrozen. Thaw it before load_state_dict().",
                 stacklevel=4,
             )
 

@@ -31,7 +31,9 @@ class WrappedOptimizer(ShardedOptimizer):
         self._kinds_checked = {elementwise.kind_of({})}
         self._inner: torch.optim.Optimizer | None = None
         self._shards: dict[Tensor, torch.nn.Parameter] = {}
-        self._stowed: dict[int, _C.StowedStorage] = {}  # by storage: one may hold several states
+        self._offloaded: dict[
+            int, _C.OffloadedStorage
+        ] = {}  # by storage: one may hold several states
         probe = optimizer_class([torch.nn.Parameter(torch.zeros(1, device="cpu"))], **kwargs)
         super().__init__(params, dict(probe.defaults), **sharding)
 
@@ -97,7 +99,7 @@ class WrappedOptimizer(ShardedOptimizer):
 
     @torch.no_grad()
     def _checked_states(self, keys, parameters, saved, groups) -> Callable[[], None]:
-        if self._stowed:
+        if self._offloaded:
             raise RuntimeError(_C.STATES_OFFLOADED)
         # torch's optimizers make their state in the first step, or some of it when constructed: a
         # new one takes what is saved.
@@ -150,17 +152,17 @@ class WrappedOptimizer(ShardedOptimizer):
     def _set_state_offloaded(self, offloaded: bool) -> None:
         super()._set_state_offloaded(offloaded)
         if not offloaded:
-            for storage in self._stowed.values():
+            for storage in self._offloaded.values():
                 storage.bring_back()
-            self._stowed.clear()
+            self._offloaded.clear()
             return
         for state in self._inner.state.values():
             for value in state.values():
                 if not isinstance(value, Tensor) or value.device.type == "cpu":
                     continue
                 key = value.untyped_storage()._cdata
-                if key not in self._stowed:
-                    self._stowed[key] = _C.StowedStorage(value, _C.STATES_OFFLOADED)
+                if key not in self._offloaded:
+                    self._offloaded[key] = _C.OffloadedStorage(value, _C.STATES_OFFLOADED)
 
     def _slice_of(self, value: Tensor, parameter: Tensor, shard: Tensor) -> Tensor:
         local = torch.empty_like(shard, requires_grad=False)

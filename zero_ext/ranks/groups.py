@@ -170,7 +170,7 @@ def _timeout() -> datetime.timedelta | None:
     return datetime.timedelta(seconds=seconds)
 
 
-def cross_memory_allowed() -> bool:
+def shared_host_transport_allowed() -> bool:
     """Whether ranks may read each other's memory instead of sending messages."""
     text = os.environ.get("ZERO_EXT_CROSS_MEMORY", "1")
     if text not in ("0", "1"):
@@ -182,7 +182,7 @@ def check_environment(groups: Groups) -> None:
     """Raise on every rank for what an engine would find wrong on one, among collectives."""
     with all_or_none(groups, "sharding"):
         _timeout()
-        cross_memory_allowed()
+        shared_host_transport_allowed()
 
 
 class _Maker(NamedTuple):

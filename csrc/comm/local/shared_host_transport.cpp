@@ -88,12 +88,12 @@ struct Doorbell {
   std::atomic<uint32_t> left;    // its owner sends nothing any more
   std::atomic<uint32_t> closed;  // its owner's messages may not be read any more
   std::atomic<uint64_t> served;  // what its owner has posted was read so often
-  // Of each kind, see Note [Rounds]: the first round that its owner is not past, the one after the
+  // Of each kind, see Note [Epochs]: the first epoch that its owner is not past, the one after the
   // last that it has abandoned, and the one after the last that it takes no messages of.
-  using Rounds = std::array<std::atomic<int64_t>, CrossMemory::kKinds>;
+  using Rounds = std::array<std::atomic<int64_t>, SharedHostTransport::kKinds>;
   alignas(kCacheLine) Rounds rounds;
-  Rounds abandoned_rounds;
-  Rounds dropped_rounds;
+  Rounds abandoned_epochs;
+  Rounds dropped_epochs;
 
   void ring() {
     rings.fetch_add(1);
@@ -191,14 +191,14 @@ Nonce random_nonce() {
 struct Transfer {
   at::Tensor tensor;
   int64_t peer;
-  CrossMemory::Label label;
+  SharedHostTransport::Label label;
   bool sending = false;
   bool done = false;
   std::string error;
 
   // Among the messages of all kinds.
   uint64_t tag() const {
-    return CrossMemory::kKinds * static_cast<uint64_t>(label.tag) +
+    return SharedHostTransport::kKinds * static_cast<uint64_t>(label.tag) +
            static_cast<uint64_t>(label.kind);
   }
 };
@@ -211,14 +211,15 @@ void pause() {
 #endif
 }
 
-class LinuxCrossMemory final : public CrossMemory,
-                               public std::enable_shared_from_this<LinuxCrossMemory> {
+class LinuxSharedHostTransport final
+    : public SharedHostTransport,
+      public std::enable_shared_from_this<LinuxSharedHostTransport> {
  public:
-  LinuxCrossMemory(int64_t rank, int64_t world, milliseconds timeout)
+  LinuxSharedHostTransport(int64_t rank, int64_t world, milliseconds timeout)
       : rank_(rank), timeout_(timeout), peers_(world) {}
-  ~LinuxCrossMemory() override;
-  LinuxCrossMemory(const LinuxCrossMemory&) = delete;
-  LinuxCrossMemory& operator=(const LinuxCrossMemory&) = delete;
+  ~LinuxSharedHostTransport() override;
+  LinuxSharedHostTransport(const LinuxSharedHostTransport&) = delete;
+  LinuxSharedHostTransport& operator=(const LinuxSharedHostTransport&) = delete;
 
   bool connect(bool allowed, const std::function<at::Tensor(const at::Tensor&)>& all_gather);
 
@@ -227,9 +228,9 @@ class LinuxCrossMemory final : public CrossMemory,
   Message send(const at::Tensor& tensor, int64_t to, const Label& label) override;
   Message receive(const at::Tensor& into, int64_t from, const Label& label) override;
   Message post(const at::Tensor& tensor, int64_t to, const Label& label) override;
-  int64_t next_round(Kind kind, int64_t last) override;
-  void leave_round(Kind kind, int64_t round, Exit exit) override;
-  int64_t who_abandoned(Kind kind, int64_t round) const override;
+  int64_t next_epoch(Kind kind, int64_t last) override;
+  void leave_epoch(Kind kind, int64_t epoch, Exit exit) override;
+  int64_t who_abandoned(Kind kind, int64_t epoch) const override;
   void leave() override {
     const std::lock_guard lock(mutex_);
     leaving_ = true;
@@ -280,22 +281,22 @@ class LinuxCrossMemory final : public CrossMemory,
     const bool left = end.empty() && peer.mailbox.doorbell().left.load() != 0;
     return left ? "its script has ended, or it has deleted its model." : end;
   }
-  // The sender of what is waited for is past its round.
+  // The sender of what is waited for is past its epoch.
   bool is_past(const Transfer& transfer) const {
     return !transfer.sending && is_before(transfer, &Doorbell::rounds);
   }
-  // The receiver of what was sent takes nothing of its round any more.
+  // The receiver of what was sent takes nothing of its epoch any more.
   bool is_dropped(const Transfer& transfer) const {
-    return transfer.sending && is_before(transfer, &Doorbell::dropped_rounds);
+    return transfer.sending && is_before(transfer, &Doorbell::dropped_epochs);
   }
   bool is_before(const Transfer& transfer, Doorbell::Rounds Doorbell::* rounds) const {
-    if (transfer.label.round == kNoRound) return false;
+    if (transfer.label.epoch == kNoEpoch) return false;
     const Doorbell& doorbell = peers_[transfer.peer].mailbox.doorbell();
-    return transfer.label.round < (doorbell.*rounds)[index_of(transfer.label.kind)].load();
+    return transfer.label.epoch < (doorbell.*rounds)[index_of(transfer.label.kind)].load();
   }
   static size_t index_of(Kind kind) { return static_cast<size_t>(kind); }
-  // This rank is past the rounds before `first`.
-  void show_rounds(Kind kind, int64_t first);
+  // This rank is past the epochs before `first`.
+  void show_epochs(Kind kind, int64_t first);
   void ring_all() const {
     for (const Peer& peer : peers_) {
       if (peer.mailbox.open()) peer.mailbox.doorbell().ring();
@@ -319,7 +320,7 @@ class LinuxCrossMemory final : public CrossMemory,
   uint64_t sent_ = 0;
   bool leaving_ = false;  // nobody has been told yet
   bool has_left_ = false;
-  std::array<int64_t, kKinds> rounds_{};  // what is to be shown behind all that was sent
+  std::array<int64_t, kKinds> epochs_{};  // what is to be shown behind all that was sent
   std::unordered_map<uint64_t, std::shared_ptr<Transfer>> sending_;  // by number
   std::list<std::shared_ptr<Transfer>> receiving_;                   // in the order of the calls
   std::atomic<int64_t> receiving_count_{0};
@@ -327,7 +328,7 @@ class LinuxCrossMemory final : public CrossMemory,
 
 class MessageWork final : public c10d::Work {
  public:
-  MessageWork(std::shared_ptr<LinuxCrossMemory> owner, std::shared_ptr<Transfer> transfer)
+  MessageWork(std::shared_ptr<LinuxSharedHostTransport> owner, std::shared_ptr<Transfer> transfer)
       : owner_(std::move(owner)), transfer_(std::move(transfer)) {}
   ~MessageWork() override { owner_->cancel(transfer_); }
   bool wait(milliseconds timeout) override {
@@ -337,17 +338,17 @@ class MessageWork final : public c10d::Work {
   void withdraw() { owner_->withdraw(transfer_); }
 
  private:
-  std::shared_ptr<LinuxCrossMemory> owner_;
+  std::shared_ptr<LinuxSharedHostTransport> owner_;
   std::shared_ptr<Transfer> transfer_;
 };
 
-LinuxCrossMemory::~LinuxCrossMemory() {
+LinuxSharedHostTransport::~LinuxSharedHostTransport() {
   if (!mailbox_.open() || getpid() != process_) return;  // a forked child shares the mailbox
   close();
 }
 
-bool LinuxCrossMemory::connect(bool allowed,
-                               const std::function<at::Tensor(const at::Tensor&)>& all_gather) {
+bool LinuxSharedHostTransport::connect(
+    bool allowed, const std::function<at::Tensor(const at::Tensor&)>& all_gather) {
   const auto world = static_cast<int64_t>(peers_.size());
   const size_t bytes = Mailbox::size(world);
   const File file(allowed ? memfd_create("zero_ext", MFD_CLOEXEC) : -1);
@@ -399,8 +400,8 @@ bool LinuxCrossMemory::connect(bool allowed,
   return any;
 }
 
-CrossMemory::Message LinuxCrossMemory::send(const at::Tensor& tensor, int64_t to,
-                                            const Label& label) {
+SharedHostTransport::Message LinuxSharedHostTransport::send(const at::Tensor& tensor, int64_t to,
+                                                            const Label& label) {
   auto transfer = std::make_shared<Transfer>(
       Transfer{.tensor = tensor, .peer = to, .label = label, .sending = true});
   {
@@ -417,8 +418,8 @@ CrossMemory::Message LinuxCrossMemory::send(const at::Tensor& tensor, int64_t to
   return c10::make_intrusive<MessageWork>(shared_from_this(), std::move(transfer));
 }
 
-CrossMemory::Message LinuxCrossMemory::receive(const at::Tensor& into, int64_t from,
-                                               const Label& label) {
+SharedHostTransport::Message LinuxSharedHostTransport::receive(const at::Tensor& into, int64_t from,
+                                                               const Label& label) {
   auto transfer =
       std::make_shared<Transfer>(Transfer{.tensor = into, .peer = from, .label = label});
   {
@@ -430,8 +431,8 @@ CrossMemory::Message LinuxCrossMemory::receive(const at::Tensor& into, int64_t f
   return c10::make_intrusive<MessageWork>(shared_from_this(), std::move(transfer));
 }
 
-CrossMemory::Message LinuxCrossMemory::post(const at::Tensor& tensor, int64_t to,
-                                            const Label& label) {
+SharedHostTransport::Message LinuxSharedHostTransport::post(const at::Tensor& tensor, int64_t to,
+                                                            const Label& label) {
   auto transfer = std::make_shared<Transfer>(
       Transfer{.tensor = tensor, .peer = to, .label = label, .done = true});
   {
@@ -446,42 +447,42 @@ CrossMemory::Message LinuxCrossMemory::post(const at::Tensor& tensor, int64_t to
   return c10::make_intrusive<MessageWork>(shared_from_this(), std::move(transfer));
 }
 
-int64_t LinuxCrossMemory::next_round(Kind kind, int64_t last) {
+int64_t LinuxSharedHostTransport::next_epoch(Kind kind, int64_t last) {
   int64_t next = last + 1;
   if (reaches_all_) {  // else ranks would pass over different ones
     for (const Peer& peer : peers_) {
       if (!peer.reached) continue;
-      next = std::max(next, peer.mailbox.doorbell().abandoned_rounds[index_of(kind)].load());
+      next = std::max(next, peer.mailbox.doorbell().abandoned_epochs[index_of(kind)].load());
     }
   }
-  show_rounds(kind, next);
+  show_epochs(kind, next);
   return next;
 }
 
-void LinuxCrossMemory::leave_round(Kind kind, int64_t round, Exit exit) {
+void LinuxSharedHostTransport::leave_epoch(Kind kind, int64_t epoch, Exit exit) {
   Doorbell& doorbell = mailbox_.doorbell();
-  doorbell.dropped_rounds[index_of(kind)].store(round + 1);
-  if (exit == Exit::abandoned) doorbell.abandoned_rounds[index_of(kind)].store(round + 1);
-  if (exit != Exit::sent_all) show_rounds(kind, round + 1);
+  doorbell.dropped_epochs[index_of(kind)].store(epoch + 1);
+  if (exit == Exit::abandoned) doorbell.abandoned_epochs[index_of(kind)].store(epoch + 1);
+  if (exit != Exit::sent_all) show_epochs(kind, epoch + 1);
 }
 
-int64_t LinuxCrossMemory::who_abandoned(Kind kind, int64_t round) const {
+int64_t LinuxSharedHostTransport::who_abandoned(Kind kind, int64_t epoch) const {
   for (size_t r = 0; r < peers_.size(); ++r) {
     if (!peers_[r].reached) continue;
     const Doorbell& doorbell = peers_[r].mailbox.doorbell();
-    if (doorbell.abandoned_rounds[index_of(kind)].load() > round) return static_cast<int64_t>(r);
+    if (doorbell.abandoned_epochs[index_of(kind)].load() > epoch) return static_cast<int64_t>(r);
   }
   return -1;
 }
 
-void LinuxCrossMemory::show_rounds(Kind kind, int64_t first) {
+void LinuxSharedHostTransport::show_epochs(Kind kind, int64_t first) {
   const std::lock_guard lock(mutex_);
-  int64_t& shown = rounds_[index_of(kind)];
+  int64_t& shown = epochs_[index_of(kind)];
   shown = std::max(shown, first);
   progress();
 }
 
-void LinuxCrossMemory::write(Peer& peer, const Record& record) {
+void LinuxSharedHostTransport::write(Peer& peer, const Record& record) {
   if (peer.unwritten.empty() && peer.mailbox.from(rank_).try_write(record)) {
     peer.mailbox.doorbell().ring();
   } else {
@@ -489,7 +490,7 @@ void LinuxCrossMemory::write(Peer& peer, const Record& record) {
   }
 }
 
-void LinuxCrossMemory::read_ring(int64_t rank) {
+void LinuxSharedHostTransport::read_ring(int64_t rank) {
   Record record;
   while (mailbox_.from(rank).try_read(&record)) {
     if (record.kind == Record::offered) {
@@ -508,7 +509,7 @@ void LinuxCrossMemory::read_ring(int64_t rank) {
   }
 }
 
-void LinuxCrossMemory::progress() {
+void LinuxSharedHostTransport::progress() {
   bool all_written = true;
   for (size_t r = 0; r < peers_.size(); ++r) {
     Peer& peer = peers_[r];
@@ -523,9 +524,9 @@ void LinuxCrossMemory::progress() {
     read_ring(static_cast<int64_t>(r));
   }
   // Behind all that was sent.
-  for (size_t kind = 0; kind < rounds_.size() && all_written; ++kind) {
+  for (size_t kind = 0; kind < epochs_.size() && all_written; ++kind) {
     std::atomic<int64_t>& shown = mailbox_.doorbell().rounds[kind];
-    if (shown.load(std::memory_order_relaxed) != rounds_[kind]) shown.store(rounds_[kind]);
+    if (shown.load(std::memory_order_relaxed) != epochs_[kind]) shown.store(epochs_[kind]);
   }
   if (leaving_ && all_written) {
     leaving_ = false;
@@ -539,7 +540,7 @@ void LinuxCrossMemory::progress() {
   }
 }
 
-bool LinuxCrossMemory::try_receive(Transfer& transfer) {
+bool LinuxSharedHostTransport::try_receive(Transfer& transfer) {
   Peer& peer = peers_[transfer.peer];
   if (const auto posted = peer.posted.find(transfer.tag()); posted != peer.posted.end()) {
     read(peer, posted->second, transfer);
@@ -557,7 +558,7 @@ bool LinuxCrossMemory::try_receive(Transfer& transfer) {
   return true;
 }
 
-void LinuxCrossMemory::read(const Peer& peer, const Record& message, Transfer& transfer) {
+void LinuxSharedHostTransport::read(const Peer& peer, const Record& message, Transfer& transfer) {
   if (message.bytes != transfer.tensor.nbytes()) {
     transfer.error = "it sent " + std::to_string(message.bytes) +
                      " bytes where this rank expects " + std::to_string(transfer.tensor.nbytes()) +
@@ -574,7 +575,8 @@ void LinuxCrossMemory::read(const Peer& peer, const Record& message, Transfer& t
   transfer.tensor.reset();
 }
 
-void LinuxCrossMemory::wait(const std::shared_ptr<Transfer>& transfer, milliseconds timeout) {
+void LinuxSharedHostTransport::wait(const std::shared_ptr<Transfer>& transfer,
+                                    milliseconds timeout) {
   const milliseconds limit = timeout == kNoTimeout ? timeout_ : timeout;
   const Clock::time_point begin = Clock::now();
   Clock::time_point looked = begin;
@@ -602,7 +604,7 @@ void LinuxCrossMemory::wait(const std::shared_ptr<Transfer>& transfer, milliseco
     const Clock::time_point now = Clock::now();
     if (now - looked < kSlice || !end.empty()) continue;
     looked = now;
-    // Who has left sends farewells alone, which a peer takes although it has left as well.
+    // Who has left sends shutdown handshake alone, which a peer takes although it has left as well.
     const Peer& peer = peers_[transfer->peer];
     end = transfer->sending && has_left_ ? end_of(peer) : end_of_messages(peer);
     if (!end.empty() || now - begin < limit) continue;
@@ -614,12 +616,12 @@ void LinuxCrossMemory::wait(const std::shared_ptr<Transfer>& transfer, milliseco
       if (transfer->done) return;
     }
     const Label& label = transfer->label;
-    if (label.round != kNoRound) leave_round(label.kind, label.round, Exit::abandoned);
+    if (label.epoch != kNoEpoch) leave_epoch(label.kind, label.epoch, Exit::abandoned);
     TORCH_CHECK(false, "timed out after ", limit.count(), " ms.");
   }
 }
 
-void LinuxCrossMemory::cancel(const std::shared_ptr<Transfer>& transfer) {
+void LinuxSharedHostTransport::cancel(const std::shared_ptr<Transfer>& transfer) {
   const std::lock_guard lock(mutex_);
   const auto found = std::find(receiving_.begin(), receiving_.end(), transfer);
   if (found == receiving_.end()) return;
@@ -627,21 +629,21 @@ void LinuxCrossMemory::cancel(const std::shared_ptr<Transfer>& transfer) {
   --receiving_count_;
 }
 
-void LinuxCrossMemory::withdraw(const std::shared_ptr<Transfer>& transfer) {
+void LinuxSharedHostTransport::withdraw(const std::shared_ptr<Transfer>& transfer) {
   const std::lock_guard lock(mutex_);
   std::erase_if(sending_, [&](const auto& sent) { return sent.second == transfer; });
 }
 
 }  // namespace
 
-void CrossMemory::withdraw(c10d::Work& message) {
+void SharedHostTransport::withdraw(c10d::Work& message) {
   if (auto* ours = dynamic_cast<MessageWork*>(&message)) ours->withdraw();
 }
 
-std::shared_ptr<CrossMemory> CrossMemory::connect(
+std::shared_ptr<SharedHostTransport> SharedHostTransport::connect(
     int64_t rank, int64_t world, milliseconds timeout, bool allowed,
     const std::function<at::Tensor(const at::Tensor&)>& all_gather) {
-  auto made = std::make_shared<LinuxCrossMemory>(rank, world, timeout);
+  auto made = std::make_shared<LinuxSharedHostTransport>(rank, world, timeout);
   return made->connect(allowed, all_gather) ? made : nullptr;
 }
 
@@ -651,9 +653,9 @@ std::shared_ptr<CrossMemory> CrossMemory::connect(
 
 namespace zero_ext {
 
-void CrossMemory::withdraw(c10d::Work&) {}
+void SharedHostTransport::withdraw(c10d::Work&) {}
 
-std::shared_ptr<CrossMemory> CrossMemory::connect(
+std::shared_ptr<SharedHostTransport> SharedHostTransport::connect(
     int64_t, int64_t, std::chrono::milliseconds, bool,
     const std::function<at::Tensor(const at::Tensor&)>&) {
   return nullptr;

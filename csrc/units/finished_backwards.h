@@ -1,0 +1,43 @@
+// FinishedBackwards: which backwards have reduced their gradients since the last step, and the
+// number that tells the messages of one reducing backward from those of another.
+//
+// Owner:     Engine. Reductions counts, StepAgreement compares the ranks.
+// Threads:   called only under Engine::mutex_.
+// Invariant: count() and which() are the same on every rank, except after a backward that threw on
+//            some ranks only.
+#pragma once
+
+#include <c10/util/hash.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace zero_ext {
+
+class FinishedBackwards {
+ public:
+  int64_t count() const { return count_; }
+  // A hash of their numbers.
+  int64_t which() const { return static_cast<int64_t>(which_); }
+  // `backward`: its number, the same on every rank.
+  void add(int64_t backward) {
+    ++count_;
+    which_ = c10::hash_combine(which_, c10::get_hash(backward));
+  }
+  void clear() {
+    count_ = 0;
+    which_ = 0;
+  }
+
+  // Of the last backward that began to reduce. Ranks may differ where not all of them began a
+  // backward that threw; the next step makes it the largest again.
+  int64_t epoch() const { return epoch_; }
+  void set_epoch(int64_t epoch) { epoch_ = epoch; }
+
+ private:
+  int64_t count_ = 0;
+  size_t which_ = 0;
+  int64_t epoch_ = 0;
+};
+
+}  // namespace zero_ext
