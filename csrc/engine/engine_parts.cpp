@@ -77,7 +77,7 @@ EngineParts::EngineParts(EngineOptions given)
                 .sums_locally = context.policy.reduce == When::at_boundary && !context.offloads(),
                 .accumulation_steps = options.accumulation_steps,
                 .divide_factor = options.divide_factor}),
-      gatherer(comm, context, options.gather) {
+      gatherer(comm, context, backward_phase, options.gather) {
   const std::chrono::milliseconds timeout(options.timeout_ms);
   comm.connect_local_peers(timeout, options.shared_host_transport);
   comm.watch_collectives(timeout);

@@ -10,6 +10,7 @@
 #include <set>
 #include <string>
 
+#include "autograd/backward_phase.h"
 #include "comm/comm.h"
 #include "device/device_flags.h"
 #include "device/streams.h"
@@ -83,6 +84,7 @@ struct EngineParts {
   Reductions reductions;
   StepAgreement agreement;
   Boundary boundary;
+  BackwardPhase backward_phase = BackwardPhase::none;
   Gatherer gatherer;
 };
 

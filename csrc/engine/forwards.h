@@ -4,7 +4,7 @@
 // Owner:     Engine.
 // Threads:   public methods take the lock, except those that take a `const Access&` or read
 //            constants.
-// Invariant: gathered_as_[u] is the gatherer's number of trainable unit u, likewise for frozen ones.
+// Invariant: the gatherer numbers trainable and frozen units together, in the order of add_unit().
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -70,7 +70,7 @@ class Forwards {
   ShardedParameters& parameters_;
   Gatherer& gatherer_;
   std::weak_ptr<BackwardListener> listener_;
-  std::vector<int64_t> gathered_as_;         // [units]
+  std::vector<int64_t> gathered_as_;         // [units]: the gatherer's numbers of them
   std::vector<int64_t> frozen_gathered_as_;  // [frozen units]
 };
 

@@ -33,6 +33,7 @@ RunningBackward::RunningBackward(EngineParts& parts, Forwards& forwards)
       finished_(parts.finished),
       reductions_(parts.reductions),
       boundary_(parts.boundary),
+      phase_(parts.backward_phase),
       gatherer_(parts.gatherer),
       forwards_(forwards) {}
 
@@ -50,7 +51,7 @@ void RunningBackward::before_forward() {
   const bool on_host = context_.compute.on_host();
   if (on_host) look_for_unreported_failure();  // on a device it may be another thread's
   const Access access(lock_);
-  if (open_) return;
+  if (open()) return;
   // A gradient beside the published ones may be of a backward that was not seen. The next backward
   // raises an error for it.
   if (!published_.has_foreign()) parameters_.repair_hooks();
@@ -59,7 +60,7 @@ void RunningBackward::before_forward() {
 }
 
 void RunningBackward::check_none(const Access& /*access*/, const char* verb) const {
-  TORCH_CHECK(!open_, where(context_.global_rank), verb,
+  TORCH_CHECK(!open(), where(context_.global_rank), verb,
               " inside a backward. Call it after loss.backward() has returned.");
 }
 
@@ -84,18 +85,24 @@ bool RunningBackward::reaches_parameters() const {
 
 // Hooks
 
+void RunningBackward::reach() {
+  if (phase_ != BackwardPhase::none) return;
+  phase_ = BackwardPhase::reached;
+  gatherer_.begin_backward();
+}
+
 void RunningBackward::before_gradient(int64_t i) {
   watch_->enter();  // it may wait for a backward that needs the lock
   const Access access(lock_);
   if (!parameters_[i].managed()) return;
-  gatherer_.begin_backward();
-  if (!open_) begin(access, boundary_.reduces());
+  reach();
+  if (!open()) begin(access, boundary_.reduces());
 }
 
 void RunningBackward::after_gradient(int64_t i) {
   const Access access(lock_);
   ShardedParameter& parameter = parameters_[i];
-  if (!parameter.managed() || !open_) return;
+  if (!parameter.managed() || !open()) return;
   const at::NoGradGuard no_grad;
   Unit& unit = parameters_.unit(parameter.unit);
   const at::Tensor grad = std::move(parameter.tensor.mutable_grad());
@@ -122,10 +129,10 @@ void RunningBackward::call_entered(const std::shared_ptr<Call>& call) {
   for (const OpenCall& open : open_calls_) {
     if (open.call == call && open.task == task) return;
   }
-  gatherer_.begin_backward();
+  reach();
   // It must be known which gradients will come before the first unit is left. autograd.grad() over
   // inputs brings none, and begins nothing here.
-  if (!open_ && std::exchange(last_task_, task) != task && reaches_parameters()) {
+  if (!open() && std::exchange(last_task_, task) != task && reaches_parameters()) {
     begin(access, boundary_.reduces());
   }
   leave_calls_of(task, [&](const Call& open) { return open.is_after(*call); });
@@ -155,7 +162,7 @@ void RunningBackward::leave_call(size_t index) {
   const std::shared_ptr<Call> call = std::move(open_calls_[index].call);
   open_calls_.erase(open_calls_.begin() + static_cast<int64_t>(index));
   gatherer_.leave_backward(call->site(), graph_is_kept());
-  if (!open_ || !hidden_ || gatherer_.is_root(call->site())) return;
+  if (!open() || !hidden_ || gatherer_.is_root(call->site())) return;
   for (const int64_t number : gatherer_.units_of(call->site())) {
     const std::optional<int64_t> u = forwards_.unit_of(number);
     if (!u.has_value()) continue;
@@ -170,8 +177,10 @@ void RunningBackward::backward_ended() {
   open_calls_.clear();
   try {
     const at::NoGradGuard no_grad;
-    if (open_) finish(Gradients::own);
-    gatherer_.end_backward(graph_is_kept());
+    if (open()) finish(Gradients::own);
+    if (std::exchange(phase_, BackwardPhase::none) != BackwardPhase::none) {
+      gatherer_.end_backward(graph_is_kept());
+    }
   } catch (...) {
     undo();
     throw;
@@ -197,7 +206,7 @@ void RunningBackward::begin(const Access& access, bool reduces) {
   last_use_.follow();
   std::vector<int64_t> all(parameters_.size());
   std::iota(all.begin(), all.end(), 0);
-  published_.take_over(all, "backward");
+  published_.adopt_changes(all, "backward");
   if (!published_.has_reduced_gradients()) finished_.clear();
   if (flags_ != nullptr) flags_->begin_backward();
   published_.withdraw();
@@ -217,7 +226,7 @@ void RunningBackward::begin(const Access& access, bool reduces) {
   }
   ++count_;
   if (reduces) reductions_.begin(scales_.reduce, hidden_);
-  open_ = true;
+  phase_ = BackwardPhase::open;
 }
 
 GradientPath RunningBackward::choose_path() const {
@@ -254,10 +263,11 @@ void RunningBackward::finish(Gradients gradients) {
   record_nonfinite(gradients);
   if (reduces_) reductions_.count_finished();
   last_use_.remember();
-  open_ = false;
   if (gradients == Gradients::own) {
+    phase_ = BackwardPhase::reached;
     boundary_.end_backward(reduces_);
   } else {
+    phase_ = BackwardPhase::none;
     boundary_.end_others_backward();
   }
   if (!boundary_.local_open()) published_.publish();
@@ -296,11 +306,12 @@ void RunningBackward::undo() noexcept {
     // Both streams may still write to what is undone here.
     context_.reducing.join();
     context_.gathering.join();
-    if (open_) abort();
+    if (open()) abort();
+    phase_ = BackwardPhase::none;
     gatherer_.reset_after_failure();
     last_use_.remember();
   } catch (const std::exception& error) {
-    open_ = false;
+    phase_ = BackwardPhase::none;
     not_undone_ = text_of(error);
   }
 }
@@ -310,7 +321,7 @@ void RunningBackward::abort() {
   reductions_.abort(begun_units_);
   published_.follow_memory();
   threw_ = true;
-  open_ = false;
+  if (open()) phase_ = BackwardPhase::reached;
   for (ShardedParameter& parameter : parameters_) {
     if (parameter.nonfinite_micro_batch == boundary_.micro_batch()) {
       parameter.nonfinite_micro_batch = -1;

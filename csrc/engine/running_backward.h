@@ -33,7 +33,7 @@ class RunningBackward : public BackwardListener {
   void look_for_unreported_failure() { watch_->look_for_unheard_failure(); }
 
   // What other facets ask, and do, under the lock.
-  bool is_open(const Access&) const { return open_; }
+  bool is_open(const Access&) const { return open(); }
   // Raises inside a backward. `verb`: in the message.
   void check_none(const Access& access, const char* verb) const;
   // The same, also where a backward that runs on this thread has not reached a parameter yet.
@@ -66,6 +66,9 @@ class RunningBackward : public BackwardListener {
  private:
   enum class Gradients { own, of_others };
 
+  bool open() const { return phase_ == BackwardPhase::open; }
+  // From every hook of a parameter or a call.
+  void reach();
   // A backward runs on this thread that reaches a parameter, though it may not have yet.
   bool reaches_parameters() const;
   void begin(const Access& access, bool reduces);
@@ -92,6 +95,7 @@ class RunningBackward : public BackwardListener {
   FinishedBackwards& finished_;
   Reductions& reductions_;
   Boundary& boundary_;
+  BackwardPhase& phase_;
   Gatherer& gatherer_;
   Forwards& forwards_;
   std::shared_ptr<BackwardWatch> watch_;
@@ -105,7 +109,6 @@ class RunningBackward : public BackwardListener {
   bool sees_forwards_ = false;
 
   // One backward.
-  bool open_ = false;
   int last_task_ = -1;  // the graph task that last entered a call
   struct OpenCall {
     int task;

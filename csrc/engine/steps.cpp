@@ -67,7 +67,7 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
               ") were never reduced. Run the last backward before a step outside no_sync().");
   if (had_no_backward(indices, *last_backward)) backward_.take_part_in_others_backward(access);
   last_use_.follow();
-  published_.take_over(indices, "step()");
+  published_.adopt_changes(indices, "step()");
   gatherer_.begin_step();
   // No rank's shard changes before all ranks are here: until then they may be gathering from it.
   StepVerdict verdict;
@@ -123,10 +123,12 @@ void Steps::settle(StepVerdict& verdict) const {
   agreement_.settle(verdict);
 }
 
-void Steps::adopt_writes() {
+void Steps::prepare_foreign_update(const std::vector<int64_t>& indices,
+                                   const StepVerdict& verdict) {
   const Access access(lock_);
   const at::NoGradGuard no_grad;
   for (const auto& unit : parameters_.units()) unit->parameters().adopt_writes();
+  scale_gradients(indices, verdict);
 }
 
 // Clipping
@@ -140,28 +142,26 @@ at::Tensor Steps::clip(const std::vector<int64_t>& indices, double max_norm,
               " last ones were not reduced. Call it between the last backward and step().");
   if (had_no_backward(indices, last_backward)) backward_.take_part_in_others_backward(access);
   last_use_.follow();
-  published_.take_over(indices, "clip_grad_norm_");
+  published_.adopt_changes(indices, "clip_grad_norm_");
   const StepQuestions norm{
       .nonfinite = false, .max_norm = max_norm, .settings = std::bit_cast<int64_t>(max_norm)};
   const StepVerdict verdict = agreement_.ask(Comm::Agreement::clip, indices, norm);
   TORCH_CHECK(!verdict.settings_differ, where(context_.global_rank),
               "clip_grad_norm_(): max_norm is ", max_norm,
               " here and something else on another rank. Pass the same on every rank.");
+  scale_gradients(indices, verdict);
+  return verdict.on_device != nullptr ? verdict.on_device->norm
+                                      : at::scalar_tensor(verdict.norm, at::kFloat);
+}
+
+void Steps::scale_gradients(const std::vector<int64_t>& indices, const StepVerdict& verdict) {
+  at::Tensor factor;
   if (verdict.on_device != nullptr) {
-    scale_runs(indices, verdict.on_device->factor);
-    return verdict.on_device->norm;
+    factor = verdict.on_device->factor;
+  } else if (verdict.factor != 1) {
+    factor = at::scalar_tensor(verdict.factor, at::kFloat);
   }
-  if (verdict.factor != 1) scale_runs(indices, at::scalar_tensor(verdict.factor, at::kFloat));
-  return at::scalar_tensor(verdict.norm, at::kFloat);
-}
-
-void Steps::scale_gradients(const std::vector<int64_t>& indices, const at::Tensor& factor) {
-  const Access access(lock_);
-  const at::NoGradGuard no_grad;
-  scale_runs(indices, factor);
-}
-
-void Steps::scale_runs(const std::vector<int64_t>& indices, const at::Tensor& factor) {
+  if (!factor.defined()) return;
   parameters_.for_each_summed_run(
       indices, [&](GradientSums& sums, const Run& run) { sums.range(run).mul_(factor); });
   last_use_.remember();
@@ -176,7 +176,7 @@ void Steps::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
   const at::NoGradGuard no_grad;
   if (mode == ZeroGrad::to_zero) {
     if (offloaded_.contain("grad")) backward_.check_usable(access, "zero_grad()");
-    published_.take_over(indices, "zero_grad()");
+    published_.adopt_changes(indices, "zero_grad()");
   }
   for (const int64_t i : indices) zero_one(i, mode);
   for (const auto& unit : parameters_.units()) unit->sums().drop_idle();

@@ -2,8 +2,8 @@
 // they are divided by, what the ranks agree on, clipping, the update, zeroing.
 //
 // Owner:     Engine.
-// Threads:   public methods take the lock, except for add_stepper() and remove_stepper(), which take
-//            steppers_mutex_ alone, and getters.
+// Threads:   public methods take the lock. Exceptions: getters, and add_stepper() and
+//            remove_stepper(), which take steppers_mutex_ alone.
 // Invariant: a verb that raises leaves parameters, sums and states as they were.
 #pragma once
 
@@ -30,8 +30,8 @@ class Steps {
   void pop_no_sync();
   double divide_factor() const { return boundary_.divide_factor(); }
   void set_divide_factor(double factor);
-  // Losses are multiplied by `scale` from now on; every rank sets the same. See Note [Loss scale] in
-  // boundary.h.
+  // Losses are multiplied by `scale` from now on; every rank sets the same. See Note [Loss scale]
+  // in boundary.h.
   void set_loss_scale(double scale);
   double gradient_divisor() const { return boundary_.divisor(); }
 
@@ -48,10 +48,9 @@ class Steps {
   // the norm before, fp32 [], on the device; the same bits for any number of ranks.
   // `last_backward`: as of the last step.
   at::Tensor clip(const std::vector<int64_t>& indices, double max_norm, int64_t last_backward);
-  // For an update outside: masters take what users wrote to the parameters; then gradients are
-  // scaled by the verdict's factor.
-  void adopt_writes();
-  void scale_gradients(const std::vector<int64_t>& indices, const at::Tensor& factor);
+  // Before an update by other code than ours: masters take what users wrote to the parameters, and
+  // gradients are scaled by the verdict's factor.
+  void prepare_foreign_update(const std::vector<int64_t>& indices, const StepVerdict& verdict);
 
   void zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode);
   // An optimizer steps parameter i from now on, or no longer does.
@@ -65,7 +64,7 @@ class Steps {
   bool had_no_backward(const std::vector<int64_t>& indices, int64_t last_backward) const;
   // See Note [Reduction order] in reductions.h. Collective; on a device it waits, once.
   void learn_reduction_order(const Access& access);
-  void scale_runs(const std::vector<int64_t>& indices, const at::Tensor& factor);
+  void scale_gradients(const std::vector<int64_t>& indices, const StepVerdict& verdict);
   void zero_one(int64_t i, ZeroGrad mode);
   enum class Whose { every, stepped };  // parameters: all, or those that an optimizer steps
   bool zeroed_all(Whose whose) const;

@@ -44,9 +44,9 @@ class Values {
   void set_view_maker(PublishedGradients::ViewMaker maker);
   void set_local_reader(PublishedGradients::LocalReader reader);
 
-  // The states `names` become unreadable, until they are offloaded no more: backward and step raise
-  // an error while there are any. On a device they move to the host and back. Where memory runs out,
-  // the old and the new names are offloaded; call it again.
+  // The states `names`, and no others, become unreadable: backward and step raise an error while
+  // there are any. On a device they move to the host, and back when they are no longer named. Where
+  // memory runs out, the old and the new names are offloaded; call it again.
   void set_offloaded(const std::set<std::string>& names);
   std::set<std::string> offloaded() const;
 

@@ -24,8 +24,9 @@ bool contains(const std::vector<int64_t>& values, int64_t value) {
 
 }  // namespace
 
-Gatherer::Gatherer(Comm& comm, const UnitContext& context, GatherOptions options)
-    : comm_(comm), context_(context), options_(options) {}
+Gatherer::Gatherer(Comm& comm, const UnitContext& context, const BackwardPhase& backward,
+                   GatherOptions options)
+    : comm_(comm), context_(context), backward_(backward), options_(options) {}
 
 int64_t Gatherer::add_unit(Unit* unit) {
   const bool releases = unit->parameters().comes_and_goes();
@@ -111,7 +112,7 @@ std::string Gatherer::waiting_for(const Entry& entry) const {
 // Forward
 
 void Gatherer::enter_forward(int64_t site) {
-  if (sites_[site].root && root_depth_++ == 0 && !in_backward_) {
+  if (sites_[site].root && root_depth_++ == 0 && !in_backward()) {
     // A forward that threw may have left holds behind.
     for (int64_t u = 0; u < unit_count(); ++u) {
       if (entries_[u].holds.forward > 0) apply(u, ResidencyEvent::reset);
@@ -131,7 +132,7 @@ void Gatherer::enter_forward(int64_t site) {
 
 void Gatherer::enter(int64_t site, ResidencyEvent event) {
   // A forward inside a backward recomputes: it belongs to the backward's order.
-  const Phase phase = in_backward_ ? kBackward : kForward;
+  const Phase phase = in_backward() ? kBackward : kForward;
   const HookSite& entered = sites_[site];
   release_deferred(entered);
   for (const int64_t u : entered.units) apply(u, ResidencyEvent::prefetch);  // all before any wait
@@ -194,14 +195,14 @@ void Gatherer::leave_forward(int64_t site, const Left& left) {
   for (const int64_t u : entered.units) {
     if (entries_[u].holds.forward == 0) continue;  // the entry failed, or a reset came between
     const bool backward_is_next =
-        left.backward_may_follow && (in_backward_ || entered.root || is_kept_for_backward(u));
+        left.backward_may_follow && (in_backward() || entered.root || is_kept_for_backward(u));
     apply(u, ResidencyEvent::leave_forward,
           {.keep = backward_is_next || !entered.last,
            .escapes = contains(left.escaped, u),
            .expected = entries_[u].unit->expects_gradients()});
     if (!entered.last && !backward_is_next) deferred_releases_.push_back(u);
   }
-  if (!entered.root || root_depth_ == 0 || --root_depth_ > 0 || in_backward_) return;
+  if (!entered.root || root_depth_ == 0 || --root_depth_ > 0 || in_backward()) return;
   end_pass(kForward);
   for (int64_t u = 0; u < unit_count(); ++u) {
     Entry& entry = entries_[u];
@@ -219,8 +220,6 @@ void Gatherer::leave_forward(int64_t site, const Left& left) {
 // Backward
 
 void Gatherer::begin_backward() {
-  if (in_backward_) return;
-  in_backward_ = true;
   if (order_[kBackward].empty()) {
     const std::vector<int64_t>& forward = order_[kForward];
     order_[kBackward].assign(forward.rbegin(), forward.rend());
@@ -261,8 +260,6 @@ bool Gatherer::may_retain(int64_t unit) const {
 }
 
 void Gatherer::end_backward(bool graph_kept) {
-  if (!in_backward_) return;
-  in_backward_ = false;
   deferred_releases_.clear();
   end_pass(kBackward);
   for (int64_t u = 0; u < unit_count(); ++u) {
@@ -273,7 +270,6 @@ void Gatherer::end_backward(bool graph_kept) {
 }
 
 void Gatherer::reset_after_failure() noexcept {
-  in_backward_ = false;
   deferred_releases_.clear();
   for (int64_t u = 0; u < unit_count(); ++u) {
     const bool in_forward = entries_[u].holds.forward > 0;
@@ -310,7 +306,7 @@ void Gatherer::drop(const std::vector<int64_t>& units, Writes writes) {
       finish(entry);
     }
   }
-  if (!inside() && !in_backward_) context_.spare->trim();
+  if (!inside() && !in_backward()) context_.spare->trim();
 }
 
 // Steps and passes

@@ -23,6 +23,7 @@
 #include <string>
 #include <vector>
 
+#include "autograd/backward_phase.h"
 #include "comm/comm.h"
 #include "gather/residency.h"
 #include "units/unit.h"
@@ -48,7 +49,8 @@ struct HookSite {
 
 class Gatherer {
  public:
-  Gatherer(Comm& comm, const UnitContext& context, GatherOptions options);
+  Gatherer(Comm& comm, const UnitContext& context, const BackwardPhase& backward,
+           GatherOptions options);
 
   int64_t add_unit(Unit* unit);
   int64_t add_hook_site(HookSite site);
@@ -62,6 +64,7 @@ class Gatherer {
   };
   void leave_forward(int64_t site, const Left& left);
 
+  // A backward has reached its first parameter or call; it has ended.
   void begin_backward();
   void enter_backward(int64_t site);
   void leave_backward(int64_t site, bool graph_kept);
@@ -114,6 +117,7 @@ class Gatherer {
   };
   enum Phase { kForward, kBackward };
 
+  bool in_backward() const { return backward_ != BackwardPhase::none; }
   bool sends_persist() const { return comm_.has_only_local_peers(); }
   // A gather is a cast on this rank's device.
   bool is_alone() const { return context_.shards == 1; }
@@ -135,11 +139,11 @@ class Gatherer {
 
   Comm& comm_;
   const UnitContext& context_;
+  const BackwardPhase& backward_;
   GatherOptions options_;
   std::vector<Entry> entries_;
   std::vector<HookSite> sites_;
   int64_t root_depth_ = 0;
-  bool in_backward_ = false;
   std::vector<int64_t> order_[2];           // of units, in the last pass of each phase
   std::vector<int64_t> current_[2];         // in this pass
   size_t position_[2] = {0, 0};             // in order_: what comes next

@@ -12,8 +12,7 @@
 namespace zero_ext {
 namespace {
 
-// The rounding that run's masters have in the unit's compute dtype, or null where master is the
-// parameter.
+// The parameters of `run` in the unit's compute dtype, or null where the master is the parameter.
 void* parameter_of(const Unit& unit, const Run& run) {
   char* begin = static_cast<char*>(unit.parameters().stepped());
   return begin == nullptr ? nullptr
@@ -118,9 +117,9 @@ void OptimizerState::apply(const Body& body) {
 void OptimizerState::look_at_steps_in_flight() {
   while (!in_flight_.empty()) {
     InFlight& oldest = in_flight_.front();
-    if (!oldest.verdict->told.query()) {
+    if (!oldest.verdict->known.query()) {
       if (std::ssize(in_flight_) < kStepsInFlight) return;
-      oldest.verdict->told.synchronize();
+      oldest.verdict->known.synchronize();
     }
     if (oldest.verdict->was_skipped()) {
       for (const int64_t i : oldest.updated) --presumed_[i];

@@ -186,8 +186,6 @@ void bind_steps(EngineClass& engine) {
       .def_property_readonly("gradient_divisor", of(steps, &Steps::gradient_divisor))
       .def("set_loss_scale", of(steps, &Steps::set_loss_scale), NoGil())
       .def("settle", of(steps, &Steps::settle), NoGil())
-      .def("adopt_writes", of(steps, &Steps::adopt_writes), NoGil())
-      .def("scale_gradients", of(steps, &Steps::scale_gradients), NoGil())
       .def("zero_grad", of(steps, &Steps::zero_grad), NoGil());
 }
 

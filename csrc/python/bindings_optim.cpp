@@ -23,11 +23,6 @@ void bind_verdict(py::module_& m) {
                                return v.on_device ? v.on_device->norm
                                                   : at::scalar_tensor(v.norm, at::kFloat);
                              })
-      .def_property_readonly("factor",
-                             [](const StepVerdict& v) {
-                               return v.on_device ? v.on_device->factor
-                                                  : at::scalar_tensor(v.factor, at::kFloat);
-                             })
       .def_readonly("settings_differ", &StepVerdict::settings_differ)
       .def_readonly("nonfinite", &StepVerdict::nonfinite)
       .def_readonly("rank", &StepVerdict::rank)
@@ -72,6 +67,7 @@ void bind_state(py::module_& m) {
       .def("apply_adam", &OptimizerState::apply_adam, NoGil(), py::arg("groups"))
       .def("apply_sgd", &OptimizerState::apply_sgd, NoGil(), py::arg("groups"))
       .def("set_offloaded", &OptimizerState::set_offloaded, NoGil())
+      .def("prepare_foreign_update", &OptimizerState::prepare_foreign_update, NoGil())
       .def("apply_masters", &OptimizerState::apply_masters, NoGil());
   m.attr("STATES_OFFLOADED") = kStatesOffloaded;
   py::class_<OffloadedStorage>(m, "OffloadedStorage")

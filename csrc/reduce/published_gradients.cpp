@@ -30,7 +30,7 @@ PublishedGradients::~PublishedGradients() {
     if (!is_kept(i)) continue;
     try {
       give_own_memory(entry);
-    } catch (const std::exception&) {  // there is none
+    } catch (const std::exception&) {  // there is no memory
       forbid_access(*entry.local.storage().unsafeGetStorageImpl(),
                     parameters_.sums_of(i).why_unreadable());
     }
@@ -92,7 +92,7 @@ void PublishedGradients::give_own_memory(Entry& entry) const {
   give_memory(storage, std::move(own));
 }
 
-void PublishedGradients::take_over(const std::vector<int64_t>& indices, const char* verb) {
+void PublishedGradients::adopt_changes(const std::vector<int64_t>& indices, const char* verb) {
   for (const int64_t i : indices) {
     const ShardedParameter& parameter = parameters_[i];
     if (!parameter.managed()) continue;
@@ -107,9 +107,9 @@ void PublishedGradients::take_over(const std::vector<int64_t>& indices, const ch
       clear(i);
       continue;
     }
-    const bool ours = entry.shown && grad.is_same(entry.view);
-    const bool data_was_set = ours && has_other_memory(entry);
-    if (grad.defined() && (!ours || data_was_set)) {
+    const bool published = entry.shown && grad.is_same(entry.view);
+    const bool data_was_set = published && has_other_memory(entry);
+    if (grad.defined() && (!published || data_was_set)) {
       TORCH_CHECK(grad.sizes() == parameter.tensor.sizes(),
                   where(rank_, parameters_.unit(parameter.unit).name()), verb,
                   ": .grad of parameter '", parameter.name, "' was set to a tensor of shape ",

@@ -17,7 +17,7 @@ namespace {
 
 constexpr char kOutOfStep[] =
     ": the ranks have finished different backwards since the last step: one threw on a rank after"
-    " the others had its gradients, or zero_grad() was called by some ranks alone. Call"
+    " the others had its gradients, or only some ranks called zero_grad(). Call"
     " zero_grad(set_to_none=True) on every rank and repeat the step's backwards.";
 constexpr char kOrOtherSettings[] =
     " Or the optimizers' settings (lr, weight_decay, …) differ between ranks.";
@@ -52,7 +52,7 @@ StepVerdict StepAgreement::ask_host(Comm::Agreement about, const std::vector<int
   kernels::SquareSum sum{};
   if (questions.norm()) add_own_squares(indices, &sum);
   constexpr int64_t kFacts = 6;
-  // Also where nobody asks for the norm: ranks in different calls must understand each other.
+  // Also where no norm is asked for: a message has the same length in every call.
   constexpr int64_t kLength = kFacts + kernels::kSquareSumLength;
   const at::Tensor own = at::empty({kLength}, at::TensorOptions().dtype(at::kLong));
   auto* value = own.mutable_data_ptr<int64_t>();
@@ -127,8 +127,8 @@ StepVerdict StepAgreement::ask_device(Comm::Agreement about, const std::vector<i
                                          at::full({1}, agreed, options.dtype(at::kLong)), squares}),
                                 questions);
   auto verdict = std::make_shared<DeviceVerdict>();
-  const at::Tensor said = all.select(1, 2);
-  const at::Tensor out_of_step = said.min().ne(said.max()).reshape({1});
+  const at::Tensor agreement = all.select(1, 2);
+  const at::Tensor out_of_step = agreement.min().ne(agreement.max()).reshape({1});
   const at::Tensor nonfinite = all.select(1, 0).min().eq(0).reshape({1});
   verdict->skip = nonfinite.logical_or(out_of_step).to(at::kInt);
   const at::Tensor first = all.select(1, 1).min().reshape({1});
@@ -145,12 +145,12 @@ StepVerdict StepAgreement::ask_device(Comm::Agreement about, const std::vector<i
               verdict->factor.mutable_data_ptr<float>(), context_.state.launch()),
           "clip_factor");
   }
-  const at::Tensor told = at::where(out_of_step, at::Scalar(nan_record::kOutOfStep),
-                                    at::where(nonfinite, first, at::Scalar(nan_record::kNone)));
+  const at::Tensor record = at::where(out_of_step, at::Scalar(nan_record::kOutOfStep),
+                                      at::where(nonfinite, first, at::Scalar(nan_record::kNone)));
   verdict->nan_record = at::empty({1}, at::TensorOptions().dtype(at::kLong).pinned_memory(true));
-  verdict->nan_record.copy_(told, /*non_blocking=*/true);
-  verdict->told = c10::Event(device.type());
-  verdict->told.record(current_stream(device));
+  verdict->nan_record.copy_(record, /*non_blocking=*/true);
+  verdict->known = c10::Event(device.type());
+  verdict->known.record(current_stream(device));
   return {.on_device = std::move(verdict)};
 }
 
@@ -186,7 +186,7 @@ bool StepAgreement::holds_nonfinite(int64_t i) const {
 }
 
 void StepAgreement::settle(StepVerdict& verdict) const {
-  if (!verdict.is_settled()) verdict.on_device->told.synchronize();
+  if (!verdict.is_settled()) verdict.on_device->known.synchronize();
   const int64_t first = *verdict.on_device->nan_record.const_data_ptr<int64_t>();
   TORCH_CHECK(first != nan_record::kOutOfStep, where(context_.global_rank), "a step was skipped",
               kOutOfStep, kOrOtherSettings);

@@ -72,9 +72,7 @@ class WrappedOptimizer(ShardedOptimizer):
     def _update(self, verdict: _C.StepVerdict) -> None:
         if self._inner is None:  # nothing to train
             return
-        self._handle.engine.adopt_writes()
-        if self.max_grad_norm is not None and verdict.factor != 1:
-            self._handle.engine.scale_gradients(self._sharded_state.indices, verdict.factor)
+        self._sharded_state.prepare_foreign_update()
         group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         for inner_group, (parameter, shard) in zip(
             self._inner.param_groups, self._shards.items(), strict=True
