@@ -41,9 +41,6 @@ inline void run_serially(int64_t numel, int64_t /*grain*/, RangeBody body, void*
 struct Launch {
   void* stream = nullptr;                   // cudaStream_t; unused on the CPU
   ParallelFor parallel_for = run_serially;  // CPU only
-  // Device memory that the call may overwrite, 8-byte aligned; kernels that need it say how much.
-  void* scratch = nullptr;
-  int64_t scratch_bytes = 0;
   const char** error =
       nullptr;  // where not null: the driver's words when launch_failed is returned
 };
@@ -84,7 +81,7 @@ enum class Write : int32_t { overwrite, add };
 // for it: each pointer is to one value, or null. On the CPU they are read during the call.
 struct OnDevice {
   const int32_t* skip = nullptr;  // not 0: the call writes nothing
-  // Replaces `step` and `first`: the updates made so far, see count_step; in fp32, as torch counts
+  // Replaces `step` and `first`: the number of updates made so far; in fp32, as torch counts
   // them, exact up to 2^24. Its powers of beta are
   // formed by squaring, because no two libraries agree about the last bit of pow.
   const float* steps_done = nullptr;
@@ -188,12 +185,6 @@ struct Kernels {
   // Memory bound: reads the values.
   Status (*find_nonfinite)(const ReadSegment* segments, int64_t count, const Launch& launch);
 
-  // *result += sum of value[i]^2, in double, in a fixed order: blocks of 4,096 elements from index
-  // 0, then rows of 1,024 blocks, each of them over lanes (see sum_of_squares_cpu.cpp), then the
-  // rows in order. The result is a host pointer on the CPU, a device pointer on CUDA, which needs
-  // sum_of_squares_scratch_bytes(numel) of scratch.
-  Status (*sum_of_squares)(const float* value, int64_t numel, double* result, const Launch& launch);
-
   // *sum += sum of value[i]^2, in an order that does not matter: see Note [A norm without an order]
   // in square_sum.h. `value` begins at a multiple of 16 elements of its parameter. `sum` is a host
   // pointer on the CPU, a device pointer on CUDA.
@@ -203,10 +194,6 @@ struct Kernels {
   // master]: master[i] = float(param[i]) where param[i] is not param_dtype(master[i]).
   Status (*adopt_writes)(const void* param, DType param_dtype, float* master, int64_t numel,
                          const Launch& launch);
-
-  // *steps_done += 1, unless `skip` is not null and *skip is not 0. After the updates of one step,
-  // on their stream.
-  Status (*count_step)(float* steps_done, const int32_t* skip, const Launch& launch);
 
   // *norm = float(sqrt(sum)), and *factor = min(1, max_norm / (sqrt(sum) + 1e-6)) as torch's
   // clip_grad_norm_, but 1 where the norm is not finite; in double, rounded once. All but max_norm
@@ -221,14 +208,6 @@ struct Kernels {
   // From now on this thread may ask for events while another one captures a graph.
   void (*ask_during_captures)();
 };
-
-// sum_of_squares' blocks and rows, part of its result's definition.
-constexpr int64_t kSquaresBlockNumel = 4096;
-constexpr int64_t kSquaresRowBlocks = 1024;
-
-constexpr int64_t sum_of_squares_scratch_bytes(int64_t numel) {
-  return (numel + kSquaresBlockNumel - 1) / kSquaresBlockNumel * 8;
-}
 
 // The CPU's table; the instruction set (AVX-512, AVX2, baseline) is chosen at the first call.
 const Kernels& cpu();

@@ -368,24 +368,6 @@ void find_nonfinite_(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   mark_written(nonfinite);
 }
 
-Tensor sum_of_squares(const Tensor& value) {
-  Call call(value);
-  check_float("value", value, call.device());
-  const at::TensorOptions options = value.options().dtype(at::kDouble);
-  const Tensor result = at::zeros({}, options);
-  Tensor scratch;
-  if (!call.device().is_cpu()) {
-    const int64_t bytes = kernels::sum_of_squares_scratch_bytes(value.numel());
-    scratch = at::empty({bytes / static_cast<int64_t>(sizeof(double))}, options);
-    call.launch().scratch = scratch.mutable_data_ptr();
-    call.launch().scratch_bytes = bytes;
-  }
-  call.check("sum_of_squares",
-             call.kernels().sum_of_squares(value.const_data_ptr<float>(), value.numel(),
-                                           result.mutable_data_ptr<double>(), call.launch()));
-  return result;
-}
-
 void adopt_writes_(const Tensor& param, const Tensor& master) {
   Call call(master);
   check_value("param", param, call.device());
@@ -396,15 +378,6 @@ void adopt_writes_(const Tensor& param, const Tensor& master) {
                                   param.const_data_ptr(), dtype_of(param.scalar_type()),
                                   master.mutable_data_ptr<float>(), master.numel(), call.launch()));
   mark_written(master);
-}
-
-void count_step_(const Tensor& steps_done, const OptionalTensor& skip) {
-  Call call(steps_done);
-  check_scalar("steps_done", steps_done, at::kFloat, call.device());
-  const auto* skip_flag = device_scalar<int32_t>("skip", skip, call.device());
-  call.check("count_step_", call.kernels().count_step(steps_done.mutable_data_ptr<float>(),
-                                                      skip_flag, call.launch()));
-  mark_written(steps_done);
 }
 
 // For tests and benchmarks: runs all later kernels on `name`, returns the one that was in use.
@@ -468,9 +441,7 @@ TORCH_LIBRARY_FRAGMENT(zero_ext, m) {
       "nonfinite=None) "
       "-> ()");
   m.def("find_nonfinite_(Tensor[] values, Tensor(a!) nonfinite) -> ()");
-  m.def("sum_of_squares(Tensor value) -> Tensor");
   m.def("adopt_writes_(Tensor param, Tensor(a!) master) -> ()");
-  m.def("count_step_(Tensor(a!) steps_done, Tensor? skip=None) -> ()");
   m.def("_use_instruction_set(str name) -> str", use_instruction_set);
   m.def("_instruction_set() -> str", instruction_set_name);
   m.def("_use_fetch_ahead(str kernels) -> str", use_fetch_ahead);
@@ -487,9 +458,7 @@ void implement(torch::Library& m) {
   m.impl("cast_", cast_);
   m.impl("flatten_", torch::CppFunction::makeFromBoxedFunction<flatten_>());
   m.impl("find_nonfinite_", torch::CppFunction::makeFromBoxedFunction<find_nonfinite_>());
-  m.impl("sum_of_squares", sum_of_squares);
   m.impl("adopt_writes_", adopt_writes_);
-  m.impl("count_step_", count_step_);
 }
 
 }  // namespace
