@@ -89,7 +89,7 @@ WRONG = {
         ops.accumulate_(bf16(), f32(), nonfinite=torch.zeros(1))
     ),
     "'steps_done' has dtype Int and 1 elements, it must be one torch.float32": lambda: ops.adamw_(
-        f32(), None, f32(), f32(), f32(), **ADAM, steps_done=flag()
+        f32(), None, f32(), f32(), f32(), lr=0.1, weight_decay=0.0, steps_done=flag()
     ),
     "'exp_avg' has 32 elements, 'master' has 33": lambda: ops.adamw_(
         f32(), None, f32(), f32(32), f32(), lr=0.1, weight_decay=0.0, step=1
