@@ -5,10 +5,10 @@
 // (zero included) and every alignment is legal; 64-byte alignment is the fast path.
 //
 // Note [One element, one result]
-// An element's result depends on the values of that element alone. It never depends on the length,
-// on where a shard, a vector or a thread begins, on the number of threads, or on the instruction
-// set. So vector bodies and scalar tails use the same operations: fused multiply-adds where the
-// formula says fma, IEEE division and square root. Nothing is reassociated.
+// An element's result depends on the values of that element alone. Length, number of threads and
+// instruction set cannot change it, nor where a shard, a vector or a thread begins. So vector
+// bodies and scalar tails use the same operations: fused multiply-adds where the formula says fma,
+// IEEE division and square root. Nothing is reassociated.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ constexpr int64_t element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 
 enum class Status : int32_t {
   ok,
   bad_argument,   // a combination that the kernel's comment excludes
-  launch_failed,  // the device refused the launch (CUDA only)
+  launch_failed,  // the device rejected the launch (CUDA only)
 };
 
 // Runs body(context, begin, end) over disjoint pieces that cover [0, numel), possibly on several

@@ -41,9 +41,9 @@ struct Mapping {
 // TransientMemory: large blocks of host memory that are allocated and freed in every step.
 //
 // They are mapped, not malloc's. When a block at the end of malloc's heap is freed, malloc returns
-// it to the system, and torch's next tensors get fresh pages. A stage-3 step of the GPT benchmark
-// took 1.12 of plain PyTorch's time with malloc and takes 1.08 without (means of six runs, 6,000 to
-// 16,000 page faults a step).
+// it to the system, and torch's next tensors get fresh pages, 6,000 to 16,000 a step. A stage-3
+// step of the GPT benchmark took 1.12 of plain PyTorch's time with malloc, and takes 1.08 without
+// (means of six runs).
 // A freed block stays mapped, and the system may reclaim its pages when memory runs short
 // (MADV_FREE). The next block reuses the pages that are left. Fresh huge pages would have to be
 // made and cleared: the same step took 0.655 of FSDP2's time with them, 0.63 without (medians).

@@ -34,8 +34,8 @@ void allow_access(Storage& storage) {
   }
 }
 
-// Torch keeps the Python object of a storage or a tensor alive as long as the storage or tensor
-// itself, and counts it as a holder.
+// Torch keeps the Python object of a storage or a tensor alive as long as the original. It counts
+// that object as a holder.
 template <typename Object>
 size_t idle_wrappers(Object& object) {
   auto* slot = object.pyobj_slot();

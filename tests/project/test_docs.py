@@ -62,3 +62,20 @@ def test_functions_and_notes_of_the_architecture_are_in_their_rooms():
         files = [p for p in (ROOT / "csrc" / room).rglob("*") if p.suffix in (".h", ".cpp", ".cu")]
         found = any(re.search(pattern, path.read_text()) for path in files)
         assert found, f"csrc/{room}/ has no {pattern}"
+
+
+def test_every_room_is_in_the_architecture():
+    rooms = [path.name for path in (ROOT / "csrc").iterdir() if path.is_dir()]
+    rows = re.findall(r"^\| `(\w+)` \| (?!Note)", ARCHITECTURE, re.M)
+    assert sorted(rows) == sorted(rooms)
+    packages = [path.parent.name for path in (ROOT / "zero_ext").glob("*/__init__.py")]
+    assert all(f"`{name}`" in ARCHITECTURE for name in packages)
+
+
+def test_files_of_the_reading_order_are_in_their_rooms():
+    rows = re.findall(
+        r"^\| \d+ \| `(\w+)/` \| (.*) \|$", (ROOT / "csrc/README.md").read_text(), re.M
+    )
+    files = [(room, name) for room, text in rows for name in re.findall(r"`(\w+\.\w+)`", text)]
+    assert len(files) >= len(rows) == 13
+    assert [f for f in files if not (ROOT / "csrc" / f[0] / f[1]).exists()] == []

@@ -75,9 +75,9 @@ ZERO_EXT_BODY uint32_t rounded_bits<BFloat16>(float value) {
   return (bits & 0x7FFFFFFFU) > 0x7F800000U ? 0x7FC0U : rounded;
 }
 
-// The float adder does the rounding: adding a power of two that is 2^13 (for subnormals: more)
-// above the last place of the result shifts that place to the end of the mantissa. Scaling up first
-// turns values that overflow into infinity.
+// The float adder does the rounding. Adding a power of two shifts the last place of the result to
+// the end of the mantissa. That power is 2^13 above that place, or more for subnormals. Scaling up
+// first turns values that overflow into infinity.
 template <>
 ZERO_EXT_BODY uint32_t rounded_bits<Float16>(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
@@ -127,7 +127,7 @@ ZERO_EXT_BODY int32_t magnitude_bits(float value) {
 ZERO_EXT_BODY int32_t largest_of(int32_t a, int32_t b) { return a > b ? a : b; }
 
 // Note [Blocks]
-// A sum of several gradients is made block by block: a block of the sum stays in the L1 cache while
+// A sum of several gradients is made block by block. A block of the sum stays in the L1 cache while
 // the gradients pass over it one after the other. The memory then reads one stream at a time and
 // keeps its pages open longer. Figures are parts of the read-modify-write bandwidth of one core,
 // unless they say GB/s.
