@@ -43,8 +43,8 @@ std::atomic<InstructionSet>& in_use() {
   return set;
 }
 
-// What gains on this processor: sums on AMD's Zen 5 and what came after it, everything on Intel's
-// server cores since Sapphire Rapids, which are the ones that calculate in fp16.
+// The kernels that gain from prefetching on this processor. Sums gain on AMD's Zen 5 and later. All
+// gain on Intel's server cores since Sapphire Rapids, recognised by their fp16 arithmetic.
 FetchAhead best_fetch_ahead() {
 #if defined(__x86_64__)
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;

@@ -1,4 +1,4 @@
-// The CPU kernels, one file each; kernels_cpu.cpp puts them into the table. Contracts: kernels.h.
+// The CPU kernels, one file each. table.cpp puts them into the table. Contracts: kernels.h.
 #pragma once
 
 #include "kernels/kernels.h"

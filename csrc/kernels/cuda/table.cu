@@ -13,7 +13,7 @@ uint64_t capture_id_cuda(void* stream) {
   const cudaError_t error =
       cudaStreamGetCaptureInfo(static_cast<cudaStream_t>(stream), &status, &id);
   if (error == cudaSuccess && status == cudaStreamCaptureStatusActive) return id;
-  // The default stream may not be asked while another one is captured; itself it never is.
+  // The default stream is never captured, and may not be queried while another stream is.
   if (error != cudaSuccess) static_cast<void>(cudaGetLastError());
   return 0;
 }

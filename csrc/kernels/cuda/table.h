@@ -1,11 +1,11 @@
-// The CUDA kernels, one file each; kernels_cuda.cu puts them into the table. Contracts: kernels.h.
+// The CUDA kernels, one file each. table.cu puts them into the table. Contracts: kernels.h.
 #pragma once
 
 #include "kernels/kernels.h"
 
 namespace zero_ext::kernels {
 
-// CUDA's table. Calls run on the current device and on Launch::stream, and never wait for it.
+// CUDA's table. Calls run on the current device, on Launch::stream, and never wait for the device.
 const Kernels& cuda();
 
 Status accumulate_cuda(const void* grad, DType dtype, float* sum, int64_t numel, float scale,
