@@ -47,7 +47,7 @@ class OptimizerState {
   // momentum).
   OptimizerState(std::shared_ptr<Engine> engine, int64_t states);
   ~OptimizerState() {
-    for (const int64_t i : indices_) engine_->remove_stepper(i);
+    for (const int64_t i : indices_) engine_->steps().remove_stepper(i);
   }
   OptimizerState(const OptimizerState&) = delete;
   OptimizerState& operator=(const OptimizerState&) = delete;
@@ -64,16 +64,16 @@ class OptimizerState {
   const std::vector<int64_t>& indices() const { return indices_; }
 
   const StepVerdict& prepare_step(const StepQuestions& questions) {
-    return verdict_ = engine_->prepare_step(indices_, questions, &last_backward_);
+    return verdict_ = engine_->steps().prepare(indices_, questions, &last_backward_);
   }
-  // See Engine::clip_gradients, of this optimizer's parameters.
+  // See Steps::clip, of this optimizer's parameters.
   at::Tensor clip_gradients(double max_norm) {
-    return engine_->clip_gradients(indices_, max_norm, last_backward_);
+    return engine_->steps().clip(indices_, max_norm, last_backward_);
   }
   // As the last verdict says: skipped, clipped.
   void apply_adam(const std::vector<AdamGroup>& groups);
   void apply_sgd(const std::vector<SgdGroup>& groups);
-  // See Engine::set_offloaded: the states of this optimizer.
+  // See Values::set_offloaded: the states of this optimizer.
   void set_offloaded(bool offloaded);
   // After another optimizer has updated the masters: the parameters become their roundings.
   void apply_masters();

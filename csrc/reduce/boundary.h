@@ -39,7 +39,6 @@ class Boundary {
   void push_no_sync();
   void pop_no_sync() { --no_sync_depth_; }
   int64_t accumulation_steps() const { return options_.accumulation_steps; }
-  void set_accumulation_steps(int64_t steps) { options_.accumulation_steps = steps; }
   double divide_factor() const { return options_.divide_factor; }
   void set_divide_factor(double factor) { options_.divide_factor = factor; }
   void set_loss_scale(double scale);

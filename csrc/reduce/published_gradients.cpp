@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "core/errors.h"
@@ -132,6 +133,11 @@ bool PublishedGradients::has_foreign() const {
     if (parameter.managed() && !entries_[i].shown && parameter.tensor.grad().defined()) return true;
   }
   return false;
+}
+
+bool PublishedGradients::has_reduced_gradients() const {
+  return std::any_of(parameters_.units().begin(), parameters_.units().end(),
+                     [](const auto& unit) { return unit->sums().has_reduced(); });
 }
 
 void PublishedGradients::withdraw() {

@@ -54,6 +54,8 @@ class PublishedGradients {
   void take_over(const std::vector<int64_t>& indices, const char* verb);
   // A gradient lies in .grad that we did not put there, perhaps of a backward that was not seen.
   bool has_foreign() const;
+  // Some parameter has a reduced gradient, whether it is shown or not.
+  bool has_reduced_gradients() const;
   // .grad becomes None, of all; and a view again, of all that have a sum.
   void withdraw();
   void publish();

@@ -56,7 +56,6 @@ PUBLIC_METHODS = 25
 # Each with its reason. These lists only shrink: one that is not needed any more fails the test.
 LONG_FILES: dict[str, str] = {
     "csrc/comm/local/shared_host_transport.cpp": "rings, epochs and messages in one class",
-    "csrc/engine/engine.cpp": "several lives in one class",
     "csrc/units/unit.cpp": "several lives in one class",
     "zero_ext/engine/handle.py": "several lives in one class",
     "zero_ext/module/sharding.py": "shard() and all methods",
@@ -64,7 +63,6 @@ LONG_FILES: dict[str, str] = {
     "zero_ext/tensor/shard_tensor.py": "class, dispatch and boxes",
 }
 LONG_FUNCTIONS: dict[str, str] = {
-    "csrc/python/bindings.cpp:bind_engine": "one binding a line",
     "zero_ext/deepspeed/initialization.py:initialize": "docstring",
     "zero_ext/engine/handle.py:__init__": "several lives in one class",
     "zero_ext/engine/memory.py:estimate_memory": "docstring",
@@ -73,7 +71,6 @@ LONG_FUNCTIONS: dict[str, str] = {
 }
 MAX_LONG_FUNCTIONS = 12
 LARGE_CLASSES: dict[str, str] = {
-    "Engine": "several lives in one class",
     "GradientSums": "reduced and local sums",
     "Unit": "several lives in one class",
 }
