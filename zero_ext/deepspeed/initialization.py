@@ -15,12 +15,13 @@ from torch.utils.data import DataLoader, Dataset
 from zero_ext.deepspeed.config import Config
 from zero_ext.deepspeed.schedules import SCHEDULES
 from zero_ext.deepspeed.training_engine import TrainingEngine, data_loader
-from zero_ext.engine.handle import any_sharded
+from zero_ext.engine.registry import any_sharded
 from zero_ext.module.sharding import shard
 from zero_ext.optim import adoption as adoption
 from zero_ext.optim.scaler import LossScaler
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
-from zero_ext.ranks.groups import all_or_none, check_same_on_all_ranks, resolve
+from zero_ext.ranks.agreement import all_or_none, check_same_on_all_ranks
+from zero_ext.ranks.groups import resolve
 
 
 def initialize(

@@ -19,7 +19,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from zero_ext import checkpoint
 from zero_ext.deepspeed.config import Config
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
-from zero_ext.ranks.groups import Groups, all_or_none, check_same_on_all_ranks
+from zero_ext.ranks.agreement import all_or_none, check_same_on_all_ranks
+from zero_ext.ranks.groups import Groups
 from zero_ext.state.model_state import gather_state_dict, groups_of
 
 _log = logging.getLogger("zero_ext")
