@@ -19,7 +19,7 @@ from zero_ext.engine.checks import stays_whole
 from zero_ext.engine.registry import any_sharded, find
 from zero_ext.module.forward_methods import register_forward_method
 from zero_ext.module.sharding import shard
-from zero_ext.optim import adoption as adoption
+from zero_ext.optim import adoption
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.ranks.agreement import all_or_none
 from zero_ext.ranks.groups import resolve
