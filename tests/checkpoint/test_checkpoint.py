@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 import zero_ext
 from zero_ext import checkpoint
 from zero_ext.checkpoint import files as checkpoint_files
-from zero_ext.engine.handle import find
+from zero_ext.engine.registry import find
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

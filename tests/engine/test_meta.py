@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zero_ext
-from zero_ext.engine.handle import find
+from zero_ext.engine.registry import find
 
 SEPARATE = 1e-6  # MiB: every module is a unit
 

@@ -13,7 +13,7 @@ from setups import lazily_free_bytes, take_lazily_free_pages, values_of
 from torch import nn
 
 import zero_ext
-from zero_ext.engine.handle import find
+from zero_ext.engine.registry import find
 
 LINE_BYTES = 64  # slots and ranges begin at cache lines of the compute dtype
 HELD = ("full", "master", "grad", "bucket", "optimizer_state")

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zero_ext
-from zero_ext.engine.handle import Handle, find
+from zero_ext.engine.handle import Handle
+from zero_ext.engine.registry import find
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.tensor.shard_tensor import ShardTensor
 

@@ -24,7 +24,7 @@ from torch import nn
 
 import zero_ext
 from zero_ext import _C
-from zero_ext.engine.handle import find
+from zero_ext.engine.registry import find
 
 LR = 0.05
 LENGTHS = [0, 1, 15, 16, 17, 33, 2047, 2048, 2049, 70_001]

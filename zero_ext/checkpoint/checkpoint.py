@@ -25,8 +25,8 @@ from torch import nn
 from zero_ext.checkpoint import files
 from zero_ext.checkpoint import optimizer_states as states
 from zero_ext.checkpoint.contents import FORMAT, OBJECTS, Contents
-from zero_ext.engine.handle import find
-from zero_ext.ranks.groups import all_or_none, check_same_on_all_ranks
+from zero_ext.engine.registry import find
+from zero_ext.ranks.agreement import all_or_none, check_same_on_all_ranks
 from zero_ext.state.model_state import ModelState, groups_of, has_master, held_value, target_for
 
 

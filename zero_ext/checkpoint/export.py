@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from zero_ext.ranks.groups import all_or_none
+from zero_ext.ranks.agreement import all_or_none
 from zero_ext.state.model_state import ModelState, full_value, groups_of
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}

@@ -21,7 +21,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-from zero_ext.ranks.groups import Groups, all_or_none, of_all_ranks, timeout_of
+from zero_ext.ranks.agreement import all_or_none, of_all_ranks
+from zero_ext.ranks.comm_groups import timeout_of
+from zero_ext.ranks.groups import Groups
 from zero_ext.tensor.shard_tensor import ShardTensor, wrap
 
 _VISIBLE_WITHIN_S = 60.0  # file systems of a network tell late what another host has made

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from zero_ext.checkpoint.contents import Contents
-from zero_ext.engine.handle import find
+from zero_ext.engine.registry import find
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.state.model_state import ModelState
 

@@ -6,28 +6,10 @@ and keep their rules, and nothing is copied or moved.
 
 from collections.abc import Iterable
 
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
-
-from zero_ext.engine.handle import handle_of
+from zero_ext.engine.registry import handle_of
 
 # As in ``stats()["bytes_<name>"]``; stage 3's shards, "full" while released, go with "full".
 STATES = ("full", "master", "grad", "optimizer_state")
-
-
-def check_policy(policy: OffloadPolicy | None) -> OffloadPolicy:
-    """``policy``, or the one that offloads nothing.
-
-    Raises:
-        TypeError: neither a ``CPUOffloadPolicy`` nor an ``OffloadPolicy`` of torch's FSDP2.
-    """
-    if policy is None:
-        return OffloadPolicy()
-    if type(policy) not in (OffloadPolicy, CPUOffloadPolicy):
-        raise TypeError(
-            "zero_ext: offload_policy must be torch.distributed.fsdp.CPUOffloadPolicy(pin_memory="
-            f"True|False) or None, not {policy!r}."
-        )
-    return policy
 
 
 def offload_states(sharded, include: Iterable[str] | None = None) -> None:

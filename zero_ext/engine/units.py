@@ -1,21 +1,30 @@
 """Cuts parameters into units: what is reduced, stepped and gathered together."""
 
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zero_ext.engine.options import ShardingOptions
 
 # What `shard(units=)` takes: module classes, or a predicate of a module's name and itself.
 Choice = type | Collection[type] | Callable[[str, nn.Module], bool] | None
 
 
 class UnitPlan(NamedTuple):
-    """Parameter indices of one unit, in registration order, and the dtype they are computed in."""
+    """Parameter indices of one unit, in registration order, and the dtype they are computed in.
+
+    ``gradient_is_fp32``: their gradients arrive and travel in fp32, whatever their own dtype.
+    """
 
     members: list[int]
     dtype: torch.dtype
+    trainable: bool = True
+    gradient_is_fp32: bool = False
 
 
 # So much smaller than a bucket that its gradient may as well wait: see Note [Reduction order] in
@@ -315,40 +324,36 @@ def parts(blocks: Sequence[Block]) -> list[tuple[int, list[int]]]:
 
 
 def split_block(
-    members: Sequence[int], parameters: Sequence[Tensor], apart: Container[int] = ()
-) -> list[tuple[list[int], torch.dtype, bool]]:
-    """The units of one block: parameters of one dtype, all trainable or all frozen, and all or none
-    of them in ``apart``."""
+    members: Sequence[int], parameters: Mapping[int, Tensor], gradient_is_fp32: Container[int] = ()
+) -> list[UnitPlan]:
+    """The units of one block: parameters of one dtype, all trainable or all frozen, and the
+    gradients of all or of none of them are in fp32."""
     kinds: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
     for i in members:
         trainable = parameters[i].requires_grad
-        kind = (parameters[i].dtype, trainable, trainable and i in apart)
+        kind = (parameters[i].dtype, trainable, trainable and i in gradient_is_fp32)
         kinds.setdefault(kind, []).append(i)
-    return [(part, dtype, trainable) for (dtype, trainable, _), part in kinds.items()]
+    return [UnitPlan(part, *kind) for kind, part in kinds.items()]
 
 
 def prefetch_bytes(
-    blocks: Sequence[Block],
-    parameters: Sequence[Tensor],
-    prefetch_mb: float | None,
-    bucket_mb: float,
-    param_dtype: torch.dtype | None = None,
+    blocks: Sequence[Block], parameters: Sequence[Tensor], options: ShardingOptions
 ) -> int:
     """How much may be gathered ahead of its use, see ``shard``."""
-    if prefetch_mb is not None:
-        return int(prefetch_mb * 2**20)
-    sizes = [_bytes_of(b.members, parameters, param_dtype) for b in blocks if not b.root]
-    return int(max(bucket_mb * 2**20, 1.5 * max(sizes, default=0)))
+    if options.prefetch_mb is not None:
+        return int(options.prefetch_mb * 2**20)
+    sizes = [_bytes_of(b.members, parameters, options.param_dtype) for b in blocks if not b.root]
+    return int(max(options.bucket_bytes, 1.5 * max(sizes, default=0)))
 
 
-def used_several_times(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters that the module has under several names, such as tied embeddings and heads.
+def used_several_times(module: nn.Module) -> WeakIdKeyDictionary:
+    """Keys: the parameters that the module has under several names, such as tied embeddings and
+    heads.
 
     Autograd adds up a parameter's uses in one backward before any hook sees them, in the
-    gradient's dtype: in bf16, 256 + 1 is 256. So gradients of these arrive and travel in fp32, see
-    ``Handle``. Uses of one name, by a module that is called twice, cannot be known beforehand.
+    gradient's dtype: in bf16, 256 + 1 is 256. So gradients of these arrive and travel in fp32.
+    Several uses under one name, by a module that is called twice, cannot be known beforehand.
     """
-    names: dict[int, list[nn.Parameter]] = {}
-    for _, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(parameter)
-    return [uses[0] for uses in names.values() if len(uses) > 1]
+    named = [p for _, p in module.named_parameters(remove_duplicate=False)]
+    names = Counter(map(id, named))
+    return WeakIdKeyDictionary({p: True for p in named if names[id(p)] > 1})

@@ -15,12 +15,14 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from zero_ext import checkpoint
-from zero_ext.engine.handle import any_sharded, find, stays_whole
+from zero_ext.engine.checks import stays_whole
+from zero_ext.engine.registry import any_sharded, find
 from zero_ext.module.forward_methods import register_forward_method
 from zero_ext.module.sharding import shard
-from zero_ext.optim import adoption as adoption
+from zero_ext.optim import adoption
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
-from zero_ext.ranks.groups import all_or_none, resolve
+from zero_ext.ranks.agreement import all_or_none
+from zero_ext.ranks.groups import resolve
 from zero_ext.state.model_state import gather_state_dict
 
 _DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from zero_ext import checkpoint as checkpoints
-from zero_ext.engine.handle import any_sharded, find
+from zero_ext.engine.registry import any_sharded, handle_of
 from zero_ext.module.forward_methods import ForwardMethod, register_forward_method
 from zero_ext.module.sharding import shard
-from zero_ext.optim import adoption as adoption
+from zero_ext.optim import adoption
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
-from zero_ext.ranks.groups import all_or_none, resolve
+from zero_ext.ranks.agreement import all_or_none
+from zero_ext.ranks.groups import resolve
 from zero_ext.tensor.shard_tensor import ShardTensor
 
 _COPIES = ("lightning.pytorch", "pytorch_lightning")
@@ -138,8 +139,7 @@ class ShardedStrategy(DDPStrategy):
         self.setup_precision_plugin()
 
     def _check_stage(self) -> None:
-        found = next(entry for p in self.model.parameters() if (entry := find(p)) is not None)
-        before = found[0].engine.stage
+        before = handle_of(self.model).engine.stage
         if before != self._sharding["stage"]:
             raise ValueError(
                 f"zero_ext: the {type(self.model).__name__} is sharded with stage {before} "

@@ -21,10 +21,13 @@ from torch.distributed.fsdp import OffloadPolicy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_ext import _C
-from zero_ext.engine.handle import Handle, find, stays_whole
-from zero_ext.engine.offload import check_policy
+from zero_ext.engine.checks import stays_whole
+from zero_ext.engine.handle import Handle
+from zero_ext.engine.options import ShardingOptions, check_policy
+from zero_ext.engine.registry import find
 from zero_ext.optim.scaler import LossScaler
-from zero_ext.ranks.groups import check_same_on_all_ranks, resolve
+from zero_ext.ranks.agreement import check_same_on_all_ranks
+from zero_ext.ranks.groups import resolve
 
 # Between torch's implementations: no number of an update.
 _SWITCHES = frozenset(("foreach", "fused", "capturable", "differentiable"))
@@ -116,9 +119,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._handle = Handle(
                 resolve(process_group, None, [p for _, p in named]),
                 named,
-                stage=1 if stage is None else stage,
-                bucket_mb=bucket_mb,
-                offload_policy=check_policy(offload_policy),
+                ShardingOptions(
+                    stage=1 if stage is None else stage,
+                    bucket_mb=bucket_mb,
+                    offload_policy=offload_policy,
+                ),
                 whole=whole,
             )
         self.loss_scaler = loss_scaler

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zero_ext import _C
-from zero_ext.engine.handle import find
+from zero_ext.engine.registry import find
 from zero_ext.optim import elementwise
 from zero_ext.optim.sharded_optimizer import (
     ShardedOptimizer,

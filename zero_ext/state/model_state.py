@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zero_ext.engine.handle import Handle, expansion, find
+from zero_ext.engine.handle import Handle
+from zero_ext.engine.registry import find
+from zero_ext.ranks.collectives import expansion
 from zero_ext.ranks.groups import Groups, resolve
 from zero_ext.tensor.shard_tensor import ShardTensor
 

@@ -14,9 +14,12 @@ import torch
 from torch import Tensor
 
 from zero_ext import _C
-from zero_ext.engine.handle import Handle, find
+from zero_ext.engine.handle import Handle
+from zero_ext.engine.registry import find
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
-from zero_ext.ranks.groups import Groups, all_or_none, broadcast_
+from zero_ext.ranks.agreement import all_or_none
+from zero_ext.ranks.collectives import broadcast_
+from zero_ext.ranks.groups import Groups
 
 
 class _Kind(enum.IntEnum):
