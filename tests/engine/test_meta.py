@@ -3,9 +3,9 @@
 import pytest
 import torch
 from harness import MLP, Tied, gather_objects, mean_square, rank_batches
+from memory_formula import ranges_of
 from reference import OneProcess
 from setups import MLP_INPUT, assert_same_values, train_batch
-from test_memory import ranges_of
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.multiprocessing.reductions import StorageWeakRef

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from test_kernels import DTYPES, all_half_patterns, same_bits, same_values, special_floats, values
+from kernel_data import DTYPES, all_half_patterns, same_bits, same_values, special_floats, values
 
 from zero_ext import _C, _build_info, ops
 
