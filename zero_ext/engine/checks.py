@@ -25,7 +25,7 @@ def stays_whole(parameter: Tensor) -> bool:
     return not parameter.requires_grad and parameter.dtype not in DTYPES
 
 
-def describe(parameters: Named) -> list[str]:
+def describe(*parameters: tuple[str, Tensor]) -> list[str]:
     """What ranks must agree on."""
     return [
         f"{name} {tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"

@@ -57,17 +57,17 @@ class Handle:
             )
         checks.check_parameters(groups, parameters, whole=whole, meta_allowed=meta is not None)
         environment.check(groups)
-        description = [
-            options.describe(groups, [block.members for block in blocks] if blocks else None),
-            *checks.describe([*parameters, *whole]),
-            *(f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in buffers),
-        ]
-        check_same_on_all_ranks(groups, description, "the models (or the arguments)")
+        cut = [block.members for block in blocks] if blocks else None
+        described = [options.describe(groups, cut), *checks.describe(*parameters, *whole)]
+        described += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in buffers]
+        check_same_on_all_ranks(groups, described, "the models (or the arguments)")
         self.groups = groups
         self.options = options
         self.offload_policy = options.offload_policy
-        tensors = [parameter for _, parameter in parameters]
-        self.engine = options.make_engine(groups, prefetch_bytes(blocks or (), tensors, options))
+        # Whether every rank holds all of the optimizer's state: stage 0, or replicas of one rank.
+        self.replicated = groups.shards == 1 or options.stage == 0
+        ahead = prefetch_bytes(blocks or (), [p for _, p in parameters], options)
+        self.engine = options.make_engine(groups, ahead)
         self.engine.set_local_reader(_local_part)
         show_gradient = weakref.WeakMethod(self._show_gradient)
         self.engine.set_view_maker(lambda i, local: show_gradient()(i, local))
@@ -132,7 +132,7 @@ class Handle:
                 "forward would gather them. Make them part of the module before sharding it."
             )
         checks.check_parameters(self.groups, parameters)
-        described = checks.describe(parameters)
+        described = checks.describe(*parameters)
         check_same_on_all_ranks(self.groups, described, "the added parameters")
         return self.add_parameters(parameters)
 
@@ -192,11 +192,6 @@ class Handle:
                     self.root_hooks.append(hooks)
 
     # What a parameter's values look like
-
-    @property
-    def replicated(self) -> bool:
-        """Every rank holds all of the optimizer's state: stage 0, or replicas of one rank."""
-        return self.groups.shards == 1 or self.engine.stage == 0
 
     def as_parameter(self, local: Tensor, i: int, parameter: Tensor) -> Tensor:
         """This rank's 1-D part of some per-element value, shown in the parameter's shape."""

@@ -91,20 +91,21 @@ def estimate_memory(
     blocks: list[Block] = []
     if stage == 3:
         blocks = cut_by_module(module, parameters, units, options.bucket_bytes, param_dtype)
-        cut: list[list[_Unit]] = [[] for _ in blocks]
+        plans: list[list[UnitPlan]] = [[] for _ in blocks]
         for block, members in parts(blocks):
-            cut[block] += [_Unit.of(plan, parameters, run) for plan in planner.of_block(members)]
+            plans[block] += planner.of_block(members)
     else:
-        trained = [i for i, p in enumerate(parameters) if p.requires_grad]
-        cut = [[_Unit.of(plan, parameters, run) for plan in planner.by_size(trained)]]
+        plans = [planner.by_size(i for i, p in enumerate(parameters) if p.requires_grad)]
+    numels = [p.numel() for p in parameters]
+    cut = [[_Unit(p, [numels[i] for i in p.members], run) for p in part] for part in plans]
     local = local_accumulation and stage < 2 and world_size > 1
     result = _persistent_bytes([unit for part in cut for unit in part], local)
-    own = (p.nbytes for p in module.parameters() if stays_whole(p) or _is_unsharded(p, stage))
-    result["full"] += sum(own)
+    frozen = [p for p in module.parameters() if not p.requires_grad]
+    result["full"] += sum(p.nbytes for p in frozen if stays_whole(p) or stage < 3)
     result["persistent"] = sum(result.values())
     ahead = prefetch_bytes(blocks, parameters, options)
     result["gathered"] = _gathered_bytes(blocks, cut, ahead) if stage == 3 else 0
-    in_buckets = (unit.bucket_bytes(local) for part in cut for unit in part if unit.trainable)
+    in_buckets = (u.bucket_bytes(local) for part in cut for u in part if u.plan.trainable)
     result["buckets"] = 2 * max(in_buckets, default=0) if world_size > 1 else 0
     return result
 
@@ -117,10 +118,6 @@ def _check_ranks(world_size: int, shards: int) -> None:
             f"zero_ext: {world_size} ranks cannot be replicas of {shards!r}: shards must divide "
             "world_size."
         )
-
-
-def _is_unsharded(parameter: nn.Parameter, stage: int) -> bool:
-    return stage < 3 and not parameter.requires_grad
 
 
 def _device_of(module: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -141,16 +138,13 @@ class _Run(NamedTuple):
 class _Unit(NamedTuple):
     """What the memory of one unit follows from."""
 
+    plan: UnitPlan
     numels: list[int]
-    itemsize: int  # of an element that is computed with
-    trainable: bool
-    gradient_is_fp32: bool
     run: _Run
 
-    @staticmethod
-    def of(plan: UnitPlan, parameters: Sequence[nn.Parameter], run: _Run) -> "_Unit":
-        numels = [parameters[i].numel() for i in plan.members]
-        return _Unit(numels, plan.dtype.itemsize, plan.trainable, plan.gradient_is_fp32, run)
+    @property
+    def itemsize(self) -> int:
+        return self.plan.dtype.itemsize
 
     @property
     def ranges(self) -> int:
@@ -164,7 +158,7 @@ class _Unit(NamedTuple):
 
     @property
     def has_master(self) -> bool:
-        return self.trainable and self.itemsize != _FP32_BYTES
+        return self.plan.trainable and self.itemsize != _FP32_BYTES
 
     @property
     def full_bytes(self) -> int:
@@ -179,7 +173,7 @@ class _Unit(NamedTuple):
 
     def bucket_bytes(self, local: bool) -> int:
         """``local``: sums of several backwards are sent, which are in fp32."""
-        itemsize = _FP32_BYTES if self.gradient_is_fp32 or local else self.itemsize
+        itemsize = _FP32_BYTES if self.plan.gradient_is_fp32 or local else self.itemsize
         return self.range_numel * (self.ranges + self.run.world - 1) * itemsize
 
 
@@ -191,7 +185,7 @@ def _persistent_bytes(units: Iterable[_Unit], local: bool) -> dict[str, int]:
             result["full"] += unit.full_bytes
         if unit.home == "shard":
             result["shard"] += share * unit.itemsize
-        if unit.trainable:
+        if unit.plan.trainable:
             result["master"] += share * _FP32_BYTES if unit.has_master else 0
             result["grad"] += share * (unit.ranges if local else 1) * _FP32_BYTES
             result["optimizer_state"] += 2 * share * _FP32_BYTES

@@ -4,7 +4,7 @@ import contextlib
 import datetime
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -36,39 +36,34 @@ def timeout_of(groups: Groups) -> datetime.timedelta:
     return environment.timeout() or (options and options._timeout) or dist.default_pg_timeout
 
 
-class _Maker(NamedTuple):
-    """Makes groups like the parent: of its device's own backend, or of gloo, which then carries a
+def _new_group(groups: Groups, store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
+    """A group like the parent: of its device's own backend, or of gloo, which then carries a
     device's tensors through host memory."""
-
-    make: Callable[[dist.Store, int, int], dist.ProcessGroup]  # of a store, rank and size
-    kind: object  # of the backend
-
-
-def _maker(groups: Groups) -> _Maker:
     backend, timeout = _backend_of(groups), timeout_of(groups)
     kinds = dist.ProcessGroup.BackendType
     plugin = dist.Backend._plugins.get(backend.name().upper()) if backend is not None else None
-    if dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL):
+    if _uses_nccl(groups):
         last = dist.ProcessGroupNCCL.Options()
         last._timeout = timeout
-        made, kind, device = dist.ProcessGroupNCCL, kinds.NCCL, groups.device
+        make, kind, device = dist.ProcessGroupNCCL, kinds.NCCL, groups.device
     elif isinstance(backend, dist.ProcessGroupGloo):
-        made, kind, device, last = dist.ProcessGroupGloo, kinds.GLOO, CPU, timeout
+        make, kind, device, last = dist.ProcessGroupGloo, kinds.GLOO, CPU, timeout
     elif plugin is not None and not plugin.extended_api:
-        made, kind, device, last = plugin.creator_fn, kinds.CUSTOM, groups.device, timeout
+        make, kind, device, last = plugin.creator_fn, kinds.CUSTOM, groups.device, timeout
     else:
         raise ValueError(
             f"{groups.where}the process group has no backend for tensors on "
             f"{groups.device}. Use init_process_group('gloo'), or 'nccl' on GPUs."
         )
+    group = dist.ProcessGroup(store, rank, size)
+    group._register_backend(device, kind, make(store, rank, size, last))
+    group._set_default_backend(kind)
+    return group
 
-    def make(store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
-        group = dist.ProcessGroup(store, rank, size)
-        group._register_backend(device, kind, made(store, rank, size, last))
-        group._set_default_backend(kind)
-        return group
 
-    return _Maker(make, kind)
+def _uses_nccl(groups: Groups) -> bool:
+    backend = _backend_of(groups)
+    return dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL)
 
 
 class CommGroups(NamedTuple):
@@ -90,7 +85,7 @@ def comm_groups(groups: Groups) -> Iterator[CommGroups]:
     if groups.world == 1:
         yield CommGroups({})
         return
-    parent, maker = groups.parent, _maker(groups)
+    parent = groups.parent
     number = next(_engine_counts[parent.group_name])
     store = distributed_c10d._get_process_group_store(parent)
     replica, shard = divmod(groups.rank, groups.shards)
@@ -99,13 +94,12 @@ def comm_groups(groups: Groups) -> Iterator[CommGroups]:
     if replicas > 1:
         within = [(f"within_{purpose}", replica, shard, groups.shards) for purpose, *_ in wanted]
         wanted += [*within, ("across", shard, replica, replicas)]
-    uses_nccl = maker.kind == dist.ProcessGroup.BackendType.NCCL
-    reduction = "collective" if uses_nccl else "exchange"
+    reduction = "collective" if _uses_nccl(groups) else "exchange"
     names, made = {}, []  # nothing else keeps the groups alive
     try:
         for purpose, part, rank, size in wanted:
             name = f"zero_ext/{parent.group_name}/{number}/{purpose}/{part}"
-            made.append(maker.make(dist.PrefixStore(name, store), rank, size))
+            made.append(_new_group(groups, dist.PrefixStore(name, store), rank, size))
             made[-1]._set_group_name(name)
             torch._C._distributed_c10d._register_process_group(name, made[-1])
             names[f"{purpose}_group"] = name
