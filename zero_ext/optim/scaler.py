@@ -2,10 +2,16 @@
 
 import math
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from zero_ext.engine.handle import Handle
+from zero_ext.ranks.groups import check_same_on_all_ranks
+
+if TYPE_CHECKING:
+    from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 
 # Gradients of 1 would overflow fp16 at 2**16 already; the reciprocal must not be a subnormal.
 LARGEST_SCALE = 2.0**100
@@ -63,6 +69,7 @@ class LossScaler:
     ):
         self._optimizer: weakref.ref | None = None
         self._losses_scaled = 0  # since the last step
+        self._backwards_seen = 0  # by the last step
         self._set(
             {
                 "mode": mode,
@@ -102,27 +109,30 @@ class LossScaler:
         # torch.tensor() would copy it to a device, and wait for all that this was given before.
         return outputs * torch.full((), self._scale, dtype=torch.float32, device=outputs.device)
 
-    def _attach(self, optimizer) -> None:
-        other = self._optimizer and self._optimizer()
-        if other is not None and other is not optimizer:
-            raise ValueError(
-                f"zero_ext: this LossScaler belongs to another optimizer ({type(other).__name__}) "
-                "already. Give each optimizer its own."
-            )
-        self._optimizer = weakref.ref(optimizer)
-
-    def _detach(self, optimizer) -> None:
-        if self._optimizer is not None and self._optimizer() is optimizer:
-            self._optimizer = None
-
-    def _tell(self) -> None:
+    def _set_in_engine(self) -> None:
         optimizer = self._optimizer and self._optimizer()
         if optimizer is not None:
             optimizer._handle.engine.set_loss_scale(self._scale)
 
-    def _step_made(self, overflow: bool) -> None:
-        """What all ranks agreed on; called by the optimizer after each step."""
+    def _check_scaled(self, handle: Handle) -> None:
+        """Raise where backwards have run since the last step, and no loss was scaled."""
+        if self._losses_scaled or handle.engine.backwards == self._backwards_seen:
+            return
+        raise RuntimeError(
+            f"{handle.groups.where}no loss was scaled by the optimizer's loss_scaler since the "
+            f"last step: its gradients are {self._scale:g} times too small. Call "
+            "optimizer.scale(loss).backward() in place of loss.backward(), or make the optimizer "
+            "without loss_scaler where torch's GradScaler scales."
+        )
+
+    def _step_made(self, overflow: bool, backwards: int = 0) -> None:
+        """Called by the optimizer after each step, with what all ranks agreed on.
+
+        Args:
+            backwards: How many the engine has run.
+        """
         self._losses_scaled = 0
+        self._backwards_seen = backwards
         if not self.dynamic:
             return
         if overflow:
@@ -136,7 +146,7 @@ class LossScaler:
                 self._good_steps = 0
                 self._overflows_left = self._hysteresis
                 self._scale = min(self._scale * self._growth_factor, LARGEST_SCALE)
-        self._tell()
+        self._set_in_engine()
 
     def _expects_overflow(self) -> bool:
         """An overflow is how the scale is found, and not yet a reason to warn."""
@@ -156,11 +166,53 @@ class LossScaler:
         if missing:
             raise ValueError(f"zero_ext: the state of a LossScaler lacks {', '.join(missing)}.")
         self._set(state_dict)
-        self._tell()
+        self._set_in_engine()
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={getattr(self, f'_{name}')!r}" for name in _STATE[1:])
         return f"LossScaler({self._mode!r}, {settings})"
+
+
+def attach(scaler: LossScaler | None, optimizer: "ShardedOptimizer") -> None:
+    """Give the optimizer's engine its one scale. Collective.
+
+    It is the scale of the one optimizer that came with a scaler, else 1.
+
+    Raises:
+        ValueError: the scaler has another optimizer, or the engine another scaler.
+    """
+    handle = optimizer._handle
+    scaled_by = handle.scaled_by and handle.scaled_by()
+    if scaler is None:
+        if scaled_by is None:
+            handle.engine.set_loss_scale(1.0)
+        return
+    other = scaler._optimizer and scaler._optimizer()
+    if other not in (None, optimizer):
+        raise ValueError(
+            f"zero_ext: this LossScaler belongs to another optimizer ({type(other).__name__}) "
+            "already. Give each optimizer its own."
+        )
+    if scaled_by is not None:
+        raise ValueError(
+            "zero_ext: another optimizer of this module has a loss_scaler already, which scales "
+            "the gradients of all its parameters. Leave loss_scaler out."
+        )
+    check_same_on_all_ranks(handle.groups, [repr(scaler)], "the loss scalers")
+    scaler._optimizer = handle.scaled_by = weakref.ref(optimizer)
+    scaler._backwards_seen = handle.engine.backwards
+    scaler._set_in_engine()
+
+
+def detach(optimizer: "ShardedOptimizer") -> None:
+    """The engine's scale is 1 again, and the scaler free for another optimizer."""
+    handle, scaler = optimizer._handle, optimizer.loss_scaler
+    if handle.scaled_by is None or handle.scaled_by() is not optimizer:
+        return
+    handle.scaled_by = None
+    handle.engine.set_loss_scale(1.0)
+    if scaler is not None:
+        scaler._optimizer = None
 
 
 def _check(state: dict[str, Any]) -> None:
