@@ -11,6 +11,7 @@ from torch.distributed.fsdp import OffloadPolicy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_ext.engine.handle import Handle, find, stays_whole
+from zero_ext.ranks.groups import check_same_on_all_ranks
 
 if TYPE_CHECKING:
     from zero_ext.optim.sharded_optimizer import ShardedOptimizer
@@ -98,21 +99,41 @@ def handle_of_module(
     if handle is None:
         return None
     check_of_engine(named, handle)
-    if stage not in (None, handle.engine.stage):
-        raise ValueError(
-            f"zero_ext: stage={stage}, but the module was sharded with stage "
-            f"{handle.engine.stage}. Leave stage out."
-        )
-    if process_group not in (None, handle.groups.parent):
-        raise ValueError(
-            "zero_ext: the module was sharded over another process_group. Leave process_group out."
-        )
-    if offload_policy not in (None, handle.offload_policy):
-        raise ValueError(
-            f"zero_ext: offload_policy={offload_policy}, but the module was sharded with "
-            f"{handle.offload_policy}. Leave offload_policy out."
-        )
+    for name, given, of_module in (
+        ("stage", stage, handle.engine.stage),
+        ("process_group", process_group, handle.groups.parent),
+        ("offload_policy", offload_policy, handle.offload_policy),
+    ):
+        if given not in (None, of_module):
+            raise ValueError(
+                f"zero_ext: {name}={given}, but the module was sharded with {name} {of_module}. "
+                f"Leave {name} out."
+            )
     return handle
+
+
+def check_same_optimizers(optimizer: "ShardedOptimizer") -> None:
+    """Raise if ranks make different optimizers. Collective.
+
+    Each rank may list the parameters of a group in an order of its own.
+    """
+    kind = getattr(optimizer, "_optimizer_class", type(optimizer))  # the wrapped one, any callable
+    handle = optimizer._handle
+    check_same_on_all_ranks(
+        handle.groups,
+        [
+            f"{getattr(kind, '__name__', '')} nonfinite={optimizer.nonfinite!r} "
+            f"clips={optimizer.max_grad_norm is not None} "
+            f"scales={optimizer.loss_scaler is not None}",
+            *(
+                f"group {g}: {handle.engine.parameter_name(i)}"
+                for g, group in enumerate(optimizer.param_groups)
+                for i in sorted(i for _, i in sharded_in(group))
+            ),
+        ],
+        "the optimizers",
+        remedy="Make the same optimizers in the same order on every rank.",
+    )
 
 
 class FollowedGroups:
@@ -151,7 +172,15 @@ class FollowedGroups:
             ValueError: a parameter is not sharded, or another optimizer's; nothing has changed.
         """
         groups, sharded_state = optimizer.param_groups, optimizer._sharded_state
-        self._check(optimizer)
+        named, _ = named_parameters(groups)
+        for name, parameter in named:
+            if find(parameter) is None:
+                raise ValueError(
+                    f"zero_ext: '{name}' of shape {tuple(parameter.shape)} was put into the groups "
+                    "by hand, and is not sharded. Add it with add_param_group()."
+                )
+        check_of_engine(named, optimizer._handle)
+        check_not_owned(named, optimizer)
         sharded = [sharded_in(group) for group in groups]
         mine = {i for places in sharded for _, i in places}
         sharded_state.unassign([i for i in sharded_state.indices if i not in mine])
@@ -168,18 +197,6 @@ class FollowedGroups:
                     self._show_state(optimizer, parameter, i, group)
         self._lists = [list(group["params"]) for group in groups]
         self._state_counts = list(map(optimizer._states_of, groups))
-
-    def _check(self, optimizer: "ShardedOptimizer") -> None:
-        for g, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                place = find(parameter)
-                if stays_whole(parameter) or (place and place[0] is optimizer._handle):
-                    continue
-                raise ValueError(
-                    f"zero_ext: group {g} has a parameter of shape {tuple(parameter.shape)} that "
-                    "was put there by hand, and is not sharded. Add it with add_param_group()."
-                )
-        check_not_owned(named_parameters(optimizer.param_groups)[0], optimizer)
 
     def _let_go(self, optimizer: "ShardedOptimizer") -> None:
         """Of the parameters that are in no group any more."""

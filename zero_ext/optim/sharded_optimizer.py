@@ -18,10 +18,9 @@ from zero_ext import _C
 from zero_ext.engine.handle import Handle, find
 from zero_ext.engine.offload import check_policy
 from zero_ext.optim import groups, scaler
-from zero_ext.optim.agreement import StepSettings, check_same_optimizers
 from zero_ext.optim.arguments import check_arguments
 from zero_ext.optim.loading import EmptiedState, SavedState, checked_load
-from zero_ext.optim.verdicts import SkippedSteps
+from zero_ext.optim.verdicts import SkippedSteps, StepSettings
 from zero_ext.ranks.groups import resolve
 
 
@@ -92,7 +91,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._broadcast_frozen([*named, *whole])
             else:
                 self._handle.leave_whole(whole)
-            check_same_optimizers(self)
+            groups.check_same_optimizers(self)
             scaler.attach(loss_scaler, self)
             self._states_held = max(map(self._states_of, self.param_groups))
             self._sharded_state = _C.OptimizerState(self._handle.engine, self._states_held)
