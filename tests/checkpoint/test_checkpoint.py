@@ -194,8 +194,8 @@ def test_a_checkpoint_of_the_first_format_is_read(anywhere, rank, path, monkeypa
         [objects["optimizer"]] = objects.pop("optimizers")
         return pickled({**objects, "format": 1})
 
-    pickled = zero_ext.checkpoint.checkpoint._pickled
-    monkeypatch.setattr(zero_ext.checkpoint.checkpoint, "_pickled", as_it_was)
+    pickled = zero_ext.checkpoint.saving._pickled
+    monkeypatch.setattr(zero_ext.checkpoint.saving, "_pickled", as_it_was)
     run = made(anywhere, 2, MLP(13))
     train(*run, rank, range(2))
     checkpoint.save(path, *run)

@@ -694,7 +694,7 @@ class TestEditsByHand:
         optimizer.param_groups[1]["params"].append(nn.Parameter(torch.ones(3, 2)))
         loss_of(parameters, team.rank, 0).backward()
         with pytest.raises(
-            ValueError, match=r"group 1 has a parameter of shape \(3, 2\).*add_param"
+            ValueError, match=r"of group 1' of shape \(3, 2\) was put into.*add_param"
         ):
             optimizer.step()
         for parameter, value in zip(parameters, before, strict=True):

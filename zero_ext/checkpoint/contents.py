@@ -3,13 +3,14 @@
 import copy
 import io
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from zero_ext.checkpoint import files as files
+from zero_ext.checkpoint import files
 from zero_ext.state.model_state import EXTRA_STATE, ModelState, plain_name
 
 OBJECTS = "zero_ext"  # the key of all that is no tensor
@@ -41,11 +42,10 @@ class Contents(NamedTuple):
         if OBJECTS in entries:
             objects = _read_objects(path)
         elif not keys:
-            first = ", ".join(f"'{key}'" for key in sorted(entries)[:8]) or "nothing"
-            more = ", …" if len(entries) > 8 else ""
             raise ValueError(
                 f"zero_ext: checkpoint '{path}' was written without a 'model' entry: no key begins "
-                f"with 'model.', it has {first}{more}. Write {{'model': model.state_dict()}}."
+                f"with 'model.', it has {first_of(sorted(entries)) or 'nothing'}. Write "
+                "{'model': model.state_dict()}."
             )
         for name in objects.get("model", {}):
             keys.setdefault(name, f"model.{name}")
@@ -69,9 +69,7 @@ class Contents(NamedTuple):
         ):
             if not names:
                 continue
-            first = ", ".join(f"'{name}'" for name in sorted(names)[:8])
-            more = ", …" if len(names) > 8 else ""
-            message = f"zero_ext: checkpoint '{self.path}' {verb} {first}{more}"
+            message = f"zero_ext: checkpoint '{self.path}' {verb} {first_of(sorted(names))}"
             if strict:
                 raise ValueError(f"{message}. strict=False passes such names over.")
             warnings.warn(f"{message}: passed over.", stacklevel=6)
@@ -89,6 +87,11 @@ class Contents(NamedTuple):
             if name in self.keys
         }
         return common, objects
+
+
+def first_of(names: Sequence[str]) -> str:
+    """The first eight names, for a message."""
+    return ", ".join(f"'{name}'" for name in names[:8]) + (", …" if len(names) > 8 else "")
 
 
 def _without_parts(key: str) -> str:

@@ -79,13 +79,10 @@ def _once_each(state: ModelState) -> dict[str, Tensor]:
     if state.objects:
         names = ", ".join(f"'{name}'" for name in state.objects)
         raise TypeError(f"zero_ext: safetensors files hold tensors; the model has {names} as well.")
-    seen: set[int] = set()
-    values = {}
+    names: dict[int, str] = {}
     for name, value in state.tensors.items():
-        if id(value) not in seen:
-            values[name] = value
-            seen.add(id(value))
-    return values
+        names.setdefault(id(value), name)
+    return {name: state.tensors[name] for name in names.values()}
 
 
 def _bytes(size: int | str) -> int:

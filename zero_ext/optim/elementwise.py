@@ -6,16 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_ext.optim.groups import settings_of
+
 _SHAPE = (3, 4)
 _CUTS = (0, 5, 5, 12)  # uneven, one of them empty
 _STEPS = 3
 _SCALES = (1.0, 1e-4, 1e4)  # of the gradients: what clips them does so beyond a bound
 # In place of every given one: with a rate of 0, where warm-ups begin, nothing moves.
 _LR = 0.1
-
-
-def settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
 def kind_of(group: dict[str, Any]) -> str:

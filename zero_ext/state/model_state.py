@@ -118,27 +118,31 @@ def _place(value: Tensor) -> tuple | None:
 
 
 def place_of(value: Tensor) -> tuple[Handle, int] | None:
-    """The handle and the index of a parameter that lies in a unit."""
-    entry = find(value)
-    if entry is None:
+    """The handle and the index of a parameter that lies in a unit, or None."""
+    place = find(value)
+    if place is None:
         return None
-    engine, i = entry[0].engine, entry[1]
-    return entry if engine.unit_of(i) >= 0 or engine.frozen_unit_of(i) >= 0 else None
+    engine, i = place[0].engine, place[1]
+    return place if engine.unit_of(i) >= 0 or engine.frozen_unit_of(i) >= 0 else None
 
 
-def has_master(value: Tensor) -> bool:
-    """Of more bits than its own."""
-    place = place_of(value)
-    return (
-        place is not None
-        and place[0].engine.unit_of(place[1]) >= 0
-        and value.dtype != torch.float32
-    )
+def master_place_of(value: Tensor) -> tuple[Handle, int] | None:
+    """As ``place_of``, for a parameter that is trained: it has a master."""
+    place = find(value)
+    return place if place is not None and place[0].engine.unit_of(place[1]) >= 0 else None
+
+
+def has_wider_master(value: Tensor) -> bool:
+    """Whether ``value`` is a parameter with a master of more bits than its own."""
+    return value.dtype != torch.float32 and master_place_of(value) is not None
 
 
 def held_value(value: Tensor) -> Tensor:
-    """What this rank holds: a copy of its part of a parameter in a unit, of the fp32 master of one
-    that is trained; of everything else the tensor itself."""
+    """What this rank holds of a value.
+
+    A copy of its part for a parameter in a unit: of the fp32 master where the parameter is trained.
+    Otherwise the tensor itself.
+    """
     place = place_of(value)
     if place is None:
         return value.detach()
@@ -191,14 +195,19 @@ def _uncompiled(module: nn.Module) -> nn.Module:
     return getattr(module, "_orig_mod", module)
 
 
+def handles_of(model: nn.Module) -> list[Handle]:
+    """Those of the engines that shard parts of ``model``."""
+    places = map(find, model.parameters())
+    return list({id(place[0]): place[0] for place in places if place is not None}.values())
+
+
 def groups_of(model: nn.Module) -> Groups:
-    """The ranks that a model is sharded over; all, where it is not.
+    """The ranks that a model is sharded over; all ranks, where it is not sharded.
 
     Raises:
-        ValueError: its parts are sharded over different ones.
+        ValueError: its parts are sharded over different ranks.
     """
-    found = [find(parameter) for parameter in model.parameters()]
-    every = {id(entry[0].groups.parent): entry[0].groups for entry in found if entry is not None}
+    every = {id(handle.groups.parent): handle.groups for handle in handles_of(model)}
     if len(every) > 1:
         raise ValueError(
             "zero_ext: parts of the model are sharded over different process groups. Save and load "
