@@ -534,7 +534,7 @@ def all_but_one(params, **kwargs):
     [
         (Wider, None, r"'layers.1.weight' has shape \(14, 13\) in the model, and \(13, 13\)"),
         (Longer, None, "lacks 'more.bias', 'more.weight'.*strict=False"),
-        (lambda: MLP(13, layers=2), None, "has, and the model has not, 'layers.2.bias'"),
+        (lambda: MLP(13, layers=2), None, "has, but the model lacks, 'layers.2.bias'"),
         (MLP, in_two_groups, "the optimizer has 2 groups, and 1 in checkpoint"),
         (MLP, all_but_one, "'layers.0.weight' is in the checkpoint's alone"),
         (MLP, zero_ext.optim.SGD, "no state 'exp_avg'"),

@@ -60,12 +60,15 @@ class Contents(NamedTuple):
         )
 
     def matching(self, of_model: ModelState, strict: bool) -> tuple[list[str], dict[str, Any]]:
-        """Names of the tensors that both have, and copies of the objects; checks their shapes, and
-        that the other names are the same."""
+        """The names of the tensors that checkpoint and model have, and copies of the objects.
+
+        Raises:
+            ValueError: shapes differ, or with ``strict`` names.
+        """
         here = of_model.tensors.keys() | of_model.objects.keys()
         for verb, names in (
             ("lacks", here - self.keys.keys()),
-            ("has, and the model has not,", self.keys.keys() - here),
+            ("has, but the model lacks,", self.keys.keys() - here),
         ):
             if not names:
                 continue
@@ -95,7 +98,7 @@ def first_of(names: Sequence[str]) -> str:
 
 
 def _without_parts(key: str) -> str:
-    """torch writes the entries of an extra state one by one."""
+    """The key of a whole extra state, whose entries torch writes one by one."""
     steps = key.split(".")
     return ".".join(steps[: steps.index(EXTRA_STATE) + 1]) if EXTRA_STATE in steps else key
 

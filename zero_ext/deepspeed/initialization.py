@@ -89,7 +89,7 @@ def initialize(
     engine = TrainingEngine(_sharded(model, settings, sharding), settings, collate_fn)
     if given is not None:
         adoption.follow_models(given, names)
-        engine.optimizer = adoption.take_over(given, **ours)
+        engine.optimizer = adoption.adopt(given, **ours)
         engine.lr_scheduler = schedule
     engine.training_dataloader = loader
     return engine, engine.optimizer, loader, engine.lr_scheduler

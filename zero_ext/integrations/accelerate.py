@@ -135,7 +135,7 @@ class Accelerator(accelerate.Accelerator):
         given = optimizer
         if _is_of_torch(given) and any_sharded(adoption.parameters_of(given)):
             _check(given, {})
-            optimizer = adoption.take_over(given)
+            optimizer = adoption.adopt(given)
         if isinstance(optimizer, ShardedOptimizer):
             device_placement = False  # its state is where the parameters are
         prepared = super().prepare_optimizer(optimizer, device_placement)

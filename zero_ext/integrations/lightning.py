@@ -161,7 +161,7 @@ class ShardedStrategy(DDPStrategy):
         with all_or_none(resolve(None, self._sharding.get("mesh"), []), "setup_optimizers()"):
             for optimizer in given:
                 adoption.check(optimizer)
-        successors = {id(optimizer): adoption.take_over(optimizer) for optimizer in given}
+        successors = {id(optimizer): adoption.adopt(optimizer) for optimizer in given}
         _of_fits.update(successors.values())
         self.optimizers = [successors.get(id(o), o) for o in self.optimizers]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from zero_ext import _C
 from zero_ext.engine.handle import Handle
 from zero_ext.ranks.agreement import check_same_on_all_ranks
 
@@ -66,10 +67,10 @@ class LossScaler:
         scaler.scale(loss).backward()  # or optimizer.scale(loss).backward()
         optimizer.step()
 
-    Gradients are divided by the scale as they are added to their fp32 sum, which costs no pass of
-    its own: ``p.grad`` shows true gradients, and clipping, schedulers and closures need not know of
-    the scale. A step with NaN or Inf on any rank is skipped on all; ``"dynamic"`` then lowers the
-    scale, on all ranks alike.
+    Each gradient is divided by the scale as it is added to its fp32 sum, without a pass of its own.
+    So ``p.grad`` shows true gradients, and clipping, schedulers and closures need not know of the
+    scale. A step with NaN or Inf on any rank is skipped on all ranks. Then ``"dynamic"`` lowers the
+    scale on all of them.
 
     Args:
         mode: ``"dynamic"``, or ``"static"``: the scale stays ``init_scale``.
@@ -78,7 +79,7 @@ class LossScaler:
             is multiplied by the factor, 2**100 at most.
         backoff_factor, hysteresis: The ``hysteresis``-th overflow since the scale last grew, and
             every one after it, multiplies the scale by the factor.
-        min_scale: The scale never backs off below. Overflows there are warned about.
+        min_scale: The scale never backs off below it. An overflow at this scale raises a warning.
     Raises:
         ValueError: an argument makes no sense.
     Source: Micikevicius et al. 2018; hysteresis after Megatron-LM.
@@ -127,15 +128,20 @@ class LossScaler:
             raise TypeError(f"zero_ext: scale() takes tensors, not {type(outputs).__name__}.")
         self._losses_scaled += 1
         # A 0-dim fp32 factor, as torch's GradScaler has: an fp16 loss becomes fp32.
-        # torch.tensor() would copy it to a device, and wait for all that this was given before.
+        # torch.tensor() would copy it to a device, and wait for all work queued there.
         return outputs * torch.full(
             (), self._state.scale, dtype=torch.float32, device=outputs.device
         )
 
-    def _set_in_engine(self) -> None:
+    def _engine(self) -> _C.Engine | None:
+        """The engine whose gradients it scales."""
         optimizer = self._optimizer and self._optimizer()
-        if optimizer is not None:
-            optimizer._handle.engine.set_loss_scale(self._state.scale)
+        return None if optimizer is None else optimizer._handle.engine
+
+    def _set_in_engine(self) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.set_loss_scale(self._state.scale)
 
     def _check_scaled(self, handle: Handle) -> None:
         """Raise where backwards have run since the last step, and no loss was scaled."""
@@ -148,14 +154,12 @@ class LossScaler:
             "without loss_scaler where torch's GradScaler scales."
         )
 
-    def _step_made(self, overflow: bool, backwards: int = 0) -> None:
-        """Called by the optimizer after each step, with what all ranks agreed on.
-
-        Args:
-            backwards: How many the engine has run.
-        """
+    def _step_made(self, overflow: bool) -> None:
+        """The optimizer calls it after each step, with what all ranks agreed on."""
         self._losses_scaled = 0
-        self._backwards_seen = backwards
+        engine = self._engine()
+        if engine is not None:
+            self._backwards_seen = engine.backwards
         if not self.dynamic:
             return
         state = self._state
@@ -173,7 +177,7 @@ class LossScaler:
         self._set_in_engine()
 
     def _expects_overflow(self) -> bool:
-        """An overflow is how the scale is found, and not yet a reason to warn."""
+        """Whether an overflow is only how the scale is found, and no reason to warn."""
         return self.dynamic and self._state.scale > self._state.min_scale
 
     def state_dict(self) -> dict[str, Any]:

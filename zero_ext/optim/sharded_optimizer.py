@@ -302,7 +302,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not known:
             self._skipped.add(verdict)
         if self.loss_scaler is not None:
-            self.loss_scaler._step_made(verdict.nonfinite, self._handle.engine.backwards)
+            self.loss_scaler._step_made(verdict.nonfinite)
         self._emptied.remember(self)
         return loss
 

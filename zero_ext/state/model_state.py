@@ -18,10 +18,10 @@ EXTRA_STATE = "_extra_state"
 class ModelState(NamedTuple):
     """What a model has by name.
 
-    ``tensors``: parameters and buffers themselves, and what hooks have made for ``state_dict()``
-    (``made``), which only ``load_state_dict()`` can take back. ``objects``: what is no tensor, and
-    extra states, which modules make for each call and take as a whole. ``names``: of each
-    parameter, by id, the first one.
+    ``tensors``: parameters and buffers themselves, and the tensors that hooks make for
+    ``state_dict()``. ``made``: the names of the latter, which only ``load_state_dict()`` can load.
+    ``objects``: what is no tensor, and extra states, which modules make for each call and load as a
+    whole. ``names``: the first name of each parameter, by id.
     """
 
     tensors: dict[str, Tensor]
@@ -50,13 +50,13 @@ class ModelState(NamedTuple):
         return ModelState(tensors, frozenset(made), objects, names)
 
     def check_writable(self, names: Iterable[str]) -> None:
-        """Raises where one of these tensors has several elements in one place."""
+        """Raise where several elements of one of these tensors share memory."""
         for name in set(names) - self.made:
             value = self.tensors[name]
             if place_of(value) is None and any(expansion(value)):
                 raise ValueError(
                     f"zero_ext: '{name}' of shape {tuple(value.shape)} is expanded: its elements "
-                    "share memory, and cannot be loaded. Make it contiguous."
+                    "share memory, so it cannot be loaded. Make it contiguous."
                 )
 
     def write(self, model: nn.Module, values: dict[str, Tensor], objects: dict[str, Any]) -> None:
@@ -79,7 +79,7 @@ class ModelState(NamedTuple):
 
 
 def plain_name(name: str) -> str:
-    """torch.compile's wrappers are no part of a name, as in torch's own checkpoints."""
+    """``name`` without torch.compile's wrappers, as in torch's own checkpoints."""
     return name.replace("_orig_mod.", "")
 
 
@@ -92,7 +92,7 @@ def _whole(value: Tensor) -> Tensor:
 
 
 class _OwnTensors:
-    """A model's parameters and buffers, also by where they lie: hooks may give them detached."""
+    """A model's parameters and buffers, also by their place in memory: hooks may detach them."""
 
     def __init__(self, model: nn.Module):
         self._ids: set[int] = set()
@@ -110,7 +110,7 @@ class _OwnTensors:
 
 
 def _place(value: Tensor) -> tuple | None:
-    """Where all of a plain tensor lies."""
+    """The place in memory of all elements of a plain tensor."""
     if type(value) not in (Tensor, nn.Parameter) or value.numel() == 0:
         return None
     start = value.untyped_storage().data_ptr(), value.storage_offset()
@@ -152,13 +152,16 @@ def held_value(value: Tensor) -> Tensor:
 
 
 def target_for(value: Tensor) -> Tensor:
-    """To be read into: as ``held_value``, but always a copy; of what is no part on the host."""
+    """A tensor that a saved value can be read into: always a copy of ``held_value``.
+
+    It lies on the host where the value lies in no unit.
+    """
     held = held_value(value)
     return held if place_of(value) is not None else held.to("cpu", copy=True)
 
 
 def full_value(value: Tensor) -> Tensor:
-    """All of it, in its own dtype. Collective, where it is not on every rank."""
+    """The whole value, in its own dtype. Collective, where not every rank holds it."""
     place = place_of(value)
     if place is None or not place[0].engine.releases:
         return value.detach()
@@ -168,9 +171,9 @@ def full_value(value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gather_state_dict(model: nn.Module) -> dict[str, Any]:
-    """On rank 0 the whole ``state_dict()``, copied to the host; elsewhere nothing. Collective.
+    """The whole ``state_dict()``, copied to the host, on rank 0; nothing on others. Collective.
 
-    What is one tensor under several names is one there, too.
+    A tensor with several names is copied once.
     """
     state = ModelState.of(model)
     keeps = groups_of(model).rank == 0
