@@ -38,7 +38,7 @@ void Engine::after_gradient(int64_t i) {
   Unit& unit = parameters_.unit(parameter.unit);
   const at::Tensor grad = std::move(parameter.tensor.mutable_grad());
   parameter.tensor.mutable_grad() = at::Tensor();
-  const bool unforeseen = unit.reduced() && !hidden_;
+  const bool unforeseen = unit.arrivals().reduced() && !hidden_;
   if (unforeseen) watch_->expect_inner_backwards();
   TORCH_CHECK(!unforeseen, where(global_rank(), unit.name()), "a gradient of '", parameter.name,
               "' arrived after its unit was"
@@ -97,7 +97,7 @@ void Engine::leave_call(size_t index) {
     const auto found = std::find(gathered_as_.begin(), gathered_as_.end(), number);
     if (found == gathered_as_.end()) continue;  // of frozen parameters
     const auto u = found - gathered_as_.begin();
-    parameters_.unit(u).module_left();
+    parameters_.unit(u).arrivals().leave_module();
     if (reduces_) reductions_.arrived(u);
   }
 }
@@ -145,7 +145,7 @@ void Engine::begin_backward(bool reduces) {
       ++begun_units_;
       unit.begin_backward(path, reduces, picked(expected, members));
       if (hidden_) {
-        unit.await_hidden_gradients(picked(trained, members), gatherer_.sites_of(gathered_as_[u]));
+        unit.arrivals().await_hidden(picked(trained, members), gatherer_.sites_of(gathered_as_[u]));
       }
     }
     if (path == GradientPath::local) published_.follow_memory();  // which may have grown

@@ -19,6 +19,7 @@
 #include "memory/layout.h"
 #include "memory/storage.h"
 #include "optim/optimizer_state.h"
+#include "python/bindings_for_tests.h"
 
 namespace py = pybind11;
 
@@ -438,4 +439,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   zero_ext::bind_shared_host_transport(m);
   zero_ext::bind_engine(m);
   zero_ext::bind_optimizer(m);
+  zero_ext::bind_for_tests(m);
 }

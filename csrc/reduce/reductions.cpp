@@ -76,8 +76,8 @@ void Reductions::prepare(int64_t u) {
 
 void Reductions::arrived(int64_t u) {
   const Unit& unit = parameters_.unit(u);
-  if (unit.complete() && completed_at_[u] == kNever) completed_at_[u] = completed_++;
-  any_late_ = any_late_ || unit.late();
+  if (unit.arrivals().complete() && completed_at_[u] == kNever) completed_at_[u] = completed_++;
+  any_late_ = any_late_ || unit.arrivals().late();
   start_ready();
 }
 
@@ -108,7 +108,7 @@ void Reductions::lend_bucket(Unit& unit) {
 }
 
 void Reductions::start_ready() {
-  for (; next_ < early_ && parameters_.unit(order_[next_]).complete(); ++next_) {
+  for (; next_ < early_ && parameters_.unit(order_[next_]).arrivals().complete(); ++next_) {
     start(order_[next_]);
   }
   // At once: whoever throws from now on has sent all that the other ranks wait for.
@@ -157,7 +157,7 @@ void Reductions::drop_abandoned() {
 
 void Reductions::finish() {
   early_ = order_.size();
-  for (size_t t = next_; t < order_.size(); ++t) parameters_.unit(order_[t]).await_no_more();
+  for (size_t t = next_; t < order_.size(); ++t) parameters_.unit(order_[t]).arrivals().close();
   start_ready();
   finish_started();
   if (reduces_late_ && any_late_) reduce_late();
@@ -179,7 +179,7 @@ void Reductions::reduce_late() {
   const int64_t units = parameters_.unit_count();
   at::Tensor late = at::zeros({units}, at::kLong);
   auto* mine = late.mutable_data_ptr<int64_t>();
-  for (int64_t u = 0; u < units; ++u) mine[u] = parameters_.unit(u).late() ? 1 : 0;
+  for (int64_t u = 0; u < units; ++u) mine[u] = parameters_.unit(u).arrivals().late() ? 1 : 0;
   late = comm_.all_gather(Comm::Agreement::late_gradients, late, [this] {
     return where(context_.global_rank) +
            "waited to hear which gradients the other ranks have to reduce" +
@@ -190,7 +190,7 @@ void Reductions::reduce_late() {
   sent_all_ = false;
   for (const int64_t u : order_) {
     if (late.const_data_ptr<int64_t>()[u] == 0) continue;
-    parameters_.unit(u).reopen();
+    parameters_.unit(u).arrivals().reopen_for_late_gradients();
     start(u);
   }
   if (counts_users()) start_counting();

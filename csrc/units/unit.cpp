@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 #include <utility>
 
 #include "core/errors.h"
@@ -40,6 +39,7 @@ Unit::Unit(const UnitContext& context, int64_t index, int64_t first_flag, std::s
       sums_(context_, layout_, name_, kind),
       parameters_(context_, layout_, name_, dtype, kind,
                   kind == UnitKind::trainable ? index : kMaxUnits + index, values, comm, broadcast),
+      arrivals_(layout_.size()),
       held_(layout_.size()),
       batched_(context_, layout_, first_flag_) {}
 
@@ -50,62 +50,27 @@ void Unit::begin_backward(GradientPath path, bool reduces, const std::vector<uin
   reduces_ = reduces;
   // Where sums are set aside before the first gradient, which may come on another stream.
   if (!context_.compute.on_host()) filled_on_ = current_stream(context_.compute.device());
-  reduced_ = false;
-  late_ = false;
   more_to_come_ = false;
-  expected_ = expected;
-  expected_left_ = std::count(expected.begin(), expected.end(), 1);
-  awaited_.assign(expected.begin(), expected.end());
-  awaited_left_ = expected_left_;
-  visits_ = 0;
-  visits_left_ = 0;
-  hidden_.assign(layout_.size(), 0);
-  arrived_.assign(layout_.size(), kNotArrived);
+  arrivals_.begin(expected);
   nonfinite_arrived_.clear();
   sums_.begin_backward(path);
 }
 
-void Unit::await_hidden_gradients(const std::vector<uint8_t>& trained, int64_t sites) {
-  const bool first = last_hidden_.empty();
-  const std::vector<int32_t> hidden = first ? not_in_graph(trained) : last_hidden_;
-  if (std::all_of(hidden.begin(), hidden.end(), [](int32_t n) { return n == 0; })) return;
-  visits_left_ = first ? sites : last_visits_;
-  if (visits_left_ > 0) return;
-  for (int64_t i = 0; i < layout_.size(); ++i) awaited_[i] += hidden[i];
-  awaited_left_ = std::accumulate(awaited_.begin(), awaited_.end(), int64_t{0});
-}
-
-std::vector<int32_t> Unit::not_in_graph(const std::vector<uint8_t>& trained) const {
-  std::vector<int32_t> hidden(trained.size());
-  for (size_t i = 0; i < trained.size(); ++i) hidden[i] = trained[i] > expected_[i] ? 1 : 0;
-  return hidden;
-}
-
-void Unit::module_left() {
-  ++visits_;
-  if (visits_left_ > 0) --visits_left_;
-}
-
 void Unit::flush() {
-  expected_left_ = 0;
-  await_no_more();
+  arrivals_.close();
   follow_filling_stream();
   flush_batched();
 }
 
 void Unit::end_backward(bool remember) {
-  if (remember) {
-    last_hidden_ = hidden_;
-    last_visits_ = visits_;
-  }
+  if (remember) arrivals_.remember();
   const bool local_goes_on = path_ == GradientPath::local && !reduces_;
   if (local_goes_on) add_held();
   sums_.end_backward(/*keep=*/local_goes_on);
 }
 
 std::unique_ptr<Bucket> Unit::abort_backward(std::vector<AbandonedReduction>& abandoned) {
-  expected_left_ = 0;
-  await_no_more();
+  arrivals_.close();
   batched_.clear();
   follow_filling_stream();
   for (auto& grads : held_) grads.clear();
@@ -114,7 +79,8 @@ std::unique_ptr<Bucket> Unit::abort_backward(std::vector<AbandonedReduction>& ab
   sent_to_host_.reset();
   if (bucket_ != nullptr) {
     bucket_->mark_used();
-    if (reduced_) abandoned.push_back({std::move(pending_), std::move(bucket_), std::move(flags_)});
+    if (arrivals_.reduced())
+      abandoned.push_back({std::move(pending_), std::move(bucket_), std::move(flags_)});
   }
   pending_ = Pending();
   flags_.clear();
@@ -126,23 +92,13 @@ std::unique_ptr<Bucket> Unit::abort_backward(std::vector<AbandonedReduction>& ab
 // Arriving
 
 bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
-  if (std::exchange(expected_[i], 0) != 0) {
-    --expected_left_;
-  } else {
-    ++hidden_[i];
-  }
-  if (awaited_[i] > 0) {
-    --awaited_[i];
-    --awaited_left_;
-  }
-  if (arrived_[i] == kNotArrived) arrived_[i] = kArrivedEmpty;
+  arrivals_.reach(i);
   if (!grad.defined()) return true;
   if (path_ == GradientPath::direct) sums_.need();
   check_gradient(i, grad);
   const Slot& slot = layout_.slot(i);
-  late_ = late_ || reduced_;
-  if (slot.spec.numel == 0 && !reduced_) {
-    arrived_[i] = kArrived;
+  const bool overwrite = arrivals_.fill(i);
+  if (slot.spec.numel == 0 && !arrivals_.reduced()) {
     if (path_ == GradientPath::direct) sums_.mark_summed(i);
     if (path_ == GradientPath::local) sums_.mark_local_summed(i);
     return true;
@@ -154,12 +110,10 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
     dense = at::empty_strided(slot.spec.sizes, slot.spec.strides, grad.options());
     dense.copy_(grad);
   }
-  const bool overwrite = arrived_[i] != kArrived;
-  arrived_[i] = kArrived;
   follow_filling_stream();
   if (path_ == GradientPath::local) scale_ = scale;
   const bool joins_local = path_ == GradientPath::local && (reduces_ || !sums_.local_was_fresh(i));
-  if (reduced_ || joins_local || needs_bucket()) {
+  if (arrivals_.reduced() || joins_local || needs_bucket()) {
     held_[i].push_back(dense);
     return true;
   }
@@ -192,7 +146,7 @@ void Unit::batch(int64_t i, const at::Tensor& grad, bool overwrite, float scale)
                scale);
   if (path_ == GradientPath::direct) sums_.mark_summed(i);
   if (path_ == GradientPath::local) sums_.mark_local_summed(i);
-  if (complete()) flush_batched();
+  if (arrivals_.complete()) flush_batched();
 }
 
 void Unit::check_gradient(int64_t i, const at::Tensor& grad) const {
@@ -349,12 +303,12 @@ at::ScalarType Unit::message_dtype() const {
 }
 
 bool Unit::contributes(int64_t i) const {
-  return arrived_[i] == kArrived || (path_ == GradientPath::local && !sums_.local_fresh(i));
+  return arrivals_.has_gradient(i) || (path_ == GradientPath::local && !sums_.local_fresh(i));
 }
 
 void Unit::start_reduce(Comm& comm, int64_t backward, bool more_to_come) {
   if (path_ == GradientPath::direct) return;
-  reduced_ = true;
+  arrivals_.start_reduction();
   backward_ = backward;
   more_to_come_ = more_to_come;
   follow_filling_stream();
@@ -372,13 +326,6 @@ void Unit::start_reduce(Comm& comm, int64_t backward, bool more_to_come) {
     start_collective(comm);
   }
   if (context_.offloads()) send_to_host(comm);
-}
-
-void Unit::reopen() {
-  reduced_ = false;
-  for (int64_t i = 0; i < layout_.size(); ++i) {
-    arrived_[i] = held_[i].empty() ? kNotArrived : kArrived;
-  }
 }
 
 void Unit::stage_local() {

@@ -31,6 +31,7 @@
 #include "kernels/kernels.h"
 #include "memory/bucket.h"
 #include "memory/rank_layout.h"
+#include "units/arrivals.h"
 #include "units/gradient_batch.h"
 #include "units/gradient_sums.h"
 #include "units/unit_context.h"
@@ -71,12 +72,8 @@ class Unit {
 
   // One backward. `expected[i]`: autograd will reach slot i.
   void begin_backward(GradientPath path, bool reduces, const std::vector<uint8_t>& expected);
-  // More gradients may come than were expected: see Note [Late gradients] in reductions.h. `trained[i]`:
-  // slot i is not frozen. `sites`: its modules that are gathered by themselves, not with the whole
-  // model.
-  void await_hidden_gradients(const std::vector<uint8_t>& trained, int64_t sites);
-  // The backward has left one of those.
-  void module_left();
+  Arrivals& arrivals() { return arrivals_; }
+  const Arrivals& arrivals() const { return arrivals_; }
   // Its gradients go into a bucket, which it has not been lent: those that arrive are held.
   bool needs_bucket() const { return bucket_ == nullptr && path_ == GradientPath::bucket; }
   bool needs_bucket_to_reduce() const {
@@ -91,16 +88,10 @@ class Unit {
   // it holds NaN or Inf. `scale` is for direct and local sums; what a bucket holds is scaled when
   // it is reduced. Of a gradient that is held, nonfinite_arrived() says so later.
   bool accumulate(int64_t i, const at::Tensor& grad, float scale);
-  bool complete() const { return awaited_left_ == 0 && visits_left_ == 0; }
-  bool expects_gradients() const { return expected_left_ > 0; }
-  void await_no_more() { awaited_left_ = visits_left_ = 0; }
-  bool reduced() const { return reduced_; }
-  bool late() const { return late_; }
+  bool expects_gradients() const { return arrivals_.expects_any(); }
   // `more_to_come`: this rank has late gradients, which all ranks will have to reduce.
   void start_reduce(Comm& comm, int64_t backward, bool more_to_come);
   std::string waiting() const;  // for its reduction: the beginning of a message
-  // Once all units were reduced: the late gradients are to be reduced now.
-  void reopen();
   // This rank has something of slot i to reduce.
   bool contributes(int64_t i) const;
   // Waits, adds the ranks' contributions, gives the bucket back (null where there was none).
@@ -130,11 +121,6 @@ class Unit {
   void reload();
 
  private:
-  enum Arrival : uint8_t { kNotArrived, kArrivedEmpty, kArrived };
-
-  // A gradient of each slot that the graph does not show.
-  std::vector<int32_t> not_in_graph(const std::vector<uint8_t>& trained) const;
-
   // Arriving
   void check_gradient(int64_t i, const at::Tensor& grad) const;
   // On the host. Returns false where it holds NaN or Inf.
@@ -195,6 +181,7 @@ class Unit {
   UnitParameters parameters_;
 
   // One backward.
+  Arrivals arrivals_;
   GradientPath path_ = GradientPath::direct;
   bool reduces_ = false;
   float scale_ = 1;                            // of gradients that are added to a local sum
@@ -202,19 +189,7 @@ class Unit {
   GradientBatch batched_;
   std::vector<int64_t> nonfinite_arrived_;
   int64_t backward_ = 0;
-  bool reduced_ = false;  // started
-  bool late_ = false;
   bool more_to_come_ = false;
-  std::vector<uint8_t> expected_;  // [slots], and not arrived yet
-  int64_t expected_left_ = 0;
-  std::vector<int32_t> awaited_;  // [slots], likewise
-  int64_t awaited_left_ = 0;
-  std::vector<int32_t> hidden_;       // [slots]: gradients beyond the expected one
-  std::vector<int32_t> last_hidden_;  // of the last backward that might have any; empty before
-  int64_t visits_ = 0;                // of its modules, that have ended
-  int64_t visits_left_ = 0;
-  int64_t last_visits_ = 0;
-  std::vector<uint8_t> arrived_;  // [slots] of Arrival
   std::unique_ptr<Bucket> bucket_;
   at::Tensor staged_;  // [padded], the bucket's gradients
   Pending pending_;

@@ -27,7 +27,14 @@ CPP_ROOMS = {
 }
 CPP_ROOMS["python"] = set(CPP_ROOMS)
 # Torch is out of sight in these files: they compile alone, and tests can enumerate them.
-TORCH_FREE = ("core/policy", "memory/layout", "gather/residency", "reduce/boundary", "kernels/")
+TORCH_FREE = (
+    "core/policy",
+    "memory/layout",
+    "gather/residency",
+    "reduce/boundary",
+    "units/arrivals",
+    "kernels/",
+)
 # No room beside comm/ knows how messages travel between ranks of one host.
 PRIVATE = {"comm/local": {"comm", "python"}}
 
