@@ -1,8 +1,6 @@
 #include "units/unit.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/ones.h>
 #include <c10/core/CachingDeviceAllocator.h>
 
 #include <algorithm>
@@ -15,13 +13,6 @@ namespace zero_ext {
 namespace {
 
 constexpr int64_t kAlignmentBytes = 64;
-// A flags message: the number of the backward, the unit's index, whether its sender has late
-// gradients, then one byte per slot.
-constexpr int64_t kFlagsHeaderBytes = 3 * sizeof(int64_t);
-
-at::Tensor byte_tensor(int64_t numel) {
-  return at::empty({numel}, at::TensorOptions().dtype(at::kByte));
-}
 
 }  // namespace
 
@@ -50,7 +41,6 @@ void Unit::begin_backward(GradientPath path, bool reduces, const std::vector<uin
   reduces_ = reduces;
   // Where sums are set aside before the first gradient, which may come on another stream.
   if (!context_.compute.on_host()) filled_on_ = current_stream(context_.compute.device());
-  more_to_come_ = false;
   arrivals_.begin(expected);
   nonfinite_arrived_.clear();
   sums_.begin_backward(path);
@@ -69,24 +59,13 @@ void Unit::end_backward(bool remember) {
   sums_.end_backward(/*keep=*/local_goes_on);
 }
 
-std::unique_ptr<Bucket> Unit::abort_backward(std::vector<AbandonedReduction>& abandoned) {
+void Unit::abort_backward() {
   arrivals_.close();
   batched_.clear();
   follow_filling_stream();
   for (auto& grads : held_) grads.clear();
   sums_.abort_backward();
-  if (sent_to_host_.has_value()) sent_to_host_->synchronize();  // into memory that goes now
-  sent_to_host_.reset();
-  if (bucket_ != nullptr) {
-    bucket_->mark_used();
-    if (arrivals_.reduced())
-      abandoned.push_back({std::move(pending_), std::move(bucket_), std::move(flags_)});
-  }
-  pending_ = Pending();
-  flags_.clear();
-  sources_.clear();
-  staged_.reset();
-  return std::move(bucket_);
+  message_.reset();
 }
 
 // Arriving
@@ -113,7 +92,7 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
   follow_filling_stream();
   if (path_ == GradientPath::local) scale_ = scale;
   const bool joins_local = path_ == GradientPath::local && (reduces_ || !sums_.local_was_fresh(i));
-  if (arrivals_.reduced() || joins_local || needs_bucket()) {
+  if (arrivals_.reduced() || joins_local || holds_for_message()) {
     held_[i].push_back(dense);
     return true;
   }
@@ -207,7 +186,7 @@ void Unit::accumulate_in_bucket(int64_t i, const at::Tensor& grad, kernels::Writ
   const kernels::CopySegment segment{
       .source = grad.const_data_ptr(), .target = staged(slot.offset), .numel = slot.spec.numel};
   check(context_.compute->flatten(&segment, 1, dtype_of(grad.scalar_type()),
-                                  dtype_of(staged_.scalar_type()), write, nonfinite,
+                                  dtype_of(message_.scalar_type()), write, nonfinite,
                                   context_.compute.launch()),
         "flatten");
   clear_gap(i);
@@ -217,21 +196,19 @@ void Unit::clear_gap(int64_t i) {
   // Runs of slots are summed with the gaps between them, and a gap must not look like a NaN.
   const Slot& slot = layout_.slot(i);
   std::memset(staged(slot.offset + slot.spec.numel), 0,
-              (slot.padded_numel - slot.spec.numel) * staged_.element_size());
+              (slot.padded_numel - slot.spec.numel) * message_.element_size());
 }
 
-void* Unit::staged(int64_t offset) const { return mutable_element(staged_, offset); }
+void* Unit::staged(int64_t offset) const { return mutable_element(message_, offset); }
 
-void Unit::lend_bucket(std::unique_ptr<Bucket> bucket) {
-  bucket_ = std::move(bucket);
-  bucket_->wait_until_unused();
-  staged_ = bucket_->gradients(message_dtype(), layout_.padded_numel());
+void Unit::lend_message(const at::Tensor& message) {
+  message_ = message;
   if (context_.compute.on_host()) {
     if (path_ == GradientPath::bucket) stage_held();
     return;
   }
   follow_filling_stream();
-  staged_.zero_();
+  message_.zero_();
 }
 
 void Unit::follow_filling_stream() {
@@ -280,7 +257,7 @@ void Unit::add_held_to(const GradientBatch::SumOf& sum_of) {
 void Unit::stage_held() {
   if (!context_.compute.on_host()) {
     launch_held([](int64_t) { return true; },
-                [this](GradientBatch& batch) { batch.copy_into(staged_); });
+                [this](GradientBatch& batch) { batch.copy_into(message_); });
     return;
   }
   for (int64_t i = 0; i < layout_.size(); ++i) {
@@ -306,11 +283,8 @@ bool Unit::contributes(int64_t i) const {
   return arrivals_.has_gradient(i) || (path_ == GradientPath::local && !sums_.local_fresh(i));
 }
 
-void Unit::start_reduce(Comm& comm, int64_t backward, bool more_to_come) {
-  if (path_ == GradientPath::direct) return;
+void Unit::fill_message() {
   arrivals_.start_reduction();
-  backward_ = backward;
-  more_to_come_ = more_to_come;
   follow_filling_stream();
   flush_batched();
   sums_.need();  // of the stream that computes
@@ -319,13 +293,7 @@ void Unit::start_reduce(Comm& comm, int64_t backward, bool more_to_come) {
   } else {
     stage_held();
   }
-  const SideStream::Scope beside(context_.reducing);
-  if (context_.reduction == Reduction::exchange) {
-    start_exchange(comm);
-  } else {
-    start_collective(comm);
-  }
-  if (context_.offloads()) send_to_host(comm);
+  if (context_.compute.on_host() && context_.reduction == Reduction::collective) clear_absent();
 }
 
 void Unit::stage_local() {
@@ -341,7 +309,7 @@ void Unit::stage_local_slot(int64_t i) {
   // Chunk by chunk, so that a message in half precision is rounded once, from the fp32 sum.
   constexpr int64_t kChunk = 4096;
   alignas(kAlignmentBytes) float chunk[kChunk];
-  const kernels::DType message = dtype_of(staged_.scalar_type());
+  const kernels::DType message = dtype_of(message_.scalar_type());
   for (const Piece& piece : layout_.pieces(i)) {
     for (int64_t at = piece.slot_begin; at < piece.slot_begin + piece.numel; at += kChunk) {
       const int64_t numel = std::min(kChunk, piece.slot_begin + piece.numel - at);
@@ -365,8 +333,8 @@ void Unit::stage_local_slot(int64_t i) {
 void Unit::stage_local_at_once() {
   const KernelTable& table = context_.compute;
   // A message in half precision is rounded once, from the fp32 sum.
-  const bool in_place = staged_.scalar_type() == at::kFloat;
-  at::Tensor sums = staged_;
+  const bool in_place = message_.scalar_type() == at::kFloat;
+  at::Tensor sums = message_;
   if (!in_place) {
     sums = context_.on_device(layout_.padded_numel(), at::kFloat);
     sums.zero_();
@@ -389,187 +357,19 @@ void Unit::stage_local_at_once() {
         "flatten");
   add_held_to(sum_of);
   if (in_place) return;
-  check(table->cast(first, kernels::DType::f32, staged(0), dtype_of(staged_.scalar_type()),
+  check(table->cast(first, kernels::DType::f32, staged(0), dtype_of(message_.scalar_type()),
                     layout_.padded_numel(), table.launch()),
         "cast");
 }
 
-void Unit::start_exchange(Comm& comm) {
-  const int64_t world = context_.world;
-  const int64_t rank = context_.rank;
-  const int64_t part = layout_.range_numel();
-  const auto outgoing = [&](int64_t range) { return staged_.narrow(0, range * part, part); };
-  // One place per rank where the sums are offloaded: this rank's own part goes there, too.
-  const bool offloads = context_.offloads();
-  const int64_t received_numel = (offloads ? world : world - 1) * part;
-  const at::Tensor received = offloads && comm.on_device()
-                                  ? context_.on_device(received_numel, message_dtype())
-                                  : bucket_->received(message_dtype(), received_numel);
-  std::vector<at::Tensor> sends(world);
-  std::vector<at::Tensor> recvs(world);
-  sources_.assign(world, at::Tensor());
-  int64_t next = 0;
-  for (int64_t peer = 0; peer < world; ++peer) {
-    if (peer == rank && offloads) ++next;
-    if (peer == rank) continue;
-    sends[peer] = outgoing(peer % layout_.ranges());
-    recvs[peer] = received.narrow(0, next++ * part, part);
-    sources_[peer] = recvs[peer];
-  }
-  sources_[rank] = outgoing(layout_.own_range());
-  // Numbered by backward and unit, so that a reduction that a failed backward left behind matches
-  // no later one.
-  const int64_t tag = backward_ * kMaxUnits + index_;
-  if (flags_come_along(context_, comm)) exchange_flags(comm, 2 * tag);
-  comm.exchange(sends, recvs, backward_, 2 * tag + 1, pending_);
-}
-
-void Unit::exchange_flags(Comm& comm, int64_t tag) {
-  const int64_t world = context_.world;
-  const int64_t rank = context_.rank;
-  flags_.assign(world, at::Tensor());
-  for (at::Tensor& flags : flags_) flags = byte_tensor(kFlagsHeaderBytes + layout_.size());
-  auto* mine = flags_[rank].mutable_data_ptr<uint8_t>();
-  const int64_t header[3] = {backward_, index_, more_to_come_ ? 1 : 0};
-  std::memcpy(mine, header, kFlagsHeaderBytes);
-  for (int64_t i = 0; i < layout_.size(); ++i) mine[kFlagsHeaderBytes + i] = contributes(i) ? 1 : 0;
-  comm.exchange(std::vector<at::Tensor>(world, flags_[rank]), flags_, backward_, tag, pending_);
-}
-
-void Unit::start_collective(Comm& comm) {
-  if (context_.compute.on_host()) clear_absent();
-  if (layout_.ranges() == 1) {
-    comm.all_reduce_sum(staged_, pending_);
-    sources_.assign(1, staged_);
-    return;
-  }
-  // Not among the received: those may lie on the host, where no device's backend can write.
-  const at::Tensor sum = context_.offloads() && comm.on_device()
-                             ? context_.on_device(layout_.range_numel(), message_dtype())
-                             : bucket_->received(message_dtype(), layout_.range_numel());
-  comm.reduce_scatter(staged_, sum, pending_);
-  sources_.assign(1, sum);
-}
-
 void Unit::clear_absent() {
-  const auto bytes = static_cast<int64_t>(staged_.element_size());
+  const auto bytes = static_cast<int64_t>(message_.element_size());
   for (int64_t i = 0; i < layout_.size(); ++i) {
     const Slot& slot = layout_.slot(i);
     if (!contributes(i)) std::memset(staged(slot.offset), 0, slot.padded_numel * bytes);
   }
   const int64_t used_end = layout_.size() == 0 ? 0 : layout_.slot(layout_.size() - 1).padded_end();
   std::memset(staged(used_end), 0, (layout_.padded_numel() - used_end) * bytes);
-}
-
-void Unit::send_to_host(Comm& comm) {
-  // What other ranks send through host memory arrives there; a sum is not there before it is.
-  if (comm.on_device() || context_.reduction == Reduction::collective) wait_for_reduction();
-  const int64_t part = layout_.range_numel();
-  const auto count = static_cast<int64_t>(sources_.size());
-  const at::Tensor received = bucket_->received(message_dtype(), count * part);
-  for (int64_t k = 0; k < count; ++k) {
-    if (sources_[k].is_cpu()) continue;
-    const at::Tensor here = received.narrow(0, k * part, part);
-    copy_bytes(here.mutable_data_ptr(), here.device(), sources_[k].const_data_ptr(),
-               sources_[k].device(), here.nbytes());
-    sources_[k] = here;
-  }
-  const c10::Stream stream = current_stream(context_.compute.device());
-  sent_to_host_.emplace(stream.device_type());
-  sent_to_host_->record(stream);
-}
-
-void Unit::wait_for_reduction() {
-  pending_.wait([this] { return waiting(); });
-}
-
-std::string Unit::waiting() const {
-  return where(context_.global_rank, name_) + "waited for its reduction in backward " +
-         std::to_string(backward_);
-}
-
-std::unique_ptr<Bucket> Unit::finish_reduce(float scale) {
-  if (path_ == GradientPath::direct) return nullptr;
-  const SideStream::Scope beside(context_.reducing);
-  wait_for_reduction();
-  if (sent_to_host_.has_value()) sent_to_host_->synchronize();
-  sent_to_host_.reset();
-  if (knows_users()) check_flags();
-  add_contributions(scale);
-  flags_.clear();
-  sources_.clear();
-  staged_.reset();
-  bucket_->mark_used();
-  return std::move(bucket_);
-}
-
-void Unit::check_flags() {
-  for (int64_t peer = 0; peer < context_.world; ++peer) {
-    int64_t header[3];
-    std::memcpy(header, flags_[peer].const_data_ptr<uint8_t>(), kFlagsHeaderBytes);
-    const int64_t name = context_.global_ranks.empty() ? peer : context_.global_ranks[peer];
-    TORCH_CHECK(header[0] == backward_ && header[1] == index_, where(context_.global_rank, name_),
-                "this rank reduces unit ", index_, " of backward ", backward_, ", rank ", name,
-                " sent unit ", header[1], " of backward ", header[0],
-                ". Every rank must run the same backwards in the same order.");
-    more_to_come_ = more_to_come_ || header[2] != 0;
-  }
-}
-
-bool Unit::may_be_used_by(int64_t source, int64_t i) const {
-  if (!knows_users()) return true;  // who did not use it sent zeros
-  return flags_[source].const_data_ptr<uint8_t>()[kFlagsHeaderBytes + i] != 0;
-}
-
-void Unit::add_contributions(float scale) {
-  const auto sources = static_cast<int64_t>(sources_.size());
-  const auto used = [&](int64_t i) {
-    for (int64_t source = 0; source < sources; ++source) {
-      if (may_be_used_by(source, i)) return true;
-    }
-    return false;
-  };
-  const auto same = [&](int64_t i, int64_t j) {
-    if (sums_.fresh(i) != sums_.fresh(j)) return false;
-    for (int64_t source = 0; source < sources; ++source) {
-      if (may_be_used_by(source, i) != may_be_used_by(source, j)) return false;
-    }
-    return true;
-  };
-  sums_.begin_adding();
-  for (const Run& run : layout_.runs(used, same)) add_run(run, scale);
-  sums_.end_adding();
-  if (!knows_users()) return;
-  for (int64_t i = 0; i < layout_.size(); ++i) {
-    if (used(i)) sums_.mark_summed(i);
-  }
-}
-
-void Unit::take_counts(const int32_t* counts) {
-  for (int64_t i = 0; i < layout_.size(); ++i) {
-    if (counts[i] > 0) sums_.mark_summed(i);
-  }
-}
-
-void Unit::add_run(const Run& run, float scale) {
-  const kernels::DType dtype = dtype_of(message_dtype());
-  std::vector<const void*> contributions;
-  for (size_t source = 0; source < sources_.size(); ++source) {
-    if (!may_be_used_by(static_cast<int64_t>(source), run.first_slot)) continue;
-    contributions.push_back(element(sources_[source], run.begin));
-  }
-  float* sum = sums_.data() + run.begin;
-  int32_t nonfinite = 0;
-  const KernelTable& table = context_.state;
-  int32_t* flag = table.on_host() ? &nonfinite : context_.flags->sum(this->flag(run.first_slot));
-  check(table->accumulate_ranks(contributions.data(), static_cast<int32_t>(contributions.size()),
-                                dtype, sum, run.numel, scale, sums_.fresh(run.first_slot), flag,
-                                table.launch()),
-        "accumulate_ranks");
-  if (nonfinite == 0) return;
-  for (int64_t i = run.first_slot; i <= run.last_slot; ++i) {
-    if (layout_.own_piece(i) != nullptr) sums_.suspect_nonfinite(i);
-  }
 }
 
 // Offloading

@@ -16,11 +16,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Event.h>
 
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <optional>
 #include <set>
 #include <string>
@@ -29,7 +27,6 @@
 #include "comm/comm.h"
 #include "device/streams.h"
 #include "kernels/kernels.h"
-#include "memory/bucket.h"
 #include "memory/rank_layout.h"
 #include "units/arrivals.h"
 #include "units/gradient_batch.h"
@@ -40,13 +37,6 @@
 namespace zero_ext {
 
 constexpr int64_t kMaxUnits = 1 << 12;  // of one engine, as far as message tags can tell
-
-// Contributions come with flags that say which slots their rank used. Else the ranks count the
-// users of each slot at the end of the backward, once for all units: a device's backend starts few
-// collectives faster than many, and the host need not know before.
-inline bool flags_come_along(const UnitContext& context, const Comm& comm) {
-  return context.reduction == Reduction::exchange && !comm.on_device();
-}
 
 class Unit {
  public:
@@ -59,6 +49,7 @@ class Unit {
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
 
+  int64_t index() const { return index_; }
   const std::string& name() const { return name_; }
   const RankLayout& layout() const { return layout_; }
   at::ScalarType dtype() const { return dtype_; }
@@ -74,47 +65,33 @@ class Unit {
   void begin_backward(GradientPath path, bool reduces, const std::vector<uint8_t>& expected);
   Arrivals& arrivals() { return arrivals_; }
   const Arrivals& arrivals() const { return arrivals_; }
-  // Its gradients go into a bucket, which it has not been lent: those that arrive are held.
-  bool needs_bucket() const { return bucket_ == nullptr && path_ == GradientPath::bucket; }
-  bool needs_bucket_to_reduce() const {
-    return bucket_ == nullptr && path_ != GradientPath::direct;
-  }
-  // Of the gradients of a backward.
+  // Of this rank's message to the others: the gradients of a backward.
+  at::ScalarType message_dtype() const;
   int64_t message_bytes() const {
     return layout_.padded_numel() * static_cast<int64_t>(c10::elementSize(gradient_dtype_));
   }
-  void lend_bucket(std::unique_ptr<Bucket> bucket);
+  // Gradients go into a message that the unit has not been lent: those that arrive are held.
+  bool holds_for_message() const { return !message_.defined() && path_ == GradientPath::bucket; }
+  // `message`: [padded], message_dtype(). Until return_message().
+  void lend_message(const at::Tensor& message);
+  void return_message() { message_.reset(); }
+  // The reduction starts: the message becomes all that this rank contributes.
+  void fill_message();
   // A gradient of slot i; undefined: autograd reached the parameter with nothing. Returns false if
   // it holds NaN or Inf. `scale` is for direct and local sums; what a bucket holds is scaled when
   // it is reduced. Of a gradient that is held, nonfinite_arrived() says so later.
   bool accumulate(int64_t i, const at::Tensor& grad, float scale);
   bool expects_gradients() const { return arrivals_.expects_any(); }
-  // `more_to_come`: this rank has late gradients, which all ranks will have to reduce.
-  void start_reduce(Comm& comm, int64_t backward, bool more_to_come);
-  std::string waiting() const;  // for its reduction: the beginning of a message
   // This rank has something of slot i to reduce.
   bool contributes(int64_t i) const;
-  // Waits, adds the ranks' contributions, gives the bucket back (null where there was none).
-  std::unique_ptr<Bucket> finish_reduce(float scale);
-  // A rank had late gradients when it started this; known where flags come along.
-  bool more_to_come() const { return more_to_come_; }
-  // Behind the last finish_reduce() of the backward. `counts[i]`: that many ranks contributed.
-  void take_counts(const int32_t* counts);
   // No gradient comes any more. What is left to be launched is.
   void flush();
   // The backward cannot be undone any more. `remember`: what came beyond what was expected.
   void end_backward(bool remember);
   // Slots whose held gradients held NaN or Inf.
   const std::vector<int64_t>& nonfinite_arrived() const { return nonfinite_arrived_; }
-  // What a reduction that nobody will finish still uses. The other ranks may finish theirs with it.
-  struct AbandonedReduction {
-    Pending pending;
-    std::unique_ptr<Bucket> bucket;  // null where it used none
-    std::vector<at::Tensor> flags;
-  };
-  // The backward threw: the sums become what they were before it. Gives the bucket back (null where
-  // there is none), unless its reduction has begun and makes it an reduction.
-  std::unique_ptr<Bucket> abort_backward(std::vector<AbandonedReduction>& abandoned);
+  // The backward threw: the sums become what they were before it.
+  void abort_backward();
 
   // See FlatBuffer::offload and reload: of the parameters, the masters, the sums.
   void offload(const std::set<std::string>& states);
@@ -148,25 +125,11 @@ class Unit {
   // Into the bucket.
   void stage_held();
 
-  // Reducing
-  at::ScalarType message_dtype() const;
   // Into the message: the local sums, and what arrived in this backward.
   void stage_local();
   void stage_local_slot(int64_t i);
   void stage_local_at_once();  // on a device
-  void start_exchange(Comm& comm);
-  void exchange_flags(Comm& comm, int64_t tag);
-  void start_collective(Comm& comm);
   void clear_absent();
-  // Contributions that lie on the device, to the host where the sums are offloaded. Queued.
-  void send_to_host(Comm& comm);
-  void wait_for_reduction();
-  void check_flags();
-  // Where flags came with the contributions; else it is known at the end of the backward.
-  bool knows_users() const { return !flags_.empty(); }
-  bool may_be_used_by(int64_t source, int64_t i) const;
-  void add_contributions(float scale);
-  void add_run(const Run& run, float scale);
 
   // Constant after construction.
   const UnitContext& context_;
@@ -188,15 +151,8 @@ class Unit {
   std::vector<std::vector<at::Tensor>> held_;  // [slots]; dense, strides as the slot's
   GradientBatch batched_;
   std::vector<int64_t> nonfinite_arrived_;
-  int64_t backward_ = 0;
-  bool more_to_come_ = false;
-  std::unique_ptr<Bucket> bucket_;
-  at::Tensor staged_;  // [padded], the bucket's gradients
-  Pending pending_;
+  at::Tensor message_;                    // [padded]; undefined while none is lent
   std::optional<c10::Stream> filled_on_;  // the stream of the last gradient, at first the begin's
-  std::vector<at::Tensor> flags_;    // [world] messages of bytes, where contributions bring them
-  std::vector<at::Tensor> sources_;  // contributions to this rank's range, in rank order
-  std::optional<c10::Event> sent_to_host_;
 };
 
 }  // namespace zero_ext
