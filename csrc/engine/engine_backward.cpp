@@ -172,7 +172,7 @@ void Engine::finish_backward(Gradients gradients) {
   for (int64_t u = 0; u < parameters_.unit_count(); ++u) {
     Unit& unit = parameters_.unit(u);
     unit.end_backward(/*remember=*/hidden_ && gradients == Gradients::own);
-    for (const int64_t slot : unit.nonfinite_arrived()) saw_nonfinite(parameters_.members(u)[slot]);
+    for (const int64_t slot : unit.intake().nonfinite_arrived()) saw_nonfinite(parameters_.members(u)[slot]);
   }
   for (const int64_t k : arrivals) saw_nonfinite(flags_->parameter_of(k));
   if (on_device) flags_->end_backward(boundary_.micro_batch(), /*direct=*/world() == 1);

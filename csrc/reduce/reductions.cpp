@@ -41,7 +41,7 @@ bool Reductions::can_reduce_late() const {
 
 void Reductions::prepare(int64_t u) {
   // On a device gradients are held until their unit is complete anyway, for one launch.
-  if (!context_.compute.on_host() || !parameters_.unit(u).holds_for_message()) return;
+  if (!context_.compute.on_host() || !parameters_.unit(u).intake().holds_for_message()) return;
   if (order_.is_near(u, BucketPool::kSize)) reduction_of(u);
 }
 

@@ -15,7 +15,7 @@ namespace zero_ext {
 void SlotUsers::add(Unit& unit) {
   units_.push_back(&unit);
   for (int64_t i = 0; i < unit.layout().size(); ++i) {
-    const bool uses = unit.contributes(i);
+    const bool uses = unit.intake().contributes(i);
     used_.push_back(uses ? 1 : 0);
     uses_all_ = uses_all_ && uses;
   }

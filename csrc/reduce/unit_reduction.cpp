@@ -25,13 +25,13 @@ at::Tensor byte_tensor(int64_t numel) {
 void UnitReduction::lend_message() {
   bucket_->wait_until_unused();
   message_ = bucket_->gradients(unit_.message_dtype(), unit_.layout().padded_numel());
-  unit_.lend_message(message_);
+  unit_.intake().lend_message(message_);
 }
 
 void UnitReduction::start(Comm& comm, int64_t backward, bool more_to_come) {
   backward_ = backward;
   more_to_come_ = more_to_come;
-  unit_.fill_message();
+  unit_.intake().fill_message();
   const SideStream::Scope beside(context_.reducing);
   if (context_.reduction == Reduction::exchange) {
     start_exchange(comm);
@@ -82,7 +82,8 @@ void UnitReduction::exchange_flags(Comm& comm, int64_t tag) {
   auto* mine = flags_[rank].mutable_data_ptr<uint8_t>();
   const int64_t header[3] = {backward_, unit_.index(), more_to_come_ ? 1 : 0};
   std::memcpy(mine, header, kFlagsHeaderBytes);
-  for (int64_t i = 0; i < slots; ++i) mine[kFlagsHeaderBytes + i] = unit_.contributes(i) ? 1 : 0;
+  for (int64_t i = 0; i < slots; ++i)
+    mine[kFlagsHeaderBytes + i] = unit_.intake().contributes(i) ? 1 : 0;
   comm.exchange(std::vector<at::Tensor>(world, flags_[rank]), flags_, backward_, tag, pending_);
 }
 
@@ -135,7 +136,7 @@ std::unique_ptr<Bucket> UnitReduction::finish(float scale) {
   if (sent_to_host_.has_value()) sent_to_host_->synchronize();
   if (knows_users()) check_flags();
   add_contributions(scale);
-  unit_.return_message();
+  unit_.intake().return_message();
   bucket_->mark_used();
   return std::move(bucket_);
 }

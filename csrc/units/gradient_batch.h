@@ -1,6 +1,6 @@
 // GradientBatch: gradients of a unit on a device that wait for each other, for one launch of all.
 //
-// Owner:     one Unit.
+// Owner:     a DeviceIntake.
 // Threads:   called only under Engine::mutex_.
 // Invariant: at most one gradient of each slot.
 #pragma once

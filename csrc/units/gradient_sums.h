@@ -30,7 +30,7 @@
 
 namespace zero_ext {
 
-// See Note [Where a gradient goes] in unit.h.
+// See Note [Where a gradient goes] in gradient_intake.h.
 enum class GradientPath { direct, bucket, local };
 
 class GradientSums {

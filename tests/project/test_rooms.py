@@ -83,7 +83,6 @@ MAX_LONG_FUNCTIONS = 12
 LARGE_CLASSES: dict[str, str] = {
     "Engine": "several lives in one class",
     "GradientSums": "reduced and local sums",
-    "Unit": "several lives in one class",
 }
 
 
