@@ -1,7 +1,7 @@
 // DeviceFlags: flags in device memory that kernels set where they find NaN or Inf. The host never
 // waits for them: a step's verdict is computed from them on the device.
 //
-// Owner:     an Engine whose sums lie on a device.
+// Owner:     NanRecords.
 // Threads:   called only under Engine::mutex_; everything is queued on the current stream.
 // Invariant: flag k belongs to the k-th slot, counted over all units.
 #pragma once
@@ -37,7 +37,6 @@ class DeviceFlags {
   // Adds one flag for each of these parameters, from count() on.
   void add(const std::vector<int64_t>& parameters);
   int64_t count() const { return count_; }
-  int64_t parameter_of(int64_t k) const { return parameters_[k]; }
 
   // The flags that kernels set: for a gradient of this rank, and for a reduced sum.
   int32_t* arrival(int64_t k) { return pointer(arrivals_, k); }
@@ -73,11 +72,10 @@ class DeviceFlags {
   c10::Device device_;
   int64_t rank_;
   int64_t count_ = 0;
-  std::vector<int64_t> parameters_;  // [count]
-  at::Tensor arrivals_;              // int32 [count]
-  at::Tensor sums_;                  // int32 [count]
-  at::Tensor first_;                 // int64 [count], the first NaN record of each flag
-  at::Tensor codes_;                 // int64 [count], NaN records in micro-batch 0
+  at::Tensor arrivals_;  // int32 [count]
+  at::Tensor sums_;      // int32 [count]
+  at::Tensor first_;     // int64 [count], the first NaN record of each flag
+  at::Tensor codes_;     // int64 [count], NaN records in micro-batch 0
   // Memory for end_backward(), allocated early because a backward cannot be undone there: int64,
   // bool.
   at::Tensor seen_;

@@ -1,6 +1,6 @@
 // GradientBatch: gradients of a unit on a device that wait for each other, for one launch of all.
 //
-// Owner:     one Unit.
+// Owner:     a DeviceIntake.
 // Threads:   called only under Engine::mutex_.
 // Invariant: at most one gradient of each slot.
 #pragma once
@@ -19,9 +19,10 @@ namespace zero_ext {
 
 class GradientBatch {
  public:
-  // `layout`: the unit's, which outlives this. `first_flag`: that of slot 0 among the context's.
-  GradientBatch(const UnitContext& context, const RankLayout& layout, int64_t first_flag)
-      : context_(context), layout_(layout), first_flag_(first_flag) {}
+  // `layout`: the unit's, which outlives this. `first_record`: that of slot 0 among the context's NaN
+  // records.
+  GradientBatch(const UnitContext& context, const RankLayout& layout, int64_t first_record)
+      : context_(context), layout_(layout), first_record_(first_record) {}
 
   // `grad`: dense, strides as those of slot i. `first`: it overwrites what is there. `scale`: of
   // what is added to a sum.
@@ -46,11 +47,11 @@ class GradientBatch {
   };
   using Group = std::span<const Entry>;  // of one launch
   void in_groups(const std::function<void(Group)>& launch);
-  int32_t* flag(int64_t i) const { return context_.flags->arrival(first_flag_ + i); }
+  int32_t* flag(int64_t i) const;
 
   const UnitContext& context_;
   const RankLayout& layout_;
-  int64_t first_flag_;
+  int64_t first_record_;
   std::vector<Entry> entries_;
 };
 

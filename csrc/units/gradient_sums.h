@@ -30,7 +30,7 @@
 
 namespace zero_ext {
 
-// See Note [Where a gradient goes] in unit.h.
+// See Note [Where a gradient goes] in gradient_intake.h.
 enum class GradientPath { direct, bucket, local };
 
 class GradientSums {
@@ -86,15 +86,10 @@ class GradientSums {
   // It ended, and cannot be undone any more; with `keep`, the reduced sum stays below the local
   // one.
   void end_backward(bool keep);
-  // It threw: the sums become what they were before it, see Note [Undoing].
-  void abort_backward();
+  // It threw: the sums become what they were before it, see Note [Undoing]. Returns whether a
+  // reduction had been added to them: records of NaN in the sums may be of what is gone.
+  [[nodiscard]] bool abort_backward();
 
-  // NaN and Inf. The user wrote to slot i: it may hold some that no kernel of ours has seen.
-  void suspect_nonfinite(int64_t i) { nonfinite_[i] = 1; }
-  bool suspected(int64_t i) const { return nonfinite_[i] != 0; }
-  void forget_suspicion(int64_t i) { nonfinite_[i] = 0; }
-  // What is to be searched for it: this rank's part of slot i, where it holds a sum. No flag yet.
-  std::optional<kernels::ReadSegment> suspect(int64_t i) const;
   // Adds the squares of a run, in an order that does not matter. `sum` lies where the sums do.
   void add_squares(const Run& run, kernels::SquareSum* sum) const;
 
@@ -127,7 +122,6 @@ class GradientSums {
 
   std::vector<uint8_t> fresh_;        // [slots]
   std::vector<uint8_t> local_fresh_;  // [slots], of the local sums
-  std::vector<uint8_t> nonfinite_;    // [slots], of this rank's part: seen once, or suspected
   std::vector<uint8_t> fresh_before_;
   std::vector<uint8_t> local_fresh_before_;
 };

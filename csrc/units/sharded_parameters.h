@@ -26,12 +26,8 @@ struct ShardedParameter {
   int64_t slot = -1;
   int64_t frozen_unit = -1;  // among the frozen ones, where these are sharded too
   NodePtr node{};
-  int64_t nonfinite_micro_batch = -1;  // where this rank's own gradient held NaN or Inf
 
   bool managed() const { return unit >= 0; }
-  void saw_nonfinite(int64_t micro_batch) {
-    if (nonfinite_micro_batch < 0) nonfinite_micro_batch = micro_batch;
-  }
 };
 
 class ShardedParameters {
@@ -64,6 +60,8 @@ class ShardedParameters {
   const std::vector<int64_t>& members(int64_t u) const { return members_[u]; }
   // The unit in which parameter i lies, trainable or not.
   Unit& home_of(int64_t i) const;
+  // The number of parameter i's NaN record.
+  int64_t record_of(int64_t i) const { return units_[all_[i].unit]->record(all_[i].slot); }
   GradientSums& sums_of(int64_t i) const { return units_[all_[i].unit]->sums(); }
   // This rank's part of parameter i, 1-D: of its reduced gradient, of its master, and of itself,
   // where parameters are sharded, in the compute dtype.

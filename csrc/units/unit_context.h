@@ -24,7 +24,6 @@
 #include <memory>
 
 #include "core/policy.h"
-#include "device/device_flags.h"
 #include "device/kernel_table.h"
 #include "device/streams.h"
 #include "memory/flat_buffer.h"
@@ -39,13 +38,15 @@ enum class Reduction {
 // A frozen unit has parameters alone: no master, no gradient, no turn in a backward.
 enum class UnitKind { trainable, frozen };
 
+class NanRecords;
+
 struct UnitContext {
-  KernelTable compute{};         // of parameters and gradients
-  KernelTable state{};           // of masters, sums and optimizer states
-  bool pinned = true;            // what is offloaded
-  SideStream reducing{};         // beside the backward
-  SideStream gathering{};        // beside whatever computes
-  DeviceFlags* flags = nullptr;  // where compute is a device
+  KernelTable compute{};   // of parameters and gradients
+  KernelTable state{};     // of masters, sums and optimizer states
+  bool pinned = true;      // what is offloaded
+  SideStream reducing{};   // beside the backward
+  SideStream gathering{};  // beside whatever computes
+  NanRecords* nan_records = nullptr;
   int64_t rank = 0;
   int64_t world = 1;
   int64_t shards = 1;                 // ranks of a replica, see Note [Replicas]
