@@ -30,7 +30,6 @@ void DeviceFlags::add(const std::vector<int64_t>& parameters) {
                       at::empty({count_ + count}, options.dtype(at::kBool)));
   count_ += count;
   is_cleared_.resize(count_, 0);
-  parameters_.insert(parameters_.end(), parameters.begin(), parameters.end());
 }
 
 void DeviceFlags::end_backward(int64_t micro_batch, bool direct) {

@@ -29,6 +29,10 @@ const Policy& policy_for(int stage) {
   return *policy;
 }
 
+KernelTable state_kernels(const EngineOptions& options) {
+  return KernelTable(options.offload ? c10::Device(c10::kCPU) : options.device);
+}
+
 SlotSpec slot_spec(const std::string& name, const at::Tensor& parameter) {
   // A dense layout is kept as it is (channels_last, transposed), anything else becomes row-major.
   std::vector<int64_t> strides = parameter.strides().vec();
@@ -56,15 +60,13 @@ Engine::Engine(EngineOptions options)
                                                   .within_gather = options_.within_gather_group,
                                                   .across = options_.across_group},
                                                  options_.device, options_.global_ranks)),
-      flags_(options_.device.is_cpu()
-                 ? nullptr
-                 : std::make_unique<DeviceFlags>(options_.device, comm_.rank())),
+      nan_records_(KernelTable(options_.device), state_kernels(options_), comm_.rank()),
       context_{.compute = KernelTable(options_.device),
-               .state = KernelTable(options_.offload ? c10::Device(c10::kCPU) : options_.device),
+               .state = state_kernels(options_),
                .pinned = options_.pin_memory,
                .reducing = SideStream(options_.device),
                .gathering = SideStream(options_.device),
-               .flags = flags_.get(),
+               .nan_records = &nan_records_,
                .rank = comm_.rank(),
                .world = comm_.world(),
                .shards = comm_.shards(),
@@ -77,7 +79,7 @@ Engine::Engine(EngineOptions options)
                .memory = std::make_shared<MemoryCounter>(options_.limit_bytes),
                .offloaded = std::make_shared<MemoryCounter>()},
       parameters_(context_),
-      published_(parameters_, flags_.get(), context_.global_rank),
+      published_(parameters_, nan_records_, context_.global_rank),
       reductions_(comm_, context_, parameters_, finished_),
       agreement_(comm_, context_, parameters_, finished_),
       boundary_({.world = comm_.world(),
@@ -154,13 +156,12 @@ int64_t Engine::add_unit(const std::vector<int64_t>& members, at::ScalarType dty
               " units. Choose a larger bucket_mb.");
   const std::string name =
       members.size() == 1 ? specs.front().name : specs.front().name + " … " + specs.back().name;
-  const bool flagged = trainable && flags_ != nullptr;
-  const int64_t first_flag = flagged ? flags_->count() : 0;
+  const int64_t first_record = trainable ? nan_records_.count() : 0;
   std::unique_ptr<Unit> unit;
   try {
-    unit = std::make_unique<Unit>(context_, index, first_flag, name, std::move(specs), values,
+    unit = std::make_unique<Unit>(context_, index, first_record, name, std::move(specs), values,
                                   dtype, kind, comm_, options_.broadcast);
-    if (flagged) flags_->add(members);
+    if (trainable) nan_records_.add(members);
   } catch (...) {
     gatherer_.drop({unfrozen.begin(), unfrozen.end()}, Writes::discard);
     throw;

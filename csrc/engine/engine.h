@@ -26,7 +26,6 @@
 
 #include "autograd/backward_watch.h"
 #include "comm/comm.h"
-#include "device/device_flags.h"
 #include "device/streams.h"
 #include "gather/gatherer.h"
 #include "reduce/boundary.h"
@@ -34,6 +33,7 @@
 #include "reduce/reductions.h"
 #include "step/step_agreement.h"
 #include "units/finished_backwards.h"
+#include "units/nan_records.h"
 #include "units/sharded_parameters.h"
 
 namespace zero_ext {
@@ -253,7 +253,7 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
   std::optional<StreamEvent> last_use_;
   EngineOptions options_;
   Comm comm_;
-  std::unique_ptr<DeviceFlags> flags_;
+  NanRecords nan_records_;
   UnitContext context_;
   ShardedParameters parameters_;
   PublishedGradients published_;

@@ -46,8 +46,7 @@ void Engine::after_gradient(int64_t i) {
               "before. Nothing is lost:"
               " repeat this forward and backward.");
   if (reduces_) reductions_.prepare(parameter.unit);
-  const bool finite = unit.accumulate(parameter.slot, grad, scales_.accumulate);
-  if (!finite) parameter.saw_nonfinite(boundary_.micro_batch());
+  unit.accumulate(parameter.slot, grad, scales_.accumulate);
   if (reduces_) reductions_.arrived(parameter.unit);
   comm_.make_progress();
   gatherer_.gradient_arrived(gathered_as_[parameter.unit], graph_is_kept());
@@ -115,7 +114,7 @@ void Engine::begin_backward(bool reduces) {
   std::iota(all.begin(), all.end(), 0);
   published_.take_over(all, "backward");
   if (!has_reduced_sums()) finished_.clear();
-  if (flags_ != nullptr) flags_->begin_backward();
+  nan_records_.begin_backward(boundary_.micro_batch());
   published_.withdraw();
 
   reduces_ = reduces;
@@ -162,20 +161,11 @@ void Engine::finish_backward(Gradients gradients) {
   // As long as anything can fail all of it can be undone.
   if (reduces_) reductions_.finish();
   for (const auto& unit : parameters_.units()) unit->flush();
-  std::vector<int64_t> arrivals;
-  const bool on_device = flags_ != nullptr && !context_.state.on_host();
-  if (flags_ != nullptr && !on_device) arrivals = flags_->take_arrivals();
-
-  const auto saw_nonfinite = [this](int64_t i) {
-    parameters_[i].saw_nonfinite(boundary_.micro_batch());
-  };
-  for (int64_t u = 0; u < parameters_.unit_count(); ++u) {
-    Unit& unit = parameters_.unit(u);
-    unit.end_backward(/*remember=*/hidden_ && gradients == Gradients::own);
-    for (const int64_t slot : unit.intake().nonfinite_arrived()) saw_nonfinite(parameters_.members(u)[slot]);
+  nan_records_.end_gradients();
+  for (const auto& unit : parameters_.units()) {
+    unit->end_backward(/*remember=*/hidden_ && gradients == Gradients::own);
   }
-  for (const int64_t k : arrivals) saw_nonfinite(flags_->parameter_of(k));
-  if (on_device) flags_->end_backward(boundary_.micro_batch(), /*direct=*/world() == 1);
+  nan_records_.end_backward(/*direct=*/world() == 1);
   if (reduces_) reductions_.count_finished();
   remember_use();
   open_ = false;
@@ -241,15 +231,12 @@ void Engine::undo_backward() noexcept {
 }
 
 void Engine::abort_backward() {
-  if (flags_ != nullptr) flags_->abort_backward();
+  nan_records_.abort_backward();
   reductions_.abort(begun_units_);
   published_.follow_memory();
   threw_ = true;
   open_ = false;
-  for (ShardedParameter& parameter : parameters_) {
-    if (parameter.nonfinite_micro_batch == boundary_.micro_batch()) {
-      parameter.nonfinite_micro_batch = -1;
-    }
+  for (const ShardedParameter& parameter : parameters_) {
     // What the failed backward left there is a gradient that was not reduced.
     if (parameter.managed()) parameter.tensor.mutable_grad().reset();
   }

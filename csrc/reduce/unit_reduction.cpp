@@ -8,6 +8,7 @@
 #include "core/errors.h"
 #include "device/kernel_table.h"
 #include "memory/storage.h"
+#include "units/nan_records.h"
 
 namespace zero_ext {
 namespace {
@@ -196,14 +197,16 @@ void UnitReduction::add_run(const Run& run, float scale) {
   float* sum = sums.data() + run.begin;
   int32_t nonfinite = 0;
   const KernelTable& table = context_.state;
-  int32_t* flag = table.on_host() ? &nonfinite : context_.flags->sum(unit_.flag(run.first_slot));
+  int32_t* flag =
+      table.on_host() ? &nonfinite : context_.nan_records->sum_flag(unit_.record(run.first_slot));
   check(table->accumulate_ranks(contributions.data(), static_cast<int32_t>(contributions.size()),
                                 dtype_of(message_.scalar_type()), sum, run.numel, scale,
                                 sums.fresh(run.first_slot), flag, table.launch()),
         "accumulate_ranks");
   if (nonfinite == 0) return;
   for (int64_t i = run.first_slot; i <= run.last_slot; ++i) {
-    if (unit_.layout().own_piece(i) != nullptr) sums.suspect_nonfinite(i);
+    if (unit_.layout().own_piece(i) == nullptr) continue;
+    context_.nan_records->suspect_sum(unit_.record(i));
   }
 }
 

@@ -40,14 +40,13 @@ void DeviceIntake::drop_waiting() {
   follow_stream();
 }
 
-bool DeviceIntake::add(int64_t i, const at::Tensor& grad, bool first, float scale) {
+void DeviceIntake::add(int64_t i, const at::Tensor& grad, bool first, float scale) {
   if (!first) launch_waiting();  // the first one may be among them
   const bool direct = path_ == GradientPath::direct;
   waiting_.add(i, grad, direct ? sums_.fresh(i) : sums_.local_fresh(i), scale);
   if (direct) sums_.mark_summed(i);
   if (path_ == GradientPath::local) sums_.mark_local_summed(i);
   if (arrivals_.complete()) launch_waiting();
-  return true;
 }
 
 void DeviceIntake::launch_waiting() { waiting_.add_to(own_sums()); }
@@ -61,7 +60,7 @@ void DeviceIntake::launch_held(const std::function<bool(int64_t)>& first,
   const c10::Stream stream = current_stream(context_.compute.device());
   c10::DeviceAllocator* allocator = c10::getDeviceAllocator(stream.device_type());
   for (size_t k = 0;; ++k) {
-    GradientBatch batch(context_, layout_, first_flag_);
+    GradientBatch batch(context_, layout_, first_record_);
     for (int64_t i = 0; i < layout_.size(); ++i) {
       if (held_[i].size() <= k) continue;
       const at::Tensor& grad = held_[i][k];

@@ -20,10 +20,9 @@ namespace zero_ext {
 class DeviceIntake final : public GradientIntake {
  public:
   DeviceIntake(const UnitContext& context, const RankLayout& layout, GradientSums& sums,
-               Arrivals& arrivals, int64_t first_flag)
-      : GradientIntake(context, layout, sums, arrivals),
-        first_flag_(first_flag),
-        waiting_(context, layout, first_flag) {}
+               Arrivals& arrivals, int64_t first_record)
+      : GradientIntake(context, layout, sums, arrivals, first_record),
+        waiting_(context, layout, first_record) {}
 
   void flush() override;
 
@@ -31,7 +30,7 @@ class DeviceIntake final : public GradientIntake {
   void begin_on_stream() override;
   void follow_stream() override;
   void drop_waiting() override;
-  bool add(int64_t i, const at::Tensor& grad, bool first, float scale) override;
+  void add(int64_t i, const at::Tensor& grad, bool first, float scale) override;
   void message_was_lent() override;
   void stage() override;
   void add_held_to_local() override;
@@ -46,7 +45,6 @@ class DeviceIntake final : public GradientIntake {
   void add_held_to(const GradientBatch::SumOf& sum_of);
   void stage_local();
 
-  int64_t first_flag_;
   GradientBatch waiting_;  // for one launch into the sums
   // The stream of the last gradient, at first the one that began the backward.
   std::optional<c10::Stream> last_stream_;

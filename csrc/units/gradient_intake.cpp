@@ -8,30 +8,29 @@ namespace zero_ext {
 
 std::unique_ptr<GradientIntake> GradientIntake::create(const UnitContext& context,
                                                        const RankLayout& layout, GradientSums& sums,
-                                                       Arrivals& arrivals, int64_t first_flag) {
+                                                       Arrivals& arrivals, int64_t first_record) {
   if (context.compute.on_host()) {
-    return std::make_unique<HostIntake>(context, layout, sums, arrivals);
+    return std::make_unique<HostIntake>(context, layout, sums, arrivals, first_record);
   }
-  return std::make_unique<DeviceIntake>(context, layout, sums, arrivals, first_flag);
+  return std::make_unique<DeviceIntake>(context, layout, sums, arrivals, first_record);
 }
 
 void GradientIntake::begin_backward(GradientPath path, bool reduces) {
   path_ = path;
   reduces_ = reduces;
-  nonfinite_arrived_.clear();
   begin_on_stream();
 }
 
-bool GradientIntake::take(int64_t i, const at::Tensor& grad, bool first, float scale) {
+void GradientIntake::take(int64_t i, const at::Tensor& grad, bool first, float scale) {
   follow_stream();
   if (path_ == GradientPath::local) scale_ = scale;
   // See Note [Undoing] in gradient_sums.h.
   const bool joins_local = path_ == GradientPath::local && (reduces_ || !sums_.local_was_fresh(i));
   if (arrivals_.reduced() || joins_local || holds_for_message()) {
     held_[i].push_back(grad);
-    return true;
+  } else {
+    add(i, grad, first, scale);
   }
-  return add(i, grad, first, scale);
 }
 
 void GradientIntake::lend_message(const at::Tensor& message) {

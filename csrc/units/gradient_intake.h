@@ -9,13 +9,13 @@
 //
 // Note [Where a gradient goes]
 //   direct  one rank: straight into the reduced sum, scaled.
-//   bucket  several ranks, a backward that reduces and follows no local one: into the unit's message
-//           to the other ranks, in the gradient's dtype. Gradients are held until the unit is lent a
-//           bucket for the message.
+//   bucket  several ranks, a backward that reduces and follows no local one: into the unit's
+//           message to the other ranks, in the gradient's dtype. Gradients are held until the unit
+//           is lent a bucket for the message.
 //   local   several ranks, inside no_sync() or after it: into this rank's own fp32 sum of the whole
 //           unit. A backward that reduces then makes its message from that sum.
-// Every rank takes the same path in the same backward. The path depends on the order of calls alone,
-// never on which gradients arrived.
+// Every rank takes the same path in the same backward. The path depends on the order of calls
+// alone, never on which gradients arrived.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,19 +34,25 @@ namespace zero_ext {
 class GradientIntake {
  public:
   // The one for the place where the parameters are computed. All arguments outlive it.
-  // `first_flag`: that of slot 0 among the context's flags.
+  // `first_record`: that of slot 0 among the context's NaN records.
   static std::unique_ptr<GradientIntake> create(const UnitContext& context,
                                                 const RankLayout& layout, GradientSums& sums,
-                                                Arrivals& arrivals, int64_t first_flag);
+                                                Arrivals& arrivals, int64_t first_record);
+  GradientIntake(const UnitContext& context, const RankLayout& layout, GradientSums& sums,
+                 Arrivals& arrivals, int64_t first_record)
+      : context_(context),
+        layout_(layout),
+        sums_(sums),
+        arrivals_(arrivals),
+        first_record_(first_record),
+        held_(layout.size()) {}
   virtual ~GradientIntake() = default;
 
   void begin_backward(GradientPath path, bool reduces);
   GradientPath path() const { return path_; }
   // Takes a gradient of slot i: dense, strides as the slot's. `first`: the slot's first one in this
-  // backward. `scale`: of direct and local sums; a message is scaled when it is reduced. Returns
-  // false if the gradient holds NaN or Inf. For one that is held, nonfinite_arrived() has the
-  // answer later; on a device the flags have it.
-  bool take(int64_t i, const at::Tensor& grad, bool first, float scale);
+  // backward. `scale`: of direct and local sums; a message is scaled when it is reduced.
+  void take(int64_t i, const at::Tensor& grad, bool first, float scale);
   // Launches what waits on a device.
   virtual void flush() {}
 
@@ -66,25 +72,15 @@ class GradientIntake {
   bool end_backward();
   // The backward threw: what was held or waited is dropped.
   void abort_backward();
-  // Slots whose held gradients held NaN or Inf.
-  const std::vector<int64_t>& nonfinite_arrived() const { return nonfinite_arrived_; }
 
  protected:
-  GradientIntake(const UnitContext& context, const RankLayout& layout, GradientSums& sums,
-                 Arrivals& arrivals)
-      : context_(context),
-        layout_(layout),
-        sums_(sums),
-        arrivals_(arrivals),
-        held_(layout.size()) {}
-
   // On a device: the current stream is the first one of the backward; it goes on where the last
   // gradient was put; what waits is forgotten.
   virtual void begin_on_stream() {}
   virtual void follow_stream() {}
   virtual void drop_waiting() {}
   // As take(), of a gradient that is not held.
-  virtual bool add(int64_t i, const at::Tensor& grad, bool first, float scale) = 0;
+  virtual void add(int64_t i, const at::Tensor& grad, bool first, float scale) = 0;
   virtual void message_was_lent() = 0;
   // All that is held, and the local sums, into the message.
   virtual void stage() = 0;
@@ -98,6 +94,7 @@ class GradientIntake {
   const RankLayout& layout_;
   GradientSums& sums_;
   Arrivals& arrivals_;
+  int64_t first_record_;
 
   // One backward.
   GradientPath path_ = GradientPath::direct;
@@ -105,7 +102,6 @@ class GradientIntake {
   float scale_ = 1;                            // of gradients that are added to a local sum
   at::Tensor message_;                         // undefined while none is lent
   std::vector<std::vector<at::Tensor>> held_;  // [slots]
-  std::vector<int64_t> nonfinite_arrived_;
 };
 
 }  // namespace zero_ext

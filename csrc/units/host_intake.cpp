@@ -6,15 +6,16 @@
 
 #include "device/kernel_table.h"
 #include "memory/storage.h"
+#include "units/nan_records.h"
 
 namespace zero_ext {
 
-bool HostIntake::add(int64_t i, const at::Tensor& grad, bool first, float scale) {
+void HostIntake::add(int64_t i, const at::Tensor& grad, bool first, float scale) {
   int32_t nonfinite = 0;
   switch (path_) {
     case GradientPath::direct:
       add_directly(i, grad, scale, &nonfinite);
-      if (nonfinite != 0) sums_.suspect_nonfinite(i);
+      if (nonfinite != 0) context_.nan_records->suspect_sum(first_record_ + i);
       break;
     case GradientPath::local:
       add_to_local(i, grad, &nonfinite);
@@ -23,7 +24,11 @@ bool HostIntake::add(int64_t i, const at::Tensor& grad, bool first, float scale)
       add_to_message(i, grad, first ? kernels::Write::overwrite : kernels::Write::add, &nonfinite);
       break;
   }
-  return nonfinite == 0;
+  record(i, nonfinite);
+}
+
+void HostIntake::record(int64_t i, int32_t nonfinite) {
+  if (nonfinite != 0) context_.nan_records->saw_in_gradient(first_record_ + i);
 }
 
 void HostIntake::add_directly(int64_t i, const at::Tensor& grad, float scale, int32_t* nonfinite) {
@@ -52,7 +57,7 @@ void HostIntake::add_held_to_local() {
   for (int64_t i = 0; i < layout_.size(); ++i) {
     int32_t nonfinite = 0;
     for (const at::Tensor& grad : held_[i]) add_to_local(i, grad, &nonfinite);
-    if (nonfinite != 0) nonfinite_arrived_.push_back(i);
+    record(i, nonfinite);
     held_[i].clear();
   }
 }
@@ -80,7 +85,7 @@ void HostIntake::stage_held() {
     for (const at::Tensor& grad : held_[i]) {
       add_to_message(i, grad, std::exchange(write, kernels::Write::add), &nonfinite);
     }
-    if (nonfinite != 0) nonfinite_arrived_.push_back(i);
+    record(i, nonfinite);
     held_[i].clear();
   }
 }
@@ -120,7 +125,7 @@ void HostIntake::stage_local_slot(int64_t i) {
     }
   }
   clear_gap(i);
-  if (nonfinite != 0) nonfinite_arrived_.push_back(i);
+  record(i, nonfinite);
   held_[i].clear();
 }
 

@@ -12,12 +12,10 @@ namespace zero_ext {
 
 class HostIntake final : public GradientIntake {
  public:
-  HostIntake(const UnitContext& context, const RankLayout& layout, GradientSums& sums,
-             Arrivals& arrivals)
-      : GradientIntake(context, layout, sums, arrivals) {}
+  using GradientIntake::GradientIntake;
 
  private:
-  bool add(int64_t i, const at::Tensor& grad, bool first, float scale) override;
+  void add(int64_t i, const at::Tensor& grad, bool first, float scale) override;
   void message_was_lent() override;
   void stage() override;
   void add_held_to_local() override;
@@ -26,6 +24,8 @@ class HostIntake final : public GradientIntake {
   void add_directly(int64_t i, const at::Tensor& grad, float scale, int32_t* nonfinite);
   void add_to_local(int64_t i, const at::Tensor& grad, int32_t* nonfinite);
   void add_to_message(int64_t i, const at::Tensor& grad, kernels::Write write, int32_t* nonfinite);
+  // Records a gradient with NaN or Inf in slot i, where `nonfinite` says so.
+  void record(int64_t i, int32_t nonfinite);
   void stage_held();
   void stage_local_slot(int64_t i);
   void clear_gap(int64_t i);

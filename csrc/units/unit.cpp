@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/errors.h"
+#include "units/nan_records.h"
 
 namespace zero_ext {
 namespace {
@@ -13,12 +14,12 @@ constexpr int64_t kAlignmentBytes = 64;
 
 }  // namespace
 
-Unit::Unit(const UnitContext& context, int64_t index, int64_t first_flag, std::string name,
+Unit::Unit(const UnitContext& context, int64_t index, int64_t first_record, std::string name,
            std::vector<SlotSpec> specs, const std::vector<at::Tensor>& values, at::ScalarType dtype,
            UnitKind kind, Comm& comm, bool broadcast)
     : context_(context),
       index_(index),
-      first_flag_(first_flag),
+      first_record_(first_record),
       name_(std::move(name)),
       dtype_(dtype),
       gradient_dtype_(dtype),
@@ -28,7 +29,7 @@ Unit::Unit(const UnitContext& context, int64_t index, int64_t first_flag, std::s
       parameters_(context_, layout_, name_, dtype, kind,
                   kind == UnitKind::trainable ? index : kMaxUnits + index, values, comm, broadcast),
       arrivals_(layout_.size()),
-      intake_(GradientIntake::create(context_, layout_, sums_, arrivals_, first_flag)) {}
+      intake_(GradientIntake::create(context_, layout_, sums_, arrivals_, first_record)) {}
 
 at::ScalarType Unit::message_dtype() const {
   if (context_.reduction == Reduction::collective) return context_.reduce_dtype;
@@ -58,12 +59,14 @@ void Unit::end_backward(bool remember) {
 void Unit::abort_backward() {
   arrivals_.close();
   intake_->abort_backward();
-  sums_.abort_backward();
+  // A device's flags still tell what was seen in the sums that are gone.
+  if (!sums_.abort_backward()) return;
+  for (int64_t i = 0; i < layout_.size(); ++i) context_.nan_records->suspect_sum(record(i));
 }
 
-bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
+void Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
   arrivals_.reach(i);
-  if (!grad.defined()) return true;
+  if (!grad.defined()) return;
   const GradientPath path = intake_->path();
   if (path == GradientPath::direct) sums_.need();
   check_gradient(i, grad);
@@ -72,7 +75,7 @@ bool Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
   if (slot.spec.numel == 0 && !arrivals_.reduced()) {
     if (path == GradientPath::direct) sums_.mark_summed(i);
     if (path == GradientPath::local) sums_.mark_local_summed(i);
-    return true;
+    return;
   }
   // A negated view's memory has the other sign, and a tensor of zeros has none.
   const bool lazy = grad.is_neg() || grad._is_zerotensor();

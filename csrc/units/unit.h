@@ -29,8 +29,9 @@ constexpr int64_t kMaxUnits = 1 << 12;  // of one engine: the tags of messages h
 class Unit {
  public:
   // `values`: the parameters' present values, in any one floating dtype. `dtype`: what the
-  // parameters are computed in. `first_flag`: that of slot 0 among the context's flags.
-  Unit(const UnitContext& context, int64_t index, int64_t first_flag, std::string name,
+  // parameters are computed in. `first_record`: that of slot 0 among the context's
+  // NaN records.
+  Unit(const UnitContext& context, int64_t index, int64_t first_record, std::string name,
        std::vector<SlotSpec> specs, const std::vector<at::Tensor>& values, at::ScalarType dtype,
        UnitKind kind, Comm& comm, bool broadcast);
   Unit(const Unit&) = delete;
@@ -44,7 +45,8 @@ class Unit {
   const UnitParameters& parameters() const { return parameters_; }
   GradientSums& sums() { return sums_; }
   const GradientSums& sums() const { return sums_; }
-  int64_t flag(int64_t i) const { return first_flag_ + i; }
+  // The number of slot i's NaN record.
+  int64_t record(int64_t i) const { return first_record_ + i; }
 
   // The dtype in which gradients arrive, and in which an exchange sends them; at first dtype().
   // Before any backward.
@@ -62,8 +64,8 @@ class Unit {
   bool expects_gradients() const { return arrivals_.expects_any(); }
   GradientIntake& intake() { return *intake_; }
   // A gradient of slot i, of any strides; undefined: autograd reached the parameter with nothing.
-  // `scale` and the result: see GradientIntake::take().
-  bool accumulate(int64_t i, const at::Tensor& grad, float scale);
+  // `scale`: see GradientIntake::take().
+  void accumulate(int64_t i, const at::Tensor& grad, float scale);
   // No gradient arrives any more.
   void flush();
   // The backward cannot be undone any more. `remember`: how many hidden gradients it had.
@@ -81,7 +83,7 @@ class Unit {
   // Constant after construction.
   const UnitContext& context_;
   int64_t index_;
-  int64_t first_flag_;
+  int64_t first_record_;
   std::string name_;
   at::ScalarType dtype_;
   at::ScalarType gradient_dtype_;

@@ -82,7 +82,6 @@ LONG_FUNCTIONS: dict[str, str] = {
 MAX_LONG_FUNCTIONS = 12
 LARGE_CLASSES: dict[str, str] = {
     "Engine": "several lives in one class",
-    "GradientSums": "reduced and local sums",
 }
 
 
