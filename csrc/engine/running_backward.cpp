@@ -298,7 +298,7 @@ void RunningBackward::abort() {
   published_.follow_memory();
   threw_ = true;
   open_ = false;
-  for (ShardedParameter& parameter : parameters_) {
+  for (const ShardedParameter& parameter : parameters_) {
     // The failed backward left a gradient there that was not reduced.
     if (parameter.managed()) parameter.tensor.mutable_grad().reset();
   }

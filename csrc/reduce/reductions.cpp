@@ -133,7 +133,7 @@ void Reductions::finish() {
   finish_started();
   if (reduces_late_ && any_late_) reduce_late();
   context_.reducing.join();
-  // Its messages were all here, but it will not add them up.
+  // All messages of that rank arrived, but it will not add up those of the others.
   const int64_t gone = comm_.who_abandoned(Comm::Kind::reduction, finished_.epoch());
   TORCH_CHECK(gone < 0, where(context_.global_rank), "rank ", comm_.global_rank(gone),
               " has given up waiting for this rank in backward ", finished_.epoch(),
@@ -153,7 +153,7 @@ void Reductions::reduce_late() {
   for (int64_t u = 0; u < units; ++u) mine[u] = parameters_.unit(u).arrivals().late() ? 1 : 0;
   late = comm_.all_gather(Comm::Agreement::late_gradients, late, [this] {
     return where(context_.global_rank) +
-           "waited to hear which gradients the other ranks have to reduce once more in backward " +
+           "waited for the other ranks' lists of late gradients in backward " +
            std::to_string(finished_.epoch());
   });
   late = late.sum(0);

@@ -11,10 +11,10 @@
 // in front of it waits, and autograd's tensors hold its gradients. Buckets are lent to the next two
 // units alone, so that two buckets are enough.
 // The first order is that of the units, the reverse of registration, which is roughly the order of
-// a backward. Small units come last: a block often registers its norms last and uses them first, and
-// the whole block would wait for them.
-// After the first step the order is the one in which rank 0's units became complete in its last
-// backward. The ranks agree on it in the step (Engine::learn_reduction_order).
+// a backward. Small units come last: a block often registers its norms last and uses them first,
+// and the whole block would wait for them. After the first step the order is the one in which rank
+// 0's units became complete in its last backward. The ranks agree on it in the step
+// (Engine::learn_reduction_order).
 //
 // Note [Late gradients]
 // A hidden gradient is one that the running graph does not show: inner backwards bring it

@@ -42,7 +42,7 @@ bool SlotUsers::finish(int64_t backward) {
   const SideStream::Scope beside(context_.reducing);
   counting_.wait([&] {
     return where(context_.global_rank) +
-           "waited to hear which parameters the other ranks used in backward " +
+           "waited for the other ranks' counts of used parameters in backward " +
            std::to_string(backward);
   });
   // Where the answer is known, nobody waits for the device.

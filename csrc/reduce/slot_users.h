@@ -24,8 +24,8 @@ class SlotUsers {
 
   // The reduction of `unit` has started.
   void add(Unit& unit);
-  // Starts the all-reduce. `late`: this rank has late gradients; `asks_late`: whether the ranks want
-  // to know of each other's.
+  // Starts the all-reduce. `late`: this rank has late gradients; `asks_late`: whether the ranks
+  // want to know of each other's.
   void start(bool late, bool asks_late);
   bool started() const { return counts_.defined(); }
   // Waits, and marks the slots that some rank used as summed. Returns whether a rank has late

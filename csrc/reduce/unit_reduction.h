@@ -1,8 +1,8 @@
 // UnitReduction: one reduction of a unit's gradients: the message of this rank, what the other
 // ranks sent, and their addition to the unit's sums.
 //
-// Owner:     Reductions, from the moment that the unit is lent a bucket until the sums are added, or
-//            the backward threw.
+// Owner:     Reductions, from the moment that the unit is lent a bucket until the contributions are
+//            added, or the backward threw.
 // Threads:   called only under Engine::mutex_.
 // Invariant: the bucket is here from construction until finish() or abandon().
 #pragma once
@@ -61,7 +61,8 @@ class UnitReduction {
   void start_exchange(Comm& comm);
   void exchange_flags(Comm& comm, int64_t tag);
   void start_collective(Comm& comm);
-  // Queues a copy to the host of the contributions that lie on the device, where sums are offloaded.
+  // Queues a copy to the host of the contributions that lie on the device, where sums are
+  // offloaded.
   void send_to_host(Comm& comm);
   void wait();
   void check_flags();

@@ -168,8 +168,14 @@ void StepAgreement::settle(StepVerdict& verdict) const {
 
 void StepAgreement::add_own_squares(const std::vector<int64_t>& indices,
                                     kernels::SquareSum* sum) const {
-  parameters_.for_each_summed_run(
-      indices, [&](GradientSums& sums, const Run& run) { sums.add_squares(run, sum); });
+  parameters_.for_each_summed_run(indices, [&](const GradientSums& sums, const Run& run) {
+    // Groups of elements are those of each slot alone: slots begin where groups do, behind
+    // zeros.
+    TORCH_INTERNAL_ASSERT(run.begin % kernels::kSquareGroupNumel == 0);
+    check(context_.state->add_squares(sums.data() + run.begin, run.numel, sum,
+                                      context_.state.launch()),
+          "add_squares");
+  });
 }
 
 }  // namespace zero_ext

@@ -9,13 +9,13 @@
 //
 // Note [Where a gradient goes]
 //   direct  one rank: straight into the reduced sum, scaled.
-//   bucket  several ranks, a backward that reduces and follows no local one: into the unit's message
-//           to the other ranks, in the gradient's dtype. Gradients are held until the unit is lent a
-//           bucket for the message.
+//   bucket  several ranks, a backward that reduces and follows no local one: into the unit's
+//           message to the other ranks, in the gradient's dtype. Gradients are held until the unit
+//           is lent a bucket for the message.
 //   local   several ranks, inside no_sync() or after it: into this rank's own fp32 sum of the whole
 //           unit. A backward that reduces then makes its message from that sum.
-// Every rank takes the same path in the same backward. The path depends on the order of calls alone,
-// never on which gradients arrived.
+// Every rank takes the same path in the same backward. The path depends on the order of calls
+// alone, never on which gradients arrived.
 #pragma once
 
 #include <ATen/core/Tensor.h>

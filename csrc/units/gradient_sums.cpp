@@ -156,13 +156,6 @@ bool GradientSums::abort_backward() {
   return adding_;
 }
 
-void GradientSums::add_squares(const Run& run, kernels::SquareSum* sum) const {
-  // Groups of elements are those of each slot alone: slots begin where groups do, behind zeros.
-  TORCH_INTERNAL_ASSERT(run.begin % kernels::kSquareGroupNumel == 0);
-  check(context_.state->add_squares(data() + run.begin, run.numel, sum, context_.state.launch()),
-        "add_squares");
-}
-
 void GradientSums::offload(const std::string& message) {
   offloaded_message_ = message;
   for (FlatBuffer* buffer : {&grad_, &before_, &local_before_}) {

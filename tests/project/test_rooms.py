@@ -73,7 +73,6 @@ LONG_FUNCTIONS: dict[str, str] = {
 }
 MAX_LONG_FUNCTIONS = 12
 LARGE_CLASSES: dict[str, str] = {
-    "GradientSums": "reduced and local sums",
 }
 
 
