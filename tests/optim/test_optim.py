@@ -1102,6 +1102,19 @@ class TestLikeTorchs:
         optimizer = getattr(zero_ext.optim, name)(named, process_group=team.group)
         assert optimizer.param_groups[0]["param_names"] == [name for name, _ in named]
 
+    @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+    def test_a_parameter_with_a_name_can_be_taken_out(self, team, name):
+        """torch leaves the names as they are, one more than there are parameters."""
+        parameters = make_parameters()
+        named = [(f"layer.{i}", p) for i, p in enumerate(parameters)]
+        optimizer = getattr(zero_ext.optim, name)(named, lr=0.1, process_group=team.group)
+        taken_out = optimizer.param_groups[0]["params"].pop()
+        before = taken_out.detach().clone()
+        loss_of(parameters, team.rank, step=0).backward()
+        optimizer.step()
+        assert_bits(taken_out.detach(), before)
+        assert not torch.equal(parameters[0].detach(), make_parameters()[0].detach())
+
     def test_repr_names_the_settings(self, team):
         optimizer = zero_ext.optim.SGD(make_parameters(), lr=0.25, process_group=team.group)
         assert repr(optimizer).startswith("SGD (") and "lr: 0.25" in repr(optimizer)

@@ -51,9 +51,9 @@ def named_parameters(groups: Sequence[Group], first: int = 0) -> tuple[Named, Na
     """From group ``first`` on: the parameters that can be sharded, and those that stay whole."""
     named = []
     for g, group in enumerate(groups[first:], first):
-        names = group.get("param_names") or [
-            f"parameter {i} of group {g}" for i in range(len(group["params"]))
-        ]
+        names = group.get("param_names", ())
+        if len(names) != len(group["params"]):  # none were given, or parameters were taken out
+            names = [f"parameter {i} of group {g}" for i in range(len(group["params"]))]
         named.extend(zip(names, group["params"], strict=True))
     whole = [(name, p) for name, p in named if stays_whole(p)]
     return [(name, p) for name, p in named if not stays_whole(p)], whole
@@ -189,14 +189,16 @@ class FollowedGroups:
         for g, places in enumerate(sharded):
             sharded_state.assign([i for _, i in places], g)
         self._let_go(optimizer)
-        self._frozen = []
+        frozen = []
         for group, places in zip(groups, sharded, strict=True):
             for parameter, i in places:
                 _owners[parameter] = weakref.ref(optimizer)
                 if optimizer._handle.engine.unit_of(i) < 0:
-                    self._frozen.append(i)
+                    frozen.append(i)
                 else:
                     self._show_state(optimizer, parameter, i, group)
+        # Last: what has raised before is followed again.
+        self._frozen = frozen
         self._lists = [list(group["params"]) for group in groups]
         self._state_counts = list(map(optimizer._states_of, groups))
 
