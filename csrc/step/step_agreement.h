@@ -47,7 +47,7 @@ struct StepVerdict {
   bool settings_differ = false;  // between ranks; on a device settle() raises instead
   bool nonfinite = false;
   int64_t rank = -1;  // where the first NaN or Inf was seen
-  std::string parameter;
+  std::string parameter{};
   int64_t micro_batch = -1;
   float norm = 0;    // where it was asked for
   float factor = 1;  // which clips it

@@ -25,7 +25,7 @@ struct ShardedParameter {
   int64_t unit = -1;  // -1: frozen when it was sharded
   int64_t slot = -1;
   int64_t frozen_unit = -1;  // among the frozen ones, where these are sharded too
-  NodePtr node;
+  NodePtr node{};
   int64_t nonfinite_micro_batch = -1;  // where this rank's own gradient held NaN or Inf
 
   bool managed() const { return unit >= 0; }
