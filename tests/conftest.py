@@ -175,6 +175,12 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    if RANK > 0:
+        config.option.xmlpath = None  # rank 0 writes --junitxml
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     config.addinivalue_line("markers", "dist: runs on all ranks, under torchrun")
