@@ -7,6 +7,7 @@
 # make cuda-test      runs the one-rank tests on that build, on the CPU and on the emulated device
 # make cuda-kernels   nvcc compiles each CUDA kernel alone, and the host emulates them
 # make bench-deepspeed   installs DeepSpeed, whose kernels its first run compiles, and measures beside it
+# make tidy      clang-tidy on the C++ sources, with the checks of .clang-tidy
 # make bench  lint  format  clean  dist-check   (a wheel from the sdist)   cuda-dist-check   (a CUDA wheel)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -44,7 +45,7 @@ ALL_SEGMENTS := $(addprefix all-,one-rank lagged-one-rank 2-ranks 3-ranks 4-rank
   lagged-2-ranks lagged-3-ranks lccl-2-ranks lccl-3-ranks replicas-4-ranks lagged-4-ranks)
 
 .PHONY: install train test test-all test-changed $(SEGMENTS) $(ALL_SEGMENTS) sanitize cuda-kernels cuda-build cuda-test \
-  bench bench-deepspeed lint format dist-check cuda-dist-check clean
+  bench bench-deepspeed lint tidy format dist-check cuda-dist-check clean
 
 install: $(VENV)/.installed
 
@@ -208,6 +209,12 @@ lint: install
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run --Werror $(NATIVE) $(EMULATION)
+
+TIDY_INCLUDES = $$($(PY) -c 'import sysconfig; from torch.utils import cpp_extension as c; \
+  print(*("-isystem" + p for p in [*c.include_paths("cpu"), sysconfig.get_path("include")]))')
+tidy: install
+	includes="$(TIDY_INCLUDES)"; printf '%s\n' $(filter %.cpp,$(NATIVE)) | xargs -P $(MAX_JOBS) -I {} $(VENV)/bin/clang-tidy --quiet {} -- \
+	  -std=c++20 -fopenmp -DTORCH_EXTENSION_NAME=_C -DTORCH_API_INCLUDE_EXTENSION_H -Icsrc $$includes
 
 format: install
 	$(VENV)/bin/ruff check --fix .

@@ -58,7 +58,7 @@ struct UnitContext {
   at::ScalarType reduce_dtype = at::kFloat;  // of collective reductions
   bool reduce_in_gradient_dtype = true;      // of exchange: else in reduce_dtype
   std::shared_ptr<MemoryCounter> memory;
-  std::shared_ptr<SpareMemory> spare;        // of released parameters
+  std::shared_ptr<SpareMemory> spare{};      // of released parameters
   std::shared_ptr<MemoryCounter> offloaded;  // counts the host memory of offloaded states
   // Other ranks need this one's part of the parameters.
   bool shards_parameters() const { return policy.release == When::after_use && shards > 1; }
