@@ -115,11 +115,11 @@ std::unique_ptr<Unit> Engine::make_unit(const std::vector<int64_t>& members, at:
               " units. Choose a larger bucket_mb.");
   const std::string name =
       members.size() == 1 ? specs.front().name : specs.front().name + " … " + specs.back().name;
-  DeviceFlags* flags = trainable ? parts_.flags.get() : nullptr;
-  auto unit = std::make_unique<Unit>(parts_.context, index, flags != nullptr ? flags->count() : 0,
-                                     name, std::move(specs), values, dtype, kind, parts_.comm,
+  NanRecords& records = parts_.nan_records;
+  auto unit = std::make_unique<Unit>(parts_.context, index, trainable ? records.count() : 0, name,
+                                     std::move(specs), values, dtype, kind, parts_.comm,
                                      parts_.options.broadcast);
-  if (flags != nullptr) flags->add(members);
+  if (trainable) records.add(members);
   return unit;
 }
 

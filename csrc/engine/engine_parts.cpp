@@ -18,6 +18,11 @@ const Policy& policy_for(int stage) {
   return *policy;
 }
 
+// Where updates run: on the host with offload.
+KernelTable state_kernels(const EngineOptions& options) {
+  return KernelTable(options.offload ? c10::Device(c10::kCPU) : options.device);
+}
+
 Comm make_comm(const EngineOptions& options) {
   if (options.reduce_group.empty()) return Comm(options.global_ranks);
   return Comm({.reduce = options.reduce_group,
@@ -50,14 +55,13 @@ EngineParts::EngineParts(EngineOptions given)
       last_use(options.device),
       comm(make_comm(options)),
       offloaded(comm.global_rank()),
-      flags(options.device.is_cpu() ? nullptr
-                                    : std::make_unique<DeviceFlags>(options.device, comm.rank())),
+      nan_records(KernelTable(options.device), state_kernels(options), comm.rank()),
       context{.compute = KernelTable(options.device),
-              .state = KernelTable(options.offload ? c10::Device(c10::kCPU) : options.device),
+              .state = state_kernels(options),
               .pinned = options.pin_memory,
               .reducing = SideStream(options.device),
               .gathering = SideStream(options.device),
-              .flags = flags.get(),
+              .nan_records = &nan_records,
               .rank = comm.rank(),
               .world = comm.world(),
               .shards = comm.shards(),
@@ -70,7 +74,7 @@ EngineParts::EngineParts(EngineOptions given)
               .memory = std::make_shared<MemoryCounter>(options.limit_bytes),
               .offloaded = std::make_shared<MemoryCounter>()},
       parameters(context),
-      published(parameters, flags.get(), context.global_rank),
+      published(parameters, nan_records, context.global_rank),
       reductions(comm, context, parameters, finished),
       agreement(comm, context, parameters, finished),
       boundary({.world = comm.world(),

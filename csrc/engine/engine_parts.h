@@ -12,7 +12,6 @@
 
 #include "autograd/backward_phase.h"
 #include "comm/comm.h"
-#include "device/device_flags.h"
 #include "device/streams.h"
 #include "engine/access.h"
 #include "engine/engine_options.h"
@@ -22,6 +21,7 @@
 #include "reduce/reductions.h"
 #include "step/step_agreement.h"
 #include "units/finished_backwards.h"
+#include "units/nan_records.h"
 #include "units/sharded_parameters.h"
 
 namespace zero_ext {
@@ -76,7 +76,7 @@ struct EngineParts {
   LastUse last_use;
   Comm comm;
   OffloadedStates offloaded;
-  std::unique_ptr<DeviceFlags> flags;  // null on the host
+  NanRecords nan_records;
   UnitContext context;
   ShardedParameters parameters;
   PublishedGradients published;

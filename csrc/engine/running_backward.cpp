@@ -26,7 +26,7 @@ RunningBackward::RunningBackward(EngineParts& parts, Forwards& forwards)
       last_use_(parts.last_use),
       offloaded_(parts.offloaded),
       comm_(parts.comm),
-      flags_(parts.flags.get()),
+      nan_records_(parts.nan_records),
       context_(parts.context),
       parameters_(parts.parameters),
       published_(parts.published),
@@ -107,7 +107,7 @@ void RunningBackward::after_gradient(int64_t i) {
   Unit& unit = parameters_.unit(parameter.unit);
   const at::Tensor grad = std::move(parameter.tensor.mutable_grad());
   parameter.tensor.mutable_grad() = at::Tensor();
-  const bool unforeseen = unit.reduced() && !hidden_;
+  const bool unforeseen = unit.arrivals().reduced() && !hidden_;
   if (unforeseen) watch_->expect_inner_backwards();
   TORCH_CHECK(!unforeseen, where(context_.global_rank, unit.name()), "a gradient of '",
               parameter.name,
@@ -115,8 +115,7 @@ void RunningBackward::after_gradient(int64_t i) {
               " checkpointing) that it did not run before. Nothing is lost: repeat this forward and"
               " backward.");
   if (reduces_) reductions_.prepare(parameter.unit);
-  const bool finite = unit.accumulate(parameter.slot, grad, scales_.accumulate);
-  if (!finite) parameter.saw_nonfinite(boundary_.micro_batch());
+  unit.accumulate(parameter.slot, grad, scales_.accumulate);
   if (reduces_) reductions_.arrived(parameter.unit);
   comm_.make_progress();
   gatherer_.gradient_arrived(forwards_.number_of(parameter.unit), graph_is_kept());
@@ -166,7 +165,7 @@ void RunningBackward::leave_call(size_t index) {
   for (const int64_t number : gatherer_.units_of(call->site())) {
     const std::optional<int64_t> u = forwards_.unit_of(number);
     if (!u.has_value()) continue;
-    parameters_.unit(*u).module_left();
+    parameters_.unit(*u).arrivals().leave_module();
     if (reduces_) reductions_.arrived(*u);
   }
 }
@@ -208,7 +207,7 @@ void RunningBackward::begin(const Access& access, bool reduces) {
   std::iota(all.begin(), all.end(), 0);
   published_.adopt_changes(all, "backward");
   if (!published_.has_reduced_gradients()) finished_.clear();
-  if (flags_ != nullptr) flags_->begin_backward();
+  nan_records_.begin_backward(boundary_.micro_batch());
   published_.withdraw();
 
   reduces_ = reduces;
@@ -251,8 +250,8 @@ void RunningBackward::begin_units(GradientPath path) {
     ++begun_units_;
     unit.begin_backward(path, reduces_, picked(expected, members));
     if (!hidden_) continue;
-    unit.await_hidden_gradients(picked(trained, members),
-                                gatherer_.sites_of(forwards_.number_of(u)));
+    unit.arrivals().await_hidden(picked(trained, members),
+                                 gatherer_.sites_of(forwards_.number_of(u)));
   }
 }
 
@@ -260,7 +259,11 @@ void RunningBackward::finish(Gradients gradients) {
   // As long as anything can fail, all of it can be undone.
   if (reduces_) reductions_.finish();
   for (const auto& unit : parameters_.units()) unit->flush();
-  record_nonfinite(gradients);
+  nan_records_.end_gradients();
+  for (const auto& unit : parameters_.units()) {
+    unit->end_backward(/*remember=*/hidden_ && gradients == Gradients::own);
+  }
+  nan_records_.end_backward(/*direct=*/context_.world == 1);
   if (reduces_) reductions_.count_finished();
   last_use_.remember();
   if (gradients == Gradients::own) {
@@ -271,22 +274,6 @@ void RunningBackward::finish(Gradients gradients) {
     boundary_.end_others_backward();
   }
   if (!boundary_.local_open()) published_.publish();
-}
-
-void RunningBackward::record_nonfinite(Gradients gradients) {
-  std::vector<int64_t> arrivals;
-  const bool on_device = flags_ != nullptr && !context_.state.on_host();
-  if (flags_ != nullptr && !on_device) arrivals = flags_->take_arrivals();
-  const auto saw_nonfinite = [this](int64_t i) {
-    parameters_[i].saw_nonfinite(boundary_.micro_batch());
-  };
-  for (int64_t u = 0; u < parameters_.unit_count(); ++u) {
-    Unit& unit = parameters_.unit(u);
-    unit.end_backward(/*remember=*/hidden_ && gradients == Gradients::own);
-    for (const int64_t slot : unit.nonfinite_arrived()) saw_nonfinite(parameters_.members(u)[slot]);
-  }
-  for (const int64_t k : arrivals) saw_nonfinite(flags_->parameter_of(k));
-  if (on_device) flags_->end_backward(boundary_.micro_batch(), /*direct=*/context_.world == 1);
 }
 
 void RunningBackward::take_part_in_others_backward(const Access& access) {
@@ -317,15 +304,12 @@ void RunningBackward::undo() noexcept {
 }
 
 void RunningBackward::abort() {
-  if (flags_ != nullptr) flags_->abort_backward();
+  nan_records_.abort_backward();
   reductions_.abort(begun_units_);
   published_.follow_memory();
   threw_ = true;
   if (open()) phase_ = BackwardPhase::reached;
-  for (ShardedParameter& parameter : parameters_) {
-    if (parameter.nonfinite_micro_batch == boundary_.micro_batch()) {
-      parameter.nonfinite_micro_batch = -1;
-    }
+  for (const ShardedParameter& parameter : parameters_) {
     // The failed backward left a gradient there that was not reduced.
     if (parameter.managed()) parameter.tensor.mutable_grad().reset();
   }

@@ -75,7 +75,6 @@ class RunningBackward : public BackwardListener {
   void begin_units(GradientPath path);
   GradientPath choose_path() const;
   void finish(Gradients gradients);
-  void record_nonfinite(Gradients gradients);
   void abort();
   // What threw, and the passes of stage 3.
   void undo() noexcept;
@@ -88,7 +87,7 @@ class RunningBackward : public BackwardListener {
   LastUse& last_use_;
   const OffloadedStates& offloaded_;
   Comm& comm_;
-  DeviceFlags* const flags_;
+  NanRecords& nan_records_;
   const UnitContext& context_;
   ShardedParameters& parameters_;
   PublishedGradients& published_;

@@ -60,7 +60,7 @@ class Gatherer {
   void enter_forward(int64_t site);
   struct Left {
     bool backward_may_follow = false;
-    std::vector<int64_t> escaped;  // units of which the output holds views
+    std::vector<int64_t> escaped{};  // units of which the output holds views
   };
   void leave_forward(int64_t site, const Left& left);
 

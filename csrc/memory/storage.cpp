@@ -12,9 +12,9 @@ namespace zero_ext {
 namespace {
 
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
-// Torch 2.11 can forbid reads and has no function that allows them again; without the message a
-// read of released memory would end the process. An explicit instantiation may name what is
-// private.
+// Torch 2.11 can forbid reads but has no function that allows them again. Without the message a
+// read of released memory would end the process. The template gets at the private flag, because an
+// explicit instantiation may name private members.
 bool& reads_raise(c10::StorageImpl& storage);
 
 template <bool c10::StorageImpl::* flag>
@@ -24,7 +24,7 @@ struct PrivateFlag {
 template struct PrivateFlag<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
 #endif
 
-// The memory comes afterwards: StorageImpl then sums up its flags.
+// To be called before the memory is set: StorageImpl then recomputes its flags.
 template <typename Storage>
 void allow_access(Storage& storage) {
   if constexpr (requires { storage.clear_data_ptr_access_error_msg_(); }) {
@@ -34,8 +34,8 @@ void allow_access(Storage& storage) {
   }
 }
 
-// Torch keeps what Python has made of a storage or a tensor alive as long as that, and it counts as
-// a holder.
+// Torch keeps the Python object of a storage or a tensor alive as long as the original. It counts
+// that object as a holder.
 template <typename Object>
 size_t idle_wrappers(Object& object) {
   auto* slot = object.pyobj_slot();

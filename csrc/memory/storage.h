@@ -1,5 +1,5 @@
-// Storages that are without memory for a while. Tensors over them stay valid; reading one raises a
-// message meanwhile.
+// Storages that have no memory for a while. Tensors over such a storage stay valid, and reading one
+// raises a message.
 //
 // Threads: not synchronised; the owner's lock protects them.
 #pragma once
@@ -12,16 +12,16 @@
 
 namespace zero_ext {
 
-// A storage that has no memory raises `message`.
+// From now on reading the storage, which has no memory, raises `message`.
 void forbid_access(c10::StorageImpl& storage, const std::string& message);
-// Returns the storage's memory, which then has none.
+// Takes the storage's memory away and returns it. Reading the storage then raises `message`.
 c10::DataPtr take_memory(c10::StorageImpl& storage, const std::string& message);
 void give_memory(c10::StorageImpl& storage, c10::DataPtr memory);
 
-// How many tensors, or whatever else, hold it.
+// The number of tensors and other owners that hold the storage.
 size_t holders(const c10::Storage& storage);
 inline bool is_shared(const c10::Storage& storage) { return holders(storage) > 1; }
-// Whether anybody but the caller holds the tensor, in Python or in C++.
+// Whether the tensor has other holders than the caller, in Python or in C++.
 bool is_shared(const at::Tensor& tensor);
 
 // A tensor of any dense shape over the elements from `offset`.
@@ -38,8 +38,8 @@ inline void* mutable_element(const at::Tensor& tensor, int64_t i) {
          i * static_cast<int64_t>(tensor.element_size());
 }
 
-// The bytes of a device's storage, in pinned host memory until bring_back(). Both wait for the
-// device.
+// The bytes of a device's storage, kept in pinned host memory until bring_back(). The constructor
+// and bring_back() wait for the device.
 class OffloadedStorage {
  public:
   OffloadedStorage() = default;

@@ -100,7 +100,7 @@ void PublishedGradients::adopt_changes(const std::vector<int64_t>& indices, cons
     const at::Tensor& grad = parameter.tensor.grad();
     const int64_t version = version_of(entry.view, entry.local);
     if (entry.shown && version != entry.version) {
-      parameters_.sums_of(i).suspect_nonfinite(parameter.slot);
+      nan_records_.suspect_sum(parameters_.record_of(i));
     }
     entry.version = version;
     if (entry.shown && !grad.defined()) {
@@ -169,6 +169,7 @@ void PublishedGradients::write(int64_t i, const at::Tensor& grad) {
   } else {
     unit.sums().write(parameter.slot, unit.layout().own_part(parameter.slot, grad, at::kFloat));
   }
+  nan_records_.suspect_sum(parameters_.record_of(i));
   show(i);
 }
 
@@ -183,8 +184,7 @@ void PublishedGradients::forget(int64_t i) {
   Unit& unit = parameters_.unit(parameter.unit);
   unit.sums().clear(parameter.slot);
   if (std::exchange(entries_[i].shown, false)) parameter.tensor.mutable_grad().reset();
-  parameter.nonfinite_micro_batch = -1;
-  if (flags_ != nullptr) flags_->clear(unit.flag(parameter.slot));
+  nan_records_.clear(unit.record(parameter.slot));
 }
 
 }  // namespace zero_ext

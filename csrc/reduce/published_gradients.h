@@ -20,7 +20,7 @@
 #include <functional>
 #include <vector>
 
-#include "device/device_flags.h"
+#include "units/nan_records.h"
 #include "units/sharded_parameters.h"
 
 namespace zero_ext {
@@ -32,9 +32,8 @@ class PublishedGradients {
   // What .grad shows of parameter i, over this rank's slice of the sums.
   using ViewMaker = std::function<at::Tensor(int64_t i, const at::Tensor& local)>;
 
-  // `flags`: of a device's kernels, or null.
-  PublishedGradients(ShardedParameters& parameters, DeviceFlags* flags, int64_t rank)
-      : parameters_(parameters), flags_(flags), rank_(rank) {}
+  PublishedGradients(ShardedParameters& parameters, NanRecords& nan_records, int64_t rank)
+      : parameters_(parameters), nan_records_(nan_records), rank_(rank) {}
   // Takes the views out of .grad: they would break the next backward of a parameter that outlives
   // this.
   ~PublishedGradients();
@@ -87,7 +86,7 @@ class PublishedGradients {
   void give_own_memory(Entry& entry) const;
 
   ShardedParameters& parameters_;
-  DeviceFlags* flags_;
+  NanRecords& nan_records_;
   int64_t rank_;
   LocalReader local_reader_;
   ViewMaker view_maker_;

@@ -19,6 +19,7 @@
 
 #include "comm/comm.h"
 #include "units/finished_backwards.h"
+#include "units/nan_records.h"
 #include "units/sharded_parameters.h"
 #include "units/unit_context.h"
 
@@ -47,7 +48,7 @@ struct StepVerdict {
   bool settings_differ = false;  // between ranks; on a device settle() raises instead
   bool nonfinite = false;
   int64_t rank = -1;  // where the first NaN or Inf was seen
-  std::string parameter;
+  std::string parameter{};
   int64_t micro_batch = -1;
   float norm = 0;    // where it was asked for
   float factor = 1;  // clips the gradients to it
@@ -84,10 +85,11 @@ class StepAgreement {
   at::Tensor gather(Comm::Agreement about, const at::Tensor& answer,
                     const StepQuestions& questions);
   void describe(int64_t first_record, StepVerdict& verdict) const;
-  // Parameter i was suspected to hold NaN or Inf here, and does.
-  bool holds_nonfinite(int64_t i) const;
-  // Records in the device's flags whether sums that the user wrote to hold NaN or Inf.
-  void search_suspects(const std::vector<int64_t>& indices);
+  // The NaN records of the parameters that are asked about.
+  std::vector<int64_t> records_of(const std::vector<int64_t>& indices,
+                                  const StepQuestions& questions) const;
+  // This rank's part of the reduced gradient of parameter i; none where it holds nothing.
+  std::optional<kernels::ReadSegment> own_sum(int64_t i) const;
   // Squares of this rank's reduced gradients; `sum` lies where they do.
   void add_own_squares(const std::vector<int64_t>& indices, kernels::SquareSum* sum) const;
 

@@ -710,7 +710,7 @@ def test_a_forked_child_that_exits_says_nothing_for_its_parent(mesh, rank, world
     model = sharded(Stack(), mesh)
     child = os.fork()
     if child == 0:
-        zero_ext.engine.handle._serve_until_all_ranks_end()  # what an exit calls
+        zero_ext.engine.shutdown._serve_until_all_ranks_end()  # what an exit calls
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     gather_objects(rank)
@@ -746,7 +746,7 @@ with torch.no_grad():
 """
 
 GOES_ON_ALONE = """
-zero_ext.engine.handle._EXIT_PATIENCE_S = 1.5
+zero_ext.engine.shutdown._EXIT_PATIENCE_S = 1.5
 if rank == 0 and model.stats()["neighbors"] > 0:
     with torch.no_grad():
         for _ in range(8):
@@ -765,7 +765,7 @@ elif rank == 1:
     stops = f"sleep 1; kill -STOP {os.getpid()}; sleep 1.3; kill -CONT {os.getpid()}"
     subprocess.Popen(["sh", "-c", stops])
     time.sleep(0.7)
-    zero_ext.engine.handle.find(next(model.parameters()))[0].engine.begin_shutdown()
+    zero_ext.engine.registry.find(next(model.parameters()))[0].engine.begin_shutdown()
     time.sleep(4)
 elif rank == 0:
     time.sleep(1.5)

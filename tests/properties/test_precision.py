@@ -84,7 +84,7 @@ def masters(optimizer) -> dict[str, Tensor]:
     result = {}
     for i, parameter in enumerate(handle.parameters):
         local = handle.engine.master_slice(i)
-        result[i] = full(handle.as_parameter(local, i, parameter()))
+        result[i] = full(handle.as_parameter(local, i, parameter))
     return result
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from zero_ext.engine.handle import find
 from zero_ext.engine.module_hooks import SiteHooks, hooks_of
+from zero_ext.engine.registry import find
 from zero_ext.module.sharding import ShardedMethods
 
 

@@ -15,9 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from zero_ext import _C
-from zero_ext.engine.handle import Handle, check_buffers, check_sizes, find, stays_whole
+from zero_ext.engine.checks import check_buffers, stays_whole
+from zero_ext.engine.handle import Handle
 from zero_ext.engine.meta import MetaModules
-from zero_ext.engine.offload import check_policy
+from zero_ext.engine.options import ShardingOptions
+from zero_ext.engine.registry import find
 from zero_ext.engine.units import Choice, cut_by_module, used_several_times
 from zero_ext.ranks.groups import Groups, resolve
 from zero_ext.tensor.shard_tensor import ShardTensor
@@ -115,7 +117,19 @@ def shard(
     if not isinstance(module, nn.Module):
         raise TypeError(f"zero_ext: shard() takes a module, not a {type(module).__name__}.")
     mp_policy = mp_policy or MixedPrecisionPolicy()
-    offload_policy = check_policy(offload_policy)
+    options = ShardingOptions(
+        stage=stage,
+        bucket_mb=bucket_mb,
+        reduction=reduction,
+        reduce_dtype=mp_policy.reduce_dtype,
+        param_dtype=mp_policy.param_dtype,
+        accumulation_steps=accumulation_steps,
+        sync_module_states=sync_module_states,
+        prefetch_mb=prefetch_mb,
+        retained_bytes=retained_bytes,
+        reshard_after_forward=reshard_after_forward,
+        offload_policy=offload_policy,
+    )
     groups = resolve(None, mesh, module.parameters())
     ignored = {id(p) for p in ignored_params}
     named = [(name, p) for name, p in module.named_parameters() if id(p) not in ignored]
@@ -128,30 +142,19 @@ def shard(
     check_buffers(groups, [(name, b) for name, b in buffers if not b.is_meta])
     blocks = None
     if stage == 3:
-        check_sizes(bucket_mb)
         _refuse_writing_forwards(module, groups, ignored)
         parameters = [p for _, p in named]
-        blocks = cut_by_module(module, parameters, units, bucket_mb * 2**20, mp_policy.param_dtype)
+        blocks = cut_by_module(module, parameters, units, options.bucket_bytes, options.param_dtype)
     meta = MetaModules(module, ignored, param_init_fn, groups.device) if stage == 3 else None
     handle = Handle(
         groups,
         named,
-        stage=stage,
-        bucket_mb=bucket_mb,
-        reduction=reduction,
-        reduce_dtype=mp_policy.reduce_dtype,
-        param_dtype=mp_policy.param_dtype,
-        accumulation_steps=accumulation_steps,
-        sync_module_states=sync_module_states,
-        used_several_times=used_several_times(module),
-        blocks=blocks,
-        prefetch_mb=prefetch_mb,
-        retained_bytes=retained_bytes,
-        reshard_after_forward=reshard_after_forward,
-        meta=meta,
-        offload_policy=offload_policy,
+        options,
         whole=whole,
         buffers=buffers,
+        blocks=blocks,
+        used_several_times=used_several_times(module),
+        meta=meta,
     )
     try:
         if meta is not None:

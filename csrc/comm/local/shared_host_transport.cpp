@@ -194,7 +194,7 @@ struct Transfer {
   SharedHostTransport::Label label;
   bool sending = false;
   bool done = false;
-  std::string error;
+  std::string error{};
 
   // Among the messages of all kinds.
   uint64_t tag() const {
