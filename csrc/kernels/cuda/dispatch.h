@@ -208,8 +208,8 @@ Status queue(const Launch& launch, int64_t blocks_wanted, void (*kernel)(Paramet
 // The number of blocks with which every thread has kUnroll vectors.
 template <class Body>
 int64_t blocks_for(int64_t numel) {
-  constexpr int64_t kEpoch = int64_t{kThreads} * Body::kUnroll * Body::kWidth;
-  return (numel + kEpoch - 1) / kEpoch;
+  constexpr int64_t kRound = int64_t{kThreads} * Body::kUnroll * Body::kWidth;
+  return (numel + kRound - 1) / kRound;
 }
 
 template <class Body>
