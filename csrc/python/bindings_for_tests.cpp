@@ -125,36 +125,32 @@ void bind_shared_host_transport(py::module_& m) {
       .def(
           "send",
           [](SharedHostTransport& memory, const at::Tensor& tensor, int64_t to, int64_t tag,
-             int64_t epoch) {
-            return memory.send(tensor, to, {SharedHostTransport::Kind::gather, tag, epoch});
-          },
-          NoGil(), py::arg("tensor"), py::arg("to"), py::arg("tag"),
-          py::arg("epoch") = SharedHostTransport::kNoEpoch)
+             int64_t epoch) { return memory.send(tensor, to, {MessageKind::gather, tag, epoch}); },
+          NoGil(), py::arg("tensor"), py::arg("to"), py::arg("tag"), py::arg("epoch") = kNoEpoch)
       .def(
           "receive",
           [](SharedHostTransport& memory, const at::Tensor& into, int64_t from, int64_t tag,
              int64_t epoch) {
-            return memory.receive(into, from, {SharedHostTransport::Kind::gather, tag, epoch});
+            return memory.receive(into, from, {MessageKind::gather, tag, epoch});
           },
           NoGil(), py::arg("into"), py::arg("from_rank"), py::arg("tag"),
-          py::arg("epoch") = SharedHostTransport::kNoEpoch)
+          py::arg("epoch") = kNoEpoch)
       .def(
           "post",
           [](SharedHostTransport& memory, const at::Tensor& tensor, int64_t to, int64_t tag) {
-            return memory.post(tensor, to, {SharedHostTransport::Kind::gather, tag});
+            return memory.post(tensor, to, {MessageKind::gather, tag});
           },
           NoGil(), py::arg("tensor"), py::arg("to"), py::arg("tag"))
       .def(
           "next_epoch",
           [](SharedHostTransport& memory, int64_t last) {
-            return memory.next_epoch(SharedHostTransport::Kind::gather, last);
+            return memory.next_epoch(MessageKind::gather, last);
           },
           NoGil(), py::arg("last"))
       .def(
           "abandon_epoch",
           [](SharedHostTransport& memory, int64_t epoch) {
-            memory.leave_epoch(SharedHostTransport::Kind::gather, epoch,
-                               SharedHostTransport::Exit::abandoned);
+            memory.leave_epoch(MessageKind::gather, epoch, EpochExit::abandoned);
           },
           NoGil(), py::arg("epoch"));
 }
