@@ -12,6 +12,7 @@
 #include "autograd/backward_watch.h"
 #include "comm/local/shared_host_transport.h"
 #include "device/kernel_table.h"
+#include "gather/pass_order.h"
 #include "gather/residency.h"
 #include "memory/layout.h"
 #include "python/bindings.h"
@@ -109,6 +110,21 @@ void bind_residency(py::module_& m) {
       py::arg("may_retain") = true);
 }
 
+void bind_pass_order(py::module_& m) {
+  py::enum_<Pass>(m, "Pass").value("forward", Pass::forward).value("backward", Pass::backward);
+  py::class_<PassOrder>(m, "PassOrder")
+      .def(py::init<>())
+      .def("begin", &PassOrder::begin)
+      .def("enter", &PassOrder::enter)
+      .def("end", &PassOrder::end)
+      .def("upcoming",
+           [](const PassOrder& order, Pass pass) {
+             const auto units = order.upcoming(pass);
+             return std::vector<int64_t>(units.begin(), units.end());
+           })
+      .def("ends_forward", &PassOrder::ends_forward);
+}
+
 void bind_shared_host_transport(py::module_& m) {
   py::class_<SharedHostTransport, std::shared_ptr<SharedHostTransport>>(m, "SharedHostTransport")
       .def_static(
@@ -181,6 +197,7 @@ void bind_functions(py::module_& m) {
 void bind_for_tests(py::module_& m) {
   bind_layout(m);
   bind_residency(m);
+  bind_pass_order(m);
   bind_shared_host_transport(m);
   bind_functions(m);
 }
