@@ -12,6 +12,7 @@
 #include "autograd/backward_watch.h"
 #include "comm/local/shared_host_transport.h"
 #include "device/kernel_table.h"
+#include "gather/pass_order.h"
 #include "gather/residency.h"
 #include "memory/layout.h"
 #include "python/bindings.h"
@@ -110,6 +111,21 @@ void bind_residency(py::module_& m) {
       py::arg("may_retain") = true);
 }
 
+void bind_pass_order(py::module_& m) {
+  py::enum_<Pass>(m, "Pass").value("forward", Pass::forward).value("backward", Pass::backward);
+  py::class_<PassOrder>(m, "PassOrder")
+      .def(py::init<>())
+      .def("begin", &PassOrder::begin)
+      .def("enter", &PassOrder::enter)
+      .def("end", &PassOrder::end)
+      .def("upcoming",
+           [](const PassOrder& order, Pass pass) {
+             const auto units = order.upcoming(pass);
+             return std::vector<int64_t>(units.begin(), units.end());
+           })
+      .def("ends_forward", &PassOrder::ends_forward);
+}
+
 void bind_shared_host_transport(py::module_& m) {
   py::class_<SharedHostTransport, std::shared_ptr<SharedHostTransport>>(m, "SharedHostTransport")
       .def_static(
@@ -126,36 +142,32 @@ void bind_shared_host_transport(py::module_& m) {
       .def(
           "send",
           [](SharedHostTransport& memory, const at::Tensor& tensor, int64_t to, int64_t tag,
-             int64_t epoch) {
-            return memory.send(tensor, to, {SharedHostTransport::Kind::gather, tag, epoch});
-          },
-          NoGil(), py::arg("tensor"), py::arg("to"), py::arg("tag"),
-          py::arg("epoch") = SharedHostTransport::kNoEpoch)
+             int64_t epoch) { return memory.send(tensor, to, {MessageKind::gather, tag, epoch}); },
+          NoGil(), py::arg("tensor"), py::arg("to"), py::arg("tag"), py::arg("epoch") = kNoEpoch)
       .def(
           "receive",
           [](SharedHostTransport& memory, const at::Tensor& into, int64_t from, int64_t tag,
              int64_t epoch) {
-            return memory.receive(into, from, {SharedHostTransport::Kind::gather, tag, epoch});
+            return memory.receive(into, from, {MessageKind::gather, tag, epoch});
           },
           NoGil(), py::arg("into"), py::arg("from_rank"), py::arg("tag"),
-          py::arg("epoch") = SharedHostTransport::kNoEpoch)
+          py::arg("epoch") = kNoEpoch)
       .def(
           "post",
           [](SharedHostTransport& memory, const at::Tensor& tensor, int64_t to, int64_t tag) {
-            return memory.post(tensor, to, {SharedHostTransport::Kind::gather, tag});
+            return memory.post(tensor, to, {MessageKind::gather, tag});
           },
           NoGil(), py::arg("tensor"), py::arg("to"), py::arg("tag"))
       .def(
           "next_epoch",
           [](SharedHostTransport& memory, int64_t last) {
-            return memory.next_epoch(SharedHostTransport::Kind::gather, last);
+            return memory.next_epoch(MessageKind::gather, last);
           },
           NoGil(), py::arg("last"))
       .def(
           "abandon_epoch",
           [](SharedHostTransport& memory, int64_t epoch) {
-            memory.leave_epoch(SharedHostTransport::Kind::gather, epoch,
-                               SharedHostTransport::Exit::abandoned);
+            memory.leave_epoch(MessageKind::gather, epoch, EpochExit::abandoned);
           },
           NoGil(), py::arg("epoch"));
 }
@@ -206,6 +218,7 @@ void bind_for_tests(py::module_& m) {
   bind_layout(m);
   bind_residency(m);
   bind_arrivals(m);
+  bind_pass_order(m);
   bind_shared_host_transport(m);
   bind_functions(m);
 }
