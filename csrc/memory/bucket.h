@@ -1,7 +1,7 @@
 // Bucket: the staging memory of one unit's reduction. BucketPool: the two of them that an engine
 // owns.
 //
-// Owner:     BucketPool. A Unit borrows a bucket, at its turn or shortly before (Note [Reduction order] in
+// Owner:     BucketPool. A UnitReduction borrows a bucket (Note [Reduction order] in
 //            reductions.h), until its reduction is finished.
 // Threads:   called only under Engine::mutex_.
 // Invariant: there are at most kSize buckets that come back; memory is kept, because fresh memory
