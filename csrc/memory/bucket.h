@@ -1,6 +1,6 @@
 // Bucket: the staging memory of one unit's reduction. BucketPool: the buckets of an engine.
 //
-// Owner:     BucketPool. A Unit borrows a bucket when its reduction is due or shortly before (Note
+// Owner:     BucketPool. A UnitReduction borrows a bucket when its reduction is due or shortly before (Note
 //            [Reduction order] in reductions.h), and returns it when its reduction is finished.
 // Threads:   called only under Engine::mutex_.
 // Invariant: at most kSize buckets are lent and will be returned. A bucket keeps its memory: fresh
