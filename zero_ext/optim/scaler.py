@@ -157,13 +157,10 @@ class LossScaler:
     def _step_made(self, overflow: bool) -> None:
         """The optimizer calls it after each step, with what all ranks agreed on."""
         self._losses_scaled = 0
-        engine = self._engine()
-        if engine is not None:
-            self._backwards_seen = engine.backwards
-        if not self.dynamic:
-            return
         state = self._state
-        if overflow:
+        if not self.dynamic:
+            pass
+        elif overflow:
             state.good_steps = 0
             state.overflows_left = max(state.overflows_left - 1, 0)
             if state.overflows_left == 0:
@@ -174,7 +171,10 @@ class LossScaler:
                 state.good_steps = 0
                 state.overflows_left = state.hysteresis
                 state.scale = min(state.scale * state.growth_factor, LARGEST_SCALE)
-        self._set_in_engine()
+        engine = self._engine()
+        if engine is not None:
+            engine.set_loss_scale(state.scale)
+            self._backwards_seen = engine.backwards
 
     def _expects_overflow(self) -> bool:
         """Whether an overflow is only how the scale is found, and no reason to warn."""
