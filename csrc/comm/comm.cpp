@@ -15,8 +15,8 @@
 #include <utility>
 
 #include "core/errors.h"
+#include "core/torch_internals.h"
 #include "device/streams.h"
-#include "memory/storage.h"
 
 namespace zero_ext {
 namespace {

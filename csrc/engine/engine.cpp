@@ -224,15 +224,19 @@ int64_t Engine::add_hook_site(HookSite site) {
   return gatherer_.add_hook_site(std::move(site));
 }
 
-void Engine::enter_forward(int64_t site) {
+std::shared_ptr<Call> Engine::enter_forward(int64_t site,
+                                            const std::optional<std::vector<at::Tensor>>& inputs) {
+  auto call = inputs ? Call::begin(weak_from_this(), site, *inputs) : nullptr;
   const Access access(*this);
   gatherer_.enter_forward(site);
+  return call;
 }
 
-void Engine::leave_forward(int64_t site, const std::vector<at::Tensor>& outputs,
-                           bool backward_may_follow) {
+void Engine::leave_forward(int64_t site, const std::shared_ptr<Call>& call,
+                           const std::vector<at::Tensor>& outputs, bool threw) {
+  if (call != nullptr) call->end(outputs);
   const Access access(*this);
-  Gatherer::Left left{.backward_may_follow = backward_may_follow};
+  Gatherer::Left left{.backward_may_follow = call != nullptr && !threw};
   for (const int64_t u : gatherer_.units_of(site)) {
     const bool escapes = std::any_of(outputs.begin(), outputs.end(), [&](const at::Tensor& output) {
       return gatherer_.unit(u).parameters().owns_storage_of(output);
@@ -240,10 +244,6 @@ void Engine::leave_forward(int64_t site, const std::vector<at::Tensor>& outputs,
     if (escapes) left.escaped.push_back(u);
   }
   gatherer_.leave_forward(site, left);
-}
-
-std::shared_ptr<Call> Engine::begin_call(int64_t site) {
-  return std::make_shared<Call>(weak_from_this(), site);
 }
 
 std::vector<int64_t> Engine::all_gathered() const {

@@ -24,7 +24,9 @@
 #include <string>
 #include <vector>
 
+#include "autograd/backward_listener.h"
 #include "autograd/backward_watch.h"
+#include "autograd/call.h"
 #include "comm/comm.h"
 #include "device/device_flags.h"
 #include "device/streams.h"
@@ -131,11 +133,13 @@ class Engine : public BackwardListener, public std::enable_shared_from_this<Engi
 
   // Forwards of the modules whose parameters are gathered and released.
   int64_t add_hook_site(HookSite site);
-  void enter_forward(int64_t site);
-  // `outputs`: all tensors in what the module returned.
-  void leave_forward(int64_t site, const std::vector<at::Tensor>& outputs,
-                     bool backward_may_follow);
-  std::shared_ptr<Call> begin_call(int64_t site);
+  // `inputs`: all tensors in the arguments of the module, or none where no gradient is recorded.
+  // Returns the call that a backward may enter, for leave_forward(); null without `inputs`.
+  std::shared_ptr<Call> enter_forward(int64_t site,
+                                      const std::optional<std::vector<at::Tensor>>& inputs);
+  // `outputs`: all tensors in what the module returned; `threw`: it raised an error instead.
+  void leave_forward(int64_t site, const std::shared_ptr<Call>& call,
+                     const std::vector<at::Tensor>& outputs, bool threw);
   void unshard();
   void reshard(Writes writes);
   // One rank may gather while the others do something else.

@@ -20,6 +20,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/torch_internals.h"
 #include "memory/memory.h"
 #include "memory/storage.h"
 

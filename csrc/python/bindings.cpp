@@ -205,10 +205,7 @@ void bind_engine(py::module_& m) {
       .def_readwrite("prefetch_from_local_peers", &GatherOptions::prefetch_from_local_peers)
       .def_readwrite("retained_bytes", &GatherOptions::retained_bytes)
       .def_readwrite("reshard_after_forward", &GatherOptions::reshard_after_forward);
-  py::class_<Call, std::shared_ptr<Call>>(m, "Call")
-      .def("watch_input", &Call::watch_input, NoGil())
-      .def("watch_output", &Call::watch_output, NoGil())
-      .def("end", &Call::end);
+  py::class_<Call, std::shared_ptr<Call>>(m, "Call");
   py::class_<EngineOptions>(m, "EngineOptions")
       .def(py::init<>())
       .def_readwrite("stage", &EngineOptions::stage)
@@ -267,7 +264,6 @@ void bind_engine(py::module_& m) {
           py::arg("units"), py::kw_only(), py::arg("root"), py::arg("first"), py::arg("last"))
       .def("enter_forward", &Engine::enter_forward, NoGil())
       .def("leave_forward", &Engine::leave_forward, NoGil())
-      .def("begin_call", &Engine::begin_call)
       .def("unshard", &Engine::unshard, NoGil())
       .def(
           "reshard",
