@@ -10,8 +10,8 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "comm/c10d_names.h"
+#include "core/torch_internals.h"
 #include "device/streams.h"
-#include "memory/storage.h"
 
 namespace zero_ext {
 namespace {

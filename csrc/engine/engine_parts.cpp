@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/errors.h"
+#include "core/torch_internals.h"
 
 namespace zero_ext {
 namespace {

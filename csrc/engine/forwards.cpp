@@ -12,15 +12,19 @@ int64_t Forwards::add_hook_site(HookSite site) {
   return gatherer_.add_hook_site(std::move(site));
 }
 
-void Forwards::enter(int64_t site) {
+std::shared_ptr<Call> Forwards::enter(int64_t site,
+                                      const std::optional<std::vector<at::Tensor>>& inputs) {
+  auto call = inputs.has_value() ? Call::begin(listener_, site, *inputs) : nullptr;
   const Access access(lock_);
   gatherer_.enter_forward(site);
+  return call;
 }
 
-void Forwards::leave(int64_t site, const std::vector<at::Tensor>& outputs,
-                     bool backward_may_follow) {
+void Forwards::leave(int64_t site, const std::shared_ptr<Call>& call,
+                     const std::vector<at::Tensor>& outputs, bool threw) {
+  if (call != nullptr) call->end(outputs);
   const Access access(lock_);
-  Gatherer::Left left{.backward_may_follow = backward_may_follow};
+  Gatherer::Left left{.backward_may_follow = call != nullptr && !threw};
   for (const int64_t number : gatherer_.units_of(site)) {
     const UnitParameters& unit = gatherer_.unit(number).parameters();
     const bool escapes = std::any_of(outputs.begin(), outputs.end(), [&](const at::Tensor& output) {

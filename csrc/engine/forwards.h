@@ -16,6 +16,8 @@
 #include <utility>
 #include <vector>
 
+#include "autograd/backward_listener.h"
+#include "autograd/call.h"
 #include "engine/engine_parts.h"
 
 namespace zero_ext {
@@ -33,12 +35,12 @@ class Forwards {
   void set_listener(std::weak_ptr<BackwardListener> listener) { listener_ = std::move(listener); }
 
   int64_t add_hook_site(HookSite site);
-  std::shared_ptr<Call> begin_call(int64_t site) const {
-    return std::make_shared<Call>(listener_, site);
-  }
-  void enter(int64_t site);
-  // `outputs`: all tensors in what the module returned.
-  void leave(int64_t site, const std::vector<at::Tensor>& outputs, bool backward_may_follow);
+  // `inputs`: all tensors in the arguments of the module, or none where no gradient is recorded.
+  // Returns the call that a backward may enter, for leave(); null without `inputs`.
+  std::shared_ptr<Call> enter(int64_t site, const std::optional<std::vector<at::Tensor>>& inputs);
+  // `outputs`: all tensors in what the module returned; `threw`: it raised an error instead.
+  void leave(int64_t site, const std::shared_ptr<Call>& call,
+             const std::vector<at::Tensor>& outputs, bool threw);
   void unshard();
   void reshard(Writes writes);
   bool held_by_user() const;  // unshard() was called, and reshard() was not yet

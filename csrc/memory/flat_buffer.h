@@ -18,6 +18,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/torch_internals.h"
 #include "memory/memory.h"
 #include "memory/storage.h"
 

@@ -3,7 +3,7 @@
 
 #include <chrono>
 
-#include "autograd/backward_watch.h"
+#include "core/torch_internals.h"
 #include "device/kernel_table.h"
 #include "gather/shutdown_handshake.h"
 

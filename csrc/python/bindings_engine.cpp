@@ -148,7 +148,6 @@ void bind_forwards(EngineClass& engine) {
       .def("wait_for_shards", of(forwards, &Forwards::wait_for_shards), NoGil())
       .def("give_parameters_back", of(forwards, &Forwards::give_parameters_back), NoGil())
       .def("before_forward", of(backward, &RunningBackward::before_forward), NoGil())
-      .def("begin_call", of(forwards, &Forwards::begin_call))
       .def_property_readonly("backwards", of(backward, &RunningBackward::count));
 }
 
@@ -199,10 +198,7 @@ void bind_engine(py::module_& m) {
   py::enum_<UnitKind>(m, "UnitKind")
       .value("trainable", UnitKind::trainable)
       .value("frozen", UnitKind::frozen);
-  py::class_<Call, std::shared_ptr<Call>>(m, "Call")
-      .def("watch_input", &Call::watch_input, NoGil())
-      .def("watch_output", &Call::watch_output, NoGil())
-      .def("end", &Call::end);
+  py::class_<Call, std::shared_ptr<Call>>(m, "Call");
   EngineClass engine(m, "Engine");
   bind_construction(engine);
   bind_layout_of(engine);

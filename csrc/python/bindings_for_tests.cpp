@@ -9,7 +9,7 @@
 #include <tuple>
 #include <vector>
 
-#include "autograd/backward_watch.h"
+#include "autograd/call.h"
 #include "comm/local/shared_host_transport.h"
 #include "device/kernel_table.h"
 #include "gather/pass_order.h"

@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "core/errors.h"
+#include "core/torch_internals.h"
 #include "memory/memory.h"
-#include "memory/storage.h"
 
 namespace zero_ext {
 namespace {

@@ -14,7 +14,8 @@
 #include <string>
 #include <vector>
 
-#include "autograd/backward_watch.h"
+#include "autograd/backward_listener.h"
+#include "autograd/parameter_hooks.h"
 #include "units/unit.h"
 
 namespace zero_ext {

@@ -1,0 +1,44 @@
+#include "autograd/parameter_hooks.h"
+
+#include <utility>
+
+namespace zero_ext {
+namespace {
+
+class BeforeGradient : public EntryHook {
+ public:
+  BeforeGradient(std::weak_ptr<BackwardListener> listener, int64_t i)
+      : listener_(std::move(listener)), i_(i) {}
+  void run() override {
+    if (auto listener = listener_.lock()) listener->before_gradient(i_);
+  }
+
+ private:
+  std::weak_ptr<BackwardListener> listener_;
+  int64_t i_;
+};
+
+class AfterGradient : public ExitHook {
+ public:
+  AfterGradient(std::weak_ptr<BackwardListener> listener, int64_t i)
+      : listener_(std::move(listener)), i_(i) {}
+  void run() override {
+    if (auto listener = listener_.lock()) listener->after_gradient(i_);
+  }
+
+ private:
+  std::weak_ptr<BackwardListener> listener_;
+  int64_t i_;
+};
+
+}  // namespace
+
+NodePtr hook_parameter(const at::Tensor& parameter, int64_t i,
+                       const std::weak_ptr<BackwardListener>& listener) {
+  NodePtr node = accumulator_of(parameter);
+  add_hook(*node, std::make_unique<BeforeGradient>(listener, i));
+  add_hook(*node, std::make_unique<AfterGradient>(listener, i));
+  return node;
+}
+
+}  // namespace zero_ext
