@@ -67,8 +67,7 @@ LONG_FUNCTIONS: dict[str, str] = {
     "zero_ext/module/sharding.py:shard": "docstring",
 }
 MAX_LONG_FUNCTIONS = 12
-LARGE_CLASSES: dict[str, str] = {
-}
+LARGE_CLASSES: dict[str, str] = {}
 
 
 def cpp_files(root: Path) -> list[Path]:
