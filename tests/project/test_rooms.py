@@ -28,6 +28,8 @@ CPP_ROOMS = {
 CPP_ROOMS["python"] = set(CPP_ROOMS)
 # Torch is out of sight in these files: they compile alone, and tests can enumerate them.
 TORCH_FREE = ("core/policy", "memory/layout", "gather/residency", "reduce/boundary", "kernels/")
+# All that leans on autograd's insides is in one place.
+TORCH_INTERNALS = "core/torch_internals"
 # No room beside comm/ knows how messages travel between ranks of one host.
 PRIVATE = {"comm/local": {"comm", "python"}}
 
@@ -60,7 +62,6 @@ LONG_FILES: dict[str, str] = {
     "csrc/python/ops.cpp": "one op after another",
     "csrc/units/unit.cpp": "several lives in one class",
     "zero_ext/engine/handle.py": "several lives in one class",
-    "zero_ext/module/sharding.py": "shard() and all methods",
     "zero_ext/optim/sharded_optimizer.py": "several lives in one class",
     "zero_ext/tensor/shard_tensor.py": "class, dispatch and boxes",
 }
@@ -107,6 +108,9 @@ def wrong_includes(root: Path) -> list[str]:
         if name.startswith(TORCH_FREE):
             torch = re.findall(r"#include <((?:ATen|c10|torch|pybind11)/[^>]+)>", text)
             wrong += [f"{name} is torch-free and includes {header}" for header in torch]
+        if not name.startswith(TORCH_INTERNALS):
+            autograd = re.findall(r"#include <(torch/csrc/autograd/[^>]+)>", text)
+            wrong += [f"{name} includes {header}: use {TORCH_INTERNALS}" for header in autograd]
     return wrong
 
 
@@ -226,6 +230,7 @@ def test_no_room_below_the_top_uses_itself_through_another():
         ("csrc/gather/a.cpp", '#include "reduce/reductions.h"', "gather may not use reduce"),
         ("csrc/units/a.h", '#include "comm/local/ring.h"', "which only"),
         ("csrc/memory/layout.h", "#include <ATen/core/Tensor.h>", "is torch-free"),
+        ("csrc/units/a.cpp", "#include <torch/csrc/autograd/engine.h>", "use core/torch_internals"),
         ("csrc/core/a.h", '#include "b.h"', "in no room"),
         ("zero_ext/tensor/a.py", "from zero_ext.engine import handle", "tensor may not use engine"),
         ("zero_ext/optim/a.py", "def f():\n    from zero_ext import module", "may not use module"),
