@@ -1,10 +1,13 @@
 # make install   .venv with torch and the tools, zero_ext built and installed into it (editable)
 # make train     trains a byte-level GPT on two ranks        STAGE=1|2|3  ARGS="--size small ..."
 # make test      quick tests: one rank, 2, and what depends on their number on 3 and 4   make test-all: all
+# make test-changed   those of the rooms changed since main, and of all rooms above   BASE=commit
+# make sanitize  quick tests on one and on two ranks, with the address and undefined behaviour sanitizers
 # make cuda-build     builds for torch's CUDA variant, GPU or not   CUDA_ARCHS="8.0 9.0 10.0"
 # make cuda-test      runs the one-rank tests on that build, on the CPU and on the emulated device
 # make cuda-kernels   nvcc compiles each CUDA kernel alone, and the host emulates them
 # make bench-deepspeed   installs DeepSpeed, whose kernels its first run compiles, and measures beside it
+# make tidy      clang-tidy on the C++ sources, with the checks of .clang-tidy
 # make bench  lint  format  clean  dist-check   (a wheel from the sdist)   cuda-dist-check   (a CUDA wheel)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -23,8 +26,10 @@ PY := $(VENV)/bin/python
 TORCHRUN := $(PY) -m torch.distributed.run --standalone
 # Two compilers at once: bindings.cpp alone takes 1.5 GB. torch's build uses ccache where it is on PATH.
 export MAX_JOBS ?= 2
+# setup.py: warnings are errors in the builds that are made here.
+export ZERO_EXT_WERROR ?= 1
 # One thread per rank: ranks share the processors.
-train test test-all bench bench-deepspeed: export OMP_NUM_THREADS := 1
+train bench bench-deepspeed test-% all-% sanitize: export OMP_NUM_THREADS := 1
 
 NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 EMULATION := $(shell find tests/support -name '*.h' -o -name '*.cpp')
@@ -34,8 +39,13 @@ GPU_BENCHES := benchmarks/bench_cuda.py benchmarks/bench_cuda_step.py
 DEEPSPEED_BENCHES := benchmarks/bench_deepspeed.py
 BENCHES := $(filter-out $(PLAIN_BENCHES) $(GPU_BENCHES) $(DEEPSPEED_BENCHES),$(wildcard benchmarks/bench_*.py))
 
-.PHONY: install train test test-all cuda-kernels cuda-build cuda-test bench bench-deepspeed lint format dist-check \
-  cuda-dist-check clean
+# What `make test` and `make test-all` consist of. Each can be made alone: make test-3-ranks
+SEGMENTS := $(addprefix test-,one-rank lagged-one-rank 2-ranks 3-ranks group-4-ranks lagged-2-ranks lccl-2-ranks lccl-4-ranks)
+ALL_SEGMENTS := $(addprefix all-,one-rank lagged-one-rank 2-ranks 3-ranks 4-ranks group-2-ranks group-3-ranks \
+  lagged-2-ranks lagged-3-ranks lccl-2-ranks lccl-3-ranks replicas-4-ranks lagged-4-ranks)
+
+.PHONY: install train test test-all test-changed $(SEGMENTS) $(ALL_SEGMENTS) sanitize cuda-kernels cuda-build cuda-test \
+  bench bench-deepspeed lint tidy format dist-check cuda-dist-check clean
 
 install: $(VENV)/.installed
 
@@ -55,10 +65,19 @@ train: install
 named = $(foreach name,$(1),$(wildcard tests/*/test_$(name).py))
 ALL_TESTS := $(wildcard tests/*/test_*.py)
 
+# $(1): a test file by name, $(2): some of its tests
+some_of = $(addprefix $(call named,$(1))::test_,$(2))
+
 # What depends on the number of ranks: sums in rank order, padding, straddling, passes. The rest runs on
 # three and four ranks in test-all.
-THREE_RANKS_TESTS := $(call named,checkpoint shared_host_transport equivalence order comm_ops memory_stage3 norm recovery scenarios_c stage3)
-FOUR_RANKS_TESTS := $(call named,equivalence comm_ops hybrid norm stage3)
+THREE_RANKS_TESTS := $(call named,shared_host_transport equivalence order comm_ops memory_stage3 norm recovery stage3) \
+  $(call some_of,checkpoint,training_goes_on_with_the_same_bits one_rank_goes_on_from_several_and_several_from_one \
+    plain_torch_reads_it_and_it_reads_plain_torchs an_export_is_the_plain_models_state \
+    some_ranks_save_meanwhile_whatever_groups_each_is_in)
+FOUR_RANKS_TESTS := $(call named,equivalence comm_ops hybrid norm) \
+  $(call some_of,stage3,gradients_are_one_process_s_bits five_steps_equal_stage_2_bit_for_bit ranks_take_different_branches \
+    ranks_may_enter_a_unit_more_or_less_often the_order_may_change_from_step_to_step generation_holds_nothing_afterwards \
+    at_most_two_gathers_per_unit_and_micro_batch one_rank_of_a_host_evaluates_and_saves_alone)
 # As ranks on different hosts: their messages go through the process group.
 ONLY_GROUP := ZERO_EXT_CROSS_MEMORY=0
 # Hybrid sharding, wherever tests shard over a mesh, but for those whose formulas have one dimension.
@@ -68,33 +87,69 @@ REPLICAS_TESTS := $(filter-out $(call named,memory memory_stage3 meta shard_tens
 # On the device that tests/support/lagged_device makes, whose work is late and which refuses what CUDA refuses.
 # One rank: whatever runs on a device at all. Several: with messages through host memory, and with those of
 # its own backend.
-LAGGED_RANKS_TESTS := $(call named,devices inner_backwards out_of_memory recovery scenarios_c)
-LAGGED_TESTS := $(filter-out $(call named,build comm_ops config cuda_kernels cuda_sources docs example gpu_suite harness integrations kernels \
-  lagged_device layout lightning ops pipeline residency schedules torch_modules typing),$(ALL_TESTS))
+LAGGED_RANKS_TESTS := $(call named,devices out_of_memory recovery scenarios_c)
+LCCL_RANKS_TESTS := $(call named,devices inner_backwards recovery)
+LAGGED_TESTS := $(filter-out tests/project/% tests/kernels/% tests/ops/% tests/integrations/% \
+  $(call named,comm_ops config lagged_device layout pass_order pipeline residency schedules torch_modules),$(ALL_TESTS))
 LAGGED := ZERO_EXT_TEST_DEVICE=lagged
 LCCL := $(LAGGED) ZERO_EXT_TEST_BACKENDS=cpu:gloo,lagged:lccl
+# The slowest tests are printed, and each segment leaves build/junit/SEGMENT.xml. Rank 0 writes it.
+REPORT = --durations 25 --junitxml build/junit/$@.xml
 # One-rank tests two at a time. Those of several ranks have the processors for their ranks.
 ONE_RANK_PYTEST := $(PY) -m pytest -n 2 --dist worksteal
 
-test: install
-	$(ONE_RANK_PYTEST) tests -m "not dist and not slow"
-	$(LAGGED) $(ONE_RANK_PYTEST) $(LAGGED_TESTS) -m "not dist and not slow"
-	$(call test_ranks,dist and not slow,2,tests)
-	$(call test_ranks,dist and not slow,3,$(THREE_RANKS_TESTS))
-	$(call test_ranks,dist and not slow,4,$(FOUR_RANKS_TESTS),$(ONLY_GROUP))
-	$(call test_ranks,dist and not slow,2,$(filter-out %/test_inner_backwards.py,$(LAGGED_RANKS_TESTS)),$(LAGGED))
-	$(call test_ranks,dist and not slow,2,$(filter-out %/test_out_of_memory.py,$(LAGGED_RANKS_TESTS)),$(LCCL))
-	$(call test_ranks,dist and not slow,4,$(call named,hybrid),$(LCCL))
+# $(1): the number of ranks, $(2): which tests, $(3): files, $(4): environment
+# Rank 0 writes to the terminal, the others to build/test-logs, shown when something failed.
+define on_ranks
+	@echo "== $@"; logs=build/test-logs/$@; rm -rf $$logs; mkdir -p $$logs; \
+	  $(4) $(TORCHRUN) --nproc-per-node $(1) --log-dir $$logs --redirects 1:3,2:3,3:3 \
+	    -m pytest $(3) -p no:cacheprovider -m "$(2)" $(REPORT) || { \
+	      find $$logs -name '*.log' -size +0 -exec tail -v -n 80 {} +; exit 1; }
+endef
+QUICK := dist and not slow
 
-test-all: install
-	$(ONE_RANK_PYTEST) tests -m "not dist"
-	$(LAGGED) $(ONE_RANK_PYTEST) $(LAGGED_TESTS) -m "not dist"
-	$(call test_ranks,dist,2 3 4,tests)
-	$(call test_ranks,dist,2 3,tests,$(ONLY_GROUP))
-	$(call test_ranks,dist,2 3,$(LAGGED_TESTS),$(LAGGED))
-	$(call test_ranks,dist,2 3,$(LAGGED_RANKS_TESTS),$(LCCL))
-	$(call test_ranks,dist and not slow,4,$(REPLICAS_TESTS),$(REPLICAS))
-	$(call test_ranks,dist,4,$(call named,hybrid),$(LAGGED))
+test: $(SEGMENTS)
+$(SEGMENTS) $(ALL_SEGMENTS): install
+test-one-rank:
+	$(ONE_RANK_PYTEST) tests -m "not dist and not slow" $(REPORT)
+test-lagged-one-rank:
+	$(LAGGED) $(ONE_RANK_PYTEST) $(LAGGED_TESTS) -m "not dist and not slow" $(REPORT)
+test-2-ranks:
+	$(call on_ranks,2,$(QUICK),tests)
+test-3-ranks:
+	$(call on_ranks,3,$(QUICK),$(THREE_RANKS_TESTS))
+test-group-4-ranks:
+	$(call on_ranks,4,$(QUICK),$(FOUR_RANKS_TESTS),$(ONLY_GROUP))
+test-lagged-2-ranks:
+	$(call on_ranks,2,$(QUICK),$(LAGGED_RANKS_TESTS),$(LAGGED))
+test-lccl-2-ranks:
+	$(call on_ranks,2,$(QUICK),$(LCCL_RANKS_TESTS),$(LCCL))
+test-lccl-4-ranks:
+	$(call on_ranks,4,$(QUICK),$(call named,hybrid),$(LCCL))
+
+# What changed since BASE: by default the last commit that this branch shares with main.
+CHANGED = $(shell $(PY) scripts/changed_tests.py $(BASE))
+test-changed: install
+	$(ONE_RANK_PYTEST) $(CHANGED) -m "not dist and not slow" $(REPORT)
+	$(call on_ranks,2,$(QUICK),$(CHANGED))
+
+test-all: $(ALL_SEGMENTS)
+all-one-rank:
+	$(ONE_RANK_PYTEST) tests -m "not dist" $(REPORT)
+all-lagged-one-rank:
+	$(LAGGED) $(ONE_RANK_PYTEST) $(LAGGED_TESTS) -m "not dist" $(REPORT)
+all-2-ranks all-3-ranks all-4-ranks: all-%-ranks:
+	$(call on_ranks,$*,dist,tests)
+all-group-2-ranks all-group-3-ranks: all-group-%-ranks:
+	$(call on_ranks,$*,dist,tests,$(ONLY_GROUP))
+all-lagged-2-ranks all-lagged-3-ranks: all-lagged-%-ranks:
+	$(call on_ranks,$*,dist,$(LAGGED_TESTS),$(LAGGED))
+all-lccl-2-ranks all-lccl-3-ranks: all-lccl-%-ranks:
+	$(call on_ranks,$*,dist,$(sort $(LAGGED_RANKS_TESTS) $(LCCL_RANKS_TESTS)),$(LCCL))
+all-replicas-4-ranks:
+	$(call on_ranks,4,$(QUICK),$(REPLICAS_TESTS),$(REPLICAS))
+all-lagged-4-ranks:
+	$(call on_ranks,4,dist,$(call named,hybrid),$(LAGGED))
 
 cuda-kernels: install
 	$(PY) -m pytest $(call named,cuda_sources)
@@ -121,16 +176,27 @@ cuda-test: cuda-build
 	PYTHONPATH="$(CURDIR)/$(CUDA_BUILD)/lib" $(CUDA_VENV)/bin/pytest -n 2 --dist worksteal tests -m "not dist and not slow"
 	PYTHONPATH="$(CURDIR)/$(CUDA_BUILD)/lib" $(LAGGED) $(CUDA_VENV)/bin/pytest -n 2 --dist worksteal $(LAGGED_TESTS) -m "not dist and not slow"
 
-# Rank 0 writes to the terminal, the others to build/test-logs, shown when something failed.
-define test_ranks
-	@for ranks in $(2); do \
-	  echo "== $$ranks ranks $(4)"; \
-	  logs=build/test-logs/$$ranks; rm -rf $$logs; mkdir -p $$logs; \
-	  $(4) $(TORCHRUN) --nproc-per-node $$ranks --log-dir $$logs --redirects 1:3,2:3,3:3 \
-	    -m pytest $(3) -p no:cacheprovider -m "$(1)" || { \
-	      find $$logs -name '*.log' -size +0 -exec tail -v -n 80 {} +; exit 1; }; \
-	done
-endef
+# A build of its own, for the address and undefined behaviour sanitizers, and a slice of the quick tests.
+# Python itself is built without: the libraries come first by LD_PRELOAD. A report ends its process.
+# Left out: what asks malloc for its own figures, and programs that are compiled without sanitizers.
+SANITIZE := build/sanitize
+SANITIZE_TESTS := $(addprefix tests/,autograd comm engine gather memory ops reduce step tensor units) $(call named,kernels)
+SANITIZE_RANKS_TESTS := $(call named,comm_ops shared_host_transport hooks inner_backwards lifetime stage3 memory_stage3 kept_gradients \
+  norm equivalence order scenarios_c)
+SANITIZED := PYTHONPATH="$(CURDIR)/$(SANITIZE)/lib" \
+  LD_PRELOAD="$$(for name in asan ubsan stdc++; do $${CXX:-g++} -print-file-name=lib$$name.so; done | tr '\n' ' ')" \
+  ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:verify_asan_link_order=0:detect_container_overflow=0:log_path=$(CURDIR)/$(SANITIZE)/report \
+  UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1:log_path=$(CURDIR)/$(SANITIZE)/report
+sanitize: install
+	rm -f $(SANITIZE)/report.*
+	ZERO_EXT_SANITIZE=1 ZERO_EXT_WERROR=0 ZERO_EXT_CUDA=0 PATH="$(CURDIR)/$(VENV)/bin:$$PATH" \
+	  $(PY) setup.py --quiet build --build-lib $(SANITIZE)/lib --build-temp $(SANITIZE)/temp
+	status=0; \
+	$(SANITIZED) $(VENV)/bin/pytest -n 2 --dist worksteal $(SANITIZE_TESTS) -m "not dist and not slow" \
+	  -k "not with_the_allocator" $(REPORT) || status=1; \
+	$(SANITIZED) $(TORCHRUN) --nproc-per-node 2 --no-python $(VENV)/bin/pytest $(SANITIZE_RANKS_TESTS) -p no:cacheprovider \
+	  -m "$(QUICK)" --junitxml build/junit/sanitize-2-ranks.xml || status=1; \
+	if ls $(SANITIZE)/report.* 2> /dev/null; then cat $(SANITIZE)/report.*; status=1; fi; exit $$status
 
 bench: install
 	set -e; for bench in $(PLAIN_BENCHES); do echo "== $$bench"; $(PY) $$bench; done
@@ -145,6 +211,12 @@ lint: install
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run --Werror $(NATIVE) $(EMULATION)
+
+TIDY_INCLUDES = $$($(PY) -c 'import sysconfig; from torch.utils import cpp_extension as c; \
+  print(*("-isystem" + p for p in [*c.include_paths("cpu"), sysconfig.get_path("include")]))')
+tidy: install
+	includes="$(TIDY_INCLUDES)"; printf '%s\n' $(filter %.cpp,$(NATIVE)) | xargs -P $(MAX_JOBS) -I {} $(VENV)/bin/clang-tidy --quiet {} -- \
+	  -std=c++20 -DTORCH_EXTENSION_NAME=_C -DTORCH_API_INCLUDE_EXTENSION_H -Icsrc $$includes
 
 format: install
 	$(VENV)/bin/ruff check --fix .

@@ -1,12 +1,16 @@
 """Builds zero_ext._C. Everything static is in pyproject.toml.
 
-ZERO_EXT_CUDA=auto|0|1 decides about CUDA, by the toolkit and torch.version.cuda. A GPU need not be
-present. ZERO_EXT_CUDA is the only variable that is read here; torch's BuildExtension adds its own
-(MAX_JOBS, CUDA_HOME, TORCH_CUDA_ARCH_LIST).
+Environment variables, beside those of torch's BuildExtension (MAX_JOBS, CUDA_HOME,
+TORCH_CUDA_ARCH_LIST):
+- ZERO_EXT_CUDA=auto|0|1 decides about CUDA; auto asks the toolkit and torch.version.cuda. A GPU
+  need not be present.
+- ZERO_EXT_WERROR=1 asks compilers for warnings and makes them errors. The Makefile sets it.
+- ZERO_EXT_SANITIZE=1 builds for the address and undefined behaviour sanitizers (make sanitize).
 """
 
 import glob
 import os
+import sysconfig
 from pathlib import Path
 
 from setuptools import setup
@@ -28,6 +32,14 @@ CXX_FLAGS = [
 ]
 # No contraction here either, and no symbols that could meet those of another extension.
 NVCC_FLAGS = ["-O3", "-std=c++20", "-fmad=false", "-Xcompiler=-fvisibility=hidden"]
+WARNINGS = ["-Wall", "-Wextra", "-Werror"]
+# A kernel that spills registers has lost its speed.
+NVCC_WARNINGS = [
+    "-Xptxas=-warn-spills,-warn-lmem-usage,-Werror",
+    "-Werror=all-warnings",
+    "-Xcompiler=-Wall,-Werror",
+]
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize=vptr"]
 INSTALL_COMMAND = "pip install --no-build-isolation ."
 
 
@@ -73,8 +85,20 @@ def choose_cuda(obstacle: tuple[str, str] | None) -> bool:
     return wish != "0" and obstacle is None
 
 
+def compile_flags(included: list[str]) -> dict[str, list[str]]:
+    """The flags of both compilers. ``included``: folders whose headers may cause warnings."""
+    cxx, nvcc = list(CXX_FLAGS), list(NVCC_FLAGS)
+    if os.environ.get("ZERO_EXT_WERROR") == "1":
+        cxx += [*WARNINGS, *(f"-isystem{folder}" for folder in included)]
+        nvcc += NVCC_WARNINGS
+    if os.environ.get("ZERO_EXT_SANITIZE") == "1":
+        cxx += ["-O1", "-g1", "-fno-omit-frame-pointer", *SANITIZERS]
+    return {"cxx": cxx, "nvcc": nvcc}
+
+
 def main() -> None:
     torch = import_torch()
+    from torch.utils import cpp_extension
     from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
 
     sources = sorted(glob.glob("csrc/**/*.cpp", recursive=True))
@@ -100,12 +124,15 @@ def main() -> None:
             package = Path("zero_ext") if self.inplace else Path(self.build_lib, "zero_ext")
             (package / "_build_info.py").write_text(build_info)
 
+    included = cpp_extension.include_paths("cuda" if cuda else "cpu")
+    included.append(sysconfig.get_path("include"))
     extension = (CUDAExtension if cuda else CppExtension)(
         "zero_ext._C",
         sources + (cuda_sources if cuda else []),
         include_dirs=[str(Path("csrc").resolve())],
         define_macros=[("ZERO_EXT_CUDA", "1")] if cuda else [],
-        extra_compile_args={"cxx": CXX_FLAGS, "nvcc": NVCC_FLAGS},
+        extra_compile_args=compile_flags(included),
+        extra_link_args=SANITIZERS if os.environ.get("ZERO_EXT_SANITIZE") == "1" else [],
     )
     setup(ext_modules=[extension], cmdclass={"build_ext": BuildAndRecord})
 

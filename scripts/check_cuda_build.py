@@ -25,9 +25,7 @@ OPS = [
     "cast_",
     "flatten_",
     "find_nonfinite_",
-    "sum_of_squares",
     "adopt_writes_",
-    "count_step_",
 ]
 
 

@@ -32,9 +32,7 @@ def exercise(numel: int, dtype: torch.dtype, offset: int) -> None:
         ops.adamw_(*state, lr=0.1, weight_decay=0.1, **number)
         number.pop("step", None)
         ops.sgd_(*state[:4], lr=0.1, momentum=0.9, **number)
-    ops.count_step_(steps_done, flag)
     ops.find_nonfinite_([total], flag)
-    ops.sum_of_squares(total)
     _C.square_digits(total)
     ops.adopt_writes_(grads[0], total)
 

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from _pytest.runner import runtestprotocol
 from harness import SHARDS, Team
+from kernel_data import WALKS
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -172,6 +173,12 @@ def pytest_addoption(parser):
         type=float,
         help="seconds to wait for other ranks after a test (default: its timeout + 10)",
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    if RANK > 0:
+        config.option.xmlpath = None  # rank 0 writes --junitxml
 
 
 @pytest.hookimpl(trylast=True)
@@ -441,6 +448,24 @@ def groups_close_at_once():
         ranks.closing.at_once = False
 
 
+@pytest.fixture(params=WALKS, ids=lambda walk: f"{walk[0]} {walk[1]} ahead")
+def instruction_set(request):
+    name, ahead = request.param
+    previous = torch.ops.zero_ext._use_instruction_set(name)
+    previous_ahead = torch.ops.zero_ext._use_fetch_ahead(ahead)
+    yield name
+    torch.ops.zero_ext._use_instruction_set(previous)
+    torch.ops.zero_ext._use_fetch_ahead(previous_ahead)
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of threads; the old one comes back after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def no_stale_meshes():
     """For tests with DTensors: torch's cache of their placements takes the mesh of an earlier
@@ -494,3 +519,10 @@ def shared_path(request, tmp_path):
         ranks.store.set(key, str(tmp_path))
     assert ranks.wait(key, time.monotonic() + COLLECTIVE_TIMEOUT_S), "rank 0 made no directory"
     return type(tmp_path)(ranks.store.get(key).decode())
+
+
+@pytest.fixture
+def path(request, anywhere, tmp_path):
+    """Of a checkpoint that does not exist yet, for all ranks that ``anywhere`` has."""
+    folder = tmp_path if anywhere is None else request.getfixturevalue("shared_path")
+    return folder / "saved" / "checkpoint"

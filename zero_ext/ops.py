@@ -95,7 +95,7 @@ def adamw_(
         step: Number of this update, from 1; None where ``steps_done`` says it.
         grad_scale: Factor of the gradient (1/loss scale, clipping).
         skip: One int32 on the device: where it is not 0, nothing is written.
-        steps_done: One float32 on the device, the updates before this one; see :func:`count_step_`.
+        steps_done: One float32 on the device, the number of updates before this one.
         grad_factor: One float32 on the device, one more factor of the gradient.
     Raises:
         ValueError: neither or both of ``step`` and ``steps_done`` are given.
@@ -171,14 +171,6 @@ def sgd_(
     )
 
 
-def count_step_(steps_done: Tensor, skip: Tensor | None = None) -> None:
-    """Add 1 to ``steps_done``, one float32, unless ``skip``, one int32, is not 0.
-
-    Once per step, after its updates, on their stream: the count then never leaves the device.
-    """
-    _ops.count_step_(steps_done, skip)
-
-
 def cast_(source: Tensor, target: Tensor) -> None:
     """``target = source`` in target's dtype, rounded to nearest even; any pair of dtypes."""
     _ops.cast_(source, target)
@@ -206,11 +198,6 @@ def find_nonfinite_(values: Sequence[Tensor], nonfinite: Tensor) -> None:
     ``nonfinite`` is one int32 for each of ``values``; flags of finite values keep what they are.
     """
     _ops.find_nonfinite_(values, nonfinite)
-
-
-def sum_of_squares(value: Tensor) -> Tensor:
-    """Sum of the squares of a float32 tensor: 0-d float64, in a fixed order of summation."""
-    return _ops.sum_of_squares(value)
 
 
 def adopt_writes_(param: Tensor, master: Tensor) -> None:
@@ -280,11 +267,6 @@ def _(master, param, grad, momentum_buffer=None, **hyper_parameters):
     torch._check(grad.numel() == master.numel(), lambda: "'grad' and 'master' differ in length")
 
 
-@torch.library.register_fake("zero_ext::count_step_")
-def _(steps_done, skip=None):
-    torch._check(steps_done.numel() == 1, lambda: "'steps_done' must be one element")
-
-
 @torch.library.register_fake("zero_ext::cast_")
 def _(source, target):
     torch._check(source.numel() == target.numel(), lambda: "'source' and 'target' differ in length")
@@ -300,11 +282,6 @@ def _(values, nonfinite):
     torch._check(
         nonfinite.numel() == len(values), lambda: "'nonfinite' must have one flag per value"
     )
-
-
-@torch.library.register_fake("zero_ext::sum_of_squares")
-def _(value):
-    return value.new_empty((), dtype=torch.float64)
 
 
 @torch.library.register_fake("zero_ext::adopt_writes_")

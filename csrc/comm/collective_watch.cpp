@@ -47,23 +47,22 @@ struct CollectiveWatch::State {
     while (!collectives.empty() && age_of(collectives.front()) >= age) {
       if (!collectives.front().ended.query()) return &collectives.front();
       collectives.pop_front();
-      said = false;
+      logged = false;
     }
     return nullptr;
   }
 
-  void look() {
+  void check() {
     const Collective* collective = oldest(timeout / 2);
-    if (collective == nullptr || std::exchange(said, true)) return;
+    if (collective == nullptr || std::exchange(logged, true)) return;
     LOG(ERROR) << collective->what << " for " << seconds(age_of(*collective))
                << " s, and still does. The other ranks have not come to it, or one has ended:"
                   " look for the first error in their logs. The process group's timeout is "
                << seconds(timeout) << " s.";
   }
 
-  // The process ends, perhaps while another thread has the lock, and perhaps with a device that
-  // answers nothing any more.
-  void tell_at_the_end() {
+  // Another thread may have the lock while the process ends, and the device may not answer.
+  void log_at_the_end() {
     const std::unique_lock lock(mutex, std::try_to_lock);
     if (!lock || collectives.empty()) return;
     const Collective* collective = &collectives.front();
@@ -83,7 +82,7 @@ struct CollectiveWatch::State {
   std::condition_variable closing;
   bool closed = false;
   bool watched = false;
-  bool said = false;  // of the oldest
+  bool logged = false;  // the oldest was
   std::deque<Collective> collectives;
 };
 
@@ -98,14 +97,14 @@ struct CollectiveWatch::All {
     const std::lock_guard lock(mutex);
     std::erase_if(states, [](const std::weak_ptr<State>& other) { return other.expired(); });
     states.push_back(state);
-    if (end_process == nullptr) end_process = std::set_terminate(&tell_and_end);
+    if (end_process == nullptr) end_process = std::set_terminate(&log_and_end);
   }
 
-  [[noreturn]] static void tell_and_end() {
+  [[noreturn]] static void log_and_end() {
     All& all = get();
     if (const std::unique_lock lock(all.mutex, std::try_to_lock); lock) {
       for (const std::weak_ptr<State>& watch : all.states) {
-        if (const auto state = watch.lock()) state->tell_at_the_end();
+        if (const auto state = watch.lock()) state->log_at_the_end();
       }
     }
     all.end_process();
@@ -151,7 +150,7 @@ void CollectiveWatch::add(const std::string& what) {
     std::unique_lock lock(state->mutex);
     while (!state->closing.wait_for(lock, state->timeout / 8, [&] { return state->closed; })) {
       try {
-        state->look();
+        state->check();
       } catch (const std::exception&) {
         // The device is in an error, which the next call of the main thread raises.
         return;

@@ -1,15 +1,16 @@
-// CollectiveWatch: says of which unit a collective of a device's backend is that does not end.
+// CollectiveWatch: logs the unit of a device's collective that does not end.
 //
-// Owner:   Comm.
-// Threads: add() from any; a thread of its own looks.
+// Owner:   Peers.
+// Threads: add() from any; a thread of its own checks.
 //
 // Note [Stalled collectives]
-// The host waits for none of a device's collectives: it queues them. When another rank does not
-// come, the backend ends the process (NCCL's watchdog, after the process group's timeout) with the
-// number and the type of a collective, of which nobody knows the unit. After half of that time the
-// unit, the backward and the rank are logged here. Where the backend notices earlier that a rank is
-// gone, it throws in a thread of its own, and they are logged by what std::terminate calls.
-// Collectives that are captured into a graph are not watched: nobody can ask how far a graph is.
+// The host queues a device's collectives and waits for none of them. When another rank does not take
+// part, the backend ends the process (NCCL's watchdog, after the process group's timeout). It logs
+// the number and the type of a collective, but not the unit.
+// - After half of that time this class logs the unit, the backward and the rank.
+// - Where the backend notices earlier that a rank has ended, it throws in a thread of its own. Then
+//   the handler of std::terminate logs them.
+// - Collectives that are captured into a graph are not watched: a graph's progress is unknown.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -29,7 +30,7 @@ class CollectiveWatch {
   CollectiveWatch(const CollectiveWatch&) = delete;
   CollectiveWatch& operator=(const CollectiveWatch&) = delete;
 
-  // The current stream has just been told to wait for a collective. `what` says who waits for what.
+  // The current stream waits for a collective from now on. `what`: as in Pending::wait.
   void add(const std::string& what);
 
  private:

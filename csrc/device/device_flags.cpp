@@ -22,7 +22,7 @@ void DeviceFlags::add(const std::vector<int64_t>& parameters) {
   const auto longer = [this](const at::Tensor& flags, const at::Tensor& more) {
     return count_ == 0 ? more.clone() : at::cat({flags, more});
   };
-  // Memory may run out up to here.
+  // Only up to here may memory run out.
   std::tie(arrivals_, sums_, first_, codes_, seen_, unseen_) =
       std::make_tuple(longer(arrivals_, none), longer(sums_, none), longer(first_, unseen),
                       longer(codes_, index(parameters).add_(nan_record::of(0, rank_, 0))),
@@ -30,7 +30,6 @@ void DeviceFlags::add(const std::vector<int64_t>& parameters) {
                       at::empty({count_ + count}, options.dtype(at::kBool)));
   count_ += count;
   is_cleared_.resize(count_, 0);
-  parameters_.insert(parameters_.end(), parameters.begin(), parameters.end());
 }
 
 void DeviceFlags::end_backward(int64_t micro_batch, bool direct) {
@@ -38,7 +37,7 @@ void DeviceFlags::end_backward(int64_t micro_batch, bool direct) {
   seen_.copy_(codes_).add_(nan_record::of(micro_batch, 0, 0));
   at::eq_out(unseen_, arrivals_, 0);
   seen_.masked_fill_(unseen_, nan_record::kNone);
-  at::minimum_out(first_, first_, seen_);  // in place: a graph writes there whenever it runs
+  at::minimum_out(first_, first_, seen_);  // in place: a captured graph writes there
   if (direct) sums_.bitwise_or_(arrivals_);
   arrivals_.zero_();
 }
@@ -64,7 +63,7 @@ void DeviceFlags::clear(int64_t k) {
 }
 
 void DeviceFlags::forget_sums(const std::vector<int64_t>& flags) {
-  apply_clears();  // later they would take what the search has found
+  apply_clears();  // applied later, they would clear the flags that the search sets
   zero_sums(flags);
 }
 
@@ -93,7 +92,7 @@ at::Tensor DeviceFlags::verdict(const std::vector<int64_t>& flags) {
 }
 
 at::Tensor DeviceFlags::index(const std::vector<int64_t>& flags) const {
-  // From pinned memory, so that nobody waits for the copy.
+  // From pinned memory, so that the host does not wait for the copy.
   return at::tensor(flags, at::kLong).pin_memory().to(device_, /*non_blocking=*/true);
 }
 

@@ -1,7 +1,7 @@
-// DeviceFlags: where kernels on a device saw NaN or Inf, known to the device alone. Nobody waits
-// for them: a step's verdict is computed from them on the device.
+// DeviceFlags: flags in device memory that kernels set where they find NaN or Inf. The host never
+// waits for them: a step's verdict is computed from them on the device.
 //
-// Owner:     an Engine whose sums lie on a device.
+// Owner:     NanRecords.
 // Threads:   called only under Engine::mutex_; everything is queued on the current stream.
 // Invariant: flag k belongs to the k-th slot, counted over all units.
 #pragma once
@@ -14,13 +14,13 @@
 
 namespace zero_ext {
 
-// A NaN record of NaN or Inf as one number that orders them: by micro-batch, then rank, then
-// parameter.
+// A NaN record: where a NaN or Inf was found, as one number. Records are ordered by micro-batch,
+// then by rank, then by parameter.
 namespace nan_record {
 constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
-// No NaN record: the ranks' sums are not of the same backwards.
+// Not a NaN record: the ranks' sums come from different backwards.
 constexpr int64_t kOutOfStep = kNone - 1;
-// Where the sum overflowed and no single gradient did.
+// The micro-batch of a sum that overflowed although no single gradient did.
 constexpr int64_t kUnknownMicroBatch = (int64_t{1} << 22) - 1;
 constexpr int64_t of(int64_t micro_batch, int64_t rank, int64_t parameter) {
   return micro_batch << 40 | rank << 24 | parameter;
@@ -34,26 +34,26 @@ class DeviceFlags {
  public:
   DeviceFlags(c10::Device device, int64_t rank) : device_(device), rank_(rank) {}
 
-  // One more flag for each of these parameters, from count() on.
+  // Adds one flag for each of these parameters, from count() on.
   void add(const std::vector<int64_t>& parameters);
   int64_t count() const { return count_; }
-  int64_t parameter_of(int64_t k) const { return parameters_[k]; }
 
-  // For kernels to set: a gradient of this rank, a reduced sum.
+  // The flags that kernels set: for a gradient of this rank, and for a reduced sum.
   int32_t* arrival(int64_t k) { return pointer(arrivals_, k); }
   int32_t* sum(int64_t k) { return pointer(sums_, k); }
 
   void begin_backward() { apply_clears(); }
-  // What arrived in this backward becomes a NaN record. `direct`: it went into the sums.
+  // The flags of the gradients of this backward become NaN records. `direct`: the gradients were
+  // added to the sums.
   void end_backward(int64_t micro_batch, bool direct);
   void abort_backward();
-  // The arrivals of this backward, on the host; waits.
+  // Returns the flags that gradients of this backward have set, and clears them. Waits for the
+  // device.
   std::vector<int64_t> take_arrivals();
-  // The gradient of flag k is gone.
+  // The gradient of flag k was dropped.
   void clear(int64_t k);
 
-  // What was seen in these sums holds no longer: the user wrote to them, and they are searched
-  // next.
+  // Clears the flags of sums that the user wrote to; the sums are searched anew afterwards.
   void forget_sums(const std::vector<int64_t>& flags);
   // int64 [2]: 1 if no sum of `flags` holds NaN or Inf, else 0; and the first NaN record.
   at::Tensor verdict(const std::vector<int64_t>& flags);
@@ -72,12 +72,12 @@ class DeviceFlags {
   c10::Device device_;
   int64_t rank_;
   int64_t count_ = 0;
-  std::vector<int64_t> parameters_;  // [count]
-  at::Tensor arrivals_;              // int32 [count]
-  at::Tensor sums_;                  // int32 [count]
-  at::Tensor first_;                 // int64 [count], sightings
-  at::Tensor codes_;                 // int64 [count], sightings in micro-batch 0
-  // Memory for the end of a backward, which cannot be undone where that runs out: int64, bool.
+  at::Tensor arrivals_;  // int32 [count]
+  at::Tensor sums_;      // int32 [count]
+  at::Tensor first_;     // int64 [count], the first NaN record of each flag
+  at::Tensor codes_;     // int64 [count], NaN records in micro-batch 0
+  // Memory for end_backward(), allocated early because a backward cannot be undone there: int64,
+  // bool.
   at::Tensor seen_;
   at::Tensor unseen_;
   std::vector<int64_t> cleared_;

@@ -1,7 +1,7 @@
 #include "device/kernel_table.h"
 
-// at::parallel_for is inline and serial unless this file is compiled with -fopenmp; it must not be
-// linked with it, so that torch's own OpenMP runtime serves both.
+// at::parallel_for is inline, and serial unless this file is compiled with -fopenmp. The extension
+// must not be linked with -fopenmp, so that it uses torch's OpenMP runtime.
 #include <ATen/Parallel.h>
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>

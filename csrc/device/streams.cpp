@@ -32,8 +32,8 @@ void StreamEvent::block(const c10::Stream& later) const {
 
 SideStream::SideStream(c10::Device device) {
   if (device.is_cpu()) return;
-  // Of those that torch.cuda.Stream() does not hand out: one of the caller's would be in line with
-  // what he computes.
+  // From the pool that torch.cuda.Stream() does not use: with a stream that the caller uses too,
+  // the side stream's work would wait for the caller's.
   const c10::impl::VirtualGuardImpl device_guard(device.type());
   stream_ = device_guard.getStreamFromGlobalPool(device, /*isHighPriority=*/true);
 }

@@ -1,13 +1,15 @@
-// SideStream: a device's stream beside the one that the caller computes on. On the host: nothing.
+// SideStream: a device's stream beside the one that the caller computes on. On the host it does
+// nothing.
 //
 // Owner:   an engine's context; one for reductions, one for gathers.
 // Threads: called only under Engine::mutex_.
 //
 // Note [Graphs]
-// A stream that is captured into a graph runs nothing meanwhile. What it waits for must be in the
-// graph, and nothing outside may ever wait for what is. Between the two there is nothing to wait
-// for: whoever captures has waited for the device before (torch.cuda.graph() does), and a graph
-// runs on a stream of his, behind which everything of ours begins. So waits across are left out.
+// While a stream is captured into a CUDA graph, it runs nothing. Captured work may wait only for
+// work of the same graph, and nothing outside may wait for captured work. So a wait between
+// captured and uncaptured work is left out. Nothing is lost: the caller has waited for the device
+// before it captures (torch.cuda.graph() does). Later the graph runs on a stream of the caller's,
+// and every side stream first waits for that stream.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -20,21 +22,21 @@
 
 namespace zero_ext {
 
-// The stream that `device` computes on now, in this thread.
+// The current stream of `device` in this thread.
 c10::Stream current_stream(c10::Device device);
 
-// `later` goes on when what `earlier` has been given so far is done.
+// `later` continues when all work queued on `earlier` so far is done.
 void order(const c10::Stream& earlier, const c10::Stream& later);
 
-// Of the graph that `stream` is being captured into; 0 where it is not.
+// The number of the graph that `stream` is being captured into; 0 where it is not captured.
 uint64_t capture_id(const c10::Stream& stream);
 
-// What a stream had been given when it was recorded.
+// A point in a stream: all work that was queued on it when the event was made.
 class StreamEvent {
  public:
   explicit StreamEvent(const c10::Stream& stream);
   const c10::Stream& stream() const { return stream_; }
-  // `later` goes on when that is done. See Note [Graphs].
+  // `later` continues when that work is done. See Note [Graphs].
   void block(const c10::Stream& later) const;
 
  private:
@@ -48,8 +50,8 @@ class SideStream {
   SideStream() = default;  // the host's
   explicit SideStream(c10::Device device);
 
-  // While it lives, the side stream is the current one. It begins after all that the one before
-  // was given.
+  // While a Scope lives, the side stream is the current stream. It first waits for the stream that
+  // was current before.
   class Scope {
    public:
     explicit Scope(const SideStream& side);
@@ -58,7 +60,7 @@ class SideStream {
     c10::OptionalStreamGuard guard_;
   };
 
-  // The current stream goes on when all that this one was given is done. See Note [Graphs].
+  // The current stream continues when all work queued on this stream is done. See Note [Graphs].
   void join() const;
 
  private:

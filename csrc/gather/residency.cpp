@@ -7,7 +7,7 @@ namespace {
 
 Transition error(Residency state, Holds holds) { return {state, holds, ResidencyAction::error}; }
 
-// Somebody needs the parameters now; `holds` counts him already.
+// The parameters are needed now; `holds` counts that use already.
 Transition need(Residency state, Holds holds) {
   switch (state) {
     case Residency::released:
@@ -57,11 +57,11 @@ Transition transition(Residency state, Holds holds, ResidencyEvent event,
       holds.graph = context.graph_kept && context.may_retain;
       return release_unless(context.expected, state, holds);
     case ResidencyEvent::backward_ended:
-      // A call that nothing told us was left may be read again through the graph that is kept.
+      // A call that was not seen to end may be read again through the graph that is kept.
       holds.graph = holds.graph || (holds.calls > 0 && context.may_retain);
       holds.calls = 0;
       holds.escaped = false;
-      // One that keeps nothing ends what earlier ones kept, of units that it did not reach as well.
+      // A backward that keeps no graph ends earlier graphs' holds, also on units that it did not reach.
       holds.graph = holds.graph && context.graph_kept;
       return release_unless(context.keep, state, holds);
     case ResidencyEvent::drop:

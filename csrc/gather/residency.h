@@ -2,11 +2,13 @@
 // function of state, holds and event; it knows no tensors, no ranks and no stages.
 //
 // Note [When may a unit be released?]
-// Not at its last gradient: with a frozen weight beside a trainable one, or a weight that is also
-// used detached, the last gradient comes before the last read. A unit is released when nothing
-// holds it: no forward is inside it, every call that the backward entered was left, no gradient of
-// it is expected, its graph is not kept, no view of it was handed to the user, the user does not
-// hold it. The question is asked again at each event. The end of a backward closes calls by decree.
+// A unit is released when nothing holds it:
+// - no forward is inside it, and every call that the backward entered was left;
+// - no gradient of it is expected, and its graph is not kept;
+// - the user has no view of it and does not hold it (unshard()).
+// This is checked at each event. The end of a backward closes all calls.
+// The last gradient is too early: with a frozen weight beside a trainable one, or a weight that is
+// also used detached, the backward reads the weight once more after it.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +28,7 @@ enum class ResidencyEvent : uint8_t {
   hold,            // the user's unshard()
   drop,            // the user's reshard()
   step,
-  reset,  // after an exception: nobody is inside any more
+  reset,  // after an exception: no forward or backward is inside any more
 };
 
 enum class ResidencyAction : uint8_t {

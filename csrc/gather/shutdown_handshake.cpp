@@ -14,7 +14,7 @@ struct Waiting {
   std::mutex mutex;  // for all below
   std::condition_variable ended;
   std::list<std::shared_ptr<const Comm>> comms;
-  int64_t open = 0;  // shutdown handshake whose messages or connections are not gone yet
+  int64_t open = 0;  // handshakes whose messages or connections still exist
 
   uint64_t served() const {
     uint64_t sum = 0;
@@ -31,7 +31,7 @@ Waiting& waiting() {
 
 }  // namespace
 
-void finish_shutdown_later(const Comm& comm, Gatherer::OutstandingSends outstanding) {
+void finish_shutdown_later(const Comm& comm, OutstandingSends outstanding) {
   std::list<std::shared_ptr<const Comm>> mine{std::make_shared<const Comm>(comm)};
   const auto place = mine.begin();
   {
@@ -40,8 +40,8 @@ void finish_shutdown_later(const Comm& comm, Gatherer::OutstandingSends outstand
     ++waiting().open;
   }
   std::thread([place, outstanding = std::move(outstanding)]() mutable {
-    outstanding.farewell.wait_if_possible();
-    (*place)->close();  // who still reads hears of it
+    outstanding.handshake.wait_if_possible();
+    (*place)->close();  // a rank that still reads raises
     outstanding = {};
     std::list<std::shared_ptr<const Comm>> done;  // destroyed without the lock
     {

@@ -1,21 +1,22 @@
-// Farewells: engines that died on this rank while other ranks may still take their offers.
+// Shutdown handshake: an engine was destroyed on this rank while other ranks may still take what it
+// has posted.
 //
 // Owner:   the process.
-// Threads: one waits for each, so that deleting a model blocks nobody.
+// Threads: one waits for each handshake, so that deleting a model blocks nothing.
 #pragma once
 
 #include <chrono>
 
 #include "comm/comm.h"
-#include "gather/gatherer.h"
+#include "gather/posted_sends.h"
 
 namespace zero_ext {
 
-// Keeps `comm` (a copy) and `outstanding` until all ranks have said shutdown handshake, or for the process group's
-// timeout.
-void finish_shutdown_later(const Comm& comm, Gatherer::OutstandingSends outstanding);
+// Keeps `comm` (a copy) and `outstanding` until all ranks have begun their shutdown, or for the
+// process group's timeout.
+void finish_shutdown_later(const Comm& comm, OutstandingSends outstanding);
 
-// Waits for all of them, as long as persistent sends are taken again and again within `patience`.
+// Waits for all handshakes, as long as other ranks take persistent sends within each `patience`.
 void wait_for_shutdowns(std::chrono::milliseconds patience);
 
 }  // namespace zero_ext

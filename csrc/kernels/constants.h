@@ -1,5 +1,5 @@
-// What does not depend on the element in an update, rounded to float once. One text for the host
-// and the device: only IEEE operations in double, so that both get the same bits.
+// The factors of an update that do not depend on the element, rounded to float once. Host and
+// device compile the same code with only IEEE operations in double, so that both get the same bits.
 #pragma once
 
 #include <cmath>
@@ -45,14 +45,14 @@ ZERO_EXT_HOST_DEVICE inline bool skipped(const OnDevice& on_device) {
   return on_device.skip != nullptr && *on_device.skip != 0;
 }
 
-// The gradient's factor, with the sign that maximising gives it.
+// The gradient's factor; negative where the update maximises.
 ZERO_EXT_HOST_DEVICE inline float signed_scale(float scale, bool maximize,
                                                const OnDevice& on_device) {
   if (on_device.grad_factor != nullptr) scale = scale * *on_device.grad_factor;
   return maximize ? -scale : scale;
 }
 
-// Never fused with what its result is added to, whatever the compiler's flags.
+// Never fused with a following addition, whatever flags the compiler has.
 ZERO_EXT_HOST_DEVICE inline double product(double a, double b) {
 #if defined(__CUDA_ARCH__)
   return __dmul_rn(a, b);
@@ -87,13 +87,13 @@ ZERO_EXT_HOST_DEVICE inline AdamConstants adam_constants(const AdamArgs& args, d
   };
 }
 
-// With the device's count of updates.
+// The constants of the next update, counted by on_device.steps_done.
 ZERO_EXT_HOST_DEVICE inline AdamConstants counted_adam_constants(const AdamArgs& args) {
   const int64_t step = static_cast<int64_t>(*args.on_device.steps_done) + 1;
   return adam_constants(args, power(args.beta1, step), power(args.beta2, step));
 }
 
-// On the host, for the CPU, or for CUDA with an empty OnDevice.
+// To be called on the host: for the CPU, or for CUDA with an empty OnDevice.
 inline AdamConstants adam_constants(const AdamArgs& args) {
   if (args.on_device.steps_done != nullptr) return counted_adam_constants(args);
   const double step = static_cast<double>(args.step);

@@ -1,14 +1,14 @@
-// Kernels: the arithmetic of zero_ext as a table of function pointers, filled once per device.
+// Kernels: the arithmetic of zero_ext as a table of function pointers. Each device fills one table.
 //
-// Raw pointers in, Status out; nothing here knows torch. Kernels allocate nothing, keep nothing,
-// and may be called from any thread. All lengths are 64-bit element counts; every length, zero
-// included, and every alignment is legal (64-byte alignment is the fast path).
+// Kernels take raw pointers, return a Status and know nothing of torch. They allocate nothing, keep
+// nothing, and may be called from any thread. All lengths are 64-bit element counts. Every length
+// (zero included) and every alignment is legal; 64-byte alignment is the fast path.
 //
 // Note [One element, one result]
-// An element's result depends on the values of that element alone: never on the length, on where a
-// shard, a vector or a thread begins, on the number of threads or on the instruction set. Bodies
-// and tails therefore use the same operations (fused multiply-adds where the formula says fma, IEEE
-// division and square root), and nothing reassociates.
+// An element's result depends on the values of that element alone. Length, number of threads and
+// instruction set cannot change it, nor where a shard, a vector or a thread begins. So vector
+// bodies and scalar tails use the same operations: fused multiply-adds where the formula says fma,
+// IEEE division and square root. Nothing is reassociated.
 #pragma once
 
 #include <cstdint>
@@ -24,11 +24,11 @@ constexpr int64_t element_bytes(DType dtype) { return dtype == DType::f32 ? 4 : 
 enum class Status : int32_t {
   ok,
   bad_argument,   // a combination that the kernel's comment excludes
-  launch_failed,  // the device refused the launch (CUDA only)
+  launch_failed,  // the device rejected the launch (CUDA only)
 };
 
 // Runs body(context, begin, end) over disjoint pieces that cover [0, numel), possibly on several
-// threads; returns when all are done. `grain` is the smallest piece worth a thread of its own.
+// threads, and returns when all pieces are done. `grain` is the smallest piece worth a thread.
 using RangeBody = void (*)(void* context, int64_t begin, int64_t end);
 using ParallelFor = void (*)(int64_t numel, int64_t grain, RangeBody body, void* context);
 
@@ -36,20 +36,17 @@ inline void run_serially(int64_t numel, int64_t /*grain*/, RangeBody body, void*
   if (numel > 0) body(context, 0, numel);
 }
 
-// Where and how a kernel runs. On CUDA every pointer of a call, `nonfinite` and OnDevice's too, is
-// to memory of the current device, and the call returns when the work is queued on `stream`.
+// Where and how a kernel runs. On CUDA every pointer of a call points to memory of the current
+// device, those of `nonfinite` and OnDevice included. The call returns once the work is queued.
 struct Launch {
   void* stream = nullptr;                   // cudaStream_t; unused on the CPU
   ParallelFor parallel_for = run_serially;  // CPU only
-  // Device memory that the call may overwrite, 8-byte aligned; kernels that need it say how much.
-  void* scratch = nullptr;
-  int64_t scratch_bytes = 0;
-  const char** error =
-      nullptr;  // where not null: the driver's words when launch_failed is returned
+  // Where not null: receives the driver's message when launch_failed is returned.
+  const char** error = nullptr;
 };
 
-// One copy of a list: `numel` elements from `source` to `target`. `nonfinite`: a flag of its own,
-// instead of the call's.
+// One copy of a list: `numel` elements from `source` to `target`. `nonfinite`: this segment's own
+// flag, used instead of the call's.
 struct CopySegment {
   const void* source;
   void* target;
@@ -57,7 +54,7 @@ struct CopySegment {
   int32_t* nonfinite = nullptr;
 };
 
-// What a list only reads.
+// One range of a list that is only read.
 struct ReadSegment {
   const float* value;
   int64_t numel;
@@ -80,36 +77,47 @@ constexpr int32_t* flag_of(const Segment& segment, int32_t* of_call) {
 // How a value is written over what the target holds.
 enum class Write : int32_t { overwrite, add };
 
-// What an update takes from the device's memory instead of from its caller, who would have to wait
-// for it: each pointer is to one value, or null. On the CPU they are read during the call.
+// Values that an update reads from device memory, so that its caller need not wait for them. Each
+// pointer is null or points to one value. On the CPU they are read during the call.
 struct OnDevice {
   const int32_t* skip = nullptr;  // not 0: the call writes nothing
-  // Replaces `step` and `first`: the updates made so far, see count_step; in fp32, as torch counts
-  // them, exact up to 2^24. Its powers of beta are
-  // formed by squaring, because no two libraries agree about the last bit of pow.
+  // The number of updates made so far; replaces `step` and `first`. It is in fp32, as torch counts
+  // steps, exact up to 2^24. The powers of beta are formed by squaring, because no two libraries
+  // agree about the last bit of pow.
   const float* steps_done = nullptr;
   const float* grad_factor = nullptr;  // multiplies grad_scale, in float
 };
 
-// Adam and AdamW on a flat range (Kingma & Ba 2015; Loshchilov & Hutter 2019), all arithmetic in
-// fp32:
-//   p = master[i], or float(param[i]) where param[i] is not the rounding of master[i]: the user
-//   wrote it (see below) g = (maximize ? -1 : 1) * grad_scale * grad[i] decoupled:  p = p - lr *
-//   weight_decay * p         otherwise:  g = fma(weight_decay, p, g) exp_avg    = fma(1 - beta1, g
-//   - exp_avg, exp_avg) exp_avg_sq = fma(1 - beta2, g * g, beta2 * exp_avg_sq) v = max_exp_avg_sq ?
-//   (max_exp_avg_sq = max(max_exp_avg_sq, exp_avg_sq)) : exp_avg_sq p = p - (lr / bias_correction1)
-//   * exp_avg / (sqrt(v) / sqrt(bias_correction2) + eps) master[i] = p;  param[i] = param_dtype(p),
-//   round to nearest even
+// Adam and AdamW on a flat range (Kingma & Ba 2015; Loshchilov & Hutter 2019).
+// All arithmetic is in fp32. Each line is one assignment, in this order:
+//
+//   p            = param[i] == param_dtype(master[i]) ? master[i] : float(param[i])
+//   g            = (maximize ? -1 : 1) * grad_scale * grad[i]
+//   decoupled:     p = p - (lr * weight_decay) * p
+//   otherwise:     g = fma(weight_decay, p, g)
+//   exp_avg      = fma(1 - beta1, g - exp_avg, exp_avg)
+//   exp_avg_sq   = fma(1 - beta2, g * g, beta2 * exp_avg_sq)
+//   amsgrad:       v = max_exp_avg_sq = max(max_exp_avg_sq, exp_avg_sq)
+//   otherwise:     v = exp_avg_sq
+//   p            = p - (lr / bias_correction1) * exp_avg
+//                      / (sqrt(v) / sqrt(bias_correction2) + eps)
+//   master[i]    = p
+//   param[i]     = param_dtype(p)
+//
+// where bias_correctionK = 1 - betaK^step, in double. (lr * weight_decay), (lr / bias_correction1),
+// (1 - betaK) and sqrt(bias_correction2) are computed in double and rounded to fp32 once.
+// param_dtype() rounds to nearest even, and == compares bits. amsgrad means that max_exp_avg_sq is
+// not null. Where `param` is null, p starts as master[i].
 //
 // Note [A written parameter wins over its master]
-// `param` always holds the rounding of `master`, unless somebody wrote to it since. Comparing costs
-// no traffic, because the cache line of `param` is read for the write anyway, and sees every kind
-// of write (`p.data.copy_()` included, which leaves no trace in the version counter). Elements that
+// `param` always holds the rounding of `master`, unless somebody has written to it since. Comparing
+// the two finds every kind of write; `p.data.copy_()` leaves no trace in the version counter. It
+// costs no memory traffic, because the write needs the cache line of `param` anyway. Elements that
 // were not written keep all bits of their master.
 struct AdamArgs {
   float* master = nullptr;
-  void* param =
-      nullptr;  // compute copy, in param_dtype; null where the master itself is the parameter
+  // The copy to compute with, in param_dtype; null where the master itself is the parameter.
+  void* param = nullptr;
   DType param_dtype = DType::bf16;
   const float* grad = nullptr;
   float* exp_avg = nullptr;
@@ -121,17 +129,25 @@ struct AdamArgs {
   double beta2 = 0;
   double eps = 0;
   double weight_decay = 0;
-  int64_t step = 1;  // number of this update, from 1; bias_correctionK = 1 - betaK^step, in double
+  int64_t step = 1;  // number of this update, from 1
   float grad_scale = 1.0F;
   bool maximize = false;
   bool decoupled = true;  // AdamW; false: Adam with weight decay in the gradient
   OnDevice on_device;
 };
 
-// SGD as torch.optim.SGD:
-//   p, g as above;  g = fma(weight_decay, p, g)
-//   momentum != 0:  buf = first ? g : fma(momentum, buf, (1 - dampening) * g);  g = nesterov ?
-//   fma(momentum, buf, g) : buf p = fma(-lr, g, p)
+// SGD as torch.optim.SGD. All arithmetic is in fp32. Each line is one assignment, in this order:
+//
+//   p            = as for Adam
+//   g            = fma(weight_decay, p, (maximize ? -1 : 1) * grad_scale * grad[i])
+//   momentum != 0:
+//     buf        = first ? g : fma(momentum, buf, (1 - dampening) * g)
+//     g          = nesterov ? fma(momentum, buf, g) : buf
+//   p            = fma(-lr, g, p)
+//   master[i]    = p
+//   param[i]     = param_dtype(p)
+//
+// where `buf` is momentum_buffer[i].
 struct SgdArgs {
   float* master = nullptr;
   void* param = nullptr;
@@ -151,21 +167,29 @@ struct SgdArgs {
 };
 
 // In every function: `nonfinite`, where not null, is set to 1 if any value read from a gradient, or
-// any sum written, is NaN or infinite, and is left alone otherwise.
+// any sum written, is NaN or infinite. Otherwise it is left alone.
 struct Kernels {
-  // sum[i] = fma(scale, float(grad[i]), fresh ? 0 : sum[i])
+  // Adds one gradient to a sum:
+  //
+  //   sum[i] = fma(scale, float(grad[i]), fresh ? 0 : sum[i])
+  //
   // Memory bound: reads grad, reads (unless fresh) and writes sum. grad and sum do not overlap.
   Status (*accumulate)(const void* grad, DType dtype, float* sum, int64_t numel, float scale,
                        bool fresh, int32_t* nonfinite, const Launch& launch);
 
-  // accumulate over `count` pairs at once (one parallel region or one launch for the whole list).
-  // The segments' sums do not overlap each other.
+  // accumulate over `count` pairs at once, in one parallel region or one launch. The sums do not
+  // overlap each other.
   Status (*accumulate_list)(const AccumulateSegment* segments, int64_t count, DType dtype,
                             float scale, bool fresh, int32_t* nonfinite, const Launch& launch);
 
-  // s = fresh ? 0 : sum[i];  for rank = 0 … ranks-1: s = fma(scale, float(grads[rank][i]), s);
-  // sum[i] = s Rank order, one rounding per rank; equal, bit for bit, to `ranks` calls of
-  // accumulate. One entry of `grads` may be exactly `sum` (then dtype is f32); no other overlap.
+  // Adds the gradients of all ranks to a sum, in rank order:
+  //
+  //   s      = fresh ? 0 : sum[i]
+  //   s      = fma(scale, float(grads[rank][i]), s)     for rank = 0, 1, … ranks - 1
+  //   sum[i] = s
+  //
+  // One rounding per rank: the bits are those of `ranks` calls of accumulate. One entry of `grads`
+  // may be exactly `sum`, with dtype f32. Nothing else may overlap.
   Status (*accumulate_ranks)(const void* const* grads, int32_t ranks, DType dtype, float* sum,
                              int64_t numel, float scale, bool fresh, int32_t* nonfinite,
                              const Launch& launch);
@@ -173,64 +197,61 @@ struct Kernels {
   Status (*adam)(const AdamArgs& args, const Launch& launch);
   Status (*sgd)(const SgdArgs& args, const Launch& launch);
 
-  // target[i] = target_dtype(source[i]), round to nearest even as torch (NaN stays NaN). Any pair
-  // of dtypes.
+  // Converts between any pair of dtypes, rounding to nearest even as torch does (NaN stays NaN):
+  //
+  //   target[i] = target_dtype(source[i])
+  //
   Status (*cast)(const void* source, DType source_dtype, void* target, DType target_dtype,
                  int64_t numel, const Launch& launch);
 
-  // Gradients of `source_dtype` into their places in a flat buffer of `target_dtype`.
-  // Write::overwrite: as cast. Write::add: target[i] = target_dtype(float(target[i]) +
-  // float(source[i])).
+  // Writes gradients of `source_dtype` to their places in a flat buffer of `target_dtype`:
+  //
+  //   Write::overwrite:  target[i] = target_dtype(source[i])
+  //   Write::add:        target[i] = target_dtype(float(target[i]) + float(source[i]))
+  //
   Status (*flatten)(const CopySegment* segments, int64_t count, DType source_dtype,
                     DType target_dtype, Write write, int32_t* nonfinite, const Launch& launch);
 
-  // Sets the flag of each segment that holds NaN or infinity to 1, leaves the others alone.
+  // Sets the flag of each segment that holds NaN or infinity to 1, and leaves the others alone.
   // Memory bound: reads the values.
   Status (*find_nonfinite)(const ReadSegment* segments, int64_t count, const Launch& launch);
 
-  // *result += sum of value[i]^2, in double, in a fixed order: blocks of 4,096 elements from index
-  // 0, then rows of 1,024 blocks, each of them over lanes (see sum_of_squares_cpu.cpp), then the
-  // rows in order. The result is a host pointer on the CPU, a device pointer on CUDA, which needs
-  // sum_of_squares_scratch_bytes(numel) of scratch.
-  Status (*sum_of_squares)(const float* value, int64_t numel, double* result, const Launch& launch);
-
-  // *sum += sum of value[i]^2, in an order that does not matter: see Note [A norm without an order]
-  // in square_sum.h. `value` begins at a multiple of 16 elements of its parameter. `sum` is a host
-  // pointer on the CPU, a device pointer on CUDA.
+  // Adds squares to a sum whose order does not matter, see Note [A norm without an order] in
+  // square_sum.h:
+  //
+  //   *sum += Σ value[i]²
+  //
+  // `value` begins at a multiple of 16 elements of its parameter. `sum` is a host pointer on the
+  // CPU, a device pointer on CUDA.
   Status (*add_squares)(const float* value, int64_t numel, SquareSum* sum, const Launch& launch);
 
-  // Makes master agree with what the user wrote, see Note [A written parameter wins over its
-  // master]: master[i] = float(param[i]) where param[i] is not param_dtype(master[i]).
+  // Copies what the user wrote to a parameter into its master, see Note [A written parameter wins
+  // over its master]:
+  //
+  //   master[i] = param[i] == param_dtype(master[i]) ? master[i] : float(param[i])
+  //
   Status (*adopt_writes)(const void* param, DType param_dtype, float* master, int64_t numel,
                          const Launch& launch);
 
-  // *steps_done += 1, unless `skip` is not null and *skip is not 0. After the updates of one step,
-  // on their stream.
-  Status (*count_step)(float* steps_done, const int32_t* skip, const Launch& launch);
-
-  // *norm = float(sqrt(sum)), and *factor = min(1, max_norm / (sqrt(sum) + 1e-6)) as torch's
-  // clip_grad_norm_, but 1 where the norm is not finite; in double, rounded once. All but max_norm
-  // are host pointers on the CPU, device pointers on CUDA.
+  // The norm of a sum of squares, and the factor that clips it as torch's clip_grad_norm_ does:
+  //
+  //   *norm   = sqrt(sum)
+  //   *factor = isfinite(norm) ? min(1, max_norm / (sqrt(sum) + 1e-6)) : 1
+  //
+  // Both are computed in double and rounded to float once. The pointers are to host memory on the
+  // CPU, to device memory on CUDA.
   Status (*clip_factor)(const SquareSum* sum, double max_norm, float* norm, float* factor,
                         const Launch& launch);
 
-  // The number of the graph that `stream` is being captured into, unlike any earlier one's; 0 where
-  // the stream runs what it is given, and on the CPU.
+  // The number of the graph that `stream` is being captured into; no two graphs share a number. 0
+  // where the stream is not being captured, and on the CPU.
   uint64_t (*capture_id)(void* stream);
 
-  // From now on this thread may ask for events while another one captures a graph.
+  // From now on this thread may query events while another thread captures a graph.
   void (*ask_during_captures)();
 };
 
-// sum_of_squares' blocks and rows, part of its result's definition.
-constexpr int64_t kSquaresBlockNumel = 4096;
-constexpr int64_t kSquaresRowBlocks = 1024;
-
-constexpr int64_t sum_of_squares_scratch_bytes(int64_t numel) {
-  return (numel + kSquaresBlockNumel - 1) / kSquaresBlockNumel * 8;
-}
-
-// The CPU's table; the instruction set (AVX-512, AVX2, baseline) is chosen at the first call.
+// The CPU's table. The instruction set (AVX-512, AVX2, baseline) is chosen at the first call.
 const Kernels& cpu();
 
 // The name of the instruction set that cpu() uses: "avx512", "avx2" or "baseline".

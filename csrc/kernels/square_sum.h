@@ -1,13 +1,14 @@
 // SquareSum: a sum of squares as a fixed-point number, so that its order cannot matter.
 //
 // Note [A norm without an order]
-// The norm of the gradients must have the same bits for any number of ranks, whose ranges begin
-// anywhere, and for any number of threads. Sums of doubles depend on their order. So the squares of
-// 16 neighbours are added in double in a fixed order, and these small sums are added as integers,
-// which no order can change. Sixteen, because every range and every parameter begins at a multiple
-// of 16 elements (64 bytes of fp32, see Layout), so that no group lies in two ranges. Rejected:
-// larger blocks whose sums are added in order (blocks that lie in two ranges would need their
-// groups sent), and summing everything as integers (ten times the work for no more order).
+// The norm of the gradients must have the same bits for any number of ranks and threads, wherever
+// ranges begin. But sums of doubles depend on their order. So groups of 16 neighbouring squares are
+// added in double in a fixed order, and these small sums are added as integers, in any order.
+// Sixteen, because every range and every parameter begins at a multiple of 16 elements (64 bytes of
+// fp32, see Layout). So no group lies in two ranges.
+// Rejected: larger blocks whose sums are added in order. Blocks that lie in two ranges would need
+// their groups sent.
+// Rejected: summing all squares as integers, which is ten times the work for no more order.
 #pragma once
 
 #include <array>
@@ -16,17 +17,21 @@
 
 namespace zero_ext::kernels {
 
-// Elements whose squares are added in double: lane j of 8 holds j and j + 8, then the lanes are
-// folded in halves (j + 4, j + 2, j + 1); what is missing at the end of a parameter counts as zero.
+// The number of elements whose squares are added in double. Lane j of 8 holds elements j and j + 8.
+// Then the lanes are folded in halves (j + 4, j + 2, j + 1). Elements that are missing at the end
+// of a parameter count as zero.
 constexpr int64_t kSquareGroupNumel = 16;
 
-// Digit k of base 2^32 is worth 2^(32k - 352): from below the last place of the square of the
-// smallest subnormal, 2^-298, to 2^32 groups of squares of the largest float, 2^292. Digits may
-// exceed their base until they are read; 2^31 groups (2^35 elements) of any number of ranks fit
-// together.
+// Digit k of base 2^32 is worth 2^(32k - 352). Digits cover two extremes:
+//
+//   2^-298   the square of the smallest subnormal
+//   2^292    the squares of 2^32 groups of the largest float
+//
+// Digits may exceed their base until they are read. 2^31 groups (2^35 elements) of any number of
+// ranks fit together.
 constexpr int32_t kSquareDigits = 22;
-constexpr int32_t kInfiniteGroups = kSquareDigits;  // how many groups held an infinity
-constexpr int32_t kNanGroups = kSquareDigits + 1;   // and how many a NaN
+constexpr int32_t kInfiniteGroups = kSquareDigits;  // the number of groups with an infinity
+constexpr int32_t kNanGroups = kSquareDigits + 1;   // the number of groups with a NaN
 constexpr int32_t kSquareSumLength = kSquareDigits + 2;
 
 using SquareSum = std::array<int64_t, kSquareSumLength>;
@@ -37,13 +42,13 @@ using SquareSum = std::array<int64_t, kSquareSumLength>;
 #define ZERO_EXT_ON_BOTH
 #endif
 
-// The sum as a double, to within two units of its last place; NaN or infinite as one in floating
-// point would be.
+// The sum as a double, to within two units of its last place. NaN or infinite wherever a
+// floating-point sum would be.
 ZERO_EXT_ON_BOTH inline double value_of(const SquareSum& digits) {
   const int64_t* sum = reinterpret_cast<const int64_t*>(&digits);  // std::array is for the host
   if (sum[kNanGroups] != 0) return std::nan("");
   if (sum[kInfiniteGroups] != 0) return HUGE_VAL;
-  // Equal sums of different origin have equal digits only once the carries are done.
+  // Equal sums from different orders have equal digits only once the carries are done.
   double value = 0;
   int64_t carry = 0;
   for (int32_t k = 0; k < kSquareDigits; ++k) {

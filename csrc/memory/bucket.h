@@ -1,12 +1,10 @@
-// Bucket: the staging memory of one unit's reduction. BucketPool: the two of them that an engine
-// owns.
+// Bucket: the staging memory of one unit's reduction. BucketPool: the buckets of an engine.
 //
-// Owner:     BucketPool. A Unit borrows a bucket, at its turn or shortly before (Note [Reduction order] in
-//            reductions.h), until its reduction is finished.
+// Owner:     BucketPool. A UnitReduction borrows a bucket when its reduction is due or shortly before (Note
+//            [Reduction order] in reductions.h), and returns it when its reduction is finished.
 // Threads:   called only under Engine::mutex_.
-// Invariant: there are at most kSize buckets that come back; memory is kept, because fresh memory
-//            costs more than the copy. Between backwards the system may take it where it runs
-//            short.
+// Invariant: at most kSize buckets are lent and will be returned. A bucket keeps its memory: fresh
+//            memory costs more than the copy. Between backwards the system may reclaim it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -37,19 +35,21 @@ class Bucket {
   at::Tensor gradients(at::ScalarType dtype, int64_t numel) {
     return typed(gradients_, places_.gradients, dtype, numel);
   }
-  // [numel] of `dtype`: what the other ranks sent, or what was sent to the host.
+  // [numel] of `dtype`: the other ranks' gradients, or a copy on the host of what was sent.
   at::Tensor received(at::ScalarType dtype, int64_t numel) {
     return typed(received_, places_.received, dtype, numel);
   }
-  // On a device: its memory was used last by what the current stream has been given so far; and the
-  // current stream goes on when that is done.
+  // On a device: records the work queued on the current stream as the last use of this memory.
   void mark_used();
+  // On a device: the current stream continues when the recorded last use is done.
   void wait_until_unused() const;
-  // Nobody reads it any more. On the host it keeps its memory, whose pages the system may take.
+  // The values are not needed any more. On the host the memory stays mapped, and the system may
+  // reclaim its pages.
   void discard();
 
  private:
-  // A storage of its own where the old one is too small: a device's backend may still read that.
+  // Makes a new storage where the old one is too small. The old one is not resized, because a
+  // device's backend may still read it.
   at::Tensor typed(FlatBuffer& buffer, const Place& place, at::ScalarType dtype, int64_t numel);
 
   std::shared_ptr<MemoryCounter> counter_;
@@ -65,12 +65,12 @@ class BucketPool {
       : counter_(std::move(counter)), places_(places) {}
 
   static constexpr int64_t kSize = 2;
-  // A free bucket, or null where all are lent.
+  // A free bucket, or null where all buckets are lent.
   std::unique_ptr<Bucket> try_acquire();
   void give_back(std::unique_ptr<Bucket> bucket);
-  // Until the next backward none is needed.
+  // Discards the values of all free buckets, which the next backward overwrites.
   void discard();
-  // A bucket whose reduction will never finish (its backward threw) is not coming back.
+  // Stops counting a lent bucket whose reduction will never finish, because its backward threw.
   void forget() { --lent_; }
 
  private:

@@ -10,7 +10,7 @@
 namespace zero_ext {
 namespace {
 
-// Counts `bytes`, which `make` makes. What raises counts nothing.
+// Counts `bytes`, which `make` allocates. Counts nothing where `make` raises.
 template <typename Make>
 auto counted(MemoryCounter& counter, Held held, int64_t bytes, const Make& make) {
   counter.add(held, bytes);
@@ -206,10 +206,10 @@ void FlatBuffer::release() {
   const auto bytes = static_cast<int64_t>(tensor_.nbytes());
   if (!emptied_) {
     try {
-      // Where another stream than the one of its allocation worked on it last.
+      // The last use may have been on another stream than the allocation.
       record_use(current_stream(device()));
     } catch (const std::exception&) {
-      // The device is in an error, and nothing works on it any more.
+      // The device has failed, so that no work uses the memory any more.
     }
     counter_->subtract(held_, bytes);
   }

@@ -1,10 +1,8 @@
-// FlatBuffer: one storage that holds a unit's elements side by side, and the count of the bytes it
-// takes.
+// FlatBuffer: one storage that holds a unit's elements side by side, and counts its bytes.
 //
-// Owner:     a Unit, a Bucket or an optimizer's state. Views of the storage are lent out; the
-// storage object never
-//            changes identity, so that views stay valid when the buffer grows.
-// Threads:   not synchronised; the owner's lock protects it.
+// Owner:   a Unit, a Bucket or an optimizer's state. Views of the storage are lent out. The storage
+//          object never changes identity, so that views stay valid when the buffer grows.
+// Threads: not synchronised; the owner's lock protects it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,17 +24,18 @@
 
 namespace zero_ext {
 
-// What a byte is held for; the keys of stats()["bytes"].
+// The purpose that a byte is held for; the keys of stats()["bytes"].
 enum class Held : int { full, shard, master, grad, bucket, optimizer_state };
 constexpr std::array<std::string_view, 6> kHeldNames{"full", "shard",  "master",
                                                      "grad", "bucket", "optimizer_state"};
 
-// Bytes held now and at most, of one engine. Buffers keep it alive.
+// The bytes that one engine holds, and the most that it has held. Buffers keep the counter alive.
 class MemoryCounter {
  public:
   // No more than `limit` bytes may be held.
   explicit MemoryCounter(int64_t limit = std::numeric_limits<int64_t>::max()) : limit_(limit) {}
-  // Before `bytes` are allocated. Throws where they would exceed the limit, and counts nothing.
+  // To be called before `bytes` are allocated. Throws, and counts nothing, where they would exceed
+  // the limit.
   void add(Held held, int64_t bytes);
   void subtract(Held held, int64_t bytes);
   int64_t bytes(Held held) const { return bytes_[static_cast<int>(held)]; }
@@ -50,8 +49,9 @@ class MemoryCounter {
   std::atomic<int64_t> peak_{0};
 };
 
-// Host memory that released buffers gave up within one pass, for the next ones of the same size.
-// Never more than was held at once: what fits nobody goes as soon as somebody needs new memory.
+// Memory of buffers that were released within one pass, kept for the next buffers of the same size.
+// It never exceeds what was held at once: when new memory is needed, blocks that do not fit are
+// freed first.
 class SpareMemory {
  public:
   SpareMemory(std::shared_ptr<MemoryCounter> counter, Held held, Place place)
@@ -59,9 +59,9 @@ class SpareMemory {
   ~SpareMemory() { clear(); }
   c10::DataPtr take(int64_t bytes);
   void give(c10::DataPtr memory, int64_t bytes);
-  // Nothing is held any more; on the host, the next pass may still find the pages where they are.
+  // Gives all blocks up. On the host the next pass may still find their pages in memory.
   void clear();
-  // The same, and the pages go back to the system at once.
+  // The same, and returns the pages to the system at once.
   void trim();
 
  private:
@@ -82,7 +82,7 @@ class FlatBuffer {
   // `numel` elements of `dtype`, not initialised.
   FlatBuffer(std::shared_ptr<MemoryCounter> counter, Held held, Place place, at::ScalarType dtype,
              int64_t numel);
-  // A storage without memory: as after empty().
+  // A buffer whose storage has no memory, as after empty().
   static FlatBuffer without_memory(std::shared_ptr<MemoryCounter> counter, Held held, Place place,
                                    at::ScalarType dtype, int64_t numel, const std::string& message);
   FlatBuffer(FlatBuffer&& other) noexcept { *this = std::move(other); }
@@ -91,7 +91,7 @@ class FlatBuffer {
 
   bool defined() const { return tensor_.defined(); }
   bool emptied() const { return emptied_; }
-  // Views that were lent are still held.
+  // Whether somebody still holds a view that was lent.
   bool lent() const { return is_shared(tensor_.storage()); }
   int64_t numel() const { return tensor_.defined() ? tensor_.numel() : 0; }
   const at::Tensor& tensor() const { return tensor_; }  // [numel]
@@ -107,34 +107,35 @@ class FlatBuffer {
   at::Tensor view(int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) const;
 
   void fill_zero();
-  // The first `bytes` of another buffer, on any device, into the first of this one.
+  // Copies the first `bytes` of another buffer, on any device, over the first bytes of this one.
   void copy_begin(const FlatBuffer& source, size_t bytes);
-  // Gives the memory to `spare`; that of a device to its allocator, which has activations for it,
-  // after what the current stream was given. The storage stays, and so do its views; reading one
-  // raises `message`, until allocate() gives the storage memory again, not initialised.
+  // Takes the storage's memory away: to `spare` on the host, to the allocator on a device, where
+  // activations can use it. It is reused only after the work queued on the current stream. The
+  // storage and its views stay; reading a view raises `message` until allocate().
   void empty(SpareMemory& spare, const std::string& message);
+  // Gives the storage memory again, not initialised.
   void allocate(SpareMemory& spare);
-  // The same, with the allocator's memory.
+  // The same, with memory of the allocator's.
   void empty(const std::string& message);
   void allocate();
-  // The values are needed no more: on the host the system may take the pages, see
+  // The values are not needed any more: on the host the system may reclaim the pages, see
   // zero_ext::discard.
   void discard();
-  // On a device: its bytes go to pinned host memory, which `host` counts, and come back. Reading a
-  // view raises `message` meanwhile. What has no memory, or lies on the host, stays as it is.
+  // On a device: moves the bytes to pinned host memory, which `host` counts. Reading a view raises
+  // `message` until reload(). A buffer without memory, or on the host, stays as it is.
   void offload(const std::shared_ptr<MemoryCounter>& host, const std::string& message);
   void reload();
   bool offloaded() const { return offloaded_memory_.defined(); }
-  // Enlarges to `numel` elements; the old ones keep their values, the new ones are zero, every view
+  // Enlarges to `numel` elements. Old elements keep their values, new ones are zero, and every view
   // stays valid.
   void grow(int64_t numel);
-  // On a device: the memory, which belongs to the stream that it was allocated on, is not reused
-  // before what `stream` was given so far is done.
+  // On a device: the memory is not reused before all work queued on `stream` so far is done. To be
+  // called where `stream` is not the stream that the memory was allocated on.
   void record_use(const c10::Stream& stream) const;
-  // Becomes an undefined one. A device's memory is not reused before what the current stream was
-  // given is done.
+  // Makes the buffer undefined. A device's memory is reused only after the work queued on the
+  // current stream.
   void drop();
-  // Gives the buffer up; views that were lent keep the storage alive.
+  // Gives the buffer up. Views that were lent keep the storage alive.
   void release();
 
  private:

@@ -24,8 +24,8 @@ Layout::Layout(std::vector<SlotSpec> specs, int64_t ranges, int64_t alignment) :
     slots_.push_back({.spec = std::move(spec), .offset = end, .padded_numel = padded});
     end += padded;
   }
-  // A space without elements still has one block per range: then no buffer and no message is ever
-  // empty.
+  // A space without elements still has one aligned block per range, so that no buffer and no
+  // message is ever empty.
   range_numel_ = std::max(alignment, round_up((end + ranges - 1) / ranges, alignment));
 
   pieces_.resize(slots_.size());

@@ -1,5 +1,5 @@
 // Layout: where each parameter of a unit lies in the unit's flat index space, and how that space is
-// cut over the ranks.
+// cut over the ranks. docs/glossary.md has a picture.
 //
 // Owner:     one Unit. Frozen: nothing changes after construction.
 // Invariant: slots are aligned, in bounds, disjoint and in order (proved in the constructor);
@@ -13,8 +13,8 @@
 
 namespace zero_ext {
 
-// What a layout needs to know of a parameter. `strides` describe the dense memory order that is
-// kept in the flat buffer.
+// The properties of a parameter that a layout needs. `strides` describe the dense memory order,
+// which the flat buffer keeps.
 struct SlotSpec {
   std::string name;
   std::vector<int64_t> sizes;
@@ -36,13 +36,13 @@ struct Piece {
   int64_t range_begin;  // first element, from the beginning of the range
   int64_t slot_begin;   // first element, from the beginning of the slot
   int64_t numel;        // elements of the parameter, without the gap
-  int64_t gap_numel;    // elements of padding behind them
+  int64_t gap_numel;    // elements of padding after the last one
 };
 
 class Layout {
  public:
-  // `ranges`: how many equal ranges the space is cut into. `alignment`: in elements; every slot and
-  // range begins at a multiple of it.
+  // `ranges`: the number of equal ranges that the space is cut into. `alignment`: in elements;
+  // every slot and every range begins at a multiple of it.
   Layout(std::vector<SlotSpec> specs, int64_t ranges, int64_t alignment);
 
   int64_t size() const { return static_cast<int64_t>(slots_.size()); }
@@ -54,8 +54,8 @@ class Layout {
   int64_t range_begin(int64_t range) const { return range * range_numel_; }
   int64_t padded_numel() const { return ranges_ * range_numel_; }
 
-  // Which elements of slot i, as flat indices of the parameter, each range holds: [ranges + 1]
-  // bounds, range r holds [bounds[r], bounds[r + 1]).
+  // The elements of slot i that each range holds, as flat indices of the parameter. Range r holds
+  // [bounds[r], bounds[r + 1]); there are [ranges + 1] bounds.
   std::vector<int64_t> bounds(int64_t i) const;
 
  private:

@@ -19,11 +19,12 @@ namespace {
 
 constexpr size_t kAlignment = 64;
 constexpr size_t kHugePage = size_t{2} << 20;
-// From here on a block has pages of its own.
+// Blocks of this size and larger have pages of their own.
 constexpr size_t kLargeBytes = 2 * kHugePage;
 
 // Flat buffers are long-lived and large. Huge pages make their first touch several times cheaper
-// and spare TLB misses. The last one is made of small pages, and no larger than it has to be.
+// and save TLB misses. The end of a block, less than a huge page, is made of small pages, so that
+// no memory is wasted.
 Mapping map_pages(size_t bytes) {
   const auto page = static_cast<size_t>(getpagesize());
   const size_t rounded = (bytes + page - 1) / page * page;
@@ -74,7 +75,7 @@ c10::DataPtr allocate_at(const Place& place, size_t bytes) {
 }
 
 void discard(const Place& place, void* data, size_t bytes) {
-  // Locked pages stay, with an error.
+  // The system rejects this for locked pages, which then simply stay.
   if (is_host(place) && bytes >= kLargeBytes) madvise(data, bytes, MADV_FREE);
 }
 
@@ -90,7 +91,7 @@ std::optional<Mapping> TransientMemory::take_idle(size_t bytes) {
   std::sort(idle_.begin(), idle_.end(), smaller);
   const auto found = std::find_if(idle_.begin(), idle_.end(),
                                   [&](const Mapping& mapping) { return mapping.bytes >= bytes; });
-  if (found == idle_.end()) {  // the new one takes the place of one that is too small
+  if (found == idle_.end()) {  // a new block replaces one that is too small
     unmap_pages(idle_.back());
     idle_.pop_back();
     return std::nullopt;

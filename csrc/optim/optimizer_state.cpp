@@ -12,8 +12,7 @@
 namespace zero_ext {
 namespace {
 
-// The rounding that run's masters have in the unit's compute dtype, or null where master is the
-// parameter.
+// The parameters of `run` in the unit's compute dtype, or null where the master is the parameter.
 void* parameter_of(const Unit& unit, const Run& run) {
   char* begin = static_cast<char*>(unit.parameters().stepped());
   return begin == nullptr ? nullptr
@@ -23,14 +22,14 @@ void* parameter_of(const Unit& unit, const Run& run) {
 }  // namespace
 
 OptimizerState::OptimizerState(std::shared_ptr<Engine> engine, int64_t states)
-    : engine_(std::move(engine)), states_(states), last_backward_(engine_->backwards()) {}
+    : engine_(std::move(engine)), states_(states), last_backward_(engine_->backward().count()) {}
 
 void OptimizerState::assign(const std::vector<int64_t>& parameters, int64_t group) {
   for (const int64_t i : parameters) allocate_for(i);
   for (const int64_t i : parameters) {
     if (group_of_[i] < 0) {
       indices_.push_back(i);
-      engine_->add_stepper(i);
+      engine_->steps().add_stepper(i);
     }
     group_of_[i] = group;
   }
@@ -39,7 +38,7 @@ void OptimizerState::assign(const std::vector<int64_t>& parameters, int64_t grou
 void OptimizerState::unassign(const std::vector<int64_t>& parameters) {
   for (const int64_t i : parameters) {
     group_of_[i] = -1;
-    if (std::erase(indices_, i) > 0) engine_->remove_stepper(i);
+    if (std::erase(indices_, i) > 0) engine_->steps().remove_stepper(i);
   }
 }
 
@@ -80,7 +79,6 @@ float* OptimizerState::data(int64_t k, int64_t unit, const Run& run) const {
 
 template <typename Body>
 void OptimizerState::apply(const Body& body) {
-  std::vector<float*> counts(steps_.size(), nullptr);
   at::Tensor increment;
   if (counts_on_device()) {
     look_at_steps_in_flight();
@@ -88,36 +86,40 @@ void OptimizerState::apply(const Body& body) {
     increment = step_increment();  // before anything changes: it needs memory
   } else {
     for (const int64_t i : indices_) {
-      counts[i] = steps_[i].mutable_data_ptr<float>();
-      presumed_[i] = static_cast<int64_t>(*counts[i]);
+      presumed_[i] = static_cast<int64_t>(*steps_[i].const_data_ptr<float>());
     }
   }
-  std::vector<int64_t> counted;
   const std::vector<uint64_t> histories = histories_in_flight();
   const auto same = [&](int64_t a, int64_t b) {
     return group_of_[a] == group_of_[b] && presumed_[a] == presumed_[b] &&
            (histories.empty() || histories[a] == histories[b]);
   };
-  const auto update = [&](int64_t u, Unit& unit, const Run& run, int64_t i) {
-    body(u, unit, run, i, presumed_[i] + 1);
-  };
-  const auto updated = [&](int64_t i) {
-    if (counts_on_device()) {
-      counted.push_back(i);
-    } else {
-      *counts[i] += 1;
+  std::vector<int64_t> counted;
+  {
+    StepUpdate update = engine_->steps().begin_update(indices_);
+    while (update.next_unit()) {
+      for (const Run& run : update.runs(same)) {
+        const int64_t i = update.first_parameter(run);
+        body(update.unit_index(), update.unit(), run, i, presumed_[i] + 1);
+      }
+      for (const int64_t i : update.updated()) {
+        if (counts_on_device()) {
+          counted.push_back(i);
+        } else {
+          *steps_[i].mutable_data_ptr<float>() += 1;
+        }
+      }
     }
-  };
-  engine_->apply_step({.indices = indices_, .same = same, .apply = update, .applied = updated});
+  }
   if (!counted.empty()) count_on_device(counted, increment);
 }
 
 void OptimizerState::look_at_steps_in_flight() {
   while (!in_flight_.empty()) {
     InFlight& oldest = in_flight_.front();
-    if (!oldest.verdict->told.query()) {
+    if (!oldest.verdict->known.query()) {
       if (std::ssize(in_flight_) < kStepsInFlight) return;
-      oldest.verdict->told.synchronize();
+      oldest.verdict->known.synchronize();
     }
     if (oldest.verdict->was_skipped()) {
       for (const int64_t i : oldest.updated) --presumed_[i];

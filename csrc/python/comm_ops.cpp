@@ -1,5 +1,5 @@
-// The bucketed reduce-scatter as a stateless op: what a unit does with its bucket, for code that
-// keeps buckets and sums of its own. The fake implementation is in zero_ext/ops.py.
+// The bucketed reduce-scatter as a stateless op: what a unit does with its bucket, for code with
+// buckets and sums of its own. The fake implementation is in zero_ext/ops.py.
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
@@ -19,12 +19,12 @@ namespace {
 
 using at::Tensor;
 
-// Away from what users number their own messages on the same group with. Calls need no numbers of
-// their own: messages between two ranks with one tag arrive in the order in which they were sent.
+// Far from the tags that users choose for their own messages on the same group. All calls share it:
+// messages between two ranks with one tag arrive in the order in which they were sent.
 constexpr int64_t kTag = 0x10000000;
 
-// The size is in it: messages of ranks that disagree about it never meet, and their calls time out.
-// gloo would end the process that receives more than it asked for.
+// The tag contains the size, so that messages of ranks with different sizes never meet, and their
+// calls time out. gloo would end a process that receives more than it asked for.
 int64_t tag_of(const Tensor& part) { return kTag + static_cast<int64_t>(part.nbytes()); }
 
 // acc[i] = (fresh ? 0 : acc[i]) + scale * bucket₀[i] + scale * bucket₁[i] + …, where bucketᵣ is the
@@ -42,7 +42,7 @@ void reduce_scatter_accumulate_(const Tensor& bucket, const Tensor& acc,
   const int64_t world = comm.world();
   const int64_t rank = comm.rank();
   const int64_t numel = acc.numel();
-  // Which rank of all that is, the group's name does not tell.
+  // The group's name does not tell this rank's number among all ranks.
   const auto where_in_group = [&] {
     if (group_name.empty()) return where(rank);
     return c10::str("zero_ext [rank ", rank, " of process group '", group_name, "']: ");
@@ -64,7 +64,7 @@ void reduce_scatter_accumulate_(const Tensor& bucket, const Tensor& acc,
   }
   if (numel == 0) return;
   Pending pending;
-  comm.exchange(sends, parts, SharedHostTransport::kNoEpoch, tag_of(sends[rank]), pending);
+  comm.exchange(sends, parts, kNoEpoch, tag_of(sends[rank]), pending);
   pending.wait([&] {
     return where_in_group() + "reduce_scatter_accumulate_ of " + std::to_string(numel) +
            " elements per rank";

@@ -46,6 +46,12 @@ void check_apart(const char* name, const at::Tensor& tensor, const char* other_n
               "' share memory. Pass separate buffers.");
 }
 
+void check_numel(const char* name, const at::Tensor& tensor, int64_t numel,
+                 const char* other_name) {
+  TORCH_CHECK(tensor.numel() == numel, "zero_ext: '", name, "' has ", tensor.numel(),
+              " elements, '", other_name, "' has ", numel, ". Pass ranges of the same length.");
+}
+
 void mark_written(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }

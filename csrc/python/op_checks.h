@@ -21,6 +21,9 @@ void check_scalar(const char* name, const at::Tensor& tensor, at::ScalarType dty
 void check_apart(const char* name, const at::Tensor& tensor, const char* other_name,
                  const at::Tensor& other);
 
+// `tensor` has `numel` elements, as `other_name` has.
+void check_numel(const char* name, const at::Tensor& tensor, int64_t numel, const char* other_name);
+
 // Tells autograd that the op wrote into `tensor`, as every in-place op of torch does.
 void mark_written(const at::Tensor& tensor);
 void mark_written(const std::optional<at::Tensor>& tensor);

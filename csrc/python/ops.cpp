@@ -1,5 +1,6 @@
 // The stateless kernels as torch.ops.zero_ext.*: schema, checks, one implementation for every
-// device that has kernels. The fake implementations are in zero_ext/ops.py.
+// device that has kernels. Updates of optimizers are in update_ops.cpp, fake implementations in
+// zero_ext/ops.py.
 //
 // Every op checks all of its arguments before it writes anything, and every buffer that is written
 // must be contiguous.
@@ -7,7 +8,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <Python.h>
-#include <c10/core/DeviceGuard.h>
 #include <c10/util/irange.h>
 #include <torch/library.h>
 
@@ -21,6 +21,7 @@
 #include "device/kernel_table.h"
 #include "kernels/cpu/dispatch.h"
 #include "kernels/kernels.h"
+#include "python/op_call.h"
 #include "python/op_checks.h"
 
 namespace zero_ext {
@@ -30,38 +31,9 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using Tensors = c10::List<Tensor>;
 
-// Where one call runs: on the device of what it writes, on that device's current stream.
-class Call {
- public:
-  explicit Call(const Tensor& written) : device_(written.device()), guard_(device_) {
-    launch_.error = &error_;
-  }
-  Call(const Call&) = delete;
-  Call& operator=(const Call&) = delete;
-
-  c10::Device device() const { return device_; }
-  const kernels::Kernels& kernels() const { return kernels_; }
-  kernels::Launch& launch() { return launch_; }
-
-  void check(const char* op, kernels::Status status) const {
-    TORCH_CHECK(status != kernels::Status::launch_failed, "zero_ext::", op,
-                " could not be launched on ", device_, ": ", error_, ".");
-    TORCH_INTERNAL_ASSERT(status == kernels::Status::ok, "zero_ext::", op,
-                          " was refused by its kernel (status ", static_cast<int32_t>(status),
-                          ").");
-  }
-
- private:
-  c10::Device device_;
-  c10::DeviceGuard guard_;
-  const kernels::Kernels& kernels_ = kernels_on(device_.type());
-  const char* error_ = "unknown error";
-  kernels::Launch launch_ = launch_on(device_);
-};
-
-// What an op with lists was called with: such ops are boxed kernels. As at::TensorList a list would
-// be copied, and whoever lets go of a tensor that Python holds, too, takes the GIL for it: one
-// after the other a thousand tensors wait longer for that than for all else in the call.
+// The arguments of an op with lists. Such ops are boxed kernels, because at::TensorList would copy
+// the list. Releasing a tensor that Python holds as well takes the GIL: a thousand tensors, released
+// one by one, wait longer for it than the rest of the call takes.
 class Arguments {
  public:
   Arguments(torch::jit::Stack* stack, size_t count) : values_(torch::jit::pop(*stack, count)) {}
@@ -84,11 +56,6 @@ class Arguments {
  private:
   std::vector<c10::IValue> values_;
 };
-
-void check_numel(const char* name, const Tensor& tensor, int64_t numel, const char* other) {
-  TORCH_CHECK(tensor.numel() == numel, "zero_ext: '", name, "' has ", tensor.numel(),
-              " elements, '", other, "' has ", numel, ". Pass ranges of the same length.");
-}
 
 void check_same_length(const char* name, size_t length, const char* other, size_t other_length) {
   TORCH_CHECK(length == other_length, "zero_ext: ", length, " tensors in '", name, "', ",
@@ -114,7 +81,7 @@ int32_t* nonfinite_flag(const OptionalTensor& nonfinite, c10::Device device) {
 
 void accumulate_(const Tensor& grad, const Tensor& sum, double scale, bool fresh,
                  const OptionalTensor& nonfinite) {
-  Call call(sum);
+  OpCall call(sum);
   check_value("grad", grad, call.device());
   check_float("sum", sum, call.device());
   check_numel("grad", grad, sum.numel(), "sum");
@@ -137,7 +104,7 @@ void accumulate_list_(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   const OptionalTensor nonfinite = arguments.optional_tensor(4);
   check_same_length("grads", grads.size(), "sums", sums.size());
   if (sums.empty()) return;
-  Call call(sums[0]);
+  OpCall call(sums[0]);
   const at::ScalarType dtype = check_list("grads", grads, call.device());
   std::vector<kernels::AccumulateSegment> segments;
   segments.reserve(grads.size());
@@ -165,7 +132,7 @@ void accumulate_ranks_(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   const float scale = arguments.number(2);
   const bool fresh = arguments.flag(3);
   const OptionalTensor nonfinite = arguments.optional_tensor(4);
-  Call call(sum);
+  OpCall call(sum);
   const at::ScalarType dtype = check_list("grads", grads, call.device());
   check_float("sum", sum, call.device());
   TORCH_CHECK(!grads.empty(), "zero_ext: 'grads' is empty. Pass one gradient per rank.");
@@ -188,115 +155,8 @@ void accumulate_ranks_(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   mark_written(nonfinite);
 }
 
-// A float32 buffer of an optimizer that has one element per element of `master`.
-float* optimizer_buffer(const char* name, const Tensor& buffer, const Tensor& master) {
-  check_float(name, buffer, master.device());
-  check_numel(name, buffer, master.numel(), "master");
-  return buffer.mutable_data_ptr<float>();
-}
-
-float* optimizer_buffer(const char* name, const OptionalTensor& buffer, const Tensor& master) {
-  return buffer.has_value() ? optimizer_buffer(name, *buffer, master) : nullptr;
-}
-
-// The compute copy of `master`, or null where there is none.
-void* compute_copy(const OptionalTensor& param, const Tensor& master) {
-  if (!param.has_value()) return nullptr;
-  check_value("param", *param, master.device());
-  check_numel("param", *param, master.numel(), "master");
-  check_apart("param", *param, "master", master);
-  return param->mutable_data_ptr();
-}
-
-kernels::DType compute_dtype(const OptionalTensor& param) {
-  return param.has_value() ? dtype_of(param->scalar_type()) : kernels::DType::f32;
-}
-
-// A value on the device, or null.
-template <class T>
-const T* device_scalar(const char* name, const OptionalTensor& value, c10::Device device) {
-  if (!value.has_value()) return nullptr;
-  check_scalar(name, *value, c10::CppTypeToScalarType<T>::value, device);
-  return value->const_data_ptr<T>();
-}
-
-kernels::OnDevice on_device(const OptionalTensor& skip, const OptionalTensor& steps_done,
-                            const OptionalTensor& grad_factor, c10::Device device) {
-  return {.skip = device_scalar<int32_t>("skip", skip, device),
-          .steps_done = device_scalar<float>("steps_done", steps_done, device),
-          .grad_factor = device_scalar<float>("grad_factor", grad_factor, device)};
-}
-
-void adamw_(const Tensor& master, const OptionalTensor& param, const Tensor& grad,
-            const Tensor& exp_avg, const Tensor& exp_avg_sq, const OptionalTensor& max_exp_avg_sq,
-            double lr, double beta1, double beta2, double eps, double weight_decay, int64_t step,
-            double grad_scale, bool maximize, bool decoupled, const OptionalTensor& skip,
-            const OptionalTensor& steps_done, const OptionalTensor& grad_factor) {
-  TORCH_CHECK(step >= 1, "zero_ext: 'step' is ", step, ", the first update is number 1.");
-  Call call(master);
-  check_float("master", master, call.device());
-  const kernels::AdamArgs args{
-      .master = master.mutable_data_ptr<float>(),
-      .param = compute_copy(param, master),
-      .param_dtype = compute_dtype(param),
-      .grad = optimizer_buffer("grad", grad, master),
-      .exp_avg = optimizer_buffer("exp_avg", exp_avg, master),
-      .exp_avg_sq = optimizer_buffer("exp_avg_sq", exp_avg_sq, master),
-      .max_exp_avg_sq = optimizer_buffer("max_exp_avg_sq", max_exp_avg_sq, master),
-      .numel = master.numel(),
-      .lr = lr,
-      .beta1 = beta1,
-      .beta2 = beta2,
-      .eps = eps,
-      .weight_decay = weight_decay,
-      .step = step,
-      .grad_scale = static_cast<float>(grad_scale),
-      .maximize = maximize,
-      .decoupled = decoupled,
-      .on_device = on_device(skip, steps_done, grad_factor, call.device()),
-  };
-  call.check("adamw_", call.kernels().adam(args, call.launch()));
-  mark_written(master);
-  mark_written(param);
-  mark_written(exp_avg);
-  mark_written(exp_avg_sq);
-  mark_written(max_exp_avg_sq);
-}
-
-void sgd_(const Tensor& master, const OptionalTensor& param, const Tensor& grad,
-          const OptionalTensor& momentum_buffer, double lr, double momentum, double dampening,
-          double weight_decay, bool nesterov, bool first, double grad_scale, bool maximize,
-          const OptionalTensor& skip, const OptionalTensor& steps_done,
-          const OptionalTensor& grad_factor) {
-  Call call(master);
-  check_float("master", master, call.device());
-  TORCH_CHECK(momentum == 0 || momentum_buffer.has_value(), "zero_ext: 'momentum' is ", momentum,
-              " and 'momentum_buffer' is None. Pass a buffer of ", master.numel(), " elements.");
-  const kernels::SgdArgs args{
-      .master = master.mutable_data_ptr<float>(),
-      .param = compute_copy(param, master),
-      .param_dtype = compute_dtype(param),
-      .grad = optimizer_buffer("grad", grad, master),
-      .momentum_buffer = optimizer_buffer("momentum_buffer", momentum_buffer, master),
-      .numel = master.numel(),
-      .lr = lr,
-      .momentum = momentum,
-      .dampening = dampening,
-      .weight_decay = weight_decay,
-      .nesterov = nesterov,
-      .first = first,
-      .grad_scale = static_cast<float>(grad_scale),
-      .maximize = maximize,
-      .on_device = on_device(skip, steps_done, grad_factor, call.device()),
-  };
-  call.check("sgd_", call.kernels().sgd(args, call.launch()));
-  mark_written(master);
-  mark_written(param);
-  mark_written(momentum_buffer);
-}
-
 void cast_(const Tensor& source, const Tensor& target) {
-  Call call(target);
+  OpCall call(target);
   check_value("source", source, call.device());
   check_value("target", target, call.device());
   check_numel("source", source, target.numel(), "target");
@@ -321,7 +181,7 @@ void flatten_(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   const bool add = arguments.flag(3);
   const OptionalTensor nonfinite = arguments.optional_tensor(4);
   check_same_length("sources", sources.size(), "offsets", offsets.size());
-  Call call(flat);
+  OpCall call(flat);
   const at::ScalarType dtype = check_list("sources", sources, call.device());
   check_value("flat", flat, call.device());
   for (const auto i : c10::irange(sources.size())) {
@@ -348,7 +208,7 @@ void find_nonfinite_(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   const Arguments arguments(stack, 2);
   const Tensors values = arguments.tensors(0);
   const Tensor& nonfinite = arguments.tensor(1);
-  Call call(nonfinite);
+  OpCall call(nonfinite);
   TORCH_CHECK(nonfinite.scalar_type() == at::kInt && nonfinite.is_contiguous(),
               "zero_ext: 'nonfinite' is ", nonfinite.scalar_type(),
               nonfinite.is_contiguous() ? "" : ", not contiguous",
@@ -368,26 +228,8 @@ void find_nonfinite_(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   mark_written(nonfinite);
 }
 
-Tensor sum_of_squares(const Tensor& value) {
-  Call call(value);
-  check_float("value", value, call.device());
-  const at::TensorOptions options = value.options().dtype(at::kDouble);
-  const Tensor result = at::zeros({}, options);
-  Tensor scratch;
-  if (!call.device().is_cpu()) {
-    const int64_t bytes = kernels::sum_of_squares_scratch_bytes(value.numel());
-    scratch = at::empty({bytes / static_cast<int64_t>(sizeof(double))}, options);
-    call.launch().scratch = scratch.mutable_data_ptr();
-    call.launch().scratch_bytes = bytes;
-  }
-  call.check("sum_of_squares",
-             call.kernels().sum_of_squares(value.const_data_ptr<float>(), value.numel(),
-                                           result.mutable_data_ptr<double>(), call.launch()));
-  return result;
-}
-
 void adopt_writes_(const Tensor& param, const Tensor& master) {
-  Call call(master);
+  OpCall call(master);
   check_value("param", param, call.device());
   check_float("master", master, call.device());
   check_numel("param", param, master.numel(), "master");
@@ -396,15 +238,6 @@ void adopt_writes_(const Tensor& param, const Tensor& master) {
                                   param.const_data_ptr(), dtype_of(param.scalar_type()),
                                   master.mutable_data_ptr<float>(), master.numel(), call.launch()));
   mark_written(master);
-}
-
-void count_step_(const Tensor& steps_done, const OptionalTensor& skip) {
-  Call call(steps_done);
-  check_scalar("steps_done", steps_done, at::kFloat, call.device());
-  const auto* skip_flag = device_scalar<int32_t>("skip", skip, call.device());
-  call.check("count_step_", call.kernels().count_step(steps_done.mutable_data_ptr<float>(),
-                                                      skip_flag, call.launch()));
-  mark_written(steps_done);
 }
 
 // For tests and benchmarks: runs all later kernels on `name`, returns the one that was in use.
@@ -447,30 +280,13 @@ TORCH_LIBRARY_FRAGMENT(zero_ext, m) {
   m.def(
       "accumulate_ranks_(Tensor[] grads, Tensor(a!) sum, float scale=1.0, bool fresh=False, "
       "Tensor(b!)? nonfinite=None) -> ()");
-  m.def(
-      "adamw_(Tensor(a!) master, Tensor(b!)? param, Tensor grad, Tensor(c!) exp_avg, Tensor(d!) "
-      "exp_avg_sq, "
-      "Tensor(e!)? max_exp_avg_sq=None, *, float lr, float beta1, float beta2, float eps, float "
-      "weight_decay, "
-      "int step, float grad_scale=1.0, bool maximize=False, bool decoupled=True, Tensor? "
-      "skip=None, "
-      "Tensor? steps_done=None, Tensor? grad_factor=None) -> ()");
-  m.def(
-      "sgd_(Tensor(a!) master, Tensor(b!)? param, Tensor grad, Tensor(c!)? momentum_buffer=None, "
-      "*, float lr, "
-      "float momentum=0.0, float dampening=0.0, float weight_decay=0.0, bool nesterov=False, bool "
-      "first=False, "
-      "float grad_scale=1.0, bool maximize=False, Tensor? skip=None, Tensor? steps_done=None, "
-      "Tensor? grad_factor=None) -> ()");
   m.def("cast_(Tensor source, Tensor(a!) target) -> ()");
   m.def(
       "flatten_(Tensor[] sources, Tensor(a!) flat, int[] offsets, bool add=False, Tensor(b!)? "
       "nonfinite=None) "
       "-> ()");
   m.def("find_nonfinite_(Tensor[] values, Tensor(a!) nonfinite) -> ()");
-  m.def("sum_of_squares(Tensor value) -> Tensor");
   m.def("adopt_writes_(Tensor param, Tensor(a!) master) -> ()");
-  m.def("count_step_(Tensor(a!) steps_done, Tensor? skip=None) -> ()");
   m.def("_use_instruction_set(str name) -> str", use_instruction_set);
   m.def("_instruction_set() -> str", instruction_set_name);
   m.def("_use_fetch_ahead(str kernels) -> str", use_fetch_ahead);
@@ -482,14 +298,10 @@ void implement(torch::Library& m) {
   m.impl("accumulate_", accumulate_);
   m.impl("accumulate_list_", torch::CppFunction::makeFromBoxedFunction<accumulate_list_>());
   m.impl("accumulate_ranks_", torch::CppFunction::makeFromBoxedFunction<accumulate_ranks_>());
-  m.impl("adamw_", adamw_);
-  m.impl("sgd_", sgd_);
   m.impl("cast_", cast_);
   m.impl("flatten_", torch::CppFunction::makeFromBoxedFunction<flatten_>());
   m.impl("find_nonfinite_", torch::CppFunction::makeFromBoxedFunction<find_nonfinite_>());
-  m.impl("sum_of_squares", sum_of_squares);
   m.impl("adopt_writes_", adopt_writes_);
-  m.impl("count_step_", count_step_);
 }
 
 }  // namespace

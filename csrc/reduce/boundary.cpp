@@ -4,7 +4,7 @@ namespace zero_ext {
 
 void Boundary::push_no_sync() {
   ++no_sync_depth_;
-  // Decided here and not by the backwards inside, of which a rank may run none.
+  // Decided here and not by the backwards inside: a rank may run none.
   if (options_.world > 1 && options_.sums_locally) set_local_next(true);
 }
 

@@ -1,20 +1,23 @@
-// Boundary: which backwards of a step reduce, and what gradients are multiplied by on their way
-// into the sums.
+// Boundary: which backwards of a step reduce, and which factors gradients are multiplied by before
+// they are added to the sums.
 //
 // Owner:     Engine.
-// Threads:   called only under Engine::mutex_.
-// Invariant: reduces() and local_next() depend on the order of calls alone, so that they are the
-//            same on every rank, also on one that runs no backward.
+// Threads:   called only under the engine's lock.
+// Invariant: reduces() and local_next() depend on the order of calls alone. Hence they are the same
+//            on every rank, also on a rank that runs no backward.
 //
 // Note [Loss scale]
-// Gradients of a scaled loss are divided by the scale where they are added to the fp32 sum, by the
-// factor that divides by the number of ranks, so that it costs nothing, .grad shows true gradients
-// whenever it is looked at, and micro-batches of different scales add up. What travels, and what is
-// searched for NaN and Inf, still has the scale. Rejected: dividing in the update kernel, which is
-// wrong once the scale has changed between two micro-batches, and makes every reader of .grad ask
-// for the scale. Local sums keep the scale of the first micro-batch, since a reduction in half
-// precision may have to send them; contributions of another scale are converted to it. The first
-// one is told by local_next().
+// Gradients of a scaled loss are divided by the scale when they are added to the fp32 sum. The
+// factor that divides by the number of ranks does that as well, so it costs nothing. Hence .grad
+// shows true gradients at any time, and micro-batches of different scales add up. Messages between
+// ranks still have the scale, and so do the gradients that are searched for NaN and Inf.
+//
+// Rejected: dividing in the update kernel. That is wrong once the scale has changed between two
+// micro-batches, and every reader of .grad would need the scale.
+//
+// Local sums keep the scale of the first micro-batch, because a reduction in half precision may
+// have to send them. Contributions of another scale are converted to it. The first micro-batch is
+// the one for which local_next() is false.
 #pragma once
 
 #include <cstdint>
@@ -39,19 +42,19 @@ class Boundary {
   void push_no_sync();
   void pop_no_sync() { --no_sync_depth_; }
   int64_t accumulation_steps() const { return options_.accumulation_steps; }
-  void set_accumulation_steps(int64_t steps) { options_.accumulation_steps = steps; }
   double divide_factor() const { return options_.divide_factor; }
   void set_divide_factor(double factor) { options_.divide_factor = factor; }
   void set_loss_scale(double scale);
-  // What the sum over the ranks of a scaled loss's gradients is divided by.
+  // Divides the sum over the ranks of a scaled loss's gradients.
   double divisor() const { return divide() * loss_scale_; }
 
-  // The coming backward is the last one before a step, and whether it reduces.
+  // The coming backward is the last one before a step.
   bool reached() const;
+  // The coming backward reduces.
   bool reduces() const { return !options_.sums_locally || reached(); }
   // This rank has local sums that were not reduced.
   bool local_open() const { return unreduced_ > 0; }
-  int64_t unreduced() const { return unreduced_; }  // how many backwards they are of
+  int64_t unreduced() const { return unreduced_; }  // the number of their backwards
   // The next reduction is of local sums.
   bool local_next() const { return local_next_; }
   int64_t micro_batch() const { return micro_batch_; }  // backwards since the last step
@@ -59,10 +62,10 @@ class Boundary {
   GradientScales scales(bool local) const;
 
   void end_backward(bool reduced);
-  // One that brought no gradients of this rank, and reduced.
+  // The end of a backward that reduced, and in which this rank had no gradients.
   void end_others_backward();
   void end_step();
-  // Every gradient was given up: a step that was begun is over.
+  // Every gradient was discarded: a step that was begun is over.
   void give_up_step();
 
  private:

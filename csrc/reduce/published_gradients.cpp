@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "core/errors.h"
@@ -29,7 +30,7 @@ PublishedGradients::~PublishedGradients() {
     if (!is_kept(i)) continue;
     try {
       give_own_memory(entry);
-    } catch (const std::exception&) {  // there is none
+    } catch (const std::exception&) {  // there is no memory
       forbid_access(*entry.local.storage().unsafeGetStorageImpl(),
                     parameters_.sums_of(i).why_unreadable());
     }
@@ -91,7 +92,7 @@ void PublishedGradients::give_own_memory(Entry& entry) const {
   give_memory(storage, std::move(own));
 }
 
-void PublishedGradients::take_over(const std::vector<int64_t>& indices, const char* verb) {
+void PublishedGradients::adopt_changes(const std::vector<int64_t>& indices, const char* verb) {
   for (const int64_t i : indices) {
     const ShardedParameter& parameter = parameters_[i];
     if (!parameter.managed()) continue;
@@ -99,16 +100,16 @@ void PublishedGradients::take_over(const std::vector<int64_t>& indices, const ch
     const at::Tensor& grad = parameter.tensor.grad();
     const int64_t version = version_of(entry.view, entry.local);
     if (entry.shown && version != entry.version) {
-      parameters_.sums_of(i).suspect_nonfinite(parameter.slot);
+      nan_records_.suspect_sum(parameters_.record_of(i));
     }
     entry.version = version;
     if (entry.shown && !grad.defined()) {
       clear(i);
       continue;
     }
-    const bool ours = entry.shown && grad.is_same(entry.view);
-    const bool data_was_set = ours && has_other_memory(entry);
-    if (grad.defined() && (!ours || data_was_set)) {
+    const bool published = entry.shown && grad.is_same(entry.view);
+    const bool data_was_set = published && has_other_memory(entry);
+    if (grad.defined() && (!published || data_was_set)) {
       TORCH_CHECK(grad.sizes() == parameter.tensor.sizes(),
                   where(rank_, parameters_.unit(parameter.unit).name()), verb,
                   ": .grad of parameter '", parameter.name, "' was set to a tensor of shape ",
@@ -132,6 +133,11 @@ bool PublishedGradients::has_foreign() const {
     if (parameter.managed() && !entries_[i].shown && parameter.tensor.grad().defined()) return true;
   }
   return false;
+}
+
+bool PublishedGradients::has_reduced_gradients() const {
+  return std::any_of(parameters_.units().begin(), parameters_.units().end(),
+                     [](const auto& unit) { return unit->sums().has_reduced(); });
 }
 
 void PublishedGradients::withdraw() {
@@ -163,6 +169,7 @@ void PublishedGradients::write(int64_t i, const at::Tensor& grad) {
   } else {
     unit.sums().write(parameter.slot, unit.layout().own_part(parameter.slot, grad, at::kFloat));
   }
+  nan_records_.suspect_sum(parameters_.record_of(i));
   show(i);
 }
 
@@ -177,8 +184,7 @@ void PublishedGradients::forget(int64_t i) {
   Unit& unit = parameters_.unit(parameter.unit);
   unit.sums().clear(parameter.slot);
   if (std::exchange(entries_[i].shown, false)) parameter.tensor.mutable_grad().reset();
-  parameter.nonfinite_micro_batch = -1;
-  if (flags_ != nullptr) flags_->clear(unit.flag(parameter.slot));
+  nan_records_.clear(unit.record(parameter.slot));
 }
 
 }  // namespace zero_ext

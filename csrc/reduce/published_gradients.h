@@ -1,17 +1,17 @@
-// PublishedGradients: what .grad shows between two backwards: a view of each parameter's reduced
-// sum, which users may edit, replace or delete.
+// PublishedGradients: what .grad shows between two backwards. It is a view of each parameter's
+// reduced sum, which users may edit, replace or delete.
 //
 // Owner:     Engine.
-// Threads:   called only under Engine::mutex_.
-// Invariant: between two backwards, the .grad of a parameter in a unit is its view or None, or what
-//            the user put there since.
+// Threads:   called only under the engine's lock.
+// Invariant: between two backwards, the .grad of a parameter in a unit is its view, None, or a
+//            value that the user has set since.
 //
 // Note [Kept gradients]
-// A gradient that a user keeps beyond zero_grad() keeps its values, as in PyTorch, where the next
-// backward makes a new tensor. Here the sums stay where they are. So each view has a storage of its
-// own, which lends the memory of the sums; where it has holders besides us when the sums are
-// cleared, they get a copy under that storage, whatever tensors they have of it, and .grad shows
-// another one from then on.
+// If a user holds on to p.grad past zero_grad(), it keeps its values, as in PyTorch, where the next
+// backward makes a new tensor. Here the sums stay where they are. Hence each view has a storage of
+// its own over the memory of the sums. When the sums are cleared while the user still holds that
+// storage, through whatever tensors, the storage gets a copy of the values, and .grad shows a new
+// view from then on.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,7 +20,7 @@
 #include <functional>
 #include <vector>
 
-#include "device/device_flags.h"
+#include "units/nan_records.h"
 #include "units/sharded_parameters.h"
 
 namespace zero_ext {
@@ -32,11 +32,10 @@ class PublishedGradients {
   // What .grad shows of parameter i, over this rank's slice of the sums.
   using ViewMaker = std::function<at::Tensor(int64_t i, const at::Tensor& local)>;
 
-  // `flags`: of a device's kernels, or null.
-  PublishedGradients(ShardedParameters& parameters, DeviceFlags* flags, int64_t rank)
-      : parameters_(parameters), flags_(flags), rank_(rank) {}
-  // A view of our memory left in .grad would break the next backward of a parameter that outlives
-  // us.
+  PublishedGradients(ShardedParameters& parameters, NanRecords& nan_records, int64_t rank)
+      : parameters_(parameters), nan_records_(nan_records), rank_(rank) {}
+  // Takes the views out of .grad: they would break the next backward of a parameter that outlives
+  // this.
   ~PublishedGradients();
   PublishedGradients(const PublishedGradients&) = delete;
   PublishedGradients& operator=(const PublishedGradients&) = delete;
@@ -45,46 +44,49 @@ class PublishedGradients {
   void set_view_maker(ViewMaker maker) { view_maker_ = std::move(maker); }
   // One more parameter, of which nothing is shown yet.
   void add() { entries_.emplace_back(); }
-  // Parameter i, which is in a unit, gets a new view. Who has kept the old one keeps its values.
+  // Parameter i, which is in a unit, gets a new view. Users who hold the old one keep its values.
   void make_view(int64_t i);
-  // The sums may lie somewhere else than before.
+  // Call it after the sums may have moved to other memory.
   void follow_memory();
 
-  // What users did to .grad since it was published becomes the gradient. `verb`: in messages.
-  void take_over(const std::vector<int64_t>& indices, const char* verb);
-  // A gradient lies in .grad that we did not put there, perhaps of a backward that was not seen.
+  // Users' changes of .grad since it was published become the gradient. `verb`: in messages.
+  void adopt_changes(const std::vector<int64_t>& indices, const char* verb);
+  // Some .grad was not published here. It may be of a backward that was not seen.
   bool has_foreign() const;
-  // .grad becomes None, of all; and a view again, of all that have a sum.
+  // Some parameter has a reduced gradient, whether it is shown or not.
+  bool has_reduced_gradients() const;
+  // Every .grad becomes None.
   void withdraw();
+  // The .grad of every parameter with a reduced sum becomes its view.
   void publish();
   // .grad of parameter i becomes its view.
   void show(int64_t i);
 
   // The gradient of parameter i becomes `grad`, all of it or a subclass that the reader knows.
   void write(int64_t i, const at::Tensor& grad);
-  // It becomes none; what users have kept of it stays what it is.
+  // It becomes none. Tensors that users hold of it keep their values.
   void clear(int64_t i);
-  // It becomes none, and shows what it will be next to whoever has kept it.
+  // It becomes none. Tensors that users hold of it will show the next gradient.
   void forget(int64_t i);
 
  private:
   struct Entry {
     at::Tensor view;
     at::Tensor local;        // the 1-D tensor that `view` shows; see Note [Kept gradients]
-    size_t holders = 0;      // of local's storage, while no user has any
-    void* memory = nullptr;  // that the storage lends; null: none
-    int64_t version = 0;     // of both, when the gradient was last known to be ours
+    size_t holders = 0;      // of local's storage, while no user holds it
+    void* memory = nullptr;  // of the sums, which the storage shows; null: none
+    int64_t version = 0;     // of both, when the user's changes were last adopted
     bool shown = false;
   };
   void follow_memory(int64_t i);
   bool is_kept(int64_t i) const;
-  // The user gave the tensor that is shown another's memory.
+  // The user has set the data of the shown tensor to other memory.
   static bool has_other_memory(const Entry& entry);
-  // A copy of the sums to the holders of its storage, of which it is no entry any more.
+  // Gives the storage a copy of the sums, for the users who hold it.
   void give_own_memory(Entry& entry) const;
 
   ShardedParameters& parameters_;
-  DeviceFlags* flags_;
+  NanRecords& nan_records_;
   int64_t rank_;
   LocalReader local_reader_;
   ViewMaker view_maker_;

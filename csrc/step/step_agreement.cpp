@@ -17,7 +17,7 @@ namespace {
 
 constexpr char kOutOfStep[] =
     ": the ranks have finished different backwards since the last step: one threw on a rank after"
-    " the others had its gradients, or zero_grad() was called by some ranks alone. Call"
+    " the others had its gradients, or only some ranks called zero_grad(). Call"
     " zero_grad(set_to_none=True) on every rank and repeat the step's backwards.";
 constexpr char kOrOtherSettings[] =
     " Or the optimizers' settings (lr, weight_decay, …) differ between ranks.";
@@ -35,24 +35,15 @@ at::Tensor StepAgreement::gather(Comm::Agreement about, const at::Tensor& answer
 
 StepVerdict StepAgreement::ask_host(Comm::Agreement about, const std::vector<int64_t>& indices,
                                     const StepQuestions& questions) {
-  int64_t first = nan_record::kNone;
-  int64_t finite = 1;
-  for (const int64_t i : indices) {
-    const ShardedParameter& parameter = parameters_[i];
-    if (!parameter.managed() || !questions.nonfinite) continue;
-    const bool now = holds_nonfinite(i);
-    if (now) finite = 0;
-    if (!now && parameter.nonfinite_micro_batch < 0) continue;
-    const int64_t micro_batch = parameter.nonfinite_micro_batch < 0
-                                    ? nan_record::kUnknownMicroBatch
-                                    : parameter.nonfinite_micro_batch;
-    first = std::min(first, nan_record::of(micro_batch, context_.rank, i));
-  }
+  const NanRecords::Found found = context_.nan_records->search(
+      records_of(indices, questions), [this](int64_t i) { return own_sum(i); });
+  int64_t finite = found.finite ? 1 : 0;
+  int64_t first = found.first;
   // One message for both questions; a second one would cost more than the norm.
   kernels::SquareSum sum{};
   if (questions.norm()) add_own_squares(indices, &sum);
   constexpr int64_t kFacts = 6;
-  // Also where nobody asks for the norm: ranks in different calls must understand each other.
+  // Also where no norm is asked for: a message has the same length in every call.
   constexpr int64_t kLength = kFacts + kernels::kSquareSumLength;
   const at::Tensor own = at::empty({kLength}, at::TensorOptions().dtype(at::kLong));
   auto* value = own.mutable_data_ptr<int64_t>();
@@ -105,14 +96,8 @@ StepVerdict StepAgreement::ask_device(Comm::Agreement about, const std::vector<i
                                       const StepQuestions& questions) {
   const c10::Device device = context_.compute.device();
   const auto options = at::TensorOptions().device(device);
-  std::vector<int64_t> flags;
-  for (const int64_t i : indices) {
-    const ShardedParameter& parameter = parameters_[i];
-    if (parameter.managed() && questions.nonfinite) {
-      flags.push_back(parameters_.unit(parameter.unit).flag(parameter.slot));
-    }
-  }
-  if (questions.nonfinite) search_suspects(indices);
+  const at::Tensor nonfinite_answer = context_.nan_records->search_on_device(
+      records_of(indices, questions), [this](int64_t i) { return own_sum(i); });
   at::Tensor squares =
       at::zeros({questions.norm() ? kernels::kSquareSumLength : 0}, options.dtype(at::kLong));
   if (questions.norm()) {
@@ -122,13 +107,12 @@ StepVerdict StepAgreement::ask_device(Comm::Agreement about, const std::vector<i
   // One number for both: each more is another launch.
   const auto agreed = static_cast<int64_t>(static_cast<uint64_t>(questions.settings) +
                                            static_cast<uint64_t>(finished_.which()));
-  const at::Tensor all = gather(about,
-                                at::cat({context_.flags->verdict(flags),
-                                         at::full({1}, agreed, options.dtype(at::kLong)), squares}),
-                                questions);
+  const at::Tensor all = gather(
+      about, at::cat({nonfinite_answer, at::full({1}, agreed, options.dtype(at::kLong)), squares}),
+      questions);
   auto verdict = std::make_shared<DeviceVerdict>();
-  const at::Tensor said = all.select(1, 2);
-  const at::Tensor out_of_step = said.min().ne(said.max()).reshape({1});
+  const at::Tensor agreement = all.select(1, 2);
+  const at::Tensor out_of_step = agreement.min().ne(agreement.max()).reshape({1});
   const at::Tensor nonfinite = all.select(1, 0).min().eq(0).reshape({1});
   verdict->skip = nonfinite.logical_or(out_of_step).to(at::kInt);
   const at::Tensor first = all.select(1, 1).min().reshape({1});
@@ -145,48 +129,36 @@ StepVerdict StepAgreement::ask_device(Comm::Agreement about, const std::vector<i
               verdict->factor.mutable_data_ptr<float>(), context_.state.launch()),
           "clip_factor");
   }
-  const at::Tensor told = at::where(out_of_step, at::Scalar(nan_record::kOutOfStep),
-                                    at::where(nonfinite, first, at::Scalar(nan_record::kNone)));
+  const at::Tensor record = at::where(out_of_step, at::Scalar(nan_record::kOutOfStep),
+                                      at::where(nonfinite, first, at::Scalar(nan_record::kNone)));
   verdict->nan_record = at::empty({1}, at::TensorOptions().dtype(at::kLong).pinned_memory(true));
-  verdict->nan_record.copy_(told, /*non_blocking=*/true);
-  verdict->told = c10::Event(device.type());
-  verdict->told.record(current_stream(device));
+  verdict->nan_record.copy_(record, /*non_blocking=*/true);
+  verdict->known = c10::Event(device.type());
+  verdict->known.record(current_stream(device));
   return {.on_device = std::move(verdict)};
 }
 
-void StepAgreement::search_suspects(const std::vector<int64_t>& indices) {
-  std::vector<int64_t> flags;
-  std::vector<kernels::ReadSegment> segments;
+std::vector<int64_t> StepAgreement::records_of(const std::vector<int64_t>& indices,
+                                               const StepQuestions& questions) const {
+  std::vector<int64_t> records;
+  if (!questions.nonfinite) return records;
+  records.reserve(indices.size());
   for (const int64_t i : indices) {
-    const ShardedParameter& parameter = parameters_[i];
-    if (!parameter.managed() || !parameters_.sums_of(i).suspected(parameter.slot)) continue;
-    Unit& unit = parameters_.unit(parameter.unit);
-    flags.push_back(unit.flag(parameter.slot));
-    if (std::optional<kernels::ReadSegment> suspect = unit.sums().suspect(parameter.slot)) {
-      suspect->nonfinite = context_.flags->sum(flags.back());
-      segments.push_back(*suspect);
-    }
-    unit.sums().forget_suspicion(parameter.slot);
+    if (parameters_[i].managed()) records.push_back(parameters_.record_of(i));
   }
-  if (flags.empty()) return;
-  context_.flags->forget_sums(flags);
-  check(context_.state->find_nonfinite(segments.data(), std::ssize(segments),
-                                       context_.state.launch()),
-        "find_nonfinite");
+  return records;
 }
 
-bool StepAgreement::holds_nonfinite(int64_t i) const {
-  const ShardedParameter& parameter = parameters_[i];
-  std::optional<kernels::ReadSegment> suspect = parameters_.sums_of(i).suspect(parameter.slot);
-  if (!suspect.has_value()) return false;
-  int32_t nonfinite = 0;
-  suspect->nonfinite = &nonfinite;
-  check(context_.state->find_nonfinite(&*suspect, 1, context_.state.launch()), "find_nonfinite");
-  return nonfinite != 0;
+std::optional<kernels::ReadSegment> StepAgreement::own_sum(int64_t i) const {
+  const int64_t slot = parameters_[i].slot;
+  const GradientSums& sums = parameters_.sums_of(i);
+  const Piece* piece = parameters_.unit(parameters_[i].unit).layout().own_piece(slot);
+  if (sums.fresh(slot) || piece == nullptr) return std::nullopt;
+  return kernels::ReadSegment{.value = sums.reduced(slot), .numel = piece->numel};
 }
 
 void StepAgreement::settle(StepVerdict& verdict) const {
-  if (!verdict.is_settled()) verdict.on_device->told.synchronize();
+  if (!verdict.is_settled()) verdict.on_device->known.synchronize();
   const int64_t first = *verdict.on_device->nan_record.const_data_ptr<int64_t>();
   TORCH_CHECK(first != nan_record::kOutOfStep, where(context_.global_rank), "a step was skipped",
               kOutOfStep, kOrOtherSettings);
@@ -196,8 +168,14 @@ void StepAgreement::settle(StepVerdict& verdict) const {
 
 void StepAgreement::add_own_squares(const std::vector<int64_t>& indices,
                                     kernels::SquareSum* sum) const {
-  parameters_.for_each_summed_run(
-      indices, [&](GradientSums& sums, const Run& run) { sums.add_squares(run, sum); });
+  parameters_.for_each_summed_run(indices, [&](const GradientSums& sums, const Run& run) {
+    // Groups of elements are those of each slot alone: slots begin where groups do, behind
+    // zeros.
+    TORCH_INTERNAL_ASSERT(run.begin % kernels::kSquareGroupNumel == 0);
+    check(context_.state->add_squares(sums.data() + run.begin, run.numel, sum,
+                                      context_.state.launch()),
+          "add_squares");
+  });
 }
 
 }  // namespace zero_ext

@@ -2,10 +2,10 @@
 // and their norm.
 //
 // Owner:     Engine.
-// Threads:   called only under Engine::mutex_.
-// Invariant: every rank asks the same questions and comes to the same verdict, from one message of
-//            each. Where the sums lie on a device, nobody waits for them. No step is made of sums
-//            that lack a backward on some ranks.
+// Threads:   called only under the engine's lock.
+// Invariant: every rank asks the same questions and reaches the same verdict, from one message of
+//            each rank. Where the sums lie on a device, the host does not wait for them. A step is
+//            rejected with an error where some ranks lack a backward that others have.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,27 +19,28 @@
 
 #include "comm/comm.h"
 #include "units/finished_backwards.h"
+#include "units/nan_records.h"
 #include "units/sharded_parameters.h"
 #include "units/unit_context.h"
 
 namespace zero_ext {
 
-// What an update wants to know of the gradients first; every rank asks the same.
+// What must be known of the gradients before an update. Every rank asks the same.
 struct StepQuestions {
   bool nonfinite = true;           // whether any holds NaN or Inf
-  std::optional<double> max_norm;  // and their norm, with the factor that clips them to this one
-  int64_t settings = 0;            // a hash of what the update multiplies with
+  std::optional<double> max_norm;  // their norm, and the factor that clips it to this
+  int64_t settings = 0;            // a hash of the numbers that the update uses
   bool norm() const { return max_norm.has_value(); }
 };
 
-// A verdict that the device alone knows so far.
+// A verdict that only the device knows so far.
 struct DeviceVerdict {
-  at::Tensor skip;                        // int32 [1]: not 0 where the gradients hold NaN or Inf
-  at::Tensor norm;                        // fp32 [], undefined where it was not asked for
-  at::Tensor factor;                      // fp32 [1], of the gradients; undefined likewise
-  at::Tensor nan_record;                  // int64 [1] in pinned host memory: the first one, or none
-  c10::Event told{c10::DeviceType::CPU};  // `NaN record` is there
-  // As `skip`, once told.
+  at::Tensor skip;                         // int32 [1]: not 0 where the gradients hold NaN or Inf
+  at::Tensor norm;                         // fp32 [], undefined where no norm was asked for
+  at::Tensor factor;                       // fp32 [1], clips the gradients; undefined likewise
+  at::Tensor nan_record;                   // int64 [1] in pinned host memory: the first, or none
+  c10::Event known{c10::DeviceType::CPU};  // when `nan_record` has arrived
+  // The same as `skip`, once known.
   bool was_skipped() const { return *nan_record.const_data_ptr<int64_t>() != nan_record::kNone; }
 };
 
@@ -47,14 +48,14 @@ struct StepVerdict {
   bool settings_differ = false;  // between ranks; on a device settle() raises instead
   bool nonfinite = false;
   int64_t rank = -1;  // where the first NaN or Inf was seen
-  std::string parameter;
+  std::string parameter{};
   int64_t micro_batch = -1;
   float norm = 0;    // where it was asked for
-  float factor = 1;  // which clips it
-  // Where the sums lie on a device: what is above is not known before settle().
+  float factor = 1;  // clips the gradients to it
+  // Where the sums lie on a device: the fields above are unknown before settle().
   std::shared_ptr<DeviceVerdict> on_device;
   // Whether settle() would not wait.
-  bool is_settled() const { return on_device == nullptr || on_device->told.query(); }
+  bool is_settled() const { return on_device == nullptr || on_device->known.query(); }
 };
 
 class StepAgreement {
@@ -63,14 +64,14 @@ class StepAgreement {
                 FinishedBackwards& finished)
       : comm_(comm), context_(context), parameters_(parameters), finished_(finished) {}
 
-  // Collective, but that a rank may ask for the norm alone of gradients that every rank holds.
+  // Collective. Exception: where every rank holds all gradients, a rank may ask for the norm alone.
   // Raises on every rank where they have finished different backwards.
   StepVerdict ask(Comm::Agreement about, const std::vector<int64_t>& indices,
                   const StepQuestions& questions) {
     return context_.state.on_host() ? ask_host(about, indices, questions)
                                     : ask_device(about, indices, questions);
   }
-  // Waits for what the device knows; raises what ask() raises on the host.
+  // Waits for the device, and raises what ask() raises on the host.
   void settle(StepVerdict& verdict) const;
 
  private:
@@ -84,10 +85,11 @@ class StepAgreement {
   at::Tensor gather(Comm::Agreement about, const at::Tensor& answer,
                     const StepQuestions& questions);
   void describe(int64_t first_record, StepVerdict& verdict) const;
-  // Parameter i was suspected to hold NaN or Inf here, and does.
-  bool holds_nonfinite(int64_t i) const;
-  // Whether sums that the user wrote to hold NaN or Inf, into the device's flags.
-  void search_suspects(const std::vector<int64_t>& indices);
+  // The NaN records of the parameters that are asked about.
+  std::vector<int64_t> records_of(const std::vector<int64_t>& indices,
+                                  const StepQuestions& questions) const;
+  // This rank's part of the reduced gradient of parameter i; none where it holds nothing.
+  std::optional<kernels::ReadSegment> own_sum(int64_t i) const;
   // Squares of this rank's reduced gradients; `sum` lies where they do.
   void add_own_squares(const std::vector<int64_t>& indices, kernels::SquareSum* sum) const;
 

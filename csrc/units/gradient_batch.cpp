@@ -5,6 +5,7 @@
 
 #include "device/kernel_table.h"
 #include "memory/storage.h"
+#include "units/nan_records.h"
 
 namespace zero_ext {
 
@@ -49,6 +50,10 @@ void GradientBatch::copy_into(const at::Tensor& flat) {
                          /*nonfinite=*/nullptr, table.launch()),
           "flatten");
   });
+}
+
+int32_t* GradientBatch::flag(int64_t i) const {
+  return context_.nan_records->gradient_flag(first_record_ + i);
 }
 
 void GradientBatch::in_groups(const std::function<void(Group)>& launch) {

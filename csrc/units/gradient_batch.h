@@ -1,6 +1,6 @@
-// GradientBatch: gradients of a unit on a device that wait for each other, for one launch of all.
+// GradientBatch: gradients of a unit on a device that wait for each other, for one launch.
 //
-// Owner:     one Unit.
+// Owner:     a DeviceIntake.
 // Threads:   called only under Engine::mutex_.
 // Invariant: at most one gradient of each slot.
 #pragma once
@@ -19,22 +19,23 @@ namespace zero_ext {
 
 class GradientBatch {
  public:
-  // `layout`: the unit's, which outlives this. `first_flag`: that of slot 0 among the context's.
-  GradientBatch(const UnitContext& context, const RankLayout& layout, int64_t first_flag)
-      : context_(context), layout_(layout), first_flag_(first_flag) {}
+  // `layout`: the unit's, which outlives this. `first_record`: that of slot 0 among the context's
+  // NaN records.
+  GradientBatch(const UnitContext& context, const RankLayout& layout, int64_t first_record)
+      : context_(context), layout_(layout), first_record_(first_record) {}
 
-  // `grad`: dense, strides as those of slot i. `first`: it overwrites what is there. `scale`: of
-  // what is added to a sum.
+  // `grad`: dense, strides as the slot's. `first`: it overwrites what is in its place. `scale`: of
+  // gradients that are added to a sum.
   void add(int64_t i, const at::Tensor& grad, bool first, float scale);
   bool empty() const { return entries_.empty(); }
   void clear() { entries_.clear(); }
 
-  // One launch for all that are equal in dtype, scale and `first`; then the batch is empty. NaN and
-  // Inf set the flags of arrival.
+  // Both launch one kernel for all gradients that are equal in dtype, scale and `first`, and leave
+  // the batch empty. The kernels set the gradient flags of slots with NaN or Inf.
   // Where the sum of a slot's piece lies.
   using SumOf = std::function<float*(int64_t i, const Piece&)>;
   void add_to(const SumOf& sum_of);
-  // To the slots' places in `flat` [padded].
+  // Into the slots' places in `flat` [padded].
   void copy_into(const at::Tensor& flat);
 
  private:
@@ -46,11 +47,11 @@ class GradientBatch {
   };
   using Group = std::span<const Entry>;  // of one launch
   void in_groups(const std::function<void(Group)>& launch);
-  int32_t* flag(int64_t i) const { return context_.flags->arrival(first_flag_ + i); }
+  int32_t* flag(int64_t i) const;
 
   const UnitContext& context_;
   const RankLayout& layout_;
-  int64_t first_flag_;
+  int64_t first_record_;
   std::vector<Entry> entries_;
 };
 

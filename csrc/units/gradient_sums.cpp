@@ -23,8 +23,7 @@ GradientSums::GradientSums(const UnitContext& context, const RankLayout& layout,
       layout_(layout),
       dropped_message_(where(context.global_rank, unit) + kDropped),
       fresh_(layout.size(), 1),
-      local_fresh_(layout.size(), 1),
-      nonfinite_(layout.size(), 0) {
+      local_fresh_(layout.size(), 1) {
   if (kind == UnitKind::frozen) return;
   if (come_and_go()) {
     grad_ = FlatBuffer::without_memory(context_.state_memory(), Held::grad, context_.state_place(),
@@ -68,7 +67,6 @@ void GradientSums::drop_idle() {
 void GradientSums::clear(int64_t i) {
   fresh_[i] = 1;
   local_fresh_[i] = 1;
-  nonfinite_[i] = 0;
 }
 
 void GradientSums::zero(int64_t i) {
@@ -89,7 +87,6 @@ void GradientSums::write(int64_t i, const at::Tensor& values) {
   }
   fresh_[i] = 0;
   local_fresh_[i] = 1;
-  suspect_nonfinite(i);
 }
 
 // One backward
@@ -145,7 +142,7 @@ void GradientSums::end_backward(bool keep) {
   if (!keep) kept_ = false;
 }
 
-void GradientSums::abort_backward() {
+bool GradientSums::abort_backward() {
   if (path_ == GradientPath::local) {
     const bool local_sums = any_sum(local_fresh_before_);
     if (adding_ && local_sums) put_back(local_before_);
@@ -156,23 +153,7 @@ void GradientSums::abort_backward() {
   }
   fresh_ = fresh_before_;
   local_fresh_ = local_fresh_before_;
-  // A device's flags still tell what was seen in the sums that are gone.
-  if (adding_) std::fill(nonfinite_.begin(), nonfinite_.end(), 1);
-}
-
-// NaN, Inf and norms
-
-std::optional<kernels::ReadSegment> GradientSums::suspect(int64_t i) const {
-  const Piece* piece = layout_.own_piece(i);
-  if (!suspected(i) || fresh(i) || piece == nullptr) return std::nullopt;
-  return kernels::ReadSegment{.value = reduced(i), .numel = piece->numel};
-}
-
-void GradientSums::add_squares(const Run& run, kernels::SquareSum* sum) const {
-  // Groups of elements are those of each slot alone: slots begin where groups do, behind zeros.
-  TORCH_INTERNAL_ASSERT(run.begin % kernels::kSquareGroupNumel == 0);
-  check(context_.state->add_squares(data() + run.begin, run.numel, sum, context_.state.launch()),
-        "add_squares");
+  return adding_;
 }
 
 void GradientSums::offload(const std::string& message) {

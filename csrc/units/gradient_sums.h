@@ -1,41 +1,39 @@
 // GradientSums: the fp32 sums of a unit's gradients: this rank's range of the reduced gradient,
-// and, while it accumulates locally, this rank's own sum of the whole unit.
+// and, while the rank accumulates locally, its own sum of the whole unit.
 //
 // Owner:     one Unit.
 // Threads:   called only under Engine::mutex_.
-// Invariant: fresh(i) says that this rank's part of the reduced gradient of slot i holds no sum; it
-//            is the same on every rank between two backwards.
+// Invariant: fresh(i) means that this rank's part of the reduced gradient of slot i holds no sum.
+//            Between two backwards it is the same on every rank.
 //
 // Note [Undoing]
 // A backward that throws must leave the sums as they were. A sum that held nothing is marked fresh
-// again. Before a reduced sum that holds something is added to, it is copied (before_: 4 bytes per
-// element of one range, only where several backwards accumulate). Copies of local sums would double
-// what they take: instead, gradients of a slot that has one are held as they came, until the
-// backward ends, or, where it reduces, until the unit's message is made of both. The reduced sum
-// then takes the place of this rank's range of the local one (local_before_).
+// again. A reduced sum that holds something is copied before it is added to. The copy (before_)
+// takes 4 bytes per element of one range, and exists only where several backwards accumulate.
+// Local sums are not copied, which would double their memory. Instead the gradients of a slot with
+// a local sum are held until the backward ends, or, where it reduces, until the unit's message is
+// made of both. The reduced sum then takes the place of this rank's range of the local sum, which
+// is copied before (local_before_).
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <functional>
-#include <optional>
 #include <string>
 #include <vector>
 
-#include "kernels/kernels.h"
 #include "memory/flat_buffer.h"
 #include "memory/rank_layout.h"
 #include "units/unit_context.h"
 
 namespace zero_ext {
 
-// See Note [Where a gradient goes] in unit.h.
+// See Note [Where a gradient goes] in gradient_intake.h.
 enum class GradientPath { direct, bucket, local };
 
 class GradientSums {
  public:
-  // A frozen unit's have no memory, ever. `layout`: the unit's, which outlives this.
+  // The sums of a frozen unit never have memory. `layout`: the unit's, which outlives this.
   GradientSums(const UnitContext& context, const RankLayout& layout, const std::string& unit,
                UnitKind kind);
 
@@ -43,72 +41,64 @@ class GradientSums {
   at::Tensor slice(int64_t i) const { return layout_.own_slice(grad_, i); }
   at::Tensor range(const Run& run) const { return grad_.slice(run.begin, run.numel); }
   float* data() const { return static_cast<float*>(grad_.data()); }
-  // They lie somewhere; else `why_unreadable()` says why not.
+  // The sums have memory; otherwise `why_unreadable()` is what a read raises.
   bool readable() const { return !grad_.emptied(); }
   const std::string& why_unreadable() const {
     return grad_.offloaded() ? offloaded_message_ : dropped_message_;
   }
-  // Of slot i, this rank's part of the reduced gradient.
+  // This rank's part of the reduced gradient of slot i.
   float* reduced(int64_t i) const { return data() + layout_.own_piece(i)->range_begin; }
-  // Of the local sum, which lies with this rank's range first, so that a buffer of one range is the
-  // beginning of a buffer of all.
+  // An element of the local sum. This rank's range comes first there, so that a buffer of one range
+  // is the beginning of a buffer of all ranges.
   float* local(const Piece& piece, int64_t in_slot) const;
 
   bool fresh(int64_t i) const { return fresh_[i] != 0; }
   bool local_fresh(int64_t i) const { return local_fresh_[i] != 0; }
-  // Before this backward.
+  // As local_fresh(), before this backward.
   bool local_was_fresh(int64_t i) const { return local_fresh_before_[i] != 0; }
-  // No slot has a sum, reduced or local.
-  bool empty() const;
-  // Some slot has a reduced one; the same on every rank, but after a backward that threw on some.
+  // Some slot has a reduced sum. The same on every rank, except after a backward that threw on some
+  // ranks only.
   bool has_reduced() const;
-  // Something was added.
+  // Something was added to the sum.
   void mark_summed(int64_t i) { fresh_[i] = 0; }
   void mark_local_summed(int64_t i) { local_fresh_[i] = 0; }
 
-  // To be called before they are written: on a device the sums have memory from the first gradient
-  // on until they are dropped, because activations need it meanwhile. On the host its pages would
-  // have to be made again for each step, and stay unless the system runs short.
+  // Makes sure that the sums have memory; call it before they are written. On a device they have
+  // memory from the first gradient until drop_idle(), because activations need it in between. On
+  // the host they keep it, since new pages cost time in each step; the system may take idle pages.
   void need();
-  // No slot has a gradient any more: the memory is free for others.
+  // Gives the memory up where no slot has a gradient any more.
   void drop_idle();
-  // Slot i becomes fresh; a sum of zeros; `values`, this rank's part, 1-D.
+  // Slot i becomes fresh; becomes a sum of zeros; becomes `values`, this rank's part, 1-D.
   void clear(int64_t i);
   void zero(int64_t i);
   void write(int64_t i, const at::Tensor& values);
 
   // One backward.
   void begin_backward(GradientPath path);
-  // Before a reduction's contributions are added, and after; once more for those that came late.
-  // What was added to must be marked.
+  // Around the addition of a reduction's contributions, and once more for late gradients. The
+  // caller marks the slots that were added to.
   void begin_adding();
   void end_adding();
-  // It ended, and cannot be undone any more; with `keep`, the reduced sum stays below the local
-  // one.
+  // The backward cannot be undone any more. `keep`: the local sums go on, above the reduced ones.
   void end_backward(bool keep);
-  // It threw: the sums become what they were before it, see Note [Undoing].
-  void abort_backward();
-
-  // NaN and Inf. The user wrote to slot i: it may hold some that no kernel of ours has seen.
-  void suspect_nonfinite(int64_t i) { nonfinite_[i] = 1; }
-  bool suspected(int64_t i) const { return nonfinite_[i] != 0; }
-  void forget_suspicion(int64_t i) { nonfinite_[i] = 0; }
-  // What is to be searched for it: this rank's part of slot i, where it holds a sum. No flag yet.
-  std::optional<kernels::ReadSegment> suspect(int64_t i) const;
-  // Adds the squares of a run, in an order that does not matter. `sum` lies where the sums do.
-  void add_squares(const Run& run, kernels::SquareSum* sum) const;
+  // The backward threw: the sums become what they were before it, see Note [Undoing]. Returns
+  // whether a reduction had been added to them. NaN records of the sums are unreliable then.
+  [[nodiscard]] bool abort_backward();
 
   // See FlatBuffer::offload and reload.
   void offload(const std::string& message);
   void reload();
 
  private:
+  // No slot has a sum, reduced or local.
+  bool empty() const;
   bool come_and_go() const { return !context_.state.on_host(); }
-  // Where the reduced sum is: below the local one, once that lies where it was.
+  // Where the reduced sum is: in before_ while a local sum lies in its place.
   const FlatBuffer& reduced_sum() const {
     return path_ == GradientPath::local && kept_ ? before_ : grad_;
   }
-  // Of this rank's range, at the beginning of grad_; and back to there.
+  // Copies this rank's range, at the beginning of grad_, and copies it back.
   void copy_range(FlatBuffer& copy) const;
   void put_back(const FlatBuffer& copy);
   void keep_reduced();
@@ -116,18 +106,17 @@ class GradientSums {
 
   const UnitContext& context_;
   const RankLayout& layout_;
-  std::string dropped_message_;  // what a read raises meanwhile
+  std::string dropped_message_;  // what a read raises while the sums have no memory
   std::string offloaded_message_;
   FlatBuffer grad_;    // [range], fp32; [padded] with this rank's range first once local sums exist
   FlatBuffer before_;  // [range]; the reduced sum before this backward, or below the local sums
-  bool kept_ = false;  // before_ holds it
-  FlatBuffer local_before_;  // [range]; what the reduced sum of this backward replaced
-  bool adding_ = false;      // in this backward, a reduction's contributions
+  bool kept_ = false;  // before_ holds the reduced sum
+  FlatBuffer local_before_;  // [range]; the local sum that this backward's reduced sum replaced
+  bool adding_ = false;      // a reduction's contributions were added in this backward
   GradientPath path_ = GradientPath::direct;  // of the last backward
 
   std::vector<uint8_t> fresh_;        // [slots]
   std::vector<uint8_t> local_fresh_;  // [slots], of the local sums
-  std::vector<uint8_t> nonfinite_;    // [slots], of this rank's part: seen once, or suspected
   std::vector<uint8_t> fresh_before_;
   std::vector<uint8_t> local_fresh_before_;
 };

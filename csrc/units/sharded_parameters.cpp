@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "core/errors.h"
+#include "core/torch_internals.h"
 #include "device/streams.h"
 
 namespace zero_ext {

@@ -1,4 +1,4 @@
-// ShardedParameters: the parameters of one model, the units in which they lie, and the autograd
+// ShardedParameters: the parameters of one model, the units that they lie in, and the autograd
 // nodes whose hooks see their gradients.
 //
 // Owner:     Engine.
@@ -25,35 +25,29 @@ struct ShardedParameter {
   std::string name;
   int64_t unit = -1;  // -1: frozen when it was sharded
   int64_t slot = -1;
-  int64_t frozen_unit = -1;  // among the frozen ones, where these are sharded too
-  NodePtr node;
-  int64_t nonfinite_micro_batch = -1;  // where this rank's own gradient held NaN or Inf
+  int64_t frozen_unit = -1;  // among the frozen units, where frozen parameters are sharded too
+  NodePtr node{};
 
   bool managed() const { return unit >= 0; }
-  void saw_nonfinite(int64_t micro_batch) {
-    if (nonfinite_micro_batch < 0) nonfinite_micro_batch = micro_batch;
-  }
 };
 
 class ShardedParameters {
  public:
   explicit ShardedParameters(const UnitContext& context) : context_(context) {}
 
-  // Whom the hooks tell; before any parameter.
+  // The listener that the hooks call. To be set before any parameter is added.
   void set_listener(std::weak_ptr<BackwardListener> listener) { listener_ = std::move(listener); }
 
-  // Behind the ones that exist, in no unit yet.
+  // Appends a parameter, which is in no unit yet.
   void add(const at::Tensor& tensor, std::string name);
   // Parameter i is `tensor` from now on.
   void replace(int64_t i, const at::Tensor& tensor);
-  // Moves the parameters `members` into `unit`. Returns its number among those of its kind.
+  // Moves the parameters `members` into `unit`. Returns its number among the units of its kind.
   int64_t add_unit(std::unique_ptr<Unit> unit, UnitKind kind, const std::vector<int64_t>& members);
 
   int64_t size() const { return static_cast<int64_t>(all_.size()); }
   ShardedParameter& operator[](int64_t i) { return all_[i]; }
   const ShardedParameter& operator[](int64_t i) const { return all_[i]; }
-  auto begin() { return all_.begin(); }
-  auto end() { return all_.end(); }
   auto begin() const { return all_.begin(); }
   auto end() const { return all_.end(); }
 
@@ -65,6 +59,8 @@ class ShardedParameters {
   const std::vector<int64_t>& members(int64_t u) const { return members_[u]; }
   // The unit in which parameter i lies, trainable or not.
   Unit& home_of(int64_t i) const;
+  // The number of parameter i's NaN record.
+  int64_t record_of(int64_t i) const { return units_[all_[i].unit]->record(all_[i].slot); }
   GradientSums& sums_of(int64_t i) const { return units_[all_[i].unit]->sums(); }
   // This rank's part of parameter i, 1-D: of its reduced gradient, of its master, and of itself,
   // where parameters are sharded, in the compute dtype.
@@ -80,19 +76,19 @@ class ShardedParameters {
   void for_each_summed_run(const std::vector<int64_t>& indices,
                            const std::function<void(GradientSums&, const Run&)>& apply) const;
 
-  // Raises where a parameter has another size, dtype or device than when it was sharded, where DDP
-  // reduces it as well, or where autograd has replaced a node, so that gradients were not seen.
-  // `verb`: in the message.
+  // Raises if a parameter has another size, dtype or device than when it was sharded, if DDP
+  // reduces it as well, or if autograd has replaced a node, so that gradients were not seen.
+  // `verb`: for the message.
   void check(const char* verb);
-  // Hooks the nodes that autograd has put in the place of ours; whose they are.
+  // Hooks the nodes that autograd has replaced. Returns their parameters.
   std::vector<int64_t> repair_hooks();
-  // On a device, between backwards: the nodes, which live as long as this, belong to the current
-  // stream from now on, as nodes that a forward makes do. Autograd hands gradients from stream to
-  // stream otherwise, which the capture of a graph forbids where one of them is the default one.
+  // On a device, between backwards: moves the nodes to the current stream, which the nodes of the
+  // coming forward belong to. Otherwise autograd would hand gradients from stream to stream, which
+  // the capture of a graph forbids where one of the streams is the default one.
   void follow_stream();
   // The user gave parameter i another storage.
   bool lies_elsewhere(int64_t i) const;
-  // If so, its values are taken over, or forgotten.
+  // If so, adopts its values or forgets them, and puts the parameter back into its unit.
   void repair_storage(int64_t i, Writes writes);
 
  private:

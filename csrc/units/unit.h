@@ -4,60 +4,40 @@
 // Owner:     Engine, which says when each verb runs.
 // Threads:   called only under Engine::mutex_.
 // Invariant: parameters, masters, sums and every optimizer state share one RankLayout.
-//
-// Note [Where a gradient goes]
-//   direct  one rank: straight into the reduced sum, scaled.
-//   bucket  several ranks, a backward that reduces and follows no local one: into the bucket, in
-//           the gradient's dtype; held as they came until the unit is lent one.
-//   local   several ranks, inside no_sync() or after it: into this rank's own fp32 sum of the whole
-//           unit, which a reducing backward then sends instead of a bucket.
-// Every rank takes the same way in the same backward: it depends on the order of calls alone, never
-// on which gradients arrived.
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Event.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
-#include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "comm/comm.h"
-#include "device/streams.h"
-#include "kernels/kernels.h"
-#include "memory/bucket.h"
 #include "memory/rank_layout.h"
-#include "units/gradient_batch.h"
+#include "units/arrivals.h"
+#include "units/gradient_intake.h"
 #include "units/gradient_sums.h"
 #include "units/unit_context.h"
 #include "units/unit_parameters.h"
 
 namespace zero_ext {
 
-constexpr int64_t kMaxUnits = 1 << 12;  // of one engine, as far as message tags can tell
-
-// Contributions come with flags that say which slots their rank used. Else the ranks count the
-// users of each slot at the end of the backward, once for all units: a device's backend starts few
-// collectives faster than many, and the host need not know before.
-inline bool flags_come_along(const UnitContext& context, const Comm& comm) {
-  return context.reduction == Reduction::exchange && !comm.on_device();
-}
+constexpr int64_t kMaxUnits = 1 << 12;  // of one engine: the tags of messages have no room for more
 
 class Unit {
  public:
   // `values`: the parameters' present values, in any one floating dtype. `dtype`: what the
-  // parameters are computed in.
-  // `first_flag`: that of slot 0 among the context's flags.
-  Unit(const UnitContext& context, int64_t index, int64_t first_flag, std::string name,
+  // parameters are computed in. `first_record`: that of slot 0 among the context's
+  // NaN records.
+  Unit(const UnitContext& context, int64_t index, int64_t first_record, std::string name,
        std::vector<SlotSpec> specs, const std::vector<at::Tensor>& values, at::ScalarType dtype,
        UnitKind kind, Comm& comm, bool broadcast);
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
 
+  int64_t index() const { return index_; }
   const std::string& name() const { return name_; }
   const RankLayout& layout() const { return layout_; }
   at::ScalarType dtype() const { return dtype_; }
@@ -65,127 +45,45 @@ class Unit {
   const UnitParameters& parameters() const { return parameters_; }
   GradientSums& sums() { return sums_; }
   const GradientSums& sums() const { return sums_; }
-  int64_t flag(int64_t i) const { return first_flag_ + i; }
-  // What its gradients arrive in, and travel in by exchange; at first dtype(). Before any backward.
-  void set_gradient_dtype(at::ScalarType dtype) { gradient_dtype_ = dtype; }
+  // The number of slot i's NaN record.
+  int64_t record(int64_t i) const { return first_record_ + i; }
 
-  // One backward. `expected[i]`: autograd will reach slot i.
-  void begin_backward(GradientPath path, bool reduces, const std::vector<uint8_t>& expected);
-  // More gradients may come than were expected: see Note [Late gradients] in reductions.h. `trained[i]`:
-  // slot i is not frozen. `sites`: its modules that are gathered by themselves, not with the whole
-  // model.
-  void await_hidden_gradients(const std::vector<uint8_t>& trained, int64_t sites);
-  // The backward has left one of those.
-  void module_left();
-  // Its gradients go into a bucket, which it has not been lent: those that arrive are held.
-  bool needs_bucket() const { return bucket_ == nullptr && path_ == GradientPath::bucket; }
-  bool needs_bucket_to_reduce() const {
-    return bucket_ == nullptr && path_ != GradientPath::direct;
-  }
-  // Of the gradients of a backward.
+  // The dtype in which gradients arrive, and in which an exchange sends them; at first dtype().
+  // Before any backward.
+  void set_gradient_dtype(at::ScalarType dtype) { gradient_dtype_ = dtype; }
+  // Of this rank's message to the other ranks: the gradients of one backward.
+  at::ScalarType message_dtype() const;
   int64_t message_bytes() const {
     return layout_.padded_numel() * static_cast<int64_t>(c10::elementSize(gradient_dtype_));
   }
-  void lend_bucket(std::unique_ptr<Bucket> bucket);
-  // A gradient of slot i; undefined: autograd reached the parameter with nothing. Returns false if
-  // it holds NaN or Inf. `scale` is for direct and local sums; what a bucket holds is scaled when
-  // it is reduced. Of a gradient that is held, nonfinite_arrived() says so later.
-  bool accumulate(int64_t i, const at::Tensor& grad, float scale);
-  bool complete() const { return awaited_left_ == 0 && visits_left_ == 0; }
-  bool expects_gradients() const { return expected_left_ > 0; }
-  void await_no_more() { awaited_left_ = visits_left_ = 0; }
-  bool reduced() const { return reduced_; }
-  bool late() const { return late_; }
-  // `more_to_come`: this rank has late gradients, which all ranks will have to reduce.
-  void start_reduce(Comm& comm, int64_t backward, bool more_to_come);
-  std::string waiting() const;  // for its reduction: the beginning of a message
-  // Once all units were reduced: the late gradients are to be reduced now.
-  void reopen();
-  // This rank has something of slot i to reduce.
-  bool contributes(int64_t i) const;
-  // Waits, adds the ranks' contributions, gives the bucket back (null where there was none).
-  std::unique_ptr<Bucket> finish_reduce(float scale);
-  // A rank had late gradients when it started this; known where flags come along.
-  bool more_to_come() const { return more_to_come_; }
-  // Behind the last finish_reduce() of the backward. `counts[i]`: that many ranks contributed.
-  void take_counts(const int32_t* counts);
-  // No gradient comes any more. What is left to be launched is.
+
+  // One backward begins. `expected[i]`: autograd will reach slot i.
+  void begin_backward(GradientPath path, bool reduces, const std::vector<uint8_t>& expected);
+  Arrivals& arrivals() { return arrivals_; }
+  const Arrivals& arrivals() const { return arrivals_; }
+  bool expects_gradients() const { return arrivals_.expects_any(); }
+  GradientIntake& intake() { return *intake_; }
+  // A gradient of slot i, of any strides; undefined: autograd reached the parameter with nothing.
+  // `scale`: see GradientIntake::take().
+  void accumulate(int64_t i, const at::Tensor& grad, float scale);
+  // No gradient arrives any more.
   void flush();
-  // The backward cannot be undone any more. `remember`: what came beyond what was expected.
+  // The backward cannot be undone any more. `remember`: how many hidden gradients it had.
   void end_backward(bool remember);
-  // Slots whose held gradients held NaN or Inf.
-  const std::vector<int64_t>& nonfinite_arrived() const { return nonfinite_arrived_; }
-  // What a reduction that nobody will finish still uses. The other ranks may finish theirs with it.
-  struct AbandonedReduction {
-    Pending pending;
-    std::unique_ptr<Bucket> bucket;  // null where it used none
-    std::vector<at::Tensor> flags;
-  };
-  // The backward threw: the sums become what they were before it. Gives the bucket back (null where
-  // there is none), unless its reduction has begun and makes it an reduction.
-  std::unique_ptr<Bucket> abort_backward(std::vector<AbandonedReduction>& abandoned);
+  // The backward threw: the sums become what they were before it.
+  void abort_backward();
 
   // See FlatBuffer::offload and reload: of the parameters, the masters, the sums.
   void offload(const std::set<std::string>& states);
   void reload();
 
  private:
-  enum Arrival : uint8_t { kNotArrived, kArrivedEmpty, kArrived };
-
-  // A gradient of each slot that the graph does not show.
-  std::vector<int32_t> not_in_graph(const std::vector<uint8_t>& trained) const;
-
-  // Arriving
   void check_gradient(int64_t i, const at::Tensor& grad) const;
-  // On the host. Returns false where it holds NaN or Inf.
-  bool accumulate_at_once(int64_t i, const at::Tensor& grad, bool overwrite, float scale);
-  void accumulate_directly(int64_t i, const at::Tensor& grad, float scale, int32_t* nonfinite);
-  void accumulate_local(int64_t i, const at::Tensor& grad, int32_t* nonfinite);
-  void add_held();
-  void accumulate_in_bucket(int64_t i, const at::Tensor& grad, kernels::Write write,
-                            int32_t* nonfinite);
-  void* staged(int64_t offset) const;
-  // On the host; gaps of a device's buckets are cleared at once, when the bucket is lent.
-  void clear_gap(int64_t i);
-  // The current stream goes on where the bucket's last gradient was put into it.
-  void follow_filling_stream();
-  // On a device gradients wait until their unit is complete, for one launch: those of sums here.
-  void batch(int64_t i, const at::Tensor& grad, bool overwrite, float scale);
-  void flush_batched();
-  // This rank's own sums; one rank's are the reduced ones.
-  GradientBatch::SumOf own_sums() const;
-  // All that is held, on a device, in batches of at most one of each slot: `first(i)`, nothing is
-  // there yet.
-  void launch_held(const std::function<bool(int64_t)>& first,
-                   const std::function<void(GradientBatch&)>& launch);
-  void add_held_to(const GradientBatch::SumOf& sum_of);
-  // Into the bucket.
-  void stage_held();
-
-  // Reducing
-  at::ScalarType message_dtype() const;
-  // Into the message: the local sums, and what arrived in this backward.
-  void stage_local();
-  void stage_local_slot(int64_t i);
-  void stage_local_at_once();  // on a device
-  void start_exchange(Comm& comm);
-  void exchange_flags(Comm& comm, int64_t tag);
-  void start_collective(Comm& comm);
-  void clear_absent();
-  // Contributions that lie on the device, to the host where the sums are offloaded. Queued.
-  void send_to_host(Comm& comm);
-  void wait_for_reduction();
-  void check_flags();
-  // Where flags came with the contributions; else it is known at the end of the backward.
-  bool knows_users() const { return !flags_.empty(); }
-  bool may_be_used_by(int64_t source, int64_t i) const;
-  void add_contributions(float scale);
-  void add_run(const Run& run, float scale);
 
   // Constant after construction.
   const UnitContext& context_;
   int64_t index_;
-  int64_t first_flag_;
+  int64_t first_record_;
   std::string name_;
   at::ScalarType dtype_;
   at::ScalarType gradient_dtype_;
@@ -193,35 +91,8 @@ class Unit {
 
   GradientSums sums_;
   UnitParameters parameters_;
-
-  // One backward.
-  GradientPath path_ = GradientPath::direct;
-  bool reduces_ = false;
-  float scale_ = 1;                            // of gradients that are added to a local sum
-  std::vector<std::vector<at::Tensor>> held_;  // [slots]; dense, strides as the slot's
-  GradientBatch batched_;
-  std::vector<int64_t> nonfinite_arrived_;
-  int64_t backward_ = 0;
-  bool reduced_ = false;  // started
-  bool late_ = false;
-  bool more_to_come_ = false;
-  std::vector<uint8_t> expected_;  // [slots], and not arrived yet
-  int64_t expected_left_ = 0;
-  std::vector<int32_t> awaited_;  // [slots], likewise
-  int64_t awaited_left_ = 0;
-  std::vector<int32_t> hidden_;       // [slots]: gradients beyond the expected one
-  std::vector<int32_t> last_hidden_;  // of the last backward that might have any; empty before
-  int64_t visits_ = 0;                // of its modules, that have ended
-  int64_t visits_left_ = 0;
-  int64_t last_visits_ = 0;
-  std::vector<uint8_t> arrived_;  // [slots] of Arrival
-  std::unique_ptr<Bucket> bucket_;
-  at::Tensor staged_;  // [padded], the bucket's gradients
-  Pending pending_;
-  std::optional<c10::Stream> filled_on_;  // the stream of the last gradient, at first the begin's
-  std::vector<at::Tensor> flags_;    // [world] messages of bytes, where contributions bring them
-  std::vector<at::Tensor> sources_;  // contributions to this rank's range, in rank order
-  std::optional<c10::Event> sent_to_host_;
+  Arrivals arrivals_;
+  std::unique_ptr<GradientIntake> intake_;
 };
 
 }  // namespace zero_ext

@@ -3,17 +3,18 @@
 // Owner:     Engine. Constant once its first unit exists.
 //
 // Note [Offload]
-// With an offload policy, what an update needs lies in pinned host memory, and the CPU's kernels
-// work on it: masters, sums, optimizer states. A unit's gradients go there as its message does: the
-// copy is queued when the unit is complete, and added when it is waited for. Parameters come to the
-// host before their update, which must see what the user wrote to them, and go back after it.
+// With an offload policy, masters, sums and optimizer states lie in pinned host memory, and the
+// CPU's kernels work on them. When a unit is complete, a copy of its gradients to the host is
+// queued behind its reduction; the host adds it when it waits for the reduction. Parameters are
+// copied to the host before their update, which must see what the user wrote to them, and back
+// after it.
 //
 // Note [Replicas]
-// Where what is sharded is cut into fewer ranges than there are ranks (hybrid sharding, HSDP),
-// ranks r * shards … (r + 1) * shards - 1 are replica r: they hold one copy between them, rank k of
-// the replica range k. Only a replica gathers, and only its ranks' parts make up a norm. Reductions
-// are over all ranks: by exchange, the owner of a range in each replica gets what every rank has
-// for it, and so the sum of all ranks in rank order, the same bits in all replicas. A collective
+// With hybrid sharding (HSDP) there are fewer ranges than ranks. Ranks r * shards … (r + 1) *
+// shards - 1 are replica r. They hold one copy between them: rank k of the replica holds range k.
+// Gathers stay within a replica, and the parts of its ranks make up a norm. Reductions are over all
+// ranks. By exchange, the owner of a range in each replica gets every rank's contribution to it. So
+// it has the sum of all ranks in rank order, with the same bits in all replicas. A collective
 // reduces in each replica, then over the owners of the same range.
 #pragma once
 
@@ -24,7 +25,6 @@
 #include <memory>
 
 #include "core/policy.h"
-#include "device/device_flags.h"
 #include "device/kernel_table.h"
 #include "device/streams.h"
 #include "memory/flat_buffer.h"
@@ -36,28 +36,30 @@ enum class Reduction {
   collective,  // the backend's reduce-scatter in reduce_dtype
 };
 
-// A frozen unit has parameters alone: no master, no gradient, no turn in a backward.
+// A frozen unit has only parameters: no master, no gradient, no reduction.
 enum class UnitKind { trainable, frozen };
 
+class NanRecords;
+
 struct UnitContext {
-  KernelTable compute{};         // of parameters and gradients
-  KernelTable state{};           // of masters, sums and optimizer states
-  bool pinned = true;            // what is offloaded
-  SideStream reducing{};         // beside the backward
-  SideStream gathering{};        // beside whatever computes
-  DeviceFlags* flags = nullptr;  // where compute is a device
+  KernelTable compute{};   // of parameters and gradients
+  KernelTable state{};     // of masters, sums and optimizer states
+  bool pinned = true;      // the host memory of what is offloaded
+  SideStream reducing{};   // beside the backward
+  SideStream gathering{};  // beside whatever computes
+  NanRecords* nan_records = nullptr;
   int64_t rank = 0;
   int64_t world = 1;
   int64_t shards = 1;                 // ranks of a replica, see Note [Replicas]
-  int64_t global_rank = 0;            // what messages call this one
-  std::vector<int64_t> global_ranks;  // and all of them, see Comm
+  int64_t global_rank = 0;            // this rank's number in error messages
+  std::vector<int64_t> global_ranks;  // all ranks' numbers there, see Comm
   Policy policy;
   Reduction reduction = Reduction::exchange;
   at::ScalarType reduce_dtype = at::kFloat;  // of collective reductions
   bool reduce_in_gradient_dtype = true;      // of exchange: else in reduce_dtype
   std::shared_ptr<MemoryCounter> memory;
-  std::shared_ptr<SpareMemory> spare;        // of released parameters
-  std::shared_ptr<MemoryCounter> offloaded;  // counts what lies on the host for a device
+  std::shared_ptr<SpareMemory> spare{};      // of released parameters
+  std::shared_ptr<MemoryCounter> offloaded;  // counts the host memory of offloaded states
   // Other ranks need this one's part of the parameters.
   bool shards_parameters() const { return policy.release == When::after_use && shards > 1; }
   int64_t first_of_replica() const { return rank - rank % shards; }
@@ -80,7 +82,7 @@ struct UnitContext {
   at::Tensor on_device(int64_t numel, at::ScalarType dtype) const {
     return at::empty({numel}, at::TensorOptions().dtype(dtype).device(compute.device()));
   }
-  // Of what an update needs, where such things lie.
+  // A buffer of what an update needs, where masters, sums and states lie.
   FlatBuffer state_buffer(Held held, at::ScalarType dtype, int64_t numel) const {
     return {state_memory(), held, state_place(), dtype, numel};
   }

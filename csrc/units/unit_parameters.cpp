@@ -16,9 +16,8 @@ constexpr char kReleased[] =
     " module.unshard(), make the method that reads them a forward"
     " (zero_ext.register_forward_method), or choose units so that the module that reads them is in"
     " the same unit. Cast or move a model before sharding it, and step it with an optimizer of"
-    " zero_ext.optim. In a backward: retained_bytes was too small for a second one over the same "
-    "graph, or the module"
-    " returned no tensor by which its backward could be seen.";
+    " zero_ext.optim. In a backward, either retained_bytes was too small for a second one over the"
+    " same graph, or the module returned no tensor whose backward zero_ext can see.";
 
 }  // namespace
 

@@ -1,5 +1,5 @@
-// UnitParameters: a unit's parameters and their masters: whole (full), as this rank's range (shard,
-// master), and on their way between ranks.
+// UnitParameters: a unit's parameters and their masters: the whole parameters (full), this rank's
+// range of them (shard) and of the masters (master), and gathers under way.
 //
 // Owner:     one Unit.
 // Threads:   called only under Engine::mutex_.
@@ -7,13 +7,13 @@
 //            reaches its master before the parameter is released or stepped.
 //
 // Note [Released parameters]
-// Where full comes and goes, this rank's range of the parameters stays, in shard. A master that has
-// all its bits makes that superfluous, on a device, which must copy the range in any case: a gather
-// casts the master, and what the user has written to the parameters goes into the master when they
-// are released. Then one rank alone releases, too, and holds no more than the masters. Such a unit
-// has a shard while somebody needs one: views of it were lent, or the master is offloaded and the
-// parameters are not. On the host a shard costs 2 bytes per element, and saves other ranks from
-// reading 4.
+// Where full comes and goes, this rank's range of the parameters stays in memory, in shard.
+// On a device the master replaces the shard: it has all the bits, and a gather must copy the range
+// anyway. A gather casts the master, and a release puts what the user wrote to the parameters into
+// the master. A single rank then releases its parameters too, and holds no more than the masters.
+// Such a unit has a shard only while it is needed: while views of it are lent, or while the master
+// is offloaded and the parameters are not.
+// On the host a shard costs 2 bytes per element, and saves other ranks from reading 4.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,7 +33,7 @@
 
 namespace zero_ext {
 
-// What becomes of the user's writes to parameters that are released.
+// Whether the user's writes to parameters survive their release.
 enum class Writes { keep, discard };
 
 class UnitParameters {
@@ -54,54 +54,54 @@ class UnitParameters {
   at::Tensor present_slice(int64_t i) const;
   // A copy of master, with the values that were written to the parameter since.
   at::Tensor master_with(int64_t i, const at::Tensor& written) const;
-  // The user replaced the parameter's storage: its values are taken over.
+  // The user replaced the parameter's storage: its values become `values`.
   void adopt(int64_t i, const at::Tensor& values);
   // Brings master up to date with what was written to the parameters.
   void adopt_writes();
 
   // What an update works on: the master's range, and this rank's range of the parameters in their
-  // compute dtype, where it must write that; null where master is all that there is.
+  // compute dtype. The second is null where an update writes the master alone.
   float* master_data() const;
   void* stepped() const;
-  // Around an update, where states are offloaded: this rank's parameters come to the host, are
-  // waited for, go back.
+  // Around an update, where states are offloaded: starts the copy of this rank's parameters to the
+  // host, waits for it, copies them back.
   void begin_update();
   void await_update();
   void end_update();
-  // After it, where full stays: every rank's range to all.
+  // After an update, where full stays: sends every rank's range to all.
   void gather(Comm& comm, int64_t tag, Pending& pending);
 
-  // Whether full does, see Note [Released parameters]. If so:
+  // Full comes and goes, see Note [Released parameters]. The functions below are for such units.
   bool comes_and_goes() const { return comes_and_goes_; }
   int64_t full_bytes() const { return static_cast<int64_t>(full_.tensor().nbytes()); }
   // This rank's range, for `peer` to take whenever it gathers the unit.
   PostedSend post_send(Comm& comm, int64_t peer) const;
   void start_gather(Comm& comm);
   void finish_gather(const std::function<std::string()>& what);
-  // Into full as it is; what was written there is forgotten. Begins a gather, without allocating.
+  // Starts a gather into full, which has memory. What was written there is forgotten.
   void receive_ranges(Comm& comm);
-  // Frees full; with `keep`, what the user wrote into this rank's range reaches shard or master
-  // first.
+  // Frees full. With Writes::keep, shard or master first adopts what the user wrote into this
+  // rank's range.
   void release(Comm& comm, Writes writes);
-  // Where parameters travel through host memory: what others take is what this rank holds now.
+  // Where parameters travel through host memory: the copy there becomes this rank's present range.
   void refresh_mirror(const Comm& comm);
 
   // See FlatBuffer::offload and reload: what is among `states` of "full" and "master".
   void offload(const std::set<std::string>& states, const std::string& message);
   void reload();
-  // Of a unit that is not used any more.
+  // For a unit that is not used any more.
   void drop_master() { master_.drop(); }
 
  private:
   void take(const std::vector<at::Tensor>& values, Comm& comm, bool broadcast);
-  // This rank's range of the parameters where it always is: in shard, or in full; null where it is
-  // in neither.
+  // This rank's range of the parameters where it always has memory: in shard or in full; null where
+  // neither has.
   char* own_parameters() const;
   void bring_own_range();
   void adopt_into_master(const void* parameters, float* master, int64_t numel) const;
   void cast_master(void* parameters) const;
   void need_shard();
-  // What was written to it goes into master, if nobody has views of it any more.
+  // Drops the shard unless views of it are held; the master adopts what was written to it.
   void drop_idle_shard();
 
   const UnitContext& context_;
@@ -109,7 +109,7 @@ class UnitParameters {
   const std::string& name_;
   at::ScalarType dtype_;
   int64_t gather_tag_;
-  std::string released_message_;  // what a read raises meanwhile
+  std::string released_message_;  // what a read raises while full is released
   bool casts_master_;
   bool comes_and_goes_;
   FlatBuffer full_;     // [padded], compute dtype; without memory while the unit is released

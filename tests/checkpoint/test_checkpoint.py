@@ -9,7 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import MLP, ONE_UNIT_EACH, Odd, Tied, assert_bits, mean_square, rank_data
+from checkpoints import ADAMW, assert_equal, changed, made, train
+from harness import (
+    DTYPES,
+    MLP,
+    ONE_UNIT_EACH,
+    Odd,
+    Tied,
+    assert_bits,
+    mean_square,
+    rank_data,
+)
 from setups import everything, train_batch, values_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,46 +28,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 import zero_ext
 from zero_ext import checkpoint
 from zero_ext.checkpoint import files as checkpoint_files
-from zero_ext.engine.handle import find
+from zero_ext.engine.registry import find
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-ADAMW = {"lr": 0.05, "weight_decay": 0.1}
-
-
-@pytest.fixture
-def path(request, anywhere, tmp_path):
-    """Of a checkpoint that does not exist yet, for all ranks that ``anywhere`` has."""
-    folder = tmp_path if anywhere is None else request.getfixturevalue("shared_path")
-    return folder / "saved" / "checkpoint"
-
-
-def changed(model: nn.Module) -> nn.Module:
-    """Other values than those that the class seeds."""
-    with torch.no_grad():
-        for value in [*model.parameters(), *model.buffers()]:
-            value.add_(1)
-    return model
-
-
-def made(mesh, stage, model, optimizer=zero_ext.optim.AdamW, arguments=ADAMW, **kwargs):
-    """The model, sharded, and its optimizer."""
-    zero_ext.shard(model, stage, mesh=mesh, **{"bucket_mb": 200 / 2**20, **kwargs})
-    return model, optimizer(model.parameters(), **arguments)
-
-
-def train(model, optimizer, rank, steps) -> None:
-    dtype = next(model.parameters()).dtype
-    for step in steps:
-        mean_square(model, train_batch(rank, step, dtype=dtype)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def assert_equal(actual: tuple, expected: tuple) -> None:
-    __tracebackhide__ = True
-    for k, (a, e) in enumerate(zip(everything(*actual), everything(*expected), strict=True)):
-        assert_bits(a, e, f"value {k}")
 
 
 def masters(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -221,8 +194,8 @@ def test_a_checkpoint_of_the_first_format_is_read(anywhere, rank, path, monkeypa
         [objects["optimizer"]] = objects.pop("optimizers")
         return pickled({**objects, "format": 1})
 
-    pickled = zero_ext.checkpoint.checkpoint._pickled
-    monkeypatch.setattr(zero_ext.checkpoint.checkpoint, "_pickled", as_it_was)
+    pickled = zero_ext.checkpoint.saving._pickled
+    monkeypatch.setattr(zero_ext.checkpoint.saving, "_pickled", as_it_was)
     run = made(anywhere, 2, MLP(13))
     train(*run, rank, range(2))
     checkpoint.save(path, *run)
@@ -561,7 +534,7 @@ def all_but_one(params, **kwargs):
     [
         (Wider, None, r"'layers.1.weight' has shape \(14, 13\) in the model, and \(13, 13\)"),
         (Longer, None, "lacks 'more.bias', 'more.weight'.*strict=False"),
-        (lambda: MLP(13, layers=2), None, "has, and the model has not, 'layers.2.bias'"),
+        (lambda: MLP(13, layers=2), None, "has, but the model lacks, 'layers.2.bias'"),
         (MLP, in_two_groups, "the optimizer has 2 groups, and 1 in checkpoint"),
         (MLP, all_but_one, "'layers.0.weight' is in the checkpoint's alone"),
         (MLP, zero_ext.optim.SGD, "no state 'exp_avg'"),

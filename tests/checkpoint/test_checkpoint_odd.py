@@ -9,16 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from checkpoints import assert_equal, changed, made, train
 from harness import MLP, assert_bits, needs_one_dimension
 from setups import values_of
-from test_checkpoint import assert_equal, changed, made, path, train
 from torch import nn
 
 import zero_ext
 from zero_ext import checkpoint
 from zero_ext.checkpoint import files as checkpoint_files
-
-__all__ = ["path"]  # a fixture
 
 
 def barrier(mesh) -> None:

@@ -1,4 +1,4 @@
-"""Messages that are read straight from the sender's memory (csrc/shared_host_transport.h)."""
+"""Messages that are read straight from the sender's memory (csrc/comm/local)."""
 
 import gc
 import os
@@ -59,7 +59,7 @@ def peers_of(group) -> list[int]:
     return [r for r in range(dist.get_world_size(group)) if r != dist.get_rank(group)]
 
 
-def assert_all_hear_from_all(memory, group) -> None:
+def assert_messages_between_all(memory, group) -> None:
     rank = dist.get_rank(group)
     for peer in peers_of(group):
         memory.send(torch.arange(3.0) + rank, to=peer, tag=0)
@@ -154,7 +154,7 @@ def test_what_is_posted_is_received_as_it_is_at_that_time(memory, group, rank):
                 memory.receive(into, from_rank=peer, tag=5).wait()
                 assert_bits(into, rank_data((1083,), peer, version))
         gather_objects(rank, group)
-    assert_all_hear_from_all(memory, group)
+    assert_messages_between_all(memory, group)
     other = rank_data((7,), rank)  # the newest holds
     posts += [memory.post(other, to=peer, tag=5) for peer in peers_of(group)]
     gather_objects(rank, group)
@@ -174,7 +174,7 @@ def test_a_receive_that_is_given_up_takes_no_message(memory, group, rank):
     given_up = [memory.receive(torch.zeros(3), from_rank=peer, tag=0) for peer in peers_of(group)]
     del given_up
     gather_objects(rank, group)
-    assert_all_hear_from_all(memory, group)
+    assert_messages_between_all(memory, group)
 
 
 @pytest.mark.dist
@@ -211,8 +211,8 @@ def test_a_message_that_does_not_come_times_out(memory, group, rank):
 
 @pytest.mark.dist
 @pytest.mark.world(min=2)
-def test_who_waits_for_a_round_that_a_rank_is_past_hears_so(memory, group, rank, world):
-    """What was sent before still comes; the next round is the same for all."""
+def test_waiting_for_an_epoch_that_a_rank_is_past_raises_at_once(memory, group, rank, world):
+    """Messages sent before still arrive; the next epoch is the same for all ranks."""
     begun = memory.next_epoch(0)
     assert begun == 1
     gather_objects(rank, group)
@@ -272,11 +272,11 @@ def test_a_forked_child_that_ends_closes_nothing(memory, group, rank):
         os._exit(0)
     os.waitpid(child, 0)
     gather_objects(rank, group)
-    assert_all_hear_from_all(memory, group)
+    assert_messages_between_all(memory, group)
 
 
 @pytest.mark.dist
-def test_a_rank_that_does_not_allow_it_is_reached_by_nobody(memory, group, rank, world):
+def test_a_rank_that_does_not_allow_it_is_reached_by_no_other_rank(memory, group, rank, world):
     memory = connect(group, allowed=rank != 0)
     reached = [r for r in range(world) if memory is not None and memory.reaches(r)]
     assert reached == ([] if rank == 0 else [r for r in range(1, world) if r != rank])
@@ -339,7 +339,7 @@ for step in range(3):
         optimizer.step()
         optimizer.zero_grad()
     except RuntimeError as error:
-        print("SAID", "rank 1): its process has ended" in str(error), model.stats()["neighbors"])
+        print("NAMED", "rank 1): its process has ended" in str(error), model.stats()["neighbors"])
         print("SOON", time.monotonic() - begin < 10, flush=True)
         os._exit(0)
 """
@@ -353,4 +353,4 @@ def test_a_process_that_ends_is_named_at_once(stage, tmp_path, monkeypatch):
     result = torchrun(2, str(script), str(stage), cwd=Path(__file__).parents[2])
     if "True 0" in result.stdout or "False 0" in result.stdout:
         pytest.skip("this machine lets no process read another one's memory")
-    assert "SAID True 1" in result.stdout and "SOON True" in result.stdout, result.stderr[-3000:]
+    assert "NAMED True 1" in result.stdout and "SOON True" in result.stdout, result.stderr[-3000:]

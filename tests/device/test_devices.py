@@ -23,9 +23,17 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from harness import MLP, Branching, assert_bits, mean_square, rank_batches, rank_data
+from harness import (
+    DTYPES,
+    MLP,
+    Blocks,
+    Branching,
+    assert_bits,
+    mean_square,
+    rank_batches,
+    rank_data,
+)
 from reference import fma_gradients, own_values, whole
-from test_memory_stage3 import Blocks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -35,7 +43,6 @@ import zero_ext
 pytestmark = [pytest.mark.device, pytest.mark.filterwarnings("ignore:zero_ext.*skipped")]
 STEPS = 4
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 OFFLOAD = CPUOffloadPolicy()
 REDUCTIONS = pytest.mark.parametrize("reduction", ["exchange", "collective"])

@@ -22,7 +22,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zero_ext
-from zero_ext.engine.handle import find
+from zero_ext.engine.registry import find
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("groups_close_at_once")]
 

@@ -24,7 +24,7 @@ from setups import (
 from torch import nn
 
 import zero_ext
-from zero_ext.engine.handle import find
+from zero_ext.engine.registry import find
 
 pytestmark = pytest.mark.dist
 

@@ -3,15 +3,15 @@
 import pytest
 import torch
 from harness import MLP, Tied, gather_objects, mean_square, rank_batches
+from memory_formula import ranges_of
 from reference import OneProcess
 from setups import MLP_INPUT, assert_same_values, train_batch
-from test_memory import ranges_of
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import zero_ext
-from zero_ext.engine.handle import find
+from zero_ext.engine.registry import find
 
 SEPARATE = 1e-6  # MiB: every module is a unit
 

@@ -411,7 +411,7 @@ def test_generation_holds_nothing_afterwards(mode, mesh, rank, world):
     model = sharded(Stack(), mesh).eval()
     plain = Stack().eval()
     with mode():
-        for step in range(300):  # past the number of passes after which offers are counted
+        for step in range(300):  # past the number of passes after which sends are counted
             x = rank_data(SHAPE, rank, step)
             assert_bits(model(x), plain(x))
             assert gathered(model) == []
@@ -554,7 +554,7 @@ def test_replaced_data_is_taken_over(mesh, rank, world):
 
 
 class Repeats(Stack):
-    """The first block as often as is said."""
+    """The first block as often as the batch asks for."""
 
     def forward(self, x, times):
         x = self.stem(x)
@@ -592,7 +592,7 @@ def test_a_rank_that_runs_other_forwards_is_named_within_the_timeout(
     monkeypatch.setenv("ZERO_EXT_CROSS_MEMORY", "0")
     model = sharded(Stack(), mesh)
     mean_square(model, rank_data(SHAPE, rank)).backward()
-    # Rank 0 runs on alone, past what the others have offered in advance.
+    # Rank 0 runs on alone, past what the other ranks have posted in advance.
     with pytest.raises(
         RuntimeError, match=rf"rank {rank}, unit '.*the last unit that was gathered"
     ):
@@ -696,7 +696,7 @@ def test_many_models_leave_no_threads_or_files_behind(mesh, rank, world):
         gather_objects(rank)
         counts.append(threads_and_files())
     # Not equal: what an earlier test left behind may go away meanwhile, but hardly so much. A
-    # thread has said that it ends before the system knows it.
+    # thread may report its end before the system does.
     deadline = time.monotonic() + 10
     while any(last > second for second, last in zip(counts[1], counts[-1], strict=True)):
         assert time.monotonic() < deadline, counts
@@ -706,11 +706,11 @@ def test_many_models_leave_no_threads_or_files_behind(mesh, rank, world):
 
 @pytest.mark.dist
 @pytest.mark.host
-def test_a_forked_child_that_exits_says_nothing_for_its_parent(mesh, rank, world):
+def test_a_forked_child_that_exits_sends_nothing_for_its_parent(mesh, rank, world):
     model = sharded(Stack(), mesh)
     child = os.fork()
     if child == 0:
-        zero_ext.engine.handle._serve_until_all_ranks_end()  # what an exit calls
+        zero_ext.engine.shutdown._serve_until_all_ranks_end()  # what an exit calls
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     gather_objects(rank)
@@ -746,7 +746,7 @@ with torch.no_grad():
 """
 
 GOES_ON_ALONE = """
-zero_ext.engine.handle._EXIT_PATIENCE_S = 1.5
+zero_ext.engine.shutdown._EXIT_PATIENCE_S = 1.5
 if rank == 0 and model.stats()["neighbors"] > 0:
     with torch.no_grad():
         for _ in range(8):
@@ -754,7 +754,7 @@ if rank == 0 and model.stats()["neighbors"] > 0:
             model(x)
 """
 
-# Rank 1 says farewell and is not scheduled for a while; rank 0 ends meanwhile, rank 2 reads.
+# Rank 1 begins its shutdown and is stopped for a while. Rank 0 ends meanwhile, rank 2 reads.
 LEAVES_BESIDE_ONE_THAT_SLEEPS = """
 import gc, os, subprocess
 neighbors = model.stats()["neighbors"]
@@ -765,7 +765,7 @@ elif rank == 1:
     stops = f"sleep 1; kill -STOP {os.getpid()}; sleep 1.3; kill -CONT {os.getpid()}"
     subprocess.Popen(["sh", "-c", stops])
     time.sleep(0.7)
-    zero_ext.engine.handle.find(next(model.parameters()))[0].engine.begin_shutdown()
+    zero_ext.engine.registry.find(next(model.parameters()))[0].engine.begin_shutdown()
     time.sleep(4)
 elif rank == 0:
     time.sleep(1.5)
@@ -807,12 +807,14 @@ def test_a_rank_that_ends_first_serves_the_others_for_as_long_as_they_read(tmp_p
 
 
 @pytest.mark.host
-def test_a_rank_that_exits_is_waited_for_by_nobody(tmp_path):
-    """It serves its shards still, but no gradients will come."""
+def test_no_rank_waits_for_a_rank_that_exits(tmp_path):
+    """It still serves its shards, but sends no gradients."""
     result = run_ranks(tmp_path, EXITS_ALONE, timeout_s=45)  # less than the patience
     assert result.returncode != 0
-    told = r"rank 1, unit .* waited for its reduction in backward 2.*rank 0\): its script has ended"
-    assert re.search(told, result.stderr), result.stderr[-4000:]
+    error = (
+        r"rank 1, unit .* waited for its reduction in backward 2.*rank 0\): its script has ended"
+    )
+    assert re.search(error, result.stderr), result.stderr[-4000:]
 
 
 POLICIES = {

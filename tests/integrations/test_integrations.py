@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LinearLR, SequentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import zero_ext
-from zero_ext.engine.handle import find
+from zero_ext.engine.registry import find
 
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")

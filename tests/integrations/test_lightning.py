@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import zero_ext
-from zero_ext.engine.handle import find
+from zero_ext.engine.registry import find
 
 pl = pytest.importorskip("pytorch_lightning")
 from pytorch_lightning.callbacks import (  # noqa: E402

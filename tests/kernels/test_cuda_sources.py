@@ -1,58 +1,58 @@
 """What a machine without a GPU can say about the CUDA kernels: they compile, and compute right."""
 
-import os
 import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import compiling
 import pytest
 
-ROOT = Path(__file__).parents[2]
-CSRC = ROOT / "csrc"
-KERNELS = CSRC / "kernels"
-EMULATION = ROOT / "tests" / "support" / "cuda_emulation"
-CUDA_SOURCES = sorted(KERNELS.glob("cuda/*.cu"))
-COMPILER = os.environ.get("CXX", "g++")
-JOBS = int(os.environ.get("MAX_JOBS", "2"))
+EMULATION = Path(compiling.__file__).parent / "cuda_emulation"
+CUDA_SOURCES = sorted(compiling.KERNELS.glob("cuda/*.cu"))
 
 
-def run_all(commands: list[list[str]]) -> None:
-    def run(command):
-        return subprocess.run(command, cwd=CSRC, capture_output=True, text=True)
-
-    with ThreadPoolExecutor(JOBS) as pool:
-        for command, result in zip(commands, pool.map(run, commands), strict=True):
-            said = result.stdout + result.stderr
-            assert result.returncode == 0, f"{' '.join(command)}\n{said}"
-            assert "warning" not in said, f"{' '.join(command)}\n{said}"
+def compile_line(source: Path) -> list[str]:
+    """The command in a file's first lines."""
+    return source.read_text().split("// Compile alone: ")[1].splitlines()[0].split()
 
 
+@pytest.mark.parametrize("source", CUDA_SOURCES, ids=lambda path: path.stem)
+def test_every_cuda_file_says_how_it_is_compiled(source):
+    flags = "-std=c++20 -O3 -fmad=false -arch=sm_90 -I.".split()
+    assert compile_line(source) == ["nvcc", *flags, "-c", f"kernels/cuda/{source.name}"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
-def test_every_cuda_file_compiles_alone_without_torch_or_spills(tmp_path):
-    """As its first lines say, with torch out of sight; a kernel that spills has lost its speed."""
-    commands = []
+def test_every_cuda_file_compiles_alone_without_torch_or_spills():
+    """As its first lines say, with torch out of sight; a kernel that spills has lost its speed.
+
+    CI compiles each file once, for the wheel and with the same strict flags (setup.py).
+    """
+    headers = compiling.kernel_headers()
+    strict = "-Xptxas=-warn-spills,-warn-lmem-usage,-Werror -Xcompiler=-Wall,-Werror"
+    strict += " -Werror=all-warnings"
+    objects = []
     for source in CUDA_SOURCES:
-        line = source.read_text().split("// Compile alone: ")[1].splitlines()[0]
-        strict = "-Xptxas=-warn-spills,-warn-lmem-usage -Xcompiler=-Wall,-Werror".split()
-        commands.append([*line.split(), *strict, "-o", str(tmp_path / f"{source.stem}.o")])
-    run_all(commands)
+        path = compiling.BUILD / "cuda" / f"{source.stem}.o"
+        command = [*compile_line(source), *strict.split()]
+        objects.append(compiling.Product(path, command, [source, *headers], compiling.CSRC))
+    compiling.make(objects)
 
 
-def test_cuda_kernels_emulated_on_the_host_give_the_bits_of_the_cpu_kernels(tmp_path):
+@pytest.mark.timeout(300)
+def test_cuda_kernels_emulated_on_the_host_give_the_bits_of_the_cpu_kernels():
     """Thread by thread, over lengths, alignments, dtypes, lists and special values."""
-    flags = "-std=c++20 -O2 -ffp-contract=off -fno-math-errno -fno-strict-aliasing".split()
-    flags += [f"-I{EMULATION}", f"-I{CSRC}"]
-    sources = [*CUDA_SOURCES, *sorted(KERNELS.glob("cpu/*.cpp")), EMULATION / "compare.cpp"]
-    objects = [str(tmp_path / f"{source.parent.name}_{source.stem}.o") for source in sources]
-    compilers = ["ccache", COMPILER] if shutil.which("ccache") else [COMPILER]
-    run_all(
-        [
-            [*compilers, *flags, "-x", "c++", "-c", str(source), "-o", target]
-            for source, target in zip(sources, objects, strict=True)
-        ]
-    )
-    run_all([[COMPILER, *objects, "-o", str(tmp_path / "compare")]])
-    result = subprocess.run([tmp_path / "compare"], capture_output=True, text=True, timeout=300)
+    flags = [*compiling.KERNEL_FLAGS, "-fno-strict-aliasing"]
+    flags += [f"-I{EMULATION}", f"-I{compiling.CSRC}", "-x", "c++"]
+    headers = [*compiling.kernel_headers(), *EMULATION.glob("*.h")]
+    objects = compiling.cpu_kernels()
+    for source in [*CUDA_SOURCES, EMULATION / "compare.cpp"]:
+        objects.append(compiling.compiled("emulation", source, flags, headers))
+    compare = compiling.linked(compiling.BUILD / "emulation" / "compare", objects)
+    compiling.make(objects)
+    compiling.make([compare])
+    result = subprocess.run([compare.path], capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout
     assert "comparisons, all equal" in result.stdout

@@ -7,95 +7,25 @@ import math
 
 import pytest
 import torch
+from kernel_data import (
+    DTYPES,
+    SETS,
+    all_half_patterns,
+    same_bits,
+    same_values,
+    special_floats,
+    values,
+)
 
 from zero_ext import ops
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = [0, 1, 7, 8, 9, 15, 16, 17, 31, 33, 63, 1083, 4097, 2**20 + 3]
 SHORT_LENGTHS = [1, 7, 33, 1083, 4097]
-BITS = {
-    torch.float32: torch.int32,
-    torch.bfloat16: torch.int16,
-    torch.float16: torch.int16,
-    torch.float64: torch.int64,
-}
-
-
-def usable_instruction_sets() -> list[str]:
-    usable = []
-    for name in ["baseline", "avx2", "avx512"]:
-        try:
-            previous = torch.ops.zero_ext._use_instruction_set(name)
-        except RuntimeError:
-            continue
-        torch.ops.zero_ext._use_instruction_set(previous)
-        usable.append(name)
-    return usable
-
-
-SETS = usable_instruction_sets()
-
-
-# Some processors want to be told what to fetch ahead: every other instruction set is tested so.
-WALKS = [(name, "all" if place % 2 == 0 else "none") for place, name in enumerate(SETS)]
-
-
-@pytest.fixture(params=WALKS, ids=lambda walk: f"{walk[0]} {walk[1]} ahead")
-def instruction_set(request):
-    name, ahead = request.param
-    previous = torch.ops.zero_ext._use_instruction_set(name)
-    previous_ahead = torch.ops.zero_ext._use_fetch_ahead(ahead)
-    yield name
-    torch.ops.zero_ext._use_instruction_set(previous)
-    torch.ops.zero_ext._use_fetch_ahead(previous_ahead)
-
-
-@pytest.fixture
-def threads():
-    """Sets the number of threads; the old one comes back after the test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(7)
-
-
-def values(numel: int, dtype=torch.float32, offset: int = 0) -> torch.Tensor:
-    """Random values over many magnitudes, starting `offset` elements after an aligned address."""
-    spread = torch.randn(numel + offset) * torch.exp2(torch.randint(-8, 8, (numel + offset,)))
-    return spread.to(dtype)[offset:]
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.view(BITS[a.dtype]), b.view(BITS[b.dtype]))
-
-
-def same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bits, except that any NaN equals any NaN."""
-    nan = a.isnan()
-    return torch.equal(nan, b.isnan()) and same_bits(a[~nan], b[~nan])
-
-
-def special_floats() -> torch.Tensor:
-    """Random bit patterns, subnormals, ties, overflow, NaN payloads, both signs."""
-    patterns = [0, 1, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000]
-    patterns += [0x7FFFFFFF, 0x477FE000, 0x477FEFFF, 0x477FF000, 0x477FF001, 0x33000000, 0x33000001]
-    patterns += [0x33800000, 0x387FC000, 0x387FE000, 0x387FF000, 0x38800000, 0x3F808000, 0x3F818000]
-    patterns += [0x3F807FFF, 0x3F808001, 0x7F7F7FFF, 0x7F7F8000, 0x3F801000, 0x3F803000, 0x3F801001]
-    edges = torch.tensor(patterns, dtype=torch.int64)
-    random = torch.randint(0, 2**31, (200_000,), dtype=torch.int64)
-    # The float16 range, where rounding and subnormals happen, is a small part of all patterns.
-    narrow = torch.randint(0x32000000, 0x48000000, (200_000,), dtype=torch.int64)
-    ties = torch.randint(0x3200, 0x4800, (50_000,), dtype=torch.int64) * 0x10000 + 0x1000
-    positive = torch.cat([edges, random, narrow, ties, ties | 0x8000])
-    return torch.cat([positive, positive - 2**31]).to(torch.int32).view(torch.float32)
-
-
-def all_half_patterns(dtype: torch.dtype) -> torch.Tensor:
-    return torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
 
 
 # accumulate
@@ -472,7 +402,7 @@ def scalar(value, dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kernel", ["adamw", "sgd"])
-def test_a_skipped_update_writes_nothing_and_is_not_counted(kernel):
+def test_a_skipped_update_writes_nothing(kernel):
     state = adam_state(1083, torch.bfloat16, False)
     state = [state["master"], state["param"], values(1083), state["exp_avg"], state["exp_avg_sq"]]
     before = [tensor.clone() for tensor in state]
@@ -482,11 +412,8 @@ def test_a_skipped_update_writes_nothing_and_is_not_counted(kernel):
         ops.adamw_(*state, lr=0.1, weight_decay=0.1, **late)
     else:
         ops.sgd_(*state[:4], lr=0.1, momentum=0.9, **late)
-    ops.count_step_(steps_done, skip)
     assert all(same_bits(a, b) for a, b in zip(state, before, strict=True))
     assert steps_done.item() == 4
-    ops.count_step_(steps_done)
-    assert steps_done.item() == 5
 
 
 @pytest.mark.parametrize("step", [1, 2, 17, 1000, 100_000])
@@ -512,7 +439,7 @@ def test_a_counted_sgd_starts_its_momentum_at_the_first_update():
     arguments = {"lr": 0.1, "momentum": 0.9, "steps_done": steps_done}
     ops.sgd_(master, None, grad, buffer, **arguments)
     assert torch.equal(buffer, grad)
-    ops.count_step_(steps_done)
+    steps_done += 1
     ops.sgd_(master, None, grad, buffer, **arguments)
     torch.testing.assert_close(buffer, 1.9 * grad)
 
@@ -549,51 +476,6 @@ def test_sgd_is_torch_sgd(
     torch.testing.assert_close(master, reference.data, rtol=1e-5, atol=1e-5)
     if param is not None:
         assert same_bits(param, master.to(param_dtype))
-
-
-# sum of squares
-
-
-@pytest.mark.parametrize("numel", LENGTHS)
-@pytest.mark.parametrize("offset", [0, 3])
-def test_sum_of_squares_is_the_float64_sum(instruction_set, numel, offset):
-    """Squares are exact in float64; each of n additions errs by at most 2^-53 of the sum."""
-    data = values(numel, offset=offset)
-    expected = math.fsum((data.double() ** 2).tolist())
-    torch.testing.assert_close(
-        ops.sum_of_squares(data).item(), expected, rtol=max(numel, 1) * 2.0**-53, atol=0
-    )
-
-
-def sum_in_lanes(terms: list[float]) -> float:
-    lanes = [0.0] * 32
-    for i, term in enumerate(terms):
-        lanes[i % 32] += term
-    half = 16
-    while half:
-        lanes = [lanes[j] + lanes[j + half] for j in range(half)]
-        half //= 2
-    return lanes[0]
-
-
-ROW_NUMEL = 1024 * 4096
-
-
-@pytest.mark.parametrize("numel", [1, 31, 4096, 4097, 200_003])
-def test_sum_of_squares_adds_in_the_documented_order(instruction_set, numel):
-    data = values(numel)
-    blocks = [sum_in_lanes((block**2).tolist()) for block in data.double().split(4096)]
-    assert ops.sum_of_squares(data).item() == sum_in_lanes(blocks)
-
-
-def test_sum_of_squares_adds_rows_in_order(instruction_set):
-    """Of 1,024 blocks each: 2^54, and twice what is lost beside it, but not together."""
-    data = torch.zeros(2 * ROW_NUMEL + 5000)
-    data[7] = 2.0**27
-    data[ROW_NUMEL + 4100] = data[2 * ROW_NUMEL] = 1.25
-    assert ops.sum_of_squares(data).item() == 2.0**54
-    data[ROW_NUMEL + 8200] = 1.25
-    assert ops.sum_of_squares(data).item() == 2.0**54 + 4
 
 
 # NaN and infinity
@@ -668,7 +550,6 @@ def every_kernel(numel: int, dtype: torch.dtype, offset: int = 0) -> dict[str, t
         nesterov=True,
     )
     out |= {"sgd master": master, "sgd buffer": buffer}
-    out["sum of squares"] = ops.sum_of_squares(data()).reshape(1)
     out["adopted"] = data()
     ops.adopt_writes_(data(dtype), out["adopted"])
     return out

@@ -7,34 +7,14 @@ import weakref
 
 import pytest
 import torch
-from harness import MLP, assert_bits, gather_objects, mean_square, rank_data
+from harness import DTYPES, MLP, assert_bits, gather_objects, mean_square, rank_data
+from memory_formula import HELD, LINE_BYTES, ceil_to, ranges_of
 from reference import own_values, shown_master
 from setups import lazily_free_bytes, take_lazily_free_pages, values_of
 from torch import nn
 
 import zero_ext
-from zero_ext.engine.handle import find
-
-LINE_BYTES = 64  # slots and ranges begin at cache lines of the compute dtype
-HELD = ("full", "master", "grad", "bucket", "optimizer_state")
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-
-
-def ceil_to(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def ranges_of(model: nn.Module, units: list[list[str]], world: int, stage: int) -> list[tuple]:
-    """(elements of one range, number of ranges, bytes of an element) of each unit, by hand."""
-    parameters = dict(model.named_parameters())
-    result = []
-    for names in units:
-        itemsize = parameters[names[0]].element_size()
-        line = LINE_BYTES // itemsize
-        used = sum(ceil_to(parameters[name].numel(), line) for name in names)
-        ranges = 1 if stage == 0 else world
-        result.append((max(line, ceil_to(ceil_to(used, ranges) // ranges, line)), ranges, itemsize))
-    return result
+from zero_ext.engine.registry import find
 
 
 def formula(model, units, world, stage, states=2, local=False) -> dict[str, int]:

@@ -5,10 +5,18 @@ import math
 
 import pytest
 import torch
-from harness import MLP, gather_objects, mean_square, rank_batches, rank_data
+from harness import (
+    DTYPES,
+    MLP,
+    Blocks,
+    gather_objects,
+    mean_square,
+    rank_batches,
+    rank_data,
+)
+from memory_formula import HELD, ceil_to, ranges_of
 from reference import OneProcess
 from setups import assert_same_values, lazily_free_bytes
-from test_memory import DTYPES, HELD, ceil_to, ranges_of
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -19,21 +27,6 @@ pytestmark = [pytest.mark.dist, pytest.mark.world(min=2)]
 SEPARATE = 1e-6  # MiB: every module is a unit
 MIB = 2**20
 KEPT = (*HELD, "shard")
-
-
-class Blocks(nn.Module):
-    """Equally large units of which one is the root's. Every size that is used here has padding."""
-
-    def __init__(self, width: int = 37, blocks: int = 6, dtype=torch.float32):
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(width, width, dtype=dtype) for _ in range(blocks))
-        self.head = nn.Linear(width, width, dtype=dtype)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return self.head(x)
 
 
 def unit_names(blocks: int = 6) -> list[list[str]]:

@@ -45,11 +45,9 @@ SAMPLES = {
         ((f32(), bf16(), f32()), {"lr": 0.1}),
         ((f32(), None, f32(), f32()), {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     ],
-    "count_step_": [((count(),), {}), ((count(), flag()), {})],
     "cast_": [((f32(), bf16()), {}), ((bf16(), f32()), {})],
     "flatten_": [(([bf16(), bf16(7)], f32(64), [0, 40], True, flag()), {})],
     "find_nonfinite_": [(([f32(), f32(7)], torch.zeros(2, dtype=torch.int32)), {})],
-    "sum_of_squares": [((f32(),), {})],
     "adopt_writes_": [((bf16(), f32()), {})],
     "reduce_scatter_accumulate_": [((bf16(), f32(), "", 0.5, False), {})],
 }
@@ -90,8 +88,8 @@ WRONG = {
     "'nonfinite' has dtype Float and 1 elements, it must be one torch.int32": lambda: (
         ops.accumulate_(bf16(), f32(), nonfinite=torch.zeros(1))
     ),
-    "'steps_done' has dtype Int and 1 elements, it must be one torch.float32": lambda: (
-        ops.count_step_(flag())
+    "'steps_done' has dtype Int and 1 elements, it must be one torch.float32": lambda: ops.adamw_(
+        f32(), None, f32(), f32(), f32(), lr=0.1, weight_decay=0.0, steps_done=flag()
     ),
     "'exp_avg' has 32 elements, 'master' has 33": lambda: ops.adamw_(
         f32(), None, f32(), f32(32), f32(), lr=0.1, weight_decay=0.0, step=1
@@ -112,7 +110,9 @@ WRONG = {
     "'nonfinite' is Float. Pass contiguous int32 flags, one for each of 'values'": lambda: (
         ops.find_nonfinite_([f32()], f32(1))
     ),
-    "'value' has dtype BFloat16, it must be torch.float32": lambda: ops.sum_of_squares(bf16()),
+    "'master' has dtype BFloat16, it must be torch.float32": lambda: ops.adopt_writes_(
+        bf16(), bf16()
+    ),
 }
 
 

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zero_ext
-from zero_ext.engine.handle import Handle, find
+from zero_ext.engine.handle import Handle
+from zero_ext.engine.registry import find
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.tensor.shard_tensor import ShardTensor
 
@@ -693,7 +694,7 @@ class TestEditsByHand:
         optimizer.param_groups[1]["params"].append(nn.Parameter(torch.ones(3, 2)))
         loss_of(parameters, team.rank, 0).backward()
         with pytest.raises(
-            ValueError, match=r"group 1 has a parameter of shape \(3, 2\).*add_param"
+            ValueError, match=r"of group 1' of shape \(3, 2\) was put into.*add_param"
         ):
             optimizer.step()
         for parameter, value in zip(parameters, before, strict=True):
@@ -1100,6 +1101,19 @@ class TestLikeTorchs:
         named = [(f"layer.{i}", p) for i, p in enumerate(make_parameters())]
         optimizer = getattr(zero_ext.optim, name)(named, process_group=team.group)
         assert optimizer.param_groups[0]["param_names"] == [name for name, _ in named]
+
+    @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
+    def test_a_parameter_with_a_name_can_be_taken_out(self, team, name):
+        """torch leaves the names as they are, one more than there are parameters."""
+        parameters = make_parameters()
+        named = [(f"layer.{i}", p) for i, p in enumerate(parameters)]
+        optimizer = getattr(zero_ext.optim, name)(named, lr=0.1, process_group=team.group)
+        taken_out = optimizer.param_groups[0]["params"].pop()
+        before = taken_out.detach().clone()
+        loss_of(parameters, team.rank, step=0).backward()
+        optimizer.step()
+        assert_bits(taken_out.detach(), before)
+        assert not torch.equal(parameters[0].detach(), make_parameters()[0].detach())
 
     def test_repr_names_the_settings(self, team):
         optimizer = zero_ext.optim.SGD(make_parameters(), lr=0.25, process_group=team.group)

@@ -497,7 +497,7 @@ class TestMisuse:
     def test_a_dynamic_scaler_needs_skipped_steps(self, team, nonfinite):
         parameter = nn.Parameter(torch.ones(3))
         scaler = zero_ext.LossScaler()
-        with pytest.raises(ValueError, match="needs nonfinite='skip'"):
+        with pytest.raises(ValueError, match="requires nonfinite='skip'"):
             zero_ext.optim.SGD([parameter], loss_scaler=scaler, nonfinite=nonfinite)
 
     def test_without_a_scaler_scale_is_the_identity(self, team):

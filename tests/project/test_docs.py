@@ -1,5 +1,6 @@
-"""The pages of the documentation lead to each other."""
+"""The pages of the documentation lead to each other, and name what exists."""
 
+import pkgutil
 import re
 from pathlib import Path
 
@@ -8,10 +9,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     path.relative_to(ROOT)
-    for pattern in ("*.md", "docs/*.md", "csrc/**/*.md", "benchmarks/*.md")
+    for pattern in ("*.md", "docs/**/*.md", "csrc/**/*.md", "benchmarks/*.md")
     for path in ROOT.glob(pattern)
 )
+ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+NAME = re.compile(r"(?<!ops\.)\bzero_ext(?:\.[A-Za-z_]\w*)+")
+# A hop of a table: number, room, function.
+HOP = re.compile(r"^\| \d+ \| `(\w+)` \| `(\w+)`", re.M)
+NOTE = re.compile(r"^\| `(\w+)` \| (Note \[.+\]) \|$", re.M)
 
 
 def anchors(page: Path) -> set[str]:
@@ -27,3 +33,49 @@ def test_links_lead_somewhere(page):
         target = (ROOT / page).parent / path if path else ROOT / page
         assert target.exists(), path
         assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_names_of_the_package_exist(page):
+    for name in sorted(set(NAME.findall((ROOT / page).read_text()))):
+        try:
+            pkgutil.resolve_name(name)
+        except ImportError as error:  # of a library that an integration is for
+            assert error.name and not error.name.startswith("zero_ext"), name
+
+
+def test_every_decision_is_listed_with_its_title_and_date():
+    folder = ROOT / "docs/decisions"
+    listed = (folder / "README.md").read_text()
+    for page in folder.glob("[0-9]*.md"):
+        heading, _, date = page.read_text().split("\n")[:3]
+        number, title = heading.removeprefix("# ").split(". ", 1)
+        assert page.name.startswith(f"{int(number):04}-")
+        assert f"| {number} | [{title}]({page.name}) | {date} |" in listed
+
+
+def test_functions_and_notes_of_the_architecture_are_in_their_rooms():
+    named = [(room, rf"\b{name}\)?\(") for room, name in HOP.findall(ARCHITECTURE)]
+    named += [(room, "// " + re.escape(note)) for room, note in NOTE.findall(ARCHITECTURE)]
+    assert len(named) > 40
+    for room, pattern in named:
+        files = [p for p in (ROOT / "csrc" / room).rglob("*") if p.suffix in (".h", ".cpp", ".cu")]
+        found = any(re.search(pattern, path.read_text()) for path in files)
+        assert found, f"csrc/{room}/ has no {pattern}"
+
+
+def test_every_room_is_in_the_architecture():
+    rooms = [path.name for path in (ROOT / "csrc").iterdir() if path.is_dir()]
+    rows = re.findall(r"^\| `(\w+)` \| (?!Note)", ARCHITECTURE, re.M)
+    assert sorted(rows) == sorted(rooms)
+    packages = [path.parent.name for path in (ROOT / "zero_ext").glob("*/__init__.py")]
+    assert all(f"`{name}`" in ARCHITECTURE for name in packages)
+
+
+def test_files_of_the_reading_order_are_in_their_rooms():
+    rows = re.findall(
+        r"^\| \d+ \| `(\w+)/` \| (.*) \|$", (ROOT / "csrc/README.md").read_text(), re.M
+    )
+    files = [(room, name) for room, text in rows for name in re.findall(r"`(\w+\.\w+)`", text)]
+    assert len(files) >= len(rows) == 13
+    assert [f for f in files if not (ROOT / "csrc" / f[0] / f[1]).exists()] == []

@@ -23,21 +23,11 @@ def train(tmp_path, *arguments: str, ranks: int = 2) -> dict:
     return json.loads((tmp_path / "run" / "log.json").read_text())
 
 
+LEARNING = ("--accumulation-steps=2", "--lr=3e-3")
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param("--ddp", marks=SLOW),
-        pytest.param("--stage=1", marks=SLOW),
-        "--stage=2",
-        pytest.param("--stage=3", marks=SLOW),
-    ],
-)
-def test_two_ranks_learn_and_write_their_log(tmp_path, method):
-    log = train(tmp_path, method, "--accumulation-steps=2", "--lr=3e-3")
-
+def assert_learned(log: dict) -> None:
     assert len(log["loss"]) == 12
     assert log["held_out_loss"] < log["loss"][0] - 0.5
     assert log["world"] == 2
@@ -45,14 +35,32 @@ def test_two_ranks_learn_and_write_their_log(tmp_path, method):
     assert log["bytes_held"] > 0
 
 
-def test_a_resumed_run_has_the_losses_of_one_that_went_on(tmp_path):
-    log = train(tmp_path, "--stage=2", "--checkpoint-every=8")
+@pytest.fixture
+def train_lm(tmp_path, monkeypatch):
+    """The example as a module of this process, in the folder of its runs."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    return importlib.import_module("train_lm")
+
+
+@SLOW
+@pytest.mark.parametrize("method", ["--ddp", "--stage=1", "--stage=3"])
+def test_two_ranks_learn_and_write_their_log(tmp_path, method):
+    assert_learned(train(tmp_path, method, *LEARNING))
+
+
+def test_two_ranks_learn_and_a_resumed_run_has_the_losses_of_one_that_went_on(
+    tmp_path, monkeypatch, train_lm
+):
+    log = train(tmp_path, "--stage=2", *LEARNING, "--checkpoint-every=8")
+    assert_learned(log)
     (tmp_path / "run" / "log.json").unlink()
-    script = [str(ROOT / "examples" / "train_lm.py"), *TINY, "--out", "run"]
-    refused = torchrun(1, *script, "--resume=run/step-8", "--steps=8", cwd=tmp_path)
-    assert refused.returncode != 0 and "has made 8 steps" in refused.stderr
+    refused = [*TINY, "--out", "run", *LEARNING, "--resume=run/step-8", "--steps=8"]
+    monkeypatch.setattr(sys, "argv", ["train_lm.py", *refused])
+    with pytest.raises(SystemExit, match="has made 8 steps"):
+        train_lm.main()
     assert not (tmp_path / "run" / "log.json").exists()
-    resumed = train(tmp_path, "--stage=3", "--resume=run/step-8")
+    resumed = train(tmp_path, "--stage=3", *LEARNING, "--resume=run/step-8")
     assert resumed["loss"] == log["loss"]
     assert resumed["gradient_norm"] == log["gradient_norm"]
 
@@ -68,13 +76,11 @@ def test_a_resumed_run_has_the_losses_of_one_that_went_on(tmp_path):
     ],
     ids=lambda value: value.partition("=")[0] if "=" in value else "",
 )
-def test_what_cannot_be_is_refused_at_once(tmp_path, monkeypatch, capsys, argument, message):
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    monkeypatch.chdir(tmp_path)
+def test_what_cannot_be_is_refused_at_once(monkeypatch, capsys, train_lm, argument, message):
     Path("zero_text.txt").write_text("taken")
     monkeypatch.setattr(sys, "argv", ["train_lm.py", *TINY, argument])
     with pytest.raises(SystemExit):
-        importlib.import_module("train_lm").parse_arguments()
+        train_lm.parse_arguments()
     assert message in capsys.readouterr().err
 
 

@@ -21,7 +21,7 @@ from reference import gradients_of
 from torch import nn
 
 import zero_ext
-from zero_ext.engine.handle import find
+from zero_ext.engine.registry import find
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2])
 REDUCTIONS = pytest.mark.parametrize("reduction", ["exchange", "collective"])

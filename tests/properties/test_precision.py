@@ -84,7 +84,7 @@ def masters(optimizer) -> dict[str, Tensor]:
     result = {}
     for i, parameter in enumerate(handle.parameters):
         local = handle.engine.master_slice(i)
-        result[i] = full(handle.as_parameter(local, i, parameter()))
+        result[i] = full(handle.as_parameter(local, i, parameter))
     return result
 
 
@@ -499,8 +499,8 @@ class TestNonfinite:
         backward(model, team, 1, MICROS, spoiler(team, bad_rank, 1, float("nan")))
         message = (
             f"zero_ext [rank {team.rank}]: gradients hold NaN or Inf, first in 'vector' on rank "
-            f"{bad_rank}, micro-batch 1. Nothing was updated; nonfinite='skip' passes over such "
-            "steps."
+            f"{bad_rank}, micro-batch 1. Nothing was updated. To skip such steps, pass "
+            "nonfinite='skip'."
         )
         with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
             optimizer.step()

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 import zero_ext
-from zero_ext.engine.handle import find
+from zero_ext.engine.registry import find
 
 SHAPE = (3, 8)
 MLP_SHAPE = (3, 5)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional
 
 import zero_ext
-from zero_ext.engine.handle import find
+from zero_ext.engine.registry import find
 
 SEPARATE = 1e-6  # MiB: every module is a unit
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)

@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from harness import ManyLayers, assert_bits, mean_square, rank_data
+from kernel_data import values
 from reference import own_part, own_values
 from setups import (
     Way,
@@ -19,12 +20,11 @@ from setups import (
     shard_and_optimizer,
     small_mlp,
 )
-from test_kernels import instruction_set, threads, values  # noqa: F401
 from torch import nn
 
 import zero_ext
 from zero_ext import _C
-from zero_ext.engine.handle import find
+from zero_ext.engine.registry import find
 
 LR = 0.05
 LENGTHS = [0, 1, 15, 16, 17, 33, 2047, 2048, 2049, 70_001]
@@ -49,7 +49,7 @@ def expected_sum(data: torch.Tensor) -> fractions.Fraction:
 
 class TestKernel:
     @pytest.mark.parametrize("numel", LENGTHS)
-    def test_groups_are_added_exactly(self, instruction_set, numel):  # noqa: F811
+    def test_groups_are_added_exactly(self, instruction_set, numel):
         data = values(numel) * 10.0 ** torch.randint(-30, 18, (numel,))
         digits = _C.square_digits(data)
         assert exact_sum(digits) == expected_sum(data)
@@ -61,13 +61,13 @@ class TestKernel:
     @pytest.mark.parametrize(
         "extreme", [2.0**-149, -(2.0**-126), torch.finfo(torch.float32).max], ids=str
     )
-    def test_the_smallest_and_the_largest_floats(self, instruction_set, extreme):  # noqa: F811
+    def test_the_smallest_and_the_largest_floats(self, instruction_set, extreme):
         data = torch.full([4099], extreme)
         digits = _C.square_digits(data)
         assert exact_sum(digits) == 4099 * fractions.Fraction(extreme) ** 2
         assert _C.value_of_digits(digits) == float(4099 * fractions.Fraction(extreme) ** 2)
 
-    def test_large_and_tiny_values_together_lose_nothing(self, instruction_set):  # noqa: F811
+    def test_large_and_tiny_values_together_lose_nothing(self, instruction_set):
         data = torch.full([2048], 2.0**-149)
         data[:16] = 3e38
         squares = 16 * fractions.Fraction(data[0].item()) ** 2
@@ -76,7 +76,7 @@ class TestKernel:
 
     @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
     @pytest.mark.parametrize("place", [0, 1000, 4096])
-    def test_what_is_not_finite_is_counted(self, instruction_set, bad, place):  # noqa: F811
+    def test_what_is_not_finite_is_counted(self, instruction_set, bad, place):
         data = values(4097).clone()
         data[place] = bad
         digits = _C.square_digits(data)
@@ -88,7 +88,7 @@ class TestKernel:
         data = torch.tensor([math.inf] + [0.0] * 31 + [math.nan])
         assert math.isnan(_C.value_of_digits(_C.square_digits(data)))
 
-    def test_cuts_at_multiples_of_16_and_threads_change_no_digit(self, threads):  # noqa: F811
+    def test_cuts_at_multiples_of_16_and_threads_change_no_digit(self, threads):
         data = values(200_003)
         whole = _C.square_digits(data)
         threads(2)

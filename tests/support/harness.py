@@ -21,6 +21,7 @@ GATHERS_TOGETHER = "ccl" in os.environ.get("ZERO_EXT_TEST_BACKENDS", "")
 # Ranks of a replica in the fixture `mesh`: hybrid sharding, in two dimensions, if it is set.
 SHARDS = int(os.environ.get("ZERO_EXT_TEST_SHARDS", 0))
 ONE_UNIT_EACH = 1e-6  # bucket_mb
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 
 
 class Team(NamedTuple):
@@ -221,6 +222,21 @@ class ManyLayers(nn.Module):
         for index in range(len(self.blocks)) if used is None else used:
             x = self.blocks[index](x)
         return x
+
+
+class Blocks(nn.Module):
+    """Equally large units of which one is the root's. Every size that is used here has padding."""
+
+    def __init__(self, width: int = 37, blocks: int = 6, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(width, width, dtype=dtype) for _ in range(blocks))
+        self.head = nn.Linear(width, width, dtype=dtype)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(x)
 
 
 class ResidualBlock(nn.Module):

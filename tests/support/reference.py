@@ -7,7 +7,7 @@ from harness import mean_square, reference_gradients
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zero_ext.engine.handle import find
+from zero_ext.engine.registry import find
 
 
 class OneProcess:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zero_ext
-from zero_ext.engine.handle import find
+from zero_ext.engine.registry import find
 
 # Parameters of MLP straddle ranks and fill several units of this size.
 SMALL_BUCKET_MB = 200 / 2**20

@@ -22,7 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from zero_ext.tensor.shard_tensor import ShardTensor, boxes, make
+from zero_ext.tensor.boxes import boxes
+from zero_ext.tensor.shard_tensor import ShardTensor, make
 
 # Parameters that straddle ranks, lie on one rank, are scalars, have no elements.
 SHAPES = [(7, 5), (), (0, 4), (3,), (2, 3, 4), (1,), (40,), (5, 1, 2, 2), (11, 3)]

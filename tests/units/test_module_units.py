@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from zero_ext.engine.units import Block, cut_by_module, parts, split_block
+from zero_ext.engine.units import Block, UnitPlan, cut_by_module, parts, split_block
 
 SEPARATE = 1e-6  # bytes: nothing is merged
 EVERYTHING = 1e9
@@ -428,10 +428,13 @@ def test_a_block_is_split_by_dtype_and_by_what_is_frozen():
         for dtype, trainable in kinds
     ]
     assert split_block(range(6), parameters) == [
-        ([0, 3], f32, True),
-        ([1, 5], f32, False),
-        ([2], bf16, True),
-        ([4], bf16, False),
+        UnitPlan([0, 3], f32, trainable=True),
+        UnitPlan([1, 5], f32, trainable=False),
+        UnitPlan([2], bf16, trainable=True),
+        UnitPlan([4], bf16, trainable=False),
     ]
-    assert split_block([4, 5], parameters) == [([4], bf16, False), ([5], f32, False)]
+    assert split_block([4, 5], parameters) == [
+        UnitPlan([4], bf16, trainable=False),
+        UnitPlan([5], f32, trainable=False),
+    ]
     assert split_block([], parameters) == []

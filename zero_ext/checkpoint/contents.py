@@ -3,13 +3,14 @@
 import copy
 import io
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from zero_ext.checkpoint import files as files
+from zero_ext.checkpoint import files
 from zero_ext.state.model_state import EXTRA_STATE, ModelState, plain_name
 
 OBJECTS = "zero_ext"  # the key of all that is no tensor
@@ -41,11 +42,10 @@ class Contents(NamedTuple):
         if OBJECTS in entries:
             objects = _read_objects(path)
         elif not keys:
-            first = ", ".join(f"'{key}'" for key in sorted(entries)[:8]) or "nothing"
-            more = ", …" if len(entries) > 8 else ""
             raise ValueError(
                 f"zero_ext: checkpoint '{path}' was written without a 'model' entry: no key begins "
-                f"with 'model.', it has {first}{more}. Write {{'model': model.state_dict()}}."
+                f"with 'model.', it has {first_of(sorted(entries)) or 'nothing'}. Write "
+                "{'model': model.state_dict()}."
             )
         for name in objects.get("model", {}):
             keys.setdefault(name, f"model.{name}")
@@ -60,18 +60,19 @@ class Contents(NamedTuple):
         )
 
     def matching(self, of_model: ModelState, strict: bool) -> tuple[list[str], dict[str, Any]]:
-        """Names of the tensors that both have, and copies of the objects; checks their shapes, and
-        that the other names are the same."""
+        """The names of the tensors that checkpoint and model have, and copies of the objects.
+
+        Raises:
+            ValueError: shapes differ, or with ``strict`` names.
+        """
         here = of_model.tensors.keys() | of_model.objects.keys()
         for verb, names in (
             ("lacks", here - self.keys.keys()),
-            ("has, and the model has not,", self.keys.keys() - here),
+            ("has, but the model lacks,", self.keys.keys() - here),
         ):
             if not names:
                 continue
-            first = ", ".join(f"'{name}'" for name in sorted(names)[:8])
-            more = ", …" if len(names) > 8 else ""
-            message = f"zero_ext: checkpoint '{self.path}' {verb} {first}{more}"
+            message = f"zero_ext: checkpoint '{self.path}' {verb} {first_of(sorted(names))}"
             if strict:
                 raise ValueError(f"{message}. strict=False passes such names over.")
             warnings.warn(f"{message}: passed over.", stacklevel=6)
@@ -91,8 +92,13 @@ class Contents(NamedTuple):
         return common, objects
 
 
+def first_of(names: Sequence[str]) -> str:
+    """The first eight names, for a message."""
+    return ", ".join(f"'{name}'" for name in names[:8]) + (", …" if len(names) > 8 else "")
+
+
 def _without_parts(key: str) -> str:
-    """torch writes the entries of an extra state one by one."""
+    """The key of a whole extra state, whose entries torch writes one by one."""
     steps = key.split(".")
     return ".".join(steps[: steps.index(EXTRA_STATE) + 1]) if EXTRA_STATE in steps else key
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from zero_ext.ranks.groups import all_or_none
+from zero_ext.ranks.agreement import all_or_none
 from zero_ext.state.model_state import ModelState, full_value, groups_of
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -22,10 +22,10 @@ def export_safetensors(
 ) -> None:
     """Write parameters and buffers as ``model.safetensors``, in their own dtypes. Collective.
 
-    Where they are more than ``max_shard_size``, as ``model-00001-of-0000N.safetensors`` and so on
-    with ``model.safetensors.index.json``: the layout of the Hugging Face hub. A tied parameter is
-    written once, under its first name. Rank 0 writes, and holds the tensors of one file at a time,
-    the others one tensor. Files of an earlier export are replaced.
+    Above ``max_shard_size`` there are several files, ``model-00001-of-0000N.safetensors`` and so
+    on, and ``model.safetensors.index.json``: the layout of the Hugging Face hub. A tied parameter
+    is written once, under its first name. Files of an earlier export are replaced. Rank 0 writes,
+    and holds the tensors of one file at a time; the other ranks hold one tensor at a time.
 
     Args:
         directory: Made if it does not exist.
@@ -69,7 +69,7 @@ def export_safetensors(
 
 
 def _apart(value: Tensor, others: dict[str, Tensor]) -> Tensor:
-    """On the host, contiguous, in memory that no other one has: a file holds no views."""
+    """``value`` on the host, contiguous, in memory of its own: a file holds no views."""
     value = value.cpu().contiguous()
     taken = {other.untyped_storage().data_ptr() for other in others.values()}
     return value.clone() if value.untyped_storage().data_ptr() in taken else value
@@ -79,13 +79,10 @@ def _once_each(state: ModelState) -> dict[str, Tensor]:
     if state.objects:
         names = ", ".join(f"'{name}'" for name in state.objects)
         raise TypeError(f"zero_ext: safetensors files hold tensors; the model has {names} as well.")
-    seen: set[int] = set()
-    values = {}
+    names: dict[int, str] = {}
     for name, value in state.tensors.items():
-        if id(value) not in seen:
-            values[name] = value
-            seen.add(id(value))
-    return values
+        names.setdefault(id(value), name)
+    return {name: state.tensors[name] for name in names.values()}
 
 
 def _bytes(size: int | str) -> int:

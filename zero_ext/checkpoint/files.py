@@ -21,10 +21,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-from zero_ext.ranks.groups import Groups, all_or_none, of_all_ranks, timeout_of
+from zero_ext.ranks.agreement import all_or_none, of_all_ranks
+from zero_ext.ranks.comm_groups import timeout_of
+from zero_ext.ranks.groups import Groups
 from zero_ext.tensor.shard_tensor import ShardTensor, wrap
 
-_VISIBLE_WITHIN_S = 60.0  # file systems of a network tell late what another host has made
+_VISIBLE_WITHIN_S = 60.0  # a network file system shows late what another host has made
 _OURS = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp")
 _ALONE = "torch.distributed is disabled"  # a warning of dcp
 
@@ -36,22 +38,22 @@ def refuse_to_replace(path: Path) -> None:
     if path.is_dir() and not (path / ".metadata").exists() and any(path.iterdir()):
         raise ValueError(
             f"zero_ext: '{path}' holds something else than a checkpoint, which would be lost. "
-            "Choose another name, or remove it."
+            "Choose another path."
         )
 
 
 def write(path: Path, state: dict[str, Any], groups: Groups) -> None:
-    """Write ``state``, and rename it to ``path`` when all of it is there. Collective.
+    """Write ``state`` beside ``path``, and rename it to ``path`` when it is whole. Collective.
 
     Raises:
-        RuntimeError: some rank could not; what was at ``path`` still is.
+        RuntimeError: some rank could not write. What was at ``path`` is unchanged.
     """
     what = f"save() of checkpoint '{path}'"
     incomplete = _beside(path, "incomplete")
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     try:
         with all_or_none(groups, what):
-            if groups.rank == 0 and incomplete.exists():  # of a process that died
+            if groups.rank == 0 and incomplete.exists():  # a process died
                 shutil.rmtree(incomplete)
         with _as_exceptions(groups, what):
             dcp.save(
@@ -66,14 +68,14 @@ def write(path: Path, state: dict[str, Any], groups: Groups) -> None:
         with all_or_none(groups, what):
             if groups.rank == 0:
                 _replace(path, incomplete)
-    except Exception:  # on all ranks, each of which may have a folder of its own
+    except Exception:  # it is raised on all ranks, each of which may have a folder of its own
         shutil.rmtree(incomplete, ignore_errors=True)
         vars(planner).clear()  # its tensors, which the error would keep
         raise
 
 
 def _check_that_it_is_shared(incomplete: Path, groups: Groups) -> None:
-    """Each host would else keep its own part, and only rank 0's would be named."""
+    """Raise if ranks write to different folders, of which only rank 0's would be renamed."""
     patience_s = _VISIBLE_WITHIN_S
     if groups.world > 1:  # the others wait meanwhile
         patience_s = min(patience_s, timeout_of(groups).total_seconds() / 2)
@@ -85,7 +87,7 @@ def _check_that_it_is_shared(incomplete: Path, groups: Groups) -> None:
                 "rank. Save to a folder that all ranks share."
             )
         time.sleep(0.1)
-        os.listdir(incomplete.parent)  # which a network's file system then asks for anew
+        os.listdir(incomplete.parent)  # makes a network file system ask its server again
 
 
 def _beside(path: Path, suffix: str) -> Path:
@@ -93,9 +95,9 @@ def _beside(path: Path, suffix: str) -> Path:
 
 
 def _replace(path: Path, new: Path) -> None:
-    """What the user keeps beside a checkpoint's files goes on into the new one."""
+    """Rename ``new`` to ``path``. The user's own files in the old checkpoint are moved there."""
     old = _beside(path, "replaced")
-    _rescue(old, new)  # of a process that died
+    _rescue(old, new)  # if a process died here
     if path.exists():
         path.rename(old)
     new.rename(path)
@@ -103,7 +105,7 @@ def _replace(path: Path, new: Path) -> None:
 
 
 def _rescue(old: Path, new: Path) -> None:
-    """Remove ``old``, but for what is not a checkpoint's, which is moved to ``new``."""
+    """Remove ``old``, and move to ``new`` what is no file of a checkpoint."""
     if not old.exists():
         return
     for entry in old.iterdir():
@@ -119,7 +121,10 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def read(path: Path, targets: dict[str, Any]) -> None:
-    """Into ``targets``, tensors in place; this rank by itself, its parts of sharded ones."""
+    """Read the values of ``targets``, tensors in place. Not collective.
+
+    Of sharded tensors this rank reads its parts.
+    """
     if not targets:
         return
     with warnings.catch_warnings(), _as_exceptions(None, f"load() of checkpoint '{path}'"):
@@ -129,7 +134,7 @@ def read(path: Path, targets: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _as_exceptions(groups: Groups | None, what: str) -> Iterator[None]:
-    """torch's CheckpointException is none, which `except Exception` would let through."""
+    """Raise torch's CheckpointException, which `except Exception` does not catch, as another."""
     try:
         yield
     except CheckpointException as error:
@@ -149,7 +154,8 @@ def copied_to_host(value: Any) -> Any:
 class Writer:
     """Saves over one process group, some of which run while training goes on.
 
-    These have a group of their own: messages of two threads over one would meet.
+    Saves that run meanwhile have a process group of their own: the messages of two threads over one
+    group would mix.
     """
 
     def __init__(self):
@@ -161,18 +167,18 @@ class Writer:
         if self._executor is None:
             self._own_groups = _apart(groups)
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="zero_ext checkpoint")
-        if groups.world == 1:  # for good: no thread can change filters for itself
+        if groups.world == 1:  # for good: the filters of warnings are the same in all threads
             warnings.filterwarnings("ignore", message=_ALONE)
         self._last = self._executor.submit(_write_meanwhile, path, state, self._own_groups)
         return self._last
 
     def wait(self) -> None:
-        """For all that were started."""
+        """Wait for all saves that were started."""
         if self._last is not None:
-            self._last.exception()  # which is for whoever has its future
+            self._last.exception()  # the caller's future raises it
 
     def write(self, path: Path, state: dict[str, Any], groups: Groups) -> None:
-        """After all that were started."""
+        """Write after all saves that were started."""
         self.wait()
         with warnings.catch_warnings():
             if groups.world == 1:
@@ -183,7 +189,7 @@ class Writer:
 def _write_meanwhile(path: Path, state: dict[str, Any], groups: Groups) -> None:
     try:
         write(path, state, groups)
-    except Exception as error:  # of which nobody may ask the future
+    except Exception as error:  # nobody may ask the future for it
         warnings.warn(str(error), stacklevel=2)
         _forget_locals(error)
         raise
@@ -192,8 +198,10 @@ def _write_meanwhile(path: Path, state: dict[str, Any], groups: Groups) -> None:
 
 
 def _forget_locals(error: BaseException) -> None:
-    """Of what has ended with ``error`` and its causes: they hold copies of all that was to be
-    written, and a future holds the error."""
+    """Free the local variables of the functions that ended with ``error`` and its causes.
+
+    They hold copies of all that was to be written, and a future holds the error.
+    """
     errors: list[BaseException | None] = [error]
     for each in errors:
         if each is None:
@@ -206,7 +214,8 @@ def _forget_locals(error: BaseException) -> None:
 
 
 _of_one_rank = Writer()
-_writers: WeakKeyDictionary[dist.ProcessGroup, Writer] = WeakKeyDictionary()  # others, by parent
+# Of several ranks, by the parent process group.
+_writers: WeakKeyDictionary[dist.ProcessGroup, Writer] = WeakKeyDictionary()
 
 
 def writer_of(groups: Groups) -> Writer:
@@ -214,13 +223,12 @@ def writer_of(groups: Groups) -> Writer:
 
 
 def _apart(groups: Groups) -> Groups:
-    """The same ranks with a process group that nobody else uses. Collective."""
+    """The same ranks with a process group of their own. Collective."""
     if groups.world == 1:
         return groups._replace(parent=None, mesh=None)
     ranks = dist.get_process_group_ranks(groups.parent)
-    # A group of some ranks, which the others do not make, is called after these and the number of
-    # groups that each is in, and may have the name of one whose addresses the store still holds:
-    # only where not all ranks are here.
+    # torch names a group of some ranks after these and the number of groups that each is in. Such a
+    # name may be that of an earlier group whose addresses the store still holds.
     some = len(ranks) < dist.get_world_size()
     if some:
         _be_in_equally_many_groups(groups)

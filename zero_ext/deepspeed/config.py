@@ -1,9 +1,9 @@
-"""Config: what a DeepSpeed configuration asks for, in this library's terms.
+"""Config: the settings of a DeepSpeed configuration, in this library's terms.
 
 Note [Settings of DeepSpeed]
-A setting either does here what its documentation says, or changes nothing but speed or memory and
-is passed over (``_TUNING``), or is refused by name: nothing that would change a result is ignored.
-Integrations that fill in ``"auto"`` (Accelerate, Transformers) are to do so before.
+A setting does here what DeepSpeed's documentation says. One that changes only speed or memory is
+ignored (``_TUNING``). Every other one is an error that names it, because it would change a result.
+Integrations that fill in ``"auto"`` (Accelerate, Transformers) must do so before.
 """
 
 import json
@@ -11,7 +11,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -50,7 +50,7 @@ _TUNING = {
     "bf16": "immediate_grad_update",
 }
 
-# What is read of a section only where it is enabled.
+# Settings that matter only in an enabled section.
 _WHERE_ENABLED = {
     "fp16": """
         auto_cast loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale
@@ -58,7 +58,7 @@ _WHERE_ENABLED = {
     "bf16": "check_grad_overflow",
 }
 
-# Features that are not here, with the values that leave them out.
+# Features that this library does not have, with the values that switch them off.
 _ABSENT = {
     "prescale_gradients": (False,),
     "gradient_predivide_factor": (1,),
@@ -89,7 +89,7 @@ class Config:
             ``accumulation_steps`` times the number of ranks.
         dtype: What the model is cast to; None leaves it alone.
         scaler: Arguments of a ``LossScaler``; None for no loss scale.
-        measures_norm: Of the gradients, also where nothing is clipped.
+        measures_norm: The gradients' norm is measured, also where nothing is clipped.
         reduce_dtype: What gradients travel in; None: their own.
         shards: Ranks of a replica, where sharding is hybrid; None: all.
         optimizer, scheduler: Name and arguments.
@@ -115,7 +115,7 @@ class Config:
 
     @staticmethod
     def read(config: dict[str, Any] | str | os.PathLike, world_size: int) -> "Config":
-        """Of a dict, or of a JSON file.
+        """Read a dict or a JSON file.
 
         Raises:
             ValueError: a setting is unknown, not available here, or contradicts another one.
@@ -128,7 +128,7 @@ class Config:
             raise ValueError("zero_ext: config enables both fp16 and bf16. Enable one of them.")
         stage = zero.take("stage", 0)
         if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-            raise ValueError(f"zero_ext: config '{zero.name('stage')}' is {stage!r}, not 0 to 3.")
+            zero.reject("stage", stage, ", not 0 to 3.")
         train, micro, accumulation = _batch_sizes(root, world_size)
         result = Config(
             train_batch_size=train,
@@ -158,7 +158,7 @@ class Config:
 
 
 class _Section:
-    """One object of the JSON file; each setting is taken once, and what is left is judged."""
+    """One object of the JSON file. Each setting is taken once; ``finish`` judges the others."""
 
     def __init__(self, path: str, values: dict[str, Any]):
         if not isinstance(values, dict):
@@ -169,26 +169,25 @@ class _Section:
     def name(self, key: str) -> str:
         return f"{self.path}.{key}" if self.path else key
 
+    def reject(self, key: str, value: Any, problem: str) -> NoReturn:
+        raise ValueError(f"zero_ext: config '{self.name(key)}' is {value!r}{problem}")
+
     def take(self, key: str, default: Any) -> Any:
         value = self._values.pop(key, default)
         if "auto" in _elements(value):
-            raise ValueError(
-                f"zero_ext: config '{self.name(key)}' is {value!r}, which an integration is to "
-                "fill in before. Give its value."
-            )
+            self.reject(key, value, ", which an integration is to fill in before. Give its value.")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
         value = self.take(key, default)
         if not isinstance(value, bool):
-            name = self.name(key)
-            raise ValueError(f"zero_ext: config '{name}' is {value!r}, not true or false.")
+            self.reject(key, value, ", not true or false.")
         return value
 
     def text(self, key: str) -> str | None:
         value = self.take(key, None)
         if value is not None and not isinstance(value, str):
-            raise ValueError(f"zero_ext: config '{self.name(key)}' is {value!r}, not a name.")
+            self.reject(key, value, ", not a name.")
         return value
 
     def number(self, key: str, default: float, most: float = math.inf) -> float:
@@ -196,18 +195,16 @@ class _Section:
         value = default if value is None else value
         if not _is_number(value) or not 0 <= value <= most:
             allowed = "from 0 on" if most == math.inf else f"from 0 to {most:g}"
-            name = self.name(key)
-            raise ValueError(f"zero_ext: config '{name}' is {value!r}, not a number {allowed}.")
+            self.reject(key, value, f", not a number {allowed}.")
         return value
 
     def count(self, key: str, default: int | None) -> int | None:
-        """Also written as 1000.0."""
+        """A whole number, which may be written as 1000.0."""
         value = self.take(key, default)
         if value is None:
             return default
         if not _is_number(value) or not value >= 1 or value % 1 != 0:
-            name = self.name(key)
-            raise ValueError(f"zero_ext: config '{name}' is {value!r}, not a count of at least 1.")
+            self.reject(key, value, ", not a count of at least 1.")
         return int(value)
 
     def section(self, key: str) -> "_Section":
@@ -217,22 +214,19 @@ class _Section:
         return {key: self.take(key, None) for key in list(self._values)}
 
     def forget(self) -> None:
-        """Drop what would have been asked for if the section were enabled."""
+        """Drop the settings of a section that is not enabled."""
         known = f"{_WHERE_ENABLED[self.path]} {_TUNING.get(self.path, '')}".split()
         for key in list(self._values):
             if key in known or self.name(key) in _ABSENT:
                 del self._values[key]
 
     def finish(self) -> None:
-        """Raises where something is left that asks for what is not here."""
+        """Raise for a setting that was not taken, unless it changes no result."""
         tuning = _TUNING.get(self.path, "").split()
         for key, value in self.rest().items():
-            name = self.name(key)
-            if key in tuning or _is_off(value) or value in _ABSENT.get(name, ()):
-                continue
-            raise ValueError(
-                f"zero_ext: config '{name}' is {value!r}: there is no such setting here. Remove it."
-            )
+            absent = value in _ABSENT.get(self.name(key), ())
+            if key not in tuning and not _is_off(value) and not absent:
+                self.reject(key, value, ": there is no such setting here. Remove it.")
 
 
 def _elements(value: Any) -> list[Any]:
@@ -251,7 +245,7 @@ def _is_quoted_number(value: Any) -> bool:
 
 
 def _is_off(value: Any) -> bool:
-    """Of a feature's section."""
+    """Whether ``value`` is the section of a feature that is switched off."""
     if not isinstance(value, dict):
         return False
     off = [_is_off(each) if isinstance(each, dict) else not each for each in value.values()]
@@ -277,7 +271,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _bf16(root: _Section) -> _Section:
-    """Also under its older name."""
+    """The section ``bf16``, also under its older name."""
     older = root.take("bfloat16", None)
     newer = root.take("bf16", None)
     return _Section("bf16", newer or older or {})
@@ -291,7 +285,8 @@ _BATCH_SIZES = (
 
 
 def _batch_sizes(root: _Section, world_size: int) -> tuple[int, int, int]:
-    """All three of them, of which some may be left out."""
+    """Samples per step, per micro-batch, and accumulation steps. A configuration may leave some of
+    the three out."""
     train, micro, accumulation = (root.count(key, None) for key in _BATCH_SIZES)
     if train is None and micro is None:
         raise ValueError(
@@ -326,10 +321,8 @@ def _scaler(fp16: _Section) -> dict[str, Any]:
         return {"mode": "static", "init_scale": static}
     least = dynamic["min_scale"]
     if not 0 < least <= first:
-        raise ValueError(
-            f"zero_ext: config '{fp16.name('min_loss_scale')}' is {least!r}, not above 0 and at "
-            f"most the first scale, {first:g}."
-        )
+        most = f"at most the first scale, {first:g}"
+        fp16.reject("min_loss_scale", least, f", not above 0 and {most}.")
     return {"mode": "dynamic", **dynamic}
 
 
@@ -344,9 +337,7 @@ def _offload(zero: _Section) -> CPUOffloadPolicy | None:
     states = zero.section("offload_optimizer")
     device = states.take("device", "none")
     if device not in ("none", "cpu"):
-        raise ValueError(
-            f"zero_ext: config '{states.name('device')}' is {device!r}: choose 'cpu' or 'none'."
-        )
+        states.reject("device", device, ": choose 'cpu' or 'none'.")
     pinned = states.flag("pin_memory", False)
     states.finish()
     if device == "none" and not zero.flag("cpu_offload", False):
@@ -355,24 +346,22 @@ def _offload(zero: _Section) -> CPUOffloadPolicy | None:
 
 
 def _shards(zero: _Section, stage: int, world_size: int) -> int | None:
-    """What DeepSpeed calls MiCS."""
-    name, size = zero.name("mics_shard_size"), zero.take("mics_shard_size", -1)
+    """Ranks of a replica, in hybrid sharding, which DeepSpeed calls MiCS."""
+    size = zero.take("mics_shard_size", -1)
     if size == -1:
         return None
     if isinstance(size, bool) or not isinstance(size, int) or size < 1 or world_size % size != 0:
-        raise ValueError(
-            f"zero_ext: config '{name}' is {size!r}, which does not divide the {world_size} ranks."
-        )
+        zero.reject("mics_shard_size", size, f", which does not divide the {world_size} ranks.")
     if stage != 3:
-        raise ValueError(f"zero_ext: config '{name}' is {size} with stage {stage}: it needs 3.")
+        zero.reject("mics_shard_size", size, f" with stage {stage}: it needs 3.")
     return size
 
 
 def _dtype(root: _Section, key: str) -> torch.dtype | None:
     name = root.text(key)
     if name is not None and name not in _DTYPES:
-        raise ValueError(f"zero_ext: config '{key}' is {name!r}: choose fp16, bf16 or fp32.")
-    return _DTYPES[name] if name is not None else None
+        root.reject(key, name, ": choose fp16, bf16 or fp32.")
+    return _DTYPES.get(name)
 
 
 def _named(root: _Section, key: str) -> tuple[str, dict[str, Any]] | None:
@@ -385,10 +374,7 @@ def _named(root: _Section, key: str) -> tuple[str, dict[str, Any]] | None:
     section.finish()
     for name, value in arguments.items():
         if any(_is_quoted_number(element) for element in _elements(value)):
-            raise ValueError(
-                f"zero_ext: config '{params.name(name)}' is {value!r}: a number in quotes. Remove "
-                "the quotes."
-            )
+            params.reject(name, value, ": a number in quotes. Remove the quotes.")
     if kind is None and given:
-        raise ValueError(f"zero_ext: config '{key}' is {given!r}, without a 'type'. Give it.")
+        root.reject(key, given, ", without a 'type'. Give it.")
     return None if kind is None else (kind, arguments)

@@ -15,12 +15,13 @@ from torch.utils.data import DataLoader, Dataset
 from zero_ext.deepspeed.config import Config
 from zero_ext.deepspeed.schedules import SCHEDULES
 from zero_ext.deepspeed.training_engine import TrainingEngine, data_loader
-from zero_ext.engine.handle import any_sharded
+from zero_ext.engine.registry import any_sharded
 from zero_ext.module.sharding import shard
-from zero_ext.optim import adoption as adoption
+from zero_ext.optim import adoption
 from zero_ext.optim.scaler import LossScaler
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
-from zero_ext.ranks.groups import all_or_none, check_same_on_all_ranks, resolve
+from zero_ext.ranks.agreement import all_or_none, check_same_on_all_ranks
+from zero_ext.ranks.groups import resolve
 
 
 def initialize(
@@ -38,27 +39,27 @@ def initialize(
     mpu: None = None,
     distributed_port: int | None = None,
     **sharding: Any,
-) -> tuple["TrainingEngine", ShardedOptimizer | None, DataLoader | None, Any]:
+) -> tuple[TrainingEngine, ShardedOptimizer | None, DataLoader | None, Any]:
     """``deepspeed.initialize``: shard ``model`` as a DeepSpeed configuration says. Collective.
 
     Args:
         args: Its ``deepspeed_config`` is the configuration where ``config`` is None.
         model: On the device to train on, or on the CPU beside a GPU, to which it is then moved.
         optimizer: A torch optimizer over the model's parameters that has not stepped yet, whose
-            groups and settings are taken over, or a function that makes one of parameters.
+            groups and settings are adopted, or a function that makes one of parameters.
             Default: the configuration's.
         model_parameters: Parameters or groups for an optimizer to be made. Default: all.
         training_data: Gets a ``DataLoader`` of micro-batches, with a ``DistributedSampler``.
         lr_scheduler: Stepped after each step that was made, or a function that makes one of an
             optimizer. Default: the configuration's.
         config, config_params: A dict or the path of a JSON file, in DeepSpeed's terms (Note
-            [Settings of DeepSpeed] in zero_ext/config.py).
+            [Settings of DeepSpeed] in zero_ext/deepspeed/config.py).
         dist_init_required: False: make no process group. Default: make it where torchrun has
             started this process and there is none.
-        distributed_port: Passed over; torchrun chooses it.
+        distributed_port: Ignored: torchrun chooses it.
         sharding: Further arguments of ``zero_ext.shard``, such as ``units``.
     Returns:
-        Engine, its optimizer, its loader and its schedule; None for what there is not.
+        The engine, its optimizer, its loader and its schedule. Each of the last three may be None.
     Raises:
         ValueError: a setting is not available here, or the optimizer cannot be taken over; the
             model is unchanged then. And what ``zero_ext.shard`` raises.
@@ -71,16 +72,7 @@ def initialize(
     with all_or_none(groups, "initialize()"):
         _check_arguments(model, config, mpu, sharding)
         settings = Config.read(config, groups.world)
-        if settings.reduce_dtype is not None and "mp_policy" in sharding:
-            raise ValueError(
-                "zero_ext: 'communication_data_type' and mp_policy= both say in which dtype "
-                "gradients are reduced. Give one."
-            )
-        if settings.shards is not None and "mesh" in sharding:
-            raise ValueError(
-                "zero_ext: 'mics_shard_size' and mesh= both say which ranks are a replica. Give "
-                "one."
-            )
+        _check_said_once(settings, sharding)
         ours = _arguments_of_ours(settings)
         given = _optimizer_given(settings, model, optimizer, model_parameters)
         schedule = _schedule_given(settings, lr_scheduler, given)
@@ -97,7 +89,7 @@ def initialize(
     engine = TrainingEngine(_sharded(model, settings, sharding), settings, collate_fn)
     if given is not None:
         adoption.follow_models(given, names)
-        engine.optimizer = adoption.take_over(given, **ours)
+        engine.optimizer = adoption.adopt(given, **ours)
         engine.lr_scheduler = schedule
     engine.training_dataloader = loader
     return engine, engine.optimizer, loader, engine.lr_scheduler
@@ -118,8 +110,19 @@ def _check_arguments(model, config, mpu, sharding: dict[str, Any]) -> None:
         raise ValueError("zero_ext: the model is sharded already. Pass the plain one.")
 
 
+def _check_said_once(settings: Config, sharding: dict[str, Any]) -> None:
+    for setting, value, argument, both_say in (
+        ("communication_data_type", settings.reduce_dtype, "mp_policy", "how gradients travel"),
+        ("mics_shard_size", settings.shards, "mesh", "which ranks are a replica"),
+    ):
+        if value is not None and argument in sharding:
+            raise ValueError(
+                f"zero_ext: '{setting}' and {argument}= both say {both_say}. Give one."
+            )
+
+
 def _join(required: bool | None) -> None:
-    """Make the process group that torchrun has prepared."""
+    """Make the process group, in a process that torchrun has started."""
     if dist.is_initialized() or required is False or "WORLD_SIZE" not in os.environ:
         return
     if torch.accelerator.is_available():
@@ -148,7 +151,7 @@ def _sharded(model: nn.Module, settings: Config, sharding: dict[str, Any]) -> nn
 
 
 def _arguments_of_ours(settings: Config) -> dict[str, Any]:
-    """What the optimizers here have and torch's have not."""
+    """Arguments of this package's optimizers that torch's do not have."""
     scaler = LossScaler(**settings.scaler) if settings.scaler else None
     measured = math.inf if settings.measures_norm else None  # clips by a factor of 1
     return {
@@ -161,7 +164,7 @@ def _arguments_of_ours(settings: Config) -> dict[str, Any]:
 def _optimizer_given(
     settings: Config, model: nn.Module, optimizer, parameters
 ) -> torch.optim.Optimizer | None:
-    """torch's own, over the plain model: what is wrong with it is found before anything changes."""
+    """A torch optimizer over the plain model: its errors are raised before anything changes."""
     parameters = list(model.parameters() if parameters is None else parameters)
     if optimizer is None:
         if settings.optimizer is None:
@@ -187,7 +190,7 @@ def _optimizer_given(
 
 
 def _class_of(name: str, arguments: dict[str, Any]) -> tuple[type, dict[str, Any]]:
-    """Of a configuration's optimizer: the class in torch, and its arguments."""
+    """The torch class and its arguments for a configuration's optimizer."""
     arguments = dict(arguments)
     if "max_grad_norm" in arguments:
         raise ValueError(
@@ -201,23 +204,28 @@ def _class_of(name: str, arguments: dict[str, Any]) -> tuple[type, dict[str, Any
             "elementwise one of torch.optim, or pass optimizer=."
         )
     if kind in (torch.optim.Adam, torch.optim.AdamW):
-        flags = {"adam_w_mode": True, "torch_adam": False}
-        flags |= {"bias_correction": True, "fp32_optimizer_states": True}
-        for flag, default in flags.items():
-            flags[flag] = arguments.pop(flag, default)
-            fixed = flag in ("bias_correction", "fp32_optimizer_states")
-            if not isinstance(flags[flag], bool) or (fixed and not flags[flag]):
-                raise ValueError(
-                    f"zero_ext: config 'optimizer.params.{flag}' is {flags[flag]!r}, which is not "
-                    "available here. Remove it."
-                )
-        decoupled = flags["adam_w_mode"] or kind is torch.optim.AdamW
+        decoupled = _flag_of_adam(arguments, "adam_w_mode", True) or kind is torch.optim.AdamW
         kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-        if not flags["torch_adam"]:
+        if not _flag_of_adam(arguments, "torch_adam", False):
             arguments.setdefault("weight_decay", 0.0)  # DeepSpeed's default, in AdamW too
+        for flag in ("bias_correction", "fp32_optimizer_states"):
+            _flag_of_adam(arguments, flag, True, allowed=(True,))
     if isinstance(arguments.get("betas"), list):
         arguments["betas"] = tuple(arguments["betas"])
     return kind, arguments
+
+
+def _flag_of_adam(
+    arguments: dict[str, Any], flag: str, default: bool, allowed: tuple = (True, False)
+) -> bool:
+    """Take DeepSpeed's ``flag`` out of ``arguments``."""
+    value = arguments.pop(flag, default)
+    if not isinstance(value, bool) or value not in allowed:
+        raise ValueError(
+            f"zero_ext: config 'optimizer.params.{flag}' is {value!r}, which is not available here."
+            " Remove it."
+        )
+    return value
 
 
 def _is_class(value: Any) -> bool:

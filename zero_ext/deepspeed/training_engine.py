@@ -1,7 +1,6 @@
-"""TrainingEngine: a DeepSpeed script's ``engine``, over ``shard`` and the optimizers here.
+"""TrainingEngine: the ``engine`` of a DeepSpeed script, over ``shard`` and the optimizers here.
 
-Everything it does is a few lines of the library's own interface; a script without DeepSpeed's
-habits needs none of it.
+Each method is a few lines of the library's own interface, which a new script uses directly.
 """
 
 import contextlib
@@ -19,7 +18,8 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from zero_ext import checkpoint
 from zero_ext.deepspeed.config import Config
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
-from zero_ext.ranks.groups import Groups, all_or_none, check_same_on_all_ranks
+from zero_ext.ranks.agreement import all_or_none, check_same_on_all_ranks
+from zero_ext.ranks.groups import Groups
 from zero_ext.state.model_state import gather_state_dict, groups_of
 
 _log = logging.getLogger("zero_ext")
@@ -38,7 +38,7 @@ def data_loader(
     collate_fn: Callable | None = None,
     num_workers: int = 0,
 ) -> DataLoader:
-    """This rank's micro-batches."""
+    """A loader of this rank's micro-batches."""
     if sampler is None and not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(
             dataset, num_replicas=groups.world, rank=groups.rank, shuffle=shuffle
@@ -57,14 +57,15 @@ def data_loader(
 class TrainingEngine(nn.Module):
     """A sharded model with its optimizer, micro-batches and schedule. Made by ``initialize``.
 
-    ``loss = engine(batch); engine.backward(loss); engine.step()`` for each micro-batch. Attributes
-    that it lacks are the module's.
+    Call ``loss = engine(batch); engine.backward(loss); engine.step()`` for each micro-batch. An
+    attribute that the engine does not have is looked up in the module.
 
     Attributes:
         module: The model itself.
-        optimizer, lr_scheduler, training_dataloader: None for what there is not.
-        micro_steps, global_steps: Calls of ``step()``, and those that ended an accumulation.
-        global_samples: Samples of all ranks in these.
+        optimizer, lr_scheduler, training_dataloader: Each may be None.
+        micro_steps: Calls of ``step()``.
+        global_steps: Calls of ``step()`` that ended an accumulation.
+        global_samples: Samples of all ranks in the global steps.
     """
 
     def __init__(self, module: nn.Module, settings: Config, collate_fn: Callable | None = None):
@@ -76,12 +77,12 @@ class TrainingEngine(nn.Module):
         self.training_dataloader: DataLoader | None = None
         self.micro_steps = self.global_steps = self.global_samples = 0
         self._groups = groups_of(module)
-        self._boundary: bool | None = None  # what the user said; None: counted
+        self._boundary: bool | None = None  # what the user has set; None: counted
         self._step_applied = False
-        self._skipped_before = 0  # by the process that this one goes on from
+        self._skipped_before = 0  # steps, as a loaded checkpoint has counted them
         self._in_no_sync = False
         self._collate_fn = collate_fn
-        self._divided = 0  # the count of backwards up to which losses are known to be divided
+        self._divided = 0  # the losses of so many backwards are known to be divided
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -99,7 +100,7 @@ class TrainingEngine(nn.Module):
     # A micro-batch
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """The module's. With fp16's ``auto_cast`` floating point inputs are cast first."""
+        """Call the module. With fp16's ``auto_cast`` floating point inputs are cast first."""
         if self.settings.casts_inputs:
             inputs, kwargs = _cast((inputs, kwargs), self.settings.dtype)
         return self.module(*inputs, **kwargs)
@@ -126,8 +127,10 @@ class TrainingEngine(nn.Module):
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` divided by the accumulation steps and multiplied by the loss scale, to call
-        ``backward()`` of in place of ``engine.backward(loss)``."""
+        """``loss`` divided by the accumulation steps and multiplied by the loss scale.
+
+        ``engine.scale(loss).backward()`` replaces ``engine.backward(loss)``.
+        """
         self._needs_optimizer("scale()")
         self._divided = max(self._divided, self._backwards()) + 1
         return self.optimizer.scale(loss / self.settings.accumulation_steps)
@@ -140,15 +143,15 @@ class TrainingEngine(nn.Module):
             raise RuntimeError(
                 f"{self._groups.where}a loss of this micro-batch was not divided "
                 f"by the {self.settings.accumulation_steps} accumulation steps. Call "
-                "engine.backward(loss), or engine.scale(loss).backward(); zero_grad() drops what "
-                "there is."
+                "engine.backward(loss) or engine.scale(loss).backward(). zero_grad() drops the "
+                "undivided gradients."
             )
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """End a micro-batch; the last one of an accumulation updates the parameters. Collective.
+        """End a micro-batch. The last one of an accumulation updates the parameters. Collective.
 
-        The schedule does not go on where the update was skipped for NaN or Inf. (On a GPU, without
-        a dynamic loss scale, it does: nobody waits there to know.)
+        The schedule is not stepped if the update was skipped for NaN or Inf. Exception: on a GPU
+        without a dynamic loss scale it is, because the host does not wait for the verdict.
         """
         self._needs_optimizer("step()")
         if self._in_no_sync:
@@ -180,7 +183,7 @@ class TrainingEngine(nn.Module):
     def _needs_optimizer(self, call: str) -> None:
         if self.optimizer is None:
             raise RuntimeError(
-                f"zero_ext: {call} needs an optimizer: give initialize() one, or its config."
+                f"zero_ext: {call} needs an optimizer. Pass initialize() one, or its config."
             )
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -190,12 +193,12 @@ class TrainingEngine(nn.Module):
         return (self.micro_steps + 1) % self.settings.accumulation_steps == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say it from now on, instead of having ``step()`` count, which None goes back to."""
+        """Set the boundary for all micro-batches from now on. None: ``step()`` counts again."""
         self._boundary = None if is_boundary is None else bool(is_boundary)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """As the module's; ``step()`` is an error inside it."""
+        """As the module's. ``step()`` inside it is an error."""
         before, self._in_no_sync = self._in_no_sync, True
         try:
             with self.module.no_sync():
@@ -211,7 +214,7 @@ class TrainingEngine(nn.Module):
             self.optimizer.zero_grad(set_to_none)
             self._divided = self._backwards()
 
-    # What there is
+    # Counts and settings
 
     @property
     def skipped_steps(self) -> int:
@@ -246,8 +249,11 @@ class TrainingEngine(nn.Module):
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Before clipping, of the last step that was made; None where there was none, or nobody
-        measures: stage 0, or ``compute_grad_norm`` false, without ``gradient_clipping``."""
+        """The norm before clipping, of the last step that was made; None before the first one.
+
+        Always None where the norm is not measured: with stage 0, or with ``compute_grad_norm``
+        false, unless ``gradient_clipping`` is set.
+        """
         norm = None if self.optimizer is None else self.optimizer.grad_norm
         return None if norm is None else norm.item()
 
@@ -289,8 +295,10 @@ class TrainingEngine(nn.Module):
         collate_fn: Callable | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader:
-        """This rank's micro-batches of a data set, shuffled for ``route`` "train". One without
-        indices (``IterableDataset``) is taken as it is: it is to give each rank its own samples."""
+        """A loader of this rank's micro-batches, shuffled for ``route`` "train".
+
+        An ``IterableDataset`` is read as it is: it must give each rank its own samples.
+        """
         return data_loader(
             self.settings,
             self._groups,
@@ -315,8 +323,8 @@ class TrainingEngine(nn.Module):
         """``zero_ext.checkpoint.save`` into ``save_dir/tag``; ``save_dir/latest`` names it.
 
         Args:
-            tag: Default: ``global_step`` and their number.
-            client_state: Whatever else a restart needs; rank 0's.
+            tag: Default: ``global_step`` and the number of global steps.
+            client_state: Whatever else a restart needs. Rank 0's is saved.
         Returns:
             True. Raises as ``zero_ext.checkpoint.save``.
         """
@@ -346,16 +354,16 @@ class TrainingEngine(nn.Module):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """What ``save_checkpoint`` has written, with any stage and number of ranks. Collective.
+        """Load what ``save_checkpoint`` has written with any stage and number of ranks. Collective.
 
         Gradients are dropped: the next micro-batch is the first one of an accumulation.
 
         Args:
-            tag: Default: what ``load_dir/latest`` names; without it nothing is loaded, with a
-                warning.
-            load_module_only: Neither the optimizer nor schedule and counts.
+            tag: Default: what ``load_dir/latest`` names. Without that file nothing is loaded, with
+                a warning.
+            load_module_only: Load neither the optimizer nor schedule and counts.
         Returns:
-            The checkpoint's path and its ``client_state``; None and an empty one where nothing was
+            The checkpoint's path and its ``client_state``; None and an empty dict if nothing was
             loaded. Raises as ``zero_ext.checkpoint.load``.
         """
         latest = Path(load_dir) / _LATEST

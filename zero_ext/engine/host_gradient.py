@@ -1,12 +1,12 @@
-"""Offloaded gradients that are whole on this rank: tensors on the CPU, as the ``.grad`` of
-parameters on a device."""
+"""HostGradient: an offloaded gradient that is whole on this rank. It lies on the CPU, as the
+``.grad`` of a parameter on a device."""
 
 import torch
 from torch import Tensor
 
 
 class HostGradient(Tensor):
-    """A plain tensor to everybody but torch's GradScaler; what is computed from it is one.
+    """A plain tensor to everybody but torch's GradScaler. Its results are plain tensors.
 
     GradScaler copies its scale to the gradients' device without waiting for it, and reads the copy
     at once.

@@ -1,25 +1,26 @@
-"""What the library holds, and what it would hold."""
+"""What a sharded model holds (``stats``), and what it would hold (``estimate_memory``)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from zero_ext.engine.handle import _check_stage, check_sizes, handle_of, stays_whole
+from zero_ext.engine.checks import stays_whole
+from zero_ext.engine.options import ShardingOptions
+from zero_ext.engine.registry import handle_of
+from zero_ext.engine.unit_maker import UnitPlanner
 from zero_ext.engine.units import (
     Block,
     Choice,
+    UnitPlan,
     cut_by_module,
-    cut_by_size,
     parts,
     prefetch_bytes,
-    split_block,
     used_several_times,
 )
 
-# Gradient sum, master, two moments.
-_FP32_BYTES = 4
+_FP32_BYTES = 4  # of an element of a gradient sum, of a master, of each of two moments
 _ALIGNMENT_BYTES = 64
 
 
@@ -40,30 +41,6 @@ def stats(sharded) -> dict[str, int]:
     return sharded.stats()
 
 
-class _Unit(NamedTuple):
-    """What the memory of one unit follows from. ``ranges``: how many it is cut into."""
-
-    numels: list[int]
-    itemsize: int
-    ranges: int
-    trainable: bool = True
-    in_fp32: bool = False  # its gradients
-
-    @property
-    def range_numel(self) -> int:
-        alignment = _ALIGNMENT_BYTES // self.itemsize
-        numel = sum(_round_up(numel, alignment) for numel in self.numels)
-        return max(alignment, _round_up(-(-numel // self.ranges), alignment))
-
-    @property
-    def has_master(self) -> bool:
-        return self.trainable and self.itemsize != _FP32_BYTES
-
-    @property
-    def full_bytes(self) -> int:
-        return self.range_numel * self.ranges * self.itemsize
-
-
 def estimate_memory(
     module: nn.Module,
     world_size: int,
@@ -73,18 +50,18 @@ def estimate_memory(
     units: Choice = None,
     bucket_mb: float = 25.0,
     prefetch_mb: float | None = None,
-    param_dtype=None,
+    param_dtype: torch.dtype | None = None,
     local_accumulation: bool = False,
     device: torch.device | str | None = None,
 ) -> dict[str, int]:
     """Bytes that sharding ``module`` over ``world_size`` ranks with AdamW will hold on each.
 
-    A device keeps no shard where there is a master, see docs/stages.md.
-    Without the copy that undoes a backward that throws, 4 bytes per element of a range, which is
-    made when a backward is reduced onto a sum, reduced or local, that holds something. On a device
-    ``grad`` is held between the first gradient and ``zero_grad()`` alone.
-    Frozen parameters that every rank has whole, with stage 3 those of a dtype that is not trained
-    in, are in ``full``; ``stats()`` does not count them, they are the module's own.
+    A device keeps no shard where there is a master, see docs/stages.md. On a device ``grad`` is
+    held only between the first gradient and ``zero_grad()``. Not counted is the copy that undoes a
+    backward that throws: 4 bytes per element of a range, made when a backward is reduced onto a sum
+    that holds something. Frozen parameters that every rank has whole are in ``full``, with stage 3
+    those of a dtype that is not trained in. ``stats()`` does not count them: they are the module's
+    own.
 
     Args:
         module: May be on the meta device.
@@ -101,68 +78,46 @@ def estimate_memory(
         ``buckets``, the most that the two buckets can add with ``reduction="exchange"``. Padding
         included.
     Raises:
-        ValueError: a stage, a number of ranks or of shards, or a size that cannot be.
+        ValueError: a stage, a number of ranks or of shards, a size or a dtype that cannot be.
     """
-    _check_stage(stage)
-    check_sizes(bucket_mb, prefetch_mb)
+    options = ShardingOptions(
+        stage=stage, bucket_mb=bucket_mb, prefetch_mb=prefetch_mb, param_dtype=param_dtype
+    )
+    shards = world_size if shards is None else shards
+    _check_ranks(world_size, shards)
+    parameters = [p for p in module.parameters() if not stays_whole(p)]
+    planner = UnitPlanner(parameters, options, used_several_times(module))
+    run = _Run(world_size, shards, stage, _device_of(module, device).type not in ("cpu", "meta"))
+    blocks: list[Block] = []
+    if stage == 3:
+        blocks = cut_by_module(module, parameters, units, options.bucket_bytes, param_dtype)
+        plans: list[list[UnitPlan]] = [[] for _ in blocks]
+        for block, members in parts(blocks):
+            plans[block] += planner.of_block(members)
+    else:
+        plans = [planner.by_size(i for i, p in enumerate(parameters) if p.requires_grad)]
+    numels = [p.numel() for p in parameters]
+    cut = [[_Unit(p, [numels[i] for i in p.members], run) for p in part] for part in plans]
+    local = local_accumulation and stage < 2 and world_size > 1
+    result = _persistent_bytes([unit for part in cut for unit in part], local)
+    frozen = [p for p in module.parameters() if not p.requires_grad]
+    result["full"] += sum(p.nbytes for p in frozen if stays_whole(p) or stage < 3)
+    result["persistent"] = sum(result.values())
+    ahead = prefetch_bytes(blocks, parameters, options)
+    result["gathered"] = _gathered_bytes(blocks, cut, ahead) if stage == 3 else 0
+    in_buckets = (u.bucket_bytes(local) for part in cut for u in part if u.plan.trainable)
+    result["buckets"] = 2 * max(in_buckets, default=0) if world_size > 1 else 0
+    return result
+
+
+def _check_ranks(world_size: int, shards: int) -> None:
     if not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"zero_ext: world_size must be at least 1, not {world_size!r}.")
-    shards = world_size if shards is None else shards
     if not isinstance(shards, int) or shards < 1 or world_size % shards != 0:
         raise ValueError(
             f"zero_ext: {world_size} ranks cannot be replicas of {shards!r}: shards must divide "
             "world_size."
         )
-    several = {id(p) for p in used_several_times(module)}
-    bucket_bytes = bucket_mb * 2**20
-    ranges = 1 if stage == 0 else shards
-    on_device = _device_of(module, device).type not in ("cpu", "meta")
-
-    def home(unit: _Unit) -> str:
-        """Where its parameters are while nobody needs them whole."""
-        if stage == 3 and on_device and unit.has_master:
-            return "master"
-        return "shard" if stage == 3 and shards > 1 else "full"
-
-    local = local_accumulation and stage < 2 and world_size > 1
-    result = dict.fromkeys(("full", "shard", "master", "grad", "optimizer_state"), 0)
-    result["full"] = sum(
-        p.nbytes
-        for p in module.parameters()
-        if stays_whole(p) or (stage < 3 and not p.requires_grad)
-    )
-    gathered = 0
-    if stage == 3:
-        parameters = [p for p in module.parameters() if not stays_whole(p)]
-        blocks = cut_by_module(module, parameters, units, bucket_bytes, param_dtype)
-        cut: list[list[_Unit]] = [[] for _ in blocks]
-        for block, members in parts(blocks):
-            cut[block].extend(_units_of(members, parameters, several, param_dtype, ranges))
-        all_units = [unit for part in cut for unit in part]
-        ahead = prefetch_bytes(blocks, parameters, prefetch_mb, bucket_mb, param_dtype)
-        released = [[unit for unit in part if home(unit) != "full"] for part in cut]
-        gathered = _gathered_bytes(blocks, released, ahead)
-    else:
-        all_units = _units_by_size(module, bucket_bytes, several, param_dtype, ranges)
-    in_buckets = [0]
-    for unit in all_units:
-        share = unit.range_numel
-        if home(unit) == "full":
-            result["full"] += unit.full_bytes
-        if home(unit) == "shard":
-            result["shard"] += share * unit.itemsize
-        if not unit.trainable:
-            continue
-        result["master"] += share * _FP32_BYTES if unit.has_master else 0
-        result["grad"] += share * (ranges if local else 1) * _FP32_BYTES
-        result["optimizer_state"] += 2 * share * _FP32_BYTES
-        # Local sums are sent in fp32.
-        gradient_bytes = _FP32_BYTES if unit.in_fp32 or local else unit.itemsize
-        in_buckets.append(share * (ranges + world_size - 1) * gradient_bytes)
-    result["persistent"] = sum(result.values())
-    result["gathered"] = gathered
-    result["buckets"] = 2 * max(in_buckets) if world_size > 1 else 0
-    return result
 
 
 def _device_of(module: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -171,49 +126,75 @@ def _device_of(module: nn.Module, device: torch.device | str | None) -> torch.de
     return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
-def _is_in_fp32(parameter, several: set[int], param_dtype) -> bool:
-    """Its gradients arrive in fp32 although it is in half precision, as ``Handle`` arranges."""
-    half = (param_dtype or parameter.dtype).itemsize != _FP32_BYTES
-    return half and id(parameter) in several
+class _Run(NamedTuple):
+    """How the model will be trained."""
+
+    world: int
+    shards: int
+    stage: int
+    on_device: bool
 
 
-def _units_by_size(
-    module: nn.Module, bucket_bytes: float, several: set[int], param_dtype, ranges: int
-) -> list[_Unit]:
-    units = []
-    for in_fp32 in (False, True):
-        parameters = [
-            p
-            for p in module.parameters()
-            if p.requires_grad and _is_in_fp32(p, several, param_dtype) == in_fp32
-        ]
-        numels = [p.numel() for p in parameters]
-        for plan in cut_by_size(numels, [p.dtype for p in parameters], bucket_bytes):
-            members = [numels[i] for i in plan.members]
-            itemsize = (param_dtype or plan.dtype).itemsize
-            units.append(_Unit(members, itemsize, ranges, in_fp32=in_fp32))
-    return units
+class _Unit(NamedTuple):
+    """What the memory of one unit follows from."""
+
+    plan: UnitPlan
+    numels: list[int]
+    run: _Run
+
+    @property
+    def itemsize(self) -> int:
+        return self.plan.dtype.itemsize
+
+    @property
+    def ranges(self) -> int:
+        return 1 if self.run.stage == 0 else self.run.shards
+
+    @property
+    def range_numel(self) -> int:
+        alignment = _ALIGNMENT_BYTES // self.itemsize
+        numel = sum(_round_up(numel, alignment) for numel in self.numels)
+        return max(alignment, _round_up(-(-numel // self.ranges), alignment))
+
+    @property
+    def has_master(self) -> bool:
+        return self.plan.trainable and self.itemsize != _FP32_BYTES
+
+    @property
+    def full_bytes(self) -> int:
+        return self.range_numel * self.ranges * self.itemsize
+
+    @property
+    def home(self) -> str:
+        """Where its parameters are while nobody needs them whole."""
+        if self.run.stage == 3 and self.run.on_device and self.has_master:
+            return "master"
+        return "shard" if self.run.stage == 3 and self.run.shards > 1 else "full"
+
+    def bucket_bytes(self, local: bool) -> int:
+        """``local``: sums of several backwards are sent, which are in fp32."""
+        itemsize = _FP32_BYTES if self.plan.gradient_is_fp32 or local else self.itemsize
+        return self.range_numel * (self.ranges + self.run.world - 1) * itemsize
 
 
-def _units_of(
-    part: Sequence[int], parameters, several: set[int], param_dtype, ranges: int
-) -> list[_Unit]:
-    apart = {i for i in part if _is_in_fp32(parameters[i], several, param_dtype)}
-    return [
-        _Unit(
-            [parameters[i].numel() for i in members],
-            (param_dtype or dtype).itemsize,
-            ranges,
-            trainable,
-            members[0] in apart,
-        )
-        for members, dtype, trainable in split_block(part, parameters, apart)
-    ]
+def _persistent_bytes(units: Iterable[_Unit], local: bool) -> dict[str, int]:
+    result = dict.fromkeys(("full", "shard", "master", "grad", "optimizer_state"), 0)
+    for unit in units:
+        share = unit.range_numel
+        if unit.home == "full":
+            result["full"] += unit.full_bytes
+        if unit.home == "shard":
+            result["shard"] += share * unit.itemsize
+        if unit.plan.trainable:
+            result["master"] += share * _FP32_BYTES if unit.has_master else 0
+            result["grad"] += share * (unit.ranges if local else 1) * _FP32_BYTES
+            result["optimizer_state"] += 2 * share * _FP32_BYTES
+    return result
 
 
 def _gathered_bytes(blocks: Sequence[Block], cut: Sequence[list[_Unit]], ahead: int) -> int:
     """A pass is inside one block and those that its modules lie in; others are prefetched."""
-    sizes = [sum(unit.full_bytes for unit in part) for part in cut]
+    sizes = [sum(unit.full_bytes for unit in part if unit.home != "full") for part in cut]
     inside = [{id(m) for module in block.modules for m in module.modules()} for block in blocks]
     held = [
         sum(

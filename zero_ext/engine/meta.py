@@ -11,8 +11,8 @@ class MetaModules:
     """The modules of ``root`` that have parameters or buffers on the meta device.
 
     Raises:
-        ValueError: a module cannot be initialised: it has no ``reset_parameters``, and there is no
-            ``param_init_fn``. Nothing has changed then.
+        ValueError: a module cannot be initialised: it has no ``reset_parameters()``, and no
+            ``param_init_fn`` was passed. Nothing has changed then.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class MetaModules:
         """Give memory and values to the parameters ``members`` that are on the meta device.
 
         Returns:
-            The Parameters that took their places, in all modules that share one.
+            The new Parameters, which stand in all modules that share the old ones.
         """
         new = {i: _with_memory(p, self._device) for i, p in members.items() if p.is_meta}
         twins = {id(members[i]): twin for i, twin in new.items()}
@@ -59,7 +59,7 @@ class MetaModules:
         return new
 
     def finish(self) -> None:
-        """Modules that have buffers on the meta device and no parameters."""
+        """Initialise the modules that have buffers on the meta device and no parameters."""
         self._initialise([m for m in self._modules.values() if _has_meta_buffers(m)], set())
 
     def _initialise(self, modules: list[nn.Module], new: set[int]) -> None:
@@ -77,8 +77,8 @@ class MetaModules:
 
 @contextlib.contextmanager
 def _hidden(module: nn.Module, new: set[int]):
-    """Parameters that have values already, or are cut and released, keep out of an initialisation
-    that is for ``new`` ones: it sees them on the meta device."""
+    """An initialisation of the ``new`` parameters sees the others on the meta device: these have
+    values already, or are cut and released."""
     others = {k: p for k, p in module._parameters.items() if p is not None and id(p) not in new}
     for key, parameter in others.items():
         if not parameter.is_meta:

@@ -1,47 +1,27 @@
-"""Offload: which states of a sharded model live in host memory, always or between phases.
+"""``offload_states`` and ``reload_states``: states in host memory between two phases of a program.
 
-Of a model on the CPU all states are in host memory already: the arguments and the calls are checked
-and keep their rules, and nothing is copied or moved.
+A model on the CPU has all states in host memory already. For it the calls keep their rules and move
+nothing.
 """
 
 from collections.abc import Iterable
 
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
-
-from zero_ext.engine.handle import handle_of
+from zero_ext.engine.registry import handle_of
 
 # As in ``stats()["bytes_<name>"]``; stage 3's shards, "full" while released, go with "full".
 STATES = ("full", "master", "grad", "optimizer_state")
 
 
-def check_policy(policy: OffloadPolicy | None) -> OffloadPolicy:
-    """``policy``, or the one that offloads nothing.
-
-    Raises:
-        TypeError: neither a ``CPUOffloadPolicy`` nor an ``OffloadPolicy`` of torch's FSDP2.
-    """
-    if policy is None:
-        return OffloadPolicy()
-    if type(policy) not in (OffloadPolicy, CPUOffloadPolicy):
-        raise TypeError(
-            "zero_ext: offload_policy must be torch.distributed.fsdp.CPUOffloadPolicy(pin_memory="
-            f"True|False) or None, not {policy!r}."
-        )
-    return policy
-
-
 def offload_states(sharded, include: Iterable[str] | None = None) -> None:
     """Move states out of device memory until ``reload_states``, between two phases of a program.
 
-    Those of a model on the CPU are in host memory already and stay where they are; the rules are
-    the same. While anything is offloaded, ``backward()`` and ``step()`` raise; without ``"full"``
-    the forward still runs, for evaluation and generation. States that are offloaded already stay
-    so. Those of a wrapped optimizer, which are torch's, move as well; ``stats()`` counts them
-    nowhere.
+    While anything is offloaded, ``backward()`` and ``step()`` raise. Without ``"full"`` the forward
+    still runs, for evaluation and generation. States that are offloaded already stay so. States of
+    a wrapped optimizer, which are torch's, move as well; ``stats()`` does not count them.
 
     Args:
         sharded: A sharded module, or an optimizer of this package.
-        include: Of ``"full"`` (the parameters themselves), ``"master"``, ``"grad"`` and
+        include: Some of ``"full"`` (the parameters themselves), ``"master"``, ``"grad"`` and
             ``"optimizer_state"``; default all. Where stage 3 keeps parameters in their masters
             alone, ``"master"`` without ``"full"`` leaves this rank's part of them on the device.
     Raises:
@@ -62,11 +42,11 @@ def offload_states(sharded, include: Iterable[str] | None = None) -> None:
 
 
 def reload_states(sharded) -> None:
-    """Bring back what ``offload_states`` has moved; nothing happens where that is nothing.
+    """Bring back what ``offload_states`` has moved, if it has moved anything.
 
     Raises:
         ValueError, TypeError: ``sharded`` is not sharded.
-        torch.OutOfMemoryError: there is not enough device memory. All of it still counts as
-            offloaded; free some and call this again.
+        torch.OutOfMemoryError: there is not enough device memory. All states still count as
+            offloaded. Free some memory and call this again.
     """
     handle_of(sharded).set_offloaded(frozenset())

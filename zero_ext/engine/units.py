@@ -1,25 +1,34 @@
-"""Cuts parameters into units: what is reduced, stepped and gathered together."""
+"""How parameters are cut into units, which are reduced, stepped and gathered together."""
 
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zero_ext.engine.options import ShardingOptions
 
 # What `shard(units=)` takes: module classes, or a predicate of a module's name and itself.
 Choice = type | Collection[type] | Callable[[str, nn.Module], bool] | None
 
 
 class UnitPlan(NamedTuple):
-    """Parameter indices of one unit, in registration order, and the dtype they are computed in."""
+    """Parameter indices of one unit, in registration order, and the dtype they are computed in.
+
+    ``gradient_is_fp32``: their gradients arrive and travel in fp32, whatever their own dtype.
+    """
 
     members: list[int]
     dtype: torch.dtype
+    trainable: bool = True
+    gradient_is_fp32: bool = False
 
 
-# So much smaller than a bucket that its gradient may as well wait: see Note [Reduction order] in
-# csrc/reductions.h.
+# A parameter that is so many times smaller than a bucket may wait for others: see Note [Reduction
+# order] in csrc/reduce/reductions.h.
 _SMALL = 64
 
 
@@ -29,9 +38,9 @@ def cut_by_size(
     """Cut parameters, in reverse registration order, into units of about ``bucket_bytes``.
 
     Gradients arrive roughly in reverse registration order, so units fill one after the other. A
-    unit has one dtype; a parameter is never cut, so one that is larger makes a larger unit. Small
-    parameters at the end of a full unit, such as norms beside large weights, would keep it waiting:
-    they go together at the end.
+    unit has one dtype. A parameter is never cut, so a larger one makes a larger unit. Small
+    parameters at the end of a full unit, such as norms beside large weights, would keep it waiting.
+    They become units of their own at the end.
 
     Returns:
         Units in the order in which they become complete, which is the order of reductions.
@@ -100,9 +109,11 @@ class _Filling:
 
 
 class Block(NamedTuple):
-    """Modules whose parameters are gathered and released together, in the order in which they are
-    entered, and the indices of those parameters, in registration order. ``root``: the module is the
-    sharded one itself."""
+    """Modules whose parameters are gathered and released together.
+
+    The modules are in the order in which they are entered. ``members``: the parameters' indices, in
+    registration order. ``root``: the module is the sharded one itself.
+    """
 
     modules: list[nn.Module]
     members: list[int]
@@ -118,16 +129,16 @@ def cut_by_module(
 ) -> list[Block]:
     """Cut ``parameters`` of ``root`` by the modules that they belong to.
 
-    A parameter goes with the innermost chosen module; one that several chosen modules share, and
-    one that none has, with the root, or with the models in it if it has no forward. Chosen
+    A parameter goes with the innermost chosen module. One that several chosen modules share, or
+    that is in none, goes with the root, or with the models in a root that has no forward. Chosen
     neighbours in one container are merged up to ``bucket_bytes``, into blocks of about the same
-    size: one that was released then leaves its memory to the next.
+    size: the next block then reuses the memory of a released one.
 
     Returns:
-        Blocks in the order in which a backward completes them; the root's, with all other
+        Blocks in the order in which a backward completes them. The root's, with all other
         parameters, is the last and may be empty.
     Raises:
-        ValueError, TypeError: ``choice`` chooses nothing, or is none of the kinds it may be.
+        ValueError, TypeError: ``choice`` chooses nothing, or is no ``Choice``.
     """
     chosen = _chosen(root, choice)
     owned = _owned(root, parameters, chosen)
@@ -162,8 +173,8 @@ def cut_by_module(
 
 
 def _by_models(root: nn.Module, rest: Sequence[int], parameters: Sequence[Tensor]) -> list[Block]:
-    """What would go with a root that is never called: a block for those of each model, and of each
-    few that share some."""
+    """Blocks for parameters of a root that is never called: one for each model in it, and one for
+    each set of models that share some."""
     models = [root.get_submodule(name) for name in _called_alone(root, "")]
     has = [{id(p) for p in model.parameters()} for model in models]
     users = {i: tuple(k for k, ids in enumerate(has) if id(parameters[i]) in ids) for i in rest}
@@ -174,7 +185,7 @@ def _by_models(root: nn.Module, rest: Sequence[int], parameters: Sequence[Tensor
 
 
 def _merged(sizes: Sequence[int], limit: float) -> list[tuple[int, int]]:
-    """Neighbours merged while they stay within ``limit``: begins and ends."""
+    """Begins and ends of runs of neighbours, each within ``limit``."""
     merged, held = [], 0.0
     for i, size in enumerate(sizes):
         if merged and held + size <= limit:
@@ -187,7 +198,8 @@ def _merged(sizes: Sequence[int], limit: float) -> list[tuple[int, int]]:
 
 
 def _merged_evenly(sizes: Sequence[int], limit: float) -> list[tuple[int, int]]:
-    """As many parts as ``limit`` needs, the largest of several members as small as it can be."""
+    """As many runs as ``limit`` needs, whose largest one of several members is as small as
+    possible."""
     count = len(_merged(sizes, limit))
     low, high = max((size for size in sizes if size <= limit), default=0), int(limit)
     while low < high:
@@ -228,7 +240,7 @@ _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.Parameter
 
 
 def _called_alone(module: nn.Module, prefix: str) -> Iterator[str]:
-    """The models in a root that is never called itself, and would gather nothing for them."""
+    """The models in a root that is never called itself, and so would never gather for them."""
     for name, child in module.named_children() if isinstance(module, _WITHOUT_FORWARD) else ():
         name = f"{prefix}.{name}" if prefix else name
         if isinstance(child, _WITHOUT_FORWARD):
@@ -291,7 +303,7 @@ def _strangers_before(root: nn.Module, chosen: dict[str, nn.Module]) -> dict[str
 def _bytes_of(
     members: Sequence[int], parameters: Sequence[Tensor], param_dtype: torch.dtype | None
 ) -> int:
-    """In the dtype that is computed in. Lazy ones have no size: ``Handle`` refuses them by name."""
+    """In the dtype that is computed in. Lazy parameters have no size: ``Handle`` rejects them."""
     return sum(
         parameters[i].numel() * (param_dtype or parameters[i].dtype).itemsize
         for i in members
@@ -303,52 +315,48 @@ def parts(blocks: Sequence[Block]) -> list[tuple[int, list[int]]]:
     """Members that make units of their own, with the number of their block, in the order in which a
     backward completes them.
 
-    The root's parameters behind all other blocks, a head's for example, come first: together with
-    an embedding's their gradients would occupy a bucket from the first to the last.
+    The root's parameters that are registered after all other blocks, such as a head's, come first.
+    In one unit with an embedding's their gradients would occupy a bucket during the whole backward.
     """
     *others, root = range(len(blocks))
-    behind = max((i for b in others for i in blocks[b].members), default=-1)
-    late = [i for i in blocks[root].members if i > behind]
-    early = [i for i in blocks[root].members if i <= behind]
+    last = max((i for b in others for i in blocks[b].members), default=-1)
+    late = [i for i in blocks[root].members if i > last]
+    early = [i for i in blocks[root].members if i <= last]
     found = [(root, late), *((b, blocks[b].members) for b in others), (root, early)]
     return [(block, members) for block, members in found if members]
 
 
 def split_block(
-    members: Sequence[int], parameters: Sequence[Tensor], apart: Container[int] = ()
-) -> list[tuple[list[int], torch.dtype, bool]]:
-    """The units of one block: parameters of one dtype, all trainable or all frozen, and all or none
-    of them in ``apart``."""
+    members: Sequence[int], parameters: Mapping[int, Tensor], gradient_is_fp32: Container[int] = ()
+) -> list[UnitPlan]:
+    """The units of one block: parameters of one dtype, all trainable or all frozen, and the
+    gradients of all or of none of them are in fp32."""
     kinds: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
     for i in members:
         trainable = parameters[i].requires_grad
-        kind = (parameters[i].dtype, trainable, trainable and i in apart)
+        kind = (parameters[i].dtype, trainable, trainable and i in gradient_is_fp32)
         kinds.setdefault(kind, []).append(i)
-    return [(part, dtype, trainable) for (dtype, trainable, _), part in kinds.items()]
+    return [UnitPlan(part, *kind) for kind, part in kinds.items()]
 
 
 def prefetch_bytes(
-    blocks: Sequence[Block],
-    parameters: Sequence[Tensor],
-    prefetch_mb: float | None,
-    bucket_mb: float,
-    param_dtype: torch.dtype | None = None,
+    blocks: Sequence[Block], parameters: Sequence[Tensor], options: ShardingOptions
 ) -> int:
     """How much may be gathered ahead of its use, see ``shard``."""
-    if prefetch_mb is not None:
-        return int(prefetch_mb * 2**20)
-    sizes = [_bytes_of(b.members, parameters, param_dtype) for b in blocks if not b.root]
-    return int(max(bucket_mb * 2**20, 1.5 * max(sizes, default=0)))
+    if options.prefetch_mb is not None:
+        return int(options.prefetch_mb * 2**20)
+    sizes = [_bytes_of(b.members, parameters, options.param_dtype) for b in blocks if not b.root]
+    return int(max(options.bucket_bytes, 1.5 * max(sizes, default=0)))
 
 
-def used_several_times(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters that the module has under several names, such as tied embeddings and heads.
+def used_several_times(module: nn.Module) -> WeakIdKeyDictionary:
+    """Keys: the parameters that the module has under several names, such as tied embeddings and
+    heads.
 
     Autograd adds up a parameter's uses in one backward before any hook sees them, in the
-    gradient's dtype: in bf16, 256 + 1 is 256. So gradients of these arrive and travel in fp32, see
-    ``Handle``. Uses of one name, by a module that is called twice, cannot be known beforehand.
+    gradient's dtype: in bf16, 256 + 1 is 256. So gradients of these arrive and travel in fp32.
+    Several uses under one name, by a module that is called twice, cannot be known beforehand.
     """
-    names: dict[int, list[nn.Parameter]] = {}
-    for _, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(parameter)
-    return [uses[0] for uses in names.values() if len(uses) > 1]
+    named = [p for _, p in module.named_parameters(remove_duplicate=False)]
+    names = Counter(map(id, named))
+    return WeakIdKeyDictionary({p: True for p in named if names[id(p)] > 1})

@@ -15,19 +15,21 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from zero_ext import checkpoint
-from zero_ext.engine.handle import any_sharded, find, stays_whole
+from zero_ext.engine.checks import stays_whole
+from zero_ext.engine.registry import any_sharded, find
 from zero_ext.module.forward_methods import register_forward_method
 from zero_ext.module.sharding import shard
-from zero_ext.optim import adoption as adoption
+from zero_ext.optim import adoption
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
-from zero_ext.ranks.groups import all_or_none, resolve
+from zero_ext.ranks.agreement import all_or_none
+from zero_ext.ranks.groups import resolve
 from zero_ext.state.model_state import gather_state_dict
 
 _DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 class _Sharded(NamedTuple):
-    """What one checkpoint holds."""
+    """The contents of one checkpoint."""
 
     model: nn.Module
     optimizers: list[ShardedOptimizer]
@@ -36,12 +38,12 @@ class _Sharded(NamedTuple):
 class Accelerator(accelerate.Accelerator):
     """An ``accelerate.Accelerator`` that shards models where the other wraps them with DDP.
 
-    ``prepare()`` shards every model that has something to train, in place, and takes over its
-    optimizer of torch's: settings, groups, hooks and schedules. Where it had ``mixed_precision``,
-    parameters stay fp32 and are cast by autocast, as with accelerate; a ``mp_policy`` in
-    ``sharding`` casts them once per gather instead. ``save_state()`` and ``load_state()`` write and
-    read ``zero_ext.checkpoint``: any stage and number of ranks goes on from it. Their hooks see no
-    weights of sharded models, as with FSDP.
+    ``prepare()`` shards every model that has something to train, in place. It adopts the model's
+    torch optimizer with its settings, groups, hooks and schedules. With ``mixed_precision``
+    parameters stay fp32 and are cast by autocast, as in accelerate. A ``mp_policy`` in ``sharding``
+    casts them once per gather instead. ``save_state()`` and ``load_state()`` write and read
+    ``zero_ext.checkpoint``, from which a run with any stage and number of ranks continues. Their
+    hooks see no weights of sharded models, as with FSDP.
 
     Args:
         args, kwargs: Those of ``accelerate.Accelerator``.
@@ -68,7 +70,7 @@ class Accelerator(accelerate.Accelerator):
                 "sharding here. Leave it out of accelerate's configuration."
             )
         self._sharding = {"stage": stage, **(sharding or {})}
-        # An optimizer of torch's, and the prepared one in its place: for the schedules made on it.
+        # From a torch optimizer to the prepared one: for the schedules made on the first.
         self._successors: WeakKeyDictionary[torch.optim.Optimizer, AcceleratedOptimizer]
         self._successors = WeakKeyDictionary()
         self._set_apart: list[_Sharded] | None = None  # while save_state() or load_state() runs
@@ -78,12 +80,12 @@ class Accelerator(accelerate.Accelerator):
     # Preparing
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As accelerate's. A model comes with its optimizer, in one call or before it. Collective
-        where there are models or optimizers among the arguments.
+        """As accelerate's. Prepare a model with its optimizer, in one call or before it. Collective
+        if there are models or optimizers among the arguments.
 
         Raises:
-            ValueError, TypeError: an optimizer cannot be taken over, and nothing has changed; and
-                what ``zero_ext.shard`` raises.
+            ValueError, TypeError: an optimizer cannot be adopted, and nothing has changed. Also the
+                errors of ``zero_ext.shard``.
         """
         models = [each for each in args if isinstance(each, nn.Module)]
         given = [each for each in args if _is_of_torch(each)]
@@ -109,7 +111,7 @@ class Accelerator(accelerate.Accelerator):
         prepared = getattr(model, "_is_accelerate_prepared", False) and _is_sharded(model)
         if prepared or evaluation_mode or not trained:  # there is nothing to reduce
             return super().prepare_model(model, device_placement, evaluation_mode=True)
-        # It may have been prepared for an evaluation.
+        # The model may have been prepared for an evaluation.
         model._is_accelerate_prepared = False
         self._models = [each for each in self._models if each is not model]
         if not _is_sharded(model):
@@ -118,9 +120,9 @@ class Accelerator(accelerate.Accelerator):
             if device_placement and not any(p.is_meta for p in model.parameters()):
                 model.to(self.device)
             shard(model, **self._sharding)
-            if callable(getattr(model, "generate", None)):  # which calls parts of the model
+            if callable(getattr(model, "generate", None)):  # it calls parts of the model
                 register_forward_method(model, "generate")
-        # Its autocast and its compiler, without its DDP.
+        # accelerate's autocast and compiler, without its DDP.
         model = super().prepare_model(model, device_placement=False, evaluation_mode=True)
         model._is_accelerate_prepared = True
         return model
@@ -133,7 +135,7 @@ class Accelerator(accelerate.Accelerator):
         given = optimizer
         if _is_of_torch(given) and any_sharded(adoption.parameters_of(given)):
             _check(given, {})
-            optimizer = adoption.take_over(given)
+            optimizer = adoption.adopt(given)
         if isinstance(optimizer, ShardedOptimizer):
             device_placement = False  # its state is where the parameters are
         prepared = super().prepare_optimizer(optimizer, device_placement)
@@ -151,7 +153,7 @@ class Accelerator(accelerate.Accelerator):
     # State
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Of a sharded model the whole one on rank 0, on the host, and an empty one elsewhere.
+        """The whole state of a sharded model on rank 0, on the host; an empty dict on the others.
         Collective."""
         if not _is_sharded(model):
             return super().get_state_dict(model, unwrap)
@@ -162,20 +164,21 @@ class Accelerator(accelerate.Accelerator):
         sharded model. Collective.
 
         Raises:
-            ValueError, RuntimeError: what ``zero_ext.checkpoint.save`` raises.
+            ValueError, RuntimeError: as ``zero_ext.checkpoint.save``.
         """
         with self._sharded_set_apart():
             return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """As accelerate's; sharded models and their optimizers from what ``save_state`` has written
-        with any stage and number of ranks. Collective."""
+        """As accelerate's. Sharded models and their optimizers are loaded from what ``save_state``
+        has written with any stage and number of ranks. Collective."""
         with self._sharded_set_apart():
             super().load_state(*args, **kwargs)
 
     @contextlib.contextmanager
     def _sharded_set_apart(self) -> Iterator[None]:
-        """accelerate would write rank 0's part of an optimizer's state and take it for all."""
+        """Hide sharded optimizers from accelerate, which would write rank 0's part of their state
+        as if it were all of it."""
         every = self._optimizers
         self._set_apart = _pair(self._models, every)
         self._optimizers = [o for o in every if not isinstance(o.optimizer, ShardedOptimizer)]
@@ -195,20 +198,21 @@ class Accelerator(accelerate.Accelerator):
         for number, pair in enumerate(self._set_apart):
             checkpoint.load(_path(folder, number), *pair)
 
-    # What only DDP has
+    # DDP only
 
     @contextlib.contextmanager
     def join_uneven_inputs(
         self, joinables: list, even_batches: bool | None = None
     ) -> Iterator[None]:
-        """
+        """As accelerate's.
+
         Raises:
-            ValueError: one of them is a sharded model. Ranks make the same number of backwards.
+            ValueError: one of ``joinables`` is a sharded model.
         """
         if any(isinstance(each, nn.Module) and _is_sharded(each) for each in joinables):
             raise ValueError(
-                "zero_ext: the ranks of a sharded model make the same number of backwards. Leave "
-                "join_uneven_inputs() out, with even_batches=True."
+                "zero_ext: all ranks of a sharded model must run the same number of backwards. "
+                "Leave join_uneven_inputs() out, with even_batches=True."
             )
         with super().join_uneven_inputs(joinables, even_batches):
             yield
@@ -225,36 +229,30 @@ def _is_of_torch(value: Any) -> bool:
 
 
 def _check(optimizer: torch.optim.Optimizer, coming: dict[int, Any]) -> None:
-    """``coming``: by id, the parameters that are about to be sharded."""
-    foreign = [
-        parameter
-        for parameter in adoption.parameters_of(optimizer)
-        if id(parameter) not in coming and find(parameter) is None
-    ]
-    if len(foreign) == len(adoption.parameters_of(optimizer)):
-        return  # accelerate's, as it is
+    """Raise if ``optimizer`` cannot be adopted, unless it is accelerate's to keep: then none of its
+    parameters is sharded. ``coming``: by id, the parameters that are about to be sharded."""
+    parameters = adoption.parameters_of(optimizer)
+    name = type(optimizer).__name__
+    foreign = [p for p in parameters if id(p) not in coming and find(p) is None]
+    if len(foreign) == len(parameters):
+        return
     if foreign:
         raise ValueError(
-            f"zero_ext: a parameter of shape {tuple(foreign[0].shape)} in the "
-            f"{type(optimizer).__name__} is in no model that was prepared. Prepare its model with "
-            "it, or give it an optimizer of its own."
+            f"zero_ext: a parameter of shape {tuple(foreign[0].shape)} in the {name} is in no "
+            "model that was prepared. Prepare its model with it, or give it an optimizer of its "
+            "own."
         )
-    _check_one_model(optimizer, coming)
-    adoption.check(optimizer)
-
-
-def _check_one_model(optimizer: torch.optim.Optimizer, coming: dict[int, Any]) -> None:
-    owners = [
-        entry[0] if (entry := find(parameter)) else coming[id(parameter)][0]
-        for parameter in adoption.parameters_of(optimizer)
-        if not stays_whole(parameter)
-    ]
-    if any(owner is not owners[0] for owner in owners):
+    owners = {
+        id(entry[0] if (entry := find(p)) else coming[id(p)][0])
+        for p in parameters
+        if not stays_whole(p)
+    }
+    if len(owners) > 1:
         raise ValueError(
-            f"zero_ext: the {type(optimizer).__name__} steps several models. Give each an "
-            "optimizer of its own, or prepare one module that holds them: "
-            "nn.ModuleList([one, another])."
+            f"zero_ext: the {name} steps several models. Give each an optimizer of its own, or "
+            "prepare one module that holds them: nn.ModuleList([one, another])."
         )
+    adoption.check(optimizer)
 
 
 def _pair(models: list[nn.Module], optimizers: list[AcceleratedOptimizer]) -> list[_Sharded]:

@@ -1,7 +1,7 @@
-"""A strategy of Lightning's ``Trainer`` for sharded models.
+"""ShardedStrategy: a strategy of Lightning's ``Trainer`` for sharded models.
 
-``lightning.pytorch`` and ``pytorch_lightning`` are two copies of one library: this is a strategy of
-the one that is imported already, and of the first one that there is otherwise.
+``lightning.pytorch`` and ``pytorch_lightning`` are two copies of one library. The strategy belongs
+to the copy that is imported already, otherwise to the first one that is installed.
 """
 
 import contextlib
@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from zero_ext import checkpoint as checkpoints
-from zero_ext.engine.handle import any_sharded, find
+from zero_ext.engine.registry import any_sharded, handle_of
 from zero_ext.module.forward_methods import ForwardMethod, register_forward_method
 from zero_ext.module.sharding import shard
-from zero_ext.optim import adoption as adoption
+from zero_ext.optim import adoption
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
-from zero_ext.ranks.groups import all_or_none, resolve
+from zero_ext.ranks.agreement import all_or_none
+from zero_ext.ranks.groups import resolve
 from zero_ext.tensor.shard_tensor import ShardTensor
 
 _COPIES = ("lightning.pytorch", "pytorch_lightning")
@@ -45,22 +46,23 @@ _OF_ANY_STRATEGY = {
     "start_method",
 }
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-# In place of torch's, by now. A Trainer keeps those of its last fit.
+# Optimizers that have replaced torch's. A Trainer keeps those of its last fit.
 _of_fits: WeakSet[ShardedOptimizer] = WeakSet()
 
 
 class ShardedStrategy(DDPStrategy):
     """``Trainer(strategy=ShardedStrategy(stage=3))`` shards the module where DDP would wrap it.
 
-    ``configure_optimizers()`` returns torch's optimizers, which are taken over with their groups,
-    hooks and schedules, or this library's. A checkpoint of the training is a folder of
-    ``zero_ext.checkpoint``: any stage and number of ranks goes on from it. One of the weights alone
-    (``save_weights_only=True``) is Lightning's file. Files that DDP has written are read as well.
+    ``configure_optimizers()`` returns this library's optimizers, or torch's, which are adopted with
+    their groups, hooks and schedules. A checkpoint of the training is a folder of
+    ``zero_ext.checkpoint``, from which a run with any stage and number of ranks continues. A
+    checkpoint of the weights alone (``save_weights_only=True``) is Lightning's file. Files that DDP
+    has written can be read as well.
 
     Args:
         stage: As for ``zero_ext.shard``. Stages below 3 shard nothing where nothing is fitted.
         sharding: Further arguments of ``zero_ext.shard``, such as ``mp_policy`` or ``units``.
-        kwargs: Of ``DDPStrategy`` those that are not DDP's own, such as ``timeout``.
+        kwargs: Arguments of ``DDPStrategy`` that are not for DDP itself, such as ``timeout``.
     Raises:
         TypeError: an argument is DDP's own.
         ValueError: stage 3 with a ``start_method`` that pickles the module.
@@ -81,8 +83,7 @@ class ShardedStrategy(DDPStrategy):
             )
         super().__init__(**kwargs)
         self._sharding = {"stage": stage, **(sharding or {})}
-        # Of the state_dict that is saved, and of that which is loaded from a folder, before hooks
-        # change them.
+        # The state_dict that is saved, and the one loaded from a folder, before hooks change them.
         self._saved: dict[str, Any] = {}
         self._loaded: dict[str, Any] = {}
         self._folder: Path | None = None  # that is being loaded
@@ -106,10 +107,11 @@ class ShardedStrategy(DDPStrategy):
             yield
 
     def setup(self, trainer: Any) -> None:
-        """
+        """Shard the module, if it is trained, does not fit one rank, or is sharded already.
+
         Raises:
             ValueError: the module was sharded before, with another stage; or there is a plugin for
-                checkpoints, which are written by all ranks here.
+                checkpoints, which all ranks write here.
         """
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._made_on_meta = on_meta = _is_on_meta(self.model)
@@ -119,7 +121,7 @@ class ShardedStrategy(DDPStrategy):
         if type(self.checkpoint_io) is not TorchCheckpointIO:
             raise ValueError(
                 f"zero_ext: a {type(self.checkpoint_io).__name__} would not see the training's "
-                "checkpoints, which all ranks write into a folder. Leave it out."
+                "checkpoints, which all ranks write into a folder. Leave the plugin out."
             )
         self.accelerator.setup(trainer)
         if _is_sharded(self.model):
@@ -138,8 +140,7 @@ class ShardedStrategy(DDPStrategy):
         self.setup_precision_plugin()
 
     def _check_stage(self) -> None:
-        found = next(entry for p in self.model.parameters() if (entry := find(p)) is not None)
-        before = found[0].engine.stage
+        before = handle_of(self.model).engine.stage
         if before != self._sharding["stage"]:
             raise ValueError(
                 f"zero_ext: the {type(self.model).__name__} is sharded with stage {before} "
@@ -160,14 +161,15 @@ class ShardedStrategy(DDPStrategy):
         with all_or_none(resolve(None, self._sharding.get("mesh"), []), "setup_optimizers()"):
             for optimizer in given:
                 adoption.check(optimizer)
-        successors = {id(optimizer): adoption.take_over(optimizer) for optimizer in given}
+        successors = {id(optimizer): adoption.adopt(optimizer) for optimizer in given}
         _of_fits.update(successors.values())
         self.optimizers = [successors.get(id(o), o) for o in self.optimizers]
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """With manual optimization inside ``training_step``, which has its parameters gathered."""
+        """With manual optimization this runs inside ``training_step``, whose parameters are
+        gathered. They are released for the step."""
         running = self.model.__dict__.get("training_step")
         if not isinstance(running, ForwardMethod) or not running.is_running:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
@@ -185,7 +187,7 @@ class ShardedStrategy(DDPStrategy):
             yield
 
     def teardown(self) -> None:
-        """A sharded model stays where it is, and may be fitted on."""
+        """A sharded model stays where it is: another fit may go on with it."""
         if not _is_sharded(self.model):
             super().teardown()
             return
@@ -198,8 +200,8 @@ class ShardedStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Where there is no memory to restore into before. Else callbacks have their states first,
-        as with DDP."""
+        """True where the model has no memory before the setup. Otherwise callbacks get their states
+        first, as with DDP."""
         return self._made_on_meta or _is_on_meta(self.lightning_module)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -207,7 +209,7 @@ class ShardedStrategy(DDPStrategy):
         return dict(self._saved)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing of a sharded one: ``save_checkpoint`` writes it, in parts."""
+        """Empty for a sharded optimizer: ``save_checkpoint`` writes its state in parts."""
         return {} if _is_ours(optimizer) else super().optimizer_state(optimizer)
 
     def save_checkpoint(
@@ -216,7 +218,7 @@ class ShardedStrategy(DDPStrategy):
         """Collective.
 
         Raises:
-            ValueError: the training is to be saved to something else than a path of a file system.
+            ValueError: a training is saved to something other than a path of a file system.
         """
         before, self._saved = self._saved, {}
         if not _is_sharded(self.model):
@@ -244,10 +246,10 @@ class ShardedStrategy(DDPStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Collective. What hooks change in its ``state_dict`` is what the module gets.
+        """Collective. The module gets what hooks change in the checkpoint's ``state_dict``.
 
         Raises:
-            ValueError: ``weights_only`` is asked of a folder, whose entries are unpickled.
+            ValueError: ``weights_only`` with a folder, whose entries are unpickled.
         """
         path = Path(self.broadcast(checkpoint_path))
         self._folder = path if path.is_dir() else None
@@ -286,7 +288,7 @@ class ShardedStrategy(DDPStrategy):
             optimizer.load_state_dict(state)
 
     def _checkpointed_optimizers(self) -> list[torch.optim.Optimizer]:
-        """Without the one of nothing that Lightning makes where there is none."""
+        """Without the empty one that Lightning makes for a module that has none."""
         return adoption.optimizers_of(self.model, self.optimizers)
 
 
@@ -307,9 +309,9 @@ def _changed(state: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, A
 
 
 def _gathered(state: dict[str, Any], keeps: bool) -> dict[str, Any]:
-    """What a state_dict holds, whole and on the host, where it is kept. Collective.
+    """The values of ``state``, whole and on the host if this rank ``keeps`` them. Collective.
 
-    It may be an edited one. What is one tensor under several names is one there, too.
+    ``state`` may have been edited. One tensor under several names stays one tensor.
     """
     copies: dict[int, Any] = {}
     for value in state.values():

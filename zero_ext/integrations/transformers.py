@@ -22,8 +22,8 @@ class ShardedTrainerMixin:
     """Makes a trainer shard its model: put it before ``transformers.Trainer`` or a subclass of it.
 
     ``class Sharded(ShardedTrainerMixin, SFTTrainer): pass``. A checkpoint folder holds the weights
-    as ``from_pretrained`` reads them and, for ``resume_from_checkpoint``, one of
-    ``zero_ext.checkpoint``: any stage and number of ranks goes on from it.
+    as ``from_pretrained`` reads them. For ``resume_from_checkpoint`` it also holds a checkpoint of
+    ``zero_ext.checkpoint``, from which a run with any stage and number of ranks continues.
 
     Args:
         args, kwargs: The trainer's.
@@ -41,12 +41,12 @@ class ShardedTrainerMixin:
 
     def create_accelerator_and_postprocess(self) -> None:
         ours = functools.partial(Accelerator, stage=self._stage, sharding=self._sharding)
-        # The only place where it is made, and no argument leads there.
+        # transformers makes the accelerator only here, and has no argument for another class.
         with mock.patch.object(transformers.trainer, "Accelerator", ours):
             super().create_accelerator_and_postprocess()
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """On all ranks, as ``save_model`` is called, although rank 0 alone writes."""
+        """Called on all ranks, as ``save_model`` is, although rank 0 alone writes."""
         if state_dict is None:
             state_dict = gather_state_dict(self.model)
         super()._save(output_dir, state_dict)

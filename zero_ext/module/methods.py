@@ -129,8 +129,8 @@ class ShardedMethods(Carried):
         if writeback or engine.stage != 3:
             yield
             return
-        parameters = [(i, reference()) for i, reference in enumerate(self.handle.parameters)]
-        saved = [(p, p.detach().clone()) for i, p in parameters if not engine.comes_and_goes(i)]
+        kept = (p for i, p in enumerate(self.handle.parameters) if not engine.comes_and_goes(i))
+        saved = [(parameter, parameter.detach().clone()) for parameter in kept]
         try:
             yield
         finally:

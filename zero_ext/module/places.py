@@ -5,7 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from zero_ext.engine.handle import Handle, find
+from zero_ext.engine.handle import Handle
+from zero_ext.engine.registry import find
 
 
 class Place(NamedTuple):

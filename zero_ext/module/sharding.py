@@ -9,9 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from zero_ext.engine.handle import Handle, check_buffers, check_sizes, stays_whole
+from zero_ext.engine.checks import check_buffers, stays_whole
+from zero_ext.engine.handle import Handle
 from zero_ext.engine.meta import MetaModules
-from zero_ext.engine.offload import check_policy
+from zero_ext.engine.options import ShardingOptions
 from zero_ext.engine.units import Choice, cut_by_module, used_several_times
 from zero_ext.module.forward_hooks import ForwardHooks
 from zero_ext.module.methods import ShardedMethods, refuse_taken_names
@@ -105,21 +106,7 @@ def shard(
     """
     _check_module(module)
     mp_policy = mp_policy or MixedPrecisionPolicy()
-    offload_policy = check_policy(offload_policy)
-    groups = resolve(None, mesh, module.parameters())
-    named, whole, ignored = _sort_parameters(module, ignored_params)
-    buffers = list(module.named_buffers()) if sync_module_states else []
-    check_buffers(groups, [(name, b) for name, b in buffers if not b.is_meta])
-    blocks = meta = None
-    if stage == 3:
-        check_sizes(bucket_mb)
-        _refuse_writing_forwards(module, groups, ignored)
-        parameters = [p for _, p in named]
-        blocks = cut_by_module(module, parameters, units, bucket_mb * 2**20, mp_policy.param_dtype)
-        meta = MetaModules(module, ignored, param_init_fn, groups.device)
-    handle = Handle(
-        groups,
-        named,
+    options = ShardingOptions(
         stage=stage,
         bucket_mb=bucket_mb,
         reduction=reduction,
@@ -127,15 +114,30 @@ def shard(
         param_dtype=mp_policy.param_dtype,
         accumulation_steps=accumulation_steps,
         sync_module_states=sync_module_states,
-        used_several_times=used_several_times(module),
-        blocks=blocks,
         prefetch_mb=prefetch_mb,
         retained_bytes=retained_bytes,
         reshard_after_forward=reshard_after_forward,
-        meta=meta,
         offload_policy=offload_policy,
+    )
+    groups = resolve(None, mesh, module.parameters())
+    named, whole, ignored = _sort_parameters(module, ignored_params)
+    buffers = list(module.named_buffers()) if sync_module_states else []
+    check_buffers(groups, [(name, b) for name, b in buffers if not b.is_meta])
+    blocks = meta = None
+    if stage == 3:
+        _refuse_writing_forwards(module, groups, ignored)
+        parameters = [p for _, p in named]
+        blocks = cut_by_module(module, parameters, units, options.bucket_bytes, options.param_dtype)
+        meta = MetaModules(module, ignored, param_init_fn, groups.device)
+    handle = Handle(
+        groups,
+        named,
+        options,
         whole=whole,
         buffers=buffers,
+        blocks=blocks,
+        used_several_times=used_several_times(module),
+        meta=meta,
     )
     frozen = [p for _, p in named if not p.requires_grad] if blocks is None else []
     others = [*frozen, *(p for _, p in whole)]

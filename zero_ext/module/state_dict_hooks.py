@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from zero_ext.engine.carried import Carried, CarriedMethod
-from zero_ext.engine.handle import Handle, find
+from zero_ext.engine.handle import Handle
+from zero_ext.engine.registry import find
 from zero_ext.module.methods import ShardedMethods
 from zero_ext.module.places import is_sharded_by
 from zero_ext.tensor.shard_tensor import ShardTensor

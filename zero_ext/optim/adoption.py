@@ -1,4 +1,4 @@
-"""Taking over an optimizer of torch's: settings, groups, hooks and the schedules made on it."""
+"""Adopting an optimizer of torch's: its settings, groups, hooks and the schedules made on it."""
 
 import inspect
 import weakref
@@ -22,7 +22,7 @@ _OWN = {
 def check(optimizer: Any) -> None:
     """
     Raises:
-        ValueError, TypeError: it cannot be taken over.
+        ValueError, TypeError: it cannot be adopted.
     """
     name = type(optimizer).__name__
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -30,7 +30,7 @@ def check(optimizer: Any) -> None:
     foreign = type(optimizer).__module__.startswith("deepspeed")
     if isinstance(optimizer, ShardedOptimizer) or foreign:
         raise ValueError(
-            "zero_ext: one of torch's optimizers is to be taken over. Pass torch.optim's in place "
+            "zero_ext: only one of torch's optimizers can be adopted. Pass torch.optim's in place "
             f"of this {name}."
         )
     if type(optimizer) not in _OWN:
@@ -39,19 +39,21 @@ def check(optimizer: Any) -> None:
     # Some make their state when constructed, with a count of 0.
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state):
         raise ValueError(
-            f"zero_ext: the {name} has a state already. Give one that has not stepped, and load "
-            "its state_dict() into the one that takes its place."
+            f"zero_ext: the {name} has a state already. Pass one that has not stepped, and load "
+            "its state_dict() into the optimizer that takes its place."
         )
 
 
 def names_of(*models: nn.Module) -> dict[int, tuple[nn.Module, str]]:
-    """Of their parameters, by id: the model and the name."""
+    """The model and the name of each parameter, by id."""
     return {id(p): (model, name) for model in models for name, p in model.named_parameters()}
 
 
 def follow_models(given: torch.optim.Optimizer, names: dict[int, tuple[nn.Module, str]]) -> None:
-    """The parameters of these names, as they are now: those of a model that was on the meta device
-    are new ones."""
+    """Give ``given`` the parameters that now have these names.
+
+    A model that was on the meta device has new ones.
+    """
     for group in given.param_groups:
         places = [names.get(id(p)) for p in group["params"]]
         group["params"] = [
@@ -60,13 +62,14 @@ def follow_models(given: torch.optim.Optimizer, names: dict[int, tuple[nn.Module
         ]
 
 
-def take_over(given: torch.optim.Optimizer, **ours: Any) -> ShardedOptimizer:
-    """Its like here, over the same groups, the same dicts: a schedule that was made on ``given``
-    sets this one.
+def adopt(given: torch.optim.Optimizer, **ours: Any) -> ShardedOptimizer:
+    """The optimizer here that updates as ``given`` does.
+
+    It has the same group dictionaries, so that a schedule that was made on ``given`` sets it.
 
     Args:
         given: Passed ``check``. Its parameters are sharded by now.
-        ours: Arguments that torch's has not.
+        ours: Arguments that torch's optimizer does not have.
     """
     kind, arguments = type(given), _arguments_of(given)
     if kind in _OWN:
@@ -79,12 +82,12 @@ def take_over(given: torch.optim.Optimizer, **ours: Any) -> ShardedOptimizer:
         optimizer.register_step_post_hook(hook)
     replaced = weakref.ref(given)
 
-    def tell(*_) -> None:
+    def mark_as_stepped(*_) -> None:
         """torch's schedules warn when the optimizer that they were made on has not stepped."""
         if (made_on := replaced()) is not None:
             made_on._opt_called = True
 
-    optimizer.register_step_post_hook(tell)
+    optimizer.register_step_post_hook(mark_as_stepped)
     given.state.clear()
     return optimizer
 

@@ -1,4 +1,4 @@
-"""Can an optimizer be run on pieces of its parameters? Found by trying."""
+"""Whether an optimizer can be run on pieces of its parameters, found by trying."""
 
 from itertools import pairwise
 from typing import Any
@@ -6,21 +6,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_ext.optim.groups import settings_of
+
 _SHAPE = (3, 4)
 _CUTS = (0, 5, 5, 12)  # uneven, one of them empty
 _STEPS = 3
-_SCALES = (1.0, 1e-4, 1e4)  # of the gradients: what clips them does so beyond a bound
-# In place of every given one: with a rate of 0, where warm-ups begin, nothing moves.
+_SCALES = (1.0, 1e-4, 1e4)  # of the gradients: an optimizer may clip them beyond a bound
+# In place of every given rate: with a rate of 0, where warm-ups begin, nothing moves.
 _LR = 0.1
 
 
-def settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
-
-
 def kind_of(group: dict[str, Any]) -> str:
-    """The same for groups of which one has to be tried. Each layer may have a rate of its own, and
-    a name."""
+    """Equal for groups of which only one has to be tried.
+
+    Rates and names are left out: each layer may have its own.
+    """
     return repr({k: v for k, v in settings_of(group).items() if k not in ("lr", "name")})
 
 
@@ -30,13 +30,14 @@ def check(
     """Run three steps on a matrix and on its flat pieces, on the CPU.
 
     Args:
-        group: With settings of its own, or empty. LARS is elementwise where weights do not decay.
+        group: With settings of its own, or empty. LARS, for example, is elementwise where weights
+            do not decay.
     Raises:
-        TypeError: it cannot be run on flat pieces, or the elements come out otherwise. And what
-            the optimizer's constructor raises.
+        TypeError: it cannot be run on flat pieces, or the elements differ.
+        Exception: whatever the optimizer's constructor raises.
     """
     name = getattr(optimizer_class, "__name__", repr(optimizer_class))
-    # capturable is of other devices alone.
+    # capturable is for other devices only.
     kwargs, settings = (
         {
             k: _LR if k == "lr" and isinstance(v, float | int | Tensor) else v
@@ -64,8 +65,8 @@ def check(
     if not torch.equal(*bits):
         raise TypeError(
             f"zero_ext: {name} cannot be sharded: it is not elementwise, its update of one element "
-            "depends on others. AdamW, Adam and SGD are here; RMSprop, Adagrad, NAdam and the like "
-            "can be wrapped."
+            "depends on others. Use AdamW, Adam or SGD of zero_ext.optim, or wrap an elementwise "
+            "one such as RMSprop, Adagrad or NAdam."
         )
 
 
@@ -78,7 +79,7 @@ def _run(make, scale: float, *, pieces: bool) -> Tensor:
         parameters = [torch.nn.Parameter(flat[a:b].clone()) for a, b in bounds]
     else:
         parameters = [torch.nn.Parameter(start)]
-    # As the ranks do: each has an optimizer of its own, over its pieces.
+    # As on several ranks: each has an optimizer of its own, over its pieces.
     optimizers = [make(p) for p in (parameters[:-1], parameters[-1:]) if p]
     for _ in range(_STEPS):
         gradient = torch.randn(_SHAPE, generator=generator) * scale

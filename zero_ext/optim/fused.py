@@ -9,17 +9,15 @@ shard by themselves, so that a script changes one line::
 this rank's part (plain tensors where every rank holds all), always fp32.
 """
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import OffloadPolicy
+from typing_extensions import Unpack
 
 from zero_ext import _C
-from zero_ext.optim.scaler import LossScaler
-from zero_ext.optim.sharded_optimizer import ShardedOptimizer, refuse_differentiable
-from zero_ext.optim.wrapped_optimizer import WrappedOptimizer
+from zero_ext.optim.arguments import ShardingArguments, check_differentiable
+from zero_ext.optim.groups import Group
+from zero_ext.optim.loading import SavedState
+from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 
 
 class AdamW(ShardedOptimizer):
@@ -47,43 +45,21 @@ class AdamW(ShardedOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        stage: int | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        bucket_mb: float = 25.0,
-        nonfinite: str = "skip",
-        max_grad_norm: float | None = None,
-        loss_scaler: LossScaler | None = None,
-        offload_policy: OffloadPolicy | None = None,
+        **sharding: Unpack[ShardingArguments],
     ):
-        refuse_differentiable(differentiable)
-        # torch's own checks of the values, with torch's own messages.
-        torch.optim.AdamW([torch.zeros(1)], lr, betas, eps, weight_decay, amsgrad)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
+        check_differentiable(differentiable)
+        # torch checks the values, with messages of its own.
+        torchs = torch.optim.AdamW([torch.zeros(1)], lr, betas, eps, weight_decay, amsgrad)
+        defaults = torchs.defaults | {
             "maximize": maximize,
             "foreach": foreach,
             "capturable": capturable,
-            "differentiable": differentiable,
             "fused": fused,
             "decoupled_weight_decay": self._decoupled_by_default,
         }
-        super().__init__(
-            params,
-            defaults,
-            stage=stage,
-            process_group=process_group,
-            bucket_mb=bucket_mb,
-            nonfinite=nonfinite,
-            max_grad_norm=max_grad_norm,
-            loss_scaler=loss_scaler,
-            offload_policy=offload_policy,
-        )
+        super().__init__(params, defaults, **sharding)
 
-    def _states_of(self, group: dict[str, Any]) -> int:
+    def _states_of(self, group: Group) -> int:
         return 3 if group["amsgrad"] else 2
 
     def _update(self, verdict: _C.StepVerdict) -> None:
@@ -148,47 +124,23 @@ class SGD(ShardedOptimizer):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
-        stage: int | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        bucket_mb: float = 25.0,
-        nonfinite: str = "skip",
-        max_grad_norm: float | None = None,
-        loss_scaler: LossScaler | None = None,
-        offload_policy: OffloadPolicy | None = None,
+        **sharding: Unpack[ShardingArguments],
     ):
-        refuse_differentiable(differentiable)
-        torch.optim.SGD([torch.zeros(1)], lr, momentum, dampening, weight_decay, nesterov)
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "foreach": foreach,
-            "differentiable": differentiable,
-            "fused": fused,
-        }
-        super().__init__(
-            params,
-            defaults,
-            stage=stage,
-            process_group=process_group,
-            bucket_mb=bucket_mb,
-            nonfinite=nonfinite,
-            max_grad_norm=max_grad_norm,
-            loss_scaler=loss_scaler,
-            offload_policy=offload_policy,
-        )
+        check_differentiable(differentiable)
+        arguments = (lr, momentum, dampening, weight_decay, nesterov)
+        torchs = torch.optim.SGD([torch.zeros(1)], *arguments)
+        defaults = torchs.defaults | {"maximize": maximize, "foreach": foreach, "fused": fused}
+        super().__init__(params, defaults, **sharding)
 
-    def _states_of(self, group: dict[str, Any]) -> int:
+    def _states_of(self, group: Group) -> int:
         return 1 if group["momentum"] else 0
 
-    def _completed(self, values: dict[str, Any]) -> dict[str, Any]:
+    def _completed(self, saved: SavedState) -> SavedState:
+        saved = super()._completed(saved)
         # torch counts no steps of SGD: a buffer that exists holds something.
-        if values.get("momentum_buffer") is not None and "step" not in values:
-            return {**values, "step": 1}
-        return values
+        if "momentum_buffer" in saved.values and "step" not in saved.values:
+            return saved._replace(values={**saved.values, "step": 1})
+        return saved
 
     def _update(self, verdict: _C.StepVerdict) -> None:
         self._sharded_state.apply_sgd(
@@ -204,39 +156,3 @@ class SGD(ShardedOptimizer):
                 for group in self.param_groups
             ]
         )
-
-
-def wrap(
-    optimizer_class: type[torch.optim.Optimizer],
-    params,
-    *,
-    stage: int | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    bucket_mb: float = 25.0,
-    nonfinite: str = "skip",
-    max_grad_norm: float | None = None,
-    loss_scaler: LossScaler | None = None,
-    offload_policy: OffloadPolicy | None = None,
-    **kwargs,
-) -> WrappedOptimizer:
-    """Shard the state of any elementwise optimizer.
-
-    Args:
-        optimizer_class: Called as ``optimizer_class(params, **kwargs)`` on 1-D fp32 shards.
-        max_grad_norm: As for the others, but ``p.grad`` itself is scaled, before the update.
-    Raises:
-        TypeError: the update of one element depends on others (LBFGS, Adafactor, Muon, LAMB …),
-            found by trying, not by name.
-    """
-    return WrappedOptimizer(
-        optimizer_class,
-        params,
-        kwargs,
-        stage=stage,
-        process_group=process_group,
-        bucket_mb=bucket_mb,
-        nonfinite=nonfinite,
-        max_grad_norm=max_grad_norm,
-        loss_scaler=loss_scaler,
-        offload_policy=offload_policy,
-    )

@@ -2,24 +2,59 @@
 
 import math
 import weakref
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from zero_ext import _C
+from zero_ext.engine.handle import Handle
+from zero_ext.ranks.agreement import check_same_on_all_ranks
+
+if TYPE_CHECKING:
+    from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+
 # Gradients of 1 would overflow fp16 at 2**16 already; the reciprocal must not be a subnormal.
 LARGEST_SCALE = 2.0**100
-_STATE = (
-    "mode",
-    "scale",
-    "growth_factor",
-    "backoff_factor",
-    "growth_interval",
-    "hysteresis",
-    "min_scale",
-    "good_steps",
-    "overflows_left",
-)
+
+
+@dataclass
+class _State:
+    """All settings and counts of a scaler; the same on all ranks."""
+
+    mode: str
+    scale: float
+    growth_factor: float
+    backoff_factor: float
+    growth_interval: int
+    hysteresis: int
+    min_scale: float
+    good_steps: int
+    overflows_left: int
+
+    def __post_init__(self):
+        problems = {
+            "mode must be 'dynamic' or 'static'": self.mode in ("dynamic", "static"),
+            "scale must be positive, 2**100 at most": 0 < self.scale <= LARGEST_SCALE,
+            "growth_factor must be at least 1": 1 <= self.growth_factor < math.inf,
+            "backoff_factor must be above 0 and at most 1": 0 < self.backoff_factor <= 1,
+            "growth_interval must be at least 1": _is_count(self.growth_interval, 1),
+            "hysteresis must be at least 1": _is_count(self.hysteresis, 1),
+            "min_scale must be positive and at most the scale": (
+                self.mode == "static" or 0 < self.min_scale <= self.scale
+            ),
+            "good_steps must be a count": _is_count(self.good_steps, 0),
+            "overflows_left must be a count": _is_count(self.overflows_left, 0),
+        }
+        for problem, fine in problems.items():
+            if not fine:
+                value = getattr(self, problem.split()[0])
+                raise ValueError(f"zero_ext: LossScaler: {problem}, not {value!r}.")
+
+
+def _is_count(value, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 class LossScaler:
@@ -32,10 +67,10 @@ class LossScaler:
         scaler.scale(loss).backward()  # or optimizer.scale(loss).backward()
         optimizer.step()
 
-    Gradients are divided by the scale as they are added to their fp32 sum, which costs no pass of
-    its own: ``p.grad`` shows true gradients, and clipping, schedulers and closures need not know of
-    the scale. A step with NaN or Inf on any rank is skipped on all; ``"dynamic"`` then lowers the
-    scale, on all ranks alike.
+    Each gradient is divided by the scale as it is added to its fp32 sum, without a pass of its own.
+    So ``p.grad`` shows true gradients, and clipping, schedulers and closures need not know of the
+    scale. A step with NaN or Inf on any rank is skipped on all ranks. Then ``"dynamic"`` lowers the
+    scale on all of them.
 
     Args:
         mode: ``"dynamic"``, or ``"static"``: the scale stays ``init_scale``.
@@ -44,7 +79,7 @@ class LossScaler:
             is multiplied by the factor, 2**100 at most.
         backoff_factor, hysteresis: The ``hysteresis``-th overflow since the scale last grew, and
             every one after it, multiplies the scale by the factor.
-        min_scale: The scale never backs off below. Overflows there are warned about.
+        min_scale: The scale never backs off below it. An overflow at this scale raises a warning.
     Raises:
         ValueError: an argument makes no sense.
     Source: Micikevicius et al. 2018; hysteresis after Megatron-LM.
@@ -63,33 +98,27 @@ class LossScaler:
     ):
         self._optimizer: weakref.ref | None = None
         self._losses_scaled = 0  # since the last step
-        self._set(
-            {
-                "mode": mode,
-                "scale": float(init_scale),
-                "growth_factor": float(growth_factor),
-                "backoff_factor": float(backoff_factor),
-                "growth_interval": growth_interval,
-                "hysteresis": hysteresis,
-                "min_scale": float(min_scale),
-                "good_steps": 0,
-                "overflows_left": hysteresis,
-            }
+        self._backwards_seen = 0  # by the last step
+        self._state = _State(
+            mode,
+            float(init_scale),
+            float(growth_factor),
+            float(backoff_factor),
+            growth_interval,
+            hysteresis,
+            float(min_scale),
+            good_steps=0,
+            overflows_left=hysteresis,
         )
-
-    def _set(self, state: dict[str, Any]) -> None:
-        _check(state)
-        for name in _STATE:
-            setattr(self, f"_{name}", state[name])
 
     @property
     def dynamic(self) -> bool:
         """The scale follows the overflows."""
-        return self._mode == "dynamic"
+        return self._state.mode == "dynamic"
 
     def get_scale(self) -> float:
         """What losses are multiplied by now; the same on all ranks."""
-        return self._scale
+        return self._state.scale
 
     def scale(self, outputs):
         """Multiply a loss, or a list or tuple of losses, by the scale."""
@@ -99,89 +128,117 @@ class LossScaler:
             raise TypeError(f"zero_ext: scale() takes tensors, not {type(outputs).__name__}.")
         self._losses_scaled += 1
         # A 0-dim fp32 factor, as torch's GradScaler has: an fp16 loss becomes fp32.
-        # torch.tensor() would copy it to a device, and wait for all that this was given before.
-        return outputs * torch.full((), self._scale, dtype=torch.float32, device=outputs.device)
+        # torch.tensor() would copy it to a device, and wait for all work queued there.
+        return outputs * torch.full(
+            (), self._state.scale, dtype=torch.float32, device=outputs.device
+        )
 
-    def _attach(self, optimizer) -> None:
-        other = self._optimizer and self._optimizer()
-        if other is not None and other is not optimizer:
-            raise ValueError(
-                f"zero_ext: this LossScaler belongs to another optimizer ({type(other).__name__}) "
-                "already. Give each optimizer its own."
-            )
-        self._optimizer = weakref.ref(optimizer)
-
-    def _detach(self, optimizer) -> None:
-        if self._optimizer is not None and self._optimizer() is optimizer:
-            self._optimizer = None
-
-    def _tell(self) -> None:
+    def _engine(self) -> _C.Engine | None:
+        """The engine whose gradients it scales."""
         optimizer = self._optimizer and self._optimizer()
-        if optimizer is not None:
-            optimizer._handle.engine.set_loss_scale(self._scale)
+        return None if optimizer is None else optimizer._handle.engine
+
+    def _set_in_engine(self) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.set_loss_scale(self._state.scale)
+
+    def _check_scaled(self, handle: Handle) -> None:
+        """Raise where backwards have run since the last step, and no loss was scaled."""
+        if self._losses_scaled or handle.engine.backwards == self._backwards_seen:
+            return
+        raise RuntimeError(
+            f"{handle.groups.where}no loss was scaled by the optimizer's loss_scaler since the "
+            f"last step: its gradients are {self._state.scale:g} times too small. Call "
+            "optimizer.scale(loss).backward() in place of loss.backward(), or make the optimizer "
+            "without loss_scaler where torch's GradScaler scales."
+        )
 
     def _step_made(self, overflow: bool) -> None:
-        """What all ranks agreed on; called by the optimizer after each step."""
+        """The optimizer calls it after each step, with what all ranks agreed on."""
         self._losses_scaled = 0
+        state = self._state
         if not self.dynamic:
-            return
-        if overflow:
-            self._good_steps = 0
-            self._overflows_left = max(self._overflows_left - 1, 0)
-            if self._overflows_left == 0:
-                self._scale = max(self._scale * self._backoff_factor, self._min_scale)
+            pass
+        elif overflow:
+            state.good_steps = 0
+            state.overflows_left = max(state.overflows_left - 1, 0)
+            if state.overflows_left == 0:
+                state.scale = max(state.scale * state.backoff_factor, state.min_scale)
         else:
-            self._good_steps += 1
-            if self._good_steps == self._growth_interval:
-                self._good_steps = 0
-                self._overflows_left = self._hysteresis
-                self._scale = min(self._scale * self._growth_factor, LARGEST_SCALE)
-        self._tell()
+            state.good_steps += 1
+            if state.good_steps == state.growth_interval:
+                state.good_steps = 0
+                state.overflows_left = state.hysteresis
+                state.scale = min(state.scale * state.growth_factor, LARGEST_SCALE)
+        engine = self._engine()
+        if engine is not None:
+            engine.set_loss_scale(state.scale)
+            self._backwards_seen = engine.backwards
 
     def _expects_overflow(self) -> bool:
-        """An overflow is how the scale is found, and not yet a reason to warn."""
-        return self.dynamic and self._scale > self._min_scale
+        """Whether an overflow is only how the scale is found, and no reason to warn."""
+        return self.dynamic and self._state.scale > self._state.min_scale
 
     def state_dict(self) -> dict[str, Any]:
         """All settings and counts, as plain numbers; the same on all ranks."""
-        return {name: getattr(self, f"_{name}") for name in _STATE}
+        return asdict(self._state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over settings and counts. Every rank must load the same, between two steps.
+        """Load settings and counts. Every rank must load the same, between two steps.
 
         Raises:
             ValueError: an entry is missing or makes no sense; nothing is changed then.
         """
-        missing = [name for name in _STATE if name not in state_dict]
+        names = [field.name for field in fields(_State)]
+        missing = [name for name in names if name not in state_dict]
         if missing:
             raise ValueError(f"zero_ext: the state of a LossScaler lacks {', '.join(missing)}.")
-        self._set(state_dict)
-        self._tell()
+        self._state = _State(**{name: state_dict[name] for name in names})
+        self._set_in_engine()
 
     def __repr__(self) -> str:
-        settings = ", ".join(f"{name}={getattr(self, f'_{name}')!r}" for name in _STATE[1:])
-        return f"LossScaler({self._mode!r}, {settings})"
+        mode, *others = self.state_dict().items()
+        return f"LossScaler({mode[1]!r}, {', '.join(f'{n}={v!r}' for n, v in others)})"
 
 
-def _check(state: dict[str, Any]) -> None:
-    problems = {
-        "mode must be 'dynamic' or 'static'": state["mode"] in ("dynamic", "static"),
-        "scale must be positive, 2**100 at most": 0 < state["scale"] <= LARGEST_SCALE,
-        "growth_factor must be at least 1": 1 <= state["growth_factor"] < math.inf,
-        "backoff_factor must be above 0 and at most 1": 0 < state["backoff_factor"] <= 1,
-        "growth_interval must be at least 1": _is_count(state["growth_interval"], 1),
-        "hysteresis must be at least 1": _is_count(state["hysteresis"], 1),
-        "min_scale must be positive and at most the scale": (
-            state["mode"] == "static" or 0 < state["min_scale"] <= state["scale"]
-        ),
-        "good_steps must be a count": _is_count(state["good_steps"], 0),
-        "overflows_left must be a count": _is_count(state["overflows_left"], 0),
-    }
-    for problem, fine in problems.items():
-        if not fine:
-            value = state[problem.split()[0]]
-            raise ValueError(f"zero_ext: LossScaler: {problem}, not {value!r}.")
+def attach(scaler: LossScaler | None, optimizer: "ShardedOptimizer") -> None:
+    """Give the optimizer's engine its one scale. Collective.
+
+    It is the scale of the one optimizer that came with a scaler, else 1.
+
+    Raises:
+        ValueError: the scaler has another optimizer, or the engine another scaler.
+    """
+    handle = optimizer._handle
+    scaled_by = handle.scaled_by and handle.scaled_by()
+    if scaler is None:
+        if scaled_by is None:
+            handle.engine.set_loss_scale(1.0)
+        return
+    other = scaler._optimizer and scaler._optimizer()
+    if other not in (None, optimizer):
+        raise ValueError(
+            f"zero_ext: this LossScaler belongs to another optimizer ({type(other).__name__}) "
+            "already. Give each optimizer its own."
+        )
+    if scaled_by is not None:
+        raise ValueError(
+            "zero_ext: another optimizer of this module has a loss_scaler already, which scales "
+            "the gradients of all its parameters. Leave loss_scaler out."
+        )
+    check_same_on_all_ranks(handle.groups, [repr(scaler)], "the loss scalers")
+    scaler._optimizer = handle.scaled_by = weakref.ref(optimizer)
+    scaler._backwards_seen = handle.engine.backwards
+    scaler._set_in_engine()
 
 
-def _is_count(value, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def detach(optimizer: "ShardedOptimizer") -> None:
+    """The engine's scale is 1 again, and the scaler free for another optimizer."""
+    handle, scaler = optimizer._handle, optimizer.loss_scaler
+    if handle.scaled_by is None or handle.scaled_by() is not optimizer:
+        return
+    handle.scaled_by = None
+    handle.engine.set_loss_scale(1.0)
+    if scaler is not None:
+        scaler._optimizer = None

@@ -1,27 +1,42 @@
-"""WrappedOptimizer: any elementwise torch optimizer on this rank's masters."""
+"""WrappedOptimizer: any elementwise torch optimizer on this rank's masters. ``wrap`` makes it."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero_ext import _C
-from zero_ext.engine.handle import find
+from zero_ext.engine.registry import find
 from zero_ext.optim import elementwise
-from zero_ext.optim.sharded_optimizer import (
-    ShardedOptimizer,
-    check_state_shape,
-    refuse_differentiable,
-)
+from zero_ext.optim.arguments import ShardingArguments, check_differentiable
+from zero_ext.optim.groups import Group, settings_of
+from zero_ext.optim.loading import SavedState
+from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+
+
+def wrap(optimizer_class: type[torch.optim.Optimizer], params, **kwargs: Any) -> "WrappedOptimizer":
+    """Shard the state of any elementwise optimizer.
+
+    Args:
+        optimizer_class: Called as ``optimizer_class(params, **kwargs)`` on 1-D fp32 shards.
+        kwargs: Arguments of ``optimizer_class``, and the keyword arguments of
+            ``ShardedOptimizer``. ``max_grad_norm`` scales ``p.grad`` itself, before the update.
+    Raises:
+        TypeError: the update of one element depends on others (LBFGS, Adafactor, Muon, LAMB …),
+            found by trying, not by name.
+    """
+    names = ShardingArguments.__annotations__.keys() & kwargs.keys()
+    sharding = {name: kwargs.pop(name) for name in names}
+    return WrappedOptimizer(optimizer_class, params, kwargs, **sharding)
 
 
 class WrappedOptimizer(ShardedOptimizer):
     """Any elementwise torch optimizer, run on this rank's 1-D fp32 masters. Made by ``wrap``."""
 
     def __init__(self, optimizer_class, params, kwargs, **sharding):
-        refuse_differentiable(kwargs.get("differentiable", False))
+        check_differentiable(kwargs.get("differentiable", False))
         if isinstance(optimizer_class, type) and issubclass(optimizer_class, ShardedOptimizer):
             raise TypeError(
                 f"zero_ext: {optimizer_class.__name__} shards its state already. Use it unwrapped."
@@ -31,13 +46,12 @@ class WrappedOptimizer(ShardedOptimizer):
         self._kinds_checked = {elementwise.kind_of({})}
         self._inner: torch.optim.Optimizer | None = None
         self._shards: dict[Tensor, torch.nn.Parameter] = {}
-        self._offloaded: dict[
-            int, _C.OffloadedStorage
-        ] = {}  # by storage: one may hold several states
+        # By storage: one may hold several states.
+        self._offloaded: dict[int, _C.OffloadedStorage] = {}
         probe = optimizer_class([torch.nn.Parameter(torch.zeros(1, device="cpu"))], **kwargs)
         super().__init__(params, dict(probe.defaults), **sharding)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         if isinstance(param_group, dict):  # else torch says what it must be
             kind = elementwise.kind_of(param_group)
             if kind not in self._kinds_checked:
@@ -45,18 +59,15 @@ class WrappedOptimizer(ShardedOptimizer):
                 self._kinds_checked.add(kind)
         super().add_param_group(param_group)
 
-    def _show_state(self, parameter: Tensor, i: int, group: dict[str, Any]) -> None:
+    def _show_state(self, parameter: Tensor, i: int, group: Group) -> None:
         if parameter in self._shards:  # taken out of its group, and put back
             return
         shard = torch.nn.Parameter(self._handle.engine.master_slice(i))
         self._shards[parameter] = shard
         self._inner = self._with_group(self._inner, shard, group)
 
-    def _show_again(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        """A new inner optimizer is made for what is loaded."""
-
-    def _with_group(self, inner, shard: Tensor, group: dict[str, Any]) -> torch.optim.Optimizer:
-        inner_group = {**elementwise.settings_of(group), "params": [shard]}
+    def _with_group(self, inner, shard: Tensor, group: Group) -> torch.optim.Optimizer:
+        inner_group = {**settings_of(group), "params": [shard]}
         alone = self._optimizer_class([dict(inner_group)], **self._kwargs)
         if inner is None:
             return alone
@@ -66,22 +77,21 @@ class WrappedOptimizer(ShardedOptimizer):
             inner.state[shard].setdefault(name, value)
         return inner
 
-    def _must_know_verdicts(self) -> bool:
+    @property
+    def knows_of_skipped_steps(self) -> bool:
         return True  # torch's optimizers cannot be told to skip
 
     def _update(self, verdict: _C.StepVerdict) -> None:
         if self._inner is None:  # nothing to train
             return
-        self._handle.engine.adopt_writes()
-        if self.max_grad_norm is not None and verdict.factor != 1:
-            self._handle.engine.scale_gradients(self._sharded_state.indices, verdict.factor)
+        self._sharded_state.prepare_foreign_update()
         group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         for inner_group, (parameter, shard) in zip(
             self._inner.param_groups, self._shards.items(), strict=True
         ):
             outer = group_of.get(id(parameter))  # None: taken out of its group
             if outer is not None:
-                inner_group.update(elementwise.settings_of(outer))
+                inner_group.update(settings_of(outer))
             gradient = None if outer is None else parameter.grad
             shard.grad = None if gradient is None else _local(gradient)
         try:
@@ -94,38 +104,24 @@ class WrappedOptimizer(ShardedOptimizer):
             self._inner.param_groups, self._shards.items(), strict=True
         ):
             if id(parameter) in group_of:  # some optimizers count in their groups
-                group_of[id(parameter)].update(elementwise.settings_of(inner_group))
+                group_of[id(parameter)].update(settings_of(inner_group))
                 self._show_inner_state(parameter, shard)
 
     @torch.no_grad()
-    def _checked_states(self, keys, parameters, saved, groups) -> Callable[[], None]:
+    def _checked_states(self, saved: Sequence[SavedState]) -> Callable[[], None]:
         if self._offloaded:
             raise RuntimeError(_C.STATES_OFFLOADED)
         # torch's optimizers make their state in the first step, or some of it when constructed: a
         # new one takes what is saved.
-        of_each = [group for group in groups for _ in group["params"]]
         inner, loaded = None, []
-        for key, parameter, group in zip(keys, parameters, of_each, strict=True):
-            shard = self._shards.get(parameter)
-            if shard is None:  # frozen
-                self._warn_of_forgotten(key, saved.get(key, {}))
+        for each in saved:
+            shard = self._shards.get(each.parameter)
+            if shard is None:
+                each.warn_of_frozen()
                 continue
-            inner = self._with_group(inner, shard, group)
-            loaded.append((parameter, shard))
-            made = self._states_of_a_step(group, shard.device)
-            values = saved.get(key, {})
-            missing = made.keys() - values.keys() if values else set()
-            if missing:
-                raise ValueError(
-                    f"zero_ext: the state of parameter {key} lacks '{min(missing)}', which "
-                    f"{self._optimizer_class.__name__} has. Load what it has saved."
-                )
-            for name, value in values.items():
-                of_shape = isinstance(value, Tensor) and value.shape == parameter.shape
-                if made.get(name, of_shape and value.dim() > 0):
-                    check_state_shape(name, key, value, parameter.shape)
-                    value = self._slice_of(value, parameter, shard)
-                inner.state[shard][name] = copy.deepcopy(value)
+            inner = self._with_group(inner, shard, each.group)
+            loaded.append((each.parameter, shard))
+            inner.state[shard].update(self._inner_state(each, shard))
         if inner is not None:  # converts what older versions have saved, as in torch
             inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
 
@@ -137,7 +133,25 @@ class WrappedOptimizer(ShardedOptimizer):
 
         return load
 
-    def _states_of_a_step(self, group: dict[str, Any], device: torch.device) -> dict[str, bool]:
+    def _inner_state(self, saved: SavedState, shard: Tensor) -> dict[str, Any]:
+        """What torch's optimizer gets of a saved state: of per-element values this rank's part."""
+        made = self._states_of_a_step(saved.group, shard.device)
+        missing = made.keys() - saved.values.keys() if saved.values else set()
+        if missing:
+            raise ValueError(
+                f"zero_ext: the state of parameter {saved.key} lacks '{min(missing)}', which "
+                f"{self._optimizer_class.__name__} has. Load what it has saved."
+            )
+        shape, state = saved.parameter.shape, {}
+        for name, value in saved.values.items():
+            of_shape = isinstance(value, Tensor) and value.shape == shape
+            if made.get(name, of_shape and value.dim() > 0):
+                saved.check_shape(name, shape)
+                value = self._slice_of(value, saved.parameter, shard)
+            state[name] = copy.deepcopy(value)
+        return state
+
+    def _states_of_a_step(self, group: Group, device: torch.device) -> dict[str, bool]:
         """Which states a step makes, and which have a value for each element. Found by trying: a
         0-dim parameter's own state has the shape of a count of steps."""
         probe = torch.nn.Parameter(torch.zeros(2, device=device))

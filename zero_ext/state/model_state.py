@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zero_ext.engine.handle import Handle, expansion, find
+from zero_ext.engine.handle import Handle
+from zero_ext.engine.registry import find
+from zero_ext.ranks.collectives import expansion
 from zero_ext.ranks.groups import Groups, resolve
 from zero_ext.tensor.shard_tensor import ShardTensor
 
@@ -16,10 +18,10 @@ EXTRA_STATE = "_extra_state"
 class ModelState(NamedTuple):
     """What a model has by name.
 
-    ``tensors``: parameters and buffers themselves, and what hooks have made for ``state_dict()``
-    (``made``), which only ``load_state_dict()`` can take back. ``objects``: what is no tensor, and
-    extra states, which modules make for each call and take as a whole. ``names``: of each
-    parameter, by id, the first one.
+    ``tensors``: parameters and buffers themselves, and the tensors that hooks make for
+    ``state_dict()``. ``made``: the names of the latter, which only ``load_state_dict()`` can load.
+    ``objects``: what is no tensor, and extra states, which modules make for each call and load as a
+    whole. ``names``: the first name of each parameter, by id.
     """
 
     tensors: dict[str, Tensor]
@@ -48,13 +50,13 @@ class ModelState(NamedTuple):
         return ModelState(tensors, frozenset(made), objects, names)
 
     def check_writable(self, names: Iterable[str]) -> None:
-        """Raises where one of these tensors has several elements in one place."""
+        """Raise where several elements of one of these tensors share memory."""
         for name in set(names) - self.made:
             value = self.tensors[name]
             if place_of(value) is None and any(expansion(value)):
                 raise ValueError(
                     f"zero_ext: '{name}' of shape {tuple(value.shape)} is expanded: its elements "
-                    "share memory, and cannot be loaded. Make it contiguous."
+                    "share memory, so it cannot be loaded. Make it contiguous."
                 )
 
     def write(self, model: nn.Module, values: dict[str, Tensor], objects: dict[str, Any]) -> None:
@@ -77,7 +79,7 @@ class ModelState(NamedTuple):
 
 
 def plain_name(name: str) -> str:
-    """torch.compile's wrappers are no part of a name, as in torch's own checkpoints."""
+    """``name`` without torch.compile's wrappers, as in torch's own checkpoints."""
     return name.replace("_orig_mod.", "")
 
 
@@ -90,7 +92,7 @@ def _whole(value: Tensor) -> Tensor:
 
 
 class _OwnTensors:
-    """A model's parameters and buffers, also by where they lie: hooks may give them detached."""
+    """A model's parameters and buffers, also by their place in memory: hooks may detach them."""
 
     def __init__(self, model: nn.Module):
         self._ids: set[int] = set()
@@ -108,7 +110,7 @@ class _OwnTensors:
 
 
 def _place(value: Tensor) -> tuple | None:
-    """Where all of a plain tensor lies."""
+    """The place in memory of all elements of a plain tensor."""
     if type(value) not in (Tensor, nn.Parameter) or value.numel() == 0:
         return None
     start = value.untyped_storage().data_ptr(), value.storage_offset()
@@ -116,27 +118,31 @@ def _place(value: Tensor) -> tuple | None:
 
 
 def place_of(value: Tensor) -> tuple[Handle, int] | None:
-    """The handle and the index of a parameter that lies in a unit."""
-    entry = find(value)
-    if entry is None:
+    """The handle and the index of a parameter that lies in a unit, or None."""
+    place = find(value)
+    if place is None:
         return None
-    engine, i = entry[0].engine, entry[1]
-    return entry if engine.unit_of(i) >= 0 or engine.frozen_unit_of(i) >= 0 else None
+    engine, i = place[0].engine, place[1]
+    return place if engine.unit_of(i) >= 0 or engine.frozen_unit_of(i) >= 0 else None
 
 
-def has_master(value: Tensor) -> bool:
-    """Of more bits than its own."""
-    place = place_of(value)
-    return (
-        place is not None
-        and place[0].engine.unit_of(place[1]) >= 0
-        and value.dtype != torch.float32
-    )
+def master_place_of(value: Tensor) -> tuple[Handle, int] | None:
+    """As ``place_of``, for a parameter that is trained: it has a master."""
+    place = find(value)
+    return place if place is not None and place[0].engine.unit_of(place[1]) >= 0 else None
+
+
+def has_wider_master(value: Tensor) -> bool:
+    """Whether ``value`` is a parameter with a master of more bits than its own."""
+    return value.dtype != torch.float32 and master_place_of(value) is not None
 
 
 def held_value(value: Tensor) -> Tensor:
-    """What this rank holds: a copy of its part of a parameter in a unit, of the fp32 master of one
-    that is trained; of everything else the tensor itself."""
+    """What this rank holds of a value.
+
+    A copy of its part for a parameter in a unit: of the fp32 master where the parameter is trained.
+    Otherwise the tensor itself.
+    """
     place = place_of(value)
     if place is None:
         return value.detach()
@@ -146,13 +152,16 @@ def held_value(value: Tensor) -> Tensor:
 
 
 def target_for(value: Tensor) -> Tensor:
-    """To be read into: as ``held_value``, but always a copy; of what is no part on the host."""
+    """A tensor that a saved value can be read into: always a copy of ``held_value``.
+
+    It lies on the host where the value lies in no unit.
+    """
     held = held_value(value)
     return held if place_of(value) is not None else held.to("cpu", copy=True)
 
 
 def full_value(value: Tensor) -> Tensor:
-    """All of it, in its own dtype. Collective, where it is not on every rank."""
+    """The whole value, in its own dtype. Collective, where not every rank holds it."""
     place = place_of(value)
     if place is None or not place[0].engine.releases:
         return value.detach()
@@ -162,9 +171,9 @@ def full_value(value: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gather_state_dict(model: nn.Module) -> dict[str, Any]:
-    """On rank 0 the whole ``state_dict()``, copied to the host; elsewhere nothing. Collective.
+    """The whole ``state_dict()``, copied to the host, on rank 0; nothing on others. Collective.
 
-    What is one tensor under several names is one there, too.
+    A tensor with several names is copied once.
     """
     state = ModelState.of(model)
     keeps = groups_of(model).rank == 0
@@ -189,14 +198,19 @@ def _uncompiled(module: nn.Module) -> nn.Module:
     return getattr(module, "_orig_mod", module)
 
 
+def handles_of(model: nn.Module) -> list[Handle]:
+    """Those of the engines that shard parts of ``model``."""
+    places = map(find, model.parameters())
+    return list({id(place[0]): place[0] for place in places if place is not None}.values())
+
+
 def groups_of(model: nn.Module) -> Groups:
-    """The ranks that a model is sharded over; all, where it is not.
+    """The ranks that a model is sharded over; all ranks, where it is not sharded.
 
     Raises:
-        ValueError: its parts are sharded over different ones.
+        ValueError: its parts are sharded over different ranks.
     """
-    found = [find(parameter) for parameter in model.parameters()]
-    every = {id(entry[0].groups.parent): entry[0].groups for entry in found if entry is not None}
+    every = {id(handle.groups.parent): handle.groups for handle in handles_of(model)}
     if len(every) > 1:
         raise ValueError(
             "zero_ext: parts of the model are sharded over different process groups. Save and load "

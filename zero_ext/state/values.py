@@ -1,10 +1,11 @@
 """Whole values of a sharded model: parameters, gradients and optimizer states, read and written.
 
-All functions are collective: every rank of the model calls them, in the same order, and every rank
-gets the whole value. What is written is rank 0's, on every rank: other ranks may pass None, and
-what they pass is checked and left aside. A value that rank 0 passes as a ``ShardTensor`` or a
-``DTensor`` all ranks must. With stage 3 parameters may be released: nothing is gathered but the
-value itself.
+All functions are collective: every rank of the model must call them, in the same order. Every rank
+gets the whole value. Only the value itself is gathered, also where stage 3 has released parameters.
+
+The value of rank 0 is written on every rank. Other ranks may pass None; what else they pass is
+checked and not used. Exception: where rank 0 passes a ``ShardTensor`` or a ``DTensor``, all ranks
+must pass theirs.
 """
 
 import enum
@@ -14,13 +15,17 @@ import torch
 from torch import Tensor
 
 from zero_ext import _C
-from zero_ext.engine.handle import Handle, find
+from zero_ext.engine.handle import Handle
+from zero_ext.engine.registry import find
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
-from zero_ext.ranks.groups import Groups, all_or_none, broadcast_
+from zero_ext.ranks.agreement import all_or_none
+from zero_ext.ranks.collectives import broadcast_
+from zero_ext.ranks.groups import Groups
+from zero_ext.state.model_state import place_of
 
 
 class _Kind(enum.IntEnum):
-    """Of a value that is to be written."""
+    """How rank 0 passes a value that is to be written."""
 
     NONE = 0
     WHOLE = 1
@@ -31,21 +36,20 @@ class _Kind(enum.IntEnum):
 def full_tensor(parameter: Tensor) -> Tensor:
     """The fp32 master of ``parameter``, whole. Collective.
 
-    What the next step starts from: values that were written to the parameter since the last step
-    are in it.
+    The next step starts from it. Values that were written to the parameter since the last step are
+    in it, also those that ``summon_full_params(writeback=False)`` will forget.
 
     Returns:
         A new fp32 tensor of the parameter's shape on every rank, whatever the parameter's dtype.
-        A frozen parameter has no master; its values are converted. Inside
-        ``summon_full_params()`` what was written there is in it, also what will be forgotten.
+        A frozen parameter has no master; its values are converted.
     Raises:
         ValueError: this library does not shard the parameter.
         RuntimeError: inside a backward, or ``offload_states`` has moved parameters or masters.
     """
-    handle, i = _place_of(parameter)
-    if _is_loose(handle, i):
+    handle, i = _sharded_place_of(parameter)
+    if place_of(parameter) is None:
         return parameter.detach().float().clone()
-    return _whole(handle.as_parameter(handle.engine.current_master(i), i, parameter))
+    return _copy_of_whole(handle.as_parameter(handle.engine.current_master(i), i, parameter))
 
 
 @torch.no_grad()
@@ -53,25 +57,25 @@ def set_full_param(parameter: Tensor, value: Tensor | None) -> None:
     """Give ``parameter`` and its fp32 master new values, on every rank. Collective.
 
     The master gets all bits of ``value``, the parameter its rounding; optimizer states stay. With
-    stage 3 it waits until no rank gathers the old value any more.
+    stage 3 the call waits until no rank gathers the old value any more.
 
     Args:
-        value: Of the parameter's shape, any dtype; rank 0's counts, others may pass None.
+        value: Of the parameter's shape, any dtype; rank 0's is used, others may pass None.
     Raises:
         ValueError, TypeError: another shape, no tensor, or a parameter that this library does not
             shard. Nothing is changed then.
-        RuntimeError: another rank's value was refused; inside a backward or
+        RuntimeError: another rank's value was rejected; inside a backward or
             ``summon_full_params(writeback=False)``; or ``offload_states`` has moved parameters or
             masters.
     """
-    handle, i = _place_of(parameter)
+    handle, i = _sharded_place_of(parameter)
     verb = "set_full_param()"
     kind = _kind_on_rank_0(value, handle.groups)
     with all_or_none(handle.groups, verb):
         handle.refuse_forgotten_writes(verb)
         value = _checked(value, parameter, kind, handle.groups, verb)
     value = _of_rank_0(value, kind, handle.groups)
-    if _is_loose(handle, i):
+    if place_of(parameter) is None:
         parameter.copy_(value)
     else:
         handle.engine.write_parameter(i, value)
@@ -87,9 +91,9 @@ def full_grad(parameter: Tensor) -> Tensor | None:
     Raises:
         ValueError: this library does not shard the parameter.
     """
-    _place_of(parameter)
+    _sharded_place_of(parameter)
     gradient = parameter.grad
-    return None if gradient is None else _whole(gradient).float()
+    return None if gradient is None else _copy_of_whole(gradient).float()
 
 
 @torch.no_grad()
@@ -97,15 +101,15 @@ def set_full_grad(parameter: Tensor, value: Tensor | None) -> None:
     """Give ``parameter`` a new reduced gradient, or none, on every rank. Collective.
 
     Args:
-        value: Of the parameter's shape, any dtype; rank 0's counts. It replaces micro-batches that
+        value: Of the parameter's shape, any dtype; rank 0's is used. It replaces micro-batches that
             were added up in ``no_sync()``. None on rank 0: no gradient on any rank, the step
             leaves the parameter alone.
     Raises:
         ValueError, TypeError: another shape, no tensor, or a parameter that this library does not
             shard or that is frozen. Nothing is changed then.
-        RuntimeError: another rank's value was refused. Nothing is changed then.
+        RuntimeError: another rank's value was rejected. Nothing is changed then.
     """
-    handle, i = _place_of(parameter)
+    handle, i = _sharded_place_of(parameter)
     verb = "set_full_grad()"
     kind = _kind_on_rank_0(value, handle.groups)
     with all_or_none(handle.groups, verb):
@@ -129,7 +133,7 @@ def full_state(optimizer: ShardedOptimizer, parameter: Tensor, name: str) -> Ten
         ValueError: the optimizer does not step the parameter, or has no state of that name.
     """
     value = _state_of(optimizer, parameter, name)
-    return _whole(value) if isinstance(value, Tensor) else torch.tensor(value)
+    return _copy_of_whole(value) if isinstance(value, Tensor) else torch.tensor(value)
 
 
 @torch.no_grad()
@@ -137,14 +141,14 @@ def set_full_state(optimizer: ShardedOptimizer, parameter: Tensor, name: str, va
     """Give a value of the optimizer's state new contents, on every rank. Collective.
 
     Args:
-        value: A tensor of the state's shape, or a number; rank 0's counts, others may pass None.
+        value: A tensor of the state's shape, or a number; rank 0's is used, others may pass None.
     Raises:
         ValueError, TypeError: another shape, neither tensor nor number, a parameter that the
             optimizer does not step, a name that its state does not have, or a state that is not a
             tensor. Nothing is changed then.
-        RuntimeError: another rank's arguments were refused. Nothing is changed then.
+        RuntimeError: another rank's arguments were rejected. Nothing is changed then.
     """
-    groups = _place_of(parameter)[0].groups
+    groups = _sharded_place_of(parameter)[0].groups
     verb = f"set_full_state() of '{name}'"
     kind = _kind_on_rank_0(value, groups)
     with all_or_none(groups, verb):
@@ -160,7 +164,7 @@ def set_full_state(optimizer: ShardedOptimizer, parameter: Tensor, name: str, va
     state.copy_(_of_rank_0(value, kind, groups))
 
 
-def _place_of(parameter: Tensor) -> tuple[Handle, int]:
+def _sharded_place_of(parameter: Tensor) -> tuple[Handle, int]:
     place = find(parameter) if isinstance(parameter, Tensor) else None
     if place is None:
         shape = f" of shape {tuple(parameter.shape)}" if isinstance(parameter, Tensor) else ""
@@ -172,17 +176,12 @@ def _place_of(parameter: Tensor) -> tuple[Handle, int]:
     return place
 
 
-def _is_loose(handle: Handle, i: int) -> bool:
-    """Frozen, and not sharded: with stage 3 frozen parameters are."""
-    return handle.engine.unit_of(i) < 0 and handle.engine.frozen_unit_of(i) < 0
-
-
 def _state_of(optimizer: ShardedOptimizer, parameter: Tensor, name: str):
     if not isinstance(optimizer, ShardedOptimizer):
         raise ValueError(
             f"zero_ext: {type(optimizer).__name__} is not an optimizer of zero_ext.optim."
         )
-    handle, i = _place_of(parameter)
+    handle, i = _sharded_place_of(parameter)
     if i not in optimizer._sharded_state.indices or handle is not optimizer._handle:
         raise ValueError(
             f"zero_ext: this {type(optimizer).__name__} does not step the parameter of shape "
@@ -195,7 +194,7 @@ def _state_of(optimizer: ShardedOptimizer, parameter: Tensor, name: str):
     return state[name]
 
 
-def _whole(value: Tensor) -> Tensor:
+def _copy_of_whole(value: Tensor) -> Tensor:
     return value.full_tensor() if hasattr(value, "full_tensor") else value.detach().clone()
 
 

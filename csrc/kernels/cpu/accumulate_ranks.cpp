@@ -1,5 +1,5 @@
-// accumulate_ranks: s = fresh ? 0 : sum[i];  for each rank in order: s = fma(scale,
-// float(grads[rank][i]), s);
+// accumulate_ranks: s      = fresh ? 0 : sum[i]
+//                   s      = fma(scale, float(grads[rank][i]), s)     for each rank in order
 //                   sum[i] = s
 // Compile alone: g++ -std=c++20 -O3 -ffp-contract=off -fno-math-errno -I. -c kernels/cpu/accumulate_ranks.cpp
 //
@@ -37,9 +37,9 @@ struct AccumulateRanks {
 
   ZERO_EXT_BODY const T* grad(int32_t rank) const { return static_cast<const T*>(grads[rank]); }
 
-  // The ranks pass one after the other over a block in the L1 cache, see Note [Blocks]. The last
-  // one writes `to`, which is safe for a gradient that is the sum itself: it is read before, or
-  // element by element as it is written. `left` elements begin at i, for which it may fetch ahead.
+  // The ranks' gradients pass one after the other over a block in the L1 cache, see Note [Blocks].
+  // The last rank writes `to`. A gradient that is the sum itself is read before that, or element by
+  // element as it is written. `left`: elements from i on, as far as it may prefetch.
   ZERO_EXT_BODY int32_t sum_block(int64_t i, float* to, int64_t numel, int64_t left) const {
     alignas(kLineBytes) float block[kBlockNumel];
     const float* from = sum + i;
@@ -47,8 +47,8 @@ struct AccumulateRanks {
     if (!fresh && ahead) fetch_ahead(from, numel, left);
     if (ahead) fetch_ahead(grad(0) + i, numel, left);
     if (ranks == 1) return add_rank<fresh>(grad(0) + i, from, to, numel, scale);
-    // The first and the last rank outside the loop: two ranks are then two straight loops, which is
-    // 7 % faster.
+    // The first and the last rank are outside the loop. So two ranks are two straight loops, which
+    // is 7 % faster.
     add_rank<fresh>(grad(0) + i, from, block, numel, scale);
     for (int32_t rank = 1; rank < ranks - 1; ++rank) {
       if (ahead) fetch_ahead(grad(rank) + i, numel, left);

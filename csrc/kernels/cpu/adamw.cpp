@@ -1,4 +1,4 @@
-// adam: one step of Adam or AdamW on a flat range; the formula is AdamArgs' comment in kernels.h.
+// adam: one step of Adam or AdamW on a flat range; formula: AdamArgs in kernels.h.
 // Compile alone: g++ -std=c++20 -O3 -ffp-contract=off -fno-math-errno -I. -c kernels/cpu/adamw.cpp
 //
 // Memory bound where a square root and two divisions are fast: reads grad; reads and writes master,

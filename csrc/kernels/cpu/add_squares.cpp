@@ -11,15 +11,15 @@ namespace zero_ext::kernels {
 namespace {
 
 constexpr int64_t kLanes = kSquareGroupNumel / 2;
-// As many as are brought into the L1 cache at once.
+// The number of groups that are brought into the L1 cache at once.
 constexpr int64_t kGroupsPerRound = 128;
 
 ZERO_EXT_BODY double square(float value) {
   return static_cast<double>(value) * static_cast<double>(value);
 }
 
-// groups[k] = the sum of the squares of group k. Pass by pass over all groups, each a loop that
-// vectorises. `left` groups begin at value, for which it may fetch ahead.
+// groups[k] = the sum of the squares of group k. Made in passes over all groups; each pass is a
+// loop that vectorises. `left`: groups from `value` on, as far as it may prefetch.
 ZERO_EXT_BODY void sum_groups(const float* value, int64_t count, double* groups, int64_t left) {
   alignas(kLineBytes) double lanes[kGroupsPerRound * kLanes];
   for (int64_t k = 0; k < count; ++k) {
@@ -37,7 +37,7 @@ ZERO_EXT_BODY void sum_groups(const float* value, int64_t count, double* groups,
 }
 
 constexpr int64_t kInfinity = int64_t{0x7FF} << 52;
-// Added to a double below 2^51, it rounds that to an integer, which the low bits then hold.
+// Adding it to a double below 2^51 rounds that double to an integer, held in the low bits.
 constexpr double kRounder = 0x1.8p52;
 
 // 2^(32·digits), as a double.
@@ -63,8 +63,8 @@ ZERO_EXT_BODY void count_nonfinite(double* groups, int64_t count, int64_t* sum) 
   }
 }
 
-// Adds `count` sums of groups to the digits: the highest digit that any of them has is rounded off
-// all of them, then the next one of what remains, until nothing does. Every step is exact.
+// Adds the sums of `count` groups to the digits. The highest digit that any sum has is split off
+// all sums, then the next digit of the remainders, until nothing remains. Every step is exact.
 ZERO_EXT_BODY void add_groups(double* groups, int64_t count, int64_t* sum) {
   int64_t largest = largest_bits(groups, count);
   if (largest >= kInfinity) {
@@ -72,7 +72,7 @@ ZERO_EXT_BODY void add_groups(double* groups, int64_t count, int64_t* sum) {
     largest = largest_bits(groups, count);
   }
   if (largest == 0) return;
-  // The digit that holds the first bit of the largest one.
+  // The digit that holds the first bit of the largest sum.
   int64_t place = ((largest >> 52) - 1023 + 352) >> 5;
   double unit = power_of_digit(11 - place);
   for (; place >= 0; --place) {
@@ -107,13 +107,13 @@ struct AddSquares {
       sum_groups(value + g * kSquareGroupNumel, count, groups, ahead ? last - g : 0);
       add_groups(groups, count, digits);
     }
-    if (end > whole) {  // a group that is not whole
+    if (end > whole) {  // the last group, which has fewer elements
       float rest[kSquareGroupNumel] = {};
       for (int64_t i = whole * kSquareGroupNumel, j = 0; i < numel; ++i, ++j) rest[j] = value[i];
       sum_groups(rest, 1, groups, 0);
       add_groups(groups, 1, digits);
     }
-    // Other threads add theirs; in any order, because they are integers.
+    // Other threads add their digits too, in any order, because digits are integers.
     for (int32_t k = 0; k < kSquareSumLength; ++k) {
       std::atomic_ref<int64_t>(sum[k]).fetch_add(digits[k], std::memory_order_relaxed);
     }

@@ -1,8 +1,8 @@
-// adopt_writes: master[i] = float(param[i]) where param[i] is not param_dtype(master[i])
+// adopt_writes: master[i] = param[i] == param_dtype(master[i]) ? master[i] : float(param[i])
 // Compile alone: g++ -std=c++20 -O3 -ffp-contract=off -fno-math-errno -I. -c kernels/cpu/adopt_writes.cpp
 //
-// Memory bound: reads param and master; writes only blocks of master that hold a written element,
-// because almost always there is none.
+// Memory bound: reads param and master. Writes only blocks of master that hold a written element;
+// almost always there is none.
 #include "kernels/cpu/elements.h"
 #include "kernels/cpu/table.h"
 

@@ -1,4 +1,5 @@
-// clip_factor: a norm, and what its gradients are multiplied by to keep it below a limit
+// clip_factor: *norm   = sqrt(sum)
+//              *factor = isfinite(norm) ? min(1, max_norm / (sqrt(sum) + 1e-6)) : 1
 // Compile alone: g++ -std=c++20 -O3 -ffp-contract=off -fno-math-errno -I. -c kernels/cpu/clip_factor.cpp
 #include "kernels/cpu/table.h"
 

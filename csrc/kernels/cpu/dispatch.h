@@ -1,18 +1,22 @@
 // Runs a kernel's body on the best instruction set of this machine, on as many threads as the
-// caller's Launch gives.
+// caller's Launch provides.
 //
 // A body is a small struct with `ZERO_EXT_BODY void operator()(int64_t begin, int64_t end)`: plain
 // loops over plain elements, written once. run() compiles it three times and picks one of the
-// results.
+// three.
 //
 // Note [One body, three instruction sets]
 // The compiler vectorises the same C++ for AVX-512, AVX2 and the baseline, so the three cannot
-// drift apart; rejected: intrinsics, which are three texts to keep equal. What a body calls must be
-// inlined into it, else it runs as baseline code: functions are ZERO_EXT_BODY, lambdas carry
-// ZERO_EXT_BODY_LAMBDA. Four compiler flags matter: -O3 vectorises, -ffp-contract=off keeps the
-// fused operations where the formula has them and nowhere else, and -fno-math-errno lets a square
-// root be one instruction; -fno-wrapv undoes what Python's build flags add, which costs
-// accumulate_ranks 15 %. Only -ffp-contract=off can change a result.
+// drift apart. Rejected: intrinsics, which would be three texts to keep equal. The functions that a
+// body calls must be inlined into it, or else they run as baseline code. So such functions are
+// ZERO_EXT_BODY, and such lambdas carry ZERO_EXT_BODY_LAMBDA. Four compiler flags matter:
+//
+//   -O3                 vectorises
+//   -ffp-contract=off   fuses operations where the formula says fma and nowhere else
+//   -fno-math-errno     lets a square root be one instruction
+//   -fno-wrapv          undoes a flag of Python's build, which costs accumulate_ranks 15 %
+//
+// Only -ffp-contract=off can change a result.
 #pragma once
 
 #include <atomic>
@@ -35,18 +39,18 @@ namespace zero_ext::kernels {
 
 enum class InstructionSet : int32_t { baseline, avx2, avx512 };
 
-// The one in use: the best that the CPU has, unless use_instruction_set() said otherwise.
+// The instruction set in use: the best that the CPU has, or that of use_instruction_set().
 InstructionSet instruction_set();
 
-// For tests: runs all later calls, of all threads, on `set`. False, and nothing changes, where the
-// CPU lacks it.
+// For tests: runs all later calls, of all threads, on `set`. Where the CPU lacks `set`, returns
+// false and changes nothing.
 bool use_instruction_set(InstructionSet set);
 
-// Which kernels fetch ahead what they read: none, those that add up or convert, or all. See Note
-// [Blocks] in elements_cpu.h.
+// Which kernels prefetch what they read: none, those that add up or convert, or all. See Note
+// [Blocks] in cpu/elements.h.
 enum class FetchAhead : int32_t { none, sums, all };
 
-// Whether this processor gains from it in kernels that fetch ahead from `least` on.
+// Whether kernels of the kind `least` prefetch on this processor.
 bool fetches_ahead(FetchAhead least);
 
 // For tests: all later calls, of all threads, use `kernels`. Returns what they used before.
@@ -101,7 +105,7 @@ Status run(const Launch& launch, int64_t numel, Body body, int64_t grain_numel =
   return Status::ok;
 }
 
-// Several threads may find a non-finite value; all of them store the same 1.
+// Several threads may find a non-finite value. All of them store the same 1.
 inline void report_nonfinite(int32_t* nonfinite) {
   if (nonfinite != nullptr)
     std::atomic_ref<int32_t>(*nonfinite).store(1, std::memory_order_relaxed);
@@ -122,7 +126,7 @@ ZERO_EXT_BODY void for_each_segment(const Segment* segments, int64_t begin, int6
   }
 }
 
-// The elements of all segments, or -1 where a segment cannot be one.
+// The number of elements of all segments, or -1 where a segment is not valid.
 template <class Segment>
 int64_t total_numel(const Segment* segments, int64_t count) {
   int64_t total = 0;

@@ -1,9 +1,9 @@
 // Elements of the three dtypes, and blocks of them.
 //
-// Every conversion is exact or rounds to nearest even, as torch's; subnormals are kept, overflow
-// becomes infinity, NaN becomes the dtype's quiet NaN. All are branch-free, so that loops over them
-// vectorise, and integer or exact float operations, so that all instruction sets agree; they hold
-// with flushed subnormals (torch.set_flush_denormal) too.
+// Every conversion is exact or rounds to nearest even, as torch's does. Subnormals are kept,
+// overflow becomes infinity, NaN becomes the dtype's quiet NaN. Conversions have no branches, so
+// that loops over them vectorise. They use integer or exact float operations, so that all
+// instruction sets agree. They are right with flushed subnormals (torch.set_flush_denormal) too.
 #pragma once
 
 #include <bit>
@@ -27,8 +27,8 @@ struct Float16 {
   uint16_t bits;
 };
 
-// `condition ? a : b` as mask arithmetic: with a conditional the compiler moves the float
-// operations that lead to a or b into branches, and the loop stays scalar.
+// `condition ? a : b` as mask arithmetic. With a conditional expression the compiler moves the
+// float operations that lead to a or b into branches, and the loop stays scalar.
 ZERO_EXT_BODY uint32_t select(bool condition, uint32_t a, uint32_t b) {
   const uint32_t mask = 0U - static_cast<uint32_t>(condition);
   return b ^ ((a ^ b) & mask);
@@ -45,8 +45,8 @@ ZERO_EXT_BODY float to_float(BFloat16 value) {
   return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
 }
 
-// Normal numbers, infinity and NaN: the exponent is rebiased by an exact multiplication.
-// Subnormals: the mantissa is placed below 0.5's and 0.5 is subtracted. (After M. Dukhan's FP16
+// Normal numbers, infinity and NaN: an exact multiplication rebiases the exponent. Subnormals: the
+// mantissa is placed into the last bits of 0.5, and 0.5 is subtracted. (After M. Dukhan's FP16
 // library, which c10 uses as well.)
 ZERO_EXT_BODY float to_float(Float16 value) {
   const uint32_t magnitude = (static_cast<uint32_t>(value.bits) & 0x7FFFU) << 13;
@@ -58,8 +58,8 @@ ZERO_EXT_BODY float to_float(Float16 value) {
   return std::bit_cast<float>(sign | unsigned_bits);
 }
 
-// The bits of the rounded value, still 32 bits wide: comparing them there spares the vector code a
-// narrowing.
+// The bits of the rounded value, still 32 bits wide, so that the vector code can compare them
+// without narrowing.
 template <class T>
 uint32_t rounded_bits(float value) = delete;
 
@@ -75,9 +75,9 @@ ZERO_EXT_BODY uint32_t rounded_bits<BFloat16>(float value) {
   return (bits & 0x7FFFFFFFU) > 0x7F800000U ? 0x7FC0U : rounded;
 }
 
-// The float adder does the rounding: adding a power of two that is 2^13 (for subnormals: more)
-// above the last place of the result shifts that place to the end of the mantissa. Scaling up first
-// turns what overflows into infinity.
+// The float adder does the rounding. Adding a power of two shifts the last place of the result to
+// the end of the mantissa. That power is 2^13 above that place, or more for subnormals. Scaling up
+// first turns values that overflow into infinity.
 template <>
 ZERO_EXT_BODY uint32_t rounded_bits<Float16>(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
@@ -116,8 +116,8 @@ ZERO_EXT_BODY float written_or_master(T param, float master) {
                                                         : bits_of(master));
 }
 
-// A value's size for the non-finite check: grows with |value|, and reaches kInfinityBits for
-// infinity and NaN. The largest of a range costs two cheap operations per value and no branch.
+// An integer that grows with |value| and is kInfinityBits or more for infinity and NaN. The largest
+// of a range costs two cheap operations per value and no branch.
 constexpr int32_t kInfinityBits = 0x7F800000;
 
 ZERO_EXT_BODY int32_t magnitude_bits(float value) {
@@ -127,31 +127,52 @@ ZERO_EXT_BODY int32_t magnitude_bits(float value) {
 ZERO_EXT_BODY int32_t largest_of(int32_t a, int32_t b) { return a > b ? a : b; }
 
 // Note [Blocks]
-// Where several gradients meet, a block of the sum at a time stays in the L1 cache while they pass
-// one after the other. The memory then sees one stream in turn instead of all of them interleaved,
-// and keeps its pages open longer: 0.69 of the read-modify-write bandwidth without blocks for two
-// bf16 gradients, 0.95 with (AMD Zen 4, one core). Blocks of 256 reach 0.83, of 1,024 0.76 to 0.92.
-// Software prefetches of every line were slower than nothing there. Of the first line of the sum's
-// next page, where the processor's own prefetching ends, one gradient gains a sixth (0.88 before,
-// 1.03 after, then without a block of its own, which costs as much); of the page after that, of
-// more lines, or of the gradient's next page as well: no more.
+// A sum of several gradients is made block by block. A block of the sum stays in the L1 cache while
+// the gradients pass over it one after the other. The memory then reads one stream at a time and
+// keeps its pages open longer. Figures are parts of the read-modify-write bandwidth of one core,
+// unless they say GB/s.
 //
-// Zen 5 is the other way round. Its own prefetching starts anew with every turn of a stream: blocks
-// of 512 reach 0.48 to 0.78, and no blocks 0.80 to 0.95. With every line of all streams fetched
-// kAheadNumel elements before it is used, two gradients reach 0.93 in blocks of 128, 0.88 of 256,
-// 0.85 of 512 and 0.75 without blocks; one gradient 1.00 instead of 0.80, in blocks of 512. Kernels
-// that only read, and Adam, gain nothing.
+// AMD Zen 4, two bf16 gradients:
 //
-// On Intel's Emerald Rapids every kernel gains, those that only read most: one core waits for the
-// latency of its memory, not for its bandwidth. In GB/s without and with, in blocks of 128: Adam 23
-// and 26, one gradient 23 and 26 (24 in blocks of 512), two 19 and 23, fp32 to bf16 12 and 17, the
-// sum of squares 10 and 14. Twice or half the distance: Adam 22 to 26, the others the same.
+//   no blocks        0.69
+//   blocks of 256    0.83
+//   blocks of 512    0.95
+//   blocks of 1,024  0.76 to 0.92
+//
+// Prefetching every line in software is slower there than prefetching none. The processor's own
+// prefetching ends at a page. With the first line of the sum's next page prefetched, one gradient
+// reaches 1.03 instead of 0.88. That kernel has no block of its own, which would cost as much.
+// Nothing more is gained from the page after that, from more lines, or from the gradient's pages.
+//
+// AMD Zen 5 is the other way round, because its own prefetching starts anew whenever a stream
+// changes. There blocks of 512 reach 0.48 to 0.78, and no blocks 0.80 to 0.95. So every line of all
+// streams is prefetched kAheadNumel elements before its use. Two gradients then reach:
+//
+//   blocks of 128    0.93
+//   blocks of 256    0.88
+//   blocks of 512    0.85
+//   no blocks        0.75
+//
+// One gradient reaches 1.00 instead of 0.80, in blocks of 512. Kernels that only read, and Adam,
+// gain nothing.
+//
+// Intel Emerald Rapids: every kernel gains, and those that only read gain most. One core waits for
+// the latency of its memory, not for its bandwidth. In blocks of 128, GB/s:
+//
+//                     not prefetched   prefetched
+//   Adam                    23             26
+//   one gradient            23             26   (24 in blocks of 512)
+//   two gradients           19             23
+//   fp32 to bf16            12             17
+//   sum of squares          10             14
+//
+// With half or twice the distance Adam has 22 to 26 GB/s, and the others stay the same.
 constexpr int64_t kBlockNumel = 512;
 constexpr int64_t kFetchedBlockNumel = 128;
 constexpr int64_t kAheadNumel = 1024;
 constexpr int64_t kLineBytes = 64;
 
-// The next block's elements.
+// The number of elements of the next block.
 ZERO_EXT_BODY int64_t block_numel(int64_t left, bool fetched = false) {
   const int64_t most = fetched ? kFetchedBlockNumel : kBlockNumel;
   return left < most ? left : most;
@@ -159,8 +180,8 @@ ZERO_EXT_BODY int64_t block_numel(int64_t left, bool fetched = false) {
 
 constexpr uintptr_t kPageBytes = 4096;
 
-// To be called for each block of a large range: at the beginning of a page it fetches that of the
-// next one.
+// To be called for each block of a large range. At the beginning of a page it prefetches the first
+// line of the next page.
 template <class T>
 ZERO_EXT_BODY void prefetch_next_page(const T* block) {
   const auto address = reinterpret_cast<uintptr_t>(block);
@@ -168,8 +189,8 @@ ZERO_EXT_BODY void prefetch_next_page(const T* block) {
   __builtin_prefetch(reinterpret_cast<const char*>(address / kPageBytes * kPageBytes + kPageBytes));
 }
 
-// Fetches `numel` elements, kAheadNumel after `block`, as far as they are among the `left` ones
-// that begin at `block`.
+// Prefetches `numel` elements, kAheadNumel after `block`, as far as they are among the `left`
+// elements that begin at `block`.
 template <class T>
 ZERO_EXT_BODY void fetch_ahead(const T* block, int64_t numel, int64_t left) {
   const int64_t end = kAheadNumel + numel < left ? kAheadNumel + numel : left;
@@ -178,19 +199,19 @@ ZERO_EXT_BODY void fetch_ahead(const T* block, int64_t numel, int64_t left) {
 }
 
 // Note [Streaming stores]
-// A large buffer that is written without being read goes past the caches: an ordinary store first
-// reads the line it will overwrite, which costs a third of the traffic. Below kStreamBytes the
-// buffer may stay in the cache, where ordinary stores are twice as fast.
+// A large buffer that is written without being read bypasses the caches. An ordinary store would
+// first read the line that it overwrites, which is a third of the traffic. A buffer below
+// kStreamBytes may stay in the cache, where ordinary stores are twice as fast.
 constexpr int64_t kStreamBytes = int64_t{2} << 20;
 
-// How many elements come before the first one on a cache line's boundary.
+// The number of elements before the first one on a cache line's boundary.
 template <class T>
 ZERO_EXT_BODY int64_t numel_to_line(const T* target) {
   return static_cast<int64_t>((0 - reinterpret_cast<uintptr_t>(target)) % kLineBytes / sizeof(T));
 }
 
-// Writes a whole block (`numel` elements, bytes a multiple of 16) past the caches; both sides are
-// 16-byte aligned.
+// Writes a whole block (`numel` elements, a multiple of 16 bytes) past the caches. Source and
+// target are 16-byte aligned.
 template <class T>
 ZERO_EXT_BODY void stream_block(const T* block, T* target, int64_t numel) {
 #if defined(__x86_64__)
@@ -204,15 +225,16 @@ ZERO_EXT_BODY void stream_block(const T* block, T* target, int64_t numel) {
 #endif
 }
 
-// Orders streaming stores before whatever tells another thread that they are done.
+// Orders streaming stores before the store that tells another thread that they are done.
 ZERO_EXT_BODY void finish_streaming() {
 #if defined(__x86_64__)
   _mm_sfence();
 #endif
 }
 
-// Fills target[0, numel) with fill(i, block_target, block_numel), which computes elements [i, i +
-// block_numel) into block_target; past the caches if `stream`. `ahead`: fill fetches ahead.
+// Fills target[0, numel) with fill(i, block_target, block_numel), which computes elements
+// [i, i + block_numel) into block_target. `stream`: the stores bypass the caches. `ahead`: fill
+// prefetches.
 template <class T, class Fill>
 ZERO_EXT_BODY void fill_blocks(T* target, int64_t numel, bool stream, bool ahead,
                                const Fill& fill) {

@@ -1,4 +1,4 @@
-// sgd: one step of SGD on a flat range; the formula is SgdArgs' comment in kernels.h.
+// sgd: one step of SGD on a flat range; formula: SgdArgs in kernels.h.
 // Compile alone: g++ -std=c++20 -O3 -ffp-contract=off -fno-math-errno -I. -c kernels/cpu/sgd.cpp
 //
 // Memory bound: reads grad; reads and writes master, the parameter and the momentum buffer.

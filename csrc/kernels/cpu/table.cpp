@@ -43,8 +43,8 @@ std::atomic<InstructionSet>& in_use() {
   return set;
 }
 
-// What gains on this processor: sums on AMD's Zen 5 and what came after it, everything on Intel's
-// server cores since Sapphire Rapids, which are the ones that calculate in fp16.
+// The kernels that gain from prefetching on this processor. Sums gain on AMD's Zen 5 and later. All
+// gain on Intel's server cores since Sapphire Rapids, recognised by their fp16 arithmetic.
 FetchAhead best_fetch_ahead() {
 #if defined(__x86_64__)
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
@@ -97,10 +97,8 @@ const Kernels& cpu() {
       .cast = cast_cpu,
       .flatten = flatten_cpu,
       .find_nonfinite = find_nonfinite_cpu,
-      .sum_of_squares = sum_of_squares_cpu,
       .add_squares = add_squares_cpu,
       .adopt_writes = adopt_writes_cpu,
-      .count_step = count_step_cpu,
       .clip_factor = clip_factor_cpu,
       .capture_id = [](void*) -> uint64_t { return 0; },
       .ask_during_captures = [] {},

@@ -1,4 +1,4 @@
-// The CPU kernels, one file each; kernels_cpu.cpp puts them into the table. Contracts: kernels.h.
+// The CPU kernels, one file each. table.cpp puts them into the table. Contracts: kernels.h.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -19,11 +19,9 @@ Status cast_cpu(const void* source, DType source_dtype, void* target, DType targ
 Status flatten_cpu(const CopySegment* segments, int64_t count, DType source_dtype,
                    DType target_dtype, Write write, int32_t* nonfinite, const Launch& launch);
 Status find_nonfinite_cpu(const ReadSegment* segments, int64_t count, const Launch& launch);
-Status sum_of_squares_cpu(const float* value, int64_t numel, double* result, const Launch& launch);
 Status add_squares_cpu(const float* value, int64_t numel, SquareSum* sum, const Launch& launch);
 Status adopt_writes_cpu(const void* param, DType param_dtype, float* master, int64_t numel,
                         const Launch& launch);
-Status count_step_cpu(float* steps_done, const int32_t* skip, const Launch& launch);
 Status clip_factor_cpu(const SquareSum* sum, double max_norm, float* norm, float* factor,
                        const Launch& launch);
 

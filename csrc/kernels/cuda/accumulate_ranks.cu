@@ -1,5 +1,5 @@
-// accumulate_ranks: s = fresh ? 0 : sum[i];  for each rank in order: s = fma(scale,
-// float(grads[rank][i]), s);
+// accumulate_ranks: s      = fresh ? 0 : sum[i]
+//                   s      = fma(scale, float(grads[rank][i]), s)     for each rank in order
 //                   sum[i] = s
 // Compile alone: nvcc -std=c++20 -O3 -fmad=false -arch=sm_90 -I. -c kernels/cuda/accumulate_ranks.cu
 //
@@ -12,8 +12,8 @@ namespace {
 
 using namespace device;
 
-// Pointers that travel in the parameters of a launch. More ranks take several launches, with the
-// same bits, because a sum is stored as the float that it is.
+// Pointers that are passed in the parameters of a launch. More ranks take several launches, with
+// the same bits, because the sum in between is stored without rounding.
 constexpr int kFewRanks = 16;
 constexpr int kManyRanks = 1024;
 
@@ -21,7 +21,7 @@ template <class T, bool fresh, int capacity>
 struct AccumulateRanks {
   static constexpr int kWidth = vector_numel<T, float>();
   static constexpr int kUnroll = 1;
-  // Loads of so many ranks are under way at once.
+  // The gradients of this many ranks are loaded before the first of them is added.
   static constexpr int kRankUnroll = 4;
 
   const T* grads[capacity];
@@ -113,7 +113,7 @@ Status accumulate_ranks_cuda(const void* const* grads, int32_t ranks, DType dtyp
                              const Launch& launch) {
   if (numel < 0 || ranks < 1) return Status::bad_argument;
   for (int32_t rank = 0; rank < ranks; ++rank) {
-    // A later launch would find the sum of the earlier ranks there.
+    // A later launch would read the sum of the earlier ranks as this gradient.
     const bool is_legal = dtype == DType::f32 && rank < kManyRanks;
     if (grads[rank] == sum && !is_legal && numel > 0) return Status::bad_argument;
   }

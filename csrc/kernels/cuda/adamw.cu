@@ -1,4 +1,4 @@
-// adam: one step of Adam or AdamW on a flat range; the formula is AdamArgs' comment in kernels.h.
+// adam: one step of Adam or AdamW on a flat range; formula: AdamArgs in kernels.h.
 // Compile alone: nvcc -std=c++20 -O3 -fmad=false -arch=sm_90 -I. -c kernels/cuda/adamw.cu
 //
 // Memory bound: reads grad; reads and writes master, both moments and the parameter: 32 bytes per
@@ -14,7 +14,7 @@ namespace {
 
 using namespace device;
 
-// Stands for the parameter where the master is the parameter.
+// In place of the parameter where the master is the parameter.
 struct NoParam {};
 
 // NaN wins, as in torch.maximum.
@@ -67,7 +67,7 @@ struct Adam {
     return loaded;
   }
 
-  // Element k of `loaded` becomes what is to be stored.
+  // Element k of `loaded` becomes the values to store.
   template <int N>
   __device__ void update(int k, Loaded<N>& loaded) const {
     float p = loaded.master.value[k];

@@ -1,10 +1,10 @@
 // add_squares: *sum += Σ value[i]², by groups; see Note [A norm without an order] in square_sum.h.
 // Compile alone: nvcc -std=c++20 -O3 -fmad=false -arch=sm_90 -I. -c kernels/cuda/add_squares.cu
 //
-// Memory bound: reads value once. A thread takes whole groups, whose sums have the bits of
-// add_squares_cpu.cpp, and keeps four digits of its own around their usual size. Integers have no
-// order, so neither the grid nor the atomic additions can change the sum; its digits need not be
-// those of the CPU until the carries are done, see value_of.
+// Memory bound: reads value once. A thread adds whole groups, whose sums have the bits of
+// cpu/add_squares.cpp, and keeps four digits around their usual size. Integers have no order, so
+// neither the grid nor the atomic additions can change the sum. Its digits equal those of the CPU
+// only once the carries are done, see value_of.
 #include "kernels/cuda/dispatch.h"
 #include "kernels/cuda/table.h"
 
@@ -18,11 +18,11 @@ using Digit = unsigned long long;  // what atomicAdd takes; wraps around as int6
 constexpr int kGroupNumel = static_cast<int>(kSquareGroupNumel);
 constexpr int kLanes = 32;
 constexpr int kWindow = 4;
-// Below, more of the time goes into a block's last additions than into its reads.
+// With fewer groups a block spends more time on its last additions than on its reads.
 constexpr int64_t kGroupsPerThread = 4;
 
-// As add_squares_cpu.cpp folds them. A square of a float is exact in double, so that the fused
-// multiply-add rounds as the addition.
+// Folds as cpu/add_squares.cpp does. A square of a float is exact in double, so that the fused
+// multiply-add rounds as the addition does.
 __device__ inline double fold(const float (&value)[kGroupNumel]) {
   double lane[kGroupNumel / 2];
 #pragma unroll
@@ -56,7 +56,7 @@ __device__ inline double sum_of_rest(const float* group, int64_t left) {
 }
 
 // Digits `place` to place + kWindow - 1 of a thread's sum, in registers. A group of another size
-// moves the window: what it held goes to the digits of the block.
+// moves the window; its digits are first added to those of the block.
 struct Window {
   static constexpr int32_t kNowhere = -1000;
 
@@ -87,7 +87,7 @@ struct Window {
     int32_t shift = first - 32 * place;
     if (shift < 0 || shift > 63) {
       flush(block);
-      place = first < 16 ? 0 : (first - 16) / 32;  // room for smaller and for larger ones
+      place = first < 16 ? 0 : (first - 16) / 32;  // leaves room for smaller and larger sums
       shift = first - 32 * place;
     }
     const Digit low = mantissa << shift;
@@ -106,7 +106,7 @@ struct Window {
   }
 };
 
-// Every thread of a block calls it. Warps fold their digits before they add them to the block's.
+// Every thread of a block calls it. Warps fold their digits before adding them to the block's.
 __device__ inline void add_windows(const Window& window, Digit* block) {
   __shared__ int32_t lowest;
   __shared__ int32_t highest;

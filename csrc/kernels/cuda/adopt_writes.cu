@@ -1,8 +1,8 @@
-// adopt_writes: master[i] = float(param[i]) where param[i] is not param_dtype(master[i])
+// adopt_writes: master[i] = param[i] == param_dtype(master[i]) ? master[i] : float(param[i])
 // Compile alone: nvcc -std=c++20 -O3 -fmad=false -arch=sm_90 -I. -c kernels/cuda/adopt_writes.cu
 //
-// Memory bound: reads param and master; writes only vectors of master that hold a written element,
-// because almost always there is none.
+// Memory bound: reads param and master. Writes only vectors of master that hold a written element;
+// almost always there is none.
 #include "kernels/cuda/dispatch.h"
 #include "kernels/cuda/table.h"
 

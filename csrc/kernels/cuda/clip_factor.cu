@@ -1,4 +1,5 @@
-// clip_factor: a norm, and what its gradients are multiplied by to keep it below a limit
+// clip_factor: *norm   = sqrt(sum)
+//              *factor = isfinite(norm) ? min(1, max_norm / (sqrt(sum) + 1e-6)) : 1
 // Compile alone: nvcc -std=c++20 -O3 -fmad=false -arch=sm_90 -I. -c kernels/cuda/clip_factor.cu
 #include "kernels/cuda/dispatch.h"
 #include "kernels/cuda/table.h"

@@ -1,13 +1,16 @@
 // Runs a kernel's body over ranges and lists on the device.
 //
-// A body is a small struct of pointers with
-//   kWidth, kUnroll                elements of a vector; vectors that a thread has under way at
-//   once Loaded<N>                      what it reads of N neighbouring elements int64_t
-//   head(numel)            elements before the first vector, see head_numel Loaded<N> load<N>(i)
-//   reads elements [i, i + N) int32_t finish<N>(i, loaded)   writes them; returns the largest
-//   magnitude_bits, or 0
-// N is kWidth or 1, and both run the same operations on each element. No element's result depends
-// on another's, so neither the grid nor the vectors can change a bit.
+// A body is a small struct of pointers with these members, where N is kWidth or 1:
+//
+//   kWidth                         elements of a vector
+//   kUnroll                        vectors that a thread loads before it uses the first of them
+//   Loaded<N>                      the values that it reads of N neighbouring elements
+//   int64_t head(numel)            elements before the first vector, see head_numel
+//   Loaded<N> load<N>(i)           reads elements [i, i + N)
+//   int32_t finish<N>(i, loaded)   writes them; returns the largest magnitude_bits, or 0
+//
+// Both N run the same operations on each element, and no element's result depends on another's. So
+// neither the grid nor the vectors can change a bit.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -21,7 +24,7 @@
 namespace zero_ext::kernels::device {
 
 constexpr int kThreads = 256;
-// Four times what is resident at once: the hardware then evens out blocks that run late.
+// Four times the blocks that are resident at once, so that the hardware evens out late blocks.
 constexpr int64_t kBlocksPerMultiprocessor = 32;
 
 template <int N, class T>
@@ -30,8 +33,8 @@ __device__ inline uint32_t numel_to_vector(const T* array) {
   return static_cast<uint32_t>((0 - reinterpret_cast<uintptr_t>(array)) % kBytes / sizeof(T));
 }
 
-// How many elements come before the first one at which a vector of N begins in every array; all
-// `numel` where no such element exists.
+// The number of elements before the first one at which a vector of N may begin in every array;
+// `numel` where there is none.
 template <int N, class First, class... Rest>
 __device__ inline int64_t head_numel(int64_t numel, const First* first, const Rest*... rest) {
   const uint32_t head = numel_to_vector<N>(first);
@@ -52,8 +55,8 @@ struct Units {
   }
 };
 
-// The share of `thread` of `threads`. All loads of kUnroll units are issued before the first of
-// them is used, so that enough bytes are under way to fill the memory's bandwidth.
+// The part of `units` that belongs to `thread` of `threads`. All loads of kUnroll units are issued
+// before the first is used, so that enough bytes are in flight to fill the memory's bandwidth.
 template <int N, class Body>
 __device__ inline int32_t walk_units(const Body& body, const Units& units, int64_t thread,
                                      int64_t threads) {
@@ -109,8 +112,8 @@ __global__ void __launch_bounds__(kThreads)
   report_nonfinite(walk(body, numel, thread_of_grid(), threads_of_grid()), nonfinite);
 }
 
-// An update whose constants, or whether it runs, are known on the device only. `Update` has `args`
-// with OnDevice, Constants, constants() and body(constants).
+// An update that reads its constants, or whether it is skipped, from device memory. `Update` has
+// `args` with OnDevice, Constants, constants() and body(constants).
 template <class Update>
 __global__ void __launch_bounds__(kThreads)
     update_range(const __grid_constant__ Update update, int64_t numel) {
@@ -126,10 +129,11 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // Note [Lists in the kernel's parameters]
-// A list travels by value in the parameters of its launch (32,764 bytes at most, since CUDA 12.1):
-// the caller may forget it at once, nothing is allocated, copied or waited for, and a graph capture
-// keeps it. Long lists take one launch per kLongList segments. Segments are cut into pieces of
-// kPieceNumel, which the blocks take in turn, so that one long segment is spread over all of them.
+// A list is passed by value in the parameters of its launch (32,764 bytes at most, since CUDA
+// 12.1). The caller may free the list at once, nothing is allocated, copied or waited for, and a
+// captured graph keeps the list. Long lists take one launch per kLongList segments. Segments are
+// cut into pieces of kPieceNumel that the blocks take in turn. So one long segment occupies all
+// blocks.
 constexpr int kShortList = 64;
 constexpr int kLongList = 896;
 constexpr int64_t kPieceNumel = 8192;
@@ -142,7 +146,7 @@ struct SegmentPack {
   Segment segment[capacity];      // none is empty
 };
 
-// The segment that a piece belongs to: the last one whose first piece is not after it.
+// The segment that a piece belongs to: the last segment whose first piece is at or before it.
 template <class Pack>
 __device__ inline int32_t segment_of(const Pack& pack, int64_t piece) {
   int32_t first = 0;
@@ -176,13 +180,13 @@ __global__ void __launch_bounds__(kThreads)
 
 inline Status checked(cudaError_t error, const Launch& launch) {
   if (error == cudaSuccess) return Status::ok;
-  // The status reports it; left in place, it would be blamed on whoever looks next.
+  // The status reports this error. Left in place, the next caller of CUDA would be blamed for it.
   static_cast<void>(cudaGetLastError());
   if (launch.error != nullptr) *launch.error = cudaGetErrorString(error);
   return Status::launch_failed;
 }
 
-// Queues kernel(arguments...) in as many blocks as are wanted and make sense.
+// Queues kernel(arguments...) in `blocks_wanted` blocks, or in as many as the device can use.
 template <class... Parameters, class... Arguments>
 Status queue(const Launch& launch, int64_t blocks_wanted, void (*kernel)(Parameters...),
              const Arguments&... arguments) {
@@ -201,11 +205,11 @@ Status queue(const Launch& launch, int64_t blocks_wanted, void (*kernel)(Paramet
   return checked(cudaLaunchKernelEx(&config, kernel, arguments...), launch);
 }
 
-// Blocks that give every thread one round of kUnroll vectors.
+// The number of blocks with which every thread has kUnroll vectors.
 template <class Body>
 int64_t blocks_for(int64_t numel) {
-  constexpr int64_t kEpoch = int64_t{kThreads} * Body::kUnroll * Body::kWidth;
-  return (numel + kEpoch - 1) / kEpoch;
+  constexpr int64_t kRound = int64_t{kThreads} * Body::kUnroll * Body::kWidth;
+  return (numel + kRound - 1) / kRound;
 }
 
 template <class Body>
@@ -244,7 +248,7 @@ Status run_packs(const Launch& launch, const Segment* segments, int64_t count, c
   return Status::ok;
 }
 
-// More would not fit into SegmentPack::pieces.
+// The most elements whose pieces SegmentPack::pieces can count.
 constexpr int64_t kMostListNumel = (int64_t{1} << 30) * kPieceNumel;
 
 template <class Segment>

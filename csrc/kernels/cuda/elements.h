@@ -1,8 +1,8 @@
 // Elements of the three dtypes on the device, and vectors of them.
 //
-// The conversions are those of elements_cpu.h, operation by operation, so that both devices agree
-// in every bit (a NaN's payload aside, which the device's arithmetic does not keep). The intrinsics
-// with a rounding in their name are never contracted nor approximated, whatever nvcc's flags.
+// The conversions are those of cpu/elements.h, operation by operation. So both devices agree in
+// every bit, except for a NaN's payload, which the device's arithmetic does not keep. Intrinsics
+// with a rounding in their name are never contracted or approximated, whatever flags nvcc has.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -85,7 +85,7 @@ __device__ inline float written_or_master(T param, float master) {
   return is_written(param, master) ? to_float(param) : master;
 }
 
-// As in elements_cpu.h: reaches kInfinityBits for infinity and NaN.
+// As in cpu/elements.h: kInfinityBits or more for infinity and NaN.
 constexpr int32_t kInfinityBits = 0x7F800000;
 
 __device__ inline int32_t magnitude_bits(float value) {
@@ -94,13 +94,13 @@ __device__ inline int32_t magnitude_bits(float value) {
 
 __device__ inline int32_t largest_of(int32_t a, int32_t b) { return a > b ? a : b; }
 
-// N neighbours, moved by one instruction.
+// N neighbouring elements, loaded or stored by one instruction.
 template <class T, int N>
 struct Pack {
   T value[N];
 };
 
-// What the instruction moves.
+// The type that this instruction loads or stores.
 template <int bytes>
 struct RawOf;
 template <>
@@ -129,8 +129,8 @@ __device__ inline Pack<T, N> load(const T* source) {
   return pack;
 }
 
-// An ordinary store, spelled out for vectors: the compiler splits an assignment into four stores
-// where it cannot see the alignment.
+// A store of a whole vector. Where the compiler cannot see the alignment, it splits an assignment
+// into four stores.
 template <class Raw>
 __device__ inline void store_raw(Raw* target, const Raw& raw) {
   *target = raw;
@@ -161,8 +161,8 @@ __device__ inline void store(T* target, const Pack<T, N>& pack) {
   store_raw(reinterpret_cast<Raw*>(target), raw);
 }
 
-// Elements of one vector: the widest of them fills 16 bytes. Narrower ones move in 8, so that what
-// neighbouring threads touch always lies side by side.
+// Elements of one vector: the widest type fills 16 bytes, narrower types fill 8. So the bytes that
+// neighbouring threads touch always lie side by side.
 template <class... T>
 constexpr int vector_numel() {
   int64_t widest = 1;

@@ -1,4 +1,4 @@
-// sgd: one step of SGD on a flat range; the formula is SgdArgs' comment in kernels.h.
+// sgd: one step of SGD on a flat range; formula: SgdArgs in kernels.h.
 // Compile alone: nvcc -std=c++20 -O3 -fmad=false -arch=sm_90 -I. -c kernels/cuda/sgd.cu
 //
 // Memory bound: reads grad; reads and writes master, the parameter and the momentum buffer.
@@ -13,7 +13,7 @@ namespace {
 
 using namespace device;
 
-// Stands for the parameter where the master is the parameter.
+// In place of the parameter where the master is the parameter.
 struct NoParam {};
 
 template <class T, bool has_momentum>
@@ -57,7 +57,7 @@ struct Sgd {
     return loaded;
   }
 
-  // Element k of `loaded` becomes what is to be stored.
+  // Element k of `loaded` becomes the values to store.
   template <int N>
   __device__ void update(int k, Loaded<N>& loaded) const {
     float p = loaded.master.value[k];

@@ -13,7 +13,7 @@ uint64_t capture_id_cuda(void* stream) {
   const cudaError_t error =
       cudaStreamGetCaptureInfo(static_cast<cudaStream_t>(stream), &status, &id);
   if (error == cudaSuccess && status == cudaStreamCaptureStatusActive) return id;
-  // The default stream may not be asked while another one is captured; itself it never is.
+  // The default stream is never captured, and may not be queried while another stream is.
   if (error != cudaSuccess) static_cast<void>(cudaGetLastError());
   return 0;
 }
@@ -35,10 +35,8 @@ const Kernels& cuda() {
       .cast = cast_cuda,
       .flatten = flatten_cuda,
       .find_nonfinite = find_nonfinite_cuda,
-      .sum_of_squares = sum_of_squares_cuda,
       .add_squares = add_squares_cuda,
       .adopt_writes = adopt_writes_cuda,
-      .count_step = count_step_cuda,
       .clip_factor = clip_factor_cuda,
       .capture_id = capture_id_cuda,
       .ask_during_captures = ask_during_captures_cuda,

@@ -1,11 +1,11 @@
-// The CUDA kernels, one file each; kernels_cuda.cu puts them into the table. Contracts: kernels.h.
+// The CUDA kernels, one file each. table.cu puts them into the table. Contracts: kernels.h.
 #pragma once
 
 #include "kernels/kernels.h"
 
 namespace zero_ext::kernels {
 
-// CUDA's table. Calls run on the current device and on Launch::stream, and never wait for it.
+// CUDA's table. Calls run on the current device, on Launch::stream, and never wait for the device.
 const Kernels& cuda();
 
 Status accumulate_cuda(const void* grad, DType dtype, float* sum, int64_t numel, float scale,
@@ -22,11 +22,9 @@ Status cast_cuda(const void* source, DType source_dtype, void* target, DType tar
 Status flatten_cuda(const CopySegment* segments, int64_t count, DType source_dtype,
                     DType target_dtype, Write write, int32_t* nonfinite, const Launch& launch);
 Status find_nonfinite_cuda(const ReadSegment* segments, int64_t count, const Launch& launch);
-Status sum_of_squares_cuda(const float* value, int64_t numel, double* result, const Launch& launch);
 Status add_squares_cuda(const float* value, int64_t numel, SquareSum* sum, const Launch& launch);
 Status adopt_writes_cuda(const void* param, DType param_dtype, float* master, int64_t numel,
                          const Launch& launch);
-Status count_step_cuda(float* steps_done, const int32_t* skip, const Launch& launch);
 Status clip_factor_cuda(const SquareSum* sum, double max_norm, float* norm, float* factor,
                         const Launch& launch);
 

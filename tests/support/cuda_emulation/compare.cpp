@@ -354,23 +354,6 @@ void test_adopt_writes(DType dtype, int64_t numel, int64_t offset, int64_t other
   cpu.same_as(name("adopt_writes", dtype, numel, offset), device);
 }
 
-void test_sum_of_squares(int64_t numel, int64_t offset) {
-  Buffer value(DType::f32, numel, offset);
-  std::vector<double> scratch(sum_of_squares_scratch_bytes(numel) / 8);
-  double sums[2] = {0.125, 0.125};
-  Launch launch;
-  launch.scratch = scratch.data();
-  launch.scratch_bytes = std::ssize(scratch) * 8;
-  sum_of_squares_cpu(value.floats(), numel, &sums[0], {});
-  succeeded("sum_of_squares", sum_of_squares_cuda(value.floats(), numel, &sums[1], launch));
-  ++comparisons;
-  if (sums[0] != sums[1]) fail(name("sum_of_squares", DType::f32, numel, offset));
-  launch.scratch_bytes -= 8;
-  if (numel > 0 && sum_of_squares_cuda(nullptr, numel, nullptr, launch) != Status::bad_argument) {
-    fail("too little scratch");
-  }
-}
-
 // Every third segment holds one bad value, at its beginning, in its middle or at its end.
 void test_find_nonfinite(int64_t numel, int64_t offset) {
   for (const int64_t count : {1, 5, 70, 1000}) {
@@ -429,17 +412,6 @@ void test_add_squares(int64_t numel, int64_t offset) {
   }
 }
 
-void test_count_step() {
-  float steps[2] = {4, 4};
-  for (const int32_t skip : {0, 1}) {
-    count_step_cpu(&steps[0], &skip, {});
-    count_step_cuda(&steps[1], &skip, {});
-  }
-  count_step_cuda(&steps[1], nullptr, {});
-  if (steps[0] != 5 || steps[1] != 6) fail("count_step");
-  if (sum_of_squares_cuda(nullptr, 1, nullptr, {}) != Status::bad_argument) fail("no scratch");
-}
-
 void test_clip_factor() {
   std::vector<float> values(1083);
   for (const float scale : {0.0F, 1e-20F, 0.01F, 3.0F, 1e19F, INFINITY}) {
@@ -459,11 +431,8 @@ void test_clip_factor() {
 }  // namespace
 
 int main() {
-  test_count_step();
   test_clip_factor();
   test_patterns();
-  for_shapes(kLengths, [](int64_t n, int64_t offset, int64_t) { test_sum_of_squares(n, offset); });
-  test_sum_of_squares(2 * kSquaresRowBlocks * kSquaresBlockNumel + 5000, 1);
   for_shapes(kLengths, [](int64_t n, int64_t offset, int64_t) { test_add_squares(n, offset); });
   for_shapes(kLengths, [](int64_t n, int64_t offset, int64_t) { test_find_nonfinite(n, offset); });
   for (const DType dtype : kDTypes) {

@@ -9,7 +9,7 @@ bits of matrix products. ::
 
     lagged_device.load()  # before the process' first backward
 
-The first call compiles the device into build/lagged_device/TORCH, in about a minute.
+The first call compiles the device into build/tests/lagged_device/TORCH, in about a minute.
 
 ``load()`` also registers "lccl", which is to this device what NCCL is to CUDA, see lccl.h:
 ``dist.init_process_group("lccl")`` or ``("cpu:gloo,lagged:lccl")``.
@@ -20,28 +20,23 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import fcntl
 import functools
 import importlib.util
-import os
-import subprocess
 import sysconfig
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 
+import compiling
 import torch
 import torch.distributed as dist
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[2]
-BUILD = ROOT / "build" / "lagged_device" / torch.__version__
+FOLDER = f"lagged_device/{torch.__version__}"
+BUILD = compiling.BUILD / FOLDER
 LIBRARY = BUILD / "liblagged_device.so"
-MODULE = BUILD / "_lccl.so"  # of lccl_module.cpp alone: all else needs no Python
-FLAGS = "-std=c++20 -fPIC -fvisibility=hidden -Wall -DUSE_DISTRIBUTED".split()
-# As in setup.py: what the kernels' bits depend on.
-KERNEL_FLAGS = "-O2 -ffp-contract=off -fno-math-errno".split()
+MODULE = BUILD / "_lccl.so"
 
 
 def load() -> ModuleType:
@@ -147,76 +142,29 @@ def make_lccl(store: dist.Store, rank: int, size: int, timeout: timedelta) -> di
 
 
 def build() -> None:
-    """Compile what has changed. Ranks that call it together wait for the first."""
-    BUILD.mkdir(parents=True, exist_ok=True)
-    with open(BUILD / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        objects = _compile()
-        module_object = BUILD / "lagged_device_lccl_module.o"
-        objects.remove(module_object)
-        if _is_older(LIBRARY, objects):
-            _link(LIBRARY, objects, "-ltorch -ltorch_cpu -lc10 -lpthread".split())
-        if _is_older(MODULE, [module_object]):
-            libraries = "-llagged_device -ltorch_python -ltorch_cpu -lc10".split()
-            _link(MODULE, [module_object], [f"-L{BUILD}", "-Wl,-rpath,$ORIGIN", *libraries])
+    """Compiles what has changed."""
+    torch_folder = Path(torch.__file__).parent
+    folders = [f"-I{compiling.CSRC}", f"-I{HERE}", f"-isystem{torch_folder / 'include'}"]
+    flags = [*compiling.FLAGS, "-O1", "-Wall", "-DUSE_DISTRIBUTED", *folders]
+    own_headers = sorted(HERE.glob("*.h"))
 
+    def compiled(source: Path, *more: str) -> compiling.Product:
+        headers = own_headers + (compiling.kernel_headers() if source.stem == "kernels" else [])
+        return compiling.compiled(FOLDER, source, [*flags, *more], headers)
 
-def _compile() -> list[Path]:
-    kernels = ROOT / "csrc" / "kernels"
-    headers, kernel_headers = list(HERE.glob("*.h")), list(kernels.glob("**/*.h"))
-    include = Path(torch.__file__).parent / "include"
-    folders = [f"-I{ROOT / 'csrc'}", f"-I{HERE}", f"-isystem{include}"]
-    objects, commands = [], []
-
-    def compile_one(source: Path, flags: list[str], depends_on: list[Path]) -> None:
-        result = BUILD / f"{source.parent.name}_{source.stem}.o"
-        objects.append(result)
-        if _is_older(result, [source, *depends_on]):
-            commands.append(["g++", *FLAGS, *flags, *folders, "-c", str(source), "-o", str(result)])
-
-    python = f"-isystem{sysconfig.get_path('include')}"
-    for source in sorted(HERE.glob("*.cpp")):
-        more = kernel_headers if source.stem == "kernels" else [Path(torch.__file__)]
-        flags = ["-O1", python] if source.stem == "lccl_module" else ["-O1"]
-        compile_one(source, flags, headers + more)
-    for source in sorted(kernels.glob("cpu/*.cpp")):
-        compile_one(source, KERNEL_FLAGS, kernel_headers)
-    _run_two_at_once(commands)
-    return objects
-
-
-def _link(result: Path, objects: list[Path], libraries: list[str]) -> None:
-    torch_libraries = Path(torch.__file__).parent / "lib"
-    unfinished = result.with_suffix(".tmp")
-    _run_two_at_once(
-        [
-            [
-                *("g++", "-shared", "-o", str(unfinished), *map(str, objects)),
-                *(f"-L{torch_libraries}", f"-Wl,-rpath,{torch_libraries}", *libraries),
-            ]
-        ]
-    )
-    os.replace(unfinished, result)  # another process may have the old one loaded
-
-
-def _is_older(result: Path, sources: list[Path]) -> bool:
-    if not result.exists():
-        return True
-    return result.stat().st_mtime < max(source.stat().st_mtime for source in sources)
-
-
-def _run_two_at_once(commands: list[list[str]]) -> None:
-    waiting = list(reversed(commands))
-    running: list[tuple[list[str], subprocess.Popen]] = []
-    while waiting or running:
-        while waiting and len(running) < 2:
-            command = waiting.pop()
-            running.append((command, subprocess.Popen(["nice", "-n", "5", *command])))
-        command, process = running.pop(0)
-        if process.wait() != 0:
-            for _, other in running:
-                other.kill()
-            raise RuntimeError(f"the device lagged does not compile: {' '.join(command)}")
+    # All but lccl_module.cpp needs no Python.
+    sources = [source for source in sorted(HERE.glob("*.cpp")) if source.stem != "lccl_module"]
+    objects = [compiled(source) for source in sources]
+    module = compiled(HERE / "lccl_module.cpp", f"-isystem{sysconfig.get_path('include')}")
+    kernels = compiling.cpu_kernels()
+    compiling.make([*objects, module, *kernels])
+    path = torch_folder / "lib"
+    shared = ["-shared", f"-L{path}", f"-Wl,-rpath,{path}"]
+    libraries = "-ltorch -ltorch_cpu -lc10 -lpthread".split()
+    compiling.make([compiling.linked(LIBRARY, [*objects, *kernels], [*shared, *libraries])])
+    shared += [f"-L{BUILD}", "-Wl,-rpath,$ORIGIN"]
+    libraries = "-llagged_device -ltorch_python -ltorch_cpu -lc10".split()
+    compiling.make([compiling.linked(MODULE, [module], [*shared, *libraries])])
 
 
 @functools.cache

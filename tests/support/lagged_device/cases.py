@@ -326,8 +326,6 @@ class Launch(ctypes.Structure):
     _fields_ = [
         ("stream", ctypes.c_void_p),
         ("parallel_for", ctypes.c_void_p),
-        ("scratch", ctypes.c_void_p),
-        ("scratch_bytes", ctypes.c_int64),
         ("error", ctypes.POINTER(ctypes.c_char_p)),
     ]
 

@@ -148,23 +148,6 @@ Status find_nonfinite_lagged(const ReadSegment* segments, int64_t count, const L
   });
 }
 
-Status sum_of_squares_lagged(const float* value, int64_t numel, double* result,
-                             const Launch& launch) {
-  if (numel > 0 &&
-      (launch.scratch == nullptr || launch.scratch_bytes < sum_of_squares_scratch_bytes(numel))) {
-    return Status::bad_argument;
-  }
-  char* scratch = static_cast<char*>(launch.scratch);
-  const int64_t scratch_bytes = numel > 0 ? launch.scratch_bytes : 0;
-  return queue_call("sum_of_squares", launch,
-                    {used(value, numel), result, used(scratch, scratch_bytes)},
-                    [=](const Launch& serial) {
-                      // What is there is overwritten on CUDA too.
-                      for (int64_t i = 0; i < scratch_bytes; ++i) scratch[i] = '\xff';
-                      return cpu().sum_of_squares(value, numel, result, serial);
-                    });
-}
-
 Status add_squares_lagged(const float* value, int64_t numel, SquareSum* sum, const Launch& launch) {
   return queue_call("add_squares", launch, {used(value, numel), sum}, [=](const Launch& serial) {
     return cpu().add_squares(value, numel, sum, serial);
@@ -179,12 +162,6 @@ Status adopt_writes_lagged(const void* param, DType param_dtype, float* master, 
                     });
 }
 
-Status count_step_lagged(float* steps_done, const int32_t* skip, const Launch& launch) {
-  return queue_call("count_step", launch, {steps_done, skip}, [=](const Launch& serial) {
-    return cpu().count_step(steps_done, skip, serial);
-  });
-}
-
 Status clip_factor_lagged(const SquareSum* sum, double max_norm, float* norm, float* factor,
                           const Launch& launch) {
   return queue_call("clip_factor", launch, {sum, norm, factor}, [=](const Launch& serial) {
@@ -193,7 +170,7 @@ Status clip_factor_lagged(const SquareSum* sum, double max_norm, float* norm, fl
 }
 
 // A new kernel must get its row here: what is not named would be null.
-static_assert(sizeof(Kernels) == 15 * sizeof(void*));
+static_assert(sizeof(Kernels) == 13 * sizeof(void*));
 
 constexpr Kernels kTable{
     .accumulate = accumulate_lagged,
@@ -204,10 +181,8 @@ constexpr Kernels kTable{
     .cast = cast_lagged,
     .flatten = flatten_lagged,
     .find_nonfinite = find_nonfinite_lagged,
-    .sum_of_squares = sum_of_squares_lagged,
     .add_squares = add_squares_lagged,
     .adopt_writes = adopt_writes_lagged,
-    .count_step = count_step_lagged,
     .clip_factor = clip_factor_lagged,
     .capture_id = [](void* stream) -> uint64_t { return capture::id_of(*queue_of(stream)); },
     .ask_during_captures = capture::let_this_thread_ask,

@@ -1,0 +1,41 @@
+// Agreements: small values that every rank needs from every other one before it goes on.
+//
+// Owner:   Comm.
+// Threads: as Comm.
+//
+// They use the gather group. Each waits until all ranks have taken part.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "comm/peers.h"
+
+namespace zero_ext {
+
+enum class Agreement : int64_t { local_peers, late_gradients, step, reduction_order, clip, shards };
+// The call in which ranks agree on this.
+const char* name_of(Agreement about);
+
+class Agreements {
+ public:
+  // int64 [n] of each rank, on the host or on the device → [world, n]. `what`: as in Pending::wait.
+  // Raises on all ranks where they are in different agreements, except on a device, where the
+  // values are not read.
+  at::Tensor all_gather(Peers& peers, Agreement about, const at::Tensor& values,
+                        const std::function<std::string()>& what);
+
+ private:
+  at::Tensor all_gather(Peers& peers, const at::Tensor& values,
+                        const std::function<std::string()>& what);
+  // Between local peers, rank by rank; else by the process group.
+  void start(Peers& peers, const at::Tensor& input, const at::Tensor& output,
+             const std::function<std::string()>& what, Pending& pending);
+
+  int64_t epoch_ = 0;  // the last one
+};
+
+}  // namespace zero_ext

@@ -1,0 +1,125 @@
+#include "comm/peers.h"
+
+#include <ATen/ops/empty_like.h>
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
+
+#include "comm/local/shared_host_transport.h"
+#include "core/errors.h"
+
+namespace zero_ext {
+
+Peers::Peers(std::shared_ptr<const ProcessGroups> groups, std::vector<int64_t> global_ranks)
+    : groups_(std::move(groups)), global_ranks_(std::move(global_ranks)) {}
+Peers::Peers(const Peers& other) = default;
+Peers::~Peers() = default;
+
+void Peers::check_process() const {
+  TORCH_CHECK(world() == 1 || !is_forked(), where(global_rank()),
+              "a forked child cannot exchange messages in its parent's place. Have a DataLoader's"
+              " workers do without this model, or give them a plain copy of it with its full"
+              " parameters.");
+}
+
+void Peers::watch_collectives(std::chrono::milliseconds timeout) {
+  if (world() == 1 || !on_device()) return;
+  watch_ = std::make_shared<CollectiveWatch>(groups_->device(), timeout);
+}
+
+// Ranks of the same host
+
+void Peers::connect_local(std::chrono::milliseconds timeout, bool allowed,
+                          const AllGather& all_gather) {
+  local_transport_ = SharedHostTransport::connect(rank(), world(), timeout, allowed, all_gather);
+  only_local_peers_ = local_transport_ != nullptr && local_transport_->reaches_all();
+}
+
+void Peers::leave_local() {
+  if (local_transport_ != nullptr) local_transport_->leave();
+}
+
+bool Peers::reads(int64_t peer) const {
+  return local_transport_ != nullptr && local_transport_->reaches(peer);
+}
+
+int64_t Peers::local_peers() const {
+  int64_t count = 0;
+  for (int64_t peer = 0; peer < world(); ++peer) {
+    if (reads(peer)) ++count;
+  }
+  return count;
+}
+
+void Peers::make_progress() {
+  if (local_transport_ != nullptr) local_transport_->make_progress();
+}
+
+uint64_t Peers::served() const {
+  return local_transport_ == nullptr ? 0 : local_transport_->served();
+}
+
+void Peers::close() const {
+  if (local_transport_ != nullptr) local_transport_->close();
+}
+
+int64_t Peers::next_epoch(MessageKind kind, int64_t last) const {
+  SharedHostTransport* transport = own_transport();
+  return transport == nullptr ? last + 1 : transport->next_epoch(kind, last);
+}
+
+void Peers::leave_epoch(MessageKind kind, int64_t epoch, EpochExit exit) const noexcept {
+  if (SharedHostTransport* transport = own_transport()) transport->leave_epoch(kind, epoch, exit);
+}
+
+int64_t Peers::who_abandoned(MessageKind kind, int64_t epoch) const {
+  SharedHostTransport* transport = own_transport();
+  return transport == nullptr ? -1 : transport->who_abandoned(kind, epoch);
+}
+
+// Messages
+
+void Peers::add(Pending& pending, Pending::Part part) const {
+  if (part.peer != Pending::kAllRanks) part.peer = global_rank(part.peer);
+  pending.add(std::move(part), watch_);
+}
+
+Message Peers::start_send(const at::Tensor& tensor, int64_t to, const MessageLabel& label) {
+  check_process();
+  return reads(to) ? local_transport_->send(tensor, to, label) : groups_->send(tensor, to, label);
+}
+
+Message Peers::post_persistent(const at::Tensor& tensor, int64_t to, const MessageLabel& label) {
+  check_process();
+  return local_transport_->post(tensor, to, label);
+}
+
+void Peers::send(const at::Tensor& tensor, int64_t to, const MessageLabel& label,
+                 Pending& pending) {
+  const at::Tensor out = outgoing(tensor);
+  add(pending, {.message = start_send(out, to, label), .tensor = out, .peer = to, .sending = true});
+}
+
+void Peers::receive(const at::Tensor& into, int64_t from, const MessageLabel& label,
+                    Pending& pending) {
+  check_process();
+  const at::Tensor here = incoming(into);
+  Message message = reads(from) ? local_transport_->receive(here, from, label)
+                                : groups_->receive(here, from, label);
+  add(pending,
+      {.message = std::move(message), .tensor = here, .peer = from, .target = target_of(into)});
+}
+
+at::Tensor Peers::outgoing(const at::Tensor& tensor) const {
+  return is_staged(tensor) ? tensor.cpu() : tensor;
+}
+
+at::Tensor Peers::incoming(const at::Tensor& tensor) const {
+  return is_staged(tensor) ? at::empty_like(tensor, at::kCPU) : tensor;
+}
+
+at::Tensor Peers::target_of(const at::Tensor& tensor) const {
+  return is_staged(tensor) ? tensor : at::Tensor();
+}
+
+}  // namespace zero_ext

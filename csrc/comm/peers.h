@@ -1,0 +1,109 @@
+// Peers: the other ranks, and the way that a message takes to each of them.
+//
+// Owner:   Comm, which is one; Agreements borrow it.
+// Threads: calls come from one thread at a time, in the same order on every rank.
+//
+// A message between ranks of one host is read straight from the sender's memory where that is
+// possible; all other messages go through the process groups. Tensors of a device that the groups
+// have no backend for are staged: their messages go through copies in host memory.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/collective_watch.h"
+#include "comm/message.h"
+#include "comm/pending.h"
+#include "comm/process_groups.h"
+
+namespace zero_ext {
+
+class SharedHostTransport;
+
+class Peers {
+ public:
+  // `global_ranks`: [world], the ranks as error messages call them; empty: as the group counts them.
+  Peers(std::shared_ptr<const ProcessGroups> groups, std::vector<int64_t> global_ranks);
+  Peers(const Peers& other);
+  ~Peers();
+
+  int64_t rank() const { return groups_->rank(); }
+  int64_t world() const { return groups_->world(); }
+  int64_t shards() const { return groups_->shards(); }  // ranks of a replica
+  int64_t global_rank(int64_t rank) const {
+    return global_ranks_.empty() ? rank : global_ranks_[rank];
+  }
+  int64_t global_rank() const { return global_rank(rank()); }
+  // This process is a forked child of the one that made this: the connections are its parent's.
+  bool is_forked() const { return getpid() != process_; }
+
+  // Tensors of a device travel by its own backend; every call is queued on the current stream.
+  bool on_device() const { return groups_->way() == ProcessGroups::Way::device; }
+  // They travel through host memory.
+  bool staged() const { return groups_->way() == ProcessGroups::Way::staged; }
+  // From now on a collective on a device that does not end is logged, see CollectiveWatch.
+  void watch_collectives(std::chrono::milliseconds timeout);
+
+  // How many ranks' memory this one reads, and whether every rank reads every other one's.
+  int64_t local_peers() const;
+  bool has_only_local_peers() const { return only_local_peers_; }
+  // Reads the messages that have arrived from local peers; never waits.
+  void make_progress();
+  // How often local peers have read this rank's persistent sends.
+  uint64_t served() const;
+  // From now on local peers can receive nothing of this rank.
+  void close() const;
+
+  // See Note [Epochs] in message.h. The epoch after `last`, this rank's last one; it begins.
+  int64_t next_epoch(MessageKind kind, int64_t last) const;
+  void leave_epoch(MessageKind kind, int64_t epoch, EpochExit exit) const noexcept;
+  // A rank that has abandoned the epoch, or a later one; -1: none.
+  int64_t who_abandoned(MessageKind kind, int64_t epoch) const;
+
+ protected:
+  friend class Agreements;
+
+  using AllGather = std::function<at::Tensor(const at::Tensor&)>;
+  void connect_local(std::chrono::milliseconds timeout, bool allowed, const AllGather& all_gather);
+  void leave_local();
+  const ProcessGroups& groups() const { return *groups_; }
+  const std::shared_ptr<const ProcessGroups>& shared_groups() const { return groups_; }
+  void check_process() const;  // raises in a forked child
+  void add(Pending& pending, Pending::Part part) const;
+
+  void send(const at::Tensor& tensor, int64_t to, const MessageLabel& label, Pending& pending);
+  void receive(const at::Tensor& into, int64_t from, const MessageLabel& label, Pending& pending);
+  // `tensor` is contiguous and on the host.
+  Message start_send(const at::Tensor& tensor, int64_t to, const MessageLabel& label);
+  Message post_persistent(const at::Tensor& tensor, int64_t to, const MessageLabel& label);
+
+  // What travels for `tensor`: itself, or where it is staged a copy of it on the host, or a tensor
+  // there that is received into. target_of: where the latter is copied then, see Pending::Part.
+  at::Tensor outgoing(const at::Tensor& tensor) const;
+  at::Tensor incoming(const at::Tensor& tensor) const;
+  at::Tensor target_of(const at::Tensor& tensor) const;
+
+ private:
+  bool reads(int64_t peer) const;
+  bool is_staged(const at::Tensor& tensor) const { return staged() && !tensor.is_cpu(); }
+  // Null where there are no local peers, and in a forked child.
+  SharedHostTransport* own_transport() const {
+    return is_forked() ? nullptr : local_transport_.get();
+  }
+
+  std::shared_ptr<const ProcessGroups> groups_;
+  std::vector<int64_t> global_ranks_;
+  std::shared_ptr<SharedHostTransport> local_transport_;  // null without local peers
+  bool only_local_peers_ = false;
+  std::shared_ptr<CollectiveWatch> watch_;  // null on the host
+  pid_t process_ = getpid();
+};
+
+}  // namespace zero_ext

@@ -1,0 +1,75 @@
+#include "comm/pending.h"
+
+#include <algorithm>
+#include <exception>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <utility>
+
+#include "comm/local/shared_host_transport.h"
+#include "comm/process_groups.h"
+#include "core/errors.h"
+
+namespace zero_ext {
+
+Pending::Pending() = default;
+Pending::~Pending() = default;
+Pending::Pending(Pending&& other) noexcept = default;
+Pending& Pending::operator=(Pending&& other) noexcept = default;
+
+PostedSend::PostedSend(Message message) : message_(std::move(message)) {}
+PostedSend::~PostedSend() = default;
+PostedSend::PostedSend(PostedSend&& other) noexcept = default;
+PostedSend& PostedSend::operator=(PostedSend&& other) noexcept = default;
+
+void Pending::add(Part part, const std::shared_ptr<CollectiveWatch>& watch) {
+  parts_.push_back(std::move(part));
+  watch_ = watch;
+}
+
+void Pending::wait(const std::function<std::string()>& what) {
+  // Receives first: their errors name the rank that failed. After an error nobody waits for the
+  // remaining parts, and their tensors live until this object dies.
+  std::stable_partition(parts_.begin(), parts_.end(),
+                        [](const Part& part) { return part.sending; });
+  while (!parts_.empty()) {
+    Part& part = parts_.back();
+    try {
+      if (part.message != nullptr) part.message->wait();
+      if (part.across != nullptr) part.across->sum_over_replicas(part.tensor)->wait();
+      if (part.target.defined()) part.target.copy_(part.tensor);
+    } catch (const std::exception& error) {
+      const std::string peer =
+          part.peer == kAllRanks ? "the other ranks" : "rank " + std::to_string(part.peer);
+      const std::string cause = text_of(error);
+      const bool timed_out = cause.find("imed out") != std::string::npos;
+      TORCH_CHECK(
+          false, what(), part.sending ? " (sending to " : " (waiting for ", peer, "): ", cause,
+          "\nEvery rank must run the same backwards and steps; look for the first error in "
+          "the logs of the other ranks.",
+          timed_out ? " The timeout is that of the process group, or ZERO_EXT_TIMEOUT_S." : "");
+    }
+    parts_.pop_back();
+  }
+  if (watch_ != nullptr) std::exchange(watch_, nullptr)->add(what());
+}
+
+void Pending::abandon() noexcept {
+  for (Part& part : parts_) {
+    if (part.message != nullptr) SharedHostTransport::withdraw(*part.message);
+    part.message.reset();  // before the memory that it may still point to
+  }
+  parts_.clear();
+}
+
+void Pending::wait_if_possible() noexcept {
+  for (const Part& part : parts_) {
+    try {
+      if (part.message != nullptr) part.message->wait();
+    } catch (const std::exception&) {
+      // This peer's process has ended; other peers may still be there.
+    }
+  }
+  parts_.clear();
+}
+
+}  // namespace zero_ext

@@ -1,0 +1,70 @@
+// Pending: a collective under way. PostedSend: a message that waits for its receiver.
+//
+// Owner:   whoever started it.
+// Threads: one at a time.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/collective_watch.h"
+#include "comm/message.h"
+
+namespace zero_ext {
+
+class ProcessGroups;
+
+// Owns every tensor that the collective touches, and gives them up only after it was waited for. The
+// allocator cannot hand out their memory before.
+class Pending {
+ public:
+  static constexpr int64_t kAllRanks = -1;
+  struct Part {
+    Message message;  // null: that of another part, which is waited for first
+    at::Tensor tensor;
+    int64_t peer = kAllRanks;  // the rank waited for, as error messages call it
+    bool sending = false;
+    at::Tensor target = {};  // where defined: `tensor` is copied there when it has arrived
+    // Where set: when the tensor has arrived, it is summed over the replicas of these groups.
+    std::shared_ptr<const ProcessGroups> across = {};
+  };
+
+  Pending();
+  ~Pending();
+  Pending(Pending&& other) noexcept;
+  Pending& operator=(Pending&& other) noexcept;
+
+  // `watch`: where the host does not wait for the collective, else null.
+  void add(Part part, const std::shared_ptr<CollectiveWatch>& watch);
+
+  // Waits for all parts. An error (a timeout, a dead peer) is raised again after `what`, which names
+  // the waiting rank and what it waits for.
+  void wait(const std::function<std::string()>& what);
+  // Gives up the parts that have not arrived or not been read. Call it only where no rank needs them
+  // any more: all of them have sent something later.
+  void abandon() noexcept;
+  // As wait(), but ignores errors.
+  void wait_if_possible() noexcept;
+
+ private:
+  std::vector<Part> parts_;
+  std::shared_ptr<CollectiveWatch> watch_;
+};
+
+// See Comm::post_send. Its memory is kept as long as this lives.
+class PostedSend {
+ public:
+  explicit PostedSend(Message message);
+  ~PostedSend();
+  PostedSend(PostedSend&& other) noexcept;
+  PostedSend& operator=(PostedSend&& other) noexcept;
+
+ private:
+  Message message_;
+};
+
+}  // namespace zero_ext

@@ -1,0 +1,131 @@
+#include "comm/process_groups.h"
+
+#include <c10/core/Event.h>
+
+#include <algorithm>
+#include <exception>
+#include <thread>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "comm/c10d_names.h"
+#include "core/torch_internals.h"
+#include "device/streams.h"
+
+namespace zero_ext {
+namespace {
+
+int tag_of(const MessageLabel& label) { return static_cast<int>(label.tag & 0x3fffffff); }
+
+Message sum_over(c10d::ProcessGroup& group, const at::Tensor& tensor) {
+  std::vector<at::Tensor> tensors{tensor};
+  return group.allreduce(tensors);
+}
+
+}  // namespace
+
+ProcessGroups::ProcessGroups() = default;
+ProcessGroups::~ProcessGroups() = default;
+
+ProcessGroups::ProcessGroups(const Names& names, c10::Device device)
+    : device_(device),
+      reduce_(c10d::resolve_process_group(names.reduce)),
+      gather_(c10d::resolve_process_group(names.gather)),
+      within_reduce_(reduce_),
+      within_gather_(gather_),
+      rank_(reduce_->getRank()),
+      world_(reduce_->getSize()) {
+  if (!names.across.empty()) {
+    within_reduce_ = c10d::resolve_process_group(names.within_reduce);
+    within_gather_ = c10d::resolve_process_group(names.within_gather);
+    across_ = c10d::resolve_process_group(names.across);
+  }
+  shards_ = within_reduce_->getSize();
+  if (device.is_cpu()) return;
+  const std::vector<c10::Device> devices = reduce_->getDeviceTypes();
+  const bool has_backend = std::any_of(devices.begin(), devices.end(), [&](c10::Device other) {
+    // gloo claims to take a device's tensors, but most of its collectives do not.
+    return other.type() == device.type() &&
+           reduce_->getBackend(other.type())->getBackendName() != "gloo";
+  });
+  way_ = has_backend ? Way::device : Way::staged;
+}
+
+Message ProcessGroups::send(const at::Tensor& tensor, int64_t to, const MessageLabel& label) const {
+  std::vector<at::Tensor> tensors{tensor};
+  return group_of(label.kind)->send(tensors, static_cast<int>(to), tag_of(label));
+}
+
+Message ProcessGroups::receive(const at::Tensor& into, int64_t from,
+                               const MessageLabel& label) const {
+  std::vector<at::Tensor> tensors{into};
+  return group_of(label.kind)->recv(tensors, static_cast<int>(from), tag_of(label));
+}
+
+Message ProcessGroups::all_to_all(std::vector<at::Tensor>& outputs,
+                                  std::vector<at::Tensor>& inputs) const {
+  return reduce_->alltoall(outputs, inputs);
+}
+
+Message ProcessGroups::all_gather(const at::Tensor& output, const at::Tensor& input) const {
+  return all_gather_into(*gather_, output, input);
+}
+
+Message ProcessGroups::broadcast(const at::Tensor& tensor) const {
+  std::vector<at::Tensor> tensors{tensor};
+  return gather_->broadcast(tensors);
+}
+
+Message ProcessGroups::sum(const at::Tensor& tensor) const { return sum_over(*reduce_, tensor); }
+
+Message ProcessGroups::reduce_scatter_in_replica(const at::Tensor& output,
+                                                 const at::Tensor& input) const {
+  return reduce_scatter_into(*within_reduce_, output, input);
+}
+
+Message ProcessGroups::all_gather_in_replica(const at::Tensor& output,
+                                             const at::Tensor& input) const {
+  return all_gather_into(*within_gather_, output, input);
+}
+
+Message ProcessGroups::sum_over_replicas(const at::Tensor& tensor) const {
+  return sum_over(*across_, tensor);
+}
+
+void ProcessGroups::finish(std::chrono::milliseconds patience) const noexcept {
+  if (world_ == 1 || way_ != Way::device) return;
+  try {
+    c10::Event ended(device_.type());
+    ended.record(current_stream(device_));
+    const auto deadline = std::chrono::steady_clock::now() + patience;
+    // Not synchronize(): a rank whose process has ended never takes part.
+    while (!ended.query() && std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    for (const Group& group : {reduce_, gather_}) group->abort();
+    if (!has_replicas()) return;
+    for (const Group& group : {within_reduce_, within_gather_, across_}) group->abort();
+  } catch (const std::exception&) {
+    // The device is in an error, or its backend has been aborted.
+  }
+}
+
+void broadcast_parts(const at::Tensor& full, const std::vector<int64_t>& bounds,
+                     const std::string& group) {
+  const c10::intrusive_ptr<c10d::ProcessGroup> ranks = c10d::resolve_process_group(group);
+  std::vector<Message> messages;
+  for (int64_t r = 0; r + 1 < std::ssize(bounds); ++r) {
+    if (bounds[r] == bounds[r + 1]) continue;
+    // No view: that would hold `full`, which is Python's.
+    std::vector<at::Tensor> part{over_storage(full.storage(), full.scalar_type(),
+                                              full.storage_offset() + bounds[r],
+                                              {bounds[r + 1] - bounds[r]}, {1})};
+    c10d::BroadcastOptions options;
+    options.rootRank = r;
+    messages.push_back(ranks->broadcast(part, options));
+  }
+  for (const Message& message : messages) message->wait();
+}
+
+}  // namespace zero_ext

@@ -1,0 +1,65 @@
+// EngineLock and Access: how a thread enters the engine.
+//
+// Owner:     Engine owns the lock. A public method of a facet holds an Access while it runs.
+// Threads:   one at a time. On a device, an Access first waits for backwards that threw, and makes
+//            the engine's device the current one.
+// Rule:      a method that takes a `const Access&` is called under the lock, by another facet.
+#pragma once
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/StreamGuard.h>
+
+#include <memory>
+#include <mutex>
+#include <optional>
+
+#include "autograd/backward_watch.h"
+
+namespace zero_ext {
+
+class EngineLock {
+ public:
+  explicit EngineLock(c10::Device device) : device_(device) {}
+  // Before the first Access.
+  void set_watch(std::shared_ptr<BackwardWatch> watch) { watch_ = std::move(watch); }
+
+ private:
+  friend class Access;
+
+  const c10::Device device_;
+  std::mutex mutex_;
+  std::shared_ptr<BackwardWatch> watch_;
+  // The stream of the last hook. The report of a failure comes while another one is current.
+  std::optional<c10::Stream> backward_stream_;
+};
+
+class Access {
+ public:
+  // `reported`: the caller is the report of a failed backward, and must not wait for itself.
+  enum class Failures { awaited, reported };
+  explicit Access(EngineLock& lock, Failures failures = Failures::awaited)
+      : lock_(lock.mutex_, std::defer_lock) {
+    const bool on_device = !lock.device_.is_cpu();
+    if (on_device && failures == Failures::awaited) lock.watch_->wait_for_failures();
+    lock_.lock();
+    if (on_device) enter_device(lock, failures);
+    // Tensors made here outlive an inference, and must not be inference tensors.
+    if (c10::InferenceMode::is_enabled()) {
+      no_inference_.emplace(false);
+      no_grad_.emplace();
+    }
+  }
+
+ private:
+  void enter_device(EngineLock& lock, Failures failures);
+
+  std::unique_lock<std::mutex> lock_;
+  std::optional<c10::InferenceMode> no_inference_;
+  std::optional<at::NoGradGuard> no_grad_;
+  c10::OptionalDeviceGuard device_;
+  c10::OptionalStreamGuard stream_;
+};
+
+}  // namespace zero_ext

@@ -1,0 +1,39 @@
+// EngineOptions: what an engine is made with. Constant from then on.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <limits>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "gather/gatherer.h"
+#include "units/unit_context.h"
+
+namespace zero_ext {
+
+struct EngineOptions {
+  int stage = 1;
+  c10::Device device = c10::kCPU;     // of the parameters
+  bool offload = false;               // what an update needs lies in host memory
+  bool pin_memory = true;             // of what is offloaded
+  std::string reduce_group;           // names of process groups; both empty: one rank alone
+  std::string gather_group;           //
+  std::vector<int64_t> global_ranks;  // of the groups' ranks, see Comm
+  std::string within_reduce_group;    // see Comm::Names; empty: all ranks are one replica
+  std::string within_gather_group;
+  std::string across_group;
+  int64_t timeout_ms = 0;             // of messages without a process group, and of watched ones
+  bool shared_host_transport = true;  // between ranks of one host, where the host allows it
+  Reduction reduction = Reduction::exchange;
+  std::optional<at::ScalarType> reduce_dtype;
+  double divide_factor = 0;        // gradients are divided by it; 0: by the number of ranks
+  int64_t accumulation_steps = 1;  // every n-th backward is a boundary
+  bool broadcast = true;           // all ranks begin with rank 0's parameter values
+  int64_t limit_bytes = std::numeric_limits<int64_t>::max();
+  GatherOptions gather;
+};
+
+}  // namespace zero_ext

@@ -1,0 +1,91 @@
+// EngineParts: what the facets of an engine work on. Each facet keeps references to the parts that
+// it uses.
+//
+// Owner:     Engine.
+// Threads:   used under the lock alone, except for the constants `options` and `context`.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+
+#include "autograd/backward_phase.h"
+#include "comm/comm.h"
+#include "device/streams.h"
+#include "engine/access.h"
+#include "engine/engine_options.h"
+#include "gather/gatherer.h"
+#include "reduce/boundary.h"
+#include "reduce/published_gradients.h"
+#include "reduce/reductions.h"
+#include "step/step_agreement.h"
+#include "units/finished_backwards.h"
+#include "units/nan_records.h"
+#include "units/sharded_parameters.h"
+
+namespace zero_ext {
+
+// On a device: what sums, flags and masters were last given, on whichever stream that was.
+class LastUse {
+ public:
+  explicit LastUse(c10::Device device) : device_(device) {}
+  void remember() {
+    if (!device_.is_cpu()) event_.emplace(current_stream(device_));
+  }
+  // The current stream goes on after that.
+  void follow() const {
+    if (!event_.has_value()) return;
+    const c10::Stream stream = current_stream(device_);
+    if (event_->stream() != stream) event_->block(stream);
+  }
+
+ private:
+  const c10::Device device_;
+  std::optional<StreamEvent> event_;
+};
+
+// The states that the user has offloaded, by their names, and the errors of verbs that need them.
+class OffloadedStates {
+ public:
+  explicit OffloadedStates(int64_t rank) : rank_(rank) {}
+  const std::set<std::string>& names() const { return names_; }
+  bool contain(const std::string& name) const { return names_.count(name) > 0; }
+  void become(const std::set<std::string>& names) { names_ = names; }
+  void add(const std::set<std::string>& names) { names_.insert(names.begin(), names.end()); }
+  // `verb`: in the message.
+  void check_none(const char* verb) const { check(names_.empty(), verb); }
+  void check_parameters_are_here(const char* verb) const {
+    check(!contain("full") && !contain("master"), verb);
+  }
+
+ private:
+  void check(bool here, const char* verb) const;
+
+  const int64_t rank_;
+  std::set<std::string> names_;
+};
+
+struct EngineParts {
+  explicit EngineParts(EngineOptions given);
+  EngineParts(const EngineParts&) = delete;
+  EngineParts& operator=(const EngineParts&) = delete;
+
+  const EngineOptions options;
+  EngineLock lock;
+  LastUse last_use;
+  Comm comm;
+  OffloadedStates offloaded;
+  NanRecords nan_records;
+  UnitContext context;
+  ShardedParameters parameters;
+  PublishedGradients published;
+  FinishedBackwards finished;
+  Reductions reductions;
+  StepAgreement agreement;
+  Boundary boundary;
+  BackwardPhase backward_phase = BackwardPhase::none;
+  Gatherer gatherer;
+};
+
+}  // namespace zero_ext

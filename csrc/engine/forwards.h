@@ -1,0 +1,79 @@
+// Forwards: forwards of the modules whose parameters are gathered and released, and the user's own
+// unshard() and reshard().
+//
+// Owner:     Engine.
+// Threads:   public methods take the lock, except those that take a `const Access&` or read
+//            constants.
+// Invariant: the gatherer numbers trainable and frozen units together, in the order of add_unit().
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "autograd/backward_listener.h"
+#include "autograd/call.h"
+#include "engine/engine_parts.h"
+
+namespace zero_ext {
+
+class Forwards {
+ public:
+  explicit Forwards(EngineParts& parts)
+      : lock_(parts.lock),
+        comm_(parts.comm),
+        context_(parts.context),
+        parameters_(parts.parameters),
+        gatherer_(parts.gatherer) {}
+
+  // Whom calls tell that a backward enters or leaves them; before the first of them.
+  void set_listener(std::weak_ptr<BackwardListener> listener) { listener_ = std::move(listener); }
+
+  int64_t add_hook_site(HookSite site);
+  // `inputs`: all tensors in the arguments of the module, or none where no gradient is recorded.
+  // Returns the call that a backward may enter, for leave(); null without `inputs`.
+  std::shared_ptr<Call> enter(int64_t site, const std::optional<std::vector<at::Tensor>>& inputs);
+  // `outputs`: all tensors in what the module returned; `threw`: it raised an error instead.
+  void leave(int64_t site, const std::shared_ptr<Call>& call,
+             const std::vector<at::Tensor>& outputs, bool threw);
+  void unshard();
+  void reshard(Writes writes);
+  bool held_by_user() const;  // unshard() was called, and reshard() was not yet
+  std::vector<std::string> gathered_units() const;  // names of the units that are in memory now
+  // Full parameters come and go, or will when a frozen parameter is unfrozen.
+  bool releases() const;
+  // A rank may gather while the others do something else.
+  bool serves_one_alone() const { return comm_.has_only_local_peers(); }
+  // Waits until all ranks' shards hold what was written to them. Collective.
+  void wait_for_shards();
+  // Before the engine is deleted: the parameters of one rank, which has all of them, stay readable.
+  void give_parameters_back();
+
+  // The gatherer's numbers of the frozen units in which `members` lie.
+  std::vector<int64_t> frozen_units_of(const Access& access,
+                                       const std::vector<int64_t>& members) const;
+  // The last unit of its kind, wherever `unfrozen` are needed. Returns the gatherer's number of it.
+  int64_t add_unit(const Access& access, UnitKind kind, const std::vector<int64_t>& unfrozen);
+  // The gatherer's number of trainable unit u, and the trainable unit that has that number.
+  int64_t number_of(int64_t u) const { return gathered_as_[u]; }
+  std::optional<int64_t> unit_of(int64_t number) const;
+
+ private:
+  std::vector<int64_t> all_units() const;
+
+  EngineLock& lock_;
+  const Comm& comm_;
+  const UnitContext& context_;
+  ShardedParameters& parameters_;
+  Gatherer& gatherer_;
+  std::weak_ptr<BackwardListener> listener_;
+  std::vector<int64_t> gathered_as_;         // [units]: the gatherer's numbers of them
+  std::vector<int64_t> frozen_gathered_as_;  // [frozen units]
+};
+
+}  // namespace zero_ext

@@ -1,0 +1,75 @@
+#include "engine/step_update.h"
+
+#include <algorithm>
+
+#include "core/errors.h"
+
+namespace zero_ext {
+
+StepUpdate::StepUpdate(EngineParts& parts, RunningBackward& backward,
+                       const std::vector<int64_t>& indices, UpdateCounts& counts)
+    : access_(parts.lock),
+      last_use_(parts.last_use),
+      comm_(parts.comm),
+      context_(parts.context),
+      parameters_(parts.parameters),
+      gatherer_(parts.gatherer),
+      backward_(backward),
+      counts_(counts),
+      number_(counts.updates++),
+      mine_(parameters_.size(), 0),
+      u_(parameters_.unit_count()) {
+  for (const int64_t i : indices) mine_[i] = 1;
+  for (int64_t u = u_ - 1; u >= 0; --u) parameters_.unit(u).parameters().begin_update();
+}
+
+bool StepUpdate::next_unit() {
+  if (u_ < parameters_.unit_count()) end_unit();
+  if (--u_ < 0) {
+    finish();
+    return false;
+  }
+  unit().parameters().await_update();
+  updated_.clear();
+  for (int64_t slot = 0; slot < unit().layout().size(); ++slot) {
+    const int64_t i = members()[slot];
+    if (mine_[i] != 0 && !unit().sums().fresh(slot)) updated_.push_back(i);
+  }
+  return true;
+}
+
+std::vector<Run> StepUpdate::runs(const std::function<bool(int64_t, int64_t)>& same) const {
+  Unit& unit = this->unit();
+  const std::vector<int64_t>& members = this->members();
+  return unit.layout().runs(
+      [&](int64_t slot) { return mine_[members[slot]] != 0 && !unit.sums().fresh(slot); },
+      [&](int64_t a, int64_t b) { return same(members[a], members[b]); });
+}
+
+void StepUpdate::end_unit() {
+  for (const int64_t i : updated_) {
+    // An old graph that saved the parameter must not run on its new values unnoticed.
+    parameters_[i].tensor.unsafeGetTensorImpl()->bump_version();
+  }
+  UnitParameters& unit = this->unit().parameters();
+  if (!updated_.empty()) unit.end_update();
+  if (context_.policy.gather != When::after_step) return;
+  // After a backward that threw on this rank alone, the other ranks have gradients that this one
+  // lacks. On a device no rank knows that yet.
+  const bool others_changed =
+      backward_.threw(access_) && !context_.state.on_host() &&
+      std::any_of(members().begin(), members().end(), [&](int64_t i) { return mine_[i] != 0; });
+  if (updated_.empty() && !others_changed) return;
+  unit.gather(comm_, number_ * kMaxUnits + u_, gathering_);
+  ++counts_.gathers;
+}
+
+void StepUpdate::finish() {
+  backward_.forget_failure(access_);
+  gathering_.wait(
+      [this] { return where(context_.global_rank) + "step() waited for updated parameters"; });
+  gatherer_.wait_for_shards();
+  last_use_.remember();
+}
+
+}  // namespace zero_ext

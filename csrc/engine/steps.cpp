@@ -1,0 +1,242 @@
+#include "engine/steps.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/scalar_tensor.h>
+
+#include <algorithm>
+#include <bit>
+#include <string>
+
+#include "core/errors.h"
+
+namespace zero_ext {
+
+Steps::Steps(EngineParts& parts, RunningBackward& backward)
+    : parts_(parts),
+      lock_(parts.lock),
+      last_use_(parts.last_use),
+      offloaded_(parts.offloaded),
+      comm_(parts.comm),
+      context_(parts.context),
+      parameters_(parts.parameters),
+      published_(parts.published),
+      finished_(parts.finished),
+      reductions_(parts.reductions),
+      agreement_(parts.agreement),
+      boundary_(parts.boundary),
+      gatherer_(parts.gatherer),
+      backward_(backward) {}
+
+void Steps::push_no_sync() {
+  const Access access(lock_);
+  boundary_.push_no_sync();
+}
+
+void Steps::pop_no_sync() {
+  const Access access(lock_);
+  boundary_.pop_no_sync();
+}
+
+void Steps::set_divide_factor(double factor) {
+  const Access access(lock_);
+  TORCH_CHECK_VALUE(factor > 0, "the gradient divide factor must be positive, not ", factor);
+  boundary_.set_divide_factor(factor);
+}
+
+void Steps::set_loss_scale(double scale) {
+  const Access access(lock_);
+  backward_.check_none(access, "setting the loss scale");
+  boundary_.set_loss_scale(scale);
+}
+
+// The step
+
+StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuestions& questions,
+                           int64_t* last_backward) {
+  backward_.look_for_unreported_failure();
+  const Access access(lock_);
+  const at::NoGradGuard no_grad;
+  backward_.check_none_on_this_thread(access, "step()");
+  parameters_.check("step()");
+  backward_.check_usable(access, "step()");
+  TORCH_CHECK(!boundary_.local_open(), where(context_.global_rank),
+              "step(): ", boundary_.unreduced(),
+              " backward(s) inside no_sync() (or before the boundary of accumulation_steps=",
+              boundary_.accumulation_steps(),
+              ") were never reduced. Run the last backward before a step outside no_sync().");
+  if (had_no_backward(indices, *last_backward)) backward_.take_part_in_others_backward(access);
+  last_use_.follow();
+  published_.adopt_changes(indices, "step()");
+  gatherer_.begin_step();
+  // No rank's shard changes before all ranks are here: until then they may be gathering from it.
+  StepVerdict verdict;
+  if (questions.nonfinite || questions.norm() || context_.shards_parameters() ||
+      !context_.state.on_host()) {
+    verdict = agreement_.ask(Comm::Agreement::step, indices, questions);
+    if (verdict.settings_differ) return verdict;
+    if (context_.world > 1 && !reductions_.knows_order()) learn_reduction_order(access);
+  }
+  // Not earlier: the user may mend what raised an error, and repeat the step.
+  *last_backward = stepped_ = backward_.count();
+  for (const int64_t i : indices) {
+    if (parameters_[i].managed()) parameters_.repair_storage(i, Writes::keep);
+  }
+  if (verdict.nonfinite) gatherer_.wait_for_shards();
+  boundary_.end_step();
+  finished_.clear();
+  const bool on_host = context_.compute.on_host();
+  if (!on_host && !backward_.sees_forwards(access)) parameters_.follow_stream();
+  return verdict;
+}
+
+void Steps::learn_reduction_order(const Access& access) {
+  const int64_t units = parameters_.unit_count();
+  at::Tensor order = at::full({units + 1}, -1, at::kLong);
+  const std::vector<int64_t> completed = reductions_.completed();
+  auto* mine = order.mutable_data_ptr<int64_t>();
+  std::copy(completed.begin(), completed.end(), mine);
+  mine[units] = backward_.saw_inner_backwards(access) ? 1 : 0;
+  // All take rank 0's order. Among ranks of one host an error here can be repeated, as after any
+  // agreement.
+  order = comm_.all_gather(Comm::Agreement::reduction_order, order, [this] {
+    return where(context_.global_rank) + "step() waited for the order of rank " +
+           std::to_string(comm_.global_rank(0)) + "'s reductions";
+  });
+  const auto* first = order.const_data_ptr<int64_t>();
+  if (units == 0 || *first < 0) return;  // rank 0 had no gradient in this step
+  reductions_.set_order({first, first + units}, first[units] != 0);
+}
+
+bool Steps::had_no_backward(const std::vector<int64_t>& indices, int64_t last_backward) const {
+  if (backward_.count() == last_backward) return true;
+  // The last one was for another optimizer's step, unless it reached these as well.
+  return backward_.count() == stepped_ &&
+         std::all_of(indices.begin(), indices.end(), [this](int64_t i) {
+           return !parameters_[i].managed() || parameters_.sums_of(i).fresh(parameters_[i].slot);
+         });
+}
+
+void Steps::settle(StepVerdict& verdict) const {
+  if (verdict.on_device == nullptr) return;
+  const Access access(lock_);
+  agreement_.settle(verdict);
+}
+
+void Steps::prepare_foreign_update(const std::vector<int64_t>& indices,
+                                   const StepVerdict& verdict) {
+  const Access access(lock_);
+  const at::NoGradGuard no_grad;
+  for (const auto& unit : parameters_.units()) unit->parameters().adopt_writes();
+  scale_gradients(indices, verdict);
+}
+
+// Clipping
+
+at::Tensor Steps::clip(const std::vector<int64_t>& indices, double max_norm,
+                       int64_t last_backward) {
+  const Access access(lock_);
+  const at::NoGradGuard no_grad;
+  TORCH_CHECK(!backward_.is_open(access) && !boundary_.local_open(), where(context_.global_rank),
+              "clip_grad_norm_(): the gradients are not complete: a backward is running, or the"
+              " last ones were not reduced. Call it between the last backward and step().");
+  if (had_no_backward(indices, last_backward)) backward_.take_part_in_others_backward(access);
+  last_use_.follow();
+  published_.adopt_changes(indices, "clip_grad_norm_");
+  const StepQuestions norm{
+      .nonfinite = false, .max_norm = max_norm, .settings = std::bit_cast<int64_t>(max_norm)};
+  const StepVerdict verdict = agreement_.ask(Comm::Agreement::clip, indices, norm);
+  TORCH_CHECK(!verdict.settings_differ, where(context_.global_rank),
+              "clip_grad_norm_(): max_norm is ", max_norm,
+              " here and something else on another rank. Pass the same on every rank.");
+  scale_gradients(indices, verdict);
+  return verdict.on_device != nullptr ? verdict.on_device->norm
+                                      : at::scalar_tensor(verdict.norm, at::kFloat);
+}
+
+void Steps::scale_gradients(const std::vector<int64_t>& indices, const StepVerdict& verdict) {
+  at::Tensor factor;
+  if (verdict.on_device != nullptr) {
+    factor = verdict.on_device->factor;
+  } else if (verdict.factor != 1) {
+    factor = at::scalar_tensor(verdict.factor, at::kFloat);
+  }
+  if (!factor.defined()) return;
+  parameters_.for_each_summed_run(
+      indices, [&](GradientSums& sums, const Run& run) { sums.range(run).mul_(factor); });
+  last_use_.remember();
+}
+
+// Zeroing
+
+void Steps::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
+  backward_.look_for_unreported_failure();
+  const Access access(lock_);
+  backward_.check_none(access, "zero_grad()");
+  const at::NoGradGuard no_grad;
+  if (mode == ZeroGrad::to_zero) {
+    if (offloaded_.contain("grad")) backward_.check_usable(access, "zero_grad()");
+    published_.adopt_changes(indices, "zero_grad()");
+  }
+  for (const int64_t i : indices) zero_one(i, mode);
+  for (const auto& unit : parameters_.units()) unit->sums().drop_idle();
+  // Several optimizers zero their own parameters each.
+  if (zeroed_after_ != backward_.attempts()) zeroed_.clear();
+  zeroed_after_ = backward_.attempts();
+  zeroed_.resize(parameters_.size(), 0);
+  for (const int64_t i : indices) zeroed_[i] = 1;
+  // A step that is given up (by a GradScaler, say) is over as well. Local sums that nobody steps
+  // are given up by zeroing them alone; whether there are any differs between ranks.
+  if (zeroed_all(Whose::every)) {
+    boundary_.give_up_step();
+  } else if (zeroed_all(Whose::stepped)) {
+    boundary_.end_step();
+  }
+  if (!published_.has_reduced_gradients()) {
+    finished_.clear();
+    backward_.forget_failure(access);
+  }
+}
+
+void Steps::zero_one(int64_t i, ZeroGrad mode) {
+  ShardedParameter& parameter = parameters_[i];
+  if (!parameter.managed()) {
+    parameter.tensor.mutable_grad().reset();
+    return;
+  }
+  GradientSums& sums = parameters_.sums_of(i);
+  const bool keep = mode == ZeroGrad::to_zero && !sums.fresh(parameter.slot);
+  parameter.tensor.mutable_grad().reset();
+  if (!keep) {
+    published_.clear(i);
+    return;
+  }
+  published_.forget(i);
+  sums.zero(parameter.slot);
+  if (!boundary_.local_open()) published_.show(i);  // else None until the sums are reduced
+}
+
+bool Steps::zeroed_all(Whose whose) const {
+  const std::lock_guard lock(steppers_mutex_);
+  bool any = false;
+  for (int64_t i = 0; i < parameters_.size(); ++i) {
+    const bool stepped = i < std::ssize(steppers_) && steppers_[i] > 0;
+    if (!parameters_[i].managed() || (whose == Whose::stepped && !stepped)) continue;
+    if (zeroed_[i] == 0) return false;
+    any = true;
+  }
+  return any;
+}
+
+void Steps::add_stepper(int64_t i) {
+  const std::lock_guard lock(steppers_mutex_);
+  if (i >= std::ssize(steppers_)) steppers_.resize(i + 1, 0);
+  ++steppers_[i];
+}
+
+void Steps::remove_stepper(int64_t i) {
+  const std::lock_guard lock(steppers_mutex_);
+  --steppers_[i];
+}
+
+}  // namespace zero_ext

@@ -1,0 +1,100 @@
+// Steps: from the first micro-batch of a step to its update: where gradients are reduced and what
+// they are divided by, what the ranks agree on, clipping, the update, zeroing.
+//
+// Owner:     Engine.
+// Threads:   public methods take the lock. Exceptions: getters, and add_stepper() and
+//            remove_stepper(), which take steppers_mutex_ alone.
+// Invariant: a verb that raises leaves parameters, sums and states as they were.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+#include "engine/engine_parts.h"
+#include "engine/running_backward.h"
+#include "engine/step_update.h"
+
+namespace zero_ext {
+
+enum class ZeroGrad { to_none, to_zero };
+
+class Steps {
+ public:
+  Steps(EngineParts& parts, RunningBackward& backward);
+
+  // Which backwards reduce, see Boundary.
+  void push_no_sync();
+  void pop_no_sync();
+  double divide_factor() const { return boundary_.divide_factor(); }
+  void set_divide_factor(double factor);
+  // Losses are multiplied by `scale` from now on; every rank sets the same. See Note [Loss scale]
+  // in boundary.h.
+  void set_loss_scale(double scale);
+  double gradient_divisor() const { return boundary_.divisor(); }
+
+  // A step is prepared, then updated unless the verdict forbids it. Where settings differ between
+  // ranks, nothing is prepared. `last_backward`: as of the last step of these parameters; set.
+  StepVerdict prepare(const std::vector<int64_t>& indices, const StepQuestions& questions,
+                      int64_t* last_backward);
+  StepUpdate begin_update(const std::vector<int64_t>& indices) {
+    return {parts_, backward_, indices, counts_};
+  }
+  // Waits for what a device knows of a step that was made.
+  void settle(StepVerdict& verdict) const;
+  // Scales the reduced gradients so that their 2-norm over all ranks is at most `max_norm`. Returns
+  // the norm before, fp32 [], on the device; the same bits for any number of ranks.
+  // `last_backward`: as of the last step.
+  at::Tensor clip(const std::vector<int64_t>& indices, double max_norm, int64_t last_backward);
+  // Before an update by other code than ours: masters take what users wrote to the parameters, and
+  // gradients are scaled by the verdict's factor.
+  void prepare_foreign_update(const std::vector<int64_t>& indices, const StepVerdict& verdict);
+
+  void zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode);
+  // An optimizer steps parameter i from now on, or no longer does.
+  void add_stepper(int64_t i);
+  void remove_stepper(int64_t i);
+
+  const UpdateCounts& counts() const { return counts_; }
+
+ private:
+  // This rank had no backward for a step of these parameters.
+  bool had_no_backward(const std::vector<int64_t>& indices, int64_t last_backward) const;
+  // See Note [Reduction order] in reductions.h. Collective; on a device it waits, once.
+  void learn_reduction_order(const Access& access);
+  void scale_gradients(const std::vector<int64_t>& indices, const StepVerdict& verdict);
+  void zero_one(int64_t i, ZeroGrad mode);
+  enum class Whose { every, stepped };  // parameters: all, or those that an optimizer steps
+  bool zeroed_all(Whose whose) const;
+
+  EngineParts& parts_;
+  EngineLock& lock_;
+  LastUse& last_use_;
+  const OffloadedStates& offloaded_;
+  Comm& comm_;
+  const UnitContext& context_;
+  ShardedParameters& parameters_;
+  PublishedGradients& published_;
+  FinishedBackwards& finished_;
+  Reductions& reductions_;
+  StepAgreement& agreement_;
+  Boundary& boundary_;
+  Gatherer& gatherer_;
+  RunningBackward& backward_;
+
+  UpdateCounts counts_;
+  int64_t stepped_ = 0;  // the last backward that a step was made after, of any optimizer
+  // [parameters]: whose gradients were zeroed since the last attempt at a backward.
+  std::vector<uint8_t> zeroed_;
+  int64_t zeroed_after_ = 0;  // that attempt
+
+  // How many optimizers step each parameter: one or none. A thread that holds the GIL may delete an
+  // optimizer, while the thread with the engine's lock waits for the GIL. Hence this lock of its
+  // own, under which nothing is waited for.
+  mutable std::mutex steppers_mutex_;
+  std::vector<int32_t> steppers_;
+};
+
+}  // namespace zero_ext

@@ -1,0 +1,63 @@
+// Values: parameters, masters and gradients that are read and written from outside, and states that
+// are offloaded and reloaded.
+//
+// Owner:     Engine.
+// Threads:   public methods take the lock.
+// Invariant: an error leaves every value as it was, or the states that it concerns offloaded.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <set>
+#include <string>
+
+#include "engine/engine_parts.h"
+#include "engine/running_backward.h"
+
+namespace zero_ext {
+
+class Values {
+ public:
+  Values(EngineParts& parts, const RunningBackward& backward)
+      : lock_(parts.lock),
+        offloaded_(parts.offloaded),
+        context_(parts.context),
+        parameters_(parts.parameters),
+        published_(parts.published),
+        gatherer_(parts.gatherer),
+        backward_(backward) {}
+
+  // This rank's part of the parameter itself, where parameters are sharded; 1-D, compute dtype.
+  at::Tensor parameter_slice(int64_t i) const;
+  // A copy of this rank's part of the master of parameter i, with the user's writes to the
+  // parameter. For a frozen parameter: its values in fp32. 1-D.
+  at::Tensor current_master(int64_t i) const;
+  // Parameter i, which may be frozen, becomes `value`, and its master exactly that. `value`: the
+  // whole parameter, the same on every rank. Collective.
+  void write_parameter(int64_t i, const at::Tensor& value);
+  // The whole reduced gradient of parameter i, the same on every rank.
+  void write_gradient(int64_t i, const at::Tensor& grad);
+
+  // See PublishedGradients; Python makes the views and the reader.
+  void make_published(int64_t i);
+  void set_view_maker(PublishedGradients::ViewMaker maker);
+  void set_local_reader(PublishedGradients::LocalReader reader);
+
+  // The states `names`, and no others, become unreadable: backward and step raise an error while
+  // there are any. On a device they move to the host, and back when they are no longer named. Where
+  // memory runs out, the old and the new names are offloaded; call it again.
+  void set_offloaded(const std::set<std::string>& names);
+  std::set<std::string> offloaded() const;
+
+ private:
+  EngineLock& lock_;
+  OffloadedStates& offloaded_;
+  const UnitContext& context_;
+  ShardedParameters& parameters_;
+  PublishedGradients& published_;
+  Gatherer& gatherer_;
+  const RunningBackward& backward_;
+};
+
+}  // namespace zero_ext

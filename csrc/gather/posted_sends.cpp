@@ -1,0 +1,122 @@
+#include "gather/posted_sends.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include "core/errors.h"
+
+namespace zero_ext {
+namespace {
+
+// Posted sends beyond one per pass, for a rank that enters a unit more often than others, or repeats
+// a pass alone. One that no rank takes is posted once, and costs its bookkeeping.
+constexpr int64_t kReserve = 8;
+// After so many forwards without a step (generation, evaluation) the ranks exchange what they took,
+// so that sends that were taken do not pile up.
+constexpr int64_t kPassesWithoutStep = 256;
+
+}  // namespace
+
+PostedSends::PostedSends(Comm& comm, const UnitContext& context) : comm_(comm), context_(context) {}
+
+void PostedSends::add(const Unit* unit) {
+  entries_.push_back({.unit = unit,
+                      .due = kReserve,
+                      .posted = std::vector<std::deque<PostedSend>>(context_.world)});
+  if (unit->parameters().comes_and_goes() && persist()) post_missing(entries_.back());
+}
+
+void PostedSends::begin_pass(Pass pass) {
+  if (!post_per_pass()) return;
+  if (++passes_ >= kPassesWithoutStep && pass == Pass::forward) exchange_taken();
+  for (Entry& entry : entries_) {
+    entry.taken_in_pass = 0;
+    ++entry.due;
+    post_missing(entry);
+  }
+}
+
+void PostedSends::post_for_a_pass() {
+  if (!post_per_pass()) return;
+  for (Entry& entry : entries_) {
+    entry.due += 2;
+    post_missing(entry);
+  }
+}
+
+void PostedSends::count_gather(int64_t unit) {
+  if (!post_per_pass()) return;
+  Entry& entry = entries_[unit];
+  ++entry.taken;
+  // Beyond what a pass needs, the other ranks are likely to do as this one does.
+  if (++entry.taken_in_pass > 1) ++entry.due;
+  post_missing(entry);
+}
+
+void PostedSends::count_repeated_gather(int64_t unit) {
+  if (!post_per_pass()) return;
+  ++entries_[unit].taken;
+  ++entries_[unit].due;
+  post_missing(entries_[unit]);
+}
+
+std::string PostedSends::last_gathered() const {
+  return " (the last unit that was gathered: '" + last_gathered_ + "')";
+}
+
+void PostedSends::post_missing(Entry& entry) {
+  const int64_t due = persist() ? 1 : entry.due;
+  for (int64_t peer = 0; peer < context_.world; ++peer) {
+    if (peer == context_.rank || !context_.shares_replica_with(peer)) continue;
+    std::deque<PostedSend>& posted = entry.posted[peer];
+    try {
+      while (static_cast<int64_t>(posted.size()) < due) {
+        posted.push_back(entry.unit->parameters().post_send(comm_, peer));
+      }
+    } catch (const std::exception& error) {
+      TORCH_CHECK(false, where(context_.global_rank, entry.unit->name()),
+                  "this rank's part of the parameters cannot be sent to rank ",
+                  comm_.global_rank(peer), last_gathered(), ": ", text_of(error));
+    }
+  }
+}
+
+void PostedSends::wait_for_shards() {
+  if (context_.shards_parameters() && !comm_.on_device()) exchange_taken();
+}
+
+void PostedSends::exchange_taken() {
+  const auto units = static_cast<int64_t>(entries_.size());
+  const at::Tensor taken = at::empty({units}, at::TensorOptions().dtype(at::kLong));
+  for (int64_t u = 0; u < units; ++u) taken.mutable_data_ptr<int64_t>()[u] = entries_[u].taken;
+  const at::Tensor all = comm_.all_gather(Comm::Agreement::shards, taken, [this] {
+    return where(context_.global_rank) + "waited until all ranks had updated their shards";
+  });
+  const auto* by_rank = all.const_data_ptr<int64_t>();
+  for (int64_t u = 0; u < units; ++u) {
+    Entry& entry = entries_[u];
+    for (int64_t peer = 0; peer < context_.world; ++peer) {
+      std::deque<PostedSend>& posted = entry.posted[peer];
+      const auto count = static_cast<size_t>(by_rank[peer * units + u]);
+      for (size_t n = std::min(count, posted.size()); n > 0; --n) posted.pop_front();
+    }
+    entry.taken = 0;
+    entry.due = kReserve;
+  }
+  passes_ = 0;
+}
+
+OutstandingSends PostedSends::take_outstanding() {
+  OutstandingSends outstanding;
+  for (Entry& entry : entries_) {
+    for (auto& posted : entry.posted) outstanding.posted.push_back(std::move(posted));
+    entry.posted.clear();
+  }
+  if (!comm_.on_device()) comm_.begin_shutdown(outstanding.handshake);
+  return outstanding;
+}
+
+}  // namespace zero_ext

@@ -1,0 +1,81 @@
+// PostedSends: this rank's ranges, posted for the other ranks to take when they gather a unit.
+//
+// Owner:   Gatherer.
+// Threads: called only under Engine::mutex_.
+//
+// Note [One-sided gathers]
+// A collective gather hangs as soon as one rank takes another branch. So each rank posts its range of
+// every unit at the beginning of each pass (a root forward, a backward), whether it will gather the
+// unit itself or not. A gather takes the ranges that the other ranks have posted: no rank has to
+// enter a unit because another one does.
+// - A posted send that no rank takes stays for the next pass.
+// - After each step the ranks exchange how many they took of each unit, and all wait until every
+//   rank's shards are updated.
+// - Where all ranks read each other's memory, one persistent send of each unit serves any number of
+//   passes, forwards of one rank alone included.
+// - A device's own backend (NCCL) has no such messages. There gathers are collectives, which every
+//   rank must enter in the same order, and an update follows them on the device's streams.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <vector>
+
+#include "comm/comm.h"
+#include "gather/pass_order.h"
+#include "units/unit.h"
+
+namespace zero_ext {
+
+// Posted sends that other ranks may still take when this engine is destroyed. They live on until
+// every rank has sent that it takes no more.
+struct OutstandingSends {
+  std::vector<std::deque<PostedSend>> posted;
+  Pending handshake;
+};
+
+class PostedSends {
+ public:
+  PostedSends(Comm& comm, const UnitContext& context);
+
+  // Units are numbered as they are added.
+  void add(const Unit* unit);
+  void begin_pass(Pass pass);
+  // For the forward and the backward of the other ranks, in which this one takes no part.
+  void post_for_a_pass();
+  // This rank takes the other ranks' ranges of the unit; again, although it has them already.
+  void count_gather(int64_t unit);
+  void count_repeated_gather(int64_t unit);
+  void gather_finished(const Unit& unit) { last_gathered_ = unit.name(); }
+  // For error messages: the last unit that was gathered.
+  std::string last_gathered() const;
+
+  // Until all ranks' shards hold what was written to them, see the note. Collective.
+  void wait_for_shards();
+  OutstandingSends take_outstanding();
+
+ private:
+  struct Entry {
+    const Unit* unit;
+    int64_t taken = 0;  // gathers since the ranks last exchanged their numbers
+    int64_t taken_in_pass = 0;
+    int64_t due;  // what a peer may have taken by the end of this pass
+    std::vector<std::deque<PostedSend>> posted;  // [world]
+  };
+  bool persist() const { return comm_.has_only_local_peers(); }
+  // Where they do not persist, they are posted anew for each pass.
+  bool post_per_pass() const {
+    return context_.shards_parameters() && !comm_.on_device() && !persist();
+  }
+  void post_missing(Entry& entry);
+  void exchange_taken();
+
+  Comm& comm_;
+  const UnitContext& context_;
+  std::vector<Entry> entries_;
+  std::string last_gathered_ = "none";
+  int64_t passes_ = 0;  // since the ranks last exchanged their numbers
+};
+
+}  // namespace zero_ext

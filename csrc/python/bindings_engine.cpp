@@ -1,0 +1,210 @@
+// The engine: one class, bound facet by facet.
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/engine.h"
+#include "python/bindings.h"
+
+namespace py = pybind11;
+
+namespace zero_ext {
+namespace {
+
+using EngineClass = py::class_<Engine, std::shared_ptr<Engine>>;
+
+// A process group's destructor joins gloo's threads, and these may be waiting for the GIL: the last
+// reference to a collective's work may be theirs, with a Python context in it that torch put there.
+void destroy_without_gil(Engine* engine) {
+  if (PyGILState_Check() == 0) {
+    delete engine;
+    return;
+  }
+  const py::gil_scoped_release no_gil;
+  delete engine;
+}
+
+// A method of a facet as one of the engine.
+template <typename Facet, typename Result, typename... Arguments>
+auto of(Facet& (Engine::*facet)(), Result (Facet::*method)(Arguments...)) {
+  return [facet, method](Engine& engine, Arguments... arguments) -> Result {
+    return ((engine.*facet)().*method)(std::forward<Arguments>(arguments)...);
+  };
+}
+
+template <typename Facet, typename Result, typename... Arguments>
+auto of(Facet& (Engine::*facet)(), Result (Facet::*method)(Arguments...) const) {
+  return [facet, method](Engine& engine, Arguments... arguments) -> Result {
+    return ((engine.*facet)().*method)(std::forward<Arguments>(arguments)...);
+  };
+}
+
+void bind_options(py::module_& m) {
+  py::enum_<Reduction>(m, "Reduction")
+      .value("exchange", Reduction::exchange)
+      .value("collective", Reduction::collective);
+  py::class_<GatherOptions>(m, "GatherOptions")
+      .def_readwrite("prefetch_bytes", &GatherOptions::prefetch_bytes)
+      .def_readwrite("prefetch_from_local_peers", &GatherOptions::prefetch_from_local_peers)
+      .def_readwrite("retained_bytes", &GatherOptions::retained_bytes)
+      .def_readwrite("reshard_after_forward", &GatherOptions::reshard_after_forward);
+  py::class_<EngineOptions>(m, "EngineOptions")
+      .def(py::init<>())
+      .def_readwrite("stage", &EngineOptions::stage)
+      .def_property(
+          "device", [](const EngineOptions& o) { return o.device; },
+          [](EngineOptions& o, const at::Device& device) { o.device = device; })
+      .def_readwrite("offload", &EngineOptions::offload)
+      .def_readwrite("pin_memory", &EngineOptions::pin_memory)
+      .def_readwrite("reduce_group", &EngineOptions::reduce_group)
+      .def_readwrite("gather_group", &EngineOptions::gather_group)
+      .def_readwrite("within_reduce_group", &EngineOptions::within_reduce_group)
+      .def_readwrite("within_gather_group", &EngineOptions::within_gather_group)
+      .def_readwrite("across_group", &EngineOptions::across_group)
+      .def_readwrite("timeout_ms", &EngineOptions::timeout_ms)
+      .def_readwrite("shared_host_transport", &EngineOptions::shared_host_transport)
+      .def_readwrite("reduction", &EngineOptions::reduction)
+      .def_readwrite("reduce_dtype", &EngineOptions::reduce_dtype)
+      .def_readwrite("divide_factor", &EngineOptions::divide_factor)
+      .def_readwrite("accumulation_steps", &EngineOptions::accumulation_steps)
+      .def_readwrite("broadcast", &EngineOptions::broadcast)
+      .def_readwrite("limit_bytes", &EngineOptions::limit_bytes)
+      .def_readwrite("global_ranks", &EngineOptions::global_ranks)
+      .def_readwrite("gather", &EngineOptions::gather);
+}
+
+// Construction, and where parameters lie.
+void bind_construction(EngineClass& engine) {
+  engine
+      .def(py::init([](EngineOptions options) {
+             const py::gil_scoped_release no_gil;  // it waits for the other ranks
+             return Engine::create(std::move(options), destroy_without_gil);
+           }),
+           py::arg("options"))
+      .def("begin_shutdown", &Engine::begin_shutdown, NoGil())
+      .def("add_parameters", &Engine::add_parameters, NoGil())
+      .def("add_unit", &Engine::add_unit, NoGil())
+      .def("replace_parameter", &Engine::replace_parameter, NoGil())
+      .def("unfrozen", &Engine::unfrozen, NoGil())
+      .def("stats", &Engine::stats, NoGil())
+      .def("set_gradient_dtype",
+           [](Engine& e, int64_t u, at::ScalarType dtype) {
+             e.parameters().unit(u).set_gradient_dtype(dtype);
+           })
+      .def_property_readonly("stage", [](const Engine& e) { return e.context().policy.stage; })
+      .def_property_readonly("unit_count",
+                             [](const Engine& e) { return e.parameters().unit_count(); });
+}
+
+void bind_layout_of(EngineClass& engine) {
+  engine.def("unit_of", [](const Engine& e, int64_t i) { return e.parameters()[i].unit; })
+      .def("frozen_unit_of",
+           [](const Engine& e, int64_t i) { return e.parameters()[i].frozen_unit; })
+      .def("unit_name_of",
+           [](const Engine& e, int64_t i) { return e.parameters().home_of(i).name(); })
+      .def("parameter_name", [](const Engine& e, int64_t i) { return e.parameters()[i].name; })
+      .def("bounds",
+           [](const Engine& e, int64_t i) {
+             return e.parameters().home_of(i).layout().bounds(e.parameters()[i].slot);
+           })
+      .def("strides",
+           [](const Engine& e, int64_t i) {
+             return e.parameters().home_of(i).layout().slot(e.parameters()[i].slot).spec.strides;
+           })
+      .def("comes_and_goes",
+           [](const Engine& e, int64_t i) {
+             return e.parameters().home_of(i).parameters().comes_and_goes();
+           })
+      .def("padded_numel", [](const Engine& e, int64_t u) {
+        return e.parameters().unit(u).layout().padded_numel();
+      });
+}
+
+void bind_forwards(EngineClass& engine) {
+  const auto forwards = &Engine::forwards;
+  const auto backward = &Engine::backward;
+  engine
+      .def(
+          "add_hook_site",
+          [](Engine& e, std::vector<int64_t> units, bool root, bool first, bool last) {
+            return e.forwards().add_hook_site({std::move(units), root, first, last});
+          },
+          py::arg("units"), py::kw_only(), py::arg("root"), py::arg("first"), py::arg("last"))
+      .def("enter_forward", of(forwards, &Forwards::enter), NoGil())
+      .def("leave_forward", of(forwards, &Forwards::leave), NoGil())
+      .def("unshard", of(forwards, &Forwards::unshard), NoGil())
+      .def(
+          "reshard",
+          [](Engine& e, bool keep_writes) {
+            e.forwards().reshard(keep_writes ? Writes::keep : Writes::discard);
+          },
+          py::arg("keep_writes"), NoGil())
+      .def_property_readonly("releases", of(forwards, &Forwards::releases))
+      .def_property_readonly("serves_one_alone", of(forwards, &Forwards::serves_one_alone))
+      .def_property_readonly("held_by_user",
+                             py::cpp_function(of(forwards, &Forwards::held_by_user), NoGil()))
+      .def("gathered_units", of(forwards, &Forwards::gathered_units), NoGil())
+      .def("wait_for_shards", of(forwards, &Forwards::wait_for_shards), NoGil())
+      .def("give_parameters_back", of(forwards, &Forwards::give_parameters_back), NoGil())
+      .def("before_forward", of(backward, &RunningBackward::before_forward), NoGil())
+      .def_property_readonly("backwards", of(backward, &RunningBackward::count));
+}
+
+void bind_values(EngineClass& engine) {
+  const auto values = &Engine::values;
+  engine.def("parameter_slice", of(values, &Values::parameter_slice), NoGil())
+      .def(
+          "grad_slice", [](const Engine& e, int64_t i) { return e.parameters().grad_slice(i); },
+          NoGil())
+      .def(
+          "master_slice", [](const Engine& e, int64_t i) { return e.parameters().master_slice(i); },
+          NoGil())
+      .def("current_master", of(values, &Values::current_master), NoGil())
+      .def("write_parameter", of(values, &Values::write_parameter), NoGil())
+      .def("write_gradient", of(values, &Values::write_gradient), NoGil())
+      .def("make_published", of(values, &Values::make_published), NoGil())
+      .def("set_local_reader",
+           [](Engine& e, py::function f) {
+             e.values().set_local_reader(from_any_thread<const at::Tensor&>(std::move(f)));
+           })
+      .def("set_view_maker",
+           [](Engine& e, py::function f) {
+             e.values().set_view_maker(from_any_thread<int64_t, const at::Tensor&>(std::move(f)));
+           })
+      .def("set_offloaded", of(values, &Values::set_offloaded), NoGil())
+      .def("offloaded", of(values, &Values::offloaded), NoGil());
+}
+
+void bind_steps(EngineClass& engine) {
+  const auto steps = &Engine::steps;
+  engine.def("push_no_sync", of(steps, &Steps::push_no_sync), NoGil())
+      .def("pop_no_sync", of(steps, &Steps::pop_no_sync), NoGil())
+      .def_property_readonly("divide_factor", of(steps, &Steps::divide_factor))
+      .def("set_divide_factor", of(steps, &Steps::set_divide_factor), NoGil())
+      .def_property_readonly("gradient_divisor", of(steps, &Steps::gradient_divisor))
+      .def("set_loss_scale", of(steps, &Steps::set_loss_scale), NoGil())
+      .def("settle", of(steps, &Steps::settle), NoGil())
+      .def("zero_grad", of(steps, &Steps::zero_grad), NoGil());
+}
+
+}  // namespace
+
+void bind_engine(py::module_& m) {
+  bind_options(m);
+  py::enum_<ZeroGrad>(m, "ZeroGrad")
+      .value("to_none", ZeroGrad::to_none)
+      .value("to_zero", ZeroGrad::to_zero);
+  py::enum_<UnitKind>(m, "UnitKind")
+      .value("trainable", UnitKind::trainable)
+      .value("frozen", UnitKind::frozen);
+  py::class_<Call, std::shared_ptr<Call>>(m, "Call");
+  EngineClass engine(m, "Engine");
+  bind_construction(engine);
+  bind_layout_of(engine);
+  bind_forwards(engine);
+  bind_values(engine);
+  bind_steps(engine);
+}
+
+}  // namespace zero_ext

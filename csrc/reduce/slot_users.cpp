@@ -1,0 +1,70 @@
+#include "reduce/slot_users.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
+
+#include <algorithm>
+#include <iterator>
+#include <string>
+#include <utility>
+
+#include "core/errors.h"
+
+namespace zero_ext {
+
+void SlotUsers::add(Unit& unit) {
+  units_.push_back(&unit);
+  for (int64_t i = 0; i < unit.layout().size(); ++i) {
+    const bool uses = unit.intake().contributes(i);
+    used_.push_back(uses ? 1 : 0);
+    uses_all_ = uses_all_ && uses;
+  }
+}
+
+void SlotUsers::start(bool late, bool asks_late) {
+  const SideStream::Scope beside(context_.reducing);
+  asks_late_ = asks_late;
+  used_.push_back(late ? 1 : 0);
+  const auto count = std::ssize(used_);
+  const bool on_device = comm_.on_device();
+  const auto options = at::TensorOptions().dtype(at::kInt);
+  if (on_device && knows_answer()) {
+    counts_ = at::ones({count}, options.device(context_.compute.device()));
+  } else {
+    counts_ = at::empty({count}, options.pinned_memory(on_device));
+    std::copy(used_.begin(), used_.end(), counts_.mutable_data_ptr<int32_t>());
+    if (on_device) counts_ = counts_.to(context_.compute.device(), /*non_blocking=*/true);
+  }
+  comm_.all_reduce_sum(counts_, counting_);
+}
+
+bool SlotUsers::finish(int64_t backward) {
+  const SideStream::Scope beside(context_.reducing);
+  counting_.wait([&] {
+    return where(context_.global_rank) +
+           "waited for the other ranks' counts of used parameters in backward " +
+           std::to_string(backward);
+  });
+  // Where the answer is known, nobody waits for the device.
+  const at::Tensor counts = knows_answer() ? at::ones({counts_.numel()}, at::kInt) : counts_.cpu();
+  const auto* count = counts.const_data_ptr<int32_t>();
+  for (Unit* unit : units_) {
+    for (int64_t i = 0; i < unit->layout().size(); ++i) {
+      if (*count++ > 0) unit->sums().mark_summed(i);
+    }
+  }
+  counts_.reset();
+  return *count > 0;
+}
+
+void SlotUsers::clear() {
+  units_.clear();
+  used_.clear();
+  uses_all_ = true;
+}
+
+AbandonedReduction SlotUsers::abandon() {
+  return {std::exchange(counting_, Pending()), nullptr, {std::exchange(counts_, at::Tensor())}};
+}
+
+}  // namespace zero_ext

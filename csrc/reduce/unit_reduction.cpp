@@ -1,0 +1,219 @@
+#include "reduce/unit_reduction.h"
+
+#include <ATen/ops/empty.h>
+
+#include <cstring>
+#include <utility>
+
+#include "core/errors.h"
+#include "device/kernel_table.h"
+#include "memory/storage.h"
+#include "units/nan_records.h"
+
+namespace zero_ext {
+namespace {
+
+// A flags message: the number of the backward, the unit's index, whether its sender has late
+// gradients, then one byte per slot.
+constexpr int64_t kFlagsHeaderBytes = 3 * sizeof(int64_t);
+
+at::Tensor byte_tensor(int64_t numel) {
+  return at::empty({numel}, at::TensorOptions().dtype(at::kByte));
+}
+
+}  // namespace
+
+void UnitReduction::lend_message() {
+  bucket_->wait_until_unused();
+  message_ = bucket_->gradients(unit_.message_dtype(), unit_.layout().padded_numel());
+  unit_.intake().lend_message(message_);
+}
+
+void UnitReduction::start(Comm& comm, int64_t backward, bool more_to_come) {
+  backward_ = backward;
+  more_to_come_ = more_to_come;
+  unit_.intake().fill_message();
+  const SideStream::Scope beside(context_.reducing);
+  if (context_.reduction == Reduction::exchange) {
+    start_exchange(comm);
+  } else {
+    start_collective(comm);
+  }
+  if (context_.offloads()) send_to_host(comm);
+}
+
+void UnitReduction::start_exchange(Comm& comm) {
+  const int64_t world = context_.world;
+  const int64_t rank = context_.rank;
+  const RankLayout& layout = unit_.layout();
+  const int64_t part = layout.range_numel();
+  const auto outgoing = [&](int64_t range) { return message_.narrow(0, range * part, part); };
+  // One place per rank where the sums are offloaded: this rank's own part goes there, too.
+  const bool offloads = context_.offloads();
+  const int64_t received_numel = (offloads ? world : world - 1) * part;
+  const at::ScalarType dtype = message_.scalar_type();
+  const at::Tensor received = offloads && comm.on_device()
+                                  ? context_.on_device(received_numel, dtype)
+                                  : bucket_->received(dtype, received_numel);
+  std::vector<at::Tensor> sends(world);
+  std::vector<at::Tensor> recvs(world);
+  sources_.assign(world, at::Tensor());
+  int64_t next = 0;
+  for (int64_t peer = 0; peer < world; ++peer) {
+    if (peer == rank && offloads) ++next;
+    if (peer == rank) continue;
+    sends[peer] = outgoing(peer % layout.ranges());
+    recvs[peer] = received.narrow(0, next++ * part, part);
+    sources_[peer] = recvs[peer];
+  }
+  sources_[rank] = outgoing(layout.own_range());
+  // Numbered by backward and unit, so that a reduction that a failed backward left behind matches
+  // no later one.
+  const int64_t tag = backward_ * kMaxUnits + unit_.index();
+  if (brings_flags(context_, comm)) exchange_flags(comm, 2 * tag);
+  comm.exchange(sends, recvs, backward_, 2 * tag + 1, pending_);
+}
+
+void UnitReduction::exchange_flags(Comm& comm, int64_t tag) {
+  const int64_t world = context_.world;
+  const int64_t rank = context_.rank;
+  const int64_t slots = unit_.layout().size();
+  flags_.assign(world, at::Tensor());
+  for (at::Tensor& flags : flags_) flags = byte_tensor(kFlagsHeaderBytes + slots);
+  auto* mine = flags_[rank].mutable_data_ptr<uint8_t>();
+  const int64_t header[3] = {backward_, unit_.index(), more_to_come_ ? 1 : 0};
+  std::memcpy(mine, header, kFlagsHeaderBytes);
+  for (int64_t i = 0; i < slots; ++i)
+    mine[kFlagsHeaderBytes + i] = unit_.intake().contributes(i) ? 1 : 0;
+  comm.exchange(std::vector<at::Tensor>(world, flags_[rank]), flags_, backward_, tag, pending_);
+}
+
+void UnitReduction::start_collective(Comm& comm) {
+  const RankLayout& layout = unit_.layout();
+  if (layout.ranges() == 1) {
+    comm.all_reduce_sum(message_, pending_);
+    sources_.assign(1, message_);
+    return;
+  }
+  // Not among the received: those may lie on the host, where no device's backend can write.
+  const at::ScalarType dtype = message_.scalar_type();
+  const at::Tensor sum = context_.offloads() && comm.on_device()
+                             ? context_.on_device(layout.range_numel(), dtype)
+                             : bucket_->received(dtype, layout.range_numel());
+  comm.reduce_scatter(message_, sum, pending_);
+  sources_.assign(1, sum);
+}
+
+void UnitReduction::send_to_host(Comm& comm) {
+  // What other ranks send through host memory arrives there; a sum is not there before it is.
+  if (comm.on_device() || context_.reduction == Reduction::collective) wait();
+  const int64_t part = unit_.layout().range_numel();
+  const auto count = static_cast<int64_t>(sources_.size());
+  const at::Tensor received = bucket_->received(message_.scalar_type(), count * part);
+  for (int64_t k = 0; k < count; ++k) {
+    if (sources_[k].is_cpu()) continue;
+    const at::Tensor here = received.narrow(0, k * part, part);
+    copy_bytes(here.mutable_data_ptr(), here.device(), sources_[k].const_data_ptr(),
+               sources_[k].device(), here.nbytes());
+    sources_[k] = here;
+  }
+  const c10::Stream stream = current_stream(context_.compute.device());
+  sent_to_host_.emplace(stream.device_type());
+  sent_to_host_->record(stream);
+}
+
+void UnitReduction::wait() {
+  pending_.wait([this] { return waiting(); });
+}
+
+std::string UnitReduction::waiting() const {
+  return where(context_.global_rank, unit_.name()) + "waited for its reduction in backward " +
+         std::to_string(backward_);
+}
+
+std::unique_ptr<Bucket> UnitReduction::finish(float scale) {
+  const SideStream::Scope beside(context_.reducing);
+  wait();
+  if (sent_to_host_.has_value()) sent_to_host_->synchronize();
+  if (knows_users()) check_flags();
+  add_contributions(scale);
+  unit_.intake().return_message();
+  bucket_->mark_used();
+  return std::move(bucket_);
+}
+
+void UnitReduction::check_flags() {
+  for (int64_t peer = 0; peer < context_.world; ++peer) {
+    int64_t header[3];
+    std::memcpy(header, flags_[peer].const_data_ptr<uint8_t>(), kFlagsHeaderBytes);
+    const int64_t name = context_.global_ranks.empty() ? peer : context_.global_ranks[peer];
+    TORCH_CHECK(header[0] == backward_ && header[1] == unit_.index(),
+                where(context_.global_rank, unit_.name()), "this rank reduces unit ", unit_.index(),
+                " of backward ", backward_, ", rank ", name, " sent unit ", header[1],
+                " of backward ", header[0],
+                ". Every rank must run the same backwards in the same order.");
+    more_to_come_ = more_to_come_ || header[2] != 0;
+  }
+}
+
+bool UnitReduction::may_be_used_by(int64_t source, int64_t i) const {
+  if (!knows_users()) return true;  // a rank that did not use the slot sent zeros
+  return flags_[source].const_data_ptr<uint8_t>()[kFlagsHeaderBytes + i] != 0;
+}
+
+void UnitReduction::add_contributions(float scale) {
+  GradientSums& sums = unit_.sums();
+  const RankLayout& layout = unit_.layout();
+  const auto sources = static_cast<int64_t>(sources_.size());
+  const auto used = [&](int64_t i) {
+    for (int64_t source = 0; source < sources; ++source) {
+      if (may_be_used_by(source, i)) return true;
+    }
+    return false;
+  };
+  const auto same = [&](int64_t i, int64_t j) {
+    if (sums.fresh(i) != sums.fresh(j)) return false;
+    for (int64_t source = 0; source < sources; ++source) {
+      if (may_be_used_by(source, i) != may_be_used_by(source, j)) return false;
+    }
+    return true;
+  };
+  sums.begin_adding();
+  for (const Run& run : layout.runs(used, same)) add_run(run, scale);
+  sums.end_adding();
+  if (!knows_users()) return;
+  for (int64_t i = 0; i < layout.size(); ++i) {
+    if (used(i)) sums.mark_summed(i);
+  }
+}
+
+void UnitReduction::add_run(const Run& run, float scale) {
+  std::vector<const void*> contributions;
+  for (size_t source = 0; source < sources_.size(); ++source) {
+    if (!may_be_used_by(static_cast<int64_t>(source), run.first_slot)) continue;
+    contributions.push_back(element(sources_[source], run.begin));
+  }
+  GradientSums& sums = unit_.sums();
+  float* sum = sums.data() + run.begin;
+  int32_t nonfinite = 0;
+  const KernelTable& table = context_.state;
+  int32_t* flag =
+      table.on_host() ? &nonfinite : context_.nan_records->sum_flag(unit_.record(run.first_slot));
+  check(table->accumulate_ranks(contributions.data(), static_cast<int32_t>(contributions.size()),
+                                dtype_of(message_.scalar_type()), sum, run.numel, scale,
+                                sums.fresh(run.first_slot), flag, table.launch()),
+        "accumulate_ranks");
+  if (nonfinite == 0) return;
+  for (int64_t i = run.first_slot; i <= run.last_slot; ++i) {
+    if (unit_.layout().own_piece(i) == nullptr) continue;
+    context_.nan_records->suspect_sum(unit_.record(i));
+  }
+}
+
+AbandonedReduction UnitReduction::abandon() {
+  if (sent_to_host_.has_value()) sent_to_host_->synchronize();  // into memory that goes now
+  bucket_->mark_used();
+  return {std::move(pending_), std::move(bucket_), std::move(flags_)};
+}
+
+}  // namespace zero_ext

@@ -1,0 +1,86 @@
+// UnitReduction: one reduction of a unit's gradients: the message of this rank, what the other
+// ranks sent, and their addition to the unit's sums.
+//
+// Owner:     Reductions, from the moment that the unit is lent a bucket until the contributions are
+//            added, or the backward threw.
+// Threads:   called only under Engine::mutex_.
+// Invariant: the bucket is here from construction until finish() or abandon().
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/comm.h"
+#include "memory/bucket.h"
+#include "units/unit.h"
+#include "units/unit_context.h"
+
+namespace zero_ext {
+
+// The memory of a reduction that this rank will not finish. Other ranks may finish theirs with it.
+struct AbandonedReduction {
+  Pending pending;
+  std::unique_ptr<Bucket> bucket;  // null where it used none
+  std::vector<at::Tensor> flags;
+};
+
+class UnitReduction {
+ public:
+  UnitReduction(const UnitContext& context, Unit& unit, std::unique_ptr<Bucket> bucket)
+      : context_(context), unit_(unit), bucket_(std::move(bucket)) {}
+
+  // Contributions bring flags that say which slots their rank used. Otherwise the ranks count the
+  // users of each slot at the end of the backward, once for all units: a device's backend starts
+  // few collectives faster than many, and the host needs no earlier answer.
+  static bool brings_flags(const UnitContext& context, const Comm& comm) {
+    return context.reduction == Reduction::exchange && !comm.on_device();
+  }
+
+  const Unit& unit() const { return unit_; }
+  // The unit's gradients go into the bucket from now on.
+  void lend_message();
+  // `more_to_come`: this rank has late gradients, which all ranks will have to reduce.
+  void start(Comm& comm, int64_t backward, bool more_to_come);
+  // Waits and adds the ranks' contributions, times `scale`. Gives the bucket back.
+  std::unique_ptr<Bucket> finish(float scale);
+  // A rank had late gradients when it started this one; known where contributions bring flags.
+  bool more_to_come() const { return more_to_come_; }
+  // The beginning of a message about this rank waiting for the reduction.
+  std::string waiting() const;
+  bool started() const { return unit_.arrivals().reduced(); }
+  // The backward threw. What the other ranks may still need.
+  AbandonedReduction abandon();
+
+ private:
+  void start_exchange(Comm& comm);
+  void exchange_flags(Comm& comm, int64_t tag);
+  void start_collective(Comm& comm);
+  // Queues a copy to the host of the contributions that lie on the device, where sums are
+  // offloaded.
+  void send_to_host(Comm& comm);
+  void wait();
+  void check_flags();
+  bool knows_users() const { return !flags_.empty(); }
+  bool may_be_used_by(int64_t source, int64_t i) const;
+  void add_contributions(float scale);
+  void add_run(const Run& run, float scale);
+
+  const UnitContext& context_;
+  Unit& unit_;
+  std::unique_ptr<Bucket> bucket_;
+  at::Tensor message_;  // [padded], in the bucket: this rank's gradients
+  int64_t backward_ = 0;
+  bool more_to_come_ = false;
+  Pending pending_;
+  std::vector<at::Tensor> flags_;    // [world] messages of bytes, where contributions bring them
+  std::vector<at::Tensor> sources_;  // contributions to this rank's range, in rank order
+  std::optional<c10::Event> sent_to_host_;
+};
+
+}  // namespace zero_ext

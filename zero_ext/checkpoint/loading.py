@@ -1,0 +1,150 @@
+"""Loading what a checkpoint holds into a model and its optimizers."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_ext.checkpoint import files
+from zero_ext.checkpoint.contents import Contents
+from zero_ext.checkpoint.optimizer_states import SavedOptimizer, listed
+from zero_ext.ranks.agreement import all_or_none, check_same_on_all_ranks
+from zero_ext.state.model_state import (
+    ModelState,
+    groups_of,
+    handles_of,
+    has_wider_master,
+    held_value,
+    target_for,
+)
+
+
+def load(
+    path: str | os.PathLike,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    *,
+    strict: bool = True,
+) -> dict[str, Any]:
+    """Give ``model`` and ``optimizer`` what a checkpoint holds; returns its ``extra``. Collective.
+
+    Call it between two steps; gradients stay as they are. Load only what you trust: everything that
+    is no tensor is unpickled.
+
+    Stage, number of ranks, dtypes and units may differ from those that saved it. A checkpoint of a
+    plain or an FSDP2 model by ``torch.distributed.checkpoint.save({"model": model.state_dict()},
+    …)`` is read as well. All of it is read before anything is changed. So a rank needs memory for a
+    second copy of its masters and of its part of the optimizer's state, and host memory for what is
+    not sharded.
+
+    Args:
+        optimizer: As many as were saved, in the same order, or none.
+        strict: Names that the checkpoint or the model lacks are an error; else they are passed over
+            with a warning.
+    Raises:
+        ValueError: names, shapes, or the optimizers or their groups do not fit. Nothing is changed.
+        RuntimeError: some rank could not read it. Nothing is changed.
+    """
+    return _load(path, model, listed(optimizer), strict)
+
+
+def load_optimizers(
+    path: str | os.PathLike,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    *,
+    strict: bool = True,
+) -> None:
+    """As ``load``, for a model that has loaded its values by itself.
+
+    Of the model only masters are loaded, with the bits that their parameters lack. A value that was
+    changed since is kept.
+    """
+    _load(path, model, optimizers, strict, keeps_values=True)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _load(
+    path: str | os.PathLike,
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    strict: bool,
+    keeps_values: bool = False,
+) -> dict[str, Any]:
+    groups = groups_of(model)
+    what = f"load() of checkpoint '{path}'"
+    files.writer_of(groups).wait()
+    with all_or_none(groups, what):
+        path = Path(path).resolve()
+        _prepare(model)
+        of_model = ModelState.of(model)
+        contents = Contents.of(path)
+        names, objects = contents.matching(of_model, strict)
+        if keeps_values:
+            names = [name for name in names if has_wider_master(of_model.tensors[name])]
+            objects = {}
+        values = {contents.keys[name]: target_for(of_model.tensors[name]) for name in names}
+        objects |= {name: contents.objects[name] for name in objects.keys() & contents.objects}
+        # What torch has written is read into what there is, part by part.
+        templates = {contents.keys[n]: objects[n] for n in objects.keys() - contents.objects}
+        saved = SavedOptimizer.all_of(contents, optimizers, of_model)
+        for each in saved:
+            values |= each.targets()
+        of_model.check_writable(names)
+    check_same_on_all_ranks(
+        groups,
+        [f"checkpoint {contents.id}", f"strict={strict}", *sorted(values), *sorted(templates)],
+        "checkpoints to be loaded",
+        remedy="Load the same one into the same model and optimizer on every rank.",
+    )
+    with all_or_none(groups, what):
+        files.read(path, values)
+        files.read(path, templates)
+    with all_or_none(groups, what):  # optimizers have checks of their own
+        loads = [each.checked_load(values) for each in saved]
+    with all_or_none(groups, what):
+        for load_optimizer in loads:
+            load_optimizer()
+    if keeps_values:
+        for name in names:
+            _keep_changes(values, contents.keys[name], of_model.tensors[name])
+    of_model.write(
+        model,
+        {name: values[contents.keys[name]] for name in names},
+        {name: templates.get(contents.keys[name], value) for name, value in objects.items()},
+    )
+    return contents.extra
+
+
+def _keep_changes(values: dict[str, Any], key: str, parameter: torch.Tensor) -> None:
+    now, saved = held_value(parameter), values[key]
+    unchanged = now.to(parameter.dtype) == saved.to(parameter.dtype)
+    values[key] = torch.where(unchanged, saved, now)
+
+
+def read_whole(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The model's whole ``state_dict()`` on the host, and ``extra``. Not collective.
+
+    Parameters that were trained have the values of their masters.
+    """
+    contents = Contents.of(Path(path).resolve())
+    values = {
+        name: torch.empty(contents.tensors[key].size, dtype=contents.tensors[key].properties.dtype)
+        for name, key in contents.keys.items()
+        if key in contents.tensors
+    }
+    files.read(contents.path, {contents.keys[name]: value for name, value in values.items()})
+    return values | contents.objects, contents.extra
+
+
+def _prepare(model: nn.Module) -> None:
+    """Parameters that were frozen before get masters and states. Collective."""
+    for handle in handles_of(model):
+        handle.refuse_forgotten_writes("load() of a checkpoint")
+        handle.adopt_unfrozen()
+        for optimizer in handle.optimizers:
+            optimizer._follow_groups()

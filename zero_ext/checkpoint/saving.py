@@ -1,0 +1,97 @@
+"""Saving a model and its optimizers, for any stage and any number of ranks.
+
+Note [What is in a checkpoint]
+A checkpoint is a folder in the format of torch.distributed.checkpoint. Each rank writes what it
+holds, and reads what it will hold. The number of ranks may change in between. The keys:
+- ``model.<name>``: each entry of ``state_dict()``. For a parameter that is trained it is the fp32
+  master: rounded to half precision it has the parameter's bits, and a step goes on from all bits.
+- ``optimizer.state.<parameter's name>.<state>``: the tensors of the optimizers' states.
+- ``zero_ext``: everything that is no tensor, pickled. Extra states are here as well.
+Buffers and what else is not sharded are those of rank 0.
+"""
+
+import copy
+import io
+import os
+import secrets
+from collections.abc import Iterable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_ext.checkpoint import files
+from zero_ext.checkpoint.contents import FORMAT, OBJECTS
+from zero_ext.checkpoint.optimizer_states import listed, states_of
+from zero_ext.ranks.agreement import all_or_none, check_same_on_all_ranks
+from zero_ext.state.model_state import ModelState, groups_of, held_value
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def save(
+    path: str | os.PathLike,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    *,
+    extra: dict[str, Any] | None = None,
+    async_: bool = False,
+) -> Future | None:
+    """Write a checkpoint of ``model`` and ``optimizer``, between two steps. Collective.
+
+    It is written beside ``path`` and renamed when it is whole. A checkpoint that was there before
+    stays until then. Gradients are not saved. Nothing is gathered, but a rank needs memory for a
+    copy of its masters.
+
+    Args:
+        path: A folder that all ranks share. A checkpoint there is replaced, and the user's own
+            files in it are kept. A folder without a checkpoint must be empty.
+        model: A sharded module, one whose parameters an optimizer of this package shards, or any.
+        optimizer: Of the model's parameters, or several, which share none. A ``loss_scaler`` is
+            saved with its optimizer.
+        extra: Whatever else a restart needs (schedulers, counts, random states); pickled, rank 0's.
+        async_: Copy everything to host memory, and return while it is being written. Saves are
+            written in the order of their calls.
+    Returns:
+        With ``async_`` a future. Its ``result()`` is None once the checkpoint is at ``path``.
+        Where the save failed it raises the error, which is also a warning. Call it before the
+        process group ends.
+    Raises:
+        ValueError: ``path`` holds something else; or an optimizer has a parameter that is not the
+            model's, or that another optimizer has, too.
+        RuntimeError: some rank could not write, or the call came from inside a backward.
+    """
+    groups = groups_of(model)
+    with all_or_none(groups, f"save() of checkpoint '{path}'"):
+        path = Path(path).resolve()
+        files.refuse_to_replace(path)
+        of_model = ModelState.of(model)
+        state: dict[str, Any] = {f"model.{n}": held_value(v) for n, v in of_model.tensors.items()}
+        state |= {f"model.{n}": copy.deepcopy(v) for n, v in of_model.objects.items()}
+        objects = {
+            "format": FORMAT,
+            "id": secrets.token_hex(8),
+            "extra": extra or {},
+            "model": of_model.objects,
+        }
+        tensors, objects["optimizers"] = states_of(listed(optimizer), of_model)
+        state |= tensors
+        state[OBJECTS] = _pickled(objects)
+        if async_:
+            state = {key: files.copied_to_host(value) for key, value in state.items()}
+    check_same_on_all_ranks(
+        groups,
+        [f"folder {path.name}", *sorted(state)],
+        "checkpoints to be saved",
+        remedy="Save the same model and optimizer to the same folder on every rank.",
+    )
+    writer = files.writer_of(groups)
+    return (writer.start if async_ else writer.write)(path, state, groups)
+
+
+def _pickled(objects: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(objects, buffer)
+    return buffer.getvalue()

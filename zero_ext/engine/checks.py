@@ -1,0 +1,155 @@
+"""Which parameters and buffers can be sharded. Nothing has changed when a check raises."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zero_ext import _C
+from zero_ext.engine.registry import find
+from zero_ext.ranks.groups import Groups
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that parameters are trained in
+
+Named = Iterable[tuple[str, Tensor]]  # parameters or buffers with their names
+
+
+def stays_whole(parameter: Tensor) -> bool:
+    """Whether every rank keeps all of it: it is frozen, in a dtype that nothing here computes with,
+    such as quantised weights."""
+    return not parameter.requires_grad and parameter.dtype not in DTYPES
+
+
+def describe(*parameters: tuple[str, Tensor]) -> list[str]:
+    """What ranks must agree on."""
+    return [
+        f"{name} {tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"
+        for name, p in parameters
+    ]
+
+
+def check_parameters(
+    groups: Groups,
+    parameters: Sequence[tuple[str, Tensor]],
+    *,
+    whole: Sequence[tuple[str, Tensor]] = (),
+    meta_allowed: bool = False,
+) -> None:
+    """Raise unless all ``parameters`` can be sharded beside those that stay ``whole``.
+
+    Raises:
+        ValueError, TypeError: naming the first parameter that cannot be.
+    """
+    for name, parameter in parameters:
+        _check_alone(groups, name, parameter, meta_allowed)
+    _check_memory_of_their_own(groups, parameters)
+    for name, parameter in (*parameters, *whole):
+        if parameter.device != groups.device and not parameter.is_meta:
+            raise ValueError(
+                f"{groups.where}parameter '{name}' is on {parameter.device}, "
+                f"others are on {groups.device}. Move the model to one device before sharding it."
+            )
+    for name, parameter in whole:
+        if parameter.is_meta:
+            reject_dtype(groups, name, parameter)
+
+
+def _check_alone(groups: Groups, name: str, parameter: Tensor, meta_allowed: bool) -> None:
+    where = f"{groups.where}parameter '{name}'"
+    if isinstance(parameter, DTensor):
+        raise TypeError(
+            f"{where} is a DTensor: another library (FSDP2, tensor parallelism) shards it already. "
+            "Pass a plain module, before fully_shard()."
+        )
+    if isinstance(parameter, UninitializedParameter):
+        raise ValueError(
+            f"{where} has no shape yet. Run a forward of its lazy module before sharding it."
+        )
+    if is_traceable_wrapper_subclass(parameter):
+        raise TypeError(
+            f"{where} is a {type(parameter).__name__}, which wraps other tensors and cannot be "
+            "cut. Leave it out (ignored_params)."
+        )
+    if (entry := find(parameter)) is not None:
+        raise ValueError(f"{where} is sharded already. {_how_to_shard_once(entry[0])}")
+    usable = (meta_allowed and parameter.is_meta) or _C.has_kernels_on(parameter.device)
+    if parameter.dtype not in DTYPES or not usable:
+        reject_dtype(groups, name, parameter)
+    if parameter.layout != torch.strided:
+        raise TypeError(f"{where} has layout {parameter.layout}; only dense ones can be cut.")
+    if parameter.grad is not None:
+        raise ValueError(
+            f"{where} has a gradient already, which was never reduced. Call zero_grad() first."
+        )
+    if _C.reduced_by_ddp(parameter):
+        raise ValueError(
+            f"{where} is reduced by DistributedDataParallel already: its gradient would be "
+            "averaged twice. Use the plain module (ddp.module before wrapping) without DDP."
+        )
+
+
+def _how_to_shard_once(handle) -> str:
+    if handle.sharded_methods is None:
+        return "An optimizer of zero_ext.optim has done it: make the optimizer after shard()."
+    return (
+        "Shard a module once, not its layers one by one (units= says which are gathered together), "
+        "and give its parameters to one optimizer."
+    )
+
+
+def reject_dtype(groups: Groups, name: str, parameter: Tensor) -> NoReturn:
+    """Raise that ``parameter`` cannot be trained in its dtype on its device."""
+    with_kernels = [d for d in ("cpu", "cuda") if _C.has_kernels_on(torch.device(d))]
+    trains = parameter.requires_grad and parameter.dtype not in DTYPES
+    raise TypeError(
+        f"{groups.where}parameter '{name}' is {parameter.dtype} on {parameter.device}; this build "
+        f"trains {', '.join(map(str, DTYPES))} on {' and '.join(with_kernels).upper()}. Convert "
+        f"it, {'freeze it, ' if trains else ''}or leave it out (ignored_params)."
+    )
+
+
+def _check_memory_of_their_own(groups: Groups, parameters: Named) -> None:
+    """Sharding moves each parameter into other memory. Two trained ones that are tied only by
+    lying in the same memory would no longer be equal."""
+    pieces = []
+    for name, parameter in parameters:
+        value = parameter.detach()
+        extent = 1 + sum(
+            (n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True)
+        )
+        if parameter.is_meta or value.numel() == 0 or extent != value.numel():  # has gaps
+            continue
+        begin = value.data_ptr()
+        pieces.append((begin, begin + value.nbytes, name, parameter.requires_grad))
+    pieces.sort(key=lambda piece: piece[:2])
+    for (_, end, first, first_trains), (begin, _, second, second_trains) in itertools.pairwise(
+        pieces
+    ):
+        if begin < end and (first_trains or second_trains):
+            raise ValueError(
+                f"{groups.where}parameters '{first}' and '{second}' are different ones "
+                "in the same memory, which sharding would part. Make them one Parameter "
+                "(b.weight = a.weight), or give one a copy."
+            )
+
+
+def check_buffers(groups: Groups, buffers: Named) -> None:
+    """Raise for a buffer that rank 0 cannot broadcast."""
+    for name, buffer in buffers if groups.world > 1 else ():
+        kind = None
+        if buffer.layout != torch.strided:
+            kind = str(buffer.layout)
+        elif buffer.is_quantized:
+            kind = str(buffer.dtype)
+        elif is_traceable_wrapper_subclass(buffer):
+            kind = type(buffer).__name__
+        if kind is not None:
+            raise TypeError(
+                f"{groups.where}buffer '{name}' is {kind}, which is not broadcast."
+                " Give all ranks the same values and pass sync_module_states=False."
+            )

@@ -1,0 +1,122 @@
+"""ShardingOptions: the settings that users pass to ``shard()``, to an optimizer, to an estimate."""
+
+import datetime
+import math
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+from zero_ext import _C
+from zero_ext.engine.checks import DTYPES
+from zero_ext.ranks import environment
+from zero_ext.ranks.comm_groups import comm_groups
+from zero_ext.ranks.groups import Groups
+
+
+def check_policy(policy: OffloadPolicy | None) -> OffloadPolicy:
+    """``policy``, or the one that offloads nothing.
+
+    Raises:
+        TypeError: neither a ``CPUOffloadPolicy`` nor an ``OffloadPolicy`` of torch's FSDP2.
+    """
+    if policy is None:
+        return OffloadPolicy()
+    if type(policy) not in (OffloadPolicy, CPUOffloadPolicy):
+        raise TypeError(
+            "zero_ext: offload_policy must be torch.distributed.fsdp.CPUOffloadPolicy(pin_memory="
+            f"True|False) or None, not {policy!r}."
+        )
+    return policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingOptions:
+    """See ``shard`` for what each of them means.
+
+    Raises:
+        ValueError, TypeError: a setting makes no sense.
+    """
+
+    stage: int
+    bucket_mb: float = 25.0
+    reduction: str | None = None
+    reduce_dtype: torch.dtype | None = None
+    param_dtype: torch.dtype | None = None
+    accumulation_steps: int | None = None
+    sync_module_states: bool = True
+    prefetch_mb: float | None = None
+    retained_bytes: int | None = None
+    reshard_after_forward: bool = True
+    offload_policy: OffloadPolicy | None = None
+
+    def __post_init__(self):
+        stage, steps = self.stage, self.accumulation_steps
+        if stage not in (0, 1, 2, 3) or not isinstance(stage, int) or isinstance(stage, bool):
+            raise ValueError(
+                f"zero_ext: there is no stage {stage!r}. Stage 1 shards the optimizer's state, "
+                "stage 2 the gradients too, stage 3 the parameters as well (0 shards nothing)."
+            )
+        object.__setattr__(self, "offload_policy", check_policy(self.offload_policy))
+        if self.reduction not in (None, "exchange", "collective"):
+            raise ValueError(
+                f"zero_ext: reduction must be 'exchange' or 'collective', not {self.reduction!r}."
+            )
+        if not 0 < self.bucket_mb < math.inf:
+            raise ValueError(
+                f"zero_ext: bucket_mb must be positive and finite, not {self.bucket_mb}."
+            )
+        for name in ("prefetch_mb", "retained_bytes"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"zero_ext: {name} must be at least 0 and finite, not {value!r}.")
+        for dtype in (self.param_dtype, self.reduce_dtype):
+            if dtype is not None and dtype not in DTYPES:
+                raise ValueError(f"zero_ext: {dtype} is not one of {DTYPES}.")
+        if steps is not None and (not isinstance(steps, int) or steps < 1):
+            raise ValueError(f"zero_ext: accumulation_steps must be at least 1, not {steps!r}.")
+
+    @property
+    def bucket_bytes(self) -> float:
+        return self.bucket_mb * 2**20
+
+    @property
+    def offloads(self) -> bool:
+        """Masters, gradient sums and optimizer state live in host memory."""
+        return isinstance(self.offload_policy, CPUOffloadPolicy)
+
+    def describe(self, groups: Groups, units: list[list[int]] | None) -> str:
+        """What ranks must agree on. ``units``: the parameters' indices, where modules cut them."""
+        return (
+            f"stage={self.stage} bucket_mb={self.bucket_mb} reduction={self.reduction} "
+            f"param_dtype={self.param_dtype} reduce_dtype={self.reduce_dtype} "
+            f"accumulation_steps={self.accumulation_steps or 1} "
+            f"sync_module_states={self.sync_module_states} offload={self.offloads} "
+            f"shards={groups.shards} units={units}"
+        )
+
+    def make_engine(self, groups: Groups, prefetch_bytes: int) -> _C.Engine:
+        """An engine over ``groups`` that has no parameters yet. Collective."""
+        options = _C.EngineOptions()
+        options.stage = self.stage
+        options.reduce_dtype = self.reduce_dtype
+        options.accumulation_steps = self.accumulation_steps or 1
+        options.broadcast = self.sync_module_states
+        options.limit_bytes = environment.limit_bytes()
+        options.global_ranks = list(groups.global_ranks)
+        options.device = groups.device
+        options.offload = self.offloads and groups.device.type != "cpu"
+        options.pin_memory = getattr(self.offload_policy, "pin_memory", True)
+        options.gather.prefetch_bytes = prefetch_bytes
+        options.gather.prefetch_from_local_peers = self.prefetch_mb is not None
+        options.gather.retained_bytes = (
+            -1 if self.retained_bytes is None else int(self.retained_bytes)
+        )
+        options.gather.reshard_after_forward = self.reshard_after_forward
+        options.shared_host_transport = environment.shared_host_transport_allowed()
+        with comm_groups(groups) as comm:
+            for group, name in comm.names.items():
+                setattr(options, group, name)
+            options.timeout_ms = comm.timeout // datetime.timedelta(milliseconds=1)
+            options.reduction = getattr(_C.Reduction, self.reduction or comm.default_reduction)
+            return _C.Engine(options)

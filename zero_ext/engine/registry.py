@@ -1,0 +1,83 @@
+"""The registry: from a Parameter to the handle that shards it. The Parameter gets no attribute."""
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zero_ext import _C
+
+if TYPE_CHECKING:
+    from zero_ext.engine.handle import Handle
+
+# Parameter -> (weak reference to its Handle, index in the engine).
+_entries = WeakIdKeyDictionary()
+
+
+def find(parameter: Tensor) -> tuple["Handle", int] | None:
+    """The handle that shards ``parameter`` and the parameter's index in its engine, or None."""
+    entry = _entries.get(parameter)
+    handle = entry[0]() if entry is not None else None
+    return None if handle is None else (handle, entry[1])
+
+
+def any_sharded(parameters: Iterable[Tensor]) -> bool:
+    return any(find(parameter) is not None for parameter in parameters)
+
+
+def handle_of(sharded) -> "Handle":
+    """The handle of a sharded module, or of an optimizer of this package.
+
+    Raises:
+        ValueError, TypeError: ``sharded`` is neither.
+    """
+    if isinstance(sharded, nn.Module):
+        found = (entry[0] for p in sharded.parameters() if (entry := find(p)) is not None)
+        if (handle := next(found, None)) is None:
+            raise ValueError(f"zero_ext: this {type(sharded).__name__} is not sharded.")
+        return handle
+    handle = getattr(sharded, "_handle", None)
+    if not isinstance(getattr(handle, "engine", None), _C.Engine):
+        raise TypeError(
+            "zero_ext: expected a sharded module or an optimizer of zero_ext.optim, not "
+            f"{type(sharded).__name__}."
+        )
+    return handle
+
+
+class ParameterTable:
+    """The parameters of one handle by their index in its engine, and their registry entries.
+
+    Holds the parameters and the handle weakly.
+    """
+
+    def __init__(self, handle: "Handle"):
+        self._handle = weakref.ref(handle)
+        self._references: list[weakref.ref] = []
+
+    def __len__(self) -> int:
+        return len(self._references)
+
+    def __getitem__(self, i: int) -> Tensor:
+        return self._references[i]()
+
+    def add(self, parameter: Tensor) -> int:
+        i = len(self._references)
+        self._references.append(weakref.ref(parameter))
+        _entries[parameter] = (self._handle, i)
+        return i
+
+    def replace(self, i: int, parameter: Tensor) -> None:
+        """``parameter`` stands where another one stood, which keeps its registry entry."""
+        self._references[i] = weakref.ref(parameter)
+        _entries[parameter] = (self._handle, i)
+
+    def unregister(self) -> None:
+        """Delete the registry entries of all parameters that are still this handle's."""
+        for reference in self._references:
+            parameter = reference()
+            entry = None if parameter is None else _entries.get(parameter)
+            if entry is not None and entry[0] is self._handle:
+                del _entries[parameter]

@@ -1,0 +1,226 @@
+"""Parameter groups: which optimizer owns a parameter, and what users have changed in the groups."""
+
+import operator
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import OffloadPolicy
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zero_ext.engine.checks import stays_whole
+from zero_ext.engine.handle import Handle
+from zero_ext.engine.registry import find
+from zero_ext.ranks.agreement import check_same_on_all_ranks
+
+if TYPE_CHECKING:
+    from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+
+Group = dict[str, Any]
+Named = list[tuple[str, Tensor]]
+
+_owners = WeakIdKeyDictionary()  # Parameter -> weak reference to the optimizer that steps it
+
+
+def _owner_of(parameter: Tensor) -> "ShardedOptimizer | None":
+    owner = _owners.get(parameter)
+    return None if owner is None else owner()
+
+
+def disown(parameters: Iterable[Tensor], optimizer: "ShardedOptimizer") -> None:
+    """Let another optimizer step those of ``parameters`` that belong to ``optimizer``."""
+    for parameter in parameters:
+        if _owner_of(parameter) is optimizer:
+            del _owners[parameter]
+
+
+def settings_of(group: Group) -> dict[str, Any]:
+    """All of a group but its parameters."""
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def sharded_in(group: Group) -> list[tuple[Tensor, int]]:
+    """The sharded parameters of a group, with their indices in the engine."""
+    found = [(parameter, find(parameter)) for parameter in group["params"]]
+    return [(parameter, place[1]) for parameter, place in found if place is not None]
+
+
+def named_parameters(groups: Sequence[Group], first: int = 0) -> tuple[Named, Named]:
+    """From group ``first`` on: the parameters that can be sharded, and those that stay whole."""
+    named = []
+    for g, group in enumerate(groups[first:], first):
+        names = group.get("param_names", ())
+        if len(names) != len(group["params"]):  # none were given, or parameters were taken out
+            names = [f"parameter {i} of group {g}" for i in range(len(group["params"]))]
+        named.extend(zip(names, group["params"], strict=True))
+    whole = [(name, p) for name, p in named if stays_whole(p)]
+    return [(name, p) for name, p in named if not stays_whole(p)], whole
+
+
+def check_not_owned(named: Named, optimizer: "ShardedOptimizer") -> None:
+    """Raise if another optimizer steps one of these parameters."""
+    for name, parameter in named:
+        owner = _owner_of(parameter)
+        if owner in (None, optimizer):
+            continue
+        owner._follow_groups()  # the user may have taken the parameter out of them
+        if _owner_of(parameter) is owner:
+            raise ValueError(
+                f"zero_ext: '{name}' is stepped by another optimizer ({type(owner).__name__}) "
+                "already. Give each parameter to one optimizer, or give up all parameters of the "
+                "other optimizer with its retire()."
+            )
+
+
+def check_of_engine(named: Named, handle: Handle) -> None:
+    """Raise if one of these parameters is not sharded by the engine of ``handle``."""
+    for name, parameter in named:
+        place = find(parameter)
+        if place is None or place[0] is not handle:
+            raise ValueError(
+                f"zero_ext: '{name}' is not a parameter of the sharded module that the others "
+                "belong to. Give each sharded module its own optimizer, or shard one module that "
+                "holds them: nn.ModuleList([one, another])."
+            )
+
+
+def handle_of_module(
+    named: Named,
+    stage: int | None,
+    process_group: dist.ProcessGroup | None,
+    offload_policy: OffloadPolicy | None,
+) -> Handle | None:
+    """The handle of the sharded module whose parameters these are, or None for plain ones.
+
+    Raises:
+        ValueError: they are not all of one module, or the module was sharded in another way.
+    """
+    handle = next((place[0] for _, p in named if (place := find(p)) is not None), None)
+    if handle is None:
+        return None
+    check_of_engine(named, handle)
+    for name, given, of_module in (
+        ("stage", stage, handle.engine.stage),
+        ("process_group", process_group, handle.groups.parent),
+        ("offload_policy", offload_policy, handle.offload_policy),
+    ):
+        if given not in (None, of_module):
+            raise ValueError(
+                f"zero_ext: {name}={given}, but the module was sharded with {name} {of_module}. "
+                f"Leave {name} out."
+            )
+    return handle
+
+
+def check_same_optimizers(optimizer: "ShardedOptimizer") -> None:
+    """Raise if ranks make different optimizers. Collective.
+
+    Each rank may list the parameters of a group in an order of its own.
+    """
+    kind = getattr(optimizer, "_optimizer_class", type(optimizer))  # the wrapped one, any callable
+    handle = optimizer._handle
+    check_same_on_all_ranks(
+        handle.groups,
+        [
+            f"{getattr(kind, '__name__', '')} nonfinite={optimizer.nonfinite!r} "
+            f"clips={optimizer.max_grad_norm is not None} "
+            f"scales={optimizer.loss_scaler is not None}",
+            *(
+                f"group {g}: {handle.engine.parameter_name(i)}"
+                for g, group in enumerate(optimizer.param_groups)
+                for i in sorted(i for _, i in sharded_in(group))
+            ),
+        ],
+        "the optimizers",
+        remedy="Make the same optimizers in the same order on every rank.",
+    )
+
+
+class FollowedGroups:
+    """What the groups of one optimizer held when ``follow`` last looked.
+
+    Owner: the optimizer, which passes itself to each method: a reference back to it would keep it
+    alive. Changes in ``follow`` alone.
+    """
+
+    def __init__(self) -> None:
+        self._lists: list[list[Tensor]] = []  # of each group
+        self._state_counts: list[int] = []  # of each group
+        self._frozen: list[int] = []  # indices of parameters that get a state once they train
+        # Each parameter that has had a state -> whether it was in a group.
+        self._present = WeakIdKeyDictionary()
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        return [parameter for parameters in self._lists for parameter in parameters]
+
+    def are_current(self, optimizer: "ShardedOptimizer") -> bool:
+        """Whether no parameter has come, gone, moved or been unfrozen, and no state been added."""
+        groups, unit_of = optimizer.param_groups, optimizer._handle.engine.unit_of
+        now = [group["params"] for group in groups]
+        return (
+            list(map(len, now)) == list(map(len, self._lists))
+            and list(map(optimizer._states_of, groups)) == self._state_counts
+            and all(all(map(operator.is_, *both)) for both in zip(now, self._lists, strict=True))
+            and max(map(unit_of, self._frozen), default=-1) < 0
+        )
+
+    def follow(self, optimizer: "ShardedOptimizer") -> None:
+        """Make ownership, the state in C++ and ``optimizer.state`` follow the groups.
+
+        Raises:
+            ValueError: a parameter is not sharded, or another optimizer's; nothing has changed.
+        """
+        groups, sharded_state = optimizer.param_groups, optimizer._sharded_state
+        named, _ = named_parameters(groups)
+        for name, parameter in named:
+            if find(parameter) is None:
+                raise ValueError(
+                    f"zero_ext: '{name}' of shape {tuple(parameter.shape)} was put into the groups "
+                    "by hand, and is not sharded. Add it with add_param_group()."
+                )
+        check_of_engine(named, optimizer._handle)
+        check_not_owned(named, optimizer)
+        sharded = [sharded_in(group) for group in groups]
+        mine = {i for places in sharded for _, i in places}
+        sharded_state.unassign([i for i in sharded_state.indices if i not in mine])
+        for g, places in enumerate(sharded):
+            sharded_state.assign([i for _, i in places], g)
+        self._let_go(optimizer)
+        frozen = []
+        for group, places in zip(groups, sharded, strict=True):
+            for parameter, i in places:
+                _owners[parameter] = weakref.ref(optimizer)
+                if optimizer._handle.engine.unit_of(i) < 0:
+                    frozen.append(i)
+                else:
+                    self._show_state(optimizer, parameter, i, group)
+        # Last: what has raised before is followed again.
+        self._frozen = frozen
+        self._lists = [list(group["params"]) for group in groups]
+        self._state_counts = list(map(optimizer._states_of, groups))
+
+    def _let_go(self, optimizer: "ShardedOptimizer") -> None:
+        """Of the parameters that are in no group any more."""
+        here = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        gone = [parameter for parameter in self.parameters if id(parameter) not in here]
+        disown(gone, optimizer)
+        for parameter in gone:
+            if parameter in self._present:
+                self._present[parameter] = False
+            # torch makes a state in the first step, and saves none of what is in no group.
+            if not optimizer.state.get(parameter, {}).get("step", True):
+                del optimizer.state[parameter]
+
+    def _show_state(
+        self, optimizer: "ShardedOptimizer", parameter: Tensor, i: int, group: Group
+    ) -> None:
+        present = self._present.get(parameter)
+        has_values = bool(optimizer.state.get(parameter))
+        if present is False and not has_values:  # it was put back, and begins anew
+            optimizer._forget_state(parameter, i)
+        if not present or has_values:  # else the user emptied it, which the next step follows
+            optimizer._show_state(parameter, i, group)
+        self._present[parameter] = True

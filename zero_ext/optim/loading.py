@@ -1,0 +1,111 @@
+"""Loading: what is checked of a saved state before any of it is written."""
+
+import copy
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero_ext.optim.groups import Group, settings_of
+
+if TYPE_CHECKING:
+    from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+
+
+class SavedState(NamedTuple):
+    """What was saved of one parameter, and its group with the settings that it will have."""
+
+    key: int | str
+    parameter: Tensor
+    group: Group
+    values: dict[str, Any]
+
+    def check_shape(self, name: str, shape: torch.Size) -> None:
+        """Raise where a saved value has another shape than the optimizer's."""
+        value = self.values[name]
+        if isinstance(value, Tensor) and value.shape != shape:
+            raise ValueError(
+                f"zero_ext: state '{name}' of parameter {self.key} has shape "
+                f"{tuple(value.shape)}, the optimizer's has {tuple(shape)}."
+            )
+
+    def warn_of_frozen(self) -> None:
+        if self.values:
+            warnings.warn(
+                f"zero_ext: parameter {self.key} is frozen, and its saved state "
+                f"({', '.join(map(str, self.values))}) is passed over: it begins anew when the "
+                "parameter is unfrozen. Thaw it before load_state_dict().",
+                stacklevel=5,
+            )
+
+
+def saved_states(
+    groups: Sequence[Group], keys: Iterable[int | str], states: dict[int | str, dict[str, Any]]
+) -> list[SavedState]:
+    """One of each parameter of ``groups``, which were saved under ``keys``."""
+    pairs = [(parameter, group) for group in groups for parameter in group["params"]]
+    return [
+        SavedState(key, parameter, group, states.get(key, {}))
+        for key, (parameter, group) in zip(keys, pairs, strict=True)
+    ]
+
+
+def checked_load(optimizer: "ShardedOptimizer", state_dict: dict[str, Any]) -> Callable[[], None]:
+    """Check all of ``state_dict``, without a change. The function that is returned loads it."""
+    state_dict = state_dict.copy()  # hooks may change what they are given
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        result = hook(optimizer, state_dict)
+        state_dict = state_dict if result is None else result
+    optimizer._catch_up()
+    saved_groups = state_dict["param_groups"]
+    saved_sizes, sizes = (
+        [len(group["params"]) for group in groups]
+        for groups in (saved_groups, optimizer.param_groups)
+    )
+    if saved_sizes != sizes:
+        raise ValueError(
+            f"zero_ext: the state has groups of {saved_sizes} parameters, the optimizer of {sizes}."
+        )
+    settings = [copy.deepcopy(settings_of(saved)) for saved in saved_groups]
+    groups = [{**g, **new} for g, new in zip(optimizer.param_groups, settings, strict=True)]
+    optimizer._check_states(groups)
+    keys = (key for saved in saved_groups for key in saved["params"])
+    load_states = optimizer._checked_states(saved_states(groups, keys, state_dict["state"]))
+
+    @torch.no_grad()
+    def load() -> None:
+        load_states()
+        for group, new in zip(optimizer.param_groups, settings, strict=True):
+            group.update(new)
+        for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+            hook(optimizer)
+
+    return load
+
+
+class EmptiedState:
+    """Notices that a user emptied ``optimizer.state``, or the state of a parameter, to begin anew.
+
+    Owner: the optimizer, which passes itself to each method.
+    """
+
+    def remember(self, optimizer: "ShardedOptimizer") -> None:
+        self._state, self._count = optimizer.state, _values_in(optimizer.state)
+
+    def follow(self, optimizer: "ShardedOptimizer") -> None:
+        """Zero what the user emptied, and show it again."""
+        state, groups = optimizer.state, optimizer.param_groups
+        if state is self._state and _values_in(state) >= self._count:
+            return
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        wanted = {k: state.get(parameter, {}) for k, parameter in enumerate(parameters)}
+        optimizer.state = defaultdict(dict)
+        optimizer._checked_states(saved_states(groups, wanted, wanted))()
+
+
+def _values_in(state: dict[Tensor, dict[str, Any]]) -> int:
+    """How many parameters have some state."""
+    return len(list(filter(None, state.values())))

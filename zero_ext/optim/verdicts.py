@@ -1,0 +1,107 @@
+"""What the ranks decide about a step: whether their settings agree, and whether it is skipped."""
+
+import warnings
+from numbers import Number
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from zero_ext import _C
+from zero_ext.ranks.agreement import check_same_on_all_ranks
+
+if TYPE_CHECKING:
+    from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+
+# These choose between torch's implementations and change no value of an update.
+_SWITCHES = frozenset(("foreach", "fused", "capturable", "differentiable"))
+
+
+class SkippedSteps:
+    """The verdicts of an optimizer's steps, as the host learns of them.
+
+    On a device the update is queued before the host knows whether the device will skip it.
+
+    Owner: the optimizer, which passes itself to ``report``.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._unreported: list[_C.StepVerdict] = []  # in the order of the steps
+
+    def add(self, verdict: _C.StepVerdict) -> None:
+        self._unreported.append(verdict)
+
+    def report(self, optimizer: "ShardedOptimizer", *, wait: bool) -> None:
+        """Warn or raise for the skipped steps among those that the host knows by now.
+
+        Args:
+            wait: For the device, until all are known.
+        """
+        while self._unreported and (wait or self._unreported[0].is_settled):
+            verdict = self._unreported.pop(0)
+            if not optimizer._handle.knows_on_host:
+                optimizer._handle.engine.settle(verdict)  # reads it from the device
+            if verdict.nonfinite:
+                self._report_one(optimizer, verdict)
+
+    def _report_one(self, optimizer: "ShardedOptimizer", verdict: _C.StepVerdict) -> None:
+        scaler = optimizer.loss_scaler
+        if scaler is not None and scaler._expects_overflow():
+            self.count += 1
+            return
+        if verdict.rank < 0:
+            place = "on some rank"
+        else:
+            place = f"first in '{verdict.parameter}' on rank {verdict.rank}"
+            if verdict.micro_batch >= 0:
+                place += f", micro-batch {verdict.micro_batch}"
+        message = f"{optimizer._handle.groups.where}gradients hold NaN or Inf, {place}"
+        if optimizer.nonfinite == "raise":
+            raise RuntimeError(
+                f"{message}. Nothing was updated. To skip such steps, pass nonfinite='skip'."
+            )
+        self.count += 1
+        warnings.warn(f"{message}; step skipped on all ranks ({self.count} so far).", stacklevel=7)
+
+
+class StepSettings:
+    """The settings that an update multiplies with. Each step compares their hash between ranks."""
+
+    def __init__(self, defaults: dict[str, Any]):
+        self._names = [name for name in defaults if name not in _SWITCHES]
+
+    def hash(self, optimizer: "ShardedOptimizer") -> int:
+        """Equal on ranks where all settings are equal."""
+        if optimizer._handle.groups.world == 1:
+            return 0
+        return hash(tuple(map(_number_of, self._values(optimizer))))
+
+    def check_same(self, optimizer: "ShardedOptimizer") -> None:
+        """Raise for the first setting that differs. Collective."""
+        labels = ["max_grad_norm={}", "gradient divide factor={}"]
+        for g in range(len(optimizer.param_groups)):
+            labels.extend(f"{name}={{}} of group {g}" for name in self._names)
+        numbers = map(_number_of, self._values(optimizer))
+        check_same_on_all_ranks(
+            optimizer._handle.groups,
+            [label.format(number) for label, number in zip(labels, numbers, strict=True)],
+            "the settings of the optimizers",
+            remedy="Give every rank the same, and repeat step(): nothing was updated.",
+        )
+
+    def _values(self, optimizer: "ShardedOptimizer") -> list[Any]:
+        values = [optimizer.max_grad_norm, optimizer._handle.engine.divide_factor]
+        for group in optimizer.param_groups:
+            values.extend(map(group.get, self._names))
+        return values
+
+
+def _number_of(setting: Any) -> Any:
+    """A number, or a tuple of them, with the same hash on every rank; 0 where it is no number."""
+    if isinstance(setting, Number):  # bool is one, and so are numpy's
+        return setting if setting == setting else 0  # every NaN has another hash
+    if isinstance(setting, tuple | list):
+        return tuple(map(_number_of, setting))
+    if isinstance(setting, Tensor) and setting.device.type == "cpu" and setting.numel() == 1:
+        return _number_of(setting.item())  # one on a device would have to be waited for
+    return 0

@@ -1,0 +1,92 @@
+"""What ranks must agree on, and errors that all ranks raise together."""
+
+import contextlib
+import hashlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zero_ext.ranks.groups import Groups
+
+
+@contextlib.contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Errors of collectives inside name this rank and ``what``, the call that waited. Backends name
+    neither.
+
+    Raises:
+        RuntimeError: in place of any RuntimeError.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        cause = str(error).partition("\n")[0]
+        raise RuntimeError(
+            f"zero_ext [rank {dist.get_rank()}]: {what} waited for the other ranks: {cause}. Call "
+            "it on every rank."
+        ) from error
+
+
+def of_all_ranks(value: Any, groups: Groups, what: str) -> list:
+    """Every rank's ``value``, in rank order. Collective."""
+    values: list = [None] * groups.world
+    own = contextlib.nullcontext()
+    # NCCL carries objects through the current device, which need not be ours.
+    if groups.device.type != "cpu" and groups.device.index is not None:
+        own = torch.accelerator.device_index(groups.device.index)
+    with naming(what), own:
+        dist.all_gather_object(values, value, group=groups.parent)
+    return values
+
+
+def check_same_on_all_ranks(
+    groups: Groups,
+    description: list[str],
+    what: str,
+    remedy: str = "Build the same model on every rank before sharding it.",
+) -> None:
+    """Raise on every rank if ``description`` differs, naming the first difference.
+
+    Raises:
+        ValueError: on all ranks.
+    """
+    if groups.world == 1:
+        return
+    comparing = f"comparing {what}"
+    digest = hashlib.sha256("\n".join(description).encode()).hexdigest()
+    if len(set(of_all_ranks(digest, groups, comparing))) == 1:
+        return
+    everyone = of_all_ranks(description, groups, comparing)
+    other = next(r for r in range(groups.world) if everyone[r] != everyone[0])
+    pairs = itertools.zip_longest(everyone[0], everyone[other], fillvalue="nothing")
+    number, (first, second) = next((n, p) for n, p in enumerate(pairs) if p[0] != p[1])
+    raise ValueError(
+        f"{groups.where}{what} differ between ranks: number {number} is "
+        f"'{first}' on rank {groups.global_ranks[0]} and '{second}' on rank "
+        f"{groups.global_ranks[other]} ({len(everyone[0])} and "
+        f"{len(everyone[other])} in all). {remedy}"
+    )
+
+
+@contextlib.contextmanager
+def all_or_none(groups: Groups, what: str) -> Iterator[None]:
+    """Raise on every rank if the body raised on one. Collective.
+
+    Raises:
+        RuntimeError: on the ranks where it did not, naming the first rank where it did.
+    """
+    failure = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    text = None if failure is None else f"{type(failure).__name__}: {failure}"
+    failures = of_all_ranks(text, groups, what) if groups.world > 1 else [text]
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(failures):
+        if text is not None:
+            raise RuntimeError(f"{groups.where}{what}: rank {groups.global_ranks[rank]}: {text}")

@@ -1,0 +1,54 @@
+"""The environment variables that are read at run time. Each is read in one place."""
+
+import datetime
+import os
+import sys
+
+from zero_ext.ranks.agreement import all_or_none
+from zero_ext.ranks.groups import Groups
+
+_LONGEST_S = 1e9  # that deadlines in ns can hold
+
+
+def timeout() -> datetime.timedelta | None:
+    """How long a rank waits for another one. None: as long as the user's process group says."""
+    text = os.environ.get("ZERO_EXT_TIMEOUT_S")
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.001 <= seconds <= _LONGEST_S:
+        raise ValueError(
+            f"zero_ext: ZERO_EXT_TIMEOUT_S={text!r} is not a number of seconds from 0.001 to "
+            f"{_LONGEST_S:g}."
+        )
+    return datetime.timedelta(seconds=seconds)
+
+
+def shared_host_transport_allowed() -> bool:
+    """Whether ranks may read each other's memory instead of sending messages."""
+    text = os.environ.get("ZERO_EXT_CROSS_MEMORY", "1")
+    if text not in ("0", "1"):
+        raise ValueError(f"zero_ext: ZERO_EXT_CROSS_MEMORY={text!r} is neither 0 nor 1.")
+    return text == "1"
+
+
+def limit_bytes() -> int:
+    """The most that an engine may hold."""
+    text = os.environ.get("ZERO_EXT_LIMIT_BYTES")
+    if text is None:
+        return sys.maxsize
+    if not text.isdigit():
+        raise ValueError(f"zero_ext: ZERO_EXT_LIMIT_BYTES={text!r} is not a number of bytes.")
+    return int(text)
+
+
+def check(groups: Groups) -> None:
+    """Raise on every rank where a variable is wrong on one: an engine would find it among
+    collectives."""
+    with all_or_none(groups, "sharding"):
+        timeout()
+        shared_host_transport_allowed()
+        limit_bytes()

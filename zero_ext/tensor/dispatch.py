@@ -1,0 +1,254 @@
+"""Which operation on a ShardTensor runs where.
+
+Note [Which operation runs where]
+DTensor's own dispatch would take the slice for rows of the tensor and answer wrongly without an
+error (``grad.sum(0)``, ``grad.mean()``, ``grad.t()``). So every operation runs in one of four ways:
+- elementwise ones and their ``_foreach_`` forms: on the slices, without communication;
+- norm, sum, any, all and GradScaler's check: on the slices, then one all-reduce; plain result;
+- others that only read: on the gathered tensors, exactly as in one process; plain result;
+- views, random fills, others that write: an error. A write into a gathered copy would be lost.
+The second and third kind are collectives, which all ranks must call.
+"""
+
+from collections.abc import Sequence
+from math import inf
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from zero_ext.ranks.agreement import naming
+from zero_ext.ranks.collectives import all_reduce_
+from zero_ext.tensor.shard_tensor import ShardTensor, wrap
+
+aten = torch.ops.aten
+
+
+def run(func, args, kwargs):
+    """What ``func`` gives for arguments with at least one ShardTensor."""
+    if func in _HANDLERS:
+        return _HANDLERS[func](func, *args, **kwargs)
+    if func._schema.name.startswith("aten::_foreach_") and func not in _FOREACH_REDUCTIONS:
+        return _foreach_elementwise(func, args, kwargs)
+    if func in _KEEPS_SHAPE or (torch.Tag.pointwise in func.tags and func not in _NO_TENSOR):
+        return _elementwise(func, args, kwargs)
+    return _on_full_tensors(func, args, kwargs)
+
+
+def _to_local(argument):
+    if isinstance(argument, ShardTensor):
+        return argument._local_tensor
+    if isinstance(argument, (list, tuple)):
+        return [_to_local(item) for item in argument]
+    return argument.full_tensor() if isinstance(argument, DTensor) else argument
+
+
+def _call_on_slices(func, args, kwargs):
+    return func(*map(_to_local, args), **{name: _to_local(arg) for name, arg in kwargs.items()})
+
+
+def _find_shards(func, operands: Sequence) -> list[ShardTensor]:
+    """The ShardTensors of ``operands``; all must be cut alike and other tensors be scalars, which
+    are only read."""
+    shards = [operand for operand in operands if isinstance(operand, ShardTensor)]
+    target = func._schema.arguments[0].alias_info
+    written = operands[0] if target is not None and target.is_write else None
+    for operand in operands if shards else ():
+        if isinstance(operand, ShardTensor):
+            fits = operand.shape == shards[0].shape and operand.bounds == shards[0].bounds
+        elif isinstance(operand, Tensor):
+            fits = operand.dim() == 0 and operand is not written
+        else:
+            fits = True
+        if not fits:
+            # No TypeError: torch's operators catch it, and `p -= lr * p.grad` would go on as
+            # `p = p - …`, which leaves the parameter as it was.
+            raise RuntimeError(
+                f"zero_ext: {func} of a ShardTensor of shape {tuple(shards[0].shape)} with a "
+                f"{type(operand).__name__} of shape {tuple(operand.shape)}: operands must be "
+                "scalars or ShardTensors with the same bounds. Parameters are stepped by an "
+                "optimizer of zero_ext.optim, or by hand with shard.full_tensor(). Cut a full "
+                "tensor to fit with torch.empty_like(shard).copy_(tensor)."
+            )
+    return shards
+
+
+def _elementwise(func, args, kwargs):
+    shards = _find_shards(func, [*args, *kwargs.values()])
+    result = _call_on_slices(func, args, kwargs)
+    for shard in shards:  # changed in place, or given as out=
+        if result is shard._local_tensor:
+            return shard
+    return wrap(result, shards[0])
+
+
+def _foreach_elementwise(func, args, kwargs):
+    lists = [arg for arg in args if isinstance(arg, (list, tuple))]
+    shards = [_find_shards(func, operands) for operands in zip(*lists, strict=True)]
+    result = _call_on_slices(func, args, kwargs)
+    if result is None:  # in place: nothing else counts the write, and the engine asks
+        written = [t._local_tensor for t in args[0] if isinstance(t, ShardTensor)]
+        torch.autograd.graph.increment_version(written)
+        return None
+    return [wrap(r, s[0]) if s else r for r, s in zip(result, shards, strict=True)]
+
+
+def _on_full_tensors(func, args, kwargs):
+    arguments = func._schema.arguments
+    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    aliased = [given.get(a.name) for a in arguments if a.alias_info is not None]
+    if (
+        any(isinstance(leaf, ShardTensor) for leaf in tree_leaves(aliased))
+        or torch.Tag.nondeterministic_seeded in func.tags
+        or func.namespace == "c10d"  # whose schemas do not tell what they write to
+    ):
+        raise NotImplementedError(
+            f"zero_ext: {func} is not available on a ShardTensor, which holds a flat slice on each "
+            "rank. To read, use shard.full_tensor() on all ranks; to write, use elementwise "
+            "operations, shard.copy_(full_tensor), or shard.to_local(), this rank's slice."
+        )
+    args, kwargs = tree_map_only(DTensor, DTensor.full_tensor, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _new(func, shard, size, *rest, **kwargs):
+    """``new_empty`` and its kin: of the same shape a ShardTensor cut alike, else a plain tensor."""
+    local = shard._local_tensor
+    strided = func is aten.new_empty_strided.default
+    if torch.Size(size) != shard.shape or (strided and tuple(rest[0]) != shard.stride()):
+        return func(local, size, *rest, **kwargs)
+    return wrap(func(local, local.shape, *([(1,)] if strided else rest), **kwargs), shard)
+
+
+def _copy_(func, destination, source, non_blocking=False):
+    """As torch's: a full source is cut to this rank's slice, another DTensor is gathered first."""
+    if not isinstance(destination, ShardTensor):
+        return func(destination, source.full_tensor(), non_blocking)
+    if isinstance(source, ShardTensor) and source.bounds == destination.bounds:
+        _find_shards(func, [destination, source])
+        source = source._local_tensor
+    else:
+        source = source.full_tensor() if isinstance(source, DTensor) else source
+        start, stop = destination.held_range
+        full = source.new_empty_strided(destination.shape, destination.stride())
+        source = full.copy_(source).as_strided((full.numel(),), (1,))[start:stop]
+    func(destination._local_tensor, source, non_blocking)
+    return destination
+
+
+def _foreach_copy_(func, destinations, sources, non_blocking=False):
+    for destination, source in zip(destinations, sources, strict=True):
+        if isinstance(destination, ShardTensor) or isinstance(source, ShardTensor):
+            _copy_(aten.copy_.default, destination, source, non_blocking)
+        else:
+            destination.copy_(source, non_blocking)
+
+
+def _groups_of(tensors: Sequence[Tensor]) -> dict[dist.ProcessGroup, list[int]]:
+    """Which of ``tensors`` are sharded over which group, in an order that is equal on all ranks."""
+    meshes, groups = {}, {}
+    for i, tensor in enumerate(tensors):
+        if isinstance(tensor, ShardTensor):
+            meshes.setdefault(id(tensor._spec.mesh), (tensor._spec.mesh, []))[1].append(i)
+    for mesh, members in meshes.values():
+        groups.setdefault(mesh.get_group(), []).extend(members)
+    return groups
+
+
+def _foreach_norm(func, tensors, order=2, dtype=None):
+    """The norm of each tensor, by one all-reduce per group; plain tensors count as replicated.
+
+    Slices' norms are combined in fp64, so that the result differs from one process's by summation
+    order alone.
+    """
+    # What a rank without elements contributes; to a negative power infinity is nothing.
+    nothing = inf if order < 0 else 0.0
+    # A list: a device would wait for a list of indices.
+    norms = [torch.full((), nothing, dtype=torch.float64, device=tensors[0].device)] * len(tensors)
+
+    def put(members, values):
+        for i, value in zip(members, values.unbind(), strict=True):
+            norms[i] = value
+
+    slices = [t._local_tensor if isinstance(t, ShardTensor) else t for t in tensors]
+    held = [i for i, part in enumerate(slices) if part.numel()]
+    if held:
+        held_norms = torch._foreach_norm([slices[i] for i in held], order, dtype)
+        put(held, torch.stack(held_norms).double())
+    for group, members in _groups_of(tensors).items():
+        power = 1 if order in (0, inf, -inf) else order
+        op = {inf: dist.ReduceOp.MAX, -inf: dist.ReduceOp.MIN}.get(order, dist.ReduceOp.SUM)
+        part = torch.stack([norms[i] for i in members]) ** power
+        with naming("the norm of sharded tensors (clip_grad_norm_)"):
+            all_reduce_(part, group, op)
+        put(members, part ** (1 / power))
+    return [n.to(dtype or t.dtype) for n, t in zip(norms, tensors, strict=True)]
+
+
+def _vector_norm(func, shard, order=2, dim=None, keepdim=False, *, dtype=None):
+    if (dim is not None and len(dim) not in (0, shard.dim())) or keepdim:
+        return _on_full_tensors(func, (shard, order, dim, keepdim), {"dtype": dtype})
+    return _foreach_norm(func, [shard], order, dtype)[0]
+
+
+def _reduce_with(op: dist.ReduceOp):
+    """A handler for a reduction of all elements that is ``op`` of the slices' results."""
+
+    def handle(func, shard, **kwargs):
+        result = func(shard._local_tensor, **kwargs)
+        number = result.to(torch.uint8) if result.dtype == torch.bool else result
+        group = shard.device_mesh.get_group()
+        with naming(f"{func} of a sharded tensor"):
+            all_reduce_(number, group, op)
+        return number.to(result.dtype)
+
+    return handle
+
+
+def _unscale_(func, grads, found_inf, inv_scale):
+    if inv_scale.is_pinned():  # GradScaler's copies for offloaded gradients may be on their way
+        torch.accelerator.synchronize()
+    func(_to_local(grads), found_inf, inv_scale)
+    for group in _groups_of(grads):
+        with naming("unscale_() of sharded gradients"):
+            all_reduce_(found_inf, group, dist.ReduceOp.MAX)
+
+
+_HANDLERS = {
+    aten.copy_.default: _copy_,
+    aten._foreach_copy_.default: _foreach_copy_,
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten.norm.Scalar: _vector_norm,
+    aten._foreach_norm.Scalar: _foreach_norm,
+    aten.sum.default: _reduce_with(dist.ReduceOp.SUM),
+    aten.any.default: _reduce_with(dist.ReduceOp.MAX),
+    aten.all.default: _reduce_with(dist.ReduceOp.MIN),
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale_,
+    aten.new_empty.default: _new,
+    aten.new_empty_strided.default: _new,
+    aten.new_full.default: _new,
+    aten.new_ones.default: _new,
+    aten.new_zeros.default: _new,
+}
+# Tagged as elementwise, but what they return is not one tensor of the operands' shape.
+_NO_TENSOR = {aten.equal.default, aten.frexp.Tensor}
+_FOREACH_REDUCTIONS = {aten._foreach_max.default, aten._foreach_powsum.Scalar}
+# Elementwise in effect, without the tag.
+_KEEPS_SHAPE = {
+    aten.alias.default,
+    aten.clone.default,
+    aten.detach.default,
+    aten.detach_.default,
+    aten.empty_like.default,
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.full_like.default,
+    aten.masked_fill_.Scalar,
+    aten.masked_fill_.Tensor,
+    aten.ones_like.default,
+    aten.zero_.default,
+    aten.zeros_like.default,
+    aten._to_copy.default,
+}
