@@ -143,7 +143,7 @@ void BackwardWatch::task_died(int task) noexcept {
   let_other_threads_in();
 }
 
-void BackwardWatch::look_for_unheard_failure() {
+void BackwardWatch::look_for_unreported_failure() {
   {
     const std::lock_guard lock(mutex_);
     if (followed_ < 0 || !tasks_.empty() || current_task() != -1) return;

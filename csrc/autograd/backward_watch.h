@@ -47,7 +47,7 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
 
   // Before a verb, outside of backwards: reports a failure of this thread's last backward that no
   // callback reported.
-  void look_for_unheard_failure();
+  void look_for_unreported_failure();
 
   // Outside of backwards: waits until the failures of backwards that threw have been reported.
   // On a device autograd raises the error first and destroys the graph task shortly after, on

@@ -27,9 +27,9 @@ NodePtr shared(Pointer node) {
 }
 
 #if TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR < 13
-// Torch 2.11 can forbid reads and has no function that allows them again; without the message a
-// read of released memory would end the process. An explicit instantiation may name what is
-// private.
+// Torch 2.11 can forbid reads but has no function that allows them again. Without the message a
+// read of released memory would end the process. The template gets at the private flag, because an
+// explicit instantiation may name private members.
 bool& reads_raise(c10::StorageImpl& storage);
 
 template <bool c10::StorageImpl::* flag>

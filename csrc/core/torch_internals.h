@@ -2,7 +2,7 @@
 // of autograd's graph, the running graph task, the insides of storages.
 //
 // Checked on torch 2.11, 2.13 and 2.14. For another version read torch_internals.cpp first, then
-// device/streams.cpp (c10's guard for any device) and comm/comm.cpp (the names of c10d's
+// device/streams.cpp (c10's guard for any device) and comm/c10d_names.h (names of c10d's
 // collectives).
 //
 // Threads: nothing here locks. Autograd runs hooks on its own threads, without the GIL.

@@ -30,7 +30,7 @@ class RunningBackward : public BackwardListener {
   void before_forward();
   // Outside of backwards, before a verb and without the lock: this thread's last backward may have
   // thrown without a report.
-  void look_for_unreported_failure() { watch_->look_for_unheard_failure(); }
+  void look_for_unreported_failure() { watch_->look_for_unreported_failure(); }
 
   // What other facets ask, and do, under the lock.
   bool is_open(const Access&) const { return open(); }

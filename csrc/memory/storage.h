@@ -21,8 +21,8 @@ inline void* mutable_element(const at::Tensor& tensor, int64_t i) {
          i * static_cast<int64_t>(tensor.element_size());
 }
 
-// The bytes of a device's storage, in pinned host memory until bring_back(). Access to the storage
-// raises `message` meanwhile. Both functions wait for the device.
+// The bytes of a device's storage, kept in pinned host memory until bring_back(). Access to the
+// storage raises `message` meanwhile. The constructor and bring_back() wait for the device.
 class OffloadedStorage {
  public:
   OffloadedStorage() = default;

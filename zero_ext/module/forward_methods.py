@@ -1,31 +1,33 @@
 """``register_forward_method``: methods beside ``forward`` that compute with a sharded model."""
 
 import contextlib
-import copy
 import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
+from zero_ext.engine.carried import Carried
 from zero_ext.engine.module_hooks import SiteHooks, hooks_of
 from zero_ext.engine.registry import find
-from zero_ext.module.sharding import ShardedMethods
+from zero_ext.module.forward_hooks import ForwardHooks
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:
-    """From now on ``module.method_name()`` is to a sharded model what its forward is.
+    """Treat ``module.method_name()`` like a forward of the sharded model from now on.
 
-    With stage 3 the parameters that ``module`` itself reads are gathered inside it, and again in
-    its backward; those of its children as their forwards are called. With every stage inputs and
-    outputs are cast as ``mp_policy`` says. As ``register_fsdp_forward_method`` of FSDP2.
+    With stage 3 the parameters that ``module`` itself reads are gathered inside the method, and
+    again in its backward. Those of its children are gathered when their forwards are called. With
+    every stage inputs and outputs are cast as ``mp_policy`` says. The function is the same as
+    ``register_fsdp_forward_method`` of FSDP2.
 
     Args:
         module: What ``shard`` returned, or a submodule of it.
     Raises:
-        ValueError: ``module`` has no such method, or no parameter of it is sharded.
+        ValueError: ``module`` has no such method, or none of its parameters is sharded.
     """
     if not callable(getattr(module, method_name, None)):
         raise ValueError(f"zero_ext: {type(module).__name__} has no method '{method_name}'.")
@@ -39,24 +41,20 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         return
     root = handles[0].root_hooks
     sites = [*root, *(hooks for hooks in hooks_of(module) if hooks not in root)]
-    methods = handles[0].sharded_methods()
-    setattr(module, method_name, ForwardMethod(module, method_name, methods, sites))
+    forward_hooks = handles[0].sharded_methods().forward_hooks
+    setattr(module, method_name, ForwardMethod(module, method_name, forward_hooks, sites))
 
 
-class ForwardMethod:
-    """A method of a module, inside the hooks of a forward.
-
-    A copy of the module is a plain module, and so is a copy of this. Holds the module weakly: in a
-    cycle, its buffers would wait for a garbage collection.
-    """
+class ForwardMethod(Carried):
+    """A method of a module that runs inside the hooks of a forward."""
 
     def __init__(
-        self, module: nn.Module, name: str, methods: ShardedMethods, sites: list[SiteHooks]
+        self, module: nn.Module, name: str, forward_hooks: ForwardHooks, sites: list[SiteHooks]
     ):
         self._module = weakref.ref(module)
         self._name = name
         self._own = module.__dict__.get(name)  # where it is no method of the class
-        self._methods = methods
+        self._forward_hooks = forward_hooks
         self._sites = sites
         self._open: list[list[SiteHooks]] = []  # what each running call has entered
         with contextlib.suppress(AttributeError):
@@ -64,22 +62,11 @@ class ForwardMethod:
 
     @property
     def __wrapped__(self) -> Callable:
-        """For ``inspect``. Not kept: it would hold the module."""
+        """For ``inspect``. It is not stored, because it would keep the module alive."""
         return self._method()
 
-    def __deepcopy__(self, memo) -> "ForwardMethod":
-        twin = copy.copy(self)
-        memo[id(self)] = twin
-        twin._module = weakref.ref(copy.deepcopy(self._module(), memo))
-        twin._own, twin._methods, twin._sites = (
-            copy.deepcopy(part, memo) for part in (self._own, self._methods, self._sites)
-        )
-        twin._open = []
-        return twin
-
-    def __reduce__(self):
-        state = {**self.__dict__, "_module": self._module(), "_open": []}
-        return _unpickle, (state,)
+    def _in_a_copy(self) -> dict[str, Any]:
+        return {"_open": []}
 
     def _method(self) -> Callable:
         module = self._module()
@@ -108,7 +95,7 @@ class ForwardMethod:
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
-        """As if the innermost call had ended: an optimizer may step. It goes on behind it."""
+        """Leave the innermost call inside the context, so that an optimizer may step."""
         for hooks in reversed(self._open[-1]):
             hooks.interrupt()
         try:
@@ -119,7 +106,7 @@ class ForwardMethod:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Within ``outside()``: as if it had not ended."""
+        """Within ``outside()``: enter the call again inside the context."""
         for hooks in self._open[-1]:
             hooks.enter(self._module(), ())
         try:
@@ -128,11 +115,11 @@ class ForwardMethod:
             for hooks in reversed(self._open[-1]):
                 hooks.interrupt()
 
-    # As module_hooks' hooks; the method itself may be compiled.
+    # Only these are hidden from torch.compile, as hooks are: the method itself may be compiled.
     @torch.compiler.disable
     def _enter(self, entered: list[SiteHooks], args, kwargs):
         module = self._module()
-        args, kwargs = self._methods.before_forward(module, args, kwargs)
+        args, kwargs = self._forward_hooks.before_forward(module, args, kwargs)
         for hooks in self._sites:
             entered.append(hooks)
             hooks.enter(module, args, kwargs)
@@ -143,10 +130,4 @@ class ForwardMethod:
         module = self._module()
         while entered:
             entered.pop().leave(module, args, output)
-        return self._methods.after_forward(module, args, output)
-
-
-def _unpickle(state: dict) -> ForwardMethod:
-    method = ForwardMethod.__new__(ForwardMethod)
-    method.__dict__.update(state, _module=weakref.ref(state["_module"]))
-    return method
+        return self._forward_hooks.after_forward(module, args, output)

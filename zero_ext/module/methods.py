@@ -1,0 +1,148 @@
+"""The methods that a module gains when it is sharded."""
+
+import contextlib
+from typing import Any
+
+from torch import nn
+
+from zero_ext.engine.carried import Carried, CarriedMethod
+from zero_ext.engine.handle import Handle
+from zero_ext.module.forward_hooks import ForwardHooks
+
+# What a sharded module gains; zero_grad() is replaced as well.
+_METHODS = (
+    "no_sync",
+    "stats",
+    "set_gradient_divide_factor",
+    "unshard",
+    "reshard",
+    "summon_full_params",
+)
+
+
+class ShardedMethods(Carried):
+    """What ``module.no_sync`` and its neighbours call."""
+
+    def __init__(self, handle: Handle, forward_hooks: ForwardHooks):
+        self._handle: Handle | None = handle
+        self.forward_hooks = forward_hooks
+        self._discards_writes = False  # inside summon_full_params(writeback=False)
+
+    def _in_a_copy(self) -> dict[str, Any]:
+        return {"_handle": None}
+
+    def attach(self, module: nn.Module) -> None:
+        for name in _METHODS:
+            setattr(module, name, CarriedMethod(getattr(self, name)))
+
+    @property
+    def handle(self) -> Handle:
+        if self._handle is None:
+            raise RuntimeError(
+                "zero_ext: this module is a copy of a sharded one, and a plain module itself. Call "
+                "zero_ext.shard() on it first."
+            )
+        return self._handle
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Accumulate the gradients of backwards inside the context locally, in fp32 (stages 0, 1).
+
+        Run the last backward before ``step`` outside. Exception: stages 2 and 3 reduce in every
+        backward, because local sums would need the memory that they save. ``stats()`` counts that.
+        """
+        engine = self.handle.engine
+        engine.push_no_sync()
+        try:
+            yield
+        finally:
+            engine.pop_no_sync()
+
+    def stats(self) -> dict[str, int]:
+        """See ``zero_ext.stats``."""
+        return self.handle.stats()
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide gradients by ``factor`` instead of by the number of ranks."""
+        if not factor > 0:
+            raise ValueError(f"zero_ext: the divide factor must be positive, not {factor}.")
+        self.handle.engine.set_divide_factor(factor)
+
+    @property
+    def forgets_writes(self) -> bool:
+        """Inside ``summon_full_params(writeback=False)``, with stage 3."""
+        return self._discards_writes and self._handle is not None and self._handle.engine.stage == 3
+
+    def unshard(self) -> None:
+        """Gather all parameters and keep them until ``reshard()`` or the next step. Collective with
+        stage 3. Without effect with the other stages."""
+        self.handle.engine.unshard()
+
+    def reshard(self) -> None:
+        """Release what ``unshard()`` gathered. This rank keeps what was written to its parts.
+        Collective."""
+        self._release(keep_writes=True)
+
+    def _release(self, keep_writes: bool) -> None:
+        engine = self.handle.engine
+        if keep_writes:  # to this rank's shards, which other ranks may still be gathering
+            engine.wait_for_shards()
+        engine.reshard(keep_writes=keep_writes)
+        if keep_writes or not engine.serves_one_alone:
+            engine.wait_for_shards()
+
+    @contextlib.contextmanager
+    def summon_full_params(self, writeback: bool = True):
+        """Make all parameters whole and readable inside the context, on every rank.
+
+        Collective. Exception: with ``writeback=False`` one rank may do it alone where
+        ``stats()["neighbors"]`` counts all other ranks. Inside another such context, or after
+        ``unshard()``, the parameters stay in memory when the context ends.
+
+        Args:
+            writeback: With stage 3: keep what was written to the parameters, which must be the same
+                on every rank. ``False`` discards it, also what inner contexts would keep. The other
+                stages always keep what was written.
+        """
+        engine = self.handle.engine
+        held = engine.held_by_user
+        if held and (writeback or self._discards_writes):
+            yield
+            return
+        if held:  # this context must not discard what was written before it
+            self.reshard()
+        engine.unshard()
+        before, self._discards_writes = self._discards_writes, not writeback
+        try:
+            with self._restored_alone(writeback):
+                yield
+        finally:
+            self._discards_writes = before
+            self._release(keep_writes=writeback)
+            if held:
+                engine.unshard()
+
+    @contextlib.contextmanager
+    def _restored_alone(self, writeback: bool):
+        """Restore the parameters that are never released, as with a single rank: no gather does."""
+        engine = self.handle.engine
+        if writeback or engine.stage != 3:
+            yield
+            return
+        kept = (p for i, p in enumerate(self.handle.parameters) if not engine.comes_and_goes(i))
+        saved = [(parameter, parameter.detach().clone()) for parameter in kept]
+        try:
+            yield
+        finally:
+            for parameter, value in saved:
+                parameter.data.copy_(value)  # autograd need not know: nothing has changed
+
+
+def refuse_taken_names(module: nn.Module) -> None:
+    for name in _METHODS:
+        own = getattr(module, name, None)
+        if own is not None and not isinstance(own, CarriedMethod):
+            raise ValueError(
+                f"zero_ext: the {type(module).__name__} has a '{name}' of its own, which is what a "
+                "sharded module's method is called. Rename it."
+            )

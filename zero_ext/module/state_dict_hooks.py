@@ -1,0 +1,77 @@
+"""``state_dict`` and ``load_state_dict`` of a module whose parameters are released (stage 3)."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero_ext.engine.carried import Carried, CarriedMethod
+from zero_ext.engine.handle import Handle
+from zero_ext.engine.registry import find
+from zero_ext.module.methods import ShardedMethods
+from zero_ext.module.places import is_sharded_by
+from zero_ext.tensor.shard_tensor import ShardTensor
+
+
+class StateDictHooks(Carried):
+    """``state_dict()`` gets ShardTensors; ``load_state_dict()`` writes to whole parameters."""
+
+    def __init__(self, handle: Handle, methods: ShardedMethods):
+        self._handle: Handle | None = handle
+        self._methods = methods
+        self._loading: nn.Module | None = None  # whose load_state_dict() runs
+        self._held_before_load = False
+
+    def _in_a_copy(self) -> dict[str, Any]:
+        return {"_handle": None, "_loading": None}
+
+    def attach(self, module: nn.Module) -> None:
+        """To ``module`` and to each submodule that has sharded parameters of its own."""
+        for each in module.modules():
+            own = [p for p in each._parameters.values() if p is not None]
+            owns = any(is_sharded_by(self._handle, parameter) for parameter in own)
+            if each is module or (owns and not isinstance(each, torch.jit.ScriptModule)):
+                each.register_state_dict_post_hook(CarriedMethod(self.put_shards))
+                each.register_load_state_dict_pre_hook(CarriedMethod(self.before_load))
+                each.register_load_state_dict_post_hook(CarriedMethod(self.after_load))
+
+    @property
+    def _releases(self) -> bool:
+        return self._handle is not None and self._handle.engine.releases
+
+    def put_shards(self, module: nn.Module, state_dict, prefix: str, metadata) -> None:
+        """Put ShardTensors in the places of released parameters, which cannot be read.
+
+        Uses the current names: layers may have been moved since the module was sharded.
+        """
+        if not self._releases:
+            return
+        gathered = set(self._handle.engine.gathered_units())
+        for owner_name, owner in module.named_modules(remove_duplicate=False):
+            for name, parameter in owner._parameters.items():
+                if parameter is None or not is_sharded_by(self._handle, parameter):
+                    continue
+                key = f"{prefix}{owner_name}.{name}" if owner_name else prefix + name
+                value = state_dict.get(key)
+                if value is None or value is parameter or isinstance(value, ShardTensor):
+                    continue  # left out; keep_vars; done by a submodule's hook
+                _, i = find(parameter)
+                if self._handle.engine.unit_name_of(i) not in gathered:
+                    state_dict[key] = self._handle.parameter_shard(i)
+
+    def before_load(self, module: nn.Module, state_dict, prefix: str, *rest) -> None:
+        if not self._releases or self._loading not in (None, module):
+            return  # or the module around this one has gathered the parameters
+        self._loading = module
+        self._held_before_load = self._handle.engine.held_by_user
+        self._handle.engine.unshard()
+        for key, value in state_dict.items():
+            if key.startswith(prefix) and isinstance(value, ShardTensor):
+                state_dict[key] = value.full_tensor()
+
+    def after_load(self, module: nn.Module, incompatible_keys) -> None:
+        if self._loading is not module:
+            return
+        self._loading = None
+        if not self._held_before_load:
+            self._methods.reshard()
