@@ -173,7 +173,7 @@ class FollowedGroups:
         Raises:
             ValueError: a parameter is not sharded, or another optimizer's; nothing has changed.
         """
-        groups, sharded_state = optimizer.param_groups, optimizer._sharded_state
+        groups = optimizer.param_groups
         named, _ = named_parameters(groups)
         for name, parameter in named:
             if find(parameter) is None:
@@ -185,9 +185,11 @@ class FollowedGroups:
         check_not_owned(named, optimizer)
         sharded = [sharded_in(group) for group in groups]
         mine = {i for places in sharded for _, i in places}
-        sharded_state.unassign([i for i in sharded_state.indices if i not in mine])
+        # No local of this frame may hold the state: a traceback that is kept would keep its memory.
+        held = optimizer._sharded_state.indices
+        optimizer._sharded_state.unassign([i for i in held if i not in mine])
         for g, places in enumerate(sharded):
-            sharded_state.assign([i for _, i in places], g)
+            optimizer._sharded_state.assign([i for _, i in places], g)
         self._let_go(optimizer)
         frozen = []
         for group, places in zip(groups, sharded, strict=True):
