@@ -2,7 +2,7 @@
 // waits for them: a step's verdict is computed from them on the device.
 //
 // Owner:     NanRecords.
-// Threads:   called only under Engine::mutex_; everything is queued on the current stream.
+// Threads:   called only under the engine's lock; everything is queued on the current stream.
 // Invariant: flag k belongs to the k-th slot, counted over all units.
 #pragma once
 

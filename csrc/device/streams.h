@@ -2,7 +2,7 @@
 // nothing.
 //
 // Owner:   an engine's context; one for reductions, one for gathers.
-// Threads: called only under Engine::mutex_.
+// Threads: called only under the engine's lock.
 //
 // Note [Graphs]
 // While a stream is captured into a CUDA graph, it runs nothing. Captured work may wait only for

@@ -1,7 +1,7 @@
 // Gatherer: when the passes of a model gather and release its units.
 //
 // Owner:   Engine.
-// Threads: called only under Engine::mutex_.
+// Threads: called only under the engine's lock.
 //
 // Which units are in memory: ResidencyTable. In which order passes enter them: PassOrder. What other
 // ranks may take from this one: PostedSends.

@@ -1,7 +1,7 @@
 // PassOrder: the order in which passes enter units. The last pass of a kind foretells the next one.
 //
 // Owner:   Gatherer.
-// Threads: called only under Engine::mutex_.
+// Threads: called only under the engine's lock.
 // Torch-free: units are numbers here.
 #pragma once
 

@@ -1,7 +1,7 @@
 // PostedSends: this rank's ranges, posted for the other ranks to take when they gather a unit.
 //
 // Owner:   Gatherer.
-// Threads: called only under Engine::mutex_.
+// Threads: called only under the engine's lock.
 //
 // Note [One-sided gathers]
 // A collective gather hangs as soon as one rank takes another branch. So each rank posts its range of

@@ -1,7 +1,7 @@
 // ResidencyTable: which units' parameters are in memory, and what holds them there.
 //
 // Owner:     Gatherer.
-// Threads:   called only under Engine::mutex_.
+// Threads:   called only under the engine's lock.
 // Invariant: a unit's state and holds change by transition() alone (residency.h). Between two
 //            steps no rank's shard changes, unless a forward writes to its own parameters. So it
 //            does not matter when a rank takes another one's range.

@@ -2,7 +2,7 @@
 //
 // Owner:     BucketPool. A UnitReduction borrows a bucket when its reduction is due or shortly before (Note
 //            [Reduction order] in reductions.h), and returns it when its reduction is finished.
-// Threads:   called only under Engine::mutex_.
+// Threads:   called only under the engine's lock.
 // Invariant: at most kSize buckets are lent and will be returned. A bucket keeps its memory: fresh
 //            memory costs more than the copy. Between backwards the system may reclaim it.
 #pragma once

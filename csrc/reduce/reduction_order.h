@@ -2,7 +2,7 @@
 // tensors and no ranks. See Note [Reduction order] in reductions.h.
 //
 // Owner:     Reductions.
-// Threads:   called only under Engine::mutex_.
+// Threads:   called only under the engine's lock.
 // Invariant: the order holds each unit once, and is the same on every rank.
 #pragma once
 

@@ -2,7 +2,7 @@
 // their starts.
 //
 // Owner:     Engine.
-// Threads:   called only under Engine::mutex_.
+// Threads:   called only under the engine's lock.
 // Invariant: every rank starts the same reductions in the same order; in a backward that reduces,
 //            every unit is reduced once, and once more where a rank had late gradients.
 //
@@ -14,7 +14,7 @@
 // a backward. Small units come last: a block often registers its norms last and uses them first,
 // and the whole block would wait for them. After the first step the order is the one in which rank
 // 0's units became complete in its last backward. The ranks agree on it in the step
-// (Engine::learn_reduction_order).
+// (Steps::learn_reduction_order).
 //
 // Note [Late gradients]
 // A hidden gradient is one that the running graph does not show: inner backwards bring it

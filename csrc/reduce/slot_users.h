@@ -2,7 +2,7 @@
 // where contributions bring no flags (UnitReduction::brings_flags).
 //
 // Owner:     Reductions.
-// Threads:   called only under Engine::mutex_.
+// Threads:   called only under the engine's lock.
 // Invariant: every rank adds the same units in the same order.
 #pragma once
 

@@ -3,7 +3,7 @@
 //
 // Owner:     Reductions, from the moment that the unit is lent a bucket until the contributions are
 //            added, or the backward threw.
-// Threads:   called only under Engine::mutex_.
+// Threads:   called only under the engine's lock.
 // Invariant: the bucket is here from construction until finish() or abandon().
 #pragma once
 

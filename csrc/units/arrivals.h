@@ -2,7 +2,7 @@
 // Knows no tensors and no ranks.
 //
 // Owner:     one Unit.
-// Threads:   called only under Engine::mutex_.
+// Threads:   called only under the engine's lock.
 // Invariant: complete() means that no awaited gradient is missing and every awaited module was
 //            left. Gradients may arrive afterwards all the same: those are late once the unit was
 //            reduced.

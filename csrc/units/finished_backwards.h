@@ -2,7 +2,7 @@
 // number that tells the messages of one reducing backward from those of another.
 //
 // Owner:     Engine. Reductions counts, StepAgreement compares the ranks.
-// Threads:   called only under Engine::mutex_.
+// Threads:   called only under the engine's lock.
 // Invariant: count() and which() are the same on every rank, except after a backward that threw on
 //            some ranks only.
 #pragma once

@@ -1,7 +1,7 @@
 // GradientBatch: gradients of a unit on a device that wait for each other, for one launch.
 //
 // Owner:     a DeviceIntake.
-// Threads:   called only under Engine::mutex_.
+// Threads:   called only under the engine's lock.
 // Invariant: at most one gradient of each slot.
 #pragma once
 

@@ -3,7 +3,7 @@
 // all (DeviceIntake).
 //
 // Owner:     one Unit.
-// Threads:   called only under Engine::mutex_.
+// Threads:   called only under the engine's lock.
 // Invariant: a gradient that arrives is added, waits for a launch, or is held until the message or
 //            the end of the backward takes it. None is lost, and none is added twice.
 //

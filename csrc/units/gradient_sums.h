@@ -2,7 +2,7 @@
 // and, while the rank accumulates locally, its own sum of the whole unit.
 //
 // Owner:     one Unit.
-// Threads:   called only under Engine::mutex_.
+// Threads:   called only under the engine's lock.
 // Invariant: fresh(i) means that this rank's part of the reduced gradient of slot i holds no sum.
 //            Between two backwards it is the same on every rank.
 //

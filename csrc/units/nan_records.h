@@ -9,7 +9,7 @@
 // read when their backward ends, and sums are the host's.
 //
 // Owner:     Engine.
-// Threads:   called only under Engine::mutex_.
+// Threads:   called only under the engine's lock.
 // Invariant: record k belongs to the k-th slot; a step's answer changes nothing but suspicions that
 //            were looked into.
 #pragma once

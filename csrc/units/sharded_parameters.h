@@ -2,7 +2,7 @@
 // nodes whose hooks see their gradients.
 //
 // Owner:     Engine.
-// Threads:   called only under Engine::mutex_.
+// Threads:   called only under the engine's lock.
 // Invariant: a parameter whose unit is u and whose slot is s is members(u)[s].
 #pragma once
 

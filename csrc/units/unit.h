@@ -2,7 +2,7 @@
 // and the sums of their gradients, and takes its gradients through one backward.
 //
 // Owner:     Engine, which says when each verb runs.
-// Threads:   called only under Engine::mutex_.
+// Threads:   called only under the engine's lock.
 // Invariant: parameters, masters, sums and every optimizer state share one RankLayout.
 #pragma once
 

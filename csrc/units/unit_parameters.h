@@ -2,7 +2,7 @@
 // range of them (shard) and of the masters (master), and gathers under way.
 //
 // Owner:     one Unit.
-// Threads:   called only under Engine::mutex_.
+// Threads:   called only under the engine's lock.
 // Invariant: full, shard and master share the unit's layout; what the user writes to a parameter
 //            reaches its master before the parameter is released or stepped.
 //

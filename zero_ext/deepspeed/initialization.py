@@ -61,7 +61,7 @@ def initialize(
     Returns:
         The engine, its optimizer, its loader and its schedule. Each of the last three may be None.
     Raises:
-        ValueError: a setting is not available here, or the optimizer cannot be taken over; the
+        ValueError: a setting is not available here, or the optimizer cannot be adopted; the
             model is unchanged then. And what ``zero_ext.shard`` raises.
     """
     _join(dist_init_required)
