@@ -6,13 +6,12 @@
 #pragma once
 
 #include <memory>
-#include <optional>
 #include <set>
 #include <string>
 
 #include "autograd/backward_phase.h"
 #include "comm/comm.h"
-#include "device/streams.h"
+#include "device/last_use.h"
 #include "engine/access.h"
 #include "engine/engine_options.h"
 #include "gather/gatherer.h"
@@ -25,25 +24,6 @@
 #include "units/sharded_parameters.h"
 
 namespace zero_ext {
-
-// On a device: what sums, flags and masters were last given, on whichever stream that was.
-class LastUse {
- public:
-  explicit LastUse(c10::Device device) : device_(device) {}
-  void remember() {
-    if (!device_.is_cpu()) event_.emplace(current_stream(device_));
-  }
-  // The current stream goes on after that.
-  void follow() const {
-    if (!event_.has_value()) return;
-    const c10::Stream stream = current_stream(device_);
-    if (event_->stream() != stream) event_->block(stream);
-  }
-
- private:
-  const c10::Device device_;
-  std::optional<StreamEvent> event_;
-};
 
 // The states that the user has offloaded, by their names, and the errors of verbs that need them.
 class OffloadedStates {

@@ -10,11 +10,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zero_ext.engine import checks
 from zero_ext.engine.host_gradient import HostGradient
 from zero_ext.engine.meta import MetaModules
-from zero_ext.engine.module_hooks import OpenForwards, SiteHooks, watch_module
 from zero_ext.engine.options import ShardingOptions
 from zero_ext.engine.registry import ParameterTable
 from zero_ext.engine.shutdown import serving
 from zero_ext.engine.unfreezing import make_trainable
+from zero_ext.engine.unit_hooks import OpenForwards, SiteHooks, watch_module
 from zero_ext.engine.unit_maker import UnitMaker, UnitPlanner
 from zero_ext.engine.units import Block, parts, prefetch_bytes
 from zero_ext.ranks import environment

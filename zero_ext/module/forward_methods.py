@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from zero_ext.engine.carried import Carried
-from zero_ext.engine.module_hooks import SiteHooks, hooks_of
 from zero_ext.engine.registry import find
+from zero_ext.engine.unit_hooks import SiteHooks, hooks_of
 from zero_ext.module.forward_hooks import ForwardHooks
 
 
