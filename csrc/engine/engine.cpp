@@ -130,12 +130,7 @@ void Engine::replace_parameter(int64_t i, const at::Tensor& tensor) {
 
 std::vector<int64_t> Engine::unfrozen() const {
   const Access access(parts_.lock);
-  std::vector<int64_t> indices;
-  for (int64_t i = 0; i < parameters().size(); ++i) {
-    const ShardedParameter& parameter = parameters()[i];
-    if (!parameter.managed() && parameter.tensor.requires_grad()) indices.push_back(i);
-  }
-  return indices;
+  return parameters().unfrozen();
 }
 
 std::map<std::string, int64_t> Engine::stats() {

@@ -50,6 +50,12 @@ void OffloadedStates::check(bool here, const char* verb) const {
               " of this model are offloaded. Call zero_ext.reload_states() first.");
 }
 
+void OffloadedStates::check_forward() const {
+  TORCH_CHECK(!contain("full"), where(rank_),
+              "forward: the parameters of this model are offloaded."
+              " Call zero_ext.reload_states() first.");
+}
+
 EngineParts::EngineParts(EngineOptions given)
     : options(std::move(given)),
       lock(options.device),

@@ -38,6 +38,7 @@ class OffloadedStates {
   void check_parameters_are_here(const char* verb) const {
     check(!contain("full") && !contain("master"), verb);
   }
+  void check_forward() const;
 
  private:
   void check(bool here, const char* verb) const;

@@ -48,16 +48,19 @@ void RunningBackward::listen_as(const std::weak_ptr<BackwardListener>& self) {
 
 // Between backwards
 
-void RunningBackward::before_forward() {
+std::vector<int64_t> RunningBackward::before_forward() {
   const bool on_host = context_.compute.on_host();
   if (on_host) look_for_unreported_failure();  // on a device it may be another thread's
   const Access access(lock_);
-  if (open()) return;
+  offloaded_.check_forward();
+  std::vector<int64_t> unfrozen = parameters_.unfrozen();
+  if (!unfrozen.empty() || open()) return unfrozen;
   // A gradient beside the published ones may be of a backward that was not seen. The next backward
   // raises an error for it.
   if (!published_.has_foreign()) parameters_.repair_hooks();
   if (!on_host) parameters_.follow_stream();
   sees_forwards_ = true;
+  return {};
 }
 
 void RunningBackward::check_none(const Access& /*access*/, const char* verb) const {

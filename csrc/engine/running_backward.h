@@ -26,8 +26,9 @@ class RunningBackward : public BackwardListener {
 
   // Makes sure that the coming backward is seen, and on the stream of its forward: a cast to
   // another dtype and back replaces autograd's nodes. It is not called where an optimizer alone was
-  // sharded; then the stream of a step counts.
-  void before_forward();
+  // sharded; then the stream of a step counts. Returns the unfrozen parameters: the caller shards
+  // them and calls again.
+  std::vector<int64_t> before_forward();
   // Outside of backwards, before a verb and without the lock: this thread's last backward may have
   // thrown without a report.
   void look_for_unreported_failure() { watch_->look_for_unreported_failure(); }

@@ -65,20 +65,23 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
               " backward(s) inside no_sync() (or before the boundary of accumulation_steps=",
               boundary_.accumulation_steps(),
               ") were never reduced. Run the last backward before a step outside no_sync().");
+  StepVerdict verdict{.unfrozen = parameters_.unfrozen()};
+  if (!verdict.unfrozen.empty()) return verdict;
   if (had_no_backward(indices, *last_backward)) backward_.take_part_in_others_backward(access);
   last_use_.follow();
   published_.adopt_changes(indices, "step()");
   gatherer_.begin_step();
   // No rank's shard changes before all ranks are here: until then they may be gathering from it.
-  StepVerdict verdict;
   if (questions.nonfinite || questions.norm() || context_.shards_parameters() ||
       !context_.state.on_host()) {
-    verdict = agreement_.ask(Comm::Agreement::step, indices, questions);
+    StepQuestions asked = questions;
+    asked.settings ^= std::bit_cast<int64_t>(boundary_.divide_factor());
+    verdict = agreement_.ask(Comm::Agreement::step, indices, asked);
     if (verdict.settings_differ) return verdict;
     if (context_.world > 1 && !reductions_.knows_order()) learn_reduction_order(access);
   }
   // Not earlier: the user may mend what raised an error, and repeat the step.
-  *last_backward = stepped_ = backward_.count();
+  *last_backward = stepped_ = verdict.backwards = backward_.count();
   for (const int64_t i : indices) {
     if (parameters_[i].managed()) parameters_.repair_storage(i, Writes::keep);
   }
@@ -87,6 +90,7 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
   finished_.clear();
   const bool on_host = context_.compute.on_host();
   if (!on_host && !backward_.sees_forwards(access)) parameters_.follow_stream();
+  if (questions.foreign) prepare_foreign_update(indices, &verdict);
   return verdict;
 }
 
@@ -123,12 +127,11 @@ void Steps::settle(StepVerdict& verdict) const {
   agreement_.settle(verdict);
 }
 
-void Steps::prepare_foreign_update(const std::vector<int64_t>& indices,
-                                   const StepVerdict& verdict) {
-  const Access access(lock_);
-  const at::NoGradGuard no_grad;
+void Steps::prepare_foreign_update(const std::vector<int64_t>& indices, StepVerdict* verdict) {
+  if (verdict->on_device != nullptr) agreement_.settle(*verdict);
+  if (verdict->nonfinite) return;
   for (const auto& unit : parameters_.units()) unit->parameters().adopt_writes();
-  scale_gradients(indices, verdict);
+  scale_gradients(indices, *verdict);
 }
 
 // Clipping

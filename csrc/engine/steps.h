@@ -35,8 +35,9 @@ class Steps {
   void set_loss_scale(double scale);
   double gradient_divisor() const { return boundary_.divisor(); }
 
-  // A step is prepared, then updated unless the verdict forbids it. Where settings differ between
-  // ranks, nothing is prepared. `last_backward`: as of the last step of these parameters; set.
+  // A step is prepared, then updated unless the verdict forbids it. Where parameters were unfrozen,
+  // or settings differ between ranks, nothing is prepared. `last_backward`: as of the last step of
+  // these parameters; set.
   StepVerdict prepare(const std::vector<int64_t>& indices, const StepQuestions& questions,
                       int64_t* last_backward);
   StepUpdate begin_update(const std::vector<int64_t>& indices) {
@@ -48,9 +49,6 @@ class Steps {
   // the norm before, fp32 [], on the device; the same bits for any number of ranks.
   // `last_backward`: as of the last step.
   at::Tensor clip(const std::vector<int64_t>& indices, double max_norm, int64_t last_backward);
-  // Before an update by other code than ours: masters take what users wrote to the parameters, and
-  // gradients are scaled by the verdict's factor.
-  void prepare_foreign_update(const std::vector<int64_t>& indices, const StepVerdict& verdict);
 
   void zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode);
   // An optimizer steps parameter i from now on, or no longer does.
@@ -64,6 +62,9 @@ class Steps {
   bool had_no_backward(const std::vector<int64_t>& indices, int64_t last_backward) const;
   // See Note [Reduction order] in reductions.h. Collective; on a device it waits, once.
   void learn_reduction_order(const Access& access);
+  // Masters take what users wrote to the parameters, and gradients are scaled by the verdict's
+  // factor.
+  void prepare_foreign_update(const std::vector<int64_t>& indices, StepVerdict* verdict);
   void scale_gradients(const std::vector<int64_t>& indices, const StepVerdict& verdict);
   void zero_one(int64_t i, ZeroGrad mode);
   enum class Whose { every, stepped };  // parameters: all, or those that an optimizer steps

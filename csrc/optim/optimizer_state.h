@@ -70,8 +70,6 @@ class OptimizerState {
   at::Tensor clip_gradients(double max_norm) {
     return engine_->steps().clip(indices_, max_norm, last_backward_);
   }
-  // Before apply_masters() and the update that precedes it, as the last verdict says.
-  void prepare_foreign_update() { engine_->steps().prepare_foreign_update(indices_, verdict_); }
   // Skips or clips as the last verdict says.
   void apply_adam(const std::vector<AdamGroup>& groups);
   void apply_sgd(const std::vector<SgdGroup>& groups);

@@ -23,6 +23,8 @@ void bind_verdict(py::module_& m) {
                                return v.on_device ? v.on_device->norm
                                                   : at::scalar_tensor(v.norm, at::kFloat);
                              })
+      .def_readonly("unfrozen", &StepVerdict::unfrozen)
+      .def_readonly("backwards", &StepVerdict::backwards)
       .def_readonly("settings_differ", &StepVerdict::settings_differ)
       .def_readonly("nonfinite", &StepVerdict::nonfinite)
       .def_readonly("rank", &StepVerdict::rank)
@@ -59,15 +61,17 @@ void bind_state(py::module_& m) {
       .def(
           "prepare_step",
           [](OptimizerState& state, bool nonfinite, std::optional<double> max_norm,
-             int64_t settings) {
-            return state.prepare_step(
-                {.nonfinite = nonfinite, .max_norm = max_norm, .settings = settings});
+             int64_t settings, bool foreign) {
+            return state.prepare_step({.nonfinite = nonfinite,
+                                       .max_norm = max_norm,
+                                       .settings = settings,
+                                       .foreign = foreign});
           },
-          py::kw_only(), py::arg("nonfinite"), py::arg("max_norm"), py::arg("settings"), NoGil())
+          py::kw_only(), py::arg("nonfinite"), py::arg("max_norm"), py::arg("settings"),
+          py::arg("foreign"), NoGil())
       .def("apply_adam", &OptimizerState::apply_adam, NoGil(), py::arg("groups"))
       .def("apply_sgd", &OptimizerState::apply_sgd, NoGil(), py::arg("groups"))
       .def("set_offloaded", &OptimizerState::set_offloaded, NoGil())
-      .def("prepare_foreign_update", &OptimizerState::prepare_foreign_update, NoGil())
       .def("apply_masters", &OptimizerState::apply_masters, NoGil());
   m.attr("STATES_OFFLOADED") = kStatesOffloaded;
   py::class_<OffloadedStorage>(m, "OffloadedStorage")

@@ -30,6 +30,7 @@ struct StepQuestions {
   bool nonfinite = true;           // whether any holds NaN or Inf
   std::optional<double> max_norm;  // their norm, and the factor that clips it to this
   int64_t settings = 0;            // a hash of the numbers that the update uses
+  bool foreign = false;            // other code than ours updates the masters
   bool norm() const { return max_norm.has_value(); }
 };
 
@@ -45,15 +46,18 @@ struct DeviceVerdict {
 };
 
 struct StepVerdict {
+  // Parameters that must be sharded before the step is prepared: nothing else is known then.
+  std::vector<int64_t> unfrozen{};
   bool settings_differ = false;  // between ranks; on a device settle() raises instead
   bool nonfinite = false;
   int64_t rank = -1;  // where the first NaN or Inf was seen
   std::string parameter{};
   int64_t micro_batch = -1;
-  float norm = 0;    // where it was asked for
-  float factor = 1;  // clips the gradients to it
+  int64_t backwards = 0;  // as of this step
+  float norm = 0;         // where it was asked for
+  float factor = 1;       // clips the gradients to it
   // Where the sums lie on a device: the fields above are unknown before settle().
-  std::shared_ptr<DeviceVerdict> on_device;
+  std::shared_ptr<DeviceVerdict> on_device{};
   // Whether settle() would not wait.
   bool is_settled() const { return on_device == nullptr || on_device->known.query(); }
 };

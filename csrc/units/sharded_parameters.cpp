@@ -57,6 +57,14 @@ void ShardedParameters::for_each_summed_run(
   }
 }
 
+std::vector<int64_t> ShardedParameters::unfrozen() const {
+  std::vector<int64_t> indices;
+  for (int64_t i = 0; i < size(); ++i) {
+    if (!all_[i].managed() && all_[i].tensor.requires_grad()) indices.push_back(i);
+  }
+  return indices;
+}
+
 void ShardedParameters::check(const char* verb) {
   const c10::Device device = context_.compute.device();
   for (const ShardedParameter& parameter : all_) {

@@ -5,6 +5,7 @@ import copy
 import itertools
 import random
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,12 @@ import zero_ext
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 LR = 2.0**-6
+
+
+def verdict(overflow: bool) -> SimpleNamespace:
+    return SimpleNamespace(nonfinite=overflow, backwards=0)
+
+
 BAD = [float("nan"), float("inf"), -float("inf")]
 
 
@@ -76,7 +83,7 @@ class TestSchedule:
         overflows = [generator.random() < share for _ in range(60)]
         scaler, scales = zero_ext.LossScaler("dynamic", **settings), []
         for overflow in overflows:
-            scaler._step_made(overflow)
+            scaler._step_made(verdict(overflow))
             scales.append(scaler.get_scale())
         assert scales == reference_schedule(overflows, *settings.values())
 
@@ -87,7 +94,7 @@ class TestSchedule:
         scale, streak = torch.tensor(2.0**10), torch.tensor(0, dtype=torch.int32)
         for _ in range(60):
             overflow = generator.random() < 0.3
-            scaler._step_made(overflow)
+            scaler._step_made(verdict(overflow))
             torch._amp_update_scale_(scale, streak, torch.tensor(float(overflow)), 2.0, 0.5, 3)
             assert scaler.get_scale() == scale.item()
 
@@ -95,7 +102,7 @@ class TestSchedule:
     def test_a_static_scale_stays(self, scale):
         scaler = zero_ext.LossScaler("static", init_scale=scale)
         for overflow in (True, False) * 3:
-            scaler._step_made(overflow)
+            scaler._step_made(verdict(overflow))
         assert scaler.get_scale() == scale
 
     def test_state_goes_on_where_it_was(self):
@@ -104,13 +111,13 @@ class TestSchedule:
             zero_ext.LossScaler(growth_interval=2, hysteresis=2, init_scale=64) for _ in range(2)
         )
         for overflow in overflows[:5]:
-            first._step_made(overflow)
+            first._step_made(verdict(overflow))
         second = zero_ext.LossScaler("static")
         second.load_state_dict(first.state_dict())
         for overflow in overflows[5:]:
-            second._step_made(overflow)
+            second._step_made(verdict(overflow))
         for overflow in overflows:
-            whole._step_made(overflow)
+            whole._step_made(verdict(overflow))
         assert second.state_dict() == whole.state_dict()
 
     def test_a_state_that_lacks_something_changes_nothing(self):

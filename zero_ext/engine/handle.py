@@ -80,6 +80,7 @@ class Handle:
         self._used_several_times = used_several_times or WeakIdKeyDictionary()
         planner = UnitPlanner(self.parameters, options, self._used_several_times)
         self.units = UnitMaker(self.engine, planner)
+        self.unfreezings = 0
         self._whole: list[tuple[str, weakref.ref]] = []
         self.leave_whole(whole)
         self.optimizers: weakref.WeakSet = weakref.WeakSet()
@@ -144,22 +145,30 @@ class Handle:
         """Rank 0's values into tensors that the engine does not hold. Collective."""
         copy_from_rank_0(self.groups, tensors)
 
-    def adopt_unfrozen(self) -> list[int]:
+    def adopt_unfrozen(self) -> None:
         """Shard parameters that were frozen before and require a gradient now. Collective.
-
-        A gradient that autograd has left in their ``.grad`` becomes what a reduction makes of it.
 
         Raises:
             TypeError: one of them ``stays_whole``.
         """
+        self.check_whole()
+        self.adopt(self.engine.unfrozen())
+
+    def check_whole(self) -> None:
+        """Raise a TypeError if a parameter that ``stays_whole`` is trained."""
         for name, reference in self._whole:
             parameter = reference()
             if parameter is not None and parameter.requires_grad:
                 checks.reject_dtype(self.groups, name, parameter)
-        unfrozen = self.engine.unfrozen()
+
+    def adopt(self, unfrozen: Sequence[int]) -> None:
+        """Shard the parameters ``unfrozen``. Collective.
+
+        A gradient that autograd has left in their ``.grad`` becomes what a reduction makes of it.
+        """
         if unfrozen:
             make_trainable(self, unfrozen)
-        return unfrozen
+            self.unfreezings += 1
 
     def _make_blocks(self, blocks: Sequence[Block], meta: MetaModules | None) -> None:
         numbers: list[list[int]] = [[] for _ in blocks]
@@ -240,13 +249,6 @@ class Handle:
     def _set_state_offloaded(self, offloaded: bool) -> None:
         for optimizer in self.optimizers:
             optimizer._set_state_offloaded(offloaded)
-
-    def check_forward(self) -> None:
-        if "full" in self.engine.offloaded():
-            raise RuntimeError(
-                f"{self.groups.where}forward: the parameters of this model are "
-                "offloaded. Call zero_ext.reload_states() first."
-            )
 
     def stats(self) -> dict[str, int]:
         """See ``zero_ext.stats``."""

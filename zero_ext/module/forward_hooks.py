@@ -39,9 +39,9 @@ class ForwardHooks(Carried):
                 found = None
             if found is not parameter:
                 self._refuse_another(place, found)
-        self._handle.check_forward()
-        self._handle.adopt_unfrozen()
-        self._handle.engine.before_forward()
+        self._handle.check_whole()
+        while unfrozen := self._handle.engine.before_forward():
+            self._handle.adopt(unfrozen)
         dtype = self._mp_policy.param_dtype
         if dtype is None or not self._mp_policy.cast_forward_inputs:
             return args, kwargs

@@ -148,7 +148,7 @@ class FollowedGroups:
     def __init__(self) -> None:
         self._lists: list[list[Tensor]] = []  # of each group
         self._state_counts: list[int] = []  # of each group
-        self._frozen: list[int] = []  # indices of parameters that get a state once they train
+        self._unfreezings = 0  # of the engine's parameters, which get a state once they train
         # Each parameter that has had a state -> whether it was in a group.
         self._present = WeakIdKeyDictionary()
 
@@ -158,13 +158,13 @@ class FollowedGroups:
 
     def are_current(self, optimizer: "ShardedOptimizer") -> bool:
         """Whether no parameter has come, gone, moved or been unfrozen, and no state been added."""
-        groups, unit_of = optimizer.param_groups, optimizer._handle.engine.unit_of
+        groups = optimizer.param_groups
         now = [group["params"] for group in groups]
         return (
             list(map(len, now)) == list(map(len, self._lists))
             and list(map(optimizer._states_of, groups)) == self._state_counts
             and all(all(map(operator.is_, *both)) for both in zip(now, self._lists, strict=True))
-            and max(map(unit_of, self._frozen), default=-1) < 0
+            and optimizer._handle.unfreezings == self._unfreezings
         )
 
     def follow(self, optimizer: "ShardedOptimizer") -> None:
@@ -191,16 +191,13 @@ class FollowedGroups:
         for g, places in enumerate(sharded):
             optimizer._sharded_state.assign([i for _, i in places], g)
         self._let_go(optimizer)
-        frozen = []
         for group, places in zip(groups, sharded, strict=True):
             for parameter, i in places:
                 _owners[parameter] = weakref.ref(optimizer)
-                if optimizer._handle.engine.unit_of(i) < 0:
-                    frozen.append(i)
-                else:
+                if optimizer._handle.engine.unit_of(i) >= 0:
                     self._show_state(optimizer, parameter, i, group)
         # Last: what has raised before is followed again.
-        self._frozen = frozen
+        self._unfreezings = optimizer._handle.unfreezings
         self._lists = [list(group["params"]) for group in groups]
         self._state_counts = list(map(optimizer._states_of, groups))
 

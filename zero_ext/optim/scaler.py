@@ -133,15 +133,10 @@ class LossScaler:
             (), self._state.scale, dtype=torch.float32, device=outputs.device
         )
 
-    def _engine(self) -> _C.Engine | None:
-        """The engine whose gradients it scales."""
-        optimizer = self._optimizer and self._optimizer()
-        return None if optimizer is None else optimizer._handle.engine
-
     def _set_in_engine(self) -> None:
-        engine = self._engine()
-        if engine is not None:
-            engine.set_loss_scale(self._state.scale)
+        optimizer = self._optimizer and self._optimizer()
+        if optimizer is not None:
+            optimizer._handle.engine.set_loss_scale(self._state.scale)
 
     def _check_scaled(self, handle: Handle) -> None:
         """Raise where backwards have run since the last step, and no loss was scaled."""
@@ -154,13 +149,14 @@ class LossScaler:
             "without loss_scaler where torch's GradScaler scales."
         )
 
-    def _step_made(self, overflow: bool) -> None:
+    def _step_made(self, verdict: _C.StepVerdict) -> None:
         """The optimizer calls it after each step, with what all ranks agreed on."""
         self._losses_scaled = 0
-        state = self._state
+        self._backwards_seen = verdict.backwards
+        state, scale = self._state, self._state.scale
         if not self.dynamic:
             pass
-        elif overflow:
+        elif verdict.nonfinite:
             state.good_steps = 0
             state.overflows_left = max(state.overflows_left - 1, 0)
             if state.overflows_left == 0:
@@ -171,10 +167,8 @@ class LossScaler:
                 state.good_steps = 0
                 state.overflows_left = state.hysteresis
                 state.scale = min(state.scale * state.growth_factor, LARGEST_SCALE)
-        engine = self._engine()
-        if engine is not None:
-            engine.set_loss_scale(state.scale)
-            self._backwards_seen = engine.backwards
+        if state.scale != scale:
+            self._set_in_engine()
 
     def _expects_overflow(self) -> bool:
         """Whether an overflow is only how the scale is found, and no reason to warn."""

@@ -50,6 +50,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # Names of per-element states, in the order in which the C++ side numbers them.
     _state_names: tuple[str, ...] = ()
+    # Whether other code than the C++ side's updates the masters.
+    _updates_in_python = False
 
     def __init__(
         self,
@@ -280,15 +282,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._handle.forwards.leave_abandoned()
-        self._catch_up()
-        self._emptied.follow(self)
-        if self.loss_scaler is not None:
-            self.loss_scaler._check_scaled(self._handle)
-        verdict = self._sharded_state.prepare_step(
-            nonfinite=self.nonfinite != "step",
-            max_norm=self.max_grad_norm,
-            settings=self._settings.hash(self),
-        )
+        verdict = self._prepare_step()
         if verdict.settings_differ:
             self._settings.check_same(self)
         known = self.knows_of_skipped_steps
@@ -302,9 +296,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if not known:
             self._skipped.add(verdict)
         if self.loss_scaler is not None:
-            self.loss_scaler._step_made(verdict.nonfinite)
+            self.loss_scaler._step_made(verdict)
         self._emptied.remember(self)
         return loss
+
+    def _prepare_step(self) -> _C.StepVerdict:
+        self._handle.check_whole()
+        if self.loss_scaler is not None:
+            self.loss_scaler._check_scaled(self._handle)
+        while True:
+            self._follow_groups()
+            self._emptied.follow(self)
+            verdict = self._sharded_state.prepare_step(
+                nonfinite=self.nonfinite != "step",
+                max_norm=self.max_grad_norm,
+                settings=self._settings.hash(self),
+                foreign=self._updates_in_python,
+            )
+            if not verdict.unfrozen:
+                return verdict
+            self._handle.adopt(verdict.unfrozen)
 
     def _update(self, verdict: _C.StepVerdict) -> None:
         """Update the parameters as ``verdict`` says, which the host may not know yet."""

@@ -71,17 +71,18 @@ class StepSettings:
         self._names = [name for name in defaults if name not in _SWITCHES]
 
     def hash(self, optimizer: "ShardedOptimizer") -> int:
-        """Equal on ranks where all settings are equal."""
+        """Equal on ranks where all settings are equal. The engine adds its divide factor."""
         if optimizer._handle.groups.world == 1:
             return 0
         return hash(tuple(map(_number_of, self._values(optimizer))))
 
     def check_same(self, optimizer: "ShardedOptimizer") -> None:
         """Raise for the first setting that differs. Collective."""
-        labels = ["max_grad_norm={}", "gradient divide factor={}"]
+        labels = ["gradient divide factor={}", "max_grad_norm={}"]
         for g in range(len(optimizer.param_groups)):
             labels.extend(f"{name}={{}} of group {g}" for name in self._names)
-        numbers = map(_number_of, self._values(optimizer))
+        values = [optimizer._handle.engine.divide_factor, *self._values(optimizer)]
+        numbers = map(_number_of, values)
         check_same_on_all_ranks(
             optimizer._handle.groups,
             [label.format(number) for label, number in zip(labels, numbers, strict=True)],
@@ -90,10 +91,8 @@ class StepSettings:
         )
 
     def _values(self, optimizer: "ShardedOptimizer") -> list[Any]:
-        values = [optimizer.max_grad_norm, optimizer._handle.engine.divide_factor]
-        for group in optimizer.param_groups:
-            values.extend(map(group.get, self._names))
-        return values
+        groups = optimizer.param_groups
+        return [optimizer.max_grad_norm, *(g.get(name) for g in groups for name in self._names)]
 
 
 def _number_of(setting: Any) -> Any:

@@ -77,6 +77,8 @@ class WrappedOptimizer(ShardedOptimizer):
             inner.state[shard].setdefault(name, value)
         return inner
 
+    _updates_in_python = True
+
     @property
     def knows_of_skipped_steps(self) -> bool:
         return True  # torch's optimizers cannot be told to skip
@@ -84,7 +86,6 @@ class WrappedOptimizer(ShardedOptimizer):
     def _update(self, verdict: _C.StepVerdict) -> None:
         if self._inner is None:  # nothing to train
             return
-        self._sharded_state.prepare_foreign_update()
         group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         for inner_group, (parameter, shard) in zip(
             self._inner.param_groups, self._shards.items(), strict=True
