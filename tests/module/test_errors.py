@@ -679,6 +679,38 @@ def test_stage_2_needs_no_boundary(way, group, rank, world):
     optimizer.step()
 
 
+# Modules that are replaced
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_submodule_replaced_after_sharding_is_refused_by_name(anywhere, stage):
+    model = nn.Sequential(nn.Embedding(7, 5), nn.Sequential(nn.Linear(5, 13), nn.Linear(13, 3)))
+    zero_ext.shard(model, stage, mesh=anywhere)
+    optimizer = zero_ext.optim.AdamW(model.parameters(), lr=0.05)
+    tokens = torch.tensor([1, 6])
+
+    def refused(name: str) -> None:
+        with pytest.raises(RuntimeError, match=rf"submodule '{name}' was replaced .*'.*weight'"):
+            model(tokens)
+        with torch.no_grad():
+            model(tokens)  # trains nothing
+
+    head, embedding, block = model[1][1], model[0], model[1]
+    model[1][1] = nn.Linear(13, 11)
+    refused("1.1")
+    model[1][1] = head
+    model[0] = nn.Embedding(9, 5)
+    refused("0")
+    model[0] = embedding
+    model[1] = nn.Sequential(block[0], nn.Linear(13, 4))
+    refused("1")
+    # What has no parameter of its own to train is welcome.
+    model[1] = nn.Sequential(block, nn.Linear(3, 3).requires_grad_(False))
+    model(tokens).sum().backward()
+    optimizer.step()
+    assert model.stats()["steps"] == 1
+
+
 # Gradients and parameters of another kind
 
 
