@@ -53,6 +53,7 @@ void RunningBackward::before_forward() {
   if (on_host) look_for_unreported_failure();  // on a device it may be another thread's
   const Access access(lock_);
   if (open()) return;
+  parameters_.check_sizes("forward");
   // A gradient beside the published ones may be of a backward that was not seen. The next backward
   // raises an error for it.
   if (!published_.has_foreign()) parameters_.repair_hooks();

@@ -76,6 +76,8 @@ class ShardedParameters {
   void for_each_summed_run(const std::vector<int64_t>& indices,
                            const std::function<void(GradientSums&, const Run&)>& apply) const;
 
+  // Raises if a parameter has another number of elements than when it was sharded.
+  void check_sizes(const char* verb) const;
   // Raises if a parameter has another size, dtype or device than when it was sharded, if DDP
   // reduces it as well, or if autograd has replaced a node, so that gradients were not seen.
   // `verb`: for the message.

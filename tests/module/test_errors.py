@@ -711,6 +711,23 @@ def test_a_submodule_replaced_after_sharding_is_refused_by_name(anywhere, stage)
     assert model.stats()["steps"] == 1
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_parameter_resized_after_sharding_gets_one_message(anywhere, stage):
+    tokens = torch.tensor([1, 6])
+    for name, optimizer_first in (("0", True), ("0", False), ("1", True)):
+        model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 13))
+        zero_ext.shard(model, stage, mesh=anywhere)
+        optimizer = zero_ext.optim.AdamW(model.parameters()) if optimizer_first else None
+        with model.summon_full_params():
+            weight = model.get_parameter(f"{name}.weight")
+            weight.data = torch.cat([weight.data, torch.zeros(2, 5)])
+        message = rf"'{name}.weight' was resized to \[.*when it was sharded. Resize it before"
+        with pytest.raises(RuntimeError, match=message):
+            model(tokens)
+        with pytest.raises(RuntimeError, match=message):
+            (optimizer.step if optimizer else lambda: zero_ext.optim.AdamW(model.parameters()))()
+
+
 # Gradients and parameters of another kind
 
 
