@@ -55,6 +55,7 @@ std::vector<int64_t> RunningBackward::before_forward() {
   offloaded_.check_forward();
   std::vector<int64_t> unfrozen = parameters_.unfrozen();
   if (!unfrozen.empty() || open()) return unfrozen;
+  parameters_.check_sizes("forward");
   // A gradient beside the published ones may be of a backward that was not seen. The next backward
   // raises an error for it.
   if (!published_.has_foreign()) parameters_.repair_hooks();

@@ -60,11 +60,7 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
   backward_.check_none_on_this_thread(access, "step()");
   parameters_.check("step()");
   backward_.check_usable(access, "step()");
-  TORCH_CHECK(!boundary_.local_open(), where(context_.global_rank),
-              "step(): ", boundary_.unreduced(),
-              " backward(s) inside no_sync() (or before the boundary of accumulation_steps=",
-              boundary_.accumulation_steps(),
-              ") were never reduced. Run the last backward before a step outside no_sync().");
+  check_complete("step()");
   StepVerdict verdict{.unfrozen = parameters_.unfrozen()};
   if (!verdict.unfrozen.empty()) return verdict;
   if (had_no_backward(indices, *last_backward)) backward_.take_part_in_others_backward(access);
@@ -92,6 +88,18 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
   if (!on_host && !backward_.sees_forwards(access)) parameters_.follow_stream();
   if (questions.foreign) prepare_foreign_update(indices, &verdict);
   return verdict;
+}
+
+void Steps::check_complete(const char* verb) const {
+  const int64_t steps = boundary_.accumulation_steps();
+  const int64_t missing = boundary_.missing();
+  TORCH_CHECK(missing == 0, where(context_.global_rank), verb, " after ", steps - missing, " of ",
+              steps, " backwards of accumulation_steps=", steps, ". Run ", missing,
+              " more first, or discard their gradients with zero_grad().");
+  TORCH_CHECK(!boundary_.local_open(), where(context_.global_rank), verb, ": ",
+              boundary_.unreduced(),
+              " backward(s) inside no_sync() were never reduced. Run the last backward before a"
+              " step outside no_sync().");
 }
 
 void Steps::learn_reduction_order(const Access& access) {
@@ -140,9 +148,8 @@ at::Tensor Steps::clip(const std::vector<int64_t>& indices, double max_norm,
                        int64_t last_backward) {
   const Access access(lock_);
   const at::NoGradGuard no_grad;
-  TORCH_CHECK(!backward_.is_open(access) && !boundary_.local_open(), where(context_.global_rank),
-              "clip_grad_norm_(): the gradients are not complete: a backward is running, or the"
-              " last ones were not reduced. Call it between the last backward and step().");
+  backward_.check_none(access, "clip_grad_norm_()");
+  check_complete("clip_grad_norm_()");
   if (had_no_backward(indices, last_backward)) backward_.take_part_in_others_backward(access);
   last_use_.follow();
   published_.adopt_changes(indices, "clip_grad_norm_");

@@ -58,6 +58,8 @@ class Steps {
   const UpdateCounts& counts() const { return counts_; }
 
  private:
+  // Raises where gradients of backwards are still to come, or were not reduced.
+  void check_complete(const char* verb) const;
   // This rank had no backward for a step of these parameters.
   bool had_no_backward(const std::vector<int64_t>& indices, int64_t last_backward) const;
   // See Note [Reduction order] in reductions.h. Collective; on a device it waits, once.

@@ -17,6 +17,11 @@ bool Boundary::reached() const {
   return no_sync_depth_ == 0 && (since_boundary_ + 1) % options_.accumulation_steps == 0;
 }
 
+int64_t Boundary::missing() const {
+  const int64_t begun = since_boundary_ % options_.accumulation_steps;
+  return begun == 0 ? 0 : options_.accumulation_steps - begun;
+}
+
 GradientScales Boundary::scales(bool local) const {
   const auto reduce =
       static_cast<float>(1.0 / (divide() * (local ? local_loss_scale_ : loss_scale_)));

@@ -42,6 +42,8 @@ class Boundary {
   void push_no_sync();
   void pop_no_sync() { --no_sync_depth_; }
   int64_t accumulation_steps() const { return options_.accumulation_steps; }
+  // How many backwards are missing to the boundary. 0 right after it, or before the first one.
+  int64_t missing() const;
   double divide_factor() const { return options_.divide_factor; }
   void set_divide_factor(double factor) { options_.divide_factor = factor; }
   void set_loss_scale(double scale);

@@ -65,19 +65,31 @@ std::vector<int64_t> ShardedParameters::unfrozen() const {
   return indices;
 }
 
+void ShardedParameters::check_sizes(const char* verb) const {
+  for (const ShardedParameter& parameter : all_) {
+    if (!parameter.managed()) continue;
+    const Unit& unit = *units_[parameter.unit];
+    const SlotSpec& spec = unit.layout().slot(parameter.slot).spec;
+    TORCH_CHECK(parameter.tensor.numel() == spec.numel, where(context_.global_rank, unit.name()),
+                verb, ": parameter '", parameter.name, "' was resized to ",
+                parameter.tensor.sizes(), ", it was ", at::IntArrayRef(spec.sizes),
+                " when it was sharded. Resize it before sharding.");
+  }
+}
+
 void ShardedParameters::check(const char* verb) {
+  check_sizes(verb);
   const c10::Device device = context_.compute.device();
   for (const ShardedParameter& parameter : all_) {
     if (!parameter.managed()) continue;
     const Unit& unit = *units_[parameter.unit];
     const SlotSpec& spec = unit.layout().slot(parameter.slot).spec;
-    TORCH_CHECK(parameter.tensor.scalar_type() == unit.dtype() &&
-                    parameter.tensor.device() == device && parameter.tensor.numel() == spec.numel,
-                where(context_.global_rank, unit.name()), verb, ": parameter '", parameter.name,
-                "' is ", parameter.tensor.scalar_type(), " ", parameter.tensor.sizes(), " on ",
-                parameter.tensor.device(), ", it was ", unit.dtype(), " ",
-                at::IntArrayRef(spec.sizes), " on ", device,
-                " when it was sharded. Move or cast the model before sharding it.");
+    TORCH_CHECK(
+        parameter.tensor.scalar_type() == unit.dtype() && parameter.tensor.device() == device,
+        where(context_.global_rank, unit.name()), verb, ": parameter '", parameter.name, "' is ",
+        parameter.tensor.scalar_type(), " ", parameter.tensor.sizes(), " on ",
+        parameter.tensor.device(), ", it was ", unit.dtype(), " ", at::IntArrayRef(spec.sizes),
+        " on ", device, " when it was sharded. Move or cast the model before sharding it.");
   }
   for (const std::vector<int64_t>& members : members_) {
     const ShardedParameter& first = all_[members.front()];  // DDP takes all or none

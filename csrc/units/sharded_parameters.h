@@ -78,6 +78,8 @@ class ShardedParameters {
 
   // Parameters that were frozen when the model was sharded and require a gradient now.
   std::vector<int64_t> unfrozen() const;
+  // Raises if a parameter has another number of elements than when it was sharded.
+  void check_sizes(const char* verb) const;
   // Raises if a parameter has another size, dtype or device than when it was sharded, if DDP
   // reduces it as well, or if autograd has replaced a node, so that gradients were not seen.
   // `verb`: for the message.

@@ -613,7 +613,8 @@ def test_forgotten_boundary_is_refused_and_can_be_made_up_for(way, group, rank, 
             backward(model, rank, micro=micro)
     with pytest.raises(RuntimeError, match=r"2 backward\(s\) inside no_sync\(\).* never reduced"):
         optimizer.step()
-    with pytest.raises(RuntimeError, match="the gradients are not complete"):
+    message = r"clip_grad_norm_\(\): 2 backward\(s\) inside no_sync\(\) were never reduced"
+    with pytest.raises(RuntimeError, match=message):
         optimizer.clip_grad_norm_(1.0)
     backward(model, rank, micro=2)
     for micro in range(3):
@@ -623,16 +624,47 @@ def test_forgotten_boundary_is_refused_and_can_be_made_up_for(way, group, rank, 
     assert_same_values(model, expected)
 
 
-@dist_test
-@at_least_two_ranks
-def test_forgotten_boundary_of_accumulation_steps_is_refused(mesh, rank):
-    model = zero_ext.shard(small_mlp(), 1, mesh=mesh, accumulation_steps=3)
-    optimizer = zero_ext.optim.AdamW(model.parameters())
-    for micro in range(4):  # the third one reduces
-        backward(model, rank, micro=micro)
-    message = r"step\(\): 1 backward\(s\) .*boundary of accumulation_steps=3\) were never reduced"
-    with pytest.raises(RuntimeError, match=message):
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_before_the_boundary_is_refused_and_the_sum_goes_on(anywhere, rank, world, stage):
+    """The boundary's gradient is the sum of three micro-batches, whatever was tried before it."""
+    model = zero_ext.shard(small_mlp(), stage, mesh=anywhere, accumulation_steps=3)
+    optimizer = zero_ext.optim.AdamW(model.parameters(), lr=0.05)
+    expected = small_mlp()
+    reference = torch.optim.AdamW(expected.parameters(), lr=0.05)
+    for step in range(2):
+        for micro in range(3):
+            backward(model, rank, step, micro)
+            backward_of_all(expected, world, step, micro)
+            if micro == 2:
+                continue
+            message = rf"after {micro + 1} of 3 backwards .* Run {2 - micro} more first"
+            with pytest.raises(RuntimeError, match=r"step\(\) " + message):
+                optimizer.step()
+            with pytest.raises(RuntimeError, match=r"clip_grad_norm_\(\) " + message):
+                optimizer.clip_grad_norm_(1.0)
+        assert_same_gradients(model, expected)
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+        assert_same_values(model, expected)
+    assert model.stats()["steps"] == 2
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_grad_gives_up_what_ran_before_the_boundary(anywhere, rank, world, stage):
+    model = zero_ext.shard(small_mlp(), stage, mesh=anywhere, accumulation_steps=2)
+    optimizer = zero_ext.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer.step()  # without a backward it does nothing
+    backward(model, rank, micro=7)
+    with pytest.raises(RuntimeError, match=r"after 1 of 2 backwards .*zero_grad\(\)"):
         optimizer.step()
+    optimizer.zero_grad()
+    expected = small_mlp()
+    for micro in range(2):
+        backward(model, rank, micro=micro)
+        backward_of_all(expected, world, micro=micro)
+    assert_same_gradients(model, expected)
+    optimizer.step()
 
 
 @dist_test
@@ -645,6 +677,55 @@ def test_stage_2_needs_no_boundary(way, group, rank, world):
     backward_of_all(expected, world)
     assert_same_gradients(model, expected)
     optimizer.step()
+
+
+# Modules that are replaced
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_submodule_replaced_after_sharding_is_refused_by_name(anywhere, stage):
+    model = nn.Sequential(nn.Embedding(7, 5), nn.Sequential(nn.Linear(5, 13), nn.Linear(13, 3)))
+    zero_ext.shard(model, stage, mesh=anywhere)
+    optimizer = zero_ext.optim.AdamW(model.parameters(), lr=0.05)
+    tokens = torch.tensor([1, 6])
+
+    def refused(name: str) -> None:
+        with pytest.raises(RuntimeError, match=rf"submodule '{name}' was replaced .*'.*weight'"):
+            model(tokens)
+        with torch.no_grad():
+            model(tokens)  # trains nothing
+
+    head, embedding, block = model[1][1], model[0], model[1]
+    model[1][1] = nn.Linear(13, 11)
+    refused("1.1")
+    model[1][1] = head
+    model[0] = nn.Embedding(9, 5)
+    refused("0")
+    model[0] = embedding
+    model[1] = nn.Sequential(block[0], nn.Linear(13, 4))
+    refused("1")
+    # What has no parameter of its own to train is welcome.
+    model[1] = nn.Sequential(block, nn.Linear(3, 3).requires_grad_(False))
+    model(tokens).sum().backward()
+    optimizer.step()
+    assert model.stats()["steps"] == 1
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_parameter_resized_after_sharding_gets_one_message(anywhere, stage):
+    tokens = torch.tensor([1, 6])
+    for name, optimizer_first in (("0", True), ("0", False), ("1", True)):
+        model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 13))
+        zero_ext.shard(model, stage, mesh=anywhere)
+        optimizer = zero_ext.optim.AdamW(model.parameters()) if optimizer_first else None
+        with model.summon_full_params():
+            weight = model.get_parameter(f"{name}.weight")
+            weight.data = torch.cat([weight.data, torch.zeros(2, 5)])
+        message = rf"'{name}.weight' was resized to \[.*when it was sharded. Resize it before"
+        with pytest.raises(RuntimeError, match=message):
+            model(tokens)
+        with pytest.raises(RuntimeError, match=message):
+            (optimizer.step if optimizer else lambda: zero_ext.optim.AdamW(model.parameters()))()
 
 
 # Gradients and parameters of another kind

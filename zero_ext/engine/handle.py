@@ -204,6 +204,13 @@ class Handle:
 
     def as_parameter(self, local: Tensor, i: int, parameter: Tensor) -> Tensor:
         """This rank's 1-D part of some per-element value, shown in the parameter's shape."""
+        numel = self.engine.bounds(i)[-1]
+        if parameter.numel() != numel:
+            raise RuntimeError(
+                f"{self.groups.where}parameter '{self.engine.parameter_name(i)}' was resized to "
+                f"{list(parameter.shape)}, it had {numel} elements when it was sharded. Resize it "
+                "before sharding."
+            )
         if self.replicated:
             return local.as_strided(parameter.shape, self.engine.strides(i))
         return shard_tensor.make(

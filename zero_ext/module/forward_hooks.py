@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map
 
 from zero_ext.engine.carried import Carried, CarriedMethod
 from zero_ext.engine.handle import Handle
-from zero_ext.module.places import Place, places_of
+from zero_ext.module.places import Place, children_of, is_sharded_by, places_of
 
 
 class ForwardHooks(Carried):
@@ -19,9 +19,10 @@ class ForwardHooks(Carried):
         self._handle: Handle | None = handle
         self._mp_policy = mp_policy
         self._places = places_of(module, handle)
+        self._children = children_of(module, handle)
 
     def _in_a_copy(self) -> dict[str, Any]:
-        return {"_handle": None, "_mp_policy": None, "_places": ()}
+        return {"_handle": None, "_mp_policy": None, "_places": (), "_children": ()}
 
     def attach(self, module: nn.Module) -> None:
         before = CarriedMethod(self.before_forward)
@@ -39,6 +40,10 @@ class ForwardHooks(Carried):
                 found = None
             if found is not parameter:
                 self._refuse_another(place, found)
+        for _, modules, kept in self._children:
+            if modules != kept:  # one call for all of them: modules are compared by identity
+                self._refuse_other_modules()
+                break
         self._handle.check_whole()
         while unfrozen := self._handle.engine.before_forward():
             self._handle.adopt(unfrozen)
@@ -66,6 +71,26 @@ class ForwardHooks(Carried):
             "load_state_dict(assign=True) or by an assignment. Do that before sharding, or copy "
             "the values into the sharded parameter."
         )
+
+    def _refuse_other_modules(self) -> None:
+        """Raise if a module that was put in another's place would not be trained. One that wraps
+        sharded parameters is welcome, and so is one whose parameters an optimizer has added."""
+        for prefix, modules, kept in self._children if torch.is_grad_enabled() else ():
+            for key, before in kept.items():
+                found = modules.get(key)
+                if before is None or found is None or found is before:
+                    continue
+                if any(is_sharded_by(self._handle, p) for p in before.parameters()):
+                    self._refuse_another_module(prefix + key, found)
+
+    def _refuse_another_module(self, place: str, found: nn.Module) -> None:
+        for name, parameter in found.named_parameters():
+            if parameter.requires_grad and not is_sharded_by(self._handle, parameter):
+                raise RuntimeError(
+                    f"{self._handle.groups.where}submodule '{place}' was replaced by another "
+                    f"{type(found).__name__} after it was sharded: its parameter '{name}' would be "
+                    "neither reduced nor stepped. Replace it before sharding."
+                )
 
 
 def _cast(values, dtype: torch.dtype):

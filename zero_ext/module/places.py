@@ -18,6 +18,14 @@ class Place(NamedTuple):
     parameter: nn.Parameter
 
 
+class Children(NamedTuple):
+    """The submodules of one module that has sharded parameters."""
+
+    prefix: str
+    modules: dict[str, nn.Module | None]
+    kept: dict[str, nn.Module | None]  # a copy of ``modules``
+
+
 def is_sharded_by(handle: Handle | None, parameter: torch.Tensor) -> bool:
     entry = find(parameter)
     return entry is not None and entry[0] is handle
@@ -29,4 +37,14 @@ def places_of(module: nn.Module, handle: Handle) -> list[Place]:
         for prefix, owner in module.named_modules()
         for key, parameter in owner._parameters.items()
         if parameter is not None and is_sharded_by(handle, parameter)
+    ]
+
+
+def children_of(module: nn.Module, handle: Handle) -> list[Children]:
+    return [
+        Children(f"{prefix}." if prefix else "", owner._modules, owner._modules.copy())
+        for prefix, owner in module.named_modules()
+        # A scripted module has another class there: its submodules cannot be replaced.
+        if owner._modules and type(owner._modules) is dict
+        if any(is_sharded_by(handle, p) for p in owner.parameters())
     ]

@@ -85,6 +85,8 @@ def shard(
             bits of one process. ``"collective"``: the backend's reduce-scatter. Default:
             ``"collective"`` with NCCL, ``"exchange"`` otherwise.
         accumulation_steps: Every n-th backward is the boundary; the others are as in ``no_sync()``.
+            The gradient is the sum of the n micro-batches: divide each loss by n for their average.
+            A step before the boundary raises.
         reshard_after_forward: Stage 3: release units between forward and backward.
         retained_bytes: Stage 3: how many bytes a backward with ``retain_graph`` may leave gathered
             for the next one; other units are gathered again. A double backward (``create_graph``)
