@@ -10,13 +10,23 @@ from torch import Tensor, nn
 
 from zero_ext import optim
 from zero_ext.optim import elementwise
+from zero_ext.optim.attributes import attributes_of, check_attributes
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.optim.wrapped_optimizer import Template, WrappedOptimizer
 
 _OWN = {
     torch.optim.AdamW: optim.AdamW,
     torch.optim.Adam: optim.Adam,
     torch.optim.SGD: optim.SGD,
 }
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
 
 
 def check(optimizer: Any) -> None:
@@ -33,11 +43,14 @@ def check(optimizer: Any) -> None:
             "zero_ext: only one of torch's optimizers can be adopted. Pass torch.optim's in place "
             f"of this {name}."
         )
-    if type(optimizer) not in _OWN:
+    if not _has_own(optimizer):
+        check_attributes(optimizer)
+        template = Template(optimizer, _arguments_of(optimizer))
         for group in {elementwise.kind_of(g): g for g in optimizer.param_groups}.values():
-            elementwise.check(type(optimizer), _arguments_of(optimizer), group)
+            elementwise.check(template, {}, group)
     # Some make their state when constructed, with a count of 0.
-    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values() if state):
+    states = [optimizer.state.get(p) for p in parameters_of(optimizer)]
+    if any(float(state.get("step", 1)) > 0 for state in states if state):
         raise ValueError(
             f"zero_ext: the {name} has a state already. Pass one that has not stepped, and load "
             "its state_dict() into the optimizer that takes its place."
@@ -71,15 +84,13 @@ def adopt(given: torch.optim.Optimizer, **ours: Any) -> ShardedOptimizer:
         given: Passed ``check``. Its parameters are sharded by now.
         ours: Arguments that torch's optimizer does not have.
     """
-    kind, arguments = type(given), _arguments_of(given)
-    if kind in _OWN:
-        optimizer = _OWN[kind](given.param_groups, **arguments, **ours)
+    arguments = _arguments_of(given)
+    if _has_own(given):
+        optimizer = _OWN[type(given)](given.param_groups, **arguments, **ours)
     else:
-        optimizer = optim.wrap(kind, given.param_groups, **arguments, **ours)
-    for hook in given._optimizer_step_pre_hooks.values():
-        optimizer.register_step_pre_hook(hook)
-    for hook in given._optimizer_step_post_hooks.values():
-        optimizer.register_step_post_hook(hook)
+        optimizer = WrappedOptimizer(Template(given, arguments), given.param_groups, {}, **ours)
+    for name in _HOOKS:  # the same dictionaries: handles that remove a hook find it
+        setattr(optimizer, name, getattr(given, name))
     replaced = weakref.ref(given)
 
     def mark_as_stepped(*_) -> None:
@@ -102,6 +113,12 @@ def optimizers_of(
     """Those that step some parameter of ``model``."""
     own = {id(parameter) for parameter in model.parameters()}
     return [o for o in optimizers if any(id(p) in own for p in parameters_of(o))]
+
+
+def _has_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer here does the same. An object may have a ``step`` of its own."""
+    kind = type(optimizer)
+    return kind in _OWN and not any(hasattr(kind, name) for name in attributes_of(optimizer))
 
 
 def _arguments_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -12,6 +12,8 @@ from zero_ext.ranks.agreement import check_same_on_all_ranks
 if TYPE_CHECKING:
     from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 
+# So many steps skipped in a row raise: the training does nothing any more.
+MAX_SKIPPED_IN_A_ROW = 1000
 # These choose between torch's implementations and change no value of an update.
 _SWITCHES = frozenset(("foreach", "fused", "capturable", "differentiable"))
 
@@ -26,6 +28,7 @@ class SkippedSteps:
 
     def __init__(self) -> None:
         self.count = 0
+        self._in_a_row = 0
         self._unreported: list[_C.StepVerdict] = []  # in the order of the steps
 
     def add(self, verdict: _C.StepVerdict) -> None:
@@ -43,6 +46,8 @@ class SkippedSteps:
                 optimizer._handle.engine.settle(verdict)  # reads it from the device
             if verdict.nonfinite:
                 self._report_one(optimizer, verdict)
+            else:
+                self._in_a_row = 0
 
     def _report_one(self, optimizer: "ShardedOptimizer", verdict: _C.StepVerdict) -> None:
         scaler = optimizer.loss_scaler
@@ -61,7 +66,33 @@ class SkippedSteps:
                 f"{message}. Nothing was updated. To skip such steps, pass nonfinite='skip'."
             )
         self.count += 1
-        warnings.warn(f"{message}; step skipped on all ranks ({self.count} so far).", stacklevel=7)
+        self._in_a_row += 1
+        said = f"step skipped on all ranks ({self.count} so far)"
+        if self._in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise RuntimeError(
+                f"{message}; {said}, {self._in_a_row} in a row. The training does nothing "
+                "any more. Load a checkpoint from before."
+            )
+        # In a row: at the first, second, fourth, eighth …, which all ranks count alike.
+        if self._in_a_row & (self._in_a_row - 1):
+            return
+        bad = _nonfinite_parameter(optimizer)
+        if bad is not None:
+            message += (
+                f"; the parameter '{bad}' itself holds NaN or Inf, and skipping steps cannot mend "
+                "it: load a checkpoint from before"
+            )
+        if bad is not None or self._in_a_row == 1 or optimizer._handle.groups.rank == 0:
+            warnings.warn(f"{message}; {said}.", stacklevel=7)
+
+
+def _nonfinite_parameter(optimizer: "ShardedOptimizer") -> str | None:
+    """The name of the first parameter whose master is not finite in this rank's part."""
+    engine = optimizer._handle.engine
+    for i in optimizer._sharded_state.indices:
+        if engine.unit_of(i) >= 0 and not engine.master_slice(i).isfinite().all():
+            return engine.parameter_name(i)
+    return None
 
 
 class StepSettings:

@@ -11,6 +11,7 @@ from zero_ext import _C
 from zero_ext.engine.registry import find
 from zero_ext.optim import elementwise
 from zero_ext.optim.arguments import ShardingArguments, check_differentiable
+from zero_ext.optim.attributes import attributes_of, carry
 from zero_ext.optim.groups import Group, settings_of
 from zero_ext.optim.loading import SavedState
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
@@ -30,6 +31,34 @@ def wrap(optimizer_class: type[torch.optim.Optimizer], params, **kwargs: Any) ->
     names = ShardingArguments.__annotations__.keys() & kwargs.keys()
     sharding = {name: kwargs.pop(name) for name in names}
     return WrappedOptimizer(optimizer_class, params, kwargs, **sharding)
+
+
+class Template:
+    """Makes optimizers that update as ``given`` does: of its class, defaults and attributes.
+
+    Called as a class of optimizers is. The constructor of ``given``'s class is not called, except
+    where it has made states: then it is asked for those of the new parameters.
+    """
+
+    def __init__(self, given: torch.optim.Optimizer, arguments: dict[str, Any]):
+        self.__name__ = type(given).__name__
+        self._kind, self._arguments = type(given), arguments
+        self._defaults, self._attributes = given.defaults, attributes_of(given)
+        self._given = given
+        self._makes_states = any(map(given.state.get, _parameters_of(given)))
+
+    def __call__(self, groups, **settings: Any) -> torch.optim.Optimizer:
+        optimizer = self._kind.__new__(self._kind)
+        torch.optim.Optimizer.__init__(optimizer, groups, {**self._defaults, **settings})
+        carry(self._attributes, optimizer, self._given)
+        if self._makes_states:
+            own = [{**group} for group in optimizer.param_groups]
+            optimizer.state = self._kind(own, **self._arguments).state
+        return optimizer
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 class WrappedOptimizer(ShardedOptimizer):
@@ -127,6 +156,8 @@ class WrappedOptimizer(ShardedOptimizer):
             inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
 
         def load() -> None:
+            if inner is not None and self._inner is not None:
+                vars(inner).update(attributes_of(self._inner))
             self._inner, self._shards = inner, dict(loaded)
             for parameter, shard in loaded:
                 self.state[parameter].clear()
