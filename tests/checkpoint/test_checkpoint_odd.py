@@ -16,7 +16,7 @@ from torch import nn
 
 import zero_ext
 from zero_ext import checkpoint
-from zero_ext.checkpoint import files as checkpoint_files
+from zero_ext.checkpoint import writer
 
 
 def barrier(mesh) -> None:
@@ -387,7 +387,7 @@ def test_ranks_that_differ_are_told(mesh, rank, shared_path):
 @pytest.mark.world(min=2)
 def test_a_save_meanwhile_has_the_process_groups_timeout(mesh, group):
     needs_one_dimension()
-    own = checkpoint_files._apart(zero_ext.ranks.groups.resolve(None, mesh, []))
+    own = writer._apart(zero_ext.ranks.groups.resolve(None, mesh, []))
     backends = [g._get_backend(torch.device("cpu")) for g in (own.parent, group)]
     assert backends[0].options._timeout == backends[1].options._timeout
     dist.barrier(group)

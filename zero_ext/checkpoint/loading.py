@@ -11,6 +11,7 @@ from torch import nn
 from zero_ext.checkpoint import files
 from zero_ext.checkpoint.contents import Contents
 from zero_ext.checkpoint.optimizer_states import SavedOptimizer, listed
+from zero_ext.checkpoint.writer import writer_of
 from zero_ext.ranks.agreement import all_or_none, check_same_on_all_ranks
 from zero_ext.state.model_state import (
     ModelState,
@@ -77,7 +78,7 @@ def _load(
 ) -> dict[str, Any]:
     groups = groups_of(model)
     what = f"load() of checkpoint '{path}'"
-    files.writer_of(groups).wait()
+    writer_of(groups).wait()
     with all_or_none(groups, what):
         path = Path(path).resolve()
         _prepare(model)

@@ -25,6 +25,7 @@ from torch import nn
 from zero_ext.checkpoint import files
 from zero_ext.checkpoint.contents import FORMAT, OBJECTS
 from zero_ext.checkpoint.optimizer_states import listed, states_of
+from zero_ext.checkpoint.writer import writer_of
 from zero_ext.ranks.agreement import all_or_none, check_same_on_all_ranks
 from zero_ext.state.model_state import ModelState, groups_of, held_value
 
@@ -87,7 +88,7 @@ def save(
         "checkpoints to be saved",
         remedy="Save the same model and optimizer to the same folder on every rank.",
     )
-    writer = files.writer_of(groups)
+    writer = writer_of(groups)
     return (writer.start if async_ else writer.write)(path, state, groups)
 
 
