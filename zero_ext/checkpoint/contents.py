@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from zero_ext.checkpoint import files
+from zero_ext.checkpoint import files, folders
 from zero_ext.state.model_state import EXTRA_STATE, ModelState, plain_name
 
 OBJECTS = "zero_ext"  # the key of all that is no tensor
@@ -30,6 +30,7 @@ class Contents(NamedTuple):
 
     @staticmethod
     def of(path: Path) -> "Contents":
+        path = folders.find(path)
         metadata = files.read_metadata(path)
         entries = metadata.state_dict_metadata
         tensors = {k: v for k, v in entries.items() if isinstance(v, TensorStorageMetadata)}

@@ -2,8 +2,7 @@
 
 import contextlib
 import os
-import re
-import shutil
+import secrets
 import time
 import warnings
 from collections.abc import Iterator
@@ -16,13 +15,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-from zero_ext.ranks.agreement import all_or_none
+from zero_ext.checkpoint import folders
+from zero_ext.ranks.agreement import all_or_none, of_all_ranks
 from zero_ext.ranks.comm_groups import timeout_of
 from zero_ext.ranks.groups import Groups
 from zero_ext.tensor.shard_tensor import ShardTensor, wrap
 
 _VISIBLE_WITHIN_S = 60.0  # a network file system shows late what another host has made
-_OURS = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp")
 ALONE = "torch.distributed is disabled"  # a warning of dcp
 
 
@@ -30,7 +29,7 @@ def refuse_to_replace(path: Path) -> None:
     """Raises where ``path`` is something else than a checkpoint."""
     if path.exists() and not path.is_dir():
         raise ValueError(f"zero_ext: '{path}' is a file; a checkpoint is a folder.")
-    if path.is_dir() and not (path / ".metadata").exists() and any(path.iterdir()):
+    if path.is_dir() and not folders.is_checkpoint(path) and folders.users_files(path):
         raise ValueError(
             f"zero_ext: '{path}' holds something else than a checkpoint, which would be lost. "
             "Choose another path."
@@ -44,27 +43,30 @@ def write(path: Path, state: dict[str, Any], groups: Groups) -> None:
         RuntimeError: some rank could not write. What was at ``path`` is unchanged.
     """
     what = f"save() of checkpoint '{path}'"
-    incomplete = _beside(path, "incomplete")
+    token = secrets.token_hex(4)
+    if groups.world > 1:
+        token = of_all_ranks(token, groups, what)[0]
+    new = folders.NewFolder(path, token)
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     try:
         with all_or_none(groups, what):
-            if groups.rank == 0 and incomplete.exists():  # a process died
-                shutil.rmtree(incomplete)
+            if groups.rank == 0:
+                new.make()
         with _as_exceptions(groups, what):
             dcp.save(
                 state,
-                checkpoint_id=incomplete,
+                checkpoint_id=new.folder,
                 planner=planner,
                 process_group=groups.parent,
                 no_dist=groups.world == 1,
             )
         with all_or_none(groups, what):
-            _check_that_it_is_shared(incomplete, groups)
+            _check_that_it_is_shared(new.folder, groups)
         with all_or_none(groups, what):
             if groups.rank == 0:
-                _replace(path, incomplete)
+                new.commit()
     except Exception:  # it is raised on all ranks, each of which may have a folder of its own
-        shutil.rmtree(incomplete, ignore_errors=True)
+        new.discard()
         vars(planner).clear()  # its tensors, which the error would keep
         raise
 
@@ -85,33 +87,7 @@ def _check_that_it_is_shared(incomplete: Path, groups: Groups) -> None:
         os.listdir(incomplete.parent)  # makes a network file system ask its server again
 
 
-def _beside(path: Path, suffix: str) -> Path:
-    return path.with_name(f".{path.name}.zero_ext-{suffix}")
-
-
-def _replace(path: Path, new: Path) -> None:
-    """Rename ``new`` to ``path``. The user's own files in the old checkpoint are moved there."""
-    old = _beside(path, "replaced")
-    _rescue(old, new)  # if a process died here
-    if path.exists():
-        path.rename(old)
-    new.rename(path)
-    _rescue(old, path)
-
-
-def _rescue(old: Path, new: Path) -> None:
-    """Remove ``old``, and move to ``new`` what is no file of a checkpoint."""
-    if not old.exists():
-        return
-    for entry in old.iterdir():
-        if not _OURS.fullmatch(entry.name) and not (new / entry.name).exists():
-            entry.rename(new / entry.name)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def read_metadata(path: Path) -> Metadata:
-    if not (path / ".metadata").exists():
-        raise ValueError(f"zero_ext: there is no checkpoint at '{path}'.")
     return dcp.FileSystemReader(path).read_metadata()
 
 

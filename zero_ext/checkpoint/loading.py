@@ -103,8 +103,8 @@ def _load(
         remedy="Load the same one into the same model and optimizer on every rank.",
     )
     with all_or_none(groups, what):
-        files.read(path, values)
-        files.read(path, templates)
+        files.read(contents.path, values)
+        files.read(contents.path, templates)
     with all_or_none(groups, what):  # optimizers have checks of their own
         loads = [each.checked_load(values) for each in saved]
     with all_or_none(groups, what):
