@@ -1,6 +1,9 @@
 """Writing and reading the files of a checkpoint, with torch.distributed.checkpoint."""
 
 import contextlib
+import dataclasses
+import io
+import itertools
 import os
 import secrets
 import time
@@ -11,11 +14,21 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from zero_ext.checkpoint import folders
+from zero_ext.checkpoint import digests, folders, pickles
 from zero_ext.ranks.agreement import all_or_none, of_all_ranks
 from zero_ext.ranks.comm_groups import timeout_of
 from zero_ext.ranks.groups import Groups
@@ -55,7 +68,7 @@ def write(path: Path, state: dict[str, Any], groups: Groups) -> None:
         with _as_exceptions(groups, what):
             dcp.save(
                 state,
-                checkpoint_id=new.folder,
+                storage_writer=DigestingWriter(new.folder),
                 planner=planner,
                 process_group=groups.parent,
                 no_dist=groups.world == 1,
@@ -87,11 +100,120 @@ def _check_that_it_is_shared(incomplete: Path, groups: Groups) -> None:
         os.listdir(incomplete.parent)  # makes a network file system ask its server again
 
 
-def read_metadata(path: Path) -> Metadata:
-    return dcp.FileSystemReader(path).read_metadata()
+@dataclasses.dataclass(frozen=True)
+class _DigestedResult(WriteResult):
+    """What a rank tells rank 0 of an entry that it has written."""
+
+    digests: tuple[int, ...] = ()
 
 
-def read(path: Path, targets: dict[str, Any]) -> None:
+class DigestingWriter(dcp.FileSystemWriter):
+    """As torch's, with a file of the digests of all other files."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self.fs = digests.DigestingFiles()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results: Future[list[WriteResult]] = Future()
+        results.set_result([self._digested(r) for r in super().write_data(plan, planner).wait()])
+        return results
+
+    def _digested(self, result: WriteResult) -> WriteResult:
+        place = result.storage_data
+        piece = self.fs.pieces[place.relative_path, place.offset]
+        return _DigestedResult(result.index, result.size_in_bytes, place, piece.digests)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        of_files: dict[str, list[digests.Piece]] = {}
+        for result in itertools.chain.from_iterable(results):
+            place = result.storage_data
+            piece = digests.Piece(place.offset, place.length, result.digests)
+            of_files.setdefault(place.relative_path, []).append(piece)
+        whole = self.fs.pieces[f"{folders.METADATA}.tmp", 0]
+        of_files[folders.METADATA] = [whole]
+        digests.write(self.path, of_files)
+
+
+class CheckedReader(dcp.FileSystemReader):
+    """As torch's. What is read is checked, and the metadata can name no other classes.
+
+    Raises:
+        DamagedError, ValueError: the metadata is damaged.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self.digests = digests.read(path)
+        if self.digests is not None:
+            self.fs = digests.CheckedFiles(self.digests)
+        self.metadata = self._checked_metadata()
+
+    def _checked_metadata(self) -> Metadata:
+        file = self.path / folders.METADATA
+        data = file.read_bytes()
+        if self.digests is not None:
+            [piece] = self.digests[folders.METADATA]
+            if len(data) != piece.length or digests.of(data) != piece.digests:
+                raise digests.DamagedError(
+                    f"zero_ext: '{file}' of {len(data)} bytes is damaged: {piece.length} bytes "
+                    "with another digest were written. Load an earlier checkpoint."
+                )
+        return pickles.metadata_of(data, file)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        try:
+            return super().read_data(plan, planner)
+        except Exception as error:
+            damaged = getattr(self.fs, "damaged", None)
+            if damaged is None:
+                raise
+            raise digests.DamagedError(
+                f"bytes of '{self.name_of(*damaged)}' in '{self.path / damaged[0]}' are not those "
+                "that were saved. Load an earlier checkpoint"
+            ) from error
+
+    def name_of(self, file: str, piece: digests.Piece) -> str:
+        """The key of the entry that lies there."""
+        for index, place in self.metadata.storage_data.items():
+            if (place.relative_path, place.offset) == (file, piece.offset):
+                return index.fqn
+        return file
+
+
+class _Planner(DefaultLoadPlanner):
+    def __init__(self, path: Path, allow_pickle: bool):
+        super().__init__()
+        self._path, self._allow_pickle = path, allow_pickle
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        key = read_item.dest_index.fqn
+        what = f"'{key}' of checkpoint '{self._path}'"
+        found = pickles.unpickled(value, what, self._allow_pickle)
+        set_element(self.original_state_dict, self.mappings[key], found)
+
+
+def damaged_entries(path: Path) -> list[str]:
+    """Read all of a checkpoint, and return the keys of the entries that are damaged.
+
+    Raises:
+        ValueError: there is no checkpoint, it has no digests, or its metadata is damaged.
+    """
+    reader = CheckedReader(folders.find(path))
+    if reader.digests is None:
+        raise ValueError(
+            f"zero_ext: checkpoint '{path}' has no digests: torch or an older version has written "
+            "it. Load it and save it again."
+        )
+    found = digests.damaged_pieces(reader.path, reader.digests)
+    return sorted({reader.name_of(*each) for each in found})
+
+
+def read(path: Path, targets: dict[str, Any], allow_pickle: bool = False) -> None:
     """Read the values of ``targets``, tensors in place. Not collective.
 
     Of sharded tensors this rank reads its parts.
@@ -100,7 +222,12 @@ def read(path: Path, targets: dict[str, Any]) -> None:
         return
     with warnings.catch_warnings(), _as_exceptions(None, f"load() of checkpoint '{path}'"):
         warnings.filterwarnings("ignore", message=ALONE)
-        dcp.load(targets, checkpoint_id=path, no_dist=True)
+        dcp.load(
+            targets,
+            storage_reader=CheckedReader(path),
+            planner=_Planner(path, allow_pickle),
+            no_dist=True,
+        )
 
 
 @contextlib.contextmanager
