@@ -6,6 +6,7 @@
 #include "core/torch_internals.h"
 #include "device/kernel_table.h"
 #include "gather/shutdown_handshake.h"
+#include "kernels/digest.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("has_kernels_on",
@@ -16,6 +17,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                           reinterpret_cast<const zero_ext::kernels::Kernels*>(table));
   });
   m.def("cpu_instruction_set", &zero_ext::kernels::cpu_instruction_set);
+  // Of the bytes of a contiguous buffer.
+  m.def("digest", [](const py::buffer& buffer) {
+    const py::buffer_info info = buffer.request();
+    const py::gil_scoped_release no_gil;
+    return zero_ext::kernels::digest(info.ptr, info.size * info.itemsize);
+  });
   m.def("reduced_by_ddp", &zero_ext::reduced_by_ddp);
   m.def(
       "wait_for_shutdowns",

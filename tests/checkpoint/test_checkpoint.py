@@ -27,6 +27,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import zero_ext
 from zero_ext import checkpoint
+from zero_ext.checkpoint import digests
 from zero_ext.checkpoint import files as checkpoint_files
 from zero_ext.engine.registry import find
 
@@ -191,17 +192,28 @@ def test_several_optimizers_that_do_not_fit_change_nothing(anywhere, rank, path)
 
 def test_a_checkpoint_of_the_first_format_is_read(anywhere, rank, path, monkeypatch):
     def as_it_was(objects):
+        if "optimizers" not in objects:  # the user's, which was one of the objects
+            return pickled(objects)
         [objects["optimizer"]] = objects.pop("optimizers")
-        return pickled({**objects, "format": 1})
+        return pickled({**objects, "extra": {"count": 7}, "format": 1})
 
     pickled = zero_ext.checkpoint.saving._pickled
     monkeypatch.setattr(zero_ext.checkpoint.saving, "_pickled", as_it_was)
     run = made(anywhere, 2, MLP(13))
     train(*run, rank, range(2))
     checkpoint.save(path, *run)
+    barrier_of(anywhere)
+    if rank == 0:
+        (path / digests.FILE).unlink()
+    barrier_of(anywhere)
     again = made(anywhere, 2, changed(MLP(13)))
-    checkpoint.load(path, *again)
+    assert checkpoint.load(path, *again) == {"count": 7}
     assert_equal(again, run)
+
+
+def barrier_of(mesh) -> None:
+    if mesh is not None:
+        dist.barrier(mesh.get_group())
 
 
 class Everything(nn.Module):
@@ -469,7 +481,7 @@ def test_a_save_that_fails_on_one_rank_leaves_the_old_one(
 
     with monkeypatch.context() as patch:
         if rank == 0 if anywhere is None else rank == anywhere.size() - 1:
-            patch.setattr(dcp.FileSystemWriter, "write_data", fails)
+            patch.setattr(checkpoint_files.DigestingWriter, "write_data", fails)
         message = r"rank \d: OSError: No space left on device"
         told = pytest.warns(UserWarning, match=message) if async_ else contextlib.nullcontext()
         with told, pytest.raises(RuntimeError, match=message):

@@ -16,7 +16,7 @@ from torch import nn
 
 import zero_ext
 from zero_ext import checkpoint
-from zero_ext.checkpoint import files as checkpoint_files
+from zero_ext.checkpoint import files, writer
 
 
 def barrier(mesh) -> None:
@@ -27,13 +27,13 @@ def barrier(mesh) -> None:
 @pytest.fixture
 def slow_writes(monkeypatch):
     """Until it is set, nothing is written."""
-    go, write_data = threading.Event(), dcp.FileSystemWriter.write_data
+    go, write_data = threading.Event(), files.DigestingWriter.write_data
 
     def waits(*args):
         assert go.wait(30)
         return write_data(*args)
 
-    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", waits)
+    monkeypatch.setattr(files.DigestingWriter, "write_data", waits)
     yield go
     go.set()
 
@@ -387,7 +387,7 @@ def test_ranks_that_differ_are_told(mesh, rank, shared_path):
 @pytest.mark.world(min=2)
 def test_a_save_meanwhile_has_the_process_groups_timeout(mesh, group):
     needs_one_dimension()
-    own = checkpoint_files._apart(zero_ext.ranks.groups.resolve(None, mesh, []))
+    own = writer._apart(zero_ext.ranks.groups.resolve(None, mesh, []))
     backends = [g._get_backend(torch.device("cpu")) for g in (own.parent, group)]
     assert backends[0].options._timeout == backends[1].options._timeout
     dist.barrier(group)
@@ -409,7 +409,7 @@ def test_a_save_that_failed_holds_no_memory(anywhere, rank, path, monkeypatch, a
 
     with monkeypatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(dcp.FileSystemWriter, "write_data", fails)
+        patch.setattr(files.DigestingWriter, "write_data", fails)
         saving = None
         try:
             saving = checkpoint.save(path, model, async_=async_)

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from zero_ext.checkpoint import files
+from zero_ext.checkpoint import files, folders, pickles
 from zero_ext.state.model_state import EXTRA_STATE, ModelState, plain_name
 
-OBJECTS = "zero_ext"  # the key of all that is no tensor
-FORMAT = 2
+OBJECTS = "zero_ext"  # the key of all that is no tensor, but for
+EXTRA = "zero_ext.extra"  # what the user has passed
+FORMAT = 3
 
 
 class Contents(NamedTuple):
@@ -29,8 +29,9 @@ class Contents(NamedTuple):
     extra: dict[str, Any]
 
     @staticmethod
-    def of(path: Path) -> "Contents":
-        metadata = files.read_metadata(path)
+    def of(path: Path, allow_pickle: bool) -> "Contents":
+        path = folders.find(path)
+        metadata = files.CheckedReader(path).metadata
         entries = metadata.state_dict_metadata
         tensors = {k: v for k, v in entries.items() if isinstance(v, TensorStorageMetadata)}
         keys = {}
@@ -40,7 +41,7 @@ class Contents(NamedTuple):
                 keys.setdefault(plain_name(key.removeprefix("model.")), key)
         objects: dict[str, Any] = {}
         if OBJECTS in entries:
-            objects = _read_objects(path)
+            objects = _read_objects(path, entries, allow_pickle)
         elif not keys:
             raise ValueError(
                 f"zero_ext: checkpoint '{path}' was written without a 'model' entry: no key begins "
@@ -103,10 +104,15 @@ def _without_parts(key: str) -> str:
     return ".".join(steps[: steps.index(EXTRA_STATE) + 1]) if EXTRA_STATE in steps else key
 
 
-def _read_objects(path: Path) -> dict[str, Any]:
-    target: dict[str, Any] = {OBJECTS: b""}
+def _read_objects(path: Path, entries: dict[str, Any], allow_pickle: bool) -> dict[str, Any]:
+    """Up to format 2, the user's ``extra`` is one of the objects."""
+    target: dict[str, Any] = {key: b"" for key in (OBJECTS, EXTRA) if key in entries}
     files.read(path, target)
-    objects = torch.load(io.BytesIO(target[OBJECTS]), weights_only=False, map_location="cpu")
+    unpickled = {}
+    for key, data in target.items():
+        what = f"'{key}' of checkpoint '{path}'"
+        unpickled[key] = pickles.unpickled(io.BytesIO(data), what, allow_pickle, "cpu")
+    objects = unpickled[OBJECTS]
     if objects["format"] > FORMAT:
         raise ValueError(
             f"zero_ext: checkpoint '{path}' has format {objects['format']}, this version reads "
@@ -114,4 +120,4 @@ def _read_objects(path: Path) -> dict[str, Any]:
         )
     if objects["format"] == 1 and "optimizer" in objects:
         objects["optimizers"] = [objects["optimizer"]]
-    return objects
+    return {"extra": unpickled.get(EXTRA, {}), **objects}

@@ -1,41 +1,48 @@
 """Writing and reading the files of a checkpoint, with torch.distributed.checkpoint."""
 
 import contextlib
+import dataclasses
+import io
+import itertools
 import os
-import re
-import shutil
+import secrets
 import time
-import traceback
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
+from zero_ext.checkpoint import digests, folders, pickles
 from zero_ext.ranks.agreement import all_or_none, of_all_ranks
 from zero_ext.ranks.comm_groups import timeout_of
 from zero_ext.ranks.groups import Groups
 from zero_ext.tensor.shard_tensor import ShardTensor, wrap
 
 _VISIBLE_WITHIN_S = 60.0  # a network file system shows late what another host has made
-_OURS = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp")
-_ALONE = "torch.distributed is disabled"  # a warning of dcp
+ALONE = "torch.distributed is disabled"  # a warning of dcp
 
 
 def refuse_to_replace(path: Path) -> None:
     """Raises where ``path`` is something else than a checkpoint."""
     if path.exists() and not path.is_dir():
         raise ValueError(f"zero_ext: '{path}' is a file; a checkpoint is a folder.")
-    if path.is_dir() and not (path / ".metadata").exists() and any(path.iterdir()):
+    if path.is_dir() and not folders.is_checkpoint(path) and folders.users_files(path):
         raise ValueError(
             f"zero_ext: '{path}' holds something else than a checkpoint, which would be lost. "
             "Choose another path."
@@ -49,27 +56,30 @@ def write(path: Path, state: dict[str, Any], groups: Groups) -> None:
         RuntimeError: some rank could not write. What was at ``path`` is unchanged.
     """
     what = f"save() of checkpoint '{path}'"
-    incomplete = _beside(path, "incomplete")
+    token = secrets.token_hex(4)
+    if groups.world > 1:
+        token = of_all_ranks(token, groups, what)[0]
+    new = folders.NewFolder(path, token)
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     try:
         with all_or_none(groups, what):
-            if groups.rank == 0 and incomplete.exists():  # a process died
-                shutil.rmtree(incomplete)
+            if groups.rank == 0:
+                new.make()
         with _as_exceptions(groups, what):
             dcp.save(
                 state,
-                checkpoint_id=incomplete,
+                storage_writer=DigestingWriter(new.folder),
                 planner=planner,
                 process_group=groups.parent,
                 no_dist=groups.world == 1,
             )
         with all_or_none(groups, what):
-            _check_that_it_is_shared(incomplete, groups)
+            _check_that_it_is_shared(new.folder, groups)
         with all_or_none(groups, what):
             if groups.rank == 0:
-                _replace(path, incomplete)
+                new.commit()
     except Exception:  # it is raised on all ranks, each of which may have a folder of its own
-        shutil.rmtree(incomplete, ignore_errors=True)
+        new.discard()
         vars(planner).clear()  # its tensors, which the error would keep
         raise
 
@@ -90,37 +100,120 @@ def _check_that_it_is_shared(incomplete: Path, groups: Groups) -> None:
         os.listdir(incomplete.parent)  # makes a network file system ask its server again
 
 
-def _beside(path: Path, suffix: str) -> Path:
-    return path.with_name(f".{path.name}.zero_ext-{suffix}")
+@dataclasses.dataclass(frozen=True)
+class _DigestedResult(WriteResult):
+    """What a rank tells rank 0 of an entry that it has written."""
+
+    digests: tuple[int, ...] = ()
 
 
-def _replace(path: Path, new: Path) -> None:
-    """Rename ``new`` to ``path``. The user's own files in the old checkpoint are moved there."""
-    old = _beside(path, "replaced")
-    _rescue(old, new)  # if a process died here
-    if path.exists():
-        path.rename(old)
-    new.rename(path)
-    _rescue(old, path)
+class DigestingWriter(dcp.FileSystemWriter):
+    """As torch's, with a file of the digests of all other files."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self.fs = digests.DigestingFiles()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results: Future[list[WriteResult]] = Future()
+        results.set_result([self._digested(r) for r in super().write_data(plan, planner).wait()])
+        return results
+
+    def _digested(self, result: WriteResult) -> WriteResult:
+        place = result.storage_data
+        piece = self.fs.pieces[place.relative_path, place.offset]
+        return _DigestedResult(result.index, result.size_in_bytes, place, piece.digests)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        of_files: dict[str, list[digests.Piece]] = {}
+        for result in itertools.chain.from_iterable(results):
+            place = result.storage_data
+            piece = digests.Piece(place.offset, place.length, result.digests)
+            of_files.setdefault(place.relative_path, []).append(piece)
+        whole = self.fs.pieces[f"{folders.METADATA}.tmp", 0]
+        of_files[folders.METADATA] = [whole]
+        digests.write(self.path, of_files)
 
 
-def _rescue(old: Path, new: Path) -> None:
-    """Remove ``old``, and move to ``new`` what is no file of a checkpoint."""
-    if not old.exists():
-        return
-    for entry in old.iterdir():
-        if not _OURS.fullmatch(entry.name) and not (new / entry.name).exists():
-            entry.rename(new / entry.name)
-    shutil.rmtree(old, ignore_errors=True)
+class CheckedReader(dcp.FileSystemReader):
+    """As torch's. What is read is checked, and the metadata can name no other classes.
+
+    Raises:
+        DamagedError, ValueError: the metadata is damaged.
+    """
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self.digests = digests.read(path)
+        if self.digests is not None:
+            self.fs = digests.CheckedFiles(self.digests)
+        self.metadata = self._checked_metadata()
+
+    def _checked_metadata(self) -> Metadata:
+        file = self.path / folders.METADATA
+        data = file.read_bytes()
+        if self.digests is not None:
+            [piece] = self.digests[folders.METADATA]
+            if len(data) != piece.length or digests.of(data) != piece.digests:
+                raise digests.DamagedError(
+                    f"zero_ext: '{file}' of {len(data)} bytes is damaged: {piece.length} bytes "
+                    "with another digest were written. Load an earlier checkpoint."
+                )
+        return pickles.metadata_of(data, file)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        try:
+            return super().read_data(plan, planner)
+        except Exception as error:
+            damaged = getattr(self.fs, "damaged", None)
+            if damaged is None:
+                raise
+            raise digests.DamagedError(
+                f"bytes of '{self.name_of(*damaged)}' in '{self.path / damaged[0]}' are not those "
+                "that were saved. Load an earlier checkpoint"
+            ) from error
+
+    def name_of(self, file: str, piece: digests.Piece) -> str:
+        """The key of the entry that lies there."""
+        for index, place in self.metadata.storage_data.items():
+            if (place.relative_path, place.offset) == (file, piece.offset):
+                return index.fqn
+        return file
 
 
-def read_metadata(path: Path) -> Metadata:
-    if not (path / ".metadata").exists():
-        raise ValueError(f"zero_ext: there is no checkpoint at '{path}'.")
-    return dcp.FileSystemReader(path).read_metadata()
+class _Planner(DefaultLoadPlanner):
+    def __init__(self, path: Path, allow_pickle: bool):
+        super().__init__()
+        self._path, self._allow_pickle = path, allow_pickle
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        key = read_item.dest_index.fqn
+        what = f"'{key}' of checkpoint '{self._path}'"
+        found = pickles.unpickled(value, what, self._allow_pickle)
+        set_element(self.original_state_dict, self.mappings[key], found)
 
 
-def read(path: Path, targets: dict[str, Any]) -> None:
+def damaged_entries(path: Path) -> list[str]:
+    """Read all of a checkpoint, and return the keys of the entries that are damaged.
+
+    Raises:
+        ValueError: there is no checkpoint, it has no digests, or its metadata is damaged.
+    """
+    reader = CheckedReader(folders.find(path))
+    if reader.digests is None:
+        raise ValueError(
+            f"zero_ext: checkpoint '{path}' has no digests: torch or an older version has written "
+            "it. Load it and save it again."
+        )
+    found = digests.damaged_pieces(reader.path, reader.digests)
+    return sorted({reader.name_of(*each) for each in found})
+
+
+def read(path: Path, targets: dict[str, Any], allow_pickle: bool = False) -> None:
     """Read the values of ``targets``, tensors in place. Not collective.
 
     Of sharded tensors this rank reads its parts.
@@ -128,8 +221,13 @@ def read(path: Path, targets: dict[str, Any]) -> None:
     if not targets:
         return
     with warnings.catch_warnings(), _as_exceptions(None, f"load() of checkpoint '{path}'"):
-        warnings.filterwarnings("ignore", message=_ALONE)
-        dcp.load(targets, checkpoint_id=path, no_dist=True)
+        warnings.filterwarnings("ignore", message=ALONE)
+        dcp.load(
+            targets,
+            storage_reader=CheckedReader(path),
+            planner=_Planner(path, allow_pickle),
+            no_dist=True,
+        )
 
 
 @contextlib.contextmanager
@@ -149,95 +247,3 @@ def copied_to_host(value: Any) -> Any:
     if isinstance(value, ShardTensor):
         return wrap(value.to_local().to("cpu", copy=True), value)
     return value.to("cpu", copy=True) if isinstance(value, Tensor) else value
-
-
-class Writer:
-    """Saves over one process group, some of which run while training goes on.
-
-    Saves that run meanwhile have a process group of their own: the messages of two threads over one
-    group would mix.
-    """
-
-    def __init__(self):
-        self._own_groups: Groups | None = None
-        self._executor: ThreadPoolExecutor | None = None
-        self._last: Future | None = None
-
-    def start(self, path: Path, state: dict[str, Any], groups: Groups) -> Future:
-        if self._executor is None:
-            self._own_groups = _apart(groups)
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="zero_ext checkpoint")
-        if groups.world == 1:  # for good: the filters of warnings are the same in all threads
-            warnings.filterwarnings("ignore", message=_ALONE)
-        self._last = self._executor.submit(_write_meanwhile, path, state, self._own_groups)
-        return self._last
-
-    def wait(self) -> None:
-        """Wait for all saves that were started."""
-        if self._last is not None:
-            self._last.exception()  # the caller's future raises it
-
-    def write(self, path: Path, state: dict[str, Any], groups: Groups) -> None:
-        """Write after all saves that were started."""
-        self.wait()
-        with warnings.catch_warnings():
-            if groups.world == 1:
-                warnings.filterwarnings("ignore", message=_ALONE)
-            write(path, state, groups)
-
-
-def _write_meanwhile(path: Path, state: dict[str, Any], groups: Groups) -> None:
-    try:
-        write(path, state, groups)
-    except Exception as error:  # nobody may ask the future for it
-        warnings.warn(str(error), stacklevel=2)
-        _forget_locals(error)
-        raise
-    finally:
-        state.clear()
-
-
-def _forget_locals(error: BaseException) -> None:
-    """Free the local variables of the functions that ended with ``error`` and its causes.
-
-    They hold copies of all that was to be written, and a future holds the error.
-    """
-    errors: list[BaseException | None] = [error]
-    for each in errors:
-        if each is None:
-            continue
-        traceback.clear_frames(each.__traceback__)
-        causes = [each.__cause__, each.__context__]
-        if isinstance(each, CheckpointException):
-            causes += [cause for cause, _ in each.failures.values()]
-        errors += [cause for cause in causes if all(cause is not known for known in errors)]
-
-
-_of_one_rank = Writer()
-# Of several ranks, by the parent process group.
-_writers: WeakKeyDictionary[dist.ProcessGroup, Writer] = WeakKeyDictionary()
-
-
-def writer_of(groups: Groups) -> Writer:
-    return _of_one_rank if groups.world == 1 else _writers.setdefault(groups.parent, Writer())
-
-
-def _apart(groups: Groups) -> Groups:
-    """The same ranks with a process group of their own. Collective."""
-    if groups.world == 1:
-        return groups._replace(parent=None, mesh=None)
-    ranks = dist.get_process_group_ranks(groups.parent)
-    # torch names a group of some ranks after these and the number of groups that each is in. Such a
-    # name may be that of an earlier group whose addresses the store still holds.
-    some = len(ranks) < dist.get_world_size()
-    if some:
-        _be_in_equally_many_groups(groups)
-    own = dist.new_group(ranks, timeout_of(groups), "gloo", use_local_synchronization=some)
-    return groups._replace(parent=own, mesh=None)
-
-
-def _be_in_equally_many_groups(groups: Groups) -> None:
-    count = len(distributed_c10d._world.pg_names)
-    most = max(of_all_ranks(count, groups, "save(async_=True)"))
-    for _ in range(count, most):
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)

@@ -11,6 +11,7 @@ from torch import nn
 from zero_ext.checkpoint import files
 from zero_ext.checkpoint.contents import Contents
 from zero_ext.checkpoint.optimizer_states import SavedOptimizer, listed
+from zero_ext.checkpoint.writer import writer_of
 from zero_ext.ranks.agreement import all_or_none, check_same_on_all_ranks
 from zero_ext.state.model_state import (
     ModelState,
@@ -28,11 +29,14 @@ def load(
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
     *,
     strict: bool = True,
+    allow_pickle: bool = False,
 ) -> dict[str, Any]:
     """Give ``model`` and ``optimizer`` what a checkpoint holds; returns its ``extra``. Collective.
 
-    Call it between two steps; gradients stay as they are. Load only what you trust: everything that
-    is no tensor is unpickled.
+    Call it between two steps; gradients stay as they are.
+
+    Success means that every tensor that was read has the bits that were saved: their digests are
+    checked. Checkpoints of torch and of versions without digests are loaded without that check.
 
     Stage, number of ranks, dtypes and units may differ from those that saved it. A checkpoint of a
     plain or an FSDP2 model by ``torch.distributed.checkpoint.save({"model": model.state_dict()},
@@ -44,11 +48,16 @@ def load(
         optimizer: As many as were saved, in the same order, or none.
         strict: Names that the checkpoint or the model lacks are an error; else they are passed over
             with a warning.
+        allow_pickle: Also load ``extra``, extra states and settings of optimizers that consist of
+            more than tensors and plain containers. Unpickling them can run any code that the file
+            names: pass True only for files that you trust. Classes that are known to
+            ``torch.serialization.add_safe_globals`` do not need it.
     Raises:
-        ValueError: names, shapes, or the optimizers or their groups do not fit. Nothing is changed.
-        RuntimeError: some rank could not read it. Nothing is changed.
+        ValueError: names, shapes, or the optimizers or their groups do not fit; the metadata is
+            damaged; or objects need ``allow_pickle=True``. Nothing is changed.
+        RuntimeError: some rank could not read it, or its bytes are damaged. Nothing is changed.
     """
-    return _load(path, model, listed(optimizer), strict)
+    return _load(path, model, listed(optimizer), strict, allow_pickle)
 
 
 def load_optimizers(
@@ -57,13 +66,14 @@ def load_optimizers(
     optimizers: list[torch.optim.Optimizer],
     *,
     strict: bool = True,
+    allow_pickle: bool = False,
 ) -> None:
     """As ``load``, for a model that has loaded its values by itself.
 
     Of the model only masters are loaded, with the bits that their parameters lack. A value that was
     changed since is kept.
     """
-    _load(path, model, optimizers, strict, keeps_values=True)
+    _load(path, model, optimizers, strict, allow_pickle, keeps_values=True)
 
 
 @torch.inference_mode(False)
@@ -73,16 +83,17 @@ def _load(
     model: nn.Module,
     optimizers: list[torch.optim.Optimizer],
     strict: bool,
+    allow_pickle: bool,
     keeps_values: bool = False,
 ) -> dict[str, Any]:
     groups = groups_of(model)
     what = f"load() of checkpoint '{path}'"
-    files.writer_of(groups).wait()
+    writer_of(groups).wait()
     with all_or_none(groups, what):
         path = Path(path).resolve()
         _prepare(model)
         of_model = ModelState.of(model)
-        contents = Contents.of(path)
+        contents = Contents.of(path, allow_pickle)
         names, objects = contents.matching(of_model, strict)
         if keeps_values:
             names = [name for name in names if has_wider_master(of_model.tensors[name])]
@@ -102,8 +113,8 @@ def _load(
         remedy="Load the same one into the same model and optimizer on every rank.",
     )
     with all_or_none(groups, what):
-        files.read(path, values)
-        files.read(path, templates)
+        files.read(contents.path, values)
+        files.read(contents.path, templates, allow_pickle)
     with all_or_none(groups, what):  # optimizers have checks of their own
         loads = [each.checked_load(values) for each in saved]
     with all_or_none(groups, what):
@@ -126,12 +137,14 @@ def _keep_changes(values: dict[str, Any], key: str, parameter: torch.Tensor) -> 
     values[key] = torch.where(unchanged, saved, now)
 
 
-def read_whole(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_whole(
+    path: str | os.PathLike, *, allow_pickle: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The model's whole ``state_dict()`` on the host, and ``extra``. Not collective.
 
-    Parameters that were trained have the values of their masters.
+    Parameters that were trained have the values of their masters. ``allow_pickle``: as of ``load``.
     """
-    contents = Contents.of(Path(path).resolve())
+    contents = Contents.of(Path(path).resolve(), allow_pickle)
     values = {
         name: torch.empty(contents.tensors[key].size, dtype=contents.tensors[key].properties.dtype)
         for name, key in contents.keys.items()

@@ -7,6 +7,7 @@ holds, and reads what it will hold. The number of ranks may change in between. T
   master: rounded to half precision it has the parameter's bits, and a step goes on from all bits.
 - ``optimizer.state.<parameter's name>.<state>``: the tensors of the optimizers' states.
 - ``zero_ext``: everything that is no tensor, pickled. Extra states are here as well.
+- ``zero_ext.extra``: what the user has passed, pickled.
 Buffers and what else is not sharded are those of rank 0.
 """
 
@@ -23,8 +24,9 @@ import torch
 from torch import nn
 
 from zero_ext.checkpoint import files
-from zero_ext.checkpoint.contents import FORMAT, OBJECTS
+from zero_ext.checkpoint.contents import EXTRA, FORMAT, OBJECTS
 from zero_ext.checkpoint.optimizer_states import listed, states_of
+from zero_ext.checkpoint.writer import writer_of
 from zero_ext.ranks.agreement import all_or_none, check_same_on_all_ranks
 from zero_ext.state.model_state import ModelState, groups_of, held_value
 
@@ -41,8 +43,9 @@ def save(
 ) -> Future | None:
     """Write a checkpoint of ``model`` and ``optimizer``, between two steps. Collective.
 
-    It is written beside ``path`` and renamed when it is whole. A checkpoint that was there before
-    stays until then. Gradients are not saved. Nothing is gathered, but a rank needs memory for a
+    It is written beside ``path``, with digests that ``load`` checks, and renamed when it is whole.
+    A checkpoint that was there before stays until then. Several runs may save to one path: the last
+    one to end is kept. Gradients are not saved. Nothing is gathered, but a rank needs memory for a
     copy of its masters.
 
     Args:
@@ -52,6 +55,8 @@ def save(
         optimizer: Of the model's parameters, or several, which share none. A ``loss_scaler`` is
             saved with its optimizer.
         extra: Whatever else a restart needs (schedulers, counts, random states); pickled, rank 0's.
+            ``load`` needs ``allow_pickle=True`` for what is more than tensors, numbers, strings
+            and plain containers of them.
         async_: Copy everything to host memory, and return while it is being written. Saves are
             written in the order of their calls.
     Returns:
@@ -73,12 +78,11 @@ def save(
         objects = {
             "format": FORMAT,
             "id": secrets.token_hex(8),
-            "extra": extra or {},
             "model": of_model.objects,
         }
         tensors, objects["optimizers"] = states_of(listed(optimizer), of_model)
         state |= tensors
-        state[OBJECTS] = _pickled(objects)
+        state[OBJECTS], state[EXTRA] = _pickled(objects), _pickled(extra or {})
         if async_:
             state = {key: files.copied_to_host(value) for key, value in state.items()}
     check_same_on_all_ranks(
@@ -87,7 +91,7 @@ def save(
         "checkpoints to be saved",
         remedy="Save the same model and optimizer to the same folder on every rank.",
     )
-    writer = files.writer_of(groups)
+    writer = writer_of(groups)
     return (writer.start if async_ else writer.write)(path, state, groups)
 
 

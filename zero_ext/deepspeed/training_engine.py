@@ -353,6 +353,7 @@ class TrainingEngine(nn.Module):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
+        allow_pickle: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
         """Load what ``save_checkpoint`` has written with any stage and number of ranks. Collective.
 
@@ -362,6 +363,8 @@ class TrainingEngine(nn.Module):
             tag: Default: what ``load_dir/latest`` names. Without that file nothing is loaded, with
                 a warning.
             load_module_only: Load neither the optimizer nor schedule and counts.
+            allow_pickle: Also load a ``client_state`` of more than tensors and plain containers.
+                Unpickling it can run any code. Pass True only for files that you trust.
         Returns:
             The checkpoint's path and its ``client_state``; None and an empty dict if nothing was
             loaded. Raises as ``zero_ext.checkpoint.load``.
@@ -386,6 +389,7 @@ class TrainingEngine(nn.Module):
             self.module,
             self.optimizer if with_states else None,
             strict=load_module_strict,
+            allow_pickle=allow_pickle,
         )
         self.zero_grad()
         saved = extra.get("lr_scheduler")

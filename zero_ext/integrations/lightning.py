@@ -87,6 +87,7 @@ class ShardedStrategy(DDPStrategy):
         self._saved: dict[str, Any] = {}
         self._loaded: dict[str, Any] = {}
         self._folder: Path | None = None  # that is being loaded
+        self._trusted = False  # whether it may be unpickled
         self._made_on_meta = False
 
     # Setting up
@@ -249,24 +250,23 @@ class ShardedStrategy(DDPStrategy):
         """Collective. The module gets what hooks change in the checkpoint's ``state_dict``.
 
         Raises:
-            ValueError: ``weights_only`` with a folder, whose entries are unpickled.
+            ValueError: a folder holds more than plain data. ``weights_only=False`` unpickles it,
+                which can run any code that the file names. Pass it only for files that you trust.
         """
         path = Path(self.broadcast(checkpoint_path))
         self._folder = path if path.is_dir() else None
+        self._trusted = weights_only is False
         if self._folder is None:
             return super().load_checkpoint(checkpoint_path, weights_only)
-        if weights_only:
-            raise ValueError(
-                f"zero_ext: the checkpoint '{path}' holds more than weights, which is unpickled. "
-                "Leave weights_only out if you trust it."
-            )
         if _is_sharded(self.lightning_module):  # whose ranks may not have memory for all of it
             strict = self.lightning_module.strict_loading
-            others = checkpoints.load(path, self.lightning_module, strict=strict)
+            others = checkpoints.load(
+                path, self.lightning_module, strict=strict, allow_pickle=self._trusted
+            )
             state = self.lightning_module.state_dict()
             self._loaded = {} if "state_dict" in others else state
         else:
-            state, others = checkpoints.read_whole(path)
+            state, others = checkpoints.read_whole(path, allow_pickle=self._trusted)
         return {"state_dict": dict(state), **others}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -282,7 +282,13 @@ class ShardedStrategy(DDPStrategy):
         if self._folder is not None:
             optimizers = self._checkpointed_optimizers()
             strict = self.lightning_module.strict_loading
-            checkpoints.load_optimizers(self._folder, self.model, optimizers, strict=strict)
+            checkpoints.load_optimizers(
+                self._folder,
+                self.model,
+                optimizers,
+                strict=strict,
+                allow_pickle=self._trusted,
+            )
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)

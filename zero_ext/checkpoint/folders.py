@@ -1,0 +1,165 @@
+"""Where a checkpoint lies while it is written, replaced and looked for. No rank talks here.
+
+Note [Two runs that save to one path]
+A save writes to a folder of its own beside ``path``, `.NAME.zero_ext-incomplete-TOKEN`. When that
+is whole, it moves what is at ``path`` to `.NAME.zero_ext-replaced-TOKEN`, renames its folder to
+``path``, and removes what it has replaced.
+- Every rename is to a name that no other save uses, except to ``path``. A folder can only be
+  renamed to ``path`` while nothing is there. If another run was faster, its checkpoint is replaced.
+- What was replaced is removed only after a checkpoint was seen at ``path``, and only if it had been
+  replaced before. So some whole checkpoint always lies at ``path`` or in a replaced folder.
+- A process that dies between the two renames leaves ``path`` empty. ``find`` then returns the
+  newest replaced folder.
+- A running save holds a lock in its folder. Later saves remove folders whose lock is free.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+_LOCK = ".zero_ext-lock"
+METADATA = ".metadata"
+_OURS = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp|\.zero_ext-[a-z]+(\.json)?")
+
+
+class NewFolder:
+    """The folder of one save, until it is renamed to ``path``.
+
+    Args:
+        token: Of this save alone, the same on all its ranks.
+    """
+
+    def __init__(self, path: Path, token: str):
+        self.path = path
+        self.folder = _beside(path, f"incomplete-{token}")
+        self._lock: int | None = None
+
+    def make(self) -> None:
+        """Make the folder and hold its lock, after what dead saves left is removed. One rank."""
+        remove_leftovers(self.path)
+        self.folder.mkdir(parents=True)
+        self._lock = os.open(self.folder / _LOCK, os.O_RDWR | os.O_CREAT)
+        with contextlib.suppress(OSError):  # no locks on this file system: it is never removed
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.write(self._lock, b"held")  # an empty lock file is not held yet
+
+    def commit(self) -> None:
+        """Rename the folder to ``path``, in place of what is there. One rank.
+
+        The user's own files at ``path`` are moved into the new checkpoint.
+        """
+        _sync(self.folder)
+        while not self._replace():
+            pass
+        _sync(self.path.parent)
+        with contextlib.suppress(FileNotFoundError):  # another run may have replaced it
+            os.unlink(self.path / _LOCK)
+        self.release()
+        remove_leftovers(self.path)
+
+    def _replace(self) -> bool:
+        """Whether the folder is at ``path`` now. Another save may come between the two renames."""
+        old = None
+        if self.path.exists():
+            old = _beside(self.path, f"replaced-{secrets.token_hex(4)}")
+            try:
+                os.rename(self.path, old)
+            except FileNotFoundError:
+                return False
+        try:
+            os.rename(self.folder, self.path)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                return False
+            if old is not None and not self.path.exists():
+                os.rename(old, self.path)
+            raise
+        return True
+
+    def discard(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.release()
+
+    def release(self) -> None:
+        """Give up the lock, as the end of the process does."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove what other saves to ``path`` have left, if nobody needs it any more."""
+    for folder in _siblings(path, "incomplete"):
+        if _is_abandoned(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+    replaced = list(_siblings(path, "replaced"))
+    if is_checkpoint(path):  # seen after the list was made: see the note
+        for folder in replaced:
+            _move_users_files(folder, path)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def is_checkpoint(path: Path) -> bool:
+    return (path / METADATA).is_file()
+
+
+def users_files(path: Path) -> list[Path]:
+    """The entries of a folder that no save has written."""
+    return [each for each in path.iterdir() if not _OURS.fullmatch(each.name)]
+
+
+def find(path: Path) -> Path:
+    """The folder of the last whole checkpoint that was saved to ``path``.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if is_checkpoint(path):
+        return path
+    replaced = [each for each in _siblings(path, "replaced") if is_checkpoint(each)]
+    if replaced:
+        return max(replaced, key=lambda each: (each / METADATA).stat().st_mtime_ns)
+    raise ValueError(f"zero_ext: there is no checkpoint at '{path}'.")
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(f".{path.name}.zero_ext-{suffix}")
+
+
+def _siblings(path: Path, kind: str) -> Iterator[Path]:
+    start = _beside(path, kind).name
+    if path.parent.is_dir():
+        names = sorted(name for name in os.listdir(path.parent) if name.startswith(start))
+        yield from (path.with_name(name) for name in names)
+
+
+def _is_abandoned(folder: Path) -> bool:
+    try:
+        with open(folder / _LOCK, "r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return lock.read() != ""
+    except OSError:  # a running save holds it, or there is none
+        return False
+
+
+def _move_users_files(old: Path, new: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):  # another save does the same
+        for entry in users_files(old):
+            if not (new / entry.name).exists():
+                os.rename(entry, new / entry.name)
+
+
+def _sync(folder: Path) -> None:
+    """Make renames in ``folder`` durable, where the file system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,79 @@
+"""What is no tensor in a checkpoint, read without running code unless the user asks for it."""
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+# What the metadata of torch.distributed.checkpoint consists of.
+_METADATA_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+    "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        found = None
+        if name in _METADATA_CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and "." not in name:
+            found = getattr(torch, name, None)
+        if isinstance(found, torch.dtype):
+            return found
+        raise pickle.UnpicklingError(f"metadata has no {module}.{name}")
+
+
+def metadata_of(data: bytes, path: Path) -> Metadata:
+    """
+    Raises:
+        ValueError: it is truncated, damaged, or names a class that metadata does not consist of.
+    """
+    try:
+        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+    except Exception as error:  # damaged pickles raise errors of every kind
+        raise ValueError(
+            f"zero_ext: '{path}' of {len(data)} bytes is no metadata of a checkpoint "
+            f"({type(error).__name__}: {error}). Load an earlier checkpoint."
+        ) from error
+    return metadata
+
+
+def unpickled(data: io.BytesIO, what: str, allow_pickle: bool, place: str | None = None) -> Any:
+    """What ``torch.save`` has written; ``what`` names it in messages.
+
+    Raises:
+        ValueError: it is more than tensors and plain containers, and ``allow_pickle`` is False.
+    """
+    try:
+        return torch.load(data, weights_only=True, map_location=place)
+    except pickle.UnpicklingError as error:
+        if not allow_pickle:
+            found = str(error).partition("GLOBAL ")[2].split(" ")[0]
+            kind = f"objects of {found}" if found else "objects"
+            raise ValueError(
+                f"zero_ext: {what} holds {kind}, and loading them could run any code. If you trust "
+                "the file, pass allow_pickle=True, or name the classes to "
+                "torch.serialization.add_safe_globals."
+            ) from error
+    data.seek(0)
+    return torch.load(data, weights_only=False, map_location=place)
