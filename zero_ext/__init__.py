@@ -4,25 +4,51 @@
 script. See README.md and docs/.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from zero_ext import _compat
 
 _compat.check()
 
-from zero_ext import _C, checkpoint, ops, optim  # noqa: E402, F401
-from zero_ext.deepspeed.initialization import initialize  # noqa: E402
-from zero_ext.engine.memory import estimate_memory, stats  # noqa: E402
-from zero_ext.engine.offload import offload_states, reload_states  # noqa: E402
-from zero_ext.module.forward_methods import register_forward_method  # noqa: E402
-from zero_ext.module.sharding import shard  # noqa: E402
-from zero_ext.optim.scaler import LossScaler  # noqa: E402
-from zero_ext.state.values import (  # noqa: E402
-    full_grad,
-    full_state,
-    full_tensor,
-    set_full_grad,
-    set_full_param,
-    set_full_state,
-)
+from zero_ext import _C, ops  # noqa: E402, F401
+
+if TYPE_CHECKING:
+    from zero_ext import checkpoint, optim
+    from zero_ext.deepspeed.initialization import initialize
+    from zero_ext.engine.memory import estimate_memory, stats
+    from zero_ext.engine.offload import offload_states, reload_states
+    from zero_ext.module.forward_methods import register_forward_method
+    from zero_ext.module.sharding import shard
+    from zero_ext.optim.scaler import LossScaler
+    from zero_ext.state.values import (
+        full_grad,
+        full_state,
+        full_tensor,
+        set_full_grad,
+        set_full_param,
+        set_full_state,
+    )
+
+# Each name is imported when it is first used. DTensor, which all of them need, takes torch longer
+# to import than torch itself.
+_MODULES = {
+    "LossScaler": "optim.scaler",
+    "estimate_memory": "engine.memory",
+    "full_grad": "state.values",
+    "full_state": "state.values",
+    "full_tensor": "state.values",
+    "initialize": "deepspeed.initialization",
+    "offload_states": "engine.offload",
+    "register_forward_method": "module.forward_methods",
+    "reload_states": "engine.offload",
+    "set_full_grad": "state.values",
+    "set_full_param": "state.values",
+    "set_full_state": "state.values",
+    "shard": "module.sharding",
+    "stats": "engine.memory",
+}
+_PACKAGES = ("checkpoint", "optim")
 
 __version__ = "0.1.0"
 __all__ = [
@@ -44,3 +70,18 @@ __all__ = [
     "shard",
     "stats",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        value = getattr(importlib.import_module(f"zero_ext.{_MODULES[name]}"), name)
+    elif name in _PACKAGES:
+        value = importlib.import_module(f"zero_ext.{name}")
+    else:
+        raise AttributeError(f"module 'zero_ext' has no attribute '{name}'")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES, *_PACKAGES})

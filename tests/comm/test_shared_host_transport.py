@@ -71,6 +71,29 @@ def assert_messages_between_all(memory, group) -> None:
 
 
 @pytest.mark.dist
+def test_no_process_changes_the_size_of_a_mailbox(memory, group, world):
+    sizes = []
+
+    def all_gather(values):
+        for file in Path("/proc/self/fd").iterdir():
+            if "memfd:zero_ext" in (os.readlink(file) if file.is_symlink() else ""):
+                with open(file, "r+b") as mailbox:
+                    before = os.fstat(mailbox.fileno()).st_size
+                    for size in (0, before - 1, before + 4096):
+                        with pytest.raises(PermissionError):
+                            os.ftruncate(mailbox.fileno(), size)
+                    sizes.append(before)
+        rows = torch.empty(world, values.numel(), dtype=values.dtype)
+        dist.all_gather_into_tensor(rows.view(-1), values, group=group)
+        return rows
+
+    made = _C.SharedHostTransport.connect(
+        dist.get_rank(group), world, timeout_ms=20_000, allowed=True, all_gather=all_gather
+    )
+    assert made is not None and sizes and min(sizes) > 0
+
+
+@pytest.mark.dist
 def test_messages_come_in_order_by_sender_and_tag(memory, group, rank):
     def message(sender, receiver, tag, number):
         numel = [0, 1, 7, 13, 100_003][number]

@@ -269,7 +269,7 @@ def test_a_failure_after_the_units_were_made_leaves_no_hooks(anywhere):
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_stages_that_keep_whole_parameters_refuse_the_meta_device(anywhere, stage):
-    with pytest.raises(TypeError, match=r"'layers.0.weight' is torch.float32 on meta"):
+    with pytest.raises(TypeError, match=r"'layers.0.weight' is on the meta device.*stage 3"):
         zero_ext.shard(on_meta(MLP), stage, mesh=anywhere)
 
 

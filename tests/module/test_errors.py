@@ -167,6 +167,70 @@ def test_policy_with_another_dtype_is_refused():
         zero_ext.shard(MLP(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float64))
 
 
+WRONG_KINDS = {
+    "mesh must be a DeviceMesh, not a list. Make one": lambda m: zero_ext.shard(m, mesh=[0]),
+    "mesh must be a DeviceMesh, not a device": lambda m: zero_ext.shard(
+        m, mesh=torch.device("cpu")
+    ),
+    r"mp_policy must be .*param_dtype=torch.float16\)": lambda m: zero_ext.shard(
+        m, mp_policy=torch.float16
+    ),
+    "mp_policy must be .*not 'bf16'": lambda m: zero_ext.shard(m, mp_policy="bf16"),
+    "bucket_mb must be a number, not '25'": lambda m: zero_ext.shard(m, bucket_mb="25"),
+    "prefetch_mb must be a number, not 'all'": lambda m: zero_ext.shard(m, 3, prefetch_mb="all"),
+    "sync_module_states must be True or False": lambda m: zero_ext.shard(m, sync_module_states=3),
+    "ignored_params must hold Parameters, not a str": lambda m: zero_ext.shard(
+        m, ignored_params=["layers.0.weight"]
+    ),
+    "ignored_params must hold Parameters, not a Linear": lambda m: zero_ext.shard(
+        m, ignored_params=m.layers[0]
+    ),
+    "param_init_fn must be a function": lambda m: zero_ext.shard(m, 3, param_init_fn="zeros"),
+    "is on the meta device.*stage 3": lambda m: zero_ext.shard(m.to("meta"), 1),
+    "'parameter 0 of group 0' is on the meta device": lambda m: zero_ext.optim.AdamW(
+        m.to("meta").parameters()
+    ),
+    "process_group must be a process group": lambda m: zero_ext.optim.SGD(
+        m.parameters(), 0.1, process_group="gloo"
+    ),
+    "max_grad_norm must be a number": lambda m: zero_ext.optim.AdamW(
+        m.parameters(), max_grad_norm=[1.0]
+    ),
+    "LossScaler: init_scale must be a number": lambda m: zero_ext.LossScaler(init_scale="2"),
+    "LossScaler: min_scale must be a number": lambda m: zero_ext.LossScaler(min_scale=None),
+    "takes an optimizer's class": lambda m: zero_ext.optim.wrap(
+        torch.optim.RMSprop(m.parameters()), m.parameters()
+    ),
+    "the divide factor must be a number": lambda m: zero_ext.shard(m).set_gradient_divide_factor(
+        "mean"
+    ),
+    r"estimate_memory\(\) takes a module": lambda m: zero_ext.estimate_memory(7e9, 8, 2),
+    "a checkpoint takes a module, not a OrderedDict": lambda m: zero_ext.checkpoint.save(
+        "unused", m.state_dict()
+    ),
+    "a checkpoint takes an optimizer or several, not a Parameter": lambda m: (
+        zero_ext.checkpoint.save("unused", m, m.parameters())
+    ),
+}
+
+
+@pytest.mark.parametrize("message", WRONG_KINDS)
+def test_arguments_of_another_kind_are_refused_by_name(message):
+    with pytest.raises(TypeError, match=rf"zero_ext.*{message}"):
+        WRONG_KINDS[message](MLP())
+
+
+@dist_test
+@at_least_two_ranks
+def test_a_process_group_is_no_mesh_and_a_mesh_holds_this_rank(group, rank):
+    with pytest.raises(TypeError, match=r"not a ProcessGroup. Call DeviceMesh.from_group"):
+        zero_ext.shard(MLP(), mesh=group)
+    alone = DeviceMesh("cpu", [0])
+    if rank > 0:
+        with pytest.raises(ValueError, match=rf"rank {rank}.*mesh \[0\] is without this rank"):
+            zero_ext.shard(MLP(), mesh=alone)
+
+
 @pytest.mark.parametrize("factor", [0, -2.0, float("nan")])
 def test_divide_factor_must_be_positive(factor):
     model = zero_ext.shard(MLP())
@@ -207,7 +271,7 @@ def test_parameter_of_another_dtype_is_refused_by_name(dtype):
 def test_parameter_on_another_device_is_refused_by_name():
     model = MLP()
     model.layers[1].to("meta")
-    with pytest.raises(TypeError, match=r"'layers\.1\.weight' is torch\.float32 on meta"):
+    with pytest.raises(TypeError, match=r"'layers\.1\.weight' is on the meta device"):
         zero_ext.shard(model)
 
 

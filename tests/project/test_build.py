@@ -124,3 +124,31 @@ def test_info_prints_versions_and_survives_a_missing_fact(monkeypatch, capsys):
     assert facts["CUDA kernels"] in ("yes", "no")
     assert "gloo" in facts["torch's backends"]
     assert facts["processors"].startswith("unknown (ZeroDivisionError")
+
+
+def test_importing_zero_ext_imports_no_large_part_of_torch():
+    """Each of these takes torch as long as its own import; a public name brings them when used."""
+    program = """
+import sys, torch
+before = {*sys.modules}
+import zero_ext
+print(*sorted({*sys.modules} - before))
+assert {*zero_ext.__all__} <= {*dir(zero_ext)}
+for name in zero_ext.__all__:
+    assert getattr(zero_ext, name) is getattr(zero_ext, name), name
+from zero_ext import *
+assert shard is zero_ext.shard and optim.AdamW is zero_ext.optim.AdamW
+try:
+    zero_ext.shards
+except AttributeError as error:
+    print(error)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert run.returncode == 0, run.stderr
+    imported, missing = run.stdout.splitlines()
+    names = imported.split()
+    assert all(name.startswith("zero_ext") for name in names), names
+    assert not any(name.startswith(("zero_ext.engine", "zero_ext.tensor")) for name in names)
+    assert missing == "module 'zero_ext' has no attribute 'shards'"

@@ -24,7 +24,15 @@ def listed(
 ) -> list[torch.optim.Optimizer]:
     if optimizer is None:
         return []
-    return [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)
+    several = isinstance(optimizer, Iterable) and not isinstance(optimizer, str)
+    listed = list(optimizer) if several else [optimizer]
+    for each in listed:
+        if not hasattr(each, "param_groups"):
+            raise TypeError(
+                f"zero_ext: a checkpoint takes an optimizer or several, not a "
+                f"{type(each).__name__}."
+            )
+    return listed
 
 
 def _names(optimizer: torch.optim.Optimizer, of_model: ModelState) -> list[list[str]]:

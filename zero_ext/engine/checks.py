@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -17,6 +17,18 @@ from zero_ext.ranks.groups import Groups
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that parameters are trained in
 
 Named = Iterable[tuple[str, Tensor]]  # parameters or buffers with their names
+
+
+def check_module(module, verb: str) -> None:
+    """Raise for what is no module."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"zero_ext: {verb} takes a module, not a {type(module).__name__}.")
+
+
+def check_number(name: str, value) -> None:
+    """Raise for what cannot be compared with numbers, a string for example."""
+    if not hasattr(value, "__float__"):
+        raise TypeError(f"zero_ext: {name} must be a number, not {value!r}.")
 
 
 def stays_whole(parameter: Tensor) -> bool:
@@ -77,6 +89,11 @@ def _check_alone(groups: Groups, name: str, parameter: Tensor, meta_allowed: boo
         )
     if (entry := find(parameter)) is not None:
         raise ValueError(f"{where} is sharded already. {_how_to_shard_once(entry[0])}")
+    if parameter.is_meta and not meta_allowed:
+        raise TypeError(
+            f"{where} is on the meta device, where it has no values. Shard the module with stage 3,"
+            " or give it values before (module.to_empty(device=...) and an initialisation)."
+        )
     usable = (meta_allowed and parameter.is_meta) or _C.has_kernels_on(parameter.device)
     if parameter.dtype not in DTYPES or not usable:
         reject_dtype(groups, name, parameter)

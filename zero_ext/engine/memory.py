@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from zero_ext.engine.checks import stays_whole
+from zero_ext.engine.checks import check_module, stays_whole
 from zero_ext.engine.options import ShardingOptions
 from zero_ext.engine.registry import handle_of
 from zero_ext.engine.unit_maker import UnitPlanner
@@ -80,6 +80,7 @@ def estimate_memory(
     Raises:
         ValueError: a stage, a number of ranks or of shards, a size or a dtype that cannot be.
     """
+    check_module(module, "estimate_memory()")
     options = ShardingOptions(
         stage=stage, bucket_mb=bucket_mb, prefetch_mb=prefetch_mb, param_dtype=param_dtype
     )

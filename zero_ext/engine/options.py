@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from zero_ext import _C
-from zero_ext.engine.checks import DTYPES
+from zero_ext.engine.checks import DTYPES, check_number
 from zero_ext.ranks import environment
 from zero_ext.ranks.comm_groups import comm_groups
 from zero_ext.ranks.groups import Groups
@@ -62,14 +62,23 @@ class ShardingOptions:
             raise ValueError(
                 f"zero_ext: reduction must be 'exchange' or 'collective', not {self.reduction!r}."
             )
+        check_number("bucket_mb", self.bucket_mb)
         if not 0 < self.bucket_mb < math.inf:
             raise ValueError(
                 f"zero_ext: bucket_mb must be positive and finite, not {self.bucket_mb}."
             )
         for name in ("prefetch_mb", "retained_bytes"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
+            if value is None:
+                continue
+            check_number(name, value)
+            if not 0 <= value < math.inf:
                 raise ValueError(f"zero_ext: {name} must be at least 0 and finite, not {value!r}.")
+        if not isinstance(self.sync_module_states, bool):
+            raise TypeError(
+                "zero_ext: sync_module_states must be True or False, not "
+                f"{self.sync_module_states!r}."
+            )
         for dtype in (self.param_dtype, self.reduce_dtype):
             if dtype is not None and dtype not in DTYPES:
                 raise ValueError(f"zero_ext: {dtype} is not one of {DTYPES}.")

@@ -4,12 +4,13 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from zero_ext.engine.checks import check_buffers, stays_whole
+from zero_ext.engine.checks import check_buffers, check_module, stays_whole
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.meta import MetaModules
 from zero_ext.engine.options import ShardingOptions
@@ -107,7 +108,7 @@ def shard(
             With stage 3 on several ranks the parameters of finished units are lost.
     """
     _check_module(module)
-    mp_policy = mp_policy or MixedPrecisionPolicy()
+    mp_policy = _checked_policy(mp_policy)
     options = ShardingOptions(
         stage=stage,
         bucket_mb=bucket_mb,
@@ -122,6 +123,7 @@ def shard(
         offload_policy=offload_policy,
     )
     groups = resolve(None, mesh, module.parameters())
+    ignored_params = _checked_ignored(ignored_params, param_init_fn)
     named, whole, ignored = _sort_parameters(module, ignored_params)
     buffers = list(module.named_buffers()) if sync_module_states else []
     check_buffers(groups, [(name, b) for name, b in buffers if not b.is_meta])
@@ -154,10 +156,33 @@ def _check_module(module: nn.Module) -> None:
             "zero_ext: the module is wrapped in DistributedDataParallel, which reduces its "
             "gradients already. Shard the plain module instead (ddp.module, before wrapping)."
         )
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"zero_ext: shard() takes a module, not a {type(module).__name__}.")
+    check_module(module, "shard()")
     if not isinstance(module, FSDPModule):  # which is rejected for its parameters
         refuse_taken_names(module)
+
+
+def _checked_policy(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
+    if not isinstance(policy, MixedPrecisionPolicy | None):
+        dtype = policy if isinstance(policy, torch.dtype) else "torch.bfloat16"
+        raise TypeError(
+            "zero_ext: mp_policy must be torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype="
+            f"{dtype}) or None, not {policy!r}."
+        )
+    return policy or MixedPrecisionPolicy()
+
+
+def _checked_ignored(
+    ignored: Iterable[nn.Parameter], init: Callable[[nn.Module], None] | None
+) -> list[nn.Parameter]:
+    if init is not None and not callable(init):
+        raise TypeError(f"zero_ext: param_init_fn must be a function of a module, not {init!r}.")
+    parameters = list(ignored) if isinstance(ignored, Iterable) else [ignored]
+    for each in parameters:
+        if not isinstance(each, nn.Parameter):
+            raise TypeError(
+                f"zero_ext: ignored_params must hold Parameters, not a {type(each).__name__}."
+            )
+    return parameters
 
 
 def _sort_parameters(module: nn.Module, ignored_params: Iterable[nn.Parameter]):

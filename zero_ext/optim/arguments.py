@@ -5,6 +5,7 @@ from typing import TypedDict
 import torch.distributed as dist
 from torch.distributed.fsdp import OffloadPolicy
 
+from zero_ext.engine.checks import check_number
 from zero_ext.optim.scaler import LossScaler
 
 
@@ -38,6 +39,8 @@ def check_arguments(
             "zero_ext: a dynamic loss_scaler requires nonfinite='skip', not "
             f"{nonfinite!r}, because it lowers the scale by skipping steps."
         )
+    if max_grad_norm is not None:
+        check_number("max_grad_norm", max_grad_norm)
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"zero_ext: max_grad_norm must be positive, not {max_grad_norm}.")
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zero_ext import _C
+from zero_ext.engine.checks import check_number
 from zero_ext.engine.handle import Handle
 from zero_ext.ranks.agreement import check_same_on_all_ranks
 
@@ -81,7 +82,7 @@ class LossScaler:
             every one after it, multiplies the scale by the factor.
         min_scale: The scale never backs off below it. An overflow at this scale raises a warning.
     Raises:
-        ValueError: an argument makes no sense.
+        ValueError, TypeError: an argument makes no sense.
     Source: Micikevicius et al. 2018; hysteresis after Megatron-LM.
     """
 
@@ -96,6 +97,13 @@ class LossScaler:
         hysteresis: int = 1,
         min_scale: float = 1.0,
     ):
+        for name, value in (
+            ("init_scale", init_scale),
+            ("growth_factor", growth_factor),
+            ("backoff_factor", backoff_factor),
+            ("min_scale", min_scale),
+        ):
+            check_number(f"LossScaler: {name}", value)
         self._optimizer: weakref.ref | None = None
         self._losses_scaled = 0  # since the last step
         self._backwards_seen = 0  # by the last step

@@ -66,6 +66,11 @@ class WrappedOptimizer(ShardedOptimizer):
 
     def __init__(self, optimizer_class, params, kwargs, **sharding):
         check_differentiable(kwargs.get("differentiable", False))
+        if not callable(optimizer_class):
+            raise TypeError(
+                "zero_ext: wrap() takes an optimizer's class, such as torch.optim.RMSprop, and not "
+                f"a {type(optimizer_class).__name__}."
+            )
         if isinstance(optimizer_class, type) and issubclass(optimizer_class, ShardedOptimizer):
             raise TypeError(
                 f"zero_ext: {optimizer_class.__name__} shards its state already. Use it unwrapped."

@@ -51,6 +51,11 @@ def resolve(
     parameters: Iterable[Tensor],
 ) -> Groups:
     """The ranks to shard over: ``mesh``, else ``process_group``, else all, else this one alone."""
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(
+            "zero_ext: process_group must be a process group of torch.distributed, not a "
+            f"{type(process_group).__name__}."
+        )
     device = next((p.device for p in parameters if not p.is_meta), None)
     shards = None
     if mesh is not None:
@@ -72,6 +77,18 @@ def resolve(
 def _ranks_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, DeviceMesh, int]:
     """The group of all ranks of ``mesh``, the mesh of this rank's replica, and the replica's
     number of ranks."""
+    if not isinstance(mesh, DeviceMesh):
+        remedy = "Make one with init_device_mesh()."
+        if isinstance(mesh, dist.ProcessGroup):
+            remedy = "Call DeviceMesh.from_group(group, device_type)."
+        raise TypeError(
+            f"zero_ext: mesh must be a DeviceMesh, not a {type(mesh).__name__}. {remedy}"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"zero_ext [rank {dist.get_rank()}]: the mesh {mesh.mesh.tolist()} is without this "
+            "rank. Call shard() on the mesh's ranks alone."
+        )
     if mesh.ndim == 1:
         return mesh.get_group(), mesh, mesh.size()
     names = mesh.mesh_dim_names

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zero_ext.engine.checks import check_module
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
 from zero_ext.ranks.collectives import expansion
@@ -208,8 +209,10 @@ def groups_of(model: nn.Module) -> Groups:
     """The ranks that a model is sharded over; all ranks, where it is not sharded.
 
     Raises:
+        TypeError: it is no module.
         ValueError: its parts are sharded over different ranks.
     """
+    check_module(model, "a checkpoint")
     every = {id(handle.groups.parent): handle.groups for handle in handles_of(model)}
     if len(every) > 1:
         raise ValueError(

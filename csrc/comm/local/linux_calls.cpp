@@ -40,9 +40,16 @@ void allow_reads_within_the_launch() {
   if (scope == 1) prctl(PR_SET_PTRACER, getppid(), 0, 0, 0);
 }
 
+// A file that another process of the user shortens would end the ranks that read it with SIGBUS.
+constexpr int kFixedSize = F_SEAL_SHRINK | F_SEAL_GROW;
+
 int create_shared_memory(size_t bytes) {
-  const int file = memfd_create("zero_ext", MFD_CLOEXEC);
-  if (file < 0 || ftruncate(file, static_cast<off_t>(bytes)) == 0) return file;
+  const int file = memfd_create("zero_ext", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (file < 0) return -1;
+  if (ftruncate(file, static_cast<off_t>(bytes)) == 0 &&
+      fcntl(file, F_ADD_SEALS, kFixedSize | F_SEAL_SEAL) == 0) {
+    return file;
+  }
   close(file);
   return -1;
 }
@@ -52,7 +59,11 @@ int open_shared_memory(pid_t process, int64_t descriptor, size_t bytes) {
   const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (file < 0) return -1;
   struct stat status{};
-  if (fstat(file, &status) == 0 && status.st_size == static_cast<off_t>(bytes)) return file;
+  const int seals = fcntl(file, F_GET_SEALS);
+  if (fstat(file, &status) == 0 && status.st_size == static_cast<off_t>(bytes) && seals >= 0 &&
+      (seals & kFixedSize) == kFixedSize) {
+    return file;
+  }
   close(file);
   return -1;
 }

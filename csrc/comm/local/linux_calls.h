@@ -17,10 +17,11 @@ int read_memory_of(pid_t process, uint64_t address, void* into, size_t bytes);
 // Lets all processes of this one's launcher read its memory, as far as Yama allows that.
 void allow_reads_within_the_launch();
 
-// Memory that other processes can map: the descriptor of a file without a name, or -1.
+// Memory that other processes can map: the descriptor of a file without a name, or -1. No process
+// can change its size.
 int create_shared_memory(size_t bytes);
-// The same of another process, by the descriptor that it has there; -1 where it cannot be opened or
-// has another size.
+// The same of another process, by the descriptor that it has there; -1 where it cannot be opened,
+// has another size, or its size can change.
 int open_shared_memory(pid_t process, int64_t descriptor, size_t bytes);
 
 // Sleeps until wake_all(word), for `timeout` at most. Returns at once where *word is not `seen`.
