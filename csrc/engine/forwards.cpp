@@ -12,6 +12,16 @@ int64_t Forwards::add_hook_site(HookSite site) {
   return gatherer_.add_hook_site(std::move(site));
 }
 
+int64_t Forwards::add_inner_site(const std::vector<int64_t>& sites) {
+  const Access access(lock_);
+  return gatherer_.add_inner_site(sites);
+}
+
+bool Forwards::is_recomputed(int64_t site) const {
+  const Access access(lock_);
+  return gatherer_.is_recomputed(site);
+}
+
 std::shared_ptr<Call> Forwards::enter(int64_t site,
                                       const std::optional<std::vector<at::Tensor>>& inputs) {
   auto call = inputs.has_value() ? Call::begin(listener_, site, *inputs) : nullptr;

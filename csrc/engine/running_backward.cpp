@@ -166,7 +166,7 @@ void RunningBackward::leave_call(size_t index) {
   const std::shared_ptr<Call> call = std::move(open_calls_[index].call);
   open_calls_.erase(open_calls_.begin() + static_cast<int64_t>(index));
   gatherer_.leave_backward(call->site(), graph_is_kept());
-  if (!open() || !hidden_ || gatherer_.is_root(call->site())) return;
+  if (!open() || !hidden_ || !gatherer_.is_of_its_own(call->site())) return;
   for (const int64_t number : gatherer_.units_of(call->site())) {
     const std::optional<int64_t> u = forwards_.unit_of(number);
     if (!u.has_value()) continue;

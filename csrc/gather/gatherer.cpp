@@ -28,9 +28,26 @@ int64_t Gatherer::add_unit(Unit* unit) {
 }
 
 int64_t Gatherer::add_hook_site(HookSite site) {
-  for (const int64_t u : site.units) site_counts_[u] += site.root ? 0 : 1;
+  for (const int64_t u : site.units) site_counts_[u] += site.root || site.inner ? 0 : 1;
   sites_.push_back(std::move(site));
   return static_cast<int64_t>(sites_.size()) - 1;
+}
+
+int64_t Gatherer::add_inner_site(const std::vector<int64_t>& sites) {
+  // What the next call in the same unit reads stays gathered until then.
+  HookSite inner{.units = {}, .first = false, .last = false, .inner = true};
+  for (const int64_t site : sites) {
+    for (const int64_t u : sites_[site].units) {
+      if (!contains(inner.units, u)) inner.units.push_back(u);
+    }
+  }
+  return add_hook_site(std::move(inner));
+}
+
+bool Gatherer::is_recomputed(int64_t site) const {
+  const std::vector<int64_t>& units = sites_[site].units;
+  return std::all_of(units.begin(), units.end(),
+                     [this](int64_t u) { return table_.holds(u).calls > 0; });
 }
 
 void Gatherer::add_to_sites_of(int64_t unit, int64_t added) {

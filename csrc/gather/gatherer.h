@@ -35,6 +35,7 @@ struct HookSite {
   bool root = false;           // the sharded module itself: passes begin and end here
   bool first = true;           // of the sites of its units, in registration order
   bool last = true;
+  bool inner = false;  // inside the units' modules, and called from outside of them
 };
 
 class Gatherer {
@@ -44,6 +45,8 @@ class Gatherer {
 
   int64_t add_unit(Unit* unit);
   int64_t add_hook_site(HookSite site);
+  // A module inside those of `sites`, which uses all of their units.
+  int64_t add_inner_site(const std::vector<int64_t>& sites);
   // The sites of `unit` use `added`, too.
   void add_to_sites_of(int64_t unit, int64_t added);
 
@@ -79,9 +82,12 @@ class Gatherer {
   const Holds& holds(int64_t unit) const { return table_.holds(unit); }
   const Unit& unit(int64_t unit) const { return table_.unit(unit); }
   int64_t gathers() const { return table_.gathers(); }
-  bool is_root(int64_t site) const { return sites_[site].root; }
+  // Neither the root nor inner.
+  bool is_of_its_own(int64_t site) const { return !sites_[site].root && !sites_[site].inner; }
+  // A backward is inside of calls that hold all units of the site.
+  bool is_recomputed(int64_t site) const;
   const std::vector<int64_t>& units_of(int64_t site) const { return sites_[site].units; }
-  // How many sites use the unit, the root not counted.
+  // How many sites use the unit, the root and inner ones not counted.
   int64_t sites_of(int64_t unit) const { return site_counts_[unit]; }
 
  private:

@@ -131,6 +131,8 @@ void bind_forwards(EngineClass& engine) {
             return e.forwards().add_hook_site({std::move(units), root, first, last});
           },
           py::arg("units"), py::kw_only(), py::arg("root"), py::arg("first"), py::arg("last"))
+      .def("add_inner_site", of(forwards, &Forwards::add_inner_site))
+      .def("is_recomputed", of(forwards, &Forwards::is_recomputed), NoGil())
       .def("enter_forward", of(forwards, &Forwards::enter), NoGil())
       .def("leave_forward", of(forwards, &Forwards::leave), NoGil())
       .def("unshard", of(forwards, &Forwards::unshard), NoGil())

@@ -657,6 +657,9 @@ def test_arguments_that_make_no_sense_are_refused(wrong):
     model = Stack()
     with pytest.raises((ValueError, TypeError), match=f"zero_ext: {next(iter(wrong))}"):
         zero_ext.shard(model, 3, **wrong)
+    for number in (2, 0, None):
+        with pytest.raises(TypeError, match=f"reshard_after_forward must be .* not {number}"):
+            zero_ext.shard(model, 3, reshard_after_forward=number)
     zero_ext.shard(model, 3)  # nothing has changed
 
 

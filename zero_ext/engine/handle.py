@@ -9,6 +9,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_ext.engine import checks
 from zero_ext.engine.host_gradient import HostGradient
+from zero_ext.engine.inner_modules import InnerModules
 from zero_ext.engine.meta import MetaModules
 from zero_ext.engine.options import ShardingOptions
 from zero_ext.engine.registry import ParameterTable
@@ -191,14 +192,18 @@ class Handle:
         unwatched, self._unwatched = self._unwatched, []  # which would keep the modules alive
         if not self.engine.releases:
             return
+        inner = InnerModules(self.engine, self.forwards)
         for block, numbers in unwatched:
+            inside: list[int] = []
             for k, module in enumerate(block.modules):
                 last = k == len(block.modules) - 1
                 site = self.engine.add_hook_site(numbers, root=block.root, first=k == 0, last=last)
-                hooks = SiteHooks(self.engine, site, self.forwards)
+                hooks = SiteHooks(self.engine, site, self.forwards, inside)
                 watch_module(module, hooks)
                 if block.root:
                     self.root_hooks.append(hooks)
+            inner.add_unit(block.modules, [self.parameters[i] for i in block.members], site, inside)
+        inner.watch(unwatched[-1][0].modules[0])
 
     # What a parameter's values look like
 

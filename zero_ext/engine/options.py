@@ -67,6 +67,11 @@ class ShardingOptions:
             raise ValueError(
                 f"zero_ext: bucket_mb must be positive and finite, not {self.bucket_mb}."
             )
+        if not isinstance(self.reshard_after_forward, bool):
+            raise TypeError(
+                "zero_ext: reshard_after_forward must be True or False, not "
+                f"{self.reshard_after_forward!r}. FSDP2's integers have no equivalent here."
+            )
         for name in ("prefetch_mb", "retained_bytes"):
             value = getattr(self, name)
             if value is None:

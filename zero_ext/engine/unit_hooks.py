@@ -89,13 +89,16 @@ def _is_running(frame: FrameType) -> bool:
 class SiteHooks(Carried):
     """Gathers and releases the units of one module hook site, which belongs to one module."""
 
-    def __init__(self, engine: _C.Engine | None, site: int, forwards: OpenForwards):
+    def __init__(
+        self, engine: _C.Engine | None, site: int, forwards: OpenForwards, inside: list[int]
+    ):
         self._engine = engine
         self._site = site
         self._forwards = forwards
+        self._inside = inside  # the threads that are in a forward of the units, once per forward
 
     def _in_a_copy(self) -> dict[str, Any]:
-        return {"_engine": None, "_forwards": OpenForwards()}
+        return {"_engine": None, "_forwards": OpenForwards(), "_inside": []}
 
     def enter(self, module: nn.Module, args, kwargs=None):  # torch.ao passes no kwargs
         if self._engine is None:
@@ -105,11 +108,13 @@ class SiteHooks(Carried):
         inputs = tensors_in((args, kwargs)) if torch.is_grad_enabled() else None
         forward.call = self._engine.enter_forward(self._site, inputs)
         forward.entered = True
+        self._inside.append(forward.thread)
 
     def leave(self, module: nn.Module, args, output) -> None:
         forward = self._forwards.end(self)
         if forward is None or not forward.entered:  # the engine, or a hook before this one, threw
             return
+        self._inside.remove(forward.thread)
         threw = output is None and sys.exc_info()[1] is not forward.handled
         self._engine.leave_forward(self._site, forward.call, tensors_in(output), threw)
 
@@ -121,6 +126,7 @@ class SiteHooks(Carried):
 
     def abandon(self, forward: _Forward) -> None:
         if forward.entered:
+            self._inside.remove(forward.thread)
             self._engine.leave_forward(self._site, None, [], True)
 
 
