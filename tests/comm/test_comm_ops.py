@@ -144,7 +144,7 @@ def test_fake_tensors_are_checked_like_real_ones(team):
 @pytest.mark.world(min=2)
 def test_ranks_that_disagree_about_the_size_raise(world, rank):
     """A rank that receives more than it asked for would be ended by gloo itself."""
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    group = dist.new_group(timeout=timedelta(seconds=1))
     numel = 4 if rank == 0 else 6
     with pytest.raises(RuntimeError, match=rf"of {numel} elements per rank \(") as e:
         reduce_scatter_accumulate_(torch.ones(world * numel), torch.zeros(numel), group)
@@ -154,13 +154,11 @@ def test_ranks_that_disagree_about_the_size_raise(world, rank):
 @pytest.mark.dist
 @pytest.mark.world(min=2)
 def test_an_absent_rank_is_named_and_acc_kept(world, rank):
-    """The last rank is late for longer than the group waits."""
+    """The last rank waits elsewhere for longer than the group waits."""
     group = dist.new_group(timeout=timedelta(seconds=1))
     reduce_scatter_accumulate_(torch.ones(world), torch.zeros(1), group)  # connects the ranks
     dist.barrier()
-    if rank == world - 1:
-        time.sleep(2)
-    else:
+    if rank < world - 1:
         acc = torch.ones(4)
         started = time.monotonic()
         with pytest.raises(RuntimeError) as caught:

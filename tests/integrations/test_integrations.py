@@ -1,9 +1,12 @@
 """zero_ext.integrations: the loops of accelerate and transformers train as they do with DDP."""
 
 import copy
+import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import MLP, assert_bits, mean_square, rank_data
 from setups import values_of
 from torch import nn
@@ -141,8 +144,74 @@ def test_plain_models_beside_sharded_ones_are_saved_as_ever(anywhere, path, rank
             assert_bits(values_of(model)["0.weight"], values["0.weight"])
             assert torch.all(teacher.layers[0].weight == 3.0)
     weights, models = seen
-    assert [sorted(w) for w in weights] == [sorted(teacher.state_dict())]
+    assert [sorted(w) for w in weights] == [sorted(teacher.state_dict())]  # ours is gone by now
     assert models == [teacher]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_hooks_that_take_entries_out_see_one_for_each_model(anywhere, rank, path, stage):
+    """As those of diffusers' scripts, which save and load the models by themselves."""
+    counts = []
+
+    def save_hook(models, weights, folder):
+        counts.append((len(models), len(weights)))
+        for _ in models if rank == 0 else []:
+            weights.pop()
+
+    def load_hook(models, folder):
+        counts.append((len(models), len(models)))
+        while models:
+            models.pop()
+
+    for run in range(2):
+        own = accelerator(anywhere, stage)
+        teacher = own.prepare(MLP(9).requires_grad_(False))
+        objects = prepared(own)
+        own.register_save_state_pre_hook(save_hook)
+        own.register_load_state_pre_hook(load_hook)
+        if run == 0:
+            epoch(own, *objects)
+            own.save_state(path)
+            expected = values_of(objects[2])
+        else:
+            own.load_state(path)
+            for name, value in values_of(objects[2]).items():
+                assert_bits(value, expected[name], name)
+    assert counts == [(2, 2), (2, 2)] and teacher is not None
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda weights: weights[-1]["0.weight"],
+        lambda weights: dict(weights[-1].items()),
+        lambda weights: torch.save(weights[-1], "/dev/null"),
+    ],
+    ids=["entry", "items", "save"],
+)
+def test_a_hook_that_fails_on_one_rank_fails_on_all(anywhere, rank, path, read):
+    own = accelerator(anywhere, 2)
+    objects = prepared(own)
+    hook = own.register_save_state_pre_hook(lambda _, weights, __: rank == 0 and read(weights))
+    with pytest.raises(RuntimeError, match=r"get_state_dict\(model\) on every rank"):
+        own.save_state(path)
+    hook.remove()
+    own.save_state(path)
+    assert len(own._optimizers) == 1 and len(own.get_state_dict(objects[2])) in (0, 4)
+
+
+def test_local_sgd_is_rejected_by_name(anywhere):
+    from accelerate.local_sgd import LocalSGD
+
+    for stage in (1, 2, 3):
+        own = accelerator(anywhere, stage)
+        model = prepared(own)[2]
+        several = own.num_processes > 1  # else it does nothing
+        with pytest.raises(ValueError, match="LocalSGD") if several else nullcontext():
+            LocalSGD(own, model, local_sgd_steps=2)
+        LocalSGD(own, model, 2, enabled=False)
+    frozen = own.prepare(MLP(9).requires_grad_(False))
+    LocalSGD(own, frozen, 2)
 
 
 @STAGES
@@ -405,13 +474,55 @@ def test_a_trainer_may_evaluate_first(anywhere, rank, path):
         assert other == pytest.approx(one, rel=1e-3)
 
 
-def test_a_trainer_goes_on_from_weights_alone(anywhere, path):
-    saving = {"save_strategy": "steps", "save_steps": 2, "save_only_model": True}
+@pytest.mark.parametrize("stage, optimizer", [(2, "adamw_torch"), (3, "sgd"), (3, "adamw_torch")])
+def test_a_trainer_goes_on_from_a_checkpoint_of_transformers(anywhere, path, stage, optimizer):
+    chosen = {"optim": optimizer, "optim_args": "momentum=0.9" if optimizer == "sgd" else None}
+    plain = trainer(anywhere, None, path, save_strategy="steps", save_steps=2, **chosen)
+    plain.train()
+    ours = trainer(anywhere, stage, path / "ours", **chosen)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="zero_ext")
+        ours.train(resume_from_checkpoint=str(path / "checkpoint-2"))
+    assert len(history(plain)) > 3
+    for one, other in zip(history(plain), history(ours), strict=True):
+        assert other == pytest.approx(one, rel=1e-3)
+    for name, value in values_of(ours.model).items():
+        expected = plain.accelerator.unwrap_model(plain.model).get_parameter(name)
+        torch.testing.assert_close(value, expected, atol=1e-4, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(
+    "gone, message",
+    [
+        (["zero_ext", "scheduler.pt"], r"no optimizer state \(optimizer.pt\) and no schedule"),
+        (["zero_ext"], r"no optimizer state \(optimizer.pt\): what is missing begins anew"),
+        (["scheduler.pt"], r"no schedule \(scheduler.pt\): what is missing begins anew"),
+    ],
+)
+def test_a_trainer_names_what_it_cannot_resume(anywhere, rank, path, gone, message):
+    saving = {"save_strategy": "steps", "save_steps": 2}
     trainer(anywhere, 2, path, max_steps=2, **saving).train()
+    folder = path / "checkpoint-2"
+    if rank == 0:
+        for name in gone:
+            (folder / name).rename(folder / f"former_{name}")
     resumed = trainer(anywhere, 3, path, max_steps=3, **saving)
-    with pytest.warns(UserWarning, match="optimizer and schedule begin anew"):
-        resumed.train(resume_from_checkpoint=str(path / "checkpoint-2"))
+    if anywhere is not None:
+        dist.barrier()
+    with pytest.warns(UserWarning, match=message):
+        resumed.train(resume_from_checkpoint=str(folder))
     assert resumed.state.global_step == 3
+
+
+def test_a_damaged_checkpoint_of_transformers_is_an_error_on_every_rank(anywhere, rank, path):
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    trainer(anywhere, None, path, max_steps=2, **saving).train()
+    if rank == 0:
+        file = path / "checkpoint-2" / "optimizer.pt"
+        file.write_bytes(file.read_bytes()[:1000])
+    resumed = trainer(anywhere, 2, path, max_steps=3, **saving)
+    with pytest.raises(RuntimeError, match=r"central directory|optimizer\.pt"):
+        resumed.train(resume_from_checkpoint=str(path / "checkpoint-2"))
 
 
 def test_an_encoder_and_decoder_generate(anywhere, rank, path):

@@ -164,8 +164,11 @@ def test_a_fit_goes_on_with_any_stage(anywhere, path, before, after):
     assert (path / "last.ckpt").is_dir() == (before is not None)
     whole = fitted(anywhere, after, epochs=4)
     if after is None:
-        with pytest.raises(IsADirectoryError):
-            fitted(anywhere, after, epochs=4, ckpt_path=path / "last.ckpt")
+        for folder in (path / "last.ckpt", str(path / "last.ckpt")):
+            with pytest.raises(ValueError, match=r"ckpt_path= to a Trainer.*ShardedStrategy"):
+                fitted(anywhere, after, epochs=4, ckpt_path=folder)
+            with pytest.raises(ValueError, match=r"checkpoint.read_whole\(path\)"):
+                Classifier.load_from_checkpoint(folder)
         return
     resumed = Classifier()
     resumed.seen = model.seen

@@ -1,13 +1,15 @@
 """``accelerate.Accelerator``, whose prepared models and optimizers are sharded."""
 
 import contextlib
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 import accelerate
+import accelerate.local_sgd
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
@@ -43,7 +45,8 @@ class Accelerator(accelerate.Accelerator):
     parameters stay fp32 and are cast by autocast, as in accelerate. A ``mp_policy`` in ``sharding``
     casts them once per gather instead. ``save_state()`` and ``load_state()`` write and read
     ``zero_ext.checkpoint``, from which a run with any stage and number of ranks continues. Their
-    hooks see no weights of sharded models, as with FSDP.
+    hooks see every model, and run first. In the place of a sharded model's weights they see an
+    object that cannot be read.
 
     Args:
         args, kwargs: Those of ``accelerate.Accelerator``.
@@ -73,9 +76,9 @@ class Accelerator(accelerate.Accelerator):
         # From a torch optimizer to the prepared one: for the schedules made on the first.
         self._successors: WeakKeyDictionary[torch.optim.Optimizer, AcceleratedOptimizer]
         self._successors = WeakKeyDictionary()
-        self._set_apart: list[_Sharded] | None = None  # while save_state() or load_state() runs
-        self.register_save_state_pre_hook(self._save_sharded)
-        self.register_load_state_pre_hook(self._load_sharded)
+        # While save_state() or load_state() runs.
+        self._set_apart: list[_Sharded] | None = None
+        self._hooks_ended = False
 
     # Preparing
 
@@ -157,7 +160,7 @@ class Accelerator(accelerate.Accelerator):
         Collective."""
         if not _is_sharded(model):
             return super().get_state_dict(model, unwrap)
-        return gather_state_dict(model) if self._set_apart is None else {}
+        return gather_state_dict(model) if self._set_apart is None else _WrittenApart()
 
     def save_state(self, *args: Any, **kwargs: Any) -> str:
         """As accelerate's, with a checkpoint of ``zero_ext.checkpoint`` in the folder for each
@@ -166,34 +169,50 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             ValueError, RuntimeError: as ``zero_ext.checkpoint.save``.
         """
-        with self._sharded_set_apart():
+        with self._sharded_set_apart(self.register_save_state_pre_hook, self._save_sharded):
             return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """As accelerate's. Sharded models and their optimizers are loaded from what ``save_state``
         has written with any stage and number of ranks. Collective."""
-        with self._sharded_set_apart():
+        with self._sharded_set_apart(self.register_load_state_pre_hook, self._load_sharded):
             super().load_state(*args, **kwargs)
 
     @contextlib.contextmanager
-    def _sharded_set_apart(self) -> Iterator[None]:
+    def _sharded_set_apart(self, register: Callable, hook: Callable) -> Iterator[None]:
         """Hide sharded optimizers from accelerate, which would write rank 0's part of their state
-        as if it were all of it."""
+        as if it were all of it. ``hook`` runs after the user's hooks."""
         every = self._optimizers
-        self._set_apart = _pair(self._models, every)
+        self._set_apart, self._hooks_ended = _pair(self._models, every), False
         self._optimizers = [o for o in every if not isinstance(o.optimizer, ShardedOptimizer)]
+        own = register(hook)
         try:
             yield
+        except Exception as error:
+            if not self._hooks_ended:
+                self._end_hooks(error)
+            raise
         finally:
+            own.remove()
             self._optimizers, self._set_apart = every, None
 
+    def _end_hooks(self, failure: Exception | None = None) -> None:
+        """Raise on every rank if a hook of the user failed on one. Collective."""
+        self._hooks_ended = True
+        if self._set_apart:
+            groups = resolve(None, self._sharding.get("mesh"), [])
+            with all_or_none(groups, "a hook of save_state() or load_state()"):
+                if failure is not None:
+                    raise failure
+
     def _save_sharded(self, models: list, weights: list, folder: str | os.PathLike) -> None:
-        plain = [w for model, w in zip(models, weights, strict=True) if not _is_sharded(model)]
-        weights[:] = plain
+        self._end_hooks()
+        weights[:] = [each for each in weights if not isinstance(each, _WrittenApart)]
         for number, pair in enumerate(self._set_apart):
             checkpoint.save(_path(folder, number), *pair)
 
     def _load_sharded(self, models: list, folder: str | os.PathLike) -> None:
+        self._end_hooks()
         models[:] = [model for model in models if not _is_sharded(model)]
         for number, pair in enumerate(self._set_apart):
             checkpoint.load(_path(folder, number), *pair)
@@ -263,6 +282,38 @@ def _pair(models: list[nn.Module], optimizers: list[AcceleratedOptimizer]) -> li
         _Sharded(model, adoption.optimizers_of(model, sharded))
         for model in filter(_is_sharded, models)
     ]
+
+
+class _WrittenApart(dict):
+    """Stands for a sharded model's weights in the list that save hooks may shorten."""
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise RuntimeError(
+            "zero_ext: a save hook reads the weights of a sharded model, which the checkpoint "
+            "'zero_ext_0' in its folder holds. Call accelerator.get_state_dict(model) on every "
+            "rank before save_state()."
+        )
+
+    __getitem__ = __iter__ = get = keys = values = items = __reduce_ex__ = _refuse
+
+
+def _reject_local_sgd(construct: Callable) -> Callable:
+    """accelerate asks no accelerator whether its models may train apart."""
+
+    @functools.wraps(construct)
+    def checked(self: Any, accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        construct(self, accelerator, model, *args, **kwargs)
+        if self.enabled and _is_sharded(model):
+            raise ValueError(
+                f"zero_ext: LocalSGD lets ranks train apart, and the {type(model).__name__} is "
+                "sharded: every step averages over the ranks. Pass enabled=False, or prepare the "
+                "model with accelerate's own Accelerator."
+            )
+
+    return checked
+
+
+accelerate.local_sgd.LocalSGD.__init__ = _reject_local_sgd(accelerate.local_sgd.LocalSGD.__init__)
 
 
 def _path(folder: str | os.PathLike, number: int) -> Path:

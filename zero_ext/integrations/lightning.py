@@ -5,6 +5,7 @@ to the copy that is imported already, otherwise to the first one that is install
 """
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import os
@@ -34,6 +35,27 @@ _copy = next((name for name in _COPIES if name in sys.modules), None) or next(
 DDPStrategy = importlib.import_module(f"{_copy}.strategies").DDPStrategy
 TorchCheckpointIO = importlib.import_module(f"{_copy}.plugins").TorchCheckpointIO
 TrainerFn = importlib.import_module(f"{_copy}.trainer.states").TrainerFn
+
+
+def _rejects_folders(load: Callable) -> Callable:
+    @functools.wraps(load)
+    def checked(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(path, str | os.PathLike) and (Path(path) / ".metadata").is_file():
+            raise ValueError(
+                f"zero_ext: '{path}' is a folder of zero_ext.checkpoint, and Lightning reads a "
+                "file here. Pass it as ckpt_path= to a Trainer with strategy=ShardedStrategy(...), "
+                "or take its weights from zero_ext.checkpoint.read_whole(path)."
+            )
+        return load(path, *args, **kwargs)
+
+    return checked
+
+
+# Of load_from_checkpoint(), and of the other strategies. Neither asks the strategy that has saved.
+_fabric = "lightning_fabric" if _copy == "pytorch_lightning" else "lightning.fabric"
+for _name in (f"{_copy}.core.saving", f"{_fabric}.plugins.io.torch_io"):
+    _module = importlib.import_module(_name)
+    _module.pl_load = _rejects_folders(_module.pl_load)
 
 _OF_ANY_STRATEGY = {
     "accelerator",

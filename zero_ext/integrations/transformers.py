@@ -8,12 +8,13 @@ from unittest import mock
 
 import torch
 import transformers.trainer
-from transformers.trainer import SCHEDULER_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from zero_ext import checkpoint
 from zero_ext.integrations.accelerate import Accelerator
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
-from zero_ext.state.model_state import gather_state_dict
+from zero_ext.ranks.agreement import all_or_none
+from zero_ext.state.model_state import gather_state_dict, groups_of
 
 _CHECKPOINT = "zero_ext"
 
@@ -23,7 +24,8 @@ class ShardedTrainerMixin:
 
     ``class Sharded(ShardedTrainerMixin, SFTTrainer): pass``. A checkpoint folder holds the weights
     as ``from_pretrained`` reads them. For ``resume_from_checkpoint`` it also holds a checkpoint of
-    ``zero_ext.checkpoint``, from which a run with any stage and number of ranks continues.
+    ``zero_ext.checkpoint``, from which a run with any stage and number of ranks continues. A folder
+    that transformers' own trainer has written is resumed as well.
 
     Args:
         args, kwargs: The trainer's.
@@ -59,17 +61,25 @@ class ShardedTrainerMixin:
     def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
         if checkpoint_folder is None:
             return
-        path = Path(checkpoint_folder) / _CHECKPOINT
-        if not path.exists():
+        folder, optimizer = Path(checkpoint_folder), self._sharded_optimizer()
+        ours = (folder / _CHECKPOINT).exists()
+        if ours:
+            checkpoint.load(folder / _CHECKPOINT, self.model, optimizer)
+        with all_or_none(groups_of(self.model), f"resume_from_checkpoint='{folder}'"):
+            state = None if ours else _read(folder / OPTIMIZER_NAME)
+            schedule = _read(folder / SCHEDULER_NAME)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        if schedule is not None:
+            self.lr_scheduler.load_state_dict(schedule)
+        missing = [] if ours or state is not None else [f"optimizer state ({OPTIMIZER_NAME})"]
+        missing += [] if schedule is not None else [f"schedule ({SCHEDULER_NAME})"]
+        if missing:
             warnings.warn(
-                f"zero_ext: '{checkpoint_folder}' has weights alone: optimizer and schedule begin "
+                f"zero_ext: '{folder}' has no {' and no '.join(missing)}: what is missing begins "
                 "anew.",
                 stacklevel=2,
             )
-            return
-        checkpoint.load(path, self.model, self._sharded_optimizer())
-        schedule = torch.load(Path(checkpoint_folder) / SCHEDULER_NAME, weights_only=True)
-        self.lr_scheduler.load_state_dict(schedule)
 
     def _sharded_optimizer(self) -> ShardedOptimizer:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -85,6 +95,14 @@ class ShardedTrainerMixin:
             "zero_ext: hyperparameter_search() makes many models in one trainer. Search with a "
             "plain Trainer, or start a run for each."
         )
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """A state that transformers' own trainer writes, if it is there. It is mapped: a rank copies
+    its part alone."""
+    if not path.is_file():
+        return None
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 class Trainer(ShardedTrainerMixin, transformers.Trainer):
