@@ -130,7 +130,7 @@ void Engine::replace_parameter(int64_t i, const at::Tensor& tensor) {
 
 std::vector<int64_t> Engine::unfrozen() const {
   const Access access(parts_.lock);
-  return parameters().unfrozen();
+  return unfrozen_among(parameters());
 }
 
 std::map<std::string, int64_t> Engine::stats() {

@@ -45,7 +45,7 @@ class Engine {
   int64_t add_unit(const std::vector<int64_t>& members, at::ScalarType dtype, UnitKind kind);
   // Parameter i, which is in no unit yet, is `tensor` from now on.
   void replace_parameter(int64_t i, const at::Tensor& tensor);
-  // See ShardedParameters::unfrozen.
+  // See unfrozen_among().
   std::vector<int64_t> unfrozen() const;
 
   Forwards& forwards() { return forwards_; }

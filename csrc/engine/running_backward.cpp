@@ -53,9 +53,9 @@ std::vector<int64_t> RunningBackward::before_forward() {
   if (on_host) look_for_unreported_failure();  // on a device it may be another thread's
   const Access access(lock_);
   offloaded_.check_forward();
-  std::vector<int64_t> unfrozen = parameters_.unfrozen();
+  std::vector<int64_t> unfrozen = unfrozen_among(parameters_);
   if (!unfrozen.empty() || open()) return unfrozen;
-  parameters_.check_sizes("forward");
+  check_sizes(parameters_, context_, "forward");
   // A gradient beside the published ones may be of a backward that was not seen. The next backward
   // raises an error for it.
   if (!published_.has_foreign()) parameters_.repair_hooks();

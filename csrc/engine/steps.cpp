@@ -61,7 +61,7 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
   parameters_.check("step()");
   backward_.check_usable(access, "step()");
   check_complete("step()");
-  StepVerdict verdict{.unfrozen = parameters_.unfrozen()};
+  StepVerdict verdict{.unfrozen = unfrozen_among(parameters_)};
   if (!verdict.unfrozen.empty()) return verdict;
   if (had_no_backward(indices, *last_backward)) backward_.take_part_in_others_backward(access);
   last_use_.follow();

@@ -57,20 +57,22 @@ void ShardedParameters::for_each_summed_run(
   }
 }
 
-std::vector<int64_t> ShardedParameters::unfrozen() const {
+std::vector<int64_t> unfrozen_among(const ShardedParameters& parameters) {
   std::vector<int64_t> indices;
-  for (int64_t i = 0; i < size(); ++i) {
-    if (!all_[i].managed() && all_[i].tensor.requires_grad()) indices.push_back(i);
+  for (int64_t i = 0; i < parameters.size(); ++i) {
+    const ShardedParameter& parameter = parameters[i];
+    if (!parameter.managed() && parameter.tensor.requires_grad()) indices.push_back(i);
   }
   return indices;
 }
 
-void ShardedParameters::check_sizes(const char* verb) const {
-  for (const ShardedParameter& parameter : all_) {
+void check_sizes(const ShardedParameters& parameters, const UnitContext& context,
+                 const char* verb) {
+  for (const ShardedParameter& parameter : parameters) {
     if (!parameter.managed()) continue;
-    const Unit& unit = *units_[parameter.unit];
+    const Unit& unit = parameters.unit(parameter.unit);
     const SlotSpec& spec = unit.layout().slot(parameter.slot).spec;
-    TORCH_CHECK(parameter.tensor.numel() == spec.numel, where(context_.global_rank, unit.name()),
+    TORCH_CHECK(parameter.tensor.numel() == spec.numel, where(context.global_rank, unit.name()),
                 verb, ": parameter '", parameter.name, "' was resized to ",
                 parameter.tensor.sizes(), ", it was ", at::IntArrayRef(spec.sizes),
                 " when it was sharded. Resize it before sharding.");
@@ -78,7 +80,7 @@ void ShardedParameters::check_sizes(const char* verb) const {
 }
 
 void ShardedParameters::check(const char* verb) {
-  check_sizes(verb);
+  check_sizes(*this, context_, verb);
   const c10::Device device = context_.compute.device();
   for (const ShardedParameter& parameter : all_) {
     if (!parameter.managed()) continue;

@@ -76,10 +76,6 @@ class ShardedParameters {
   void for_each_summed_run(const std::vector<int64_t>& indices,
                            const std::function<void(GradientSums&, const Run&)>& apply) const;
 
-  // Parameters that were frozen when the model was sharded and require a gradient now.
-  std::vector<int64_t> unfrozen() const;
-  // Raises if a parameter has another number of elements than when it was sharded.
-  void check_sizes(const char* verb) const;
   // Raises if a parameter has another size, dtype or device than when it was sharded, if DDP
   // reduces it as well, or if autograd has replaced a node, so that gradients were not seen.
   // `verb`: for the message.
@@ -105,5 +101,10 @@ class ShardedParameters {
   std::vector<std::unique_ptr<Unit>> frozen_units_;
   std::vector<std::vector<int64_t>> members_;  // [units]
 };
+
+// Parameters that were frozen when the model was sharded and require a gradient now.
+std::vector<int64_t> unfrozen_among(const ShardedParameters& parameters);
+// Raises if a parameter has another number of elements than when it was sharded.
+void check_sizes(const ShardedParameters& parameters, const UnitContext& context, const char* verb);
 
 }  // namespace zero_ext

@@ -234,5 +234,5 @@ def _attach(handle: Handle, module: nn.Module, mp_policy: MixedPrecisionPolicy) 
     methods.attach(module)
     module.zero_grad = ZeroGrad(handle, module)
     if handle.engine.releases:
-        StateDictHooks(handle, methods).attach(module)
+        StateDictHooks(handle).attach(module)
     forward_hooks.attach(module)

@@ -8,7 +8,6 @@ from torch import nn
 from zero_ext.engine.carried import Carried, CarriedMethod
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
-from zero_ext.module.methods import ShardedMethods
 from zero_ext.module.places import is_sharded_by
 from zero_ext.tensor.shard_tensor import ShardTensor
 
@@ -16,9 +15,9 @@ from zero_ext.tensor.shard_tensor import ShardTensor
 class StateDictHooks(Carried):
     """``state_dict()`` gets ShardTensors; ``load_state_dict()`` writes to whole parameters."""
 
-    def __init__(self, handle: Handle, methods: ShardedMethods):
+    # Nothing here refers to a module: submodules carry this, and would be in a cycle.
+    def __init__(self, handle: Handle):
         self._handle: Handle | None = handle
-        self._methods = methods
         self._loading: nn.Module | None = None  # whose load_state_dict() runs
         self._held_before_load = False
 
@@ -74,4 +73,4 @@ class StateDictHooks(Carried):
             return
         self._loading = None
         if not self._held_before_load:
-            self._methods.reshard()
+            self._handle.engine.reshard(keep_writes=True)

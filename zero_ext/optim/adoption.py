@@ -44,10 +44,10 @@ def check(optimizer: Any) -> None:
             f"of this {name}."
         )
     if not _has_own(optimizer):
-        check_attributes(optimizer)
         template = Template(optimizer, _arguments_of(optimizer))
         for group in {elementwise.kind_of(g): g for g in optimizer.param_groups}.values():
             elementwise.check(template, {}, group)
+        check_attributes(optimizer)
     # Some make their state when constructed, with a count of 0.
     states = [optimizer.state.get(p) for p in parameters_of(optimizer)]
     if any(float(state.get("step", 1)) > 0 for state in states if state):
