@@ -205,6 +205,14 @@ class Handle:
             inner.add_unit(block.modules, [self.parameters[i] for i in block.members], site, inside)
         inner.watch(unwatched[-1][0].modules[0])
 
+    def reshard(self, keep_writes: bool) -> None:
+        """Release what ``unshard()`` gathered. Collective."""
+        if keep_writes:  # to this rank's shards, which other ranks may still be gathering
+            self.engine.wait_for_shards()
+        self.engine.reshard(keep_writes=keep_writes)
+        if keep_writes or not self.engine.serves_one_alone:
+            self.engine.wait_for_shards()
+
     # What a parameter's values look like
 
     def as_parameter(self, local: Tensor, i: int, parameter: Tensor) -> Tensor:

@@ -83,15 +83,7 @@ class ShardedMethods(Carried):
     def reshard(self) -> None:
         """Release what ``unshard()`` gathered. This rank keeps what was written to its parts.
         Collective."""
-        self._release(keep_writes=True)
-
-    def _release(self, keep_writes: bool) -> None:
-        engine = self.handle.engine
-        if keep_writes:  # to this rank's shards, which other ranks may still be gathering
-            engine.wait_for_shards()
-        engine.reshard(keep_writes=keep_writes)
-        if keep_writes or not engine.serves_one_alone:
-            engine.wait_for_shards()
+        self.handle.reshard(keep_writes=True)
 
     @contextlib.contextmanager
     def summon_full_params(self, writeback: bool = True):
@@ -120,7 +112,7 @@ class ShardedMethods(Carried):
                 yield
         finally:
             self._discards_writes = before
-            self._release(keep_writes=writeback)
+            self.handle.reshard(keep_writes=writeback)
             if held:
                 engine.unshard()
 

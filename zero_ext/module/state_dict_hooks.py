@@ -73,4 +73,4 @@ class StateDictHooks(Carried):
             return
         self._loading = None
         if not self._held_before_load:
-            self._handle.engine.reshard(keep_writes=True)
+            self._handle.reshard(keep_writes=True)
