@@ -13,6 +13,7 @@ from zero_ext.optim import elementwise
 from zero_ext.optim.arguments import ShardingArguments, check_differentiable
 from zero_ext.optim.attributes import attributes_of, carry
 from zero_ext.optim.groups import Group, named_in, replace_named, settings_of
+from zero_ext.optim.lending import method_of
 from zero_ext.optim.loading import SavedState
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 
@@ -85,7 +86,28 @@ class WrappedOptimizer(ShardedOptimizer):
         # By storage: one may hold several states.
         self._offloaded: dict[int, _C.OffloadedStorage] = {}
         probe = optimizer_class([torch.nn.Parameter(torch.zeros(1, device="cpu"))], **kwargs)
+        self._probe = probe
         super().__init__(params, dict(probe.defaults), **sharding)
+
+    _step_supports_amp_scaling = False  # whatever the inner one says
+
+    def __getattr__(self, name: str) -> Any:
+        """What only the inner optimizer has. Its methods get masters, gradients and settings."""
+        if name.startswith("_") or "_probe" not in vars(self):
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        if self._inner is None:  # nothing to train
+            return getattr(self._probe, name)
+        value = getattr(self._inner, name)
+        return method_of(self, name) if getattr(value, "__self__", None) is self._inner else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner = vars(self).get("_inner")
+        own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        inners = inner is not None and not own and hasattr(inner, name)
+        if inners:
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def add_param_group(self, param_group: Group) -> None:
         if isinstance(param_group, dict):  # else torch says what it must be
@@ -147,7 +169,12 @@ class WrappedOptimizer(ShardedOptimizer):
             if outer is not None:
                 inner_group.update(settings_of(outer))
             gradient = None if outer is None else parameter.grad
-            shard.grad = None if gradient is None else _local(gradient)
+            if gradient is None:
+                shard.grad = None
+            elif hasattr(gradient, "to_local") or gradient.numel() == shard.numel():
+                shard.grad = _local(gradient)
+            else:  # a whole one that a user has set, of which no step has made a part yet
+                shard.grad = self._slice_of(gradient, parameter, shard)
         replace_named(self._inner.state, named_in(self.state))
         return group_of
 
