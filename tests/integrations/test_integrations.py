@@ -200,6 +200,46 @@ def test_a_hook_that_fails_on_one_rank_fails_on_all(anywhere, rank, path, read):
     assert len(own._optimizers) == 1 and len(own.get_state_dict(objects[2])) in (0, 4)
 
 
+class Averaging(torch.optim.SGD):
+    """Is evaluated at the middle between its parameters and their first values."""
+
+    @torch.no_grad()
+    def _move(self, mode, weight):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if group.get("mode", "train") != mode:
+                    first = self.state[p].setdefault("first", torch.full_like(p, 0.5))
+                    p.add_((p - first) * weight)
+            group["mode"] = mode
+
+    def train(self):
+        self._move("train", 1.0)
+
+    def eval(self):
+        self._move("eval", -0.5)
+
+
+@STAGES
+def test_a_prepared_optimizer_is_switched_to_evaluation(anywhere, stage):
+    own, expected = accelerator(anywhere, stage, cpu=True), nn.Linear(7, 3)
+    model = nn.Linear(7, 3)
+    for parameter in (*model.parameters(), *expected.parameters()):
+        nn.init.constant_(parameter, 0.5)
+    plain = Averaging(expected.parameters(), lr=0.25)
+    model, optimizer = own.prepare(model, Averaging(model.parameters(), lr=0.25))
+    for _ in range(2):
+        own.backward(model(torch.ones(2, 7)).sum())
+        expected(torch.ones(2, 7)).sum().backward()
+        for each in (optimizer, plain):
+            each.train()
+            each.step()
+            each.zero_grad()
+        for mode in ("eval", "eval", "train"):
+            for each in (optimizer, plain):
+                getattr(each, mode)()
+            torch.testing.assert_close(model(torch.ones(2, 7)), expected(torch.ones(2, 7)))
+
+
 def test_local_sgd_is_rejected_by_name(anywhere):
     from accelerate.local_sgd import LocalSGD
 

@@ -61,10 +61,10 @@ def states_of(
     for optimizer in optimizers:
         names, state_dict = _names(optimizer, of_model), optimizer.state_dict()
         groups, scaler = state_dict["param_groups"], getattr(optimizer, "loss_scaler", None)
+        every, numbers = state_dict["state"], [n for group in groups for n in group["params"]]
         values = {
-            name: state_dict["state"].get(number, {})
-            for group, group_names in zip(groups, names, strict=True)
-            for number, name in zip(group["params"], group_names, strict=True)
+            name: every.get(number, {})
+            for number, name in zip(numbers, itertools.chain(*names), strict=True)
         }
         if twice := seen & values.keys():
             raise ValueError(
@@ -83,6 +83,7 @@ def states_of(
                     n: {s: value for s, value in v.items() if s not in states[n]}
                     for n, v in values.items()
                 },
+                "named": {key: every[key] for key in every.keys() - set(numbers)},
                 "loss_scaler": None if scaler is None else scaler.state_dict(),
             }
         )
@@ -113,6 +114,7 @@ class SavedOptimizer:
         self._contents, self._optimizer = contents, optimizer
         self._names = _names(optimizer, of_model)
         self._settings, self._loss_scaler = saved["settings"], saved["loss_scaler"]
+        self._named = saved.get("named", {})  # older versions have saved none
         # A tied parameter's first name may be another one here.
         tensors = {name: of_model.tensors.get(name) for name in saved["states"]}
         here = {name: of_model.names.get(id(tensor), name) for name, tensor in tensors.items()}
@@ -197,7 +199,7 @@ class SavedOptimizer:
         states = [{s: values[key] for s, key in keys.items()} | objects for keys, objects in saved]
         numbers = itertools.count()
         state_dict = {
-            "state": {number: state for number, state in enumerate(states) if state},
+            "state": self._named | {number: state for number, state in enumerate(states) if state},
             "param_groups": [
                 {**settings, "params": list(itertools.islice(numbers, len(names)))}
                 for names, settings in zip(self._names, self._settings, strict=True)

@@ -6,7 +6,8 @@ holds, and reads what it will hold. The number of ranks may change in between. T
 - ``model.<name>``: each entry of ``state_dict()``. For a parameter that is trained it is the fp32
   master: rounded to half precision it has the parameter's bits, and a step goes on from all bits.
 - ``optimizer.state.<parameter's name>.<state>``: the tensors of the optimizers' states.
-- ``zero_ext``: everything that is no tensor, pickled. Extra states are here as well.
+- ``zero_ext``: everything that is no tensor, pickled. Extra states are here as well, and what
+  optimizers keep under names, tensors too.
 - ``zero_ext.extra``: what the user has passed, pickled.
 Buffers and what else is not sharded are those of rank 0.
 """

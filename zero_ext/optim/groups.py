@@ -41,6 +41,18 @@ def settings_of(group: Group) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in ("params", "param_names")}
 
 
+def named_in(state: dict[Any, Any]) -> dict[Any, Any]:
+    """What an optimizer keeps under names, and not for a parameter, such as a count of steps."""
+    return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+
+
+def replace_named(state: dict[Any, Any], named: dict[Any, Any]) -> None:
+    """``named`` takes the place of what ``state`` has under names."""
+    for key in named_in(state):
+        del state[key]
+    state.update(named)
+
+
 def sharded_in(group: Group) -> list[tuple[Tensor, int]]:
     """The sharded parameters of a group, with their indices in the engine."""
     found = [(parameter, find(parameter)) for parameter in group["params"]]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zero_ext.optim.groups import Group, settings_of
+from zero_ext.optim.groups import Group, named_in, replace_named, settings_of
 
 if TYPE_CHECKING:
     from zero_ext.optim.sharded_optimizer import ShardedOptimizer
@@ -72,11 +72,14 @@ def checked_load(optimizer: "ShardedOptimizer", state_dict: dict[str, Any]) -> C
     settings = [copy.deepcopy(settings_of(saved)) for saved in saved_groups]
     groups = [{**g, **new} for g, new in zip(optimizer.param_groups, settings, strict=True)]
     optimizer._check_states(groups)
-    keys = (key for saved in saved_groups for key in saved["params"])
-    load_states = optimizer._checked_states(saved_states(groups, keys, state_dict["state"]))
+    keys = [key for saved in saved_groups for key in saved["params"]]
+    of_parameters, states = set(keys), state_dict["state"]
+    named = copy.deepcopy({key: states[key] for key in states if key not in of_parameters})
+    load_states = optimizer._checked_states(saved_states(groups, keys, states))
 
     @torch.no_grad()
     def load() -> None:
+        replace_named(optimizer.state, named)
         load_states()
         for group, new in zip(optimizer.param_groups, settings, strict=True):
             group.update(new)
@@ -102,10 +105,10 @@ class EmptiedState:
             return
         parameters = [parameter for group in groups for parameter in group["params"]]
         wanted = {k: state.get(parameter, {}) for k, parameter in enumerate(parameters)}
-        optimizer.state = defaultdict(dict)
+        optimizer.state = defaultdict(dict, named_in(state))
         optimizer._checked_states(saved_states(groups, wanted, wanted))()
 
 
-def _values_in(state: dict[Tensor, dict[str, Any]]) -> int:
+def _values_in(state: dict[Any, Any]) -> int:
     """How many parameters have some state."""
-    return len(list(filter(None, state.values())))
+    return sum(isinstance(key, Tensor) and bool(values) for key, values in state.items())

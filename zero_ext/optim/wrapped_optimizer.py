@@ -12,7 +12,8 @@ from zero_ext.engine.registry import find
 from zero_ext.optim import elementwise
 from zero_ext.optim.arguments import ShardingArguments, check_differentiable
 from zero_ext.optim.attributes import attributes_of, carry
-from zero_ext.optim.groups import Group, settings_of
+from zero_ext.optim.groups import Group, named_in, replace_named, settings_of
+from zero_ext.optim.lending import method_of
 from zero_ext.optim.loading import SavedState
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 
@@ -46,6 +47,7 @@ class Template:
         self._defaults, self._attributes = given.defaults, attributes_of(given)
         self._given = given
         self._makes_states = any(map(given.state.get, _parameters_of(given)))
+        self._named = named_in(given.state)
 
     def __call__(self, groups, **settings: Any) -> torch.optim.Optimizer:
         optimizer = self._kind.__new__(self._kind)
@@ -54,6 +56,7 @@ class Template:
         if self._makes_states:
             own = [{**group} for group in optimizer.param_groups]
             optimizer.state = self._kind(own, **self._arguments).state
+        optimizer.state.update(copy.deepcopy(self._named))
         return optimizer
 
 
@@ -83,7 +86,28 @@ class WrappedOptimizer(ShardedOptimizer):
         # By storage: one may hold several states.
         self._offloaded: dict[int, _C.OffloadedStorage] = {}
         probe = optimizer_class([torch.nn.Parameter(torch.zeros(1, device="cpu"))], **kwargs)
+        self._probe = probe
         super().__init__(params, dict(probe.defaults), **sharding)
+
+    _step_supports_amp_scaling = False  # whatever the inner one says
+
+    def __getattr__(self, name: str) -> Any:
+        """What only the inner optimizer has. Its methods get masters, gradients and settings."""
+        if name.startswith("_") or "_probe" not in vars(self):
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        if self._inner is None:  # nothing to train
+            return getattr(self._probe, name)
+        value = getattr(self._inner, name)
+        return method_of(self, name) if getattr(value, "__self__", None) is self._inner else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner = vars(self).get("_inner")
+        own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        inners = inner is not None and not own and hasattr(inner, name)
+        if inners:
+            setattr(inner, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def add_param_group(self, param_group: Group) -> None:
         if isinstance(param_group, dict):  # else torch says what it must be
@@ -98,7 +122,10 @@ class WrappedOptimizer(ShardedOptimizer):
             return
         shard = torch.nn.Parameter(self._handle.engine.master_slice(i))
         self._shards[parameter] = shard
+        first = self._inner is None
         self._inner = self._with_group(self._inner, shard, group)
+        if first:
+            self._show_named_state_made()
 
     def _with_group(self, inner, shard: Tensor, group: Group) -> torch.optim.Optimizer:
         inner_group = {**settings_of(group), "params": [shard]}
@@ -120,6 +147,20 @@ class WrappedOptimizer(ShardedOptimizer):
     def _update(self, verdict: _C.StepVerdict) -> None:
         if self._inner is None:  # nothing to train
             return
+        group_of = self._carry_in()
+        try:
+            self._inner.step()
+        finally:  # masters that have moved are those of their parameters, whatever it raised
+            self._drop_gradients()
+            self._sharded_state.apply_masters()
+        self._carry_out(group_of)
+
+    def _carry_in(self) -> dict[int, Group]:
+        """Give the inner optimizer settings, gradients and what is kept under names.
+
+        Returns:
+            The group of each parameter that is in one, by the parameter's id.
+        """
         group_of = {id(p): group for group in self.param_groups for p in group["params"]}
         for inner_group, (parameter, shard) in zip(
             self._inner.param_groups, self._shards.items(), strict=True
@@ -128,19 +169,33 @@ class WrappedOptimizer(ShardedOptimizer):
             if outer is not None:
                 inner_group.update(settings_of(outer))
             gradient = None if outer is None else parameter.grad
-            shard.grad = None if gradient is None else _local(gradient)
-        try:
-            self._inner.step()
-        finally:  # masters that have moved are those of their parameters, whatever it raised
-            for shard in self._shards.values():
-                shard.grad = None  # which would count as kept by somebody
-            self._sharded_state.apply_masters()
+            if gradient is None:
+                shard.grad = None
+            elif hasattr(gradient, "to_local") or gradient.numel() == shard.numel():
+                shard.grad = _local(gradient)
+            else:  # a whole one that a user has set, of which no step has made a part yet
+                shard.grad = self._slice_of(gradient, parameter, shard)
+        replace_named(self._inner.state, named_in(self.state))
+        return group_of
+
+    def _drop_gradients(self) -> None:
+        for shard in self._shards.values():
+            shard.grad = None  # which would count as kept by somebody
+
+    def _carry_out(self, group_of: dict[int, Group]) -> None:
+        """Show the settings and states that the inner optimizer has by now."""
         for inner_group, (parameter, shard) in zip(
             self._inner.param_groups, self._shards.items(), strict=True
         ):
             if id(parameter) in group_of:  # some optimizers count in their groups
                 group_of[id(parameter)].update(settings_of(inner_group))
                 self._show_inner_state(parameter, shard)
+        replace_named(self.state, named_in(self._inner.state))
+
+    def _show_named_state_made(self) -> None:
+        """What is kept under names from construction on, unless there is a value already."""
+        for key, value in named_in(self._inner.state if self._inner else {}).items():
+            self.state.setdefault(key, value)
 
     @torch.no_grad()
     def _checked_states(self, saved: Sequence[SavedState]) -> Callable[[], None]:
@@ -164,6 +219,7 @@ class WrappedOptimizer(ShardedOptimizer):
             if inner is not None and self._inner is not None:
                 vars(inner).update(attributes_of(self._inner))
             self._inner, self._shards = inner, dict(loaded)
+            self._show_named_state_made()
             for parameter, shard in loaded:
                 self.state[parameter].clear()
                 self._show_inner_state(parameter, shard)
@@ -207,8 +263,8 @@ class WrappedOptimizer(ShardedOptimizer):
                 storage.bring_back()
             self._offloaded.clear()
             return
-        for state in self._inner.state.values():
-            for value in state.values():
+        for shard in self._shards.values():
+            for value in self._inner.state[shard].values():
                 if not isinstance(value, Tensor) or value.device.type == "cpu":
                     continue
                 key = value.untyped_storage()._cdata
