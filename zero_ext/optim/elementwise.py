@@ -1,19 +1,46 @@
 """Whether an optimizer can be run on pieces of its parameters, found by trying."""
 
-from itertools import pairwise
-from typing import Any
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zero_ext.optim.groups import settings_of
 
-_SHAPE = (3, 4)
-_CUTS = (0, 5, 5, 12)  # uneven, one of them empty
-_STEPS = 3
-_SCALES = (1.0, 1e-4, 1e4)  # of the gradients: an optimizer may clip them beyond a bound
+
+class _Piece(NamedTuple):
+    parameter: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+
+def _flat(parameter: int, start: int, stop: int) -> _Piece:
+    return _Piece(parameter, start, stop, (stop - start,))
+
+
+# The large one has a size from which optimizers quantise their states. In what follows, each tuple
+# of pieces has an optimizer of its own.
+_WHOLE = ((_Piece(0, 0, 12, (3, 4)), _Piece(1, 0, 8192, (64, 128))),)
+_FLAT = ((_flat(0, 0, 12), _flat(1, 0, 8192)),)
+_ALONE = ((_flat(0, 0, 12),), (_flat(1, 0, 8192),))
+# As on two ranks: uneven, and one piece is empty.
+_SLICES = (
+    (_flat(0, 0, 5), _flat(0, 5, 5), _flat(1, 0, 1088)),
+    (_flat(0, 5, 12), _flat(1, 1088, 8192)),
+)
+# Of the gradients, four steps each: an optimizer may clip them beyond a bound, or update its
+# parameters in every fourth step only. Rising, so that earlier ones do not hide later ones.
+_SCALES = (1e-4, 1.0, 1e4)
+_STEPS_PER_SCALE = 4
 # In place of every given rate: with a rate of 0, where warm-ups begin, nothing moves.
 _LR = 0.1
+_UPDATE = "update of one element"
+
+_Make = Callable[[list[list[torch.nn.Parameter]]], torch.optim.Optimizer]
 
 
 def kind_of(group: dict[str, Any]) -> str:
@@ -21,73 +48,233 @@ def kind_of(group: dict[str, Any]) -> str:
 
     Rates and names are left out: each layer may have its own.
     """
-    return repr({k: v for k, v in settings_of(group).items() if k not in ("lr", "name")})
+    settings = {k: v for k, v in settings_of(group).items() if k not in ("lr", "name")}
+    return repr((settings, isinstance(group.get("lr"), Tensor)))
 
 
 def check(
     optimizer_class: type[torch.optim.Optimizer], kwargs: dict, group: dict[str, Any]
 ) -> None:
-    """Run three steps on a matrix and on its flat pieces, on the CPU.
+    """Run twelve steps on two matrices and on their flat pieces, on the CPU.
 
     Args:
         group: With settings of its own, or empty. LARS, for example, is elementwise where weights
             do not decay.
     Raises:
-        TypeError: it cannot be run on flat pieces, or the elements differ.
+        TypeError: it cannot be run on flat pieces, or the elements, states or settings differ.
         Exception: whatever the optimizer's constructor raises.
     """
     name = getattr(optimizer_class, "__name__", repr(optimizer_class))
-    # capturable is for other devices only.
-    kwargs, settings = (
-        {
-            k: _LR if k == "lr" and isinstance(v, float | int | Tensor) else v
-            for k, v in given.items()
-            if k != "capturable"
-        }
-        for given in (kwargs, settings_of(group))
-    )
 
-    def make(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return optimizer_class([{**settings, "params": parameters}], **kwargs)
+    def make(groups: list[list[torch.nn.Parameter]]) -> torch.optim.Optimizer:
+        settings = _for_trial(settings_of(group))
+        made = [{**settings, "params": parameters} for parameters in groups]
+        return optimizer_class(made, **_for_trial(kwargs))
 
-    with torch.device("cpu"):
-        make([torch.nn.Parameter(torch.zeros(_SHAPE))])
-    try:
-        with torch.device("cpu"):
-            whole = [_run(make, scale, pieces=False) for scale in _SCALES]
-            parts = [_run(make, scale, pieces=True) for scale in _SCALES]
-    except Exception as error:
-        raise TypeError(
-            f"zero_ext: {name} cannot be sharded: it does not run on flat pieces of a parameter "
-            f"({type(error).__name__}: {error})."
-        ) from error
-    bits = [torch.stack(values).view(torch.int32) for values in (whole, parts)]
-    if not torch.equal(*bits):
-        raise TypeError(
-            f"zero_ext: {name} cannot be sharded: it is not elementwise, its update of one element "
-            "depends on others. Use AdamW, Adam or SGD of zero_ext.optim, or wrap an elementwise "
-            "one such as RMSprop, Adagrad or NAdam."
-        )
+    # A mode, which every call passes: entered only where it changes something.
+    default = torch.get_default_device().type
+    with contextlib.nullcontext() if default == "cpu" else torch.device("cpu"):
+        make([[torch.nn.Parameter(torch.zeros(3, 4))]])
+        values = _values()
+        whole = _run(make, _WHOLE, values, one_group=True)
+        if isinstance(whole, Exception):
+            raise TypeError(
+                f"zero_ext: {name} cannot be sharded: the trial of its step() without a closure, "
+                f"with dense gradients, raises {type(whole).__name__}: {whole}."
+            ) from whole
+        slices = _run(make, _SLICES, values)
+        if _difference(whole, slices) is None:
+            return
+        what, reason, error = _reason(make, values, whole, slices)
+    shown = "" if error is None else f" ({type(error).__name__}: {error})"
+    raise TypeError(
+        f"zero_ext: {name} cannot be sharded: it is not elementwise. Its {what} depends on "
+        f"{reason}{shown}. Use AdamW, Adam or SGD of zero_ext.optim, or wrap an elementwise "
+        "optimizer such as RMSprop, Adagrad or NAdam."
+    ) from error
 
 
-def _run(make, scale: float, *, pieces: bool) -> Tensor:
+def _for_trial(given: dict[str, Any]) -> dict[str, Any]:
+    """Copies, because optimizers write to tensors among their settings."""
+    settings = {}
+    for name, value in given.items():
+        if name == "capturable":  # for other devices only
+            continue
+        settings[name] = _copy(value)
+        if name == "lr" and isinstance(value, float | int):
+            settings[name] = _LR
+        elif name == "lr" and isinstance(value, Tensor):
+            settings[name].fill_(_LR)
+    return settings
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if type(value) in (list, tuple):
+        return type(value)(map(_copy, value))
+    return value
+
+
+def _values() -> list[Tensor]:
+    """For each parameter, the values that it begins with and the gradients of each step."""
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(_SHAPE, generator=generator)
-    if pieces:
-        flat = start.flatten()
-        bounds = list(pairwise(_CUTS))
-        parameters = [torch.nn.Parameter(flat[a:b].clone()) for a, b in bounds]
-    else:
-        parameters = [torch.nn.Parameter(start)]
-    # As on several ranks: each has an optimizer of its own, over its pieces.
-    optimizers = [make(p) for p in (parameters[:-1], parameters[-1:]) if p]
-    for _ in range(_STEPS):
-        gradient = torch.randn(_SHAPE, generator=generator) * scale
-        if pieces:
-            for parameter, (a, b) in zip(parameters, bounds, strict=True):
-                parameter.grad = gradient.flatten()[a:b].clone()
-        else:
-            parameters[0].grad = gradient
-        for optimizer in optimizers:
-            optimizer.step()
-    return torch.cat([p.detach().flatten() for p in parameters])
+    scales = [scale for scale in _SCALES for _ in range(_STEPS_PER_SCALE)]
+    factors = torch.tensor([1.0, *scales])[:, None]
+    return [
+        torch.randn(len(factors), piece.stop, generator=generator) * factors for piece in _WHOLE[0]
+    ]
+
+
+class _Outcome:
+    """What a run leaves: values for each element, and values that all pieces share.
+
+    By what it is called in an error and the number of the parameter, in the order of the pieces.
+    """
+
+    def __init__(self):
+        self.elements: dict[tuple, list[Tensor]] = defaultdict(list)
+        self.shared: dict[tuple, list[Any]] = defaultdict(list)
+
+    def add_update(self, piece: _Piece, step: int, parameter: Tensor) -> None:
+        self.elements[_UPDATE, piece.parameter, step].append(parameter.detach().flatten().clone())
+
+    def add_states(
+        self,
+        pieces: Sequence[_Piece],
+        parameters: Sequence[Tensor],
+        optimizer: torch.optim.Optimizer,
+    ) -> None:
+        for piece, parameter in zip(pieces, parameters, strict=True):
+            # Some optimizers make no state for a parameter without elements.
+            state = optimizer.state.get(parameter, {}) if parameter.numel() else {}
+            for name, value in state.items():
+                key = f"state '{name}'", piece.parameter
+                if isinstance(value, Tensor) and value.numel() == parameter.numel():
+                    self.elements[key].append(_plain(value).flatten())
+                else:
+                    self.shared[key].append(value)
+        for name, value in optimizer.state.items():
+            if not isinstance(name, Tensor):
+                self.shared[f"state '{name}'", None].append(value)
+        for group in optimizer.param_groups:
+            for name, value in settings_of(group).items():
+                self.shared[f"group setting '{name}'", None].append(value)
+
+
+def _plain(value: Tensor) -> Tensor:
+    """Of a quantised state that is a class of tensors, the values that it stands for."""
+    return value.detach() if type(value) in (Tensor, torch.nn.Parameter) else value.dequantize()
+
+
+def _run(
+    make: _Make,
+    optimizers: Sequence[Sequence[_Piece]],
+    values: list[Tensor],
+    *,
+    one_group: bool = False,
+) -> _Outcome | Exception:
+    outcome = _Outcome()
+    try:
+        for pieces in optimizers:
+            _run_one(make, pieces, values, outcome, one_group)
+    except Exception as error:
+        return error
+    return outcome
+
+
+def _run_one(
+    make: _Make, pieces: Sequence[_Piece], values: list[Tensor], outcome: _Outcome, one_group: bool
+) -> None:
+    taken = [values[p.parameter][:, p.start : p.stop] for p in pieces]
+    parts = [rows.reshape(len(rows), *p.shape) for p, rows in zip(pieces, taken, strict=True)]
+    parameters = [torch.nn.Parameter(part[0].clone()) for part in parts]
+    optimizer = make([parameters] if one_group else [[p] for p in parameters])
+    if callable(getattr(optimizer, "train", None)):  # schedule-free ones step in no other mode
+        optimizer.train()
+    for step in range(1, len(values[0])):
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.grad = part[step].clone()  # which an optimizer may write to
+        optimizer.step()
+        if step % _STEPS_PER_SCALE == 0:
+            for piece, parameter in zip(pieces, parameters, strict=True):
+                outcome.add_update(piece, step, parameter)
+    outcome.add_states(pieces, parameters, optimizer)
+
+
+def _difference(
+    one: _Outcome | Exception,
+    other: _Outcome | Exception,
+    of_elements: Callable[[Tensor, bool], Tensor] = lambda value, _: value,
+) -> str | None:
+    """What differs by more than rounding, or None.
+
+    Args:
+        of_elements: Given the values for each element of one run, and whether it is ``one``,
+            returns those to compare.
+    """
+    if isinstance(one, Exception) or isinstance(other, Exception):
+        return _UPDATE
+    for key in {**one.shared, **other.shared}:
+        first, *rest = [*one.shared.get(key, ()), *other.shared.get(key, ())]
+        in_both = key in one.shared and key in other.shared
+        if not in_both or not all(_same(first, value) for value in rest):
+            return key[0]
+    for key in {**one.elements, **other.elements}:
+        if key not in one.elements or key not in other.elements:
+            return key[0]
+        a, b = (torch.cat(run.elements[key]) for run in (one, other))
+        if a.shape != b.shape or not _same(of_elements(a, True), of_elements(b, False)):
+            return key[0]
+    return None
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return False
+        # Kernels round the last elements of a tensor, which fill no vector register, in their way.
+        return torch.equal(a, b) or torch.allclose(
+            _plain(a).double(), _plain(b).double(), rtol=1e-4, atol=1e-6, equal_nan=True
+        )
+    if isinstance(a, int | float) and isinstance(b, int | float):
+        return a == b or _same(torch.tensor(float(a)), torch.tensor(float(b)))
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, str) or isinstance(b, str):
+        return a == b
+    return type(a) is type(b)  # others need not be comparable
+
+
+def _reason(
+    make: _Make, values: list[Tensor], whole: _Outcome, slices: _Outcome | Exception
+) -> tuple[str, str, Exception | None]:
+    """What differs between pieces and whole parameters, what it depends on, what was raised."""
+    others = [value.clone() for value in values]
+    for value in others:
+        value[:, 1::2] *= 3.0
+    rolled = [value.roll(value.shape[1] // 3, dims=1) for value in values]
+
+    def unchanged(value: Tensor, _: bool) -> Tensor:
+        return value[::2]
+
+    def rolled_as_other(value: Tensor, is_one: bool) -> Tensor:
+        return value.roll(len(value) // 3) if is_one else value
+
+    again = _run(make, _WHOLE, values, one_group=True)
+    flat = _run(make, _FLAT, values, one_group=True)
+    alone = _run(make, _ALONE, values)
+    for reason, one, other, *of_elements in (
+        ("random numbers", whole, again),
+        ("the parameter's shape", whole, flat),
+        ("other parameters", flat, alone),
+        ("other elements of its parameter", alone, _run(make, _ALONE, others), unchanged),
+        ("its place in the parameter", alone, _run(make, _ALONE, rolled), rolled_as_other),
+        ("the parameter's size", alone, slices),
+    ):
+        what = _difference(one, other, *of_elements)
+        if what is not None:
+            return what, reason, other if isinstance(other, Exception) else None
+    return _difference(whole, slices), "how its parameters are cut", None

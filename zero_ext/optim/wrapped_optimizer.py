@@ -26,8 +26,8 @@ def wrap(optimizer_class: type[torch.optim.Optimizer], params, **kwargs: Any) ->
         kwargs: Arguments of ``optimizer_class``, and the keyword arguments of
             ``ShardedOptimizer``. ``max_grad_norm`` scales ``p.grad`` itself, before the update.
     Raises:
-        TypeError: the update of one element depends on others (LBFGS, Adafactor, Muon, LAMB …),
-            found by trying, not by name.
+        TypeError: an update or a state depends on the parameter's shape or size, on other elements
+            or on other parameters (Adafactor, Muon, LAMB …), found by trying, not by name.
     """
     names = ShardingArguments.__annotations__.keys() & kwargs.keys()
     sharding = {name: kwargs.pop(name) for name in names}

@@ -1,0 +1,278 @@
+"""The trial of ``wrap``: which optimizers it accepts, and the reason that it gives for others."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_ext
+from zero_ext.optim import elementwise
+
+
+class Own(torch.optim.Optimizer):
+    """Subtracts ``change(parameter, state)`` times the rate."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.numel():
+                    p.sub_(self.change(p, self.state[p]) * group["lr"])
+
+
+class EveryFourth(Own):
+    """Sums gradients, and moves in every fourth step."""
+
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        state["step"] = state.get("step", 0) + 1
+        state["sum"] = state.get("sum", torch.zeros_like(p)) + p.grad
+        if state["step"] % 4:
+            return torch.zeros_like(p)
+        return state.pop("sum") / 4
+
+
+class TensorRate(Own):
+    """Takes no rate but a tensor."""
+
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        state["rate"] = self.param_groups[0]["lr"].clone()
+        return p.grad * state["rate"]
+
+
+class TwoModes(Own):
+    """Steps in training mode only, as schedule-free optimizers do."""
+
+    is_training = False
+
+    def train(self) -> None:
+        self.is_training = True
+
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        if not self.is_training:
+            raise RuntimeError("call train() first")
+        return p.grad.clone()
+
+
+class BlockScales(Own):
+    """Keeps a momentum of 8 bits, with a scale per block, of parameters of 4,096 elements on."""
+
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        if p.numel() < 4096:
+            state["momentum"] = state.get("momentum", 0.0) * 0.9 + p.grad
+            return state["momentum"]
+        before = 0.0
+        if "codes" in state:
+            before = (state["codes"].float() * state["scales"][:, None]).flatten()[: p.numel()]
+        moment = before * 0.9 + p.grad.flatten()
+        blocks = nn.functional.pad(moment, (0, -len(moment) % 256)).view(-1, 256)
+        state["scales"] = blocks.abs().amax(1) / 127
+        state["codes"] = (blocks / state["scales"][:, None]).round().to(torch.int8)
+        return moment.view_as(p)
+
+
+class RoundedWhenLarge(Own):
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        kind = torch.bfloat16 if p.numel() >= 4096 else torch.float32
+        state["momentum"] = (state.get("momentum", 0.0) * 0.9 + p.grad).to(kind)
+        return state["momentum"].float()
+
+
+class RateBySize(Own):
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        return p.grad / p.numel() ** 0.5
+
+
+class GlobalNorm(Own):
+    """Divides by the norm of all gradients, which it keeps in its groups."""
+
+    def step(self, closure=None):
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        for group in self.param_groups:
+            group["norm"] = torch.stack([g.norm() for g in grads]).norm().item()
+        super().step()
+
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        return p.grad / self.param_groups[0]["norm"]
+
+
+class Estimate(Own):
+    """Keeps a distance from the start, summed over all parameters, that grows from step to step."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        total = sum(p.abs().sum() for group in self.param_groups for p in group["params"])
+        self.state["distance"] = max(self.state.get("distance", 0.0), total.item())
+
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        return p.grad * (1 + self.state.get("distance", 0.0))
+
+
+class LateEstimate(Own):
+    """Sums all gradients in its groups, for its updates from step 100 on."""
+
+    def step(self, closure=None):
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["numerator"] = group.get("numerator", 0.0) + sum(float(g.sum()) for g in grads)
+        super().step()
+
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        group = self.param_groups[0]
+        return p.grad * (group["numerator"] if group["k"] >= 100 else 1.0)
+
+
+class FirstParametersClip(Own):
+    """Keeps in the state of the first parameter what it divides all others by."""
+
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        first = self.param_groups[0]["params"][0]
+        if p is first:
+            state["largest"] = p.grad.abs().max()
+        return p.grad / self.state[first].get("largest", 1.0)
+
+
+class Lamb(Own):
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        return p.grad * (p.norm() / p.grad.norm())
+
+
+class Centered(Own):
+    """Its mean is over all dimensions: equal for each shape."""
+
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        state["mean"] = p.grad.mean()
+        return p.grad - state["mean"]
+
+
+class LargestOnly(Own):
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        return p.grad * (p.grad.abs() >= p.grad.abs().median())
+
+
+class Factored(Own):
+    """Of matrices, it keeps the mean square of each row and column; of others, each square."""
+
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        square = p.grad.square()
+        if p.dim() < 2:
+            state["square"] = square
+            return p.grad / square.sqrt()
+        state["row"], state["column"] = square.mean(1), square.mean(0)
+        return p.grad / torch.outer(state["row"], state["column"]).div(square.mean()).sqrt()
+
+
+class RowNorms(Own):
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        return p.grad / p.grad.norm(dim=-1, keepdim=True)
+
+
+class MatricesOnly(Own):
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        if p.dim() != 2:
+            raise ValueError("2-D only")
+        return p.grad
+
+
+class Noisy(Own):
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        return p.grad + torch.randn_like(p)
+
+
+class Alternating(Own):
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        return p.grad * torch.linspace(1, 2, p.numel()).view_as(p)
+
+
+SHAPES = [(7, 13), (1083,), (5,)]
+
+
+def _trained(make, *, scale: float) -> list[Tensor]:
+    """Gradients are ``scale`` times the number of the step."""
+    parameters = [
+        nn.Parameter(torch.linspace(-1, 1, 1183)[: torch.Size(s).numel()].view(s)) for s in SHAPES
+    ]
+    optimizer = make(parameters)
+    for step in range(1, 10):
+        optimizer.zero_grad()
+        (scale * step * sum(p.sum() for p in parameters)).backward()
+        optimizer.step()
+    return parameters
+
+
+def test_what_is_elementwise_in_longer_runs_or_with_tensors_is_accepted(team):
+    mean_is_1 = 1 + team.rank - (team.world - 1) / 2
+    for kind, rate in (
+        (EveryFourth, lambda: 0.5),
+        (TensorRate, lambda: torch.tensor(0.5)),
+        (torch.optim.Adagrad, lambda: torch.tensor(0.5)),
+        (torch.optim.RMSprop, lambda: torch.tensor(0.5)),
+    ):
+        given = rate()
+        sharded = _trained(
+            lambda p, kind=kind, lr=given: zero_ext.optim.wrap(
+                kind, p, lr=lr, process_group=team.group, bucket_mb=1e-3
+            ),
+            scale=mean_is_1,
+        )
+        plain = _trained(lambda p, kind=kind, rate=rate: kind(p, lr=rate()), scale=1.0)
+        assert given == 0.5  # the trial has a rate of its own
+        for ours, theirs in zip(sharded, plain, strict=True):
+            torch.testing.assert_close(ours.detach(), theirs.detach(), msg=kind.__name__)
+
+
+def test_groups_with_a_tensor_as_rate_are_tried_apart():
+    class NumberOnly(Own):
+        def change(self, p: Tensor, state: dict) -> Tensor:
+            if isinstance(self.param_groups[-1]["lr"], Tensor):
+                raise ValueError("not a number")
+            return p.grad
+
+    parameters = [nn.Parameter(torch.zeros(7)), nn.Parameter(torch.zeros(13))]
+    optimizer = zero_ext.optim.wrap(NumberOnly, parameters[:1])
+    with pytest.raises(TypeError, match=r"step\(\) .* raises ValueError: not a number"):
+        optimizer.add_param_group({"params": parameters[1:], "lr": torch.tensor(0.1)})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": parameters[1:], "lr": 0.2})
+
+
+def test_optimizers_with_a_training_mode_are_tried_in_it():
+    elementwise.check(TwoModes, {}, {})
+
+
+def test_differences_of_rounding_are_no_reason():
+    """Fused kernels round what fills no vector register in another way."""
+    for kind in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        elementwise.check(kind, {"fused": True}, {})
+
+
+REFUSED = [
+    (BlockScales, "state '(scales|codes)' depends on other elements of its parameter"),
+    (Lamb, "update of one element depends on other elements of its parameter"),
+    (Centered, "state 'mean' depends on other elements of its parameter"),
+    (LargestOnly, "update of one element depends on other elements of its parameter"),
+    (GlobalNorm, "group setting 'norm' depends on other parameters"),
+    (LateEstimate, "group setting 'numerator' depends on other parameters"),
+    (Estimate, "state 'distance' depends on other parameters"),
+    (FirstParametersClip, "depends on other parameters"),
+    (Factored, "state 'row' depends on the parameter's shape"),
+    (RowNorms, "update of one element depends on the parameter's shape"),
+    (MatricesOnly, r"depends on the parameter's shape \(ValueError: 2-D only\)"),
+    (RoundedWhenLarge, "depends on the parameter's size"),
+    (RateBySize, "update of one element depends on the parameter's size"),
+    (Noisy, "depends on random numbers"),
+    (Alternating, "depends on its place in the parameter"),
+]
+
+
+@pytest.mark.parametrize(("kind", "reason"), REFUSED, ids=[kind.__name__ for kind, _ in REFUSED])
+def test_each_refusal_says_what_the_update_depends_on(kind, reason):
+    parameters = [nn.Parameter(torch.zeros(7, 13))]
+    start = f"zero_ext: {kind.__name__} cannot be sharded: it is not elementwise. Its "
+    with pytest.raises(TypeError, match=start + "(?:(?!depends).)*" + reason):
+        zero_ext.optim.wrap(kind, parameters)
+    with pytest.raises(TypeError, match=start):  # in a group of its own, with another rate
+        elementwise.check(kind, {"lr": 0.0}, {"lr": torch.tensor(0.0)})
