@@ -34,7 +34,7 @@ train bench bench-deepspeed test-% all-% sanitize: export OMP_NUM_THREADS := 1
 NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 EMULATION := $(shell find tests/support -name '*.h' -o -name '*.cpp')
 # Started by python, the others by torchrun.
-PLAIN_BENCHES := $(wildcard benchmarks/bench_kernels.py benchmarks/bench_hooks.py benchmarks/bench_memory.py)
+PLAIN_BENCHES := $(wildcard benchmarks/bench_kernels.py benchmarks/bench_hooks.py benchmarks/bench_memory.py benchmarks/bench_checkpoint.py)
 GPU_BENCHES := benchmarks/bench_cuda.py benchmarks/bench_cuda_step.py
 DEEPSPEED_BENCHES := benchmarks/bench_deepspeed.py
 BENCHES := $(filter-out $(PLAIN_BENCHES) $(GPU_BENCHES) $(DEEPSPEED_BENCHES),$(wildcard benchmarks/bench_*.py))

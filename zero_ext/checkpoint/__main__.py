@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from zero_ext.checkpoint import files
+from zero_ext.checkpoint import failures, files
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -14,8 +14,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("path", type=Path, help="the folder of a checkpoint")
     path = parser.parse_args(arguments).path.resolve()
     try:
-        damaged = files.damaged_entries(path)
-    except (ValueError, OSError) as error:
+        with failures.named(None, f"verify of checkpoint '{path}'"):
+            damaged = files.damaged_entries(path)
+    except (ValueError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1
     for name in damaged:

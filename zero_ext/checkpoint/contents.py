@@ -20,7 +20,7 @@ FORMAT = 3
 class Contents(NamedTuple):
     """What is in a checkpoint, as far as it can be known without its tensors."""
 
-    path: Path
+    reader: files.CheckedReader
     id: str
     tensors: dict[str, TensorStorageMetadata]  # by key
     keys: dict[str, str]  # of the model's tensors and objects, by name
@@ -28,11 +28,15 @@ class Contents(NamedTuple):
     optimizers: list[dict[str, Any]]
     extra: dict[str, Any]
 
+    @property
+    def path(self) -> Path:
+        return self.reader.path
+
     @staticmethod
     def of(path: Path, allow_pickle: bool) -> "Contents":
         path = folders.find(path)
-        metadata = files.CheckedReader(path).metadata
-        entries = metadata.state_dict_metadata
+        reader = files.CheckedReader(path)
+        entries = reader.metadata.state_dict_metadata
         tensors = {k: v for k, v in entries.items() if isinstance(v, TensorStorageMetadata)}
         keys = {}
         for key in entries:
@@ -41,7 +45,7 @@ class Contents(NamedTuple):
                 keys.setdefault(plain_name(key.removeprefix("model.")), key)
         objects: dict[str, Any] = {}
         if OBJECTS in entries:
-            objects = _read_objects(path, entries, allow_pickle)
+            objects = _read_objects(reader, entries, allow_pickle)
         elif not keys:
             raise ValueError(
                 f"zero_ext: checkpoint '{path}' was written without a 'model' entry: no key begins "
@@ -51,7 +55,7 @@ class Contents(NamedTuple):
         for name in objects.get("model", {}):
             keys.setdefault(name, f"model.{name}")
         return Contents(
-            path,
+            reader,
             objects.get("id", "of torch"),
             tensors,
             keys,
@@ -104,10 +108,13 @@ def _without_parts(key: str) -> str:
     return ".".join(steps[: steps.index(EXTRA_STATE) + 1]) if EXTRA_STATE in steps else key
 
 
-def _read_objects(path: Path, entries: dict[str, Any], allow_pickle: bool) -> dict[str, Any]:
+def _read_objects(
+    reader: files.CheckedReader, entries: dict[str, Any], allow_pickle: bool
+) -> dict[str, Any]:
     """Up to format 2, the user's ``extra`` is one of the objects."""
+    path = reader.path
     target: dict[str, Any] = {key: b"" for key in (OBJECTS, EXTRA) if key in entries}
-    files.read(path, target)
+    files.read(reader, target)
     unpickled = {}
     for key, data in target.items():
         what = f"'{key}' of checkpoint '{path}'"

@@ -1,6 +1,5 @@
 """Writing and reading the files of a checkpoint, with torch.distributed.checkpoint."""
 
-import contextlib
 import dataclasses
 import io
 import itertools
@@ -8,14 +7,12 @@ import os
 import secrets
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import set_element
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import (
@@ -28,25 +25,14 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from zero_ext.checkpoint import digests, folders, pickles
-from zero_ext.ranks.agreement import all_or_none, of_all_ranks
+from zero_ext.checkpoint import digests, failures, folders, pickles
+from zero_ext.ranks.agreement import of_all_ranks
 from zero_ext.ranks.comm_groups import timeout_of
 from zero_ext.ranks.groups import Groups
 from zero_ext.tensor.shard_tensor import ShardTensor, wrap
 
 _VISIBLE_WITHIN_S = 60.0  # a network file system shows late what another host has made
 ALONE = "torch.distributed is disabled"  # a warning of dcp
-
-
-def refuse_to_replace(path: Path) -> None:
-    """Raises where ``path`` is something else than a checkpoint."""
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"zero_ext: '{path}' is a file; a checkpoint is a folder.")
-    if path.is_dir() and not folders.is_checkpoint(path) and folders.users_files(path):
-        raise ValueError(
-            f"zero_ext: '{path}' holds something else than a checkpoint, which would be lost. "
-            "Choose another path."
-        )
 
 
 def write(path: Path, state: dict[str, Any], groups: Groups) -> None:
@@ -62,10 +48,10 @@ def write(path: Path, state: dict[str, Any], groups: Groups) -> None:
     new = folders.NewFolder(path, token)
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     try:
-        with all_or_none(groups, what):
+        with failures.together(groups, what):
             if groups.rank == 0:
                 new.make()
-        with _as_exceptions(groups, what):
+        with failures.of_torchs_ranks(groups, what):
             dcp.save(
                 state,
                 storage_writer=DigestingWriter(new.folder),
@@ -73,9 +59,9 @@ def write(path: Path, state: dict[str, Any], groups: Groups) -> None:
                 process_group=groups.parent,
                 no_dist=groups.world == 1,
             )
-        with all_or_none(groups, what):
+        with failures.together(groups, what):
             _check_that_it_is_shared(new.folder, groups)
-        with all_or_none(groups, what):
+        with failures.together(groups, what):
             if groups.rank == 0:
                 new.commit()
     except Exception:  # it is raised on all ranks, each of which may have a folder of its own
@@ -116,7 +102,11 @@ class DigestingWriter(dcp.FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: Future[list[WriteResult]] = Future()
-        results.set_result([self._digested(r) for r in super().write_data(plan, planner).wait()])
+        try:
+            written = super().write_data(plan, planner).wait()
+        except Exception as error:
+            raise failures.of_the_file_system(error) from None
+        results.set_result([self._digested(each) for each in written])
         return results
 
     def _digested(self, result: WriteResult) -> WriteResult:
@@ -171,7 +161,7 @@ class CheckedReader(dcp.FileSystemReader):
         except Exception as error:
             damaged = getattr(self.fs, "damaged", None)
             if damaged is None:
-                raise
+                raise failures.of_the_file_system(error) from None
             raise digests.DamagedError(
                 f"bytes of '{self.name_of(*damaged)}' in '{self.path / damaged[0]}' are not those "
                 "that were saved. Load an earlier checkpoint"
@@ -213,34 +203,22 @@ def damaged_entries(path: Path) -> list[str]:
     return sorted({reader.name_of(*each) for each in found})
 
 
-def read(path: Path, targets: dict[str, Any], allow_pickle: bool = False) -> None:
+def read(reader: CheckedReader, targets: dict[str, Any], allow_pickle: bool = False) -> None:
     """Read the values of ``targets``, tensors in place. Not collective.
 
     Of sharded tensors this rank reads its parts.
     """
     if not targets:
         return
-    with warnings.catch_warnings(), _as_exceptions(None, f"load() of checkpoint '{path}'"):
+    what = f"load() of checkpoint '{reader.path}'"
+    with warnings.catch_warnings(), failures.named(None, what):
         warnings.filterwarnings("ignore", message=ALONE)
         dcp.load(
             targets,
-            storage_reader=CheckedReader(path),
-            planner=_Planner(path, allow_pickle),
+            storage_reader=reader,
+            planner=_Planner(reader.path, allow_pickle),
             no_dist=True,
         )
-
-
-@contextlib.contextmanager
-def _as_exceptions(groups: Groups | None, what: str) -> Iterator[None]:
-    """Raise torch's CheckpointException, which `except Exception` does not catch, as another."""
-    try:
-        yield
-    except CheckpointException as error:
-        rank, (cause, _) = min(error.failures.items())
-        where = "zero_ext: "
-        if groups is not None:
-            what, where = f"{what}: rank {groups.global_ranks[rank]}", groups.where
-        raise RuntimeError(f"{where}{what}: {type(cause).__name__}: {cause}") from error
 
 
 def copied_to_host(value: Any) -> Any:

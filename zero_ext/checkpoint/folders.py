@@ -25,6 +25,8 @@ from pathlib import Path
 
 _LOCK = ".zero_ext-lock"
 METADATA = ".metadata"
+_OTHER_PATH = "Choose another path."
+_SAVED_PATH = "Pass the path that was given to save()."
 _OURS = re.compile(r"\.metadata(\.tmp)?|__\d+_\d+\.distcp|\.zero_ext-[a-z]+(\.json)?")
 
 
@@ -105,6 +107,21 @@ def remove_leftovers(path: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def path_of(path: str | os.PathLike) -> Path:
+    """``path`` without links.
+
+    Raises:
+        TypeError: it is no path.
+    """
+    name = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(name, str):
+        raise TypeError(
+            f"zero_ext: the path of a checkpoint is {path!r}, a {type(path).__name__}. Pass a str "
+            "or a pathlib.Path."
+        )
+    return Path(name).resolve()
+
+
 def is_checkpoint(path: Path) -> bool:
     return (path / METADATA).is_file()
 
@@ -125,7 +142,62 @@ def find(path: Path) -> Path:
     replaced = [each for each in _siblings(path, "replaced") if is_checkpoint(each)]
     if replaced:
         return max(replaced, key=lambda each: (each / METADATA).stat().st_mtime_ns)
-    raise ValueError(f"zero_ext: there is no checkpoint at '{path}'.")
+    raise ValueError(f"zero_ext: {_why_none(path)}")
+
+
+def refuse_to_replace(path: Path) -> None:
+    """
+    Raises:
+        ValueError: ``path`` is something else than a checkpoint.
+    """
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"zero_ext: '{path}' is a file; a checkpoint is a folder. {_OTHER_PATH}")
+    if not path.is_dir() or is_checkpoint(path) or not users_files(path):
+        return
+    inside = _checkpoints_in(path)
+    if inside:
+        raise ValueError(
+            f"zero_ext: '{path}' holds other checkpoints, such as '{inside[-1].name}', which would "
+            f"be lost. Save to a folder of its own in it."
+        )
+    raise ValueError(
+        f"zero_ext: '{path}' holds something else than a checkpoint, which would be lost. "
+        f"{_OTHER_PATH}"
+    )
+
+
+def _why_none(path: Path) -> str:
+    """What is at ``path`` instead of a checkpoint, and what to do."""
+    if path.is_file():
+        if is_checkpoint(path.parent):
+            return f"'{path}' is a file of a checkpoint. Pass its folder '{path.parent}'."
+        return (
+            f"'{path}' is a file; a checkpoint is a folder. Read the file with the library that "
+            "has written it, such as torch.load for torch.save."
+        )
+    if not path.exists():
+        there = next(each for each in path.parents if each.exists())
+        return f"there is no checkpoint at '{path}': only '{there}' exists. {_SAVED_PATH}"
+    inside = _checkpoints_in(path)
+    if inside:
+        return (
+            f"there is no checkpoint at '{path}': it holds {len(inside)} checkpoints. Pass one of "
+            f"them; the newest is '{inside[-1]}'."
+        )
+    if any(path.glob("*.distcp")):
+        return (
+            f"there is no whole checkpoint at '{path}': it lacks the file '{METADATA}'. Load an "
+            "earlier checkpoint."
+        )
+    names = sorted(each.name for each in path.iterdir())
+    found = f"it holds '{names[0]}' and no '{METADATA}'" if names else "the folder is empty"
+    return f"there is no checkpoint at '{path}': {found}. {_SAVED_PATH}"
+
+
+def _checkpoints_in(path: Path) -> list[Path]:
+    """The checkpoints in a folder, the newest last."""
+    found = [each for each in path.iterdir() if each.name[0] != "." and is_checkpoint(each)]
+    return sorted(found, key=lambda each: (each / METADATA).stat().st_mtime_ns)
 
 
 def _beside(path: Path, suffix: str) -> Path:

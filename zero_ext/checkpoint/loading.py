@@ -2,13 +2,12 @@
 
 import os
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from zero_ext.checkpoint import files
+from zero_ext.checkpoint import failures, files, folders
 from zero_ext.checkpoint.contents import Contents
 from zero_ext.checkpoint.optimizer_states import SavedOptimizer, listed
 from zero_ext.checkpoint.writer import writer_of
@@ -53,8 +52,9 @@ def load(
             names: pass True only for files that you trust. Classes that are known to
             ``torch.serialization.add_safe_globals`` do not need it.
     Raises:
-        ValueError: names, shapes, or the optimizers or their groups do not fit; the metadata is
-            damaged; or objects need ``allow_pickle=True``. Nothing is changed.
+        TypeError: ``path`` is no path.
+        ValueError: there is no checkpoint; names, shapes, or the optimizers or their groups do not
+            fit; the metadata is damaged; or objects need ``allow_pickle=True``. Nothing is changed.
         RuntimeError: some rank could not read it, or its bytes are damaged. Nothing is changed.
     """
     return _load(path, model, listed(optimizer), strict, allow_pickle)
@@ -89,8 +89,8 @@ def _load(
     groups = groups_of(model)
     what = f"load() of checkpoint '{path}'"
     writer_of(groups).wait()
-    with all_or_none(groups, what):
-        path = Path(path).resolve()
+    with failures.together(groups, what):
+        path = folders.path_of(path)
         _prepare(model)
         of_model = ModelState.of(model)
         contents = Contents.of(path, allow_pickle)
@@ -112,9 +112,9 @@ def _load(
         "checkpoints to be loaded",
         remedy="Load the same one into the same model and optimizer on every rank.",
     )
-    with all_or_none(groups, what):
-        files.read(contents.path, values)
-        files.read(contents.path, templates, allow_pickle)
+    with failures.together(groups, what):
+        files.read(contents.reader, values)
+        files.read(contents.reader, templates, allow_pickle)
     with all_or_none(groups, what):  # optimizers have checks of their own
         loads = [each.checked_load(values) for each in saved]
     with all_or_none(groups, what):
@@ -144,13 +144,14 @@ def read_whole(
 
     Parameters that were trained have the values of their masters. ``allow_pickle``: as of ``load``.
     """
-    contents = Contents.of(Path(path).resolve(), allow_pickle)
+    with failures.named(None, f"read_whole() of checkpoint '{path}'"):
+        contents = Contents.of(folders.path_of(path), allow_pickle)
     values = {
         name: torch.empty(contents.tensors[key].size, dtype=contents.tensors[key].properties.dtype)
         for name, key in contents.keys.items()
         if key in contents.tensors
     }
-    files.read(contents.path, {contents.keys[name]: value for name, value in values.items()})
+    files.read(contents.reader, {contents.keys[name]: value for name, value in values.items()})
     return values | contents.objects, contents.extra
 
 

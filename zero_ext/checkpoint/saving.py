@@ -18,17 +18,16 @@ import os
 import secrets
 from collections.abc import Iterable
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from zero_ext.checkpoint import files
+from zero_ext.checkpoint import failures, files, folders
 from zero_ext.checkpoint.contents import EXTRA, FORMAT, OBJECTS
 from zero_ext.checkpoint.optimizer_states import listed, states_of
 from zero_ext.checkpoint.writer import writer_of
-from zero_ext.ranks.agreement import all_or_none, check_same_on_all_ranks
+from zero_ext.ranks.agreement import check_same_on_all_ranks
 from zero_ext.state.model_state import ModelState, groups_of, held_value
 
 
@@ -65,14 +64,14 @@ def save(
         Where the save failed it raises the error, which is also a warning. Call it before the
         process group ends.
     Raises:
-        ValueError: ``path`` holds something else; or an optimizer has a parameter that is not the
-            model's, or that another optimizer has, too.
+        TypeError, ValueError: ``path`` is no path, or holds something else; or an optimizer has a
+            parameter that is not the model's, or that another optimizer has, too.
         RuntimeError: some rank could not write, or the call came from inside a backward.
     """
     groups = groups_of(model)
-    with all_or_none(groups, f"save() of checkpoint '{path}'"):
-        path = Path(path).resolve()
-        files.refuse_to_replace(path)
+    with failures.together(groups, f"save() of checkpoint '{path}'"):
+        path = folders.path_of(path)
+        folders.refuse_to_replace(path)
         of_model = ModelState.of(model)
         state: dict[str, Any] = {f"model.{n}": held_value(v) for n, v in of_model.tensors.items()}
         state |= {f"model.{n}": copy.deepcopy(v) for n, v in of_model.objects.items()}

@@ -174,7 +174,15 @@ class Accelerator(accelerate.Accelerator):
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """As accelerate's. Sharded models and their optimizers are loaded from what ``save_state``
-        has written with any stage and number of ranks. Collective."""
+        has written with any stage and number of ranks. Collective.
+
+        Nothing of a sharded model or its optimizer is unpickled unasked. To allow classes in it,
+        pass them to ``torch.serialization.add_safe_globals``. accelerate itself unpickles objects
+        that were given to ``register_for_checkpointing``: load them only from files that you trust.
+
+        Raises:
+            ValueError, RuntimeError: as ``zero_ext.checkpoint.load``.
+        """
         with self._sharded_set_apart(self.register_load_state_pre_hook, self._load_sharded):
             super().load_state(*args, **kwargs)
 

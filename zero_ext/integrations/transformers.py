@@ -27,6 +27,9 @@ class ShardedTrainerMixin:
     ``zero_ext.checkpoint``, from which a run with any stage and number of ranks continues. A folder
     that transformers' own trainer has written is resumed as well.
 
+    Resuming unpickles nothing of the model, the optimizer or the schedule unasked. To allow classes
+    in them, pass them to ``torch.serialization.add_safe_globals``.
+
     Args:
         args, kwargs: The trainer's.
         stage: As for ``zero_ext.shard``.

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import itertools
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,9 @@ import torch
 import torch.distributed as dist
 
 from zero_ext.ranks.groups import Groups
+
+# What backends say where the process at the other end is no more.
+_ENDED = re.compile(r"(closed|reset) by peer|[Bb]roken pipe|remote process exited")
 
 
 @contextlib.contextmanager
@@ -24,9 +28,12 @@ def naming(what: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         cause = str(error).partition("\n")[0]
+        remedy = "Call it on every rank."
+        if _ENDED.search(cause):
+            remedy = "Another rank has ended: read its output, and start all ranks again."
         raise RuntimeError(
-            f"zero_ext [rank {dist.get_rank()}]: {what} waited for the other ranks: {cause}. Call "
-            "it on every rank."
+            f"zero_ext [rank {dist.get_rank()}]: {what} waited for the other ranks: {cause}. "
+            f"{remedy}"
         ) from error
 
 
