@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zero_ext.module.forward_methods import register_forward_method
     from zero_ext.module.sharding import shard
     from zero_ext.optim.scaler import LossScaler
+    from zero_ext.state.ema import EMA
     from zero_ext.state.values import (
         full_grad,
         full_state,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 # Each name is imported when it is first used. DTensor, which all of them need, takes torch longer
 # to import than torch itself.
 _MODULES = {
+    "EMA": "state.ema",
     "LossScaler": "optim.scaler",
     "estimate_memory": "engine.memory",
     "full_grad": "state.values",
@@ -52,6 +54,7 @@ _PACKAGES = ("checkpoint", "optim")
 
 __version__ = "0.1.0"
 __all__ = [
+    "EMA",
     "LossScaler",
     "checkpoint",
     "estimate_memory",
