@@ -70,14 +70,15 @@ some_of = $(addprefix $(call named,$(1))::test_,$(2))
 
 # What depends on the number of ranks: sums in rank order, padding, straddling, passes. The rest runs on
 # three and four ranks in test-all.
-THREE_RANKS_TESTS := $(call named,shared_host_transport equivalence order comm_ops memory_stage3 norm recovery stage3) \
+STAGE3_TESTS := $(call some_of,stage3,gradients_are_one_process_s_bits five_steps_equal_stage_2_bit_for_bit \
+  ranks_take_different_branches ranks_may_enter_a_unit_more_or_less_often the_order_may_change_from_step_to_step \
+  generation_holds_nothing_afterwards at_most_two_gathers_per_unit_and_micro_batch \
+  one_rank_of_a_host_evaluates_and_saves_alone)
+THREE_RANKS_TESTS := $(call named,shared_host_transport equivalence order comm_ops memory_stage3 norm) $(STAGE3_TESTS) \
   $(call some_of,checkpoint,training_goes_on_with_the_same_bits one_rank_goes_on_from_several_and_several_from_one \
     plain_torch_reads_it_and_it_reads_plain_torchs an_export_is_the_plain_models_state \
     some_ranks_save_meanwhile_whatever_groups_each_is_in)
-FOUR_RANKS_TESTS := $(call named,equivalence comm_ops hybrid norm) \
-  $(call some_of,stage3,gradients_are_one_process_s_bits five_steps_equal_stage_2_bit_for_bit ranks_take_different_branches \
-    ranks_may_enter_a_unit_more_or_less_often the_order_may_change_from_step_to_step generation_holds_nothing_afterwards \
-    at_most_two_gathers_per_unit_and_micro_batch one_rank_of_a_host_evaluates_and_saves_alone)
+FOUR_RANKS_TESTS := $(call named,equivalence comm_ops hybrid norm) $(STAGE3_TESTS)
 # As ranks on different hosts: their messages go through the process group.
 ONLY_GROUP := ZERO_EXT_CROSS_MEMORY=0
 # Hybrid sharding, wherever tests shard over a mesh, but for those whose formulas have one dimension.
@@ -86,11 +87,12 @@ REPLICAS_TESTS := $(filter-out $(call named,memory memory_stage3 meta shard_tens
 
 # On the device that tests/support/lagged_device makes, whose work is late and which refuses what CUDA refuses.
 # One rank: whatever runs on a device at all. Several: with messages through host memory, and with those of
-# its own backend.
+# its own backend, of which the quick tests run `devices` alone.
 LAGGED_RANKS_TESTS := $(call named,devices out_of_memory recovery scenarios_c)
 LCCL_RANKS_TESTS := $(call named,devices inner_backwards recovery)
 LAGGED_TESTS := $(filter-out tests/project/% tests/kernels/% tests/ops/% tests/integrations/% \
-  $(call named,comm_ops config lagged_device layout pass_order pipeline residency schedules torch_modules),$(ALL_TESTS))
+  $(call named,comm_ops config damage failures folders lagged_device layout pass_order pipeline residency schedules \
+    torch_modules),$(ALL_TESTS))
 LAGGED := ZERO_EXT_TEST_DEVICE=lagged
 LCCL := $(LAGGED) ZERO_EXT_TEST_BACKENDS=cpu:gloo,lagged:lccl
 # The slowest tests are printed, and each segment leaves build/junit/SEGMENT.xml. Rank 0 writes it.
@@ -123,7 +125,7 @@ test-group-4-ranks:
 test-lagged-2-ranks:
 	$(call on_ranks,2,$(QUICK),$(LAGGED_RANKS_TESTS),$(LAGGED))
 test-lccl-2-ranks:
-	$(call on_ranks,2,$(QUICK),$(LCCL_RANKS_TESTS),$(LCCL))
+	$(call on_ranks,2,$(QUICK),$(call named,devices),$(LCCL))
 test-lccl-4-ranks:
 	$(call on_ranks,4,$(QUICK),$(call named,hybrid),$(LCCL))
 

@@ -75,7 +75,11 @@ def _steps(module, optimizer, ranks, steps) -> None:
 
 
 def _named(optimizer) -> dict:
-    return {k: v for k, v in optimizer.state.items() if not isinstance(k, torch.Tensor)}
+    return {
+        k: v.cpu() if isinstance(v, torch.Tensor) else v
+        for k, v in optimizer.state.items()
+        if not isinstance(k, torch.Tensor)
+    }
 
 
 def _made(kind, mesh, stage=2, adopted=False):
