@@ -23,7 +23,7 @@ def test_every_cuda_file_says_how_it_is_compiled(source):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
 def test_every_cuda_file_compiles_alone_without_torch_or_spills():
     """As its first lines say, with torch out of sight; a kernel that spills has lost its speed.
@@ -41,7 +41,7 @@ def test_every_cuda_file_compiles_alone_without_torch_or_spills():
     compiling.make(objects)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_cuda_kernels_emulated_on_the_host_give_the_bits_of_the_cpu_kernels():
     """Thread by thread, over lengths, alignments, dtypes, lists and special values."""
     flags = [*compiling.KERNEL_FLAGS, "-fno-strict-aliasing"]
@@ -53,6 +53,6 @@ def test_cuda_kernels_emulated_on_the_host_give_the_bits_of_the_cpu_kernels():
     compare = compiling.linked(compiling.BUILD / "emulation" / "compare", objects)
     compiling.make(objects)
     compiling.make([compare])
-    result = subprocess.run([compare.path], capture_output=True, text=True, timeout=300)
+    result = subprocess.run([compare.path], capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout
     assert "comparisons, all equal" in result.stdout
