@@ -217,7 +217,8 @@ class Handle:
 
     def as_parameter(self, local: Tensor, i: int, parameter: Tensor) -> Tensor:
         """This rank's 1-D part of some per-element value, shown in the parameter's shape."""
-        numel = self.engine.bounds(i)[-1]
+        bounds = self.engine.bounds(i)
+        numel = bounds[-1]
         if parameter.numel() != numel:
             raise RuntimeError(
                 f"{self.groups.where}parameter '{self.engine.parameter_name(i)}' was resized to "
@@ -227,8 +228,13 @@ class Handle:
         if self.replicated:
             return local.as_strided(parameter.shape, self.engine.strides(i))
         return shard_tensor.make(
-            local, parameter.shape, self.engine.bounds(i), self.groups.mesh, self.engine.strides(i)
+            local, parameter.shape, bounds, self.groups.mesh, self.engine.strides(i)
         )
+
+    def write_value(self, i: int, value: Tensor) -> None:
+        """Give parameter i and its master the value that ``as_parameter`` shows. Collective."""
+        whole = value.full_tensor() if isinstance(value, shard_tensor.ShardTensor) else value
+        self.engine.write_parameter(i, whole)
 
     def parameter_shard(self, i: int) -> Tensor:
         """This rank's part of a parameter, shown in its shape."""

@@ -133,6 +133,4 @@ def _write(
     handle = optimizer._handle
     for parameter in sorted(moved, key=lambda parameter: find(parameter)[1]):
         i = find(parameter)[1]
-        value = handle.as_parameter(values[parameter].float(), i, parameter)
-        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-        handle.engine.write_parameter(i, whole)
+        handle.write_value(i, handle.as_parameter(values[parameter].float(), i, parameter))

@@ -219,5 +219,5 @@ def _write(values: dict[Tensor, Tensor]) -> None:
             if place is None:
                 parameter.copy_(value)
             else:
-                whole = value.full_tensor() if isinstance(value, DTensor) else value
-                place[0].engine.write_parameter(place[1], whole)
+                handle, i = place
+                handle.write_value(i, value)
