@@ -72,7 +72,7 @@ class ModelState(NamedTuple):
             elif place is None:
                 target.copy_(value)
             else:
-                place[0].engine.write_parameter(place[1], _whole(value))
+                place[0].write_value(place[1], value)
         if others:
             model.load_state_dict(others, strict=False)
         for name in objects.keys() - others.keys():
