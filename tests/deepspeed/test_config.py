@@ -1,12 +1,22 @@
 """zero_ext.config: what DeepSpeed's settings mean, and which are refused."""
 
+import base64
 import json
+import re
+import sys
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from zero_ext.deepspeed.config import Config
+from zero_ext.deepspeed.keys import SECTIONS, known, table
+from zero_ext.deepspeed.optimizers import OptimizerSettings
+from zero_ext.deepspeed.schedules import ScheduleSettings, WarmupLR
 from zero_ext.optim.scaler import LossScaler
 
 # As configurations are found in the world: much of it changes no result.
@@ -57,16 +67,23 @@ def test_a_usual_configuration_is_understood(tmp_path):
         accumulation_steps=8,
         stage=3,
         dtype=torch.bfloat16,
+        buffer_dtype=None,
         scaler=None,
         casts_inputs=False,
         nonfinite="skip",
         max_grad_norm=1.0,
+        clips_by_default=False,
         measures_norm=True,
         offload_policy=CPUOffloadPolicy(pin_memory=True),
+        offload_params=False,
         reduce_dtype=None,
+        sums_gradients=False,
+        tuning={"bucket_mb": 25.0, "prefetch_mb": 1e8 / 2**20, "retained_bytes": 2 * 10**9},
         shards=None,
-        optimizer=("AdamW", {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8}),
-        scheduler=("WarmupLR", {"warmup_num_steps": 100}),
+        optimizer=OptimizerSettings(
+            torch.optim.AdamW, {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+        ),
+        scheduler=ScheduleSettings(WarmupLR, {"warmup_num_steps": 100}),
         drop_last=False,
         steps_per_print=100,
     )
@@ -76,8 +93,9 @@ def test_a_usual_configuration_is_understood(tmp_path):
 def test_what_is_left_out_has_deepspeeds_defaults():
     config = Config.read({"train_batch_size": 6}, world_size=3)
     assert (config.micro_batch_size, config.accumulation_steps, config.stage) == (2, 1, 0)
-    assert config.dtype is None and config.max_grad_norm is None and config.optimizer is None
-    assert not config.measures_norm
+    assert config.dtype is None and config.buffer_dtype is None and config.optimizer is None
+    assert config.max_grad_norm == 1.0 and config.clips_by_default  # as in DeepSpeed 0.19
+    assert not config.measures_norm and not config.sums_gradients and config.tuning == {}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +193,7 @@ def test_steps_with_infinities_are_made_if_bf16_says_so():
 def test_older_names():
     assert Config.read(of(bfloat16={"enabled": True}), 1).dtype == torch.bfloat16
     config = Config.read(of(zero_optimization={"stage": 2, "cpu_offload": True}), 1)
-    assert config.offload_policy == CPUOffloadPolicy(pin_memory=False)
+    assert config.offload_policy == CPUOffloadPolicy(pin_memory=True)
 
 
 @pytest.mark.parametrize(
@@ -202,8 +220,8 @@ def test_older_names():
             of(scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": "9"}}),
             "'scheduler.params.warmup_num_steps' is '9'",
         ),
-        (of(optimizer={"params": {"lr": 1e-3}}), "'optimizer' is .*, without a 'type'"),
-        (of(scheduler={"params": {"warmup_num_steps": 3}}), "'scheduler' is .*, without a 'type'"),
+        (of(optimizer={"params": {"lr": 1e-3}}), "'optimizer' has no 'type'"),
+        (of(scheduler={"params": {"warmup_num_steps": 3}}), "'scheduler' has no 'type'"),
         (of(optimizer={"typ": "AdamW"}), "'optimizer.typ' is 'AdamW': there is no such"),
         (of(bf16={"enable": True}), "'bf16.enable' is True: there is no such"),
         (of(fp16={"enable": True}), "'fp16.enable' is True: there is no such"),
@@ -213,8 +231,8 @@ def test_older_names():
         (of(zero_optimization={"stage": 4}), "zero_optimization.stage.* is 4"),
         (of(zero_optimization=True), "'zero_optimization' is True, not an object"),
         (
-            of(zero_optimization={"stage": 3, "offload_param": {"device": "cpu"}}),
-            "'zero_optimization.offload_param' is not available",
+            of(zero_optimization={"stage": 3, "offload_param": {"device": "nvme"}}),
+            "'zero_optimization.offload_param.device' is 'nvme': choose 'cpu' or 'none'",
         ),
         (
             of(zero_optimization={"stage": 2, "offload_optimizer": {"device": "nvme"}}),
@@ -238,10 +256,9 @@ def test_older_names():
         (of(zero_optimization={"stage": 3, "mics_shard_size": True}), "mics_shard_size' is True"),
         (
             of(zero_optimization={"stage": 2, "mics_shard_size": 2}),
-            "mics_shard_size' is 2 with stage 2: it needs 3",
+            "mics_shard_size' is 2 with stage 2: it needs stage 3",
         ),
         (of(zero_optimization={"stgae": 2}), "'zero_optimization.stgae' is 2: there is no such"),
-        (of(gradient_cliping=1.0), "'gradient_cliping' is 1.0: there is no such setting"),
         (of(gradient_clipping=-1), "'gradient_clipping' is -1, not a number"),
         (of(activation_checkpointing={"cpu_checkpointing": True}), "'activation_checkpointing'"),
         (of(tensorboard={"enabled": True}), "'tensorboard'"),
@@ -249,7 +266,7 @@ def test_older_names():
         (of(bf16={"enabled": 1}), "'bf16.enabled' is 1, not true or false"),
         (of(optimizer={"type": 1}), "'optimizer.type' is 1, not a name"),
         (of(steps_per_print="10"), "'steps_per_print' is '10', not a number"),
-        (of(data_types={"grad_accum_dtype": "bf16"}), "'data_types'"),
+        (of(data_types={"grad_accum_dtype": "bf16"}), "'data_types.grad_accum_dtype' is 'bf16'"),
         (of(communication_data_type="fp8"), "'communication_data_type' is 'fp8'"),
         (of(fp16={"enabled": True, "loss_scale": "big"}), "'fp16.loss_scale' is 'big'"),
         (of(fp16={"enabled": True, "loss_scale": 2.0**101}), "'fp16.loss_scale' is .* to 1.*e.30"),
@@ -279,3 +296,153 @@ def test_a_setting_that_is_there_twice_is_refused(tmp_path):
     file.write_text('{"train_batch_size": 2, "train_batch_size": 4}')
     with pytest.raises(ValueError, match="'train_batch_size' twice"):
         Config.read(file, 1)
+
+
+def test_all_errors_are_told_at_once_in_the_order_of_the_file():
+    config = {
+        "gradient_clipping": "1.0",
+        "optimizer": {"type": "AdamX", "params": {"lr": "1e-3"}},
+        "zero_optimization": {
+            "stgae": 2,
+            "stage": 7,
+            "offload_optimizer": {"device": "nvme", "pin_memori": True},
+        },
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 9}},
+        "tensorboard": {"enabled": True},
+        "fp16": {"enabled": True, "min_loss_scale": 0},
+        "train_batch_size": 0,
+    }
+    with pytest.raises(ValueError, match="has 11 errors") as raised:
+        Config.read(config, world_size=2)
+    lines = str(raised.value).splitlines()[1:]
+    expected = [
+        "'gradient_clipping' is '1.0', not a number",
+        "'optimizer.type' is 'AdamX': choose",
+        "'optimizer.params.lr' is '1e-3': a number in quotes",
+        "'zero_optimization.stgae' is 2: .* Did you mean 'zero_optimization.stage'",
+        "'zero_optimization.stage' is 7, not 0 to 3",
+        "'zero_optimization.offload_optimizer.device' is 'nvme': choose 'cpu' or 'none'",
+        "Did you mean 'zero_optimization.offload_optimizer.pin_memory'",
+        "'scheduler.params.warmup_steps' is 9: WarmupLR .* Did you mean 'warmup_num_steps'",
+        "'tensorboard' is .*: this library has no such feature. Switch it off",
+        "'fp16.min_loss_scale' is 0",
+        "'train_batch_size' is 0, not a count",
+    ]
+    for line, text in zip(lines, expected, strict=True):
+        assert re.search(text, line), (text, line)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "near"),
+    [
+        ("gradient_cliping", 1.0, "'gradient_clipping'"),
+        ("zero_optimisation", {"stage": 3}, "'zero_optimization'"),
+        ("stage3_prefetch_bucket_size", 1e6, "'zero_optimization.stage3_prefetch_bucket_size'"),
+        ("my_own_note", "x", None),
+    ],
+)
+def test_an_unknown_key_at_the_top_is_told_and_ignored(key, value, near):
+    meant = f"Did you mean {near}?" if near else "Correct its name, or leave it out."
+    with pytest.warns(UserWarning, match=f"'{key}' is ignored: .*{re.escape(meant)}"):
+        config = Config.read(of(**{key: value}), 1)
+    assert config == Config.read(of(), 1)
+    with pytest.raises(ValueError, match=f"'{key}' is .*{re.escape(meant)}"):
+        Config.read(of(**{key: value}), 1, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("mode", "zero", "tuning"),
+    [
+        ({}, {"stage": 3, "prefetch_bucket_size": 2**20}, {"prefetch_mb": 4.0}),
+        (
+            {"bf16": {"enabled": True}},
+            {"stage": 3, "reduce_bucket_size": 2**20, "stage3_max_live_parameters": 1e3},
+            {"bucket_mb": 2.0, "retained_bytes": 2000},
+        ),
+        ({}, {"stage": 1, "reduce_bucket_size": 5e8, "max_live_parameters": 7}, {"bucket_mb": 25}),
+        (
+            {},
+            {"stage": 3, "stage3_prefetch_bucket_size": 0, "max_live_parameters": 0},
+            {"prefetch_mb": 0, "retained_bytes": 0},
+        ),
+        (
+            {},
+            {
+                "stage": 3,
+                "reduce_bucket_size": "auto",
+                "stage3_prefetch_bucket_size": "auto",
+                "stage3_param_persistence_threshold": "auto",
+            },
+            {},
+        ),
+    ],
+)
+def test_sizes_in_elements_become_bytes(mode, zero, tuning):
+    assert Config.read(of(zero_optimization=zero, **mode), 2).tuning == tuning
+
+
+def test_a_name_with_and_without_its_prefix_is_given_once():
+    zero = {"stage": 3, "prefetch_bucket_size": 1, "stage3_prefetch_bucket_size": 2}
+    with pytest.raises(ValueError, match=r"'zero_optimization\.prefetch_bucket_size' is 1, and"):
+        Config.read(of(zero_optimization=zero), 1)
+
+
+def test_dtypes_of_parameters_and_buffers():
+    bf16 = {"enabled": True}
+    types = {"param_dtype": "bfloat16", "buffer_dtype": "torch.float16", "grad_accum_dtype": "fp32"}
+    config = Config.read(of(bf16=bf16, data_types=types), 1)
+    assert (config.dtype, config.buffer_dtype) == (torch.bfloat16, torch.float16)
+    with pytest.raises(ValueError, match=r"data_types\.param_dtype' is 'fp16', which the sections"):
+        Config.read(of(bf16=bf16, data_types={"param_dtype": "half"}), 1)
+
+
+def test_base64_and_hjson(tmp_path, monkeypatch):
+    expected = Config.read(of(zero_optimization={"stage": 2}), 1)
+    text = json.dumps(of(zero_optimization={"stage": 2}))
+    assert Config.read(base64.urlsafe_b64encode(text.encode()).decode(), 1) == expected
+    file = tmp_path / "ds.hjson"
+    file.write_text("{\n  # stage 2\n  train_micro_batch_size_per_gpu: 2\n}")
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    with pytest.raises(ValueError, match=r"cannot be read as JSON: .* pip install hjson"):
+        Config.read(file, 1)
+
+
+NUMBERS = st.one_of(st.integers(-1, 10**9), st.floats(), st.sampled_from([1e6, 1e-3, 2**17]))
+ANY = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBERS, st.sampled_from(["auto", "cpu", "fp32", "1e-3"])),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=2), st.dictionaries(st.text("abc", max_size=3), inner, max_size=2)
+    ),
+    max_leaves=3,
+)
+NAMES = st.sampled_from([name for section in SECTIONS for name in known(section)])
+SECTION = st.dictionaries(NAMES, ANY, max_size=3)
+NESTED = st.dictionaries(
+    NAMES, st.one_of(ANY, SECTION, st.dictionaries(NAMES, SECTION, max_size=2))
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(config=NESTED)
+def test_no_file_crashes_or_hides_what_it_says(config):
+    """Whatever is accepted is either told apart from the defaults or known to change no result."""
+    config = {"train_micro_batch_size_per_gpu": 2, **config}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a key that is unknown at the top
+            read = Config.read(config, world_size=2)
+    except (ValueError, UserWarning) as problem:
+        assert str(problem).startswith("zero_ext: ")
+        return
+    zero = config.get("zero_optimization") or {}
+    assert read.stage == zero.get("stage", 0)
+    assert (read.max_grad_norm or 0) == (config.get("gradient_clipping", 1.0) or 0)
+    assert (read.dtype is not None) == any(
+        (config.get(mode) or {}).get("enabled", False) for mode in ("fp16", "bf16", "bfloat16")
+    )
+    assert bool(read.optimizer) == bool(config.get("optimizer"))
+
+
+def test_the_docs_list_every_key():
+    docs = Path(__file__).parents[2] / "docs" / "deepspeed_keys.md"
+    assert table() in docs.read_text(), "Run python -m zero_ext.deepspeed.keys and paste the table."

@@ -2,8 +2,15 @@
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
-from zero_ext.deepspeed.schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
+from zero_ext.deepspeed.schedules import (
+    LRRangeTest,
+    OneCycle,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+)
 
 # What DeepSpeed 0.19.8 sets for two groups with rates 0.5 and 0.25: of the first group when the
 # schedule is made and after each step, and of the second one at the end.
@@ -44,6 +51,64 @@ CASES = [
         [0, 0, 0.5, 0.3750125, 0.1250375, 5e-05, 5e-05],
         2.5e-05,
     ),
+    (
+        LRRangeTest,
+        {
+            "lr_range_test_min_lr": [0.1, 0.02],
+            "lr_range_test_step_size": 2,
+            "lr_range_test_step_rate": 3.0,
+        },
+        [0.1, 0.25, 0.4, 0.55, 0.7, 0.85],
+        0.17,
+    ),
+    (
+        LRRangeTest,
+        {
+            "lr_range_test_min_lr": 0.1,
+            "lr_range_test_step_size": 3,
+            "lr_range_test_staircase": True,
+        },
+        [0.1, 0.1, 0.1, 0.2, 0.2, 0.2, 0.3, 0.3],
+        0.3,
+    ),
+    (
+        OneCycle,
+        {
+            "cycle_min_lr": 0.1,
+            "cycle_max_lr": [0.5, 0.3],
+            "cycle_first_step_size": 2,
+            "decay_step_size": 2,
+            "decay_lr_rate": 0.5,
+            "decay_mom_rate": 0.1,
+        },
+        [0.1, 0.3, 0.5, 0.3, 0.1, 0.08, 0.06666667, 0.05714286, 0.05],
+        0.05,
+    ),
+    (
+        OneCycle,
+        {
+            "cycle_min_lr": 0.1,
+            "cycle_max_lr": 0.4,
+            "cycle_first_step_size": 3,
+            "cycle_second_step_size": 5,
+            "cycle_first_stair_count": 2,
+            "cycle_momentum": False,
+        },
+        [0.1, 0.1, 0.25, 0.4, 0.25, 0.25, 0.1, 0.1, 0.1, 0.1, 0.1],
+        0.1,
+    ),
+    (
+        OneCycle,
+        {
+            "cycle_min_lr": 0.0,
+            "cycle_max_lr": 1.0,
+            "cycle_first_step_size": 4,
+            "cycle_second_step_size": 2,
+            "cycle_second_stair_count": 1,
+        },
+        [0, 0.25, 0.5, 0.75, 1, 0, 0, 0, 0],
+        0,
+    ),
 ]
 
 
@@ -66,6 +131,31 @@ def test_rates(kind, arguments, first, last_of_second, tensor_rates):
     assert float(optimizer.param_groups[1]["lr"]) == pytest.approx(last_of_second, rel=1e-6)
     assert schedule.get_last_lr()[0] == pytest.approx(first[-1], rel=1e-6)
     assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor) == tensor_rates
+
+
+@pytest.mark.parametrize(("kind", "arguments", "first", "last_of_second"), CASES)
+def test_schedules_are_torchs(kind, arguments, first, last_of_second):
+    assert isinstance(kind(an_optimizer(), **arguments), LRScheduler)
+
+
+def test_the_momentum_of_one_cycle():
+    """What DeepSpeed 0.19.8 sets."""
+    optimizer = an_optimizer()
+    schedule = OneCycle(
+        optimizer,
+        cycle_min_lr=0.1,
+        cycle_max_lr=0.5,
+        cycle_first_step_size=2,
+        decay_step_size=2,
+        decay_mom_rate=0.1,
+    )
+    found = []
+    for _ in range(7):
+        found.append([group["betas"] for group in optimizer.param_groups])
+        schedule.step()
+    firsts = [0.8, 0.85, 0.8, 0.85, 0.9, 0.945, 0.99]
+    for (one, other), first in zip(found, firsts, strict=True):
+        assert one == other == (pytest.approx(first), 0.99)
 
 
 @pytest.mark.parametrize(("kind", "arguments", "first", "last_of_second"), CASES)

@@ -1,6 +1,7 @@
 """initialize: ``deepspeed.initialize``, for scripts and configurations that were written for it."""
 
 import inspect
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable
@@ -8,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
 from zero_ext.deepspeed.config import Config
-from zero_ext.deepspeed.schedules import SCHEDULES
+from zero_ext.deepspeed.optimizers import as_torchs
 from zero_ext.deepspeed.training_engine import TrainingEngine, data_loader
 from zero_ext.engine.registry import any_sharded
 from zero_ext.module.sharding import shard
@@ -21,7 +22,9 @@ from zero_ext.optim import adoption
 from zero_ext.optim.scaler import LossScaler
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.ranks.agreement import all_or_none, check_same_on_all_ranks
-from zero_ext.ranks.groups import resolve
+from zero_ext.ranks.groups import Groups, resolve
+
+_log = logging.getLogger("zero_ext")
 
 
 def initialize(
@@ -38,6 +41,7 @@ def initialize(
     dist_init_required: bool | None = None,
     mpu: None = None,
     distributed_port: int | None = None,
+    strict_config: bool = False,
     **sharding: Any,
 ) -> tuple[TrainingEngine, ShardedOptimizer | None, DataLoader | None, Any]:
     """``deepspeed.initialize``: shard ``model`` as a DeepSpeed configuration says. Collective.
@@ -52,17 +56,19 @@ def initialize(
         training_data: Gets a ``DataLoader`` of micro-batches, with a ``DistributedSampler``.
         lr_scheduler: Stepped after each step that was made, or a function that makes one of an
             optimizer. Default: the configuration's.
-        config, config_params: A dict or the path of a JSON file, in DeepSpeed's terms (Note
-            [Settings of DeepSpeed] in zero_ext/deepspeed/config.py).
+        config, config_params: A dict, the path of a JSON or Hjson file, or its text in base64, in
+            DeepSpeed's terms (docs/deepspeed_keys.md lists the keys).
         dist_init_required: False: make no process group. Default: make it where torchrun has
             started this process and there is none.
         distributed_port: Ignored: torchrun chooses it.
+        strict_config: A top-level key that DeepSpeed does not know is an error. Default: a warning,
+            because DeepSpeed ignores it.
         sharding: Further arguments of ``zero_ext.shard``, such as ``units``.
     Returns:
         The engine, its optimizer, its loader and its schedule. Each of the last three may be None.
     Raises:
-        ValueError: a setting is not available here, or the optimizer cannot be adopted; the
-            model is unchanged then. And what ``zero_ext.shard`` raises.
+        ValueError: settings are not available here (the message lists them all), or the optimizer
+            cannot be adopted; the model is unchanged then. And what ``zero_ext.shard`` raises.
     """
     _join(dist_init_required)
     parameters = model.parameters() if isinstance(model, nn.Module) else []
@@ -71,8 +77,9 @@ def initialize(
         config = other if config is None else config
     with all_or_none(groups, "initialize()"):
         _check_arguments(model, config, mpu, sharding)
-        settings = Config.read(config, groups.world)
+        settings = Config.read(config, groups.world, strict_config)
         _check_said_once(settings, sharding)
+        _check_offload(settings, groups)
         ours = _arguments_of_ours(settings)
         given = _optimizer_given(settings, model, optimizer, model_parameters)
         schedule = _schedule_given(settings, lr_scheduler, given)
@@ -85,8 +92,15 @@ def initialize(
         "the configurations",
         remedy="Give every rank the same configuration.",
     )
+    if settings.clips_by_default and groups.rank == 0:
+        _log.warning(
+            "the configuration has no 'gradient_clipping': DeepSpeed's default is 1.0. Set it, "
+            "to 0 for no clipping."
+        )
     names = adoption.names_of(model)
     engine = TrainingEngine(_sharded(model, settings, sharding), settings, collate_fn)
+    if settings.sums_gradients:
+        engine.module.set_gradient_divide_factor(1.0)
     if given is not None:
         adoption.follow_models(given, names)
         engine.optimizer = adoption.adopt(given, **ours)
@@ -121,6 +135,15 @@ def _check_said_once(settings: Config, sharding: dict[str, Any]) -> None:
             )
 
 
+def _check_offload(settings: Config, groups: Groups) -> None:
+    if settings.offload_params and groups.device.type != "cpu":
+        raise ValueError(
+            "zero_ext: config 'zero_optimization.offload_param.device' is 'cpu', and the model "
+            f"trains on {groups.device}, where sharded parameters stay. Choose 'none'; "
+            "offload_optimizer moves masters, gradients and states."
+        )
+
+
 def _join(required: bool | None) -> None:
     """Make the process group, in a process that torchrun has started."""
     if dist.is_initialized() or required is False or "WORLD_SIZE" not in os.environ:
@@ -134,8 +157,8 @@ def _sharded(model: nn.Module, settings: Config, sharding: dict[str, Any]) -> nn
     on_cpu = all(p.device.type == "cpu" for p in model.parameters())
     if torch.cuda.is_available() and on_cpu:
         model.to(torch.device("cuda", torch.cuda.current_device()))
-    if settings.dtype is not None:
-        model.to(settings.dtype)
+    _cast(model.parameters(), settings.dtype)
+    _cast(model.buffers(), settings.buffer_dtype)
     if settings.reduce_dtype is not None:
         policy = torch.distributed.fsdp.MixedPrecisionPolicy(reduce_dtype=settings.reduce_dtype)
         sharding = {**sharding, "mp_policy": policy}
@@ -144,7 +167,15 @@ def _sharded(model: nn.Module, settings: Config, sharding: dict[str, Any]) -> nn
         kind = next(model.parameters()).device.type
         mesh = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
         sharding = {**sharding, "mesh": mesh}
-    return shard(model, stage=settings.stage, offload_policy=settings.offload_policy, **sharding)
+    arguments = {"offload_policy": settings.offload_policy, **settings.tuning, **sharding}
+    return shard(model, stage=settings.stage, **arguments)
+
+
+def _cast(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> None:
+    """In place: a parameter stays the same object."""
+    for tensor in tensors if dtype is not None else ():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
 
 
 # Optimizer and schedule
@@ -169,15 +200,15 @@ def _optimizer_given(
     if optimizer is None:
         if settings.optimizer is None:
             return None
-        kind, arguments = _class_of(*settings.optimizer)
         try:
-            given = kind(parameters, **arguments)
+            given = settings.optimizer.kind(parameters, **settings.optimizer.arguments)
         except (TypeError, ValueError) as error:
             raise ValueError(f"zero_ext: config 'optimizer.params': {error}") from error
     elif isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
         given = optimizer
     else:
         given = optimizer(parameters)
+    given = as_torchs(given)
     adoption.check(given)
     own = {id(p) for p in model.parameters()}
     for parameter in adoption.parameters_of(given):
@@ -189,49 +220,6 @@ def _optimizer_given(
     return given
 
 
-def _class_of(name: str, arguments: dict[str, Any]) -> tuple[type, dict[str, Any]]:
-    """The torch class and its arguments for a configuration's optimizer."""
-    arguments = dict(arguments)
-    if "max_grad_norm" in arguments:
-        raise ValueError(
-            "zero_ext: config 'optimizer.params.max_grad_norm': use 'gradient_clipping'."
-        )
-    kinds = {kind.__name__.lower(): kind for kind in vars(torch.optim).values() if _is_class(kind)}
-    kind = kinds.get(name.lower())
-    if kind is None:
-        raise ValueError(
-            f"zero_ext: config 'optimizer.type' is {name!r}: choose Adam, AdamW, SGD or another "
-            "elementwise one of torch.optim, or pass optimizer=."
-        )
-    if kind in (torch.optim.Adam, torch.optim.AdamW):
-        decoupled = _flag_of_adam(arguments, "adam_w_mode", True) or kind is torch.optim.AdamW
-        kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-        if not _flag_of_adam(arguments, "torch_adam", False):
-            arguments.setdefault("weight_decay", 0.0)  # DeepSpeed's default, in AdamW too
-        for flag in ("bias_correction", "fp32_optimizer_states"):
-            _flag_of_adam(arguments, flag, True, allowed=(True,))
-    if isinstance(arguments.get("betas"), list):
-        arguments["betas"] = tuple(arguments["betas"])
-    return kind, arguments
-
-
-def _flag_of_adam(
-    arguments: dict[str, Any], flag: str, default: bool, allowed: tuple = (True, False)
-) -> bool:
-    """Take DeepSpeed's ``flag`` out of ``arguments``."""
-    value = arguments.pop(flag, default)
-    if not isinstance(value, bool) or value not in allowed:
-        raise ValueError(
-            f"zero_ext: config 'optimizer.params.{flag}' is {value!r}, which is not available here."
-            " Remove it."
-        )
-    return value
-
-
-def _is_class(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
-
-
 def _schedule_given(settings: Config, schedule, given: torch.optim.Optimizer | None) -> Any:
     if schedule is not None:
         if hasattr(schedule, "step") and not isinstance(schedule, type):
@@ -241,14 +229,7 @@ def _schedule_given(settings: Config, schedule, given: torch.optim.Optimizer | N
         return None if given is None else schedule(given)
     if settings.scheduler is None or given is None:
         return None
-    name, arguments = settings.scheduler
-    kind = SCHEDULES.get(name) or getattr(torch.optim.lr_scheduler, name, None)
-    if kind is None:
-        raise ValueError(
-            f"zero_ext: config 'scheduler.type' is {name!r}: choose {', '.join(SCHEDULES)} or one "
-            "of torch.optim.lr_scheduler, or pass lr_scheduler=."
-        )
     try:
-        return kind(given, **arguments)
+        return settings.scheduler.kind(given, **settings.scheduler.arguments)
     except TypeError as error:
         raise ValueError(f"zero_ext: config 'scheduler.params': {error}") from error

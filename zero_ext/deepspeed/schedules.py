@@ -6,14 +6,22 @@ of iteration 0: an optimizer makes its first two steps with the lowest rate.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from zero_ext.deepspeed.optimizers import check_arguments, read_named
+from zero_ext.deepspeed.sections import Problems, Section
 
 
-class Schedule:
-    """Sets the learning rates of an optimizer's groups."""
+class Schedule(LRScheduler):
+    """Sets the learning rates of an optimizer's groups.
+
+    torch's own constructor is not run: it would make the first step.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1):
         if not isinstance(last_batch_iteration, int):
@@ -22,8 +30,16 @@ class Schedule:
             )
         self.optimizer = optimizer
         self.last_batch_iteration = last_batch_iteration
+        self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         if last_batch_iteration == -1:
             self._set()
+        else:
+            self._last_lr = list(self.base_lrs)
+
+    @property
+    def last_epoch(self) -> int:
+        """torch's name of the present iteration."""
+        return self.last_batch_iteration
 
     def get_lr(self) -> list[float]:
         """Of each group, at the present iteration."""
@@ -158,10 +174,128 @@ class WarmupCosineLR(Schedule):
         return max(0.0, self._cos_min_ratio + (1 - self._cos_min_ratio) * cosine)
 
 
+class LRRangeTest(Schedule):
+    """Rates that grow by ``lr_range_test_step_rate`` of the lowest one every
+    ``lr_range_test_step_size`` steps: in stairs, or evenly.
+
+    Args:
+        lr_range_test_min_lr: The lowest rate, or one of each group.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        lr_range_test_min_lr: float | Sequence[float] = 1e-3,
+        lr_range_test_step_size: int = 2000,
+        lr_range_test_step_rate: float = 1.0,
+        lr_range_test_staircase: bool = False,
+        last_batch_iteration: int = -1,
+    ):
+        self._size = _count("lr_range_test_step_size", lr_range_test_step_size)
+        self._growth, self._in_stairs = lr_range_test_step_rate, lr_range_test_staircase
+        self._lowest = _of_each_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float]:
+        stairs = (self.last_batch_iteration + 1) / self._size
+        stairs = math.floor(stairs) if self._in_stairs else stairs
+        return [low * (1 + self._growth * stairs) for low in self._lowest]
+
+
+class OneCycle(Schedule):
+    """Rates that rise to ``cycle_max_lr`` and fall back to ``cycle_min_lr`` once, then decay. The
+    first beta of Adam's kind goes the other way with ``cycle_momentum``.
+
+    Args:
+        cycle_min_lr, cycle_max_lr, cycle_min_mom, cycle_max_mom: One value, or one of each group.
+        cycle_first_step_size, cycle_second_step_size: Steps of the rise and of the fall. Default of
+            the second: the first.
+        cycle_first_stair_count, cycle_second_stair_count: Stairs of each half; 0 changes evenly.
+        decay_step_size: Steps after the cycle that make one unit of decay; 0: none.
+        decay_lr_rate, decay_mom_rate: Rates are divided by 1 + this times the units, betas
+            multiplied.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        cycle_min_lr: float | Sequence[float],
+        cycle_max_lr: float | Sequence[float],
+        decay_lr_rate: float = 0.0,
+        cycle_first_step_size: int = 2000,
+        cycle_second_step_size: int | None = None,
+        cycle_first_stair_count: int = 0,
+        cycle_second_stair_count: int | None = None,
+        decay_step_size: int = 0,
+        cycle_momentum: bool = True,
+        cycle_min_mom: float | Sequence[float] = 0.8,
+        cycle_max_mom: float | Sequence[float] = 0.9,
+        decay_mom_rate: float = 0.0,
+        last_batch_iteration: int = -1,
+    ):
+        up = _count("cycle_first_step_size", cycle_first_step_size)
+        down = up
+        if cycle_second_step_size is not None:
+            down = _count("cycle_second_step_size", cycle_second_step_size, least=0)
+        first = cycle_first_stair_count
+        second = first if cycle_second_stair_count is None else cycle_second_stair_count
+        self._up, self._down, self._stairs = up, down, (first, second)
+        self._decay_steps = decay_step_size
+        self._lr_decay, self._mom_decay = decay_lr_rate, decay_mom_rate
+        self._lrs = _bounds(optimizer, "cycle_min_lr", cycle_min_lr, "cycle_max_lr", cycle_max_lr)
+        self._moms = None
+        if cycle_momentum and "betas" in optimizer.defaults:
+            self._moms = _bounds(
+                optimizer, "cycle_min_mom", cycle_min_mom, "cycle_max_mom", cycle_max_mom
+            )
+        super().__init__(optimizer, last_batch_iteration)
+
+    def get_lr(self) -> list[float]:
+        units = self._units_of_decay()
+        if units is None:
+            height = self._height()
+            return [low + (high - low) * height for low, high in self._lrs]
+        return [low / (1 + self._lr_decay * units) for low, _ in self._lrs]
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of each group; None if they do not change."""
+        if self._moms is None:
+            return None
+        units = self._units_of_decay()
+        if units is None:
+            height = self._height()
+            return [(high - (high - low) * height, 0.99) for low, high in self._moms]
+        return [(high * (1 + self._mom_decay * units), 0.99) for _, high in self._moms]
+
+    def _units_of_decay(self) -> float | None:
+        """After the cycle; None during it."""
+        after = self.last_batch_iteration - (self._up + self._down)
+        if after < 0:
+            return None
+        return (after + 1) / self._decay_steps if self._decay_steps else 0.0
+
+    def _height(self) -> float:
+        """0 at the cycle's ends, 1 at its top."""
+        now = (self.last_batch_iteration + 1) % (self._up + self._down)
+        rises = now <= self._up
+        length, left = (self._up, now) if rises else (self._down, self._up + self._down - now)
+        stairs = self._stairs[0 if rises else 1]
+        return math.floor(left * stairs / length) / stairs if stairs > 0 else left / length
+
+    def _set(self) -> None:
+        started = self.last_batch_iteration >= 0
+        super()._set()
+        # DeepSpeed begins with the lowest momentum, and goes on from the highest.
+        betas = (
+            self.get_mom() if started or self._moms is None else [(m, 0.99) for m, _ in self._moms]
+        )
+        for group, pair in zip(self.optimizer.param_groups, betas or (), strict=False):
+            group["betas"] = pair
+
+
 class _Warmup:
     def __init__(self, steps: int, kind: str):
-        if not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"zero_ext: warmup_num_steps is {steps!r}, not a count of at least 1.")
+        _count("warmup_num_steps", steps)
         if kind not in ("log", "linear"):
             raise ValueError(f"zero_ext: warmup_type is {kind!r}: choose 'log' or 'linear'.")
         self.steps = max(2, steps)
@@ -184,4 +318,42 @@ def _of_each_group(optimizer, name: str, rates: float | Sequence[float]) -> list
     return list(rates)
 
 
-SCHEDULES = {each.__name__: each for each in (WarmupLR, WarmupDecayLR, WarmupCosineLR)}
+def _bounds(optimizer, low_name: str, low, high_name: str, high) -> list[tuple[float, float]]:
+    lows = _of_each_group(optimizer, low_name, low)
+    return list(zip(lows, _of_each_group(optimizer, high_name, high), strict=True))
+
+
+def _count(name: str, value: Any, least: int = 1) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"zero_ext: {name} is {value!r}, not a count of at least {least}.")
+    return value
+
+
+SCHEDULES = {
+    each.__name__: each for each in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
+}
+
+
+@dataclass(frozen=True)
+class ScheduleSettings:
+    """A schedule's class, and its arguments."""
+
+    kind: type
+    arguments: dict[str, Any]
+
+    @staticmethod
+    def read(given: Any, problems: Problems) -> "ScheduleSettings | None":
+        """Of the section ``scheduler``."""
+        section = Section("scheduler", given, problems)
+        name, params, arguments = read_named(section)
+        section.finish()
+        if name is None:
+            return None
+        kind = SCHEDULES.get(name) or getattr(torch.optim.lr_scheduler, name, None)
+        if not (isinstance(kind, type) and issubclass(kind, LRScheduler)):
+            choices = ", ".join(SCHEDULES)
+            text = f": choose {choices} or one of torch.optim.lr_scheduler, or pass lr_scheduler=."
+            section.reject("type", name, text)
+            return None
+        check_arguments(kind, arguments, params, {"optimizer", "self"})
+        return ScheduleSettings(kind, arguments)
