@@ -57,6 +57,7 @@ PYTHON_LEVELS = {
     "checkpoint": 6,
     "deepspeed": 7,
     "integrations": 7,
+    "testing": 7,
     "info": 7,
     "__init__": 8,
 }

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import zero_ext
+from zero_ext import testing
+from zero_ext.testing import assert_bits as assert_bits  # tests take it from here
 
 # Stage 3 over a device's own backend, lccl or nccl.
 GATHERS_TOGETHER = "ccl" in os.environ.get("ZERO_EXT_TEST_BACKENDS", "")
@@ -80,25 +82,10 @@ def reference_gradients(
     scale: float = 1.0,
     loss_fn: Callable[[nn.Module, object], Tensor] = mean_square,
 ) -> dict[str, Tensor | None]:
-    """One process's fp32 gradients of ``batches[micro][rank]``, added in (micro-batch, rank) order.
-
-    ``acc += scale * g.float()`` in plain torch: bit for bit what the library promises if ``scale``
-    is a power of two. A parameter that no batch reached has None.
-    """
-    model = model_fn()
-    sums: dict[str, Tensor | None] = dict.fromkeys(name for name, _ in model.named_parameters())
+    """One process's fp32 gradients of ``batches[micro][rank]``, one batch of each rank."""
     for ranks in batches:
         assert len(ranks) == world, f"{len(ranks)} batches for {world} ranks"
-        for batch in ranks:
-            model.zero_grad(set_to_none=True)
-            loss_fn(model, batch).backward()
-            for name, parameter in model.named_parameters():
-                if parameter.grad is None:
-                    continue
-                if sums[name] is None:
-                    sums[name] = torch.zeros_like(parameter, dtype=torch.float32)
-                sums[name] += scale * parameter.grad.float()
-    return sums
+    return testing.reference_gradients(model_fn, batches, loss_fn, scale)
 
 
 def torchrun(
@@ -153,30 +140,6 @@ def assert_two_buckets(model, plain, world: int, stage: int, bucket_mb=ONE_UNIT_
         plain, world, stage, shards=SHARDS or world, bucket_mb=bucket_mb
     )
     assert 0 < model.stats()["bytes_bucket"] <= estimate["buckets"]
-
-
-def assert_bits(actual: Tensor, expected: Tensor, name: str = "tensor") -> None:
-    """Every element equal, NaN to NaN, wherever the tensors are; says how many differ, where
-    first, and by how much."""
-    __tracebackhide__ = True
-    actual, expected = actual.detach().cpu(), expected.detach().cpu()
-    assert actual.shape == expected.shape, (
-        f"{name}: shape {actual.shape}, expected {expected.shape}"
-    )
-    assert actual.dtype == expected.dtype, (
-        f"{name}: dtype {actual.dtype}, expected {expected.dtype}"
-    )
-    differs = ~((actual == expected) | (actual.isnan() & expected.isnan()))
-    if not differs.any():
-        return
-    indices = differs.nonzero()
-    first = tuple(indices[0].tolist())
-    largest = (actual.double() - expected.double())[differs].abs().max().item()
-    raise AssertionError(
-        f"{name}: {len(indices)} of {actual.numel()} elements differ, first at {list(first)}: "
-        f"{actual[first].item()!r}, expected {expected[first].item()!r}; largest difference "
-        f"{largest:.3g}"
-    )
 
 
 def gather_objects(value, group: dist.ProcessGroup | None = None) -> list:
