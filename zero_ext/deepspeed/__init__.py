@@ -1,1 +1,51 @@
-"""The entry for scripts of DeepSpeed."""
+"""The entry for scripts of DeepSpeed: ``import zero_ext.deepspeed as deepspeed``.
+
+It has what training scripts call: ``initialize``, ``init_distributed``, ``add_config_arguments``,
+``DeepSpeedEngine``, ``comm`` and ``utils``.
+"""
+
+import argparse
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zero_ext.deepspeed.initialization import init_distributed, initialize
+    from zero_ext.deepspeed.training_engine import TrainingEngine as DeepSpeedEngine
+
+__all__ = [
+    "DeepSpeedEngine",
+    "add_config_arguments",
+    "comm",
+    "init_distributed",
+    "initialize",
+    "utils",
+]
+
+# Where each name is, and under which name.
+_PLACES = {
+    "DeepSpeedEngine": ("zero_ext.deepspeed.training_engine", "TrainingEngine"),
+    "comm": ("torch.distributed", None),
+    "init_distributed": ("zero_ext.deepspeed.initialization", "init_distributed"),
+    "initialize": ("zero_ext.deepspeed.initialization", "initialize"),
+    "utils": ("zero_ext.deepspeed.utils", None),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(
+            f"zero_ext: zero_ext.deepspeed has no '{name}'. It has {', '.join(__all__)}."
+        )
+    module, attribute = _PLACES[name]
+    value = importlib.import_module(module)
+    value = value if attribute is None else getattr(value, attribute)
+    globals()[name] = value
+    return value
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed`` and ``--deepspeed_config``, which ``initialize(args)`` reads."""
+    group = parser.add_argument_group("DeepSpeed")
+    group.add_argument("--deepspeed", action="store_true", help="for the script's own use")
+    group.add_argument("--deepspeed_config", default=None, help="file of the configuration")
+    return parser

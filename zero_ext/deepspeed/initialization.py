@@ -70,7 +70,8 @@ def initialize(
         ValueError: settings are not available here (the message lists them all), or the optimizer
             cannot be adopted; the model is unchanged then. And what ``zero_ext.shard`` raises.
     """
-    _join(dist_init_required)
+    if dist_init_required is not False:
+        init_distributed()
     parameters = model.parameters() if isinstance(model, nn.Module) else []
     groups = resolve(None, sharding.get("mesh"), parameters)
     for other in (config_params, getattr(args, "deepspeed_config", None)):
@@ -144,13 +145,19 @@ def _check_offload(settings: Config, groups: Groups) -> None:
         )
 
 
-def _join(required: bool | None) -> None:
-    """Make the process group, in a process that torchrun has started."""
-    if dist.is_initialized() or required is False or "WORLD_SIZE" not in os.environ:
+def init_distributed(dist_backend: str | None = None, **arguments: Any) -> None:
+    """Make the process group, in a process that torchrun has started, unless there is one.
+
+    Args:
+        dist_backend: As ``backend`` of ``init_process_group``. Default: torch's choice.
+        arguments: ``timeout`` and ``init_method`` are passed on; DeepSpeed's others are ignored.
+    """
+    if dist.is_initialized() or "WORLD_SIZE" not in os.environ:
         return
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group()
+    passed = {k: v for k, v in arguments.items() if k in ("timeout", "init_method")}
+    dist.init_process_group(dist_backend, **passed)
 
 
 def _sharded(model: nn.Module, settings: Config, sharding: dict[str, Any]) -> nn.Module:

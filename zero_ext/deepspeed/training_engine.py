@@ -5,25 +5,21 @@ Each method is a few lines of the library's own interface, which a new script us
 
 import contextlib
 import logging
-import os
-import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from zero_ext import checkpoint
 from zero_ext.deepspeed.config import Config
+from zero_ext.deepspeed.engine_checkpoints import EngineCheckpoints
+from zero_ext.deepspeed.engine_settings import EngineSettings
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
-from zero_ext.ranks.agreement import all_or_none, check_same_on_all_ranks
 from zero_ext.ranks.groups import Groups
-from zero_ext.state.model_state import gather_state_dict, groups_of
+from zero_ext.state.model_state import groups_of
 
 _log = logging.getLogger("zero_ext")
-_LATEST = "latest"  # a file with the tag of the last checkpoint
 
 
 def data_loader(
@@ -54,7 +50,7 @@ def data_loader(
     )
 
 
-class TrainingEngine(nn.Module):
+class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
     """A sharded model with its optimizer, micro-batches and schedule. Made by ``initialize``.
 
     Call ``loss = engine(batch); engine.backward(loss); engine.step()`` for each micro-batch. An
@@ -79,6 +75,7 @@ class TrainingEngine(nn.Module):
         self._groups = groups_of(module)
         self._boundary: bool | None = None  # what the user has set; None: counted
         self._step_applied = False
+        self._counted_from = 0  # ``micro_steps`` when the micro-batches per step were set
         self._skipped_before = 0  # steps, as a loaded checkpoint has counted them
         self._in_no_sync = False
         self._collate_fn = collate_fn
@@ -190,7 +187,11 @@ class TrainingEngine(nn.Module):
         """Whether the present micro-batch is the last one of an accumulation."""
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % self.settings.accumulation_steps == 0
+        return (self._counted() + 1) % self.settings.accumulation_steps == 0
+
+    def _counted(self) -> int:
+        """Micro-batches since the number of those per step was set."""
+        return self.micro_steps - self._counted_from
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Set the boundary for all micro-batches from now on. None: ``step()`` counts again."""
@@ -214,76 +215,7 @@ class TrainingEngine(nn.Module):
             self.optimizer.zero_grad(set_to_none)
             self._divided = self._backwards()
 
-    # Counts and settings
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps that were skipped for NaN or Inf."""
-        before = self._skipped_before
-        return before if self.optimizer is None else before + self.optimizer.skipped_steps
-
-    @property
-    def device(self) -> torch.device:
-        return self._groups.device
-
-    @property
-    def global_rank(self) -> int:
-        return self._groups.global_rank
-
-    @property
-    def world_size(self) -> int:
-        return self._groups.world
-
-    dp_world_size = world_size
-
-    @property
-    def local_rank(self) -> int:
-        return int(os.environ.get("LOCAL_RANK", 0))
-
-    def was_step_applied(self) -> bool:
-        """Whether the last ``step()`` changed the parameters."""
-        return self._step_applied
-
-    def get_lr(self) -> list[float]:
-        self._needs_optimizer("get_lr()")
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
-
-    def get_global_grad_norm(self) -> float | None:
-        """The norm before clipping, of the last step that was made; None before the first one.
-
-        Always None where the norm is not measured: with stage 0, or with ``compute_grad_norm``
-        false, unless ``gradient_clipping`` is set.
-        """
-        norm = None if self.optimizer is None else self.optimizer.grad_norm
-        return None if norm is None else norm.item()
-
-    def loss_scale(self) -> float:
-        scaler = None if self.optimizer is None else self.optimizer.loss_scaler
-        return 1.0 if scaler is None else scaler.get_scale()
-
-    def train_batch_size(self) -> int:
-        return self.settings.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self.settings.micro_batch_size
-
-    def gradient_accumulation_steps(self) -> int:
-        return self.settings.accumulation_steps
-
-    def gradient_clipping(self) -> float:
-        return self.settings.max_grad_norm or 0.0
-
-    def zero_optimization(self) -> bool:
-        return self.settings.stage > 0
-
-    def zero_optimization_stage(self) -> int:
-        return self.settings.stage
-
-    def fp16_enabled(self) -> bool:
-        return self.settings.dtype == torch.float16
-
-    def bfloat16_enabled(self) -> bool:
-        return self.settings.dtype == torch.bfloat16
+    # Data
 
     def deepspeed_io(
         self,
@@ -310,112 +242,6 @@ class TrainingEngine(nn.Module):
             collate_fn=collate_fn or self._collate_fn,
             num_workers=num_local_io_workers or 0,
         )
-
-    # Checkpoints
-
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike,
-        tag: str | int | None = None,
-        client_state: dict[str, Any] | None = None,
-        save_latest: bool = True,
-    ) -> bool:
-        """``zero_ext.checkpoint.save`` into ``save_dir/tag``; ``save_dir/latest`` names it.
-
-        Args:
-            tag: Default: ``global_step`` and the number of global steps.
-            client_state: Whatever else a restart needs. Rank 0's is saved.
-        Returns:
-            True. Raises as ``zero_ext.checkpoint.save``.
-        """
-        tag = f"global_step{self.global_steps}" if tag is None else str(tag)
-        folder = Path(save_dir)
-        schedule = self.lr_scheduler
-        with all_or_none(self._groups, f"save_checkpoint() to '{folder}'"):
-            extra = {
-                "client_state": dict(client_state or {}),
-                "counts": (self.global_steps, self.global_samples, self.skipped_steps),
-                "lr_scheduler": None if schedule is None else schedule.state_dict(),
-            }
-        checkpoint.save(folder / tag, self.module, self.optimizer, extra=extra)
-        with all_or_none(self._groups, f"save_checkpoint() to '{folder}'"):
-            if save_latest and self._groups.rank == 0:
-                written = folder / f".{_LATEST}.zero_ext"
-                written.write_text(tag)
-                written.replace(folder / _LATEST)
-        return True
-
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike,
-        tag: str | int | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        allow_pickle: bool = False,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """Load what ``save_checkpoint`` has written with any stage and number of ranks. Collective.
-
-        Gradients are dropped: the next micro-batch is the first one of an accumulation.
-
-        Args:
-            tag: Default: what ``load_dir/latest`` names. Without that file nothing is loaded, with
-                a warning.
-            load_module_only: Load neither the optimizer nor schedule and counts.
-            allow_pickle: Also load a ``client_state`` of more than tensors and plain containers.
-                Unpickling it can run any code. Pass True only for files that you trust.
-        Returns:
-            The checkpoint's path and its ``client_state``; None and an empty dict if nothing was
-            loaded. Raises as ``zero_ext.checkpoint.load``.
-        """
-        latest = Path(load_dir) / _LATEST
-        with all_or_none(self._groups, f"load_checkpoint() from '{load_dir}'"):
-            if tag is None and latest.exists():
-                tag = latest.read_text().strip()
-        check_same_on_all_ranks(
-            self._groups,
-            [f"checkpoint {tag}"],
-            "what to load",
-            remedy="Load from a folder that all ranks share.",
-        )
-        if tag is None:
-            warnings.warn(f"zero_ext: no '{latest}': nothing was loaded.", stacklevel=2)
-            return None, {}
-        path = Path(load_dir) / str(tag)
-        with_states = load_optimizer_states and not load_module_only
-        extra = checkpoint.load(
-            path,
-            self.module,
-            self.optimizer if with_states else None,
-            strict=load_module_strict,
-            allow_pickle=allow_pickle,
-        )
-        self.zero_grad()
-        saved = extra.get("lr_scheduler")
-        if not load_module_only:
-            if "counts" in extra:
-                self._count_on(*extra["counts"])
-            if load_lr_scheduler_states and self.lr_scheduler is not None and saved is not None:
-                self.lr_scheduler.load_state_dict(saved)
-        return str(path), extra.get("client_state", {})
-
-    def _count_on(self, steps: int, samples: int, skipped: int) -> None:
-        self.micro_steps = steps * self.settings.accumulation_steps
-        self.global_steps, self.global_samples = steps, samples
-        self._skipped_before += skipped - self.skipped_steps
-
-    def save_16bit_model(
-        self, save_dir: str | os.PathLike, save_filename: str = "pytorch_model.bin"
-    ) -> bool:
-        """Rank 0 writes the whole ``state_dict()``, in the parameters' own dtypes. Collective."""
-        file = Path(save_dir) / save_filename
-        state = gather_state_dict(self.module)
-        with all_or_none(self._groups, f"save_16bit_model() to '{file}'"):
-            if self._groups.rank == 0:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                torch.save(state, file)
-        return True
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -1,0 +1,119 @@
+"""What DeepSpeed's engine and package have beside training: names, settings, values."""
+
+import argparse
+
+import pytest
+import torch
+from harness import MLP, assert_bits
+from test_initialize import initialized, train
+
+import zero_ext
+import zero_ext.deepspeed as deepspeed
+
+
+def test_a_script_with_the_import_changed(anywhere, rank, tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text('{"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0}')
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(file)])
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)  # there is one, or one rank
+    model = MLP(13)
+    engine, *_ = deepspeed.initialize(
+        args=args, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), mesh=anywhere
+    )
+    assert args.deepspeed and isinstance(engine, deepspeed.DeepSpeedEngine)
+    train(engine, rank, [0], micros=1)
+    assert engine.global_steps == 1
+    with pytest.raises(AttributeError, match=r"has no 'PipelineModule'\. It has DeepSpeedEngine"):
+        _ = deepspeed.PipelineModule
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_values_by_deepspeeds_names(anywhere, rank, stage):
+    engine = initialized(anywhere, MLP(13), stage, bf16={"enabled": True})
+    train(engine, rank, [0])
+    train(engine, rank, [1], micros=2)
+    weight = engine.module.layers[0].weight
+    utils = deepspeed.utils
+    assert_bits(utils.safe_get_full_fp32_param(weight), zero_ext.full_tensor(weight))
+    moment = utils.safe_get_full_optimizer_state(weight, "exp_avg")
+    assert_bits(moment, zero_ext.full_state(engine.optimizer, weight, "exp_avg"))
+    utils.safe_set_full_optimizer_state(weight, torch.ones_like(moment), "exp_avg")
+    assert_bits(zero_ext.full_state(engine.optimizer, weight, "exp_avg"), torch.ones_like(moment))
+    utils.safe_set_full_fp32_param(weight, torch.full_like(moment, 0.3))
+    assert_bits(zero_ext.full_tensor(weight), torch.full_like(moment, 0.3))
+    gradient = torch.full_like(moment, 0.25)
+    utils.safe_set_full_grad(weight, gradient)
+    utils.safe_update_full_grad_vectorized(engine.parameters(), lambda g, p: g * 2)
+    assert_bits(utils.safe_get_full_grad(weight), 2 * gradient)
+    assert utils.set_z3_leaf_modules(engine.module, [torch.nn.Linear]) == list(engine.layers)
+    with pytest.raises(ValueError, match="no module of Conv2d"):
+        utils.set_z3_leaf_modules(engine.module, ["Conv2d"])
+    plain = torch.nn.Parameter(torch.zeros(3, 5))
+    with pytest.raises(ValueError, match=r"no optimizer steps the parameter of shape \(3, 5\)"):
+        utils.safe_get_full_optimizer_state(plain, "exp_avg")
+
+
+def test_batch_sizes_may_change_between_steps(anywhere, rank, world):
+    world = 1 if anywhere is None else world
+    engine = initialized(anywhere, MLP(13))
+    assert engine.get_batch_info() == (12 * world, 4, 3)
+    train(engine, rank, [0])
+    engine.set_train_batch_size(8 * world)
+    assert engine.get_batch_info() == (8 * world, 4, 2)
+    train(engine, rank, [1], micros=1)
+    with pytest.raises(RuntimeError, match="in the middle of an accumulation"):
+        engine.set_train_batch_size(4 * world)
+    train(engine, rank, [1], micros=1)
+    assert engine.global_steps == 2 and engine.global_samples == 20 * world
+    engine.set_train_micro_batch_size(5)
+    assert engine.get_batch_info() == (10 * world, 5, 2)
+    for wrong in (5 * world + 1, 0):
+        with pytest.raises(ValueError, match=f"give a multiple of the {5 * world} samples"):
+            engine.set_train_batch_size(wrong)
+    # The losses are divided by the new number: two steps of another engine have the same bits.
+    other = initialized(anywhere, MLP(13), gradient_accumulation_steps=2)
+    again = initialized(anywhere, MLP(13))
+    again.set_train_batch_size(8 * world)
+    train(other, rank, range(2), micros=2)
+    train(again, rank, range(2), micros=2)
+    for p, q in zip(other.parameters(), again.parameters(), strict=True):
+        assert_bits(zero_ext.full_tensor(p), zero_ext.full_tensor(q))
+
+
+def test_what_it_tells_of_itself(anywhere):
+    fp16 = {"enabled": True, "initial_scale_power": 4}
+    engine = initialized(anywhere, MLP(13), 2, fp16=fp16, steps_per_print=10)
+    assert engine.dynamic_loss_scale() and engine.cur_scale == 16 and engine.steps_per_print() == 10
+    assert engine.get_mom() == [(0.8, 0.9)] and engine.config["stage"] == 2
+    assert (engine.data_parallel_group is None) == (anywhere is None)
+    engine.set_lr(0.125)
+    assert engine.get_lr() == [0.125]
+    static = initialized(anywhere, MLP(13), fp16={"enabled": True, "loss_scale": 8})
+    assert not static.dynamic_loss_scale() and static.loss_scale() == 8
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_states_and_weights(anywhere, rank, stage):
+    model = MLP(13)
+    model.layers[0].bias.requires_grad_(False)
+    engine = initialized(anywhere, model, stage, bf16={"enabled": True})
+    train(engine, rank, [0])
+    engine.offload_states(include=["optim_states", "hp_params"])
+    engine.reload_states(non_blocking=True)
+    with pytest.raises(ValueError, match="choose 'cpu'"):
+        engine.offload_states(device="nvme")
+    with pytest.raises(ValueError, match="there is no state 'weights'"):
+        engine.offload_states(include=["weights"])
+    engine.empty_partition_cache()
+    state = engine.module_state_dict()
+    assert state.keys() == NAMES.keys()
+    trained = engine.module_state_dict(exclude_frozen_parameters=True)
+    assert state.keys() - trained.keys() == {"layers.0.bias"}
+    other = initialized(anywhere, MLP(13), stage, bf16={"enabled": True})
+    other.load_module_state_dict({"module": state})
+    for p, q in zip(engine.parameters(), other.parameters(), strict=True):
+        assert_bits(zero_ext.full_tensor(q), zero_ext.full_tensor(p).bfloat16().float())
+
+
+NAMES = MLP(13).state_dict()

@@ -1,0 +1,207 @@
+"""EngineSettings: what DeepSpeed's engine tells of itself, and the few settings that may change."""
+
+import os
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zero_ext.deepspeed.config import Config
+from zero_ext.engine.offload import offload_states, reload_states
+from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.ranks.groups import Groups
+
+# DeepSpeed's names of states, in terms of ``zero_ext.offload_states``.
+_STATES = {
+    "optim_states": "optimizer_state",
+    "hp_params": "master",
+    "lp_params": "full",
+    "lp_grads": "grad",
+    "contiguous_grad_buffer": "grad",
+}
+
+
+class EngineSettings:
+    """A part of ``TrainingEngine``.
+
+    Attributes:
+        settings: The configuration as it is now.
+    """
+
+    module: nn.Module
+    optimizer: ShardedOptimizer | None
+    settings: Config
+    micro_steps: int
+    _groups: Groups
+    _skipped_before: int
+    _step_applied: bool
+    _counted_from: int
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were skipped for NaN or Inf."""
+        before = self._skipped_before
+        return before if self.optimizer is None else before + self.optimizer.skipped_steps
+
+    @property
+    def device(self) -> torch.device:
+        return self._groups.device
+
+    @property
+    def global_rank(self) -> int:
+        return self._groups.global_rank
+
+    @property
+    def world_size(self) -> int:
+        return self._groups.world
+
+    dp_world_size = world_size
+
+    @property
+    def local_rank(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", 0))
+
+    def was_step_applied(self) -> bool:
+        """Whether the last ``step()`` changed the parameters."""
+        return self._step_applied
+
+    def get_lr(self) -> list[float]:
+        self._needs_optimizer("get_lr()")
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm before clipping, of the last step that was made; None before the first one.
+
+        Always None where the norm is not measured: with stage 0, or with ``compute_grad_norm``
+        false, unless ``gradient_clipping`` is set.
+        """
+        norm = None if self.optimizer is None else self.optimizer.grad_norm
+        return None if norm is None else norm.item()
+
+    def loss_scale(self) -> float:
+        scaler = None if self.optimizer is None else self.optimizer.loss_scaler
+        return 1.0 if scaler is None else scaler.get_scale()
+
+    def train_batch_size(self) -> int:
+        return self.settings.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        return self.settings.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        return self.settings.accumulation_steps
+
+    def gradient_clipping(self) -> float:
+        return self.settings.max_grad_norm or 0.0
+
+    def zero_optimization(self) -> bool:
+        return self.settings.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        return self.settings.stage
+
+    def fp16_enabled(self) -> bool:
+        return self.settings.dtype == torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        return self.settings.dtype == torch.bfloat16
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The settings in this library's terms, as a dict."""
+        return asdict(self.settings)
+
+    @property
+    def data_parallel_group(self) -> dist.ProcessGroup | None:
+        return self._groups.parent
+
+    @property
+    def cur_scale(self) -> float:
+        return self.loss_scale()
+
+    def dynamic_loss_scale(self) -> bool:
+        scaler = self.settings.scaler
+        return scaler is not None and scaler["mode"] == "dynamic"
+
+    def steps_per_print(self) -> float | None:
+        return self.settings.steps_per_print
+
+    def get_mom(self) -> list[Any]:
+        """Of each group: ``momentum`` or ``betas``, 0.0 where it has neither."""
+        self._needs_optimizer("get_mom()")
+        groups = self.optimizer.param_groups
+        return [group.get("momentum", group.get("betas", 0.0)) for group in groups]
+
+    def set_lr(self, lr: float) -> None:
+        """Set the rate of every group. A schedule sets its own after the next step."""
+        self._needs_optimizer("set_lr()")
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Samples per step, per micro-batch and rank, and micro-batches per step."""
+        now = self.settings
+        return now.train_batch_size, now.micro_batch_size, now.accumulation_steps
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples per step by changing the number of micro-batches, on every rank.
+
+        Raises:
+            ValueError: it is no multiple of the micro-batches of all ranks.
+            RuntimeError: a micro-batch of this step has been run already.
+        """
+        samples = self.settings.micro_batch_size * self.world_size
+        if train_batch_size < samples or train_batch_size % samples != 0:
+            raise ValueError(
+                f"zero_ext: set_train_batch_size({train_batch_size}): give a multiple of the "
+                f"{samples} samples of one micro-batch of all ranks."
+            )
+        if self._counted() % self.settings.accumulation_steps != 0:
+            raise RuntimeError(
+                f"{self._groups.where}set_train_batch_size() in the middle of an accumulation. "
+                "Call it after the step() that ends one."
+            )
+        self.settings = replace(
+            self.settings,
+            train_batch_size=train_batch_size,
+            accumulation_steps=train_batch_size // samples,
+        )
+        self._counted_from = self.micro_steps
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples per micro-batch, which the caller makes, and so those per step."""
+        if not isinstance(micro_batch_size, int) or micro_batch_size < 1:
+            raise ValueError(
+                f"zero_ext: set_train_micro_batch_size({micro_batch_size!r}): give a count."
+            )
+        samples = micro_batch_size * self.settings.accumulation_steps * self.world_size
+        self.settings = replace(
+            self.settings, train_batch_size=samples, micro_batch_size=micro_batch_size
+        )
+
+    def offload_states(
+        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, **_: Any
+    ) -> None:
+        """``zero_ext.offload_states``, with DeepSpeed's names of states or this library's."""
+        if str(getattr(device, "value", device)) != "cpu":
+            raise ValueError(f"zero_ext: offload_states(device={device!r}): choose 'cpu'.")
+        names = None
+        if include is not None:
+            given = [str(getattr(each, "value", each)) for each in include]
+            names = {_STATES.get(name, name) for name in given}
+        offload_states(self.module, names)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """``zero_ext.reload_states``."""
+        reload_states(self.module)
+
+    def empty_partition_cache(self) -> None:
+        """Release parameters that are gathered ahead or were kept gathered. Collective."""
+        if self.settings.stage == 3:
+            self.module.unshard()
+            self.module.reshard()

@@ -1,0 +1,83 @@
+"""DeepSpeed's accessors of whole values, by its names. All are collective.
+
+They are the functions of zero_ext/state/values.py, which check their arguments.
+"""
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor, nn
+
+from zero_ext.engine.registry import find
+from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.state.values import (
+    full_grad,
+    full_state,
+    full_tensor,
+    set_full_grad,
+    set_full_param,
+    set_full_state,
+)
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
+    """``zero_ext.full_tensor``."""
+    return full_tensor(param)
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """``zero_ext.set_full_param``: the value of rank 0."""
+    set_full_param(param, value)
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """``zero_ext.full_grad``."""
+    return full_grad(param)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor | None) -> None:
+    """``zero_ext.set_full_grad``: the value of rank 0."""
+    set_full_grad(param, value)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
+) -> None:
+    """Replace each gradient that is there by ``update_func`` of it and the parameter."""
+    for param in param_list:
+        gradient = full_grad(param)
+        if gradient is not None:
+            set_full_grad(param, update_func(gradient, param))
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor:
+    """``zero_ext.full_state`` of the optimizer that steps ``param``."""
+    return full_state(_optimizer_of(param), param, optim_state_key)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """``zero_ext.set_full_state``: the value of rank 0."""
+    set_full_state(_optimizer_of(param), param, optim_state_key, value)
+
+
+def _optimizer_of(param: nn.Parameter) -> ShardedOptimizer:
+    place = find(param)
+    for optimizer in () if place is None else place[0].optimizers:
+        if any(param is other for group in optimizer.param_groups for other in group["params"]):
+            return optimizer
+    raise ValueError(
+        f"zero_ext: no optimizer steps the parameter of shape {tuple(param.shape)}. Pass one that "
+        "an optimizer has, after initialize()."
+    )
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: list) -> list[nn.Module]:
+    """The modules of these classes. Nothing else is needed here: ranks may enter different ones."""
+    named = [each if isinstance(each, str) else each.__name__ for each in leaf_module_classes]
+    found = [m for m in model.modules() if type(m).__name__ in named or _full_name(m) in named]
+    if not found:
+        raise ValueError(f"zero_ext: the model has no module of {', '.join(named)}.")
+    return found
+
+
+def _full_name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
