@@ -1,14 +1,17 @@
 """What DeepSpeed's engine and package have beside training: names, settings, values."""
 
 import argparse
+import re
 
 import pytest
 import torch
-from harness import MLP, assert_bits
+from harness import MLP, assert_bits, mean_square
+from setups import train_batch
 from test_initialize import initialized, train
 
 import zero_ext
 import zero_ext.deepspeed as deepspeed
+from zero_ext.deepspeed import reports
 
 
 def test_a_script_with_the_import_changed(anywhere, rank, tmp_path):
@@ -91,6 +94,49 @@ def test_what_it_tells_of_itself(anywhere):
     assert engine.get_lr() == [0.125]
     static = initialized(anywhere, MLP(13), fp16={"enabled": True, "loss_scale": 8})
     assert not static.dynamic_loss_scale() and static.loss_scale() == 8
+
+
+def test_monitors_and_breakdowns(anywhere, rank, path, caplog, monkeypatch):
+    folder = path.parent
+    written = []
+
+    class Writer:
+        def __init__(self, folder):
+            self.folder = folder
+
+        def add_scalar(self, name, value, samples):
+            written.append((str(self.folder), name, samples))
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr(reports, "_summary_writer", Writer)
+    caplog.set_level("INFO", "zero_ext")
+    engine = initialized(
+        anywhere,
+        MLP(13),
+        csv_monitor={"enabled": True, "output_path": str(folder), "job_name": "run"},
+        tensorboard={"enabled": True, "output_path": str(folder)},
+        fp16={"enabled": True, "initial_scale_power": 4},
+        wall_clock_breakdown=True,
+        memory_breakdown=True,
+        dump_state=True,
+    )
+    losses = [mean_square(engine, train_batch(rank, 0, m, torch.float16)).item() for m in range(3)]
+    train(engine, rank, range(2))
+    told = " ".join(record.getMessage() for record in caplog.records)
+    if rank != 0:
+        assert not written and "milliseconds" not in told
+        return
+    each = engine.train_batch_size()
+    rows = (folder / "run" / "Train_Samples_train_loss.csv").read_text().splitlines()
+    assert rows[0] == "step,train_loss" and rows[1].startswith(f"{each},") and len(rows) == 3
+    assert float(rows[1].split(",")[1]) == pytest.approx(sum(losses) / 3, rel=1e-3)
+    scales = (folder / "run" / "Train_Samples_loss_scale.csv").read_text().splitlines()
+    assert scales == ["step,loss_scale", f"{each},16.0", f"{2 * each},16.0"]
+    assert (str(folder / "DeepSpeed"), "Train/Samples/lr", 2 * each) in written
+    assert re.search(r"milliseconds of a step: forward [\d.]+, backward [\d.]+, step [\d.]+", told)
+    assert "'bytes_master'" in told and "settings: Config(" in told
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -86,6 +86,10 @@ def test_a_usual_configuration_is_understood(tmp_path):
         scheduler=ScheduleSettings(WarmupLR, {"warmup_num_steps": 100}),
         drop_last=False,
         steps_per_print=100,
+        monitors={},
+        wall_clock_breakdown=False,
+        memory_breakdown=False,
+        dump_state=False,
     )
     assert config == Config.read({**USUAL, "train_batch_size": 64}, world_size=2)
 
@@ -260,8 +264,8 @@ def test_older_names():
         ),
         (of(zero_optimization={"stgae": 2}), "'zero_optimization.stgae' is 2: there is no such"),
         (of(gradient_clipping=-1), "'gradient_clipping' is -1, not a number"),
-        (of(activation_checkpointing={"cpu_checkpointing": True}), "'activation_checkpointing'"),
-        (of(tensorboard={"enabled": True}), "'tensorboard'"),
+        (of(flops_profiler={"enabled": True}), "'flops_profiler'"),
+        (of(tensorboard={"enabled": 1}), "'tensorboard.enabled' is 1, not true or false"),
         (of(fp16={"enabled": "false"}), "'fp16.enabled' is 'false', not true or false"),
         (of(bf16={"enabled": 1}), "'bf16.enabled' is 1, not true or false"),
         (of(optimizer={"type": 1}), "'optimizer.type' is 1, not a name"),
@@ -308,7 +312,7 @@ def test_all_errors_are_told_at_once_in_the_order_of_the_file():
             "offload_optimizer": {"device": "nvme", "pin_memori": True},
         },
         "scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 9}},
-        "tensorboard": {"enabled": True},
+        "wandb": {"enabled": True},
         "fp16": {"enabled": True, "min_loss_scale": 0},
         "train_batch_size": 0,
     }
@@ -324,7 +328,7 @@ def test_all_errors_are_told_at_once_in_the_order_of_the_file():
         "'zero_optimization.offload_optimizer.device' is 'nvme': choose 'cpu' or 'none'",
         "Did you mean 'zero_optimization.offload_optimizer.pin_memory'",
         "'scheduler.params.warmup_steps' is 9: WarmupLR .* Did you mean 'warmup_num_steps'",
-        "'tensorboard' is .*: this library has no such feature. Switch it off",
+        "'wandb' is .*: this library has no such feature. Switch it off",
         "'fp16.min_loss_scale' is 0",
         "'train_batch_size' is 0, not a count",
     ]

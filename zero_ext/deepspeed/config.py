@@ -46,6 +46,7 @@ class Config:
         sums_gradients: Gradients are summed over the ranks, not averaged.
         tuning: Arguments of ``shard`` that change no result.
         shards: Ranks of a replica, where sharding is hybrid; None: all.
+        monitors: Folder of each monitor: ``"tensorboard"``, ``"csv_monitor"``.
     """
 
     train_batch_size: int
@@ -70,6 +71,10 @@ class Config:
     scheduler: ScheduleSettings | None
     drop_last: bool
     steps_per_print: int | None
+    monitors: dict[str, Path]
+    wall_clock_breakdown: bool
+    memory_breakdown: bool
+    dump_state: bool
 
     @staticmethod
     def read(
@@ -118,6 +123,10 @@ class Config:
             scheduler=ScheduleSettings.read(scheduler, problems) if scheduler else None,
             drop_last=root.flag("dataloader_drop_last", False),
             steps_per_print=root.number("steps_per_print", 0) or None,
+            monitors=_monitors(root),
+            wall_clock_breakdown=root.flag("wall_clock_breakdown", False),
+            memory_breakdown=root.flag("memory_breakdown", False),
+            dump_state=root.flag("dump_state", False),
         )
         for section, is_used in ((fp16, torch.float16), (bf16, torch.bfloat16)):
             if dtype != is_used:
@@ -321,6 +330,17 @@ def _shards(zero: Section, stage: int, world_size: int) -> int | None:
     if stage != 3:
         zero.reject("mics_shard_size", size, f" with stage {stage}: it needs stage 3.")
     return size
+
+
+def _monitors(root: Section) -> dict[str, Path]:
+    folders = {}
+    for name in ("tensorboard", "csv_monitor"):
+        section = root.section(name)
+        folder = Path(section.text("output_path") or ".", section.text("job_name") or "DeepSpeed")
+        if section.flag("enabled", False):
+            folders[name] = folder
+        section.finish()
+    return folders
 
 
 def _dtype(section: Section, key: str) -> torch.dtype | None:

@@ -24,11 +24,26 @@ USED = {
         "scheduler": "`type` and `params`: see [Schedules](#schedules)",
         "dataloader_drop_last": "whether the loader drops an incomplete last batch",
         "steps_per_print": "steps between two lines of the logger `zero_ext`",
+        "wall_clock_breakdown": "whether the times of forward, backward and step are logged",
+        "memory_breakdown": "whether the bytes of `stats()` are logged after each step",
+        "dump_state": "whether the settings are logged at the start",
+        "tensorboard": "a section",
+        "csv_monitor": "a section",
         "bf16": "a section",
         "bfloat16": "the older name of `bf16`",
         "fp16": "a section",
         "data_types": "a section",
         "zero_optimization": "a section",
+    },
+    "tensorboard": {
+        "enabled": "whether rank 0's losses, rates and loss scales are written for TensorBoard",
+        "output_path": "folder. Default: the current one",
+        "job_name": "folder in it",
+    },
+    "csv_monitor": {
+        "enabled": "whether rank 0's losses, rates and loss scales are written to CSV files",
+        "output_path": "folder. Default: the current one",
+        "job_name": "folder in it",
     },
     "bf16": {
         "enabled": "the model's parameters become bf16, with fp32 masters",
@@ -71,10 +86,9 @@ USED = {
 # Keys that change speed, memory or what is printed, but no result: accepted with any value.
 IGNORED = {
     "": """
-        zero_allow_untested_optimizer zero_force_ds_cpu_optimizer wall_clock_breakdown
-        memory_breakdown dump_state disable_allgather checkpoint log_level disable_python_gc aio
-        prescale_gradients gradient_predivide_factor seq_parallel_communication_data_type
-        vocabulary_size timers
+        zero_allow_untested_optimizer zero_force_ds_cpu_optimizer disable_allgather checkpoint
+        log_level disable_python_gc aio prescale_gradients gradient_predivide_factor
+        seq_parallel_communication_data_type vocabulary_size timers activation_checkpointing
         """,
     "zero_optimization": """
         allgather_partitions allgather_bucket_size overlap_comm reduce_scatter contiguous_gradients
@@ -107,11 +121,10 @@ ABSENT = {
         "sequence_parallel_size": (1,),
         **dict.fromkeys(
             """
-            amp torch_autocast activation_checkpointing flops_profiler comms_logger tensorboard
-            csv_monitor wandb comet autotuning elasticity compression_training data_efficiency
-            curriculum_learning eigenvalue progressive_layer_drop hybrid_engine pipeline nebula
-            datastates_ckpt weight_quantization compile tensor_parallel expert_parallel
-            sparse_attention
+            amp torch_autocast flops_profiler comms_logger wandb comet autotuning elasticity
+            compression_training data_efficiency curriculum_learning eigenvalue
+            progressive_layer_drop hybrid_engine pipeline nebula datastates_ckpt weight_quantization
+            compile tensor_parallel expert_parallel sparse_attention
             """.split(),
             (),
         ),

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from zero_ext.deepspeed.config import Config
 from zero_ext.deepspeed.engine_checkpoints import EngineCheckpoints
 from zero_ext.deepspeed.engine_settings import EngineSettings
+from zero_ext.deepspeed.reports import Reports
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.ranks.groups import Groups
 from zero_ext.state.model_state import groups_of
@@ -79,6 +80,7 @@ class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
         self._skipped_before = 0  # steps, as a loaded checkpoint has counted them
         self._in_no_sync = False
         self._collate_fn = collate_fn
+        self._reports = Reports(settings, self._groups, module)
         self._divided = 0  # the losses of so many backwards are known to be divided
 
     def __getattr__(self, name: str) -> Any:
@@ -100,7 +102,8 @@ class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
         """Call the module. With fp16's ``auto_cast`` floating point inputs are cast first."""
         if self.settings.casts_inputs:
             inputs, kwargs = _cast((inputs, kwargs), self.settings.dtype)
-        return self.module(*inputs, **kwargs)
+        with self._reports.timed("forward"):
+            return self.module(*inputs, **kwargs)
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -111,11 +114,13 @@ class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
             The divided loss.
         """
         self._needs_optimizer("backward()")
+        self._reports.add_loss(loss)
         if scale_wrt_gas and self.settings.accumulation_steps > 1:
             loss = loss / self.settings.accumulation_steps
         before = self._backwards()
         try:
             with contextlib.ExitStack() as stack:
+                stack.enter_context(self._reports.timed("backward"))
                 if not self.is_gradient_accumulation_boundary():
                     stack.enter_context(self.module.no_sync())
                 self.optimizer.scale(loss).backward(retain_graph=retain_graph)
@@ -165,13 +170,15 @@ class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         known = self.optimizer.knows_of_skipped_steps
         skipped = self.skipped_steps if known else 0
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        with self._reports.timed("step"):
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         self._step_applied = not known or self.skipped_steps == skipped
         if self._step_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
         self.global_samples += self.settings.train_batch_size
+        self._reports.after_step(self.global_samples, self.get_lr()[0], self.loss_scale())
         every = self.settings.steps_per_print
         if every and self.global_steps % every == 0 and self._groups.rank == 0:
             lr = self.get_lr()
