@@ -57,6 +57,54 @@ def test_values_by_deepspeeds_names(anywhere, rank, stage):
         utils.safe_get_full_optimizer_state(plain, "exp_avg")
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_parameters_are_whole_inside_the_context(anywhere, rank, world, stage):
+    model, zero = MLP(13), deepspeed.zero
+    model.layers[0].bias.requires_grad_(False)
+    expected = {name: p.detach().bfloat16() for name, p in model.named_parameters()}
+    engine = initialized(anywhere, model, stage, bf16={"enabled": True})
+    first, last = engine.layers[0], engine.layers[-1]
+    masters = {name: zero_ext.full_tensor(p) for name, p in engine.module.named_parameters()}
+    # Only what is asked for; tied and repeated parameters once.
+    with zero.GatheredParameters([first.weight, first.bias, first.weight], modifier_rank=None):
+        assert_bits(first.weight, expected["layers.0.weight"])
+        assert_bits(first.bias, expected["layers.0.bias"])
+        if stage == 3 and anywhere is not None:
+            with pytest.raises(RuntimeError):
+                last.weight.sum().item()
+    # The last rank changes one of two: every rank gets it, the other keeps its fp32 bits.
+    source = 0 if anywhere is None else world - 1
+    both = iter([last.weight, last.bias])
+    with zero.GatheredParameters(both, modifier_rank=source), torch.no_grad():
+        last.weight.fill_(0.5 if rank == source else rank + 7)
+    assert_bits(zero_ext.full_tensor(last.weight), torch.full_like(masters["layers.2.weight"], 0.5))
+    assert_bits(zero_ext.full_tensor(last.bias), masters["layers.2.bias"])
+    with zero.GatheredParameters(first.bias, modifier_rank=0), torch.no_grad():
+        first.bias.zero_()  # a frozen one
+    with (
+        pytest.raises(KeyError if rank == source else RuntimeError),
+        zero.GatheredParameters(first.weight, modifier_rank=0),
+    ):
+        if rank == source:
+            raise KeyError
+    with pytest.raises(ValueError, match="modifier_rank=-1"):
+        zero.GatheredParameters(first.weight, modifier_rank=-1).__enter__()
+    train(engine, rank, [0])  # and it trains as one whose parameters had these values at once
+    again = initialized(anywhere, _with_values(MLP(13)), stage, bf16={"enabled": True})
+    train(again, rank, [0])
+    for p, q in zip(engine.module.parameters(), again.module.parameters(), strict=True):
+        assert_bits(zero_ext.full_tensor(p), zero_ext.full_tensor(q))
+    with pytest.raises(AttributeError, match=r"zero has no Init\. Build the model on the meta"):
+        _ = zero.Init
+
+
+def _with_values(model):
+    with torch.no_grad():
+        model.layers[0].bias.zero_().requires_grad_(False)
+        model.layers[-1].weight.fill_(0.5)
+    return model
+
+
 def test_batch_sizes_may_change_between_steps(anywhere, rank, world):
     world = 1 if anywhere is None else world
     engine = initialized(anywhere, MLP(13))

@@ -1,7 +1,7 @@
 """The entry for scripts of DeepSpeed: ``import zero_ext.deepspeed as deepspeed``.
 
 It has what training scripts call: ``initialize``, ``init_distributed``, ``add_config_arguments``,
-``DeepSpeedEngine``, ``comm`` and ``utils``.
+``DeepSpeedEngine``, ``comm``, ``utils`` and ``zero``.
 """
 
 import argparse
@@ -19,6 +19,7 @@ __all__ = [
     "init_distributed",
     "initialize",
     "utils",
+    "zero",
 ]
 
 # Where each name is, and under which name.
@@ -28,6 +29,7 @@ _PLACES = {
     "init_distributed": ("zero_ext.deepspeed.initialization", "init_distributed"),
     "initialize": ("zero_ext.deepspeed.initialization", "initialize"),
     "utils": ("zero_ext.deepspeed.utils", None),
+    "zero": ("zero_ext.deepspeed.zero", None),
 }
 
 

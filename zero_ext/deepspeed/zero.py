@@ -1,0 +1,126 @@
+"""``deepspeed.zero``: what scripts call to reach parameters that stage 3 has released."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zero_ext.engine.registry import find
+from zero_ext.ranks.agreement import all_or_none
+from zero_ext.ranks.collectives import broadcast_
+from zero_ext.state.model_state import full_value
+from zero_ext.state.values import set_full_param
+
+
+@contextlib.contextmanager
+def GatheredParameters(  # noqa: N802 - DeepSpeed's name
+    params: Iterable[Tensor] | Tensor,
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """Make ``params`` whole inside the context, on every rank. Collective.
+
+    Only these parameters are gathered. Do not run a forward that uses them inside the context.
+
+    Args:
+        modifier_rank: The rank of the default process group whose changes every rank gets in the
+            end. None: changes are lost with stage 3, and stay on the rank that made them otherwise.
+        fwd_module: Not needed here: every forward gathers what it uses.
+    Raises:
+        ValueError: there is no such rank.
+        RuntimeError: with ``modifier_rank``, another rank raised an error inside the context.
+    """
+    if not enabled:
+        yield
+        return
+    _check_rank(modifier_rank)
+    parameters = [params] if isinstance(params, Tensor) else list(params)
+    unique = list({id(p): p for p in parameters}.values())
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    released = {id(p): p.data for p in unique if _is_released(p)}
+    whole = {id(p): full_value(p).clone() for p in unique if id(p) in released}
+    with torch.no_grad():
+        before = (
+            {id(p): whole.get(id(p), p).clone() for p in unique} if modifier_rank == rank else {}
+        )
+    groups = next((place[0].groups for place in map(find, unique) if place is not None), None)
+    told = modifier_rank is not None and groups is not None  # so that no rank waits in vain
+    try:
+        with all_or_none(groups, "GatheredParameters()") if told else contextlib.nullcontext():
+            for p in unique:
+                if id(p) in released:
+                    p.data = whole[id(p)]
+            yield
+    finally:
+        after = {id(p): p.data for p in unique}
+        for p in unique:
+            if id(p) in released:
+                p.data = released[id(p)]
+    if modifier_rank is not None:
+        with torch.no_grad():
+            _share(unique, before, after, modifier_rank)
+
+
+def _check_rank(rank: int | None) -> None:
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if rank is not None and not 0 <= rank < world:
+        raise ValueError(
+            f"zero_ext: GatheredParameters(modifier_rank={rank!r}): choose a rank below {world}."
+        )
+
+
+def _is_released(parameter: Tensor) -> bool:
+    place = find(parameter)
+    if place is None or not place[0].engine.releases:
+        return False
+    try:
+        parameter.untyped_storage().data_ptr()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _share(
+    parameters: list[Tensor], before: dict[int, Tensor], after: dict[int, Tensor], source: int
+) -> None:
+    """Give every rank what the rank ``source`` has changed. The others' masters keep all bits."""
+    device = after[id(parameters[0])].device if parameters else torch.device("cpu")
+    changed = torch.zeros(len(parameters), dtype=torch.uint8, device=device)
+    for k, p in enumerate(parameters):
+        if id(p) in before:
+            changed[k] = not torch.equal(before[id(p)], after[id(p)])
+    group = dist.group.WORLD if dist.is_initialized() else None
+    if group is not None:
+        broadcast_(changed, group, source)
+    for is_changed, p in zip(changed.tolist(), parameters, strict=True):
+        if not is_changed:
+            continue
+        value = after[id(p)].contiguous()
+        if group is not None:
+            broadcast_(value, group, source)
+        if find(p) is None:
+            p.data.copy_(value)
+        else:
+            set_full_param(p, value)
+
+
+def register_external_parameter(module: nn.Module, parameter: Tensor) -> None:
+    """Not needed here: a parameter that another module uses is gathered with its own unit, or with
+    the root if several units share it."""
+
+
+def unregister_external_parameter(module: nn.Module, parameter: Tensor) -> None:
+    """See ``register_external_parameter``."""
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Init":
+        raise AttributeError(
+            "zero_ext: zero_ext.deepspeed.zero has no Init. Build the model on the meta device, "
+            "with torch.device('meta'), and give zero_ext.shard() or initialize() a param_init_fn."
+        )
+    raise AttributeError(f"zero_ext: zero_ext.deepspeed.zero has no '{name}'.")
