@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 import zero_ext
 from zero_ext.optim import elementwise
+from zero_ext.optim.owned_optimizer import OwnedOptimizer
 
 
 class Own(torch.optim.Optimizer):
@@ -249,29 +250,52 @@ def test_differences_of_rounding_are_no_reason():
         elementwise.check(kind, {"fused": True}, {})
 
 
+NEED_WHOLE_PARAMETERS = [
+    BlockScales,
+    Lamb,
+    Centered,
+    LargestOnly,
+    Factored,
+    RowNorms,
+    MatricesOnly,
+    RoundedWhenLarge,
+    RateBySize,
+    Alternating,
+]
+
+
+@pytest.mark.parametrize("kind", NEED_WHOLE_PARAMETERS)
+def test_what_depends_on_its_own_parameter_alone_gets_whole_ones(kind):
+    """On its shape, its size, its other elements, or the place of an element in it."""
+    optimizer = zero_ext.optim.wrap(kind, [nn.Parameter(torch.zeros(7, 13))])
+    assert isinstance(optimizer, OwnedOptimizer)
+    with pytest.raises(elementwise.WholeParametersError, match=f"{kind.__name__} is not element"):
+        elementwise.check(kind, {"lr": 0.0}, {"lr": torch.tensor(0.0)})
+
+
+class Counting(Lamb):
+    """Counts its steps in its groups, which all parameters share."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+
+
 REFUSED = [
-    (BlockScales, "state '(scales|codes)' depends on other elements of its parameter"),
-    (Lamb, "update of one element depends on other elements of its parameter"),
-    (Centered, "state 'mean' depends on other elements of its parameter"),
-    (LargestOnly, "update of one element depends on other elements of its parameter"),
     (GlobalNorm, "group setting 'norm' depends on other parameters"),
     (LateEstimate, "group setting 'numerator' depends on other parameters"),
     (Estimate, "state 'distance' depends on other parameters"),
     (FirstParametersClip, "depends on other parameters"),
-    (Factored, "state 'row' depends on the parameter's shape"),
-    (RowNorms, "update of one element depends on the parameter's shape"),
-    (MatricesOnly, r"depends on the parameter's shape \(ValueError: 2-D only\)"),
-    (RoundedWhenLarge, "depends on the parameter's size"),
-    (RateBySize, "update of one element depends on the parameter's size"),
     (Noisy, "depends on random numbers"),
-    (Alternating, "depends on its place in the parameter"),
+    (Counting, "group setting 'steps' depends on the steps of all parameters"),
 ]
 
 
 @pytest.mark.parametrize(("kind", "reason"), REFUSED, ids=[kind.__name__ for kind, _ in REFUSED])
 def test_each_refusal_says_what_the_update_depends_on(kind, reason):
     parameters = [nn.Parameter(torch.zeros(7, 13))]
-    start = f"zero_ext: {kind.__name__} cannot be sharded: it is not elementwise. Its "
+    start = f"zero_ext: {kind.__name__} cannot be sharded: it is not elementwise, and its "
     with pytest.raises(TypeError, match=start + "(?:(?!depends).)*" + reason):
         zero_ext.optim.wrap(kind, parameters)
     with pytest.raises(TypeError, match=start):  # in a group of its own, with another rate

@@ -48,8 +48,8 @@ class Lion(torch.optim.Optimizer):
 
 _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam")
 _LIONS = ("lion", "fusedlion", "deepspeedcpulion")
-# These need whole parameters.
-_NOT_ELEMENTWISE = ("lamb", "fusedlamb", "muon")
+# DeepSpeed's have other arguments than torch's, and groups of another kind.
+_OTHERS = ("lamb", "fusedlamb", "muon")
 
 
 @dataclass(frozen=True)
@@ -121,12 +121,11 @@ def _class_of(name: str, section: Section) -> type[torch.optim.Optimizer] | None
     if lower in _LIONS:
         return Lion
     kind = torch.optim.AdamW if lower in _ADAMS else kinds.get(lower)
-    if kind is None or lower in _NOT_ELEMENTWISE:
+    if kind is None or lower in _OTHERS:
         section.reject(
             "type",
             name,
-            ": choose Adam, AdamW, SGD, Lion or another elementwise one of torch.optim, or pass "
-            "optimizer=.",
+            ": choose Adam, AdamW, SGD, Lion or another one of torch.optim, or pass optimizer=.",
         )
         return None
     return kind

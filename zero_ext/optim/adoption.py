@@ -1,5 +1,6 @@
 """Adopting an optimizer of torch's: its settings, groups, hooks and the schedules made on it."""
 
+import contextlib
 import inspect
 import weakref
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ from zero_ext import optim
 from zero_ext.optim import elementwise
 from zero_ext.optim.attributes import attributes_of, check_attributes
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
-from zero_ext.optim.wrapped_optimizer import Template, WrappedOptimizer
+from zero_ext.optim.wrapped_optimizer import Template, sharded
 
 _OWN = {
     torch.optim.AdamW: optim.AdamW,
@@ -46,7 +47,8 @@ def check(optimizer: Any) -> None:
     if not _has_own(optimizer):
         template = Template(optimizer, _arguments_of(optimizer))
         for group in {elementwise.kind_of(g): g for g in optimizer.param_groups}.values():
-            elementwise.check(template, {}, group)
+            with contextlib.suppress(elementwise.WholeParametersError):
+                elementwise.check(template, {}, group)
         check_attributes(optimizer)
     # Some make their state when constructed, with a count of 0.
     states = [optimizer.state.get(p) for p in parameters_of(optimizer)]
@@ -88,7 +90,7 @@ def adopt(given: torch.optim.Optimizer, **ours: Any) -> ShardedOptimizer:
     if _has_own(given):
         optimizer = _OWN[type(given)](given.param_groups, **arguments, **ours)
     else:
-        optimizer = WrappedOptimizer(Template(given, arguments), given.param_groups, {}, **ours)
+        optimizer = sharded(Template(given, arguments), given.param_groups, {}, **ours)
     for name in _HOOKS:  # the same dictionaries: handles that remove a hook find it
         setattr(optimizer, name, getattr(given, name))
     replaced = weakref.ref(given)

@@ -25,13 +25,14 @@ def _flat(parameter: int, start: int, stop: int) -> _Piece:
 # The large one has a size from which optimizers quantise their states. In what follows, each tuple
 # of pieces has an optimizer of its own.
 _WHOLE = ((_Piece(0, 0, 12, (3, 4)), _Piece(1, 0, 8192, (64, 128))),)
-_FLAT = ((_flat(0, 0, 12), _flat(1, 0, 8192)),)
-_ALONE = ((_flat(0, 0, 12),), (_flat(1, 0, 8192),))
+_WHOLE_ALONE = tuple((piece,) for piece in _WHOLE[0])
 # As on two ranks: uneven, and one piece is empty.
 _SLICES = (
     (_flat(0, 0, 5), _flat(0, 5, 5), _flat(1, 0, 1088)),
     (_flat(0, 5, 12), _flat(1, 1088, 8192)),
 )
+_SMALL = (_WHOLE[0][:1],)
+_SMALL_SLICES = tuple(pieces[:1] for pieces in _SLICES)
 # Of the gradients, four steps each: an optimizer may clip them beyond a bound, or update its
 # parameters in every fourth step only. Rising, so that earlier ones do not hide later ones.
 _SCALES = (1e-4, 1.0, 1e4)
@@ -39,6 +40,11 @@ _STEPS_PER_SCALE = 4
 # In place of every given rate: with a rate of 0, where warm-ups begin, nothing moves.
 _LR = 0.1
 _UPDATE = "update of one element"
+
+
+class WholeParametersError(TypeError):
+    """Not elementwise, but each parameter is updated by itself."""
+
 
 _Make = Callable[[list[list[torch.nn.Parameter]]], torch.optim.Optimizer]
 
@@ -61,7 +67,9 @@ def check(
         group: With settings of its own, or empty. LARS, for example, is elementwise where weights
             do not decay.
     Raises:
-        TypeError: it cannot be run on flat pieces, or the elements, states or settings differ.
+        WholeParametersError: whole parameters, each with an optimizer of its own, become what they
+            do with one optimizer.
+        TypeError: it can be run in neither way: elements, states or settings differ.
         Exception: whatever the optimizer's constructor raises.
     """
     name = getattr(optimizer_class, "__name__", repr(optimizer_class))
@@ -82,16 +90,22 @@ def check(
                 f"zero_ext: {name} cannot be sharded: the trial of its step() without a closure, "
                 f"with dense gradients, raises {type(whole).__name__}: {whole}."
             ) from whole
-        slices = _run(make, _SLICES, values)
-        if _difference(whole, slices) is None:
+        # Small ones first: for a long vector some classes make a matrix of its length squared.
+        small, pieces = (_run(make, cut, values) for cut in (_SMALL, _SMALL_SLICES))
+        slices = _run(make, _SLICES, values) if _difference(small, pieces) is None else pieces
+        if slices is not pieces and _difference(whole, slices) is None:
             return
-        what, reason, error = _reason(make, values, whole, slices)
-    shown = "" if error is None else f" ({type(error).__name__}: {error})"
+        what, reason = _reason(make, values, whole)
+    if what is None:
+        raise WholeParametersError(
+            f"zero_ext: {name} is not elementwise with these settings: it needs whole parameters. "
+            "Pass all groups to wrap() at once."
+        )
     raise TypeError(
-        f"zero_ext: {name} cannot be sharded: it is not elementwise. Its {what} depends on "
-        f"{reason}{shown}. Use AdamW, Adam or SGD of zero_ext.optim, or wrap an elementwise "
-        "optimizer such as RMSprop, Adagrad or NAdam."
-    ) from error
+        f"zero_ext: {name} cannot be sharded: it is not elementwise, and its {what} depends on "
+        f"{reason}. Use AdamW, Adam or SGD of zero_ext.optim, or wrap an optimizer that updates "
+        "each parameter by itself."
+    )
 
 
 def _for_trial(given: dict[str, Any]) -> dict[str, Any]:
@@ -248,33 +262,15 @@ def _same(a: Any, b: Any) -> bool:
     return type(a) is type(b)  # others need not be comparable
 
 
-def _reason(
-    make: _Make, values: list[Tensor], whole: _Outcome, slices: _Outcome | Exception
-) -> tuple[str, str, Exception | None]:
-    """What differs between pieces and whole parameters, what it depends on, what was raised."""
-    others = [value.clone() for value in values]
-    for value in others:
-        value[:, 1::2] *= 3.0
-    rolled = [value.roll(value.shape[1] // 3, dims=1) for value in values]
-
-    def unchanged(value: Tensor, _: bool) -> Tensor:
-        return value[::2]
-
-    def rolled_as_other(value: Tensor, is_one: bool) -> Tensor:
-        return value.roll(len(value) // 3) if is_one else value
-
-    again = _run(make, _WHOLE, values, one_group=True)
-    flat = _run(make, _FLAT, values, one_group=True)
-    alone = _run(make, _ALONE, values)
-    for reason, one, other, *of_elements in (
-        ("random numbers", whole, again),
-        ("the parameter's shape", whole, flat),
-        ("other parameters", flat, alone),
-        ("other elements of its parameter", alone, _run(make, _ALONE, others), unchanged),
-        ("its place in the parameter", alone, _run(make, _ALONE, rolled), rolled_as_other),
-        ("the parameter's size", alone, slices),
-    ):
-        what = _difference(one, other, *of_elements)
+def _reason(make: _Make, values: list[Tensor], whole: _Outcome) -> tuple[str | None, str]:
+    """What keeps whole parameters from having an optimizer each, and what it depends on."""
+    for reason, cut in (("random numbers", _WHOLE), ("other parameters", _WHOLE_ALONE)):
+        what = _difference(whole, _run(make, cut, values, one_group=cut is _WHOLE))
         if what is not None:
-            return what, reason, other if isinstance(other, Exception) else None
-    return _difference(whole, slices), "how its parameters are cut", None
+            return what, reason
+    (group,) = make([[torch.nn.Parameter(torch.zeros(3, 4))]]).param_groups
+    before = {f"group setting '{name}'": value for name, value in settings_of(group).items()}
+    for (what, parameter), found in whole.shared.items():
+        if parameter is None and not all(_same(value, before.get(what)) for value in found):
+            return what, "the steps of all parameters"
+    return None, ""

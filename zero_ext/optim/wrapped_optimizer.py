@@ -15,23 +15,37 @@ from zero_ext.optim.attributes import attributes_of, carry
 from zero_ext.optim.groups import Group, named_in, replace_named, settings_of
 from zero_ext.optim.lending import method_of
 from zero_ext.optim.loading import SavedState
+from zero_ext.optim.offloading import OffloadedStates
+from zero_ext.optim.owned_optimizer import OwnedOptimizer
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 
 
-def wrap(optimizer_class: type[torch.optim.Optimizer], params, **kwargs: Any) -> "WrappedOptimizer":
-    """Shard the state of any elementwise optimizer.
+def wrap(optimizer_class: type[torch.optim.Optimizer], params, **kwargs: Any) -> ShardedOptimizer:
+    """Shard the state of any optimizer that updates each parameter by itself.
+
+    An elementwise one runs on 1-D fp32 shards of the parameters. For another one (Muon, Adafactor,
+    LAMB, …) each parameter has an owner, a rank on which it is updated whole, in fp32.
 
     Args:
-        optimizer_class: Called as ``optimizer_class(params, **kwargs)`` on 1-D fp32 shards.
+        optimizer_class: Called as ``optimizer_class(params, **kwargs)``.
         kwargs: Arguments of ``optimizer_class``, and the keyword arguments of
             ``ShardedOptimizer``. ``max_grad_norm`` scales ``p.grad`` itself, before the update.
     Raises:
-        TypeError: an update or a state depends on the parameter's shape or size, on other elements
-            or on other parameters (Adafactor, Muon, LAMB …), found by trying, not by name.
+        TypeError: an update or a state depends on other parameters or on random numbers, found by
+            trying, not by name.
     """
     names = ShardingArguments.__annotations__.keys() & kwargs.keys()
     sharding = {name: kwargs.pop(name) for name in names}
-    return WrappedOptimizer(optimizer_class, params, kwargs, **sharding)
+    return sharded(optimizer_class, params, kwargs, **sharding)
+
+
+def sharded(optimizer_class, params, kwargs: dict[str, Any], **sharding: Any) -> ShardedOptimizer:
+    """The optimizer for what a trial has found out about ``optimizer_class``."""
+    params = params if isinstance(params, Tensor | dict) else list(params)
+    try:
+        return WrappedOptimizer(optimizer_class, params, kwargs, **sharding)
+    except elementwise.WholeParametersError:
+        return OwnedOptimizer(optimizer_class, params, kwargs, **sharding)
 
 
 class Template:
@@ -83,8 +97,7 @@ class WrappedOptimizer(ShardedOptimizer):
         self._kinds_checked = {elementwise.kind_of({})}
         self._inner: torch.optim.Optimizer | None = None
         self._shards: dict[Tensor, torch.nn.Parameter] = {}
-        # By storage: one may hold several states.
-        self._offloaded: dict[int, _C.OffloadedStorage] = {}
+        self._offloaded = OffloadedStates()
         probe = optimizer_class([torch.nn.Parameter(torch.zeros(1, device="cpu"))], **kwargs)
         self._probe = probe
         super().__init__(params, dict(probe.defaults), **sharding)
@@ -258,18 +271,8 @@ class WrappedOptimizer(ShardedOptimizer):
 
     def _set_state_offloaded(self, offloaded: bool) -> None:
         super()._set_state_offloaded(offloaded)
-        if not offloaded:
-            for storage in self._offloaded.values():
-                storage.bring_back()
-            self._offloaded.clear()
-            return
-        for shard in self._shards.values():
-            for value in self._inner.state[shard].values():
-                if not isinstance(value, Tensor) or value.device.type == "cpu":
-                    continue
-                key = value.untyped_storage()._cdata
-                if key not in self._offloaded:
-                    self._offloaded[key] = _C.OffloadedStorage(value, _C.STATES_OFFLOADED)
+        states = (self._inner.state[shard] for shard in self._shards.values())
+        self._offloaded.set(offloaded, (value for state in states for value in state.values()))
 
     def _slice_of(self, value: Tensor, parameter: Tensor, shard: Tensor) -> Tensor:
         local = torch.empty_like(shard, requires_grad=False)

@@ -17,6 +17,7 @@ from torch import Tensor
 from zero_ext import _C
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
+from zero_ext.optim.owned_optimizer import OwnedOptimizer
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.ranks.agreement import all_or_none
 from zero_ext.ranks.collectives import broadcast_
@@ -180,6 +181,11 @@ def _state_of(optimizer: ShardedOptimizer, parameter: Tensor, name: str):
     if not isinstance(optimizer, ShardedOptimizer):
         raise ValueError(
             f"zero_ext: {type(optimizer).__name__} is not an optimizer of zero_ext.optim."
+        )
+    if isinstance(optimizer, OwnedOptimizer):
+        raise ValueError(
+            "zero_ext: the states of this optimizer lie whole at their parameters' owners. Read "
+            "them in state_dict(), which is collective, and write them with load_state_dict()."
         )
     handle, i = _sharded_place_of(parameter)
     if i not in optimizer._sharded_state.indices or handle is not optimizer._handle:

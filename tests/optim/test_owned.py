@@ -1,0 +1,328 @@
+"""Optimizers that update each parameter by itself: one process's bits, for any ranks and stages."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import assert_bits, mean_square, rank_data, reference_gradients
+from torch import nn
+
+import zero_ext
+from zero_ext.optim.owned_optimizer import OwnedOptimizer
+
+STEPS = 4
+
+
+class Lamb(torch.optim.Optimizer):
+    """The update's norm is that of the parameter (You et al. 2020, Algorithm 2)."""
+
+    def __init__(self, params, lr=0.01, betas=(0.9, 0.99), weight_decay=0.1):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
+                state["step"] += 1
+                state["m"].lerp_(p.grad, 1 - first)
+                state["v"].lerp_(p.grad * p.grad, 1 - second)
+                m = state["m"] / (1 - first ** state["step"])
+                v = state["v"] / (1 - second ** state["step"])
+                update = m / (v.sqrt() + 1e-6) + group["weight_decay"] * p
+                ratio = p.norm() / update.norm().clamp_min(1e-12)
+                p.sub_(group["lr"] * ratio * update)
+
+
+class Factors(torch.optim.Optimizer):
+    """As Shampoo: a factor for each dimension of a matrix. It replaces its parameters' data."""
+
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                g, state = p.grad.reshape(p.shape[0] if p.dim() else 1, -1), self.state[p]
+                if not state:
+                    state["left"] = torch.eye(g.shape[0], dtype=torch.float64)
+                    state["right"] = torch.eye(g.shape[1])
+                state["left"] += (g @ g.T).double()
+                state["right"] += g.T @ g
+                left = torch.linalg.inv(state["left"]).float()
+                update = left @ g @ torch.linalg.inv(state["right"])
+                p.data = p.data - group["lr"] * update.reshape(p.shape)
+
+
+class Quantised(torch.optim.Optimizer):
+    """A momentum in 8 bits of each block of 16, for parameters of 64 elements and more."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state, numel = self.state[p], p.numel()
+                momentum = state.get("momentum")
+                if momentum is None:
+                    momentum = torch.zeros(numel)
+                elif momentum.dtype == torch.int8:
+                    momentum = (momentum.float().view(-1, 16) * state["scale"]).flatten()[:numel]
+                momentum = 0.9 * momentum + p.grad.flatten()
+                p.sub_(group["lr"] * momentum.view_as(p))
+                if numel >= 64:
+                    blocks = nn.functional.pad(momentum, (0, -numel % 16)).view(-1, 16)
+                    state["scale"] = blocks.abs().amax(1, keepdim=True).clamp_min(1e-9) / 127
+                    momentum = (blocks / state["scale"]).round().to(torch.int8).flatten()
+                state["momentum"] = momentum
+
+
+class Matrices(nn.Module):
+    """Matrices that straddle ranks and units, and one that is transposed in memory."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layers = nn.ModuleList(nn.Linear(13, 13, bias=False) for _ in range(3))
+        self.transposed = nn.Parameter((torch.randn(7, 13) / 4).t())
+        self.last = nn.Parameter(torch.randn(1, 7) / 3)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return torch.tanh(x @ self.transposed) * self.last
+
+
+KINDS = {
+    "Muon": (torch.optim.Muon, {"lr": 0.02, "weight_decay": 0.1}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 0.05, "foreach": False}),
+    "LAMB": (Lamb, {}),
+    "factors": (Factors, {}),
+    "8 bits": (Quantised, {}),
+}
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+def sharded(mesh, stage, kind, model=None, **more):
+    model = zero_ext.shard(model or Matrices(), stage, mesh=mesh, bucket_mb=400 / 2**20)
+    made, settings = KINDS[kind]
+    return model, zero_ext.optim.wrap(made, model.parameters(), **settings, **more)
+
+
+def train(model, optimizer, rank, steps, micros=1) -> None:
+    for step in steps:
+        for micro in range(micros):
+            mean_square(model, rank_data((3, 13), rank, step, micro)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class OneProcess:
+    """The class itself on fp32 parameters, with the average of all ranks' gradients."""
+
+    def __init__(self, world, kind, model=None):
+        self.world, self.model = world, model or Matrices()
+        made, settings = KINDS[kind]
+        self.optimizer = made(self.model.parameters(), **settings)
+
+    def train(self, steps, micros=1, clip=None) -> None:
+        for step in steps:
+            batches = [
+                [rank_data((3, 13), rank, step, micro) for rank in range(self.world)]
+                for micro in range(micros)
+            ]
+            self.model.zero_grad()
+            gradients = reference_gradients(self._copy, batches, self.world, 1 / self.world)
+            for name, p in self.model.named_parameters():
+                p.grad = gradients[name]
+            self.optimizer.step()
+
+    def _copy(self):
+        model = Matrices()
+        model.load_state_dict(self.model.state_dict())
+        return model
+
+
+def assert_same(model, plain) -> None:
+    for name, p in model.named_parameters():
+        assert_bits(zero_ext.full_tensor(p), plain.model.get_parameter(name), name)
+
+
+def power_of_two(world) -> None:
+    if world & (world - 1):
+        pytest.skip("an average over so many ranks is rounded")
+
+
+@STAGES
+@EVERY_KIND
+@pytest.mark.parametrize("micros", [1, 4])
+def test_parameters_have_the_bits_of_one_process(anywhere, rank, world, kind, stage, micros):
+    world = 1 if anywhere is None else world
+    power_of_two(world)
+    model, optimizer = sharded(anywhere, stage, kind)
+    assert isinstance(optimizer, OwnedOptimizer)
+    plain = OneProcess(world, kind)
+    train(model, optimizer, rank, range(STEPS), micros)
+    plain.train(range(STEPS), micros)
+    assert_same(model, plain)
+
+
+@EVERY_KIND
+def test_training_goes_on_from_a_checkpoint(anywhere, rank, world, path, kind):
+    world = 1 if anywhere is None else world
+    power_of_two(world)
+    model, optimizer = sharded(anywhere, 3, kind)
+    plain = OneProcess(world, kind)
+    train(model, optimizer, rank, range(2))
+    zero_ext.checkpoint.save(path, model, optimizer)
+    state_dict = optimizer.state_dict()
+    plain.train(range(2))
+    # The class's own state_dict() has the same values, in the same order.
+    own = plain.optimizer.state_dict()["state"]
+    assert state_dict["state"].keys() == own.keys()
+    for key, state in own.items():
+        for name, value in state.items():
+            found = state_dict["state"][key][name]
+            assert_bits(torch.as_tensor(found), torch.as_tensor(value), f"{key} {name}")
+    plain.train(range(2, STEPS))
+    again, its = sharded(anywhere, 1, kind, Matrices(seed=1))
+    zero_ext.checkpoint.load(path, again, its)
+    train(again, its, rank, range(2, STEPS))
+    assert_same(again, plain)
+    # And from one process's state_dict.
+    started = OneProcess(world, kind)
+    started.train(range(2))
+    other, its = sharded(anywhere, 2, kind, started._copy())
+    its.load_state_dict(started.optimizer.state_dict())
+    train(other, its, rank, range(2, STEPS))
+    assert_same(other, plain)
+
+
+def test_owners_share_the_elements(anywhere, rank):
+    model, optimizer = sharded(anywhere, 2, "Muon")
+    train(model, optimizer, rank, range(1))
+    owners = optimizer._owners
+    assert sum(owners.numels) == sum(p.numel() for p in model.parameters())
+    largest = max(p.numel() for p in model.parameters())
+    assert max(owners.numels) - min(owners.numels) <= largest
+    for p in model.parameters():
+        assert (p in optimizer.state and bool(optimizer.state[p])) == owners.owns(p)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_waves_bound_what_is_whole_at_a_time(anywhere, rank, world, stage, monkeypatch):
+    world = 1 if anywhere is None else world
+    power_of_two(world)
+    monkeypatch.setattr("zero_ext.optim.owners._WAVE_NUMEL", 200)
+    model, optimizer = sharded(anywhere, stage, "Muon")
+    plain = OneProcess(world, "Muon")
+    train(model, optimizer, rank, range(2))
+    assert len(list(optimizer._owners.waves(list(model.parameters())))) == 4
+    plain.train(range(2))
+    assert_same(model, plain)
+
+
+def test_what_a_step_leaves_alone(anywhere, rank):
+    """Skipped steps, unused and frozen parameters, a parameter that users have written to."""
+    model = Matrices()
+    model.unused = nn.Parameter(torch.ones(3, 5))
+    model.layers[1].weight.requires_grad_(False)
+    model, optimizer = sharded(anywhere, 3, "Muon", model)
+    train(model, optimizer, rank, range(1))
+    before = {name: zero_ext.full_tensor(p) for name, p in model.named_parameters()}
+    (mean_square(model, rank_data((3, 13), rank)) * float("nan")).backward()
+    with pytest.warns(UserWarning, match="NaN"):
+        optimizer.step()
+    optimizer.zero_grad()
+    for name, p in model.named_parameters():
+        assert_bits(zero_ext.full_tensor(p), before[name], name)
+    assert optimizer.skipped_steps == 1
+    assert_bits(before["unused"], torch.ones(3, 5))
+    assert_bits(before["layers.1.weight"], Matrices().layers[1].weight.detach())
+    zero_ext.set_full_param(model.layers[0].weight, torch.zeros(13, 13))
+    model.layers[1].weight.requires_grad_(True)
+    train(model, optimizer, rank, range(1, 3))
+    assert zero_ext.full_tensor(model.layers[0].weight).abs().max() < 0.1  # from 0 on
+    assert not torch.equal(zero_ext.full_tensor(model.layers[1].weight), before["layers.1.weight"])
+
+
+def test_an_optimizer_of_plain_parameters(anywhere, rank, world):
+    world = 1 if anywhere is None else world
+    power_of_two(world)
+    model, plain = Matrices(), OneProcess(world, "Adafactor")
+    group = None if anywhere is None else anywhere.get_group()
+    made, settings = KINDS["Adafactor"]
+    optimizer = zero_ext.optim.wrap(made, model.parameters(), process_group=group, **settings)
+    train(model, optimizer, rank, range(STEPS))
+    plain.train(range(STEPS))
+    assert_same(model, plain)
+
+
+def test_an_object_is_taken_over_with_its_groups_and_schedule(anywhere, rank, world):
+    world = 1 if anywhere is None else world
+    power_of_two(world)
+    model, plain = Matrices(), OneProcess(world, "LAMB")
+    given = Lamb(model.parameters())
+    config = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0}
+    engine, optimizer, *_ = zero_ext.initialize(
+        model=model, optimizer=given, config=config, mesh=anywhere
+    )
+    halved = torch.optim.lr_scheduler.StepLR(given, step_size=1, gamma=0.5)
+    train(engine.module, optimizer, rank, range(2))
+    halved.step()
+    train(engine.module, optimizer, rank, range(2, 4))
+    plain.train(range(2))
+    plain.optimizer.param_groups[0]["lr"] *= 0.5
+    plain.train(range(2, 4))
+    assert_same(engine.module, plain)
+
+
+def test_shapes_that_the_class_rejects_are_told_at_once():
+    with pytest.raises(ValueError, match="2D"):
+        zero_ext.optim.wrap(torch.optim.Muon, nn.Linear(3, 5).parameters())
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+def test_an_error_at_one_owner_is_told_to_all(mesh, rank):
+    class Failing(Lamb):
+        fails = False
+
+        def step(self, closure=None):
+            if type(self).fails:
+                raise ArithmeticError("out of range")
+            super().step()
+
+    model = zero_ext.shard(Matrices(), 2, mesh=mesh)
+    optimizer = zero_ext.optim.wrap(Failing, model.parameters())
+    train(model, optimizer, rank, range(1))
+    before = {name: zero_ext.full_tensor(p) for name, p in model.named_parameters()}
+    Failing.fails = rank == 1
+    expected = ArithmeticError if rank == 1 else RuntimeError
+    with pytest.raises(expected, match="out of range"):
+        train(model, optimizer, rank, range(1, 2))
+    for name, p in model.named_parameters():
+        assert_bits(zero_ext.full_tensor(p), before[name], name)
+    Failing.fails = False
+    optimizer.zero_grad()
+    train(model, optimizer, rank, range(2, 3))
+    dist.barrier(mesh.get_group())
+
+
+def test_whole_states_are_read_in_state_dicts():
+    model, optimizer = sharded(None, 2, "LAMB")
+    train(model, optimizer, 0, range(1))
+    with pytest.raises(ValueError, match="lie whole at their parameters' owners"):
+        zero_ext.full_state(optimizer, model.last, "m")

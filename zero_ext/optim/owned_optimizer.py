@@ -1,0 +1,204 @@
+"""OwnedOptimizer: any optimizer that updates each parameter by itself. ``wrap`` makes it.
+
+Note [Owners] in owners.py says how. The state lies at the owner, whole and in whatever form the
+given class keeps it.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero_ext import _C
+from zero_ext.engine.registry import find
+from zero_ext.optim import elementwise
+from zero_ext.optim.groups import Group, settings_of
+from zero_ext.optim.loading import SavedState
+from zero_ext.optim.offloading import OffloadedStates
+from zero_ext.optim.owners import Owners
+from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.ranks.agreement import all_or_none
+
+
+class _Owned(NamedTuple):
+    """A parameter at its owner."""
+
+    whole: torch.nn.Parameter  # fp32, of the parameter's shape; has memory during a step alone
+    inner: torch.optim.Optimizer
+
+
+class OwnedOptimizer(ShardedOptimizer):
+    """A torch optimizer, run on whole fp32 parameters at their owners. Made by ``wrap``.
+
+    ``state`` has the states of the parameters that this rank owns. ``state_dict()`` is collective:
+    every rank gets all states, whole.
+    """
+
+    def __init__(self, optimizer_class, params, kwargs, **sharding):
+        self._optimizer_class, self._kwargs = optimizer_class, kwargs
+        self._owners: Owners | None = None
+        self._owned: dict[Tensor, _Owned] = {}
+        self._shapes_checked: set[tuple] = set()
+        self._offloaded = OffloadedStates()
+        probe = self._inner_of(torch.nn.Parameter(torch.zeros(2, 2, device="cpu")), {})
+        super().__init__(params, dict(probe.defaults), **sharding)
+
+    _updates_in_python = True
+    _step_supports_amp_scaling = False  # whatever the inner ones say
+
+    @property
+    def knows_of_skipped_steps(self) -> bool:
+        return True  # torch's optimizers cannot be told to skip
+
+    def add_param_group(self, param_group: Group) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            for shape in {tuple(p.shape) for p in group["params"]}:
+                key = shape, elementwise.kind_of(group)
+                if key not in self._shapes_checked:  # Muon, for example, takes matrices alone
+                    meta = torch.nn.Parameter(torch.empty(shape, device="meta"))
+                    self._inner_of(meta, group)
+                    self._shapes_checked.add(key)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _inner_of(self, whole: torch.nn.Parameter, group: Group) -> torch.optim.Optimizer:
+        return self._optimizer_class([{**settings_of(group), "params": [whole]}], **self._kwargs)
+
+    def _show_state(self, parameter: Tensor, i: int, group: Group) -> None:
+        """States are there after the first step, at the owner."""
+
+    def _find_owners(self) -> dict[Tensor, Group]:
+        """Make ``_owners`` complete. Returns the group of each parameter that trains."""
+        engine = self._handle.engine
+        groups = {
+            p: group
+            for group in self.param_groups
+            for p in group["params"]
+            if find(p) is not None and engine.unit_of(find(p)[1]) >= 0
+        }
+        self._owners = self._owners or Owners(self._handle)
+        self._owners.assign(groups)
+        return groups
+
+    # The step
+
+    def _update(self, verdict: _C.StepVerdict) -> None:
+        groups, owners = self._find_owners(), self._owners
+        stepped = [p for p in groups if p.grad is not None]
+        masters = {p: self._handle.engine.master_slice(find(p)[1]) for p in stepped}
+        try:
+            for wave in owners.waves(stepped):
+                gradients = {p: self._gradient_of(p, masters[p]) for p in wave}
+                whole_gradients = owners.to_owners(wave, gradients)
+                whole_masters = owners.to_owners(wave, masters)
+                with all_or_none(self._handle.groups, f"step() of {self._class_name}"):
+                    for p, master in whole_masters.items():
+                        self._step_owned(p, groups[p], master, whole_gradients[p])
+                owners.from_owners(wave, whole_masters, masters)
+        finally:  # masters that have moved are those of their parameters, whatever was raised
+            self._sharded_state.apply_masters()
+
+    @property
+    def _class_name(self) -> str:
+        return getattr(self._optimizer_class, "__name__", repr(self._optimizer_class))
+
+    def _gradient_of(self, parameter: Tensor, master: Tensor) -> Tensor:
+        """This rank's piece, flat."""
+        gradient = parameter.grad
+        if hasattr(gradient, "to_local"):
+            return gradient.to_local()
+        piece = torch.empty_like(master)  # of a whole one that all ranks hold, or a user has set
+        self._handle.as_parameter(piece, find(parameter)[1], parameter).copy_(gradient)
+        return piece
+
+    def _step_owned(
+        self, parameter: Tensor, group: Group, master: Tensor, gradient: Tensor
+    ) -> None:
+        """Update the whole ``master``, which is flat, in place."""
+        values = self._shaped(master, parameter)
+        owned = self._owned.get(parameter)
+        if owned is None:  # some classes make their state when constructed, from the values
+            whole = torch.nn.Parameter(values)
+            owned = self._owned[parameter] = _Owned(whole, self._inner_of(whole, group))
+        whole, inner = owned
+        whole.data, whole.grad = values, self._shaped(gradient, parameter)
+        inner.param_groups[0].update(settings_of(group))
+        try:
+            inner.step()
+            if whole.data_ptr() != values.data_ptr():  # the class has put another tensor there
+                values.copy_(whole.data)
+        finally:
+            whole.grad, whole.data = None, _without_memory(values)
+        self.state[parameter] = inner.state[whole]
+
+    def _shaped(self, flat: Tensor, parameter: Tensor) -> Tensor:
+        return flat.as_strided(parameter.shape, self._handle.engine.strides(find(parameter)[1]))
+
+    # The state
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with all states, whole, on every rank. Collective."""
+        self._find_owners()
+        order = [p for group in self.param_groups for p in group["params"]]
+        mine = {k: dict(self.state[p]) for k, p in enumerate(order) if p in self._owned}
+        everything = self._owners.gather(mine)
+        own = self.state
+        self.state = type(own)(dict, {order[k]: state for k, state in sorted(everything.items())})
+        try:
+            return super().state_dict()
+        finally:
+            self.state = own
+
+    @torch.no_grad()
+    def _checked_states(self, saved: Sequence[SavedState]) -> Callable[[], None]:
+        if self._offloaded:
+            raise RuntimeError(_C.STATES_OFFLOADED)
+        groups = self._find_owners()
+        loaded: dict[Tensor, _Owned] = {}
+        for each in saved:
+            if each.parameter not in groups:
+                each.warn_of_frozen()
+                continue
+            # Values of the parameter's shape may be sharded: all ranks take part.
+            values = {
+                name: value.full_tensor() if hasattr(value, "full_tensor") else value
+                for name, value in each.values.items()
+            }
+            if values and self._owners.owns(each.parameter):
+                loaded[each.parameter] = self._with_state(each, values)
+
+        def load() -> None:
+            self._owned = loaded
+            for each in saved:
+                self.state.pop(each.parameter, None)
+            for parameter, (whole, inner) in loaded.items():
+                self.state[parameter] = inner.state[whole]
+
+        return load
+
+    def _with_state(self, saved: SavedState, values: dict[str, Any]) -> _Owned:
+        master = self._handle.engine.master_slice(find(saved.parameter)[1])
+        whole = torch.nn.Parameter(_without_memory(master.new_empty(saved.parameter.shape)))
+        inner = self._inner_of(whole, saved.group)
+        for name, value in values.items():
+            if isinstance(value, Tensor) and name != "step":  # counts stay on the host
+                value = value.detach().to(master.device, copy=True)
+            inner.state[whole][name] = copy.deepcopy(value)
+        # Converts what older versions have saved, as in torch.
+        inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
+        return _Owned(whole, inner)
+
+    def _set_state_offloaded(self, offloaded: bool) -> None:
+        super()._set_state_offloaded(offloaded)
+        states = (inner.state[whole] for whole, inner in self._owned.values())
+        self._offloaded.set(offloaded, (value for state in states for value in state.values()))
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    """Of the same shape, dtype and device, with the memory of one element."""
+    return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
