@@ -40,7 +40,9 @@ DEEPSPEED_BENCHES := benchmarks/bench_deepspeed.py
 BENCHES := $(filter-out $(PLAIN_BENCHES) $(GPU_BENCHES) $(DEEPSPEED_BENCHES),$(wildcard benchmarks/bench_*.py))
 
 # What `make test` and `make test-all` consist of. Each can be made alone: make test-3-ranks
-SEGMENTS := $(addprefix test-,one-rank lagged-one-rank 2-ranks 3-ranks group-4-ranks lagged-2-ranks lccl-2-ranks lccl-4-ranks)
+# The longest come first. The one-rank tests compile the emulated device: lagged ones beside them
+# would wait for it.
+SEGMENTS := $(addprefix test-,2-ranks one-rank lagged-one-rank 3-ranks group-4-ranks lagged-2-ranks lccl-2-ranks lccl-4-ranks)
 ALL_SEGMENTS := $(addprefix all-,one-rank lagged-one-rank 2-ranks 3-ranks 4-ranks group-2-ranks group-3-ranks \
   lagged-2-ranks lagged-3-ranks lccl-2-ranks lccl-3-ranks replicas-4-ranks lagged-4-ranks)
 

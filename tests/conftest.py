@@ -32,7 +32,6 @@ from _pytest.runner import runtestprotocol
 from harness import SHARDS, Team
 from kernel_data import WALKS
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 RANK = int(os.environ.get("RANK", 0))
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
@@ -323,7 +322,7 @@ def pytest_runtest_protocol(item, nextitem):
             ranks.closing.of_test.append(ranks.retired.pop())
             dist.destroy_process_group(ranks.closing.of_test[-1])
             if torch.__version__ < "2.13":
-                _clear_sharding_prop_cache()  # as `no_stale_meshes`
+                forget_placements()  # as `no_stale_meshes`
         ranks.closing.start()
     return True
 
@@ -470,6 +469,13 @@ def threads():
 def no_stale_meshes():
     """For tests with DTensors: torch's cache of their placements takes the mesh of an earlier
     test's group, which is closed, for this test's. Before torch 2.13 other tests' too."""
+    forget_placements()
+
+
+def forget_placements() -> None:
+    # Imported here: it takes almost as long as torch, and test_harness.py's ranks shard nothing.
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
     _clear_sharding_prop_cache()
 
 

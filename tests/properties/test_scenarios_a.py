@@ -5,6 +5,8 @@ A failure that was reported against a well-known implementation: after
 Each rank compares its own parts, which together are everything.
 """
 
+import sys
+
 import pytest
 import torch
 from harness import ManyLayers, assert_bits, mean_square, rank_data, reference_gradients
@@ -23,6 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 import zero_ext
 
 BLOCKS, REACHED = 361, 21  # of three parameters each: 1,083 and 63
+FEWER_BLOCKS = 73  # 219 parameters; blocks and units are as large
 WIDTH = 8
 STEPS = 3
 LR = 1e-2
@@ -43,6 +46,16 @@ COMBINATIONS = pytest.mark.parametrize(
         pytest.param("optimizer", torch.bfloat16, marks=pytest.mark.slow),
     ],
 )
+
+
+@pytest.fixture(params=[FEWER_BLOCKS, pytest.param(BLOCKS, marks=pytest.mark.slow)])
+def blocks(request, monkeypatch) -> int:
+    """How many a model of this test has. ``spread`` reaches the same share of them."""
+    monkeypatch.setattr(sys.modules[__name__], "BLOCKS", request.param)
+    return request.param
+
+
+SIZES = pytest.mark.usefixtures("blocks")
 
 
 def many_layers(dtype=torch.float32) -> nn.Module:
@@ -76,8 +89,8 @@ def one_process(dtype=torch.float32) -> OneProcess:
 
 
 def spread(first: int, count: int = REACHED) -> list[int]:
-    """``count`` blocks all over the model, others for each ``first``."""
-    return sorted((first + 17 * k) % BLOCKS for k in range(count))
+    """``count`` of 361 blocks all over the model, others for each ``first``."""
+    return sorted((first + 17 * k) % BLOCKS for k in range(-(-count * BLOCKS // 361)))
 
 
 def batch(rank: int, step: int, used, dtype=torch.float32, micro: int = 0):
@@ -181,9 +194,16 @@ REPLACEMENTS = {
 
 
 # A copy with other strides says most; one with the same follows when there is time.
-HOW = [
-    pytest.param(how, marks=[pytest.mark.slow] if how == "clone" else []) for how in REPLACEMENTS
-]
+HOW = pytest.mark.parametrize(
+    "blocks, how",
+    [
+        (FEWER_BLOCKS, "untouched"),
+        (BLOCKS, "contiguous"),
+        pytest.param(BLOCKS, "untouched", marks=pytest.mark.slow),
+        pytest.param(BLOCKS, "clone", marks=pytest.mark.slow),
+    ],
+    indirect=["blocks"],
+)
 
 
 def replace_data(model: nn.Module, how: str) -> None:
@@ -194,15 +214,15 @@ def replace_data(model: nn.Module, how: str) -> None:
 
 @STAGES
 @COMBINATIONS
-@pytest.mark.parametrize("how", HOW)
+@HOW
 def test_63_of_1083_are_reduced_and_stepped_whatever_happened_to_their_data(
-    anywhere, rank, world, stage, way, dtype, how
+    anywhere, rank, world, stage, way, dtype, blocks, how
 ):
     """The set of 63 changes each step; the other 1,020 keep ``grad is None`` and their bits."""
     model = many_layers(dtype)
     optimizer = prepare(way, model, stage, anywhere)
     replace_data(model, how)
-    assert len(list(model.parameters())) == 1083
+    assert len(list(model.parameters())) == 3 * blocks
 
     def batches(step):
         return [[batch(r, step, spread(5 * step), dtype) for r in range(world)]]
@@ -210,6 +230,7 @@ def test_63_of_1083_are_reduced_and_stepped_whatever_happened_to_their_data(
     train_and_compare(model, optimizer, one_process(dtype), world, rank, batches)
 
 
+@SIZES
 @STAGES
 @WAYS
 @pytest.mark.parametrize("how", ["contiguous", pytest.param("clone", marks=pytest.mark.slow)])
@@ -255,6 +276,7 @@ def test_convolutions_may_change_their_memory_format(anywhere, rank, world, stag
         assert_bits(after[name], before[name] - gradients[name], name)
 
 
+@SIZES
 @pytest.mark.dist
 @pytest.mark.world(min=2)
 @STAGES
@@ -277,6 +299,7 @@ def test_ranks_may_reach_different_sets(mesh, rank, stage, way, dtype):
     train_and_compare(model, optimizer, one_process(dtype), world, rank, batches)
 
 
+@SIZES
 @pytest.mark.dist
 @pytest.mark.world(min=2)
 @STAGES
@@ -293,6 +316,7 @@ def test_a_rank_may_reach_nothing_at_all(mesh, rank, stage, way):
     train_and_compare(model, optimizer, one_process(), world, rank, batches)
 
 
+@SIZES
 @WAYS
 def test_micro_batches_may_reach_different_sets(anywhere, rank, world, way):
     """Three of them, stage 2: the sum has the bits of one process, None where no one was."""
@@ -311,6 +335,7 @@ def test_micro_batches_may_reach_different_sets(anywhere, rank, world, way):
     train_and_compare(model, optimizer, one_process(), world, rank, batches)
 
 
+@SIZES
 @pytest.mark.parametrize("way", ["shard", "optimizer"])
 def test_a_parameter_that_only_a_local_micro_batch_reached_is_reduced(anywhere, rank, world, way):
     """Stage 1: reached inside no_sync alone, on one rank alone, and not by the boundary."""
@@ -318,7 +343,7 @@ def test_a_parameter_that_only_a_local_micro_batch_reached_is_reduced(anywhere, 
     optimizer = prepare(way, model, 1, anywhere)
     sharded = model if way == "shard" else optimizer
     first = [batch(r, 0, [r]) for r in range(world)]
-    last = [batch(r, 0, [100 + r], micro=1) for r in range(world)]
+    last = [batch(r, 0, [50 + r], micro=1) for r in range(world)]
     with sharded.no_sync():
         mean_square(model, first[rank]).backward()
     mean_square(model, last[rank]).backward()
@@ -340,6 +365,7 @@ def everything(model, optimizer) -> list[torch.Tensor]:
     return [*values_of(model).values(), *(own_values(tensor).clone() for tensor in shown)]
 
 
+@SIZES
 @STAGES
 @pytest.mark.parametrize(
     "way, scaler_of",
