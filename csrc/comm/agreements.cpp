@@ -21,6 +21,8 @@ const char* name_of(Agreement about) {
       return "clip_grad_norm_()";
     case Agreement::shards:
       return "the end of a step, or of a write to parameters";
+    case Agreement::whole_parameters:
+      return "iter_full_params()";
   }
   return "another version of zero_ext";
 }
