@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "comm/local/linux_calls.h"
+#include "core/range.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -291,6 +292,7 @@ bool SharedHostTransport::try_receive(Transfer& transfer) {
     Record part = *message;
     part.address += begin;
     part.bytes = bytes;
+    const Range range("copy", [&] { return "from peer " + std::to_string(transfer.peer); });
     transfer.error = peer.read(part, transfer.tensor.mutable_data_ptr());
   }
   transfer.done = transfer.error.empty();
