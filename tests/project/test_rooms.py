@@ -58,6 +58,7 @@ PYTHON_LEVELS = {
     "deepspeed": 7,
     "integrations": 7,
     "info": 7,
+    "plan": 7,
     "__init__": 8,
 }
 
