@@ -14,7 +14,6 @@ Buffers and what else is not sharded are those of rank 0.
 
 import copy
 import io
-import logging
 import os
 import secrets
 from collections.abc import Iterable
@@ -30,8 +29,6 @@ from zero_ext.checkpoint.optimizer_states import listed, states_of
 from zero_ext.checkpoint.writer import writer_of
 from zero_ext.ranks.agreement import check_same_on_all_ranks
 from zero_ext.state.model_state import ModelState, groups_of, held_value
-
-_log = logging.getLogger(__name__)
 
 
 @torch.inference_mode(False)
@@ -94,7 +91,6 @@ def save(
         "checkpoints to be saved",
         remedy="Save the same model and optimizer to the same folder on every rank.",
     )
-    _log.debug("%swrites checkpoint '%s': %d values", groups.where, path, len(state))
     writer = writer_of(groups)
     return (writer.start if async_ else writer.write)(path, state, groups)
 
