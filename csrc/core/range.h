@@ -13,14 +13,12 @@ namespace zero_ext {
 
 class Range {
  public:
-  // Shown as "zero_ext::VERB OF"; `of`: a string, or a function that makes one.
+  // Shown as "zero_ext::VERB OF" in ASCII; `of`: a string, or a function that makes one.
   template <typename Of>
   Range(const char* verb, const Of& of) {
     auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
-    if (!callbacks.has_value()) [[likely]]
-      return;
-    record_.emplace(std::move(*callbacks));
-    record_->before(std::string("zero_ext::") + verb + " " + of());
+    if (callbacks.has_value()) [[unlikely]]
+      begin(std::move(*callbacks), std::string(verb) + " " + of());
   }
   Range(const char* verb, const std::string& of)
       : Range(verb, [&]() -> const std::string& { return of; }) {}
@@ -28,6 +26,8 @@ class Range {
   Range& operator=(const Range&) = delete;
 
  private:
+  void begin(at::StepCallbacks&& callbacks, const std::string& name);
+
   std::optional<at::RecordFunction> record_;
 };
 
