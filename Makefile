@@ -7,6 +7,7 @@
 # make cuda-test      runs the one-rank tests on that build, on the CPU and on the emulated device
 # make cuda-kernels   nvcc compiles each CUDA kernel alone, and the host emulates them
 # make bench-deepspeed   installs DeepSpeed, whose kernels its first run compiles, and measures beside it
+# make profile   where the time of a step goes: a trace of each rank and a page   PROFILE="--stage 3 ..."
 # make tidy      clang-tidy on the C++ sources, with the checks of .clang-tidy
 # make bench  lint  format  clean  dist-check   (a wheel from the sdist)   cuda-dist-check   (a CUDA wheel)
 
@@ -29,7 +30,7 @@ export MAX_JOBS ?= 2
 # setup.py: warnings are errors in the builds that are made here.
 export ZERO_EXT_WERROR ?= 1
 # One thread per rank: ranks share the processors.
-train bench bench-deepspeed test-% all-% sanitize: export OMP_NUM_THREADS := 1
+train bench bench-deepspeed profile test-% all-% sanitize: export OMP_NUM_THREADS := 1
 
 NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 EMULATION := $(shell find tests/support -name '*.h' -o -name '*.cpp')
@@ -47,7 +48,7 @@ ALL_SEGMENTS := $(addprefix all-,one-rank lagged-one-rank 2-ranks 3-ranks 4-rank
   lagged-2-ranks lagged-3-ranks lccl-2-ranks lccl-3-ranks replicas-4-ranks lagged-4-ranks)
 
 .PHONY: install train test test-all test-changed $(SEGMENTS) $(ALL_SEGMENTS) sanitize cuda-kernels cuda-build cuda-test \
-  bench bench-deepspeed lint tidy format dist-check cuda-dist-check clean
+  bench bench-deepspeed profile lint tidy format dist-check cuda-dist-check clean
 
 install: $(VENV)/.installed
 
@@ -205,6 +206,10 @@ sanitize: install
 bench: install
 	set -e; for bench in $(PLAIN_BENCHES); do echo "== $$bench"; $(PY) $$bench; done
 	set -e; for bench in $(BENCHES); do echo "== $$bench"; $(TORCHRUN) --nproc-per-node 2 $$bench; done
+
+# A Chrome trace of each rank and one page, see benchmarks/README.md. PROFILE: more arguments.
+profile: install
+	$(TORCHRUN) --nproc-per-node 2 benchmarks/profile_step.py $(PROFILE)
 
 # Without isolation, and with torch there, pip leaves torch as it is.
 bench-deepspeed: install

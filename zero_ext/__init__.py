@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from zero_ext.module.sharding import shard
     from zero_ext.optim.scaler import LossScaler
     from zero_ext.state.ema import EMA
+    from zero_ext.state.iteration import iter_full_params
     from zero_ext.state.values import (
         full_grad,
         full_state,
@@ -41,6 +42,7 @@ _MODULES = {
     "full_state": "state.values",
     "full_tensor": "state.values",
     "initialize": "deepspeed.initialization",
+    "iter_full_params": "state.iteration",
     "offload_states": "engine.offload",
     "register_forward_method": "module.forward_methods",
     "reload_states": "engine.offload",
@@ -62,6 +64,7 @@ __all__ = [
     "full_state",
     "full_tensor",
     "initialize",
+    "iter_full_params",
     "offload_states",
     "ops",
     "optim",

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "core/errors.h"
+#include "core/range.h"
 
 namespace zero_ext {
 
@@ -21,6 +22,8 @@ const char* name_of(Agreement about) {
       return "clip_grad_norm_()";
     case Agreement::shards:
       return "the end of a step, or of a write to parameters";
+    case Agreement::whole_parameters:
+      return "iter_full_params()";
   }
   return "another version of zero_ext";
 }
@@ -28,6 +31,7 @@ const char* name_of(Agreement about) {
 at::Tensor Agreements::all_gather(Peers& peers, Agreement about, const at::Tensor& values,
                                   const std::function<std::string()>& what) {
   if (peers.world() == 1) return values.unsqueeze(0);
+  const Range range("agree", [&] { return std::string("in ") + name_of(about); });
   if (peers.on_device()) return all_gather(peers, values, what);
   const int64_t numel = values.numel();
   const at::Tensor message = at::empty({1 + numel}, at::TensorOptions().dtype(at::kLong));

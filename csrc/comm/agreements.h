@@ -16,7 +16,15 @@
 
 namespace zero_ext {
 
-enum class Agreement : int64_t { local_peers, late_gradients, step, reduction_order, clip, shards };
+enum class Agreement : int64_t {
+  local_peers,
+  late_gradients,
+  step,
+  reduction_order,
+  clip,
+  shards,
+  whole_parameters,
+};
 // The call in which ranks agree on this.
 const char* name_of(Agreement about);
 

@@ -13,6 +13,7 @@ namespace zero_ext {
 namespace {
 
 constexpr int64_t kShutdownTag = 0x3fffffff;
+constexpr int64_t kPartsTag = 0x3ffffffe;
 
 }  // namespace
 
@@ -107,6 +108,33 @@ void Comm::gather(const at::Tensor& full, int64_t tag, Pending& pending) {
   const at::Tensor own = outgoing(range(rank()));
   for (int64_t step = 1; step < ranges; ++step) {
     send(own, first + (rank() + step) % ranges, label, pending);
+  }
+}
+
+void Comm::gather_parts(const at::Tensor& flat, const std::vector<int64_t>& bounds,
+                        const std::vector<bool>& wanting, Pending& pending) {
+  check_process();
+  const int64_t ranges = std::ssize(bounds) - 1;
+  const int64_t own = rank() % ranges;
+  const int64_t first = rank() - own;
+  const auto part = [&](int64_t r) { return flat.narrow(0, bounds[r], bounds[r + 1] - bounds[r]); };
+  if (on_device()) {
+    for (int64_t r = 0; r < ranges; ++r) {
+      const at::Tensor theirs = part(r);
+      if (theirs.numel() == 0) continue;
+      add(pending, {.message = groups().broadcast_in_replica(theirs, r), .tensor = theirs});
+    }
+    return;
+  }
+  const MessageLabel label{MessageKind::gather, kPartsTag};
+  for (int64_t step = 1; step < ranges && wanting[rank()]; ++step) {
+    const int64_t from = (own + ranges - step) % ranges;
+    if (bounds[from] < bounds[from + 1]) Peers::receive(part(from), first + from, label, pending);
+  }
+  if (bounds[own] == bounds[own + 1]) return;
+  for (int64_t step = 1; step < ranges; ++step) {
+    const int64_t to = first + (own + step) % ranges;
+    if (wanting[to]) send(part(own), to, label, pending);
   }
 }
 

@@ -48,6 +48,10 @@ class Comm : public Peers {
   void all_reduce_sum(const at::Tensor& tensor, Pending& pending);
   // In place: every rank's range of `full` [shards * n] is sent to all others of its replica.
   void gather(const at::Tensor& full, int64_t tag, Pending& pending);
+  // The same of ranges of any size: `flat` is 1-D, and range r begins at element bounds[r]. Only
+  // ranks that are in `wanting`, one for each rank, receive.
+  void gather_parts(const at::Tensor& flat, const std::vector<int64_t>& bounds,
+                    const std::vector<bool>& wanting, Pending& pending);
   // From rank 0, in place. `what`: as in Pending::wait.
   void broadcast(const at::Tensor& tensor, const std::function<std::string()>& what);
 
@@ -67,6 +71,11 @@ class Comm : public Peers {
   PostedSend post_persistent_send(const at::Tensor& tensor, int64_t to, int64_t tag);
   void receive(const at::Tensor& into, int64_t from, int64_t tag, Pending& pending) {
     Peers::receive(into, from, {MessageKind::gather, tag}, pending);
+  }
+  // A part of a persistent send, which begins after `offset` bytes.
+  void receive_part(const at::Tensor& into, int64_t from, int64_t tag, int64_t offset,
+                    Pending& pending) {
+    Peers::receive_part(into, from, {MessageKind::gather, tag}, offset, pending);
   }
 
   // Tells all ranks that this one receives no more posted sends and sends nothing any more.

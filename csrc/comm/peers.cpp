@@ -110,6 +110,16 @@ void Peers::receive(const at::Tensor& into, int64_t from, const MessageLabel& la
       {.message = std::move(message), .tensor = here, .peer = from, .target = target_of(into)});
 }
 
+void Peers::receive_part(const at::Tensor& into, int64_t from, const MessageLabel& label,
+                         int64_t offset, Pending& pending) {
+  check_process();
+  const at::Tensor here = incoming(into);
+  add(pending, {.message = local_transport_->receive(here, from, label, offset),
+                .tensor = here,
+                .peer = from,
+                .target = target_of(into)});
+}
+
 at::Tensor Peers::outgoing(const at::Tensor& tensor) const {
   return is_staged(tensor) ? tensor.cpu() : tensor;
 }

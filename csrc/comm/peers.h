@@ -80,6 +80,9 @@ class Peers {
 
   void send(const at::Tensor& tensor, int64_t to, const MessageLabel& label, Pending& pending);
   void receive(const at::Tensor& into, int64_t from, const MessageLabel& label, Pending& pending);
+  // A part of what the local peer `from` has posted; it begins after `offset` bytes.
+  void receive_part(const at::Tensor& into, int64_t from, const MessageLabel& label, int64_t offset,
+                    Pending& pending);
   // `tensor` is contiguous and on the host.
   Message start_send(const at::Tensor& tensor, int64_t to, const MessageLabel& label);
   Message post_persistent(const at::Tensor& tensor, int64_t to, const MessageLabel& label);

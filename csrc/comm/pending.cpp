@@ -8,6 +8,7 @@
 #include "comm/local/shared_host_transport.h"
 #include "comm/process_groups.h"
 #include "core/errors.h"
+#include "core/range.h"
 
 namespace zero_ext {
 
@@ -33,6 +34,10 @@ void Pending::wait(const std::function<std::string()>& what) {
                         [](const Part& part) { return part.sending; });
   while (!parts_.empty()) {
     Part& part = parts_.back();
+    const auto whom = [&] {
+      return part.peer == kAllRanks ? "for all ranks" : "for rank " + std::to_string(part.peer);
+    };
+    const Range range("wait", whom);
     try {
       if (part.message != nullptr) part.message->wait();
       if (part.across != nullptr) part.across->sum_over_replicas(part.tensor)->wait();

@@ -89,6 +89,13 @@ Message ProcessGroups::all_gather_in_replica(const at::Tensor& output,
   return all_gather_into(*within_gather_, output, input);
 }
 
+Message ProcessGroups::broadcast_in_replica(const at::Tensor& tensor, int64_t from) const {
+  std::vector<at::Tensor> tensors{tensor};
+  c10d::BroadcastOptions options;
+  options.rootRank = from;
+  return within_gather_->broadcast(tensors, options);
+}
+
 Message ProcessGroups::sum_over_replicas(const at::Tensor& tensor) const {
   return sum_over(*across_, tensor);
 }

@@ -65,6 +65,7 @@ class ProcessGroups {
   // Of this rank's replica.
   Message reduce_scatter_in_replica(const at::Tensor& output, const at::Tensor& input) const;
   Message all_gather_in_replica(const at::Tensor& output, const at::Tensor& input) const;
+  Message broadcast_in_replica(const at::Tensor& tensor, int64_t from) const;
   // Of the ranks that hold the same range; in place.
   Message sum_over_replicas(const at::Tensor& tensor) const;
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/errors.h"
+#include "core/range.h"
 
 namespace zero_ext {
 
@@ -60,11 +61,13 @@ void StepUpdate::end_unit() {
       backward_.threw(access_) && !context_.state.on_host() &&
       std::any_of(members().begin(), members().end(), [&](int64_t i) { return mine_[i] != 0; });
   if (updated_.empty() && !others_changed) return;
+  const Range range("gather", this->unit().name());
   unit.gather(comm_, number_ * kMaxUnits + u_, gathering_);
   ++counts_.gathers;
 }
 
 void StepUpdate::finish() {
+  const Range range("gather", [] { return "updated parameters"; });
   backward_.forget_failure(access_);
   gathering_.wait(
       [this] { return where(context_.global_rank) + "step() waited for updated parameters"; });

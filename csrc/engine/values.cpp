@@ -1,10 +1,13 @@
 #include "engine/values.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/tensor.h>
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <utility>
+
+#include "core/errors.h"
 
 namespace zero_ext {
 
@@ -18,15 +21,93 @@ at::Tensor Values::current_master(int64_t i) const {
   const at::NoGradGuard no_grad;
   backward_.check_none(access, "reading a parameter's state");
   offloaded_.check_parameters_are_here("a parameter was read");
+  const UnitParameters& unit = parameters_.home_of(i).parameters();
+  return unit.master_with(parameters_[i].slot, written_part(i));
+}
+
+at::Tensor Values::written_part(int64_t i) const {
   const ShardedParameter& parameter = parameters_[i];
   Unit& unit = parameters_.home_of(i);
   // Nothing is written here: other ranks may still be gathering from this rank's shard, and the
   // user's writes may yet be discarded.
-  const at::Tensor written =
-      parameters_.lies_elsewhere(i)
-          ? unit.layout().own_part(parameter.slot, parameter.tensor, unit.dtype())
-          : unit.parameters().present_slice(parameter.slot);
-  return unit.parameters().master_with(parameter.slot, written);
+  return parameters_.lies_elsewhere(i)
+             ? unit.layout().own_part(parameter.slot, parameter.tensor, unit.dtype())
+             : unit.parameters().present_slice(parameter.slot);
+}
+
+void Values::copy_own_part(int64_t i, bool master, const at::Tensor& into) const {
+  const UnitParameters& unit = parameters_.home_of(i).parameters();
+  const int64_t slot = parameters_[i].slot;
+  const at::Tensor written = written_part(i);
+  if (!master) {
+    into.copy_(written);
+  } else if (into.scalar_type() == at::kFloat && into.device() == context_.state.device()) {
+    unit.copy_master(slot, written, into);
+  } else {
+    into.copy_(unit.master_with(slot, written));
+  }
+}
+
+bool Values::gather_whole(const Whole& whole, bool wanted) {
+  const Access access(lock_);
+  const at::NoGradGuard no_grad;
+  backward_.check_none(access, "gathering whole parameters");
+  offloaded_.check_parameters_are_here("whole parameters were gathered");
+  const auto what = [&] {
+    return where(context_.global_rank) + "iter_full_params() waited for the other ranks at '" +
+           parameters_[whole.indices.front()].name + "'";
+  };
+  const std::vector<int64_t> mine{wanted ? 1 : 0, whole.indices.front(), std::ssize(whole.indices),
+                                  static_cast<int64_t>(whole.into.front().scalar_type())};
+  const at::Tensor all =
+      comm_.all_gather(Comm::Agreement::whole_parameters, at::tensor(mine), what).cpu();
+  std::vector<bool> wanting;
+  for (int64_t r = 0; r < context_.world; ++r) {
+    const auto* theirs = all.const_data_ptr<int64_t>() + r * std::ssize(mine);
+    TORCH_CHECK(std::equal(mine.begin() + 1, mine.end(), theirs + 1), where(context_.global_rank),
+                "iter_full_params() is at '", parameters_[whole.indices.front()].name,
+                "' here and elsewhere on rank ", context_.global_ranks[r],
+                ". Pass every rank the same bucket_mb and dtype.");
+    wanting.push_back(theirs[0] != 0);
+  }
+  if (std::none_of(wanting.begin(), wanting.end(), [](bool wants) { return wants; })) return false;
+  Pending pending;
+  for (size_t k = 0; k < whole.indices.size(); ++k) {
+    const int64_t i = whole.indices[k];
+    const RankLayout& layout = parameters_.home_of(i).layout();
+    const int64_t slot = parameters_[i].slot;
+    const std::vector<int64_t> bounds = layout.bounds(slot);
+    if (const Piece* own = layout.own_piece(slot)) {
+      copy_own_part(i, whole.masters, whole.into[k].narrow(0, own->slot_begin, own->numel));
+    }
+    comm_.gather_parts(whole.into[k], bounds, wanting, pending);
+  }
+  pending.wait(what);
+  return true;
+}
+
+void Values::read_whole(const Whole& whole) {
+  const Access access(lock_);
+  const at::NoGradGuard no_grad;
+  backward_.check_none(access, "gathering whole parameters");
+  offloaded_.check_parameters_are_here("whole parameters were gathered");
+  Pending pending;
+  for (size_t k = 0; k < whole.indices.size(); ++k) {
+    const int64_t i = whole.indices[k];
+    Unit& unit = parameters_.home_of(i);
+    const at::Tensor present = unit.parameters().whole_slice(parameters_[i].slot);
+    if (unit.layout().ranges() == 1) {
+      copy_own_part(i, whole.masters, whole.into[k]);
+    } else if (present.defined()) {
+      whole.into[k].copy_(present);
+    } else {
+      unit.parameters().read_slot(comm_, parameters_[i].slot, whole.into[k], pending);
+    }
+  }
+  pending.wait([&] {
+    return where(context_.global_rank) + "iter_full_params() waited for the other ranks at '" +
+           parameters_[whole.indices.front()].name + "'";
+  });
 }
 
 void Values::write_parameter(int64_t i, const at::Tensor& value) {

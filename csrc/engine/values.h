@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "engine/engine_parts.h"
 #include "engine/running_backward.h"
@@ -21,6 +22,7 @@ class Values {
  public:
   Values(EngineParts& parts, const RunningBackward& backward)
       : lock_(parts.lock),
+        comm_(parts.comm),
         offloaded_(parts.offloaded),
         context_(parts.context),
         parameters_(parts.parameters),
@@ -36,6 +38,19 @@ class Values {
   // Parameter i, which may be frozen, becomes `value`, and its master exactly that. `value`: the
   // whole parameter, the same on every rank. Collective.
   void write_parameter(int64_t i, const at::Tensor& value);
+  // Parameters `indices`, which lie in units, whole into `into`: 1-D tensors, each in the memory
+  // order of its parameter and of any dtype. `masters`: the values of the masters, else those of
+  // the parameters.
+  struct Whole {
+    std::vector<int64_t> indices;
+    std::vector<at::Tensor> into;
+    bool masters = false;
+  };
+  // `wanted`: by this rank. Returns false, and sends nothing, where no rank wants them. Collective.
+  bool gather_whole(const Whole& whole, bool wanted);
+  // On this rank alone, where it holds all of them, or reads the memory of all others. Without
+  // `masters` in the second case.
+  void read_whole(const Whole& whole);
   // The whole reduced gradient of parameter i, the same on every rank.
   void write_gradient(int64_t i, const at::Tensor& grad);
 
@@ -51,7 +66,13 @@ class Values {
   std::set<std::string> offloaded() const;
 
  private:
+  // This rank's part of what parameter i holds, with the user's writes. 1-D.
+  at::Tensor written_part(int64_t i) const;
+  // The same, or the master with these writes.
+  void copy_own_part(int64_t i, bool master, const at::Tensor& into) const;
+
   EngineLock& lock_;
+  Comm& comm_;
   OffloadedStates& offloaded_;
   const UnitContext& context_;
   ShardedParameters& parameters_;

@@ -1,6 +1,7 @@
 #include "gather/residency_table.h"
 
 #include "core/errors.h"
+#include "core/range.h"
 
 namespace zero_ext {
 namespace {
@@ -45,8 +46,7 @@ void ResidencyTable::apply(int64_t u, ResidencyEvent event, const ResidencyConte
       break;
     case ResidencyAction::release:
       if (entry.state == Residency::gathering) finish(entry);
-      entry.unit->parameters().release(comm_, writes);
-      entry.ahead = false;
+      release(entry, writes);
       break;
     case ResidencyAction::error:
       TORCH_CHECK(event != ResidencyEvent::step, where(context_.global_rank, entry.unit->name()),
@@ -61,6 +61,7 @@ void ResidencyTable::apply(int64_t u, ResidencyEvent event, const ResidencyConte
 
 void ResidencyTable::start(int64_t u) {
   const Entry& entry = entries_[u];
+  const Range range("gather", entry.unit->name());
   name_errors([&] { return waiting_for(entry); },
               [&] { entry.unit->parameters().start_gather(comm_); });
   ++gathers_;
@@ -68,8 +69,15 @@ void ResidencyTable::start(int64_t u) {
 }
 
 void ResidencyTable::finish(Entry& entry) {
+  const Range range("gather", entry.unit->name());
   entry.unit->parameters().finish_gather([&] { return waiting_for(entry); });
   sends_.gather_finished(*entry.unit);
+}
+
+void ResidencyTable::release(Entry& entry, Writes writes) {
+  const Range range("release", entry.unit->name());
+  entry.unit->parameters().release(comm_, writes);
+  entry.ahead = false;
 }
 
 void ResidencyTable::gather_again(int64_t u) {

@@ -55,6 +55,7 @@ class ResidencyTable {
   };
   void start(int64_t u);
   void finish(Entry& entry);
+  void release(Entry& entry, Writes writes);
   std::string waiting_for(const Entry& entry) const;
 
   Comm& comm_;

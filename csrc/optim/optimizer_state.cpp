@@ -7,6 +7,7 @@
 
 #include <utility>
 
+#include "core/range.h"
 #include "device/kernel_table.h"
 
 namespace zero_ext {
@@ -98,6 +99,7 @@ void OptimizerState::apply(const Body& body) {
   {
     StepUpdate update = engine_->steps().begin_update(indices_);
     while (update.next_unit()) {
+      const Range range("update", update.unit().name());
       for (const Run& run : update.runs(same)) {
         const int64_t i = update.first_parameter(run);
         body(update.unit_index(), update.unit(), run, i, presumed_[i] + 1);

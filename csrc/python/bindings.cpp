@@ -31,6 +31,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             std::chrono::milliseconds(static_cast<int64_t>(seconds * 1e3)));
       },
       py::arg("seconds"), zero_ext::NoGil());
+  // Whether another tensor than this one, or another object, holds its memory.
+  m.def("shares_memory",
+        [](const at::Tensor& tensor) { return zero_ext::is_shared(tensor.storage()); });
   m.def("broadcast_parts", &zero_ext::broadcast_parts, zero_ext::NoGil());
   zero_ext::bind_engine(m);
   zero_ext::bind_optimizer(m);

@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/torch_internals.h"
 #include "engine/engine.h"
 #include "python/bindings.h"
 
@@ -26,6 +27,17 @@ void destroy_without_gil(Engine* engine) {
 }
 
 // A method of a facet as one of the engine.
+// Of 1-D tensors that Python made: gloo's threads may be the last to hold them, without the GIL.
+Values::Whole whole(std::vector<int64_t> indices, const std::vector<at::Tensor>& into,
+                    bool masters) {
+  Values::Whole result{.indices = std::move(indices), .into = {}, .masters = masters};
+  for (const at::Tensor& each : into) {
+    result.into.push_back(over_storage(each.storage(), each.scalar_type(), each.storage_offset(),
+                                       each.sizes(), each.strides()));
+  }
+  return result;
+}
+
 template <typename Facet, typename Result, typename... Arguments>
 auto of(Facet& (Engine::*facet)(), Result (Facet::*method)(Arguments...)) {
   return [facet, method](Engine& engine, Arguments... arguments) -> Result {
@@ -163,6 +175,19 @@ void bind_values(EngineClass& engine) {
           "master_slice", [](const Engine& e, int64_t i) { return e.parameters().master_slice(i); },
           NoGil())
       .def("current_master", of(values, &Values::current_master), NoGil())
+      .def(
+          "gather_whole",
+          [](Engine& e, std::vector<int64_t> indices, const std::vector<at::Tensor>& into,
+             bool masters, bool wanted) {
+            return e.values().gather_whole(whole(std::move(indices), into, masters), wanted);
+          },
+          py::kw_only(), py::arg("indices"), py::arg("into"), py::arg("masters"), py::arg("wanted"),
+          NoGil())
+      .def(
+          "read_whole",
+          [](Engine& e, std::vector<int64_t> indices, const std::vector<at::Tensor>& into,
+             bool masters) { e.values().read_whole(whole(std::move(indices), into, masters)); },
+          py::kw_only(), py::arg("indices"), py::arg("into"), py::arg("masters"), NoGil())
       .def("write_parameter", of(values, &Values::write_parameter), NoGil())
       .def("write_gradient", of(values, &Values::write_gradient), NoGil())
       .def("make_published", of(values, &Values::make_published), NoGil())

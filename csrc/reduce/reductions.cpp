@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "core/errors.h"
+#include "core/range.h"
 
 namespace zero_ext {
 
@@ -96,6 +97,7 @@ void Reductions::start(int64_t u) {
 }
 
 void Reductions::start_reduction(int64_t u) {
+  const Range range("reduce", parameters_.unit(u).name());
   UnitReduction& reduction = reduction_of(u);
   name_errors([&] { return reduction.waiting(); },
               [&] { reduction.start(comm_, finished_.epoch(), any_late_); });
@@ -108,6 +110,7 @@ void Reductions::start_reduction(int64_t u) {
 
 void Reductions::finish_oldest() {
   UnitReduction& reduction = *in_flight_.front();
+  const Range range("reduce", reduction.unit().name());
   pool_.give_back(reduction.finish(scale_));
   any_late_ = any_late_ || reduction.more_to_come();
   in_flight_.pop_front();

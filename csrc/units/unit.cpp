@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/errors.h"
+#include "core/range.h"
 #include "units/nan_records.h"
 
 namespace zero_ext {
@@ -65,6 +66,7 @@ void Unit::abort_backward() {
 }
 
 void Unit::accumulate(int64_t i, const at::Tensor& grad, float scale) {
+  const Range range("accumulate", name_);
   arrivals_.reach(i);
   if (!grad.defined()) return;
   const GradientPath path = intake_->path();

@@ -1,6 +1,7 @@
 #include "units/unit_parameters.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 
 #include <cstring>
 #include <utility>
@@ -119,12 +120,28 @@ at::Tensor UnitParameters::present_slice(int64_t i) const {
   return shard_.defined() ? layout_.own_slice(shard_, i) : master_slice(i).to(dtype_);
 }
 
+at::Tensor UnitParameters::whole_slice(int64_t i) const {
+  if (full_.emptied()) return {};
+  const Slot& slot = layout_.slot(i);
+  return full_.slice(slot.offset, slot.spec.numel);
+}
+
 at::Tensor UnitParameters::master_with(int64_t i, const at::Tensor& written) const {
-  if (!master_.defined()) return written.to(at::kFloat, /*non_blocking=*/false, /*copy=*/true);
-  at::Tensor master = master_slice(i).clone();
-  const at::Tensor there = written.to(context_.state.device());
-  adopt_into_master(there.const_data_ptr(), master.mutable_data_ptr<float>(), master.numel());
+  const at::Tensor master =
+      at::empty_like(written, written.options().dtype(at::kFloat).device(context_.state.device()));
+  copy_master(i, written, master);
   return master;
+}
+
+void UnitParameters::copy_master(int64_t i, const at::Tensor& written,
+                                 const at::Tensor& into) const {
+  if (!master_.defined()) {
+    into.copy_(written);
+    return;
+  }
+  into.copy_(master_slice(i));
+  const at::Tensor there = written.to(context_.state.device());
+  adopt_into_master(there.const_data_ptr(), into.mutable_data_ptr<float>(), into.numel());
 }
 
 void UnitParameters::adopt(int64_t i, const at::Tensor& values) {
@@ -252,6 +269,19 @@ void UnitParameters::receive_ranges(Comm& comm) {
                  gather_tag_, gathering_);
   }
   bring_own_range();
+}
+
+void UnitParameters::read_slot(Comm& comm, int64_t i, const at::Tensor& flat, Pending& pending) {
+  const auto itemsize = static_cast<int64_t>(c10::elementSize(dtype_));
+  for (const Piece& piece : layout_.pieces(i)) {
+    const at::Tensor part = flat.narrow(0, piece.slot_begin, piece.numel);
+    if (piece.range == layout_.own_range()) {
+      part.copy_(present_slice(i));
+    } else if (piece.numel > 0) {
+      comm.receive_part(part, context_.first_of_replica() + piece.range, gather_tag_,
+                        piece.range_begin * itemsize, pending);
+    }
+  }
 }
 
 void UnitParameters::bring_own_range() {

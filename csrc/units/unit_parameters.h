@@ -52,8 +52,12 @@ class UnitParameters {
   at::Tensor master_slice(int64_t i) const;
   at::Tensor shard_slice(int64_t i);
   at::Tensor present_slice(int64_t i) const;
+  // Slot i whole, 1-D in its memory order; undefined while full is released.
+  at::Tensor whole_slice(int64_t i) const;
   // A copy of master, with the values that were written to the parameter since.
   at::Tensor master_with(int64_t i, const at::Tensor& written) const;
+  // The same into `into`: fp32, 1-D, where masters lie.
+  void copy_master(int64_t i, const at::Tensor& written, const at::Tensor& into) const;
   // The user replaced the parameter's storage: its values become `values`.
   void adopt(int64_t i, const at::Tensor& values);
   // Brings master up to date with what was written to the parameters.
@@ -77,6 +81,8 @@ class UnitParameters {
   // This rank's range, for `peer` to take whenever it gathers the unit.
   PostedSend post_send(Comm& comm, int64_t peer) const;
   void start_gather(Comm& comm);
+  // Starts to read slot i, whole, from the shards into `flat`, as whole_slice(i).
+  void read_slot(Comm& comm, int64_t i, const at::Tensor& flat, Pending& pending);
   void finish_gather(const std::function<std::string()>& what);
   // Starts a gather into full, which has memory. What was written there is forgotten.
   void receive_ranges(Comm& comm);

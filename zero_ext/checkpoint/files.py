@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import itertools
+import logging
 import os
 import secrets
 import time
@@ -32,6 +33,8 @@ from zero_ext.ranks.groups import Groups
 from zero_ext.tensor.shard_tensor import ShardTensor, wrap
 
 _VISIBLE_WITHIN_S = 60.0  # a network file system shows late what another host has made
+_log = logging.getLogger(__name__)
+
 ALONE = "torch.distributed is disabled"  # a warning of dcp
 
 
@@ -41,6 +44,7 @@ def write(path: Path, state: dict[str, Any], groups: Groups) -> None:
     Raises:
         RuntimeError: some rank could not write. What was at ``path`` is unchanged.
     """
+    _log.debug("%swrites checkpoint '%s': %d values", groups.where, path, len(state))
     what = f"save() of checkpoint '{path}'"
     token = secrets.token_hex(4)
     if groups.world > 1:

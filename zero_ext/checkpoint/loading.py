@@ -1,5 +1,6 @@
 """Loading what a checkpoint holds into a model and its optimizers."""
 
+import logging
 import os
 from collections.abc import Iterable
 from typing import Any
@@ -20,6 +21,8 @@ from zero_ext.state.model_state import (
     held_value,
     target_for,
 )
+
+_log = logging.getLogger(__name__)
 
 
 def load(
@@ -128,6 +131,7 @@ def _load(
         {name: values[contents.keys[name]] for name in names},
         {name: templates.get(contents.keys[name], value) for name, value in objects.items()},
     )
+    _log.debug("%sloaded checkpoint '%s': %d values", groups.where, path, len(values))
     return contents.extra
 
 

@@ -1,5 +1,6 @@
 """Handle: the Python side of one engine."""
 
+import logging
 import weakref
 from collections.abc import Iterable, Sequence
 
@@ -23,6 +24,8 @@ from zero_ext.ranks.agreement import check_same_on_all_ranks
 from zero_ext.ranks.collectives import copy_from_rank_0
 from zero_ext.ranks.groups import Groups
 from zero_ext.tensor import shard_tensor
+
+_log = logging.getLogger(__name__)
 
 
 class Handle:
@@ -168,6 +171,8 @@ class Handle:
         A gradient that autograd has left in their ``.grad`` becomes what a reduction makes of it.
         """
         if unfrozen:
+            names = [self.engine.parameter_name(i) for i in unfrozen]
+            _log.debug("%sshards what is trained from now on: %s", self.groups.where, names)
             make_trainable(self, unfrozen)
             self.unfreezings += 1
 
@@ -264,6 +269,7 @@ class Handle:
     def set_offloaded(self, states: Iterable[str]) -> None:
         """See ``zero_ext.offload_states``."""
         names = set(states)
+        _log.debug("%soffloaded states: %s", self.groups.where, sorted(names) or "none")
         away = "optimizer_state" in names
         # Nothing is usable before all of it is back, also when memory runs out half-way.
         if not away:

@@ -86,19 +86,8 @@ def estimate_memory(
     )
     shards = world_size if shards is None else shards
     _check_ranks(world_size, shards)
-    parameters = [p for p in module.parameters() if not stays_whole(p)]
-    planner = UnitPlanner(parameters, options, used_several_times(module))
-    run = _Run(world_size, shards, stage, _device_of(module, device).type not in ("cpu", "meta"))
-    blocks: list[Block] = []
-    if stage == 3:
-        blocks = cut_by_module(module, parameters, units, options.bucket_bytes, param_dtype)
-        plans: list[list[UnitPlan]] = [[] for _ in blocks]
-        for block, members in parts(blocks):
-            plans[block] += planner.of_block(members)
-    else:
-        plans = [planner.by_size(i for i, p in enumerate(parameters) if p.requires_grad)]
-    numels = [p.numel() for p in parameters]
-    cut = [[_Unit(p, [numels[i] for i in p.members], run) for p in part] for part in plans]
+    on_device = _device_of(module, device).type not in ("cpu", "meta")
+    parameters, blocks, cut = planned_units(module, world_size, shards, options, units, on_device)
     local = local_accumulation and stage < 2 and world_size > 1
     result = _persistent_bytes([unit for part in cut for unit in part], local)
     frozen = [p for p in module.parameters() if not p.requires_grad]
@@ -109,6 +98,36 @@ def estimate_memory(
     in_buckets = (u.bucket_bytes(local) for part in cut for u in part if u.plan.trainable)
     result["buckets"] = 2 * max(in_buckets, default=0) if world_size > 1 else 0
     return result
+
+
+def planned_units(
+    module: nn.Module,
+    world_size: int,
+    shards: int,
+    options: ShardingOptions,
+    units: Choice = None,
+    on_device: bool = False,
+) -> tuple[list[torch.Tensor], list[Block], list[list["_Unit"]]]:
+    """What units will be made of ``module``.
+
+    Returns:
+        The parameters, which the units name by their indices; stage 3's blocks; and the units of
+        each block. All units are one list in the other stages, which have no blocks.
+    """
+    parameters = [p for p in module.parameters() if not stays_whole(p)]
+    planner = UnitPlanner(parameters, options, used_several_times(module))
+    blocks: list[Block] = []
+    if options.stage == 3:
+        blocks = cut_by_module(module, parameters, units, options.bucket_bytes, options.param_dtype)
+        plans: list[list[UnitPlan]] = [[] for _ in blocks]
+        for block, members in parts(blocks):
+            plans[block] += planner.of_block(members)
+    else:
+        plans = [planner.by_size(i for i, p in enumerate(parameters) if p.requires_grad)]
+    run = _Run(world_size, shards, options.stage, on_device)
+    numels = [p.numel() for p in parameters]
+    cut = [[_Unit(p, [numels[i] for i in p.members], run) for p in part] for part in plans]
+    return parameters, blocks, cut
 
 
 def _check_ranks(world_size: int, shards: int) -> None:

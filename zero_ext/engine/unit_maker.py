@@ -1,5 +1,6 @@
 """UnitPlanner and UnitMaker: the units that parameters become, planned and made in the engine."""
 
+import logging
 from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
@@ -10,6 +11,8 @@ from zero_ext import _C
 from zero_ext.engine.options import ShardingOptions
 from zero_ext.engine.registry import ParameterTable
 from zero_ext.engine.units import UnitPlan, cut_by_size, split_block
+
+_log = logging.getLogger(__name__)
 
 
 class UnitPlanner(NamedTuple):
@@ -75,6 +78,13 @@ class UnitMaker:
         """A unit that can train, also if there is no memory for the next one."""
         kind = _C.UnitKind.trainable if plan.trainable else _C.UnitKind.frozen
         number = self._engine.add_unit(plan.members, plan.dtype, kind)
+        _log.debug(
+            "zero_ext: %s unit '%s': %d parameters in %s",
+            kind.name,
+            self._engine.unit_name_of(plan.members[0]),
+            len(plan.members),
+            plan.dtype,
+        )
         if not plan.trainable:
             return number
         for i in plan.members:

@@ -1,5 +1,6 @@
 """``shard``: a module becomes a sharded one, in place."""
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -20,6 +21,8 @@ from zero_ext.module.methods import ShardedMethods, refuse_taken_names
 from zero_ext.module.state_dict_hooks import StateDictHooks
 from zero_ext.module.zero_grad import ZeroGrad
 from zero_ext.ranks.groups import Groups, resolve
+
+_log = logging.getLogger(__name__)
 
 # What is returned has the class of what was given, for type checkers too.
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
@@ -147,6 +150,7 @@ def shard(
     others = [*frozen, *(p for _, p in whole)]
     _complete(handle, module, meta, others if sync_module_states else None)
     _attach(handle, module, mp_policy)
+    _log_sharded(handle, module)
     return module
 
 
@@ -223,6 +227,27 @@ def _complete(
     except BaseException:
         handle.dissolve()
         raise
+
+
+def _log_sharded(handle: Handle, module: nn.Module) -> None:
+    groups = handle.groups
+    level = logging.INFO if groups.rank == 0 else logging.DEBUG
+    if not _log.isEnabledFor(level):
+        return
+    stats = handle.stats()
+    _log.log(
+        level,
+        "%ssharded %s with stage %d over %d ranks%s: %d units, %d bytes per rank before the first "
+        "step, %d local peers",
+        groups.where,
+        type(module).__name__,
+        handle.options.stage,
+        groups.world,
+        f" in replicas of {groups.shards}" if groups.shards < groups.world else "",
+        stats["units"],
+        stats["bytes_held"],
+        stats["neighbors"],
+    )
 
 
 def _attach(handle: Handle, module: nn.Module, mp_policy: MixedPrecisionPolicy) -> None:

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "comm/local/linux_calls.h"
+#include "core/range.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -144,9 +145,9 @@ Message SharedHostTransport::send(const at::Tensor& tensor, int64_t to, const Me
 }
 
 Message SharedHostTransport::receive(const at::Tensor& into, int64_t from,
-                                     const MessageLabel& label) {
-  auto transfer =
-      std::make_shared<Transfer>(Transfer{.tensor = into, .peer = from, .label = label});
+                                     const MessageLabel& label, int64_t offset) {
+  auto transfer = std::make_shared<Transfer>(
+      Transfer{.tensor = into, .peer = from, .label = label, .offset = offset});
   {
     const std::lock_guard lock(mutex_);
     receiving_.push_back(transfer);
@@ -282,11 +283,17 @@ bool SharedHostTransport::try_receive(Transfer& transfer) {
   const std::optional<Record> message = peer.inbox().take(transfer.tag());
   if (!message.has_value()) return false;
   const size_t bytes = transfer.tensor.nbytes();
-  if (message->bytes != bytes) {
-    transfer.error = c10::str("it sent ", message->bytes, " bytes where this rank expects ", bytes,
-                              ", as if it were in another call.");
+  const bool whole = transfer.offset == Transfer::kWhole;
+  const size_t begin = whole ? 0 : static_cast<size_t>(transfer.offset);
+  if (whole ? message->bytes != bytes : message->bytes < begin + bytes) {
+    transfer.error = c10::str("it sent ", message->bytes, " bytes where this rank expects ",
+                              begin + bytes, ", as if it were in another call.");
   } else if (bytes > 0) {
-    transfer.error = peer.read(*message, transfer.tensor.mutable_data_ptr());
+    Record part = *message;
+    part.address += begin;
+    part.bytes = bytes;
+    const Range range("copy", [&] { return "from peer " + std::to_string(transfer.peer); });
+    transfer.error = peer.read(part, transfer.tensor.mutable_data_ptr());
   }
   transfer.done = transfer.error.empty();
   transfer.tensor.reset();

@@ -63,8 +63,10 @@ class SharedHostTransport : public std::enable_shared_from_this<SharedHostTransp
   // Messages of one sender, kind and tag are received in the order in which they were sent, and
   // must have as many bytes as their receiver asks for. The tensors are contiguous, on the host.
   // Waiting for a send ends when its receiver has read it, which happens in the receiver's calls.
+  // `offset`: where `into` begins in the message, in bytes, if it is a part of a posted one.
   Message send(const at::Tensor& tensor, int64_t to, const MessageLabel& label);
-  Message receive(const at::Tensor& into, int64_t from, const MessageLabel& label);
+  Message receive(const at::Tensor& into, int64_t from, const MessageLabel& label,
+                  int64_t offset = Transfer::kWhole);
   // A message that may be received any number of times, with the bytes that `tensor` then has; its
   // sender does not notice. The message keeps the memory: drop it when no rank receives it any more.
   // A tag has either posted messages or sent ones.

@@ -15,10 +15,13 @@
 namespace zero_ext {
 
 struct Transfer {
+  static constexpr int64_t kWhole = -1;
+
   at::Tensor tensor;  // undefined when it has ended
   int64_t peer;
   MessageLabel label;
   bool sending = false;
+  int64_t offset = kWhole;  // of the first byte, where a part of the message is received
   bool done = false;
   std::string error = {};
 

@@ -1,0 +1,146 @@
+"""``python -m zero_ext.plan``: what it says of a model, and what a real run of it does."""
+
+from collections import Counter
+
+import pytest
+import torch
+from harness import MLP, Blocks, Tied, mean_square, needs_one_dimension, rank_data
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.profiler import ProfilerActivity, profile
+
+import zero_ext
+from zero_ext import plan
+from zero_ext.engine.options import ShardingOptions
+
+KINDS = ("full", "shard", "master", "grad", "optimizer_state")
+SMALL_MB = 3000 / 2**20
+
+
+def frozen_first() -> nn.Module:
+    model = Blocks(width=37)
+    for parameter in model.blocks[:2].parameters():
+        parameter.requires_grad_(False)
+    return model
+
+
+# Factory, dtype of mp_policy, shape of a rank's batch.
+MODELS = {
+    "fp32": (lambda: Blocks(width=37), None, (4, 37)),
+    "bf16": (lambda: MLP(83, layers=5, dtype=torch.bfloat16), None, (4, 5)),
+    "policy": (lambda: Blocks(width=29, blocks=5), torch.bfloat16, (4, 29)),
+    "frozen": (frozen_first, None, (4, 37)),
+    "tied": (lambda: Tied(83, 13), None, None),
+}
+
+
+def step(model, optimizer, shape, rank) -> None:
+    if shape is None:
+        batch = torch.arange(6).view(2, 3) + rank
+    else:
+        batch = rank_data(shape, rank, dtype=next(model.parameters()).dtype)
+    mean_square(model, batch).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_real_run_holds_and_sends_what_was_planned(anywhere, rank, stage):
+    needs_one_dimension()
+    world = 1 if anywhere is None else anywhere.size()
+    for name, (make, dtype, shape) in MODELS.items():
+        options = ShardingOptions(stage=stage, bucket_mb=SMALL_MB, param_dtype=dtype)
+        with torch.device("meta"):
+            meta = make()
+        estimate = zero_ext.estimate_memory(
+            meta, world, stage, bucket_mb=SMALL_MB, param_dtype=dtype, device=plan_device()
+        )
+        planned = plan.traffic(meta, world, options)
+        policy = MixedPrecisionPolicy(param_dtype=dtype)
+        model = zero_ext.shard(make(), stage, mesh=anywhere, bucket_mb=SMALL_MB, mp_policy=policy)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = zero_ext.optim.AdamW(trained, lr=0.01, nonfinite="raise")
+        for _ in range(3):  # the first passes learn their order, the first step that of reductions
+            step(model, optimizer, shape, rank)
+            held = model.stats()
+            optimizer.zero_grad()
+        whole = sum(p.nbytes for p in model.parameters() if not p.requires_grad) if stage < 3 else 0
+        for kind in KINDS:
+            actual = held[f"bytes_{kind}"] + (whole if kind == "full" else 0)
+            assert actual == pytest.approx(estimate[kind], rel=0.03), (name, kind)
+        before = model.stats()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            step(model, optimizer, shape, rank)
+        after = model.stats()
+        for what in ("reductions", "gathers"):
+            assert after[what] - before[what] == getattr(planned, what), (name, what)
+        if world > 1 and after["neighbors"] == world - 1 and plan_device() == "cpu":
+            names = Counter(e.name.split(" ")[0] for e in profiler.events())
+            assert names["zero_ext::copy"] == pytest.approx(planned.messages, rel=0.03), name
+        optimizer.zero_grad()
+
+
+def plan_device() -> str:
+    return torch.get_default_device().type
+
+
+def gpt() -> nn.Module:
+    """A factory; 1.3 M elements with the embedding."""
+    return nn.Sequential(nn.Embedding(1083, 128), *(nn.Linear(128, 128) for _ in range(70)))
+
+
+def test_the_report_has_each_stage_and_the_traffic_of_one(tmp_path, capsys):
+    place = f"{__name__}:gpt"
+    picture = tmp_path / "plan.png"
+    plan.main([place, "--world-size", "1024", "--stage", "2", "--plot", str(picture)])
+    lines = capsys.readouterr().out.splitlines()
+    assert "Sequential: 1,294,464 elements in 141 parameters, on 1,024 ranks" in lines[0]
+    rows = {line.split("  ")[0].strip(): line.split() for line in lines if "stage " in line}
+    module = plan.build(place)
+    assert all(p.is_meta for p in module.parameters())
+    for stage in range(4):
+        estimate = zero_ext.estimate_memory(module, 1024, stage, device="cpu")
+        row = rows[f"stage {stage}"]
+        total = estimate["persistent"] + estimate["gathered"] + estimate["buckets"]
+        assert row[2] == f"{estimate['full'] / 2**20:,.1f}" or estimate["full"] == 0
+        assert row[-1] == f"{total / 2**20:,.1f}"
+    options = ShardingOptions(stage=2)
+    sent = plan.traffic(module, 1024, options)
+    units = sent.reductions
+    assert sent.messages == 1023 * (3 * units + 1)
+    text = "\n".join(lines)
+    assert f"{sent.messages:,} messages" in text and f"{units:,} units with gradients" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bytes_sent_are_those_of_the_gradients_and_the_parameters():
+    """By hand: of fp32 elements, padding aside, (N - 1)/N are sent."""
+    numel = sum(p.numel() for p in gpt().parameters())
+    for stage, gathers in ((0, 0), (1, 1), (2, 1), (3, 2)):
+        for world in (2, 3, 8):
+            options = ShardingOptions(stage=stage, bucket_mb=0.5)
+            sent = plan.traffic(gpt(), world, options)
+            part = 4 * numel * (world - 1) / (world if stage else 1)
+            assert sent.gradient_bytes == pytest.approx(part, rel=0.02)
+            assert sent.parameter_bytes <= 1.02 * gathers * part
+            assert sent.parameter_bytes >= (gathers - (stage == 3)) * part
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("no_such_module:make", "No module named 'no_such_module'"),
+        ("torch", "'torch' names no function"),
+        ("torch:no_such_name", "names no function"),
+        ("torch:get_num_threads", "made a int, not a module"),
+    ],
+)
+def test_mistakes_in_the_model_are_named(model, message, capsys):
+    with pytest.raises(SystemExit):
+        plan.main([model, "--world-size", "8"])
+    assert message in capsys.readouterr().err
+
+
+def test_mistakes_in_the_ranks_are_named(capsys):
+    with pytest.raises(SystemExit):
+        plan.main([f"{__name__}:gpt", "--world-size", "0"])
+    assert "world_size must be at least 1" in capsys.readouterr().err

@@ -1,0 +1,59 @@
+"""What goes to Python's logging."""
+
+import logging
+
+import pytest
+import torch
+from harness import MLP, mean_square, rank_data
+from setups import SMALL_BUCKET_MB
+
+import zero_ext
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_shard_logs_one_line_on_rank_0(anywhere, rank, stage, caplog):
+    with caplog.at_level(logging.INFO, "zero_ext"):
+        model = zero_ext.shard(MLP(13), stage, mesh=anywhere, bucket_mb=SMALL_BUCKET_MB)
+    told = [r for r in caplog.records if r.name.split(".")[0] == "zero_ext"]
+    assert len(told) == (rank == 0)
+    stats = model.stats()
+    world = 1 if anywhere is None else anywhere.get_group().size()
+    for record in told:
+        line = record.getMessage()
+        assert record.levelno == logging.INFO
+        assert line.startswith("zero_ext [rank 0]: sharded MLP with ")
+        for part in (
+            f"stage {stage} over {world} ranks",
+            f"{stats['units']} units",
+            f"{stats['bytes_held']} bytes per rank",
+            f"{stats['neighbors']} local peers",
+        ):
+            assert part in line
+
+
+def test_the_rest_is_debug(anywhere, rank, path, caplog):
+    model = MLP(13)
+    model.layers[0].weight.requires_grad_(False)
+    with caplog.at_level(logging.DEBUG, "zero_ext"):
+        zero_ext.shard(model, 2, mesh=anywhere, bucket_mb=SMALL_BUCKET_MB)
+        optimizer = zero_ext.optim.AdamW(model.parameters(), lr=0.1)
+        model.layers[0].weight.requires_grad_(True)
+        mean_square(model, rank_data((4, 5), rank)).backward()
+        optimizer.step()
+        zero_ext.checkpoint.save(path, model, optimizer)
+        zero_ext.checkpoint.load(path, model, optimizer)
+        zero_ext.offload_states(model, ["grad"])
+        zero_ext.reload_states(model)
+    lines = [r for r in caplog.records if r.name.startswith("zero_ext.")]
+    assert [r.levelno for r in lines].count(logging.INFO) == (rank == 0)
+    text = "\n".join(r.getMessage() for r in lines)
+    for part in (
+        "trainable unit 'layers.1.bias",
+        f"parameters in {torch.float32}",
+        "trained from now on: ['layers.0.weight']",
+        f"writes checkpoint '{path}'",
+        f"loaded checkpoint '{path}'",
+        "offloaded states: ['grad']",
+        "offloaded states: none",
+    ):
+        assert part in text, part
