@@ -218,6 +218,7 @@ class EngineOptions:
     limit_bytes: int
     stage: int
     timeout_ms: int
+    window_bytes: int
 
 class StepVerdict:
     @property

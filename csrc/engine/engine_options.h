@@ -29,6 +29,7 @@ struct EngineOptions {
   bool shared_host_transport = true;  // between ranks of one host, where the host allows it
   Reduction reduction = Reduction::exchange;
   std::optional<at::ScalarType> reduce_dtype;
+  int64_t window_bytes = 0;        // see Note [Windows] in unit_reduction.h
   double divide_factor = 0;        // gradients are divided by it; 0: by the number of ranks
   int64_t accumulation_steps = 1;  // every n-th backward is a boundary
   bool broadcast = true;           // all ranks begin with rank 0's parameter values

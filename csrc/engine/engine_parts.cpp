@@ -78,6 +78,7 @@ EngineParts::EngineParts(EngineOptions given)
               .reduction = options.reduction,
               .reduce_dtype = options.reduce_dtype.value_or(at::kFloat),
               .reduce_in_gradient_dtype = !options.reduce_dtype.has_value(),
+              .window_bytes = options.window_bytes,
               .memory = std::make_shared<MemoryCounter>(options.limit_bytes),
               .offloaded = std::make_shared<MemoryCounter>()},
       parameters(context),

@@ -78,6 +78,7 @@ void bind_options(py::module_& m) {
       .def_readwrite("shared_host_transport", &EngineOptions::shared_host_transport)
       .def_readwrite("reduction", &EngineOptions::reduction)
       .def_readwrite("reduce_dtype", &EngineOptions::reduce_dtype)
+      .def_readwrite("window_bytes", &EngineOptions::window_bytes)
       .def_readwrite("divide_factor", &EngineOptions::divide_factor)
       .def_readwrite("accumulation_steps", &EngineOptions::accumulation_steps)
       .def_readwrite("broadcast", &EngineOptions::broadcast)

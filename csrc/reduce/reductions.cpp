@@ -19,7 +19,7 @@ void Reductions::begin(float scale, bool hidden) {
   const bool numbered = context_.reduction == Reduction::exchange && !comm_.on_device();
   backward_ = numbered ? finished_.epoch() : started_;
   in_epoch_ = true;
-  sent_all_ = false;
+  all_started_ = false;
   users_.clear();
   const int64_t units = parameters_.unit_count();
   if (order_.units() != units) {
@@ -85,10 +85,10 @@ void Reductions::start_ready() {
        order_.advance()) {
     start(order_.next());
   }
-  // At once: a rank that throws from now on has sent all that the other ranks wait for.
-  const bool all_started = order_.all_started();
-  if (all_started && counts_users() && !users_.started()) users_.start(any_late_, reduces_late_);
-  sent_all_ = all_started;
+  // At once: a rank that throws from now on has sent all that the other ranks wait for, except for
+  // later windows.
+  all_started_ = order_.all_started();
+  if (all_started_ && counts_users() && !users_.started()) users_.start(any_late_, reduces_late_);
 }
 
 void Reductions::start(int64_t u) {
@@ -111,7 +111,7 @@ void Reductions::start_reduction(int64_t u) {
 void Reductions::finish_oldest() {
   UnitReduction& reduction = *in_flight_.front();
   const Range range("reduce", reduction.unit().name());
-  pool_.give_back(reduction.finish(scale_));
+  pool_.give_back(reduction.finish(comm_, scale_));
   any_late_ = any_late_ || reduction.more_to_come();
   in_flight_.pop_front();
   // Every rank has sent its part of this one, and is in no earlier backward any more.
@@ -161,20 +161,25 @@ void Reductions::reduce_late() {
   });
   late = late.sum(0);
   users_.clear();
-  sent_all_ = false;
+  all_started_ = false;
   for (const int64_t u : order_.order()) {
     if (late.const_data_ptr<int64_t>()[u] == 0) continue;
     parameters_.unit(u).arrivals().reopen_for_late_gradients();
     start(u);
   }
   if (counts_users()) users_.start(any_late_, reduces_late_);
-  sent_all_ = true;
+  all_started_ = true;
   finish_started();
+}
+
+bool Reductions::sent_all() const {
+  return all_started_ && std::all_of(in_flight_.begin(), in_flight_.end(),
+                                     [](const auto& reduction) { return reduction->sent_all(); });
 }
 
 void Reductions::abort(int64_t units) {
   if (std::exchange(in_epoch_, false)) {
-    const auto exit = sent_all_ ? Comm::Exit::sent_all : Comm::Exit::early;
+    const auto exit = sent_all() ? Comm::Exit::sent_all : Comm::Exit::early;
     comm_.leave_epoch(Comm::Kind::reduction, finished_.epoch(), exit);
   }
   context_.reducing.join();

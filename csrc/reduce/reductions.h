@@ -108,6 +108,8 @@ class Reductions {
   void finish_started();
   void reduce_late();
   void drop_abandoned();
+  // This rank has sent all that the other ranks need.
+  bool sent_all() const;
 
   Comm& comm_;
   const UnitContext& context_;
@@ -121,7 +123,7 @@ class Reductions {
   // One backward.
   float scale_ = 1;
   bool in_epoch_ = false;      // it began one, which has not ended
-  bool sent_all_ = false;      // that the other ranks wait for
+  bool all_started_ = false;   // every reduction that the other ranks wait for
   bool reduces_late_ = false;  // late gradients are possible
   bool any_late_ = false;      // on this rank, or on one whose message says it
   int64_t backward_ = 0;       // its number in finished_, the same on every rank

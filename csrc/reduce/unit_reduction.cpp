@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
@@ -16,6 +17,9 @@ namespace {
 // A flags message: the number of the backward, the unit's index, whether its sender has late
 // gradients, then one byte per slot.
 constexpr int64_t kFlagsHeaderBytes = 3 * sizeof(int64_t);
+
+// Of a window's beginning and of the parts that are received of it.
+constexpr int64_t kWindowAlignmentBytes = 64;
 
 at::Tensor byte_tensor(int64_t numel) {
   return at::empty({numel}, at::TensorOptions().dtype(at::kByte));
@@ -34,6 +38,22 @@ void UnitReduction::start(Comm& comm, int64_t backward, bool more_to_come) {
   more_to_come_ = more_to_come;
   unit_.intake().fill_message();
   const SideStream::Scope beside(context_.reducing);
+  start_window(comm, window_from(0));
+}
+
+UnitReduction::Window UnitReduction::window_from(int64_t begin) const {
+  const int64_t left = range_numel() - begin;
+  if (context_.reduction == Reduction::collective || context_.world == 1) return {begin, left};
+  const auto itemsize = static_cast<int64_t>(message_.element_size());
+  const int64_t alignment = kWindowAlignmentBytes / itemsize;
+  const auto message_bytes = static_cast<int64_t>(message_.nbytes());
+  const int64_t bytes = std::max(message_bytes, context_.window_bytes);
+  const int64_t most = bytes / itemsize / places() / alignment * alignment;
+  return {begin, std::min(left, std::max(most, alignment))};
+}
+
+void UnitReduction::start_window(Comm& comm, Window window) {
+  window_ = window;
   if (context_.reduction == Reduction::exchange) {
     start_exchange(comm);
   } else {
@@ -46,11 +66,13 @@ void UnitReduction::start_exchange(Comm& comm) {
   const int64_t world = context_.world;
   const int64_t rank = context_.rank;
   const RankLayout& layout = unit_.layout();
-  const int64_t part = layout.range_numel();
-  const auto outgoing = [&](int64_t range) { return message_.narrow(0, range * part, part); };
+  const int64_t part = window_.numel;
+  const auto outgoing = [&](int64_t range) {
+    return message_.narrow(0, layout.range_begin(range) + window_.begin, part);
+  };
   // One place per rank where the sums are offloaded: this rank's own part goes there, too.
   const bool offloads = context_.offloads();
-  const int64_t received_numel = (offloads ? world : world - 1) * part;
+  const int64_t received_numel = places() * part;
   const at::ScalarType dtype = message_.scalar_type();
   const at::Tensor received = offloads && comm.on_device()
                                   ? context_.on_device(received_numel, dtype)
@@ -68,9 +90,9 @@ void UnitReduction::start_exchange(Comm& comm) {
   }
   sources_[rank] = outgoing(layout.own_range());
   // Numbered by backward and unit, so that a reduction that a failed backward left behind matches
-  // no later one.
+  // no later one. Windows of a reduction arrive in the order in which they were sent.
   const int64_t tag = backward_ * kMaxUnits + unit_.index();
-  if (brings_flags(context_, comm)) exchange_flags(comm, 2 * tag);
+  if (brings_flags(context_, comm) && window_.begin == 0) exchange_flags(comm, 2 * tag);
   comm.exchange(sends, recvs, backward_, 2 * tag + 1, pending_);
 }
 
@@ -107,7 +129,7 @@ void UnitReduction::start_collective(Comm& comm) {
 void UnitReduction::send_to_host(Comm& comm) {
   // What other ranks send through host memory arrives there; a sum is not there before it is.
   if (comm.on_device() || context_.reduction == Reduction::collective) wait();
-  const int64_t part = unit_.layout().range_numel();
+  const int64_t part = window_.numel;
   const auto count = static_cast<int64_t>(sources_.size());
   const at::Tensor received = bucket_->received(message_.scalar_type(), count * part);
   for (int64_t k = 0; k < count; ++k) {
@@ -131,12 +153,22 @@ std::string UnitReduction::waiting() const {
          std::to_string(backward_);
 }
 
-std::unique_ptr<Bucket> UnitReduction::finish(float scale) {
+std::unique_ptr<Bucket> UnitReduction::finish(Comm& comm, float scale) {
   const SideStream::Scope beside(context_.reducing);
   wait();
-  if (sent_to_host_.has_value()) sent_to_host_->synchronize();
   if (knows_users()) check_flags();
-  add_contributions(scale);
+  const std::vector<Run> runs = this->runs();
+  unit_.sums().begin_adding();
+  add_window(runs, scale);
+  while (window_.end() < range_numel()) {
+    start_window(comm, window_from(window_.end()));
+    wait();
+    add_window(runs, scale);
+  }
+  unit_.sums().end_adding();
+  for (int64_t i = 0; knows_users() && i < unit_.layout().size(); ++i) {
+    if (is_used(i)) unit_.sums().mark_summed(i);
+  }
   unit_.intake().return_message();
   bucket_->mark_used();
   return std::move(bucket_);
@@ -161,16 +193,16 @@ bool UnitReduction::may_be_used_by(int64_t source, int64_t i) const {
   return flags_[source].const_data_ptr<uint8_t>()[kFlagsHeaderBytes + i] != 0;
 }
 
-void UnitReduction::add_contributions(float scale) {
-  GradientSums& sums = unit_.sums();
-  const RankLayout& layout = unit_.layout();
+bool UnitReduction::is_used(int64_t i) const {
+  for (int64_t source = 0; source < std::ssize(sources_); ++source) {
+    if (may_be_used_by(source, i)) return true;
+  }
+  return false;
+}
+
+std::vector<Run> UnitReduction::runs() const {
+  const GradientSums& sums = unit_.sums();
   const auto sources = static_cast<int64_t>(sources_.size());
-  const auto used = [&](int64_t i) {
-    for (int64_t source = 0; source < sources; ++source) {
-      if (may_be_used_by(source, i)) return true;
-    }
-    return false;
-  };
   const auto same = [&](int64_t i, int64_t j) {
     if (sums.fresh(i) != sums.fresh(j)) return false;
     for (int64_t source = 0; source < sources; ++source) {
@@ -178,12 +210,16 @@ void UnitReduction::add_contributions(float scale) {
     }
     return true;
   };
-  sums.begin_adding();
-  for (const Run& run : layout.runs(used, same)) add_run(run, scale);
-  sums.end_adding();
-  if (!knows_users()) return;
-  for (int64_t i = 0; i < layout.size(); ++i) {
-    if (used(i)) sums.mark_summed(i);
+  return unit_.layout().runs([this](int64_t i) { return is_used(i); }, same);
+}
+
+void UnitReduction::add_window(const std::vector<Run>& runs, float scale) {
+  if (sent_to_host_.has_value()) sent_to_host_->synchronize();
+  for (Run run : runs) {
+    const int64_t end = std::min(run.begin + run.numel, window_.end());
+    run.begin = std::max(run.begin, window_.begin);
+    run.numel = end - run.begin;
+    if (run.numel > 0) add_run(run, scale);
   }
 }
 
@@ -191,7 +227,7 @@ void UnitReduction::add_run(const Run& run, float scale) {
   std::vector<const void*> contributions;
   for (size_t source = 0; source < sources_.size(); ++source) {
     if (!may_be_used_by(static_cast<int64_t>(source), run.first_slot)) continue;
-    contributions.push_back(element(sources_[source], run.begin));
+    contributions.push_back(element(sources_[source], run.begin - window_.begin));
   }
   GradientSums& sums = unit_.sums();
   float* sum = sums.data() + run.begin;

@@ -5,6 +5,14 @@
 //            added, or the backward threw.
 // Threads:   called only under the engine's lock.
 // Invariant: the bucket is here from construction until finish() or abandon().
+//
+// Note [Windows]
+// Without ranges, and over many replicas, what all ranks send to one rank grows with their number.
+// So an exchange receives one window of this rank's range after the other, and adds it to the sums.
+// A window is so short that all ranks' parts of it are at most as large as this rank's message, or
+// as UnitContext::window_bytes. Each element is still added in rank order, so windows change no bit.
+// start() exchanges the first window, finish() the others. Where the ranges of a unit are as many
+// as the ranks, one window is enough.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -48,16 +56,31 @@ class UnitReduction {
   // `more_to_come`: this rank has late gradients, which all ranks will have to reduce.
   void start(Comm& comm, int64_t backward, bool more_to_come);
   // Waits and adds the ranks' contributions, times `scale`. Gives the bucket back.
-  std::unique_ptr<Bucket> finish(float scale);
+  std::unique_ptr<Bucket> finish(Comm& comm, float scale);
   // A rank had late gradients when it started this one; known where contributions bring flags.
   bool more_to_come() const { return more_to_come_; }
   // The beginning of a message about this rank waiting for the reduction.
   std::string waiting() const;
   bool started() const { return unit_.arrivals().reduced(); }
+  // The other ranks need nothing more from this one.
+  bool sent_all() const { return window_.end() == range_numel(); }
   // The backward threw. What the other ranks may still need.
   AbandonedReduction abandon();
 
  private:
+  // Elements of this rank's range, from its beginning.
+  struct Window {
+    int64_t begin = 0;
+    int64_t numel = 0;
+    int64_t end() const { return begin + numel; }
+  };
+
+  int64_t range_numel() const { return unit_.layout().range_numel(); }
+  // How many ranks' parts of a window are received.
+  int64_t places() const { return context_.offloads() ? context_.world : context_.world - 1; }
+  // The window that begins at an element.
+  Window window_from(int64_t begin) const;
+  void start_window(Comm& comm, Window window);
   void start_exchange(Comm& comm);
   void exchange_flags(Comm& comm, int64_t tag);
   void start_collective(Comm& comm);
@@ -68,7 +91,11 @@ class UnitReduction {
   void check_flags();
   bool knows_users() const { return !flags_.empty(); }
   bool may_be_used_by(int64_t source, int64_t i) const;
-  void add_contributions(float scale);
+  bool is_used(int64_t i) const;
+  // What can be added in one call.
+  std::vector<Run> runs() const;
+  void add_window(const std::vector<Run>& runs, float scale);
+  // `run`: inside the window.
   void add_run(const Run& run, float scale);
 
   const UnitContext& context_;
@@ -77,9 +104,10 @@ class UnitReduction {
   at::Tensor message_;  // [padded], in the bucket: this rank's gradients
   int64_t backward_ = 0;
   bool more_to_come_ = false;
+  Window window_;  // the one under way
   Pending pending_;
   std::vector<at::Tensor> flags_;    // [world] messages of bytes, where contributions bring them
-  std::vector<at::Tensor> sources_;  // contributions to this rank's range, in rank order
+  std::vector<at::Tensor> sources_;  // contributions to the window, in rank order
   std::optional<c10::Event> sent_to_host_;
 };
 

@@ -1,5 +1,6 @@
 """Handle: the Python side of one engine."""
 
+import functools
 import logging
 import weakref
 from collections.abc import Iterable, Sequence
@@ -220,6 +221,10 @@ class Handle:
 
     # What a parameter's values look like
 
+    @functools.cached_property
+    def _maker(self) -> shard_tensor.Maker:
+        return shard_tensor.Maker(self.groups.mesh)
+
     def as_parameter(self, local: Tensor, i: int, parameter: Tensor) -> Tensor:
         """This rank's 1-D part of some per-element value, shown in the parameter's shape."""
         bounds = self.engine.bounds(i)
@@ -232,9 +237,7 @@ class Handle:
             )
         if self.replicated:
             return local.as_strided(parameter.shape, self.engine.strides(i))
-        return shard_tensor.make(
-            local, parameter.shape, bounds, self.groups.mesh, self.engine.strides(i)
-        )
+        return self._maker.make(local, parameter.shape, bounds, self.engine.strides(i))
 
     def write_value(self, i: int, value: Tensor) -> None:
         """Give parameter i and its master the value that ``as_parameter`` shows. Collective."""

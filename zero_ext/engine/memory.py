@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from zero_ext.engine import options as settings
 from zero_ext.engine.checks import check_module, stays_whole
 from zero_ext.engine.options import ShardingOptions
 from zero_ext.engine.registry import handle_of
@@ -49,6 +50,7 @@ def estimate_memory(
     shards: int | None = None,
     units: Choice = None,
     bucket_mb: float = 25.0,
+    reduction: str | None = None,
     prefetch_mb: float | None = None,
     param_dtype: torch.dtype | None = None,
     local_accumulation: bool = False,
@@ -68,6 +70,8 @@ def estimate_memory(
         shards: Ranks of a replica, where sharding is hybrid: the second dimension of ``mesh``.
             Default: all.
         units, prefetch_mb: As for ``shard``; of stage 3.
+        reduction: As for ``shard``. Default: ``"collective"`` on a CUDA device, else
+            ``"exchange"``.
         local_accumulation: Whether stages 0 and 1 accumulate inside ``no_sync()``.
         device: Where it will be trained; default: where its parameters are, the CPU if that is the
             meta device.
@@ -75,19 +79,24 @@ def estimate_memory(
         ``full``, ``shard``, ``master``, ``grad``, ``optimizer_state``, their sum ``persistent``,
         and what comes on top of it: ``gathered``, the most that stage 3 gathers at once while the
         passes keep their order (less where ranks of one host gather nothing ahead), and
-        ``buckets``, the most that the two buckets can add with ``reduction="exchange"``. Padding
-        included.
+        ``buckets``, the most that the two buckets can add. Padding included. None of these grows
+        with the number of ranks.
     Raises:
-        ValueError: a stage, a number of ranks or of shards, a size or a dtype that cannot be.
+        ValueError: a stage, a number of ranks or of shards, a size, a reduction or a dtype that
+            cannot be.
     """
     check_module(module, "estimate_memory()")
     options = ShardingOptions(
-        stage=stage, bucket_mb=bucket_mb, prefetch_mb=prefetch_mb, param_dtype=param_dtype
+        stage=stage,
+        bucket_mb=bucket_mb,
+        reduction=reduction,
+        prefetch_mb=prefetch_mb,
+        param_dtype=param_dtype,
     )
     shards = world_size if shards is None else shards
     _check_ranks(world_size, shards)
-    on_device = _device_of(module, device).type not in ("cpu", "meta")
-    parameters, blocks, cut = planned_units(module, world_size, shards, options, units, on_device)
+    kind = _device_of(module, device).type
+    parameters, blocks, cut = planned_units(module, world_size, shards, options, units, kind)
     local = local_accumulation and stage < 2 and world_size > 1
     result = _persistent_bytes([unit for part in cut for unit in part], local)
     frozen = [p for p in module.parameters() if not p.requires_grad]
@@ -106,7 +115,7 @@ def planned_units(
     shards: int,
     options: ShardingOptions,
     units: Choice = None,
-    on_device: bool = False,
+    device_type: str = "cpu",
 ) -> tuple[list[torch.Tensor], list[Block], list[list["_Unit"]]]:
     """What units will be made of ``module``.
 
@@ -124,7 +133,10 @@ def planned_units(
             plans[block] += planner.of_block(members)
     else:
         plans = [planner.by_size(i for i, p in enumerate(parameters) if p.requires_grad)]
-    run = _Run(world_size, shards, options.stage, on_device)
+    default = "collective" if device_type == "cuda" else "exchange"
+    exchanges = (options.reduction or default) == "exchange"
+    on_device = device_type not in ("cpu", "meta")
+    run = _Run(world_size, shards, options.stage, on_device, exchanges)
     numels = [p.numel() for p in parameters]
     cut = [[_Unit(p, [numels[i] for i in p.members], run) for p in part] for part in plans]
     return parameters, blocks, cut
@@ -153,6 +165,7 @@ class _Run(NamedTuple):
     shards: int
     stage: int
     on_device: bool
+    exchanges: bool
 
 
 class _Unit(NamedTuple):
@@ -193,8 +206,15 @@ class _Unit(NamedTuple):
 
     def bucket_bytes(self, local: bool) -> int:
         """``local``: sums of several backwards are sent, which are in fp32."""
-        itemsize = _FP32_BYTES if self.plan.gradient_is_fp32 or local else self.itemsize
-        return self.range_numel * (self.ranges + self.run.world - 1) * itemsize
+        in_fp32 = self.plan.gradient_is_fp32 or local or not self.run.exchanges
+        itemsize = _FP32_BYTES if in_fp32 else self.itemsize
+        message = self.range_numel * self.ranges
+        if not self.run.exchanges:
+            return (message + (self.range_numel if self.ranges > 1 else 0)) * itemsize
+        alignment = _ALIGNMENT_BYTES // itemsize
+        most = max(message * itemsize, settings.window_bytes) // itemsize
+        window = max(most // (self.run.world - 1) // alignment * alignment, alignment)
+        return (message + min(window, self.range_numel) * (self.run.world - 1)) * itemsize
 
 
 def _persistent_bytes(units: Iterable[_Unit], local: bool) -> dict[str, int]:

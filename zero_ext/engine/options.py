@@ -13,6 +13,10 @@ from zero_ext.ranks import environment
 from zero_ext.ranks.comm_groups import comm_groups
 from zero_ext.ranks.groups import Groups
 
+# Other ranks' gradients of one unit are received in windows. All parts of a window take at most so
+# much together, or as much as this rank's gradients of the unit.
+window_bytes = 4 * 2**20
+
 
 def check_policy(policy: OffloadPolicy | None) -> OffloadPolicy:
     """``policy``, or the one that offloads nothing.
@@ -117,6 +121,7 @@ class ShardingOptions:
         options.accumulation_steps = self.accumulation_steps or 1
         options.broadcast = self.sync_module_states
         options.limit_bytes = environment.limit_bytes()
+        options.window_bytes = window_bytes
         options.global_ranks = list(groups.global_ranks)
         options.device = groups.device
         options.offload = self.offloads and groups.device.type != "cpu"

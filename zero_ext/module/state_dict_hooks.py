@@ -26,13 +26,15 @@ class StateDictHooks(Carried):
 
     def attach(self, module: nn.Module) -> None:
         """To ``module`` and to each submodule that has sharded parameters of its own."""
+        put, before = CarriedMethod(self.put_shards), CarriedMethod(self.before_load)
+        after = CarriedMethod(self.after_load)
         for each in module.modules():
             own = [p for p in each._parameters.values() if p is not None]
             owns = any(is_sharded_by(self._handle, parameter) for parameter in own)
             if each is module or (owns and not isinstance(each, torch.jit.ScriptModule)):
-                each.register_state_dict_post_hook(CarriedMethod(self.put_shards))
-                each.register_load_state_dict_pre_hook(CarriedMethod(self.before_load))
-                each.register_load_state_dict_post_hook(CarriedMethod(self.after_load))
+                each.register_state_dict_post_hook(put)
+                each.register_load_state_dict_pre_hook(before)
+                each.register_load_state_dict_post_hook(after)
 
     @property
     def _releases(self) -> bool:

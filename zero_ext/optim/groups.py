@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import OffloadPolicy
-from torch.utils.weak import WeakIdKeyDictionary
 
 from zero_ext.engine.checks import stays_whole
 from zero_ext.engine.handle import Handle
-from zero_ext.engine.registry import find
+from zero_ext.engine.registry import ByTensor, find
 from zero_ext.ranks.agreement import check_same_on_all_ranks
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 Group = dict[str, Any]
 Named = list[tuple[str, Tensor]]
 
-_owners = WeakIdKeyDictionary()  # Parameter -> weak reference to the optimizer that steps it
+_owners = ByTensor()  # Parameter -> weak reference to the optimizer that steps it
 
 
 def _owner_of(parameter: Tensor) -> "ShardedOptimizer | None":
@@ -43,7 +42,7 @@ def settings_of(group: Group) -> dict[str, Any]:
 
 def named_in(state: dict[Any, Any]) -> dict[Any, Any]:
     """What an optimizer keeps under names, and not for a parameter, such as a count of steps."""
-    return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+    return {key: value for key, value in dict.items(state) if not isinstance(key, Tensor)}
 
 
 def replace_named(state: dict[Any, Any], named: dict[Any, Any]) -> None:
@@ -162,7 +161,7 @@ class FollowedGroups:
         self._state_counts: list[int] = []  # of each group
         self._unfreezings = 0  # of the engine's parameters, which get a state once they train
         # Each parameter that has had a state -> whether it was in a group.
-        self._present = WeakIdKeyDictionary()
+        self._present = ByTensor()
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -219,7 +218,7 @@ class FollowedGroups:
         gone = [parameter for parameter in self.parameters if id(parameter) not in here]
         disown(gone, optimizer)
         for parameter in gone:
-            if parameter in self._present:
+            if self._present.get(parameter) is not None:
                 self._present[parameter] = False
             # torch makes a state in the first step, and saves none of what is in no group.
             if not optimizer.state.get(parameter, {}).get("step", True):

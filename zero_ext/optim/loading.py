@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zero_ext.optim.groups import Group, named_in, replace_named, settings_of
+from zero_ext.optim.shown_states import ShownStates, values_in
 
 if TYPE_CHECKING:
     from zero_ext.optim.sharded_optimizer import ShardedOptimizer
@@ -96,19 +96,14 @@ class EmptiedState:
     """
 
     def remember(self, optimizer: "ShardedOptimizer") -> None:
-        self._state, self._count = optimizer.state, _values_in(optimizer.state)
+        self._state, self._count = optimizer.state, values_in(optimizer.state)
 
     def follow(self, optimizer: "ShardedOptimizer") -> None:
         """Zero what the user emptied, and show it again."""
         state, groups = optimizer.state, optimizer.param_groups
-        if state is self._state and _values_in(state) >= self._count:
+        if state is self._state and values_in(state) >= self._count:
             return
         parameters = [parameter for group in groups for parameter in group["params"]]
         wanted = {k: state.get(parameter, {}) for k, parameter in enumerate(parameters)}
-        optimizer.state = defaultdict(dict, named_in(state))
+        optimizer.state = ShownStates(dict, named_in(state))
         optimizer._checked_states(saved_states(groups, wanted, wanted))()
-
-
-def _values_in(state: dict[Any, Any]) -> int:
-    """How many parameters have some state."""
-    return sum(isinstance(key, Tensor) and bool(values) for key, values in state.items())

@@ -6,6 +6,7 @@ the other ranks whether the gradients are finite and what their norm is, one upd
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from zero_ext.engine.registry import find
 from zero_ext.optim import groups, scaler
 from zero_ext.optim.arguments import check_arguments
 from zero_ext.optim.loading import EmptiedState, SavedState, checked_load
+from zero_ext.optim.shown_states import ShownStates
 from zero_ext.optim.verdicts import SkippedSteps, StepSettings
 from zero_ext.ranks.groups import resolve
 
@@ -70,6 +72,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         check_arguments(nonfinite, max_grad_norm, loss_scaler)
         self._handle: Handle | None = None  # as long as torch's constructor runs
         super().__init__(params, defaults)
+        self.state = ShownStates(dict)
         self.nonfinite = nonfinite
         self.max_grad_norm = max_grad_norm
         self.grad_norm: Tensor | None = None
@@ -193,18 +196,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _held_state(self, parameter: Tensor, i: int) -> dict[str, Tensor]:
         """The count of steps, and each of ``_state_names`` that there is memory for."""
-        state = {"step": self._sharded_state.step(i)}
-        for k, name in enumerate(self._state_names[: self._states_held]):
-            local = self._sharded_state.slice(k, i)
-            state[name] = self._handle.as_parameter(local, i, parameter)
-        return state
+        names = self._state_names[: self._states_held]
+        return _views(self._sharded_state, self._handle, parameter, i, names)
 
     def _names_in(self, group: groups.Group) -> tuple[str, ...]:
         return ("step", *self._state_names[: self._states_of(group)])
 
     def _show_state(self, parameter: Tensor, i: int, group: groups.Group) -> None:
-        held = self._held_state(parameter, i)
-        self.state[parameter].update((name, held[name]) for name in self._names_in(group))
+        names = self._state_names[: self._states_of(group)]
+        make = functools.partial(_views, self._sharded_state, self._handle, parameter, i, names)
+        if isinstance(self.state, ShownStates) and parameter not in self.state:
+            self.state.show_later(parameter, make)
+        else:
+            self.state[parameter].update(make())
 
     def _forget_state(self, parameter: Tensor, i: int) -> None:
         for value in self._held_state(parameter, i).values():
@@ -383,3 +387,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def stats(self) -> dict[str, int]:
         """See ``zero_ext.stats``."""
         return {**self._handle.stats(), "skipped_steps": self.skipped_steps}
+
+
+def _views(
+    sharded_state: _C.OptimizerState,
+    handle: Handle,
+    parameter: Tensor,
+    i: int,
+    names: Sequence[str],
+) -> dict[str, Tensor]:
+    """Of parameter i: the count of steps, and the first states, which have these names.
+
+    Not a method: who makes them later must not hold the optimizer.
+    """
+    state = {"step": sharded_state.step(i)}
+    for k, name in enumerate(names):
+        state[name] = handle.as_parameter(sharded_state.slice(k, i), i, parameter)
+    return state

@@ -216,25 +216,52 @@ def make(
         stride: The dense memory order that is flattened (channels_last, transposed); default
             row-major.
     """
-    shape, bounds = torch.Size(shape), tuple(bounds)
-    rank = mesh.get_local_rank()
-    where = f"zero_ext [rank {mesh.get_rank()}]: "
-    ends = (bounds[:1], bounds[-1:]) == ((0,), (shape.numel(),))
-    if len(bounds) != mesh.size() + 1 or not ends or list(bounds) != sorted(bounds):
-        raise ValueError(
-            f"{where}bounds {bounds} of a tensor of shape {tuple(shape)} must "
-            f"rise from 0 to {shape.numel()} in {mesh.size() + 1} entries, one more than ranks."
-        )
-    numel = bounds[rank + 1] - bounds[rank]
-    if local.shape != (numel,) or not local.is_contiguous():
-        raise ValueError(
-            f"{where}the slice has shape {tuple(local.shape)} and strides {local.stride()}, bounds "
-            f"{bounds} call for {numel} contiguous elements."
-        )
-    if stride is None:
-        stride = [prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape))]
-    meta = TensorMeta(shape, tuple(stride), local.dtype)
-    return _present(local, DTensorSpec(mesh, (FlatShard(0),), tensor_meta=meta), bounds)
+    return Maker(mesh).make(local, shape, bounds, stride)
+
+
+class Maker:
+    """Makes the ShardTensors of one mesh. Those of one shape, stride and dtype share a spec,
+    because making one takes most of the time."""
+
+    def __init__(self, mesh: DeviceMesh):
+        self._mesh = mesh
+        self._rank, self._size = mesh.get_local_rank(), mesh.size()
+        self._specs: dict[TensorMeta, DTensorSpec] = {}
+
+    def make(
+        self,
+        local: Tensor,
+        shape: torch.Size,
+        bounds: Sequence[int],
+        stride: Sequence[int] | None = None,
+    ) -> ShardTensor:
+        """See ``make``."""
+        shape, bounds = torch.Size(shape), tuple(bounds)
+        self._check(local, shape, bounds)
+        if stride is None:
+            stride = [prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape))]
+        meta = TensorMeta(shape, tuple(stride), local.dtype)
+        spec = self._specs.get(meta)
+        if spec is None:
+            spec = DTensorSpec(self._mesh, (FlatShard(0),), tensor_meta=meta)
+            self._specs[meta] = spec
+        return _present(local, spec, bounds)
+
+    def _check(self, local: Tensor, shape: torch.Size, bounds: tuple[int, ...]) -> None:
+        ends = (bounds[:1], bounds[-1:]) == ((0,), (shape.numel(),))
+        if len(bounds) != self._size + 1 or not ends or list(bounds) != sorted(bounds):
+            raise ValueError(
+                f"zero_ext [rank {self._mesh.get_rank()}]: bounds {bounds} of a tensor of shape "
+                f"{tuple(shape)} must rise from 0 to {shape.numel()} in {self._size + 1} "
+                "entries, one more than ranks."
+            )
+        numel = bounds[self._rank + 1] - bounds[self._rank]
+        if local.shape != (numel,) or not local.is_contiguous():
+            raise ValueError(
+                f"zero_ext [rank {self._mesh.get_rank()}]: the slice has shape "
+                f"{tuple(local.shape)} and strides {local.stride()}, bounds {bounds} call for "
+                f"{numel} contiguous elements."
+            )
 
 
 def wrap(local: Tensor, like: ShardTensor) -> ShardTensor:

@@ -1,0 +1,81 @@
+"""ShownStates: ``optimizer.state``, whose views are made when they are asked for."""
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class _Later(NamedTuple):
+    """Stands for a parameter's state until it is asked for."""
+
+    make: Callable[[], dict[str, Tensor]]
+
+
+class ShownStates(defaultdict):
+    """By parameter, or by name what an optimizer keeps for no parameter.
+
+    Who reads the state of one parameter gets its views made. Who reads all of them, to iterate,
+    compare, copy or pickle them, gets all views made.
+    """
+
+    def show_later(self, parameter: Tensor, make: Callable[[], dict[str, Tensor]]) -> None:
+        """``make()`` is the state of ``parameter``, which has none yet."""
+        super().__setitem__(parameter, _Later(make))
+
+    def __getitem__(self, key: Hashable) -> Any:
+        value = super().__getitem__(key)
+        if type(value) is _Later:
+            with torch.inference_mode(False), torch.no_grad():
+                value = value.make()
+            super().__setitem__(key, value)
+        return value
+
+    def get(self, key: Hashable, default: Any = None) -> Any:
+        if key not in self:
+            return default
+        return self[key]
+
+    def setdefault(self, key: Hashable, default: Any = None) -> Any:
+        super().setdefault(key, default)
+        return self[key]
+
+    def pop(self, key: Hashable, *default: Any) -> Any:
+        if key not in self:
+            return super().pop(key, *default)
+        value = self[key]
+        del self[key]
+        return value
+
+    def _make_all(self) -> None:
+        for key in [*dict.keys(self)]:
+            self.get(key)
+
+    def __reduce_ex__(self, protocol) -> tuple:
+        return defaultdict, (dict, {key: self[key] for key in dict.keys(self)})
+
+
+def _of_all(name: str) -> Callable:
+    of_dict = getattr(defaultdict, name)
+
+    def method(self, *args):
+        self._make_all()
+        return of_dict(self, *args)
+
+    method.__name__ = name
+    return method
+
+
+# Without __iter__ here dict() and ** would copy what stands for a state.
+for _name in (
+    *("__iter__", "__reversed__", "items", "values", "popitem", "copy", "__copy__", "__repr__"),
+    *("__eq__", "__ne__", "__or__", "__ror__"),
+):
+    setattr(ShownStates, _name, _of_all(_name))
+
+
+def values_in(state: dict[Any, Any]) -> int:
+    """How many parameters have some state, made or not."""
+    return sum(isinstance(key, Tensor) and bool(values) for key, values in dict.items(state))
