@@ -23,6 +23,7 @@ from zero_ext.module.forward_methods import register_forward_method
 from zero_ext.module.sharding import shard
 from zero_ext.optim import adoption
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.ranks import environment
 from zero_ext.ranks.agreement import all_or_none
 from zero_ext.ranks.groups import resolve
 from zero_ext.state.model_state import gather_state_dict
@@ -50,15 +51,20 @@ class Accelerator(accelerate.Accelerator):
 
     Args:
         args, kwargs: Those of ``accelerate.Accelerator``.
-        stage: As for ``zero_ext.shard``.
+        stage: As for ``zero_ext.shard``. None: ``ZERO_EXT_STAGE`` of the environment, or 2.
         sharding: Further arguments of ``zero_ext.shard``, such as ``mp_policy`` or ``units``.
     Raises:
         ValueError: accelerate is configured for FSDP, DeepSpeed, fp8 or another parallelism.
     """
 
     def __init__(
-        self, *args: Any, stage: int = 2, sharding: dict[str, Any] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        stage: int | None = None,
+        sharding: dict[str, Any] | None = None,
+        **kwargs: Any,
     ):
+        stage = environment.stage(stage)
         super().__init__(*args, **kwargs)
         unknown = None
         if self.distributed_type not in _DATA_PARALLEL:

@@ -32,14 +32,18 @@ class ShardedTrainerMixin:
 
     Args:
         args, kwargs: The trainer's.
-        stage: As for ``zero_ext.shard``.
+        stage: As for ``zero_ext.shard``. None: ``ZERO_EXT_STAGE`` of the environment, or 2.
         sharding: Further arguments of ``zero_ext.shard``, such as ``mp_policy`` or ``units``.
     Raises:
         ValueError: the arguments ask for FSDP, DeepSpeed or another parallelism, too.
     """
 
     def __init__(
-        self, *args: Any, stage: int = 2, sharding: dict[str, Any] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        stage: int | None = None,
+        sharding: dict[str, Any] | None = None,
+        **kwargs: Any,
     ):
         self._stage, self._sharding = stage, sharding
         super().__init__(*args, **kwargs)
