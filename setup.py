@@ -10,12 +10,18 @@ TORCH_CUDA_ARCH_LIST):
 
 import glob
 import os
+import re
+import shlex
+import subprocess
 import sysconfig
 from pathlib import Path
 
-from setuptools import setup
+import setuptools
 
 OLDEST_TORCH = (2, 11)
+OLDEST_SETUPTOOLS = 77  # the first that reads all of pyproject.toml
+# Where the links of README.md lead from the page of a package index.
+SOURCE_URL = "https://zero-ext.example/source"
 CXX_FLAGS = [
     "-O3",
     "-g0",
@@ -45,6 +51,31 @@ INSTALL_COMMAND = "pip install --no-build-isolation ."
 
 def stop(fact: str, remedy: str) -> None:
     raise SystemExit(f"zero_ext: {fact}. {remedy}")
+
+
+def check_setuptools() -> None:
+    if int(setuptools.__version__.split(".")[0]) < OLDEST_SETUPTOOLS:
+        stop(
+            f"setuptools {setuptools.__version__} is older than {OLDEST_SETUPTOOLS}",
+            f'Install a newer one: pip install "setuptools>={OLDEST_SETUPTOOLS}"',
+        )
+
+
+def check_compiler(command: str) -> None:
+    """``command``: of the C++ compiler, perhaps behind ccache."""
+    try:
+        subprocess.run([*shlex.split(command), "--version"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        stop(
+            f"there is no C++ compiler ('{command}' does not run)",
+            "Install g++ 12 or newer, or set CXX to the command of another one",
+        )
+
+
+def readme() -> str:
+    """README.md with links that lead somewhere from everywhere."""
+    text = Path("README.md").read_text(encoding="utf-8")
+    return re.sub(r"\]\((?!https?:|#)", f"]({SOURCE_URL}/", text)
 
 
 def import_torch():
@@ -97,6 +128,7 @@ def compile_flags(included: list[str]) -> dict[str, list[str]]:
 
 
 def main() -> None:
+    check_setuptools()
     torch = import_torch()
     from torch.utils import cpp_extension
     from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
@@ -120,6 +152,7 @@ def main() -> None:
                 self.build_temp = "build/editable"
 
         def run(self):
+            check_compiler(cpp_extension.get_cxx_compiler())
             super().run()
             package = Path("zero_ext") if self.inplace else Path(self.build_lib, "zero_ext")
             (package / "_build_info.py").write_text(build_info)
@@ -134,7 +167,12 @@ def main() -> None:
         extra_compile_args=compile_flags(included),
         extra_link_args=SANITIZERS if os.environ.get("ZERO_EXT_SANITIZE") == "1" else [],
     )
-    setup(ext_modules=[extension], cmdclass={"build_ext": BuildAndRecord})
+    setuptools.setup(
+        ext_modules=[extension],
+        cmdclass={"build_ext": BuildAndRecord},
+        long_description=readme(),
+        long_description_content_type="text/markdown",
+    )
 
 
 main()

@@ -1,7 +1,10 @@
 """Does the compiled extension fit the torch that is present? Called before anything else here."""
 
 import importlib
+import importlib.machinery
 import importlib.util
+import sys
+from pathlib import Path
 from types import ModuleType
 
 BUILD_COMMAND = "pip install --no-build-isolation ."
@@ -46,11 +49,27 @@ def _build_info() -> ModuleType:
     except ModuleNotFoundError:
         built = None
     if built is None or importlib.util.find_spec("zero_ext._C") is None:
-        raise ImportError(
-            "zero_ext's extension is not built. In the source directory, with torch installed: "
-            + BUILD_COMMAND
-        )
+        raise ImportError(_why_not_built(Path(__file__).parent))
     return built
+
+
+def _why_not_built(package: Path) -> str:
+    """``package``: the folder that was imported."""
+    source = package.parent
+    if not (source / "setup.py").is_file():
+        return f"zero_ext's extension is missing in '{package}'. Install it again: {BUILD_COMMAND}"
+    others = [entry for entry in sys.path if Path(entry or ".").resolve() != source.resolve()]
+    other = importlib.machinery.PathFinder.find_spec("zero_ext", others)
+    if other is not None and other.origin is not None:
+        return (
+            f"zero_ext was imported from the source folder '{source}', where it is not built, and "
+            f"not from '{Path(other.origin).parent}', where it is installed: start Python in "
+            "another folder."
+        )
+    return (
+        f"zero_ext was imported from the source folder '{source}', where it is not built: install "
+        f"it there with torch present by {BUILD_COMMAND[:-1]}-e ."
+    )
 
 
 def _minor(version: str) -> list[str]:

@@ -1,6 +1,7 @@
 """zero_ext.integrations: the loops of accelerate and transformers train as they do with DDP."""
 
 import copy
+import pickle
 import warnings
 from contextlib import nullcontext
 
@@ -19,6 +20,10 @@ from zero_ext.engine.registry import find
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+from accelerate.utils import (  # noqa: E402
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+)
 
 from zero_ext.integrations.accelerate import Accelerator  # noqa: E402
 from zero_ext.integrations.transformers import ShardedTrainerMixin, Trainer  # noqa: E402
@@ -121,6 +126,155 @@ def test_a_state_that_was_saved_goes_on_with_any_stage(anywhere, path, before, a
             assert_bits(value, values[name], name)
     for one, other in zip(expected, seen, strict=True):
         assert other == pytest.approx(one, abs=CHANCE, rel=CHANCE)
+
+
+class Tied(nn.Module):
+    """Its first and last layers have one weight, and it reads a child by the name ``module``."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(6)
+        self.module = nn.Linear(13, 7)
+        self.last = nn.Linear(13, 7, bias=False)
+        self.last.weight = self.module.weight
+
+    def forward(self, x):
+        return self.module(x) + self.last(x).tanh()
+
+
+def two_models(own):
+    """A teacher is prepared between them: accelerate counts all models and optimizers."""
+    models = [Classifier(), MLP(9).requires_grad_(False), Tied()]
+    head = nn.Parameter(torch.ones(3))
+    optimizers = [torch.optim.SGD(models[0].parameters(), 0.1, momentum=0.9)]
+    optimizers.append(torch.optim.Adam([head], 0.1))  # stays torch's own
+    optimizers.append(torch.optim.AdamW(models[2].parameters(), 0.02))
+    models[0], optimizers[0] = own.prepare(models[0], optimizers[0])
+    models[1] = own.prepare_model(models[1], evaluation_mode=True)
+    models[2], *optimizers[1:] = own.prepare(models[2], *optimizers[1:])
+    return models, optimizers, head
+
+
+def run_two_models(own, made, steps) -> list[float]:
+    (first, _, tied), optimizers, head = made
+    seen = []
+    for step in steps:
+        x = rank_data((3, 13), own.process_index, step)
+        loss = (first(x) - tied(x)).square().mean() + head.square().sum()
+        own.backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(own.gather(loss.detach()).mean().item())
+    return seen
+
+
+@pytest.mark.parametrize("stage, safe", [(1, True), (2, False), (3, True)])
+def test_a_state_of_accelerates_own_is_gone_on_from(anywhere, path, stage, safe):
+    own = accelerator(anywhere, None)
+    made = two_models(own)
+    run_two_models(own, made, range(3))
+    teacher = made[0][1]
+    for value in teacher.parameters():
+        value.data.fill_(3.0)
+    own.save_state(path / "stock", safe_serialization=safe)
+    own.wait_for_everyone()
+    head = made[2].detach().clone()  # in no model
+    expected = run_two_models(own, made, range(3, 6))
+
+    own = accelerator(anywhere, stage)
+    made = two_models(own)
+    own.load_state(path / "stock")
+    made[2].data.copy_(head)
+    assert all(torch.all(value == 3.0) for value in made[0][1].parameters())
+    assert run_two_models(own, made, range(3, 6)) == pytest.approx(expected, rel=CHANCE)
+    assert len(own._optimizers) == 3 and len(own._models) == 3
+
+
+def test_what_cannot_be_loaded_of_accelerates_own_is_named(anywhere, rank, path):
+    own = accelerator(anywhere, None)
+    objects = prepared(own)
+    epoch(own, *objects)
+    own.save_state(path / "stock")
+    own.wait_for_everyone()
+    own = accelerator(anywhere, 3)
+    two_models(own)
+    with pytest.raises((ValueError, RuntimeError), match=r"no 'model_1.safetensors' for model 1"):
+        own.load_state(path / "stock", strict=False)
+
+    own = accelerator(anywhere, 3)
+    objects = prepared(own, make_optimizer=lambda p: torch.optim.SGD(p, 0.1, momentum=0.9))
+    with pytest.raises(ValueError, match=r"no state 'exp_avg'"):
+        own.load_state(path / "stock")
+    own = accelerator(anywhere, 3)
+    objects = prepared(own)
+    if rank == 0:
+        (path / "stock" / "optimizer.bin").rename(path / "optimizer.bin")
+        (path / "empty").mkdir()
+    own.wait_for_everyone()
+    with pytest.raises((ValueError, RuntimeError), match=r"no 'optimizer.bin' for optimizer 0"):
+        own.load_state(path / "stock")
+    with pytest.raises((ValueError, RuntimeError), match=r"neither 'zero_ext_0' of this Accel"):
+        own.load_state(path / "empty")
+    own.wait_for_everyone()
+    if rank == 0:
+        (path / "optimizer.bin").rename(path / "stock" / "optimizer.bin")
+    own.wait_for_everyone()
+    own.load_state(path / "stock")  # usable after the errors
+    epoch(own, *objects)
+
+
+def test_a_stock_loop_does_not_go_on_by_half(anywhere, path):
+    own = accelerator(anywhere, 2)
+    epoch(own, *prepared(own))
+    own.save_state(path / "ours")
+    own = accelerator(anywhere, None)
+    prepared(own)
+    with pytest.raises(FileNotFoundError, match=r"pytorch_model\.bin"):
+        own.load_state(path / "ours")
+
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    trainer(anywhere, 3, path, max_steps=2, **saving).train()
+    stock = trainer(anywhere, None, path, max_steps=3)
+    if anywhere is not None:
+        dist.barrier()
+    with pytest.raises(pickle.UnpicklingError, match="optimizer_is_in_the_folder_zero_ext"):
+        stock.train(resume_from_checkpoint=str(path / "checkpoint-2"))
+
+
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("comm_hook fp16", {"comm_hook": DDPCommunicationHookType.FP16}),
+        (
+            "comm_hook power_sgd",
+            {
+                "comm_hook": DDPCommunicationHookType.POWER_SGD,
+                "comm_wrapper": DDPCommunicationHookType.BF16,
+                "comm_state_option": {"matrix_approximation_rank": 2},
+            },
+        ),
+        (None, {"find_unused_parameters": True, "static_graph": True, "bucket_cap_mb": 3}),
+    ],
+)
+def test_arguments_of_ddp_that_change_values_are_rejected(anywhere, name, arguments):
+    handler = DistributedDataParallelKwargs(**arguments)
+    expected = nullcontext()
+    if name is not None:
+        expected = pytest.raises(ValueError, match=f"configured for the {name} of DDP")
+    with expected:
+        accelerator(anywhere, 2, kwargs_handlers=[handler])
+
+
+@pytest.mark.parametrize("kind", ["FSDP", "MEGATRON_LM"])
+def test_plugins_that_accelerate_ignores_on_the_cpu_are_rejected(anywhere, monkeypatch, kind):
+    monkeypatch.setenv(f"ACCELERATE_USE_{kind}", "true")
+    monkeypatch.setattr(accelerate.Accelerator, "__init__", lambda self, **_: None)
+    monkeypatch.setattr(Accelerator, "distributed_type", accelerate.DistributedType.MULTI_CPU)
+    for name in ("parallelism_config", "mixed_precision", "ddp_handler"):
+        monkeypatch.setattr(Accelerator, name, None, raising=False)
+    with pytest.raises(ValueError, match=f"configured for {kind}"):
+        Accelerator(cpu=True)
 
 
 def test_plain_models_beside_sharded_ones_are_saved_as_ever(anywhere, path, rank):
@@ -534,8 +688,11 @@ def test_a_trainer_goes_on_from_a_checkpoint_of_transformers(anywhere, path, sta
 @pytest.mark.parametrize(
     "gone, message",
     [
-        (["zero_ext", "scheduler.pt"], r"no optimizer state \(optimizer.pt\) and no schedule"),
-        (["zero_ext"], r"no optimizer state \(optimizer.pt\): what is missing begins anew"),
+        (
+            ["zero_ext", "optimizer.pt", "scheduler.pt"],
+            r"no optimizer state \(optimizer.pt\) and no schedule",
+        ),
+        (["zero_ext", "optimizer.pt"], r"no optimizer state \(optimizer.pt\): what is missing"),
         (["scheduler.pt"], r"no schedule \(scheduler.pt\): what is missing begins anew"),
     ],
 )

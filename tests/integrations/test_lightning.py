@@ -484,8 +484,13 @@ class Refused(Classifier):
 
 
 def test_what_cannot_be_is_refused_by_name(anywhere, path):
-    with pytest.raises(TypeError, match="no argument 'find_unused_parameters'"):
-        ShardedStrategy(2, find_unused_parameters=True)
+    for arguments in (
+        {"ddp_comm_hook": print},
+        {"model_averaging_period": 3, "static_graph": True},
+    ):
+        with pytest.raises(TypeError, match=f"no argument '{next(iter(arguments))}'"):
+            ShardedStrategy(2, **arguments)
+    ShardedStrategy(2, find_unused_parameters=True, gradient_as_bucket_view=True, bucket_cap_mb=3)
     with pytest.raises(ValueError, match="start_method='spawn' the module's weights are pickled"):
         ShardedStrategy(3, start_method="spawn")
     with pytest.raises(ValueError, match="a AsyncCheckpointIO would not see"):

@@ -1,6 +1,8 @@
 """The build's refusals, the check at import, and the info command. Nothing here compiles."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +16,15 @@ from zero_ext import _compat, info
 ROOT = Path(__file__).parents[2]
 
 
-def run_setup(tmp_path, stub: str | None = None, **environment: str) -> subprocess.CompletedProcess:
+def run_setup(
+    tmp_path, *command: str, stub: str | None = None, **environment: str
+) -> subprocess.CompletedProcess:
     """`python setup.py --name`, with ``stub`` as the source of the module torch."""
     if stub is not None:
         (tmp_path / "torch").mkdir()
         (tmp_path / "torch" / "__init__.py").write_text(stub)
     return subprocess.run(
-        [sys.executable, "setup.py", "--name"],
+        [sys.executable, "setup.py", *(command or ["--name"])],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(tmp_path), **environment},
         capture_output=True,
@@ -50,6 +54,21 @@ def test_build_with_an_old_torch_is_refused_in_one_line(tmp_path):
     assert "--no-build-isolation" in line
 
 
+def test_build_with_an_old_setuptools_is_refused_in_one_line(tmp_path):
+    (tmp_path / "setuptools.py").write_text("__version__ = '65.5.0'")
+    line = refusal(run_setup(tmp_path))
+    assert "setuptools 65.5.0 is older than 77" in line
+    assert 'pip install "setuptools>=77"' in line
+
+
+def test_build_without_a_compiler_is_refused_in_one_line(tmp_path):
+    folders = [f"--build-lib={tmp_path}/lib", f"--build-temp={tmp_path}/temp"]
+    compiler = f"{tmp_path}/g++ -m64"
+    line = refusal(run_setup(tmp_path, "build_ext", *folders, CXX=compiler))
+    assert f"there is no C++ compiler ('{compiler}' does not run)" in line
+    assert "Install g++ 12 or newer, or set CXX" in line
+
+
 @pytest.mark.skipif(torch.version.cuda is not None, reason="needs a torch without CUDA")
 def test_cuda_on_request_is_refused_when_torch_has_none(tmp_path):
     line = refusal(run_setup(tmp_path, ZERO_EXT_CUDA="1"))
@@ -67,6 +86,27 @@ def test_a_build_for_the_cpu_needs_no_cuda(tmp_path, wish):
     result = run_setup(tmp_path, ZERO_EXT_CUDA=wish, CUDA_HOME=str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert "zero_ext" in result.stdout
+
+
+def test_what_an_index_shows_is_complete_and_leads_somewhere(tmp_path):
+    shown = run_setup(tmp_path, "--version", "--classifiers", "--long-description")
+    assert shown.returncode == 0, shown.stderr
+    version, *lines = shown.stdout.splitlines()
+    project = (ROOT / "pyproject.toml").read_text()
+    package = (ROOT / "zero_ext/__init__.py").read_text()
+    assert f'version = "{version}"' in project and f'__version__ = "{version}"' in package
+    heading = lines.index("# zero_ext")
+    classifiers, text = lines[:heading], "\n".join(lines[heading:])
+    oldest = re.search(r'requires-python = ">=3\.(\d+)"', project)[1]
+    assert f"Programming Language :: Python :: 3.{oldest}" in classifiers
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    source = re.search(r'^Source = "(.*)"$', project, re.M)[1]
+    assert len(links) > 20
+    for link in links:
+        path = link.removeprefix(f"{source}/").partition("#")[0]
+        leads = "://" in path or (ROOT / path).exists()  # "": to a heading of the page itself
+        assert link.startswith(("https://", "#")) and leads, link
+    assert f"({source}/docs/loss.png)" in text
 
 
 def built_for(monkeypatch, version: str, torch_cuda: str | None = None, cuda: bool = False) -> None:
@@ -102,10 +142,41 @@ def test_cpu_build_runs_beside_any_variant_of_the_same_torch(monkeypatch):
     _compat.check()
 
 
-def test_missing_extension_is_named(monkeypatch):
+def test_missing_extension_is_named(monkeypatch, tmp_path):
+    """In a checkout, in a checkout that hides an installed package, and in an installed one."""
     monkeypatch.setattr(_compat.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"extension is not built.*--no-build-isolation"):
+    with pytest.raises(ImportError, match=r"source folder '.*', where it is not built"):
         _compat.check()
+
+    checkout, installed, broken = (tmp_path / name for name in ("checkout", "installed", "broken"))
+    for folder in (checkout, installed, broken):
+        (folder / "zero_ext").mkdir(parents=True)
+        (folder / "zero_ext" / "__init__.py").touch()
+    for name in ("__init__.py", "_compat.py", "info.py"):
+        for folder in (checkout, broken):
+            shutil.copy(ROOT / "zero_ext" / name, folder / "zero_ext")
+    (checkout / "setup.py").touch()
+    found = f"zero_ext was imported from the source folder '{checkout}', where it is not built"
+    commands = {
+        (checkout, ""): f"{found}: install it there with torch present by pip install "
+        "--no-build-isolation -e .",
+        (checkout, str(installed)): f"{found}, and not from '{installed}/zero_ext', where it is "
+        "installed: start Python in another folder.",
+        (broken, ""): f"zero_ext's extension is missing in '{broken}/zero_ext'. Install it again: "
+        "pip install --no-build-isolation .",
+    }
+    (tmp_path / "stub").mkdir()
+    (tmp_path / "stub" / "torch.py").write_text("__version__ = '2.13.0'")
+    for (folder, path), message in commands.items():
+        run = subprocess.run(
+            [sys.executable, "-S", "-m", "zero_ext.info"],  # without what is installed here
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "stub"), path])},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert run.returncode != 0 and message in run.stderr, run.stderr
 
 
 def test_build_recorded_the_torch_that_is_present():

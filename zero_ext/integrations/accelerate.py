@@ -13,18 +13,24 @@ import accelerate.local_sgd
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DistributedType
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    DistributedType,
+)
 from torch import nn
 
 from zero_ext import checkpoint
 from zero_ext.engine.checks import stays_whole
 from zero_ext.engine.registry import any_sharded, find
+from zero_ext.integrations import stock_files
 from zero_ext.module.forward_methods import register_forward_method
 from zero_ext.module.sharding import shard
 from zero_ext.optim import adoption
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
-from zero_ext.ranks.agreement import all_or_none
-from zero_ext.ranks.groups import resolve
+from zero_ext.ranks import environment
+from zero_ext.ranks.agreement import all_or_none, of_all_ranks
+from zero_ext.ranks.groups import Groups, resolve
 from zero_ext.state.model_state import gather_state_dict
 
 _DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
@@ -50,15 +56,21 @@ class Accelerator(accelerate.Accelerator):
 
     Args:
         args, kwargs: Those of ``accelerate.Accelerator``.
-        stage: As for ``zero_ext.shard``.
+        stage: As for ``zero_ext.shard``. None: ``ZERO_EXT_STAGE`` of the environment, or 2.
         sharding: Further arguments of ``zero_ext.shard``, such as ``mp_policy`` or ``units``.
     Raises:
-        ValueError: accelerate is configured for FSDP, DeepSpeed, fp8 or another parallelism.
+        ValueError: accelerate is configured for FSDP, DeepSpeed, fp8, another parallelism, or a
+            ``comm_hook`` of DDP; ``ZERO_EXT_STAGE`` is no stage.
     """
 
     def __init__(
-        self, *args: Any, stage: int = 2, sharding: dict[str, Any] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        stage: int | None = None,
+        sharding: dict[str, Any] | None = None,
+        **kwargs: Any,
     ):
+        stage = environment.stage(stage)
         super().__init__(*args, **kwargs)
         unknown = None
         if self.distributed_type not in _DATA_PARALLEL:
@@ -67,6 +79,8 @@ class Accelerator(accelerate.Accelerator):
             unknown = "a parallelism_config"
         elif self.mixed_precision == "fp8":
             unknown = "fp8"
+        else:
+            unknown = _unused(self.ddp_handler)
         if unknown is not None:
             raise ValueError(
                 f"zero_ext: accelerate is configured for {unknown}, which does not go with "
@@ -174,7 +188,7 @@ class Accelerator(accelerate.Accelerator):
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
         """As accelerate's. Sharded models and their optimizers are loaded from what ``save_state``
-        has written with any stage and number of ranks. Collective.
+        has written with any stage and number of ranks, or accelerate's own. Collective.
 
         Nothing of a sharded model or its optimizer is unpickled unasked. To allow classes in it,
         pass them to ``torch.serialization.add_safe_globals``. accelerate itself unpickles objects
@@ -183,7 +197,9 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             ValueError, RuntimeError: as ``zero_ext.checkpoint.load``.
         """
-        with self._sharded_set_apart(self.register_load_state_pre_hook, self._load_sharded):
+        strict = kwargs.get("strict", True)
+        load = functools.partial(self._load_sharded, self._optimizers, strict)
+        with self._sharded_set_apart(self.register_load_state_pre_hook, load):
             super().load_state(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -219,11 +235,48 @@ class Accelerator(accelerate.Accelerator):
         for number, pair in enumerate(self._set_apart):
             checkpoint.save(_path(folder, number), *pair)
 
-    def _load_sharded(self, models: list, folder: str | os.PathLike) -> None:
+    def _load_sharded(
+        self,
+        optimizers: list[AcceleratedOptimizer],
+        strict: bool,
+        models: list[nn.Module],
+        folder: str | os.PathLike,
+    ) -> None:
         self._end_hooks()
+        if not self._set_apart:
+            return
+        groups = resolve(None, self._sharding.get("mesh"), [])
+        with all_or_none(groups, f"load_state('{folder}')"):
+            stock = stock_files.is_of_accelerate(folder)
+        if groups.world > 1:  # one choice, as other collectives follow
+            stock = of_all_ranks(stock, groups, "load_state()")[0]
+        if stock:
+            self._load_stock(optimizers, strict, models, folder, groups)
+            return
         models[:] = [model for model in models if not _is_sharded(model)]
         for number, pair in enumerate(self._set_apart):
-            checkpoint.load(_path(folder, number), *pair)
+            checkpoint.load(_path(folder, number), *pair, strict=strict)
+
+    def _load_stock(
+        self,
+        optimizers: list[AcceleratedOptimizer],
+        strict: bool,
+        models: list[nn.Module],
+        folder: str | os.PathLike,
+        groups: Groups,
+    ) -> None:
+        """Load all models and optimizers: there plain and sharded ones are counted together."""
+        for number, model in enumerate(models):
+            model = getattr(model, "_orig_mod", model)  # of torch.compile
+            with all_or_none(groups, f"load_state('{folder}')"):
+                state = stock_files.read_weights(folder, number, model)
+            model.load_state_dict(state, strict=strict)
+        for number, optimizer in enumerate(optimizers):
+            with all_or_none(groups, f"load_state('{folder}')"):
+                state = stock_files.read_optimizer(folder, number)
+            optimizer.load_state_dict(state)
+        models.clear()
+        self._optimizers.clear()  # those that accelerate would load
 
     # DDP only
 
@@ -290,6 +343,17 @@ def _pair(models: list[nn.Module], optimizers: list[AcceleratedOptimizer]) -> li
         _Sharded(model, adoption.optimizers_of(model, sharded))
         for model in filter(_is_sharded, models)
     ]
+
+
+def _unused(handler: DistributedDataParallelKwargs | None) -> str | None:
+    """What accelerate was asked for that would change values, and that nothing here uses."""
+    # accelerate itself ignores these plugins on the CPU.
+    for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true":
+            return kind
+    if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
+        return f"the comm_hook {handler.comm_hook} of DDP"
+    return None
 
 
 class _WrittenApart(dict):

@@ -24,6 +24,7 @@ from zero_ext.module.forward_methods import ForwardMethod, register_forward_meth
 from zero_ext.module.sharding import shard
 from zero_ext.optim import adoption
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.ranks import environment
 from zero_ext.ranks.agreement import all_or_none
 from zero_ext.ranks.groups import resolve
 from zero_ext.tensor.shard_tensor import ShardTensor
@@ -33,6 +34,7 @@ _copy = next((name for name in _COPIES if name in sys.modules), None) or next(
     (name for name in _COPIES if importlib.util.find_spec(name.partition(".")[0])), _COPIES[0]
 )
 DDPStrategy = importlib.import_module(f"{_copy}.strategies").DDPStrategy
+StrategyRegistry = importlib.import_module(f"{_copy}.strategies").StrategyRegistry
 TorchCheckpointIO = importlib.import_module(f"{_copy}.plugins").TorchCheckpointIO
 TrainerFn = importlib.import_module(f"{_copy}.trainer.states").TrainerFn
 
@@ -67,6 +69,13 @@ _OF_ANY_STRATEGY = {
     "timeout",
     "start_method",
 }
+# They change no value, and tune what is not there.
+_OF_DDP_IGNORED = {
+    "bucket_cap_mb",
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "static_graph",
+}
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 # Optimizers that have replaced torch's. A Trainer keeps those of its last fit.
 _of_fits: WeakSet[ShardedOptimizer] = WeakSet()
@@ -75,6 +84,9 @@ _of_fits: WeakSet[ShardedOptimizer] = WeakSet()
 class ShardedStrategy(DDPStrategy):
     """``Trainer(strategy=ShardedStrategy(stage=3))`` shards the module where DDP would wrap it.
 
+    When this module is imported, ``strategy="zero_ext_stage_3"`` is the same, and ``"zero_ext"``
+    leaves the stage open.
+
     ``configure_optimizers()`` returns this library's optimizers, or torch's, which are adopted with
     their groups, hooks and schedules. A checkpoint of the training is a folder of
     ``zero_ext.checkpoint``, from which a run with any stage and number of ranks continues. A
@@ -82,15 +94,21 @@ class ShardedStrategy(DDPStrategy):
     has written can be read as well.
 
     Args:
-        stage: As for ``zero_ext.shard``. Stages below 3 shard nothing where nothing is fitted.
+        stage: As for ``zero_ext.shard``. None: ``ZERO_EXT_STAGE`` of the environment, or 2. Stages
+            below 3 shard nothing where nothing is fitted.
         sharding: Further arguments of ``zero_ext.shard``, such as ``mp_policy`` or ``units``.
-        kwargs: Arguments of ``DDPStrategy`` that are not for DDP itself, such as ``timeout``.
+        kwargs: Arguments of ``DDPStrategy`` that are not for DDP itself, such as ``timeout``. Those
+            of DDP that change no value, such as ``find_unused_parameters``, are ignored.
     Raises:
-        TypeError: an argument is DDP's own.
+        TypeError: an argument is another one of DDP's own.
         ValueError: stage 3 with a ``start_method`` that pickles the module.
     """
 
-    def __init__(self, stage: int = 2, *, sharding: dict[str, Any] | None = None, **kwargs: Any):
+    def __init__(
+        self, stage: int | None = None, *, sharding: dict[str, Any] | None = None, **kwargs: Any
+    ):
+        stage = environment.stage(stage)
+        kwargs = {name: kwargs[name] for name in kwargs.keys() - _OF_DDP_IGNORED}
         unknown = kwargs.keys() - _OF_ANY_STRATEGY
         if unknown:
             raise TypeError(
@@ -111,6 +129,16 @@ class ShardedStrategy(DDPStrategy):
         self._folder: Path | None = None  # that is being loaded
         self._trusted = False  # whether it may be unpickled
         self._made_on_meta = False
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Lightning's names of this strategy."""
+        for name, stage in {
+            "zero_ext": None,
+            **{f"zero_ext_stage_{n}": n for n in range(4)},
+        }.items():
+            description = f"ShardedStrategy with stage={stage}"
+            strategy_registry.register(name, cls, description, override=True, stage=stage)
 
     # Setting up
 
@@ -318,6 +346,9 @@ class ShardedStrategy(DDPStrategy):
     def _checkpointed_optimizers(self) -> list[torch.optim.Optimizer]:
         """Without the empty one that Lightning makes for a module that has none."""
         return adoption.optimizers_of(self.model, self.optimizers)
+
+
+ShardedStrategy.register_strategies(StrategyRegistry)
 
 
 def _is_sharded(model: nn.Module | None) -> bool:

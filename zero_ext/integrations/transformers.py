@@ -11,6 +11,7 @@ import transformers.trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from zero_ext import checkpoint
+from zero_ext.integrations import stock_files
 from zero_ext.integrations.accelerate import Accelerator
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.ranks.agreement import all_or_none
@@ -25,21 +26,26 @@ class ShardedTrainerMixin:
     ``class Sharded(ShardedTrainerMixin, SFTTrainer): pass``. A checkpoint folder holds the weights
     as ``from_pretrained`` reads them. For ``resume_from_checkpoint`` it also holds a checkpoint of
     ``zero_ext.checkpoint``, from which a run with any stage and number of ranks continues. A folder
-    that transformers' own trainer has written is resumed as well.
+    that transformers' own trainer has written is resumed as well. Its own trainer raises where it
+    finds a folder of this one.
 
     Resuming unpickles nothing of the model, the optimizer or the schedule unasked. To allow classes
     in them, pass them to ``torch.serialization.add_safe_globals``.
 
     Args:
         args, kwargs: The trainer's.
-        stage: As for ``zero_ext.shard``.
+        stage: As for ``zero_ext.shard``. None: ``ZERO_EXT_STAGE`` of the environment, or 2.
         sharding: Further arguments of ``zero_ext.shard``, such as ``mp_policy`` or ``units``.
     Raises:
         ValueError: the arguments ask for FSDP, DeepSpeed or another parallelism, too.
     """
 
     def __init__(
-        self, *args: Any, stage: int = 2, sharding: dict[str, Any] | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        stage: int | None = None,
+        sharding: dict[str, Any] | None = None,
+        **kwargs: Any,
     ):
         self._stage, self._sharding = stage, sharding
         super().__init__(*args, **kwargs)
@@ -60,6 +66,7 @@ class ShardedTrainerMixin:
         checkpoint.save(Path(output_dir) / _CHECKPOINT, self.model, self._sharded_optimizer())
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+            stock_files.write_placeholder(Path(output_dir) / OPTIMIZER_NAME)
 
     def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
         if checkpoint_folder is None:
@@ -69,8 +76,8 @@ class ShardedTrainerMixin:
         if ours:
             checkpoint.load(folder / _CHECKPOINT, self.model, optimizer)
         with all_or_none(groups_of(self.model), f"resume_from_checkpoint='{folder}'"):
-            state = None if ours else _read(folder / OPTIMIZER_NAME)
-            schedule = _read(folder / SCHEDULER_NAME)
+            state = None if ours else stock_files.read(folder / OPTIMIZER_NAME)
+            schedule = stock_files.read(folder / SCHEDULER_NAME)
         if state is not None:
             optimizer.load_state_dict(state)
         if schedule is not None:
@@ -98,14 +105,6 @@ class ShardedTrainerMixin:
             "zero_ext: hyperparameter_search() makes many models in one trainer. Search with a "
             "plain Trainer, or start a run for each."
         )
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """A state that transformers' own trainer writes, if it is there. It is mapped: a rank copies
-    its part alone."""
-    if not path.is_file():
-        return None
-    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 class Trainer(ShardedTrainerMixin, transformers.Trainer):

@@ -45,6 +45,16 @@ def limit_bytes() -> int:
     return int(text)
 
 
+def stage(given: int | None) -> int:
+    """The stage of an integration. A script may leave it to the command that starts it."""
+    text = os.environ.get("ZERO_EXT_STAGE", "2")
+    if given is not None:
+        return given
+    if text not in ("0", "1", "2", "3"):
+        raise ValueError(f"zero_ext: ZERO_EXT_STAGE={text!r} is none of the stages 0, 1, 2 and 3.")
+    return int(text)
+
+
 def check(groups: Groups) -> None:
     """Raise on every rank where a variable is wrong on one: an engine would find it among
     collectives."""

@@ -1,0 +1,196 @@
+"""zero_ext.integrations.run: scripts that know nothing of zero_ext are sharded."""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+import zero_ext
+from zero_ext.engine.registry import find
+
+accelerate = pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("pytorch_lightning")
+from accelerate.state import AcceleratorState, GradientState  # noqa: E402
+
+from zero_ext.integrations.accelerate import Accelerator  # noqa: E402
+from zero_ext.integrations.lightning import ShardedStrategy, StrategyRegistry  # noqa: E402
+from zero_ext.integrations.run import run  # noqa: E402
+from zero_ext.integrations.transformers import ShardedTrainerMixin, Trainer  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = Path(__file__).parent / "scripts"
+pytestmark = [
+    pytest.mark.host,  # the scripts choose the CPU
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+]
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(anywhere, monkeypatch):
+    """The libraries keep a state per process, and set environment variables."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    os.environ.pop("ZERO_EXT_STAGE", None)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    if anywhere is None and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def stock(script: str, flags: list[str]) -> dict:
+    with mock.patch.object(sys, "argv", [script, *flags]):
+        return runpy.run_path(script, run_name="__main__")
+
+
+def whole(model: nn.Module) -> nn.Module:
+    return getattr(model, "module", model)  # without DDP's wrapper
+
+
+def optimizer_of(values: dict) -> object:
+    return getattr(values["optimizer"], "optimizer", values["optimizer"])
+
+
+@pytest.mark.parametrize(
+    "name, stage, flags",
+    [
+        ("accelerate", 3, ["--steps", "3"]),
+        ("accelerate", 2, []),
+        ("trainer", 3, ["--width", "32", "--max_steps", "4"]),
+        ("trainer", 1, ["--max_steps", "2", "--lr_scheduler_type", "cosine"]),
+        ("lightning", 3, ["--strategy", "ddp"]),
+        ("lightning", 2, ["--strategy", "ddp_find_unused_parameters_true"]),
+        ("lightning", 1, ["--strategy", "zero_ext_stage_1"]),
+    ],
+)
+def test_an_unedited_script_is_sharded(anywhere, world, tmp_path, monkeypatch, name, stage, flags):
+    ranks = 1 if anywhere is None else world
+    script = str(SCRIPTS / f"with_{name}.py")
+    usual = list(flags)
+    if name == "lightning":
+        flags += ["--devices", str(ranks)]
+        usual = ["--devices", str(ranks)]
+    elif name == "trainer":
+        flags += f"--output_dir {tmp_path} --use_cpu --save_strategy no --report_to none".split()
+        usual = flags
+    plain = stock(script, usual)
+    if "--strategy" in flags and stage == 1:
+        monkeypatch.setenv("ZERO_EXT_STAGE", "3")  # the script's own choice wins
+        ours = run([script, *flags])
+    else:
+        ours = run(["--stage", str(stage), script, *flags])
+
+    model = ours["model"]
+    assert find(next(model.parameters())) is not None
+    assert type(model).__name__ == type(whole(plain["model"])).__name__  # not wrapped
+    assert type(optimizer_of(ours)) is zero_ext.optim.AdamW
+    expected = zero_ext.estimate_memory(whole(plain["model"]), ranks, stage)
+    for kind in ("full", "shard", "master", "grad", "optimizer_state"):
+        assert model.stats()[f"bytes_{kind}"] == expected[kind], kind
+    if ranks > 1:  # and DDP holds all of it
+        elements = sum(p.numel() for p in whole(plain["model"]).parameters())
+        assert model.stats()["bytes_optimizer_state"] < 8 * elements / ranks * 1.02
+    assert len(ours["losses"]) == len(plain["losses"]) >= 2
+    assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-4)
+
+    again = stock(script, usual)  # nothing is left behind
+    assert again["losses"] == plain["losses"]
+    assert type(optimizer_of(again)) is type(optimizer_of(plain)) is not zero_ext.optim.AdamW
+
+
+def test_subclasses_are_sharded_and_keep_their_methods(anywhere, tmp_path):
+    module = tmp_path / "makes_subclasses.py"
+    module.write_text(
+        "import accelerate, inspect, sys, transformers\n"
+        "class Own(accelerate.Accelerator):\n"
+        "    def __init__(self, name, **kwargs):\n"
+        "        super().__init__(cpu=True, **kwargs)\n"
+        "        self.own = name\n"
+        "    def unwrap_model(self, model):\n"
+        "        return super().unwrap_model(model)\n"
+        "made = [Own('a'), Own('b'), accelerate.Accelerator(cpu=True)]\n"
+        "arguments = transformers.Seq2SeqTrainingArguments(sys.argv[1], use_cpu=True)\n"
+        "model = transformers.T5ForConditionalGeneration(transformers.T5Config(\n"
+        "    vocab_size=7, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))\n"
+        "made.append(transformers.Seq2SeqTrainer(model, arguments))\n"
+        "names = [*inspect.signature(Own).parameters]\n"
+    )
+    with mock.patch.object(sys, "path", [str(tmp_path), *sys.path]):
+        values = run(["-m", "makes_subclasses", str(tmp_path / "out")])
+    first, second, third, trainer = values["made"]
+    assert type(first) is type(second) and issubclass(type(first), (Accelerator, values["Own"]))
+    assert type(first).__name__ == "Own" and [first.own, second.own] == ["a", "b"]
+    assert type(third) is Accelerator and values["names"] == ["name", "kwargs"]
+    assert isinstance(trainer, ShardedTrainerMixin)
+    assert isinstance(trainer, transformers.Seq2SeqTrainer)
+    assert isinstance(trainer.accelerator, Accelerator)
+    assert type(accelerate.Accelerator(cpu=True)) is accelerate.Accelerator
+
+
+def test_a_stage_from_outside_is_checked_by_name(anywhere, monkeypatch, tmp_path, capsys):
+    arguments = transformers.TrainingArguments(tmp_path, use_cpu=True, report_to=[])
+    make = {
+        "accelerate": lambda **kwargs: Accelerator(cpu=True, **kwargs)._sharding["stage"],
+        "transformers": lambda **kwargs: Trainer(
+            nn.Linear(7, 3), arguments, **kwargs
+        ).accelerator._sharding["stage"],
+        "lightning": lambda **kwargs: ShardedStrategy(**kwargs)._sharding["stage"],
+    }
+    for name, made in make.items():
+        monkeypatch.delenv("ZERO_EXT_STAGE", raising=False)
+        assert made() == 2, name
+        monkeypatch.setenv("ZERO_EXT_STAGE", "3")
+        assert [made(), made(stage=None), made(stage=1)] == [3, 3, 1], name
+        for wrong in ("4", "two", "", "-1"):
+            monkeypatch.setenv("ZERO_EXT_STAGE", wrong)
+            with pytest.raises(ValueError, match=f"ZERO_EXT_STAGE='{wrong}' is none of the stages"):
+                made()
+            assert made(stage=1) == 1
+    script = str(SCRIPTS / "with_accelerate.py")
+    with pytest.raises(ValueError, match="ZERO_EXT_STAGE='-1' is none of the stages"):
+        run([script])
+    with pytest.raises(SystemExit):
+        run(["--stage", "4", script])
+    assert "argument --stage: invalid choice: '4'" in capsys.readouterr().err
+    monkeypatch.setenv("ZERO_EXT_STAGE", "1")
+    stages = [StrategyRegistry.get(f"zero_ext_stage_{n}")._sharding["stage"] for n in range(4)]
+    assert stages == [0, 1, 2, 3]
+    assert StrategyRegistry.get("zero_ext")._sharding["stage"] == 1
+
+
+def test_a_script_for_which_nothing_was_sharded_is_named(anywhere, tmp_path):
+    script = tmp_path / "plain.py"
+    script.write_text("import sys\nimport accelerate\nflags = sys.argv[1:]\n")
+    with pytest.warns(
+        UserWarning, match=r"plain\.py' has made no Accelerator.*zero_ext\.shard\(\)"
+    ):
+        assert run([str(script), "--stage", "x"])["flags"] == ["--stage", "x"]
+
+
+@pytest.mark.slow
+def test_lightning_starts_the_other_ranks_sharded_as_well(tmp_path):
+    """``python -m``, and the libraries imported by the script alone."""
+    command = [sys.executable, "-m", "zero_ext.integrations.run", "--stage", "3"]
+    outer = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "LOCAL_", "GROUP_", "ROLE_")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(outer)}
+    output = []
+    for start in (command, [sys.executable]):
+        run = subprocess.run(
+            [*start, SCRIPTS / "with_lightning.py"],
+            cwd=tmp_path,
+            env={**environment, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert run.returncode == 0, run.stderr
+        output.append([line for line in run.stdout.splitlines() if line.startswith("losses")])
+    assert len(output[0]) == 2 and len({*output[0]}) == 1
+    values = [[float(v) for v in lines[0][8:-1].split(",")] for lines in output]
+    assert values[0] == pytest.approx(values[1], rel=1e-4)

@@ -1,0 +1,176 @@
+"""``python -m zero_ext.integrations.run [--stage 3] SCRIPT args…`` shards an unedited script.
+
+Where the script makes an ``accelerate.Accelerator``, a ``transformers.Trainer`` or Lightning's
+``DDPStrategy``, it gets the one of this package. So it does where another library makes one, or an
+object of a subclass. ``-m MODULE args…`` runs a module. Launchers run this as a module:
+``torchrun --nproc-per-node 2 -m zero_ext.integrations.run --stage 3 SCRIPT args…``.
+"""
+
+import argparse
+import functools
+import importlib
+import importlib.abc
+import os
+import runpy
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+from zero_ext.ranks import environment
+
+
+class _Substitution(importlib.abc.MetaPathFinder):
+    """A context in which this package's classes stand for those of other libraries.
+
+    It imports none of those libraries: a script may set what they read when they are imported.
+    """
+
+    def __init__(self):
+        self._awaited = {
+            "accelerate": self._replace_accelerator,
+            "transformers.trainer": self._replace_trainer,
+            "lightning.pytorch": self._replace_lightnings,
+            "pytorch_lightning": self._replace_lightnings,
+        }
+        self._undo = ExitStack()
+        self.made = 0  # objects of this package's classes
+
+    def __enter__(self) -> "_Substitution":
+        for name in self._awaited.keys() & sys.modules.keys():
+            self._imported(name)
+        sys.meta_path.insert(0, self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        sys.meta_path.remove(self)
+        self._undo.close()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name not in self._awaited:
+            return None
+        others = (each.find_spec(name, path, target) for each in sys.meta_path if each is not self)
+        spec = next(filter(None, others), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_replace(module: ModuleType) -> None:
+                execute(module)
+                self._imported(name)
+
+            spec.loader.exec_module = execute_and_replace
+        return spec
+
+    def _imported(self, name: str) -> None:
+        self._awaited.pop(name)(sys.modules[name])
+
+    def _replace(self, stock: type, ours: str, subclasses: bool = True) -> None:
+        """Whoever makes a ``stock`` gets an object of a class that is both. ``ours`` is imported
+        then: in the import of ``stock`` its own library may still be incomplete."""
+
+        @functools.wraps(stock.__init__)
+        def make(cls: type, *_: Any, **__: Any) -> Any:
+            if subclasses or cls is stock:
+                cls = _both(cls, _find(ours))
+                self.made += 1
+            return object.__new__(cls)
+
+        stock.__new__ = staticmethod(make)
+        # Deleting it would leave a class that takes no arguments.
+        plain = functools.wraps(stock.__init__)(lambda cls, *_, **__: object.__new__(cls))
+        self._undo.callback(setattr, stock, "__new__", staticmethod(plain))
+
+    def _replace_accelerator(self, package: ModuleType) -> None:
+        self._replace(package.Accelerator, "accelerate.Accelerator")
+
+    def _replace_trainer(self, module: ModuleType) -> None:
+        self._replace(module.Trainer, "transformers.ShardedTrainerMixin")
+
+    def _replace_lightnings(self, package: ModuleType) -> None:
+        _find("lightning.ShardedStrategy")  # gives Lightning the names of the strategy
+        # Others derive from it, DeepSpeed's for one.
+        self._replace(package.strategies.DDPStrategy, "lightning.ShardedStrategy", subclasses=False)
+        # Lightning starts the other ranks' processes by commands that name the script.
+        launcher = importlib.import_module(
+            f"{package.__name__}.strategies.launchers.subprocess_script"
+        )
+        for name in ("_basic_subprocess_cmd", "_hydra_subprocess_cmd"):
+            command = _running_this(getattr(launcher, name))
+            self._undo.enter_context(mock.patch.object(launcher, name, command))
+
+
+def _find(ours: str) -> type:
+    module, name = ours.split(".")
+    return getattr(importlib.import_module(f"zero_ext.integrations.{module}"), name)
+
+
+@functools.cache
+def _both(cls: type, ours: type) -> type:
+    if issubclass(cls, ours):
+        return cls
+    if issubclass(ours, cls):
+        return ours
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls)(cls.__name__, (ours, cls), names)
+
+
+def _running_this(make: Any) -> Any:
+    """``make`` gives a command, or a tuple that begins with one."""
+
+    @functools.wraps(make)
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        made = make(*args, **kwargs)
+        command = made[0] if isinstance(made, tuple) else made
+        command[1:1] = ["-m", "zero_ext.integrations.run"]  # the stage is in the environment
+        return made
+
+    return changed
+
+
+def run(arguments: Sequence[str]) -> dict[str, Any]:
+    """The global names of the script when it has ended.
+
+    Raises:
+        ValueError: ``ZERO_EXT_STAGE`` is no stage.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m zero_ext.integrations.run", description="Shards an unedited script."
+    )
+    parser.add_argument(
+        "--stage", choices=("0", "1", "2", "3"), help="default: ZERO_EXT_STAGE, or 2"
+    )
+    parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module")
+    parser.add_argument("script", metavar="SCRIPT")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="args")
+    chosen = parser.parse_args(arguments)
+    if chosen.stage is not None:
+        os.environ["ZERO_EXT_STAGE"] = chosen.stage  # for the processes that the script starts, too
+    environment.stage(None)
+    with ExitStack() as stack:
+        argv = [chosen.script, *chosen.arguments]
+        stack.enter_context(mock.patch.object(sys, "argv", argv))
+        substitution = stack.enter_context(_Substitution())
+        if chosen.is_module:
+            values = runpy.run_module(chosen.script, run_name="__main__", alter_sys=True)
+        else:
+            folder = os.path.dirname(os.path.abspath(chosen.script))
+            stack.enter_context(mock.patch.object(sys, "path", [folder, *sys.path[1:]]))
+            values = runpy.run_path(chosen.script, run_name="__main__")
+    if not substitution.made:
+        warnings.warn(
+            f"zero_ext: '{chosen.script}' has made no Accelerator of accelerate, no Trainer of "
+            "transformers and no DDPStrategy of Lightning, and nothing was sharded for it. Call "
+            "zero_ext.shard() in the script.",
+            stacklevel=2,
+        )
+    return values
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])
