@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero_ext.engine import checks
+from zero_ext.engine import checks, clipping  # noqa: F401 (which changes torch's clipping)
 from zero_ext.engine.host_gradient import HostGradient
 from zero_ext.engine.inner_modules import InnerModules
 from zero_ext.engine.meta import MetaModules
 from zero_ext.engine.options import ShardingOptions
-from zero_ext.engine.registry import ParameterTable
+from zero_ext.engine.registry import ParameterTable, register_whole_gradient
 from zero_ext.engine.shutdown import serving
 from zero_ext.engine.unfreezing import make_trainable
 from zero_ext.engine.unit_hooks import OpenForwards, SiteHooks, watch_module
@@ -228,7 +228,12 @@ class Handle:
         if self.replicated:
             return local.as_strided(parameter.shape, self.engine.strides(i))
         return shard_tensor.make(
-            local, parameter.shape, bounds, self.groups.mesh, self.engine.strides(i)
+            local,
+            parameter.shape,
+            bounds,
+            self.groups.mesh,
+            self.engine.strides(i),
+            self.groups.global_ranks,
         )
 
     def write_value(self, i: int, value: Tensor) -> None:
@@ -247,6 +252,8 @@ class Handle:
             view = self.as_parameter(local, i, parameter)
             if self.replicated and view.device != parameter.device:
                 view = view.as_subclass(HostGradient)
+            if self.replicated:
+                register_whole_gradient(view, self)
         return view
 
     # States

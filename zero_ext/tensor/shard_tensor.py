@@ -63,6 +63,8 @@ class ShardTensor(DTensor):
 
     # Element r is where rank r's slice begins, the last one the number of elements: [world + 1].
     bounds: tuple[int, ...]
+    # The ranks that average the gradient: with hybrid sharding also those of other replicas.
+    ranks: tuple[int, ...]
 
     if torch.__version__ < "2.13":
 
@@ -205,6 +207,7 @@ def make(
     bounds: Sequence[int],
     mesh: DeviceMesh,
     stride: Sequence[int] | None = None,
+    ranks: tuple[int, ...] | None = None,
 ) -> ShardTensor:
     """Present ``local``, this rank's slice of a flat buffer, as its part of a tensor of ``shape``.
 
@@ -215,6 +218,7 @@ def make(
         mesh: One dimension, over the ranks that share the tensor.
         stride: The dense memory order that is flattened (channels_last, transposed); default
             row-major.
+        ranks: See ``ShardTensor.ranks``. Default: those of the mesh.
     """
     shape, bounds = torch.Size(shape), tuple(bounds)
     rank = mesh.get_local_rank()
@@ -234,7 +238,8 @@ def make(
     if stride is None:
         stride = [prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape))]
     meta = TensorMeta(shape, tuple(stride), local.dtype)
-    return _present(local, DTensorSpec(mesh, (FlatShard(0),), tensor_meta=meta), bounds)
+    spec = DTensorSpec(mesh, (FlatShard(0),), tensor_meta=meta)
+    return _present(local, spec, bounds, ranks or tuple(mesh.mesh.flatten().tolist()))
 
 
 def wrap(local: Tensor, like: ShardTensor) -> ShardTensor:
@@ -243,12 +248,14 @@ def wrap(local: Tensor, like: ShardTensor) -> ShardTensor:
     if local.dtype != like.dtype:
         spec = copy.copy(spec)
         spec.tensor_meta = TensorMeta(like.shape, like.stride(), local.dtype)
-    return _present(local, spec, like.bounds)
+    return _present(local, spec, like.bounds, like.ranks)
 
 
-def _present(local: Tensor, spec: DTensorSpec, bounds: tuple[int, ...]) -> ShardTensor:
+def _present(
+    local: Tensor, spec: DTensorSpec, bounds: tuple[int, ...], ranks: tuple[int, ...]
+) -> ShardTensor:
     result = ShardTensor(local, spec, requires_grad=False)
-    result.bounds = bounds
+    result.bounds, result.ranks = bounds, ranks
     return result
 
 
