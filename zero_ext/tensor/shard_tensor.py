@@ -10,10 +10,12 @@ sharded. What operations do is in ``dispatch.py``.
 import copy
 from collections.abc import Iterator, Sequence
 from math import prod
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 from torch._dynamo.exc import Unsupported
+from torch._guards import TracingContext
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -56,6 +58,14 @@ class _OwnDispatch(TorchDispatchMode):
 
 class UntraceableError(Unsupported, NotImplementedError):
     """Where torch.compile meets it, it breaks the graph and leaves the operation to eager mode."""
+
+
+def _refuse_tracing() -> NoReturn:
+    raise UntraceableError(
+        "zero_ext: a ShardTensor cannot be traced by torch.compile or torch.export. Compile "
+        "the module, not the code that works on its gradients or state, or give that "
+        "shard.to_local(). Export the module without gradients, after zero_grad()."
+    )
 
 
 class ShardTensor(DTensor):
@@ -151,11 +161,14 @@ class ShardTensor(DTensor):
         return 0
 
     def __tensor_flatten__(self):
-        raise UntraceableError(
-            "zero_ext: a ShardTensor cannot be traced by torch.compile or torch.export. Compile "
-            "the module, not the code that works on its gradients or state, or give that "
-            "shard.to_local(). Export the module without gradients, after zero_grad()."
-        )
+        # Modes such as CommDebugMode look inside as well, where nothing is traced.
+        if TracingContext.try_get() is not None:
+            _refuse_tracing()
+        return ["_local_tensor"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride):
+        _refuse_tracing()
 
     # torch.distributed.checkpoint: a slice is saved and loaded as the boxes that it consists of.
 
@@ -259,5 +272,5 @@ def _present(
     return result
 
 
-# At the end: it needs what this file defines.
-from zero_ext.tensor import dispatch  # noqa: E402
+# At the end: they need what this file defines.
+from zero_ext.tensor import dispatch, processes  # noqa: E402, F401
