@@ -72,8 +72,10 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
       !context_.state.on_host()) {
     StepQuestions asked = questions;
     asked.settings ^= std::bit_cast<int64_t>(boundary_.divide_factor());
+    asked.written = published_.written_by_hand(indices);
     verdict = agreement_.ask(Comm::Agreement::step, indices, asked);
     if (verdict.settings_differ) return verdict;
+    if (verdict.written_differ) reject_written(Comm::Agreement::step, indices);
     if (context_.world > 1 && !reductions_.knows_order()) learn_reduction_order(access);
   }
   // Not earlier: the user may mend what raised an error, and repeat the step.
@@ -84,10 +86,31 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
   if (verdict.nonfinite) gatherer_.wait_for_shards();
   boundary_.end_step();
   finished_.clear();
+  published_.accept_written(indices);
   const bool on_host = context_.compute.on_host();
   if (!on_host && !backward_.sees_forwards(access)) parameters_.follow_stream();
   if (questions.foreign) prepare_foreign_update(indices, &verdict);
   return verdict;
+}
+
+void Steps::reject_written(Comm::Agreement about, const std::vector<int64_t>& indices) const {
+  const std::string verb = Comm::name_of(about);
+  const at::Tensor all = comm_.all_gather(about, published_.written_digests(indices), [&] {
+    return where(context_.global_rank) + verb + " waited for the other ranks' " + verb;
+  });
+  const auto* digests = all.const_data_ptr<int64_t>();
+  const int64_t count = parameters_.size();
+  for (int64_t k = count; k < all.numel(); ++k) {
+    const int64_t i = k % count;
+    if (digests[k] == digests[i]) continue;
+    TORCH_CHECK(false, where(context_.global_rank, parameters_.home_of(i).name()), verb,
+                ": .grad of parameter '", parameters_[i].name, "' was set to other values on rank ",
+                comm_.global_rank(k / count), " than on rank ", comm_.global_rank(0),
+                digests[k] == 0 || digests[i] == 0 ? ", or on one of them alone" : "",
+                ". zero_ext takes what you write for the average over the ranks. Add it up with"
+                " all_reduce() and divide it by ",
+                context_.world, " before you write it.");
+  }
 }
 
 void Steps::check_complete(const char* verb) const {
@@ -153,12 +176,15 @@ at::Tensor Steps::clip(const std::vector<int64_t>& indices, double max_norm,
   if (had_no_backward(indices, last_backward)) backward_.take_part_in_others_backward(access);
   last_use_.follow();
   published_.adopt_changes(indices, "clip_grad_norm_");
-  const StepQuestions norm{
-      .nonfinite = false, .max_norm = max_norm, .settings = std::bit_cast<int64_t>(max_norm)};
+  const StepQuestions norm{.nonfinite = false,
+                           .max_norm = max_norm,
+                           .settings = std::bit_cast<int64_t>(max_norm),
+                           .written = published_.written_by_hand(indices)};
   const StepVerdict verdict = agreement_.ask(Comm::Agreement::clip, indices, norm);
   TORCH_CHECK(!verdict.settings_differ, where(context_.global_rank),
               "clip_grad_norm_(): max_norm is ", max_norm,
               " here and something else on another rank. Pass the same on every rank.");
+  if (verdict.written_differ) reject_written(Comm::Agreement::clip, indices);
   scale_gradients(indices, verdict);
   return verdict.on_device != nullptr ? verdict.on_device->norm
                                       : at::scalar_tensor(verdict.norm, at::kFloat);

@@ -11,6 +11,7 @@
 
 #include <cstdint>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "engine/engine_parts.h"
@@ -50,6 +51,11 @@ class Steps {
   // `last_backward`: as of the last step.
   at::Tensor clip(const std::vector<int64_t>& indices, double max_norm, int64_t last_backward);
 
+  // Raises where a step would raise because not all gradients are reduced.
+  void check_reduced(const std::string& verb) const {
+    const Access access(lock_);
+    check_complete(verb.c_str());
+  }
   void zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode);
   // An optimizer steps parameter i from now on, or no longer does.
   void add_stepper(int64_t i);
@@ -60,6 +66,8 @@ class Steps {
  private:
   // Raises where gradients of backwards are still to come, or were not reduced.
   void check_complete(const char* verb) const;
+  // Raises for the first gradient that ranks have written otherwise. Collective.
+  void reject_written(Comm::Agreement about, const std::vector<int64_t>& indices) const;
   // This rank had no backward for a step of these parameters.
   bool had_no_backward(const std::vector<int64_t>& indices, int64_t last_backward) const;
   // See Note [Reduction order] in reductions.h. Collective; on a device it waits, once.

@@ -212,6 +212,7 @@ void bind_steps(EngineClass& engine) {
       .def("set_divide_factor", of(steps, &Steps::set_divide_factor), NoGil())
       .def_property_readonly("gradient_divisor", of(steps, &Steps::gradient_divisor))
       .def("set_loss_scale", of(steps, &Steps::set_loss_scale), NoGil())
+      .def("check_reduced", of(steps, &Steps::check_reduced), NoGil())
       .def("settle", of(steps, &Steps::settle), NoGil())
       .def("zero_grad", of(steps, &Steps::zero_grad), NoGil());
 }

@@ -1,11 +1,16 @@
 // Optimizer states, and what a step finds out.
+#include <ATen/DeviceGuard.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/zeros.h>
 
 #include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "device/kernel_table.h"
 #include "memory/storage.h"
 #include "optim/optimizer_state.h"
 #include "python/bindings.h"
@@ -14,6 +19,39 @@ namespace py = pybind11;
 
 namespace zero_ext {
 namespace {
+
+// The squares of all elements, int64 [kSquareSumLength]; see Note [A norm without an order]. Tensors
+// lie on `device`, in a dtype with kernels, and are summed in the order of their memory.
+at::Tensor square_sum(const std::vector<at::Tensor>& tensors, const at::Device& device) {
+  const c10::DeviceGuard guard(device);
+  const KernelTable kernels(device);
+  const at::Tensor digits =
+      at::zeros({kernels::kSquareSumLength}, at::TensorOptions().dtype(at::kLong).device(device));
+  auto* sum = reinterpret_cast<kernels::SquareSum*>(digits.mutable_data_ptr<int64_t>());
+  for (const at::Tensor& tensor : tensors) {
+    const at::Tensor own = tensor.detach();
+    const at::Tensor flat = own.is_non_overlapping_and_dense() ? own.as_strided({own.numel()}, {1})
+                                                               : own.contiguous().view({-1});
+    const at::Tensor value = flat.to(at::kFloat);
+    check(kernels->add_squares(value.const_data_ptr<float>(), value.numel(), sum, kernels.launch()),
+          "add_squares");
+  }
+  return digits;
+}
+
+// Its square root, fp32 [].
+at::Tensor norm_of(const at::Tensor& square_sum) {
+  const c10::DeviceGuard guard(square_sum.device());
+  const KernelTable kernels(square_sum.device());
+  const at::Tensor norm = at::empty({}, square_sum.options().dtype(at::kFloat));
+  const at::Tensor factor = at::empty_like(norm);
+  check(kernels->clip_factor(
+            reinterpret_cast<const kernels::SquareSum*>(square_sum.const_data_ptr<int64_t>()),
+            /*max_norm=*/1, norm.mutable_data_ptr<float>(), factor.mutable_data_ptr<float>(),
+            kernels.launch()),
+        "clip_factor");
+  return norm;
+}
 
 void bind_verdict(py::module_& m) {
   py::class_<StepVerdict>(m, "StepVerdict")
@@ -85,6 +123,8 @@ void bind_state(py::module_& m) {
 }  // namespace
 
 void bind_optimizer(py::module_& m) {
+  m.def("square_sum", &square_sum, NoGil());
+  m.def("norm_of", &norm_of, NoGil());
   bind_verdict(m);
   bind_groups(m);
   bind_state(m);

@@ -1,13 +1,16 @@
 #include "reduce/published_gradients.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/util/hash.h>
 
 #include <algorithm>
 #include <utility>
 
 #include "core/errors.h"
 #include "core/torch_internals.h"
+#include "kernels/digest.h"
 #include "memory/memory.h"
 
 namespace zero_ext {
@@ -18,6 +21,14 @@ namespace {
 int64_t version_of(const at::Tensor& view, const at::Tensor& local) {
   return (view.is_inference() ? 0 : view._version()) +
          (local.is_inference() ? 0 : local._version());
+}
+
+// Of a plain tensor's values; never 0.
+int64_t digest_of(const at::Tensor& grad) {
+  const at::Tensor here = grad.detach().to(at::kCPU, at::kFloat).contiguous();
+  const uint64_t digest =
+      kernels::digest(here.const_data_ptr(), static_cast<int64_t>(here.nbytes()));
+  return digest == 0 ? 1 : static_cast<int64_t>(digest);
 }
 
 }  // namespace
@@ -49,6 +60,7 @@ void PublishedGradients::make_view(int64_t i) {
   made.holders = holders(storage) - 1;  // here
   made.version = version_of(made.view, made.local);
   if (is_kept(i)) give_own_memory(entries_[i]);
+  made.written = entries_[i].written;
   entries_[i] = std::move(made);
   follow_memory(i);
 }
@@ -117,8 +129,28 @@ void PublishedGradients::adopt_changes(const std::vector<int64_t>& indices, cons
       const at::Tensor set = data_was_set ? grad.detach() : grad;
       if (data_was_set || is_kept(i)) make_view(i);
       write(i, set);
+      const bool plain = !set.unsafeGetTensorImpl()->is_python_dispatch();
+      entries_[i].written = plain && world_ > 1 ? digest_of(set) : 0;
     }
   }
+}
+
+int64_t PublishedGradients::written_by_hand(const std::vector<int64_t>& indices) const {
+  uint64_t sum = 0;  // in any order: each rank may list the parameters in its own
+  for (const int64_t i : indices) {
+    if (entries_[i].written != 0) sum += c10::get_hash(i, entries_[i].written);
+  }
+  return static_cast<int64_t>(sum);
+}
+
+at::Tensor PublishedGradients::written_digests(const std::vector<int64_t>& indices) const {
+  at::Tensor digests = at::zeros({std::ssize(entries_)}, at::kLong);
+  for (const int64_t i : indices) digests.mutable_data_ptr<int64_t>()[i] = entries_[i].written;
+  return digests;
+}
+
+void PublishedGradients::accept_written(const std::vector<int64_t>& indices) {
+  for (const int64_t i : indices) entries_[i].written = 0;
 }
 
 bool PublishedGradients::has_other_memory(const Entry& entry) {
@@ -183,6 +215,7 @@ void PublishedGradients::forget(int64_t i) {
   ShardedParameter& parameter = parameters_[i];
   Unit& unit = parameters_.unit(parameter.unit);
   unit.sums().clear(parameter.slot);
+  entries_[i].written = 0;
   if (std::exchange(entries_[i].shown, false)) parameter.tensor.mutable_grad().reset();
   nan_records_.clear(unit.record(parameter.slot));
 }

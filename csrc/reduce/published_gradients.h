@@ -32,8 +32,9 @@ class PublishedGradients {
   // What .grad shows of parameter i, over this rank's slice of the sums.
   using ViewMaker = std::function<at::Tensor(int64_t i, const at::Tensor& local)>;
 
-  PublishedGradients(ShardedParameters& parameters, NanRecords& nan_records, int64_t rank)
-      : parameters_(parameters), nan_records_(nan_records), rank_(rank) {}
+  PublishedGradients(ShardedParameters& parameters, NanRecords& nan_records, int64_t rank,
+                     int64_t world)
+      : parameters_(parameters), nan_records_(nan_records), rank_(rank), world_(world) {}
   // Takes the views out of .grad: they would break the next backward of a parameter that outlives
   // this.
   ~PublishedGradients();
@@ -51,6 +52,13 @@ class PublishedGradients {
 
   // Users' changes of .grad since it was published become the gradient. `verb`: in messages.
   void adopt_changes(const std::vector<int64_t>& indices, const char* verb);
+  // A digest of the plain tensors among them that became gradients since the last step; 0: none.
+  // Every rank takes its own part of such a tensor, so ranks must have written the same.
+  int64_t written_by_hand(const std::vector<int64_t>& indices) const;
+  // The digest of each parameter among `indices`, int64 [parameters].
+  at::Tensor written_digests(const std::vector<int64_t>& indices) const;
+  // The ranks agree on them.
+  void accept_written(const std::vector<int64_t>& indices);
   // Some .grad was not published here. It may be of a backward that was not seen.
   bool has_foreign() const;
   // Some parameter has a reduced gradient, whether it is shown or not.
@@ -76,6 +84,7 @@ class PublishedGradients {
     size_t holders = 0;      // of local's storage, while no user holds it
     void* memory = nullptr;  // of the sums, which the storage shows; null: none
     int64_t version = 0;     // of both, when the user's changes were last adopted
+    int64_t written = 0;     // a digest of the plain tensor that the user wrote; 0: none
     bool shown = false;
   };
   void follow_memory(int64_t i);
@@ -88,6 +97,7 @@ class PublishedGradients {
   ShardedParameters& parameters_;
   NanRecords& nan_records_;
   int64_t rank_;
+  int64_t world_;
   LocalReader local_reader_;
   ViewMaker view_maker_;
   std::vector<Entry> entries_;  // [parameters]

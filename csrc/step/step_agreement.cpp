@@ -20,7 +20,8 @@ constexpr char kOutOfStep[] =
     " the others had its gradients, or only some ranks called zero_grad(). Call"
     " zero_grad(set_to_none=True) on every rank and repeat the step's backwards.";
 constexpr char kOrOtherSettings[] =
-    " Or the optimizers' settings (lr, weight_decay, …) differ between ranks.";
+    " Or the optimizers' settings (lr, weight_decay, …) differ between ranks, or the gradients that"
+    " were written to p.grad.";
 
 }  // namespace
 
@@ -42,7 +43,7 @@ StepVerdict StepAgreement::ask_host(Comm::Agreement about, const std::vector<int
   // One message for both questions; a second one would cost more than the norm.
   kernels::SquareSum sum{};
   if (questions.norm()) add_own_squares(indices, &sum);
-  constexpr int64_t kFacts = 6;
+  constexpr int64_t kFacts = 7;
   // Also where no norm is asked for: a message has the same length in every call.
   constexpr int64_t kLength = kFacts + kernels::kSquareSumLength;
   const at::Tensor own = at::empty({kLength}, at::TensorOptions().dtype(at::kLong));
@@ -53,6 +54,7 @@ StepVerdict StepAgreement::ask_host(Comm::Agreement about, const std::vector<int
   value[3] = finished_.epoch();
   value[4] = questions.settings;
   value[5] = finished_.which();
+  value[6] = questions.written;
   std::copy(sum.begin(), sum.end(), value + kFacts);
   const at::Tensor all = gather(about, own, questions);
   if (!replicated()) sum = {};
@@ -67,6 +69,7 @@ StepVerdict StepAgreement::ask_host(Comm::Agreement about, const std::vector<int
     if (!same && other < 0) other = r;
     epoch = std::max(epoch, answer[3]);
     verdict.settings_differ = verdict.settings_differ || answer[4] != value[4];
+    verdict.written_differ = verdict.written_differ || answer[6] != value[6];
     if (replicated() || !context_.shares_replica_with(r)) continue;
     for (int64_t k = kFacts; k < kLength; ++k) sum[k - kFacts] += answer[k];
   }
@@ -104,9 +107,10 @@ StepVerdict StepAgreement::ask_device(Comm::Agreement about, const std::vector<i
     add_own_squares(indices,
                     reinterpret_cast<kernels::SquareSum*>(squares.mutable_data_ptr<int64_t>()));
   }
-  // One number for both: each more is another launch.
+  // One number for all: each more is another launch.
   const auto agreed = static_cast<int64_t>(static_cast<uint64_t>(questions.settings) +
-                                           static_cast<uint64_t>(finished_.which()));
+                                           static_cast<uint64_t>(finished_.which()) +
+                                           static_cast<uint64_t>(questions.written));
   const at::Tensor all = gather(
       about, at::cat({nonfinite_answer, at::full({1}, agreed, options.dtype(at::kLong)), squares}),
       questions);

@@ -30,6 +30,7 @@ struct StepQuestions {
   bool nonfinite = true;           // whether any holds NaN or Inf
   std::optional<double> max_norm;  // their norm, and the factor that clips it to this
   int64_t settings = 0;            // a hash of the numbers that the update uses
+  int64_t written = 0;             // see PublishedGradients::written_by_hand
   bool foreign = false;            // other code than ours updates the masters
   bool norm() const { return max_norm.has_value(); }
 };
@@ -49,6 +50,7 @@ struct StepVerdict {
   // Parameters that must be sharded before the step is prepared: nothing else is known then.
   std::vector<int64_t> unfrozen{};
   bool settings_differ = false;  // between ranks; on a device settle() raises instead
+  bool written_differ = false;   // gradients that were written by hand, likewise
   bool nonfinite = false;
   int64_t rank = -1;  // where the first NaN or Inf was seen
   std::string parameter{};

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import re
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import zero_ext
@@ -335,7 +337,14 @@ def test_torch_distributed_checkpoint_saves_and_loads_it(mesh, shared_path):
 
 @pytest.mark.host
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_is_saved_asynchronously_is_what_there_is(mesh, stage, shared_path, rank, world):
+@pytest.mark.parametrize(
+    "kind",
+    [
+        AsyncCheckpointerType.THREAD,
+        pytest.param(AsyncCheckpointerType.PROCESS, marks=pytest.mark.slow),
+    ],
+)
+def test_what_is_saved_asynchronously_is_what_there_is(mesh, stage, kind, shared_path, rank, world):
     """torch copies the state first, which goes by new_empty() and data_ptr()."""
 
     def trained(seed):
@@ -348,7 +357,7 @@ def test_what_is_saved_asynchronously_is_what_there_is(mesh, stage, shared_path,
     source, other = trained(1), trained(2)
     model_state, optimizer_state = get_state_dict(*source)
     state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.async_save(state, checkpoint_id=shared_path).result()
+    dcp.async_save(state, checkpoint_id=shared_path, async_checkpointer_type=kind).result()
     model_state, optimizer_state = get_state_dict(*other)
     state = {"model": model_state, "optimizer": optimizer_state}
     dcp.load(state, checkpoint_id=shared_path)
@@ -360,6 +369,25 @@ def test_what_is_saved_asynchronously_is_what_there_is(mesh, stage, shared_path,
                 assert_bits(
                     zero_ext.full_state(source[1], p, name), zero_ext.full_state(other[1], q, name)
                 )
+
+
+@pytest.mark.host
+def test_what_a_process_gets_of_it_can_be_saved_there(mesh, shared_path):
+    """As dcp.async_save sends it. Other pickles raise."""
+    source = sharded(mesh, Mixed(seed=1))
+    state = source.state_dict()
+    addresses = [t.to_local().data_ptr() for t in state.values() if isinstance(t, ShardTensor)]
+    sent = ForkingPickler.loads(ForkingPickler.dumps(state))
+    assert not any(isinstance(value, ShardTensor) for value in sent.values())
+    dcp.save({"model": sent}, checkpoint_id=shared_path)
+    assert addresses == [
+        t.to_local().data_ptr() for t in state.values() if isinstance(t, ShardTensor)
+    ]
+    model = sharded(mesh, bucket_mb=25.0)
+    loaded = {"model": model.state_dict()}
+    dcp.load(loaded, checkpoint_id=shared_path)
+    model.load_state_dict(loaded["model"])
+    assert_state(full_state(model), Mixed(seed=1).state_dict())
 
 
 def test_a_checkpoint_of_it_is_a_plain_models(mesh, shared_path):

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero_ext.engine import checks
+from zero_ext.engine import checks, clipping  # noqa: F401 (which changes torch's clipping)
 from zero_ext.engine.host_gradient import HostGradient
 from zero_ext.engine.inner_modules import InnerModules
 from zero_ext.engine.meta import MetaModules
 from zero_ext.engine.options import ShardingOptions
-from zero_ext.engine.registry import ParameterTable
+from zero_ext.engine.registry import ParameterTable, register_whole_gradient
 from zero_ext.engine.shutdown import serving
 from zero_ext.engine.unfreezing import make_trainable
 from zero_ext.engine.unit_hooks import OpenForwards, SiteHooks, watch_module
@@ -223,7 +223,7 @@ class Handle:
 
     @functools.cached_property
     def _maker(self) -> shard_tensor.Maker:
-        return shard_tensor.Maker(self.groups.mesh)
+        return shard_tensor.Maker(self.groups.mesh, self.groups.global_ranks)
 
     def as_parameter(self, local: Tensor, i: int, parameter: Tensor) -> Tensor:
         """This rank's 1-D part of some per-element value, shown in the parameter's shape."""
@@ -255,6 +255,8 @@ class Handle:
             view = self.as_parameter(local, i, parameter)
             if self.replicated and view.device != parameter.device:
                 view = view.as_subclass(HostGradient)
+            if self.replicated:
+                register_whole_gradient(view, self)
         return view
 
     # States

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from zero_ext import _C
+from zero_ext.tensor.shard_tensor import ShardTensor
 
 if TYPE_CHECKING:
     from zero_ext.engine.handle import Handle
@@ -53,6 +54,8 @@ class ByTensor:
 
 # Parameter -> (weak reference to its Handle, index in the engine).
 _entries = ByTensor()
+# A gradient that is whole on this rank, as ``.grad`` shows it -> weak reference to its Handle.
+_whole_gradients = ByTensor()
 
 
 def find(parameter: Tensor) -> tuple["Handle", int] | None:
@@ -60,6 +63,27 @@ def find(parameter: Tensor) -> tuple["Handle", int] | None:
     entry = _entries.get(parameter)
     handle = entry[0]() if entry is not None else None
     return None if handle is None else (handle, entry[1])
+
+
+def register_whole_gradient(gradient: Tensor, handle: "Handle") -> None:
+    _whole_gradients[gradient] = weakref.ref(handle)
+
+
+def ranks_of_gradient(gradient: Tensor) -> tuple[int, ...] | None:
+    """The ranks that have averaged what an engine shows; None of other tensors."""
+    if isinstance(gradient, ShardTensor):
+        return gradient.ranks
+    reference = _whole_gradients.get(gradient)
+    handle = None if reference is None else reference()
+    return None if handle is None else handle.groups.global_ranks
+
+
+def name_of_gradient(gradient: Tensor) -> str:
+    """Of the parameter that has it, for messages."""
+    for parameter, (reference, i) in _entries.items():
+        if parameter.grad is gradient and (handle := reference()) is not None:
+            return f"'{handle.engine.parameter_name(i)}'"
+    return f"one of shape {tuple(gradient.shape)}"
 
 
 def any_sharded(parameters: Iterable[Tensor]) -> bool:

@@ -1,6 +1,7 @@
 """Whether an optimizer can be run on pieces of its parameters, found by trying."""
 
 import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -59,13 +60,17 @@ def kind_of(group: dict[str, Any]) -> str:
 
 
 def check(
-    optimizer_class: type[torch.optim.Optimizer], kwargs: dict, group: dict[str, Any]
+    optimizer_class: type[torch.optim.Optimizer],
+    kwargs: dict,
+    group: dict[str, Any],
+    keywords: dict[str, Any] | None = None,
 ) -> None:
     """Run twelve steps on two matrices and on their flat pieces, on the CPU.
 
     Args:
         group: With settings of its own, or empty. LARS, for example, is elementwise where weights
             do not decay.
+        keywords: Of its ``step``.
     Raises:
         WholeParametersError: whole parameters, each with an optimizer of its own, become what they
             do with one optimizer.
@@ -73,11 +78,16 @@ def check(
         Exception: whatever the optimizer's constructor raises.
     """
     name = getattr(optimizer_class, "__name__", repr(optimizer_class))
+    if keywords:
+        name += f" with step({', '.join(f'{k}={v!r}' for k, v in keywords.items())})"
 
     def make(groups: list[list[torch.nn.Parameter]]) -> torch.optim.Optimizer:
         settings = _for_trial(settings_of(group))
         made = [{**settings, "params": parameters} for parameters in groups]
-        return optimizer_class(made, **_for_trial(kwargs))
+        optimizer = optimizer_class(made, **_for_trial(kwargs))
+        if keywords:
+            optimizer.step = functools.partial(optimizer.step, **_for_trial(keywords))
+        return optimizer
 
     # A mode, which every call passes: entered only where it changes something.
     default = torch.get_default_device().type

@@ -54,6 +54,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     _state_names: tuple[str, ...] = ()
     # Whether other code than the C++ side's updates the masters.
     _updates_in_python = False
+    # What the step that is being made was given for it.
+    _keywords: dict[str, Any] = {}  # noqa: RUF012 (never written to)
 
     def __init__(
         self,

@@ -112,6 +112,7 @@ class StepSettings:
         labels = ["gradient divide factor={}", "max_grad_norm={}"]
         for g in range(len(optimizer.param_groups)):
             labels.extend(f"{name}={{}} of group {g}" for name in self._names)
+        labels.extend(f"step({name}={{}})" for name in sorted(optimizer._keywords))
         values = [optimizer._handle.engine.divide_factor, *self._values(optimizer)]
         numbers = map(_number_of, values)
         check_same_on_all_ranks(
@@ -123,7 +124,9 @@ class StepSettings:
 
     def _values(self, optimizer: "ShardedOptimizer") -> list[Any]:
         groups = optimizer.param_groups
-        return [optimizer.max_grad_norm, *(g.get(name) for g in groups for name in self._names)]
+        given = [optimizer._keywords[name] for name in sorted(optimizer._keywords)]
+        settings = [g.get(name) for g in groups for name in self._names]
+        return [optimizer.max_grad_norm, *settings, *given]
 
 
 def _number_of(setting: Any) -> Any:

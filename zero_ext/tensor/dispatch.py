@@ -146,7 +146,7 @@ def _foreach_copy_(func, destinations, sources, non_blocking=False):
             destination.copy_(source, non_blocking)
 
 
-def _groups_of(tensors: Sequence[Tensor]) -> dict[dist.ProcessGroup, list[int]]:
+def groups_of(tensors: Sequence[Tensor]) -> dict[dist.ProcessGroup, list[int]]:
     """Which of ``tensors`` are sharded over which group, in an order that is equal on all ranks."""
     meshes, groups = {}, {}
     for i, tensor in enumerate(tensors):
@@ -177,7 +177,7 @@ def _foreach_norm(func, tensors, order=2, dtype=None):
     if held:
         held_norms = torch._foreach_norm([slices[i] for i in held], order, dtype)
         put(held, torch.stack(held_norms).double())
-    for group, members in _groups_of(tensors).items():
+    for group, members in groups_of(tensors).items():
         power = 1 if order in (0, inf, -inf) else order
         op = {inf: dist.ReduceOp.MAX, -inf: dist.ReduceOp.MIN}.get(order, dist.ReduceOp.SUM)
         part = torch.stack([norms[i] for i in members]) ** power
@@ -211,7 +211,7 @@ def _unscale_(func, grads, found_inf, inv_scale):
     if inv_scale.is_pinned():  # GradScaler's copies for offloaded gradients may be on their way
         torch.accelerator.synchronize()
     func(_to_local(grads), found_inf, inv_scale)
-    for group in _groups_of(grads):
+    for group in groups_of(grads):
         with naming("unscale_() of sharded gradients"):
             all_reduce_(found_inf, group, dist.ReduceOp.MAX)
 

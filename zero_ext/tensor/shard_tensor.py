@@ -10,10 +10,12 @@ sharded. What operations do is in ``dispatch.py``.
 import copy
 from collections.abc import Iterator, Sequence
 from math import prod
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 from torch._dynamo.exc import Unsupported
+from torch._guards import TracingContext
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -58,11 +60,21 @@ class UntraceableError(Unsupported, NotImplementedError):
     """Where torch.compile meets it, it breaks the graph and leaves the operation to eager mode."""
 
 
+def _refuse_tracing() -> NoReturn:
+    raise UntraceableError(
+        "zero_ext: a ShardTensor cannot be traced by torch.compile or torch.export. Compile "
+        "the module, not the code that works on its gradients or state, or give that "
+        "shard.to_local(). Export the module without gradients, after zero_grad()."
+    )
+
+
 class ShardTensor(DTensor):
     """See the head of this file. Made by ``make``."""
 
     # Element r is where rank r's slice begins, the last one the number of elements: [world + 1].
     bounds: tuple[int, ...]
+    # The ranks that average the gradient: with hybrid sharding also those of other replicas.
+    ranks: tuple[int, ...]
 
     if torch.__version__ < "2.13":
 
@@ -149,11 +161,14 @@ class ShardTensor(DTensor):
         return 0
 
     def __tensor_flatten__(self):
-        raise UntraceableError(
-            "zero_ext: a ShardTensor cannot be traced by torch.compile or torch.export. Compile "
-            "the module, not the code that works on its gradients or state, or give that "
-            "shard.to_local(). Export the module without gradients, after zero_grad()."
-        )
+        # Modes such as CommDebugMode look inside as well, where nothing is traced.
+        if TracingContext.try_get() is not None:
+            _refuse_tracing()
+        return ["_local_tensor"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride):
+        _refuse_tracing()
 
     # torch.distributed.checkpoint: a slice is saved and loaded as the boxes that it consists of.
 
@@ -205,6 +220,7 @@ def make(
     bounds: Sequence[int],
     mesh: DeviceMesh,
     stride: Sequence[int] | None = None,
+    ranks: tuple[int, ...] | None = None,
 ) -> ShardTensor:
     """Present ``local``, this rank's slice of a flat buffer, as its part of a tensor of ``shape``.
 
@@ -215,16 +231,18 @@ def make(
         mesh: One dimension, over the ranks that share the tensor.
         stride: The dense memory order that is flattened (channels_last, transposed); default
             row-major.
+        ranks: See ``ShardTensor.ranks``. Default: those of the mesh.
     """
-    return Maker(mesh).make(local, shape, bounds, stride)
+    return Maker(mesh, ranks).make(local, shape, bounds, stride)
 
 
 class Maker:
     """Makes the ShardTensors of one mesh. Those of one shape, stride and dtype share a spec,
     because making one takes most of the time."""
 
-    def __init__(self, mesh: DeviceMesh):
+    def __init__(self, mesh: DeviceMesh, ranks: tuple[int, ...] | None = None):
         self._mesh = mesh
+        self._ranks = ranks or tuple(mesh.mesh.flatten().tolist())
         self._rank, self._size = mesh.get_local_rank(), mesh.size()
         self._specs: dict[TensorMeta, DTensorSpec] = {}
 
@@ -245,7 +263,7 @@ class Maker:
         if spec is None:
             spec = DTensorSpec(self._mesh, (FlatShard(0),), tensor_meta=meta)
             self._specs[meta] = spec
-        return _present(local, spec, bounds)
+        return _present(local, spec, bounds, self._ranks)
 
     def _check(self, local: Tensor, shape: torch.Size, bounds: tuple[int, ...]) -> None:
         ends = (bounds[:1], bounds[-1:]) == ((0,), (shape.numel(),))
@@ -270,14 +288,16 @@ def wrap(local: Tensor, like: ShardTensor) -> ShardTensor:
     if local.dtype != like.dtype:
         spec = copy.copy(spec)
         spec.tensor_meta = TensorMeta(like.shape, like.stride(), local.dtype)
-    return _present(local, spec, like.bounds)
+    return _present(local, spec, like.bounds, like.ranks)
 
 
-def _present(local: Tensor, spec: DTensorSpec, bounds: tuple[int, ...]) -> ShardTensor:
+def _present(
+    local: Tensor, spec: DTensorSpec, bounds: tuple[int, ...], ranks: tuple[int, ...]
+) -> ShardTensor:
     result = ShardTensor(local, spec, requires_grad=False)
-    result.bounds = bounds
+    result.bounds, result.ranks = bounds, ranks
     return result
 
 
-# At the end: it needs what this file defines.
-from zero_ext.tensor import dispatch  # noqa: E402
+# At the end: they need what this file defines.
+from zero_ext.tensor import dispatch, processes  # noqa: E402, F401

@@ -1,0 +1,137 @@
+"""Gradients that users write to ``p.grad``: every rank must write the same, their average."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import mean_square, rank_data
+from setups import (
+    Way,
+    assert_same_values,
+    backward,
+    backward_of_all,
+    full_master,
+    small_mlp,
+    train_batch,
+    values_of,
+)
+
+import zero_ext
+
+pytestmark = [pytest.mark.dist, pytest.mark.world(min=2)]
+
+STAGES = pytest.mark.parametrize("way", [Way("shard", s) for s in range(4)], ids=str)
+ON_HOST = torch.get_default_device().type == "cpu"
+LR = 0.05
+
+
+def gradients_by_hand(rank: int, step: int = 0):
+    """As pipeline schedules do: of the inputs in one pass, of the weights in another one."""
+    plain = small_mlp()
+    loss = mean_square(plain, train_batch(rank, step))
+    return torch.autograd.grad(loss, list(plain.parameters()))
+
+
+def average(gradient: torch.Tensor, world: int) -> torch.Tensor:
+    here = gradient.cpu()
+    dist.all_reduce(here)
+    return (here / world).to(gradient.device)
+
+
+def write_own(model, rank, world):
+    for parameter, gradient in zip(model.parameters(), gradients_by_hand(rank), strict=True):
+        parameter.grad = gradient
+
+
+def write_one_alone(model, rank, world):
+    """Only one rank writes, and one parameter."""
+    if rank == world - 1:
+        model.layers[1].bias.grad = torch.ones(7)
+
+
+def write_before_a_backward(model, rank, world):
+    model.layers[1].bias.grad = rank_data([7], rank)
+    backward(model, rank)
+
+
+def replace_what_is_shown(model, rank, world):
+    backward(model, rank)
+    model.layers[1].bias.grad = rank_data([7], rank)
+
+
+def set_data_of_some_that_agree(model, rank, world):
+    """The first one has the same values on every rank, the other one has not."""
+    model.layers[0].bias.grad = torch.ones(7)
+    model.layers[1].bias.grad = torch.zeros(7)
+    model.layers[1].bias.grad.data = rank_data([7], rank)
+
+
+WRONG = [
+    (write_own, "layers.0.weight"),
+    (write_one_alone, "layers.1.bias"),
+    (write_before_a_backward, "layers.1.bias"),
+    (replace_what_is_shown, "layers.1.bias"),
+    (set_data_of_some_that_agree, "layers.1.bias"),
+]
+
+
+@pytest.mark.host  # a device's step finds it later, without a name
+@STAGES
+def test_gradients_that_differ_raise_by_name_on_every_rank(way, group, rank, world):
+    model = small_mlp()
+    optimizer = way.optimizer(model, group, lr=LR)
+    before = [full_master(p) for p in model.parameters()]
+    for write, name in WRONG:
+        write(model, rank, world)
+        message = rf"rank {rank}, unit .*: step\(\): \.grad of parameter '{name}' was set to other"
+        for _ in range(2):  # nothing else mends it
+            with pytest.raises(RuntimeError, match=message):
+                optimizer.step()
+        if way.stage > 0:
+            with pytest.raises(RuntimeError, match=rf"clip_grad_norm_\(\): \.grad of .*'{name}'"):
+                optimizer.clip_grad_norm_(1.0)
+        model.zero_grad()
+    after = [full_master(p) for p in model.parameters()]
+    assert all(map(torch.equal, after, before))
+    write_own(model, rank, world)
+    with pytest.raises(RuntimeError, match=r"all_reduce\(\) and divide it by"):
+        optimizer.step()
+    for parameter, gradient in zip(model.parameters(), gradients_by_hand(rank), strict=True):
+        parameter.grad = average(gradient, world)
+    optimizer.step()
+    expected = small_mlp()
+    backward_of_all(expected, world)
+    torch.optim.AdamW(expected.parameters(), lr=LR).step()
+    assert_same_values(model, expected)
+
+
+@STAGES
+def test_the_same_values_on_all_ranks_are_the_gradient(way, group, rank, world):
+    model, expected = small_mlp(), small_mlp()
+    optimizer = way.optimizer(model, group, zero_ext.optim.SGD, lr=LR)
+    reference = torch.optim.SGD(expected.parameters(), lr=LR)
+    for step in range(3):
+        if step == 1:  # beside a backward's
+            backward(model, rank, step)
+        for p, e in zip(model.parameters(), expected.parameters(), strict=True):
+            e.grad = rank_data(e.shape, 0, step)
+            p.grad = e.grad.clone()
+        if step == 2:
+            optimizer.clip_grad_norm_(0.5)
+            torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.5)
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+    assert_same_values(model, expected)
+
+
+@pytest.mark.skipif(ON_HOST, reason="the host finds it in the step itself")
+@STAGES
+def test_a_device_finds_gradients_that_differ_in_the_next_step(way, group, rank, world):
+    model = small_mlp()
+    optimizer = way.optimizer(model, group, lr=LR)
+    before = values_of(model)
+    write_own(model, rank, world)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"or the gradients that were written to p\.grad"):
+        _ = optimizer.skipped_steps
+    assert all(torch.equal(before[name], value) for name, value in values_of(model).items())

@@ -1,0 +1,118 @@
+"""torch's own clipping, of gradients that engines show in ``.grad``.
+
+``torch.nn.utils.clip_grad_norm_`` calls two functions of its module by their names there. Those are
+replaced by the ones below, also for scripts that imported ``clip_grad_norm_`` before zero_ext. To
+tensors that no engine has to do with they are torch's.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+
+from zero_ext import _C
+from zero_ext.engine import registry
+from zero_ext.engine.host_gradient import HostGradient
+from zero_ext.ranks.agreement import naming
+from zero_ext.ranks.collectives import all_reduce_
+from zero_ext.tensor.dispatch import groups_of
+from zero_ext.tensor.shard_tensor import ShardTensor
+
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_KINDS = (Tensor, nn.Parameter, ShardTensor, HostGradient)
+
+_torchs_norm = clip_grad._get_total_norm
+_torchs_clip = clip_grad._clip_grads_with_norm_
+_torchs_clip_value = clip_grad.clip_grad_value_
+
+
+@functools.wraps(_torchs_norm)
+@torch.no_grad()
+def _total_norm(tensors, norm_type=2.0, error_if_nonfinite=False, foreach=None) -> Tensor:
+    """The 2-norm has the bits of ``optimizer.clip_grad_norm_``, in every stage. Collective."""
+    if torch.compiler.is_compiling():  # of plain tensors; others are not traced
+        return _torchs_norm(tensors, norm_type, error_if_nonfinite, foreach)
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    ranks: dict[tuple[int, ...] | None, Tensor] = {}
+    for tensor in tensors:
+        ranks.setdefault(registry.ranks_of_gradient(tensor), tensor)
+    ranks.pop(None, None)
+    if not ranks:
+        return _torchs_norm(tensors, norm_type, error_if_nonfinite, foreach)
+    if len(ranks) > 1:
+        _reject_several_meshes(ranks)
+    if float(norm_type) != 2 or not _have_kernels(tensors):
+        return _torchs_norm(tensors, norm_type, error_if_nonfinite, foreach)
+    norm = _C.norm_of(_square_sum(tensors))
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"zero_ext: the total norm of the gradients is non-finite ({norm.item()}), so they "
+            "were not clipped. Pass error_if_nonfinite=False to leave them to the step."
+        )
+    return norm
+
+
+def _have_kernels(tensors: Sequence[Tensor]) -> bool:
+    device = tensors[0].device
+    return _C.has_kernels_on(device) and all(
+        type(t) in _KINDS
+        and t.dtype in _KERNEL_DTYPES
+        and t.device == device
+        and t.layout == torch.strided
+        for t in tensors
+    )
+
+
+@torch.compiler.disable  # calls of process groups cannot be traced
+def _square_sum(tensors: Sequence[Tensor]) -> Tensor:
+    """See Note [A norm without an order] in square_sum.h; plain tensors count as replicated."""
+    device = tensors[0].device
+    total = _C.square_sum([t for t in tensors if not isinstance(t, ShardTensor)], device)
+    for group, members in groups_of(tensors).items():
+        part = _C.square_sum([tensors[i]._local_tensor for i in members], device)
+        with naming("the norm of sharded tensors (clip_grad_norm_)"):
+            all_reduce_(part, group)
+        total += part
+    return total
+
+
+def _reject_several_meshes(ranks: dict[tuple[int, ...], Tensor]) -> None:
+    (first, one), (second, other), *_ = ranks.items()
+    raise RuntimeError(
+        f"zero_ext: the norm of gradients of several meshes: {registry.name_of_gradient(one)} is "
+        f"averaged over ranks {list(first)}, {registry.name_of_gradient(other)} over ranks "
+        f"{list(second)}, and every rank would get another norm. Take get_total_norm() of each "
+        "mesh's gradients, add their squares over all meshes, and pass the root to "
+        "torch.nn.utils.clip_grads_with_norm_()."
+    )
+
+
+def _check_reduced(parameters, verb: str) -> list[Tensor]:
+    """Raise where gradients are still to be reduced, as ``optimizer.clip_grad_norm_`` does. torch
+    sees ``.grad is None`` then, and would clip nothing."""
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if torch.compiler.is_compiling():  # maybe with fullgraph=True, which allows no such search
+        return parameters
+    found = (entry[0] for p in parameters if (entry := registry.find(p)) is not None)
+    for handle in {id(handle): handle for handle in found}.values():
+        handle.engine.check_reduced(verb)
+    return parameters
+
+
+@functools.wraps(_torchs_clip)
+def _clip_with_norm(parameters, max_norm, total_norm, foreach=None) -> None:
+    parameters = _check_reduced(parameters, "clip_grad_norm_()")
+    _torchs_clip(parameters, max_norm, total_norm, foreach)
+
+
+@functools.wraps(_torchs_clip_value)
+def _clip_value(parameters, clip_value, foreach=None) -> None:
+    parameters = _check_reduced(parameters, "clip_grad_value_()")
+    _torchs_clip_value(parameters, clip_value, foreach)
+
+
+clip_grad._get_total_norm = nn.utils.get_total_norm = _total_norm
+clip_grad._clip_grads_with_norm_ = nn.utils.clip_grads_with_norm_ = _clip_with_norm
+clip_grad.clip_grad_value_ = nn.utils.clip_grad_value_ = _clip_value
