@@ -34,6 +34,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       },
       py::arg("seconds"), zero_ext::NoGil());
   m.def("broadcast_parts", &zero_ext::broadcast_parts, zero_ext::NoGil());
+  zero_ext::bind_errors(m);
   zero_ext::bind_engine(m);
   zero_ext::bind_optimizer(m);
   zero_ext::bind_for_tests(m);

@@ -13,6 +13,7 @@ from zero_ext.engine.inner_modules import InnerModules
 from zero_ext.engine.meta import MetaModules
 from zero_ext.engine.options import ShardingOptions
 from zero_ext.engine.registry import ParameterTable
+from zero_ext.engine.released import begin_releasing, end_releasing
 from zero_ext.engine.shutdown import serving
 from zero_ext.engine.unfreezing import make_trainable
 from zero_ext.engine.unit_hooks import OpenForwards, SiteHooks, watch_module
@@ -37,6 +38,8 @@ class Handle:
         used_several_times: See ``units.used_several_times``.
         meta: The modules whose parameters are on the meta device.
     """
+
+    offloaded: frozenset[str] = frozenset()  # states, see zero_ext.offload_states
 
     def __init__(
         self,
@@ -101,6 +104,7 @@ class Handle:
 
     def dissolve(self) -> None:
         """Let go of the parameters, although an exception's traceback may keep this alive."""
+        end_releasing(self)
         self.parameters.unregister()
         serving.discard(self)
         self._unwatched = []
@@ -192,6 +196,7 @@ class Handle:
         unwatched, self._unwatched = self._unwatched, []  # which would keep the modules alive
         if not self.engine.releases:
             return
+        begin_releasing(self)
         inner = InnerModules(self.engine, self.forwards)
         for block, numbers in unwatched:
             inside: list[int] = []
@@ -264,6 +269,7 @@ class Handle:
     def set_offloaded(self, states: Iterable[str]) -> None:
         """See ``zero_ext.offload_states``."""
         names = set(states)
+        self.offloaded = frozenset(names)
         away = "optimizer_state" in names
         # Nothing is usable before all of it is back, also when memory runs out half-way.
         if not away:
