@@ -4,6 +4,7 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "comm/current_call.h"
 #include "core/errors.h"
 #include "core/range.h"
 
@@ -32,6 +33,7 @@ at::Tensor Agreements::all_gather(Peers& peers, Agreement about, const at::Tenso
                                   const std::function<std::string()>& what) {
   if (peers.world() == 1) return values.unsqueeze(0);
   const Range range("agree", [&] { return std::string("in ") + name_of(about); });
+  const CallScope call(name_of(about));
   if (peers.on_device()) return all_gather(peers, values, what);
   const int64_t numel = values.numel();
   const at::Tensor message = at::empty({1 + numel}, at::TensorOptions().dtype(at::kLong));

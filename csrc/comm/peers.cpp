@@ -33,6 +33,7 @@ void Peers::connect_local(std::chrono::milliseconds timeout, bool allowed,
                           const AllGather& all_gather) {
   local_transport_ = SharedHostTransport::connect(rank(), world(), timeout, allowed, all_gather);
   only_local_peers_ = local_transport_ != nullptr && local_transport_->reaches_all();
+  if (local_transport_ != nullptr) local_transport_->set_global_ranks(global_ranks_);
 }
 
 void Peers::leave_local() {

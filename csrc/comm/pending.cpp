@@ -5,9 +5,12 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 
+#include "comm/current_call.h"
+#include "comm/interruptible_wait.h"
 #include "comm/local/shared_host_transport.h"
 #include "comm/process_groups.h"
 #include "core/errors.h"
+#include "core/interrupts.h"
 #include "core/range.h"
 
 namespace zero_ext {
@@ -39,18 +42,29 @@ void Pending::wait(const std::function<std::string()>& what) {
     };
     const Range range("wait", whom);
     try {
-      if (part.message != nullptr) part.message->wait();
-      if (part.across != nullptr) part.across->sum_over_replicas(part.tensor)->wait();
+      const bool in_slices = watch_ == nullptr && part.peer == kAllRanks;
+      const auto wait_for = [&](const Message& message) {
+        if (in_slices) {
+          wait_interruptibly(message);
+        } else {
+          message->wait();
+        }
+      };
+      if (part.message != nullptr) wait_for(part.message);
+      if (part.across != nullptr) wait_for(part.across->sum_over_replicas(part.tensor));
       if (part.target.defined()) part.target.copy_(part.tensor);
     } catch (const std::exception& error) {
+      if (is_interrupt(error)) throw;
       const std::string peer =
           part.peer == kAllRanks ? "the other ranks" : "rank " + std::to_string(part.peer);
       const std::string cause = text_of(error);
       const bool timed_out = cause.find("imed out") != std::string::npos;
+      const std::string remedy = current_call().ends_with("()")
+                                     ? "Every rank must call " + current_call()
+                                     : "Every rank must run the same backwards and steps";
       TORCH_CHECK(
           false, what(), part.sending ? " (sending to " : " (waiting for ", peer, "): ", cause,
-          "\nEvery rank must run the same backwards and steps; look for the first error in "
-          "the logs of the other ranks.",
+          "\n", remedy, "; look for the first error in the logs of the other ranks.",
           timed_out ? " The timeout is that of the process group, or ZERO_EXT_TIMEOUT_S." : "");
     }
     parts_.pop_back();

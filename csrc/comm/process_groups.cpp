@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "comm/c10d_names.h"
+#include "comm/interruptible_wait.h"
 #include "core/torch_internals.h"
 #include "device/streams.h"
 
@@ -121,6 +122,11 @@ void ProcessGroups::finish(std::chrono::milliseconds patience) const noexcept {
 void broadcast_parts(const at::Tensor& full, const std::vector<int64_t>& bounds,
                      const std::string& group) {
   const c10::intrusive_ptr<c10d::ProcessGroup> ranks = c10d::resolve_process_group(group);
+  TORCH_CHECK_VALUE(full.is_contiguous() && !bounds.empty() && bounds.front() >= 0 &&
+                        std::is_sorted(bounds.begin(), bounds.end()) &&
+                        bounds.back() <= full.numel() && std::ssize(bounds) == ranks->getSize() + 1,
+                    "zero_ext: bounds ", bounds, " do not cut ", full.numel(),
+                    " contiguous elements into a part for each of ", ranks->getSize(), " ranks.");
   std::vector<Message> messages;
   for (int64_t r = 0; r + 1 < std::ssize(bounds); ++r) {
     if (bounds[r] == bounds[r + 1]) continue;
@@ -132,7 +138,13 @@ void broadcast_parts(const at::Tensor& full, const std::vector<int64_t>& bounds,
     options.rootRank = r;
     messages.push_back(ranks->broadcast(part, options));
   }
-  for (const Message& message : messages) message->wait();
+  for (const Message& message : messages) {
+    if (full.is_cpu()) {
+      wait_interruptibly(message);
+    } else {
+      message->wait();
+    }
+  }
 }
 
 }  // namespace zero_ext

@@ -2,15 +2,24 @@
 
 #include <ATen/SequenceNumber.h>
 #include <c10/core/TensorImpl.h>
+#include <c10/util/Backtrace.h>
+#include <c10/util/Logging.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/utils/cpp_stacktraces.h>
 #include <torch/headeronly/version.h>
 
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
+
+#if defined(__linux__)
+#include <dlfcn.h>
+#include <execinfo.h>
+#endif
 
 namespace zero_ext {
 namespace {
@@ -59,6 +68,55 @@ size_t idle_wrappers(Object& object) {
   } else {
     return 0;
   }
+}
+
+// The mangled names of the functions that this thread is in, the innermost first. Those that a
+// library does not export are missing.
+std::vector<std::string> functions_on_stack(size_t most) {
+  std::vector<std::string> names;
+#if defined(__linux__)
+  std::vector<void*> addresses(most);
+  addresses.resize(backtrace(addresses.data(), static_cast<int>(most)));
+  for (void* address : addresses) {
+    Dl_info found{};
+    if (dladdr(address, &found) != 0 && found.dli_sname != nullptr)
+      names.emplace_back(found.dli_sname);
+  }
+#endif
+  return names;
+}
+
+// Of the outermost "at::_ops::NAME_OVERLOAD::call" among `functions` that Python has called: the
+// part with NAME and OVERLOAD.
+std::string operator_among(const std::vector<std::string>& functions) {
+  constexpr char kOperators[] = "_ZN2at4_ops";
+  std::string op;
+  for (const std::string& name : functions) {
+    if (name.starts_with("_PyEval_EvalFrame")) break;
+    if (!name.starts_with(kOperators)) continue;
+    const size_t begin = name.find_first_not_of("0123456789", sizeof(kOperators) - 1);
+    const std::string length = name.substr(sizeof(kOperators) - 1, begin - sizeof(kOperators) + 1);
+    op = name.substr(begin, std::stoul(length));
+  }
+  return op;
+}
+
+// Every error of c10 asks the fetcher for its stack before it is thrown. That is the only place
+// where an access can still get another error than its storage's.
+c10::Backtrace explain_access(const AccessExplainer& explain) {
+  constexpr size_t kFramesOfError = 12;
+  constexpr size_t kFramesOfOperator = 96;
+  thread_local bool explaining = false;  // `explain` throws errors, too
+  const auto is_access = [](const std::string& name) {
+    return name.find("throw_data_ptr_access_error") != std::string::npos;
+  };
+  const std::vector<std::string> inner = functions_on_stack(kFramesOfError);
+  if (!explaining && std::any_of(inner.begin(), inner.end(), is_access)) {
+    explaining = true;
+    const auto end = c10::make_scope_exit([] { explaining = false; });
+    explain(operator_among(functions_on_stack(kFramesOfOperator)));
+  }
+  return c10::get_lazy_backtrace(/*frames_to_skip=*/2);
 }
 
 }  // namespace
@@ -161,6 +219,12 @@ c10::DataPtr take_memory(c10::StorageImpl& storage, const std::string& message) 
 void give_memory(c10::StorageImpl& storage, c10::DataPtr memory) {
   allow_access(storage);
   storage.set_data_ptr_noswap(std::move(memory));
+}
+
+void explain_forbidden_accesses(AccessExplainer explain) {
+  if (torch::get_cpp_stacktraces_enabled()) return;  // torch has a fetcher of its own then
+  c10::SetStackTraceFetcher(
+      [explain = std::move(explain)]() -> c10::Backtrace { return explain_access(explain); });
 }
 
 size_t holders(const c10::Storage& storage) {

@@ -114,6 +114,12 @@ void forbid_access(c10::StorageImpl& storage, const std::string& message);
 c10::DataPtr take_memory(c10::StorageImpl& storage, const std::string& message);
 void give_memory(c10::StorageImpl& storage, c10::DataPtr memory);
 
+// `explain` runs when such an access is about to raise, on any thread, with or without the GIL. What
+// it throws is raised in place of the storage's message. It gets the name of the ATen operator that
+// was called from outside ("lerp_"), or "". Without effect where torch was asked for C++ stacks.
+using AccessExplainer = std::function<void(const std::string& op)>;
+void explain_forbidden_accesses(AccessExplainer explain);
+
 // How many tensors, or other objects, hold the storage.
 size_t holders(const c10::Storage& storage);
 inline bool is_shared(const c10::Storage& storage) { return holders(storage) > 1; }

@@ -75,6 +75,9 @@ void Engine::begin_shutdown() noexcept {
 
 void Engine::add_parameters(const std::vector<at::Tensor>& parameters,
                             const std::vector<std::string>& names) {
+  TORCH_CHECK_VALUE(parameters.size() == names.size(), where(parts_.comm.global_rank()),
+                    parameters.size(), " parameters have ", names.size(),
+                    " names. Pass one name for each.");
   const Access access(parts_.lock);
   for (size_t i = 0; i < parameters.size(); ++i) {
     parts_.published.add();

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "comm/current_call.h"
 #include "core/errors.h"
 #include "core/range.h"
 
@@ -69,6 +70,7 @@ void StepUpdate::end_unit() {
 void StepUpdate::finish() {
   const Range range("gather", [] { return "updated parameters"; });
   backward_.forget_failure(access_);
+  const CallScope call(Comm::name_of(Comm::Agreement::step));
   gathering_.wait(
       [this] { return where(context_.global_rank) + "step() waited for updated parameters"; });
   gatherer_.wait_for_shards();

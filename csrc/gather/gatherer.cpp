@@ -28,7 +28,7 @@ int64_t Gatherer::add_unit(Unit* unit) {
 }
 
 int64_t Gatherer::add_hook_site(HookSite site) {
-  for (const int64_t u : site.units) site_counts_[u] += site.root || site.inner ? 0 : 1;
+  for (const int64_t u : site.units) site_counts_.at(u) += site.root || site.inner ? 0 : 1;
   sites_.push_back(std::move(site));
   return static_cast<int64_t>(sites_.size()) - 1;
 }
@@ -37,7 +37,7 @@ int64_t Gatherer::add_inner_site(const std::vector<int64_t>& sites) {
   // What the next call in the same unit reads stays gathered until then.
   HookSite inner{.units = {}, .first = false, .last = false, .inner = true};
   for (const int64_t site : sites) {
-    for (const int64_t u : sites_[site].units) {
+    for (const int64_t u : units_of(site)) {
       if (!contains(inner.units, u)) inner.units.push_back(u);
     }
   }
@@ -45,7 +45,7 @@ int64_t Gatherer::add_inner_site(const std::vector<int64_t>& sites) {
 }
 
 bool Gatherer::is_recomputed(int64_t site) const {
-  const std::vector<int64_t>& units = sites_[site].units;
+  const std::vector<int64_t>& units = units_of(site);
   return std::all_of(units.begin(), units.end(),
                      [this](int64_t u) { return table_.holds(u).calls > 0; });
 }
@@ -65,7 +65,7 @@ void Gatherer::begin_pass(Pass pass) {
 // Forward
 
 void Gatherer::enter_forward(int64_t site) {
-  if (sites_[site].root && root_depth_++ == 0 && !in_backward()) {
+  if (sites_.at(site).root && root_depth_++ == 0 && !in_backward()) {
     // A forward that threw may have left holds.
     for (int64_t u = 0; u < table_.size(); ++u) {
       if (table_.holds(u).forward > 0) table_.apply(u, ResidencyEvent::reset);

@@ -83,10 +83,10 @@ class Gatherer {
   const Unit& unit(int64_t unit) const { return table_.unit(unit); }
   int64_t gathers() const { return table_.gathers(); }
   // Neither the root nor inner.
-  bool is_of_its_own(int64_t site) const { return !sites_[site].root && !sites_[site].inner; }
+  bool is_of_its_own(int64_t site) const { return !sites_.at(site).root && !sites_[site].inner; }
   // A backward is inside of calls that hold all units of the site.
   bool is_recomputed(int64_t site) const;
-  const std::vector<int64_t>& units_of(int64_t site) const { return sites_[site].units; }
+  const std::vector<int64_t>& units_of(int64_t site) const { return sites_.at(site).units; }
   // How many sites use the unit, the root and inner ones not counted.
   int64_t sites_of(int64_t unit) const { return site_counts_[unit]; }
 

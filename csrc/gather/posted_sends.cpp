@@ -6,6 +6,7 @@
 #include <exception>
 #include <utility>
 
+#include "comm/current_call.h"
 #include "core/errors.h"
 
 namespace zero_ext {
@@ -93,7 +94,8 @@ void PostedSends::exchange_taken() {
   const at::Tensor taken = at::empty({units}, at::TensorOptions().dtype(at::kLong));
   for (int64_t u = 0; u < units; ++u) taken.mutable_data_ptr<int64_t>()[u] = entries_[u].taken;
   const at::Tensor all = comm_.all_gather(Comm::Agreement::shards, taken, [this] {
-    return where(context_.global_rank) + "waited until all ranks had updated their shards";
+    return where(context_.global_rank) + current_call() +
+           " waited until all ranks had updated their shards";
   });
   const auto* by_rank = all.const_data_ptr<int64_t>();
   for (int64_t u = 0; u < units; ++u) {

@@ -1,5 +1,6 @@
 #include "gather/residency_table.h"
 
+#include "comm/current_call.h"
 #include "core/errors.h"
 #include "core/range.h"
 
@@ -88,7 +89,8 @@ void ResidencyTable::gather_again(int64_t u) {
 }
 
 std::string ResidencyTable::waiting_for(const Entry& entry) const {
-  return where(context_.global_rank, entry.unit->name()) +
+  const std::string& call = current_call();
+  return where(context_.global_rank, entry.unit->name()) + call + (call.empty() ? "" : " ") +
          "waited for the other ranks' parts of its parameters" + sends_.last_gathered();
 }
 

@@ -52,7 +52,7 @@ Layout::Layout(std::vector<SlotSpec> specs, int64_t ranges, int64_t alignment) :
 }
 
 std::vector<int64_t> Layout::bounds(int64_t i) const {
-  const Slot& slot = slots_[i];
+  const Slot& slot = slots_.at(i);
   std::vector<int64_t> bounds;
   bounds.reserve(ranges_ + 1);
   for (int64_t range = 0; range <= ranges_; ++range) {

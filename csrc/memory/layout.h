@@ -46,8 +46,8 @@ class Layout {
   Layout(std::vector<SlotSpec> specs, int64_t ranges, int64_t alignment);
 
   int64_t size() const { return static_cast<int64_t>(slots_.size()); }
-  const Slot& slot(int64_t i) const { return slots_[i]; }
-  std::span<const Piece> pieces(int64_t i) const { return pieces_[i]; }
+  const Slot& slot(int64_t i) const { return slots_.at(i); }
+  std::span<const Piece> pieces(int64_t i) const { return pieces_.at(i); }
 
   int64_t ranges() const { return ranges_; }
   int64_t range_numel() const { return range_numel_; }

@@ -38,12 +38,13 @@ void OptimizerState::assign(const std::vector<int64_t>& parameters, int64_t grou
 
 void OptimizerState::unassign(const std::vector<int64_t>& parameters) {
   for (const int64_t i : parameters) {
-    group_of_[i] = -1;
+    group_of_.at(i) = -1;
     if (std::erase(indices_, i) > 0) engine_->steps().remove_stepper(i);
   }
 }
 
 void OptimizerState::allocate_for(int64_t i) {
+  const int64_t u = engine_->parameters()[i].unit;  // raises before anything changes
   if (i >= static_cast<int64_t>(group_of_.size())) {
     group_of_.resize(i + 1, -1);
     steps_.resize(i + 1);
@@ -55,7 +56,6 @@ void OptimizerState::allocate_for(int64_t i) {
     steps_[i] = at::zeros({}, options.dtype(at::kFloat));
     versions_[i] = steps_[i]._version();
   }
-  const int64_t u = engine_->parameters()[i].unit;
   if (u < 0) return;
   if (static_cast<int64_t>(buffers_.size()) <= u) buffers_.resize(u + 1);
   if (!buffers_[u].empty()) return;
@@ -69,13 +69,13 @@ void OptimizerState::allocate_for(int64_t i) {
 }
 
 at::Tensor OptimizerState::slice(int64_t k, int64_t i) const {
-  const int64_t u = engine_->parameters()[i].unit;
-  return engine_->parameters().unit(u).layout().own_slice(buffers_[u][k],
-                                                          engine_->parameters()[i].slot);
+  const Unit& unit = engine_->parameters().trainable_home_of(i);
+  const ShardedParameter& parameter = engine_->parameters()[i];
+  return unit.layout().own_slice(buffers_.at(parameter.unit).at(k), parameter.slot);
 }
 
 float* OptimizerState::data(int64_t k, int64_t unit, const Run& run) const {
-  return static_cast<float*>(buffers_[unit][k].data()) + run.begin;
+  return static_cast<float*>(buffers_[unit].at(k).data()) + run.begin;
 }
 
 template <typename Body>

@@ -60,7 +60,7 @@ class OptimizerState {
   at::Tensor slice(int64_t k, int64_t i) const;
   // How often parameter i was updated: 0-D, fp32, as torch has it. It lies on the device where the
   // device decides about a step.
-  at::Tensor step(int64_t i) const { return steps_[i]; }
+  at::Tensor step(int64_t i) const { return steps_.at(i); }
   const std::vector<int64_t>& indices() const { return indices_; }
 
   const StepVerdict& prepare_step(const StepQuestions& questions) {

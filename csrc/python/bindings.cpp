@@ -20,6 +20,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // Of the bytes of a contiguous buffer.
   m.def("digest", [](const py::buffer& buffer) {
     const py::buffer_info info = buffer.request();
+    TORCH_CHECK_VALUE(PyBuffer_IsContiguous(info.view(), 'C') != 0,
+                      "zero_ext: the buffer is not contiguous.");
     const py::gil_scoped_release no_gil;
     return zero_ext::kernels::digest(info.ptr, info.size * info.itemsize);
   });
@@ -35,6 +37,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("shares_memory",
         [](const at::Tensor& tensor) { return zero_ext::is_shared(tensor.storage()); });
   m.def("broadcast_parts", &zero_ext::broadcast_parts, zero_ext::NoGil());
+  zero_ext::bind_errors(m);
   zero_ext::bind_engine(m);
   zero_ext::bind_optimizer(m);
   zero_ext::bind_for_tests(m);

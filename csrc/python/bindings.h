@@ -26,6 +26,7 @@ std::function<at::Tensor(Arguments...)> from_any_thread(pybind11::function funct
 }
 
 void bind_engine(pybind11::module_& m);
+void bind_errors(pybind11::module_& m);
 void bind_optimizer(pybind11::module_& m);
 void bind_for_tests(pybind11::module_& m);
 

@@ -141,7 +141,8 @@ void bind_forwards(EngineClass& engine) {
       .def(
           "add_hook_site",
           [](Engine& e, std::vector<int64_t> units, bool root, bool first, bool last) {
-            return e.forwards().add_hook_site({std::move(units), root, first, last});
+            return e.forwards().add_hook_site(
+                {.units = std::move(units), .root = root, .first = first, .last = last});
           },
           py::arg("units"), py::kw_only(), py::arg("root"), py::arg("first"), py::arg("last"))
       .def("add_inner_site", of(forwards, &Forwards::add_inner_site))

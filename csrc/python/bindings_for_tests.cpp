@@ -139,6 +139,8 @@ void bind_shared_host_transport(py::module_& m) {
           py::arg("rank"), py::arg("world"), py::kw_only(), py::arg("timeout_ms"),
           py::arg("allowed"), py::arg("all_gather"))
       .def("reaches", &SharedHostTransport::reaches)
+      .def("close", &SharedHostTransport::close)
+      .def_static("processes_may_read", [] { return linux_calls::ReadsWithinTheLaunch::count(); })
       .def(
           "send",
           [](SharedHostTransport& memory, const at::Tensor& tensor, int64_t to, int64_t tag,

@@ -89,7 +89,8 @@ void bind_groups(py::module_& m) {
 
 void bind_state(py::module_& m) {
   py::class_<OptimizerState>(m, "OptimizerState")
-      .def(py::init<std::shared_ptr<Engine>, int64_t>())
+      .def(py::init<std::shared_ptr<Engine>, int64_t>(), py::arg("engine").none(false),
+           py::arg("states"))
       .def("assign", &OptimizerState::assign, NoGil())
       .def("unassign", &OptimizerState::unassign)
       .def("slice", &OptimizerState::slice, NoGil())

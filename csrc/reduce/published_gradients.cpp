@@ -194,7 +194,7 @@ void PublishedGradients::show(int64_t i) {
 void PublishedGradients::write(int64_t i, const at::Tensor& grad) {
   const at::NoGradGuard no_grad;
   const ShardedParameter& parameter = parameters_[i];
-  Unit& unit = parameters_.unit(parameter.unit);
+  Unit& unit = parameters_.trainable_home_of(i);
   if (grad.unsafeGetTensorImpl()->is_python_dispatch()) {
     TORCH_CHECK(local_reader_, "zero_ext: no reader for tensor subclasses is set");
     unit.sums().write(parameter.slot, local_reader_(grad));

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <utility>
 
+#include "comm/agreements.h"
+#include "comm/current_call.h"
 #include "core/errors.h"
 #include "device/kernel_table.h"
 #include "memory/storage.h"
@@ -145,6 +147,7 @@ void UnitReduction::send_to_host(Comm& comm) {
 }
 
 void UnitReduction::wait() {
+  const CallScope call(name_of(Agreement::late_gradients));
   pending_.wait([this] { return waiting(); });
 }
 

@@ -15,7 +15,7 @@ void ShardedParameters::add(const at::Tensor& tensor, std::string name) {
 }
 
 void ShardedParameters::replace(int64_t i, const at::Tensor& tensor) {
-  all_[i].tensor = tensor;
+  all_.at(i).tensor = tensor;
   all_[i].node = hook(i);
 }
 
@@ -38,15 +38,26 @@ int64_t ShardedParameters::add_unit(std::unique_ptr<Unit> unit, UnitKind kind,
 }
 
 Unit& ShardedParameters::home_of(int64_t i) const {
-  const ShardedParameter& parameter = all_[i];
+  const ShardedParameter& parameter = all_.at(i);
+  TORCH_CHECK_VALUE(parameter.managed() || parameter.frozen_unit >= 0, where(context_.global_rank),
+                    "parameter '", parameter.name,
+                    "' is frozen and in no unit: it has no part of its own on each rank. Read the"
+                    " parameter itself.");
   return parameter.managed() ? *units_[parameter.unit] : *frozen_units_[parameter.frozen_unit];
+}
+
+Unit& ShardedParameters::trainable_home_of(int64_t i) const {
+  const ShardedParameter& parameter = all_.at(i);
+  TORCH_CHECK_VALUE(parameter.managed(), where(context_.global_rank), "parameter '", parameter.name,
+                    "' is frozen: it has no gradient. Set requires_grad and repeat the backward.");
+  return *units_[parameter.unit];
 }
 
 void ShardedParameters::for_each_summed_run(
     const std::vector<int64_t>& indices,
     const std::function<void(GradientSums&, const Run&)>& apply) const {
   std::vector<uint8_t> mine(all_.size(), 0);
-  for (const int64_t i : indices) mine[i] = 1;
+  for (const int64_t i : indices) mine.at(i) = 1;
   for (int64_t u = 0; u < unit_count(); ++u) {
     GradientSums& sums = units_[u]->sums();
     const auto used = [&](int64_t slot) {

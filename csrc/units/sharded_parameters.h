@@ -46,22 +46,25 @@ class ShardedParameters {
   int64_t add_unit(std::unique_ptr<Unit> unit, UnitKind kind, const std::vector<int64_t>& members);
 
   int64_t size() const { return static_cast<int64_t>(all_.size()); }
-  ShardedParameter& operator[](int64_t i) { return all_[i]; }
-  const ShardedParameter& operator[](int64_t i) const { return all_[i]; }
+  // An index that is out of range raises, here and below.
+  ShardedParameter& operator[](int64_t i) { return all_.at(i); }
+  const ShardedParameter& operator[](int64_t i) const { return all_.at(i); }
   auto begin() const { return all_.begin(); }
   auto end() const { return all_.end(); }
 
   const std::vector<std::unique_ptr<Unit>>& units() const { return units_; }
   const std::vector<std::unique_ptr<Unit>>& frozen_units() const { return frozen_units_; }
   int64_t unit_count() const { return static_cast<int64_t>(units_.size()); }
-  Unit& unit(int64_t u) const { return *units_[u]; }
+  Unit& unit(int64_t u) const { return *units_.at(u); }
   // Parameters of unit u, by slot.
   const std::vector<int64_t>& members(int64_t u) const { return members_[u]; }
-  // The unit in which parameter i lies, trainable or not.
+  // The unit in which parameter i lies, trainable or not. Raises where it lies in none.
   Unit& home_of(int64_t i) const;
+  // The unit that sums up its gradients. Raises where it is frozen.
+  Unit& trainable_home_of(int64_t i) const;
   // The number of parameter i's NaN record.
-  int64_t record_of(int64_t i) const { return units_[all_[i].unit]->record(all_[i].slot); }
-  GradientSums& sums_of(int64_t i) const { return units_[all_[i].unit]->sums(); }
+  int64_t record_of(int64_t i) const { return trainable_home_of(i).record(all_[i].slot); }
+  GradientSums& sums_of(int64_t i) const { return trainable_home_of(i).sums(); }
   // This rank's part of parameter i, 1-D: of its reduced gradient, of its master, and of itself,
   // where parameters are sharded, in the compute dtype.
   at::Tensor grad_slice(int64_t i) const { return sums_of(i).slice(all_[i].slot); }

@@ -11,14 +11,10 @@
 namespace zero_ext {
 namespace {
 
+// Of a read. zero_ext/engine/released.py has the errors of other accesses.
 constexpr char kReleased[] =
-    "the parameters of this unit are released: they were read or written outside of a forward or"
-    " backward of their own module. Do that inside `with module.summon_full_params():` or after"
-    " module.unshard(), make the method that reads them a forward"
-    " (zero_ext.register_forward_method), or choose units so that the module that reads them is in"
-    " the same unit. Cast or move a model before sharding it, and step it with an optimizer of"
-    " zero_ext.optim. In a backward, either retained_bytes was too small for a second one over the"
-    " same graph, or the module returned no tensor whose backward zero_ext can see.";
+    "the parameters of this unit are released outside of the forwards and backwards of their"
+    " modules. Read one with zero_ext.full_tensor(parameter), on every rank.";
 
 }  // namespace
 

@@ -71,6 +71,35 @@ def assert_messages_between_all(memory, group) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.world(min=2)
+def test_other_processes_may_read_only_while_there_is_a_transport(memory, group, rank):
+    """Yama's permission is one per process: it is taken back with the last transport."""
+    may_read = _C.SharedHostTransport.processes_may_read
+    gc.collect()  # models of other tests
+    before = may_read()
+    assert before >= 1  # of `memory`
+    second = connect_all(group)
+    assert may_read() == before + 1
+    gather_objects(rank, group)
+    second.close()
+    assert may_read() == before
+    second.close()
+    assert may_read() == before
+    # Neither where no rank is reached, nor where this rank allows nothing.
+    assert connect(group, allowed=False) is None
+    assert may_read() == before
+    assert connect(group, allowed=rank == 0) is None
+    assert may_read() == before
+    third = connect_all(group)
+    assert may_read() == before + 1
+    gather_objects(rank, group)
+    del third
+    gc.collect()
+    assert may_read() == before
+    assert_messages_between_all(memory, group)
+
+
+@pytest.mark.dist
 def test_no_process_changes_the_size_of_a_mailbox(memory, group, world):
     sizes = []
 

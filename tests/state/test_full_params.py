@@ -333,7 +333,7 @@ def test_reading_between_forward_and_backward_disturbs_neither(anywhere, rank, w
 
 # Released parameters
 
-RELEASED = r"zero_ext \[rank \d, unit 'layers.0.weight … layers.0.bias'\]: the parameters of this"
+RELEASED = r"zero_ext \[rank \d, unit 'layers.0.weight … layers.0.bias'\]: .*released"
 READS = {
     "sum": lambda p: p.sum(),
     "clone": lambda p: p.clone(),
@@ -380,14 +380,6 @@ def test_a_write_to_a_released_parameter_names_its_unit(mesh, use):
 
 @pytest.mark.dist
 @pytest.mark.world(min=2)
-def test_the_message_says_what_to_do(mesh):
-    with pytest.raises(RuntimeError, match=r"summon_full_params\(\).*unshard\(\).*units") as error:
-        sharded(mesh).layers[0].weight.sum()
-    assert "NaN" not in str(error.value)
-
-
-@pytest.mark.dist
-@pytest.mark.world(min=2)
 def test_shape_dtype_and_what_else_needs_no_values_can_be_asked_for(mesh):
     model, plain = sharded(mesh), MLP(13)
     p, e = model.layers[0].weight, plain.layers[0].weight
@@ -414,9 +406,7 @@ def test_a_parameter_of_another_unit_is_refused_by_name_in_a_forward(mesh, rank)
 
     model = sharded(mesh, Borrows(), units=nn.Linear)
     x = rank_data((2, 5), rank)
-    with pytest.raises(
-        RuntimeError, match=r"unit 'a.weight … a.bias'\]: the parameters of this unit"
-    ):
+    with pytest.raises(RuntimeError, match="the forward of Borrows reads .* another unit"):
         model(x)
     model.reshard()
     # In one unit it is there.

@@ -9,6 +9,7 @@ from zero_ext.engine.carried import Carried, CarriedMethod
 from zero_ext.engine.checks import check_number
 from zero_ext.engine.handle import Handle
 from zero_ext.module.forward_hooks import ForwardHooks
+from zero_ext.ranks.agreement import calling
 
 # What a sharded module gains; zero_grad() is replaced as well.
 _METHODS = (
@@ -78,12 +79,14 @@ class ShardedMethods(Carried):
     def unshard(self) -> None:
         """Gather all parameters and keep them until ``reshard()`` or the next step. Collective with
         stage 3. Without effect with the other stages."""
-        self.handle.engine.unshard()
+        with calling("unshard()"):
+            self.handle.engine.unshard()
 
     def reshard(self) -> None:
         """Release what ``unshard()`` gathered. This rank keeps what was written to its parts.
         Collective."""
-        self.handle.reshard(keep_writes=True)
+        with calling("reshard()"):
+            self.handle.reshard(keep_writes=True)
 
     @contextlib.contextmanager
     def summon_full_params(self, writeback: bool = True):
@@ -103,18 +106,20 @@ class ShardedMethods(Carried):
         if held and (writeback or self._discards_writes):
             yield
             return
-        if held:  # this context must not discard what was written before it
-            self.reshard()
-        engine.unshard()
+        with calling("summon_full_params()"):
+            if held:  # this context must not discard what was written before it
+                self.reshard()
+            engine.unshard()
         before, self._discards_writes = self._discards_writes, not writeback
         try:
             with self._restored_alone(writeback):
                 yield
         finally:
             self._discards_writes = before
-            self.handle.reshard(keep_writes=writeback)
-            if held:
-                engine.unshard()
+            with calling("summon_full_params()"):
+                self.handle.reshard(keep_writes=writeback)
+                if held:
+                    engine.unshard()
 
     @contextlib.contextmanager
     def _restored_alone(self, writeback: bool):

@@ -9,6 +9,7 @@ from zero_ext.engine.carried import Carried, CarriedMethod
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
 from zero_ext.module.places import is_sharded_by
+from zero_ext.ranks.agreement import calling
 from zero_ext.tensor.shard_tensor import ShardTensor
 
 
@@ -65,14 +66,16 @@ class StateDictHooks(Carried):
             return  # or the module around this one has gathered the parameters
         self._loading = module
         self._held_before_load = self._handle.engine.held_by_user
-        self._handle.engine.unshard()
-        for key, value in state_dict.items():
-            if key.startswith(prefix) and isinstance(value, ShardTensor):
-                state_dict[key] = value.full_tensor()
+        with calling("load_state_dict()"):
+            self._handle.engine.unshard()
+            for key, value in state_dict.items():
+                if key.startswith(prefix) and isinstance(value, ShardTensor):
+                    state_dict[key] = value.full_tensor()
 
     def after_load(self, module: nn.Module, incompatible_keys) -> None:
         if self._loading is not module:
             return
         self._loading = None
         if not self._held_before_load:
-            self._handle.reshard(keep_writes=True)
+            with calling("load_state_dict()"):
+                self._handle.reshard(keep_writes=True)

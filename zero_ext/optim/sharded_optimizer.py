@@ -24,6 +24,7 @@ from zero_ext.optim.arguments import check_arguments
 from zero_ext.optim.loading import EmptiedState, SavedState, checked_load
 from zero_ext.optim.shown_states import ShownStates
 from zero_ext.optim.verdicts import SkippedSteps, StepSettings
+from zero_ext.ranks.agreement import calling
 from zero_ext.ranks.groups import resolve
 
 
@@ -225,7 +226,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: groups or sizes differ; nothing is changed then.
         """
-        checked_load(self, state_dict)()
+        with calling("load_state_dict()"):
+            checked_load(self, state_dict)()
 
     def _checked_states(self, saved: Sequence[SavedState]) -> Callable[[], None]:
         """Check all states. The function that is returned writes them in place, and zeros what was

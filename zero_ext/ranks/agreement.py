@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import itertools
+import pickle
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zero_ext import _C
+from zero_ext.ranks.collectives import wait_for
 from zero_ext.ranks.groups import Groups
 
 # What backends say where the process at the other end is no more.
@@ -17,28 +20,45 @@ _ENDED = re.compile(r"(closed|reset) by peer|[Bb]roken pipe|remote process exite
 
 
 @contextlib.contextmanager
+def calling(name: str) -> Iterator[None]:
+    """Errors of waits inside name ``name``, the call that the user made, and so do those of other
+    ranks that wait for this one. Inside another call it changes nothing."""
+    outermost = _C.enter_call(name)
+    try:
+        yield
+    finally:
+        if outermost:
+            _C.leave_call()
+
+
+@contextlib.contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Errors of collectives inside name this rank and ``what``, the call that waited. Backends name
-    neither.
+    """Errors of collectives inside name this rank and ``what``, the call that waited, or the call
+    around it. Backends name neither.
 
     Raises:
         RuntimeError: in place of any RuntimeError.
     """
-    try:
-        yield
-    except RuntimeError as error:
-        cause = str(error).partition("\n")[0]
-        remedy = "Call it on every rank."
-        if _ENDED.search(cause):
-            remedy = "Another rank has ended: read its output, and start all ranks again."
-        raise RuntimeError(
-            f"zero_ext [rank {dist.get_rank()}]: {what} waited for the other ranks: {cause}. "
-            f"{remedy}"
-        ) from error
+    with calling(what):
+        try:
+            yield
+        except RuntimeError as error:
+            cause = str(error).partition("\n")[0]
+            others = _C.calls_of_local_peers()
+            remedy = f"{others and f'Now {others}. '}Call it on every rank."
+            if _ENDED.search(cause):
+                remedy = "Another rank has ended: read its output, and start all ranks again."
+            raise RuntimeError(
+                f"zero_ext [rank {dist.get_rank()}]: {_C.current_call()} waited for the other "
+                f"ranks: {cause}. {remedy}"
+            ) from error
 
 
 def of_all_ranks(value: Any, groups: Groups, what: str) -> list:
     """Every rank's ``value``, in rank order. Collective."""
+    if "cpu" in (device.type for device in groups.parent._device_types):
+        with naming(what):
+            return _all_on_host(value, groups)
     values: list = [None] * groups.world
     own = contextlib.nullcontext()
     # NCCL carries objects through the current device, which need not be ours.
@@ -47,6 +67,27 @@ def of_all_ranks(value: Any, groups: Groups, what: str) -> list:
     with naming(what), own:
         dist.all_gather_object(values, value, group=groups.parent)
     return values
+
+
+def _all_on_host(value: Any, groups: Groups) -> list:
+    """As ``dist.all_gather_object``, which does not hear Ctrl-C."""
+    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = torch.empty(groups.world, dtype=torch.int64, device="cpu")
+    _all_gather(sizes, torch.tensor([own.numel()], device="cpu"), groups)
+    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device="cpu")
+    padded[: own.numel()] = own
+    rows = torch.empty(groups.world, padded.numel(), dtype=torch.uint8, device="cpu")
+    _all_gather(rows, padded, groups)
+    return [
+        pickle.loads(row[:size].numpy().tobytes())
+        for row, size in zip(rows, sizes.tolist(), strict=True)
+    ]
+
+
+def _all_gather(rows: torch.Tensor, own: torch.Tensor, groups: Groups) -> None:
+    """Every rank's ``own`` into ``rows``."""
+    parts = list(rows.view(groups.world, -1))
+    wait_for(dist.all_gather(parts, own, groups.parent, async_op=True), own)
 
 
 def check_same_on_all_ranks(

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_ext import _C
 from zero_ext.ranks.groups import Groups
 
 
@@ -17,10 +18,18 @@ def on_wire(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return tensor.cpu() if "cpu" in kinds else tensor.to(next(iter(kinds)))
 
 
+def wait_for(work: dist.Work, wire: Tensor) -> None:
+    """Wait for a collective on ``wire``. Hears Ctrl-C, which torch's own wait does not."""
+    if wire.device.type == "cpu":
+        _C.wait_interruptibly(work)
+    else:
+        work.wait()
+
+
 def all_reduce_(tensor: Tensor, group: dist.ProcessGroup, op=dist.ReduceOp.SUM) -> None:
     """In place."""
     wire = on_wire(tensor, group)
-    dist.all_reduce(wire, op, group)
+    wait_for(dist.all_reduce(wire, op, group, async_op=True), wire)
     if wire is not tensor:
         tensor.copy_(wire)
 
@@ -28,7 +37,7 @@ def all_reduce_(tensor: Tensor, group: dist.ProcessGroup, op=dist.ReduceOp.SUM) 
 def broadcast_(tensor: Tensor, group: dist.ProcessGroup, rank: int) -> None:
     """In place; contiguous."""
     wire = on_wire(tensor, group)
-    dist.broadcast(wire, group=group, group_src=rank)
+    wait_for(dist.broadcast(wire, group=group, group_src=rank, async_op=True), wire)
     if wire is not tensor:
         tensor.copy_(wire)
 

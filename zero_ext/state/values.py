@@ -19,7 +19,7 @@ from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
 from zero_ext.optim.owned_optimizer import OwnedOptimizer
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
-from zero_ext.ranks.agreement import all_or_none
+from zero_ext.ranks.agreement import all_or_none, calling, naming
 from zero_ext.ranks.collectives import broadcast_
 from zero_ext.ranks.groups import Groups
 from zero_ext.state.model_state import place_of
@@ -33,6 +33,7 @@ class _Kind(enum.IntEnum):
     SHARDED = 2
 
 
+@calling("full_tensor()")
 @torch.no_grad()
 def full_tensor(parameter: Tensor) -> Tensor:
     """The fp32 master of ``parameter``, whole. Collective.
@@ -53,6 +54,7 @@ def full_tensor(parameter: Tensor) -> Tensor:
     return _copy_of_whole(handle.as_parameter(handle.engine.current_master(i), i, parameter))
 
 
+@calling("set_full_param()")
 @torch.no_grad()
 def set_full_param(parameter: Tensor, value: Tensor | None) -> None:
     """Give ``parameter`` and its fp32 master new values, on every rank. Collective.
@@ -82,6 +84,7 @@ def set_full_param(parameter: Tensor, value: Tensor | None) -> None:
         handle.engine.write_parameter(i, value)
 
 
+@calling("full_grad()")
 @torch.no_grad()
 def full_grad(parameter: Tensor) -> Tensor | None:
     """The reduced gradient of ``parameter``, whole, in fp32. Collective.
@@ -97,6 +100,7 @@ def full_grad(parameter: Tensor) -> Tensor | None:
     return None if gradient is None else _copy_of_whole(gradient).float()
 
 
+@calling("set_full_grad()")
 @torch.no_grad()
 def set_full_grad(parameter: Tensor, value: Tensor | None) -> None:
     """Give ``parameter`` a new reduced gradient, or none, on every rank. Collective.
@@ -124,6 +128,7 @@ def set_full_grad(parameter: Tensor, value: Tensor | None) -> None:
         handle.engine.write_gradient(i, _of_rank_0(value, kind, handle.groups))
 
 
+@calling("full_state()")
 @torch.no_grad()
 def full_state(optimizer: ShardedOptimizer, parameter: Tensor, name: str) -> Tensor:
     """A value of the optimizer's state, such as ``"exp_avg"``, whole. Collective.
@@ -137,6 +142,7 @@ def full_state(optimizer: ShardedOptimizer, parameter: Tensor, name: str) -> Ten
     return _copy_of_whole(value) if isinstance(value, Tensor) else torch.tensor(value)
 
 
+@calling("set_full_state()")
 @torch.no_grad()
 def set_full_state(optimizer: ShardedOptimizer, parameter: Tensor, name: str, value) -> None:
     """Give a value of the optimizer's state new contents, on every rank. Collective.
@@ -208,7 +214,8 @@ def _kind_on_rank_0(value, groups: Groups) -> _Kind:
     kind = _Kind.SHARDED if hasattr(value, "full_tensor") else _Kind.WHOLE
     known = torch.tensor(_Kind.NONE if value is None else kind, device="cpu")
     if groups.world > 1:
-        broadcast_(known, groups.parent, 0)
+        with naming("rank 0's value"):
+            broadcast_(known, groups.parent, 0)
     return _Kind(known.item())
 
 
@@ -240,7 +247,8 @@ def _of_rank_0(value: Tensor, kind: _Kind, groups: Groups) -> Tensor:
     if kind == _Kind.SHARDED:
         value = _on_host(value.full_tensor())
     if groups.world > 1:
-        broadcast_(value, groups.parent, 0)
+        with naming("rank 0's value"):
+            broadcast_(value, groups.parent, 0)
     return value
 
 

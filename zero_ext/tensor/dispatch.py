@@ -181,7 +181,8 @@ def _foreach_norm(func, tensors, order=2, dtype=None):
         power = 1 if order in (0, inf, -inf) else order
         op = {inf: dist.ReduceOp.MAX, -inf: dist.ReduceOp.MIN}.get(order, dist.ReduceOp.SUM)
         part = torch.stack([norms[i] for i in members]) ** power
-        with naming("the norm of sharded tensors (clip_grad_norm_)"):
+        several = func is aten._foreach_norm.Scalar
+        with naming("the norm of sharded tensors (clip_grad_norm_)" if several else "norm()"):
             all_reduce_(part, group, op)
         put(members, part ** (1 / power))
     return [n.to(dtype or t.dtype) for n, t in zip(norms, tensors, strict=True)]
@@ -200,7 +201,7 @@ def _reduce_with(op: dist.ReduceOp):
         result = func(shard._local_tensor, **kwargs)
         number = result.to(torch.uint8) if result.dtype == torch.bool else result
         group = shard.device_mesh.get_group()
-        with naming(f"{func} of a sharded tensor"):
+        with naming(f"{func.overloadpacket.__name__}() of a sharded tensor"):
             all_reduce_(number, group, op)
         return number.to(result.dtype)
 

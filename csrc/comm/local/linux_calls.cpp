@@ -16,6 +16,8 @@
 #include <climits>
 #include <ctime>
 #include <fstream>
+#include <functional>
+#include <mutex>
 #include <string>
 
 namespace zero_ext::linux_calls {
@@ -34,10 +36,36 @@ int read_memory_of(pid_t process, uint64_t address, void* into, size_t bytes) {
 
 // Yama's ptrace_scope 1: only ancestors of a process read its memory, and one more process that it
 // names, with the descendants of that one. The other ranks have the same launcher as this rank.
-void allow_reads_within_the_launch() {
+void name_reader(pid_t reader) {
   int scope = 0;
   std::ifstream("/proc/sys/kernel/yama/ptrace_scope") >> scope;
-  if (scope == 1) prctl(PR_SET_PTRACER, getppid(), 0, 0, 0);
+  if (scope == 1) prctl(PR_SET_PTRACER, reader, 0, 0, 0);
+}
+
+std::mutex counting;
+int64_t living = 0;
+
+ReadsWithinTheLaunch::ReadsWithinTheLaunch() {
+  const std::lock_guard lock(counting);
+  if (living++ == 0) name_reader(getppid());
+}
+
+ReadsWithinTheLaunch::~ReadsWithinTheLaunch() {
+  const std::lock_guard lock(counting);
+  if (--living == 0) name_reader(0);
+}
+
+int64_t ReadsWithinTheLaunch::count() {
+  const std::lock_guard lock(counting);
+  return living;
+}
+
+int64_t system_and_user() {
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  if (boot.empty()) return 0;
+  boot += ' ' + std::to_string(getuid());
+  return static_cast<int64_t>(std::hash<std::string>{}(boot) | 1);
 }
 
 // A file that another process of the user shortens would end the ranks that read it with SIGBUS.
@@ -85,7 +113,10 @@ void wake_all(std::atomic<uint32_t>* word) {
 namespace zero_ext::linux_calls {
 
 int read_memory_of(pid_t, uint64_t, void*, size_t) { return ENOSYS; }
-void allow_reads_within_the_launch() {}
+ReadsWithinTheLaunch::ReadsWithinTheLaunch() {}
+ReadsWithinTheLaunch::~ReadsWithinTheLaunch() {}
+int64_t ReadsWithinTheLaunch::count() { return 0; }
+int64_t system_and_user() { return 0; }
 int create_shared_memory(size_t) { return -1; }
 int open_shared_memory(pid_t, int64_t, size_t) { return -1; }
 void sleep_on(std::atomic<uint32_t>*, uint32_t, std::chrono::milliseconds) {}

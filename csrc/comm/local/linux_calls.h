@@ -14,8 +14,20 @@ namespace zero_ext::linux_calls {
 // Copies from the memory of another process. Returns 0, or an errno.
 int read_memory_of(pid_t process, uint64_t address, void* into, size_t bytes);
 
-// Lets all processes of this one's launcher read its memory, as far as Yama allows that.
-void allow_reads_within_the_launch();
+// While one of these lives, all processes of this one's launcher may read its memory, as far as
+// Yama allows that.
+class ReadsWithinTheLaunch {
+ public:
+  ReadsWithinTheLaunch();
+  ~ReadsWithinTheLaunch();
+  ReadsWithinTheLaunch(const ReadsWithinTheLaunch&) = delete;
+  ReadsWithinTheLaunch& operator=(const ReadsWithinTheLaunch&) = delete;
+  // How many live in this process.
+  static int64_t count();
+};
+// A number that processes have in common which may read each other's memory: of the running system
+// and of the user. 0 where it is not known.
+int64_t system_and_user();
 
 // Memory that other processes can map: the descriptor of a file without a name, or -1. No process
 // can change its size.

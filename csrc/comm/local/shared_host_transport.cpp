@@ -5,13 +5,16 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <random>
+#include <set>
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 
 #include "comm/local/linux_calls.h"
+#include "core/interrupts.h"
 #include "core/range.h"
 
 #if defined(__x86_64__)
@@ -24,8 +27,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::milliseconds;
 
-// A waiting rank checks this often whether its peer's process has ended.
-constexpr milliseconds kSlice{20};
+// A waiting rank checks this often whether its peer's process has ended, and for interrupts.
+constexpr milliseconds kSlice = kInterruptSlice;
 // About 50 µs: as long as waking a sleeper takes.
 constexpr int kSpins = 1000;
 
@@ -36,6 +39,13 @@ Nonce random_nonce() {
   Nonce nonce;
   for (int64_t& part : nonce) part = static_cast<int64_t>(uint64_t{random()} << 32 | random());
   return nonce;
+}
+
+Introduction introduction_of(const at::Tensor& introductions, int64_t peer) {
+  Introduction introduction;
+  std::memcpy(&introduction, introductions.const_data_ptr<int64_t>() + peer * kIntroduction,
+              sizeof(introduction));
+  return introduction;
 }
 
 void pause() {
@@ -64,6 +74,17 @@ class SharedHostTransport::MessageWork final : public c10d::Work {
   std::shared_ptr<Transfer> transfer_;
 };
 
+// All of the process that can be reached. Never destroyed: threads may outlive main().
+struct SharedHostTransport::Living {
+  static Living& get() {
+    static auto* living = new Living;
+    return *living;
+  }
+
+  std::mutex mutex;
+  std::set<SharedHostTransport*> all;
+};
+
 // Connecting
 
 std::shared_ptr<SharedHostTransport> SharedHostTransport::connect(int64_t rank, int64_t world,
@@ -78,6 +99,11 @@ SharedHostTransport::SharedHostTransport(int64_t rank, int64_t world, millisecon
     : rank_(rank), timeout_(timeout), nonce_(random_nonce()), peers_(world) {}
 
 SharedHostTransport::~SharedHostTransport() {
+  {
+    Living& living = Living::get();
+    const std::lock_guard lock(living.mutex);
+    living.all.erase(this);
+  }
   if (!mailbox_.is_open() || getpid() != process_) return;  // a forked child shares the mailbox
   close();
 }
@@ -85,16 +111,20 @@ SharedHostTransport::~SharedHostTransport() {
 bool SharedHostTransport::connect(bool allowed, const AllGather& all_gather) {
   const auto world = static_cast<int64_t>(peers_.size());
   if (allowed) mailbox_ = Mailbox::create(world);
-  if (mailbox_.is_open()) linux_calls::allow_reads_within_the_launch();
   const Introduction own{.has_mailbox = mailbox_.is_open() ? 1 : 0,
+                         .system_and_user = linux_calls::system_and_user(),
                          .process = process_,
                          .descriptor = mailbox_.descriptor(),
                          .nonce_address = reinterpret_cast<intptr_t>(&nonce_),
                          .nonce = nonce_};
   const at::Tensor introduction = at::empty({kIntroduction}, at::TensorOptions().dtype(at::kLong));
   std::memcpy(introduction.mutable_data_ptr(), &own, sizeof(own));
-  // When all have sent their row of the matrix, all have opened this rank's mailbox.
-  const at::Tensor matrix = all_gather(open_peers(all_gather(introduction)));
+  const at::Tensor introductions = all_gather(introduction);
+  if (has_candidates(introductions)) reads_.emplace();
+  // All allow reads before any opens a peer. When all have sent their row of the matrix, all have
+  // opened this rank's mailbox.
+  all_gather(introduction);
+  const at::Tensor matrix = all_gather(open_peers(introductions));
   mailbox_.drop_descriptor();
   const auto* opened = matrix.const_data_ptr<int64_t>();
   const auto reach_each_other = [&](int64_t a, int64_t b) {
@@ -107,7 +137,27 @@ bool SharedHostTransport::connect(bool allowed, const AllGather& all_gather) {
     any = any || reached;
     for (int64_t b = 0; b < a; ++b) reaches_all_ = reaches_all_ && reach_each_other(a, b);
   }
-  return any;
+  if (!any) {
+    reads_.reset();
+    return false;
+  }
+  Living& living = Living::get();
+  const std::lock_guard lock(living.mutex);
+  living.all.insert(this);
+  return true;
+}
+
+bool SharedHostTransport::has_candidates(const at::Tensor& introductions) const {
+  const auto of = [&](int64_t peer) { return introduction_of(introductions, peer); };
+  if (of(rank_).has_mailbox == 0) return false;
+  for (int64_t peer = 0; peer < std::ssize(peers_); ++peer) {
+    const Introduction other = of(peer);
+    if (peer != rank_ && other.has_mailbox != 0 &&
+        other.system_and_user == of(rank_).system_and_user) {
+      return true;
+    }
+  }
+  return false;
 }
 
 at::Tensor SharedHostTransport::open_peers(const at::Tensor& introductions) {
@@ -115,11 +165,8 @@ at::Tensor SharedHostTransport::open_peers(const at::Tensor& introductions) {
   const at::Tensor row = at::empty({world}, introductions.options());
   auto* opened = row.mutable_data_ptr<int64_t>();
   for (int64_t peer = 0; peer < world; ++peer) {
-    Introduction introduction;
-    std::memcpy(&introduction, introductions.const_data_ptr<int64_t>() + peer * kIntroduction,
-                sizeof(introduction));
-    const bool open =
-        peer != rank_ && mailbox_.is_open() && peers_[peer].open(introduction, rank_, world);
+    const bool open = peer != rank_ && mailbox_.is_open() &&
+                      peers_[peer].open(introduction_of(introductions, peer), rank_, world);
     opened[peer] = open ? 1 : 0;
   }
   return row;
@@ -222,13 +269,20 @@ void SharedHostTransport::wait(const std::shared_ptr<Transfer>& transfer, millis
     const Clock::time_point now = Clock::now();
     if (now - checked < kSlice || !end.empty()) continue;
     checked = now;
+    try {
+      check_interrupt();
+    } catch (...) {  // ranks that have not begun this epoch meet this one in the next
+      if (in_epoch) leave_epoch(label.kind, label.epoch, EpochExit::abandoned);
+      throw;
+    }
     // A rank that has left sends shutdown handshakes only. A peer reads them after it has left, too.
     end = sending && has_left_ ? peer.end() : peer.end_of_messages();
     if (!end.empty() || now - begin < timeout) continue;
     // This process may have been stopped meanwhile: what has arrived counts.
     if (has_ended(*transfer)) return;
     if (in_epoch) leave_epoch(label.kind, label.epoch, EpochExit::abandoned);
-    TORCH_CHECK(false, "timed out after ", timeout.count(), " ms.");
+    TORCH_CHECK(false, "timed out after ", timeout.count(), " ms; it is in ",
+                call_of(transfer->peer), ".");
   }
 }
 
@@ -354,6 +408,40 @@ void SharedHostTransport::leave() {
 void SharedHostTransport::close() {
   mailbox_.board().closed.store(1);
   ring_all();
+  const std::lock_guard lock(mutex_);
+  reads_.reset();
+}
+
+// Calls
+
+void SharedHostTransport::show_call(const std::string& name) {
+  Living& living = Living::get();
+  const std::lock_guard lock(living.mutex);
+  for (SharedHostTransport* transport : living.all) {
+    if (transport->process_ == getpid()) transport->mailbox_.board().call.write(name);
+  }
+}
+
+std::string SharedHostTransport::call_of(int64_t peer) const {
+  const std::string call = peers_[peer].board().call.read();
+  return call.empty() ? "no call of zero_ext" : call;
+}
+
+std::string SharedHostTransport::calls_of_peers() {
+  Living& living = Living::get();
+  const std::lock_guard lock(living.mutex);
+  std::map<int64_t, std::string> calls;  // by rank
+  for (const SharedHostTransport* transport : living.all) {
+    for (int64_t peer = 0; peer < std::ssize(transport->peers_); ++peer) {
+      if (!transport->reaches(peer)) continue;
+      const auto& ranks = transport->global_ranks_;
+      calls[ranks.empty() ? peer : ranks[peer]] = transport->call_of(peer);
+    }
+  }
+  std::string text;
+  for (const auto& [rank, call] : calls)
+    text += c10::str(text.empty() ? "" : ", ", "rank ", rank, " is in ", call);
+  return text;
 }
 
 }  // namespace zero_ext

@@ -32,9 +32,13 @@
 #include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
+#include "comm/local/linux_calls.h"
 #include "comm/local/local_peer.h"
 #include "comm/local/mailbox.h"
 #include "comm/local/transfer.h"
@@ -87,6 +91,13 @@ class SharedHostTransport : public std::enable_shared_from_this<SharedHostTransp
   void leave();
   // From now on nothing of this rank can be received, and its memory may be freed.
   void close();
+  // Shows the peers of all transports of this process which call it is in.
+  static void show_call(const std::string& name);
+  // Which calls the peers of all transports are in: a part of a message, "" without peers.
+  static std::string calls_of_peers();
+  // How error messages call the ranks; before other threads use this.
+  void set_global_ranks(std::vector<int64_t> ranks) { global_ranks_ = std::move(ranks); }
+
   // How often peers have received what this rank has posted.
   uint64_t served() const { return mailbox_.board().served.load(); }
 
@@ -100,6 +111,8 @@ class SharedHostTransport : public std::enable_shared_from_this<SharedHostTransp
 
   SharedHostTransport(int64_t rank, int64_t world, std::chrono::milliseconds timeout);
   bool connect(bool allowed, const AllGather& all_gather);
+  // Whether another rank may reach this one.
+  bool has_candidates(const at::Tensor& introductions) const;
   // Opens all peers; [world] int64: which could be opened.
   at::Tensor open_peers(const at::Tensor& introductions);
 
@@ -115,16 +128,20 @@ class SharedHostTransport : public std::enable_shared_from_this<SharedHostTransp
   bool try_receive(Transfer& transfer);
   void show_past(MessageKind kind, int64_t epoch);
   void ring_all() const;
+  std::string call_of(int64_t peer) const;
 
+  struct Living;
   const int64_t rank_;
   const std::chrono::milliseconds timeout_;
   const pid_t process_ = getpid();
   const Nonce nonce_;
   Mailbox mailbox_;
   std::vector<LocalPeer> peers_;
+  std::vector<int64_t> global_ranks_;  // empty: as the transport counts them
   bool reaches_all_ = true;
 
   std::mutex mutex_;  // for what follows, and what changes in peers_
+  std::optional<linux_calls::ReadsWithinTheLaunch> reads_;  // until nothing can be received
   uint64_t sent_count_ = 0;
   bool leaving_ = false;  // the peers cannot see it yet
   bool has_left_ = false;
