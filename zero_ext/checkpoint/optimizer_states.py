@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from zero_ext.checkpoint.contents import Contents, first_of
 from zero_ext.engine.registry import find
-from zero_ext.optim.groups import settings_of
+from zero_ext.optim.groups import name_in_module, settings_of
 from zero_ext.optim.loading import checked_load
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.state.model_state import ModelState, master_place_of
@@ -40,8 +40,10 @@ def _names(optimizer: torch.optim.Optimizer, of_model: ModelState) -> list[list[
     for g, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
             if id(parameter) not in of_model.names:
+                name = name_in_module(parameter)
+                which = f"parameter {i}" if name is None else f"'{name}'"
                 raise ValueError(
-                    f"zero_ext: parameter {i} of the optimizer's group {g}, of shape "
+                    f"zero_ext: {which} of the optimizer's group {g}, of shape "
                     f"{tuple(parameter.shape)}, is not one of the model's."
                 )
     return [[of_model.names[id(p)] for p in group["params"]] for group in optimizer.param_groups]

@@ -255,6 +255,11 @@ def _is_off(value: Any) -> bool:
 def _loaded(config: dict[str, Any] | str | os.PathLike) -> dict[str, Any]:
     if isinstance(config, dict):
         return config
+    if not isinstance(config, (str, os.PathLike)):
+        raise TypeError(
+            "zero_ext: config must be a dict or the path of a JSON file, not a "
+            f"{type(config).__name__}."
+        )
     try:
         return json.loads(Path(config).read_text(), object_pairs_hook=_without_repetition)
     except (OSError, json.JSONDecodeError) as error:

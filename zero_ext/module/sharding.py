@@ -172,7 +172,13 @@ def _checked_policy(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy
             "zero_ext: mp_policy must be torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype="
             f"{dtype}) or None, not {policy!r}."
         )
-    return policy or MixedPrecisionPolicy()
+    policy = policy or MixedPrecisionPolicy()
+    if not isinstance(policy.output_dtype, torch.dtype | None):
+        raise TypeError(
+            f"zero_ext: mp_policy: output_dtype must be a torch.dtype or None, not "
+            f"{policy.output_dtype!r}."
+        )
+    return policy
 
 
 def _checked_ignored(

@@ -232,7 +232,7 @@ class WrappedOptimizer(ShardedOptimizer):
         missing = made.keys() - saved.values.keys() if saved.values else set()
         if missing:
             raise ValueError(
-                f"zero_ext: the state of parameter {saved.key} lacks '{min(missing)}', which "
+                f"zero_ext: the state of {saved.name} lacks '{min(missing)}', which "
                 f"{self._optimizer_class.__name__} has. Load what it has saved."
             )
         shape, state = saved.parameter.shape, {}
