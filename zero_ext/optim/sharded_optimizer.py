@@ -293,6 +293,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if known:
             self._skipped.add(verdict)
         self._skipped.report(self, wait=known)
+        self._settings.agreed(self)
         if not (known and verdict.nonfinite):  # else the device decides, and tells later
             if self.max_grad_norm is not None:
                 self.grad_norm = verdict.norm
