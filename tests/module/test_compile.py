@@ -71,6 +71,33 @@ def test_a_compiled_model_trains_as_the_plain_one_and_is_compiled_once(mesh, ran
         assert compiled[0] == 1
 
 
+@pytest.mark.dist
+@pytest.mark.host
+@pytest.mark.parametrize("what", ["model", "blocks"])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_casts_of_inputs_make_no_graphs_of_their_own(mesh, rank, stage, what):
+    """They are part of a graph around them, or run as they are before a compiled block."""
+    counts, outputs = [], []
+    for cast in (True, False):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        counter = CompileCounterWithBackend("aot_eager")
+        model = nn.Sequential(*(ResidualBlock(WIDTH) for _ in range(3)))
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=cast)
+        zero_ext.shard(model, stage, mesh=mesh, bucket_mb=1e-4, mp_policy=policy)
+        whole = [model] if what == "model" else model
+        for module in whole:
+            module.compile(backend=counter, fullgraph=stage == 2 or what == "blocks")
+        for rows in (4, 3, 5):
+            x = rank_data((rows, WIDTH), rank).to(torch.float32 if cast else torch.bfloat16)
+            outputs.append(model(x))
+            outputs[-1].sum().backward()
+            model.zero_grad()  # torch compiles no fp32 gradient of a bf16 parameter
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[1] > 0
+    torch.testing.assert_close(outputs[:3], outputs[3:], rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.host

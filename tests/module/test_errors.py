@@ -156,7 +156,7 @@ def test_buffers_that_are_not_broadcast_are_refused_before(mesh, rank, stage):
         assert model.table is buffer and torch.all(buffer == expected)
 
 
-@pytest.mark.parametrize("steps", [0, -1, 2.0])
+@pytest.mark.parametrize("steps", [0, -1, 2.0, True, False])
 def test_accumulation_steps_are_a_positive_number(steps):
     with pytest.raises(ValueError, match="accumulation_steps must be at least 1"):
         zero_ext.shard(MLP(), accumulation_steps=steps)
@@ -204,6 +204,65 @@ WRONG_KINDS = {
     "the divide factor must be a number": lambda m: zero_ext.shard(m).set_gradient_divide_factor(
         "mean"
     ),
+    "bucket_mb must be a number, not True": lambda m: zero_ext.shard(m, bucket_mb=True),
+    r"max_grad_norm must be a number, not tensor\(\[1": lambda m: zero_ext.optim.AdamW(
+        m.parameters(), max_grad_norm=torch.ones(2)
+    ),
+    "writeback must be True or False, not 'x'": lambda m: (
+        zero_ext.shard(m, 3).summon_full_params(writeback="x").__enter__()
+    ),
+    "include must hold names, as .* not 'grad'": lambda m: zero_ext.offload_states(
+        zero_ext.shard(m), "grad"
+    ),
+    "include must hold names, as .* not 3": lambda m: zero_ext.offload_states(zero_ext.shard(m), 3),
+    "local_accumulation must be True or False": lambda m: zero_ext.estimate_memory(
+        m, 2, 1, local_accumulation="no"
+    ),
+    "units must be module classes or a function": lambda m: zero_ext.estimate_memory(
+        m, 2, 1, units="Linear"
+    ),
+    r"units=\[3\] is not made of nn.Module classes": lambda m: zero_ext.shard(m, 1, units=[3]),
+    "max_norm must be a number, not None": lambda m: zero_ext.optim.AdamW(
+        m.parameters()
+    ).clip_grad_norm_(None),
+    "an optimizer takes parameters, not a MLP. Pass its parameters": lambda m: zero_ext.optim.AdamW(
+        m
+    ),
+    "an optimizer takes an iterable of parameters, not 3": lambda m: zero_ext.optim.wrap(
+        torch.optim.RMSprop, 3
+    ),
+    "its parameters under 'params', .* this one None": lambda m: zero_ext.optim.AdamW([{}]),
+    "its parameters under 'params', .* this one 3": lambda m: zero_ext.optim.SGD(
+        m.parameters(), 0.1
+    ).add_param_group({"params": 3}),
+    r"step\(\) takes a function that returns the loss, or nothing": lambda m: zero_ext.optim.AdamW(
+        m.parameters()
+    ).step(3),
+    r"load_state_dict\(\) takes .* not a NoneType": lambda m: zero_ext.optim.AdamW(
+        m.parameters()
+    ).load_state_dict(None),
+    r"load_state_dict\(\) takes .* not a dict without 'state'": lambda m: zero_ext.optim.AdamW(
+        m.parameters()
+    ).load_state_dict({"param_groups": []}),
+    "a LossScaler loads .* not a list": lambda m: zero_ext.LossScaler().load_state_dict([3]),
+    r"register_forward_method\(\) takes the name of a method, not 3": lambda m: (
+        zero_ext.register_forward_method(zero_ext.shard(m), 3)
+    ),
+    r"register_forward_method\(\) takes a module, not a str": lambda m: (
+        zero_ext.register_forward_method("forward", m)
+    ),
+    "output_dtype must be a torch.dtype or None, not 'bf16'": lambda m: zero_ext.shard(
+        m, mp_policy=MixedPrecisionPolicy(output_dtype="bf16")
+    ),
+    "config must be a dict or the path of a JSON file, not a list": lambda m: zero_ext.initialize(
+        model=m, config=[3]
+    ),
+    "training_data must be a dataset with a length, not a int": lambda m: zero_ext.initialize(
+        model=m, config={"train_micro_batch_size_per_gpu": 1}, training_data=3
+    ),
+    "an optimizer takes an iterable of parameters, not 0.5": lambda m: zero_ext.initialize(
+        model=m, config={"train_micro_batch_size_per_gpu": 1}, model_parameters=0.5
+    ),
     r"estimate_memory\(\) takes a module": lambda m: zero_ext.estimate_memory(7e9, 8, 2),
     "a checkpoint takes a module, not a OrderedDict": lambda m: zero_ext.checkpoint.save(
         "unused", m.state_dict()
@@ -218,6 +277,44 @@ WRONG_KINDS = {
 def test_arguments_of_another_kind_are_refused_by_name(message):
     with pytest.raises(TypeError, match=rf"zero_ext.*{message}"):
         WRONG_KINDS[message](MLP())
+
+
+def test_wrong_values_are_refused_with_what_there_is():
+    model = MLP()
+    for stage in (True, torch.ones(2), "2", 2.0):
+        with pytest.raises(ValueError, match="there is no stage"):
+            zero_ext.shard(model, stage)
+    for wrong in ({"world_size": True}, {"shards": False}, {"world_size": "2"}, {"shards": 1.0}):
+        with pytest.raises(ValueError, match=f"{min(wrong)} must be at least 1, not"):
+            zero_ext.estimate_memory(model, **{"world_size": 2, "stage": 1, **wrong})
+    for device in ("gpu", [0], torch.ones(2)):
+        with pytest.raises(ValueError, match=r"device must be a torch\.device or the name"):
+            zero_ext.estimate_memory(model, 2, 1, device=device)
+    for stage in (1, 3):
+        with pytest.raises(ValueError, match=r"units=.*Conv2d.* chooses no module of MLP"):
+            zero_ext.estimate_memory(model, 2, stage, units=nn.Conv2d)
+    zero_ext.shard(model)
+    for names in (["moments", "grad"], {"full": 1, 3: 2}, [["grad"]]):
+        with pytest.raises(ValueError, match=r"there is no state .*; there are 'full', 'master'"):
+            zero_ext.offload_states(model, names)
+
+
+def test_an_optimizer_names_parameters_as_their_module_does():
+    model, saved = zero_ext.shard(MLP()), torch.optim.Adam(MLP().parameters())
+    other = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match=r"'parameter 6 of group 0' is not a parameter"):
+        zero_ext.optim.SGD([*model.parameters(), other], 0.1)
+    first = zero_ext.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match=r"'layers.0.weight' is stepped by another .*AdamW"):
+        zero_ext.optim.SGD(model.parameters(), 0.1)
+    state = saved.state_dict()
+    state["state"] = {2: {"step": 1.0, "exp_avg": torch.ones(2, 3), "exp_avg_sq": torch.ones(1)}}
+    with pytest.raises(ValueError, match=r"state 'exp_avg' of 'layers\.1\.weight' has shape"):
+        first.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"the parameter has no state '\[3\]'; it has 'step'"):
+        zero_ext.full_state(first, model.layers[0].weight, [3])
+    with pytest.raises(ValueError, match=r"'layers.0.weight' of the optimizer's group 0, of shape"):
+        zero_ext.checkpoint.save("unused", MLP(), first)
 
 
 @dist_test
@@ -332,7 +429,7 @@ def test_same_parameter_in_two_optimizers_is_refused():
         zero_ext.optim.SGD(model.named_parameters(), lr=1.0)
     sharded = zero_ext.shard(MLP())
     second = zero_ext.optim.SGD(sharded.parameters(), lr=1.0)
-    with pytest.raises(ValueError, match=r"'parameter 0 of group 0' is stepped by another .*SGD"):
+    with pytest.raises(ValueError, match=r"'layers.0.weight' is stepped by another .*SGD"):
         zero_ext.optim.AdamW(list(sharded.parameters())[:1])
     del first, second
     zero_ext.optim.SGD(model.named_parameters(), lr=1.0)  # the first is gone

@@ -82,6 +82,33 @@ def _named(optimizer) -> dict:
     }
 
 
+class Placed(TensorCount):
+    """Keeps tensors on the parameters' device beside some on the CPU, and a count of each."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                count = self.state[p].setdefault("count", torch.zeros((), device=p.device))
+                count += 1
+                here, there = (torch.ones(2, device=d) for d in (p.device, "cpu"))
+                self.state["k"] = here
+                self.state["deep"] = {"here": [here, 1], "there": there}
+                p.sub_(p.grad)
+
+
+def _devices(optimizer) -> list[str]:
+    named = [
+        optimizer.state["k"],
+        *optimizer.state["deep"]["here"],
+        optimizer.state["deep"]["there"],
+    ]
+    counts = [
+        optimizer.state[p]["count"] for group in optimizer.param_groups for p in group["params"]
+    ]
+    return [v.device.type for v in (*named, *counts) if isinstance(v, torch.Tensor)]
+
+
 def _made(kind, mesh, stage=2, adopted=False):
     module = zero_ext.shard(_module(), stage, mesh=mesh)
     if adopted:
@@ -126,6 +153,21 @@ def test_it_is_shown_saved_and_loaded(anywhere, rank, path, stage):
         for each in (one, two, three):
             _steps(*each, [rank], 2)
             _assert_same(each, plain)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_tensors_stay_on_the_device_where_they_were(anywhere, rank, path, stage):
+    """Also a state of a parameter that has no value for each element."""
+    one, two, three = (_made(Placed, anywhere, stage) for _ in range(3))
+    _steps(*one, [rank], 1)
+    parameter = next(one[0].parameters())
+    assert _devices(one[1]) == [parameter.device.type] * 2 + ["cpu"] + [parameter.device.type] * 2
+    zero_ext.checkpoint.save(path, *one)
+    zero_ext.checkpoint.load(path, *two)
+    three[1].load_state_dict(copy.deepcopy(one[1].state_dict()))
+    assert _devices(two[1]) == _devices(three[1]) == _devices(one[1])
+    for each in (two, three):  # and an optimizer goes on with them
+        _steps(*each, [rank], 1)
 
 
 def test_users_change_and_empty_it_as_in_torch(anywhere, rank):

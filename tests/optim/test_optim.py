@@ -833,7 +833,7 @@ class TestWhatOptimizersKeep:
         parameters = make_parameters()
         parameters[1].requires_grad_(False)
         optimizer = make(parameters)
-        with pytest.warns(UserWarning, match="parameter 1 is frozen, and its saved state"):
+        with pytest.warns(UserWarning, match="parameter 1 of group 0.* is frozen, and its saved"):
             optimizer.load_state_dict(copy.deepcopy(saved))
         parameters[1].requires_grad_(True)
         with warnings.catch_warnings():

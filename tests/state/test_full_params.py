@@ -406,7 +406,7 @@ def test_a_parameter_of_another_unit_is_refused_by_name_in_a_forward(mesh, rank)
 
     model = sharded(mesh, Borrows(), units=nn.Linear)
     x = rank_data((2, 5), rank)
-    with pytest.raises(RuntimeError, match="the forward of Borrows reads .* another unit"):
+    with pytest.raises(RuntimeError, match=r"the forward of Borrows reads .* another unit"):
         model(x)
     model.reshard()
     # In one unit it is there.

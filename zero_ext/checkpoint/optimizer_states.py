@@ -3,17 +3,18 @@
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zero_ext.checkpoint.contents import Contents, first_of
 from zero_ext.engine.registry import find
-from zero_ext.optim.groups import settings_of
+from zero_ext.optim.groups import name_in_module, settings_of
 from zero_ext.optim.loading import checked_load
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.state.model_state import ModelState, master_place_of
@@ -40,8 +41,10 @@ def _names(optimizer: torch.optim.Optimizer, of_model: ModelState) -> list[list[
     for g, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
             if id(parameter) not in of_model.names:
+                name = name_in_module(parameter)
+                which = f"parameter {i}" if name is None else f"'{name}'"
                 raise ValueError(
-                    f"zero_ext: parameter {i} of the optimizer's group {g}, of shape "
+                    f"zero_ext: {which} of the optimizer's group {g}, of shape "
                     f"{tuple(parameter.shape)}, is not one of the model's."
                 )
     return [[of_model.names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
@@ -83,7 +86,11 @@ def states_of(
                     n: {s: value for s, value in v.items() if s not in states[n]}
                     for n, v in values.items()
                 },
-                "named": {key: every[key] for key in every.keys() - set(numbers)},
+                "named": (named := {key: every[key] for key in every.keys() - set(numbers)}),
+                "devices": [_is_on_device(each) for each in tree_leaves(named)],
+                "on_device": {
+                    n: [s for s in states[n] if _is_on_device(values[n][s])] for n in states
+                },
                 "loss_scaler": None if scaler is None else scaler.state_dict(),
             }
         )
@@ -114,7 +121,13 @@ class SavedOptimizer:
         self._contents, self._optimizer = contents, optimizer
         self._names = _names(optimizer, of_model)
         self._settings, self._loss_scaler = saved["settings"], saved["loss_scaler"]
-        self._named = saved.get("named", {})  # older versions have saved none
+        # Older versions have saved none of these.
+        self._on_device = {
+            _key(name, state)
+            for name, states in saved.get("on_device", {}).items()
+            for state in states
+        }
+        self._named = _placed(saved.get("named", {}), saved.get("devices", ()), optimizer)
         # A tied parameter's first name may be another one here.
         tensors = {name: of_model.tensors.get(name) for name in saved["states"]}
         here = {name: of_model.names.get(id(tensor), name) for name, tensor in tensors.items()}
@@ -186,7 +199,7 @@ class SavedOptimizer:
                             f"zero_ext: checkpoint '{self._contents.path}' lacks the optimizer's "
                             f"state '{state}' of '{name}'."
                         )
-                    targets[key] = _target(parameter, metadata[key])
+                    targets[key] = _target(parameter, metadata[key], key in self._on_device)
         return targets
 
     def checked_load(self, values: dict[str, Tensor]) -> Callable[[], None]:
@@ -219,13 +232,34 @@ class SavedOptimizer:
         return load
 
 
-def _target(parameter: Tensor, item: TensorStorageMetadata) -> Tensor:
+def _is_on_device(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type != "cpu"
+
+
+def _device_of(parameter: Tensor) -> torch.device:
+    """Where an optimizer sees it: that of its master."""
+    place = master_place_of(parameter)
+    return parameter.device if place is None else place[0].engine.master_slice(place[1]).device
+
+
+def _placed(named: dict[str, Any], on_device: Sequence[bool], optimizer) -> dict[str, Any]:
+    """``named``, read to the CPU, with what was on a device on that of the parameters here."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if not any(on_device) or not parameters:
+        return named
+    device, (leaves, structure) = _device_of(parameters[0]), tree_flatten(named)
+    moves = zip(leaves, on_device, strict=True)
+    return tree_unflatten([leaf.to(device) if moved else leaf for leaf, moved in moves], structure)
+
+
+def _target(parameter: Tensor, item: TensorStorageMetadata, on_device: bool) -> Tensor:
     """This rank's part of a state, where it has one of each element; else all of it."""
     dtype, place = item.properties.dtype, master_place_of(parameter)
     if isinstance(parameter, DTensor) and item.size == parameter.shape:
         return torch.empty_like(parameter, dtype=dtype)
     if place is None or parameter.dim() == 0 or item.size != parameter.shape:
-        return torch.empty(item.size, dtype=dtype, device="cpu")
+        device = _device_of(parameter) if on_device else torch.device("cpu")
+        return torch.empty(item.size, dtype=dtype, device=device)
     handle, i = place
     local = torch.empty_like(handle.engine.master_slice(i), dtype=dtype)
     return handle.as_parameter(local, i, parameter)

@@ -140,6 +140,11 @@ class Config:
 def _loaded(config: dict[str, Any] | str | os.PathLike) -> dict[str, Any]:
     if isinstance(config, dict):
         return config
+    if not isinstance(config, (str, os.PathLike)):
+        raise TypeError(
+            "zero_ext: config must be a dict or the path of a JSON file, not a "
+            f"{type(config).__name__}."
+        )
     try:
         text = Path(config).read_text()
     except (OSError, UnicodeDecodeError) as error:

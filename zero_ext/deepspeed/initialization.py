@@ -19,6 +19,7 @@ from zero_ext.deepspeed.training_engine import TrainingEngine, data_loader
 from zero_ext.engine.registry import any_sharded
 from zero_ext.module.sharding import shard
 from zero_ext.optim import adoption
+from zero_ext.optim.arguments import check_params
 from zero_ext.optim.scaler import LossScaler
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.ranks.agreement import all_or_none, check_same_on_all_ranks
@@ -78,6 +79,7 @@ def initialize(
         config = other if config is None else config
     with all_or_none(groups, "initialize()"):
         _check_arguments(model, config, mpu, sharding)
+        _check_kinds(model_parameters, training_data)
         settings = Config.read(config, groups.world, strict_config)
         _check_said_once(settings, sharding)
         _check_offload(settings, groups)
@@ -123,6 +125,15 @@ def _check_arguments(model, config, mpu, sharding: dict[str, Any]) -> None:
         raise ValueError(f"zero_ext: initialize() has no argument '{unknown[0]}'. Leave it out.")
     if any_sharded(model.parameters()):
         raise ValueError("zero_ext: the model is sharded already. Pass the plain one.")
+
+
+def _check_kinds(parameters, data) -> None:
+    if parameters is not None:
+        check_params(parameters)
+    if data is not None and not hasattr(data, "__len__"):
+        raise TypeError(
+            f"zero_ext: training_data must be a dataset with a length, not a {type(data).__name__}."
+        )
 
 
 def _check_said_once(settings: Config, sharding: dict[str, Any]) -> None:

@@ -27,8 +27,20 @@ def check_module(module, verb: str) -> None:
 
 def check_number(name: str, value) -> None:
     """Raise for what cannot be compared with numbers, a string for example."""
-    if not hasattr(value, "__float__"):
+    several = isinstance(value, Tensor) and value.numel() != 1
+    if several or isinstance(value, bool) or not hasattr(value, "__float__"):
         raise TypeError(f"zero_ext: {name} must be a number, not {value!r}.")
+
+
+def check_bool(name: str, value) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"zero_ext: {name} must be True or False, not {value!r}.")
+
+
+def check_count(name: str, value) -> None:
+    """Raise for what counts nothing: a bool, a fraction, less than 1."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"zero_ext: {name} must be at least 1, not {value!r}.")
 
 
 def stays_whole(parameter: Tensor) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from zero_ext.engine import options as settings
-from zero_ext.engine.checks import check_module, stays_whole
+from zero_ext.engine.checks import check_bool, check_count, check_module, stays_whole
 from zero_ext.engine.options import ShardingOptions
 from zero_ext.engine.registry import handle_of
 from zero_ext.engine.unit_maker import UnitPlanner
@@ -16,6 +16,7 @@ from zero_ext.engine.units import (
     Choice,
     UnitPlan,
     cut_by_module,
+    modules_of_units,
     parts,
     prefetch_bytes,
     used_several_times,
@@ -69,7 +70,7 @@ def estimate_memory(
         module: May be on the meta device.
         shards: Ranks of a replica, where sharding is hybrid: the second dimension of ``mesh``.
             Default: all.
-        units, prefetch_mb: As for ``shard``; of stage 3.
+        units, prefetch_mb: As for ``shard``; of stage 3, and checked with all.
         reduction: As for ``shard``. Default: ``"collective"`` on a CUDA device, else
             ``"exchange"``.
         local_accumulation: Whether stages 0 and 1 accumulate inside ``no_sync()``.
@@ -82,8 +83,8 @@ def estimate_memory(
         ``buckets``, the most that the two buckets can add. Padding included. None of these grows
         with the number of ranks.
     Raises:
-        ValueError: a stage, a number of ranks or of shards, a size, a reduction or a dtype that
-            cannot be.
+        ValueError, TypeError: a stage, a number of ranks or of shards, a size, a reduction, a
+            dtype, units or a device that cannot be.
     """
     check_module(module, "estimate_memory()")
     options = ShardingOptions(
@@ -95,6 +96,7 @@ def estimate_memory(
     )
     shards = world_size if shards is None else shards
     _check_ranks(world_size, shards)
+    check_bool("local_accumulation", local_accumulation)
     kind = _device_of(module, device).type
     parameters, blocks, cut = planned_units(module, world_size, shards, options, units, kind)
     local = local_accumulation and stage < 2 and world_size > 1
@@ -132,6 +134,8 @@ def planned_units(
         for block, members in parts(blocks):
             plans[block] += planner.of_block(members)
     else:
+        if units is not None:
+            modules_of_units(module, parameters, units)
         plans = [planner.by_size(i for i, p in enumerate(parameters) if p.requires_grad)]
     default = "collective" if device_type == "cuda" else "exchange"
     exchanges = (options.reduction or default) == "exchange"
@@ -143,9 +147,9 @@ def planned_units(
 
 
 def _check_ranks(world_size: int, shards: int) -> None:
-    if not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"zero_ext: world_size must be at least 1, not {world_size!r}.")
-    if not isinstance(shards, int) or shards < 1 or world_size % shards != 0:
+    check_count("world_size", world_size)
+    check_count("shards", shards)
+    if world_size % shards != 0:
         raise ValueError(
             f"zero_ext: {world_size} ranks cannot be replicas of {shards!r}: shards must divide "
             "world_size."
@@ -154,7 +158,13 @@ def _check_ranks(world_size: int, shards: int) -> None:
 
 def _device_of(module: nn.Module, device: torch.device | str | None) -> torch.device:
     if device is not None:
-        return torch.device(device)
+        try:
+            return torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ValueError(
+                "zero_ext: device must be a torch.device or the name of one, such as 'cuda', not "
+                f"{device!r}."
+            ) from error
     return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 

@@ -31,14 +31,19 @@ def offload_states(sharded, include: Iterable[str] | None = None) -> None:
             all of it counts as offloaded; ``reload_states`` brings it back.
     """
     handle = handle_of(sharded)
-    names = set(STATES if include is None else include)
-    unknown = sorted(names.difference(STATES))
+    names = STATES if include is None else include
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise TypeError(
+            f"zero_ext: offload_states(): include must hold names, as ['grad'] does, not {names!r}."
+        )
+    names = list(names)
+    unknown = sorted(repr(name) for name in names if name not in STATES)
     if unknown:
         raise ValueError(
-            f"zero_ext: offload_states(): there is no state {', '.join(map(repr, unknown))}; there "
-            f"are {', '.join(map(repr, STATES))}."
+            f"zero_ext: offload_states(): there is no state {', '.join(unknown)}; there are "
+            f"{', '.join(map(repr, STATES))}."
         )
-    handle.set_offloaded(handle.engine.offloaded() | names)
+    handle.set_offloaded(handle.engine.offloaded() | set(names))
 
 
 def reload_states(sharded) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from zero_ext import _C
-from zero_ext.engine.checks import DTYPES, check_number
+from zero_ext.engine.checks import DTYPES, check_bool, check_count, check_number
 from zero_ext.ranks import environment
 from zero_ext.ranks.comm_groups import comm_groups
 from zero_ext.ranks.groups import Groups
@@ -56,7 +56,7 @@ class ShardingOptions:
 
     def __post_init__(self):
         stage, steps = self.stage, self.accumulation_steps
-        if stage not in (0, 1, 2, 3) or not isinstance(stage, int) or isinstance(stage, bool):
+        if type(stage) is not int or stage not in (0, 1, 2, 3):
             raise ValueError(
                 f"zero_ext: there is no stage {stage!r}. Stage 1 shards the optimizer's state, "
                 "stage 2 the gradients too, stage 3 the parameters as well (0 shards nothing)."
@@ -83,16 +83,12 @@ class ShardingOptions:
             check_number(name, value)
             if not 0 <= value < math.inf:
                 raise ValueError(f"zero_ext: {name} must be at least 0 and finite, not {value!r}.")
-        if not isinstance(self.sync_module_states, bool):
-            raise TypeError(
-                "zero_ext: sync_module_states must be True or False, not "
-                f"{self.sync_module_states!r}."
-            )
+        check_bool("sync_module_states", self.sync_module_states)
         for dtype in (self.param_dtype, self.reduce_dtype):
             if dtype is not None and dtype not in DTYPES:
                 raise ValueError(f"zero_ext: {dtype} is not one of {DTYPES}.")
-        if steps is not None and (not isinstance(steps, int) or steps < 1):
-            raise ValueError(f"zero_ext: accumulation_steps must be at least 1, not {steps!r}.")
+        if steps is not None:
+            check_count("accumulation_steps", steps)
 
     @property
     def bucket_bytes(self) -> float:

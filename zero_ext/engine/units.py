@@ -1,7 +1,7 @@
 """How parameters are cut into units, which are reduced, stepped and gathered together."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -170,6 +170,19 @@ def cut_by_module(
     kept = {i for block in of_models for i in block.members}
     rest = [i for i in rest if i not in kept]
     return [*reversed(blocks), *reversed(of_models), Block([root], rest, root=True)]
+
+
+def modules_of_units(
+    root: nn.Module, parameters: Iterable[Tensor], choice: Choice
+) -> list[nn.Module]:
+    """The chosen modules that have some of ``parameters``, whether units are merged or not.
+
+    Raises:
+        ValueError, TypeError: ``choice`` chooses nothing, or is no ``Choice``.
+    """
+    ids = {id(p) for p in parameters}
+    modules = {id(m): m for m in _chosen(root, choice).values()}  # one may have several names
+    return [m for m in modules.values() if any(id(p) in ids for p in m.parameters())]
 
 
 def _by_models(root: nn.Module, rest: Sequence[int], parameters: Sequence[Tensor]) -> list[Block]:

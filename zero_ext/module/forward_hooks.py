@@ -1,11 +1,15 @@
 """What a sharded module does before and after each forward: checks, and casts of ``mp_policy``."""
 
+import copy
+import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import skip_code
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zero_ext.engine.carried import Carried, CarriedMethod
 from zero_ext.engine.handle import Handle
@@ -47,10 +51,8 @@ class ForwardHooks(Carried):
         self._handle.check_whole()
         while unfrozen := self._handle.engine.before_forward():
             self._handle.adopt(unfrozen)
-        dtype = self._mp_policy.param_dtype
-        if dtype is None or not self._mp_policy.cast_forward_inputs:
-            return args, kwargs
-        return _cast(args, dtype), _cast(kwargs, dtype)
+        dtype = input_dtype(self._mp_policy)
+        return (args, kwargs) if dtype is None else _cast_arguments(args, kwargs, dtype)
 
     def after_forward(self, module: nn.Module, args, output):
         if self._handle is None or self._mp_policy.output_dtype is None:
@@ -93,9 +95,71 @@ class ForwardHooks(Carried):
                 )
 
 
-def _cast(values, dtype: torch.dtype):
-    def cast(value):
-        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
-        return value.to(dtype) if floating else value
+class InputCast(Carried):
+    """A hook before the forward of a unit's module: casts what floats to ``param_dtype``.
 
-    return tree_map(cast, values)
+    Inside a larger graph torch.compile traces it. Called by torch's code it runs as it is:
+    torch.compile would make a graph of it alone, again for each kind of input.
+    """
+
+    def __init__(self, dtype: torch.dtype):
+        self._dtype: torch.dtype | None = dtype
+
+    def _in_a_copy(self) -> dict[str, Any]:
+        return {"_dtype": None}
+
+    def __call__(self, module: nn.Module, args, kwargs=None):  # torch.ao passes no kwargs
+        if self._dtype is not None:
+            traced = torch.compiler.is_compiling()
+            cast = _cast_arguments if traced else _cast_arguments_uncompiled
+            args, kwargs = cast(args, kwargs, self._dtype)
+        return args if kwargs is None else (args, kwargs)
+
+
+skip_code(InputCast.__call__.__code__)  # not when it is inlined
+
+
+def input_dtype(policy: MixedPrecisionPolicy) -> torch.dtype | None:
+    """What the inputs of units are cast to; None: they are not."""
+    return policy.param_dtype if policy.cast_forward_inputs else None
+
+
+def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    """Cast the inputs of each forward of ``modules``, before other hooks see them."""
+    hook = InputCast(dtype)  # one for all: what torch.compile made for one block serves the others
+    for module in modules:
+        module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+
+
+def _cast_arguments(args: tuple, kwargs: dict[str, Any] | None, dtype: torch.dtype):
+    args = tuple([_cast(value, dtype) for value in args])
+    return args, kwargs and {name: _cast(value, dtype) for name, value in kwargs.items()}
+
+
+_cast_arguments_uncompiled = torch.compiler.disable(_cast_arguments)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with all floating-point tensors in ``dtype``. A container that has none in another
+    dtype stays the same object: a list or a cache that a forward writes to, for example."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    leaves, structure = tree_flatten(value)
+    if len(leaves) == 1 and leaves[0] is value:  # no container that torch knows
+        return _cast_fields(value, dtype) if dataclasses.is_dataclass(value) else value
+    cast = [_cast(leaf, dtype) for leaf in leaves]
+    if all(new is old for new, old in zip(cast, leaves, strict=True)):
+        return value
+    return tree_unflatten(cast, structure)
+
+
+def _cast_fields(value: Any, dtype: torch.dtype) -> Any:
+    fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
+    changed = {name: _cast(field, dtype) for name, field in fields.items()}
+    changed = {name: field for name, field in changed.items() if field is not fields[name]}
+    if isinstance(value, type) or not changed:
+        return value
+    value = copy.copy(value)
+    for name, field in changed.items():
+        object.__setattr__(value, name, field)  # also of a frozen one
+    return value

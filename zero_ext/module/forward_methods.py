@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zero_ext.engine.carried import Carried
+from zero_ext.engine.checks import check_module
 from zero_ext.engine.registry import find
 from zero_ext.engine.unit_hooks import SiteHooks, hooks_of
 from zero_ext.module.forward_hooks import ForwardHooks
@@ -27,8 +28,13 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     Args:
         module: What ``shard`` returned, or a submodule of it.
     Raises:
-        ValueError: ``module`` has no such method, or none of its parameters is sharded.
+        ValueError, TypeError: ``module`` has no such method, or none of its parameters is sharded.
     """
+    check_module(module, "register_forward_method()")
+    if not isinstance(method_name, str):
+        raise TypeError(
+            f"zero_ext: register_forward_method() takes the name of a method, not {method_name!r}."
+        )
     if not callable(getattr(module, method_name, None)):
         raise ValueError(f"zero_ext: {type(module).__name__} has no method '{method_name}'.")
     handles = [entry[0] for p in module.parameters() if (entry := find(p)) is not None]

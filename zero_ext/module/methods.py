@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from zero_ext.engine.carried import Carried, CarriedMethod
-from zero_ext.engine.checks import check_number
+from zero_ext.engine.checks import check_bool, check_number
 from zero_ext.engine.handle import Handle
 from zero_ext.module.forward_hooks import ForwardHooks
 from zero_ext.ranks.agreement import calling
@@ -101,6 +101,7 @@ class ShardedMethods(Carried):
                 on every rank. ``False`` discards it, also what inner contexts would keep. The other
                 stages always keep what was written.
         """
+        check_bool("writeback", writeback)
         engine = self.handle.engine
         held = engine.held_by_user
         if held and (writeback or self._discards_writes):

@@ -15,8 +15,8 @@ from zero_ext.engine.checks import check_buffers, check_module, stays_whole
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.meta import MetaModules
 from zero_ext.engine.options import ShardingOptions
-from zero_ext.engine.units import Choice, cut_by_module, used_several_times
-from zero_ext.module.forward_hooks import ForwardHooks
+from zero_ext.engine.units import Choice, cut_by_module, modules_of_units, used_several_times
+from zero_ext.module.forward_hooks import ForwardHooks, cast_inputs, input_dtype
 from zero_ext.module.methods import ShardedMethods, refuse_taken_names
 from zero_ext.module.state_dict_hooks import StateDictHooks
 from zero_ext.module.zero_grad import ZeroGrad
@@ -74,13 +74,15 @@ def shard(
             module's name and the module. Default: the children of the outermost ModuleLists and
             Sequentials, small neighbours merged up to ``bucket_mb``, and the models in a ModuleList
             or ModuleDict that is sharded itself. Parameters in none of them, or shared by several,
-            are gathered while the root's forward and backward run.
+            are gathered while the root's forward and backward run. In every stage ``mp_policy``
+            casts the inputs of these modules.
         mesh: The ranks to shard over, in one dimension. Default: all, or this rank alone without a
             process group. With two dimensions, as for FSDP2, sharding is hybrid: each row is a
             replica whose ranks hold one copy together, and gradients are reduced over all ranks.
         mp_policy: As for FSDP2. ``param_dtype`` becomes the parameters' dtype; the fp32 values stay
-            as masters. Gradients are sent in ``reduce_dtype`` (default: their own dtype with
-            ``exchange``, fp32 with ``collective``).
+            as masters. Inputs of ``module`` and of each unit's modules are cast to it. Unlike in
+            FSDP2, ``output_dtype`` casts the outputs of ``module`` only. Gradients are sent in
+            ``reduce_dtype`` (default: their own dtype with ``exchange``, fp32 with ``collective``).
         offload_policy: As for FSDP2: masters, optimizer state and gradient sums are in (pinned)
             host memory, and the CPU runs the update. Every backward reduces, also inside
             ``no_sync()``. Has no effect for a model on the CPU.
@@ -130,10 +132,12 @@ def shard(
     named, whole, ignored = _sort_parameters(module, ignored_params)
     buffers = list(module.named_buffers()) if sync_module_states else []
     check_buffers(groups, [(name, b) for name, b in buffers if not b.is_meta])
+    parameters = [p for _, p in named]
+    casts = input_dtype(mp_policy) is not None
+    cast = modules_of_units(module, parameters, units) if casts or units is not None else []
     blocks = meta = None
     if stage == 3:
         _refuse_writing_forwards(module, groups, ignored)
-        parameters = [p for _, p in named]
         blocks = cut_by_module(module, parameters, units, options.bucket_bytes, options.param_dtype)
         meta = MetaModules(module, ignored, param_init_fn, groups.device)
     handle = Handle(
@@ -149,7 +153,7 @@ def shard(
     frozen = [p for _, p in named if not p.requires_grad] if blocks is None else []
     others = [*frozen, *(p for _, p in whole)]
     _complete(handle, module, meta, others if sync_module_states else None)
-    _attach(handle, module, mp_policy)
+    _attach(handle, module, mp_policy, cast)
     _log_sharded(handle, module)
     return module
 
@@ -172,7 +176,13 @@ def _checked_policy(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy
             "zero_ext: mp_policy must be torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype="
             f"{dtype}) or None, not {policy!r}."
         )
-    return policy or MixedPrecisionPolicy()
+    policy = policy or MixedPrecisionPolicy()
+    if not isinstance(policy.output_dtype, torch.dtype | None):
+        raise TypeError(
+            f"zero_ext: mp_policy: output_dtype must be a torch.dtype or None, not "
+            f"{policy.output_dtype!r}."
+        )
+    return policy
 
 
 def _checked_ignored(
@@ -250,10 +260,14 @@ def _log_sharded(handle: Handle, module: nn.Module) -> None:
     )
 
 
-def _attach(handle: Handle, module: nn.Module, mp_policy: MixedPrecisionPolicy) -> None:
-    """Give the module its hooks and methods. Those that come last run first."""
+def _attach(
+    handle: Handle, module: nn.Module, policy: MixedPrecisionPolicy, units: Iterable[nn.Module]
+) -> None:
+    """Give the module and its ``units`` hooks and methods. Those that come last run first."""
     handle.watch_modules()
-    forward_hooks = ForwardHooks(module, handle, mp_policy)
+    if (dtype := input_dtype(policy)) is not None:
+        cast_inputs(units, dtype)
+    forward_hooks = ForwardHooks(module, handle, policy)
     methods = ShardedMethods(handle, forward_hooks)
     handle.sharded_methods = weakref.ref(methods)
     methods.attach(module)

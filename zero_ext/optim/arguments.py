@@ -1,8 +1,10 @@
 """The arguments that all optimizers here take beside torch's own."""
 
-from typing import TypedDict
+from collections.abc import Iterable
+from typing import Any, TypedDict
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import OffloadPolicy
 
 from zero_ext.engine.checks import check_number
@@ -43,6 +45,49 @@ def check_arguments(
         check_number("max_grad_norm", max_grad_norm)
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"zero_ext: max_grad_norm must be positive, not {max_grad_norm}.")
+
+
+def check_params(params: Any) -> Iterable:
+    """``params``; raise where they are no parameters, groups or named parameters to go through.
+
+    torch's constructor checks each of them.
+    """
+    if isinstance(params, nn.Module):
+        raise TypeError(
+            f"zero_ext: an optimizer takes parameters, not a {type(params).__name__}. Pass its "
+            "parameters()."
+        )
+    if not isinstance(params, Iterable):
+        raise TypeError(f"zero_ext: an optimizer takes an iterable of parameters, not {params!r}.")
+    return params
+
+
+def check_group(group: Any) -> None:
+    """Raise for a dict that is no group of parameters. Of anything else torch says what it is."""
+    if isinstance(group, dict) and not isinstance(group.get("params"), Iterable):
+        raise TypeError(
+            f"zero_ext: a parameter group has its parameters under 'params', a Parameter or an "
+            f"iterable of them, and this one {group.get('params')!r}."
+        )
+
+
+def check_closure(closure: Any) -> None:
+    if closure is not None and not callable(closure):
+        raise TypeError(
+            f"zero_ext: step() takes a function that returns the loss, or nothing, not {closure!r}."
+        )
+
+
+def check_state_dict(state_dict: Any) -> None:
+    """Raise for what is not of the form of an optimizer's state."""
+    wrong = not isinstance(state_dict, dict)
+    missing = [] if wrong else [k for k in ("state", "param_groups") if k not in state_dict]
+    if wrong or missing:
+        what = type(state_dict).__name__ if wrong else f"dict without '{missing[0]}'"
+        raise TypeError(
+            f"zero_ext: load_state_dict() takes what an optimizer's state_dict() returned, not a "
+            f"{what}."
+        )
 
 
 def check_differentiable(differentiable: bool) -> None:

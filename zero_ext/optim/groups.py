@@ -58,13 +58,22 @@ def sharded_in(group: Group) -> list[tuple[Tensor, int]]:
     return [(parameter, place[1]) for parameter, place in found if place is not None]
 
 
+def name_in_module(parameter: Tensor) -> str | None:
+    """What the engine that shards ``parameter`` calls it; None: no engine does."""
+    place = find(parameter)
+    return None if place is None else place[0].engine.parameter_name(place[1])
+
+
 def named_parameters(groups: Sequence[Group], first: int = 0) -> tuple[Named, Named]:
     """From group ``first`` on: the parameters that can be sharded, and those that stay whole."""
     named = []
     for g, group in enumerate(groups[first:], first):
         names = group.get("param_names", ())
         if len(names) != len(group["params"]):  # none were given, or parameters were taken out
-            names = [f"parameter {i} of group {g}" for i in range(len(group["params"]))]
+            names = [
+                name_in_module(p) or f"parameter {i} of group {g}"
+                for i, p in enumerate(group["params"])
+            ]
         named.extend(zip(names, group["params"], strict=True))
     whole = [(name, p) for name, p in named if stays_whole(p)]
     return [(name, p) for name, p in named if not stays_whole(p)], whole

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zero_ext.optim.groups import Group, named_in, replace_named, settings_of
+from zero_ext.optim.arguments import check_state_dict
+from zero_ext.optim.groups import Group, name_in_module, named_in, replace_named, settings_of
 from zero_ext.optim.shown_states import ShownStates, values_in
 
 if TYPE_CHECKING:
@@ -23,19 +24,25 @@ class SavedState(NamedTuple):
     group: Group
     values: dict[str, Any]
 
+    @property
+    def name(self) -> str:
+        """For messages."""
+        name = name_in_module(self.parameter)
+        return f"parameter {self.key}" if name is None else f"'{name}'"
+
     def check_shape(self, name: str, shape: torch.Size) -> None:
         """Raise where a saved value has another shape than the optimizer's."""
         value = self.values[name]
         if isinstance(value, Tensor) and value.shape != shape:
             raise ValueError(
-                f"zero_ext: state '{name}' of parameter {self.key} has shape "
+                f"zero_ext: state '{name}' of {self.name} has shape "
                 f"{tuple(value.shape)}, the optimizer's has {tuple(shape)}."
             )
 
     def warn_of_frozen(self) -> None:
         if self.values:
             warnings.warn(
-                f"zero_ext: parameter {self.key} is frozen, and its saved state "
+                f"zero_ext: {self.name} is frozen, and its saved state "
                 f"({', '.join(map(str, self.values))}) is passed over: it begins anew when the "
                 "parameter is unfrozen. Thaw it before load_state_dict().",
                 stacklevel=5,
@@ -55,10 +62,12 @@ def saved_states(
 
 def checked_load(optimizer: "ShardedOptimizer", state_dict: dict[str, Any]) -> Callable[[], None]:
     """Check all of ``state_dict``, without a change. The function that is returned loads it."""
-    state_dict = state_dict.copy()  # hooks may change what they are given
+    if isinstance(state_dict, dict):
+        state_dict = state_dict.copy()  # hooks may change what they are given
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         result = hook(optimizer, state_dict)
         state_dict = state_dict if result is None else result
+    check_state_dict(state_dict)
     optimizer._catch_up()
     saved_groups = state_dict["param_groups"]
     saved_sizes, sizes = (

@@ -190,8 +190,13 @@ class LossScaler:
         """Load settings and counts. Every rank must load the same, between two steps.
 
         Raises:
-            ValueError: an entry is missing or makes no sense; nothing is changed then.
+            ValueError, TypeError: an entry is missing or makes no sense; nothing is changed then.
         """
+        if not isinstance(state_dict, dict):
+            raise TypeError(
+                "zero_ext: a LossScaler loads what its state_dict() returned, not a "
+                f"{type(state_dict).__name__}."
+            )
         names = [field.name for field in fields(_State)]
         missing = [name for name in names if name not in state_dict]
         if missing:

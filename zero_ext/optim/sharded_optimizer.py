@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.distributed.fsdp import OffloadPolicy
 
 from zero_ext import _C
+from zero_ext.engine.checks import check_number
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.options import ShardingOptions, check_policy
 from zero_ext.engine.registry import find
 from zero_ext.optim import groups, scaler
-from zero_ext.optim.arguments import check_arguments
+from zero_ext.optim.arguments import check_arguments, check_closure, check_group, check_params
 from zero_ext.optim.loading import EmptiedState, SavedState, checked_load
 from zero_ext.optim.shown_states import ShownStates
 from zero_ext.optim.verdicts import SkippedSteps, StepSettings
@@ -71,6 +72,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         loss_scaler: scaler.LossScaler | None = None,
         offload_policy: OffloadPolicy | None = None,
     ):
+        params = check_params(params)
         own_policy = check_policy(offload_policy)
         check_arguments(nonfinite, max_grad_norm, loss_scaler)
         self._handle: Handle | None = None  # as long as torch's constructor runs
@@ -147,6 +149,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. The parameters are sharded like the others; every rank must add the same."""
+        check_group(param_group)
         if self._handle is None:
             super().add_param_group(param_group)
             return
@@ -286,6 +289,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 answer within the process group's timeout.
         """
         loss = None
+        check_closure(closure)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -297,6 +301,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if known:
             self._skipped.add(verdict)
         self._skipped.report(self, wait=known)
+        self._settings.agreed(self)
         if not (known and verdict.nonfinite):  # else the device decides, and tells later
             if self.max_grad_norm is not None:
                 self.grad_norm = verdict.norm
@@ -365,6 +370,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             0-D fp32 tensor, the norm before scaling, equal on all ranks.
         Source: Pascanu et al. 2013, section 3.2.
         """
+        check_number("max_norm", max_norm)
         self._catch_up()
         # A norm that is not finite leaves the gradients alone.
         norm = self._sharded_state.clip_gradients(max_norm)

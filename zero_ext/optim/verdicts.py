@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from zero_ext import _C
+from zero_ext.optim.shared_states import SharedStates
 from zero_ext.ranks.agreement import check_same_on_all_ranks
 
 if TYPE_CHECKING:
@@ -100,15 +101,22 @@ class StepSettings:
 
     def __init__(self, defaults: dict[str, Any]):
         self._names = [name for name in defaults if name not in _SWITCHES]
+        self.states = SharedStates()  # which are compared with them
 
     def hash(self, optimizer: "ShardedOptimizer") -> int:
         """Equal on ranks where all settings are equal. The engine adds its divide factor."""
         if optimizer._handle.groups.world == 1:
             return 0
-        return hash(tuple(map(_number_of, self._values(optimizer))))
+        return hash(tuple(map(_number_of, self._values(optimizer)))) ^ self.states.hash()
+
+    def agreed(self, optimizer: "ShardedOptimizer") -> None:
+        """Called after a step whose settings did not differ."""
+        compared = optimizer.nonfinite != "step" or optimizer.max_grad_norm is not None
+        if compared or optimizer._handle.options.stage == 3:  # else no message was sent
+            self.states.agreed()
 
     def check_same(self, optimizer: "ShardedOptimizer") -> None:
-        """Raise for the first setting that differs. Collective."""
+        """Raise for the first setting or state that differs. Collective."""
         labels = ["gradient divide factor={}", "max_grad_norm={}"]
         for g in range(len(optimizer.param_groups)):
             labels.extend(f"{name}={{}} of group {g}" for name in self._names)
@@ -121,6 +129,7 @@ class StepSettings:
             "the settings of the optimizers",
             remedy="Give every rank the same, and repeat step(): nothing was updated.",
         )
+        self.states.check_same(optimizer._handle.groups)
 
     def _values(self, optimizer: "ShardedOptimizer") -> list[Any]:
         groups = optimizer.param_groups

@@ -100,6 +100,8 @@ class WrappedOptimizer(ShardedOptimizer):
         self._inner: torch.optim.Optimizer | None = None
         self._shards: dict[Tensor, torch.nn.Parameter] = {}
         self._offloaded = OffloadedStates()
+        # By name: which states of a part of one element have a value for each element.
+        self._of_one_element: dict[str, bool] = {}
         probe = optimizer_class([torch.nn.Parameter(torch.zeros(1, device="cpu"))], **kwargs)
         self._probe = probe
         super().__init__(params, dict(probe.defaults), **sharding)
@@ -232,7 +234,11 @@ class WrappedOptimizer(ShardedOptimizer):
             if id(parameter) in group_of:  # some optimizers count in their groups
                 group_of[id(parameter)].update(settings_of(inner_group))
                 self._show_inner_state(parameter, shard)
-        replace_named(self.state, named_in(self._inner.state))
+        named = named_in(self._inner.state)
+        for name, value in named.items():
+            if name not in self.state:
+                self._settings.states.add(-1, name, None, value)
+        replace_named(self.state, named)
 
     def _show_named_state_made(self) -> None:
         """What is kept under names from construction on, unless there is a value already."""
@@ -274,7 +280,7 @@ class WrappedOptimizer(ShardedOptimizer):
         missing = made.keys() - saved.values.keys() if saved.values else set()
         if missing:
             raise ValueError(
-                f"zero_ext: the state of parameter {saved.key} lacks '{min(missing)}', which "
+                f"zero_ext: the state of {saved.name} lacks '{min(missing)}', which "
                 f"{self._optimizer_class.__name__} has. Load what it has saved."
             )
         shape, state = saved.parameter.shape, {}
@@ -291,7 +297,7 @@ class WrappedOptimizer(ShardedOptimizer):
         0-dim parameter's own state has the shape of a count of steps."""
         probe = torch.nn.Parameter(torch.zeros(2, device=device))
         probe.grad = torch.zeros_like(probe)
-        optimizer = self._with_group(None, probe, group)
+        optimizer = self._with_group(None, probe, copy.deepcopy(settings_of(group)))
         optimizer.step()
         return {
             name: isinstance(value, Tensor) and value.shape == probe.shape
@@ -312,11 +318,24 @@ class WrappedOptimizer(ShardedOptimizer):
         _, i = find(parameter)
         state = self.state[parameter]
         for name, value in self._inner.state[shard].items():
-            per_element = isinstance(value, Tensor) and value.shape == shard.shape and value.dim()
-            if not per_element:
+            if not self._is_per_element(name, value, shard):
+                if name not in state:
+                    owner = self._handle.engine.parameter_name(i)
+                    self._settings.states.add(i, name, owner, value)
                 state[name] = value
             elif name not in state or _local(state[name]).data_ptr() != value.data_ptr():
                 state[name] = self._handle.as_parameter(value, i, parameter)
+
+    def _is_per_element(self, name: str, value: Any, shard: Tensor) -> bool:
+        of_shape = isinstance(value, Tensor) and value.shape == shard.shape and value.dim() > 0
+        if not of_shape or shard.numel() != 1:
+            return of_shape
+        if name not in self._of_one_element:  # a count may have this shape, too
+            groups = zip(self._inner.param_groups, self._shards.values(), strict=True)
+            group = next(group for group, each in groups if each is shard)
+            made = self._states_of_a_step(group, shard.device)
+            self._of_one_element.update({name: True, **made})
+        return self._of_one_element[name]
 
 
 def _local(gradient: Tensor) -> Tensor:

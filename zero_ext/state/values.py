@@ -200,7 +200,7 @@ def _state_of(optimizer: ShardedOptimizer, parameter: Tensor, name: str):
             f"{tuple(parameter.shape)}."
         )
     state = optimizer.state.get(parameter, {})
-    if name not in state:
+    if name not in list(state):  # which need not be hashable
         names = ", ".join(f"'{key}'" for key in state) or "none (yet)"
         raise ValueError(f"zero_ext: the parameter has no state '{name}'; it has {names}.")
     return state[name]
