@@ -4,9 +4,14 @@ The source folder is the project's, so that a page leads to README.md and CONTRI
 same links as on a code host.
 """
 
+import sys
 from pathlib import Path
 
 import zero_ext
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from messages import as_markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -31,3 +36,11 @@ html_additional_pages = {"index": "to_index.html"}
 templates_path = [str(ROOT / "docs/templates")]
 html_copy_source = False
 html_show_sphinx = False
+
+
+def setup(app):
+    def add_messages(app, page: str, text: list[str]) -> None:
+        if page == "docs/errors":
+            text[0] += as_markdown()
+
+    app.connect("source-read", add_messages)
