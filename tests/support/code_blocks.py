@@ -143,7 +143,7 @@ def names(section: list[Block], rank: int, world: int, folder: Path) -> dict[str
             optimizer.step()
             optimizer.zero_grad()
 
-    given |= {"evaluate": evaluate, "train": train}
+    given |= {"evaluate": evaluate, "send_to_server": lambda name, value: None, "train": train}
     if not re.search(r"\bshard\(|\binitialize\(|zero_ext\.integrations", code):
         zero_ext.shard(model, stage=3)
         loss = functional.cross_entropy(model(batches[0][0]), batches[0][1])
