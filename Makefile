@@ -9,6 +9,7 @@
 # make bench-deepspeed   installs DeepSpeed, whose kernels its first run compiles, and measures beside it
 # make profile   where the time of a step goes: a trace of each rank and a page   PROFILE="--stage 3 ..."
 # make tidy      clang-tidy on the C++ sources, with the checks of .clang-tidy
+# make docs      the site of the documentation, into build/site; warnings are errors
 # make bench  lint  format  clean  dist-check   (a wheel from the sdist)   cuda-dist-check   (a CUDA wheel)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -48,7 +49,7 @@ ALL_SEGMENTS := $(addprefix all-,one-rank lagged-one-rank 2-ranks 3-ranks 4-rank
   lagged-2-ranks lagged-3-ranks lccl-2-ranks lccl-3-ranks replicas-4-ranks lagged-4-ranks)
 
 .PHONY: install train test test-all test-changed $(SEGMENTS) $(ALL_SEGMENTS) sanitize cuda-kernels cuda-build cuda-test \
-  bench bench-deepspeed profile lint tidy format dist-check cuda-dist-check clean
+  bench bench-deepspeed profile docs lint tidy format dist-check cuda-dist-check clean
 
 install: $(VENV)/.installed
 
@@ -220,6 +221,9 @@ lint: install
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run --Werror $(NATIVE) $(EMULATION)
+
+docs: install
+	$(PY) -m sphinx -q -W --keep-going -c docs -d build/docs . build/site
 
 TIDY_INCLUDES = $$($(PY) -c 'import sysconfig; from torch.utils import cpp_extension as c; \
   print(*("-isystem" + p for p in [*c.include_paths("cpu"), sysconfig.get_path("include")]))')

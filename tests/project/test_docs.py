@@ -5,18 +5,20 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from code_blocks import PAGES, ROOT
 
-ROOT = Path(__file__).parents[2]
-PAGES = sorted(
-    path.relative_to(ROOT)
-    for pattern in ("*.md", "docs/**/*.md", "csrc/**/*.md", "benchmarks/*.md")
-    for path in ROOT.glob(pattern)
-)
+import zero_ext
+
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 NAME = re.compile(r"(?<!ops\.)\bzero_ext(?:\.[A-Za-z_]\w*)+")
 # A hop of a table: number, room, function.
 HOP = re.compile(r"^\| \d+ \| `(\w+)` \| `(\w+)`", re.M)
+CODE = re.compile(r"`([^`]+)`")
+# Read from the environment, by Python's and C++'s functions.
+VARIABLE = re.compile(r"""(?:environ|getenv)\S*\(\s*["'](ZERO_EXT_\w+)""")
+SETUP = ROOT / "setup.py"
 NOTE = re.compile(r"^\| `(\w+)` \| (Note \[.+\]) \|$", re.M)
 
 
@@ -79,3 +81,39 @@ def test_files_of_the_reading_order_are_in_their_rooms():
     files = [(room, name) for room, text in rows for name in re.findall(r"`(\w+\.\w+)`", text)]
     assert len(files) >= len(rows) == 13
     assert [f for f in files if not (ROOT / "csrc" / f[0] / f[1]).exists()] == []
+
+
+def table(page: str, header: str) -> list[list[str]]:
+    """The rows under the header that begins so."""
+    text = (ROOT / page).read_text()
+    rows = re.findall(rf"^\| {re.escape(header)}.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.M)
+    assert rows, f"{page} has no table '{header}'"
+    return [line.strip("|\n ").split(" | ") for part in rows for line in part.splitlines()]
+
+
+def test_error_messages_are_in_the_sources():
+    """Word for word, with strings joined as the compiler joins them; … stands for values."""
+    files = [*(ROOT / "zero_ext").rglob("*.py"), *(ROOT / "csrc").rglob("*.[ch]*")]
+    texts = [re.sub(r'"\s+[fr]?"', "", path.read_text()) for path in files]
+    rows = table("docs/errors.md", "message")
+    assert len(rows) > 40
+    for message, *_ in rows:
+        pattern = ".*?".join(re.escape(part) for part in message.strip("`").split("…"))
+        assert any(re.search(pattern, text, re.DOTALL) for text in texts), message
+
+
+def test_the_reference_names_every_key_and_variable():
+    model = zero_ext.shard(torch.nn.Linear(3, 2), stage=1)
+    optimizer = zero_ext.optim.SGD(model.parameters())
+    keys = {
+        "key of `stats`": zero_ext.stats(optimizer) | zero_ext.stats(model),
+        "key of `estimate_memory`": zero_ext.estimate_memory(torch.nn.Linear(3, 2), 2, 2),
+    }
+    for header, actual in keys.items():
+        named = [key for row in table("docs/reference.md", header) for key in CODE.findall(row[0])]
+        assert sorted(named) == sorted(actual), header
+    read = set()
+    for path in [*(ROOT / "zero_ext").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp"), SETUP]:
+        read |= set(VARIABLE.findall(path.read_text()))
+    named = {CODE.search(row[0])[1] for row in table("docs/reference.md", "variable")}
+    assert {name.partition("=")[0] for name in named} == read

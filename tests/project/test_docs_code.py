@@ -1,0 +1,260 @@
+"""The code of README.md and docs/ runs as it stands there.
+
+A block's language says how it is checked. `python` and `diff` (the code after the change) run here,
+on all ranks in one process group. No language, `sh` or `bash`: a command line, whose syntax, make
+targets, files and modules are checked. `text`: output and forms, not run.
+"""
+
+import ast
+import importlib
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+import torch.distributed as dist
+from code_blocks import PAGES, ROOT, Block, blocks, make_batches, names, sections
+from torch import nn
+from torch.nn import functional
+
+import zero_ext
+from zero_ext.optim.arguments import ShardingArguments
+
+SHELL = ("", "sh", "bash")
+RUN = ("python", "diff")
+SPHINX = re.compile(r"\{(eval-rst|toctree)\}")
+WITH_CODE = [page for page in PAGES if any(block.language in RUN for block in blocks(page))]
+COMMANDS = [block for page in PAGES for block in blocks(page) if block.language in SHELL]
+INLINE = re.compile(r"`((?:make|python|torchrun) [^`\n]+)`")
+FOLDERS = "benchmarks|docs|examples|kernels|scripts|tests"
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+def test_every_block_says_how_it_is_checked():
+    known = (*RUN, *SHELL, "text")
+    found = [block for page in PAGES for block in blocks(page)]
+    assert [
+        b.place for b in found if b.language not in known and not SPHINX.match(b.language)
+    ] == []
+
+
+def test_command_lines_are_right():
+    targets = set(re.findall(r"^\.PHONY: ((?:.*\\\n)*.*)", (ROOT / "Makefile").read_text(), re.M))
+    targets = set(" ".join(targets).replace("\\\n", " ").split())
+    for block in COMMANDS:
+        checked = subprocess.run(["bash", "-n"], input=block.code, capture_output=True, text=True)
+        assert checked.returncode == 0, f"{block.place}: {checked.stderr}"
+    lines = [(b.place, line) for b in COMMANDS for line in b.code.splitlines()]
+    lines += [(page, line) for page in PAGES for line in INLINE.findall((ROOT / page).read_text())]
+    assert len(lines) > 50
+    for place, line in lines:
+        code = line.partition("#")[0]
+        for name in re.findall(r"^make ([a-z][\w-]*)", code):
+            assert name in targets, f"{place}: make {name}"
+        for path in re.findall(rf"(?:^|\s)((?:{FOLDERS})/[\w./-]+)", code):
+            assert (ROOT / path).exists() or (ROOT / "csrc" / path).exists(), (place, path)
+        for module in re.findall(r"-m (zero_ext[\w.]*)", code):
+            assert importlib.util.find_spec(module), f"{place}: {module}"
+
+
+def test_signatures_are_the_functions_own():
+    """What stands after `*,` in the forms of reference.md, with its defaults."""
+    forms = {
+        re.match(r"[\w.]+", block.code)[0]: block.code
+        for block in blocks(Path("docs/reference.md"))
+        if block.language == "text" and block.code.startswith("zero_ext.")
+    }
+    shown = {name: keywords(form) for name, form in forms.items()}
+    parameters = inspect.signature(zero_ext.shard).parameters.values()
+    of_shard = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert {k: repr(v) for k, v in of_shard.items()} == shown["zero_ext.shard"]
+    assert set(get_type_hints(ShardingArguments)) == set(shown["zero_ext.optim.AdamW"])
+
+
+def keywords(form: str) -> dict[str, str]:
+    arguments = form[form.index("*,") + 2 : form.index("\n)")]
+    return {
+        keyword.arg: ast.unparse(keyword.value)
+        for keyword in ast.parse(f"f({arguments})", mode="eval").body.keywords
+    }
+
+
+@pytest.fixture
+def reader(monkeypatch, shared_path, rank, world):
+    """The folder in which the code runs; the process group is there already."""
+    for name in ("init_process_group", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, lambda *args, **kwargs: None)
+    for name, value in {"RANK": rank, "SIZE": world, "LOCAL_RANK": rank}.items():
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", str(value))
+    if rank == 0:
+        (shared_path / "ds_config.json").write_text(
+            json.dumps({"train_micro_batch_size_per_gpu": 5, "optimizer": {"type": "AdamW"}})
+        )
+    monkeypatch.chdir(shared_path)
+    dist.barrier()
+    yield shared_path
+    if state := sys.modules.get("accelerate.state"):  # one per process
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
+
+
+@pytest.mark.dist
+@pytest.mark.host
+@pytest.mark.timeout(180)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("page", WITH_CODE, ids=str)
+def test_the_code_of_a_page_runs(page, reader, rank, world):
+    for section in sections(page, *RUN):
+        given = names(section, rank, world, reader)
+        heading = section[0].heading
+        given |= MORE_NAMES.get(heading, lambda given: {})(given)
+        for block in section:
+            run(block, given)
+            dist.barrier()
+        CHECKS.get(heading, lambda given: None)(given)
+
+
+def run(block: Block, given: dict[str, Any]) -> None:
+    """Errors show the page and its line."""
+    code = "\n" * (block.line - 1) + block.python
+    try:
+        exec(compile(code, str(ROOT / block.page), "exec"), given)
+    except Exception as error:
+        raise AssertionError(f"{block.place}: {error}") from error
+
+
+Names = dict[str, Any]
+
+
+def of_trainers(given: Names) -> Names:
+    pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+    arguments = transformers.TrainingArguments("out", use_cpu=True, report_to=[], max_steps=1)
+    lightning = pytest.importorskip("pytorch_lightning")
+    data = [{"x": torch.zeros(13)}] * 4
+    return {"args": arguments, "data": data, "Trainer": lightning.Trainer}
+
+
+def a_language_model(given: Names) -> Names:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=31, n_positions=16, n_embd=24, n_layer=2, n_head=2, bos_token_id=0,
+        eos_token_id=0,
+    )  # fmt: skip
+    return {"model": zero_ext.shard(transformers.GPT2LMHeadModel(config), stage=3)}
+
+
+def a_run(given: Names) -> Names:
+    """That has stepped, and has a gradient."""
+    model = zero_ext.shard(given["Model"](), stage=2)
+    optimizer = zero_ext.optim.AdamW(model.parameters(), lr=1e-2)
+    for x, y in given["batches"]:
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    scheduler = given["make_scheduler"](optimizer)
+    p = model.head.weight
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "p": p} | {
+        "value": torch.ones(p.shape)
+    }
+
+
+def mpi_alone(given: Names) -> Names:
+    for name in RANK_VARIABLES:
+        os.environ.pop(name)
+    return {}
+
+
+def uneven(given: Names) -> Names:
+    """Rank 0 has a batch more than the others, who pass an empty one."""
+    model = zero_ext.shard(nn.Linear(13, 7), stage=2)
+    x, y = given["batches"][0]
+    batches = [(x, y), (x[:3], y[:3])][: 2 if dist.get_rank() == 0 else 1]
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1)
+    start = {"weight": zero_ext.full_tensor(model.weight), "bias": zero_ext.full_tensor(model.bias)}
+    return {
+        "model": model, "optimizer": optimizer, "batches": iter(batches), "steps": 2,
+        "no_x": x[:0], "no_y": y[:0], "start": start,
+    }  # fmt: skip
+
+
+def assert_each_sample_counted_once(given: Names) -> None:
+    plain = nn.Linear(13, 7)
+    plain.load_state_dict(given["start"])
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    first = [make_batches(r, 1)[0] for r in range(dist.get_world_size())]
+    for parts in (first, [tuple(t[:3] for t in first[0])]):
+        x, y = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        optimizer.zero_grad()
+        functional.cross_entropy(plain(x), y).backward()
+        optimizer.step()
+    torch.testing.assert_close(zero_ext.full_tensor(given["model"].weight), plain.weight.data)
+
+
+def assert_resumed(given: Names) -> None:
+    assert given["first_step"] == 100
+    saved, _ = zero_ext.checkpoint.read_whole("run/step-100")
+    for name, p in given["model"].named_parameters():
+        assert torch.equal(zero_ext.full_tensor(p), saved[name]), name
+
+
+def assert_exported(given: Names) -> None:
+    for name, p in given["model"].named_parameters():
+        assert torch.equal(zero_ext.full_tensor(p), given["plain"].get_parameter(name)), name
+
+
+def assert_adapted(given: Names) -> None:
+    adapters = torch.load("adapters.pt")
+    assert len(adapters) == 6
+    assert all(torch.count_nonzero(value) for value in adapters.values())
+    base, before = given["model"].layers[1].linear.base.weight, given["Model"]().layers[1].linear
+    assert torch.equal(zero_ext.full_tensor(base), before.weight)
+
+
+def assert_translated(given: Names) -> None:
+    here = (dist.get_rank(), dist.get_world_size(), dist.get_rank())
+    assert [os.environ[name] for name in RANK_VARIABLES] == [str(number) for number in here]
+
+
+def assert_unfrozen(given: Names) -> None:
+    before = dict(given["Model"]().named_parameters())
+    for name, p in given["model"].named_parameters():
+        assert not torch.equal(zero_ext.full_tensor(p), before[name]), name
+
+
+def assert_bytes_fall(given: Names) -> None:
+    losses = [losses for losses, _ in given["runs"].values()]
+    assert losses[2] == losses[3]
+    assert losses[0] == pytest.approx(losses[3], abs=1e-4)
+    assert losses[3][-1] < losses[3][0] - 0.1
+    held = [held["bytes_held"] for _, held in given["runs"].values()]
+    assert held == sorted(held, reverse=True) and len(set(held)) == 4
+    assert Path("bytes.png").stat().st_size > 10_000
+
+
+# What the code under a heading needs of the reader's script, and what it must have done.
+MORE_NAMES: dict[str, Callable[[Names], Names]] = {
+    "Accelerate, Transformers, Lightning": of_trainers,
+    "Export to Hugging Face": a_language_model,
+    "Resume with another number of ranks": a_run,
+    "Uneven last batch": uneven,
+    "Whole values": a_run,
+    "mpirun": mpi_alone,
+}
+CHECKS: dict[str, Callable[[Names], None]] = {
+    "A script of one process": assert_bytes_fall,
+    "Export to Hugging Face": assert_exported,
+    "Freeze and unfreeze": assert_unfrozen,
+    "LoRA": assert_adapted,
+    "Resume with another number of ranks": assert_resumed,
+    "Uneven last batch": assert_each_sample_counted_once,
+    "checkpoint": lambda given: given["saving"].result(),
+    "mpirun": assert_translated,
+}
