@@ -1,6 +1,7 @@
 """The build's refusals, the check at import, and the info command. Nothing here compiles."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,45 @@ def test_a_build_for_the_cpu_needs_no_cuda(tmp_path, wish):
     result = run_setup(tmp_path, ZERO_EXT_CUDA=wish, CUDA_HOME=str(tmp_path))
     assert result.returncode == 0, result.stderr
     assert "zero_ext" in result.stdout
+
+
+def test_precompiled_header_goes_to_those_alone_that_include_torch(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    calls = []
+
+    def compile_sources(sources, output_dir, extra_postargs, macros):
+        calls.append((sources, extra_postargs, macros))
+        return [f"{output_dir}/{name}.o" for name in sources]
+
+    build = runpy.run_path("setup.py", run_name="setup")
+    sources = [
+        "csrc/comm/comm.cpp",
+        "csrc/comm/local/mailbox.cpp",  # its headers' headers include torch
+        "csrc/gather/pass_order.cpp",
+        "csrc/kernels/cpu/adamw.cpp",
+        "csrc/kernels/cuda/adamw.cu",
+        "csrc/python/bindings.cpp",
+    ]
+    flags = {"cxx": ["-O3"], "nvcc": ["-O2"]}
+    objects = build["with_precompiled_header"](compile_sources)(
+        sources, output_dir=str(tmp_path), extra_postargs=flags, macros=["M"]
+    )
+    # The linker's order is that of the sources.
+    assert [name.partition("csrc")[2] for name in objects] == [
+        f"{name}.o".removeprefix("csrc") for name in sources
+    ]
+    header = tmp_path / "with_precompiled" / "precompiled.h"
+    assert calls == [
+        (["csrc/core/precompiled.h", *sources[2:5]], flags, ["M"]),
+        (
+            [*sources[:2], sources[5]],
+            {"cxx": ["-O3", "-include", str(header)], "nvcc": ["-O2"]},
+            ["M"],
+        ),
+    ]
+    assert header.samefile("csrc/core/precompiled.h")
+    precompiled = Path(f"{header}.gch").readlink()
+    assert precompiled == tmp_path / "csrc" / "core" / "precompiled.h.o"
 
 
 def built_for(monkeypatch, version: str, torch_cuda: str | None = None, cuda: bool = False) -> None:
