@@ -12,6 +12,7 @@ import glob
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -46,6 +47,7 @@ NVCC_WARNINGS = [
     "-Xcompiler=-Wall,-Werror",
 ]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize=vptr"]
+PRECOMPILED = "csrc/core/precompiled.h"
 INSTALL_COMMAND = "pip install --no-build-isolation ."
 
 
@@ -127,6 +129,48 @@ def compile_flags(included: list[str]) -> dict[str, list[str]]:
     return {"cxx": cxx, "nvcc": nvcc}
 
 
+def includes_torch(name: str) -> bool:
+    """Whether the source or header ``name`` includes headers of torch, itself or by its headers."""
+    text = Path(name).read_text()
+    own = re.findall(r'^#include "([^"]+)"', text, re.MULTILINE)
+    torch = re.search(r"^#include <(ATen|c10|torch|pybind11)/", text, re.MULTILINE)
+    return torch is not None or any(includes_torch(f"csrc/{header}") for header in own)
+
+
+def with_precompiled_header(compile_sources):
+    """``compile_sources``, a compiler's method, so that torch's headers are parsed once.
+
+    Sources that include none of them compile as ever, apart, and the header is one of these: it has
+    the same flags, and ninja makes it again when they or the header change.
+    """
+
+    def compile_in_two(sources, output_dir, extra_postargs, **others):
+        users = [name for name in sources if name.endswith(".cpp") and includes_torch(name)]
+        rest = [PRECOMPILED, *(name for name in sources if name not in users)]
+        objects = compile_sources(
+            rest, output_dir=output_dir, extra_postargs=extra_postargs, **others
+        )
+
+        folder = Path(output_dir, "with_precompiled").resolve()
+        folder.mkdir(exist_ok=True)
+        header = folder / Path(PRECOMPILED).name
+        # Where g++ includes NAME.h, it takes NAME.h.gch from the same folder.
+        for link, target in ((header, PRECOMPILED), (Path(f"{header}.gch"), objects[0])):
+            link.unlink(missing_ok=True)
+            link.symlink_to(Path(target).resolve())
+        extra_postargs = {
+            **extra_postargs,
+            "cxx": [*extra_postargs["cxx"], "-include", str(header)],
+        }
+        objects += compile_sources(
+            users, output_dir=str(folder), extra_postargs=extra_postargs, **others
+        )
+        compiled = dict(zip(rest + users, objects, strict=True))
+        return [compiled[name] for name in sources]
+
+    return compile_in_two
+
+
 def main() -> None:
     check_setuptools()
     torch = import_torch()
@@ -150,6 +194,17 @@ def main() -> None:
             # one file would compile all of them.
             if getattr(self, "editable_mode", False):
                 self.build_temp = "build/editable"
+            # Another torch makes all objects old, which ninja cannot tell from their dependencies.
+            self.build_temp = os.path.join(self.build_temp, f"torch-{torch.__version__}")
+
+        def build_extension(self, ext):
+            # A cache compiles a file once anyway, and does not know files with such a header.
+            cached = any(map(shutil.which, ("ccache", "sccache")))
+            gcc = cpp_extension.check_compiler_is_gcc(cpp_extension.get_cxx_compiler())
+            if self.use_ninja and gcc and not cached:
+                self.compiler.src_extensions = [*self.compiler.src_extensions, ".h"]
+                self.compiler.compile = with_precompiled_header(self.compiler.compile)
+            super().build_extension(ext)
 
         def run(self):
             check_compiler(cpp_extension.get_cxx_compiler())
@@ -175,4 +230,5 @@ def main() -> None:
     )
 
 
-main()
+if __name__ == "__main__":
+    main()

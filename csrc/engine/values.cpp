@@ -22,7 +22,11 @@ at::Tensor Values::current_master(int64_t i) const {
   backward_.check_none(access, "reading a parameter's state");
   offloaded_.check_parameters_are_here("a parameter was read");
   const UnitParameters& unit = parameters_.home_of(i).parameters();
-  return unit.master_with(parameters_[i].slot, written_part(i));
+  const at::Tensor written = written_part(i);
+  const at::Tensor master =
+      at::empty_like(written, written.options().dtype(at::kFloat).device(context_.state.device()));
+  unit.copy_master(parameters_[i].slot, written, master);
+  return master;
 }
 
 at::Tensor Values::written_part(int64_t i) const {
@@ -39,12 +43,10 @@ void Values::copy_own_part(int64_t i, bool master, const at::Tensor& into) const
   const UnitParameters& unit = parameters_.home_of(i).parameters();
   const int64_t slot = parameters_[i].slot;
   const at::Tensor written = written_part(i);
-  if (!master) {
-    into.copy_(written);
-  } else if (into.scalar_type() == at::kFloat && into.device() == context_.state.device()) {
+  if (master) {
     unit.copy_master(slot, written, into);
   } else {
-    into.copy_(unit.master_with(slot, written));
+    into.copy_(written);
   }
 }
 

@@ -122,22 +122,19 @@ at::Tensor UnitParameters::whole_slice(int64_t i) const {
   return full_.slice(slot.offset, slot.spec.numel);
 }
 
-at::Tensor UnitParameters::master_with(int64_t i, const at::Tensor& written) const {
-  const at::Tensor master =
-      at::empty_like(written, written.options().dtype(at::kFloat).device(context_.state.device()));
-  copy_master(i, written, master);
-  return master;
-}
-
 void UnitParameters::copy_master(int64_t i, const at::Tensor& written,
                                  const at::Tensor& into) const {
   if (!master_.defined()) {
     into.copy_(written);
     return;
   }
-  into.copy_(master_slice(i));
-  const at::Tensor there = written.to(context_.state.device());
-  adopt_into_master(there.const_data_ptr(), into.mutable_data_ptr<float>(), into.numel());
+  const at::Device device = context_.state.device();
+  const bool fits = into.scalar_type() == at::kFloat && into.device() == device;
+  const at::Tensor master = fits ? into : at::empty_like(master_slice(i));
+  master.copy_(master_slice(i));
+  const at::Tensor there = written.to(device);
+  adopt_into_master(there.const_data_ptr(), master.mutable_data_ptr<float>(), master.numel());
+  if (!fits) into.copy_(master);
 }
 
 void UnitParameters::adopt(int64_t i, const at::Tensor& values) {

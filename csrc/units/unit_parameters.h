@@ -54,9 +54,8 @@ class UnitParameters {
   at::Tensor present_slice(int64_t i) const;
   // Slot i whole, 1-D in its memory order; undefined while full is released.
   at::Tensor whole_slice(int64_t i) const;
-  // A copy of master, with the values that were written to the parameter since.
-  at::Tensor master_with(int64_t i, const at::Tensor& written) const;
-  // The same into `into`: fp32, 1-D, where masters lie.
+  // Copies master, with the values that were written to the parameter since, into `into`: 1-D, of
+  // any dtype and device.
   void copy_master(int64_t i, const at::Tensor& written, const at::Tensor& into) const;
   // The user replaced the parameter's storage: its values become `values`.
   void adopt(int64_t i, const at::Tensor& values);

@@ -480,13 +480,13 @@ def stepped(model) -> torch.optim.Optimizer:
     "make, message",
     [
         (stepped, "AdamW has a state already"),
-        (lambda m: torch.optim.Adafactor(m.parameters()), "Adafactor"),
+        (lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS"),
         (
             lambda m: torch.optim.SGD([*m.parameters(), nn.Parameter(torch.ones(5))]),
             r"shape \(5,\) in the SGD is in no model that was prepared",
         ),
     ],
-    ids=["stepped", "not elementwise", "foreign"],
+    ids=["stepped", "not shardable", "foreign"],
 )
 def test_what_cannot_be_taken_over_is_said_before_anything_is_changed(anywhere, make, message):
     own = accelerator(anywhere, 2)

@@ -152,7 +152,7 @@ def test_a_recomputation_casts_as_the_forward_does(stage, reentrant, anywhere, r
 @pytest.mark.dist
 @pytest.mark.host
 @pytest.mark.world(2)
-def test_outputs_and_gradients_are_those_of_fsdp2(mesh, rank):
+def test_outputs_and_gradients_are_those_of_fsdp2(no_stale_meshes, mesh, rank):
     """Two ranks: a sum of two numbers has one order."""
     theirs, x = Model(), rank_data(SHAPE, rank)
     for block in (*theirs.blocks, *theirs.last):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -107,6 +108,45 @@ def test_what_an_index_shows_is_complete_and_leads_somewhere(tmp_path):
         leads = "://" in path or (ROOT / path).exists()  # "": to a heading of the page itself
         assert link.startswith(("https://", "#")) and leads, link
     assert f"({source}/docs/loss.png)" in text
+
+
+def test_precompiled_header_goes_to_those_alone_that_include_torch(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    calls = []
+
+    def compile_sources(sources, output_dir, extra_postargs, macros):
+        calls.append((sources, extra_postargs, macros))
+        return [f"{output_dir}/{name}.o" for name in sources]
+
+    build = runpy.run_path("setup.py", run_name="setup")
+    sources = [
+        "csrc/comm/comm.cpp",
+        "csrc/comm/local/mailbox.cpp",  # its headers' headers include torch
+        "csrc/gather/pass_order.cpp",
+        "csrc/kernels/cpu/adamw.cpp",
+        "csrc/kernels/cuda/adamw.cu",
+        "csrc/python/bindings.cpp",
+    ]
+    flags = {"cxx": ["-O3"], "nvcc": ["-O2"]}
+    objects = build["with_precompiled_header"](compile_sources)(
+        sources, output_dir=str(tmp_path), extra_postargs=flags, macros=["M"]
+    )
+    # The linker's order is that of the sources.
+    assert [name.partition("csrc")[2] for name in objects] == [
+        f"{name}.o".removeprefix("csrc") for name in sources
+    ]
+    header = tmp_path / "with_precompiled" / "precompiled.h"
+    assert calls == [
+        (["csrc/core/precompiled.h", *sources[2:5]], flags, ["M"]),
+        (
+            [*sources[:2], sources[5]],
+            {"cxx": ["-O3", "-include", str(header)], "nvcc": ["-O2"]},
+            ["M"],
+        ),
+    ]
+    assert header.samefile("csrc/core/precompiled.h")
+    precompiled = Path(f"{header}.gch").readlink()
+    assert precompiled == tmp_path / "csrc" / "core" / "precompiled.h.o"
 
 
 def built_for(monkeypatch, version: str, torch_cuda: str | None = None, cuda: bool = False) -> None:

@@ -70,6 +70,7 @@ PUBLIC_METHODS = 25
 LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {
     "zero_ext/deepspeed/initialization.py:initialize": "docstring",
+    "zero_ext/engine/memory.py:estimate_memory": "docstring",
     "zero_ext/module/sharding.py:shard": "docstring",
 }
 MAX_LONG_FUNCTIONS = 12

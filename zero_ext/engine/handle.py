@@ -232,17 +232,21 @@ class Handle:
 
     def as_parameter(self, local: Tensor, i: int, parameter: Tensor) -> Tensor:
         """This rank's 1-D part of some per-element value, shown in the parameter's shape."""
-        bounds = self.engine.bounds(i)
-        numel = bounds[-1]
-        if parameter.numel() != numel:
-            raise RuntimeError(
-                f"{self.groups.where}parameter '{self.engine.parameter_name(i)}' was resized to "
-                f"{list(parameter.shape)}, it had {numel} elements when it was sharded. Resize it "
-                "before sharding."
-            )
+        bounds = self.check_size(i, parameter)
         if self.replicated:
             return local.as_strided(parameter.shape, self.engine.strides(i))
         return self._maker.make(local, parameter.shape, bounds, self.engine.strides(i))
+
+    def check_size(self, i: int, parameter: Tensor) -> list[int]:
+        """Raise if the parameter was resized. Returns where each rank's part begins and ends."""
+        bounds = self.engine.bounds(i)
+        if parameter.numel() != bounds[-1]:
+            raise RuntimeError(
+                f"{self.groups.where}parameter '{self.engine.parameter_name(i)}' was resized to "
+                f"{list(parameter.shape)}, it had {bounds[-1]} elements when it was sharded. "
+                "Resize it before sharding."
+            )
+        return bounds
 
     def write_value(self, i: int, value: Tensor) -> None:
         """Give parameter i and its master the value that ``as_parameter`` shows. Collective."""

@@ -1,7 +1,7 @@
 """The registry: from a Parameter to the handle that shards it. The Parameter gets no attribute."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -50,6 +50,11 @@ class ByTensor:
 
     def __delitem__(self, tensor: Tensor) -> None:
         del self._values[id(tensor)]
+
+    def items(self) -> Iterator[tuple[Tensor, Any]]:
+        for key, value in list(self._values.values()):
+            if (tensor := key()) is not None:
+                yield tensor, value
 
 
 # Parameter -> (weak reference to its Handle, index in the engine).

@@ -209,6 +209,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return ("step", *self._state_names[: self._states_of(group)])
 
     def _show_state(self, parameter: Tensor, i: int, group: groups.Group) -> None:
+        self._handle.check_size(i, parameter)
         names = self._state_names[: self._states_of(group)]
         make = functools.partial(_views, self._sharded_state, self._handle, parameter, i, names)
         if isinstance(self.state, ShownStates) and parameter not in self.state:

@@ -1,7 +1,8 @@
 """WrappedOptimizer: any elementwise torch optimizer on this rank's masters. ``wrap`` makes it."""
 
 import copy
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ def wrap(optimizer_class: type[torch.optim.Optimizer], params, **kwargs: Any) ->
 
 def sharded(optimizer_class, params, kwargs: dict[str, Any], **sharding: Any) -> ShardedOptimizer:
     """The optimizer for what a trial has found out about ``optimizer_class``."""
-    params = params if isinstance(params, Tensor | dict) else list(params)
+    if isinstance(params, Iterator):  # which is read twice
+        params = list(params)
     try:
         return WrappedOptimizer(optimizer_class, params, kwargs, **sharding)
     except elementwise.WholeParametersError:
@@ -314,12 +316,17 @@ class WrappedOptimizer(ShardedOptimizer):
         self._handle.as_parameter(local, find(parameter)[1], parameter).copy_(value)
         return local
 
+    def _every_rank_has_some(self, i: int) -> bool:
+        """Of the elements of parameter i. Some optimizers make no state where there are none."""
+        bounds = self._handle.engine.bounds(i)
+        return self._handle.replicated or all(a < b for a, b in itertools.pairwise(bounds))
+
     def _show_inner_state(self, parameter: Tensor, shard: Tensor) -> None:
         _, i = find(parameter)
         state = self.state[parameter]
         for name, value in self._inner.state[shard].items():
             if not self._is_per_element(name, value, shard):
-                if name not in state:
+                if name not in state and self._every_rank_has_some(i):
                     owner = self._handle.engine.parameter_name(i)
                     self._settings.states.add(i, name, owner, value)
                 state[name] = value
