@@ -1,6 +1,7 @@
 #include "engine/values.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/tensor.h>
 #include <c10/util/ScopeExit.h>
 

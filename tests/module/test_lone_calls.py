@@ -49,7 +49,15 @@ ALONE = {
 }
 
 
-@pytest.mark.parametrize("call", ALONE, ids=lambda call: call.split("(")[0])
+# Each waits for a timeout; the others differ from these in their name alone.
+QUICK = ("step()", "summon_full_params()", "load_state_dict()", "norm()", "save() of checkpoint")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in ALONE],
+    ids=lambda call: call.split("(")[0],
+)
 def test_the_error_names_the_call_and_what_the_others_do(call, rank, tmp_path):
     stage, run = ALONE[call]
     model, optimizer = trained(stage, rank)

@@ -112,7 +112,6 @@ KINDS = {
     "8 bits": (Quantised, {}),
 }
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
-STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
 
 def sharded(mesh, stage, kind, model=None, **more):
@@ -165,9 +164,12 @@ def power_of_two(world) -> None:
         pytest.skip("an average over so many ranks is rounded")
 
 
-@STAGES
 @EVERY_KIND
-@pytest.mark.parametrize("micros", [1, 4])
+@pytest.mark.parametrize(
+    ("stage", "micros"),
+    [(0, 4), (1, 1), (2, 4), (3, 1)]
+    + [pytest.param(s, m, marks=pytest.mark.slow) for s, m in ((0, 1), (1, 4), (2, 1), (3, 4))],
+)
 def test_parameters_have_the_bits_of_one_process(anywhere, rank, world, kind, stage, micros):
     world = 1 if anywhere is None else world
     power_of_two(world)
