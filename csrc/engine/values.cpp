@@ -98,11 +98,8 @@ void Values::read_whole(const Whole& whole) {
   for (size_t k = 0; k < whole.indices.size(); ++k) {
     const int64_t i = whole.indices[k];
     Unit& unit = parameters_.home_of(i);
-    const at::Tensor present = unit.parameters().whole_slice(parameters_[i].slot);
     if (unit.layout().ranges() == 1) {
       copy_own_part(i, whole.masters, whole.into[k]);
-    } else if (present.defined()) {
-      whole.into[k].copy_(present);
     } else {
       unit.parameters().read_slot(comm_, parameters_[i].slot, whole.into[k], pending);
     }

@@ -122,7 +122,7 @@ void Gatherer::prefetch(Pass pass) {
   int64_t ahead = table_.ahead_bytes();
   for (const int64_t u : order_.upcoming(pass)) {
     if (table_.state(u) != Residency::released) continue;
-    ahead += table_.unit(u).parameters().full_bytes();
+    ahead += table_.unit(u).full_bytes();
     if (ahead > options_.prefetch_bytes) return;
     table_.apply(u, ResidencyEvent::prefetch);
     table_.set_ahead(u, true);

@@ -97,16 +97,16 @@ std::string ResidencyTable::waiting_for(const Entry& entry) const {
 int64_t ResidencyTable::ahead_bytes() const {
   int64_t bytes = 0;
   for (const Entry& entry : entries_) {
-    if (entry.ahead) bytes += entry.unit->parameters().full_bytes();
+    if (entry.ahead) bytes += entry.unit->full_bytes();
   }
   return bytes;
 }
 
 bool ResidencyTable::may_retain(int64_t u) const {
   if (retained_bytes_ < 0 || entries_[u].holds.graph) return true;
-  int64_t retained = entries_[u].unit->parameters().full_bytes();
+  int64_t retained = entries_[u].unit->full_bytes();
   for (const Entry& entry : entries_) {
-    if (entry.holds.graph) retained += entry.unit->parameters().full_bytes();
+    if (entry.holds.graph) retained += entry.unit->full_bytes();
   }
   return retained <= retained_bytes_;
 }

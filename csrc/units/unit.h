@@ -57,6 +57,11 @@ class Unit {
     return layout_.padded_numel() * static_cast<int64_t>(c10::elementSize(gradient_dtype_));
   }
 
+  // Of the whole parameters.
+  int64_t full_bytes() const {
+    return layout_.padded_numel() * static_cast<int64_t>(c10::elementSize(dtype_));
+  }
+
   // One backward begins. `expected[i]`: autograd will reach slot i.
   void begin_backward(GradientPath path, bool reduces, const std::vector<uint8_t>& expected);
   Arrivals& arrivals() { return arrivals_; }

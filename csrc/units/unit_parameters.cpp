@@ -116,12 +116,6 @@ at::Tensor UnitParameters::present_slice(int64_t i) const {
   return shard_.defined() ? layout_.own_slice(shard_, i) : master_slice(i).to(dtype_);
 }
 
-at::Tensor UnitParameters::whole_slice(int64_t i) const {
-  if (full_.emptied()) return {};
-  const Slot& slot = layout_.slot(i);
-  return full_.slice(slot.offset, slot.spec.numel);
-}
-
 void UnitParameters::copy_master(int64_t i, const at::Tensor& written,
                                  const at::Tensor& into) const {
   if (!master_.defined()) {
@@ -265,6 +259,11 @@ void UnitParameters::receive_ranges(Comm& comm) {
 }
 
 void UnitParameters::read_slot(Comm& comm, int64_t i, const at::Tensor& flat, Pending& pending) {
+  if (!full_.emptied()) {
+    const Slot& slot = layout_.slot(i);
+    flat.copy_(full_.slice(slot.offset, slot.spec.numel));
+    return;
+  }
   const auto itemsize = static_cast<int64_t>(c10::elementSize(dtype_));
   for (const Piece& piece : layout_.pieces(i)) {
     const at::Tensor part = flat.narrow(0, piece.slot_begin, piece.numel);

@@ -52,8 +52,6 @@ class UnitParameters {
   at::Tensor master_slice(int64_t i) const;
   at::Tensor shard_slice(int64_t i);
   at::Tensor present_slice(int64_t i) const;
-  // Slot i whole, 1-D in its memory order; undefined while full is released.
-  at::Tensor whole_slice(int64_t i) const;
   // Copies master, with the values that were written to the parameter since, into `into`: 1-D, of
   // any dtype and device.
   void copy_master(int64_t i, const at::Tensor& written, const at::Tensor& into) const;
@@ -76,11 +74,11 @@ class UnitParameters {
 
   // Full comes and goes, see Note [Released parameters]. The functions below are for such units.
   bool comes_and_goes() const { return comes_and_goes_; }
-  int64_t full_bytes() const { return static_cast<int64_t>(full_.tensor().nbytes()); }
   // This rank's range, for `peer` to take whenever it gathers the unit.
   PostedSend post_send(Comm& comm, int64_t peer) const;
   void start_gather(Comm& comm);
-  // Starts to read slot i, whole, from the shards into `flat`, as whole_slice(i).
+  // Copies slot i, whole, from full into `flat`, 1-D in its memory order; where full is released,
+  // starts to read it from the shards.
   void read_slot(Comm& comm, int64_t i, const at::Tensor& flat, Pending& pending);
   void finish_gather(const std::function<std::string()>& what);
   // Starts a gather into full, which has memory. What was written there is forgotten.

@@ -15,7 +15,7 @@ from zero_ext.engine.inner_modules import InnerModules
 from zero_ext.engine.meta import MetaModules
 from zero_ext.engine.options import ShardingOptions
 from zero_ext.engine.registry import ParameterTable, register_whole_gradient
-from zero_ext.engine.released import begin_releasing, end_releasing
+from zero_ext.engine.released import begin_releasing, end_releasing, note_offloaded
 from zero_ext.engine.shutdown import serving
 from zero_ext.engine.unfreezing import make_trainable
 from zero_ext.engine.unit_hooks import OpenForwards, SiteHooks, watch_module
@@ -42,8 +42,6 @@ class Handle:
         used_several_times: See ``units.used_several_times``.
         meta: The modules whose parameters are on the meta device.
     """
-
-    offloaded: frozenset[str] = frozenset()  # states, see zero_ext.offload_states
 
     def __init__(
         self,
@@ -284,7 +282,7 @@ class Handle:
         """See ``zero_ext.offload_states``."""
         names = set(states)
         _log.debug("%soffloaded states: %s", self.groups.where, sorted(names) or "none")
-        self.offloaded = frozenset(names)
+        note_offloaded(self, bool(names))
         away = "optimizer_state" in names
         # Nothing is usable before all of it is back, also when memory runs out half-way.
         if not away:

@@ -21,8 +21,10 @@ from torch.autograd import profiler
 from zero_ext import _C
 from zero_ext.engine.unit_hooks import hooks_of
 
-# The handles whose parameters come and go.
+# The handles whose parameters come and go, and those that have states offloaded: accesses to these
+# raise an error of their own, which looks the same from here.
 _releasing: weakref.WeakSet = weakref.WeakSet()
+_offloading: weakref.WeakSet = weakref.WeakSet()
 
 
 class ProfiledParameter(nn.Parameter):
@@ -43,6 +45,10 @@ def begin_releasing(handle) -> None:
     _releasing.add(handle)
     if profiler._is_profiler_enabled:
         _set_class(handle, ProfiledParameter)
+
+
+def note_offloaded(handle, anything: bool) -> None:
+    (_offloading.add if anything else _offloading.discard)(handle)
 
 
 def end_releasing(handle) -> None:
@@ -176,7 +182,7 @@ def _explain(operator: str, in_backward: bool) -> str:
     """The error of an access; "" where it is the storage's own."""
     callers = list(_callers())
     traced = any(caller.module.startswith(_TRACERS) for caller in callers)
-    if traced or not _releasing or any(handle.offloaded for handle in _releasing):
+    if traced or not _releasing or _offloading:
         return _READ
     begin = _begin_of_message(callers)
     if begin is None:
