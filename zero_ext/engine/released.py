@@ -12,13 +12,14 @@ import sys
 import weakref
 from collections.abc import Iterator
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import profiler
 
 from zero_ext import _C
+from zero_ext.engine.registry import find
 from zero_ext.engine.unit_hooks import hooks_of
 
 # The handles whose parameters come and go, and those that have states offloaded: accesses to these
@@ -182,7 +183,10 @@ def _explain(operator: str, in_backward: bool) -> str:
     """The error of an access; "" where it is the storage's own."""
     callers = list(_callers())
     traced = any(caller.module.startswith(_TRACERS) for caller in callers)
-    if traced or not _releasing or _offloading:
+    if traced or not _releasing or any(handle in _offloading for handle in _releasing):
+        return _READ
+    variables = (value for caller in callers for value in caller.frame.f_locals.values())
+    if _offloading and any(map(_is_offloaded, variables)):
         return _READ
     begin = _begin_of_message(callers)
     if begin is None:
@@ -191,6 +195,15 @@ def _explain(operator: str, in_backward: bool) -> str:
     if text is None:
         text = _BACKWARD if in_backward else _by_operator(operator)
     return text if text == _READ else begin + text
+
+
+def _is_offloaded(value: Any) -> bool:
+    """Whether ``value`` is a handle with offloaded states, has one, or is a parameter of one."""
+    if isinstance(value, Tensor):
+        place = find(value)
+        return place is not None and place[0] in _offloading
+    held = getattr(value, "__dict__", {}).get("_handle")
+    return any(handle is value or handle is held for handle in _offloading)
 
 
 def _by_caller(callers: list[_Caller]) -> str | None:
