@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zero_ext.deepspeed.config import Config
+from zero_ext.deepspeed.schedules import set_rate
 from zero_ext.engine.offload import offload_states, reload_states
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.ranks.groups import Groups
@@ -138,10 +139,7 @@ class EngineSettings:
         """Set the rate of every group. A schedule sets its own after the next step."""
         self._needs_optimizer("set_lr()")
         for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
+            set_rate(group, lr)
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """Samples per step, per micro-batch and rank, and micro-batches per step."""

@@ -17,6 +17,14 @@ from zero_ext.deepspeed.optimizers import check_arguments, read_named
 from zero_ext.deepspeed.sections import Problems, Section
 
 
+def set_rate(group: dict[str, Any], lr: float) -> None:
+    """Give a group its rate; a tensor stays the same object."""
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(lr)
+    else:
+        group["lr"] = lr
+
+
 class Schedule(LRScheduler):
     """Sets the learning rates of an optimizer's groups.
 
@@ -59,10 +67,7 @@ class Schedule(LRScheduler):
     def _set(self) -> None:
         self._last_lr = self.get_lr()
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
+            set_rate(group, lr)
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_batch_iteration": self.last_batch_iteration}

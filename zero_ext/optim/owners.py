@@ -34,11 +34,14 @@ class Owners:
         world = 1 if self._group is None else dist.get_world_size(self._group)
         self.numels = [0] * world  # of the parameters that each rank owns
         self._owner: dict[Tensor, int] = {}
+        self._bounds: dict[Tensor, list[int]] = {}  # where each rank's elements begin, and the end
 
     def assign(self, parameters: Iterable[Tensor]) -> None:
         """Find owners for those that have none. Every rank must pass the same."""
         new = [p for p in dict.fromkeys(parameters) if p not in self._owner]
         for parameter in sorted(new, key=lambda p: -p.numel()):  # a stable sort
+            bounds = self._handle.engine.bounds(find(parameter)[1])
+            self._bounds[parameter] = [0, bounds[-1]] if self._group is None else bounds
             pieces = [self.piece(parameter, r) for r in range(len(self.numels))]
             held = [stop - start for start, stop in pieces]
             owner = min(range(len(held)), key=lambda r: (self.numels[r], -held[r], r))
@@ -50,17 +53,19 @@ class Owners:
 
     def piece(self, parameter: Tensor, rank: int) -> tuple[int, int]:
         """Begin and end of the elements that ``rank`` holds."""
-        bounds = self._handle.engine.bounds(find(parameter)[1])
-        return (0, bounds[-1]) if self._group is None else (bounds[rank], bounds[rank + 1])
+        start, stop = self._bounds[parameter][rank : rank + 2]
+        return start, stop
 
     def waves(self, parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """The parameters in their order, so many at a time that their number is bounded."""
         wave: list[Tensor] = []
+        numel = 0
         for parameter in parameters:
-            if wave and sum(p.numel() for p in wave) + parameter.numel() > _WAVE_NUMEL:
+            if wave and numel + parameter.numel() > _WAVE_NUMEL:
                 yield wave
-                wave = []
+                wave, numel = [], 0
             wave.append(parameter)
+            numel += parameter.numel()
         if wave:
             yield wave
 
