@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
@@ -16,6 +15,7 @@ from zero_ext.deepspeed.config import Config
 from zero_ext.deepspeed.engine_checkpoints import EngineCheckpoints
 from zero_ext.deepspeed.engine_settings import EngineSettings
 from zero_ext.deepspeed.reports import Reports
+from zero_ext.module.forward_hooks import cast_floating
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.ranks.groups import Groups
 from zero_ext.state.model_state import groups_of
@@ -101,7 +101,7 @@ class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module. With fp16's ``auto_cast`` floating point inputs are cast first."""
         if self.settings.casts_inputs:
-            inputs, kwargs = _cast((inputs, kwargs), self.settings.dtype)
+            inputs, kwargs = cast_floating((inputs, kwargs), self.settings.dtype)
         with self._reports.timed("forward"):
             return self.module(*inputs, **kwargs)
 
@@ -249,13 +249,3 @@ class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
             collate_fn=collate_fn or self._collate_fn,
             num_workers=num_local_io_workers or 0,
         )
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, (list, tuple)):
-        return type(value)(_cast(each, dtype) for each in value)
-    if isinstance(value, dict):
-        return {key: _cast(each, dtype) for key, each in value.items()}
-    return value

@@ -57,7 +57,7 @@ class ForwardHooks(Carried):
     def after_forward(self, module: nn.Module, args, output):
         if self._handle is None or self._mp_policy.output_dtype is None:
             return output
-        return _cast(output, self._mp_policy.output_dtype)
+        return cast_floating(output, self._mp_policy.output_dtype)
 
     def _refuse_another(self, place: Place, found: torch.Tensor | None) -> None:
         """Raise if another Parameter was put in the place: it would be neither reduced nor stepped.
@@ -132,14 +132,14 @@ def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
 
 
 def _cast_arguments(args: tuple, kwargs: dict[str, Any] | None, dtype: torch.dtype):
-    args = tuple([_cast(value, dtype) for value in args])
-    return args, kwargs and {name: _cast(value, dtype) for name, value in kwargs.items()}
+    args = tuple([cast_floating(value, dtype) for value in args])
+    return args, kwargs and {name: cast_floating(value, dtype) for name, value in kwargs.items()}
 
 
 _cast_arguments_uncompiled = torch.compiler.disable(_cast_arguments)
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """``value`` with all floating-point tensors in ``dtype``. A container that has none in another
     dtype stays the same object: a list or a cache that a forward writes to, for example."""
     if isinstance(value, Tensor):
@@ -147,7 +147,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     leaves, structure = tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:  # no container that torch knows
         return _cast_fields(value, dtype) if dataclasses.is_dataclass(value) else value
-    cast = [_cast(leaf, dtype) for leaf in leaves]
+    cast = [cast_floating(leaf, dtype) for leaf in leaves]
     if all(new is old for new, old in zip(cast, leaves, strict=True)):
         return value
     return tree_unflatten(cast, structure)
@@ -155,7 +155,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 def _cast_fields(value: Any, dtype: torch.dtype) -> Any:
     fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
-    changed = {name: _cast(field, dtype) for name, field in fields.items()}
+    changed = {name: cast_floating(field, dtype) for name, field in fields.items()}
     changed = {name: field for name, field in changed.items() if field is not fields[name]}
     if isinstance(value, type) or not changed:
         return value
