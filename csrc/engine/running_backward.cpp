@@ -60,6 +60,7 @@ std::vector<int64_t> RunningBackward::before_forward() {
   // raises an error for it.
   if (!published_.has_foreign()) parameters_.repair_hooks();
   if (!on_host) parameters_.follow_stream();
+  published_.make_missing_views();
   sees_forwards_ = true;
   return {};
 }
@@ -208,6 +209,7 @@ void RunningBackward::begin(const Access& access, bool reduces) {
   parameters_.check("backward");
   check_usable(access, "backward");
   last_use_.follow();
+  published_.make_missing_views();
   std::vector<int64_t> all(parameters_.size());
   std::iota(all.begin(), all.end(), 0);
   published_.adopt_changes(all, "backward");

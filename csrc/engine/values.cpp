@@ -134,11 +134,6 @@ void Values::write_gradient(int64_t i, const at::Tensor& grad) {
   published_.write(i, grad);
 }
 
-void Values::make_published(int64_t i) {
-  const Access access(lock_);
-  published_.make_view(i);
-}
-
 void Values::set_view_maker(PublishedGradients::ViewMaker maker) {
   const Access access(lock_);
   published_.set_view_maker(std::move(maker));

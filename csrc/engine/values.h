@@ -55,7 +55,6 @@ class Values {
   void write_gradient(int64_t i, const at::Tensor& grad);
 
   // See PublishedGradients; Python makes the views and the reader.
-  void make_published(int64_t i);
   void set_view_maker(PublishedGradients::ViewMaker maker);
   void set_local_reader(PublishedGradients::LocalReader reader);
 

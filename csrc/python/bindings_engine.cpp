@@ -192,7 +192,6 @@ void bind_values(EngineClass& engine) {
           py::kw_only(), py::arg("indices"), py::arg("into"), py::arg("masters"), NoGil())
       .def("write_parameter", of(values, &Values::write_parameter), NoGil())
       .def("write_gradient", of(values, &Values::write_gradient), NoGil())
-      .def("make_published", of(values, &Values::make_published), NoGil())
       .def("set_local_reader",
            [](Engine& e, py::function f) {
              e.values().set_local_reader(from_any_thread<const at::Tensor&>(std::move(f)));

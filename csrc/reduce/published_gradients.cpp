@@ -19,6 +19,7 @@ namespace {
 // Changes with every in-place write by a torch op. A write through a tensor subclass counts on the
 // subclass alone, one through its local tensor on that alone.
 int64_t version_of(const at::Tensor& view, const at::Tensor& local) {
+  if (!view.defined()) return 0;
   return (view.is_inference() ? 0 : view._version()) +
          (local.is_inference() ? 0 : local._version());
 }
@@ -45,6 +46,13 @@ PublishedGradients::~PublishedGradients() {
       forbid_access(*entry.local.storage().unsafeGetStorageImpl(),
                     parameters_.sums_of(i).why_unreadable());
     }
+  }
+}
+
+void PublishedGradients::make_missing_views() {
+  for (int64_t i = 0; i < parameters_.size(); ++i) {
+    const ShardedParameter& parameter = parameters_[i];
+    if (parameter.managed() && !entries_[i].view.defined()) make_view(i);
   }
 }
 
@@ -186,6 +194,7 @@ void PublishedGradients::publish() {
 }
 
 void PublishedGradients::show(int64_t i) {
+  if (!entries_[i].view.defined()) make_view(i);
   follow_memory(i);
   parameters_[i].tensor.mutable_grad() = entries_[i].view;
   entries_[i].shown = true;

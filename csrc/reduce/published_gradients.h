@@ -45,8 +45,9 @@ class PublishedGradients {
   void set_view_maker(ViewMaker maker) { view_maker_ = std::move(maker); }
   // One more parameter, of which nothing is shown yet.
   void add() { entries_.emplace_back(); }
-  // Parameter i, which is in a unit, gets a new view. Users who hold the old one keep its values.
-  void make_view(int64_t i);
+  // Makes the views that were not needed yet. Runs Python, so a forward calls it, or at the latest
+  // the beginning of a backward.
+  void make_missing_views();
   // Call it after the sums may have moved to other memory.
   void follow_memory();
 
@@ -79,7 +80,7 @@ class PublishedGradients {
 
  private:
   struct Entry {
-    at::Tensor view;
+    at::Tensor view;         // undefined until it is needed
     at::Tensor local;        // the 1-D tensor that `view` shows; see Note [Kept gradients]
     size_t holders = 0;      // of local's storage, while no user holds it
     void* memory = nullptr;  // of the sums, which the storage shows; null: none
@@ -87,6 +88,8 @@ class PublishedGradients {
     int64_t written = 0;     // a digest of the plain tensor that the user wrote; 0: none
     bool shown = false;
   };
+  // Parameter i, which is in a unit, gets a new view. Users who hold the old one keep its values.
+  void make_view(int64_t i);
   void follow_memory(int64_t i);
   bool is_kept(int64_t i) const;
   // The user has set the data of the shown tensor to other memory.

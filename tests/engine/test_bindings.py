@@ -31,7 +31,6 @@ def of_parameters(engine):
     yield from ((n, getattr(engine, n)) for n in ("strides", "comes_and_goes", "grad_slice"))
     yield from ((n, getattr(engine, n)) for n in ("master_slice", "current_master"))
     yield "parameter_slice", engine.parameter_slice
-    yield "make_published", engine.make_published
     yield "write_parameter", lambda i: engine.write_parameter(i, ONE)
     yield "write_gradient", lambda i: engine.write_gradient(i, ONE)
     yield "replace_parameter", lambda i: engine.replace_parameter(i, ONE)

@@ -147,14 +147,10 @@ def _check_memory_of_their_own(groups: Groups, parameters: Named) -> None:
     lying in the same memory would no longer be equal."""
     pieces = []
     for name, parameter in parameters:
-        value = parameter.detach()
-        extent = 1 + sum(
-            (n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True)
-        )
-        if parameter.is_meta or value.numel() == 0 or extent != value.numel():  # has gaps
+        if parameter.is_meta or parameter.numel() == 0 or _has_gaps(parameter):
             continue
-        begin = value.data_ptr()
-        pieces.append((begin, begin + value.nbytes, name, parameter.requires_grad))
+        begin = parameter.data_ptr()
+        pieces.append((begin, begin + parameter.nbytes, name, parameter.requires_grad))
     pieces.sort(key=lambda piece: piece[:2])
     for (_, end, first, first_trains), (begin, _, second, second_trains) in itertools.pairwise(
         pieces
@@ -165,6 +161,13 @@ def _check_memory_of_their_own(groups: Groups, parameters: Named) -> None:
                 "in the same memory, which sharding would part. Make them one Parameter "
                 "(b.weight = a.weight), or give one a copy."
             )
+
+
+def _has_gaps(tensor: Tensor) -> bool:
+    if tensor.is_contiguous():
+        return False
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((n - 1) * step for n, step in steps) != tensor.numel()
 
 
 def check_buffers(groups: Groups, buffers: Named) -> None:

@@ -34,19 +34,18 @@ class InnerCall(Carried):
         self._engine: _C.Engine | None = engine
         self._forwards = forwards
         self._units = units
-        self._inside = tuple(unit.inside for unit in units)
         self._site: int | None = None  # made for the first call from outside
         self._compiled: Callable | None = module._compiled_call_impl  # by the user
 
     def _in_a_copy(self) -> dict[str, Any]:
-        return {"_engine": None, "_forwards": None, "_units": (), "_inside": (), "_compiled": None}
+        return {"_engine": None, "_forwards": None, "_units": (), "_compiled": None}
 
     def __call__(self, *args, **kwargs):
         call = self._compiled or self._module()._call_impl
         if torch.compiler.is_compiling():
             return call(*args, **kwargs)
         thread = threading.get_ident()
-        for inside in self._inside:
+        for _, inside in self._units:
             if thread not in inside:
                 return self._call_from_outside(call, thread, args, kwargs)
         return call(*args, **kwargs)
@@ -60,14 +59,14 @@ class InnerCall(Carried):
             return call(*args, **kwargs)
         inputs = tensors_in((args, kwargs)) if torch.is_grad_enabled() else None
         entered = engine.enter_forward(self._site, inputs)
-        for inside in self._inside:
+        for _, inside in self._units:
             inside.append(thread)
         output, threw = None, True
         try:
             output = call(*args, **kwargs)
             threw = False
         finally:
-            for inside in self._inside:
+            for _, inside in self._units:
                 inside.remove(thread)
             engine.leave_forward(self._site, entered, tensors_in(output), threw)
         return output
@@ -83,6 +82,7 @@ class InnerModules:
         self._unit_of: dict[int, int] = {}  # by the id of a parameter
         self._hooked: set[int] = set()  # the ids of modules
         self._used: dict[int, set[int]] = {}  # units, by the id of a module
+        self._lists: dict[tuple[int, ...], list[_Unit]] = {}  # shared by modules
 
     def add_unit(
         self,
@@ -111,7 +111,8 @@ class InnerModules:
         has_hooks = id(module) in self._hooked
         self._used[id(module)] = set() if has_hooks else used
         if used and not has_hooks and not isinstance(module, torch.jit.ScriptModule):
-            units = [self._units[k] for k in sorted(used)]
+            which = tuple(sorted(used))
+            units = self._lists.setdefault(which, [self._units[k] for k in which])
             module.__dict__["_compiled_call_impl"] = InnerCall(
                 module, self._engine, self._forwards, units
             )

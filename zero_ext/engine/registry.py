@@ -13,15 +13,18 @@ if TYPE_CHECKING:
     from zero_ext.engine.handle import Handle
 
 
-class _Key(weakref.ref):
-    __slots__ = ("number",)
+class _Entry(weakref.ref):
+    """Refers to a tensor and has its value: one object, since there are many."""
 
-    def __init__(self, tensor: Tensor, forget: Any):
+    __slots__ = ("number", "value")
+
+    def __new__(cls, tensor: Tensor, forget: Any, value: Any):
+        return super().__new__(cls, tensor, forget)
+
+    def __init__(self, tensor: Tensor, forget: Any, value: Any):
         super().__init__(tensor, forget)
         self.number = id(tensor)
-
-    def __new__(cls, tensor: Tensor, forget: Any):
-        return super().__new__(cls, tensor, forget)
+        self.value = value
 
 
 class ByTensor:
@@ -31,30 +34,35 @@ class ByTensor:
     """
 
     def __init__(self):
-        self._values: dict[int, tuple[_Key, Any]] = {}
+        self._entries: dict[int, _Entry] = {}
         held = weakref.ref(self)
 
-        def forget(key: _Key) -> None:
+        def forget(entry: _Entry) -> None:
             table = held()
-            if table is not None and table._values.get(key.number, (None,))[0] is key:
-                del table._values[key.number]
+            if table is not None and table._entries.get(entry.number) is entry:
+                del table._entries[entry.number]
 
         self._forget = forget
 
     def get(self, tensor: Tensor, default: Any = None) -> Any:
-        entry = self._values.get(id(tensor))
-        return default if entry is None or entry[0]() is not tensor else entry[1]
+        entry = self._entries.get(id(tensor))
+        return default if entry is None or entry() is not tensor else entry.value
 
     def __setitem__(self, tensor: Tensor, value: Any) -> None:
-        self._values[id(tensor)] = (_Key(tensor, self._forget), value)
+        self.add(tensor, value)
+
+    def add(self, tensor: Tensor, value: Any) -> weakref.ref:
+        """Returns a reference to the tensor."""
+        entry = self._entries[id(tensor)] = _Entry(tensor, self._forget, value)
+        return entry
 
     def __delitem__(self, tensor: Tensor) -> None:
-        del self._values[id(tensor)]
+        del self._entries[id(tensor)]
 
     def items(self) -> Iterator[tuple[Tensor, Any]]:
-        for key, value in list(self._values.values()):
-            if (tensor := key()) is not None:
-                yield tensor, value
+        for entry in list(self._entries.values()):
+            if (tensor := entry()) is not None:
+                yield tensor, entry.value
 
 
 # Parameter -> (weak reference to its Handle, index in the engine).
@@ -133,14 +141,12 @@ class ParameterTable:
 
     def add(self, parameter: Tensor) -> int:
         i = len(self._references)
-        self._references.append(weakref.ref(parameter))
-        _entries[parameter] = (self._handle, i)
+        self._references.append(_entries.add(parameter, (self._handle, i)))
         return i
 
     def replace(self, i: int, parameter: Tensor) -> None:
         """``parameter`` stands where another one stood, which keeps its registry entry."""
-        self._references[i] = weakref.ref(parameter)
-        _entries[parameter] = (self._handle, i)
+        self._references[i] = _entries.add(parameter, (self._handle, i))
 
     def unregister(self) -> None:
         """Delete the registry entries of all parameters that are still this handle's."""

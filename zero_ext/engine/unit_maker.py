@@ -87,8 +87,6 @@ class UnitMaker:
         )
         if not plan.trainable:
             return number
-        for i in plan.members:
-            self._engine.make_published(i)
         if plan.gradient_is_fp32:
             self._engine.set_gradient_dtype(self._engine.unit_count - 1, torch.float32)
             for i in plan.members:

@@ -214,6 +214,8 @@ def _merged_evenly(sizes: Sequence[int], limit: float) -> list[tuple[int, int]]:
     """As many runs as ``limit`` needs, whose largest one of several members is as small as
     possible."""
     count = len(_merged(sizes, limit))
+    if count == 1:
+        return [(0, len(sizes))]
     low, high = max((size for size in sizes if size <= limit), default=0), int(limit)
     while low < high:
         middle = (low + high) // 2
@@ -264,7 +266,7 @@ def _called_alone(module: nn.Module, prefix: str) -> Iterator[str]:
 
 def _repeated(module: nn.Module, prefix: str) -> Iterator[str]:
     """Children of the outermost ModuleLists and Sequentials that hold more than one."""
-    seen = [(n, c) for n, c in module.named_children() if any(True for _ in c.parameters())]
+    seen = [(n, c) for n, c in module.named_children() if next(c.parameters(), None) is not None]
     container = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(seen) > 1
     for name, child in seen:
         name = f"{prefix}.{name}" if prefix else name
@@ -282,16 +284,14 @@ def _owned(
     index = {id(p): i for i, p in enumerate(parameters)}
     names = {id(module): name for name, module in chosen.items()}
     owners: dict[int, set[str]] = {}
-
-    def walk(module: nn.Module, owner: str) -> None:
+    left = [(root, "")]
+    while left:
+        module, owner = left.pop()
         owner = names.get(id(module), owner)
         for parameter in module._parameters.values():
             if id(parameter) in index:
                 owners.setdefault(index[id(parameter)], set()).add(owner)
-        for child in module.children():
-            walk(child, owner)
-
-    walk(root, "")
+        left.extend((child, owner) for child in module.children())
     owned: dict[str, list[int]] = {}
     for i in range(len(parameters)):
         mine = owners[i]

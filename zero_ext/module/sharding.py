@@ -202,9 +202,10 @@ def _checked_ignored(
 def _sort_parameters(module: nn.Module, ignored_params: Iterable[nn.Parameter]):
     """The named parameters to shard, those that stay whole, and the ids of all others."""
     ignored = {id(p) for p in ignored_params}
-    taken = [(name, p) for name, p in module.named_parameters() if id(p) not in ignored]
-    named = [(name, p) for name, p in taken if not stays_whole(p)]
-    whole = [(name, p) for name, p in taken if stays_whole(p)]
+    named, whole = [], []
+    for name, p in module.named_parameters():
+        if id(p) not in ignored:
+            (whole if stays_whole(p) else named).append((name, p))
     return named, whole, ignored | {id(p) for _, p in whole}
 
 

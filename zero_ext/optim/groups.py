@@ -1,5 +1,6 @@
 """Parameter groups: which optimizer owns a parameter, and what users have changed in the groups."""
 
+import itertools
 import operator
 import weakref
 from collections.abc import Iterable, Sequence
@@ -158,6 +159,25 @@ def check_same_optimizers(optimizer: "ShardedOptimizer") -> None:
     )
 
 
+def _check_followed(groups: Sequence[Group], optimizer: "ShardedOptimizer") -> None:
+    """Raise unless every parameter is sharded by the optimizer's engine, and no other's to step."""
+    for parameter in itertools.chain.from_iterable(group["params"] for group in groups):
+        place = find(parameter)
+        of_engine = place is not None and place[0] is optimizer._handle
+        if of_engine and _owner_of(parameter) in (None, optimizer):
+            continue
+        named, _ = named_parameters(groups)  # which takes long
+        for name, each in named:
+            if find(each) is None:
+                raise ValueError(
+                    f"zero_ext: '{name}' of shape {tuple(each.shape)} was put into the groups by "
+                    "hand, and is not sharded. Add it with add_param_group()."
+                )
+        check_of_engine(named, optimizer._handle)
+        check_not_owned(named, optimizer)
+        return
+
+
 class FollowedGroups:
     """What the groups of one optimizer held when ``follow`` last looked.
 
@@ -169,8 +189,8 @@ class FollowedGroups:
         self._lists: list[list[Tensor]] = []  # of each group
         self._state_counts: list[int] = []  # of each group
         self._unfreezings = 0  # of the engine's parameters, which get a state once they train
-        # Each parameter that has had a state -> whether it was in a group.
-        self._present = ByTensor()
+        # The index of each parameter that has had a state -> whether it was in a group.
+        self._present: dict[int, bool] = {}
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -194,15 +214,7 @@ class FollowedGroups:
             ValueError: a parameter is not sharded, or another optimizer's; nothing has changed.
         """
         groups = optimizer.param_groups
-        named, _ = named_parameters(groups)
-        for name, parameter in named:
-            if find(parameter) is None:
-                raise ValueError(
-                    f"zero_ext: '{name}' of shape {tuple(parameter.shape)} was put into the groups "
-                    "by hand, and is not sharded. Add it with add_param_group()."
-                )
-        check_of_engine(named, optimizer._handle)
-        check_not_owned(named, optimizer)
+        _check_followed(groups, optimizer)
         sharded = [sharded_in(group) for group in groups]
         mine = {i for places in sharded for _, i in places}
         # No local of this frame may hold the state: a traceback that is kept would keep its memory.
@@ -227,8 +239,8 @@ class FollowedGroups:
         gone = [parameter for parameter in self.parameters if id(parameter) not in here]
         disown(gone, optimizer)
         for parameter in gone:
-            if self._present.get(parameter) is not None:
-                self._present[parameter] = False
+            if (place := find(parameter)) is not None and place[1] in self._present:
+                self._present[place[1]] = False
             # torch makes a state in the first step, and saves none of what is in no group.
             if not optimizer.state.get(parameter, {}).get("step", True):
                 del optimizer.state[parameter]
@@ -236,10 +248,10 @@ class FollowedGroups:
     def _show_state(
         self, optimizer: "ShardedOptimizer", parameter: Tensor, i: int, group: Group
     ) -> None:
-        present = self._present.get(parameter)
+        present = self._present.get(i)
         has_values = bool(optimizer.state.get(parameter))
         if present is False and not has_values:  # it was put back, and begins anew
             optimizer._forget_state(parameter, i)
         if not present or has_values:  # else the user emptied it, which the next step follows
             optimizer._show_state(parameter, i, group)
-        self._present[parameter] = True
+        self._present[i] = True

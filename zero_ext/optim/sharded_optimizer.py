@@ -86,6 +86,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._settings = StepSettings(defaults)
         self._followed = groups.FollowedGroups()
         self._emptied = EmptiedState()
+        self._makers: dict[tuple[str, ...], Callable] = {}  # of states' views, by their names
         named, whole = groups.named_parameters(self.param_groups)
         groups.check_not_owned(named, self)
         of_module = groups.handle_of_module(named, stage, process_group, offload_policy)
@@ -125,6 +126,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups.disown(parameters, self)
         self._handle.optimizers.discard(self)
         self._sharded_state = None
+        self._makers.clear()
         self.state.clear()
         scaler.detach(self)
 
@@ -203,7 +205,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _held_state(self, parameter: Tensor, i: int) -> dict[str, Tensor]:
         """The count of steps, and each of ``_state_names`` that there is memory for."""
         names = self._state_names[: self._states_held]
-        return _views(self._sharded_state, self._handle, parameter, i, names)
+        return _views(self._sharded_state, self._handle, names, parameter, i)
 
     def _names_in(self, group: groups.Group) -> tuple[str, ...]:
         return ("step", *self._state_names[: self._states_of(group)])
@@ -211,11 +213,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _show_state(self, parameter: Tensor, i: int, group: groups.Group) -> None:
         self._handle.check_size(i, parameter)
         names = self._state_names[: self._states_of(group)]
-        make = functools.partial(_views, self._sharded_state, self._handle, parameter, i, names)
+        make = functools.partial(_views, self._sharded_state, self._handle, names)
+        make = self._makers.setdefault(names, make)  # one for all parameters
         if isinstance(self.state, ShownStates) and parameter not in self.state:
-            self.state.show_later(parameter, make)
+            self.state.show_later(parameter, make, i)
         else:
-            self.state[parameter].update(make())
+            self.state[parameter].update(make(parameter, i))
 
     def _forget_state(self, parameter: Tensor, i: int) -> None:
         for value in self._held_state(parameter, i).values():
@@ -403,9 +406,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 def _views(
     sharded_state: _C.OptimizerState,
     handle: Handle,
+    names: Sequence[str],
     parameter: Tensor,
     i: int,
-    names: Sequence[str],
 ) -> dict[str, Tensor]:
     """Of parameter i: the count of steps, and the first states, which have these names.
 

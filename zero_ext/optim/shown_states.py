@@ -11,7 +11,8 @@ from torch import Tensor
 class _Later(NamedTuple):
     """Stands for a parameter's state until it is asked for."""
 
-    make: Callable[[], dict[str, Tensor]]
+    make: Callable[[Tensor, int], dict[str, Tensor]]
+    i: int
 
 
 class ShownStates(defaultdict):
@@ -21,15 +22,17 @@ class ShownStates(defaultdict):
     compare, copy or pickle them, gets all views made.
     """
 
-    def show_later(self, parameter: Tensor, make: Callable[[], dict[str, Tensor]]) -> None:
-        """``make()`` is the state of ``parameter``, which has none yet."""
-        super().__setitem__(parameter, _Later(make))
+    def show_later(
+        self, parameter: Tensor, make: Callable[[Tensor, int], dict[str, Tensor]], i: int
+    ) -> None:
+        """``make(parameter, i)`` is the state of ``parameter``, which has none yet."""
+        super().__setitem__(parameter, _Later(make, i))
 
     def __getitem__(self, key: Hashable) -> Any:
         value = super().__getitem__(key)
         if type(value) is _Later:
             with torch.inference_mode(False), torch.no_grad():
-                value = value.make()
+                value = value.make(key, value.i)
             super().__setitem__(key, value)
         return value
 
