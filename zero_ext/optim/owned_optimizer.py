@@ -36,7 +36,8 @@ class OwnedOptimizer(ShardedOptimizer):
     every rank gets all states, whole.
     """
 
-    def __init__(self, optimizer_class, params, kwargs, **sharding):
+    def __init__(self, optimizer_class, params, kwargs, owner_mb: float, **sharding):
+        self._owner_mb = owner_mb
         self._optimizer_class, self._kwargs = optimizer_class, kwargs
         self._owners: Owners | None = None
         self._owned: dict[Tensor, _Owned] = {}
@@ -81,8 +82,14 @@ class OwnedOptimizer(ShardedOptimizer):
             for p in group["params"]
             if find(p) is not None and engine.unit_of(find(p)[1]) >= 0
         }
-        self._owners = self._owners or Owners(self._handle)
-        self._owners.assign(groups)
+        if self._owners is None:
+            self._owners = Owners(
+                self._handle,
+                Tensor.numel,
+                owner_mb=self._owner_mb,
+                element_bytes=2 * torch.float32.itemsize,  # master and gradient
+            )
+        self._owners.assign([*groups])
         return groups
 
     # The step
@@ -93,13 +100,14 @@ class OwnedOptimizer(ShardedOptimizer):
         masters = {p: self._handle.engine.master_slice(find(p)[1]) for p in stepped}
         try:
             for wave in owners.waves(stepped):
-                gradients = {p: self._gradient_of(p, masters[p]) for p in wave}
-                whole_gradients = owners.to_owners(wave, gradients)
-                whole_masters = owners.to_owners(wave, masters)
+                gradients = {p: self._gradient_of(p, masters[p]) for p in wave.parameters}
+                whole_gradients, whole_masters = owners.to_owners(wave, gradients, masters)()
                 with all_or_none(self._handle.groups, f"step() of {self._class_name}"):
                     for p, master in whole_masters.items():
                         self._step_owned(p, groups[p], master, whole_gradients[p])
-                owners.from_owners(wave, whole_masters, masters)
+                parts = owners.from_owners(wave, whole_masters, masters[wave.parameters[0]])()
+                for p, part in parts.items():
+                    masters[p].copy_(part)
         finally:  # masters that have moved are those of their parameters, whatever was raised
             self._sharded_state.apply_masters()
 
@@ -138,6 +146,11 @@ class OwnedOptimizer(ShardedOptimizer):
 
     def _shaped(self, flat: Tensor, parameter: Tensor) -> Tensor:
         return flat.as_strided(parameter.shape, self._handle.engine.strides(find(parameter)[1]))
+
+    def stats(self) -> dict[str, int]:
+        """See ``zero_ext.stats``."""
+        of_owners = {} if self._owners is None else self._owners.stats()
+        return {**super().stats(), **of_owners}
 
     # The state
 
