@@ -66,8 +66,6 @@ class Muon(ShardedOptimizer):
         **sharding: Unpack[ShardingArguments],
     ):
         check_owner_mb(owner_mb)
-        self._owner_mb = owner_mb
-        self._owners: Owners | None = None
         # torch checks the values, with messages of its own.
         torchs = torch.optim.Muon(
             [torch.zeros(1, 1)],
@@ -81,6 +79,13 @@ class Muon(ShardedOptimizer):
             adjust_lr_fn,
         )
         super().__init__(params, torchs.defaults, **sharding)
+        self._owners = Owners(
+            self._handle,
+            lambda p: newton_schulz_cost(*p.shape),
+            owner_mb=owner_mb,
+            element_bytes=_ELEMENT_BYTES,
+            split_replicas=True,
+        )
 
     def add_param_group(self, param_group: Group) -> None:
         if isinstance(param_group, dict) and isinstance(param_group.get("params"), Iterable):
@@ -96,8 +101,7 @@ class Muon(ShardedOptimizer):
 
     def stats(self) -> dict[str, int]:
         """See ``zero_ext.stats``."""
-        of_owners = {} if self._owners is None else self._owners.stats()
-        return {**super().stats(), **of_owners}
+        return {**super().stats(), **self._owners.stats()}
 
     # The step
 
@@ -111,14 +115,6 @@ class Muon(ShardedOptimizer):
             for p in group["params"]
             if find(p) is not None and engine.unit_of(find(p)[1]) >= 0
         }
-        if self._owners is None:
-            self._owners = Owners(
-                self._handle,
-                lambda p: newton_schulz_cost(*p.shape),
-                owner_mb=self._owner_mb,
-                element_bytes=_ELEMENT_BYTES,
-                split_replicas=True,
-            )
         self._owners.assign([*groups])
         try:
             self._update_in_waves({p: g for p, g in groups.items() if p.grad is not None})

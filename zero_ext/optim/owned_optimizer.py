@@ -37,14 +37,18 @@ class OwnedOptimizer(ShardedOptimizer):
     """
 
     def __init__(self, optimizer_class, params, kwargs, owner_mb: float, **sharding):
-        self._owner_mb = owner_mb
         self._optimizer_class, self._kwargs = optimizer_class, kwargs
-        self._owners: Owners | None = None
         self._owned: dict[Tensor, _Owned] = {}
         self._shapes_checked: set[tuple] = set()
         self._offloaded = OffloadedStates()
         probe = self._inner_of(torch.nn.Parameter(torch.zeros(2, 2, device="cpu")), {})
         super().__init__(params, dict(probe.defaults), **sharding)
+        self._owners = Owners(
+            self._handle,
+            Tensor.numel,
+            owner_mb=owner_mb,
+            element_bytes=2 * torch.float32.itemsize,  # master and gradient
+        )
 
     _updates_in_python = True
     _step_supports_amp_scaling = False  # whatever the inner ones say
@@ -74,7 +78,7 @@ class OwnedOptimizer(ShardedOptimizer):
         """States are there after the first step, at the owner."""
 
     def _find_owners(self) -> dict[Tensor, Group]:
-        """Make ``_owners`` complete. Returns the group of each parameter that trains."""
+        """Give each parameter an owner. Returns the group of each parameter that trains."""
         engine = self._handle.engine
         groups = {
             p: group
@@ -82,13 +86,6 @@ class OwnedOptimizer(ShardedOptimizer):
             for p in group["params"]
             if find(p) is not None and engine.unit_of(find(p)[1]) >= 0
         }
-        if self._owners is None:
-            self._owners = Owners(
-                self._handle,
-                Tensor.numel,
-                owner_mb=self._owner_mb,
-                element_bytes=2 * torch.float32.itemsize,  # master and gradient
-            )
         self._owners.assign([*groups])
         return groups
 
@@ -149,8 +146,7 @@ class OwnedOptimizer(ShardedOptimizer):
 
     def stats(self) -> dict[str, int]:
         """See ``zero_ext.stats``."""
-        of_owners = {} if self._owners is None else self._owners.stats()
-        return {**super().stats(), **of_owners}
+        return {**super().stats(), **self._owners.stats()}
 
     # The state
 
