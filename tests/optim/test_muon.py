@@ -63,6 +63,30 @@ def test_every_setting_is_torch_s(anywhere, rank, world, settings):
     assert_same(model, optimizer, plain)
 
 
+class Fused(nn.Module):
+    """``parts`` matrices in one parameter, or each in its own."""
+
+    def __init__(self, fused: bool, parts: int = 3):
+        super().__init__()
+        torch.manual_seed(0)
+        weight = torch.randn(5 * parts, 13)
+        pieces = [weight] if fused else weight.split(5)
+        self.weights = nn.ParameterList(nn.Parameter(piece.clone()) for piece in pieces)
+
+    def forward(self, x):
+        return torch.tanh(x @ torch.cat([*self.weights]).t())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_split_updates_the_parts_of_a_fused_matrix_as_matrices(anywhere, rank, world, stage):
+    model, optimizer = sharded(anywhere, stage, Fused(True), split=3)
+    plain = one_process(anywhere, world, functools.partial(Fused, False))
+    train(model, optimizer, rank, range(3))
+    plain.train(range(3))
+    ours = zero_ext.full_tensor(model.weights[0])
+    assert_bits(ours, torch.cat([*plain.model.weights]).detach())
+
+
 class One(nn.Module):
     """Fewer matrices than ranks, one without elements on some ranks."""
 
@@ -116,6 +140,22 @@ def test_traffic_is_two_bytes_each_way_for_what_its_owner_lacks(mesh, rank, worl
             held = optimizer.state[p]["momentum_buffer"].to_local().numel()
             expected += 2 * (p.numel() - held if owned else held)
     assert optimizer.stats()["bytes_sent_for_owners"] == 3 * expected
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+def test_ranks_may_list_parameters_in_orders_of_their_own(mesh, rank, world):
+    model = straddling(Matrices(), 2, mesh)
+    parameters = [*model.parameters()][:: 1 if rank % 2 else -1]
+    plain = one_process(mesh, world)
+    plain.train(range(2))
+    optimizer = Muon(parameters, **SETTINGS)
+    train(model, optimizer, rank, range(2))
+    assert_same(model, optimizer, plain)
+    owned = straddling(Matrices(), 2, mesh)
+    parameters = [*owned.parameters()][:: 1 if rank % 2 else -1]
+    train(owned, zero_ext.optim.wrap(torch.optim.Muon, parameters, **SETTINGS), rank, range(2))
+    assert_same_parameters(owned, plain.model)
 
 
 def test_a_skipped_step_touches_nothing(anywhere, rank, world):
@@ -183,7 +223,8 @@ def test_states_go_to_and_come_from_torch(anywhere, rank, world, path):
     # And to torch.
     assert given["state"].keys() == torchs["state"].keys()
     assert all(state.keys() == {"momentum_buffer"} for state in given["state"].values())
-    assert given["param_groups"] == torchs["param_groups"]
+    (ours,), (theirs,) = given["param_groups"], torchs["param_groups"]
+    assert ours == {**theirs, "split": 1}
     from_ours = one_process(anywhere, world)
     from_ours.model.load_state_dict(started.model.state_dict())
     whole = {
@@ -227,6 +268,9 @@ def test_wrong_arguments_change_nothing():
         Muon([model[0].weight], owner_mb=0)
     with pytest.raises(ValueError, match="momentum should be >= 0"):
         Muon([model[0].weight], momentum=-1)
+    for split in (0, 2, 1.0):
+        with pytest.raises(ValueError, match=rf"'0.weight' has 5 rows, and split={split}"):
+            Muon([{"params": model[0].weight, "split": split}])
     optimizer = Muon([model[0].weight])
     with pytest.raises(ValueError, match=r"'0.bias' has shape \(5,\)"):
         optimizer.add_param_group({"params": model[0].bias})

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from harness import assert_bits, mean_square, rank_data
 from matrices import Matrices, OneProcess, assert_same_parameters, straddling, train
+from own_optimizers import EachByItself
 from torch import nn
 
 import zero_ext
@@ -15,88 +16,65 @@ from zero_ext.optim.owned_optimizer import OwnedOptimizer
 STEPS = 4
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(EachByItself):
     """The update's norm is that of the parameter (You et al. 2020, Algorithm 2)."""
 
     def __init__(self, params, lr=0.01, betas=(0.9, 0.99), weight_decay=0.1):
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        super().__init__(params, lr, betas=betas, weight_decay=weight_decay)
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
-                state["step"] += 1
-                state["m"].lerp_(p.grad, 1 - first)
-                state["v"].lerp_(p.grad * p.grad, 1 - second)
-                m = state["m"] / (1 - first ** state["step"])
-                v = state["v"] / (1 - second ** state["step"])
-                update = m / (v.sqrt() + 1e-6) + group["weight_decay"] * p
-                ratio = p.norm() / update.norm().clamp_min(1e-12)
-                p.sub_(group["lr"] * ratio * update)
+    def update(self, p, state, group):
+        first, second = group["betas"]
+        if not state:
+            state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
+        state["step"] += 1
+        state["m"].lerp_(p.grad, 1 - first)
+        state["v"].lerp_(p.grad * p.grad, 1 - second)
+        m = state["m"] / (1 - first ** state["step"])
+        v = state["v"] / (1 - second ** state["step"])
+        update = m / (v.sqrt() + 1e-6) + group["weight_decay"] * p
+        ratio = p.norm() / update.norm().clamp_min(1e-12)
+        p.sub_(group["lr"] * ratio * update)
 
 
-class Factors(torch.optim.Optimizer):
+class Factors(EachByItself):
     """As Shampoo: a factor for each dimension of a matrix. It replaces its parameters' data."""
 
-    def __init__(self, params, lr=0.01):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                g, state = p.grad.reshape(p.shape[0] if p.dim() else 1, -1), self.state[p]
-                if not state:
-                    state["left"] = torch.eye(g.shape[0], dtype=torch.float64)
-                    state["right"] = torch.eye(g.shape[1])
-                state["left"] += (g @ g.T).double()
-                state["right"] += g.T @ g
-                left = torch.linalg.inv(state["left"]).float()
-                update = left @ g @ torch.linalg.inv(state["right"])
-                p.data = p.data - group["lr"] * update.reshape(p.shape)
+    def update(self, p, state, group):
+        g = p.grad.reshape(p.shape[0] if p.dim() else 1, -1)
+        if not state:
+            state["left"] = torch.eye(g.shape[0], dtype=torch.float64)
+            state["right"] = torch.eye(g.shape[1])
+        state["left"] += (g @ g.T).double()
+        state["right"] += g.T @ g
+        left = torch.linalg.inv(state["left"]).float()
+        update = left @ g @ torch.linalg.inv(state["right"])
+        p.data = p.data - group["lr"] * update.reshape(p.shape)
 
 
-class Quantised(torch.optim.Optimizer):
+class Quantised(EachByItself):
     """A momentum in 8 bits of each block of 16, for parameters of 64 elements and more."""
 
-    def __init__(self, params, lr=0.05):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state, numel = self.state[p], p.numel()
-                momentum = state.get("momentum")
-                if momentum is None:
-                    momentum = torch.zeros(numel)
-                elif momentum.dtype == torch.int8:
-                    momentum = (momentum.float().view(-1, 16) * state["scale"]).flatten()[:numel]
-                momentum = 0.9 * momentum + p.grad.flatten()
-                p.sub_(group["lr"] * momentum.view_as(p))
-                if numel >= 64:
-                    blocks = nn.functional.pad(momentum, (0, -numel % 16)).view(-1, 16)
-                    state["scale"] = blocks.abs().amax(1, keepdim=True).clamp_min(1e-9) / 127
-                    momentum = (blocks / state["scale"]).round().to(torch.int8).flatten()
-                state["momentum"] = momentum
+    def update(self, p, state, group):
+        momentum, numel = state.get("momentum"), p.numel()
+        if momentum is None:
+            momentum = torch.zeros(numel)
+        elif momentum.dtype == torch.int8:
+            momentum = (momentum.float().view(-1, 16) * state["scale"]).flatten()[:numel]
+        momentum = 0.9 * momentum + p.grad.flatten()
+        p.sub_(group["lr"] * momentum.view_as(p))
+        if numel >= 64:
+            blocks = nn.functional.pad(momentum, (0, -numel % 16)).view(-1, 16)
+            state["scale"] = blocks.abs().amax(1, keepdim=True).clamp_min(1e-9) / 127
+            momentum = (blocks / state["scale"]).round().to(torch.int8).flatten()
+        state["momentum"] = momentum
 
 
 KINDS = {
     "Muon": (torch.optim.Muon, {"lr": 0.02, "weight_decay": 0.1}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.05, "foreach": False}),
     "LAMB": (Lamb, {}),
-    "factors": (Factors, {}),
-    "8 bits": (Quantised, {}),
+    "factors": (Factors, {"lr": 0.01}),
+    "8 bits": (Quantised, {"lr": 0.05}),
 }
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 

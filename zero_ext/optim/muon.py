@@ -11,8 +11,9 @@ While an owner works on one wave of matrices, the next one is on its way to it, 
 the last one are on their way back.
 """
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from typing_extensions import Unpack
 from zero_ext import _C
 from zero_ext.engine.registry import find
 from zero_ext.optim.arguments import ShardingArguments
-from zero_ext.optim.groups import Group, name_in_module
+from zero_ext.optim.groups import Group, name_in_module, trained_in
 from zero_ext.optim.owner_plan import newton_schulz_cost
 from zero_ext.optim.owners import OWNER_MB, Owners, Values, Wave, check_owner_mb
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
@@ -39,6 +40,8 @@ class Muon(ShardedOptimizer):
     have, and ``muon_groups`` for which parameters of a model to pass.
 
     Args:
+        split: Each matrix is updated as so many matrices with equally many rows: 3 for a fused
+            query, key and value. A setting of groups, as all but ``owner_mb``.
         owner_mb: Each rank iterates on the matrices that it owns. They travel in waves of so many
             MiB of matrices and results per owner; two waves are under way at a time. A larger
             matrix is a wave by itself.
@@ -62,6 +65,7 @@ class Muon(ShardedOptimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         *,
+        split: int = 1,
         owner_mb: float = OWNER_MB,
         **sharding: Unpack[ShardingArguments],
     ):
@@ -78,10 +82,9 @@ class Muon(ShardedOptimizer):
             ns_steps,
             adjust_lr_fn,
         )
-        super().__init__(params, torchs.defaults, **sharding)
+        super().__init__(params, {**torchs.defaults, "split": split}, **sharding)
         self._owners = Owners(
             self._handle,
-            lambda p: newton_schulz_cost(*p.shape),
             owner_mb=owner_mb,
             element_bytes=_ELEMENT_BYTES,
             split_replicas=True,
@@ -90,9 +93,14 @@ class Muon(ShardedOptimizer):
     def add_param_group(self, param_group: Group) -> None:
         if isinstance(param_group, dict) and isinstance(param_group.get("params"), Iterable):
             given = param_group["params"]
-            param_group["params"] = [given] if isinstance(given, Tensor) else [*given]
-            for each in param_group["params"]:
-                _check_matrix(*each) if isinstance(each, tuple) else _check_matrix(None, each)
+            if isinstance(given, Tensor | Iterator):  # which can be read once
+                given = [given] if isinstance(given, Tensor) else [*given]
+                param_group["params"] = given
+            split = param_group.get("split", self.defaults["split"])
+            for each in given:
+                name, parameter = each if isinstance(each, tuple) else (None, each)
+                if isinstance(parameter, Tensor):  # of other objects torch tells
+                    _check_matrix(name or name_in_module(parameter), parameter, split)
         super().add_param_group(param_group)
 
     @property
@@ -108,38 +116,29 @@ class Muon(ShardedOptimizer):
     def _update(self, verdict: _C.StepVerdict) -> None:
         for group in self.param_groups:
             _check_settings(group)
-        engine = self._handle.engine
-        groups = {
-            p: group
-            for group in self.param_groups
-            for p in group["params"]
-            if find(p) is not None and engine.unit_of(find(p)[1]) >= 0
-        }
-        self._owners.assign([*groups])
+        groups = trained_in(self.param_groups)
+        self._owners.assign(
+            {p: g["split"] * newton_schulz_cost(*_part_shape(p, g)) for p, g in groups.items()}
+        )
         try:
             self._update_in_waves({p: g for p, g in groups.items() if p.grad is not None})
         finally:  # masters that have moved are those of their parameters, whatever was raised
             self._sharded_state.apply_masters()
 
     def _update_in_waves(self, groups: dict[Tensor, Group]) -> None:
-        arrive: Callable[[], tuple[Values, ...]] | None = None
-        come_back: Callable[[], Values] | None = None
-        previous: Wave | None = None
-        for wave in [*self._owners.waves([*groups]), None]:
-            following = None if wave is None else self._send(wave, groups)
-            results = {}
-            if arrive is not None:
-                (matrices,) = arrive()
-                results = {p: self._iterate(p, m, groups[p]) for p, m in matrices.items()}
-            if come_back is not None:
-                self._apply(come_back(), groups)
-            come_back = None
-            if previous is not None:
-                like = torch.empty(0, dtype=torch.bfloat16, device=self._handle.groups.device)
-                come_back = self._owners.from_owners(previous, results, like)
-            arrive, previous = following, wave
-        if come_back is not None:
+        waves = self._owners.waves([*groups])
+        like = torch.empty(0, dtype=torch.bfloat16, device=self._handle.groups.device)
+        arriving = [self._send(wave, groups) for wave in waves[:1]]
+        come_back: Callable[[], Values] = dict
+        for wave, following in itertools.zip_longest(waves, waves[1:]):
+            arrive = arriving.pop()
+            if following is not None:
+                arriving.append(self._send(following, groups))
+            (matrices,) = arrive()
+            results = {p: self._iterate(p, m, groups[p]) for p, m in matrices.items()}
             self._apply(come_back(), groups)
+            come_back = self._owners.from_owners(wave, results, like)
+        self._apply(come_back(), groups)
 
     def _send(self, wave: Wave, groups: dict[Tensor, Group]) -> Callable[[], tuple[Values, ...]]:
         """Update the momentum, and send what the iteration takes."""
@@ -159,19 +158,20 @@ class Muon(ShardedOptimizer):
     def _iterate(self, parameter: Tensor, flat: Tensor, group: Group) -> Tensor:
         """The result in the parameter's order of memory, as ``flat`` is."""
         strides = self._handle.engine.strides(find(parameter)[1])
-        matrix = flat.as_strided(parameter.shape, strides)
         settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
-        result = torch.empty_like(flat)
-        result.as_strided(parameter.shape, strides).copy_(
-            _muon._zeropower_via_newtonschulz(matrix, *settings)
-        )
+        result, (rows, _) = torch.empty_like(flat), _part_shape(parameter, group)
+        whole = (each.as_strided(parameter.shape, strides) for each in (flat, result))
+        for part, place in zip(*(each.split(rows) for each in whole), strict=True):
+            place.copy_(_muon._zeropower_via_newtonschulz(part, *settings))
         return result
 
     def _apply(self, updates: Values, groups: dict[Tensor, Group]) -> None:
+        lrs = {id(group): float(group["lr"]) for group in self.param_groups}
+
         def rates(parameter: Tensor) -> tuple[float, float]:
             group = groups[parameter]
-            lr = float(group["lr"])
-            adjusted = _muon._adjust_lr(lr, group["adjust_lr_fn"], parameter.shape)
+            lr = lrs[id(group)]
+            adjusted = _muon._adjust_lr(lr, group["adjust_lr_fn"], _part_shape(parameter, group))
             return 1 - lr * group["weight_decay"], adjusted
 
         for (decay, lr), parameters in _alike(updates, rates).items():
@@ -189,13 +189,23 @@ def _alike(parameters: Iterable[Tensor], key: Callable[[Tensor], Any]) -> dict[A
     return found
 
 
-def _check_matrix(name: str | None, parameter: Any) -> None:
-    if isinstance(parameter, Tensor) and parameter.ndim != 2:  # of other objects torch tells
-        name = name or name_in_module(parameter)
-        which = "a parameter" if name is None else f"'{name}'"
+def _part_shape(parameter: Tensor, group: Group) -> torch.Size:
+    """Of the matrices that are updated each by itself."""
+    rows, columns = parameter.shape
+    return torch.Size((rows // group["split"], columns))
+
+
+def _check_matrix(name: str | None, parameter: Tensor, split: int) -> None:
+    which, shape = "a parameter" if name is None else f"'{name}'", tuple(parameter.shape)
+    if len(shape) != 2:
         raise ValueError(
-            f"zero_ext: Muon updates matrices, and {which} has shape {tuple(parameter.shape)}. "
-            "Give it to AdamW: zero_ext.optim.muon_groups(model) sorts the parameters."
+            f"zero_ext: Muon updates matrices, and {which} has shape {shape}. Give it to AdamW: "
+            "zero_ext.optim.muon_groups(model) sorts the parameters."
+        )
+    if not (isinstance(split, int) and split > 0 and shape[0] % split == 0):
+        raise ValueError(
+            f"zero_ext: {which} has {shape[0]} rows, and split={split}. Pass a number of matrices "
+            "that divides the rows."
         )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from zero_ext import _C
 from zero_ext.engine.registry import find
 from zero_ext.optim import elementwise
-from zero_ext.optim.groups import Group, settings_of
+from zero_ext.optim.groups import Group, settings_of, sharded_in, trained_in
 from zero_ext.optim.loading import SavedState
 from zero_ext.optim.offloading import OffloadedStates
 from zero_ext.optim.owners import Owners
@@ -45,7 +45,6 @@ class OwnedOptimizer(ShardedOptimizer):
         super().__init__(params, dict(probe.defaults), **sharding)
         self._owners = Owners(
             self._handle,
-            Tensor.numel,
             owner_mb=owner_mb,
             element_bytes=2 * torch.float32.itemsize,  # master and gradient
         )
@@ -79,14 +78,8 @@ class OwnedOptimizer(ShardedOptimizer):
 
     def _find_owners(self) -> dict[Tensor, Group]:
         """Give each parameter an owner. Returns the group of each parameter that trains."""
-        engine = self._handle.engine
-        groups = {
-            p: group
-            for group in self.param_groups
-            for p in group["params"]
-            if find(p) is not None and engine.unit_of(find(p)[1]) >= 0
-        }
-        self._owners.assign([*groups])
+        groups = trained_in(self.param_groups)
+        self._owners.assign({p: p.numel() for p in groups})
         return groups
 
     # The step
@@ -153,11 +146,12 @@ class OwnedOptimizer(ShardedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with all states, whole, on every rank. Collective."""
         self._find_owners()
-        order = [p for group in self.param_groups for p in group["params"]]
-        mine = {k: dict(self.state[p]) for k, p in enumerate(order) if p in self._owned}
+        places = dict(p_i for group in self.param_groups for p_i in sharded_in(group))
+        mine = {i: dict(self.state[p]) for p, i in places.items() if p in self._owned}
         everything = self._owners.gather(mine)
         own = self.state
-        self.state = type(own)(dict, {order[k]: state for k, state in sorted(everything.items())})
+        whole = {p: everything[i] for p, i in places.items() if i in everything}
+        self.state = type(own)(dict, whole)
         try:
             return super().state_dict()
         finally:

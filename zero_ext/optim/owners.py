@@ -69,7 +69,6 @@ class Owners:
     """The owners of one optimizer's parameters. They change in ``assign`` alone.
 
     Args:
-        cost: Of the update of a whole parameter; owners share it evenly.
         element_bytes: What an owner has of each element of its parameters in a wave.
         split_replicas: Where every rank holds everything, each parameter has one owner as well;
             else all ranks own all parameters.
@@ -78,13 +77,12 @@ class Owners:
     def __init__(
         self,
         handle: Handle,
-        cost: Callable[[Tensor], int],
         *,
         owner_mb: float,
         element_bytes: int,
         split_replicas: bool = False,
     ):
-        self._handle, self._cost = handle, cost
+        self._handle = handle
         self._element_bytes = element_bytes
         self._limit = owner_mb * 2**20 / element_bytes
         self._group = None
@@ -99,12 +97,16 @@ class Owners:
         self._planned: tuple[list[Tensor], list[Wave]] = ([], [])
         self._held = self._peak = self._sent = 0  # bytes
 
-    def assign(self, parameters: Sequence[Tensor]) -> None:
-        """Find owners for those that have none. Every rank must pass the same."""
-        new = [p for p in dict.fromkeys(parameters) if p not in self._owner]
+    def assign(self, costs: dict[Tensor, int]) -> None:
+        """Find owners for those parameters that have none. Every rank must pass the same.
+
+        Args:
+            costs: Of the updates of whole parameters; owners share them evenly.
+        """
+        new = [p for p in costs if p not in self._owner]
         if new:
             bounds = [[] if self._handle.replicated else self._bounds(p) for p in new]
-            owners = owner_plan.assign([self._cost(p) for p in new], bounds, self.loads)
+            owners = owner_plan.assign([costs[p] for p in new], bounds, self.loads)
             self._owner.update(zip(new, owners, strict=True))
 
     def owns(self, parameter: Tensor) -> bool:
