@@ -8,6 +8,7 @@ import torch
 from harness import assert_bits, mean_square, rank_data
 from matrices import Matrices, OneProcess, assert_same_parameters, straddling, train
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import zero_ext
 from zero_ext.optim import Muon, muon_groups
@@ -140,6 +141,23 @@ def test_traffic_is_two_bytes_each_way_for_what_its_owner_lacks(mesh, rank, worl
             held = optimizer.state[p]["momentum_buffer"].to_local().numel()
             expected += 2 * (p.numel() - held if owned else held)
     assert optimizer.stats()["bytes_sent_for_owners"] == 3 * expected
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_masters_in_host_memory_change_no_bit(anywhere, rank, world, stage):
+    plain = one_process(anywhere, world)
+    plain.train(range(3))
+    model = straddling(Matrices(), stage, anywhere, offload_policy=CPUOffloadPolicy())
+    optimizer = Muon(model.parameters(), **SETTINGS)
+    train(model, optimizer, rank, range(2))
+    zero_ext.offload_states(model)
+    zero_ext.reload_states(model)
+    train(model, optimizer, rank, range(2, 3))
+    assert_same_parameters(model, plain.model)
+    owned = straddling(Matrices(), stage, anywhere, offload_policy=CPUOffloadPolicy())
+    wrapped = zero_ext.optim.wrap(torch.optim.Muon, owned.parameters(), **SETTINGS)
+    train(owned, wrapped, rank, range(3))
+    assert_same_parameters(owned, plain.model)
 
 
 @pytest.mark.dist
