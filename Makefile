@@ -1,5 +1,5 @@
 # make install   .venv with torch and the tools, zero_ext built and installed into it (editable)
-# make train     trains a byte-level GPT on two ranks        STAGE=1|2|3  ARGS="--size small ..."
+# make train     trains a byte-level GPT on two ranks        STAGE=1|2|3  OPTIMIZER=muon  ARGS="--size small ..."
 # make test      quick tests: one rank, 2, and what depends on their number on 3 and 4   make test-all: all
 # make test-changed   those of the rooms changed since main, and of all rooms above   BASE=commit
 # make sanitize  quick tests on one and on two ranks, with the address and undefined behaviour sanitizers
@@ -15,6 +15,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
 STAGE ?= 2
+OPTIMIZER ?= adamw
 ARGS ?=
 
 CUDA_TORCH ?= torch==2.11.0
@@ -63,7 +64,7 @@ $(VENV)/.installed: $(VENV)/.torch setup.py pyproject.toml $(NATIVE)
 	touch $@
 
 train: install
-	$(TORCHRUN) --nproc-per-node 2 examples/train_lm.py --stage $(STAGE) $(ARGS)
+	$(TORCHRUN) --nproc-per-node 2 examples/train_lm.py --stage $(STAGE) --optimizer $(OPTIMIZER) $(ARGS)
 
 # Test files by name, in whichever room they are.
 named = $(foreach name,$(1),$(wildcard tests/*/test_$(name).py))

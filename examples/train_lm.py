@@ -36,6 +36,9 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--stage", type=int, default=2, choices=(0, 1, 2, 3), help="ZeRO stage")
     parser.add_argument("--ddp", action="store_true", help="plain PyTorch instead of zero_ext")
+    parser.add_argument(
+        "--optimizer", default="adamw", choices=("adamw", "muon"), help="of the hidden matrices"
+    )
     parser.add_argument("--size", default="base", choices=SIZES)
     parser.add_argument("--text", help="file or directory; default: Python's standard library")
     parser.add_argument("--steps", type=positive, default=700)
@@ -58,7 +61,11 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.ddp and (arguments.checkpoint_every or arguments.resume):
         parser.error("--ddp is there to compare with, and has no checkpoints")
+    if arguments.ddp and arguments.optimizer != "adamw":
+        parser.error("--ddp is there to compare with, and has AdamW alone")
     arguments.name = "ddp" if arguments.ddp else f"stage{arguments.stage}"
+    if arguments.optimizer != "adamw":
+        arguments.name += f"-{arguments.optimizer}"
     arguments.out = arguments.out or Path("runs") / arguments.name
     if arguments.text is not None and not Path(arguments.text).exists():
         parser.error(f"--text {arguments.text} does not exist")
@@ -68,36 +75,50 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def shard(model: GPT, args: argparse.Namespace):
-    """The model and its optimizer, distributed over the ranks. ZeRO is these lines."""
+    """The model and its optimizers, distributed over the ranks. ZeRO is these lines."""
     adamw = {"lr": args.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
     if args.ddp:
-        return baseline.distribute(model), baseline.MasterAdamW(model.parameters(), **adamw)
+        return baseline.distribute(model), [baseline.MasterAdamW(model.parameters(), **adamw)]
     import zero_ext
 
     model = zero_ext.shard(model, stage=args.stage, accumulation_steps=args.accumulation_steps)
-    return model, zero_ext.optim.AdamW(model.parameters(), **adamw)
+    if args.optimizer == "adamw":
+        return model, [zero_ext.optim.AdamW(model.parameters(), **adamw)]
+    groups = zero_ext.optim.muon_groups(model)
+    muon = {"lr": args.lr, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    return model, [
+        zero_ext.optim.Muon(groups.muon, **muon),
+        zero_ext.optim.AdamW(groups.adamw, **adamw),
+    ]
 
 
-def save_checkpoint(args: argparse.Namespace, model, optimizer, scheduler, log: dict) -> None:
+def save_checkpoint(args: argparse.Namespace, model, optimizers, schedulers, log: dict) -> None:
     import zero_ext
 
-    extra = {"scheduler": scheduler.state_dict(), "log": log}
+    extra = {"schedulers": [each.state_dict() for each in schedulers], "log": log}
     path = args.out / f"step-{len(log['loss'])}"
-    zero_ext.checkpoint.save(path, model, optimizer, extra=extra)
+    zero_ext.checkpoint.save(path, model, optimizers, extra=extra)
 
 
-def load_checkpoint(args: argparse.Namespace, model, optimizer, scheduler) -> dict:
+def load_checkpoint(args: argparse.Namespace, model, optimizers, schedulers) -> dict:
     """Returns the log of the steps that were made."""
     import zero_ext
 
-    extra = zero_ext.checkpoint.load(args.resume, model, optimizer)
-    scheduler.load_state_dict(extra["scheduler"])
+    extra = zero_ext.checkpoint.load(args.resume, model, optimizers)
+    for scheduler, state in zip(schedulers, extra["schedulers"], strict=True):
+        scheduler.load_state_dict(state)
     return extra["log"] | {"bytes_held": 0}  # which were those of other ranks, or another stage
 
 
-def bytes_held(model: GPT, optimizer: torch.optim.Optimizer) -> int:
-    if isinstance(optimizer, baseline.MasterAdamW):
-        return optimizer.bytes_held()
+def clip_gradients(model: GPT, optimizers: list[torch.optim.Optimizer]) -> Tensor:
+    if isinstance(optimizers[0], baseline.MasterAdamW):
+        return optimizers[0].clip_grad_norm_(1.0)
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def bytes_held(model: GPT, optimizers: list[torch.optim.Optimizer]) -> int:
+    if isinstance(optimizers[0], baseline.MasterAdamW):
+        return optimizers[0].bytes_held()
     import zero_ext
 
     return zero_ext.stats(model)["bytes_held"]
@@ -121,14 +142,14 @@ def mean_over_ranks(value: Tensor) -> float:
     return value.item()
 
 
-def train(model, optimizer, text: Tensor, args: argparse.Namespace, rank: int, world: int) -> dict:
+def train(model, optimizers, text: Tensor, args: argparse.Namespace, rank: int, world: int) -> dict:
     """Runs all steps and returns the log."""
-    scheduler = warm_up_then_cosine(optimizer, args.steps)
+    schedulers = [warm_up_then_cosine(optimizer, args.steps) for optimizer in optimizers]
     data = torch.Generator().manual_seed(1_000_003 * args.seed + rank)  # every rank reads its own
     step_bytes = world * args.accumulation_steps * args.batch_size * args.sequence
     log = {"loss": [], "gradient_norm": [], "seconds": []}
     if args.resume:
-        log = load_checkpoint(args, model, optimizer, scheduler)
+        log = load_checkpoint(args, model, optimizers, schedulers)
     done = len(log["loss"])
     if done >= args.steps:
         raise SystemExit(f"--resume {args.resume} has made {done} steps: give more --steps")
@@ -144,12 +165,14 @@ def train(model, optimizer, text: Tensor, args: argparse.Namespace, rank: int, w
             (loss / args.accumulation_steps).backward()
             total_loss += loss.detach() / args.accumulation_steps
             if args.ddp:
-                optimizer.accumulate()
-        norm = optimizer.clip_grad_norm_(1.0)
-        optimizer.step()
-        log["bytes_held"] = log.get("bytes_held") or bytes_held(model, optimizer)  # with gradients
-        optimizer.zero_grad()
-        scheduler.step()
+                optimizers[0].accumulate()
+        norm = clip_gradients(model, optimizers)
+        for optimizer in optimizers:
+            optimizer.step()
+        log["bytes_held"] = log.get("bytes_held") or bytes_held(model, optimizers)  # with gradients
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            optimizer.zero_grad()
+            scheduler.step()
 
         log["loss"].append(mean_over_ranks(total_loss))
         log["gradient_norm"].append(float(norm))
@@ -162,7 +185,7 @@ def train(model, optimizer, text: Tensor, args: argparse.Namespace, rank: int, w
         )
         progress.update()
         if args.checkpoint_every and (step + 1) % args.checkpoint_every == 0:
-            save_checkpoint(args, model, optimizer, scheduler, log)
+            save_checkpoint(args, model, optimizers, schedulers, log)
     progress.close()
     log["tokens_per_second"] = args.steps * step_bytes / log["seconds"][-1]
     return log
@@ -199,13 +222,13 @@ def main() -> None:
     texts = corpus.load(args.text)
     torch.manual_seed(args.seed)
     gpt = GPT(SIZES[args.size], args.sequence).to(device, DTYPES[args.dtype])
-    model, optimizer = shard(gpt, args)
+    model, optimizers = shard(gpt, args)
     if rank == 0:
         count = sum(p.numel() for p in gpt.parameters())
         print(f"{args.name}: {world} ranks, {count:,} parameters in {args.dtype}, ", end="")
         print(f"{len(texts.train):,} bytes of text, {len(texts.held_out):,} held out")
 
-    log = train(model, optimizer, texts.train.to(device), args, rank, world)
+    log = train(model, optimizers, texts.train.to(device), args, rank, world)
     held_out = texts.held_out.to(device)
     log["held_out_loss"] = held_out_loss(gpt, held_out, args.sequence, rank, world)
     # On every rank: with stage 3 each holds a part of the parameters.

@@ -1,9 +1,13 @@
 """Optimizers that update each parameter by itself: one process's bits, for any ranks and stages."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
-from harness import assert_bits, mean_square, rank_data, reference_gradients
+from harness import assert_bits, mean_square, rank_data
+from matrices import Matrices, OneProcess, assert_same_parameters, straddling, train
+from own_optimizers import EachByItself
 from torch import nn
 
 import zero_ext
@@ -12,156 +16,78 @@ from zero_ext.optim.owned_optimizer import OwnedOptimizer
 STEPS = 4
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(EachByItself):
     """The update's norm is that of the parameter (You et al. 2020, Algorithm 2)."""
 
     def __init__(self, params, lr=0.01, betas=(0.9, 0.99), weight_decay=0.1):
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        super().__init__(params, lr, betas=betas, weight_decay=weight_decay)
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
-                state["step"] += 1
-                state["m"].lerp_(p.grad, 1 - first)
-                state["v"].lerp_(p.grad * p.grad, 1 - second)
-                m = state["m"] / (1 - first ** state["step"])
-                v = state["v"] / (1 - second ** state["step"])
-                update = m / (v.sqrt() + 1e-6) + group["weight_decay"] * p
-                ratio = p.norm() / update.norm().clamp_min(1e-12)
-                p.sub_(group["lr"] * ratio * update)
+    def update(self, p, state, group):
+        first, second = group["betas"]
+        if not state:
+            state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
+        state["step"] += 1
+        state["m"].lerp_(p.grad, 1 - first)
+        state["v"].lerp_(p.grad * p.grad, 1 - second)
+        m = state["m"] / (1 - first ** state["step"])
+        v = state["v"] / (1 - second ** state["step"])
+        update = m / (v.sqrt() + 1e-6) + group["weight_decay"] * p
+        ratio = p.norm() / update.norm().clamp_min(1e-12)
+        p.sub_(group["lr"] * ratio * update)
 
 
-class Factors(torch.optim.Optimizer):
+class Factors(EachByItself):
     """As Shampoo: a factor for each dimension of a matrix. It replaces its parameters' data."""
 
-    def __init__(self, params, lr=0.01):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                g, state = p.grad.reshape(p.shape[0] if p.dim() else 1, -1), self.state[p]
-                if not state:
-                    state["left"] = torch.eye(g.shape[0], dtype=torch.float64)
-                    state["right"] = torch.eye(g.shape[1])
-                state["left"] += (g @ g.T).double()
-                state["right"] += g.T @ g
-                left = torch.linalg.inv(state["left"]).float()
-                update = left @ g @ torch.linalg.inv(state["right"])
-                p.data = p.data - group["lr"] * update.reshape(p.shape)
+    def update(self, p, state, group):
+        g = p.grad.reshape(p.shape[0] if p.dim() else 1, -1)
+        if not state:
+            state["left"] = torch.eye(g.shape[0], dtype=torch.float64)
+            state["right"] = torch.eye(g.shape[1])
+        state["left"] += (g @ g.T).double()
+        state["right"] += g.T @ g
+        left = torch.linalg.inv(state["left"]).float()
+        update = left @ g @ torch.linalg.inv(state["right"])
+        p.data = p.data - group["lr"] * update.reshape(p.shape)
 
 
-class Quantised(torch.optim.Optimizer):
+class Quantised(EachByItself):
     """A momentum in 8 bits of each block of 16, for parameters of 64 elements and more."""
 
-    def __init__(self, params, lr=0.05):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state, numel = self.state[p], p.numel()
-                momentum = state.get("momentum")
-                if momentum is None:
-                    momentum = torch.zeros(numel)
-                elif momentum.dtype == torch.int8:
-                    momentum = (momentum.float().view(-1, 16) * state["scale"]).flatten()[:numel]
-                momentum = 0.9 * momentum + p.grad.flatten()
-                p.sub_(group["lr"] * momentum.view_as(p))
-                if numel >= 64:
-                    blocks = nn.functional.pad(momentum, (0, -numel % 16)).view(-1, 16)
-                    state["scale"] = blocks.abs().amax(1, keepdim=True).clamp_min(1e-9) / 127
-                    momentum = (blocks / state["scale"]).round().to(torch.int8).flatten()
-                state["momentum"] = momentum
-
-
-class Matrices(nn.Module):
-    """Matrices that straddle ranks and units, and one that is transposed in memory."""
-
-    def __init__(self, seed=0):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.layers = nn.ModuleList(nn.Linear(13, 13, bias=False) for _ in range(3))
-        self.transposed = nn.Parameter((torch.randn(7, 13) / 4).t())
-        self.last = nn.Parameter(torch.randn(1, 7) / 3)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = x + torch.tanh(layer(x))
-        return torch.tanh(x @ self.transposed) * self.last
+    def update(self, p, state, group):
+        momentum, numel = state.get("momentum"), p.numel()
+        if momentum is None:
+            momentum = torch.zeros(numel)
+        elif momentum.dtype == torch.int8:
+            momentum = (momentum.float().view(-1, 16) * state["scale"]).flatten()[:numel]
+        momentum = 0.9 * momentum + p.grad.flatten()
+        p.sub_(group["lr"] * momentum.view_as(p))
+        if numel >= 64:
+            blocks = nn.functional.pad(momentum, (0, -numel % 16)).view(-1, 16)
+            state["scale"] = blocks.abs().amax(1, keepdim=True).clamp_min(1e-9) / 127
+            momentum = (blocks / state["scale"]).round().to(torch.int8).flatten()
+        state["momentum"] = momentum
 
 
 KINDS = {
     "Muon": (torch.optim.Muon, {"lr": 0.02, "weight_decay": 0.1}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.05, "foreach": False}),
     "LAMB": (Lamb, {}),
-    "factors": (Factors, {}),
-    "8 bits": (Quantised, {}),
+    "factors": (Factors, {"lr": 0.01}),
+    "8 bits": (Quantised, {"lr": 0.05}),
 }
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 
 
 def sharded(mesh, stage, kind, model=None, **more):
-    model = zero_ext.shard(model or Matrices(), stage, mesh=mesh, bucket_mb=400 / 2**20)
+    model = straddling(model or Matrices(), stage, mesh)
     made, settings = KINDS[kind]
     return model, zero_ext.optim.wrap(made, model.parameters(), **settings, **more)
 
 
-def train(model, optimizer, rank, steps, micros=1) -> None:
-    for step in steps:
-        for micro in range(micros):
-            mean_square(model, rank_data((3, 13), rank, step, micro)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-class OneProcess:
-    """The class itself on fp32 parameters, with the average of all ranks' gradients."""
-
-    def __init__(self, world, kind, model=None):
-        self.world, self.model = world, model or Matrices()
-        made, settings = KINDS[kind]
-        self.optimizer = made(self.model.parameters(), **settings)
-
-    def train(self, steps, micros=1, clip=None) -> None:
-        for step in steps:
-            batches = [
-                [rank_data((3, 13), rank, step, micro) for rank in range(self.world)]
-                for micro in range(micros)
-            ]
-            self.model.zero_grad()
-            gradients = reference_gradients(self._copy, batches, self.world, 1 / self.world)
-            for name, p in self.model.named_parameters():
-                p.grad = gradients[name]
-            self.optimizer.step()
-
-    def _copy(self):
-        model = Matrices()
-        model.load_state_dict(self.model.state_dict())
-        return model
-
-
-def assert_same(model, plain) -> None:
-    for name, p in model.named_parameters():
-        assert_bits(zero_ext.full_tensor(p), plain.model.get_parameter(name), name)
-
-
-def power_of_two(world) -> None:
-    if world & (world - 1):
-        pytest.skip("an average over so many ranks is rounded")
+def one_process(anywhere, world, kind) -> OneProcess:
+    made, settings = KINDS[kind]
+    return OneProcess(1 if anywhere is None else world, functools.partial(made, **settings))
 
 
 @EVERY_KIND
@@ -171,22 +97,18 @@ def power_of_two(world) -> None:
     + [pytest.param(s, m, marks=pytest.mark.slow) for s, m in ((0, 1), (1, 4), (2, 1), (3, 4))],
 )
 def test_parameters_have_the_bits_of_one_process(anywhere, rank, world, kind, stage, micros):
-    world = 1 if anywhere is None else world
-    power_of_two(world)
     model, optimizer = sharded(anywhere, stage, kind)
     assert isinstance(optimizer, OwnedOptimizer)
-    plain = OneProcess(world, kind)
+    plain = one_process(anywhere, world, kind)
     train(model, optimizer, rank, range(STEPS), micros)
     plain.train(range(STEPS), micros)
-    assert_same(model, plain)
+    assert_same_parameters(model, plain.model)
 
 
 @EVERY_KIND
 def test_training_goes_on_from_a_checkpoint(anywhere, rank, world, path, kind):
-    world = 1 if anywhere is None else world
-    power_of_two(world)
     model, optimizer = sharded(anywhere, 3, kind)
-    plain = OneProcess(world, kind)
+    plain = one_process(anywhere, world, kind)
     train(model, optimizer, rank, range(2))
     zero_ext.checkpoint.save(path, model, optimizer)
     state_dict = optimizer.state_dict()
@@ -202,38 +124,39 @@ def test_training_goes_on_from_a_checkpoint(anywhere, rank, world, path, kind):
     again, its = sharded(anywhere, 1, kind, Matrices(seed=1))
     zero_ext.checkpoint.load(path, again, its)
     train(again, its, rank, range(2, STEPS))
-    assert_same(again, plain)
+    assert_same_parameters(again, plain.model)
     # And from one process's state_dict.
-    started = OneProcess(world, kind)
+    started = one_process(anywhere, world, kind)
     started.train(range(2))
-    other, its = sharded(anywhere, 2, kind, started._copy())
+    other, its = sharded(anywhere, 2, kind, started.copy())
     its.load_state_dict(started.optimizer.state_dict())
     train(other, its, rank, range(2, STEPS))
-    assert_same(other, plain)
+    assert_same_parameters(other, plain.model)
 
 
 def test_owners_share_the_elements(anywhere, rank):
     model, optimizer = sharded(anywhere, 2, "Muon")
     train(model, optimizer, rank, range(1))
     owners = optimizer._owners
-    assert sum(owners.numels) == sum(p.numel() for p in model.parameters())
+    assert sum(owners.loads) == sum(p.numel() for p in model.parameters())
     largest = max(p.numel() for p in model.parameters())
-    assert max(owners.numels) - min(owners.numels) <= largest
+    assert max(owners.loads) - min(owners.loads) <= largest
     for p in model.parameters():
         assert (p in optimizer.state and bool(optimizer.state[p])) == owners.owns(p)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_waves_bound_what_is_whole_at_a_time(anywhere, rank, world, stage, monkeypatch):
-    world = 1 if anywhere is None else world
-    power_of_two(world)
-    monkeypatch.setattr("zero_ext.optim.owners._WAVE_NUMEL", 200)
-    model, optimizer = sharded(anywhere, stage, "Muon")
-    plain = OneProcess(world, "Muon")
+def test_waves_bound_what_is_whole_at_a_time(anywhere, rank, world, stage):
+    model, optimizer = sharded(anywhere, stage, "Muon", owner_mb=8 * 90 / 2**20)
+    plain = one_process(anywhere, world, "Muon")
     train(model, optimizer, rank, range(2))
-    assert len(list(optimizer._owners.waves(list(model.parameters())))) == 4
+    waves = optimizer._owners.waves(list(model.parameters()))
+    assert len(waves) > 1
+    for wave in waves:
+        assert len(wave.mine) <= 1 or sum(p.numel() for p, *_ in wave.mine) <= 90
+    assert 0 < optimizer.stats()["bytes_peak_owners"] <= 3 * 8 * 169
     plain.train(range(2))
-    assert_same(model, plain)
+    assert_same_parameters(model, plain.model)
 
 
 def test_what_a_step_leaves_alone(anywhere, rank):
@@ -261,21 +184,17 @@ def test_what_a_step_leaves_alone(anywhere, rank):
 
 
 def test_an_optimizer_of_plain_parameters(anywhere, rank, world):
-    world = 1 if anywhere is None else world
-    power_of_two(world)
-    model, plain = Matrices(), OneProcess(world, "Adafactor")
+    model, plain = Matrices(), one_process(anywhere, world, "Adafactor")
     group = None if anywhere is None else anywhere.get_group()
     made, settings = KINDS["Adafactor"]
     optimizer = zero_ext.optim.wrap(made, model.parameters(), process_group=group, **settings)
     train(model, optimizer, rank, range(STEPS))
     plain.train(range(STEPS))
-    assert_same(model, plain)
+    assert_same_parameters(model, plain.model)
 
 
 def test_an_object_is_taken_over_with_its_groups_and_schedule(anywhere, rank, world):
-    world = 1 if anywhere is None else world
-    power_of_two(world)
-    model, plain = Matrices(), OneProcess(world, "LAMB")
+    model, plain = Matrices(), one_process(anywhere, world, "LAMB")
     given = Lamb(model.parameters())
     config = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0}
     engine, optimizer, *_ = zero_ext.initialize(
@@ -288,7 +207,7 @@ def test_an_object_is_taken_over_with_its_groups_and_schedule(anywhere, rank, wo
     plain.train(range(2))
     plain.optimizer.param_groups[0]["lr"] *= 0.5
     plain.train(range(2, 4))
-    assert_same(engine.module, plain)
+    assert_same_parameters(engine.module, plain.model)
 
 
 def test_shapes_that_the_class_rejects_are_told_at_once():

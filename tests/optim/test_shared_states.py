@@ -6,28 +6,20 @@ The trial has 12 steps and at most 8,192 elements: each of these states appears 
 import pytest
 import torch
 from harness import mean_square, rank_data
+from own_optimizers import EachByItself
 from setups import values_of
 from torch import nn
 
 import zero_ext
 
 
-class Late(torch.optim.Optimizer):
+class Late(EachByItself):
     """SGD, which counts its steps and makes more states in ``late``."""
 
-    def __init__(self, params, lr=0.01):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                state["step"] = state.get("step", torch.zeros(1)) + 1
-                self.late(p, state, int(state["step"]))
-                p.sub_(p.grad, alpha=group["lr"])
+    def update(self, p, state, group):
+        state["step"] = state.get("step", torch.zeros(1)) + 1
+        self.late(p, state, int(state["step"]))
+        p.sub_(p.grad, alpha=group["lr"])
 
 
 class BlockScales(Late):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from own_optimizers import EachByItself
 from torch import Tensor, nn
 
 import zero_ext
@@ -9,18 +10,12 @@ from zero_ext.optim import elementwise
 from zero_ext.optim.owned_optimizer import OwnedOptimizer
 
 
-class Own(torch.optim.Optimizer):
+class Own(EachByItself):
     """Subtracts ``change(parameter, state)`` times the rate."""
 
-    def __init__(self, params, lr=0.1):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None and p.numel():
-                    p.sub_(self.change(p, self.state[p]) * group["lr"])
+    def update(self, p, state, group):
+        if p.numel():
+            p.sub_(self.change(p, state) * group["lr"])
 
 
 class EveryFourth(Own):

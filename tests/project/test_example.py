@@ -49,10 +49,12 @@ def test_two_ranks_learn_and_write_their_log(tmp_path, method):
     assert_learned(train(tmp_path, method, *LEARNING))
 
 
+@pytest.mark.parametrize("optimizer", [pytest.param("adamw", marks=SLOW), "muon"])
 def test_two_ranks_learn_and_a_resumed_run_has_the_losses_of_one_that_went_on(
-    tmp_path, monkeypatch, train_lm
+    tmp_path, monkeypatch, train_lm, optimizer
 ):
-    log = train(tmp_path, "--stage=2", *LEARNING, "--checkpoint-every=8")
+    chosen = f"--optimizer={optimizer}"
+    log = train(tmp_path, "--stage=2", *LEARNING, chosen, "--checkpoint-every=8")
     assert_learned(log)
     (tmp_path / "run" / "log.json").unlink()
     refused = [*TINY, "--out", "run", *LEARNING, "--resume=run/step-8", "--steps=8"]
@@ -60,7 +62,7 @@ def test_two_ranks_learn_and_a_resumed_run_has_the_losses_of_one_that_went_on(
     with pytest.raises(SystemExit, match="has made 8 steps"):
         train_lm.main()
     assert not (tmp_path / "run" / "log.json").exists()
-    resumed = train(tmp_path, "--stage=3", *LEARNING, "--resume=run/step-8")
+    resumed = train(tmp_path, "--stage=3", *LEARNING, chosen, "--resume=run/step-8")
     assert resumed["loss"] == log["loss"]
     assert resumed["gradient_norm"] == log["gradient_norm"]
 

@@ -19,6 +19,7 @@ _OWN = {
     torch.optim.AdamW: optim.AdamW,
     torch.optim.Adam: optim.Adam,
     torch.optim.SGD: optim.SGD,
+    torch.optim.Muon: optim.Muon,
 }
 _HOOKS = (
     "_optimizer_step_pre_hooks",

@@ -59,6 +59,13 @@ def sharded_in(group: Group) -> list[tuple[Tensor, int]]:
     return [(parameter, place[1]) for parameter, place in found if place is not None]
 
 
+def trained_in(groups: Sequence[Group]) -> dict[Tensor, Group]:
+    """The group of each sharded parameter that trains, in an order that all ranks have."""
+    found = [(i, p, group) for group in groups for p, i in sharded_in(group)]
+    found.sort(key=lambda each: each[0])
+    return {p: group for i, p, group in found if find(p)[0].engine.unit_of(i) >= 0}
+
+
 def name_in_module(parameter: Tensor) -> str | None:
     """What the engine that shards ``parameter`` calls it; None: no engine does."""
     place = find(parameter)

@@ -14,7 +14,7 @@ from torch import Tensor
 from zero_ext import _C
 from zero_ext.engine.registry import find
 from zero_ext.optim import elementwise
-from zero_ext.optim.groups import Group, settings_of
+from zero_ext.optim.groups import Group, settings_of, sharded_in, trained_in
 from zero_ext.optim.loading import SavedState
 from zero_ext.optim.offloading import OffloadedStates
 from zero_ext.optim.owners import Owners
@@ -36,14 +36,18 @@ class OwnedOptimizer(ShardedOptimizer):
     every rank gets all states, whole.
     """
 
-    def __init__(self, optimizer_class, params, kwargs, **sharding):
+    def __init__(self, optimizer_class, params, kwargs, owner_mb: float, **sharding):
         self._optimizer_class, self._kwargs = optimizer_class, kwargs
-        self._owners: Owners | None = None
         self._owned: dict[Tensor, _Owned] = {}
         self._shapes_checked: set[tuple] = set()
         self._offloaded = OffloadedStates()
         probe = self._inner_of(torch.nn.Parameter(torch.zeros(2, 2, device="cpu")), {})
         super().__init__(params, dict(probe.defaults), **sharding)
+        self._owners = Owners(
+            self._handle,
+            owner_mb=owner_mb,
+            element_bytes=2 * torch.float32.itemsize,  # master and gradient
+        )
 
     _updates_in_python = True
     _step_supports_amp_scaling = False  # whatever the inner ones say
@@ -73,16 +77,9 @@ class OwnedOptimizer(ShardedOptimizer):
         """States are there after the first step, at the owner."""
 
     def _find_owners(self) -> dict[Tensor, Group]:
-        """Make ``_owners`` complete. Returns the group of each parameter that trains."""
-        engine = self._handle.engine
-        groups = {
-            p: group
-            for group in self.param_groups
-            for p in group["params"]
-            if find(p) is not None and engine.unit_of(find(p)[1]) >= 0
-        }
-        self._owners = self._owners or Owners(self._handle)
-        self._owners.assign(groups)
+        """Give each parameter an owner. Returns the group of each parameter that trains."""
+        groups = trained_in(self.param_groups)
+        self._owners.assign({p: p.numel() for p in groups})
         return groups
 
     # The step
@@ -93,13 +90,14 @@ class OwnedOptimizer(ShardedOptimizer):
         masters = {p: self._handle.engine.master_slice(find(p)[1]) for p in stepped}
         try:
             for wave in owners.waves(stepped):
-                gradients = {p: self._gradient_of(p, masters[p]) for p in wave}
-                whole_gradients = owners.to_owners(wave, gradients)
-                whole_masters = owners.to_owners(wave, masters)
+                gradients = {p: self._gradient_of(p, masters[p]) for p in wave.parameters}
+                whole_gradients, whole_masters = owners.to_owners(wave, gradients, masters)()
                 with all_or_none(self._handle.groups, f"step() of {self._class_name}"):
                     for p, master in whole_masters.items():
                         self._step_owned(p, groups[p], master, whole_gradients[p])
-                owners.from_owners(wave, whole_masters, masters)
+                parts = owners.from_owners(wave, whole_masters, masters[wave.parameters[0]])()
+                for p, part in parts.items():
+                    masters[p].copy_(part)
         finally:  # masters that have moved are those of their parameters, whatever was raised
             self._sharded_state.apply_masters()
 
@@ -139,16 +137,21 @@ class OwnedOptimizer(ShardedOptimizer):
     def _shaped(self, flat: Tensor, parameter: Tensor) -> Tensor:
         return flat.as_strided(parameter.shape, self._handle.engine.strides(find(parameter)[1]))
 
+    def stats(self) -> dict[str, int]:
+        """See ``zero_ext.stats``."""
+        return {**super().stats(), **self._owners.stats()}
+
     # The state
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with all states, whole, on every rank. Collective."""
         self._find_owners()
-        order = [p for group in self.param_groups for p in group["params"]]
-        mine = {k: dict(self.state[p]) for k, p in enumerate(order) if p in self._owned}
+        places = dict(p_i for group in self.param_groups for p_i in sharded_in(group))
+        mine = {i: dict(self.state[p]) for p, i in places.items() if p in self._owned}
         everything = self._owners.gather(mine)
         own = self.state
-        self.state = type(own)(dict, {order[k]: state for k, state in sorted(everything.items())})
+        whole = {p: everything[i] for p, i in places.items() if i in everything}
+        self.state = type(own)(dict, whole)
         try:
             return super().state_dict()
         finally:

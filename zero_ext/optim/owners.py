@@ -2,124 +2,238 @@
 
 Note [Owners]
 Each parameter has one owner among the ranks that share it. In a step its owner gets the pieces of
-the averaged fp32 gradient and of the master, updates the whole tensors, and sends the new master's
-pieces back. So matrices are never cut, and nothing depends on the number of ranks or the stage.
+what the update needs whole, and sends the pieces of the result back. So matrices are never cut, and
+nothing depends on the number of ranks or the stage. Every rank finds the same owners (owner_plan.py
+says how).
 
-Every rank finds the same owners: the largest parameter first, each for the rank with the fewest
-elements so far, in a tie for the one that holds most of it. Where every rank holds everything, all
-of them own every parameter.
+The parameters of a step travel in waves, with one message each way between two ranks. A wave has so
+many parameters that those of an owner fill its ``owner_mb``, or a single larger one.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero_ext.engine.checks import check_number
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
-from zero_ext.ranks.collectives import on_wire
+from zero_ext.optim import owner_plan
+from zero_ext.ranks.collectives import on_wire, wait_for
 
-# Elements of the parameters that are whole at their owners at a time, of all ranks together.
-_WAVE_NUMEL = 2**26
+OWNER_MB = 256.0
+
+Values = dict[Tensor, Tensor]  # by parameter
+
+
+def check_owner_mb(owner_mb: float) -> None:
+    check_number("owner_mb", owner_mb)
+    if not owner_mb > 0:
+        raise ValueError(f"zero_ext: owner_mb must be positive, not {owner_mb}.")
+
+
+class _Part(NamedTuple):
+    """The elements of a parameter from ``start`` to ``stop``."""
+
+    parameter: Tensor
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    def of(self, flat: Tensor) -> Tensor:
+        return flat[self.start : self.stop]
+
+
+class Wave(NamedTuple):
+    """Parameters that travel at a time.
+
+    Attributes:
+        mine: Those that this rank owns, as the parts of them that this rank holds.
+        away: By owner, this rank's parts of the others.
+        near: By rank, the other ranks' parts of those that this rank owns.
+    """
+
+    parameters: list[Tensor]
+    mine: list[_Part]
+    away: list[list[_Part]]
+    near: list[list[_Part]]
 
 
 class Owners:
-    """The owners of one optimizer's parameters. Changes in ``assign`` alone."""
+    """The owners of one optimizer's parameters. They change in ``assign`` alone.
 
-    def __init__(self, handle: Handle):
+    Args:
+        element_bytes: What an owner has of each element of its parameters in a wave.
+        split_replicas: Where every rank holds everything, each parameter has one owner as well;
+            else all ranks own all parameters.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        *,
+        owner_mb: float,
+        element_bytes: int,
+        split_replicas: bool = False,
+    ):
         self._handle = handle
-        self._group = None if handle.replicated else handle.groups.mesh.get_group()
+        self._element_bytes = element_bytes
+        self._limit = owner_mb * 2**20 / element_bytes
+        self._group = None
+        if not handle.replicated:
+            self._group = handle.groups.mesh.get_group()
+        elif split_replicas and handle.groups.world > 1:
+            self._group = handle.groups.parent
         self.rank = 0 if self._group is None else dist.get_rank(self._group)
         world = 1 if self._group is None else dist.get_world_size(self._group)
-        self.numels = [0] * world  # of the parameters that each rank owns
+        self.loads = [0] * world  # the cost of what each rank owns
         self._owner: dict[Tensor, int] = {}
-        self._bounds: dict[Tensor, list[int]] = {}  # where each rank's elements begin, and the end
+        self._planned: tuple[list[Tensor], list[Wave]] = ([], [])
+        self._held = self._peak = self._sent = 0  # bytes
 
-    def assign(self, parameters: Iterable[Tensor]) -> None:
-        """Find owners for those that have none. Every rank must pass the same."""
-        new = [p for p in dict.fromkeys(parameters) if p not in self._owner]
-        for parameter in sorted(new, key=lambda p: -p.numel()):  # a stable sort
-            bounds = self._handle.engine.bounds(find(parameter)[1])
-            self._bounds[parameter] = [0, bounds[-1]] if self._group is None else bounds
-            pieces = [self.piece(parameter, r) for r in range(len(self.numels))]
-            held = [stop - start for start, stop in pieces]
-            owner = min(range(len(held)), key=lambda r: (self.numels[r], -held[r], r))
-            self.numels[owner] += parameter.numel()
-            self._owner[parameter] = owner
+    def assign(self, costs: dict[Tensor, int]) -> None:
+        """Find owners for those parameters that have none. Every rank must pass the same.
+
+        Args:
+            costs: Of the updates of whole parameters; owners share them evenly.
+        """
+        new = [p for p in costs if p not in self._owner]
+        if new:
+            bounds = [[] if self._handle.replicated else self._bounds(p) for p in new]
+            owners = owner_plan.assign([costs[p] for p in new], bounds, self.loads)
+            self._owner.update(zip(new, owners, strict=True))
 
     def owns(self, parameter: Tensor) -> bool:
         return self._owner.get(parameter) == self.rank
 
-    def piece(self, parameter: Tensor, rank: int) -> tuple[int, int]:
-        """Begin and end of the elements that ``rank`` holds."""
-        start, stop = self._bounds[parameter][rank : rank + 2]
-        return start, stop
+    def stats(self) -> dict[str, int]:
+        return {"bytes_sent_for_owners": self._sent, "bytes_peak_owners": self._peak}
 
-    def waves(self, parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-        """The parameters in their order, so many at a time that their number is bounded."""
-        wave: list[Tensor] = []
-        numel = 0
-        for parameter in parameters:
-            if wave and numel + parameter.numel() > _WAVE_NUMEL:
-                yield wave
-                wave, numel = [], 0
-            wave.append(parameter)
-            numel += parameter.numel()
-        if wave:
-            yield wave
+    # Waves
 
-    def to_owners(self, wave: Sequence[Tensor], values: dict[Tensor, Tensor]) -> dict:
+    def waves(self, parameters: Sequence[Tensor]) -> list[Wave]:
+        """Every rank must pass the same in the same order."""
+        self._held = 0  # also where the last step raised
+        before, waves = self._planned
+        if len(before) != len(parameters) or not all(map(operator.is_, before, parameters)):
+            owners = [self._owner[p] for p in parameters]
+            numbers = owner_plan.waves([p.numel() for p in parameters], owners, self._limit)
+            waves = [self._wave([parameters[k] for k in of_wave]) for of_wave in numbers]
+            self._planned = list(parameters), waves
+        return waves
+
+    def _bounds(self, parameter: Tensor) -> list[int]:
+        return self._handle.engine.bounds(find(parameter)[1])
+
+    def _part(self, parameter: Tensor, rank: int) -> _Part:
+        """What ``rank`` holds."""
+        if self._handle.replicated:
+            return _Part(parameter, 0, parameter.numel())
+        return _Part(parameter, *self._bounds(parameter)[rank : rank + 2])
+
+    def _wave(self, parameters: list[Tensor]) -> Wave:
+        owned: list[list[Tensor]] = [[] for _ in self.loads]
+        for p in parameters:
+            owned[self._owner[p]].append(p)
+        mine = owned[self.rank]
+        near = [[self._part(p, r) for p in mine] for r in range(len(owned))]
+        away = [[self._part(p, self.rank) for p in of_rank] for of_rank in owned]
+        near[self.rank], away[self.rank] = [], []
+        return Wave(parameters, [self._part(p, self.rank) for p in mine], away, near)
+
+    # The way there and back. Each call starts an exchange; what it returns waits for the end.
+
+    def to_owners(self, wave: Wave, *values: Values) -> Callable[[], tuple[Values, ...]]:
         """Whole values, flat, of those parameters of ``wave`` that this rank owns. Collective.
 
         Args:
-            values: This rank's piece of each, fp32 of shape [elements held].
+            values: This rank's parts, of shape [elements held] and one dtype.
         """
-        sent = [[values[p] for p in wave if self._owner[p] == r] for r in range(len(self.numels))]
-        mine = [p for p in wave if self.owns(p)]
-        lengths = [[self._length(p, r) for p in mine] for r in range(len(self.numels))]
-        whole = {p: values[p].new_empty(p.numel()) for p in mine}
-        for r, pieces in enumerate(self._exchange(sent, lengths, values[wave[0]])):
-            for p, piece in zip(mine, pieces, strict=True):
-                whole[p][slice(*self.piece(p, r))] = piece
-        return whole
+        like = values[0][wave.parameters[0]]
+        near = [] if self._handle.replicated else wave.near
+        away = [] if self._handle.replicated else wave.away
+        sent = [[each[part.parameter] for each in values for part in of] for of in away]
+        arrive = self._exchange(like, sent, [_numels(of) * len(values) for of in near])
 
-    def from_owners(
-        self, wave: Sequence[Tensor], whole: dict[Tensor, Tensor], values: dict[Tensor, Tensor]
-    ) -> None:
-        """Write this rank's pieces of the owners' whole values into ``values``. Collective."""
-        ranks = range(len(self.numels))
-        sent = [[flat[slice(*self.piece(p, r))] for p, flat in whole.items()] for r in ranks]
-        owned = [[p for p in wave if self._owner[p] == r] for r in ranks]
-        lengths = [[self._length(p, self.rank) for p in of_rank] for of_rank in owned]
-        received = self._exchange(sent, lengths, values[wave[0]])
-        for parameters, pieces in zip(owned, received, strict=True):
-            for p, piece in zip(parameters, pieces, strict=True):
-                values[p].copy_(piece)
+        def finish() -> tuple[Values, ...]:
+            whole: tuple[Values, ...] = tuple({} for _ in values)
+            for each, own in zip(whole, values, strict=True):
+                for part in wave.mine:
+                    each[part.parameter] = like.new_empty(part.parameter.numel())
+                    part.of(each[part.parameter]).copy_(own[part.parameter])
+            parts = [(each, part) for of in near for each in whole for part in of]
+            pieces = arrive().split([part.numel for _, part in parts])
+            for (each, part), piece in zip(parts, pieces, strict=True):
+                part.of(each[part.parameter]).copy_(piece)
+            self._count(self._element_bytes * sum(p.numel() for p, *_ in wave.mine))
+            return whole
 
-    def _length(self, parameter: Tensor, rank: int) -> int:
-        start, stop = self.piece(parameter, rank)
-        return stop - start
+        return finish
+
+    def from_owners(self, wave: Wave, whole: Values, like: Tensor) -> Callable[[], Values]:
+        """This rank's parts of the owners' whole values. Collective.
+
+        Args:
+            like: Of their dtype and device.
+        """
+        sent = [[part.of(whole[part.parameter]) for part in of] for of in wave.near]
+        arrive = self._exchange(like, sent, [_numels(of) for of in wave.away])
+
+        def finish() -> Values:
+            away = [part for of in wave.away for part in of]
+            pieces = arrive().split([part.numel for part in away])
+            parts = {part.parameter: piece for part, piece in zip(away, pieces, strict=True)}
+            self._count(-self._element_bytes * sum(p.numel() for p, *_ in wave.mine))
+            return parts | {part.parameter: part.of(whole[part.parameter]) for part in wave.mine}
+
+        return finish
 
     def _exchange(
-        self, sent: list[list[Tensor]], lengths: list[list[int]], like: Tensor
-    ) -> list[list[Tensor]]:
-        """Send each rank its pieces. Returns the pieces from each rank, of these lengths."""
-        if self._group is None:
-            return sent
-        sizes = [sum(piece.numel() for piece in pieces) for pieces in sent]
-        block = torch.cat([like.new_empty(0), *(piece for pieces in sent for piece in pieces)])
+        self, like: Tensor, sent: list[list[Tensor]], numels: list[int]
+    ) -> Callable[[], Tensor]:
+        """Send each rank its tensors. What is returned has so many elements of each, flat."""
+        if self._group is None or not numels:
+            return lambda: like.new_empty(0)
+        block = torch.cat([like.new_empty(0), *(piece for of in sent for piece in of)])
         wire = on_wire(block, self._group)
-        received = wire.new_empty(sum(map(sum, lengths)))
-        of_rank = [sum(numbers) for numbers in lengths]
-        dist.all_to_all_single(received, wire, of_rank, sizes, self._group)
-        blocks = received.to(like.device).split(of_rank)
-        return [list(b.split(numbers)) for b, numbers in zip(blocks, lengths, strict=True)]
+        received = wire.new_empty(sum(numels))
+        size = block.element_size()
+        work = dist.all_to_all_single(
+            received.view(torch.uint8),  # no backend knows every dtype
+            wire.view(torch.uint8),
+            [size * numel for numel in numels],
+            [size * sum(piece.numel() for piece in of) for of in sent],
+            self._group,
+            async_op=True,
+        )
+        self._sent += block.nbytes
+        self._count(wire.nbytes + received.nbytes)
+
+        def arrive() -> Tensor:
+            wait_for(work, received)
+            self._count(-wire.nbytes - received.nbytes)
+            return received.to(like.device)
+
+        return arrive
+
+    def _count(self, nbytes: int) -> None:
+        self._held += nbytes
+        self._peak = max(self._peak, self._held)
 
     def gather(self, mine: dict[int, dict]) -> dict[int, dict]:
         """What all owners have, of any kind. Collective."""
         if self._group is None:
             return mine
-        of_ranks: list = [None] * len(self.numels)
+        of_ranks: list = [None] * len(self.loads)
         dist.all_gather_object(of_ranks, mine, self._group)
         return {key: value for each in of_ranks for key, value in each.items()}
+
+
+def _numels(parts: Sequence[_Part]) -> int:
+    return sum(part.numel for part in parts)

@@ -54,6 +54,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # Names of per-element states, in the order in which the C++ side numbers them.
     _state_names: tuple[str, ...] = ()
+    # Whether torch's optimizer has the state "step" as well.
+    _counts_steps = True
     # Whether other code than the C++ side's updates the masters.
     _updates_in_python = False
     # What the step that is being made was given for it.
@@ -204,15 +206,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _held_state(self, parameter: Tensor, i: int) -> dict[str, Tensor]:
         """The count of steps, and each of ``_state_names`` that there is memory for."""
-        names = self._state_names[: self._states_held]
+        names = self._with_count(self._state_names[: self._states_held])
         return _views(self._sharded_state, self._handle, names, parameter, i)
 
     def _names_in(self, group: groups.Group) -> tuple[str, ...]:
-        return ("step", *self._state_names[: self._states_of(group)])
+        return self._with_count(self._state_names[: self._states_of(group)])
+
+    def _with_count(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return ("step", *names) if self._counts_steps else names
 
     def _show_state(self, parameter: Tensor, i: int, group: groups.Group) -> None:
         self._handle.check_size(i, parameter)
-        names = self._state_names[: self._states_of(group)]
+        names = self._names_in(group)
         make = functools.partial(_views, self._sharded_state, self._handle, names)
         make = self._makers.setdefault(names, make)  # one for all parameters
         if isinstance(self.state, ShownStates) and parameter not in self.state:
@@ -410,11 +415,11 @@ def _views(
     parameter: Tensor,
     i: int,
 ) -> dict[str, Tensor]:
-    """Of parameter i: the count of steps, and the first states, which have these names.
+    """Of parameter i: the count of steps if it is among ``names``, and the first states.
 
     Not a method: who makes them later must not hold the optimizer.
     """
-    state = {"step": sharded_state.step(i)}
-    for k, name in enumerate(names):
+    state = {"step": sharded_state.step(i)} if "step" in names else {}
+    for k, name in enumerate(name for name in names if name != "step"):
         state[name] = handle.as_parameter(sharded_state.slice(k, i), i, parameter)
     return state

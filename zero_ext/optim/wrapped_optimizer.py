@@ -19,6 +19,7 @@ from zero_ext.optim.lending import method_of
 from zero_ext.optim.loading import SavedState
 from zero_ext.optim.offloading import OffloadedStates
 from zero_ext.optim.owned_optimizer import OwnedOptimizer
+from zero_ext.optim.owners import OWNER_MB, check_owner_mb
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 
 
@@ -32,23 +33,32 @@ def wrap(optimizer_class: type[torch.optim.Optimizer], params, **kwargs: Any) ->
         optimizer_class: Called as ``optimizer_class(params, **kwargs)``.
         kwargs: Arguments of ``optimizer_class``, and the keyword arguments of
             ``ShardedOptimizer``. ``max_grad_norm`` scales ``p.grad`` itself, before the update.
+            ``owner_mb``: MiB of masters and gradients that an owner has whole at a time.
     Raises:
         TypeError: an update or a state depends on other parameters or on random numbers, found by
             trying, not by name.
     """
-    names = ShardingArguments.__annotations__.keys() & kwargs.keys()
+    names = {"owner_mb", *ShardingArguments.__annotations__} & kwargs.keys()
     sharding = {name: kwargs.pop(name) for name in names}
     return sharded(optimizer_class, params, kwargs, **sharding)
 
 
-def sharded(optimizer_class, params, kwargs: dict[str, Any], **sharding: Any) -> ShardedOptimizer:
+def sharded(
+    optimizer_class,
+    params,
+    kwargs: dict[str, Any],
+    *,
+    owner_mb: float = OWNER_MB,
+    **sharding: Any,
+) -> ShardedOptimizer:
     """The optimizer for what a trial has found out about ``optimizer_class``."""
+    check_owner_mb(owner_mb)
     if isinstance(params, Iterator):  # which is read twice
         params = list(params)
     try:
         return WrappedOptimizer(optimizer_class, params, kwargs, **sharding)
     except elementwise.WholeParametersError:
-        return OwnedOptimizer(optimizer_class, params, kwargs, **sharding)
+        return OwnedOptimizer(optimizer_class, params, kwargs, owner_mb, **sharding)
 
 
 class Template:

@@ -1,0 +1,219 @@
+"""Muon, sharded: the momentum is flat and sharded, and each matrix is orthogonalised by its owner.
+
+Note [Muon]
+torch.optim.Muon rounds a matrix to bf16 before its iteration, and the iteration's result is in
+bf16. So the rounded elements are all that an owner has to get, and the result all that it has to
+send: 2 bytes per element each way, with torch's bits. All else is elementwise, and each rank does
+it for the elements that it holds. Where every rank holds everything, the owners share the work, and
+only results travel.
+
+While an owner works on one wave of matrices, the next one is on its way to it, and the results of
+the last one are on their way back.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import _muon
+from typing_extensions import Unpack
+
+from zero_ext import _C
+from zero_ext.engine.registry import find
+from zero_ext.optim.arguments import ShardingArguments
+from zero_ext.optim.groups import Group, name_in_module, trained_in
+from zero_ext.optim.owner_plan import newton_schulz_cost
+from zero_ext.optim.owners import OWNER_MB, Owners, Values, Wave, check_owner_mb
+from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+
+# Of each element of an owner's matrices: what the iteration takes, and its result.
+_ELEMENT_BYTES = 2 * torch.bfloat16.itemsize
+
+
+class Muon(ShardedOptimizer):
+    """torch.optim.Muon with sharded fp32 momentum and fp32 masters (Jordan et al. 2024).
+
+    Arguments as in torch. See ``ShardedOptimizer`` for the keyword arguments that torch does not
+    have, and ``muon_groups`` for which parameters of a model to pass.
+
+    Args:
+        split: Each matrix is updated as so many matrices with equally many rows: 3 for a fused
+            query, key and value. A setting of groups, as all but ``owner_mb``.
+        owner_mb: Each rank iterates on the matrices that it owns. They travel in waves of so many
+            MiB of matrices and results per owner; two waves are under way at a time. A larger
+            matrix is a wave by itself.
+    Raises:
+        ValueError: a parameter is no matrix.
+    """
+
+    _state_names = ("momentum_buffer",)
+    _counts_steps = False
+    _updates_in_python = True
+
+    def __init__(
+        self,
+        params,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        split: int = 1,
+        owner_mb: float = OWNER_MB,
+        **sharding: Unpack[ShardingArguments],
+    ):
+        check_owner_mb(owner_mb)
+        # torch checks the values, with messages of its own.
+        torchs = torch.optim.Muon(
+            [torch.zeros(1, 1)],
+            lr,
+            weight_decay,
+            momentum,
+            nesterov,
+            ns_coefficients,
+            eps,
+            ns_steps,
+            adjust_lr_fn,
+        )
+        super().__init__(params, {**torchs.defaults, "split": split}, **sharding)
+        self._owners = Owners(
+            self._handle,
+            owner_mb=owner_mb,
+            element_bytes=_ELEMENT_BYTES,
+            split_replicas=True,
+        )
+
+    def add_param_group(self, param_group: Group) -> None:
+        if isinstance(param_group, dict) and isinstance(param_group.get("params"), Iterable):
+            given = param_group["params"]
+            if isinstance(given, Tensor | Iterator):  # which can be read once
+                given = [given] if isinstance(given, Tensor) else [*given]
+                param_group["params"] = given
+            split = param_group.get("split", self.defaults["split"])
+            for each in given:
+                name, parameter = each if isinstance(each, tuple) else (None, each)
+                if isinstance(parameter, Tensor):  # of other objects torch tells
+                    _check_matrix(name or name_in_module(parameter), parameter, split)
+        super().add_param_group(param_group)
+
+    @property
+    def knows_of_skipped_steps(self) -> bool:
+        return True  # whether owners get something to do must be known when a step is made
+
+    def stats(self) -> dict[str, int]:
+        """See ``zero_ext.stats``."""
+        return {**super().stats(), **self._owners.stats()}
+
+    # The step
+
+    def _update(self, verdict: _C.StepVerdict) -> None:
+        for group in self.param_groups:
+            _check_settings(group)
+        groups = trained_in(self.param_groups)
+        self._owners.assign(
+            {p: g["split"] * newton_schulz_cost(*_part_shape(p, g)) for p, g in groups.items()}
+        )
+        try:
+            self._update_in_waves({p: g for p, g in groups.items() if p.grad is not None})
+        finally:  # masters that have moved are those of their parameters, whatever was raised
+            self._sharded_state.apply_masters()
+
+    def _update_in_waves(self, groups: dict[Tensor, Group]) -> None:
+        waves = self._owners.waves([*groups])
+        like = torch.empty(0, dtype=torch.bfloat16, device=self._handle.groups.device)
+        arriving = [self._send(wave, groups) for wave in waves[:1]]
+        come_back: Callable[[], Values] = dict
+        for wave, following in itertools.zip_longest(waves, waves[1:]):
+            arrive = arriving.pop()
+            if following is not None:
+                arriving.append(self._send(following, groups))
+            (matrices,) = arrive()
+            results = {p: self._iterate(p, m, groups[p]) for p, m in matrices.items()}
+            self._apply(come_back(), groups)
+            come_back = self._owners.from_owners(wave, results, like)
+        self._apply(come_back(), groups)
+
+    def _send(self, wave: Wave, groups: dict[Tensor, Group]) -> Callable[[], tuple[Values, ...]]:
+        """Update the momentum, and send what the iteration takes."""
+        engine, device, values = self._handle.engine, self._handle.groups.device, {}
+        for parameters in _alike(wave.parameters, lambda p: id(groups[p])).values():
+            group, places = groups[parameters[0]], [find(p)[1] for p in parameters]
+            gradients = [engine.grad_slice(i) for i in places]
+            buffers = [self._sharded_state.slice(0, i) for i in places]
+            torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+            inputs = buffers
+            if group["nesterov"]:
+                inputs = torch._foreach_lerp(gradients, buffers, group["momentum"])
+            for p, each in zip(parameters, inputs, strict=True):
+                values[p] = each.bfloat16().to(device)
+        return self._owners.to_owners(wave, values)
+
+    def _iterate(self, parameter: Tensor, flat: Tensor, group: Group) -> Tensor:
+        """The result in the parameter's order of memory, as ``flat`` is."""
+        strides = self._handle.engine.strides(find(parameter)[1])
+        settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
+        result, (rows, _) = torch.empty_like(flat), _part_shape(parameter, group)
+        whole = (each.as_strided(parameter.shape, strides) for each in (flat, result))
+        for part, place in zip(*(each.split(rows) for each in whole), strict=True):
+            place.copy_(_muon._zeropower_via_newtonschulz(part, *settings))
+        return result
+
+    def _apply(self, updates: Values, groups: dict[Tensor, Group]) -> None:
+        lrs = {id(group): float(group["lr"]) for group in self.param_groups}
+
+        def rates(parameter: Tensor) -> tuple[float, float]:
+            group = groups[parameter]
+            lr = lrs[id(group)]
+            adjusted = _muon._adjust_lr(lr, group["adjust_lr_fn"], _part_shape(parameter, group))
+            return 1 - lr * group["weight_decay"], adjusted
+
+        for (decay, lr), parameters in _alike(updates, rates).items():
+            masters = [self._handle.engine.master_slice(find(p)[1]) for p in parameters]
+            device = masters[0].device
+            torch._foreach_mul_(masters, decay)
+            torch._foreach_add_(masters, [updates[p].to(device) for p in parameters], alpha=-lr)
+
+
+def _alike(parameters: Iterable[Tensor], key: Callable[[Tensor], Any]) -> dict[Any, list[Tensor]]:
+    """Those with the same key can be updated by one call."""
+    found = defaultdict(list)
+    for parameter in parameters:
+        found[key(parameter)].append(parameter)
+    return found
+
+
+def _part_shape(parameter: Tensor, group: Group) -> torch.Size:
+    """Of the matrices that are updated each by itself."""
+    rows, columns = parameter.shape
+    return torch.Size((rows // group["split"], columns))
+
+
+def _check_matrix(name: str | None, parameter: Tensor, split: int) -> None:
+    which, shape = "a parameter" if name is None else f"'{name}'", tuple(parameter.shape)
+    if len(shape) != 2:
+        raise ValueError(
+            f"zero_ext: Muon updates matrices, and {which} has shape {shape}. Give it to AdamW: "
+            "zero_ext.optim.muon_groups(model) sorts the parameters."
+        )
+    if not (isinstance(split, int) and split > 0 and shape[0] % split == 0):
+        raise ValueError(
+            f"zero_ext: {which} has {shape[0]} rows, and split={split}. Pass a number of matrices "
+            "that divides the rows."
+        )
+
+
+def _check_settings(group: Group) -> None:
+    """Raise before anything changes for what torch's iteration rejects."""
+    if not group["ns_steps"] < 100:
+        raise ValueError(f"zero_ext: ns_steps must be less than 100, not {group['ns_steps']}.")
+    if len(group["ns_coefficients"]) != 3:
+        raise ValueError(
+            f"zero_ext: ns_coefficients must be three numbers, not {group['ns_coefficients']}."
+        )
