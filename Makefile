@@ -10,7 +10,9 @@
 # make profile   where the time of a step goes: a trace of each rank and a page   PROFILE="--stage 3 ..."
 # make tidy      clang-tidy on the C++ sources, with the checks of .clang-tidy
 # make docs      the site of the documentation, into build/site; warnings are errors
-# make bench  lint  format  clean  dist-check   (a wheel from the sdist)   cuda-dist-check   (a CUDA wheel)
+# make wheel     one wheel for several versions of torch, into dist   WHEEL_FOR="2.13.0-cpu 2.11.0-cuda ..."
+# make wheel-check   installs it without a compiler beside each of these versions, and trains
+# make bench  lint  format  clean  dist-check   (README's install block)   cuda-dist-check   (for CUDA)
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH ?= torch==2.13.0
@@ -50,7 +52,7 @@ ALL_SEGMENTS := $(addprefix all-,one-rank lagged-one-rank 2-ranks 3-ranks 4-rank
   lagged-2-ranks lagged-3-ranks lccl-2-ranks lccl-3-ranks replicas-4-ranks lagged-4-ranks)
 
 .PHONY: install train test test-all test-changed $(SEGMENTS) $(ALL_SEGMENTS) sanitize cuda-kernels cuda-build cuda-test \
-  bench bench-deepspeed profile docs lint tidy format dist-check cuda-dist-check clean
+  bench bench-deepspeed profile docs lint tidy format dist-check cuda-dist-check wheel wheel-check clean
 
 install: $(VENV)/.installed
 
@@ -237,20 +239,16 @@ format: install
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/clang-format -i $(NATIVE) $(EMULATION)
 
-# The sdist must hold all that a wheel needs, and the wheel all that an import needs. The directories
-# are always the same, so that ccache recognises the sources.
+# The sdist must hold all that an installation needs, and what is installed all that an import needs: README's
+# install block runs in the unpacked sdist. The folders are always the same, so that ccache recognises the sources.
 DIST := build/dist
-# $(1): the environment that the wheel is for, $(2): what is set for its build
+# $(1): the environment that has torch, $(2): what is set for the build
 define dist_check
 	rm -rf $(DIST)
-	mkdir -p $(DIST)/source $(DIST)/installed
+	mkdir -p $(DIST)/source
 	$(PY) -m build --sdist --no-isolation --outdir $(DIST) . > $(DIST)/sdist.log 2>&1 || { cat $(DIST)/sdist.log; exit 1; }
 	tar -xzf $(DIST)/*.tar.gz -C $(DIST)/source --strip-components 1
-	$(2) PATH="$(CURDIR)/$(1)/bin:$$PATH" $(1)/bin/python -m pip wheel --quiet --no-build-isolation --no-deps \
-	  --wheel-dir $(DIST) ./$(DIST)/source
-	$(1)/bin/python -m pip install --quiet --no-deps --target $(DIST)/installed $(DIST)/*.whl
-	cd $(DIST)/installed && "$(CURDIR)/$(1)/bin/python" -m zero_ext.info | tee ../info.txt
-	grep -q "$(CURDIR)/$(DIST)/installed/zero_ext/_C" $(DIST)/info.txt
+	$(2) $(PY) scripts/check_install.py $(DIST)/source $(1)/bin/python
 endef
 
 dist-check: install
@@ -259,7 +257,40 @@ dist-check: install
 # What CI builds for CUDA: cuda-build and dist-check in one.
 cuda-dist-check: install $(CUDA_VENV)/.torch
 	$(call dist_check,$(CUDA_VENV),$(FOR_CUDA))
-	PYTHONPATH="$(CURDIR)/$(DIST)/installed" $(CUDA_PY) scripts/check_cuda_build.py $(CUDA_ARCHS)
+	$(DIST)/environment/bin/python scripts/check_cuda_build.py $(CUDA_ARCHS)
+
+# One wheel that holds an extension for each torch named, as VERSION-cpu or VERSION-cuda. One without CUDA
+# kernels serves any build of that torch. Each torch has an environment, and each build a folder, of its
+# own. The first compilation is faster with a precompiled header than with a cache.
+WHEEL_FOR ?= 2.11.0-cpu 2.11.0-cuda 2.13.0-cpu 2.14.1-cpu
+WHEELS := build/wheel
+wheel_torches = $(sort $(patsubst %-cpu,%,$(patsubst %-cuda,%,$(WHEEL_FOR))))
+.PRECIOUS: $(WHEELS)/torch-%/.torch
+$(WHEELS)/torch-%/.torch:
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet "setuptools>=77" ninja numpy "torch==$*"
+	touch $@
+
+# $(1): a version of torch, $(2): cpu or cuda, $(3): what is set for its build
+define build_wheel
+	rm -rf $(WHEELS)/$(1)-$(2)
+	mkdir -p $(WHEELS)/$(1)-$(2)
+	$(3) TORCH_NO_COMPILER_WRAPPER=1 PATH="$(CURDIR)/$(WHEELS)/torch-$(1)/bin:$$PATH" \
+	  $(WHEELS)/torch-$(1)/bin/python setup.py --quiet \
+	  egg_info --egg-base $(WHEELS)/$(1)-$(2) build --build-base $(WHEELS)/$(1)-$(2) --build-temp $(WHEELS)/objects-$(2) \
+	  bdist_wheel --skip-build --bdist-dir $(WHEELS)/$(1)-$(2)/files --dist-dir $(WHEELS)/$(1)-$(2)
+endef
+wheel-for-%-cpu: $(WHEELS)/torch-%/.torch
+	$(call build_wheel,$*,cpu,ZERO_EXT_CUDA=0)
+wheel-for-%-cuda: $(WHEELS)/torch-%/.torch
+	$(call build_wheel,$*,cuda,$(FOR_CUDA))
+
+wheel: $(addprefix wheel-for-,$(WHEEL_FOR))
+	rm -f dist/*.whl
+	$(PYTHON) scripts/merge_wheels.py dist $(foreach torch,$(WHEEL_FOR),$(WHEELS)/$(torch)/*.whl)
+
+wheel-check: wheel
+	$(PYTHON) scripts/check_wheel.py dist/zero_ext-*.whl $(foreach torch,$(wheel_torches),$(WHEELS)/torch-$(torch)/bin/python)
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis zero_ext/*.so zero_ext/_build_info.py $(VENV)/.installed

@@ -137,6 +137,13 @@ def includes_torch(name: str) -> bool:
     return torch is not None or any(includes_torch(f"csrc/{header}") for header in own)
 
 
+def uses_cache(cpp_extension) -> bool:
+    """Whether torch puts ccache or sccache before the compiler, which older torches never do."""
+    asked = hasattr(cpp_extension, "_wrap_compiler")
+    refused = "TORCH_NO_COMPILER_WRAPPER" in os.environ
+    return asked and not refused and any(map(shutil.which, ("ccache", "sccache")))
+
+
 def with_precompiled_header(compile_sources):
     """``compile_sources``, a compiler's method, so that torch's headers are parsed once.
 
@@ -199,7 +206,7 @@ def main() -> None:
 
         def build_extension(self, ext):
             # A cache compiles a file once anyway, and does not know files with such a header.
-            cached = any(map(shutil.which, ("ccache", "sccache")))
+            cached = uses_cache(cpp_extension)
             gcc = cpp_extension.check_compiler_is_gcc(cpp_extension.get_cxx_compiler())
             if self.use_ninja and gcc and not cached:
                 self.compiler.src_extensions = [*self.compiler.src_extensions, ".h"]

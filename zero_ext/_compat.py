@@ -8,6 +8,9 @@ from pathlib import Path
 from types import ModuleType
 
 BUILD_COMMAND = "pip install --no-build-isolation ."
+# A wheel of `make wheel` holds an extension for each of several torches in folders of this folder,
+# with names such as torch-2.13-cpu and torch-2.13-cuda13. Any other build has none.
+HELD = Path(__file__).with_name("_extensions")
 
 
 def check() -> None:
@@ -16,6 +19,9 @@ def check() -> None:
     torch's C++ interface changes with each minor version, and a mismatch otherwise shows as a
     missing symbol or a crash. Kernels for CUDA also need the CUDA major version they were built
     for; a build without them runs beside any variant of torch.
+
+    Of a wheel that holds several extensions, the one for this torch is taken. That for the CUDA
+    major version is preferred to the one without CUDA kernels.
 
     Raises:
         ImportError: naming both versions and the remedy, or that the extension is not built.
@@ -27,8 +33,9 @@ def check() -> None:
             f"zero_ext needs torch, which cannot be imported ({error}). Install torch >= 2.11, "
             f"then build zero_ext in the same environment: {BUILD_COMMAND}"
         ) from error
-    built = _build_info()
     present, present_cuda = str(torch.__version__), torch.version.cuda
+    _use_held_extension(present, present_cuda)
+    built = _build_info()
     remedy = f"Build it again beside this torch: {BUILD_COMMAND}"
     if _minor(built.TORCH_VERSION) != _minor(present):
         raise ImportError(
@@ -41,6 +48,40 @@ def check() -> None:
             f"torch {present} with {f'CUDA {present_cuda}' if present_cuda else 'no CUDA'} is "
             f"present. {remedy}"
         )
+
+
+def _use_held_extension(present: str, present_cuda: str | None) -> None:
+    """Adds its folder to the package's path, so that _C and _build_info are imported from there."""
+    held = sorted((_torch_and_kind(folder) for folder in HELD.glob("torch-*")), key=_in_order)
+    if not held:
+        return
+    torch_minor = ".".join(_minor(present))
+    cuda_major = _major(present_cuda)
+    for kind in ([f"cuda{cuda_major}"] if cuda_major else []) + ["cpu"]:
+        if (torch_minor, kind) in held:
+            path = sys.modules[__package__].__path__
+            folder = str(HELD / f"torch-{torch_minor}-{kind}")
+            if folder not in path:
+                path.append(folder)
+            return
+    names = ", ".join(f"{version} ({kind})" for version, kind in held)
+    found = f"torch {present}"
+    if torch_minor in dict(held):
+        found += f" with {f'CUDA {present_cuda}' if present_cuda else 'no CUDA'}"
+    raise ImportError(
+        f"zero_ext was installed from a wheel for torch {names}, but {found} is present. Build it "
+        f"beside this torch, in zero_ext's source folder: {BUILD_COMMAND}"
+    )
+
+
+def _torch_and_kind(folder: Path) -> tuple[str, str]:
+    _, version, kind = folder.name.split("-")
+    return version, kind
+
+
+def _in_order(held: tuple[str, str]) -> tuple[list[int], str]:
+    version, kind = held
+    return [int(part) for part in version.split(".")], kind
 
 
 def _build_info() -> ModuleType:

@@ -17,8 +17,8 @@ from harness import (
     rank_batches,
     rank_data,
     reference_gradients,
-    torchrun,
 )
+from launching import run_on_ranks
 from reference import whole
 from setups import MLP_INPUT, SMALL_BUCKET_MB
 
@@ -402,7 +402,7 @@ def test_a_process_that_ends_is_named_at_once(stage, tmp_path, monkeypatch):
     script = tmp_path / "dying.py"
     script.write_text(DYING_RANK)
     monkeypatch.setenv("ZERO_EXT_CROSS_MEMORY", "1")
-    result = torchrun(2, str(script), str(stage), cwd=Path(__file__).parents[2])
+    result = run_on_ranks(2, str(script), str(stage), cwd=Path(__file__).parents[2])
     if "True 0" in result.stdout or "False 0" in result.stdout:
         pytest.skip("this machine lets no process read another one's memory")
     assert "NAMED True 1" in result.stdout and "SOON True" in result.stdout, result.stderr[-3000:]

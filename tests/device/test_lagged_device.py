@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from harness import torchrun
+from launching import run_on_ranks
 
 CASES = Path(__file__).parents[1] / "support" / "lagged_device" / "cases.py"
 GROUP_CASES = CASES.with_name("group_cases.py")
@@ -29,7 +29,7 @@ def test_its_process_groups_order_streams_as_nccl_does():
     """On two ranks and on three, at once: much of it is waiting."""
 
     def run(ranks):
-        return torchrun(ranks, *QUIETLY, str(GROUP_CASES), cwd=CASES.parent, timeout_s=580)
+        return run_on_ranks(ranks, *QUIETLY, str(GROUP_CASES), cwd=CASES.parent, timeout_s=580)
 
     with ThreadPoolExecutor() as pool:
         for result in pool.map(run, [2, 3]):

@@ -17,8 +17,8 @@ from harness import (
     rank_batches,
     rank_data,
     reference_gradients,
-    torchrun,
 )
+from launching import run_on_ranks
 from reference import gradients_of, shown_master, whole
 from setups import gathered, values_of
 from torch import Tensor, nn
@@ -737,7 +737,7 @@ x = torch.ones(2, 8)
 def run_ranks(tmp_path, script: str, ranks: int = 2, **options):
     path = tmp_path / "script.py"
     path.write_text(SHARDED_SCRIPT + script)
-    return torchrun(ranks, str(path), cwd=tmp_path, **options)
+    return run_on_ranks(ranks, str(path), cwd=tmp_path, **options)
 
 
 FINISHES_AT_DIFFERENT_TIMES = """

@@ -70,23 +70,33 @@ def test_build_without_a_compiler_is_refused_in_one_line(tmp_path):
     assert "Install g++ 12 or newer, or set CXX" in line
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="needs a torch without CUDA")
-def test_cuda_on_request_is_refused_when_torch_has_none(tmp_path):
-    line = refusal(run_setup(tmp_path, ZERO_EXT_CUDA="1"))
-    assert f"ZERO_EXT_CUDA=1, but torch {torch.__version__} is a build without CUDA" in line
-    assert "set ZERO_EXT_CUDA=0" in line
+def test_cuda_is_built_as_wished_and_as_can_be(tmp_path, monkeypatch):
+    setup = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
+    toolkit = tmp_path / "cuda"
+    (toolkit / "bin").mkdir(parents=True)
+    (toolkit / "bin" / "nvcc").touch()
 
+    def chosen(wish: str, torch_cuda: str | None, home: Path | None, *sources: str) -> bool:
+        monkeypatch.setenv("ZERO_EXT_CUDA", wish)
+        torch = SimpleNamespace(__version__="2.13.0", version=SimpleNamespace(cuda=torch_cuda))
+        obstacle = setup["cuda_obstacle"](torch, home and str(home), [*sources])
+        return setup["choose_cuda"](obstacle)
 
-def test_unknown_cuda_wish_is_refused(tmp_path):
-    line = refusal(run_setup(tmp_path, ZERO_EXT_CUDA="yes"))
-    assert "ZERO_EXT_CUDA is 'yes'" in line
-
-
-@pytest.mark.parametrize("wish", ["auto", "0"])
-def test_a_build_for_the_cpu_needs_no_cuda(tmp_path, wish):
-    result = run_setup(tmp_path, ZERO_EXT_CUDA=wish, CUDA_HOME=str(tmp_path))
-    assert result.returncode == 0, result.stderr
-    assert "zero_ext" in result.stdout
+    possible = ("13.0", toolkit, "adamw.cu")
+    assert [chosen(wish, *possible) for wish in ("auto", "0", "1")] == [True, False, True]
+    for impossible, fact, remedy in (
+        ((None, toolkit, "adamw.cu"), "torch 2.13.0 is a build without CUDA", "a CUDA build"),
+        (("13.0", None, "adamw.cu"), "there is no CUDA toolkit", "Set CUDA_HOME"),
+        (("13.0", tmp_path, "adamw.cu"), "there is no CUDA toolkit", "Set CUDA_HOME"),
+    ):
+        assert not chosen("auto", *impossible) and not chosen("0", *impossible)
+        with pytest.raises(SystemExit) as stopped:
+            chosen("1", *impossible)
+        message = str(stopped.value)
+        assert message.startswith(f"zero_ext: ZERO_EXT_CUDA=1, but {fact}") and remedy in message
+        assert message.endswith(", or set ZERO_EXT_CUDA=0") and "\n" not in message
+    with pytest.raises(SystemExit, match=r"^zero_ext: ZERO_EXT_CUDA is 'yes'"):
+        chosen("yes", *possible)
 
 
 def test_what_an_index_shows_is_complete_and_leads_somewhere(tmp_path):
@@ -149,6 +159,17 @@ def test_precompiled_header_goes_to_those_alone_that_include_torch(tmp_path, mon
     assert precompiled == tmp_path / "csrc" / "core" / "precompiled.h.o"
 
 
+def test_cache_is_used_if_it_is_there_and_torch_asks_for_it(tmp_path, monkeypatch):
+    uses_cache = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")["uses_cache"]
+    old, new = SimpleNamespace(), SimpleNamespace(_wrap_compiler=None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not uses_cache(new)
+    (tmp_path / "ccache").touch(mode=0o755)
+    assert (uses_cache(old), uses_cache(new)) == (False, True)
+    monkeypatch.setenv("TORCH_NO_COMPILER_WRAPPER", "1")
+    assert not uses_cache(new)
+
+
 def built_for(monkeypatch, version: str, torch_cuda: str | None = None, cuda: bool = False) -> None:
     built = SimpleNamespace(TORCH_VERSION=version, TORCH_CUDA=torch_cuda, CUDA=cuda)
     monkeypatch.setattr(_compat, "_build_info", lambda: built)
@@ -206,7 +227,9 @@ def test_missing_extension_is_named(monkeypatch, tmp_path):
         "pip install --no-build-isolation .",
     }
     (tmp_path / "stub").mkdir()
-    (tmp_path / "stub" / "torch.py").write_text("__version__ = '2.13.0'")
+    (tmp_path / "stub" / "torch.py").write_text(
+        "__version__ = '2.13.0'\nclass version:\n    cuda = None\n"
+    )
     for (folder, path), message in commands.items():
         run = subprocess.run(
             [sys.executable, "-S", "-m", "zero_ext.info"],  # without what is installed here

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import (
     MLP,
     ManyLayers,
@@ -21,6 +22,8 @@ from harness import (
     rank_data,
     reference_gradients,
 )
+from hypothesis import given
+from hypothesis import strategies as st
 
 HEAD = """
 import os, signal, sys, time
@@ -153,29 +156,22 @@ def test_dead_rank_ends_the_session(tmp_path):
     assert re.search(r"rank *: 1 .*\n *exitcode *: 7", result.stdout), result.stdout
 
 
-def test_success_on_all_ranks_is_success(tmp_path):
-    result = run_ranks(
-        tmp_path,
-        """
-        from hypothesis import given, strategies as st
-        from harness import gather_objects
+@pytest.mark.dist
+@given(st.lists(st.integers(), max_size=5))
+def test_all_ranks_draw_the_same_examples(group, example):
+    assert all(each == example for each in gather_objects(example, group))
 
-        @given(st.lists(st.integers(), max_size=5))
-        def test_same_examples(group, example):
-            examples = gather_objects(example, group)
-            assert examples[0] == examples[1]
 
-        def test_same_seed(group, seed):
-            assert len(set(gather_objects((seed, torch.rand(1).item()), group))) == 1
+@pytest.mark.dist
+def test_all_ranks_have_the_same_seed(group, seed):
+    assert len(set(gather_objects((seed, torch.rand(1).item()), group))) == 1
 
-        def test_shared_path(group, rank, shared_path):
-            (shared_path / str(rank)).write_text("here")
-            dist.barrier(group)
-            assert len(list(shared_path.iterdir())) == 2
-        """,
-    )
-    assert result.returncode == 0, result.stdout
-    assert "3 passed" in result.stdout
+
+@pytest.mark.dist
+def test_all_ranks_share_a_path(group, rank, world, shared_path):
+    (shared_path / str(rank)).write_text("here")
+    dist.barrier(group)
+    assert len(list(shared_path.iterdir())) == world
 
 
 @pytest.mark.dist

@@ -25,8 +25,8 @@ from harness import (
     rank_data,
     reference_gradients,
     step_and_wait,
-    torchrun,
 )
+from launching import run_on_ranks
 from setups import full_gradients
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -229,7 +229,9 @@ print("READ AND TRAINED")
 
 def test_a_thread_that_reads_does_not_block_one_that_trains(tmp_path):
     (tmp_path / "script.py").write_text(READER_BESIDE_TRAINING)
-    result = torchrun(1, str(tmp_path / "script.py"), cwd=Path(__file__).parents[2], timeout_s=60)
+    result = run_on_ranks(
+        1, str(tmp_path / "script.py"), cwd=Path(__file__).parents[2], timeout_s=60
+    )
     assert "READ AND TRAINED" in result.stdout, result.stderr[-3000:]
 
 

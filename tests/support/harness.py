@@ -1,11 +1,8 @@
 """Data, models and references that tests share. conftest.py has the fixtures."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -86,25 +83,6 @@ def reference_gradients(
     for ranks in batches:
         assert len(ranks) == world, f"{len(ranks)} batches for {world} ranks"
     return testing.reference_gradients(model_fn, batches, loss_fn, scale)
-
-
-def torchrun(
-    ranks: int, *arguments: str, cwd: Path, timeout_s: float = 100
-) -> subprocess.CompletedProcess:
-    """``python -m torch.distributed.run`` with one thread per rank; one rank runs without it."""
-    # The rank variables of a torchrun around this test must not reach the one inside.
-    outer = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "LOCAL_", "GROUP_", "ROLE_")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(outer)}
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    launcher += [f"--nproc-per-node={ranks}"]
-    return subprocess.run(
-        [sys.executable, *(launcher if ranks > 1 else []), *arguments],
-        cwd=cwd,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-    )
 
 
 def step_and_wait(optimizer) -> None:

@@ -74,7 +74,9 @@ def test_runs_share_their_processes_and_have_the_bits_of_one_process(zero_ext_ra
 
 
 def test_every_rank_s_failure_is_told_and_the_next_run_has_new_processes():
-    with Ranks(3, timeout_s=12) as ranks:
+    with Ranks(3) as ranks:
+        assert_bits(ranks.run(torch.ones, 2), 3 * [torch.ones(2)])
+        ranks.timeout_s = 4  # waited for below: the processes have started
         fault = Fault(rank=1, action="kill", at="torch.Tensor.backward")
         with pytest.raises(RanksError, match="rank 1: died: by signal SIGKILL") as raised:
             ranks.run(fail_in_three_ways, fault=fault)

@@ -23,7 +23,7 @@ import ctypes
 import functools
 import importlib.util
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -148,14 +148,18 @@ def build() -> None:
     flags = [*compiling.FLAGS, "-O1", "-Wall", "-DUSE_DISTRIBUTED", *folders]
     own_headers = sorted(HERE.glob("*.h"))
 
-    def compiled(source: Path, *more: str) -> compiling.Product:
-        headers = own_headers + (compiling.kernel_headers() if source.stem == "kernels" else [])
-        return compiling.compiled(FOLDER, source, [*flags, *more], headers)
+    def compiled(name: str, *more: str, inputs: Sequence[Path] = ()) -> compiling.Product:
+        source = HERE / f"{name}.cpp"
+        return compiling.compiled(FOLDER, source, [*flags, *more], [*own_headers, *inputs])
 
-    # All but lccl_module.cpp needs no Python.
-    sources = [source for source in sorted(HERE.glob("*.cpp")) if source.stem != "lccl_module"]
-    objects = [compiled(source) for source in sources]
-    module = compiled(HERE / "lccl_module.cpp", f"-isystem{sysconfig.get_path('include')}")
+    objects = [
+        compiled("torch_parts", inputs=sorted(HERE.glob("*.cpp"))),
+        compiled("kernels", inputs=compiling.kernel_headers()),
+        compiled("capture"),
+        compiled("runtime"),
+    ]
+    # All but this one needs no Python.
+    module = compiled("lccl_module", f"-isystem{sysconfig.get_path('include')}")
     kernels = compiling.cpu_kernels()
     compiling.make([*objects, module, *kernels])
     path = torch_folder / "lib"
