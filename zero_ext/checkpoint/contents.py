@@ -10,6 +10,12 @@ from typing import Any, NamedTuple
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zero_ext.checkpoint import files, folders, pickles
+from zero_ext.checkpoint.deepspeed_files import (
+    DeepspeedFolder,
+    DeepspeedReader,
+    is_deepspeeds,
+    opened,
+)
 from zero_ext.state.model_state import EXTRA_STATE, ModelState, plain_name
 
 OBJECTS = "zero_ext"  # the key of all that is no tensor, but for
@@ -20,7 +26,7 @@ FORMAT = 3
 class Contents(NamedTuple):
     """What is in a checkpoint, as far as it can be known without its tensors."""
 
-    reader: files.CheckedReader
+    reader: files.CheckedReader | DeepspeedReader
     id: str
     tensors: dict[str, TensorStorageMetadata]  # by key
     keys: dict[str, str]  # of the model's tensors and objects, by name
@@ -34,6 +40,8 @@ class Contents(NamedTuple):
 
     @staticmethod
     def of(path: Path, allow_pickle: bool) -> "Contents":
+        if is_deepspeeds(path):
+            return Contents._of_deepspeed(opened(path))
         path = folders.find(path)
         reader = files.CheckedReader(path)
         entries = reader.metadata.state_dict_metadata
@@ -62,6 +70,20 @@ class Contents(NamedTuple):
             objects.get("model", {}),
             objects.get("optimizers", []),
             objects.get("extra", {}),
+        )
+
+    @staticmethod
+    def _of_deepspeed(folder: DeepspeedFolder) -> "Contents":
+        reader = DeepspeedReader(folder)
+        entries = reader.metadata.state_dict_metadata
+        return Contents(
+            reader,
+            folder.id,
+            entries,
+            folder.keys,
+            folder.objects,
+            folder.optimizers,
+            folder.extra,
         )
 
     def matching(self, of_model: ModelState, strict: bool) -> tuple[list[str], dict[str, Any]]:

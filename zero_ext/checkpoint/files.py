@@ -207,7 +207,7 @@ def damaged_entries(path: Path) -> list[str]:
     return sorted({reader.name_of(*each) for each in found})
 
 
-def read(reader: CheckedReader, targets: dict[str, Any], allow_pickle: bool = False) -> None:
+def read(reader: dcp.StorageReader, targets: dict[str, Any], allow_pickle: bool = False) -> None:
     """Read the values of ``targets``, tensors in place. Not collective.
 
     Of sharded tensors this rank reads its parts.

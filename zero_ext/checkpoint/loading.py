@@ -10,6 +10,7 @@ from torch import nn
 
 from zero_ext.checkpoint import failures, files, folders
 from zero_ext.checkpoint.contents import Contents
+from zero_ext.checkpoint.deepspeed_files import folder_of
 from zero_ext.checkpoint.optimizer_states import SavedOptimizer, listed
 from zero_ext.checkpoint.writer import writer_of
 from zero_ext.ranks.agreement import all_or_none, check_same_on_all_ranks
@@ -61,6 +62,32 @@ def load(
         RuntimeError: some rank could not read it, or its bytes are damaged. Nothing is changed.
     """
     return _load(path, model, listed(optimizer), strict, allow_pickle)
+
+
+def from_deepspeed(
+    directory: str | os.PathLike,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    *,
+    tag: str | int | None = None,
+    strict: bool = True,
+) -> dict[str, Any]:
+    """``load`` what DeepSpeed 0.14 to 0.19 has saved with stages 1 to 3. Collective.
+
+    Parameters get the values of DeepSpeed's fp32 masters. Its number of ranks may be another one.
+    Nothing is unpickled but tensors and plain containers.
+
+    Args:
+        directory: What DeepSpeed's ``save_checkpoint`` was given.
+        tag: A folder in it. Default: what the file ``latest`` names.
+    Returns:
+        ``client_state``; ``counts``: global steps, samples and skipped steps; and ``lr_scheduler``,
+        the state of the schedule.
+    Raises:
+        As ``load``. ValueError: files are missing, are those of tensor, pipeline or expert
+        parallelism, or hold objects that are not known to ``torch.serialization.add_safe_globals``.
+    """
+    return load(folder_of(directory, tag), model, optimizer, strict=strict)
 
 
 def load_optimizers(
@@ -150,12 +177,13 @@ def read_whole(
     """
     with failures.named(None, f"read_whole() of checkpoint '{path}'"):
         contents = Contents.of(folders.path_of(path), allow_pickle)
-    values = {
-        name: torch.empty(contents.tensors[key].size, dtype=contents.tensors[key].properties.dtype)
-        for name, key in contents.keys.items()
+    read = {  # tied parameters may have one key
+        key: torch.empty(contents.tensors[key].size, dtype=contents.tensors[key].properties.dtype)
+        for key in contents.keys.values()
         if key in contents.tensors
     }
-    files.read(contents.reader, {contents.keys[name]: value for name, value in values.items()})
+    files.read(contents.reader, read)
+    values = {name: read[key] for name, key in contents.keys.items() if key in read}
     return values | contents.objects, contents.extra
 
 

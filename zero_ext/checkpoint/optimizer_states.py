@@ -131,7 +131,10 @@ class SavedOptimizer:
         # A tied parameter's first name may be another one here.
         tensors = {name: of_model.tensors.get(name) for name in saved["states"]}
         here = {name: of_model.names.get(id(tensor), name) for name, tensor in tensors.items()}
-        self._check_groups([[here[name] for name in group] for group in saved["names"]])
+        without_states = self._frozen() if saved.get("names_trained_only") else set()
+        self._check_groups(
+            [[here[name] for name in group] for group in saved["names"]], without_states
+        )
         frozen = [here[name] for name, tensor in tensors.items() if not self._takes_state(tensor)]
         self._states = {
             here[name]: _Saved(
@@ -145,7 +148,7 @@ class SavedOptimizer:
                 f"over: {first_of(frozen)}.",
                 stacklevel=8,
             )
-        self._states |= dict.fromkeys(frozen, _Saved({}, {}))
+        self._states |= dict.fromkeys([*frozen, *without_states], _Saved({}, {}))
 
     @staticmethod
     def all_of(
@@ -168,7 +171,13 @@ class SavedOptimizer:
         pairs = zip(saved, optimizers, strict=True)
         return [SavedOptimizer(contents, theirs, ours, of_model) for theirs, ours in pairs]
 
-    def _check_groups(self, saved_names: list[list[str]]) -> None:
+    def _frozen(self) -> set[str]:
+        """The names of parameters here that are frozen."""
+        groups = zip(self._names, self._optimizer.param_groups, strict=True)
+        pairs = [pair for names, g in groups for pair in zip(names, g["params"], strict=True)]
+        return {name for name, parameter in pairs if not self._takes_state(parameter)}
+
+    def _check_groups(self, saved_names: list[list[str]], without_states: set[str]) -> None:
         path = self._contents.path
         if len(saved_names) != len(self._names):
             raise ValueError(
@@ -176,7 +185,7 @@ class SavedOptimizer:
                 f"checkpoint '{path}'."
             )
         for g, (ours, theirs) in enumerate(zip(self._names, saved_names, strict=True)):
-            for name in sorted({*ours} ^ {*theirs}):
+            for name in sorted(({*ours} ^ {*theirs}) - without_states):
                 where = "not in the checkpoint's" if name in ours else "in the checkpoint's alone"
                 raise ValueError(
                     f"zero_ext: the optimizer's group {g} has other parameters than in checkpoint "

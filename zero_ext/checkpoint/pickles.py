@@ -58,6 +58,12 @@ def metadata_of(data: bytes, path: Path) -> Metadata:
     return metadata
 
 
+def kind_of(error: pickle.UnpicklingError) -> str:
+    """What torch has found that is more than tensors and plain containers."""
+    found = str(error).partition("GLOBAL ")[2].split(" ")[0]
+    return f"objects of {found}" if found else "objects"
+
+
 def unpickled(data: io.BytesIO, what: str, allow_pickle: bool, place: str | None = None) -> Any:
     """What ``torch.save`` has written; ``what`` names it in messages.
 
@@ -68,11 +74,9 @@ def unpickled(data: io.BytesIO, what: str, allow_pickle: bool, place: str | None
         return torch.load(data, weights_only=True, map_location=place)
     except pickle.UnpicklingError as error:
         if not allow_pickle:
-            found = str(error).partition("GLOBAL ")[2].split(" ")[0]
-            kind = f"objects of {found}" if found else "objects"
             raise ValueError(
-                f"zero_ext: {what} holds {kind}, and loading them could run any code. If you trust "
-                "the file, pass allow_pickle=True, or name the classes to "
+                f"zero_ext: {what} holds {kind_of(error)}, and loading them could run any code. If "
+                "you trust the file, pass allow_pickle=True, or name the classes to "
                 "torch.serialization.add_safe_globals."
             ) from error
     data.seek(0)

@@ -1,0 +1,361 @@
+"""Reads checkpoints of DeepSpeed 0.14 to 0.19, of stages 1 to 3 and any number of ranks.
+
+Note [What is in a checkpoint of DeepSpeed]
+A folder has one file of optimizer states per rank, and a file of the model: with stage 3 one per
+rank. Masters and states are flat, one tensor per group of parameters (stage 3: per part of a
+group). A parameter is a range of each rank's flat tensor:
+- Stages 1 and 2 cut the flat group into equal parts. ``param_slice_mappings`` says where the
+  elements of a parameter begin in this rank's part, and how many there are.
+- Stage 3 cuts each parameter: rank r has elements r * ceil(n / ranks) and following ones. The
+  parameters' parts lie one after the other, in the order of ``param_shapes``.
+Files are mapped into memory, and each rank reads the ranges that it needs.
+"""
+
+import os
+import pickle
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from zero_ext.checkpoint import pickles
+
+_OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+_MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt")
+_ANY_FILE = re.compile(r".*(_optim|_model)_states\.pt")
+# Settings of a group that are the same in DeepSpeed's optimizers and in ours.
+_SETTINGS = (
+    "lr initial_lr betas eps weight_decay momentum dampening nesterov amsgrad maximize".split()
+)
+# What is in the model's file beside the ``client_state``.
+_OWN_ENTRIES = frozenset(
+    "module buffer_names optimizer param_shapes frozen_param_shapes shared_params "
+    "frozen_param_fragments lr_scheduler data_sampler random_ltd sparse_tensor_module_names "
+    "skipped_steps global_steps global_samples dp_world_size mp_world_size ds_config ds_version "
+    "checkpoint_parallel_dimensions universal_checkpoint_info".split()
+)
+
+
+def is_deepspeeds(path: Path) -> bool:
+    """Whether DeepSpeed has written the folder."""
+    return path.is_dir() and any(_ANY_FILE.fullmatch(each.name) for each in path.iterdir())
+
+
+def folder_of(directory: str | os.PathLike, tag: str | int | None = None) -> Path:
+    """The folder of a checkpoint in ``directory``, or ``directory`` where it is one itself."""
+    latest = Path(directory) / "latest"
+    if tag is None and latest.is_file():
+        tag = latest.read_text().strip()
+    return Path(directory) if tag is None else Path(directory) / str(tag)
+
+
+class _Named:
+    """Stands for an object of DeepSpeed's: its arguments and attributes, without its code."""
+
+    def __init__(self, *arguments: Any):
+        self.arguments = arguments
+
+
+# The classes of DeepSpeed's that are in its files.
+_CLASSES = [
+    (_Named, f"deepspeed.{name}")
+    for name in (
+        "runtime.fp16.loss_scaler.LossScaler",
+        "runtime.fp16.loss_scaler.DynamicLossScaler",
+        "runtime.zero.config.ZeroStageEnum",
+        "utils.tensor_fragment.fragment_address",
+    )
+]
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        with torch.serialization.safe_globals(_CLASSES):
+            return torch.load(file, weights_only=True, map_location="cpu", mmap=True)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"zero_ext: '{file}' holds {pickles.kind_of(error)}, and loading them could run any "
+            "code. If you trust the file, name the classes to torch.serialization.add_safe_globals."
+        ) from error
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"zero_ext: '{file}' of {file.stat().st_size} bytes cannot be read ({error}). Load an "
+            "earlier checkpoint."
+        ) from error
+
+
+def opened(path: Path) -> "DeepspeedFolder":
+    """
+    Raises:
+        ValueError: files are missing, are those of tensor, pipeline or expert parallelism, or hold
+            something else than DeepSpeed 0.14 to 0.19 writes.
+    """
+    try:
+        return DeepspeedFolder(path)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"zero_ext: checkpoint '{path}' is none of DeepSpeed's stages 1 to 3 "
+            f"({type(error).__name__}: {error}). Load one that DeepSpeed 0.14 to 0.19 has written."
+        ) from error
+
+
+class _Range(NamedTuple):
+    """Where elements of a parameter lie in the flat tensor ``flat`` of a rank."""
+
+    rank: int
+    flat: int
+    start: int
+    numel: int
+
+
+class DeepspeedFolder:
+    """One checkpoint of DeepSpeed.
+
+    Attributes:
+        keys: Of each name in the model's state, tied ones included.
+        parts: Of each key the tensors whose elements are its own, one after the other.
+        shapes: Of each key.
+        objects: What is no tensor in the model's state.
+        optimizers: As ``states_of`` gives them; empty with stage 0.
+        extra: ``client_state``, ``counts`` and ``lr_scheduler``.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        models, states = self._files()
+        self._model = models[0]
+        self.keys: dict[str, str] = {}
+        self.parts: dict[str, list[Tensor]] = {}
+        self.shapes: dict[str, torch.Size] = {}
+        self.objects: dict[str, Any] = {}
+        self.optimizers = []
+        if states:
+            self._add_trained(states)
+        self._add_others(models)
+        steps, samples, skipped = (
+            self._model.get(name, 0) for name in ("global_steps", "global_samples", "skipped_steps")
+        )
+        self.id = f"of DeepSpeed {self._model.get('ds_version')}, {steps} steps"
+        self.extra = {
+            "client_state": {k: v for k, v in self._model.items() if k not in _OWN_ENTRIES},
+            "counts": (steps, samples, skipped),
+            "lr_scheduler": self._model.get("lr_scheduler"),
+        }
+
+    def _files(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The models' and the optimizers' files, by rank."""
+        found: dict[re.Pattern, dict[int, Path]] = {_MODEL_FILE: {}, _OPTIMIZER_FILE: {}}
+        for file in self.path.iterdir():
+            for pattern, files in found.items():
+                if match := pattern.fullmatch(file.name):
+                    files[int(match[1] or 0)] = file
+                    break
+            else:
+                if _ANY_FILE.fullmatch(file.name):
+                    raise ValueError(
+                        f"zero_ext: '{file}' is of DeepSpeed's tensor, pipeline or expert "
+                        "parallelism, which are not read. Make a universal checkpoint, and load "
+                        "its parameters."
+                    )
+        models, states = (
+            [_read(file) for _, file in sorted(files.items())] for files in found.values()
+        )
+        states = [each["optimizer_state_dict"] for each in states]
+        counts = [each["partition_count"] for each in states]
+        ranks = max((max(c) if isinstance(c, list) else c for c in counts), default=0)
+        if not models or len(states) != ranks:
+            raise ValueError(
+                f"zero_ext: checkpoint '{self.path}' of DeepSpeed has {len(models)} files of the "
+                f"model and {len(states)} of the optimizer, of {ranks} ranks. Copy the missing "
+                "ones there."
+            )
+        return models, states
+
+    # Parameters that were trained
+
+    def _add_trained(self, states: list[dict[str, Any]]) -> None:
+        base = [
+            each.get("base_optimizer_state", each.get("optimizer_state_dict")) for each in states
+        ]
+        flats = [
+            each.get("single_partition_of_fp32_groups", each.get("fp32_flat_groups"))
+            for each in states
+        ]
+        if isinstance(base[0], list):  # elastic_checkpoint: the groups' settings are not saved
+            base = [{"state": dict(enumerate(each)), "param_groups": None} for each in base]
+        groups = base[0]["param_groups"] or [{"params": [k]} for k in range(len(flats[0]))]
+        group_of = {flat: g for g, group in enumerate(groups) for flat in group["params"]}
+        names: list[list[str]] = [[] for _ in groups]
+        tensors: dict[str, list[str]] = {}
+        others: dict[str, dict[str, Any]] = {}
+        ranges = self._ranges(states)
+        for flat, shapes in enumerate(self._model["param_shapes"]):
+            group = groups[group_of[flat]]
+            of_flat = base[0]["state"].get(flat, {})
+            flat_states = [s for s, v in of_flat.items() if _is_flat(v)]
+            others_of_flat = {s: _plain(v) for s, v in of_flat.items() if not _is_flat(v)}
+            if flat_states and "step" in group:
+                others_of_flat.setdefault("step", group["step"])
+            for name, shape in shapes.items():
+                names[group_of[flat]].append(name)
+                self._add(f"model.{name}", shape, ranges[name], flats)
+                self.keys[name] = f"model.{name}"
+                for state in flat_states:
+                    values = [each["state"] for each in base]
+                    by_rank = [{flat: each[flat][state]} for each in values]
+                    key = f"optimizer.state.{name}.{state}"
+                    self._add(key, shape, ranges[name], by_rank)
+                tensors[name], others[name] = flat_states, dict(others_of_flat)
+        self.optimizers = [
+            {
+                "names": names,
+                "names_trained_only": True,
+                "settings": [{k: g[k] for k in _SETTINGS if k in g} for g in groups],
+                "states": tensors,
+                "objects": others,
+                "loss_scaler": _loss_scaler(states[0].get("loss_scaler")),
+            }
+        ]
+
+    def _ranges(self, states: list[dict[str, Any]]) -> dict[str, list[_Range]]:
+        found: dict[str, list[_Range]] = {}
+        for rank, each in enumerate(states):
+            for flat, mapping in enumerate(each.get("param_slice_mappings", ())):
+                for name, place in mapping.items():
+                    place = _Range(rank, flat, place.start, place.numel)
+                    found.setdefault(name, []).append(place)
+        for flat, shapes in enumerate(() if found else self._model["param_shapes"]):
+            start = 0
+            for name, shape in shapes.items():
+                part = -(-shape.numel() // len(states))
+                found[name] = [_Range(rank, flat, start, part) for rank in range(len(states))]
+                start += part
+        return found
+
+    def _add(self, key: str, shape: torch.Size, ranges: Iterable[_Range], flats: list) -> None:
+        self.parts[key] = [
+            flats[rank][flat].narrow(0, start, numel) for rank, flat, start, numel in ranges
+        ]
+        self.shapes[key] = torch.Size(shape)
+        if sum(part.numel() for part in self.parts[key]) < self.shapes[key].numel():
+            raise ValueError(
+                f"zero_ext: checkpoint '{self.path}' lacks elements of '{key}', of shape "
+                f"{tuple(shape)}. Load an earlier checkpoint."
+            )
+
+    # Parameters that were frozen, buffers and everything else
+
+    def _add_others(self, models: list[dict[str, Any]]) -> None:
+        shared = dict(self._model.get("shared_params") or {})
+        pieces = [each.get("frozen_param_fragments") or {} for each in models]
+        for name, shape in (self._model.get("frozen_param_shapes") or {}).items():
+            key = self.keys[name] = f"model.{name}"
+            self.shapes[key] = torch.Size(shape)
+            self.parts[key] = [each[name].flatten() for each in pieces]
+        for name, value in (self._model.get("module") or {}).items():
+            if name in self.keys or name in shared:
+                continue
+            self.keys[name] = f"model.{name}"
+            if isinstance(value, Tensor):
+                self.parts[f"model.{name}"] = [value.flatten()]
+                self.shapes[f"model.{name}"] = value.shape
+            else:
+                self.objects[name] = value
+        for name, first in shared.items():
+            if first in self.keys:
+                self.keys[name] = self.keys[first]
+
+    def whole(self, key: str) -> Tensor:
+        shape = self.shapes[key]
+        return torch.cat(self.parts[key])[: shape.numel()].view(shape)
+
+
+def _is_flat(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _loss_scaler(saved: Any) -> dict[str, Any] | None:
+    """The state of a ``LossScaler`` that goes on from a dynamic loss scale of DeepSpeed's."""
+    if not getattr(saved, "dynamic", False):
+        return None
+    window = saved.scale_window
+    good = saved.cur_iter - saved.last_overflow_iter - 1
+    return {
+        "mode": "dynamic",
+        "scale": float(saved.cur_scale),
+        "growth_factor": float(saved.scale_factor),
+        "backoff_factor": 1 / saved.scale_factor,
+        "growth_interval": window,
+        "hysteresis": saved.delayed_shift,
+        "min_scale": float(saved.min_scale),
+        # DeepSpeed's scale grows in the first step after a whole window.
+        "good_steps": (good - 1) % window if good > 0 else 0,
+        "overflows_left": saved.cur_hysteresis,
+    }
+
+
+class DeepspeedReader(dcp.StorageReader):
+    """Reads parts of the tensors of a folder, for torch.distributed.checkpoint."""
+
+    def __init__(self, folder: DeepspeedFolder):
+        self.path, self._folder = folder.path, folder
+        self.metadata = Metadata({key: _described(folder, key) for key in folder.parts})
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        key, whole = None, torch.empty(0)
+        for item in plan.items:
+            if item.storage_index.fqn != key:
+                key = item.storage_index.fqn
+                whole = self._folder.whole(key)
+            source = whole
+            for dim, (start, length) in enumerate(
+                zip(item.storage_offsets, item.lengths, strict=True)
+            ):
+                source = source.narrow(dim, start, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(source)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, **_: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+def _described(folder: DeepspeedFolder, key: str) -> TensorStorageMetadata:
+    shape = folder.shapes[key]
+    whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
+    return TensorStorageMetadata(TensorProperties(folder.parts[key][0].dtype), shape, [whole])
