@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import environments
@@ -36,6 +35,12 @@ dist.destroy_process_group()
 """
 
 
+def processor_seconds() -> float:
+    """Of the processes that have ended: other programs on this machine do not count."""
+    times = os.times()
+    return times.children_user + times.children_system
+
+
 def check(wheel: Path, with_torch: str, folder: Path) -> None:
     programs = environments.beside(with_torch, folder / "environment")
     program = folder / "train.py"
@@ -43,16 +48,18 @@ def check(wheel: Path, with_torch: str, folder: Path) -> None:
     names = {"PYTHONPATH", "CXX", "CC"}
     variables = {name: value for name, value in os.environ.items() if name not in names}
     variables |= {"PATH": str(programs), "OMP_NUM_THREADS": "1"}
+    # No package comes from elsewhere: torch above all stays as it is.
+    variables |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
 
     def run(*arguments: str | Path) -> None:
         subprocess.run([programs / "python", *arguments], check=True, cwd=folder, env=variables)
 
     # A new environment of Python 3.11 has one that is too old for torch 2.14, which brings its own.
     run("-m", "pip", "uninstall", "--quiet", "--yes", "setuptools")
-    begin = time.monotonic()
-    run("-m", "pip", "install", "--quiet", "--no-index", wheel)
-    seconds = time.monotonic() - begin
-    print(f"installed in {seconds:.1f} s", flush=True)
+    begin = processor_seconds()
+    run("-m", "pip", "install", "--quiet", wheel)
+    seconds = processor_seconds() - begin
+    print(f"installed in {seconds:.1f} s of processor time", flush=True)
     if seconds > INSTALL_SECONDS:
         raise SystemExit(f"Installing took {seconds:.1f} s, more than {INSTALL_SECONDS} s.")
     run("-m", "zero_ext.info")
