@@ -85,7 +85,8 @@ def shard(model: GPT, args: argparse.Namespace):
     if args.optimizer == "adamw":
         return model, [zero_ext.optim.AdamW(model.parameters(), **adamw)]
     groups = zero_ext.optim.muon_groups(model)
-    muon = {"lr": args.lr, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    # A larger rate than AdamW's: an orthogonalised update has no large elements.
+    muon = {"lr": 4 * args.lr, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
     return model, [
         zero_ext.optim.Muon(groups.muon, **muon),
         zero_ext.optim.AdamW(groups.adamw, **adamw),

@@ -194,6 +194,29 @@ def test_a_skipped_step_touches_nothing(anywhere, rank, world):
     assert_same(model, optimizer, plain)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_half_precision_with_an_overflow(anywhere, rank, stage):
+    """Masters are what torch makes of the gradients, and a step that overflows touches nothing."""
+    model = straddling(Matrices().half(), stage, anywhere)
+    scaler = zero_ext.LossScaler("dynamic", init_scale=2.0**30, hysteresis=1, backoff_factor=2**-20)
+    optimizer = Muon(model.parameters(), **SETTINGS, loss_scaler=scaler, max_grad_norm=0.1)
+    masters = {name: zero_ext.full_tensor(p) for name, p in model.named_parameters()}
+    theirs = torch.optim.Muon(masters.values(), **SETTINGS)
+    for step in range(4):
+        loss = mean_square(model, rank_data((3, 13), rank, step, dtype=torch.float16))
+        optimizer.scale(loss).backward()
+        optimizer.step()
+        if optimizer.skipped_steps <= step:
+            for name, p in model.named_parameters():
+                masters[name].grad = zero_ext.full_grad(p)  # which max_grad_norm has scaled
+            theirs.step()
+        for name, p in model.named_parameters():
+            assert_bits(zero_ext.full_tensor(p), masters[name], name)
+        optimizer.zero_grad()
+    assert optimizer.skipped_steps == 1
+    assert theirs.state[masters["last"]]["momentum_buffer"].any()
+
+
 class WithUnused(Matrices):
     def __init__(self):
         super().__init__()

@@ -57,7 +57,7 @@ def test_two_ranks_learn_and_a_resumed_run_has_the_losses_of_one_that_went_on(
     log = train(tmp_path, "--stage=2", *LEARNING, chosen, "--checkpoint-every=8")
     assert_learned(log)
     (tmp_path / "run" / "log.json").unlink()
-    refused = [*TINY, "--out", "run", *LEARNING, "--resume=run/step-8", "--steps=8"]
+    refused = [*TINY, "--out", "run", *LEARNING, chosen, "--resume=run/step-8", "--steps=8"]
     monkeypatch.setattr(sys, "argv", ["train_lm.py", *refused])
     with pytest.raises(SystemExit, match="has made 8 steps"):
         train_lm.main()
