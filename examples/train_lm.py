@@ -47,6 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--sequence", type=positive, default=128, help="bytes per sequence")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
+    parser.add_argument("--states", default="fp32", choices=("fp32", "bf16", "int8"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="of the parameters")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda: a GPU for each rank")
@@ -75,7 +76,7 @@ def shard(model: GPT, args: argparse.Namespace):
     import zero_ext
 
     model = zero_ext.shard(model, stage=args.stage, accumulation_steps=args.accumulation_steps)
-    return model, zero_ext.optim.AdamW(model.parameters(), **adamw)
+    return model, zero_ext.optim.AdamW(model.parameters(), state_dtype=args.states, **adamw)
 
 
 def save_checkpoint(args: argparse.Namespace, model, optimizer, scheduler, log: dict) -> None:

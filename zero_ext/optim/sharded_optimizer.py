@@ -24,6 +24,7 @@ from zero_ext.optim import groups, scaler
 from zero_ext.optim.arguments import check_arguments, check_closure, check_group, check_params
 from zero_ext.optim.loading import EmptiedState, SavedState, checked_load
 from zero_ext.optim.shown_states import ShownStates
+from zero_ext.optim.state_views import BlockCopies, views
 from zero_ext.optim.verdicts import SkippedSteps, StepSettings
 from zero_ext.ranks.agreement import calling
 from zero_ext.ranks.groups import resolve
@@ -54,6 +55,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # Names of per-element states, in the order in which the C++ side numbers them.
     _state_names: tuple[str, ...] = ()
+    # How the C++ side stores them: "fp32", "bf16" or "int8".
+    _stored_as = "fp32"
     # Whether other code than the C++ side's updates the masters.
     _updates_in_python = False
     # What the step that is being made was given for it.
@@ -86,6 +89,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._settings = StepSettings(defaults)
         self._followed = groups.FollowedGroups()
         self._emptied = EmptiedState()
+        self._copies = BlockCopies()
         named, whole = groups.named_parameters(self.param_groups)
         groups.check_not_owned(named, self)
         of_module = groups.handle_of_module(named, stage, process_group, offload_policy)
@@ -107,7 +111,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             groups.check_same_optimizers(self)
             scaler.attach(loss_scaler, self)
             self._states_held = max(map(self._states_of, self.param_groups))
-            self._sharded_state = _C.OptimizerState(self._handle.engine, self._states_held)
+            self._sharded_state = _C.OptimizerState(
+                self._handle.engine, self._states_held, self._stored_as
+            )
             self._handle.optimizers.add(self)
             self._follow_groups()
         except BaseException:  # whose traceback may keep this object alive
@@ -202,16 +208,31 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _held_state(self, parameter: Tensor, i: int) -> dict[str, Tensor]:
         """The count of steps, and each of ``_state_names`` that there is memory for."""
-        names = self._state_names[: self._states_held]
-        return _views(self._sharded_state, self._handle, parameter, i, names)
+        return self._views_of(parameter, i, self._state_names[: self._states_held])()
+
+    def _views_of(
+        self, parameter: Tensor, i: int, names: Sequence[str]
+    ) -> Callable[[], dict[str, Tensor]]:
+        state, handle = self._sharded_state, self._handle
+        return functools.partial(views, state, handle, self._copies, parameter, i, names)
+
+    def _end_copies(self) -> None:
+        """States in blocks take what was written to their copies, and are copied anew when they
+        are asked for."""
+        self._copies.write_back()
+        for i, parameter, names in self._copies.take():
+            make = self._views_of(parameter, i, names)
+            if isinstance(self.state, ShownStates):
+                self.state.show_anew(parameter, names, make)
+            elif self.state.get(parameter):
+                self.state[parameter].update(make())
 
     def _names_in(self, group: groups.Group) -> tuple[str, ...]:
         return ("step", *self._state_names[: self._states_of(group)])
 
     def _show_state(self, parameter: Tensor, i: int, group: groups.Group) -> None:
         self._handle.check_size(i, parameter)
-        names = self._state_names[: self._states_of(group)]
-        make = functools.partial(_views, self._sharded_state, self._handle, parameter, i, names)
+        make = self._views_of(parameter, i, self._state_names[: self._states_of(group)])
         if isinstance(self.state, ShownStates) and parameter not in self.state:
             self.state.show_later(parameter, make)
         else:
@@ -220,6 +241,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _forget_state(self, parameter: Tensor, i: int) -> None:
         for value in self._held_state(parameter, i).values():
             value.zero_()
+        self._copies.write_back()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but in place and without a cast: fp32 state stays fp32.
@@ -260,6 +282,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         target.copy_(value if isinstance(value, Tensor) else torch.tensor(value))
                 shown = {*self._names_in(each.group), *each.values}
                 self.state[each.parameter].update((k, v) for k, v in held.items() if k in shown)
+            self._end_copies()
 
         return write
 
@@ -269,6 +292,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return saved._replace(values=values)
 
     def _set_state_offloaded(self, offloaded: bool) -> None:
+        self._end_copies()
         self._sharded_state.set_offloaded(offloaded)
 
     # The step
@@ -321,6 +345,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         while True:
             self._follow_groups()
             self._emptied.follow(self)
+            if self._copies:
+                self._end_copies()
             verdict = self._sharded_state.prepare_step(
                 nonfinite=self.nonfinite != "step",
                 max_norm=self.max_grad_norm,
@@ -398,20 +424,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def stats(self) -> dict[str, int]:
         """See ``zero_ext.stats``."""
         return {**self._handle.stats(), "skipped_steps": self.skipped_steps}
-
-
-def _views(
-    sharded_state: _C.OptimizerState,
-    handle: Handle,
-    parameter: Tensor,
-    i: int,
-    names: Sequence[str],
-) -> dict[str, Tensor]:
-    """Of parameter i: the count of steps, and the first states, which have these names.
-
-    Not a method: who makes them later must not hold the optimizer.
-    """
-    state = {"step": sharded_state.step(i)}
-    for k, name in enumerate(names):
-        state[name] = handle.as_parameter(sharded_state.slice(k, i), i, parameter)
-    return state

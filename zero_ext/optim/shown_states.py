@@ -1,7 +1,7 @@
 """ShownStates: ``optimizer.state``, whose views are made when they are asked for."""
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,18 @@ class ShownStates(defaultdict):
     def show_later(self, parameter: Tensor, make: Callable[[], dict[str, Tensor]]) -> None:
         """``make()`` is the state of ``parameter``, which has none yet."""
         super().__setitem__(parameter, _Later(make))
+
+    def show_anew(
+        self, parameter: Tensor, names: Iterable[str], make: Callable[[], dict[str, Tensor]]
+    ) -> None:
+        """``make()`` shows ``names`` from now on, beside what else is there.
+
+        A state that was emptied stays empty.
+        """
+        shown = super().get(parameter)
+        if shown and type(shown) is not _Later:
+            others = {name: value for name, value in shown.items() if name not in names}
+            super().__setitem__(parameter, _Later(lambda: {**others, **make()}))
 
     def __getitem__(self, key: Hashable) -> Any:
         value = super().__getitem__(key)
