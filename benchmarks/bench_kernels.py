@@ -237,9 +237,10 @@ class StatesAdamW:
 def small_adamw(form: str) -> torch.optim.Optimizer:
     """The optimizer itself on 1,083 small tensors, one rank; each step uses the same gradients."""
     parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in small_shapes()]
+    optimizer = zero_ext.optim.AdamW(parameters, lr=1e-3, state_dtype=form)
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
-    return zero_ext.optim.AdamW(parameters, lr=1e-3, state_dtype=form)
+    return optimizer
 
 
 def bench_states(numel: int, rounds: int) -> list[Row]:
