@@ -170,6 +170,19 @@ def test_a_skipped_step_touches_nothing_and_a_frozen_parameter_has_no_state(team
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_states_that_were_offloaded_between_two_steps_have_their_bits(form):
+    """What was written to a shown state before is offloaded with it."""
+    model, optimizer = make(form, 2, Team(0, 1, None))
+    train(model, optimizer, 0, range(2))
+    for p in model.vectors:
+        optimizer.state[p]["exp_avg"].mul_(1)
+    zero_ext.offload_states(model)
+    zero_ext.reload_states(model)
+    train(model, optimizer, 0, range(2, STEPS))
+    assert_equals_one_process(model, optimizer, expected_after(form, 1))
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_the_bytes_held_are_those_of_the_estimate(team: Team, form):
     for stage in (0, 2):
         _, optimizer = make(form, stage, team)
