@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass
 import report
 import torch
 
+import zero_ext
 from zero_ext import ops
 
 MIB = 2**20
@@ -205,6 +206,63 @@ def bench_adamw(name: str, shapes, target: float, rounds: int) -> list[Row]:
     return [group.row(names[1]), group.compare(*names, "time", target)]
 
 
+class StatesAdamW:
+    """One flat AdamW whose moments are stored as `form` says."""
+
+    def __init__(self, form: str, numel: int):
+        self.master, self.grad = torch.randn(numel), torch.randn(numel)
+        self.param = self.master.bfloat16()
+        dtypes = {"fp32": 2 * [torch.float32], "bf16": 2 * [torch.bfloat16]}
+        dtypes["int8"] = [torch.int8, torch.uint8]
+        self.state = dict(
+            zip(
+                ("exp_avg", "exp_avg_sq"),
+                [torch.zeros(numel, dtype=dtype) for dtype in dtypes[form]],
+                strict=True,
+            )
+        )
+        if form == "int8":
+            blocks = -(-numel // 256)
+            self.state["scales"] = torch.zeros(blocks), torch.zeros(blocks)
+        self.count = 0
+
+    def step(self):
+        self.count += 1
+        ops.adamw_(
+            self.master, self.param, self.grad, **self.state,
+            lr=1e-3, weight_decay=0.01, step=self.count,
+        )  # fmt: skip
+
+
+def small_adamw(form: str) -> torch.optim.Optimizer:
+    """The optimizer itself on 1,083 small tensors, one rank; each step uses the same gradients."""
+    parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in small_shapes()]
+    optimizer = zero_ext.optim.AdamW(parameters, lr=1e-3, state_dtype=form)
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    return optimizer
+
+
+def bench_states(numel: int, rounds: int) -> list[Row]:
+    """States in fewer bits beside fp32 ones, in turn."""
+    rows = []
+    small = sum(torch.Size(shape).numel() for shape in small_shapes())
+    for name, count, make, size in (
+        ("flat", rounds, lambda form: StatesAdamW(form, numel), numel),
+        ("1,083 small tensors", 5 * rounds, small_adamw, small),
+    ):
+        group = Group(count)
+        names = {form: f"AdamW, {form} states, {name}" for form in ("fp32", "int8", "bf16")}
+        others = 16 if name == "flat" else 12  # with a compute copy, and without
+        for (form, label), moments in zip(names.items(), (16, 4, 8), strict=True):
+            group.add(label, make(form).step, (others + moments) * size)
+        group.measure()
+        rows.append(group.row(names["fp32"]))
+        rows.append(group.compare(names["int8"], names["fp32"], "time", 1.15))
+        rows.append(group.row(names["bf16"]))
+    return rows
+
+
 def bench_call_overhead(rounds: int) -> list[Row]:
     """An accumulate of 8 elements through the dispatcher, beside torch's add of the same."""
     grad, total = torch.ones(8), torch.zeros(8)
@@ -246,6 +304,7 @@ def main() -> None:
     rows += bench_lists("1,083 small tensors", small_shapes(), 3, 10 * rounds)
     rows += bench_adamw("flat", [(numel,)], 0.85, rounds)
     rows += bench_adamw("1,083 small tensors", small_shapes(), 0.35, 5 * rounds)
+    rows += bench_states(numel, rounds)
     rows += bench_call_overhead(rounds)
     machine = {**report.machine(), "instructions": torch.ops.zero_ext._instruction_set()}
     lines = table(rows)

@@ -50,6 +50,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--sequence", type=positive, default=128, help="bytes per sequence")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
+    parser.add_argument("--states", default="fp32", choices=("fp32", "bf16", "int8"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="of the parameters")
     parser.add_argument("--device", default="cpu", help="cpu, or cuda: a GPU for each rank")
@@ -82,6 +83,7 @@ def shard(model: GPT, args: argparse.Namespace):
     import zero_ext
 
     model = zero_ext.shard(model, stage=args.stage, accumulation_steps=args.accumulation_steps)
+    adamw["state_dtype"] = args.states
     if args.optimizer == "adamw":
         return model, [zero_ext.optim.AdamW(model.parameters(), **adamw)]
     groups = zero_ext.optim.muon_groups(model)

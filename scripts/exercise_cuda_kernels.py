@@ -30,6 +30,11 @@ def exercise(numel: int, dtype: torch.dtype, offset: int) -> None:
     ]:
         state = [data(), data(dtype), data(), data(), data(), data()]
         ops.adamw_(*state, lr=0.1, weight_decay=0.1, **number)
+        halves = [data(torch.bfloat16), data(torch.bfloat16)]
+        ops.adamw_(*state[:3], *halves, lr=0.1, weight_decay=0.1, **number)
+        codes = [data().to(torch.int8), data().to(torch.uint8)]
+        scales = [torch.ones(-(-numel // 256), device="cuda") for _ in codes]
+        ops.adamw_(*state[:3], *codes, lr=0.1, weight_decay=0.1, scales=scales, **number)
         number.pop("step", None)
         ops.sgd_(*state[:4], lr=0.1, momentum=0.9, **number)
     ops.find_nonfinite_([total], flag)

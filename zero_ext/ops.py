@@ -83,6 +83,7 @@ def adamw_(
     skip: Tensor | None = None,
     steps_done: Tensor | None = None,
     grad_factor: Tensor | None = None,
+    scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> None:
     """One step of AdamW (``decoupled``) or Adam on a flat range, in float32.
 
@@ -91,6 +92,8 @@ def adamw_(
         param: Its compute copy, rewritten as the rounding of ``master``; None where the master is
             the parameter. An element that is not the rounding of its master was written by the
             user, and wins over it.
+        exp_avg, exp_avg_sq: float32, bfloat16, or codes (int8 and uint8), which have ``scales``:
+            float32, one for each 256 elements.
         max_exp_avg_sq: AMSGrad's maximum, or None.
         step: Number of this update, from 1; None where ``steps_done`` says it.
         grad_scale: Factor of the gradient (1/loss scale, clipping).
@@ -103,13 +106,9 @@ def adamw_(
     """
     if (step is None) == (steps_done is None):
         raise ValueError("zero_ext: pass either 'step' or 'steps_done' to adamw_.")
+    tensors = (master, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq)
     _ops.adamw_(
-        master,
-        param,
-        grad,
-        exp_avg,
-        exp_avg_sq,
-        max_exp_avg_sq,
+        *tensors,
         lr=lr,
         beta1=betas[0],
         beta2=betas[1],
@@ -122,6 +121,8 @@ def adamw_(
         skip=skip,
         steps_done=steps_done,
         grad_factor=grad_factor,
+        exp_avg_scale=scales[0],
+        exp_avg_sq_scale=scales[1],
     )
 
 

@@ -24,6 +24,7 @@ struct AdamConstants {
   float step_size;
   float sqrt_bias_correction2;
   float eps;
+  uint32_t step;
 };
 
 struct SgdConstants {
@@ -71,8 +72,8 @@ ZERO_EXT_HOST_DEVICE inline double power(double base, int64_t exponent) {
   return result;
 }
 
-ZERO_EXT_HOST_DEVICE inline AdamConstants adam_constants(const AdamArgs& args, double beta1_power,
-                                                         double beta2_power) {
+ZERO_EXT_HOST_DEVICE inline AdamConstants adam_constants(const AdamArgs& args, int64_t step,
+                                                         double beta1_power, double beta2_power) {
   const double bias_correction1 = 1 - beta1_power;
   const double bias_correction2 = 1 - beta2_power;
   return {
@@ -84,20 +85,21 @@ ZERO_EXT_HOST_DEVICE inline AdamConstants adam_constants(const AdamArgs& args, d
       .step_size = static_cast<float>(args.lr / bias_correction1),
       .sqrt_bias_correction2 = static_cast<float>(sqrt(bias_correction2)),
       .eps = static_cast<float>(args.eps),
+      .step = static_cast<uint32_t>(step),
   };
 }
 
 // The constants of the next update, counted by on_device.steps_done.
 ZERO_EXT_HOST_DEVICE inline AdamConstants counted_adam_constants(const AdamArgs& args) {
   const int64_t step = static_cast<int64_t>(*args.on_device.steps_done) + 1;
-  return adam_constants(args, power(args.beta1, step), power(args.beta2, step));
+  return adam_constants(args, step, power(args.beta1, step), power(args.beta2, step));
 }
 
 // To be called on the host: for the CPU, or for CUDA with an empty OnDevice.
 inline AdamConstants adam_constants(const AdamArgs& args) {
   if (args.on_device.steps_done != nullptr) return counted_adam_constants(args);
   const double step = static_cast<double>(args.step);
-  return adam_constants(args, std::pow(args.beta1, step), std::pow(args.beta2, step));
+  return adam_constants(args, args.step, std::pow(args.beta1, step), std::pow(args.beta2, step));
 }
 
 ZERO_EXT_HOST_DEVICE inline SgdConstants sgd_constants(const SgdArgs& args) {

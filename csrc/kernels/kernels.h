@@ -88,6 +88,12 @@ struct OnDevice {
   const float* grad_factor = nullptr;  // multiplies grad_scale, in float
 };
 
+// How Adam's moments are stored.
+enum class Moments : int32_t { f32, bf16, int8 };
+
+// The elements of a block of int8 moments: they share a scale.
+constexpr int64_t kBlockElements = 256;
+
 // Adam and AdamW on a flat range (Kingma & Ba 2015; Loshchilov & Hutter 2019).
 // All arithmetic is in fp32. Each line is one assignment, in this order:
 //
@@ -109,6 +115,12 @@ struct OnDevice {
 // param_dtype() rounds to nearest even, and == compares bits. amsgrad means that max_exp_avg_sq is
 // not null. Where `param` is null, p starts as master[i].
 //
+// The moments may be stored in fewer bits. The update then uses them before they are rounded:
+//
+//   bf16:  rounded up or down at random, so that the mean over steps is the value
+//   int8:  codes and one scale per kBlockElements elements, see Note [Dynamic map] in moments.h;
+//          the range begins where a block begins. An element's bits depend on its block.
+//
 // Note [A written parameter wins over its master]
 // `param` always holds the rounding of `master`, unless somebody has written to it since. Comparing
 // the two finds every kind of write; `p.data.copy_()` leaves no trace in the version counter. It
@@ -120,9 +132,13 @@ struct AdamArgs {
   void* param = nullptr;
   DType param_dtype = DType::bf16;
   const float* grad = nullptr;
-  float* exp_avg = nullptr;
-  float* exp_avg_sq = nullptr;
-  float* max_exp_avg_sq = nullptr;  // AMSGrad only, else null
+  Moments moments = Moments::f32;
+  void* exp_avg = nullptr;     // float, bf16, or signed codes
+  void* exp_avg_sq = nullptr;  // float, bf16, or unsigned codes
+  // [blocks]; int8 only, else null.
+  float* exp_avg_scale = nullptr;
+  float* exp_avg_sq_scale = nullptr;
+  float* max_exp_avg_sq = nullptr;  // AMSGrad only, else null; with f32 alone
   int64_t numel = 0;
   double lr = 0;
   double beta1 = 0;

@@ -1,6 +1,7 @@
 #include "optim/optimizer_state.h"
 
 #include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
@@ -20,10 +21,55 @@ void* parameter_of(const Unit& unit, const Run& run) {
                           : begin + run.begin * kernels::element_bytes(dtype_of(unit.dtype()));
 }
 
+static_assert(kBlockNumel == kernels::kBlockElements);
+
+// [slots]: where each slot's part is in a buffer that holds those without blocks alone; the last
+// entry is that buffer's length.
+std::vector<int64_t> begins_without_blocks(const RankLayout& layout) {
+  std::vector<int64_t> begins{0};
+  for (int64_t i = 0; i < layout.size(); ++i) {
+    const Piece* piece = layout.slot(i).in_blocks() ? nullptr : layout.own_piece(i);
+    begins.push_back(begins.back() + (piece == nullptr ? 0 : piece->numel + piece->gap_numel));
+  }
+  return begins;
+}
+
+bool has_blocks(const RankLayout& layout) {
+  for (int64_t i = 0; i < layout.size(); ++i) {
+    if (layout.slot(i).in_blocks() && layout.own_piece(i) != nullptr) return true;
+  }
+  return false;
+}
+
+std::vector<int64_t> begins_in_range(const RankLayout& layout) {
+  std::vector<int64_t> begins;
+  for (int64_t i = 0; i < layout.size(); ++i) {
+    const Piece* piece = layout.own_piece(i);
+    begins.push_back(piece == nullptr ? 0 : piece->range_begin);
+  }
+  return begins;
+}
+
+// [states] buffers of zeros, or none where they would be empty.
+std::vector<FlatBuffer> zeros(const UnitContext& context, const std::vector<at::ScalarType>& dtypes,
+                              int64_t numel) {
+  std::vector<FlatBuffer> buffers;
+  if (numel == 0) return buffers;
+  for (const at::ScalarType dtype : dtypes) {
+    buffers.push_back(context.state_buffer(Held::optimizer_state, dtype, numel));
+    buffers.back().fill_zero();
+  }
+  return buffers;
+}
+
 }  // namespace
 
-OptimizerState::OptimizerState(std::shared_ptr<Engine> engine, int64_t states)
-    : engine_(std::move(engine)), states_(states), last_backward_(engine_->backward().count()) {}
+OptimizerState::OptimizerState(std::shared_ptr<Engine> engine, int64_t states,
+                               kernels::Moments moments)
+    : engine_(std::move(engine)),
+      states_(states),
+      moments_(moments),
+      last_backward_(engine_->backward().count()) {}
 
 void OptimizerState::assign(const std::vector<int64_t>& parameters, int64_t group) {
   for (const int64_t i : parameters) allocate_for(i);
@@ -58,24 +104,78 @@ void OptimizerState::allocate_for(int64_t i) {
   }
   if (u < 0) return;
   if (static_cast<int64_t>(buffers_.size()) <= u) buffers_.resize(u + 1);
-  if (!buffers_[u].empty()) return;
-  std::vector<FlatBuffer> states;
-  for (int64_t k = 0; k < states_; ++k) {
-    states.push_back(engine_->context().state_buffer(
-        Held::optimizer_state, at::kFloat, engine_->parameters().unit(u).layout().range_numel()));
-    states.back().fill_zero();
+  if (!buffers_[u].begins.empty()) return;
+  const RankLayout& layout = engine_->parameters().unit(u).layout();
+  const UnitContext& context = engine_->context();
+  UnitStates states;
+  if (moments_ == kernels::Moments::int8) {
+    states.begins = begins_without_blocks(layout);
+    states.values = zeros(context, {at::kFloat, at::kFloat}, states.begins.back());
+    if (has_blocks(layout)) {
+      const int64_t blocks = (layout.range_numel() + kBlockNumel - 1) / kBlockNumel;
+      states.codes = zeros(context, {at::kChar, at::kByte}, layout.range_numel());
+      states.scales = zeros(context, {at::kFloat, at::kFloat}, blocks);
+    }
+  } else {
+    const auto dtype = moments_ == kernels::Moments::bf16 ? at::kBFloat16 : at::kFloat;
+    states.begins = begins_in_range(layout);
+    states.values = zeros(context, std::vector(states_, dtype), layout.range_numel());
   }
   buffers_[u] = std::move(states);
 }
 
-at::Tensor OptimizerState::slice(int64_t k, int64_t i) const {
-  const Unit& unit = engine_->parameters().trainable_home_of(i);
+bool OptimizerState::in_blocks(int64_t i) const {
   const ShardedParameter& parameter = engine_->parameters()[i];
-  return unit.layout().own_slice(buffers_.at(parameter.unit).at(k), parameter.slot);
+  return moments_ == kernels::Moments::int8 &&
+         engine_->parameters().unit(parameter.unit).layout().slot(parameter.slot).in_blocks();
 }
 
-float* OptimizerState::data(int64_t k, int64_t unit, const Run& run) const {
-  return static_cast<float*>(buffers_[unit].at(k).data()) + run.begin;
+at::Tensor OptimizerState::slice(int64_t k, int64_t i) const {
+  const RankLayout& layout = engine_->parameters().trainable_home_of(i).layout();
+  const ShardedParameter& parameter = engine_->parameters()[i];
+  const UnitStates& states = buffers_.at(parameter.unit);
+  const Piece* piece = layout.own_piece(parameter.slot);
+  if (in_blocks(i)) {
+    if (piece == nullptr) return nothing_of(states.codes, k, k == 0 ? at::kChar : at::kByte);
+    return states.codes.at(k).slice(piece->range_begin, piece->numel);
+  }
+  if (piece == nullptr) {
+    const auto dtype = moments_ == kernels::Moments::bf16 ? at::kBFloat16 : at::kFloat;
+    return nothing_of(states.values, k, dtype);
+  }
+  return states.values.at(k).slice(states.begins[parameter.slot], piece->numel);
+}
+
+std::optional<at::Tensor> OptimizerState::scales(int64_t k, int64_t i) const {
+  if (!in_blocks(i)) return std::nullopt;
+  const RankLayout& layout = engine_->parameters().trainable_home_of(i).layout();
+  const ShardedParameter& parameter = engine_->parameters()[i];
+  const Piece* piece = layout.own_piece(parameter.slot);
+  const std::vector<FlatBuffer>& buffers = buffers_.at(parameter.unit).scales;
+  if (piece == nullptr) return nothing_of(buffers, k, at::kFloat);
+  return buffers.at(k).slice(piece->range_begin / kBlockNumel,
+                             (piece->numel + kBlockNumel - 1) / kBlockNumel);
+}
+
+// What a rank shows of a parameter of which it holds nothing.
+at::Tensor OptimizerState::nothing_of(const std::vector<FlatBuffer>& buffers, int64_t k,
+                                      at::ScalarType dtype) const {
+  if (!buffers.empty()) return buffers.at(k).slice(0, 0);
+  const auto options = at::TensorOptions().device(engine_->context().state.device());
+  return at::empty({0}, options.dtype(dtype));
+}
+
+void* OptimizerState::data(int64_t k, int64_t unit, const Run& run) const {
+  const UnitStates& states = buffers_[unit];
+  if (scale_data(k, unit, run) != nullptr) return states.codes.at(k).at(run.begin);
+  return states.values.at(k).at(states.begins[run.first_slot]);
+}
+
+// Null where the run's slots are not in blocks.
+float* OptimizerState::scale_data(int64_t k, int64_t unit, const Run& run) const {
+  const Slot& first = engine_->parameters().unit(unit).layout().slot(run.first_slot);
+  if (moments_ != kernels::Moments::int8 || !first.in_blocks()) return nullptr;
+  return static_cast<float*>(buffers_[unit].scales.at(k).at(run.begin / kBlockNumel));
 }
 
 template <typename Body>
@@ -93,7 +193,7 @@ void OptimizerState::apply(const Body& body) {
   const std::vector<uint64_t> histories = histories_in_flight();
   const auto same = [&](int64_t a, int64_t b) {
     return group_of_[a] == group_of_[b] && presumed_[a] == presumed_[b] &&
-           (histories.empty() || histories[a] == histories[b]);
+           (histories.empty() || histories[a] == histories[b]) && in_blocks(a) == in_blocks(b);
   };
   std::vector<int64_t> counted;
   {
@@ -195,25 +295,31 @@ void OptimizerState::apply_adam(const std::vector<AdamGroup>& groups) {
   const KernelTable& table = engine_->context().state;
   apply([&](int64_t u, Unit& unit, const Run& run, int64_t i, int64_t step) {
     const AdamGroup& group = groups[group_of_[i]];
-    check(table->adam({.master = unit.parameters().master_data() + run.begin,
-                       .param = parameter_of(unit, run),
-                       .param_dtype = dtype_of(unit.dtype()),
-                       .grad = unit.sums().data() + run.begin,
-                       .exp_avg = data(0, u, run),
-                       .exp_avg_sq = data(1, u, run),
-                       .max_exp_avg_sq = group.amsgrad ? data(2, u, run) : nullptr,
-                       .numel = run.numel,
-                       .lr = group.lr,
-                       .beta1 = group.beta1,
-                       .beta2 = group.beta2,
-                       .eps = group.eps,
-                       .weight_decay = group.weight_decay,
-                       .step = step,
-                       .grad_scale = verdict_.factor,
-                       .maximize = group.maximize,
-                       .decoupled = group.decoupled,
-                       .on_device = on_device(i)},
-                      table.launch()),
+    float* const scales = scale_data(0, u, run);
+    const bool in_fp32 = moments_ == kernels::Moments::int8 && scales == nullptr;
+    check(table->adam(
+              {.master = unit.parameters().master_data() + run.begin,
+               .param = parameter_of(unit, run),
+               .param_dtype = dtype_of(unit.dtype()),
+               .grad = unit.sums().data() + run.begin,
+               .moments = in_fp32 ? kernels::Moments::f32 : moments_,
+               .exp_avg = data(0, u, run),
+               .exp_avg_sq = data(1, u, run),
+               .exp_avg_scale = scales,
+               .exp_avg_sq_scale = scale_data(1, u, run),
+               .max_exp_avg_sq = group.amsgrad ? static_cast<float*>(data(2, u, run)) : nullptr,
+               .numel = run.numel,
+               .lr = group.lr,
+               .beta1 = group.beta1,
+               .beta2 = group.beta2,
+               .eps = group.eps,
+               .weight_decay = group.weight_decay,
+               .step = step,
+               .grad_scale = verdict_.factor,
+               .maximize = group.maximize,
+               .decoupled = group.decoupled,
+               .on_device = on_device(i)},
+              table.launch()),
           "adam");
   });
 }
@@ -227,7 +333,8 @@ void OptimizerState::apply_sgd(const std::vector<SgdGroup>& groups) {
                       .param = parameter_of(unit, run),
                       .param_dtype = dtype_of(unit.dtype()),
                       .grad = unit.sums().data() + run.begin,
-                      .momentum_buffer = group.momentum != 0 ? data(0, u, run) : nullptr,
+                      .momentum_buffer =
+                          group.momentum != 0 ? static_cast<float*>(data(0, u, run)) : nullptr,
                       .numel = run.numel,
                       .lr = group.lr,
                       .momentum = group.momentum,
@@ -254,12 +361,14 @@ void OptimizerState::apply_masters() {
 }
 
 void OptimizerState::set_offloaded(bool offloaded) {
-  for (auto& states : buffers_) {
-    for (FlatBuffer& state : states) {
-      if (offloaded) {
-        state.offload(engine_->context().offloaded, kStatesOffloaded);
-      } else {
-        state.reload();
+  for (UnitStates& states : buffers_) {
+    for (auto* buffers : {&states.values, &states.codes, &states.scales}) {
+      for (FlatBuffer& buffer : *buffers) {
+        if (offloaded) {
+          buffer.offload(engine_->context().offloaded, kStatesOffloaded);
+        } else {
+          buffer.reload();
+        }
       }
     }
   }

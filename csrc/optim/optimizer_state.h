@@ -1,16 +1,18 @@
-// OptimizerState: the flat fp32 state of one optimizer over an engine's units, and the updates that
-// use it. It asks the engine for the runs to update (StepUpdate), and loops over them.
+// OptimizerState: the flat state of one optimizer over an engine's units, and the updates that use
+// it. It asks the engine for the runs to update (StepUpdate), and loops over them.
 //
 // Owner:     the Python optimizer. Keeps the engine alive.
 // Threads:   an update holds the engine's lock. Everything else is called by the optimizer's
 //            thread.
 // Invariant: state k of unit u has the length and the offsets of the unit's master; units without
-//            a parameter of this optimizer have none.
+//            a parameter of this optimizer have none. Exception: int8 states have codes of that
+//            length, and values of only those slots that are not cut into blocks.
 #pragma once
 
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "engine/engine.h"
@@ -20,6 +22,16 @@ namespace zero_ext {
 
 inline constexpr char kStatesOffloaded[] =
     "zero_ext: the optimizer's states are offloaded. Call zero_ext.reload_states() first.";
+
+// The states of one unit on this rank.
+struct UnitStates {
+  // [states]: fp32 or bf16; empty where there is nothing to hold.
+  std::vector<FlatBuffer> values;
+  // [states]: int8 alone, of slots in blocks, see Note [Blocks of a slot]; empty without such slots.
+  std::vector<FlatBuffer> codes;   // int8, but uint8 of exp_avg_sq
+  std::vector<FlatBuffer> scales;  // fp32, one for each block of this rank's range
+  std::vector<int64_t> begins;     // [slots]: where this rank's part is in `values`
+};
 
 struct AdamGroup {
   double lr;
@@ -44,8 +56,8 @@ struct SgdGroup {
 class OptimizerState {
  public:
   // `states`: how many values each element has (2 for Adam, 3 with AMSGrad, 1 for SGD with
-  // momentum).
-  OptimizerState(std::shared_ptr<Engine> engine, int64_t states);
+  // momentum). `moments`: how they are stored.
+  OptimizerState(std::shared_ptr<Engine> engine, int64_t states, kernels::Moments moments);
   ~OptimizerState() {
     for (const int64_t i : indices_) engine_->steps().remove_stepper(i);
   }
@@ -56,8 +68,10 @@ class OptimizerState {
   void assign(const std::vector<int64_t>& parameters, int64_t group);
   // From now on they are not updated. Their state stays.
   void unassign(const std::vector<int64_t>& parameters);
-  // This rank's part of state k of parameter i, 1-D.
+  // This rank's part of state k of parameter i, 1-D: values, or codes where there are scales.
   at::Tensor slice(int64_t k, int64_t i) const;
+  // The scales of the blocks of that part, fp32 [blocks]; none where the state is not in blocks.
+  std::optional<at::Tensor> scales(int64_t k, int64_t i) const;
   // How often parameter i was updated: 0-D, fp32, as torch has it. It lies on the device where the
   // device decides about a step.
   at::Tensor step(int64_t i) const { return steps_.at(i); }
@@ -94,14 +108,19 @@ class OptimizerState {
   at::Tensor step_increment() const;  // on the device: 1, or 0 where the step is skipped
   void count_on_device(const std::vector<int64_t>& updated, const at::Tensor& increment);
   kernels::OnDevice on_device(int64_t i) const;
-  float* data(int64_t k, int64_t unit, const Run& run) const;
+  bool in_blocks(int64_t i) const;
+  at::Tensor nothing_of(const std::vector<FlatBuffer>& buffers, int64_t k,
+                        at::ScalarType dtype) const;
+  void* data(int64_t k, int64_t unit, const Run& run) const;
+  float* scale_data(int64_t k, int64_t unit, const Run& run) const;
 
   std::shared_ptr<Engine> engine_;
   int64_t states_;
+  kernels::Moments moments_;
   std::vector<int64_t> indices_;
-  std::vector<int64_t> group_of_;  // [parameters of the engine]; -1: not of this optimizer
-  std::vector<std::vector<FlatBuffer>> buffers_;  // [units][states]
-  std::vector<at::Tensor> steps_;                 // [parameters of the engine]
+  std::vector<int64_t> group_of_;    // [parameters of the engine]; -1: not of this optimizer
+  std::vector<UnitStates> buffers_;  // [units]
+  std::vector<at::Tensor> steps_;    // [parameters of the engine]
   // On a device the host learns later whether a step was skipped; until then it is in flight.
   // presumed_ is what steps_ would be if none in flight was skipped. versions_ are those of steps_
   // after the last write from here. Parameters with the same presumed count that were updated by

@@ -87,13 +87,24 @@ void bind_groups(py::module_& m) {
            py::arg("weight_decay"), py::arg("nesterov"), py::arg("maximize"));
 }
 
+kernels::Moments moments_named(const std::string& name) {
+  if (name == "int8") return kernels::Moments::int8;
+  if (name == "bf16") return kernels::Moments::bf16;
+  TORCH_CHECK_VALUE(name == "fp32", "no moments are stored as '", name, "'");
+  return kernels::Moments::f32;
+}
+
 void bind_state(py::module_& m) {
   py::class_<OptimizerState>(m, "OptimizerState")
-      .def(py::init<std::shared_ptr<Engine>, int64_t>(), py::arg("engine").none(false),
-           py::arg("states"))
+      .def(py::init([](std::shared_ptr<Engine> engine, int64_t states, const std::string& moments) {
+             return std::make_unique<OptimizerState>(std::move(engine), states,
+                                                     moments_named(moments));
+           }),
+           py::arg("engine").none(false), py::arg("states"), py::arg("moments") = "fp32")
       .def("assign", &OptimizerState::assign, NoGil())
       .def("unassign", &OptimizerState::unassign)
       .def("slice", &OptimizerState::slice, NoGil())
+      .def("scales", &OptimizerState::scales, NoGil())
       .def("step", &OptimizerState::step)
       .def_property_readonly("indices", &OptimizerState::indices)
       .def("clip_gradients", &OptimizerState::clip_gradients, NoGil())

@@ -54,21 +54,60 @@ kernels::OnDevice on_device(const OptionalTensor& skip, const OptionalTensor& st
           .grad_factor = device_scalar<float>("grad_factor", grad_factor, device)};
 }
 
+// How the moments are stored.
+kernels::Moments moments_of(const Tensor& exp_avg, const OptionalTensor& scale) {
+  const at::ScalarType dtype = exp_avg.scalar_type();
+  if (dtype == at::kBFloat16) return kernels::Moments::bf16;
+  TORCH_CHECK((dtype == at::kChar) == scale.has_value(), "zero_ext: 'exp_avg' has dtype ", dtype,
+              ". Pass 'exp_avg_scale' and 'exp_avg_sq_scale' with int8 codes, and only then.");
+  return dtype == at::kChar ? kernels::Moments::int8 : kernels::Moments::f32;
+}
+
+// A moment with one element per element of `master`.
+void* moment(const char* name, const Tensor& buffer, at::ScalarType dtype, const Tensor& master) {
+  if (dtype == at::kFloat) return optimizer_buffer(name, buffer, master);
+  TORCH_CHECK(
+      buffer.scalar_type() == dtype && buffer.device() == master.device() && buffer.is_contiguous(),
+      "zero_ext: '", name, "' must be contiguous, of dtype ", dtype, ", on ", master.device(),
+      ", beside these moments.");
+  check_numel(name, buffer, master.numel(), "master");
+  return buffer.mutable_data_ptr();
+}
+
+// One scale for each block, or null.
+float* scale_buffer(const char* name, const OptionalTensor& scale, const Tensor& master) {
+  if (!scale.has_value()) return nullptr;
+  check_float(name, *scale, master.device());
+  const int64_t blocks = (master.numel() + kernels::kBlockElements - 1) / kernels::kBlockElements;
+  TORCH_CHECK(scale->numel() == blocks, "zero_ext: '", name, "' has ", scale->numel(),
+              " elements, there are ", blocks, " blocks.");
+  return scale->mutable_data_ptr<float>();
+}
+
 void adamw_(const Tensor& master, const OptionalTensor& param, const Tensor& grad,
             const Tensor& exp_avg, const Tensor& exp_avg_sq, const OptionalTensor& max_exp_avg_sq,
             double lr, double beta1, double beta2, double eps, double weight_decay, int64_t step,
             double grad_scale, bool maximize, bool decoupled, const OptionalTensor& skip,
-            const OptionalTensor& steps_done, const OptionalTensor& grad_factor) {
+            const OptionalTensor& steps_done, const OptionalTensor& grad_factor,
+            const OptionalTensor& exp_avg_scale, const OptionalTensor& exp_avg_sq_scale) {
   TORCH_CHECK(step >= 1, "zero_ext: 'step' is ", step, ", the first update is number 1.");
   OpCall call(master);
   check_float("master", master, call.device());
+  const kernels::Moments moments = moments_of(exp_avg, exp_avg_scale);
+  const bool in_codes = moments == kernels::Moments::int8;
+  const auto values = moments == kernels::Moments::bf16 ? at::kBFloat16 : at::kFloat;
+  TORCH_CHECK(moments == kernels::Moments::f32 || !max_exp_avg_sq.has_value(),
+              "zero_ext: 'max_exp_avg_sq' goes with float32 moments only.");
   const kernels::AdamArgs args{
       .master = master.mutable_data_ptr<float>(),
       .param = compute_copy(param, master),
       .param_dtype = compute_dtype(param),
       .grad = optimizer_buffer("grad", grad, master),
-      .exp_avg = optimizer_buffer("exp_avg", exp_avg, master),
-      .exp_avg_sq = optimizer_buffer("exp_avg_sq", exp_avg_sq, master),
+      .moments = moments,
+      .exp_avg = moment("exp_avg", exp_avg, in_codes ? at::kChar : values, master),
+      .exp_avg_sq = moment("exp_avg_sq", exp_avg_sq, in_codes ? at::kByte : values, master),
+      .exp_avg_scale = scale_buffer("exp_avg_scale", exp_avg_scale, master),
+      .exp_avg_sq_scale = scale_buffer("exp_avg_sq_scale", exp_avg_sq_scale, master),
       .max_exp_avg_sq = optimizer_buffer("max_exp_avg_sq", max_exp_avg_sq, master),
       .numel = master.numel(),
       .lr = lr,
@@ -88,6 +127,8 @@ void adamw_(const Tensor& master, const OptionalTensor& param, const Tensor& gra
   mark_written(exp_avg);
   mark_written(exp_avg_sq);
   mark_written(max_exp_avg_sq);
+  mark_written(exp_avg_scale);
+  mark_written(exp_avg_sq_scale);
 }
 
 void sgd_(const Tensor& master, const OptionalTensor& param, const Tensor& grad,
@@ -137,7 +178,8 @@ TORCH_LIBRARY_FRAGMENT(zero_ext, m) {
       "weight_decay, "
       "int step, float grad_scale=1.0, bool maximize=False, bool decoupled=True, Tensor? "
       "skip=None, "
-      "Tensor? steps_done=None, Tensor? grad_factor=None) -> ()");
+      "Tensor? steps_done=None, Tensor? grad_factor=None, Tensor(f!)? exp_avg_scale=None, "
+      "Tensor(g!)? exp_avg_sq_scale=None) -> ()");
   m.def(
       "sgd_(Tensor(a!) master, Tensor(b!)? param, Tensor grad, Tensor(c!)? momentum_buffer=None, "
       "*, float lr, "

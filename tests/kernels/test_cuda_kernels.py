@@ -198,6 +198,35 @@ def test_adam_is_torchs_adam_in_float64(decoupled):
     )
 
 
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("dtypes", [2 * [torch.bfloat16], [torch.int8, torch.uint8]], ids=str)
+def test_moments_in_fewer_bits_are_the_cpu_s(dtypes, offset):
+    """Three steps: two blocks and a part of one, one of them without gradients."""
+    numel, bits = 600, {torch.bfloat16: torch.int16}
+    names = ("exp_avg", "exp_avg_sq")
+    host = {
+        name: torch.zeros(numel, dtype=dtype) for name, dtype in zip(names, dtypes, strict=True)
+    }
+    scales = [torch.zeros(3), torch.zeros(3)] if torch.int8 in dtypes else []
+    master = values(numel)
+    param = master.bfloat16()
+    device = {name: value.to(DEVICE) for name, value in host.items()}
+    device_scales = [scale.to(DEVICE) for scale in scales]
+    on_device = [on(DEVICE, master, offset), on(DEVICE, param, offset)]
+    for step in range(1, 4):
+        grad = values(numel)
+        grad[256:512] = 0
+        hyper = {"lr": 1e-2, "weight_decay": 0.1, "step": step}
+        of_host, of_device = [{"scales": s} if s else {} for s in (scales, device_scales)]
+        ops.adamw_(master, param, grad, **host, **hyper, **of_host)
+        ops.adamw_(*on_device, on(DEVICE, grad, offset), **device, **hyper, **of_device)
+    assert torch.equal(on_device[0].cpu(), master) and torch.equal(on_device[1].cpu(), param)
+    assert all(map(torch.equal, (scale.cpu() for scale in device_scales), scales))
+    for name, value in host.items():
+        kind = bits.get(value.dtype, value.dtype)
+        assert torch.equal(device[name].cpu().view(kind), value.view(kind)), name
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", [0, 1, 1000, 1082])
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from kernel_data import (
     DTYPES,
     SETS,
@@ -16,6 +17,7 @@ from kernel_data import (
     special_floats,
     values,
 )
+from stored_moments import FORMS, StoredAdamW
 
 from zero_ext import ops
 
@@ -335,6 +337,40 @@ def test_adam_is_torch_adam(instruction_set, numel, amsgrad, maximize, decoupled
     inner = optimizer.state[reference]
     for name in ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * amsgrad:
         torch.testing.assert_close(state[name], inner[name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("numel", [1, 7, 255, 257, 5000])
+@pytest.mark.parametrize("form", FORMS)
+def test_adamw_stores_its_moments_as_plain_torch_does(instruction_set, form, numel):
+    """Steps, scales and a block without gradients; beside a copy to compute with."""
+    master = values(numel)
+    if numel == 5000:  # a shorter parameter would keep fp32 in the reference
+        reference = StoredAdamW(master, form, lr=1e-2)
+    else:
+        reference = StoredAdamW(torch.cat([master, torch.zeros(5120 - numel)]), form, lr=1e-2)
+    param, blocks = master.bfloat16(), -(-numel // 256)
+    if form == "int8":
+        state = {
+            "exp_avg": torch.zeros(numel, dtype=torch.int8),
+            "exp_avg_sq": torch.zeros(numel, dtype=torch.uint8),
+            "scales": (torch.zeros(blocks), torch.zeros(blocks)),
+        }
+    else:
+        state = {name: torch.zeros(numel).bfloat16() for name in ("exp_avg", "exp_avg_sq")}
+    for step in range(1, 5):
+        grad = values(numel)
+        grad[256:512] = 0
+        reference.step(F.pad(grad, (0, reference.value.numel() - numel)))
+        ops.adamw_(master, param, grad, **state, lr=1e-2, weight_decay=1e-2, step=step)
+        assert same_bits(master, reference.value[:numel])
+        assert same_bits(param, master.bfloat16())
+    for k, moment in enumerate((reference.first, reference.second)):
+        name = ("exp_avg", "exp_avg_sq")[k]
+        if form == "bf16":
+            assert same_bits(state[name], moment.values[:numel])
+        else:
+            assert torch.equal(state[name].long(), moment.codes.flatten()[:numel])
+            assert torch.equal(state["scales"][k], moment.scales[:blocks])
 
 
 @pytest.mark.parametrize("param_dtype", DTYPES)

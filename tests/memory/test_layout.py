@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from zero_ext import _C
 
 ODD_SIZES = [0, 1, 7, 13]
-sizes = st.lists(st.sampled_from(ODD_SIZES) | st.integers(0, 300), max_size=12)
+BLOCK, SMALLEST_IN_BLOCKS = 256, 4096
+large = st.sampled_from([4095, 4096, 4097, 5000, 70000])
+sizes = st.lists(st.sampled_from(ODD_SIZES) | st.integers(0, 300) | large, max_size=12)
 ranges = st.integers(1, 9)
 alignments = st.sampled_from([1, 16, 32])  # elements: none, 64 bytes of float32, of bfloat16
 
@@ -26,6 +28,8 @@ def any_layout(test):
         example(numels=[0, 0, 1, 0], ranges=2, alignment=32),
         example(numels=[16] * 8, ranges=4, alignment=16),  # no padding at all
         example(numels=[1000], ranges=7, alignment=1),
+        example(numels=[13, 0, 5000, 7, 70000, 0], ranges=3, alignment=16),
+        example(numels=[4096, 1, 4096], ranges=40, alignment=32),  # a range is one block
     ]
 
     def run(numels, ranges, alignment):
@@ -51,11 +55,26 @@ def test_slots_are_aligned_disjoint_in_order_and_in_bounds(layout, numels, align
     assert all(slot.offset + slot.padded_numel <= layout.padded_numel for slot in slots)
 
 
+def has_blocks(numels):
+    return any(numel >= SMALLEST_IN_BLOCKS for numel in numels)
+
+
 @any_layout
-def test_a_slot_is_padded_by_less_than_the_alignment(layout, numels, alignment):
-    for slot in slots_of(layout):
+def test_a_slot_is_padded_by_less_than_the_alignment_or_a_block(layout, numels, alignment):
+    for i, slot in enumerate(slots_of(layout)):
         assert slot.padded_numel % alignment == 0
-        assert 0 <= slot.padded_numel - slot.numel < alignment
+        following = next(filter(None, numels[i + 1 :]), 0)
+        most = BLOCK if following >= SMALLEST_IN_BLOCKS and slot.numel else alignment
+        assert 0 <= slot.padded_numel - slot.numel < most
+
+
+@any_layout
+def test_no_block_of_a_slot_lies_in_two_ranges(layout, numels, alignment):
+    for i, slot in enumerate(slots_of(layout)):
+        if slot.numel >= SMALLEST_IN_BLOCKS:
+            assert all(piece.slot_begin % BLOCK == 0 for piece in layout.pieces(i))
+            assert all(piece.range_begin % BLOCK == 0 for piece in layout.pieces(i))
+        assert all(piece.numel > 0 for piece in layout.pieces(i)), "nothing but padding"
 
 
 @any_layout
@@ -67,8 +86,9 @@ def test_ranges_are_equal_aligned_and_no_longer_than_needed(layout, numels, alig
         r * layout.range_numel for r in range(layout.ranges)
     ]
     used = sum(slot.padded_numel for slot in slots_of(layout))
-    fewest = max(alignment, -(-used // layout.ranges))
-    assert layout.range_numel < fewest + alignment
+    multiple = BLOCK if has_blocks(numels) else alignment
+    fewest = max(multiple, -(-used // layout.ranges))
+    assert layout.range_numel < fewest + multiple
 
 
 @any_layout

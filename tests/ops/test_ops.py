@@ -10,6 +10,10 @@ from zero_ext import ops
 ADAM = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "step": 1}
 
 
+CODES = torch.zeros(33, dtype=torch.int8), torch.zeros(33, dtype=torch.uint8)
+SCALES = {"exp_avg_scale": torch.ones(1), "exp_avg_sq_scale": torch.ones(1)}
+
+
 def flag():
     return torch.zeros(1, dtype=torch.int32)
 
@@ -40,6 +44,8 @@ SAMPLES = {
         ((f32(), bf16(), f32(), f32(), f32().abs()), ADAM),
         ((f32(), None, f32(), f32(), f32().abs(), f32().abs()), ADAM | {"decoupled": False}),
         ((f32(), None, f32(), f32(), f32().abs()), ADAM | {"skip": flag(), "steps_done": count()}),
+        ((f32(), None, f32(), bf16(), bf16().abs()), ADAM),
+        ((f32(), bf16(), f32(), *CODES), ADAM | SCALES),
     ],
     "sgd_": [
         ((f32(), bf16(), f32()), {"lr": 0.1}),
@@ -93,6 +99,12 @@ WRONG = {
     ),
     "'exp_avg' has 32 elements, 'master' has 33": lambda: ops.adamw_(
         f32(), None, f32(), f32(32), f32(), lr=0.1, weight_decay=0.0, step=1
+    ),
+    "'exp_avg' has dtype Char. Pass 'exp_avg_scale' and 'exp_avg_sq_scale'": lambda: ops.adamw_(
+        f32(), None, f32(), *CODES, lr=0.1, weight_decay=0.0, step=1
+    ),
+    "'exp_avg_sq' must be contiguous, of dtype BFloat16": lambda: ops.adamw_(
+        f32(), None, f32(), bf16(), f32(), lr=0.1, weight_decay=0.0, step=1
     ),
     "'step' is 0, the first update is number 1": lambda: ops.adamw_(
         f32(), None, f32(), f32(), f32(), lr=0.1, weight_decay=0.0, step=0

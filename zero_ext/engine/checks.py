@@ -43,6 +43,13 @@ def check_count(name: str, value) -> None:
         raise ValueError(f"zero_ext: {name} must be at least 1, not {value!r}.")
 
 
+def check_state_dtype(state_dtype: str) -> None:
+    if state_dtype not in ("fp32", "bf16", "int8"):
+        raise ValueError(
+            f"zero_ext: state_dtype must be 'fp32', 'bf16' or 'int8', not {state_dtype!r}."
+        )
+
+
 def stays_whole(parameter: Tensor) -> bool:
     """Whether every rank keeps all of it: it is frozen, in a dtype that nothing here computes with,
     such as quantised weights."""

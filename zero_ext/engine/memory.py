@@ -7,7 +7,13 @@ import torch
 from torch import nn
 
 from zero_ext.engine import options as settings
-from zero_ext.engine.checks import check_bool, check_count, check_module, stays_whole
+from zero_ext.engine.checks import (
+    check_bool,
+    check_count,
+    check_module,
+    check_state_dtype,
+    stays_whole,
+)
 from zero_ext.engine.options import ShardingOptions
 from zero_ext.engine.registry import handle_of
 from zero_ext.engine.unit_maker import UnitPlanner
@@ -24,6 +30,9 @@ from zero_ext.engine.units import (
 
 _FP32_BYTES = 4  # of an element of a gradient sum, of a master, of each of two moments
 _ALIGNMENT_BYTES = 64
+# See Note [Blocks of a slot] in csrc/memory/layout.h.
+_BLOCK_NUMEL = 256
+_BLOCKED_NUMEL = 4096
 
 
 def stats(sharded) -> dict[str, int]:
@@ -55,6 +64,7 @@ def estimate_memory(
     prefetch_mb: float | None = None,
     param_dtype: torch.dtype | None = None,
     local_accumulation: bool = False,
+    state_dtype: str = "fp32",
     device: torch.device | str | None = None,
 ) -> dict[str, int]:
     """Bytes that sharding ``module`` over ``world_size`` ranks with AdamW will hold on each.
@@ -74,6 +84,7 @@ def estimate_memory(
         reduction: As for ``shard``. Default: ``"collective"`` on a CUDA device, else
             ``"exchange"``.
         local_accumulation: Whether stages 0 and 1 accumulate inside ``no_sync()``.
+        state_dtype: As for ``optim.AdamW``.
         device: Where it will be trained; default: where its parameters are, the CPU if that is the
             meta device.
     Returns:
@@ -81,10 +92,10 @@ def estimate_memory(
         and what comes on top of it: ``gathered``, the most that stage 3 gathers at once while the
         passes keep their order (less where ranks of one host gather nothing ahead), and
         ``buckets``, the most that the two buckets can add. Padding included. None of these grows
-        with the number of ranks.
+        with the number of ranks. With 8-bit states, what the rank with the most of them holds.
     Raises:
         ValueError, TypeError: a stage, a number of ranks or of shards, a size, a reduction, a
-            dtype, units or a device that cannot be.
+            dtype, a form of states, units or a device that cannot be.
     """
     check_module(module, "estimate_memory()")
     options = ShardingOptions(
@@ -97,10 +108,11 @@ def estimate_memory(
     shards = world_size if shards is None else shards
     _check_ranks(world_size, shards)
     check_bool("local_accumulation", local_accumulation)
+    check_state_dtype(state_dtype)
     kind = _device_of(module, device).type
     parameters, blocks, cut = planned_units(module, world_size, shards, options, units, kind)
     local = local_accumulation and stage < 2 and world_size > 1
-    result = _persistent_bytes([unit for part in cut for unit in part], local)
+    result = _persistent_bytes([unit for part in cut for unit in part], local, state_dtype)
     frozen = [p for p in module.parameters() if not p.requires_grad]
     result["full"] += sum(p.nbytes for p in frozen if stays_whole(p) or stage < 3)
     result["persistent"] = sum(result.values())
@@ -194,10 +206,43 @@ class _Unit(NamedTuple):
         return 1 if self.run.stage == 0 else self.run.shards
 
     @property
+    def alignment(self) -> int:
+        return _ALIGNMENT_BYTES // self.itemsize
+
+    @property
+    def ends(self) -> list[int]:
+        """Where each slot that has elements ends, with the gap before the next one."""
+        ends: list[int] = []
+        end = 0
+        for numel in filter(None, self.numels):
+            if numel >= _BLOCKED_NUMEL:
+                end = _round_up(end, _BLOCK_NUMEL)
+                ends[-1:] = [end] if ends else []
+            end += _round_up(numel, self.alignment)
+            ends.append(end)
+        return ends
+
+    @property
     def range_numel(self) -> int:
-        alignment = _ALIGNMENT_BYTES // self.itemsize
-        numel = sum(_round_up(numel, alignment) for numel in self.numels)
+        in_blocks = any(numel >= _BLOCKED_NUMEL for numel in self.numels)
+        alignment = _BLOCK_NUMEL if in_blocks else self.alignment
+        numel = max(self.ends, default=0)
         return max(alignment, _round_up(-(-numel // self.ranges), alignment))
+
+    def state_bytes(self, state_dtype: str) -> int:
+        """Of both moments."""
+        if state_dtype != "int8":
+            return 2 * self.range_numel * (2 if state_dtype == "bf16" else _FP32_BYTES)
+        numels, begins, most = [*filter(None, self.numels)], [0, *self.ends], 0
+        for first in range(0, self.range_numel * self.ranges, self.range_numel):
+            held = {True: 0, False: 0}  # elements, by whether they are in blocks
+            for numel, begin, end in zip(numels, begins, self.ends, strict=False):
+                here = min(end, first + self.range_numel) - max(begin, first)
+                held[numel >= _BLOCKED_NUMEL] += max(here, 0)
+            blocks = self.range_numel // _BLOCK_NUMEL if held[True] else 0
+            of_blocks = blocks * (_BLOCK_NUMEL + _FP32_BYTES)
+            most = max(most, 2 * (held[False] * _FP32_BYTES + of_blocks))
+        return most
 
     @property
     def has_master(self) -> bool:
@@ -227,7 +272,7 @@ class _Unit(NamedTuple):
         return (message + min(window, self.range_numel) * (self.run.world - 1)) * itemsize
 
 
-def _persistent_bytes(units: Iterable[_Unit], local: bool) -> dict[str, int]:
+def _persistent_bytes(units: Iterable[_Unit], local: bool, state_dtype: str) -> dict[str, int]:
     result = dict.fromkeys(("full", "shard", "master", "grad", "optimizer_state"), 0)
     for unit in units:
         share = unit.range_numel
@@ -238,7 +283,7 @@ def _persistent_bytes(units: Iterable[_Unit], local: bool) -> dict[str, int]:
         if unit.plan.trainable:
             result["master"] += share * _FP32_BYTES if unit.has_master else 0
             result["grad"] += share * (unit.ranges if local else 1) * _FP32_BYTES
-            result["optimizer_state"] += 2 * share * _FP32_BYTES
+            result["optimizer_state"] += unit.state_bytes(state_dtype)
     return result
 
 

@@ -6,14 +6,17 @@ shard by themselves, so that a script changes one line::
     optimizer = zero_ext.optim.AdamW(model.parameters(), lr=1e-3)
 
 ``optimizer.state[p]`` has torch's names and the parameter's shape; the values are ShardTensors over
-this rank's part (plain tensors where every rank holds all), always fp32.
+this rank's part (plain tensors where every rank holds all), fp32 unless ``state_dtype`` says bf16.
 """
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from zero_ext import _C
+from zero_ext.engine.checks import check_state_dtype
 from zero_ext.optim.arguments import ShardingArguments, check_differentiable
 from zero_ext.optim.groups import Group
 from zero_ext.optim.loading import SavedState
@@ -21,11 +24,19 @@ from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 
 
 class AdamW(ShardedOptimizer):
-    """torch.optim.AdamW with sharded fp32 state and fp32 masters (Loshchilov & Hutter 2019).
+    """torch.optim.AdamW with sharded state and fp32 masters (Loshchilov & Hutter 2019).
 
     Arguments as in torch; ``foreach``, ``capturable`` and ``fused`` choose between torch's
     implementations and are ignored here, there is one fused kernel. See ``ShardedOptimizer`` for
     the keyword arguments that torch does not have.
+
+    Args:
+        state_dtype: How both moments are stored: ``"fp32"``, ``"bf16"`` (rounded up or down at
+            random, so that the mean over steps is the value) or ``"int8"`` (256 levels between
+            zero and the largest of a block of 256 elements; parameters of fewer than 4,096
+            elements keep fp32). The bits do not depend on the number of ranks.
+    Raises:
+        ValueError: another ``state_dtype``, or ``amsgrad`` with one that is not ``"fp32"``.
     """
 
     _state_names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -45,9 +56,12 @@ class AdamW(ShardedOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        state_dtype: Literal["fp32", "bf16", "int8"] = "fp32",
         **sharding: Unpack[ShardingArguments],
     ):
         check_differentiable(differentiable)
+        check_state_dtype(state_dtype)
+        self._stored_as = state_dtype
         # torch checks the values, with messages of its own.
         torchs = torch.optim.AdamW([torch.zeros(1)], lr, betas, eps, weight_decay, amsgrad)
         defaults = torchs.defaults | {
@@ -59,7 +73,17 @@ class AdamW(ShardedOptimizer):
         }
         super().__init__(params, defaults, **sharding)
 
+    @property
+    def state_dtype(self) -> str:
+        """As given to the constructor."""
+        return self._stored_as
+
     def _states_of(self, group: Group) -> int:
+        if group["amsgrad"] and self._stored_as != "fp32":
+            raise ValueError(
+                f"zero_ext: amsgrad=True needs state_dtype='fp32', not '{self._stored_as}': a "
+                "maximum over steps would keep the largest error of rounding."
+            )
         return 3 if group["amsgrad"] else 2
 
     def _update(self, verdict: _C.StepVerdict) -> None:

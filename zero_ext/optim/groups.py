@@ -154,7 +154,8 @@ def check_same_optimizers(optimizer: "ShardedOptimizer") -> None:
         [
             f"{getattr(kind, '__name__', '')} nonfinite={optimizer.nonfinite!r} "
             f"clips={optimizer.max_grad_norm is not None} "
-            f"scales={optimizer.loss_scaler is not None}",
+            f"scales={optimizer.loss_scaler is not None} "
+            f"states={optimizer._stored_as}",
             *(
                 f"group {g}: {handle.engine.parameter_name(i)}"
                 for g, group in enumerate(optimizer.param_groups)

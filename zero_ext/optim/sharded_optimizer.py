@@ -24,6 +24,7 @@ from zero_ext.optim import groups, scaler
 from zero_ext.optim.arguments import check_arguments, check_closure, check_group, check_params
 from zero_ext.optim.loading import EmptiedState, SavedState, checked_load
 from zero_ext.optim.shown_states import ShownStates
+from zero_ext.optim.state_views import BlockCopies, views
 from zero_ext.optim.verdicts import SkippedSteps, StepSettings
 from zero_ext.ranks.agreement import calling
 from zero_ext.ranks.groups import resolve
@@ -56,6 +57,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     _state_names: tuple[str, ...] = ()
     # Whether torch's optimizer has the state "step" as well.
     _counts_steps = True
+    # How the C++ side stores them: "fp32", "bf16" or "int8".
+    _stored_as = "fp32"
     # Whether other code than the C++ side's updates the masters.
     _updates_in_python = False
     # What the step that is being made was given for it.
@@ -89,6 +92,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._followed = groups.FollowedGroups()
         self._emptied = EmptiedState()
         self._makers: dict[tuple[str, ...], Callable] = {}  # of states' views, by their names
+        self._copies = BlockCopies()
         named, whole = groups.named_parameters(self.param_groups)
         groups.check_not_owned(named, self)
         of_module = groups.handle_of_module(named, stage, process_group, offload_policy)
@@ -110,7 +114,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             groups.check_same_optimizers(self)
             scaler.attach(loss_scaler, self)
             self._states_held = max(map(self._states_of, self.param_groups))
-            self._sharded_state = _C.OptimizerState(self._handle.engine, self._states_held)
+            self._sharded_state = _C.OptimizerState(
+                self._handle.engine, self._states_held, self._stored_as
+            )
             self._handle.optimizers.add(self)
             self._follow_groups()
         except BaseException:  # whose traceback may keep this object alive
@@ -207,7 +213,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _held_state(self, parameter: Tensor, i: int) -> dict[str, Tensor]:
         """The count of steps, and each of ``_state_names`` that there is memory for."""
         names = self._with_count(self._state_names[: self._states_held])
-        return _views(self._sharded_state, self._handle, names, parameter, i)
+        return self._maker_of(names)(parameter, i)
+
+    def _maker_of(self, names: tuple[str, ...]) -> Callable[[Tensor, int], dict[str, Tensor]]:
+        """What makes the views with these names, one for all parameters."""
+        make = functools.partial(views, self._sharded_state, self._handle, self._copies, names)
+        return self._makers.setdefault(names, make)
+
+    def _end_copies(self) -> None:
+        """States in blocks take what was written to their copies, and are copied anew when they
+        are asked for."""
+        self._copies.write_back()
+        for i, parameter, names in self._copies.take():
+            make = self._maker_of(names)
+            if isinstance(self.state, ShownStates):
+                self.state.show_anew(parameter, names, make, i)
+            elif self.state.get(parameter):
+                self.state[parameter].update(make(parameter, i))
 
     def _names_in(self, group: groups.Group) -> tuple[str, ...]:
         return self._with_count(self._state_names[: self._states_of(group)])
@@ -217,9 +239,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _show_state(self, parameter: Tensor, i: int, group: groups.Group) -> None:
         self._handle.check_size(i, parameter)
-        names = self._names_in(group)
-        make = functools.partial(_views, self._sharded_state, self._handle, names)
-        make = self._makers.setdefault(names, make)  # one for all parameters
+        make = self._maker_of(self._names_in(group))
         if isinstance(self.state, ShownStates) and parameter not in self.state:
             self.state.show_later(parameter, make, i)
         else:
@@ -228,6 +248,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _forget_state(self, parameter: Tensor, i: int) -> None:
         for value in self._held_state(parameter, i).values():
             value.zero_()
+        self._copies.write_back()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but in place and without a cast: fp32 state stays fp32.
@@ -268,6 +289,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                         target.copy_(value if isinstance(value, Tensor) else torch.tensor(value))
                 shown = {*self._names_in(each.group), *each.values}
                 self.state[each.parameter].update((k, v) for k, v in held.items() if k in shown)
+            self._end_copies()
 
         return write
 
@@ -277,6 +299,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return saved._replace(values=values)
 
     def _set_state_offloaded(self, offloaded: bool) -> None:
+        self._end_copies()
         self._sharded_state.set_offloaded(offloaded)
 
     # The step
@@ -329,6 +352,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         while True:
             self._follow_groups()
             self._emptied.follow(self)
+            if self._copies:
+                self._end_copies()
             verdict = self._sharded_state.prepare_step(
                 nonfinite=self.nonfinite != "step",
                 max_norm=self.max_grad_norm,
@@ -406,20 +431,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def stats(self) -> dict[str, int]:
         """See ``zero_ext.stats``."""
         return {**self._handle.stats(), "skipped_steps": self.skipped_steps}
-
-
-def _views(
-    sharded_state: _C.OptimizerState,
-    handle: Handle,
-    names: Sequence[str],
-    parameter: Tensor,
-    i: int,
-) -> dict[str, Tensor]:
-    """Of parameter i: the count of steps if it is among ``names``, and the first states.
-
-    Not a method: who makes them later must not hold the optimizer.
-    """
-    state = {"step": sharded_state.step(i)} if "step" in names else {}
-    for k, name in enumerate(name for name in names if name != "step"):
-        state[name] = handle.as_parameter(sharded_state.slice(k, i), i, parameter)
-    return state

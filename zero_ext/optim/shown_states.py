@@ -1,7 +1,7 @@
 """ShownStates: ``optimizer.state``, whose views are made when they are asked for."""
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,22 @@ class ShownStates(defaultdict):
     ) -> None:
         """``make(parameter, i)`` is the state of ``parameter``, which has none yet."""
         super().__setitem__(parameter, _Later(make, i))
+
+    def show_anew(
+        self,
+        parameter: Tensor,
+        names: Iterable[str],
+        make: Callable[[Tensor, int], dict[str, Tensor]],
+        i: int,
+    ) -> None:
+        """``make(parameter, i)`` shows ``names`` from now on, beside what else is there.
+
+        A state that was emptied stays empty.
+        """
+        shown = super().get(parameter)
+        if shown and type(shown) is not _Later:
+            others = {name: value for name, value in shown.items() if name not in names}
+            super().__setitem__(parameter, _Later(lambda *which: {**others, **make(*which)}, i))
 
     def __getitem__(self, key: Hashable) -> Any:
         value = super().__getitem__(key)

@@ -4,8 +4,10 @@
 // Memory bound where a square root and two divisions are fast: reads grad; reads and writes master,
 // both moments and the parameter: 32 bytes per element with a half-precision parameter.
 #include "kernels/constants.h"
+#include "kernels/cpu/adam_element.h"
 #include "kernels/cpu/elements.h"
 #include "kernels/cpu/table.h"
+#include "kernels/moments.h"
 
 namespace zero_ext::kernels {
 namespace {
@@ -13,15 +15,24 @@ namespace {
 // NaN wins, as in torch.maximum.
 ZERO_EXT_BODY float maximum(float a, float b) { return select(a > b || a != a, a, b); }
 
-// T: the parameter's element, or void where the master is the parameter.
-template <class T, bool amsgrad, bool decoupled>
+template <class M>
+ZERO_EXT_BODY M stored(float moment, uint32_t step) {
+  if constexpr (std::is_same_v<M, float>) {
+    return moment;
+  } else {
+    return {randomly_rounded(moment, step)};
+  }
+}
+
+// T: the parameter's element, or void where the master is the parameter. M: a moment's element.
+template <class T, class M, bool amsgrad, bool decoupled>
 struct Adam {
   AdamConstants c;
   float* master;
   T* param;
   const float* grad;
-  float* exp_avg;
-  float* exp_avg_sq;
+  M* exp_avg;
+  M* exp_avg_sq;
   float* max_exp_avg_sq;
   bool ahead;
 
@@ -45,51 +56,52 @@ struct Adam {
     for (int64_t i = begin; i < end; ++i) {
       float p = master[i];
       if constexpr (!std::is_void_v<T>) p = written_or_master(param[i], p);
-      float g = k.grad_scale * grad[i];
-      if constexpr (decoupled) {
-        p -= k.decay * p;
-      } else {
-        g = std::fma(k.decay, p, g);
-      }
-      const float m = std::fma(k.one_minus_beta1, g - exp_avg[i], exp_avg[i]);
-      float v = std::fma(k.one_minus_beta2, g * g, k.beta2 * exp_avg_sq[i]);
-      exp_avg[i] = m;
-      exp_avg_sq[i] = v;
+      float m = to_float(exp_avg[i]);
+      float v = to_float(exp_avg_sq[i]);
+      update_moments<decoupled>(k, grad[i], p, m, v);
+      exp_avg[i] = stored<M>(m, k.step);
+      exp_avg_sq[i] = stored<M>(v, k.step);
       if constexpr (amsgrad) {
         v = maximum(max_exp_avg_sq[i], v);
         max_exp_avg_sq[i] = v;
       }
-      p -= k.step_size * m / (std::sqrt(v) / k.sqrt_bias_correction2 + k.eps);
+      p = updated(k, p, m, v);
       master[i] = p;
       if constexpr (!std::is_void_v<T>) param[i] = from_float<T>(p);
     }
   }
 };
 
-template <class T, bool amsgrad, bool decoupled>
+template <class T, class M, bool amsgrad, bool decoupled>
 Status run_adam(const AdamArgs& args, const Launch& launch) {
-  return run(
-      launch, args.numel,
-      Adam<T, amsgrad, decoupled>{adam_constants(args), args.master, static_cast<T*>(args.param),
-                                  args.grad, args.exp_avg, args.exp_avg_sq, args.max_exp_avg_sq,
-                                  fetches_ahead(FetchAhead::all)});
+  return run(launch, args.numel,
+             Adam<T, M, amsgrad, decoupled>{
+                 adam_constants(args), args.master, static_cast<T*>(args.param), args.grad,
+                 static_cast<M*>(args.exp_avg), static_cast<M*>(args.exp_avg_sq),
+                 args.max_exp_avg_sq, fetches_ahead(FetchAhead::all)});
 }
 
 template <class T>
 Status run_adam(const AdamArgs& args, const Launch& launch) {
-  if (args.max_exp_avg_sq != nullptr) {
-    return args.decoupled ? run_adam<T, true, true>(args, launch)
-                          : run_adam<T, true, false>(args, launch);
+  if (args.moments == Moments::bf16) {
+    return args.decoupled ? run_adam<T, BFloat16, false, true>(args, launch)
+                          : run_adam<T, BFloat16, false, false>(args, launch);
   }
-  return args.decoupled ? run_adam<T, false, true>(args, launch)
-                        : run_adam<T, false, false>(args, launch);
+  if (args.max_exp_avg_sq != nullptr) {
+    return args.decoupled ? run_adam<T, float, true, true>(args, launch)
+                          : run_adam<T, float, true, false>(args, launch);
+  }
+  return args.decoupled ? run_adam<T, float, false, true>(args, launch)
+                        : run_adam<T, float, false, false>(args, launch);
 }
 
 }  // namespace
 
 Status adam_cpu(const AdamArgs& args, const Launch& launch) {
   if (args.numel < 0 || args.step < 1) return Status::bad_argument;
+  if (args.moments != Moments::f32 && args.max_exp_avg_sq != nullptr) return Status::bad_argument;
   if (skipped(args.on_device)) return Status::ok;
+  if (args.moments == Moments::int8) return adam_blocks_cpu(args, launch);
   if (args.param == nullptr) return run_adam<void>(args, launch);
   return with_element(args.param_dtype, [&]<class T>(T) { return run_adam<T>(args, launch); });
 }

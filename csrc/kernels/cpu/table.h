@@ -13,6 +13,8 @@ Status accumulate_ranks_cpu(const void* const* grads, int32_t ranks, DType dtype
                             int64_t numel, float scale, bool fresh, int32_t* nonfinite,
                             const Launch& launch);
 Status adam_cpu(const AdamArgs& args, const Launch& launch);
+// adam_cpu of int8 moments.
+Status adam_blocks_cpu(const AdamArgs& args, const Launch& launch);
 Status sgd_cpu(const SgdArgs& args, const Launch& launch);
 Status cast_cpu(const void* source, DType source_dtype, void* target, DType target_dtype,
                 int64_t numel, const Launch& launch);

@@ -6,21 +6,30 @@
 #include <type_traits>
 
 #include "kernels/constants.h"
+#include "kernels/cuda/adam_element.h"
 #include "kernels/cuda/dispatch.h"
 #include "kernels/cuda/table.h"
+#include "kernels/moments.h"
 
 namespace zero_ext::kernels {
 namespace {
 
 using namespace device;
 
-// In place of the parameter where the master is the parameter.
-struct NoParam {};
-
 // NaN wins, as in torch.maximum.
 __device__ inline float maximum(float a, float b) { return a > b || a != a ? a : b; }
 
-template <class T, bool amsgrad, bool decoupled>
+template <class M>
+__device__ inline M stored(float moment, uint32_t step) {
+  if constexpr (std::is_same_v<M, float>) {
+    return moment;
+  } else {
+    return {randomly_rounded(moment, step)};
+  }
+}
+
+// T: the parameter's element. M: a moment's element.
+template <class T, class M, bool amsgrad, bool decoupled>
 struct Adam {
   static constexpr bool kHasParam = !std::is_same_v<T, NoParam>;
   static constexpr int kWidth = 4;
@@ -30,8 +39,8 @@ struct Adam {
   float* master;
   T* param;
   const float* grad;
-  float* exp_avg;
-  float* exp_avg_sq;
+  M* exp_avg;
+  M* exp_avg_sq;
   float* max_exp_avg_sq;
 
   template <int N>
@@ -39,8 +48,8 @@ struct Adam {
     Pack<float, N> master;
     Pack<T, N> param;
     Pack<float, N> grad;
-    Pack<float, N> exp_avg;
-    Pack<float, N> exp_avg_sq;
+    Pack<M, N> exp_avg;
+    Pack<M, N> exp_avg_sq;
     Pack<float, N> max_exp_avg_sq;
   };
 
@@ -72,24 +81,16 @@ struct Adam {
   __device__ void update(int k, Loaded<N>& loaded) const {
     float p = loaded.master.value[k];
     if constexpr (kHasParam) p = written_or_master(loaded.param.value[k], p);
-    float g = __fmul_rn(c.grad_scale, loaded.grad.value[k]);
-    if constexpr (decoupled) {
-      p = __fsub_rn(p, __fmul_rn(c.decay, p));
-    } else {
-      g = __fmaf_rn(c.decay, p, g);
-    }
-    const float before = loaded.exp_avg.value[k];
-    const float m = __fmaf_rn(c.one_minus_beta1, __fsub_rn(g, before), before);
-    float v = __fmaf_rn(c.one_minus_beta2, __fmul_rn(g, g),
-                        __fmul_rn(c.beta2, loaded.exp_avg_sq.value[k]));
-    loaded.exp_avg.value[k] = m;
-    loaded.exp_avg_sq.value[k] = v;
+    float m = to_float(loaded.exp_avg.value[k]);
+    float v = to_float(loaded.exp_avg_sq.value[k]);
+    update_moments<decoupled>(c, loaded.grad.value[k], p, m, v);
+    loaded.exp_avg.value[k] = stored<M>(m, c.step);
+    loaded.exp_avg_sq.value[k] = stored<M>(v, c.step);
     if constexpr (amsgrad) {
       v = maximum(loaded.max_exp_avg_sq.value[k], v);
       loaded.max_exp_avg_sq.value[k] = v;
     }
-    const float denominator = __fadd_rn(__fdiv_rn(__fsqrt_rn(v), c.sqrt_bias_correction2), c.eps);
-    p = __fsub_rn(p, __fdiv_rn(__fmul_rn(c.step_size, m), denominator));
+    p = updated(c, p, m, v);
     loaded.master.value[k] = p;
     if constexpr (kHasParam) loaded.param.value[k] = from_float<T>(p);
   }
@@ -107,50 +108,54 @@ struct Adam {
   }
 };
 
-template <class T, bool amsgrad, bool decoupled>
+template <class T, class M, bool amsgrad, bool decoupled>
 struct AdamUpdate {
-  using Body = Adam<T, amsgrad, decoupled>;
+  using Body = Adam<T, M, amsgrad, decoupled>;
   using Constants = AdamConstants;
 
   AdamArgs args;
-  AdamConstants host_constants;  // of `args` without OnDevice
+  AdamConstants host_constants;
 
-  __device__ AdamConstants constants() const {
-    if (args.on_device.steps_done != nullptr) return counted_adam_constants(args);
-    AdamConstants result = host_constants;
-    result.grad_scale = signed_scale(args.grad_scale, args.maximize, args.on_device);
-    return result;
-  }
+  __device__ AdamConstants constants() const { return constants_of(args, host_constants); }
 
   __device__ __host__ Body body(const AdamConstants& known) const {
-    return {known,        args.master,     static_cast<T*>(args.param), args.grad,
-            args.exp_avg, args.exp_avg_sq, args.max_exp_avg_sq};
+    return {known,
+            args.master,
+            static_cast<T*>(args.param),
+            args.grad,
+            static_cast<M*>(args.exp_avg),
+            static_cast<M*>(args.exp_avg_sq),
+            args.max_exp_avg_sq};
   }
 };
 
-template <class T, bool amsgrad, bool decoupled>
+template <class T, class M, bool amsgrad, bool decoupled>
 Status run_adam(const AdamArgs& args, const Launch& launch) {
-  AdamArgs on_host = args;
-  on_host.on_device = {};
-  const AdamUpdate<T, amsgrad, decoupled> update{args, adam_constants(on_host)};
+  const AdamUpdate<T, M, amsgrad, decoupled> update{args, constants_on_host(args)};
   return is_empty(args.on_device) ? run(launch, args.numel, update.body(update.host_constants))
                                   : run_update(launch, args.numel, update);
 }
 
 template <class T>
 Status run_adam(const AdamArgs& args, const Launch& launch) {
-  if (args.max_exp_avg_sq != nullptr) {
-    return args.decoupled ? run_adam<T, true, true>(args, launch)
-                          : run_adam<T, true, false>(args, launch);
+  if (args.moments == Moments::bf16) {
+    return args.decoupled ? run_adam<T, BFloat16, false, true>(args, launch)
+                          : run_adam<T, BFloat16, false, false>(args, launch);
   }
-  return args.decoupled ? run_adam<T, false, true>(args, launch)
-                        : run_adam<T, false, false>(args, launch);
+  if (args.max_exp_avg_sq != nullptr) {
+    return args.decoupled ? run_adam<T, float, true, true>(args, launch)
+                          : run_adam<T, float, true, false>(args, launch);
+  }
+  return args.decoupled ? run_adam<T, float, false, true>(args, launch)
+                        : run_adam<T, float, false, false>(args, launch);
 }
 
 }  // namespace
 
 Status adam_cuda(const AdamArgs& args, const Launch& launch) {
   if (args.numel < 0 || args.step < 1) return Status::bad_argument;
+  if (args.moments != Moments::f32 && args.max_exp_avg_sq != nullptr) return Status::bad_argument;
+  if (args.moments == Moments::int8) return adam_blocks_cuda(args, launch);
   if (args.param == nullptr) return run_adam<NoParam>(args, launch);
   return with_element(args.param_dtype, [&]<class T>(T) { return run_adam<T>(args, launch); });
 }

@@ -104,6 +104,10 @@ struct Pack {
 template <int bytes>
 struct RawOf;
 template <>
+struct RawOf<1> {
+  using Type = uint8_t;
+};
+template <>
 struct RawOf<2> {
   using Type = uint16_t;
 };

@@ -16,6 +16,8 @@ Status accumulate_ranks_cuda(const void* const* grads, int32_t ranks, DType dtyp
                              int64_t numel, float scale, bool fresh, int32_t* nonfinite,
                              const Launch& launch);
 Status adam_cuda(const AdamArgs& args, const Launch& launch);
+// adam_cuda of int8 moments.
+Status adam_blocks_cuda(const AdamArgs& args, const Launch& launch);
 Status sgd_cuda(const SgdArgs& args, const Launch& launch);
 Status cast_cuda(const void* source, DType source_dtype, void* target, DType target_dtype,
                  int64_t numel, const Launch& launch);

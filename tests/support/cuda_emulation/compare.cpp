@@ -317,6 +317,85 @@ void test_adam(DType dtype, int64_t numel, int64_t offset, int64_t other) {
   }
 }
 
+// Moments in fewer bits: two steps, so that what the first one stored is read.
+struct Stored {
+  Buffer first, second;                     // bf16
+  std::vector<int8_t> codes;                // of both, one after the other
+  std::vector<float> scales, other_scales;  // [blocks]
+
+  Stored(int64_t numel, int64_t offset)
+      : first(DType::bf16, numel, offset),
+        second(DType::bf16, numel, offset),
+        codes(2 * numel + 16) {
+    for (int64_t i = 0; i < numel; ++i) second.set(i, std::fabs(second.get(i)));
+    for (int8_t& code : codes) code = static_cast<int8_t>(generator());
+    const int64_t blocks = (numel + kBlockElements - 1) / kBlockElements;
+    for (int64_t i = 0; i < blocks; ++i) {
+      scales.push_back(Buffer::value());
+      other_scales.push_back(std::fabs(Buffer::value()));
+    }
+  }
+};
+
+void test_stored_moments(Moments moments, DType dtype, int64_t numel, int64_t offset,
+                         int64_t other) {
+  for (int mode = 0; mode < 12; ++mode) {
+    State cpu(dtype, numel, offset, other);
+    if (mode == 3 && numel > 0) {
+      cpu.grad.set(numel / 2, std::numeric_limits<float>::infinity());
+      cpu.grad.set(numel / 3, std::numeric_limits<float>::quiet_NaN());
+    }
+    if (mode == 5) std::memset(cpu.grad.data(), 0, numel * sizeof(float));
+    State device = cpu;
+    Stored of_cpu(numel, offset);
+    if (mode == 5) std::fill(of_cpu.codes.begin(), of_cpu.codes.end(), 0);
+    Stored of_device = of_cpu;
+    Late late;
+    for (const bool on_cpu : {true, false}) {
+      State& state = on_cpu ? cpu : device;
+      Stored& stored = on_cpu ? of_cpu : of_device;
+      const bool in_codes = moments == Moments::int8;
+      void* const codes = stored.codes.data() + offset % 4;
+      for (const int64_t step : {1 + mode, 2 + mode}) {
+        const AdamArgs args{
+            .master = state.master.floats(),
+            .param = mode % 3 == 2 ? nullptr : state.param.data(),
+            .param_dtype = dtype,
+            .grad = state.grad.floats(),
+            .moments = moments,
+            .exp_avg = in_codes ? codes : stored.first.data(),
+            .exp_avg_sq = in_codes ? stored.codes.data() + offset % 4 + (numel + 3) / 4 * 4
+                                   : static_cast<void*>(stored.second.data()),
+            .exp_avg_scale = in_codes ? stored.scales.data() : nullptr,
+            .exp_avg_sq_scale = in_codes ? stored.other_scales.data() : nullptr,
+            .numel = numel,
+            .lr = 1e-2,
+            .beta1 = 0.9,
+            .beta2 = 0.999,
+            .eps = 1e-8,
+            .weight_decay = 0.1,
+            .step = step,
+            .grad_scale = 0.5F,
+            .maximize = mode == 4,
+            .decoupled = mode % 4 < 2,
+            .on_device = late.pointers(mode / 4)};
+        succeeded("adam", (on_cpu ? adam_cpu : adam_cuda)(args, {}));
+      }
+    }
+    const std::string what = name("adam, stored moments", dtype, numel, mode);
+    cpu.same_as(what, device);
+    same(what + " exp_avg", of_cpu.first, of_device.first);
+    same(what + " exp_avg_sq", of_cpu.second, of_device.second);
+    if (of_cpu.codes != of_device.codes) fail(what + " codes");
+    const auto bytes = of_cpu.scales.size() * sizeof(float);
+    if (bytes > 0 &&
+        (std::memcmp(of_cpu.scales.data(), of_device.scales.data(), bytes) != 0 ||
+         std::memcmp(of_cpu.other_scales.data(), of_device.other_scales.data(), bytes) != 0)) {
+      fail(what + " scales");
+    }
+  }
+}
+
 void test_sgd(DType dtype, int64_t numel, int64_t offset, int64_t other) {
   for (int mode = 0; mode < 12; ++mode) {
     State cpu(dtype, numel, offset, other);
@@ -440,6 +519,11 @@ int main() {
     for_shapes(kShort,
                [&](int64_t n, int64_t a, int64_t b) { test_accumulate_ranks(dtype, n, a, b); });
     for_shapes(kShort, [&](int64_t n, int64_t a, int64_t b) { test_adam(dtype, n, a, b); });
+    for (const Moments moments : {Moments::bf16, Moments::int8}) {
+      for_shapes(kShort, [&](int64_t n, int64_t a, int64_t b) {
+        test_stored_moments(moments, dtype, n, a, b);
+      });
+    }
     for_shapes(kShort, [&](int64_t n, int64_t a, int64_t b) { test_sgd(dtype, n, a, b); });
     for_shapes(kLengths,
                [&](int64_t n, int64_t a, int64_t b) { test_adopt_writes(dtype, n, a, b); });

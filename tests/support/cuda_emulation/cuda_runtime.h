@@ -157,6 +157,17 @@ T __shfl_down_sync(unsigned, T value, int delta) {
   return thread % 32 + delta < 32 ? std::bit_cast<T>(emulation::shuffled[thread + delta]) : value;
 }
 
+// No lane goes on before all have read.
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  const unsigned thread = emulation::current;
+  emulation::shuffled[thread] = static_cast<uint64_t>(static_cast<uint32_t>(value));
+  emulation::yield();
+  const auto result = static_cast<T>(static_cast<uint32_t>(emulation::shuffled[thread ^ mask]));
+  emulation::yield();
+  return result;
+}
+
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const Arguments&... arguments) {

@@ -99,7 +99,8 @@ Status adam_lagged(const AdamArgs& args, const Launch& launch) {
   const int64_t n = args.numel;
   return queue_call("adam", launch,
                     {used(args.master, n), used(args.param, n), used(args.grad, n),
-                     used(args.exp_avg, n), used(args.exp_avg_sq, n), used(args.max_exp_avg_sq, n),
+                     used(args.exp_avg, n), used(args.exp_avg_sq, n), used(args.exp_avg_scale, n),
+                     used(args.exp_avg_sq_scale, n), used(args.max_exp_avg_sq, n),
                      args.on_device.skip, args.on_device.steps_done, args.on_device.grad_factor},
                     [args](const Launch& serial) { return cpu().adam(args, serial); });
 }

@@ -1,0 +1,173 @@
+// adam of int8 moments, block by block; formula: AdamArgs in kernels.h.
+// Compile alone: nvcc -std=c++20 -O3 -fmad=false -arch=sm_90 -I. -c kernels/cuda/adamw_blocks.cu
+//
+// Memory bound: reads grad; reads and writes master, the parameter and 1 byte of each moment: 20
+// bytes per element with a half-precision parameter. A warp updates a block, and keeps its moments
+// in registers until the scale is known.
+#include "kernels/constants.h"
+#include "kernels/cuda/adam_element.h"
+#include "kernels/cuda/dispatch.h"
+#include "kernels/cuda/table.h"
+#include "kernels/moments.h"
+
+namespace zero_ext::kernels {
+namespace {
+
+using namespace device;
+
+constexpr int kLanes = 32;
+constexpr int kPerLane = static_cast<int>(kBlockElements) / kLanes;
+
+// The greatest of a warp's values, in every lane.
+__device__ inline int32_t greatest_of_warp(int32_t value) {
+#pragma unroll
+  for (int other = kLanes / 2; other > 0; other /= 2) {
+    value = greatest(value, __shfl_xor_sync(0xFFFFFFFFU, value, other));
+  }
+  return value;
+}
+
+// One warp's view of a block. Vectors of `width` elements lie side by side over the lanes.
+template <class T, bool decoupled, int width>
+struct Block {
+  static constexpr bool kHasParam = !std::is_same_v<T, NoParam>;
+  static constexpr int kVectors = kPerLane / width;
+
+  const AdamArgs& args;
+  const AdamConstants& constants;
+  int64_t begin;  // of this lane's first vector
+  int64_t numel;  // of the range
+  float first[kPerLane];
+  float second[kPerLane];
+
+  __device__ int64_t index(int vector) const { return begin + int64_t{vector} * kLanes * width; }
+
+  __device__ void update(int64_t block) {
+    const float first_scale = args.exp_avg_scale[block];
+    const float second_scale = args.exp_avg_sq_scale[block];
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      if (index(k) < numel) update_vector(k, first_scale, second_scale);
+    }
+  }
+
+  __device__ void update_vector(int vector, float first_scale, float second_scale) {
+    const int64_t i = index(vector);
+    T* const params = static_cast<T*>(args.param);
+    Pack<float, width> masters = load<width>(args.master + i);
+    Pack<T, width> copies;
+    if constexpr (kHasParam) copies = load<width>(params + i);
+    const Pack<float, width> grads = load<width>(args.grad + i);
+    const auto codes = load<width>(static_cast<const int8_t*>(args.exp_avg) + i);
+    const auto codes_sq = load<width>(static_cast<const uint8_t*>(args.exp_avg_sq) + i);
+#pragma unroll
+    for (int j = 0; j < width; ++j) {
+      float p = masters.value[j];
+      if constexpr (kHasParam) p = written_or_master(copies.value[j], p);
+      float m = __fmul_rn(first_scale, signed_multiple(codes.value[j]));
+      float v = __fmul_rn(second_scale, unsigned_multiple(codes_sq.value[j]));
+      update_moments<decoupled>(constants, grads.value[j], p, m, v);
+      first[vector * width + j] = m;
+      second[vector * width + j] = v;
+      p = updated(constants, p, m, v);
+      masters.value[j] = p;
+      if constexpr (kHasParam) copies.value[j] = from_float<T>(p);
+    }
+    store(args.master + i, masters);
+    if constexpr (kHasParam) store(params + i, copies);
+  }
+
+  // Every lane calls it.
+  template <class Code>
+  __device__ void write(const float (&moment)[kPerLane], Code* code, float* scale) const {
+    int32_t positive = 0;
+    int32_t negative = 0;
+#pragma unroll
+    for (int k = 0; k < kPerLane; ++k) {
+      const int32_t bits = integer_of(moment[k]);
+      positive = greatest(positive, bits);
+      negative = greatest(negative, bits ^ INT32_MIN);
+    }
+    positive = greatest_of_warp(positive);
+    negative = greatest_of_warp(negative);
+    const float factor = scale_of(positive, negative, std::is_signed_v<Code>);
+    const float reciprocal = reciprocal_of(factor);
+    if (threadIdx.x % kLanes == 0) *scale = factor;
+#pragma unroll
+    for (int k = 0; k < kVectors; ++k) {
+      if (index(k) >= numel) continue;
+      Pack<Code, width> codes;
+#pragma unroll
+      for (int j = 0; j < width; ++j) {
+        const float multiple = __fmul_rn(reciprocal, moment[k * width + j]);
+        codes.value[j] = static_cast<Code>(code_of<Code>(multiple));
+      }
+      store(code + index(k), codes);
+    }
+  }
+};
+
+template <class T, bool decoupled, int width>
+__device__ inline void update_block(const AdamArgs& args, const AdamConstants& constants,
+                                    int64_t block) {
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  Block<T, decoupled, width> own{args,       constants, block * kBlockElements + lane * width,
+                                 args.numel, {},        {}};
+  own.update(block);
+  own.write(own.first, static_cast<int8_t*>(args.exp_avg), args.exp_avg_scale + block);
+  own.write(own.second, static_cast<uint8_t*>(args.exp_avg_sq), args.exp_avg_sq_scale + block);
+}
+
+template <class T, bool decoupled, int width>
+__global__ void __launch_bounds__(kThreads)
+    update_blocks(const __grid_constant__ AdamArgs args,
+                  const __grid_constant__ AdamConstants on_host) {
+  __shared__ AdamConstants constants;
+  __shared__ bool runs;
+  if (threadIdx.x == 0) {
+    runs = !skipped(args.on_device);
+    if (runs) constants = constants_of(args, on_host);
+  }
+  __syncthreads();
+  if (!runs) return;
+  const AdamConstants known = constants;
+  const int64_t warps = threads_of_grid() / kLanes;
+  const int64_t whole = args.numel / kBlockElements;
+  const int64_t first = thread_of_grid() / kLanes;
+  for (int64_t block = first; block < whole; block += warps) {
+    update_block<T, decoupled, width>(args, known, block);
+  }
+  // The last block may be shorter.
+  if (first == whole % warps && args.numel % kBlockElements != 0) {
+    update_block<T, decoupled, 1>(args, known, whole);
+  }
+}
+
+template <class T, bool decoupled>
+Status run_adam(const AdamArgs& args, const Launch& launch) {
+  if (args.numel == 0) return Status::ok;
+  constexpr int64_t kBlocks = kThreads / kLanes;
+  const int64_t wanted = (args.numel - 1) / (kBlocks * kBlockElements) + 1;
+  const auto at = [](const void* pointer, int64_t bytes) {
+    return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+  };
+  const bool aligned = at(args.master, 16) && at(args.grad, 16) && at(args.param, 16) &&
+                       at(args.exp_avg, 4) && at(args.exp_avg_sq, 4);
+  return queue(launch, wanted,
+               aligned ? update_blocks<T, decoupled, 4> : update_blocks<T, decoupled, 1>, args,
+               constants_on_host(args));
+}
+
+template <class T>
+Status run_adam(const AdamArgs& args, const Launch& launch) {
+  return args.decoupled ? run_adam<T, true>(args, launch) : run_adam<T, false>(args, launch);
+}
+
+}  // namespace
+
+Status adam_blocks_cuda(const AdamArgs& args, const Launch& launch) {
+  if (args.param == nullptr) return run_adam<NoParam>(args, launch);
+  return with_element(args.param_dtype, [&]<class T>(T) { return run_adam<T>(args, launch); });
+}
+
+}  // namespace zero_ext::kernels
