@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from zero_ext.optim.scaler import LossScaler
     from zero_ext.state.ema import EMA
     from zero_ext.state.iteration import iter_full_params
+    from zero_ext.state.unwrapping import unwrap
     from zero_ext.state.values import (
         full_grad,
         full_state,
@@ -51,6 +52,7 @@ _MODULES = {
     "set_full_state": "state.values",
     "shard": "module.sharding",
     "stats": "engine.memory",
+    "unwrap": "state.unwrapping",
 }
 _PACKAGES = ("checkpoint", "optim")
 
@@ -75,6 +77,7 @@ __all__ = [
     "set_full_state",
     "shard",
     "stats",
+    "unwrap",
 ]
 
 

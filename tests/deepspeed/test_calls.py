@@ -94,8 +94,6 @@ def test_parameters_are_whole_inside_the_context(anywhere, rank, world, stage):
     train(again, rank, [0])
     for p, q in zip(engine.module.parameters(), again.module.parameters(), strict=True):
         assert_bits(zero_ext.full_tensor(p), zero_ext.full_tensor(q))
-    with pytest.raises(AttributeError, match=r"zero has no Init\. Build the model on the meta"):
-        _ = zero.Init
 
 
 def _with_values(model):

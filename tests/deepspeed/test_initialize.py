@@ -210,25 +210,48 @@ def test_none_goes_back_to_counting(anywhere, rank):
     assert engine.global_steps == 2
 
 
-def assert_one_update(engine, other) -> None:
+def assert_one_update(engine, other, atol=1e-5) -> None:
     assert engine.global_steps == 1
     others = values_of(other.module)
     for name, value in values_of(engine.module).items():
-        torch.testing.assert_close(value, others[name])
+        torch.testing.assert_close(value, others[name], rtol=1e-6, atol=atol)
+
+
+def failing(loss):
+    def fail(gradient):
+        raise ZeroDivisionError
+
+    loss = loss * 1
+    loss.register_hook(fail)
+    return loss
 
 
 @STAGES
-def test_losses_that_nobody_divided_are_found(anywhere, rank, stage):
-    engine, divided = initialized(anywhere, MLP(13), stage), initialized(anywhere, MLP(13), stage)
-    mean_square(engine, train_batch(rank)).backward()
-    with pytest.raises(RuntimeError, match="was not divided by the 3 accumulation steps"):
+def test_plain_backwards_are_averaged_as_well(anywhere, rank, stage):
+    """A user's own backward, with and without the engine's no_sync, mixed with the engine's."""
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 6}}
+    for precision, dtype in (({}, torch.float32), (fp16, torch.float16)):
+        sgd = {"type": "SGD", "params": {"lr": 0.1}}  # Adam's first step hides a scale
+        engine, divided = (
+            initialized(anywhere, MLP(13), stage, sgd, **precision) for _ in range(2)
+        )
+
+        def loss(micro, engine=engine, dtype=dtype):
+            return mean_square(engine, train_batch(rank, 0, micro, dtype))
+
+        with engine.no_sync():
+            engine.scale(loss(0)).backward()
         engine.step()
-    engine.zero_grad()
-    for micro in range(MICROS):
-        engine.scale(mean_square(engine, train_batch(rank, 0, micro))).backward()
+        with pytest.raises(ZeroDivisionError):
+            engine.backward(failing(loss(1)))
+        engine.backward(loss(1))
         engine.step()
-    train(divided, rank, [0])
-    assert_one_update(engine, divided)
+        with engine.coalesce_grad_reduction():
+            engine.scale(loss(2) / 2).backward()
+            engine.scale(loss(2)).backward(torch.tensor(0.5))
+        engine.step()
+        train(divided, rank, [0])
+        assert_one_update(engine, divided, atol=1e-6 if dtype == torch.float32 else 2e-4)
 
 
 def test_several_losses_of_one_micro_batch(anywhere, rank):

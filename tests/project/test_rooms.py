@@ -56,11 +56,11 @@ PYTHON_LEVELS = {
     "state": 5,
     "checkpoint": 6,
     "deepspeed": 7,
-    "integrations": 7,
+    "integrations": 8,
     "testing": 7,
     "info": 7,
     "plan": 7,
-    "__init__": 8,
+    "__init__": 9,
 }
 
 FILE_LINES = 450

@@ -1,7 +1,7 @@
 """The entry for scripts of DeepSpeed: ``import zero_ext.deepspeed as deepspeed``.
 
 It has what training scripts call: ``initialize``, ``init_distributed``, ``add_config_arguments``,
-``DeepSpeedEngine``, ``comm``, ``utils`` and ``zero``.
+``DeepSpeedEngine``, ``get_accelerator``, ``checkpointing``, ``comm``, ``utils`` and ``zero``.
 """
 
 import argparse
@@ -9,13 +9,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zero_ext.deepspeed.initialization import init_distributed, initialize
+    from zero_ext.deepspeed.accelerator import get_accelerator
+    from zero_ext.deepspeed.environment import init_distributed
+    from zero_ext.deepspeed.initialization import initialize
     from zero_ext.deepspeed.training_engine import TrainingEngine as DeepSpeedEngine
 
 __all__ = [
     "DeepSpeedEngine",
+    "accelerator",
     "add_config_arguments",
+    "checkpointing",
     "comm",
+    "get_accelerator",
     "init_distributed",
     "initialize",
     "utils",
@@ -25,8 +30,11 @@ __all__ = [
 # Where each name is, and under which name.
 _PLACES = {
     "DeepSpeedEngine": ("zero_ext.deepspeed.training_engine", "TrainingEngine"),
+    "accelerator": ("zero_ext.deepspeed.accelerator", None),
+    "checkpointing": ("zero_ext.deepspeed.checkpointing", None),
     "comm": ("torch.distributed", None),
-    "init_distributed": ("zero_ext.deepspeed.initialization", "init_distributed"),
+    "get_accelerator": ("zero_ext.deepspeed.accelerator", "get_accelerator"),
+    "init_distributed": ("zero_ext.deepspeed.environment", "init_distributed"),
     "initialize": ("zero_ext.deepspeed.initialization", "initialize"),
     "utils": ("zero_ext.deepspeed.utils", None),
     "zero": ("zero_ext.deepspeed.zero", None),

@@ -89,7 +89,7 @@ class Config:
             ValueError: settings are unknown, not available here, or contradict each other. The
                 message lists all of them in the order of the file.
         """
-        values = _loaded(config)
+        values = read_values(config)
         problems = Problems(values, strict)
         root = Section("", values, problems)
         zero = root.section("zero_optimization")
@@ -137,7 +137,8 @@ class Config:
         return result
 
 
-def _loaded(config: dict[str, Any] | str | os.PathLike) -> dict[str, Any]:
+def read_values(config: dict[str, Any] | str | os.PathLike) -> dict[str, Any]:
+    """The keys and values of a configuration, as they are."""
     if isinstance(config, dict):
         return config
     if not isinstance(config, (str, os.PathLike)):

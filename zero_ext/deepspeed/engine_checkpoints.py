@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ class EngineCheckpoints:
     skipped_steps: int
     _groups: Groups
     _counted_from: int
+    _divides: Callable
     _skipped_before: int
 
     def save_checkpoint(
@@ -77,6 +79,7 @@ class EngineCheckpoints:
     ) -> tuple[str | None, dict[str, Any]]:
         """Load what ``save_checkpoint`` has written with any stage and number of ranks. Collective.
 
+        DeepSpeed's own checkpoints are loaded as ``zero_ext.checkpoint.from_deepspeed`` does.
         Gradients are dropped: the next micro-batch is the first one of an accumulation.
 
         Args:
@@ -112,6 +115,8 @@ class EngineCheckpoints:
             allow_pickle=allow_pickle,
         )
         self.zero_grad()
+        if self.optimizer is not None:
+            self._divides()  # the loss scale was loaded
         saved = extra.get("lr_scheduler")
         if not load_module_only:
             if "counts" in extra:

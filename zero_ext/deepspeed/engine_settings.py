@@ -1,6 +1,7 @@
 """EngineSettings: what DeepSpeed's engine tells of itself, and the few settings that may change."""
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -39,6 +40,7 @@ class EngineSettings:
     _skipped_before: int
     _step_applied: bool
     _counted_from: int
+    _divides: Callable
 
     @property
     def skipped_steps(self) -> int:
@@ -170,6 +172,8 @@ class EngineSettings:
             accumulation_steps=train_batch_size // samples,
         )
         self._counted_from = self.micro_steps
+        if self.optimizer is not None:
+            self._divides()
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Change the samples per micro-batch, which the caller makes, and so those per step."""

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
 from zero_ext.deepspeed.config import Config
+from zero_ext.deepspeed.construction import fill, is_cut, prepare
+from zero_ext.deepspeed.environment import init_distributed
 from zero_ext.deepspeed.optimizers import as_torchs
 from zero_ext.deepspeed.training_engine import TrainingEngine, data_loader
 from zero_ext.engine.registry import any_sharded
@@ -107,6 +109,7 @@ def initialize(
     if given is not None:
         adoption.follow_models(given, names)
         engine.optimizer = adoption.adopt(given, **ours)
+        engine._divides()
         engine.lr_scheduler = schedule
     engine.training_dataloader = loader
     return engine, engine.optimizer, loader, engine.lr_scheduler
@@ -156,44 +159,36 @@ def _check_offload(settings: Config, groups: Groups) -> None:
         )
 
 
-def init_distributed(dist_backend: str | None = None, **arguments: Any) -> None:
-    """Make the process group, in a process that torchrun has started, unless there is one.
-
-    Args:
-        dist_backend: As ``backend`` of ``init_process_group``. Default: torch's choice.
-        arguments: ``timeout`` and ``init_method`` are passed on; DeepSpeed's others are ignored.
-    """
-    if dist.is_initialized() or "WORLD_SIZE" not in os.environ:
-        return
-    if torch.accelerator.is_available():
-        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", 0)))
-    passed = {k: v for k, v in arguments.items() if k in ("timeout", "init_method")}
-    dist.init_process_group(dist_backend, **passed)
-
-
 def _sharded(model: nn.Module, settings: Config, sharding: dict[str, Any]) -> nn.Module:
     on_cpu = all(p.device.type == "cpu" for p in model.parameters())
+    if is_cut(model):
+        prepare(model, by_unit=settings.stage == 3)
+        sharding = {"param_init_fn": fill, **sharding}
     if torch.cuda.is_available() and on_cpu:
-        model.to(torch.device("cuda", torch.cuda.current_device()))
-    _cast(model.parameters(), settings.dtype)
-    _cast(model.buffers(), settings.buffer_dtype)
+        device = torch.device("cuda", torch.cuda.current_device())
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    cast(model, settings)
     if settings.reduce_dtype is not None:
         policy = torch.distributed.fsdp.MixedPrecisionPolicy(reduce_dtype=settings.reduce_dtype)
         sharding = {**sharding, "mp_policy": policy}
     if settings.shards is not None and dist.is_initialized():
         shape = (dist.get_world_size() // settings.shards, settings.shards)
-        kind = next(model.parameters()).device.type
+        kind = resolve(None, None, model.parameters()).device.type
         mesh = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
         sharding = {**sharding, "mesh": mesh}
     arguments = {"offload_policy": settings.offload_policy, **settings.tuning, **sharding}
     return shard(model, stage=settings.stage, **arguments)
 
 
-def _cast(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> None:
-    """In place: a parameter stays the same object."""
-    for tensor in tensors if dtype is not None else ():
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype)
+def cast(model: nn.Module, settings: Config) -> None:
+    """Parameters and buffers to the dtypes of the configuration. They stay the same objects."""
+    for tensors, dtype in (
+        (model.parameters(), settings.dtype),
+        (model.buffers(), settings.buffer_dtype),
+    ):
+        for tensor in tensors if dtype is not None else ():
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
 
 
 # Optimizer and schedule

@@ -19,6 +19,7 @@ from zero_ext.module.forward_hooks import cast_floating
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.ranks.groups import Groups
 from zero_ext.state.model_state import groups_of
+from zero_ext.state.unwrapping import unwrap
 
 _log = logging.getLogger("zero_ext")
 
@@ -81,7 +82,6 @@ class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
         self._in_no_sync = False
         self._collate_fn = collate_fn
         self._reports = Reports(settings, self._groups, module)
-        self._divided = 0  # the losses of so many backwards are known to be divided
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -117,37 +117,40 @@ class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
         self._reports.add_loss(loss)
         if scale_wrt_gas and self.settings.accumulation_steps > 1:
             loss = loss / self.settings.accumulation_steps
-        before = self._backwards()
-        try:
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(self._reports.timed("backward"))
-                if not self.is_gradient_accumulation_boundary():
-                    stack.enter_context(self.module.no_sync())
-                self.optimizer.scale(loss).backward(retain_graph=retain_graph)
-        finally:
-            self._divided = max(self._divided, before) + self._backwards() - before
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._reports.timed("backward"))
+            stack.enter_context(self._divided_losses())
+            if not self.is_gradient_accumulation_boundary():
+                stack.enter_context(self.module.no_sync())
+            self.optimizer.scale(loss).backward(retain_graph=retain_graph)
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` divided by the accumulation steps and multiplied by the loss scale.
+        """``loss`` multiplied by the loss scale: ``engine.scale(loss).backward()``.
 
-        ``engine.scale(loss).backward()`` replaces ``engine.backward(loss)``.
+        Without a loss scale, ``loss.backward()`` does the same. The gradients of both are divided
+        by the accumulation steps, as those of ``engine.backward(loss)`` are.
         """
         self._needs_optimizer("scale()")
-        self._divided = max(self._divided, self._backwards()) + 1
-        return self.optimizer.scale(loss / self.settings.accumulation_steps)
+        return self.optimizer.scale(loss)
 
-    def _backwards(self) -> int:
-        return self.optimizer._handle.engine.backwards
+    def _divides(self, steps: int | None = None) -> None:
+        """Divide the gradients of backwards by the loss scale and ``steps``, from now on. Default:
+        the accumulation steps. The sums of this step keep their meaning."""
+        steps = self.settings.accumulation_steps if steps is None else steps
+        self.optimizer._handle.engine.set_loss_scale(self.loss_scale() * steps)
 
-    def _check_divided(self) -> None:
-        if self.settings.accumulation_steps > 1 and self._backwards() > self._divided:
-            raise RuntimeError(
-                f"{self._groups.where}a loss of this micro-batch was not divided "
-                f"by the {self.settings.accumulation_steps} accumulation steps. Call "
-                "engine.backward(loss) or engine.scale(loss).backward(). zero_grad() drops the "
-                "undivided gradients."
-            )
+    @contextlib.contextmanager
+    def _divided_losses(self) -> Iterator[None]:
+        """The losses inside the context are divided by the accumulation steps themselves."""
+        if self.settings.accumulation_steps == 1:
+            yield
+            return
+        self._divides(1)
+        try:
+            yield
+        finally:
+            self._divides()
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch. The last one of an accumulation updates the parameters. Collective.
@@ -161,7 +164,6 @@ class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
                 f"{self._groups.where}step() inside no_sync(), whose gradients "
                 "are not reduced. Leave it first."
             )
-        self._check_divided()
         self._step_applied = False
         if self.is_gradient_accumulation_boundary():
             self._update(lr_kwargs or {})
@@ -173,6 +175,7 @@ class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
         with self._reports.timed("step"):
             self.optimizer.step()
             self.optimizer.zero_grad()
+        self._divides()  # the loss scale may have changed
         self._step_applied = not known or self.skipped_steps == skipped
         if self._step_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
@@ -214,13 +217,23 @@ class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
         finally:
             self._in_no_sync = before
 
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Several backwards of one micro-batch may be inside. It changes nothing here: each adds
+        what it reduces to the sums."""
+        yield
+
+    def destroy(self) -> None:
+        """Make the module plain again (``zero_ext.unwrap``). Collective."""
+        unwrap(self.module)
+        self.optimizer = self.lr_scheduler = None
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
         if self.optimizer is None:
             self.module.zero_grad(set_to_none)
         else:
             self.optimizer.zero_grad(set_to_none)
-            self._divided = self._backwards()
 
     # Data
 

@@ -2,12 +2,13 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zero_ext.deepspeed.construction import Init as Init
+from zero_ext.deepspeed.construction import gathered, piece_of
 from zero_ext.engine.registry import find
 from zero_ext.ranks.agreement import all_or_none
 from zero_ext.ranks.collectives import broadcast_
@@ -40,6 +41,15 @@ def GatheredParameters(  # noqa: N802 - DeepSpeed's name
     _check_rank(modifier_rank)
     parameters = [params] if isinstance(params, Tensor) else list(params)
     unique = list({id(p): p for p in parameters}.values())
+    cut = [p for p in unique if piece_of(p) is not None]
+    others = [p for p in unique if piece_of(p) is None]
+    with gathered(cut, modifier_rank), _gathered_by_engines(others, modifier_rank):
+        yield
+
+
+@contextlib.contextmanager
+def _gathered_by_engines(unique: list[Tensor], modifier_rank: int | None) -> Iterator[None]:
+    """Those of sharded modules, and plain ones."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     released = {id(p): p.data for p in unique if _is_released(p)}
     whole = {id(p): full_value(p).clone() for p in unique if id(p) in released}
@@ -115,12 +125,3 @@ def register_external_parameter(module: nn.Module, parameter: Tensor) -> None:
 
 def unregister_external_parameter(module: nn.Module, parameter: Tensor) -> None:
     """See ``register_external_parameter``."""
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Init":
-        raise AttributeError(
-            "zero_ext: zero_ext.deepspeed.zero has no Init. Build the model on the meta device, "
-            "with torch.device('meta'), and give zero_ext.shard() or initialize() a param_init_fn."
-        )
-    raise AttributeError(f"zero_ext: zero_ext.deepspeed.zero has no '{name}'.")

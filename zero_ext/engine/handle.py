@@ -110,6 +110,7 @@ class Handle:
         self.parameters.unregister()
         serving.discard(self)
         self._unwatched = []
+        self.root_hooks = []  # which hold the engine
         try:
             if self.groups.shards == 1:
                 self.engine.give_parameters_back()

@@ -1,5 +1,6 @@
 """``transformers.Trainer`` over sharded models."""
 
+import dataclasses
 import functools
 import warnings
 from pathlib import Path
@@ -7,17 +8,44 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import torch
+import transformers
 import transformers.trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from zero_ext import checkpoint
-from zero_ext.integrations import stock_files
+from zero_ext.deepspeed.config import Config
+from zero_ext.deepspeed.initialization import cast
+from zero_ext.integrations import deepspeed_file, stock_files
 from zero_ext.integrations.accelerate import Accelerator
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.ranks.agreement import all_or_none
 from zero_ext.state.model_state import gather_state_dict, groups_of
 
 _CHECKPOINT = "zero_ext"
+
+
+@dataclasses.dataclass
+class TrainingArguments(transformers.TrainingArguments):
+    """As transformers'. ``deepspeed`` is read by this package's Trainer, without DeepSpeed.
+
+    "auto" in the file means the value of the argument here. The file's stage, offload, casts,
+    clipping, optimizer and schedule hold, as with DeepSpeed.
+
+    Raises:
+        ValueError: the file and an argument differ, or a setting is not available here.
+    """
+
+    def __post_init__(self) -> None:
+        # With it transformers would ask for DeepSpeed.
+        self.deepspeed_file, self.deepspeed = self.deepspeed, None
+        super().__post_init__()
+        self.settings_for(None)
+
+    def settings_for(self, num_training_steps: int | None) -> Config | None:
+        """What the DeepSpeed file says; None without one."""
+        if self.deepspeed_file is None:
+            return None
+        return deepspeed_file.from_hf(self.deepspeed_file, self, num_training_steps)
 
 
 class ShardedTrainerMixin:
@@ -49,12 +77,48 @@ class ShardedTrainerMixin:
     ):
         self._stage, self._sharding = stage, sharding
         super().__init__(*args, **kwargs)
+        settings = self._settings()
+        if settings is not None:
+            cast(self.model, settings)
+
+    def _settings(self, num_training_steps: int | None = None) -> Config | None:
+        read = getattr(self.args, "settings_for", None)
+        return None if read is None else read(num_training_steps)
 
     def create_accelerator_and_postprocess(self) -> None:
+        settings = self._settings()
+        if settings is not None:
+            if self._stage is not None:
+                raise ValueError(
+                    "zero_ext: 'zero_optimization.stage' of the DeepSpeed file and stage= both say "
+                    "what is sharded. Leave stage out."
+                )
+            self._stage = settings.stage
+            self._sharding = deepspeed_file.sharding_of(settings) | (self._sharding or {})
+            self.args.max_grad_norm = settings.max_grad_norm or 0.0
         ours = functools.partial(Accelerator, stage=self._stage, sharding=self._sharding)
         # transformers makes the accelerator only here, and has no argument for another class.
         with mock.patch.object(transformers.trainer, "Accelerator", ours):
             super().create_accelerator_and_postprocess()
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        settings = self._settings()
+        if settings is None or settings.optimizer is None or self.optimizer is not None:
+            return super().create_optimizer(*args, **kwargs)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = settings.optimizer.kind(trained, **settings.optimizer.arguments)
+        return self.optimizer
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> Any:
+        settings = self._settings(num_training_steps)
+        if settings is None or settings.scheduler is None or self.lr_scheduler is not None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        optimizer = self.optimizer if optimizer is None else optimizer
+        self.lr_scheduler = settings.scheduler.kind(optimizer, **settings.scheduler.arguments)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Called on all ranks, as ``save_model`` is, although rank 0 alone writes."""

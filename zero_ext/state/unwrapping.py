@@ -1,0 +1,72 @@
+"""``unwrap``: a sharded module becomes a plain one again."""
+
+import torch
+from torch import nn
+
+from zero_ext.engine.carried import Carried
+from zero_ext.engine.checks import check_module
+from zero_ext.module.sharding import AnyModule
+from zero_ext.ranks.agreement import all_or_none
+from zero_ext.state.model_state import full_value, handles_of
+
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_state_dict_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def unwrap(module: AnyModule) -> AnyModule:
+    """Undo ``shard``: ``module`` is plain again, in place, and can be sharded anew. Collective.
+
+    Each rank gets the whole parameters, in their own dtype: the bits that only masters had are
+    lost. Gradients are dropped. Optimizers of the module retire: they have no groups any more.
+
+    Args:
+        module: A sharded module. One that is not sharded stays as it is.
+    Returns:
+        ``module``.
+    Raises:
+        TypeError: it is no module.
+        RuntimeError: a backward is running, or states are offloaded.
+    """
+    check_module(module, "unwrap()")
+    for handle in handles_of(module):
+        with all_or_none(handle.groups, "unwrap()"):
+            handle.refuse_forgotten_writes("unwrap()")
+        whole = []
+        for i in range(len(handle.parameters)):
+            if (parameter := handle.parameters[i]) is not None:
+                whole.append((parameter, full_value(parameter).clone()))
+        with all_or_none(handle.groups, "unwrap()"):  # no rank needs another one's parts any more
+            for optimizer in list(handle.optimizers):
+                optimizer.retire()
+        handle.dissolve()
+        for parameter, value in whole:
+            parameter.data, parameter.grad = value, None
+    for each in module.modules():
+        _remove_ours(each)
+    return module
+
+
+def _remove_ours(module: nn.Module) -> None:
+    """Delete the hooks, methods and attributes that sharding has added to ``module``."""
+    for attribute in _HOOKS:
+        hooks = module.__dict__.get(attribute, {})
+        for key in [k for k, hook in hooks.items() if _is_ours(hook)]:
+            del hooks[key]
+            for flags in _FLAGS:
+                module.__dict__.get(flags, {}).pop(key, None)
+    for name in [n for n, value in module.__dict__.items() if isinstance(value, Carried)]:
+        value = module.__dict__.pop(name)
+        if name == "_compiled_call_impl" and value._compiled is not None:
+            module.__dict__[name] = value._compiled  # the user's
+
+
+def _is_ours(hook) -> bool:
+    return isinstance(getattr(hook, "hook", hook), Carried)
