@@ -29,17 +29,27 @@ const char* name_of(Agreement about) {
   return "another version of zero_ext";
 }
 
+at::Tensor Agreements::all_gather_unless_outdated(Peers& peers, Agreement about,
+                                                  const at::Tensor& values, int64_t state,
+                                                  const std::function<std::string()>& what,
+                                                  const Meanwhile& meanwhile) {
+  at::Tensor all = all_gather(peers, about, values, what, meanwhile);
+  const at::Tensor states = all.select(1, state);
+  return states.eq(states[0]).all().item<bool>() ? all : at::Tensor();
+}
+
 at::Tensor Agreements::all_gather(Peers& peers, Agreement about, const at::Tensor& values,
-                                  const std::function<std::string()>& what) {
+                                  const std::function<std::string()>& what,
+                                  const Meanwhile& meanwhile) {
   if (peers.world() == 1) return values.unsqueeze(0);
   const Range range("agree", [&] { return std::string("in ") + name_of(about); });
   const CallScope call(name_of(about));
-  if (peers.on_device()) return all_gather(peers, values, what);
+  if (peers.on_device()) return all_gather(peers, values, what, {});
   const int64_t numel = values.numel();
   const at::Tensor message = at::empty({1 + numel}, at::TensorOptions().dtype(at::kLong));
   *message.mutable_data_ptr<int64_t>() = static_cast<int64_t>(about);
   message.narrow(0, 1, numel).copy_(values);
-  const at::Tensor all = all_gather(peers, message, what);
+  const at::Tensor all = all_gather(peers, message, what, meanwhile);
   for (int64_t peer = 0; peer < peers.world(); ++peer) {
     const auto theirs = static_cast<Agreement>(all.const_data_ptr<int64_t>()[peer * (1 + numel)]);
     TORCH_CHECK(theirs == about, where(peers.global_rank()), "this rank is in ", name_of(about),
@@ -50,7 +60,8 @@ at::Tensor Agreements::all_gather(Peers& peers, Agreement about, const at::Tenso
 }
 
 at::Tensor Agreements::all_gather(Peers& peers, const at::Tensor& values,
-                                  const std::function<std::string()>& what) {
+                                  const std::function<std::string()>& what,
+                                  const Meanwhile& meanwhile) {
   peers.check_process();
   const at::Tensor input =
       peers.on_device() ? values.to(peers.groups().device()) : peers.outgoing(values);
@@ -58,7 +69,7 @@ at::Tensor Agreements::all_gather(Peers& peers, const at::Tensor& values,
   Pending pending;
   start(peers, input, output, what, pending);
   try {
-    pending.wait(what);
+    pending.wait(what, meanwhile);
     // Its message is here, but that rank will not do what was agreed on.
     const int64_t gone = peers.has_only_local_peers()
                              ? peers.who_abandoned(MessageKind::agreement, epoch_)

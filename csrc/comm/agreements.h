@@ -34,11 +34,22 @@ class Agreements {
   // Raises on all ranks where they are in different agreements, except on a device, where the
   // values are not read.
   at::Tensor all_gather(Peers& peers, Agreement about, const at::Tensor& values,
-                        const std::function<std::string()>& what);
+                        const std::function<std::string()>& what) {
+    return all_gather(peers, about, values, what, {});
+  }
+  // The same of values that `meanwhile` may change: this rank does there what other ranks wait for
+  // that are not in the agreement yet. Where the answers differ in element `state`, some of them may
+  // be older than that. Then the result is undefined on every rank. All ranks have come then, so
+  // that the next answers are the last ones. Not on a device.
+  at::Tensor all_gather_unless_outdated(Peers& peers, Agreement about, const at::Tensor& values,
+                                        int64_t state, const std::function<std::string()>& what,
+                                        const Meanwhile& meanwhile);
 
  private:
+  at::Tensor all_gather(Peers& peers, Agreement about, const at::Tensor& values,
+                        const std::function<std::string()>& what, const Meanwhile& meanwhile);
   at::Tensor all_gather(Peers& peers, const at::Tensor& values,
-                        const std::function<std::string()>& what);
+                        const std::function<std::string()>& what, const Meanwhile& meanwhile);
   // Between local peers, rank by rank; else by the process group.
   void start(Peers& peers, const at::Tensor& input, const at::Tensor& output,
              const std::function<std::string()>& what, Pending& pending);

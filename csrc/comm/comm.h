@@ -61,6 +61,12 @@ class Comm : public Peers {
                         const std::function<std::string()>& what) {
     return agreements_.all_gather(*this, about, values, what);
   }
+  // See Agreements::all_gather_unless_outdated.
+  at::Tensor all_gather_unless_outdated(Agreement about, const at::Tensor& values, int64_t state,
+                                        const std::function<std::string()>& what,
+                                        const Meanwhile& meanwhile) {
+    return agreements_.all_gather_unless_outdated(*this, about, values, state, what, meanwhile);
+  }
 
   // Parameters of released units travel one-sided, so that ranks may gather at different times and
   // different units. A posted send waits here until `to` receives it, and no rank waits for that.

@@ -8,11 +8,19 @@
 #include "core/interrupts.h"
 
 namespace zero_ext {
+namespace {
 
-void wait_interruptibly(const Message& message) {
+// Other ranks wait for what happens between two slices.
+constexpr std::chrono::milliseconds kServingSlice{2};
+
+}  // namespace
+
+void wait_interruptibly(const Message& message, const Meanwhile& meanwhile) {
+  const std::chrono::milliseconds slice = meanwhile ? kServingSlice : kInterruptSlice;
   for (;;) {
+    if (meanwhile) meanwhile();
     try {
-      message->wait(kInterruptSlice);
+      message->wait(slice);
       return;
     } catch (const std::exception& error) {
       if (message->isCompleted()) break;  // since the end of the slice, or with this error

@@ -21,6 +21,7 @@
 #include <c10/util/intrusive_ptr.h>
 
 #include <cstdint>
+#include <functional>
 
 // Only declared here: c10d's headers take longer to compile than most of our files.
 namespace c10d {
@@ -31,6 +32,10 @@ namespace zero_ext {
 
 // A message or a collective under way.
 using Message = c10::intrusive_ptr<c10d::Work>;
+
+// What a rank does for others while it waits for them. Returns whether it did something: then the
+// timeout begins again.
+using Meanwhile = std::function<bool()>;
 
 enum class MessageKind : int { reduction, gather, agreement };
 constexpr int kMessageKinds = 3;

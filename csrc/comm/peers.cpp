@@ -78,6 +78,16 @@ int64_t Peers::who_abandoned(MessageKind kind, int64_t epoch) const {
   return transport == nullptr ? -1 : transport->who_abandoned(kind, epoch);
 }
 
+int64_t Peers::who_began(MessageKind kind, int64_t epoch) const {
+  SharedHostTransport* transport = own_transport();
+  return transport == nullptr ? -1 : transport->who_began(kind, epoch);
+}
+
+bool Peers::is_past(MessageKind kind, int64_t epoch) const {
+  SharedHostTransport* transport = own_transport();
+  return transport != nullptr && transport->is_past(kind, epoch);
+}
+
 // Messages
 
 void Peers::add(Pending& pending, Pending::Part part) const {

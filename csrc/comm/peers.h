@@ -66,6 +66,9 @@ class Peers {
   void leave_epoch(MessageKind kind, int64_t epoch, EpochExit exit) const noexcept;
   // A rank that has abandoned the epoch, or a later one; -1: none.
   int64_t who_abandoned(MessageKind kind, int64_t epoch) const;
+  // The same of one that has begun it. Whether one has ended its part of it.
+  int64_t who_began(MessageKind kind, int64_t epoch) const;
+  bool is_past(MessageKind kind, int64_t epoch) const;
 
  protected:
   friend class Agreements;

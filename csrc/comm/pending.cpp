@@ -30,7 +30,19 @@ void Pending::add(Part part, const std::shared_ptr<CollectiveWatch>& watch) {
   watch_ = watch;
 }
 
-void Pending::wait(const std::function<std::string()>& what) {
+void Pending::wait(const std::function<std::string()>& what, const Meanwhile& meanwhile) {
+  std::exception_ptr others;  // an error of `meanwhile`
+  Meanwhile guarded;
+  if (meanwhile) {
+    guarded = [&] {
+      try {
+        return meanwhile();
+      } catch (...) {
+        others = std::current_exception();
+        throw;
+      }
+    };
+  }
   // Receives first: their errors name the rank that failed. After an error nobody waits for the
   // remaining parts, and their tensors live until this object dies.
   std::stable_partition(parts_.begin(), parts_.end(),
@@ -45,8 +57,8 @@ void Pending::wait(const std::function<std::string()>& what) {
       const bool in_slices = watch_ == nullptr && part.peer == kAllRanks;
       const auto wait_for = [&](const Message& message) {
         if (in_slices) {
-          wait_interruptibly(message);
-        } else {
+          wait_interruptibly(message, guarded);
+        } else if (!SharedHostTransport::wait(*message, guarded)) {
           message->wait();
         }
       };
@@ -54,7 +66,7 @@ void Pending::wait(const std::function<std::string()>& what) {
       if (part.across != nullptr) wait_for(part.across->sum_over_replicas(part.tensor));
       if (part.target.defined()) part.target.copy_(part.tensor);
     } catch (const std::exception& error) {
-      if (is_interrupt(error)) throw;
+      if (others != nullptr || is_interrupt(error)) throw;
       const std::string peer =
           part.peer == kAllRanks ? "the other ranks" : "rank " + std::to_string(part.peer);
       const std::string cause = text_of(error);

@@ -42,8 +42,9 @@ class Pending {
   void add(Part part, const std::shared_ptr<CollectiveWatch>& watch);
 
   // Waits for all parts. An error (a timeout, a dead peer) is raised again after `what`, which names
-  // the waiting rank and what it waits for.
-  void wait(const std::function<std::string()>& what);
+  // the waiting rank and what it waits for. `meanwhile`: on the host; its errors are raised as they
+  // are.
+  void wait(const std::function<std::string()>& what, const Meanwhile& meanwhile = {});
   // Gives up the parts that have not arrived or not been read. Call it only where no rank needs them
   // any more: all of them have sent something later.
   void abandon() noexcept;

@@ -114,7 +114,8 @@ std::unique_ptr<Unit> Engine::make_unit(const std::vector<int64_t>& members, at:
     values.push_back(parameters[i].tensor.detach());
   }
   const auto index = std::ssize(trainable ? parameters.units() : parameters.frozen_units());
-  TORCH_CHECK(index < kMaxUnits, where(parts_.comm.global_rank()), "more than ", kMaxUnits,
+  // The last number is that of a message about all units, see Reductions::late_of_all().
+  TORCH_CHECK(index + 1 < kMaxUnits, where(parts_.comm.global_rank()), "more than ", kMaxUnits - 1,
               " units. Choose a larger bucket_mb.");
   const std::string name =
       members.size() == 1 ? specs.front().name : specs.front().name + " … " + specs.back().name;
@@ -146,6 +147,11 @@ std::map<std::string, int64_t> Engine::stats() {
       {"units", parameters().unit_count()},
       {"neighbors", parts_.comm.local_peers()},
       {"reduced_in_no_sync", backward_.reduced_in_no_sync()}};
+  stats["served_backwards"] = 0;
+  for (const auto& [rank, served] : backward_.served()) {
+    stats["served_backwards"] += served.backwards;
+    stats["served_us_rank_" + std::to_string(rank)] = served.time.count();
+  }
   for (size_t held = 0; held < kHeldNames.size(); ++held) {
     stats["bytes_" + std::string(kHeldNames[held])] =
         context().memory->bytes(static_cast<Held>(held));

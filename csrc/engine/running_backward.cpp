@@ -283,6 +283,24 @@ void RunningBackward::finish(Gradients gradients) {
   if (!boundary_.local_open()) published_.publish();
 }
 
+bool RunningBackward::serve(const Access& access) {
+  const int64_t whom = reductions_.who_began();
+  if (whom < 0) return false;
+  const auto begin = std::chrono::steady_clock::now();
+  const bool threw = threw_;
+  try {
+    take_part_in_others_backward(access);
+  } catch (const std::exception&) {
+    if (!not_undone_.empty() || !reductions_.others_left()) throw;
+    threw_ = threw;  // another rank's backward
+  }
+  Served& served = served_[comm_.global_rank(whom)];
+  ++served.backwards;
+  served.time += std::chrono::duration_cast<std::chrono::microseconds>(
+      std::chrono::steady_clock::now() - begin);
+  return true;
+}
+
 void RunningBackward::take_part_in_others_backward(const Access& access) {
   if (context_.world == 1) return;
   gatherer_.post_sends_for_a_pass();

@@ -5,9 +5,29 @@
 // Threads:   hooks run on autograd's threads. Public methods take the lock, except those that take
 //            a `const Access&`.
 // Invariant: a backward that threw leaves parameters, sums and states as they were before it.
+//
+// Note [Serving]
+// Between two steps each rank runs any number of backwards. A rank that waits for the others in
+// step() or clip_grad_norm_() serves those that still run backwards: it takes part in their
+// reductions, and contributes nothing but its local sums.
+// - A rank shows the number of the backward that it has begun, and the first message of a backward
+//   wakes the ranks that wait. Nobody sends anything more for this.
+// - A rank that comes to a step answers at once. Where another rank goes on to run a backward, that
+//   answer is outdated. The answers show it to every rank, and all answer a second time.
+// - The k-th backwards of all ranks are one reduction. So contributions are added in the order
+//   (backward of the rank, rank), whenever the ranks come.
+// - Ranks that do not see each other's epochs (on several hosts) announce a backward to each other,
+//   except for the first one after a step. A rank that comes to a step without one takes part in
+//   that unasked.
+// - If a rank leaves a backward with an error, the ranks that serve it undo their part and go on
+//   waiting. The ranks that run it get an error.
+// - Parameters of stage 3 need no service on one host. Elsewhere a serving rank posts the sends of
+//   one more pass.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -41,8 +61,9 @@ class RunningBackward : public BackwardListener {
   void check_none_on_this_thread(const Access& access, const char* verb) const;
   // Raises where gradients are unknown or states are offloaded.
   void check_usable(const Access& access, const char* verb) const;
-  // No parameter was reached on this rank. Other ranks may have reached some, and wait for this
-  // rank's answer: a backward without gradients.
+  // See Note [Serving]. Returns whether another rank had begun a backward.
+  bool serve(const Access& access);
+  // The same where it cannot be known whether one has: all ranks do it, or run a backward.
   void take_part_in_others_backward(const Access& access);
   // A backward threw since the last step.
   bool threw(const Access&) const { return threw_; }
@@ -54,6 +75,12 @@ class RunningBackward : public BackwardListener {
   int64_t count() const { return count_; }
   int64_t attempts() const { return attempts_; }
   int64_t reduced_in_no_sync() const { return reduced_in_no_sync_; }
+  // Backwards of other ranks that this one served, by rank.
+  struct Served {
+    int64_t backwards = 0;
+    std::chrono::microseconds time{};
+  };
+  const std::map<int64_t, Served>& served() const { return served_; }
 
   // BackwardListener
   void before_gradient(int64_t i) override;
@@ -104,6 +131,7 @@ class RunningBackward : public BackwardListener {
   int64_t count_ = 0;
   int64_t attempts_ = 0;
   int64_t reduced_in_no_sync_ = 0;
+  std::map<int64_t, Served> served_;
   bool threw_ = false;      // a backward since the last step
   std::string not_undone_;  // the error that kept a backward from being undone
   bool sees_forwards_ = false;

@@ -60,21 +60,26 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
   backward_.check_none_on_this_thread(access, "step()");
   parameters_.check("step()");
   backward_.check_usable(access, "step()");
-  check_complete("step()");
   StepVerdict verdict{.unfrozen = unfrozen_among(parameters_)};
   if (!verdict.unfrozen.empty()) return verdict;
-  if (had_no_backward(indices, *last_backward)) backward_.take_part_in_others_backward(access);
+  // No rank's shard changes before all ranks are here: until then they may be gathering from it.
+  const bool asks = questions.nonfinite || questions.norm() || questions.divide_by.has_value() ||
+                    context_.shards_parameters() || !context_.state.on_host();
+  come_to_step(access, "step()", asks && serves(questions),
+               had_no_backward(indices, *last_backward));
   last_use_.follow();
   published_.adopt_changes(indices, "step()");
   gatherer_.begin_step();
-  // No rank's shard changes before all ranks are here: until then they may be gathering from it.
-  if (questions.nonfinite || questions.norm() || context_.shards_parameters() ||
-      !context_.state.on_host()) {
+  if (asks) {
     StepQuestions asked = questions;
     asked.settings ^= std::bit_cast<int64_t>(boundary_.divide_factor());
     asked.written = published_.written_by_hand(indices);
-    verdict = agreement_.ask(Comm::Agreement::step, indices, asked);
+    asked.averaged_over = boundary_.divide();
+    asked.micro_batches = [this] { return boundary_progress(); };
+    verdict = agreement_.ask(Comm::Agreement::step, indices, asked,
+                             [&] { return backward_.serve(access); });
     if (verdict.settings_differ) return verdict;
+    check_complete("step()", verdict);
     if (verdict.written_differ) reject_written(Comm::Agreement::step, indices);
     if (context_.world > 1 && !reductions_.knows_order()) learn_reduction_order(access);
   }
@@ -86,6 +91,7 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
   if (verdict.nonfinite) gatherer_.wait_for_shards();
   boundary_.end_step();
   finished_.clear();
+  finished_.end_step();
   published_.accept_written(indices);
   const bool on_host = context_.compute.on_host();
   if (!on_host && !backward_.sees_forwards(access)) parameters_.follow_stream();
@@ -143,6 +149,35 @@ void Steps::learn_reduction_order(const Access& access) {
   reductions_.set_order({first, first + units}, first[units] != 0);
 }
 
+void Steps::check_complete(const char* verb, const StepVerdict& verdict) const {
+  if (verdict.incomplete < 0) return;
+  check_complete(verb);
+  TORCH_CHECK(
+      false, where(context_.global_rank), verb, " after backwards of rank ", verdict.incomplete,
+      " that were not reduced, or too few of accumulation_steps=", boundary_.accumulation_steps(),
+      " on every rank. Run the last backward of a step outside no_sync() on some rank.");
+}
+
+MicroBatches Steps::boundary_progress() const {
+  if (boundary_.local_open()) return MicroBatches::unreduced;
+  if (boundary_.missing() > 0) return MicroBatches::too_few;
+  return boundary_.micro_batch() > 0 ? MicroBatches::complete : MicroBatches::none;
+}
+
+bool Steps::serves(const StepQuestions& questions) const {
+  return agreement_.sends(questions) && reductions_.sees_others();
+}
+
+void Steps::come_to_step(const Access& access, const char* verb, bool serves, bool idle) {
+  // Where it is not known what other ranks run, all must run the same, except that a rank without a
+  // backward takes part in one.
+  const bool unasked = serves ? reductions_.next_is_unannounced() : idle;
+  if (!serves || unasked || !context_.state.on_host()) check_complete(verb);
+  if (unasked) {
+    backward_.take_part_in_others_backward(access);
+  }
+}
+
 bool Steps::had_no_backward(const std::vector<int64_t>& indices, int64_t last_backward) const {
   if (backward_.count() == last_backward) return true;
   // The last one was for another optimizer's step, unless it reached these as well.
@@ -172,18 +207,20 @@ at::Tensor Steps::clip(const std::vector<int64_t>& indices, double max_norm,
   const Access access(lock_);
   const at::NoGradGuard no_grad;
   backward_.check_none(access, "clip_grad_norm_()");
-  check_complete("clip_grad_norm_()");
-  if (had_no_backward(indices, last_backward)) backward_.take_part_in_others_backward(access);
+  StepQuestions norm{.nonfinite = false,
+                     .max_norm = max_norm,
+                     .settings = std::bit_cast<int64_t>(max_norm),
+                     .micro_batches = [this] { return boundary_progress(); }};
+  come_to_step(access, "clip_grad_norm_()", serves(norm), had_no_backward(indices, last_backward));
   last_use_.follow();
   published_.adopt_changes(indices, "clip_grad_norm_");
-  const StepQuestions norm{.nonfinite = false,
-                           .max_norm = max_norm,
-                           .settings = std::bit_cast<int64_t>(max_norm),
-                           .written = published_.written_by_hand(indices)};
-  const StepVerdict verdict = agreement_.ask(Comm::Agreement::clip, indices, norm);
+  norm.written = published_.written_by_hand(indices);
+  const StepVerdict verdict =
+      agreement_.ask(Comm::Agreement::clip, indices, norm, [&] { return backward_.serve(access); });
   TORCH_CHECK(!verdict.settings_differ, where(context_.global_rank),
               "clip_grad_norm_(): max_norm is ", max_norm,
               " here and something else on another rank. Pass the same on every rank.");
+  check_complete("clip_grad_norm_()", verdict);
   if (verdict.written_differ) reject_written(Comm::Agreement::clip, indices);
   scale_gradients(indices, verdict);
   return verdict.on_device != nullptr ? verdict.on_device->norm

@@ -68,6 +68,14 @@ class Steps {
   void check_complete(const char* verb) const;
   // Raises for the first gradient that ranks have written otherwise. Collective.
   void reject_written(Comm::Agreement about, const std::vector<int64_t>& indices) const;
+  // The same of all ranks.
+  void check_complete(const char* verb, const StepVerdict& verdict) const;
+  MicroBatches boundary_progress() const;
+  // While this rank asks, it serves the backwards of other ranks. See Note [Serving] in
+  // running_backward.h.
+  bool serves(const StepQuestions& questions) const;
+  // Before it asks. `idle`: it had no backward.
+  void come_to_step(const Access& access, const char* verb, bool serves, bool idle);
   // This rank had no backward for a step of these parameters.
   bool had_no_backward(const std::vector<int64_t>& indices, int64_t last_backward) const;
   // See Note [Reduction order] in reductions.h. Collective; on a device it waits, once.

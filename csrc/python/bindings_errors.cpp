@@ -61,7 +61,7 @@ void bind_errors(py::module_& m) {
                            [](const std::exception& error) {
                              return dynamic_cast<const python_error*>(&error) != nullptr;
                            }});
-  m.def("wait_interruptibly", &wait_interruptibly, NoGil());
+  m.def("wait_interruptibly", [](const Message& message) { wait_interruptibly(message); }, NoGil());
   // See current_call.h.
   m.def("enter_call", &enter_call);
   m.def("leave_call", &leave_call);

@@ -111,14 +111,15 @@ void bind_state(py::module_& m) {
       .def(
           "prepare_step",
           [](OptimizerState& state, bool nonfinite, std::optional<double> max_norm,
-             int64_t settings, bool foreign) {
+             int64_t settings, bool foreign, std::optional<double> divide_by) {
             return state.prepare_step({.nonfinite = nonfinite,
                                        .max_norm = max_norm,
                                        .settings = settings,
-                                       .foreign = foreign});
+                                       .foreign = foreign,
+                                       .divide_by = divide_by});
           },
           py::kw_only(), py::arg("nonfinite"), py::arg("max_norm"), py::arg("settings"),
-          py::arg("foreign"), NoGil())
+          py::arg("foreign"), py::arg("divide_by"), NoGil())
       .def("apply_adam", &OptimizerState::apply_adam, NoGil(), py::arg("groups"))
       .def("apply_sgd", &OptimizerState::apply_sgd, NoGil(), py::arg("groups"))
       .def("set_offloaded", &OptimizerState::set_offloaded, NoGil())

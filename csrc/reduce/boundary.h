@@ -45,6 +45,11 @@ class Boundary {
   // How many backwards are missing to the boundary. 0 right after it, or before the first one.
   int64_t missing() const;
   double divide_factor() const { return options_.divide_factor; }
+  // What gradients of a loss without a scale are divided by.
+  double divide() const {
+    return options_.divide_factor > 0 ? options_.divide_factor
+                                      : static_cast<double>(options_.world);
+  }
   void set_divide_factor(double factor) { options_.divide_factor = factor; }
   void set_loss_scale(double scale);
   // Divides the sum over the ranks of a scaled loss's gradients.
@@ -57,8 +62,12 @@ class Boundary {
   // This rank has local sums that were not reduced.
   bool local_open() const { return unreduced_ > 0; }
   int64_t unreduced() const { return unreduced_; }  // the number of their backwards
-  // The next reduction is of local sums.
-  bool local_next() const { return local_next_; }
+  // The next reduction is of local sums, on this rank or on others. With accumulation_steps it always
+  // is: the boundary is never the first backward.
+  bool local_next() const {
+    const bool accumulates = options_.sums_locally && options_.accumulation_steps > 1;
+    return local_next_ || (options_.world > 1 && accumulates);
+  }
   int64_t micro_batch() const { return micro_batch_; }  // backwards since the last step
   // `local`: the backward adds to local sums.
   GradientScales scales(bool local) const;
@@ -72,10 +81,6 @@ class Boundary {
 
  private:
   void set_local_next(bool next);
-  double divide() const {
-    return options_.divide_factor > 0 ? options_.divide_factor
-                                      : static_cast<double>(options_.world);
-  }
 
   Options options_;
   int64_t no_sync_depth_ = 0;

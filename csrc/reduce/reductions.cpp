@@ -7,14 +7,29 @@
 #include <string>
 #include <utility>
 
+#include "comm/current_call.h"
 #include "core/errors.h"
 #include "core/range.h"
 
 namespace zero_ext {
 
+int64_t Reductions::who_began() {
+  return needs_notices() ? notices_.who_began_after(finished_.epoch(), finished_.agreements())
+                         : comm_.who_began(Comm::Kind::reduction, finished_.epoch() + 1);
+}
+
+bool Reductions::is_first() const {
+  const auto& units = parameters_.units();
+  return finished_.none_since_step() && std::none_of(units.begin(), units.end(), [](const auto& u) {
+           return u->sums().has_reduced();
+         });
+}
+
 void Reductions::begin(float scale, bool hidden) {
+  announced_ = needs_notices() && !is_first();
   scale_ = scale;
   finished_.set_epoch(comm_.next_epoch(Comm::Kind::reduction, finished_.epoch()));
+  if (announced_) notices_.send(finished_.epoch(), finished_.agreements());
   // Collectives have no numbers: their order alone says which ones belong together.
   const bool numbered = context_.reduction == Reduction::exchange && !comm_.on_device();
   backward_ = numbered ? finished_.epoch() : started_;
@@ -135,6 +150,12 @@ void Reductions::finish() {
   start_ready();
   finish_started();
   if (reduces_late_ && any_late_) reduce_late();
+  if (announced_) {
+    notices_.finish(finished_.epoch(), [this] {
+      return where(context_.global_rank) + "waited for the other ranks' notices of backward " +
+             std::to_string(finished_.epoch());
+    });
+  }
   context_.reducing.join();
   // All messages of that rank arrived, but it will not add up those of the others.
   const int64_t gone = comm_.who_abandoned(Comm::Kind::reduction, finished_.epoch());
@@ -149,17 +170,30 @@ void Reductions::finish_started() {
   if (users_.started()) any_late_ = users_.finish(finished_.epoch());
 }
 
+at::Tensor Reductions::late_of_all(const at::Tensor& own) {
+  const auto what = [this] {
+    return where(context_.global_rank) +
+           "waited for the other ranks' lists of late gradients in backward " +
+           std::to_string(finished_.epoch());
+  };
+  if (comm_.on_device()) return comm_.all_gather(Comm::Agreement::late_gradients, own, what);
+  // Of the backward, and no agreement: a rank may serve it inside of one.
+  const at::Tensor all = own.unsqueeze(0).repeat({comm_.world(), 1});
+  Pending pending;
+  const CallScope call(Comm::name_of(Comm::Agreement::late_gradients));
+  const int64_t epoch = finished_.epoch();
+  const int64_t tag = 2 * (epoch * kMaxUnits + kMaxUnits - 1);
+  comm_.exchange(std::vector<at::Tensor>(comm_.world(), own), all.unbind(0), epoch, tag, pending);
+  pending.wait(what);
+  return all;
+}
+
 void Reductions::reduce_late() {
   const int64_t units = parameters_.unit_count();
   at::Tensor late = at::zeros({units}, at::kLong);
   auto* mine = late.mutable_data_ptr<int64_t>();
   for (int64_t u = 0; u < units; ++u) mine[u] = parameters_.unit(u).arrivals().late() ? 1 : 0;
-  late = comm_.all_gather(Comm::Agreement::late_gradients, late, [this] {
-    return where(context_.global_rank) +
-           "waited for the other ranks' lists of late gradients in backward " +
-           std::to_string(finished_.epoch());
-  });
-  late = late.sum(0);
+  late = late_of_all(late).sum(0);
   users_.clear();
   all_started_ = false;
   for (const int64_t u : order_.order()) {

@@ -42,6 +42,7 @@
 
 #include "comm/comm.h"
 #include "memory/bucket.h"
+#include "reduce/notices.h"
 #include "reduce/reduction_order.h"
 #include "reduce/slot_users.h"
 #include "reduce/unit_reduction.h"
@@ -61,7 +62,18 @@ class Reductions {
         finished_(finished),
         pool_(context.memory,
               {.gradients = context.compute_place(), .received = context.state_place()}),
-        users_(comm, context) {}
+        users_(comm, context),
+        notices_(comm) {}
+
+  // A rank that has begun a backward that reduces, after this rank's last one; -1: none is known.
+  int64_t who_began();
+  // Whether it would be known: ranks see each other's epochs, or announce their backwards.
+  bool sees_others() const { return !comm_.on_device(); }
+  // Ranks announce their backwards, but not the next one, which is the first since the last step: a
+  // rank that comes to a step takes part in it unasked. The same on every rank.
+  bool next_is_unannounced() const { return needs_notices() && is_first(); }
+  // Another rank has ended its part of this rank's last backward that reduced.
+  bool others_left() const { return comm_.is_past(Comm::Kind::reduction, finished_.epoch()); }
 
   // A backward that reduces begins. `scale`: of what is added to the sums. `hidden`: more gradients
   // may arrive than the graph shows.
@@ -97,6 +109,12 @@ class Reductions {
   bool counts_users() const {
     return !sums_directly() && !UnitReduction::brings_flags(context_, comm_);
   }
+  // Ranks must tell each other that they begin a backward.
+  bool needs_notices() const {
+    return comm_.world() > 1 && sees_others() && !comm_.has_only_local_peers();
+  }
+  // No rank has reduced since the last step, and no gradient is left of before.
+  bool is_first() const;
   bool can_reduce_late() const;
   // The reduction of unit u, which has a bucket from now on. Waits for older ones where no bucket
   // is free.
@@ -106,6 +124,8 @@ class Reductions {
   void start_reduction(int64_t u);
   void finish_oldest();
   void finish_started();
+  // The ranks' lists of units with late gradients, [world, units] of 0 and 1.
+  at::Tensor late_of_all(const at::Tensor& own);
   void reduce_late();
   void drop_abandoned();
   // This rank has sent all that the other ranks need.
@@ -128,6 +148,8 @@ class Reductions {
   bool any_late_ = false;      // on this rank, or on one whose message says it
   int64_t backward_ = 0;       // its number in finished_, the same on every rank
   SlotUsers users_;
+  Notices notices_;
+  bool announced_ = false;                                // this backward
   std::vector<std::unique_ptr<UnitReduction>> lent_;      // a bucket, but not started
   std::deque<std::unique_ptr<UnitReduction>> in_flight_;  // started, the oldest first
   // Of backwards that threw, until a later one reduces.

@@ -7,6 +7,9 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
+#include <tuple>
 #include <utility>
 
 #include "core/errors.h"
@@ -23,19 +26,86 @@ constexpr char kOrOtherSettings[] =
     " Or the optimizers' settings (lr, weight_decay, …) differ between ranks, or the gradients that"
     " were written to p.grad.";
 
-}  // namespace
-
-at::Tensor StepAgreement::gather(Comm::Agreement about, const at::Tensor& answer,
-                                 const StepQuestions& questions) {
-  if (context_.world == 1 || (replicated() && !questions.nonfinite)) return answer.unsqueeze(0);
-  const std::string verb = Comm::name_of(about);
-  return comm_.all_gather(about, answer, [&] {
-    return where(context_.global_rank) + verb + " waited for the other ranks' " + verb;
-  });
+int64_t micro_batches_of(const StepQuestions& questions) {
+  return static_cast<int64_t>(questions.micro_batches ? questions.micro_batches()
+                                                      : MicroBatches::complete);
 }
 
-StepVerdict StepAgreement::ask_host(Comm::Agreement about, const std::vector<int64_t>& indices,
-                                    const StepQuestions& questions) {
+// The element of an answer on the host that says which backwards its rank has finished.
+constexpr int64_t kWhich = 5;
+
+constexpr char kNothingToDivideBy[] =
+    ": divide_by is 0 on all ranks together. Leave the step out, or pass the number of tokens or"
+    " samples of this rank.";
+
+// What divides and clips the gradients. `count`: the sum of all ranks' divide_by.
+void decide_factor(const StepQuestions& questions, const kernels::SquareSum& sum, double count,
+                   StepVerdict& verdict) {
+  const double division = questions.divide_by.has_value() ? questions.averaged_over / count : 1;
+  verdict.factor = static_cast<float>(division);
+  if (!questions.norm()) return;
+  if (division == 1) {
+    verdict.factor = kernels::clipping_factor(sum, *questions.max_norm, &verdict.norm);
+    return;
+  }
+  const double norm = std::sqrt(kernels::value_of(sum)) * division;
+  verdict.norm = static_cast<float>(norm);
+  const double clip = std::min(1.0, *questions.max_norm / (norm + 1e-6));
+  if (std::isfinite(norm)) verdict.factor = static_cast<float>(division * clip);
+}
+
+// The same on a device, where `verdict` has the factor that divides.
+void clip_divided(const StepQuestions& questions, DeviceVerdict& verdict) {
+  verdict.norm.mul_(verdict.factor[0]);
+  const at::Tensor clip = verdict.norm.add(1e-6).reciprocal().mul(*questions.max_norm).clamp_max(1);
+  verdict.factor = at::where(verdict.norm.isfinite(), verdict.factor.mul(clip), verdict.factor);
+}
+
+// Which rank's micro-batches are too few for a step, of all answers' elements; -1: none.
+class Completeness {
+ public:
+  void add(int64_t rank, int64_t element) {
+    const auto micro_batches = static_cast<MicroBatches>(element);
+    any_complete_ = any_complete_ || micro_batches == MicroBatches::complete;
+    if (micro_batches == MicroBatches::too_few) too_few_ = rank;
+    if (micro_batches == MicroBatches::unreduced) unreduced_ = rank;
+  }
+  int64_t incomplete() const { return unreduced_ < 0 && !any_complete_ ? too_few_ : unreduced_; }
+
+ private:
+  int64_t too_few_ = -1;
+  int64_t unreduced_ = -1;
+  bool any_complete_ = false;
+};
+
+}  // namespace
+
+StepVerdict StepAgreement::ask(Comm::Agreement about, const std::vector<int64_t>& indices,
+                               const StepQuestions& questions, const Meanwhile& serve) {
+  const auto ask = [&](bool last) {
+    const Round round{.about = about, .serve = serve, .last = last};
+    return context_.state.on_host() ? ask_host(round, indices, questions)
+                                    : ask_device(round, indices, questions);
+  };
+  std::optional<StepVerdict> verdict = ask(/*last=*/false);
+  return verdict.has_value() ? *verdict : *ask(/*last=*/true);
+}
+
+at::Tensor StepAgreement::gather(const Round& round, const at::Tensor& answer, int64_t state,
+                                 const StepQuestions& questions) {
+  if (!sends(questions)) return answer.unsqueeze(0);
+  finished_.begin_agreement();
+  const std::string verb = Comm::name_of(round.about);
+  const auto what = [&] {
+    return where(context_.global_rank) + verb + " waited for the other ranks' " + verb;
+  };
+  if (comm_.on_device() || round.last) return comm_.all_gather(round.about, answer, what);
+  return comm_.all_gather_unless_outdated(round.about, answer, state, what, round.serve);
+}
+
+std::optional<StepVerdict> StepAgreement::ask_host(const Round& round,
+                                                   const std::vector<int64_t>& indices,
+                                                   const StepQuestions& questions) {
   const NanRecords::Found found = context_.nan_records->search(
       records_of(indices, questions), [this](int64_t i) { return own_sum(i); });
   int64_t finite = found.finite ? 1 : 0;
@@ -43,7 +113,7 @@ StepVerdict StepAgreement::ask_host(Comm::Agreement about, const std::vector<int
   // One message for both questions; a second one would cost more than the norm.
   kernels::SquareSum sum{};
   if (questions.norm()) add_own_squares(indices, &sum);
-  constexpr int64_t kFacts = 7;
+  constexpr int64_t kFacts = 9;
   // Also where no norm is asked for: a message has the same length in every call.
   constexpr int64_t kLength = kFacts + kernels::kSquareSumLength;
   const at::Tensor own = at::empty({kLength}, at::TensorOptions().dtype(at::kLong));
@@ -53,37 +123,43 @@ StepVerdict StepAgreement::ask_host(Comm::Agreement about, const std::vector<int
   value[2] = finished_.count();
   value[3] = finished_.epoch();
   value[4] = questions.settings;
-  value[5] = finished_.which();
+  value[kWhich] = finished_.which();
   value[6] = questions.written;
+  value[7] = micro_batches_of(questions);
+  value[8] = std::bit_cast<int64_t>(questions.divide_by.value_or(0));
   std::copy(sum.begin(), sum.end(), value + kFacts);
-  const at::Tensor all = gather(about, own, questions);
+  const at::Tensor all = gather(round, own, kWhich, questions);
+  if (!all.defined()) return std::nullopt;
   if (!replicated()) sum = {};
   int64_t epoch = 0;
-  int64_t other = -1;  // a rank that has finished other backwards
+  int64_t other = -1;  // a rank that has finished other backwards, and how many
+  int64_t theirs = 0;
+  Completeness completeness;
+  double count = 0;
   StepVerdict verdict;
   for (int64_t r = 0; r < all.size(0); ++r) {
     const int64_t* answer = all.const_data_ptr<int64_t>() + r * kLength;
     finite = std::min(finite, answer[0]);
     first = std::min(first, answer[1]);
-    const bool same = answer[2] == value[2] && answer[5] == value[5];
-    if (!same && other < 0) other = r;
+    const bool same = answer[2] == value[2] && answer[kWhich] == value[kWhich];
+    if (!same && other < 0) std::tie(other, theirs) = std::pair(r, answer[2]);
     epoch = std::max(epoch, answer[3]);
     verdict.settings_differ = verdict.settings_differ || answer[4] != value[4];
     verdict.written_differ = verdict.written_differ || answer[6] != value[6];
+    completeness.add(comm_.global_rank(r), answer[7]);
+    count += std::bit_cast<double>(answer[8]);
     if (replicated() || !context_.shares_replica_with(r)) continue;
     for (int64_t k = kFacts; k < kLength; ++k) sum[k - kFacts] += answer[k];
   }
   finished_.set_epoch(epoch);
-  if (other >= 0) {
-    const int64_t theirs = all.const_data_ptr<int64_t>()[other * kLength + 2];
-    TORCH_CHECK(false, where(context_.global_rank), Comm::name_of(about), kOutOfStep,
-                " This rank has finished ", value[2], ", rank ", comm_.global_rank(other), " ",
-                theirs, theirs == value[2] ? " others." : ".");
-  }
+  TORCH_CHECK(other < 0, where(context_.global_rank), Comm::name_of(round.about), kOutOfStep,
+              " This rank has finished ", value[2], ", rank ", comm_.global_rank(other), " ",
+              theirs, theirs == value[2] ? " others." : ".");
+  verdict.incomplete = completeness.incomplete();
   verdict.nonfinite = finite == 0;
-  if (questions.norm()) {
-    verdict.factor = kernels::clipping_factor(sum, *questions.max_norm, &verdict.norm);
-  }
+  TORCH_CHECK(!questions.divide_by.has_value() || count > 0, where(context_.global_rank),
+              Comm::name_of(round.about), kNothingToDivideBy);
+  decide_factor(questions, sum, count, verdict);
   if (verdict.nonfinite && first != nan_record::kNone) describe(first, verdict);
   return verdict;
 }
@@ -95,8 +171,9 @@ void StepAgreement::describe(int64_t first, StepVerdict& verdict) const {
   verdict.micro_batch = micro_batch == nan_record::kUnknownMicroBatch ? -1 : micro_batch;
 }
 
-StepVerdict StepAgreement::ask_device(Comm::Agreement about, const std::vector<int64_t>& indices,
-                                      const StepQuestions& questions) {
+std::optional<StepVerdict> StepAgreement::ask_device(const Round& round,
+                                                     const std::vector<int64_t>& indices,
+                                                     const StepQuestions& questions) {
   const c10::Device device = context_.compute.device();
   const auto options = at::TensorOptions().device(device);
   const at::Tensor nonfinite_answer = context_.nan_records->search_on_device(
@@ -111,9 +188,13 @@ StepVerdict StepAgreement::ask_device(Comm::Agreement about, const std::vector<i
   const auto agreed = static_cast<int64_t>(static_cast<uint64_t>(questions.settings) +
                                            static_cast<uint64_t>(finished_.which()) +
                                            static_cast<uint64_t>(questions.written));
-  const at::Tensor all = gather(
-      about, at::cat({nonfinite_answer, at::full({1}, agreed, options.dtype(at::kLong)), squares}),
-      questions);
+  const int64_t count = std::bit_cast<int64_t>(questions.divide_by.value_or(0));
+  const auto number = [&](int64_t value) { return at::full({1}, value, options.dtype(at::kLong)); };
+  std::vector<at::Tensor> parts_of_answer{nonfinite_answer, number(agreed), squares};
+  if (questions.divide_by.has_value()) parts_of_answer.push_back(number(count));
+  const at::Tensor answer = at::cat(parts_of_answer);
+  const at::Tensor all = gather(round, answer, /*state=*/2, questions);
+  if (!all.defined()) return std::nullopt;
   auto verdict = std::make_shared<DeviceVerdict>();
   const at::Tensor agreement = all.select(1, 2);
   const at::Tensor out_of_step = agreement.min().ne(agreement.max()).reshape({1});
@@ -123,7 +204,7 @@ StepVerdict StepAgreement::ask_device(Comm::Agreement about, const std::vector<i
   if (questions.norm()) {
     if (!replicated()) {
       const at::Tensor parts = all.narrow(0, context_.first_of_replica(), context_.shards);
-      squares = parts.slice(1, 3).sum(0).contiguous();
+      squares = parts.narrow(1, 3, squares.numel()).sum(0).contiguous();
     }
     verdict->norm = at::empty({}, options.dtype(at::kFloat));
     verdict->factor = at::empty({1}, options.dtype(at::kFloat));
@@ -133,13 +214,22 @@ StepVerdict StepAgreement::ask_device(Comm::Agreement about, const std::vector<i
               verdict->factor.mutable_data_ptr<float>(), context_.state.launch()),
           "clip_factor");
   }
+  if (questions.divide_by.has_value()) {
+    verdict->factor = division(all.select(1, all.size(1) - 1), questions);
+    if (questions.norm()) clip_divided(questions, *verdict);
+  }
   const at::Tensor record = at::where(out_of_step, at::Scalar(nan_record::kOutOfStep),
                                       at::where(nonfinite, first, at::Scalar(nan_record::kNone)));
   verdict->nan_record = at::empty({1}, at::TensorOptions().dtype(at::kLong).pinned_memory(true));
   verdict->nan_record.copy_(record, /*non_blocking=*/true);
   verdict->known = c10::Event(device.type());
   verdict->known.record(current_stream(device));
-  return {.on_device = std::move(verdict)};
+  return StepVerdict{.on_device = std::move(verdict)};
+}
+
+at::Tensor StepAgreement::division(const at::Tensor& counts, const StepQuestions& questions) {
+  const at::Tensor count = counts.contiguous().view(at::kDouble).sum().reshape({1});
+  return count.reciprocal().mul(questions.averaged_over).to(at::kFloat);
 }
 
 std::vector<int64_t> StepAgreement::records_of(const std::vector<int64_t>& indices,

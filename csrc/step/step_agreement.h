@@ -4,7 +4,7 @@
 // Owner:     Engine.
 // Threads:   called only under the engine's lock.
 // Invariant: every rank asks the same questions and reaches the same verdict, from one message of
-//            each rank. Where the sums lie on a device, the host does not wait for them. A step is
+//            each rank, or two where ranks ran different numbers of backwards. Where the sums lie on a device, the host does not wait for them. A step is
 //            rejected with an error where some ranks lack a backward that others have.
 #pragma once
 
@@ -12,6 +12,7 @@
 #include <c10/core/Event.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -25,6 +26,14 @@
 
 namespace zero_ext {
 
+// How far a rank's micro-batches have come when it comes to a step.
+enum class MicroBatches : int64_t {
+  none,       // it had none
+  complete,   // as many as a step needs
+  too_few,    // fewer: other ranks had enough, or the step is rejected with an error
+  unreduced,  // its local sums were never reduced: the step is rejected with an error
+};
+
 // What must be known of the gradients before an update. Every rank asks the same.
 struct StepQuestions {
   bool nonfinite = true;           // whether any holds NaN or Inf
@@ -32,6 +41,11 @@ struct StepQuestions {
   int64_t settings = 0;            // a hash of the numbers that the update uses
   int64_t written = 0;             // see PublishedGradients::written_by_hand
   bool foreign = false;            // other code than ours updates the masters
+  // This rank's part of what the gradients are divided by, instead of by `averaged_over`.
+  std::optional<double> divide_by{};
+  double averaged_over = 1;
+  // On the host; empty: complete.
+  std::function<MicroBatches()> micro_batches{};
   bool norm() const { return max_norm.has_value(); }
 };
 
@@ -39,7 +53,7 @@ struct StepQuestions {
 struct DeviceVerdict {
   at::Tensor skip;                         // int32 [1]: not 0 where the gradients hold NaN or Inf
   at::Tensor norm;                         // fp32 [], undefined where no norm was asked for
-  at::Tensor factor;                       // fp32 [1], clips the gradients; undefined likewise
+  at::Tensor factor;                       // fp32 [1], as StepVerdict::factor; may be undefined
   at::Tensor nan_record;                   // int64 [1] in pinned host memory: the first, or none
   c10::Event known{c10::DeviceType::CPU};  // when `nan_record` has arrived
   // The same as `skip`, once known.
@@ -51,13 +65,14 @@ struct StepVerdict {
   std::vector<int64_t> unfrozen{};
   bool settings_differ = false;  // between ranks; on a device settle() raises instead
   bool written_differ = false;   // gradients that were written by hand, likewise
+  int64_t incomplete = -1;       // a rank whose micro-batches were too few or not reduced
   bool nonfinite = false;
   int64_t rank = -1;  // where the first NaN or Inf was seen
   std::string parameter{};
   int64_t micro_batch = -1;
   int64_t backwards = 0;  // as of this step
-  float norm = 0;         // where it was asked for
-  float factor = 1;       // clips the gradients to it
+  float norm = 0;         // where it was asked for, of the divided gradients
+  float factor = 1;       // divides the gradients and clips them to it
   // Where the sums lie on a device: the fields above are unknown before settle().
   std::shared_ptr<DeviceVerdict> on_device{};
   // Whether settle() would not wait.
@@ -71,25 +86,38 @@ class StepAgreement {
       : comm_(comm), context_(context), parameters_(parameters), finished_(finished) {}
 
   // Collective. Exception: where every rank holds all gradients, a rank may ask for the norm alone.
-  // Raises on every rank where they have finished different backwards.
+  // Raises on every rank where they have finished different backwards. `serve`: takes part in a
+  // backward that another rank has begun; see Note [Serving] in running_backward.h.
   StepVerdict ask(Comm::Agreement about, const std::vector<int64_t>& indices,
-                  const StepQuestions& questions) {
-    return context_.state.on_host() ? ask_host(about, indices, questions)
-                                    : ask_device(about, indices, questions);
+                  const StepQuestions& questions, const Meanwhile& serve);
+  // Whether the ranks send each other anything for these.
+  bool sends(const StepQuestions& questions) const {
+    const bool for_all = !replicated() || questions.nonfinite || questions.divide_by.has_value();
+    return context_.world > 1 && for_all;
   }
   // Waits for the device, and raises what ask() raises on the host.
   void settle(StepVerdict& verdict) const;
 
  private:
-  StepVerdict ask_host(Comm::Agreement about, const std::vector<int64_t>& indices,
-                       const StepQuestions& questions);
-  StepVerdict ask_device(Comm::Agreement about, const std::vector<int64_t>& indices,
-                         const StepQuestions& questions);
+  // One message of each rank.
+  struct Round {
+    Comm::Agreement about;
+    const Meanwhile& serve;
+    bool last;  // all ranks have come, so that no backward begins any more
+  };
+  // None where answers are outdated; not in the last round.
+  std::optional<StepVerdict> ask_host(const Round& round, const std::vector<int64_t>& indices,
+                                      const StepQuestions& questions);
+  std::optional<StepVerdict> ask_device(const Round& round, const std::vector<int64_t>& indices,
+                                        const StepQuestions& questions);
   // Every rank holds all gradients, reduced.
   bool replicated() const { return context_.policy.optimizer == Sharding::replicated; }
-  // The answers of all ranks [world, n], or this one's alone.
-  at::Tensor gather(Comm::Agreement about, const at::Tensor& answer,
+  // The answers of all ranks [world, n], or this one's alone. Undefined where they are outdated:
+  // they differ in element `state`.
+  at::Tensor gather(const Round& round, const at::Tensor& answer, int64_t state,
                     const StepQuestions& questions);
+  // On a device: what divides the gradients [1], of `counts` [world], each the bits of a double.
+  static at::Tensor division(const at::Tensor& counts, const StepQuestions& questions);
   void describe(int64_t first_record, StepVerdict& verdict) const;
   // The NaN records of the parameters that are asked about.
   std::vector<int64_t> records_of(const std::vector<int64_t>& indices,

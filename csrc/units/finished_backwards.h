@@ -29,15 +29,24 @@ class FinishedBackwards {
     which_ = 0;
   }
 
+  // How often the ranks have begun to agree on a step or a norm.
+  void begin_agreement() { ++agreements_; }
+  int64_t agreements() const { return agreements_; }
+
   // Of the last backward that began to reduce. Ranks may differ where not all of them began a
   // backward that threw; the next step makes it the largest again.
   int64_t epoch() const { return epoch_; }
   void set_epoch(int64_t epoch) { epoch_ = epoch; }
+  // A step was made. None has begun to reduce since then.
+  void end_step() { stepped_ = epoch_; }
+  bool none_since_step() const { return epoch_ == stepped_; }
 
  private:
   int64_t count_ = 0;
   size_t which_ = 0;
   int64_t epoch_ = 0;
+  int64_t agreements_ = 0;
+  int64_t stepped_ = 0;  // the epoch as of the last step
 };
 
 }  // namespace zero_ext

@@ -8,6 +8,7 @@ targets, files and modules are checked. `text`: output and forms, not run.
 import ast
 import importlib
 import inspect
+import itertools
 import json
 import os
 import re
@@ -173,7 +174,7 @@ def mpi_alone(given: Names) -> Names:
 
 
 def uneven(given: Names) -> Names:
-    """Rank 0 has a batch more than the others, who pass an empty one."""
+    """Rank 0 has a batch more than the others."""
     model = zero_ext.shard(nn.Linear(13, 7), stage=2)
     x, y = given["batches"][0]
     batches = [(x, y), (x[:3], y[:3])][: 2 if dist.get_rank() == 0 else 1]
@@ -181,8 +182,14 @@ def uneven(given: Names) -> Names:
     start = {"weight": zero_ext.full_tensor(model.weight), "bias": zero_ext.full_tensor(model.bias)}
     return {
         "model": model, "optimizer": optimizer, "batches": iter(batches), "steps": 2,
-        "no_x": x[:0], "no_y": y[:0], "start": start,
+        "start": start, "itertools": itertools,
     }  # fmt: skip
+
+
+def by_tokens(given: Names) -> Names:
+    """Rank r has r micro-batches, and all of its batches in the last step."""
+    batches = given["batches"]
+    return {"steps": [batches[: dist.get_rank()], batches]}
 
 
 def assert_each_sample_counted_once(given: Names) -> None:
@@ -244,7 +251,8 @@ MORE_NAMES: dict[str, Callable[[Names], Names]] = {
     "Accelerate, Transformers, Lightning": of_trainers,
     "Export to Hugging Face": a_language_model,
     "Resume with another number of ranks": a_run,
-    "Uneven last batch": uneven,
+    "A missing last batch": uneven,
+    "Token budgets": by_tokens,
     "Whole values": a_run,
     "mpirun": mpi_alone,
 }
@@ -254,7 +262,7 @@ CHECKS: dict[str, Callable[[Names], None]] = {
     "Freeze and unfreeze": assert_unfrozen,
     "LoRA": assert_adapted,
     "Resume with another number of ranks": assert_resumed,
-    "Uneven last batch": assert_each_sample_counted_once,
+    "A missing last batch": assert_each_sample_counted_once,
     "checkpoint": lambda given: given["saving"].result(),
     "mpirun": assert_translated,
 }

@@ -17,6 +17,7 @@ from setups import (
     backward_of_all,
     full,
     full_master,
+    one_process,
     shard_and_optimizer,
     small_mlp,
 )
@@ -139,18 +140,6 @@ def test_the_norm_has_the_bits_of_one_process(team, way, scale, bucket_mb):
     with one_process():
         alone = norm_with(gradients, Way("optimizer", 1), None, 25.0)
     assert_bits(norm, alone)
-
-
-class one_process:  # noqa: N801
-    """Optimizers made inside shard over this rank alone."""
-
-    def __enter__(self):
-        self._resolve = zero_ext.optim.sharded_optimizer.resolve
-        alone = zero_ext.ranks.groups.Groups(None, None, 0, 1, 1, torch.get_default_device(), (0,))
-        zero_ext.optim.sharded_optimizer.resolve = lambda *_: alone
-
-    def __exit__(self, *exception):
-        zero_ext.optim.sharded_optimizer.resolve = self._resolve
 
 
 @all_ways

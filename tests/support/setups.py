@@ -207,3 +207,15 @@ def take_lazily_free_pages() -> None:
             elif words[0] == "LazyFree:" and int(words[1]) > 0:
                 taken = madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), pageout)
                 assert taken == 0, os.strerror(ctypes.get_errno())
+
+
+class one_process:  # noqa: N801
+    """Optimizers made inside shard over this rank alone."""
+
+    def __enter__(self):
+        self._resolve = zero_ext.optim.sharded_optimizer.resolve
+        alone = zero_ext.ranks.groups.Groups(None, None, 0, 1, 1, torch.get_default_device(), (0,))
+        zero_ext.optim.sharded_optimizer.resolve = lambda *_: alone
+
+    def __exit__(self, *exception):
+        zero_ext.optim.sharded_optimizer.resolve = self._resolve

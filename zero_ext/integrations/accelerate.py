@@ -291,8 +291,9 @@ class Accelerator(accelerate.Accelerator):
         """
         if any(isinstance(each, nn.Module) and _is_sharded(each) for each in joinables):
             raise ValueError(
-                "zero_ext: all ranks of a sharded model must run the same number of backwards. "
-                "Leave join_uneven_inputs() out, with even_batches=True."
+                "zero_ext: join_uneven_inputs() is for DDP. The ranks of a sharded model may run "
+                "different numbers of backwards without it: leave it out, and call "
+                "optimizer.step() equally often on every rank."
             )
         with super().join_uneven_inputs(joinables, even_batches):
             yield

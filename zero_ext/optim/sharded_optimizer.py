@@ -7,6 +7,7 @@ the other ranks whether the gradients are finite and what their norm is, one upd
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -310,25 +311,41 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.compiler.disable
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None):
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, divide_by: float | None = None
+    ) -> Any:
         """Update the parameters on all ranks. Collective.
 
-        A parameter that no rank's loss reached is left alone, as in PyTorch.
+        A parameter that no rank's loss reached is left alone, as in PyTorch. While this rank waits
+        here, it takes part in the backwards that other ranks still run.
 
+        Args:
+            divide_by: This rank's number of tokens or samples in the step. The update then uses the
+                sum of all gradients divided by the sum of these numbers over the ranks, instead of
+                the average over the ranks. ``max_grad_norm`` clips the divided gradient, and
+                ``grad_norm`` is its norm. ``p.grad`` still shows the average over the ranks.
         Raises:
+            ValueError: ``divide_by`` is negative or not finite.
             RuntimeError: inside a backward; the last backward ran in ``no_sync()``; a parameter's
                 dtype or device changed; NaN or Inf with ``nonfinite="raise"``; another rank did not
                 answer within the process group's timeout.
         """
         loss = None
         check_closure(closure)
+        if divide_by is not None:
+            check_number("divide_by", divide_by)
+            if not 0 <= divide_by < math.inf:
+                raise ValueError(
+                    f"zero_ext: step(divide_by={divide_by}): pass the number of tokens or samples "
+                    "of this rank, 0 or more."
+                )
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._handle.forwards.leave_abandoned()
-        verdict = self._prepare_step()
+        verdict = self._prepare_step(divide_by)
         if verdict.settings_differ:
-            self._settings.check_same(self)
+            self._settings.check_same(self, divides=divide_by is not None)
         known = self.knows_of_skipped_steps
         if known:
             self._skipped.add(verdict)
@@ -345,7 +362,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._emptied.remember(self)
         return loss
 
-    def _prepare_step(self) -> _C.StepVerdict:
+    def _prepare_step(self, divide_by: float | None) -> _C.StepVerdict:
         self._handle.check_whole()
         if self.loss_scaler is not None:
             self.loss_scaler._check_scaled(self._handle)
@@ -357,8 +374,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             verdict = self._sharded_state.prepare_step(
                 nonfinite=self.nonfinite != "step",
                 max_norm=self.max_grad_norm,
-                settings=self._settings.hash(self),
+                settings=self._settings.hash(self, divides=divide_by is not None),
                 foreign=self._updates_in_python,
+                divide_by=None if divide_by is None else float(divide_by),
             )
             if not verdict.unfrozen:
                 return verdict

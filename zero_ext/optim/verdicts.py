@@ -103,11 +103,16 @@ class StepSettings:
         self._names = [name for name in defaults if name not in _SWITCHES]
         self.states = SharedStates()  # which are compared with them
 
-    def hash(self, optimizer: "ShardedOptimizer") -> int:
-        """Equal on ranks where all settings are equal. The engine adds its divide factor."""
+    def hash(self, optimizer: "ShardedOptimizer", *, divides: bool) -> int:
+        """Equal on ranks where all settings are equal. The engine adds its divide factor.
+
+        Args:
+            divides: Whether the step was given ``divide_by``.
+        """
         if optimizer._handle.groups.world == 1:
             return 0
-        return hash(tuple(map(_number_of, self._values(optimizer)))) ^ self.states.hash()
+        values = (divides, *map(_number_of, self._values(optimizer)))
+        return hash(values) ^ self.states.hash()
 
     def agreed(self, optimizer: "ShardedOptimizer") -> None:
         """Called after a step whose settings did not differ."""
@@ -115,13 +120,13 @@ class StepSettings:
         if compared or optimizer._handle.options.stage == 3:  # else no message was sent
             self.states.agreed()
 
-    def check_same(self, optimizer: "ShardedOptimizer") -> None:
+    def check_same(self, optimizer: "ShardedOptimizer", *, divides: bool) -> None:
         """Raise for the first setting or state that differs. Collective."""
-        labels = ["gradient divide factor={}", "max_grad_norm={}"]
+        labels = ["step() has divide_by={}", "gradient divide factor={}", "max_grad_norm={}"]
         for g in range(len(optimizer.param_groups)):
             labels.extend(f"{name}={{}} of group {g}" for name in self._names)
         labels.extend(f"step({name}={{}})" for name in sorted(optimizer._keywords))
-        values = [optimizer._handle.engine.divide_factor, *self._values(optimizer)]
+        values = [divides, optimizer._handle.engine.divide_factor, *self._values(optimizer)]
         numbers = map(_number_of, values)
         check_same_on_all_ranks(
             optimizer._handle.groups,

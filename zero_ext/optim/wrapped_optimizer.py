@@ -170,10 +170,17 @@ class WrappedOptimizer(ShardedOptimizer):
     _updates_in_python = True
 
     @torch.compiler.disable
-    def step(self, closure: Callable[[], Any] | None = None, **keywords: Any):
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        divide_by: float | None = None,
+        **keywords: Any,
+    ) -> Any:
         """As ``ShardedOptimizer.step``. The wrapped optimizer's ``step`` gets the keywords.
 
         Args:
+            divide_by: See ``ShardedOptimizer.step``. Here ``p.grad`` is divided as well.
             keywords: Scalars that are equal on all ranks: numbers, strings, None, or tensors of one
                 element.
         Raises:
@@ -192,7 +199,7 @@ class WrappedOptimizer(ShardedOptimizer):
                 self._keywords_checked.add(repr(shown))
         self._keywords = keywords
         try:
-            return super().step(closure)
+            return super().step(closure, divide_by=divide_by)
         finally:
             self._keywords = {}
 

@@ -15,7 +15,9 @@ namespace zero_ext {
 
 class SharedEpochs {
  public:
-  // The owner's. All messages of epochs before `epoch` that it will ever send have been sent.
+  // The owner's. It begins `epoch`.
+  void show_begun(MessageKind kind, int64_t epoch) { at(begun_, kind).store(epoch + 1); }
+  // All messages of epochs before `epoch` that it will ever send have been sent.
   void show_past(MessageKind kind, int64_t epoch) {
     std::atomic<int64_t>& shown = at(past_, kind);
     if (shown.load(std::memory_order_relaxed) != epoch) shown.store(epoch);
@@ -25,10 +27,14 @@ class SharedEpochs {
   void abandon(MessageKind kind, int64_t epoch) { at(abandoned_, kind).store(epoch + 1); }
 
   // The peers'.
-  bool is_past(const MessageLabel& label) const { return label.epoch < at(past_, label.kind); }
+  bool is_past(MessageKind kind, int64_t epoch) const { return epoch < at(past_, kind); }
   bool drops(const MessageLabel& label) const { return label.epoch < at(dropped_, label.kind); }
+  bool has_begun(MessageKind kind, int64_t epoch) const { return epoch < at(begun_, kind); }
   // The first epoch that its owner has not abandoned, nor a later one.
   int64_t after_abandoned(MessageKind kind) const { return at(abandoned_, kind); }
+
+  // The owner's last one.
+  int64_t last_begun(MessageKind kind) const { return at(begun_, kind) - 1; }
 
  private:
   // Of each kind, one after the last epoch of which it is true.
@@ -40,6 +46,7 @@ class SharedEpochs {
     return bounds[static_cast<size_t>(kind)].load();
   }
 
+  Bounds begun_;
   Bounds past_;
   Bounds abandoned_;
   Bounds dropped_;

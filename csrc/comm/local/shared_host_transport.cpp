@@ -64,9 +64,10 @@ class SharedHostTransport::MessageWork final : public c10d::Work {
       : owner_(std::move(owner)), transfer_(std::move(transfer)) {}
   ~MessageWork() override { owner_->cancel(transfer_); }
   bool wait(milliseconds timeout) override {
-    owner_->wait(transfer_, timeout == kNoTimeout ? owner_->timeout_ : timeout);
+    owner_->wait(transfer_, timeout == kNoTimeout ? owner_->timeout_ : timeout, {});
     return true;
   }
+  void wait(const Meanwhile& meanwhile) { owner_->wait(transfer_, owner_->timeout_, meanwhile); }
   void withdraw() { owner_->withdraw(transfer_); }
 
  private:
@@ -234,6 +235,12 @@ void SharedHostTransport::withdraw(c10d::Work& message) {
 
 // Waiting
 
+bool SharedHostTransport::wait(c10d::Work& message, const Meanwhile& meanwhile) {
+  auto* ours = dynamic_cast<MessageWork*>(&message);
+  if (ours != nullptr) ours->wait(meanwhile);
+  return ours != nullptr;
+}
+
 bool SharedHostTransport::has_ended(const Transfer& transfer) {
   const std::lock_guard lock(mutex_);
   progress();
@@ -241,13 +248,14 @@ bool SharedHostTransport::has_ended(const Transfer& transfer) {
   return transfer.done;
 }
 
-void SharedHostTransport::wait(const std::shared_ptr<Transfer>& transfer, milliseconds timeout) {
+void SharedHostTransport::wait(const std::shared_ptr<Transfer>& transfer, milliseconds timeout,
+                               const Meanwhile& meanwhile) {
   const MessageLabel& label = transfer->label;
   const LocalPeer& peer = peers_[transfer->peer];
   const bool sending = transfer->sending;
   const bool in_epoch = label.epoch != kNoEpoch;
   Doorbell& doorbell = mailbox_.board().doorbell;
-  const Clock::time_point begin = Clock::now();
+  Clock::time_point begin = Clock::now();
   Clock::time_point checked = begin;
   int spins = kSpins;
   std::string end;
@@ -255,6 +263,10 @@ void SharedHostTransport::wait(const std::shared_ptr<Transfer>& transfer, millis
     const uint32_t seen = doorbell.rings();
     if (has_ended(*transfer)) return;
     TORCH_CHECK(end.empty(), end);
+    if (meanwhile && meanwhile()) {
+      begin = Clock::now();
+      continue;
+    }
     while (spins > 0 && doorbell.rings() == seen) {
       pause();
       --spins;
@@ -264,7 +276,7 @@ void SharedHostTransport::wait(const std::shared_ptr<Transfer>& transfer, millis
     const SharedEpochs& epochs = peer.board().epochs;
     if (in_epoch && sending && epochs.drops(label)) return withdraw(transfer);
     // These ends are raised after one more look at what the peer sent before.
-    if (in_epoch && !sending && epochs.is_past(label))
+    if (in_epoch && !sending && epochs.is_past(label.kind, label.epoch))
       end = "after an error on some rank it went on without this.";
     const Clock::time_point now = Clock::now();
     if (now - checked < kSlice || !end.empty()) continue;
@@ -282,8 +294,19 @@ void SharedHostTransport::wait(const std::shared_ptr<Transfer>& transfer, millis
     if (has_ended(*transfer)) return;
     if (in_epoch) leave_epoch(label.kind, label.epoch, EpochExit::abandoned);
     TORCH_CHECK(false, "timed out after ", timeout.count(), " ms; it is in ",
-                call_of(transfer->peer), ".");
+                call_of(transfer->peer), ".", missing_beside(*transfer));
   }
+}
+
+std::string SharedHostTransport::missing_beside(const Transfer& transfer) {
+  std::string text;
+  const std::lock_guard lock(mutex_);
+  for (const auto& other : receiving_) {
+    if (other->tag() != transfer.tag() || other->peer == transfer.peer) continue;
+    const int64_t rank = global_ranks_.empty() ? other->peer : global_ranks_[other->peer];
+    text += c10::str(" Rank ", rank, " has not come either; it is in ", call_of(other->peer), ".");
+  }
+  return text;
 }
 
 // Progress
@@ -361,55 +384,6 @@ bool SharedHostTransport::try_receive(Transfer& transfer) {
 
 void SharedHostTransport::ring_all() const {
   for (const LocalPeer& peer : peers_) peer.ring();
-}
-
-// Epochs and ends
-
-int64_t SharedHostTransport::next_epoch(MessageKind kind, int64_t last) {
-  int64_t next = last + 1;
-  if (reaches_all_) {  // else ranks would skip different ones
-    for (const LocalPeer& peer : peers_) {
-      if (peer.reached()) next = std::max(next, peer.board().epochs.after_abandoned(kind));
-    }
-  }
-  show_past(kind, next);
-  return next;
-}
-
-void SharedHostTransport::leave_epoch(MessageKind kind, int64_t epoch, EpochExit exit) {
-  SharedEpochs& epochs = mailbox_.board().epochs;
-  epochs.drop(kind, epoch);
-  if (exit == EpochExit::abandoned) epochs.abandon(kind, epoch);
-  if (exit != EpochExit::sent_all) show_past(kind, epoch + 1);
-}
-
-int64_t SharedHostTransport::who_abandoned(MessageKind kind, int64_t epoch) const {
-  for (size_t r = 0; r < peers_.size(); ++r) {
-    if (peers_[r].reached() && peers_[r].board().epochs.after_abandoned(kind) > epoch)
-      return static_cast<int64_t>(r);
-  }
-  return -1;
-}
-
-void SharedHostTransport::show_past(MessageKind kind, int64_t epoch) {
-  const std::lock_guard lock(mutex_);
-  int64_t& past = past_[static_cast<size_t>(kind)];
-  past = std::max(past, epoch);
-  progress();
-}
-
-void SharedHostTransport::leave() {
-  const std::lock_guard lock(mutex_);
-  leaving_ = true;
-  has_left_ = true;
-  progress();
-}
-
-void SharedHostTransport::close() {
-  mailbox_.board().closed.store(1);
-  ring_all();
-  const std::lock_guard lock(mutex_);
-  reads_.reset();
 }
 
 // Calls

@@ -78,6 +78,9 @@ class SharedHostTransport : public std::enable_shared_from_this<SharedHostTransp
   // A sent message that no rank will receive: its memory need not be kept any more. Any other
   // message stays as it is.
   static void withdraw(c10d::Work& message);
+  // As message.wait(), and calls `meanwhile`, which may be empty, as long as it waits; for a message
+  // of this transport. Returns whether it is one.
+  static bool wait(c10d::Work& message, const Meanwhile& meanwhile);
 
   // See Note [Epochs] in message.h. The epoch after `last`, this rank's last one, but for those that
   // others have abandoned; it begins.
@@ -85,6 +88,10 @@ class SharedHostTransport : public std::enable_shared_from_this<SharedHostTransp
   void leave_epoch(MessageKind kind, int64_t epoch, EpochExit exit);
   // A rank that has abandoned the epoch, or a later one; -1: none.
   int64_t who_abandoned(MessageKind kind, int64_t epoch) const;
+  // The same of a rank that has begun it, and not the agreement that this rank has begun last.
+  int64_t who_began(MessageKind kind, int64_t epoch) const;
+  // Whether a peer has ended its part of the epoch.
+  bool is_past(MessageKind kind, int64_t epoch) const;
 
   // From now on this rank sends nothing. Its peers can still receive what it has sent and posted;
   // waiting for more from it raises.
@@ -117,7 +124,8 @@ class SharedHostTransport : public std::enable_shared_from_this<SharedHostTransp
   at::Tensor open_peers(const at::Tensor& introductions);
 
   Message work_of(std::shared_ptr<Transfer> transfer);
-  void wait(const std::shared_ptr<Transfer>& transfer, std::chrono::milliseconds timeout);
+  void wait(const std::shared_ptr<Transfer>& transfer, std::chrono::milliseconds timeout,
+            const Meanwhile& meanwhile);
   bool has_ended(const Transfer& transfer);
   void cancel(const std::shared_ptr<Transfer>& transfer);
   void withdraw(const std::shared_ptr<Transfer>& transfer);
@@ -129,6 +137,8 @@ class SharedHostTransport : public std::enable_shared_from_this<SharedHostTransp
   void show_past(MessageKind kind, int64_t epoch);
   void ring_all() const;
   std::string call_of(int64_t peer) const;
+  // Other ranks from which the same message is missing: a part of a message, "" where there are none.
+  std::string missing_beside(const Transfer& transfer);
 
   struct Living;
   const int64_t rank_;

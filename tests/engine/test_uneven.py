@@ -1,0 +1,392 @@
+"""Ranks that run different numbers of backwards in one step."""
+
+import contextlib
+import random
+import warnings
+
+import pytest
+import torch
+from harness import assert_bits, gather_objects, needs_own_gathers, rank_data
+from reference import gradients_of
+from setups import everything, one_process, values_of
+from torch import nn
+from torch.nn import functional
+
+import zero_ext
+from zero_ext.engine.registry import find
+
+pytestmark = [pytest.mark.dist, pytest.mark.world(min=2)]
+
+WIDTH = 7
+DIVIDE_BY = 4.0  # a power of two: all bits are those of one process
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+class Towers(nn.Module):
+    """Layers of odd sizes; ``used`` says which of the towers run."""
+
+    def __init__(self, towers: int = 3):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(WIDTH, 13)
+        self.towers = nn.ModuleList(nn.Linear(13, 13) for _ in range(towers))
+        self.head = nn.Linear(13, 3)
+
+    def forward(self, x, used=(0, 1, 2), fails: bool = False):
+        x = torch.tanh(self.stem(x))
+        if fails:
+            x.register_hook(_fail)  # when the head and the towers have their gradients
+        for tower in used:
+            x = torch.tanh(self.towers[tower](x))
+        return self.head(x)
+
+
+class PlannedError(Exception):
+    pass
+
+
+def _fail(_gradient):
+    raise PlannedError
+
+
+def loss_of(model, batch) -> torch.Tensor:
+    x, used, factor = batch
+    return model(x, used).float().square().mean() * factor
+
+
+class OneProcess:
+    """The library in one process, which runs the micro-batches of all ranks one after the other."""
+
+    def __init__(self, **options):
+        self.model = Towers()
+        with one_process():
+            self.optimizer = zero_ext.optim.SGD(
+                self.model.parameters(), stage=1, process_group=None, **options
+            )
+        find(self.model.stem.weight)[0].engine.set_divide_factor(DIVIDE_BY)
+
+    def backward(self, batch) -> None:
+        loss_of(self.model, batch).backward()
+
+
+class Step:
+    """What each rank does in one step, drawn from ``seed``; the same on every rank."""
+
+    def __init__(self, seed: int, world: int, branches: bool, throws: bool):
+        draw = random.Random(seed)
+        self.counts = [draw.choice((0, 1, 1, 2, 3, 5)) for _ in range(world)]
+        if draw.random() < 0.2:
+            self.counts = [self.counts[0]] * world
+        self.batches = [
+            [self._batch(draw, rank, seed, k, branches) for k in range(count)]
+            for rank, count in enumerate(self.counts)
+        ]
+        self.failing = {
+            (rank, draw.randrange(count))
+            for rank, count in enumerate(self.counts)
+            if count and draw.random() < 0.25 and throws
+        }
+        fewest = min(self.counts)
+        self.zeroed_after = draw.randint(1, fewest) if fewest and draw.random() < 0.3 else 0
+        self.clips = draw.random() < 0.4
+        self.idle_forwards = [draw.choice((0, 0, 1, 2)) for _ in range(world)]
+        self.late = draw.randrange(world)
+
+    @staticmethod
+    def _batch(draw, rank, seed, k, branches):
+        used = [t for t in range(3) if not branches or draw.random() < 0.7]
+        factor = float("nan") if draw.random() < 0.03 else 1.0
+        return rank_data((2, WIDTH), rank, seed, k), used, factor
+
+    def of_rank(self, rank: int, model, optimizer) -> None:
+        if rank == self.late:  # while the others wait, or run their own
+            torch.ones(300, 300) @ torch.ones(300, 300)
+        for k, batch in enumerate(self.batches[rank]):
+            fails = (rank, k) in self.failing
+            if fails:
+                with contextlib.suppress(PlannedError, RuntimeError):
+                    model(batch[0], batch[1], fails=True).float().square().mean().backward()
+            self._until_it_succeeds(model, batch)
+            if k + 1 == self.zeroed_after:
+                optimizer.zero_grad()
+        for _ in range(self.idle_forwards[rank]):
+            model(rank_data((2, WIDTH), rank))
+
+    def _until_it_succeeds(self, model, batch) -> None:
+        """Another rank that runs the same backward may have thrown."""
+        for attempt in range(20):
+            try:
+                return loss_of(model, batch).backward()
+            except RuntimeError as error:
+                assert "it went on without this" in str(error), attempt
+        raise AssertionError("the backward never succeeds")
+
+    def of_all(self, one: OneProcess) -> None:
+        for k in range(max(self.counts)):
+            for batches in self.batches:
+                if k < len(batches):
+                    one.backward(batches[k])
+            if k + 1 == self.zeroed_after:
+                one.optimizer.zero_grad()
+
+
+def run_programs(
+    seeds, mesh, rank: int, world: int, stage: int, branches: bool = True, throws: bool = True
+):
+    options = {"lr": 0.25, "momentum": 0.5, "nonfinite": "skip"}
+    model = zero_ext.shard(Towers(), stage, mesh=mesh, bucket_mb=200 / 2**20)
+    model.set_gradient_divide_factor(DIVIDE_BY)
+    optimizer = zero_ext.optim.SGD(model.parameters(), **options)
+    one = OneProcess(**options)
+    for seed in seeds:
+        step = Step(seed, world, branches, throws)
+        step.of_rank(rank, model, optimizer)
+        step.of_all(one)
+        norms = []
+        for each in (optimizer, one.optimizer):
+            if step.clips and stage > 0:
+                norms.append(each.clip_grad_norm_(0.05))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # skipped steps
+                each.step()
+        where = f"seed {seed}, stage {stage}, counts {step.counts}"
+        if norms:
+            assert_bits(norms[0], norms[1], where)
+        assert_bits(gradients_of(model), gradients_of(one.model), where)
+        assert_bits(values_of(model), values_of(one.model), where)
+        optimizer.zero_grad()
+        one.optimizer.zero_grad()
+    assert optimizer.skipped_steps == one.optimizer.skipped_steps
+    assert_bits(everything(model, optimizer), everything(one.model, one.optimizer))
+
+
+@STAGES
+def test_random_programs(mesh, rank, world, stage):
+    needs_own_gathers(stage)
+    run_programs(range(12), mesh, rank, world, stage)
+
+
+@pytest.mark.slow
+@STAGES
+def test_many_random_programs(mesh, rank, world, stage):
+    needs_own_gathers(stage)
+    run_programs(range(100 + 75 * stage, 175 + 75 * stage), mesh, rank, world, stage)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_random_programs_between_hosts(mesh, rank, world, stage, monkeypatch):
+    """All messages go by the process group. Nothing throws: others would wait until the timeout."""
+    needs_own_gathers(stage)
+    monkeypatch.setenv("ZERO_EXT_CROSS_MEMORY", "0")
+    run_programs(range(20, 28), mesh, rank, world, stage, branches=False, throws=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_many_random_programs_between_hosts(mesh, rank, world, stage, monkeypatch):
+    needs_own_gathers(stage)
+    monkeypatch.setenv("ZERO_EXT_CROSS_MEMORY", "0")
+    run_programs(range(400, 440), mesh, rank, world, stage, branches=False, throws=False)
+
+
+@pytest.mark.parametrize("own_messages", ["1", "0"], ids=["host", "hosts"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_collective_reductions(mesh, rank, world, stage, own_messages, monkeypatch):
+    monkeypatch.setenv("ZERO_EXT_CROSS_MEMORY", own_messages)
+    model = zero_ext.shard(Towers(), stage, mesh=mesh, reduction="collective")
+    expected = Towers()
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+    reference = torch.optim.SGD(expected.parameters(), lr=0.5)
+    for step in range(3):
+        for k in range((rank + step) % world * 2):
+            loss_of(model, (rank_data((2, WIDTH), rank, step, k), (0, 1, 2), 1.0)).backward()
+        for r in range(world):
+            for k in range((r + step) % world * 2):
+                batch = (rank_data((2, WIDTH), r, step, k), (0, 1, 2), 1 / world)
+                loss_of(expected, batch).backward()
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    for name, value in values_of(model).items():
+        expected_value = expected.get_parameter(name)
+        torch.testing.assert_close(value, expected_value, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def token_loss(model, tokens) -> torch.Tensor:
+    """A sum over tokens, not an average."""
+    return functional.mse_loss(model(tokens), torch.ones(len(tokens), 3), reduction="sum")
+
+
+@pytest.mark.parametrize("clips", [False, True], ids=["", "clips"])
+@STAGES
+def test_divide_by_tokens(mesh, rank, world, stage, clips):
+    """Ranks have 0 to 3 micro-batches of 1 to 5 tokens; each token of all ranks counts the same."""
+    options = {"lr": 0.1, "momentum": 0.9}
+    model = zero_ext.shard(Towers(), stage, mesh=mesh)
+    clipping = {"max_grad_norm": 0.05} if clips else {}
+    optimizer = zero_ext.optim.SGD(model.parameters(), **options, **clipping)
+    expected = Towers()
+    reference = torch.optim.SGD(expected.parameters(), **options)
+    draw = random.Random(stage)
+    for step in range(4):
+        budgets = [[draw.randint(1, 5) for _ in range(draw.randint(0, 3))] for _ in range(world)]
+        budgets[step % world] = [3]
+        micro_batches = [
+            [rank_data((tokens, WIDTH), r, step, k) for k, tokens in enumerate(counts)]
+            for r, counts in enumerate(budgets)
+        ]
+        for tokens in micro_batches[rank]:
+            token_loss(model, tokens).backward()
+        optimizer.step(divide_by=sum(budgets[rank]))
+        together = torch.cat([tokens for each in micro_batches for tokens in each])
+        (token_loss(expected, together) / len(together)).backward()
+        if clips:
+            norm = nn.utils.clip_grad_norm_(expected.parameters(), 0.05)
+            torch.testing.assert_close(optimizer.grad_norm, norm, rtol=1e-5, atol=0)
+        reference.step()
+        for each in (optimizer, reference):
+            each.zero_grad()
+    for name, value in values_of(model).items():  # rounded as often as gradients are added
+        expected_value = expected.get_parameter(name)
+        torch.testing.assert_close(value, expected_value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_divide_by_is_checked(mesh, rank, world):
+    model = zero_ext.shard(Towers(), 2, mesh=mesh)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1)
+    before = values_of(model)
+    token_loss(model, rank_data((2, WIDTH), rank)).backward()
+    for wrong, error in (("3", TypeError), (-1, ValueError), (float("inf"), ValueError)):
+        with pytest.raises(error, match="divide_by"):
+            optimizer.step(divide_by=wrong)
+    with pytest.raises(RuntimeError, match="divide_by is 0 on all ranks together"):
+        optimizer.step(divide_by=0)
+    with pytest.raises(ValueError, match="step\\(\\) has divide_by=True"):
+        optimizer.step(**({"divide_by": 3} if rank == 0 else {}))
+    assert_bits(values_of(model), before)
+    optimizer.step(divide_by=2)
+    assert model.stats()["steps"] == 1
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_local_sums_are_reduced_by_the_last_backward_of_any_rank(mesh, rank, world, stage):
+    """Rank r runs r micro-batches inside ``no_sync()``; only the last rank runs one outside."""
+    model = zero_ext.shard(Towers(), stage, mesh=mesh)
+    model.set_gradient_divide_factor(DIVIDE_BY)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+    one = Towers()
+    reference = torch.optim.SGD(one.parameters(), lr=0.5)
+    for step in range(2):
+        with model.no_sync():
+            for k in range(rank):
+                loss_of(model, (rank_data((2, WIDTH), rank, step, k), (0, 1, 2), 1.0)).backward()
+        if rank == world - 1:
+            loss_of(model, (rank_data((2, WIDTH), rank, step, 99), (0, 2), 1.0)).backward()
+        for r in range(world):
+            for k in range(r):
+                batch = (rank_data((2, WIDTH), r, step, k), (0, 1, 2), 1 / DIVIDE_BY)
+                loss_of(one, batch).backward()
+        last = rank_data((2, WIDTH), world - 1, step, 99)
+        loss_of(one, (last, (0, 2), 1 / DIVIDE_BY)).backward()
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    for name, value in values_of(model).items():
+        torch.testing.assert_close(value, one.get_parameter(name), rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_local_sums_that_no_rank_reduces_raise_on_every_rank(mesh, rank, world):
+    model = zero_ext.shard(Towers(), 1, mesh=mesh)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+    batch = (rank_data((2, WIDTH), rank), (0, 1, 2), 1.0)
+    with model.no_sync():
+        if rank == 0:
+            loss_of(model, batch).backward()
+    own = r"1 backward\(s\) inside no_sync\(\) were never reduced"
+    others = "after backwards of rank 0 that were not reduced"
+    with pytest.raises(RuntimeError, match=own if rank == 0 else others):
+        optimizer.step()
+    if rank == world - 1:
+        loss_of(model, batch).backward()
+    optimizer.step()
+    assert model.stats()["steps"] == 1
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_accumulation_steps_that_one_rank_completes(mesh, rank, world, stage):
+    model = zero_ext.shard(Towers(), stage, mesh=mesh, accumulation_steps=3)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+    counts = [3 if r == world - 1 else r for r in range(world)]
+    for step in range(2):
+        for k in range(counts[rank]):
+            loss_of(model, (rank_data((2, WIDTH), rank, step, k), (0, 1, 2), 1.0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.stats()["steps"] == 2
+    for k in range(min(counts[rank], 2)):
+        loss_of(model, (rank_data((2, WIDTH), rank, 9, k), (0, 1, 2), 1.0)).backward()
+    with pytest.raises(RuntimeError, match="accumulation_steps=3"):
+        optimizer.step()
+
+
+def test_stats_have_the_time_served_and_for_whom(mesh, rank, world):
+    model = zero_ext.shard(Towers(), 2, mesh=mesh)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+    for k in range(3 if rank == world - 1 else 0):
+        loss_of(model, (rank_data((2, WIDTH), rank, 0, k), (0, 1, 2), 1.0)).backward()
+    optimizer.step()
+    stats = model.stats()
+    assert stats["backwards"] == 3
+    if rank < world - 1:
+        assert stats["served_backwards"] == 3
+        assert stats[f"served_us_rank_{world - 1}"] > 0
+    else:
+        assert stats["served_backwards"] == 0
+    for _ in range(2):  # equal counts
+        loss_of(model, (rank_data((2, WIDTH), rank), (0, 1, 2), 1.0)).backward()
+        optimizer.step()
+    assert model.stats()["reductions"] == 5 * stats["units"]
+
+
+def test_a_rank_that_never_comes_is_named(mesh, rank, world, monkeypatch):
+    monkeypatch.setenv("ZERO_EXT_TIMEOUT_S", "0.3")
+    model = zero_ext.shard(Towers(), 2, mesh=mesh)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"step\(\) waited .*timed out.*it is in") as raised:
+            optimizer.step()
+        assert all(f"ank {r}" in str(raised.value) for r in range(1, world))
+    gather_objects(rank)
+    loss_of(model, (rank_data((2, WIDTH), rank), (0, 1, 2), 1.0)).backward()
+    optimizer.step()
+    assert model.stats()["steps"] == 1
+
+
+@STAGES
+def test_an_epoch_whose_last_batches_are_missing_on_some_ranks(mesh, rank, world, stage):
+    """And a tower that is frozen, or that only some ranks enter."""
+    needs_own_gathers(stage)
+    model = Towers()
+    model.towers[1].requires_grad_(False)
+    model = zero_ext.shard(model, stage, mesh=mesh, bucket_mb=200 / 2**20)
+    model.set_gradient_divide_factor(DIVIDE_BY)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+    one = Towers()
+    one.towers[1].requires_grad_(False)
+    with one_process():
+        reference = zero_ext.optim.SGD(one.parameters(), lr=0.5, stage=1, process_group=None)
+    find(one.stem.weight)[0].engine.set_divide_factor(DIVIDE_BY)
+    for step in range(3):
+        batches = {
+            r: (rank_data((2, WIDTH), r, step), (0, 1) if (r + step) % 2 else (2,), 1.0)
+            for r in range(world)
+            if step + r < world + 1
+        }
+        if rank in batches:
+            loss_of(model, batches[rank]).backward()
+        for r in sorted(batches):
+            loss_of(one, batches[r]).backward()
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    assert_bits(values_of(model), values_of(one))
