@@ -6,6 +6,7 @@
 # make cuda-build     builds for torch's CUDA variant, GPU or not   CUDA_ARCHS="8.0 9.0 10.0"
 # make cuda-test      runs the one-rank tests on that build, on the CPU and on the emulated device
 # make cuda-kernels   nvcc compiles each CUDA kernel alone, and the host emulates them
+# make test-deepspeed    installs DeepSpeed into a venv of its own, and trains beside it on the CPU
 # make bench-deepspeed   installs DeepSpeed, whose kernels its first run compiles, and measures beside it
 # make profile   where the time of a step goes: a trace of each rank and a page   PROFILE="--stage 3 ..."
 # make tidy      clang-tidy on the C++ sources, with the checks of .clang-tidy
@@ -41,6 +42,7 @@ EMULATION := $(shell find tests/support -name '*.h' -o -name '*.cpp')
 # Started by python, the others by torchrun.
 PLAIN_BENCHES := $(wildcard benchmarks/bench_kernels.py benchmarks/bench_hooks.py benchmarks/bench_memory.py benchmarks/bench_checkpoint.py)
 GPU_BENCHES := benchmarks/bench_cuda.py benchmarks/bench_cuda_step.py
+DEEPSPEED_VENV := .venv-deepspeed
 DEEPSPEED_BENCHES := benchmarks/bench_deepspeed.py
 BENCHES := $(filter-out $(PLAIN_BENCHES) $(GPU_BENCHES) $(DEEPSPEED_BENCHES),$(wildcard benchmarks/bench_*.py))
 
@@ -52,7 +54,8 @@ ALL_SEGMENTS := $(addprefix all-,one-rank lagged-one-rank 2-ranks 3-ranks 4-rank
   lagged-2-ranks lagged-3-ranks lccl-2-ranks lccl-3-ranks replicas-4-ranks lagged-4-ranks)
 
 .PHONY: install train test test-all test-changed $(SEGMENTS) $(ALL_SEGMENTS) sanitize cuda-kernels cuda-build cuda-test \
-  bench bench-deepspeed profile docs lint tidy format dist-check cuda-dist-check wheel wheel-check clean
+  bench bench-deepspeed test-deepspeed profile docs lint tidy format dist-check cuda-dist-check wheel wheel-check \
+  clean
 
 install: $(VENV)/.installed
 
@@ -219,6 +222,19 @@ profile: install
 bench-deepspeed: install
 	$(PY) -m pip install --quiet --no-build-isolation "deepspeed==0.19.8"
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(TORCHRUN) --nproc-per-node 2 $(DEEPSPEED_BENCHES)
+
+# Torch, zero_ext and the tools are those of .venv; DeepSpeed's dependencies bring no torch.
+$(DEEPSPEED_VENV)/.installed: $(VENV)/.installed
+	$(PYTHON) -m venv $(DEEPSPEED_VENV)
+	echo "import site; site.addsitedir('$(CURDIR)/$(VENV)/lib/$$(ls $(VENV)/lib)/site-packages')" \
+	  > $(DEEPSPEED_VENV)/lib/$$(ls $(DEEPSPEED_VENV)/lib)/site-packages/base.pth
+	$(DEEPSPEED_VENV)/bin/python -m pip install --quiet setuptools wheel einops hjson msgpack ninja packaging psutil py-cpuinfo pydantic tqdm
+	DS_BUILD_OPS=0 $(DEEPSPEED_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation "deepspeed==0.19.8"
+	touch $@
+
+test-deepspeed: $(DEEPSPEED_VENV)/.installed
+	PATH="$(CURDIR)/$(DEEPSPEED_VENV)/bin:$$PATH" DS_ACCELERATOR=cpu $(DEEPSPEED_VENV)/bin/python -m torch.distributed.run \
+	  --standalone --nproc-per-node 2 -m pytest tests/deepspeed/test_beside_deepspeed.py -m dist -p no:cacheprovider -rs
 
 lint: install
 	$(VENV)/bin/ruff check .
