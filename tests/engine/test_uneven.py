@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from harness import assert_bits, gather_objects, needs_own_gathers, rank_data
+from harness import GATHERS_TOGETHER, assert_bits, gather_objects, rank_data
 from reference import gradients_of
 from setups import everything, one_process, values_of
 from torch import nn
@@ -15,11 +15,21 @@ from torch.nn import functional
 import zero_ext
 from zero_ext.engine.registry import find
 
-pytestmark = [pytest.mark.dist, pytest.mark.world(min=2)]
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.world(min=2),
+    pytest.mark.skipif(GATHERS_TOGETHER, reason="every rank enters every collective"),
+]
 
 WIDTH = 7
 DIVIDE_BY = 4.0  # a power of two: all bits are those of one process
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+@pytest.fixture(autouse=True)
+def one_host(monkeypatch):
+    """Unless a test says otherwise."""
+    monkeypatch.setenv("ZERO_EXT_CROSS_MEMORY", "1")
 
 
 class Towers(nn.Module):
@@ -162,21 +172,18 @@ def run_programs(
 
 @STAGES
 def test_random_programs(mesh, rank, world, stage):
-    needs_own_gathers(stage)
     run_programs(range(12), mesh, rank, world, stage)
 
 
 @pytest.mark.slow
 @STAGES
 def test_many_random_programs(mesh, rank, world, stage):
-    needs_own_gathers(stage)
     run_programs(range(100 + 75 * stage, 175 + 75 * stage), mesh, rank, world, stage)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_random_programs_between_hosts(mesh, rank, world, stage, monkeypatch):
     """All messages go by the process group. Nothing throws: others would wait until the timeout."""
-    needs_own_gathers(stage)
     monkeypatch.setenv("ZERO_EXT_CROSS_MEMORY", "0")
     run_programs(range(20, 28), mesh, rank, world, stage, branches=False, throws=False)
 
@@ -184,7 +191,6 @@ def test_random_programs_between_hosts(mesh, rank, world, stage, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_many_random_programs_between_hosts(mesh, rank, world, stage, monkeypatch):
-    needs_own_gathers(stage)
     monkeypatch.setenv("ZERO_EXT_CROSS_MEMORY", "0")
     run_programs(range(400, 440), mesh, rank, world, stage, branches=False, throws=False)
 
@@ -251,6 +257,7 @@ def test_divide_by_tokens(mesh, rank, world, stage, clips):
         torch.testing.assert_close(value, expected_value, rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.host
 def test_divide_by_is_checked(mesh, rank, world):
     model = zero_ext.shard(Towers(), 2, mesh=mesh)
     optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1)
@@ -295,6 +302,7 @@ def test_local_sums_are_reduced_by_the_last_backward_of_any_rank(mesh, rank, wor
         torch.testing.assert_close(value, one.get_parameter(name), rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.host
 def test_local_sums_that_no_rank_reduces_raise_on_every_rank(mesh, rank, world):
     model = zero_ext.shard(Towers(), 1, mesh=mesh)
     optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
@@ -312,6 +320,7 @@ def test_local_sums_that_no_rank_reduces_raise_on_every_rank(mesh, rank, world):
     assert model.stats()["steps"] == 1
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("stage", [1, 2])
 def test_accumulation_steps_that_one_rank_completes(mesh, rank, world, stage):
     model = zero_ext.shard(Towers(), stage, mesh=mesh, accumulation_steps=3)
@@ -365,7 +374,6 @@ def test_a_rank_that_never_comes_is_named(mesh, rank, world, monkeypatch):
 @STAGES
 def test_an_epoch_whose_last_batches_are_missing_on_some_ranks(mesh, rank, world, stage):
     """And a tower that is frozen, or that only some ranks enter."""
-    needs_own_gathers(stage)
     model = Towers()
     model.towers[1].requires_grad_(False)
     model = zero_ext.shard(model, stage, mesh=mesh, bucket_mb=200 / 2**20)
