@@ -4,8 +4,9 @@
 // Owner:     Engine.
 // Threads:   called only under the engine's lock.
 // Invariant: every rank asks the same questions and reaches the same verdict, from one message of
-//            each rank, or two where ranks ran different numbers of backwards. Where the sums lie on a device, the host does not wait for them. A step is
-//            rejected with an error where some ranks lack a backward that others have.
+//            each rank, or two where ranks ran different numbers of backwards. Where the sums lie on
+//            a device, the host does not wait for them. A step is rejected with an error where some
+//            ranks lack a backward that others have.
 #pragma once
 
 #include <ATen/core/Tensor.h>
