@@ -55,7 +55,8 @@ def optimizers() -> list[tuple[str, Callable]]:
 def test_a_step_crosses_twice_and_a_forward_once_for_each_module_hook(
     anywhere, rank, stage, crossings
 ):
-    """The first step may make states, the second is as all others. One parameter stays frozen."""
+    """The first forward makes views of gradients, and the first step may make states. The second
+    ones are as all others. One parameter stays frozen."""
     x = rank_data((3, 5), rank)
     for name, make in optimizers():
         model = MLP()
@@ -68,6 +69,6 @@ def test_a_step_crosses_twice_and_a_forward_once_for_each_module_hook(
             update = crossings(optimizer.step)
             optimizer.zero_grad()
             assert forward.count("before_forward") == 1, (name, step, forward)
-            assert len(set(forward) - {"enter_forward", "leave_forward"}) == 1, (name, forward)
             if step == 1:
+                assert len(set(forward) - {"enter_forward", "leave_forward"}) == 1, (name, forward)
                 assert update[0] == "prepare_step" and len(update) == 2, (name, update)

@@ -109,7 +109,7 @@ class Contents(NamedTuple):
             if shape != saved:
                 raise ValueError(
                     f"zero_ext: '{name}' has shape {tuple(shape)} in the model, and {tuple(saved)} "
-                    f"in checkpoint '{self.path}'."
+                    f"in checkpoint '{self.path}'. Build the model with the sizes of the saved one."
                 )
         objects = {
             name: copy.deepcopy(value)

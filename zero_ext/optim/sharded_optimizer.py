@@ -151,9 +151,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __reduce_ex__(self, protocol):
         # What torch's would copy has no engine.
         raise RuntimeError(
-            f"zero_ext: {type(self).__name__} can be neither copied nor pickled: its state belongs "
-            "to the parameters of one sharded model. Make another one over the other model's "
-            "parameters, and give it this one's state_dict()."
+            f"zero_ext: {type(self).__name__} can be neither copied nor pickled: one sharded model "
+            "has its state. Use its state_dict(), or that of a scheduler that refers to it."
         )
 
     # Parameter groups
@@ -276,7 +275,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             held = {} if place is None else self._held_state(each.parameter, place[1])
             for name in each.values:
                 if name not in held:
-                    raise ValueError(f"zero_ext: the optimizer has no state '{name}' to load into.")
+                    kind = type(self).__name__
+                    raise ValueError(
+                        f"zero_ext: {kind} has no state '{name}'. Load the kind that was saved."
+                    )
                 each.check_shape(name, held[name].shape)
             writes.append((each, held))
 
@@ -427,18 +429,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # A norm that is not finite leaves the gradients alone.
         norm = self._sharded_state.clip_gradients(max_norm)
         if error_if_nonfinite and not norm.isfinite():
-            raise RuntimeError(
-                f"{self._handle.groups.where}the norm of the gradients is "
-                f"{norm.item()}; they were not clipped."
-            )
+            where = self._handle.groups.where
+            raise RuntimeError(f"{where}the gradients' norm is {norm.item()}; none was clipped.")
         return norm
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside it accumulate locally, in fp32, and send nothing (stages 0 and 1).
 
-        Stage 2 keeps its memory promise and reduces anyway. The last backward before ``step`` must
-        run outside.
+        Stage 2 reduces anyway. The last backward before ``step`` must run outside.
         """
         self._handle.engine.push_no_sync()
         try:
