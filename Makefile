@@ -101,8 +101,8 @@ REPLICAS_TESTS := $(filter-out $(call named,memory memory_stage3 meta shard_tens
 LAGGED_RANKS_TESTS := $(call named,devices out_of_memory recovery scenarios_c)
 LCCL_RANKS_TESTS := $(call named,devices inner_backwards recovery)
 LAGGED_TESTS := $(filter-out tests/project/% tests/kernels/% tests/ops/% tests/integrations/% tests/testing/% \
-  $(call named,comm_ops config damage failures folders found_configurations lagged_device layout pass_order pipeline \
-    plan residency schedules torch_modules),$(ALL_TESTS))
+  $(call named,comm_ops config construction damage deepspeed_checkpoints failures folders found_configurations \
+    lagged_device layout pass_order pipeline plan residency schedules scripts torch_modules),$(ALL_TESTS))
 LAGGED := ZERO_EXT_TEST_DEVICE=lagged
 LCCL := $(LAGGED) ZERO_EXT_TEST_BACKENDS=cpu:gloo,lagged:lccl
 # The slowest tests are printed, and each segment leaves build/junit/SEGMENT.xml. Rank 0 writes it.

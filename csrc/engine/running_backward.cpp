@@ -46,6 +46,11 @@ void RunningBackward::listen_as(const std::weak_ptr<BackwardListener>& self) {
   forwards_.set_listener(self);
 }
 
+void RunningBackward::retire() {
+  const Access access(lock_);
+  retired_ = true;
+}
+
 // Between backwards
 
 std::vector<int64_t> RunningBackward::before_forward() {
@@ -100,7 +105,7 @@ void RunningBackward::reach() {
 void RunningBackward::before_gradient(int64_t i) {
   watch_->enter();  // it may wait for a backward that needs the lock
   const Access access(lock_);
-  if (!parameters_[i].managed()) return;
+  if (retired_ || !parameters_[i].managed()) return;
   reach();
   if (!open()) begin(access, boundary_.reduces());
 }
@@ -130,6 +135,7 @@ void RunningBackward::after_gradient(int64_t i) {
 void RunningBackward::call_entered(const std::shared_ptr<Call>& call) {
   watch_->enter();
   const Access access(lock_);
+  if (retired_) return;
   const int task = current_task();
   for (const OpenCall& open : open_calls_) {
     if (open.call == call && open.task == task) return;

@@ -43,6 +43,8 @@ class RunningBackward : public BackwardListener {
   RunningBackward(EngineParts& parts, Forwards& forwards);
   // `self`: this object. Before anything else is called.
   void listen_as(const std::weak_ptr<BackwardListener>& self);
+  // The parameters are plain again, although something keeps the engine alive: hooks do nothing.
+  void retire();
 
   // Makes sure that the coming backward is seen, and on the stream of its forward: a cast to
   // another dtype and back replaces autograd's nodes. It is not called where an optimizer alone was
@@ -135,6 +137,7 @@ class RunningBackward : public BackwardListener {
   bool threw_ = false;      // a backward since the last step
   std::string not_undone_;  // the error that kept a backward from being undone
   bool sees_forwards_ = false;
+  bool retired_ = false;
 
   // One backward.
   int last_task_ = -1;  // the graph task that last entered a call

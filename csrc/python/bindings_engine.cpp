@@ -163,6 +163,7 @@ void bind_forwards(EngineClass& engine) {
       .def("gathered_units", of(forwards, &Forwards::gathered_units), NoGil())
       .def("wait_for_shards", of(forwards, &Forwards::wait_for_shards), NoGil())
       .def("give_parameters_back", of(forwards, &Forwards::give_parameters_back), NoGil())
+      .def("retire", of(backward, &RunningBackward::retire), NoGil())
       .def("before_forward", of(backward, &RunningBackward::before_forward), NoGil())
       .def_property_readonly("backwards", of(backward, &RunningBackward::count));
 }

@@ -151,8 +151,8 @@ def test_a_nan_in_any_window_skips_the_step(mesh, rank, world):
 
 def test_no_estimate_grows_with_the_ranks():
     """Neither without ranges, nor over replicas, nor with ranges; by hand for collectives."""
-    model = nn.Linear(1000, 1000, bias=False, dtype=torch.bfloat16, device="cpu")
-    message = 2_000_000
+    model = nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16, device="cpu")
+    message = 2 * 1024**2
     for stage, shards in [(0, None), (1, 1), (2, 2), (3, 1), (3, None)]:
         for world in (2, 8, 64, 1024):
             buckets, local = (

@@ -111,6 +111,7 @@ class Handle:
         serving.discard(self)
         self._unwatched = []
         self.root_hooks = []  # which hold the engine
+        self.engine.retire()
         try:
             if self.groups.shards == 1:
                 self.engine.give_parameters_back()

@@ -101,9 +101,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             resolve(process_group, None, [p for _, p in named]),
             named,
             ShardingOptions(
-                stage=1 if stage is None else stage,
-                bucket_mb=bucket_mb,
-                offload_policy=own_policy,
+                stage=1 if stage is None else stage, bucket_mb=bucket_mb, offload_policy=own_policy
             ),
             whole=whole,
         )
