@@ -181,14 +181,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
     report.add_arguments(parser)
     args = parser.parse_args()
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    if dist.get_rank() == 0:
-        report.write("muon", rows(args), args.results)
-    else:
-        for _ in rows(args):  # takes part
-            pass
-    dist.destroy_process_group()
+    report.write_on_rank_0("muon", rows(args), args.results)
 
 
 if __name__ == "__main__":

@@ -106,14 +106,7 @@ def main() -> None:
     parser.add_argument("--accumulation", type=int, nargs="+", default=[1, 4])
     report.add_arguments(parser)
     args = parser.parse_args()
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    if dist.get_rank() == 0:
-        report.write("step", rows(args), args.results)
-    else:
-        for _ in rows(args):  # takes part
-            pass
-    dist.destroy_process_group()
+    report.write_on_rank_0("step", rows(args), args.results)
 
 
 if __name__ == "__main__":
