@@ -24,6 +24,7 @@ from setups import MLP_INPUT, SMALL_BUCKET_MB
 
 import zero_ext
 from zero_ext import _C
+from zero_ext.ranks.agreement import calling
 
 pytestmark = pytest.mark.host
 
@@ -68,6 +69,30 @@ def assert_messages_between_all(memory, group) -> None:
         memory.receive(into, from_rank=peer, tag=0).wait()
         assert_bits(into, torch.arange(3.0) + peer)
     gather_objects(rank, group)
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+def test_a_call_is_seen_though_the_peer_has_closed_other_transports(group, rank):
+    made = [connect_all(group) for _ in range(5)]
+
+    def close_ends():
+        if rank == 1:
+            made.pop(0).close()
+            made.pop().close()
+            gc.collect()
+        gather_objects(None, group)
+
+    close_ends()
+    with calling("a call()"):
+        close_ends()
+        seen = _C.calls_of_local_peers()
+        gather_objects(None, group)
+    assert f"rank {1 - min(rank, 1)} is in a call()" in seen, seen
+    gather_objects(None, group)
+    if rank == 0:
+        assert "rank 1 is in no call of zero_ext" in _C.calls_of_local_peers()
+    gather_objects(None, group)
 
 
 @pytest.mark.dist

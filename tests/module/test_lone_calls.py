@@ -14,9 +14,9 @@ import zero_ext
 pytestmark = [pytest.mark.dist, pytest.mark.world(min=2), pytest.mark.host]
 
 
-def trained(stage: int, rank: int):
+def trained(stage: int, rank: int, timeout_s: float = 1.5):
     """A model with gradients, over a group of its own: an error of gloo ends the group."""
-    group = dist.new_group(timeout=timedelta(seconds=1.5))
+    group = dist.new_group(timeout=timedelta(seconds=timeout_s))
     mesh = DeviceMesh.from_group(group, "cpu")
     model = zero_ext.shard(MLP(13), stage, mesh=mesh, bucket_mb=SMALL_BUCKET_MB)
     optimizer = zero_ext.optim.AdamW(model.parameters())
@@ -77,7 +77,7 @@ def test_the_error_names_the_call_and_what_the_others_do(call, rank, tmp_path):
 
 
 def test_ranks_in_different_calls_name_both(rank):
-    model, optimizer = trained(3, rank)
+    model, optimizer = trained(3, rank, timeout_s=4)  # longer than a busy machine delays a rank
     state = model.state_dict()
     gather_objects(None)  # neither gives up before the other one has come
     with pytest.raises(RuntimeError) as error:

@@ -66,6 +66,7 @@ void SharedHostTransport::leave() {
 }
 
 void SharedHostTransport::close() {
+  mailbox_.board().call.write("");  // show_call() no longer reaches it
   mailbox_.board().closed.store(1);
   ring_all();
   const std::lock_guard lock(mutex_);

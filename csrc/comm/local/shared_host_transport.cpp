@@ -48,6 +48,10 @@ Introduction introduction_of(const at::Tensor& introductions, int64_t peer) {
   return introduction;
 }
 
+std::string described(const std::string& call) {
+  return call.empty() ? "no call of zero_ext" : call;
+}
+
 void pause() {
 #if defined(__x86_64__)
   _mm_pause();
@@ -397,8 +401,7 @@ void SharedHostTransport::show_call(const std::string& name) {
 }
 
 std::string SharedHostTransport::call_of(int64_t peer) const {
-  const std::string call = peers_[peer].board().call.read();
-  return call.empty() ? "no call of zero_ext" : call;
+  return described(peers_[peer].board().call.read());
 }
 
 std::string SharedHostTransport::calls_of_peers() {
@@ -409,12 +412,14 @@ std::string SharedHostTransport::calls_of_peers() {
     for (int64_t peer = 0; peer < std::ssize(transport->peers_); ++peer) {
       if (!transport->reaches(peer)) continue;
       const auto& ranks = transport->global_ranks_;
-      calls[ranks.empty() ? peer : ranks[peer]] = transport->call_of(peer);
+      std::string& call = calls[ranks.empty() ? peer : ranks[peer]];
+      // A transport that the peer has closed shows none; another one may show the call.
+      if (call.empty()) call = transport->peers_[peer].board().call.read();
     }
   }
   std::string text;
   for (const auto& [rank, call] : calls)
-    text += c10::str(text.empty() ? "" : ", ", "rank ", rank, " is in ", call);
+    text += c10::str(text.empty() ? "" : ", ", "rank ", rank, " is in ", described(call));
   return text;
 }
 
