@@ -268,13 +268,13 @@ def test_what_depends_on_its_own_parameter_alone_gets_whole_ones(kind):
         elementwise.check(kind, {"lr": 0.0}, {"lr": torch.tensor(0.0)})
 
 
-class Counting(Lamb):
-    """Counts its steps in its groups, which all parameters share."""
+class CountsParameters(Lamb):
+    """Counts in its state what all parameters share: how many of them it has updated."""
 
     def step(self, closure=None):
         super().step(closure)
-        for group in self.param_groups:
-            group["steps"] = group.get("steps", 0) + 1
+        every = [p for group in self.param_groups for p in group["params"]]
+        self.state["updates"] = self.state.get("updates", 0) + len(every)
 
 
 REFUSED = [
@@ -283,7 +283,7 @@ REFUSED = [
     (Estimate, "state 'distance' depends on other parameters"),
     (FirstParametersClip, "depends on other parameters"),
     (Noisy, "depends on random numbers"),
-    (Counting, "group setting 'steps' depends on the steps of all parameters"),
+    (CountsParameters, "state 'updates' depends on other parameters"),
 ]
 
 

@@ -278,9 +278,4 @@ def _reason(make: _Make, values: list[Tensor], whole: _Outcome) -> tuple[str | N
         what = _difference(whole, _run(make, cut, values, one_group=cut is _WHOLE))
         if what is not None:
             return what, reason
-    (group,) = make([[torch.nn.Parameter(torch.zeros(3, 4))]]).param_groups
-    before = {f"group setting '{name}'": value for name, value in settings_of(group).items()}
-    for (what, parameter), found in whole.shared.items():
-        if parameter is None and not all(_same(value, before.get(what)) for value in found):
-            return what, "the steps of all parameters"
     return None, ""
