@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import assert_bits, rank_data
 from torch import nn
 
@@ -40,10 +41,12 @@ def _train(model, optimizers, rank, steps=3) -> None:
             optimizer.zero_grad()
 
 
-def _held(parameter, rank) -> int:
+def _held(parameter) -> int:
     handle, i = find(parameter)
-    bounds = handle.engine.bounds(i)
-    return parameter.numel() if handle.replicated else bounds[rank + 1] - bounds[rank]
+    if handle.replicated:
+        return parameter.numel()
+    bounds, rank = handle.engine.bounds(i), dist.get_rank(handle.groups.mesh.get_group())
+    return bounds[rank + 1] - bounds[rank]
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -58,7 +61,7 @@ def test_an_optimizer_holds_states_of_its_own_parameters_alone(anywhere, rank, s
         model = _sharded(anywhere, stage)
         optimizers = make(model)
         held = model.stats()["bytes_optimizer_state"]
-        expected = {n: k * _held(model.get_parameter(n), rank) for n, k in nbytes.items()}
+        expected = {n: k * _held(model.get_parameter(n)) for n, k in nbytes.items()}
         assert held == sum(expected.values()), expected
         _train(model, optimizers, rank, 1)
         assert model.stats()["bytes_optimizer_state"] == held

@@ -245,7 +245,25 @@ def test_differences_of_rounding_are_no_reason():
         elementwise.check(kind, {"fused": True}, {})
 
 
+class _Preconditioner:
+    """Counts, and from step 25 on, long after the trial, it is of the parameter's shape."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def applied_to(self, g: Tensor) -> Tensor:
+        self.steps += 1
+        return g if self.steps < 25 else g / g.norm()
+
+
+class LatePreconditioner(Own):
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        state.setdefault("preconditioner", _Preconditioner())
+        return state["preconditioner"].applied_to(p.grad)
+
+
 NEED_WHOLE_PARAMETERS = [
+    LatePreconditioner,
     BlockScales,
     Lamb,
     Centered,

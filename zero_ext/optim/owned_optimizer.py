@@ -14,7 +14,6 @@ from torch import Tensor
 
 from zero_ext import _C
 from zero_ext.engine.registry import find
-from zero_ext.optim import elementwise
 from zero_ext.optim.groups import Group, named_in, settings_of, sharded_in, trained_in
 from zero_ext.optim.loading import SavedState
 from zero_ext.optim.offloading import OffloadedStates
@@ -22,6 +21,8 @@ from zero_ext.optim.owned_methods import SharedValues, method_of
 from zero_ext.optim.owner_masters import KeptMasters
 from zero_ext.optim.owners import Owners
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+
+_META = torch.device("meta")
 
 
 class _Owned(NamedTuple):
@@ -43,7 +44,6 @@ class OwnedOptimizer(ShardedOptimizer):
         self._optimizer_class, self._kwargs = optimizer_class, kwargs
         self._owned: dict[Tensor, _Owned] = {}
         self._attributes: dict[str, Any] = {}  # that were set on this object
-        self._shapes_checked: set[tuple] = set()
         self._offloaded = OffloadedStates()
         self._probe = self._inner_of(torch.nn.Parameter(torch.zeros(2, 2, device="cpu")), {})
         super().__init__(params, dict(self._probe.defaults), **sharding)
@@ -84,12 +84,11 @@ class OwnedOptimizer(ShardedOptimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            for shape in {tuple(p.shape) for p in group["params"]}:
-                key = shape, elementwise.kind_of(group)
-                if key not in self._shapes_checked:  # Muon, for example, takes matrices alone
-                    meta = torch.nn.Parameter(torch.empty(shape, device="meta"))
-                    self._inner_of(meta, group)
-                    self._shapes_checked.add(key)
+            for shape in {tuple(p.shape) for p in group["params"]}:  # Muon takes matrices alone
+                inner = self._inner_of(torch.nn.Parameter(torch.empty(shape, device="meta")), group)
+                # Some classes make their settings anew, such as a tensor of a rate.
+                made = settings_of(inner.param_groups[0]).items()
+                group.update((k, v) for k, v in made if getattr(v, "device", None) != _META)
         except BaseException:
             self.param_groups.pop()
             raise
