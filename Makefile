@@ -7,6 +7,7 @@
 # make cuda-test      runs the one-rank tests on that build, on the CPU and on the emulated device
 # make cuda-kernels   nvcc compiles each CUDA kernel alone, and the host emulates them
 # make test-deepspeed    installs DeepSpeed into a venv of its own, and trains beside it on the CPU
+# make test-packages     installs published optimizers into a venv of its own, and shards them
 # make bench-deepspeed   installs DeepSpeed, whose kernels its first run compiles, and measures beside it
 # make profile   where the time of a step goes: a trace of each rank and a page   PROFILE="--stage 3 ..."
 # make tidy      clang-tidy on the C++ sources, with the checks of .clang-tidy
@@ -43,6 +44,8 @@ EMULATION := $(shell find tests/support -name '*.h' -o -name '*.cpp')
 PLAIN_BENCHES := $(wildcard benchmarks/bench_kernels.py benchmarks/bench_hooks.py benchmarks/bench_memory.py benchmarks/bench_checkpoint.py)
 GPU_BENCHES := benchmarks/bench_cuda.py benchmarks/bench_cuda_step.py
 DEEPSPEED_VENV := .venv-deepspeed
+PACKAGES_VENV := .venv-packages
+PACKAGES := bitsandbytes==0.50.2 lion-pytorch==0.2.5 madgrad==1.3 pytorch-optimizer==4.1.0 schedulefree==1.4.1 torchao==0.18.0
 DEEPSPEED_BENCHES := benchmarks/bench_deepspeed.py
 BENCHES := $(filter-out $(PLAIN_BENCHES) $(GPU_BENCHES) $(DEEPSPEED_BENCHES),$(wildcard benchmarks/bench_*.py))
 
@@ -54,7 +57,7 @@ ALL_SEGMENTS := $(addprefix all-,one-rank lagged-one-rank 2-ranks 3-ranks 4-rank
   lagged-2-ranks lagged-3-ranks lccl-2-ranks lccl-3-ranks replicas-4-ranks lagged-4-ranks)
 
 .PHONY: install train test test-all test-changed $(SEGMENTS) $(ALL_SEGMENTS) sanitize cuda-kernels cuda-build cuda-test \
-  bench bench-deepspeed test-deepspeed profile docs lint tidy format dist-check cuda-dist-check wheel wheel-check \
+  bench bench-deepspeed test-deepspeed test-packages profile docs lint tidy format dist-check cuda-dist-check wheel wheel-check \
   clean
 
 install: $(VENV)/.installed
@@ -235,6 +238,18 @@ $(DEEPSPEED_VENV)/.installed: $(VENV)/.installed
 test-deepspeed: $(DEEPSPEED_VENV)/.installed
 	PATH="$(CURDIR)/$(DEEPSPEED_VENV)/bin:$$PATH" DS_ACCELERATOR=cpu $(DEEPSPEED_VENV)/bin/python -m torch.distributed.run \
 	  --standalone --nproc-per-node 2 -m pytest tests/deepspeed/test_beside_deepspeed.py -m dist -p no:cacheprovider -rs
+
+$(PACKAGES_VENV)/.installed: $(VENV)/.installed
+	$(PYTHON) -m venv $(PACKAGES_VENV)
+	echo "import site; site.addsitedir('$(CURDIR)/$(VENV)/lib/$$(ls $(VENV)/lib)/site-packages')" \
+	  > $(PACKAGES_VENV)/lib/$$(ls $(PACKAGES_VENV)/lib)/site-packages/base.pth
+	$(PACKAGES_VENV)/bin/python -m pip install --quiet --no-deps $(PACKAGES)
+	touch $@
+
+test-packages: $(PACKAGES_VENV)/.installed
+	$(PACKAGES_VENV)/bin/python -m pytest tests/optim/test_packages.py -m "not dist" -p no:cacheprovider -rs
+	$(PACKAGES_VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
+	  -m pytest tests/optim/test_packages.py -m dist -p no:cacheprovider -rs
 
 lint: install
 	$(VENV)/bin/ruff check .

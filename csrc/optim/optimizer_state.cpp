@@ -6,6 +6,8 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
+#include <map>
 #include <utility>
 
 #include "core/range.h"
@@ -23,31 +25,49 @@ void* parameter_of(const Unit& unit, const Run& run) {
 
 static_assert(kBlockNumel == kernels::kBlockElements);
 
-// [slots]: where each slot's part is in a buffer that holds those without blocks alone; the last
-// entry is that buffer's length.
-std::vector<int64_t> begins_without_blocks(const RankLayout& layout) {
-  std::vector<int64_t> begins{0};
-  for (int64_t i = 0; i < layout.size(); ++i) {
-    const Piece* piece = layout.slot(i).in_blocks() ? nullptr : layout.own_piece(i);
-    begins.push_back(begins.back() + (piece == nullptr ? 0 : piece->numel + piece->gap_numel));
-  }
-  return begins;
+int64_t round_up_to_blocks(int64_t numel) {
+  return (numel + kBlockNumel - 1) / kBlockNumel * kBlockNumel;
 }
 
-bool has_blocks(const RankLayout& layout) {
-  for (int64_t i = 0; i < layout.size(); ++i) {
-    if (layout.slot(i).in_blocks() && layout.own_piece(i) != nullptr) return true;
-  }
-  return false;
-}
+// Where the slots of a part lie in it.
+struct Places {
+  int64_t values = 0;  // elements
+  int64_t codes = 0;
+};
 
-std::vector<int64_t> begins_in_range(const RankLayout& layout) {
-  std::vector<int64_t> begins;
+// As in the unit's range, without the slots that are not `held`. Writes to begins[slots].
+Places places_in_range(const RankLayout& layout, const std::vector<uint8_t>& held,
+                       std::vector<int64_t>* begins) {
+  int64_t holes = 0;
   for (int64_t i = 0; i < layout.size(); ++i) {
     const Piece* piece = layout.own_piece(i);
-    begins.push_back(piece == nullptr ? 0 : piece->range_begin);
+    if (piece == nullptr) continue;
+    if (held[i] != 0) {
+      (*begins)[i] = piece->range_begin - holes;
+    } else {
+      holes += piece->numel + piece->gap_numel;
+    }
   }
-  return begins;
+  return {.values = layout.range_numel() - holes};
+}
+
+// Slots in blocks begin at whole blocks among the codes, others are values.
+Places places_in_blocks(const RankLayout& layout, const std::vector<uint8_t>& held,
+                        std::vector<int64_t>* begins) {
+  Places places;
+  for (int64_t i = 0; i < layout.size(); ++i) {
+    const Piece* piece = layout.own_piece(i);
+    if (piece == nullptr || held[i] == 0) continue;
+    const int64_t numel = piece->numel + piece->gap_numel;
+    if (layout.slot(i).in_blocks()) {
+      (*begins)[i] = places.codes;
+      places.codes += round_up_to_blocks(numel);
+    } else {
+      (*begins)[i] = places.values;
+      places.values += numel;
+    }
+  }
+  return places;
 }
 
 // [states] buffers of zeros, or none where they would be empty.
@@ -73,6 +93,12 @@ OptimizerState::OptimizerState(std::shared_ptr<Engine> engine, int64_t states,
 
 void OptimizerState::assign(const std::vector<int64_t>& parameters, int64_t group) {
   for (const int64_t i : parameters) allocate_for(i);
+  std::map<int64_t, std::vector<int64_t>> slots_of_units;
+  for (const int64_t i : parameters) {
+    const ShardedParameter& parameter = engine_->parameters()[i];
+    if (parameter.unit >= 0) slots_of_units[parameter.unit].push_back(parameter.slot);
+  }
+  for (const auto& [u, slots] : slots_of_units) allocate_part(u, slots);
   for (const int64_t i : parameters) {
     if (group_of_[i] < 0) {
       indices_.push_back(i);
@@ -90,7 +116,7 @@ void OptimizerState::unassign(const std::vector<int64_t>& parameters) {
 }
 
 void OptimizerState::allocate_for(int64_t i) {
-  const int64_t u = engine_->parameters()[i].unit;  // raises before anything changes
+  engine_->parameters()[i];  // raises before anything changes
   if (i >= static_cast<int64_t>(group_of_.size())) {
     group_of_.resize(i + 1, -1);
     steps_.resize(i + 1);
@@ -102,26 +128,41 @@ void OptimizerState::allocate_for(int64_t i) {
     steps_[i] = at::zeros({}, options.dtype(at::kFloat));
     versions_[i] = steps_[i]._version();
   }
-  if (u < 0) return;
+}
+
+void OptimizerState::allocate_part(int64_t u, const std::vector<int64_t>& slots) {
   if (static_cast<int64_t>(buffers_.size()) <= u) buffers_.resize(u + 1);
-  if (!buffers_[u].begins.empty()) return;
+  UnitStates& states = buffers_[u];
   const RankLayout& layout = engine_->parameters().unit(u).layout();
+  states.part_of.resize(layout.size(), -1);
+  states.begins.resize(layout.size(), 0);
+  std::vector<uint8_t> held(layout.size(), 0);
+  for (const int64_t slot : slots) held[slot] = states.part_of[slot] < 0 ? 1 : 0;
+  if (std::count(held.begin(), held.end(), 1) == 0) return;
   const UnitContext& context = engine_->context();
-  UnitStates states;
+  std::vector<int64_t> begins = states.begins;
+  StatePart part;
   if (moments_ == kernels::Moments::int8) {
-    states.begins = begins_without_blocks(layout);
-    states.values = zeros(context, {at::kFloat, at::kFloat}, states.begins.back());
-    if (has_blocks(layout)) {
-      const int64_t blocks = (layout.range_numel() + kBlockNumel - 1) / kBlockNumel;
-      states.codes = zeros(context, {at::kChar, at::kByte}, layout.range_numel());
-      states.scales = zeros(context, {at::kFloat, at::kFloat}, blocks);
-    }
+    const Places places = places_in_blocks(layout, held, &begins);
+    part.values = zeros(context, {at::kFloat, at::kFloat}, places.values);
+    part.codes = zeros(context, {at::kChar, at::kByte}, places.codes);
+    part.scales = zeros(context, {at::kFloat, at::kFloat}, places.codes / kBlockNumel);
   } else {
     const auto dtype = moments_ == kernels::Moments::bf16 ? at::kBFloat16 : at::kFloat;
-    states.begins = begins_in_range(layout);
-    states.values = zeros(context, std::vector(states_, dtype), layout.range_numel());
+    const Places places = places_in_range(layout, held, &begins);
+    part.values = zeros(context, std::vector(states_, dtype), places.values);
   }
-  buffers_[u] = std::move(states);
+  states.parts.push_back(std::move(part));
+  states.begins = std::move(begins);
+  for (int64_t slot = 0; slot < layout.size(); ++slot) {
+    if (held[slot] != 0) states.part_of[slot] = std::ssize(states.parts) - 1;
+  }
+}
+
+const StatePart& OptimizerState::part_of(int64_t i) const {
+  const ShardedParameter& parameter = engine_->parameters()[i];
+  const UnitStates& states = buffers_.at(parameter.unit);
+  return states.parts.at(states.part_of.at(parameter.slot));
 }
 
 bool OptimizerState::in_blocks(int64_t i) const {
@@ -133,17 +174,18 @@ bool OptimizerState::in_blocks(int64_t i) const {
 at::Tensor OptimizerState::slice(int64_t k, int64_t i) const {
   const RankLayout& layout = engine_->parameters().trainable_home_of(i).layout();
   const ShardedParameter& parameter = engine_->parameters()[i];
-  const UnitStates& states = buffers_.at(parameter.unit);
+  const StatePart& part = part_of(i);
   const Piece* piece = layout.own_piece(parameter.slot);
+  const int64_t begin = buffers_.at(parameter.unit).begins.at(parameter.slot);
   if (in_blocks(i)) {
-    if (piece == nullptr) return nothing_of(states.codes, k, k == 0 ? at::kChar : at::kByte);
-    return states.codes.at(k).slice(piece->range_begin, piece->numel);
+    if (piece == nullptr) return nothing_of(part.codes, k, k == 0 ? at::kChar : at::kByte);
+    return part.codes.at(k).slice(begin, piece->numel);
   }
   if (piece == nullptr) {
     const auto dtype = moments_ == kernels::Moments::bf16 ? at::kBFloat16 : at::kFloat;
-    return nothing_of(states.values, k, dtype);
+    return nothing_of(part.values, k, dtype);
   }
-  return states.values.at(k).slice(states.begins[parameter.slot], piece->numel);
+  return part.values.at(k).slice(begin, piece->numel);
 }
 
 std::optional<at::Tensor> OptimizerState::scales(int64_t k, int64_t i) const {
@@ -151,10 +193,10 @@ std::optional<at::Tensor> OptimizerState::scales(int64_t k, int64_t i) const {
   const RankLayout& layout = engine_->parameters().trainable_home_of(i).layout();
   const ShardedParameter& parameter = engine_->parameters()[i];
   const Piece* piece = layout.own_piece(parameter.slot);
-  const std::vector<FlatBuffer>& buffers = buffers_.at(parameter.unit).scales;
+  const std::vector<FlatBuffer>& buffers = part_of(i).scales;
   if (piece == nullptr) return nothing_of(buffers, k, at::kFloat);
-  return buffers.at(k).slice(piece->range_begin / kBlockNumel,
-                             (piece->numel + kBlockNumel - 1) / kBlockNumel);
+  return buffers.at(k).slice(buffers_.at(parameter.unit).begins.at(parameter.slot) / kBlockNumel,
+                             round_up_to_blocks(piece->numel) / kBlockNumel);
 }
 
 // What a rank shows of a parameter of which it holds nothing.
@@ -167,15 +209,18 @@ at::Tensor OptimizerState::nothing_of(const std::vector<FlatBuffer>& buffers, in
 
 void* OptimizerState::data(int64_t k, int64_t unit, const Run& run) const {
   const UnitStates& states = buffers_[unit];
-  if (scale_data(k, unit, run) != nullptr) return states.codes.at(k).at(run.begin);
-  return states.values.at(k).at(states.begins[run.first_slot]);
+  const StatePart& part = states.parts[states.part_of[run.first_slot]];
+  const bool in_codes = scale_data(k, unit, run) != nullptr;
+  return (in_codes ? part.codes : part.values).at(k).at(states.begins[run.first_slot]);
 }
 
 // Null where the run's slots are not in blocks.
 float* OptimizerState::scale_data(int64_t k, int64_t unit, const Run& run) const {
   const Slot& first = engine_->parameters().unit(unit).layout().slot(run.first_slot);
   if (moments_ != kernels::Moments::int8 || !first.in_blocks()) return nullptr;
-  return static_cast<float*>(buffers_[unit].scales.at(k).at(run.begin / kBlockNumel));
+  const UnitStates& states = buffers_[unit];
+  const StatePart& part = states.parts[states.part_of[run.first_slot]];
+  return static_cast<float*>(part.scales.at(k).at(states.begins[run.first_slot] / kBlockNumel));
 }
 
 template <typename Body>
@@ -193,7 +238,8 @@ void OptimizerState::apply(const Body& body) {
   const std::vector<uint64_t> histories = histories_in_flight();
   const auto same = [&](int64_t a, int64_t b) {
     return group_of_[a] == group_of_[b] && presumed_[a] == presumed_[b] &&
-           (histories.empty() || histories[a] == histories[b]) && in_blocks(a) == in_blocks(b);
+           (histories.empty() || histories[a] == histories[b]) && in_blocks(a) == in_blocks(b) &&
+           &part_of(a) == &part_of(b);
   };
   std::vector<int64_t> counted;
   {
@@ -361,15 +407,20 @@ void OptimizerState::apply_masters() {
 }
 
 void OptimizerState::set_offloaded(bool offloaded) {
-  for (UnitStates& states : buffers_) {
-    for (auto* buffers : {&states.values, &states.codes, &states.scales}) {
-      for (FlatBuffer& buffer : *buffers) {
-        if (offloaded) {
-          buffer.offload(engine_->context().offloaded, kStatesOffloaded);
-        } else {
-          buffer.reload();
-        }
+  const auto set = [&](std::vector<FlatBuffer>& buffers) {
+    for (FlatBuffer& buffer : buffers) {
+      if (offloaded) {
+        buffer.offload(engine_->context().offloaded, kStatesOffloaded);
+      } else {
+        buffer.reload();
       }
+    }
+  };
+  for (UnitStates& states : buffers_) {
+    for (StatePart& part : states.parts) {
+      set(part.values);
+      set(part.codes);
+      set(part.scales);
     }
   }
 }

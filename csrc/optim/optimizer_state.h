@@ -4,9 +4,9 @@
 // Owner:     the Python optimizer. Keeps the engine alive.
 // Threads:   an update holds the engine's lock. Everything else is called by the optimizer's
 //            thread.
-// Invariant: state k of unit u has the length and the offsets of the unit's master; units without
-//            a parameter of this optimizer have none. Exception: int8 states have codes of that
-//            length, and values of only those slots that are not cut into blocks.
+// Invariant: each parameter of this optimizer is in one part of its unit's states, with its gap.
+//            Neighbors in the unit that are in one part are neighbors there. So a run whose slots
+//            are in one part is contiguous. Other optimizers' parameters take no memory here.
 #pragma once
 
 #include <cstdint>
@@ -23,14 +23,19 @@ namespace zero_ext {
 inline constexpr char kStatesOffloaded[] =
     "zero_ext: the optimizer's states are offloaded. Call zero_ext.reload_states() first.";
 
-// The states of one unit on this rank.
-struct UnitStates {
+// The states of the parameters of one unit that were assigned together, on this rank.
+struct StatePart {
   // [states]: fp32 or bf16; empty where there is nothing to hold.
   std::vector<FlatBuffer> values;
   // [states]: int8 alone, of slots in blocks, see Note [Blocks of a slot]; empty without such slots.
   std::vector<FlatBuffer> codes;   // int8, but uint8 of exp_avg_sq
-  std::vector<FlatBuffer> scales;  // fp32, one for each block of this rank's range
-  std::vector<int64_t> begins;     // [slots]: where this rank's part is in `values`
+  std::vector<FlatBuffer> scales;  // fp32, one for each block of the codes
+};
+
+struct UnitStates {
+  std::vector<StatePart> parts;
+  std::vector<int64_t> part_of;  // [slots]; -1: none
+  std::vector<int64_t> begins;   // [slots]: in the values of its part, or in its codes
 };
 
 struct AdamGroup {
@@ -95,7 +100,9 @@ class OptimizerState {
  private:
   template <typename Body>
   void apply(const Body& body);
-  void allocate_for(int64_t i);
+  void allocate_for(int64_t i);  // all but its states
+  // The states of those slots of unit u that have none.
+  void allocate_part(int64_t u, const std::vector<int64_t>& slots);
   void check_groups(size_t count) const;
   bool counts_on_device() const { return !engine_->context().state.on_host(); }
   // Reads the counts that the user wrote to, which waits.
@@ -111,6 +118,7 @@ class OptimizerState {
   bool in_blocks(int64_t i) const;
   at::Tensor nothing_of(const std::vector<FlatBuffer>& buffers, int64_t k,
                         at::ScalarType dtype) const;
+  const StatePart& part_of(int64_t i) const;
   void* data(int64_t k, int64_t unit, const Run& run) const;
   float* scale_data(int64_t k, int64_t unit, const Run& run) const;
 

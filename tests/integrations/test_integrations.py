@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import zero_ext
 from zero_ext.engine.registry import find
+from zero_ext.optim.owned_optimizer import OwnedOptimizer
 
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -105,6 +106,21 @@ def test_an_accelerate_script_trains_as_with_ddp(anywhere, stage, micros):
     for one, other in zip(runs[None], runs[stage], strict=True):
         assert other == pytest.approx(one, abs=CHANCE, rel=CHANCE)
     assert len({norm for _, norm, _ in runs[stage]}) > 3
+
+
+def test_an_optimizer_that_needs_whole_parameters_is_taken_over(anywhere):
+    def adafactor(parameters):
+        return torch.optim.Adafactor(parameters, lr=0.02, foreach=False)
+
+    runs = {}
+    for stage in (None, 1, 3):
+        own = accelerator(anywhere, stage)
+        objects = prepared(own, make_optimizer=adafactor)
+        runs[stage] = epoch(own, *objects)
+        if stage is not None:
+            assert type(objects[0].optimizer) is OwnedOptimizer
+            for one, other in zip(runs[None], runs[stage], strict=True):
+                assert other == pytest.approx(one, abs=CHANCE, rel=CHANCE)
 
 
 @pytest.mark.parametrize("before, after", [(1, 1), (3, 3), (2, 3), (3, 1)])
@@ -639,6 +655,17 @@ def test_a_trainer_trains_as_transformers_does(anywhere, rank, path, stage):
             loaded.named_parameters(), plain.model.parameters(), strict=True
         ):
             torch.testing.assert_close(value, expected, atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_a_trainer_takes_over_an_optimizer_that_needs_whole_parameters(anywhere, path):
+    plain, ours = (
+        trainer(anywhere, stage, path / str(stage), optim="adafactor") for stage in (None, 3)
+    )
+    for each in (plain, ours):
+        each.train()
+    assert type(getattr(ours.optimizer, "optimizer", ours.optimizer)) is OwnedOptimizer
+    for one, other in zip(history(plain), history(ours), strict=True):
+        assert other == pytest.approx(one, rel=1e-3)
 
 
 def test_a_trainer_resumes_with_another_stage(anywhere, path):

@@ -25,6 +25,7 @@ from pytorch_lightning.plugins.io import AsyncCheckpointIO  # noqa: E402
 from pytorch_lightning.strategies import DDPStrategy  # noqa: E402
 
 from zero_ext.integrations.lightning import ShardedStrategy  # noqa: E402
+from zero_ext.optim.owned_optimizer import OwnedOptimizer  # noqa: E402
 
 pytestmark = [
     pytest.mark.host,  # Lightning chooses its own device
@@ -145,6 +146,17 @@ def test_a_module_is_trained_as_with_ddp(anywhere, stage, micros):
         ours, theirs = (getattr(each.trainer, metrics) for each in (model, plain))
         assert ours.keys() == theirs.keys() == {"val_loss"}
         torch.testing.assert_close(ours["val_loss"], theirs["val_loss"])
+
+
+class WithAdafactor(Classifier):
+    def configure_optimizers(self):
+        return torch.optim.Adafactor(self.parameters(), lr=0.02, foreach=False)
+
+
+def test_an_optimizer_that_needs_whole_parameters_is_taken_over(anywhere):
+    plain, model = (fitted(anywhere, stage, WithAdafactor(), epochs=1) for stage in (None, 3))
+    assert type(model.trainer.optimizers[0]) is OwnedOptimizer
+    assert_like(model, plain)
 
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])

@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 from harness import assert_bits, mean_square, rank_data
-from matrices import Matrices, OneProcess, assert_same_parameters, straddling, train
+from matrices import Matrices, One, OneProcess, assert_same_parameters, straddling, train
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -86,18 +86,6 @@ def test_split_updates_the_parts_of_a_fused_matrix_as_matrices(anywhere, rank, w
     plain.train(range(3))
     ours = zero_ext.full_tensor(model.weights[0])
     assert_bits(ours, torch.cat([*plain.model.weights]).detach())
-
-
-class One(nn.Module):
-    """Fewer matrices than ranks, one without elements on some ranks."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.only = nn.Linear(13, 2, bias=False)
-
-    def forward(self, x):
-        return torch.tanh(self.only(x))
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

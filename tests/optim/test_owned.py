@@ -1,19 +1,21 @@
 """Optimizers that update each parameter by itself: one process's bits, for any ranks and stages."""
 
 import functools
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import assert_bits, mean_square, rank_data
-from matrices import Matrices, OneProcess, assert_same_parameters, straddling, train
+from matrices import Matrices, One, OneProcess, assert_same_parameters, straddling, train
 from own_optimizers import EachByItself
 from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import zero_ext
 from zero_ext.optim.owned_optimizer import OwnedOptimizer
 
-STEPS = 4
+STEPS = 8
 
 
 class Lamb(EachByItself):
@@ -42,8 +44,8 @@ class Factors(EachByItself):
     def update(self, p, state, group):
         g = p.grad.reshape(p.shape[0] if p.dim() else 1, -1)
         if not state:
-            state["left"] = torch.eye(g.shape[0], dtype=torch.float64)
-            state["right"] = torch.eye(g.shape[1])
+            state["left"] = torch.eye(g.shape[0], dtype=torch.float64, device=p.device)
+            state["right"] = torch.eye(g.shape[1], device=p.device)
         state["left"] += (g @ g.T).double()
         state["right"] += g.T @ g
         left = torch.linalg.inv(state["left"]).float()
@@ -57,7 +59,7 @@ class Quantised(EachByItself):
     def update(self, p, state, group):
         momentum, numel = state.get("momentum"), p.numel()
         if momentum is None:
-            momentum = torch.zeros(numel)
+            momentum = torch.zeros(numel, device=p.device)
         elif momentum.dtype == torch.int8:
             momentum = (momentum.float().view(-1, 16) * state["scale"]).flatten()[:numel]
         momentum = 0.9 * momentum + p.grad.flatten()
@@ -69,12 +71,39 @@ class Quantised(EachByItself):
         state["momentum"] = momentum
 
 
+class TensorRate(EachByItself):
+    """Makes a tensor of its rate, which it may not be given as a number afterwards. Counts under a
+    name, as MADGRAD does, which its rate and its roots follow."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, lr, eps=torch.tensor(1e-6, device="cpu"))
+        for group in self.param_groups:
+            group["lr"] = torch.as_tensor(group["lr"], device="cpu")
+        self.state["k"] = torch.tensor([0])
+
+    def step(self, closure=None):
+        super().step()
+        self.state["k"] += 1
+
+    def update(self, p, state, group):
+        if not isinstance(group["lr"], torch.Tensor):
+            raise TypeError("lr is no tensor any more")
+        rate = group["lr"] * (self.state["k"].item() + 1) ** 0.5
+        if not state:
+            state.update(x0=p.clone(), s=torch.zeros_like(p), rows=p.new_zeros(p.shape[0], 1))
+        state["s"] += rate * p.grad
+        state["rows"] += rate * p.grad.square().mean(1, keepdim=True)
+        roots = state["rows"].pow(1 / 3) + group["eps"]
+        p.copy_(state["x0"] - state["s"] / roots)
+
+
 KINDS = {
     "Muon": (torch.optim.Muon, {"lr": 0.02, "weight_decay": 0.1}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.05, "foreach": False}),
     "LAMB": (Lamb, {}),
     "factors": (Factors, {"lr": 0.01}),
     "8 bits": (Quantised, {"lr": 0.05}),
+    "named": (TensorRate, {"lr": 0.01}),
 }
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
 
@@ -85,9 +114,9 @@ def sharded(mesh, stage, kind, model=None, **more):
     return model, zero_ext.optim.wrap(made, model.parameters(), **settings, **more)
 
 
-def one_process(anywhere, world, kind) -> OneProcess:
+def one_process(anywhere, world, kind, model=Matrices) -> OneProcess:
     made, settings = KINDS[kind]
-    return OneProcess(1 if anywhere is None else world, functools.partial(made, **settings))
+    return OneProcess(1 if anywhere is None else world, functools.partial(made, **settings), model)
 
 
 @EVERY_KIND
@@ -117,7 +146,7 @@ def test_training_goes_on_from_a_checkpoint(anywhere, rank, world, path, kind):
     own = plain.optimizer.state_dict()["state"]
     assert state_dict["state"].keys() == own.keys()
     for key, state in own.items():
-        for name, value in state.items():
+        for name, value in (state if isinstance(state, dict) else {}).items():
             found = state_dict["state"][key][name]
             assert_bits(torch.as_tensor(found), torch.as_tensor(value), f"{key} {name}")
     plain.train(range(2, STEPS))
@@ -132,6 +161,34 @@ def test_training_goes_on_from_a_checkpoint(anywhere, rank, world, path, kind):
     its.load_state_dict(started.optimizer.state_dict())
     train(other, its, rank, range(2, STEPS))
     assert_same_parameters(other, plain.model)
+
+
+def test_more_ranks_than_matrices(anywhere, rank, world):
+    for kind, stage in itertools.product(KINDS, range(4)):
+        model, optimizer = sharded(anywhere, stage, kind, One())
+        plain = one_process(anywhere, world, kind, One)
+        train(model, optimizer, rank, range(2))
+        plain.train(range(2))
+        assert_same_parameters(model, plain.model)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_offloading_changes_no_bit(anywhere, rank, world, stage):
+    """Masters in host memory throughout, and states that are there for a while."""
+    for kind, policy in itertools.product(KINDS, (None, CPUOffloadPolicy())):
+        made, settings = KINDS[kind]
+        plain = one_process(anywhere, world, kind)
+        if policy is not None:  # other kernels than those of a device may add up in another order
+            plain.optimizer = made(plain.model.cpu().parameters(), **settings)
+        plain.train(range(3))
+        model = straddling(Matrices(), stage, anywhere, offload_policy=policy)
+        optimizer = zero_ext.optim.wrap(made, model.parameters(), **settings)
+        train(model, optimizer, rank, range(2))
+        zero_ext.offload_states(model)
+        assert optimizer.stats()["bytes_owner_masters"] == 0  # they are sent once more
+        zero_ext.reload_states(model)
+        train(model, optimizer, rank, range(2, 3))
+        assert_same_parameters(model, plain.model)
 
 
 def test_owners_share_the_elements(anywhere, rank):

@@ -245,7 +245,25 @@ def test_differences_of_rounding_are_no_reason():
         elementwise.check(kind, {"fused": True}, {})
 
 
+class _Preconditioner:
+    """Counts, and from step 25 on, long after the trial, it is of the parameter's shape."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def applied_to(self, g: Tensor) -> Tensor:
+        self.steps += 1
+        return g if self.steps < 25 else g / g.norm()
+
+
+class LatePreconditioner(Own):
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        state.setdefault("preconditioner", _Preconditioner())
+        return state["preconditioner"].applied_to(p.grad)
+
+
 NEED_WHOLE_PARAMETERS = [
+    LatePreconditioner,
     BlockScales,
     Lamb,
     Centered,
@@ -268,13 +286,13 @@ def test_what_depends_on_its_own_parameter_alone_gets_whole_ones(kind):
         elementwise.check(kind, {"lr": 0.0}, {"lr": torch.tensor(0.0)})
 
 
-class Counting(Lamb):
-    """Counts its steps in its groups, which all parameters share."""
+class CountsParameters(Lamb):
+    """Counts in its state what all parameters share: how many of them it has updated."""
 
     def step(self, closure=None):
         super().step(closure)
-        for group in self.param_groups:
-            group["steps"] = group.get("steps", 0) + 1
+        every = [p for group in self.param_groups for p in group["params"]]
+        self.state["updates"] = self.state.get("updates", 0) + len(every)
 
 
 REFUSED = [
@@ -283,7 +301,7 @@ REFUSED = [
     (Estimate, "state 'distance' depends on other parameters"),
     (FirstParametersClip, "depends on other parameters"),
     (Noisy, "depends on random numbers"),
-    (Counting, "group setting 'steps' depends on the steps of all parameters"),
+    (CountsParameters, "state 'updates' depends on other parameters"),
 ]
 
 

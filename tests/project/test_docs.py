@@ -104,7 +104,7 @@ def test_error_messages_are_in_the_sources():
 
 def test_the_reference_names_every_key_and_variable():
     model = zero_ext.shard(torch.nn.Linear(3, 2), stage=1)
-    optimizer = zero_ext.optim.Muon([model.weight])
+    optimizer = zero_ext.optim.wrap(torch.optim.Muon, [model.weight])
     keys = {
         "key of `stats`": zero_ext.stats(optimizer) | zero_ext.stats(model),
         "key of `estimate_memory`": zero_ext.estimate_memory(torch.nn.Linear(3, 2), 2, 2),

@@ -26,6 +26,18 @@ class Matrices(nn.Module):
         return torch.tanh(x @ self.transposed) * self.last
 
 
+class One(nn.Module):
+    """Fewer matrices than ranks, one without elements on some ranks."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.only = nn.Linear(13, 2, bias=False)
+
+    def forward(self, x):
+        return torch.tanh(self.only(x))
+
+
 def straddling(model: nn.Module, stage: int, mesh, **arguments) -> nn.Module:
     """``model`` in units that are smaller than some of its matrices."""
     return zero_ext.shard(model, stage, mesh=mesh, bucket_mb=400 / 2**20, **arguments)
@@ -62,7 +74,8 @@ class OneProcess:
             ]
             gradients = fma_gradients(self.copy(), batches, self.world)
             for name, p in self.model.named_parameters():
-                p.grad = gradients[name] if p.requires_grad else None
+                gradient = gradients[name] if p.requires_grad else None
+                p.grad = None if gradient is None else gradient.to(p.device)
             self.optimizer.step()
 
     def copy(self) -> nn.Module:

@@ -237,10 +237,10 @@ class _Unit(NamedTuple):
         for first in range(0, self.range_numel * self.ranges, self.range_numel):
             held = {True: 0, False: 0}  # elements, by whether they are in blocks
             for numel, begin, end in zip(numels, begins, self.ends, strict=False):
-                here = min(end, first + self.range_numel) - max(begin, first)
-                held[numel >= _BLOCKED_NUMEL] += max(here, 0)
-            blocks = self.range_numel // _BLOCK_NUMEL if held[True] else 0
-            of_blocks = blocks * (_BLOCK_NUMEL + _FP32_BYTES)
+                here = max(min(end, first + self.range_numel) - max(begin, first), 0)
+                in_blocks = numel >= _BLOCKED_NUMEL
+                held[in_blocks] += _round_up(here, _BLOCK_NUMEL) if in_blocks else here
+            of_blocks = held[True] // _BLOCK_NUMEL * (_BLOCK_NUMEL + _FP32_BYTES)
             most = max(most, 2 * (held[False] * _FP32_BYTES + of_blocks))
         return most
 

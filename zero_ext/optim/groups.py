@@ -228,6 +228,7 @@ class FollowedGroups:
         # No local of this frame may hold the state: a traceback that is kept would keep its memory.
         held = optimizer._sharded_state.indices
         optimizer._sharded_state.unassign([i for i in held if i not in mine])
+        optimizer._sharded_state.assign(sorted(mine), 0)  # at once: it decides what lies together
         for g, places in enumerate(sharded):
             optimizer._sharded_state.assign([i for _, i in places], g)
         self._let_go(optimizer)

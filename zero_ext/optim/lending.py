@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from zero_ext.optim.wrapped_optimizer import WrappedOptimizer
 
 
-class _WatchedWrites(TorchDispatchMode):
+class WatchedWrites(TorchDispatchMode):
     """Notes what is written to, also through ``p.data`` and views."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ def _lent(optimizer: "WrappedOptimizer", what: str) -> Iterator[None]:
     optimizer._emptied.follow(optimizer)
     inner, shards = optimizer._inner, optimizer._shards
     every, masters = list(inner.param_groups), {p: shard.data for p, shard in shards.items()}
-    watched = _WatchedWrites()
+    watched = WatchedWrites()
     with torch.no_grad():
         engine = optimizer._handle.engine
         copies = {parameter: engine.current_master(find(parameter)[1]) for parameter in shards}
@@ -113,8 +113,8 @@ def _lent(optimizer: "WrappedOptimizer", what: str) -> Iterator[None]:
             values = {parameter: shard.data for parameter, shard in shards.items()}
             for parameter, shard in shards.items():
                 shard.data = masters[parameter]
-            moved = [p for p in shards if _moved(watched, values[p], copies[p])]
-            _write(optimizer, moved, values)
+            written = [p for p in shards if moved(watched, values[p], copies[p])]
+            _write(optimizer, written, values)
     for parameter, shard in shards.items():
         for name in names[shard] - inner.state.get(shard, {}).keys():  # the method dropped it
             optimizer.state[parameter].pop(name, None)
@@ -122,7 +122,8 @@ def _lent(optimizer: "WrappedOptimizer", what: str) -> Iterator[None]:
     optimizer._emptied.remember(optimizer)
 
 
-def _moved(watched: _WatchedWrites, now: Tensor, lent: Tensor) -> bool:
+def moved(watched: WatchedWrites, now: Tensor, lent: Tensor) -> bool:
+    """Whether code that was lent a parameter with these values has written to it."""
     return watched.wrote(lent) or _storage_of(now) != _storage_of(lent)
 
 

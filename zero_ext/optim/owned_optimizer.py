@@ -4,8 +4,9 @@ Note [Owners] in owners.py says how. The state lies at the owner, whole and in w
 given class keeps it.
 """
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,19 +14,21 @@ from torch import Tensor
 
 from zero_ext import _C
 from zero_ext.engine.registry import find
-from zero_ext.optim import elementwise
-from zero_ext.optim.groups import Group, settings_of, sharded_in, trained_in
+from zero_ext.optim.groups import Group, named_in, settings_of, sharded_in, trained_in
 from zero_ext.optim.loading import SavedState
 from zero_ext.optim.offloading import OffloadedStates
+from zero_ext.optim.owned_methods import SharedValues, method_of
+from zero_ext.optim.owner_masters import KeptMasters
 from zero_ext.optim.owners import Owners
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
-from zero_ext.ranks.agreement import all_or_none
+
+_META = torch.device("meta")
 
 
 class _Owned(NamedTuple):
     """A parameter at its owner."""
 
-    whole: torch.nn.Parameter  # fp32, of the parameter's shape; has memory during a step alone
+    whole: torch.nn.Parameter  # fp32, of the parameter's shape; has memory during a call alone
     inner: torch.optim.Optimizer
 
 
@@ -33,21 +36,42 @@ class OwnedOptimizer(ShardedOptimizer):
     """A torch optimizer, run on whole fp32 parameters at their owners. Made by ``wrap``.
 
     ``state`` has the states of the parameters that this rank owns. ``state_dict()`` is collective:
-    every rank gets all states, whole.
+    every rank gets all states, whole. Each parameter has an inner optimizer of its own. What these
+    keep in their groups and under names is the same for all of them, as the trial has found.
     """
 
     def __init__(self, optimizer_class, params, kwargs, owner_mb: float, **sharding):
         self._optimizer_class, self._kwargs = optimizer_class, kwargs
         self._owned: dict[Tensor, _Owned] = {}
-        self._shapes_checked: set[tuple] = set()
+        self._attributes: dict[str, Any] = {}  # that were set on this object
         self._offloaded = OffloadedStates()
-        probe = self._inner_of(torch.nn.Parameter(torch.zeros(2, 2, device="cpu")), {})
-        super().__init__(params, dict(probe.defaults), **sharding)
+        self._probe = self._inner_of(torch.nn.Parameter(torch.zeros(2, 2, device="cpu")), {})
+        super().__init__(params, dict(self._probe.defaults), **sharding)
         self._owners = Owners(
             self._handle,
             owner_mb=owner_mb,
             element_bytes=2 * torch.float32.itemsize,  # master and gradient
         )
+        self._masters = KeptMasters(self._owners)
+        self.state.update(copy.deepcopy(named_in(self._probe.state)))
+
+    def __getattr__(self, name: str) -> Any:
+        """What only the inner optimizers have. See ``owned_methods`` for their methods."""
+        if name.startswith("_") or "_probe" not in vars(self):
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        inner = next((owned.inner for owned in self._owned.values()), self._probe)
+        value = getattr(inner, name)
+        return method_of(self, name) if getattr(value, "__self__", None) is inner else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        made = "_masters" in vars(self)
+        if own or not made or not hasattr(self._probe, name):
+            super().__setattr__(name, value)
+            return
+        self._attributes[name] = value
+        for each in (self._probe, *(owned.inner for owned in self._owned.values())):
+            setattr(each, name, value)
 
     _updates_in_python = True
     _step_supports_amp_scaling = False  # whatever the inner ones say
@@ -60,18 +84,21 @@ class OwnedOptimizer(ShardedOptimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            for shape in {tuple(p.shape) for p in group["params"]}:
-                key = shape, elementwise.kind_of(group)
-                if key not in self._shapes_checked:  # Muon, for example, takes matrices alone
-                    meta = torch.nn.Parameter(torch.empty(shape, device="meta"))
-                    self._inner_of(meta, group)
-                    self._shapes_checked.add(key)
+            for shape in {tuple(p.shape) for p in group["params"]}:  # Muon takes matrices alone
+                inner = self._inner_of(torch.nn.Parameter(torch.empty(shape, device="meta")), group)
+                # Some classes make their settings anew, such as a tensor of a rate.
+                made = settings_of(inner.param_groups[0]).items()
+                group.update((k, v) for k, v in made if getattr(v, "device", None) != _META)
         except BaseException:
             self.param_groups.pop()
             raise
 
     def _inner_of(self, whole: torch.nn.Parameter, group: Group) -> torch.optim.Optimizer:
-        return self._optimizer_class([{**settings_of(group), "params": [whole]}], **self._kwargs)
+        made = [{**copy.deepcopy(settings_of(group)), "params": [whole]}]
+        inner = self._optimizer_class(made, **self._kwargs)
+        for name, value in self._attributes.items():
+            setattr(inner, name, value)
+        return inner
 
     def _show_state(self, parameter: Tensor, i: int, group: Group) -> None:
         """States are there after the first step, at the owner."""
@@ -88,18 +115,39 @@ class OwnedOptimizer(ShardedOptimizer):
         groups, owners = self._find_owners(), self._owners
         stepped = [p for p in groups if p.grad is not None]
         masters = {p: self._handle.engine.master_slice(find(p)[1]) for p in stepped}
+        shared = SharedValues(self)
         try:
+            out_of_date = self._masters.out_of_date(masters)
             for wave in owners.waves(stepped):
                 gradients = {p: self._gradient_of(p, masters[p]) for p in wave.parameters}
-                whole_gradients, whole_masters = owners.to_owners(wave, gradients, masters)()
-                with all_or_none(self._handle.groups, f"step() of {self._class_name}"):
+                (whole_gradients,) = owners.to_owners(wave, gradients)()
+                whole_masters = self._masters.whole(wave, masters, out_of_date)
+                with shared.agreed(f"step() of {self._class_name}"):
                     for p, master in whole_masters.items():
-                        self._step_owned(p, groups[p], master, whole_gradients[p])
+                        self._step_owned(p, groups[p], master, whole_gradients[p], shared)
                 parts = owners.from_owners(wave, whole_masters, masters[wave.parameters[0]])()
-                for p, part in parts.items():
-                    masters[p].copy_(part)
+                self._masters.write(parts, masters)
+            self._count_in_groups_without_gradients(groups, stepped, shared)
+        except BaseException:
+            self._masters.forget()
+            raise
         finally:  # masters that have moved are those of their parameters, whatever was raised
             self._sharded_state.apply_masters()
+        shared.adopt()
+
+    def _count_in_groups_without_gradients(
+        self, groups: dict[Tensor, Group], stepped: list[Tensor], shared: SharedValues
+    ) -> None:
+        """Some optimizers count their steps in all groups. On every rank alike."""
+        of_groups = {id(group): p for p, group in groups.items()}
+        idle = of_groups.keys() - {id(groups[p]) for p in stepped}
+        for group in (group for group in self.param_groups if id(group) in idle):
+            shape = of_groups[id(group)].shape
+            whole = torch.nn.Parameter(torch.empty(shape, device="meta"))
+            inner = self._inner_of(whole, group)
+            shared.give(inner, group)
+            inner.step()
+            shared.take(inner, group)
 
     @property
     def _class_name(self) -> str:
@@ -115,23 +163,43 @@ class OwnedOptimizer(ShardedOptimizer):
         return piece
 
     def _step_owned(
-        self, parameter: Tensor, group: Group, master: Tensor, gradient: Tensor
+        self,
+        parameter: Tensor,
+        group: Group,
+        master: Tensor,
+        gradient: Tensor,
+        shared: SharedValues,
     ) -> None:
         """Update the whole ``master``, which is flat, in place."""
         values = self._shaped(master, parameter)
+        with self._lent(parameter, group, values, gradient, shared) as (whole, inner):
+            inner.step()
+            if whole.data_ptr() != values.data_ptr():  # the class has put another tensor there
+                values.copy_(whole.data)
+
+    @contextlib.contextmanager
+    def _lent(
+        self,
+        parameter: Tensor,
+        group: Group,
+        values: Tensor,
+        gradient: Tensor | None,
+        shared: SharedValues,
+    ) -> Iterator[_Owned]:
+        """Its inner optimizer has the parameter, its gradient, and what all of them share."""
         owned = self._owned.get(parameter)
         if owned is None:  # some classes make their state when constructed, from the values
             whole = torch.nn.Parameter(values)
             owned = self._owned[parameter] = _Owned(whole, self._inner_of(whole, group))
         whole, inner = owned
-        whole.data, whole.grad = values, self._shaped(gradient, parameter)
-        inner.param_groups[0].update(settings_of(group))
+        whole.data = values
+        whole.grad = None if gradient is None else self._shaped(gradient, parameter)
+        shared.give(inner, group)
         try:
-            inner.step()
-            if whole.data_ptr() != values.data_ptr():  # the class has put another tensor there
-                values.copy_(whole.data)
+            yield owned
         finally:
             whole.grad, whole.data = None, _without_memory(values)
+        shared.take(inner, group)
         self.state[parameter] = inner.state[whole]
 
     def _shaped(self, flat: Tensor, parameter: Tensor) -> Tensor:
@@ -139,7 +207,8 @@ class OwnedOptimizer(ShardedOptimizer):
 
     def stats(self) -> dict[str, int]:
         """See ``zero_ext.stats``."""
-        return {**super().stats(), **self._owners.stats()}
+        kept = {"bytes_owner_masters": self._masters.nbytes}
+        return {**super().stats(), **self._owners.stats(), **kept}
 
     # The state
 
@@ -151,7 +220,7 @@ class OwnedOptimizer(ShardedOptimizer):
         everything = self._owners.gather(mine)
         own = self.state
         whole = {p: everything[i] for p, i in places.items() if i in everything}
-        self.state = type(own)(dict, whole)
+        self.state = type(own)(dict, {**whole, **named_in(own)})
         try:
             return super().state_dict()
         finally:
@@ -199,6 +268,7 @@ class OwnedOptimizer(ShardedOptimizer):
     def _set_state_offloaded(self, offloaded: bool) -> None:
         super()._set_state_offloaded(offloaded)
         states = (inner.state[whole] for whole, inner in self._owned.values())
+        self._masters.forget()
         self._offloaded.set(offloaded, (value for state in states for value in state.values()))
 
 

@@ -85,13 +85,13 @@ class Owners:
         self._handle = handle
         self._element_bytes = element_bytes
         self._limit = owner_mb * 2**20 / element_bytes
-        self._group = None
+        self.group: dist.ProcessGroup | None = None  # of ranks that hold parts, or share the work
         if not handle.replicated:
-            self._group = handle.groups.mesh.get_group()
+            self.group = handle.groups.mesh.get_group()
         elif split_replicas and handle.groups.world > 1:
-            self._group = handle.groups.parent
-        self.rank = 0 if self._group is None else dist.get_rank(self._group)
-        world = 1 if self._group is None else dist.get_world_size(self._group)
+            self.group = handle.groups.parent
+        self.rank = 0 if self.group is None else dist.get_rank(self.group)
+        world = 1 if self.group is None else dist.get_world_size(self.group)
         self.loads = [0] * world  # the cost of what each rank owns
         self._owner: dict[Tensor, int] = {}
         self._planned: tuple[list[Tensor], list[Wave]] = ([], [])
@@ -124,7 +124,7 @@ class Owners:
         if len(before) != len(parameters) or not all(map(operator.is_, before, parameters)):
             owners = [self._owner[p] for p in parameters]
             numbers = owner_plan.waves([p.numel() for p in parameters], owners, self._limit)
-            waves = [self._wave([parameters[k] for k in of_wave]) for of_wave in numbers]
+            waves = [self.wave([parameters[k] for k in of_wave]) for of_wave in numbers]
             self._planned = list(parameters), waves
         return waves
 
@@ -137,7 +137,8 @@ class Owners:
             return _Part(parameter, 0, parameter.numel())
         return _Part(parameter, *self._bounds(parameter)[rank : rank + 2])
 
-    def _wave(self, parameters: list[Tensor]) -> Wave:
+    def wave(self, parameters: list[Tensor]) -> Wave:
+        """One of these parameters, however large it is."""
         owned: list[list[Tensor]] = [[] for _ in self.loads]
         for p in parameters:
             owned[self._owner[p]].append(p)
@@ -152,9 +153,22 @@ class Owners:
     def to_owners(self, wave: Wave, *values: Values) -> Callable[[], tuple[Values, ...]]:
         """Whole values, flat, of those parameters of ``wave`` that this rank owns. Collective.
 
+        They count as held until ``from_owners``.
+
         Args:
             values: This rank's parts, of shape [elements held] and one dtype.
         """
+        collected = self.collect(wave, *values)
+
+        def finish() -> tuple[Values, ...]:
+            whole = collected()
+            self._count(self._element_bytes * sum(p.numel() for p, *_ in wave.mine))
+            return whole
+
+        return finish
+
+    def collect(self, wave: Wave, *values: Values) -> Callable[[], tuple[Values, ...]]:
+        """As ``to_owners``, for the caller to keep."""
         like = values[0][wave.parameters[0]]
         near = [] if self._handle.replicated else wave.near
         away = [] if self._handle.replicated else wave.away
@@ -171,7 +185,6 @@ class Owners:
             pieces = arrive().split([part.numel for _, part in parts])
             for (each, part), piece in zip(parts, pieces, strict=True):
                 part.of(each[part.parameter]).copy_(piece)
-            self._count(self._element_bytes * sum(p.numel() for p, *_ in wave.mine))
             return whole
 
         return finish
@@ -182,6 +195,17 @@ class Owners:
         Args:
             like: Of their dtype and device.
         """
+        distributed = self.distribute(wave, whole, like)
+
+        def finish() -> Values:
+            parts = distributed()
+            self._count(-self._element_bytes * sum(p.numel() for p, *_ in wave.mine))
+            return parts
+
+        return finish
+
+    def distribute(self, wave: Wave, whole: Values, like: Tensor) -> Callable[[], Values]:
+        """As ``from_owners``, of values that ``collect`` collected."""
         sent = [[part.of(whole[part.parameter]) for part in of] for of in wave.near]
         arrive = self._exchange(like, sent, [_numels(of) for of in wave.away])
 
@@ -189,7 +213,6 @@ class Owners:
             away = [part for of in wave.away for part in of]
             pieces = arrive().split([part.numel for part in away])
             parts = {part.parameter: piece for part, piece in zip(away, pieces, strict=True)}
-            self._count(-self._element_bytes * sum(p.numel() for p, *_ in wave.mine))
             return parts | {part.parameter: part.of(whole[part.parameter]) for part in wave.mine}
 
         return finish
@@ -198,10 +221,10 @@ class Owners:
         self, like: Tensor, sent: list[list[Tensor]], numels: list[int]
     ) -> Callable[[], Tensor]:
         """Send each rank its tensors. What is returned has so many elements of each, flat."""
-        if self._group is None or not numels:
+        if self.group is None or not numels:
             return lambda: like.new_empty(0)
         block = torch.cat([like.new_empty(0), *(piece for of in sent for piece in of)])
-        wire = on_wire(block, self._group)
+        wire = on_wire(block, self.group)
         received = wire.new_empty(sum(numels))
         size = block.element_size()
         work = dist.all_to_all_single(
@@ -209,7 +232,7 @@ class Owners:
             wire.view(torch.uint8),
             [size * numel for numel in numels],
             [size * sum(piece.numel() for piece in of) for of in sent],
-            self._group,
+            self.group,
             async_op=True,
         )
         self._sent += block.nbytes
@@ -228,10 +251,10 @@ class Owners:
 
     def gather(self, mine: dict[int, dict]) -> dict[int, dict]:
         """What all owners have, of any kind. Collective."""
-        if self._group is None:
+        if self.group is None:
             return mine
         of_ranks: list = [None] * len(self.loads)
-        dist.all_gather_object(of_ranks, mine, self._group)
+        dist.all_gather_object(of_ranks, mine, self.group)
         return {key: value for each in of_ranks for key, value in each.items()}
 
 

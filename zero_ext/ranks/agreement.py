@@ -120,21 +120,26 @@ def check_same_on_all_ranks(
 
 
 @contextlib.contextmanager
-def all_or_none(groups: Groups, what: str) -> Iterator[None]:
+def all_or_none(groups: Groups, what: str) -> Iterator[dict[Any, bytes]]:
     """Raise on every rank if the body raised on one. Collective.
 
+    Yields:
+        A dict for what the body finds out. Afterwards it also has the entries of the other ranks
+        under keys that this rank did not set, those of the first such rank.
     Raises:
         RuntimeError: on the ranks where it did not, naming the first rank where it did.
     """
-    failure = None
+    failure, found = None, {}
     try:
-        yield
+        yield found
     except Exception as error:
         failure = error
     text = None if failure is None else f"{type(failure).__name__}: {failure}"
-    failures = of_all_ranks(text, groups, what) if groups.world > 1 else [text]
+    everyone = of_all_ranks((text, found), groups, what) if groups.world > 1 else [(text, found)]
     if failure is not None:
         raise failure
-    for rank, text in enumerate(failures):
+    for rank, (text, others) in enumerate(everyone):
         if text is not None:
             raise RuntimeError(f"{groups.where}{what}: rank {groups.global_ranks[rank]}: {text}")
+        for key, value in others.items():
+            found.setdefault(key, value)
