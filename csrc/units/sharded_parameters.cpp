@@ -104,15 +104,6 @@ void ShardedParameters::check(const char* verb) {
         parameter.tensor.device(), ", it was ", unit.dtype(), " ", at::IntArrayRef(spec.sizes),
         " on ", device, " when it was sharded. Move or cast the model before sharding it.");
   }
-  for (const std::vector<int64_t>& members : members_) {
-    const ShardedParameter& first = all_[members.front()];  // DDP takes all or none
-    TORCH_CHECK(!reduced_by_ddp(first.tensor),
-                where(context_.global_rank, units_[first.unit]->name()), verb,
-                ": DistributedDataParallel was put around parameters that are sharded, the"
-                " first is '",
-                first.name,
-                "'; each would lose the other's gradients. Use the module without DDP.");
-  }
   const std::vector<int64_t> replaced = repair_hooks();
   if (replaced.empty()) return;
   const ShardedParameter& first = all_[replaced.front()];

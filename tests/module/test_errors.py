@@ -31,8 +31,7 @@ from setups import (
 )
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import zero_ext
 from zero_ext.engine.registry import find
@@ -466,35 +465,6 @@ def test_copy_of_a_sharded_model_says_that_it_is_plain():
 # Models that are in other hands
 
 
-@pytest.mark.host
-@dist_test
-def test_model_wrapped_in_ddp_is_refused(group):
-    with pytest.raises(ValueError, match="wrapped in DistributedDataParallel"):
-        zero_ext.shard(DistributedDataParallel(MLP(), process_group=group))
-
-
-@pytest.mark.host
-@dist_test
-@both_ways
-def test_parameters_that_ddp_reduces_are_refused(way, group):
-    model = small_mlp()
-    _ddp = DistributedDataParallel(model, process_group=group)
-    with pytest.raises(ValueError, match="reduced by DistributedDataParallel already"):
-        way.optimizer(model, group)
-
-
-@pytest.mark.host
-@dist_test
-@both_ways
-def test_ddp_around_sharded_parameters_is_refused_by_the_first_backward(way, group, rank):
-    model = small_mlp()
-    optimizer = way.optimizer(model, group)
-    ddp = DistributedDataParallel(model, process_group=group)
-    with pytest.raises(RuntimeError, match="DistributedDataParallel was put around parameters"):
-        mean_square(ddp, rank_data((3, 5), rank)).backward()
-    optimizer.zero_grad()
-
-
 @dist_test
 @at_least_two_ranks
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
@@ -528,17 +498,6 @@ def test_a_parameter_that_one_rank_alone_thaws_is_told(mesh, rank):
         with pytest.raises(RuntimeError, match=r"'layers\.0\.weight' was frozen.*same places"):
             model(rank_data((3, 5), rank))
     gather_objects(rank)
-
-
-@pytest.mark.host
-@dist_test
-@both_ways
-@at_least_two_ranks
-@pytest.mark.usefixtures("no_stale_meshes")
-def test_parameters_that_fsdp_shards_are_refused(way, group):
-    model = fully_shard(small_mlp(), mesh=DeviceMesh.from_group(group, "cpu"))
-    with pytest.raises(TypeError, match=r"parameter '.*' is a DTensor: another library \(FSDP2"):
-        way.optimizer(model, group)
 
 
 @dist_test

@@ -132,10 +132,6 @@ _EMA = (
     "an average of weights reads parameters that stage 3 has released. Use zero_ext.EMA(module, "
     "decay), which averages the shards."
 )
-_DDP = (
-    "DistributedDataParallel was put around a module that is sharded with stage 3. Use the module "
-    "without DDP: its backward reduces the gradients."
-)
 _MOVED = (
     "{name}() of a module whose parameters stage 3 has released. Call it before zero_ext.shard()."
 )
@@ -222,8 +218,6 @@ def _of_caller(caller: _Caller, outer: list[_Caller]) -> str | None:
     module, name = caller.module, caller.name.rpartition(".")[2]
     if module == "torch._tensor_str":
         return _READ
-    if module == "torch.nn.parallel.distributed":
-        return _DDP
     if module == "torch.nn.modules.module" and name == "_apply":
         verbs = [c.name.rpartition(".")[2] for c in outer]
         return _MOVED.format(name=next(v for v in verbs if v not in ("_apply", "convert")))
