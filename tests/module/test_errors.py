@@ -32,6 +32,7 @@ from setups import (
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.nn.utils import prune
 
 import zero_ext
 from zero_ext.engine.registry import find
@@ -829,6 +830,74 @@ def test_a_submodule_replaced_after_sharding_is_refused_by_name(anywhere, stage)
     model(tokens).sum().backward()
     optimizer.step()
     assert model.stats()["steps"] == 1
+
+
+class Adapted(nn.Module):
+    """As LoRA has it, around a sharded layer."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base, self.down = base, nn.Linear(base.in_features, base.out_features)
+
+    def forward(self, x):
+        return self.base(x) + self.down(x)
+
+
+def add_parameter(model):
+    model[1].scale = nn.Parameter(torch.ones(1))
+
+
+def normalise_weight(model):
+    with model.summon_full_params():
+        nn.utils.parametrizations.weight_norm(model[1])
+
+
+def adapt(model):
+    model[1] = Adapted(model[1])
+
+
+ADDED = {
+    r"submodule '4' was added .*: '4\.weight'": lambda m: m.append(nn.Linear(5, 5)),
+    r"submodule '2' was replaced by another Linear .*: '2\.weight'": (
+        lambda m: m.__setitem__(2, nn.Linear(5, 5))  # where an Identity was
+    ),
+    r"submodule '1' was replaced by another Adapted .*: '1\.down\.weight'": adapt,
+    r"a parameter was added or parametrized .*: '1\.scale'": add_parameter,
+    r"added or parametrized .*: '1\.parametrizations\.weight\.original0'": normalise_weight,
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_added_after_sharding_is_refused_by_name(anywhere, stage):
+    def sharded():
+        model = nn.Sequential(
+            nn.Embedding(7, 5), nn.Linear(5, 5), nn.Identity(), nn.Linear(5, 5, bias=False)
+        )
+        return zero_ext.shard(
+            model, stage, mesh=anywhere, units=units, ignored_params=[model[3].weight]
+        )
+
+    units = nn.Linear if stage == 3 else None
+    tokens = torch.tensor([1, 6])
+    for message, add in ADDED.items():
+        model = sharded()
+        add(model)
+        with pytest.raises(RuntimeError, match=message):
+            model(tokens)
+        with torch.no_grad():
+            model(tokens)  # trains nothing
+    # These train nothing of their own, or what the caller trains.
+    model = sharded()
+    model.append(nn.Linear(5, 5).requires_grad_(False))
+    model[3] = nn.Linear(5, 5, bias=False)  # where ignored parameters were
+    with model.summon_full_params():
+        prune.random_unstructured(model[1], "weight", 0.5)
+    model(tokens).sum().backward()
+    if stage < 3:
+        optimizer = zero_ext.optim.SGD([p for p in model.parameters() if find(p) is not None], lr=1)
+        model.append(nn.Linear(5, 5))
+        optimizer.add_param_group({"params": model[5].parameters()})
+        model(tokens).sum().backward()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

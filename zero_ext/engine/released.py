@@ -119,6 +119,9 @@ def _begin_of_message(callers: list[_Caller]) -> str | None:
 _PLAIN = nn.Parameter.__torch_dispatch__
 _RELEASED = "the parameters of this unit are released"
 _TRACERS = ("torch._dynamo", "torch._subclasses", "torch._functorch", "torch.fx", "torch.export")
+_PARAMETRIZING = tuple(
+    f"torch.nn.utils.{name}" for name in ("parametriz", "weight_norm", "spectral_norm", "prune")
+)
 _AVERAGE = re.compile(
     r"(^|[._a-z])(EMA|Ema)([A-Z_.]|$)|(^|[._])ema([_.]|$)|[Mm]oving_?[Aa]verage|[Mm]omentum"
     r"|[Pp]olyak|update_(target|teacher)"
@@ -221,6 +224,9 @@ def _of_caller(caller: _Caller, outer: list[_Caller]) -> str | None:
     if module == "torch.nn.modules.module" and name == "_apply":
         verbs = [c.name.rpartition(".")[2] for c in outer]
         return _MOVED.format(name=next(v for v in verbs if v not in ("_apply", "convert")))
+    if module.startswith(_PARAMETRIZING):
+        verbs = [c.name.rpartition(".")[2] for c in outer if c.module.startswith(_PARAMETRIZING)]
+        return _MOVED.format(name=verbs[-1])
     if module == "copy":
         return _DEEPCOPY
     if module.startswith(("torch.serialization", "safetensors")) or name == "save_pretrained":
