@@ -920,6 +920,24 @@ def test_a_parameter_resized_after_sharding_gets_one_message(anywhere, stage):
                 zero_ext.optim.AdamW(model.parameters())
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_data_of_another_dtype_is_refused_by_the_forward(anywhere, stage):
+    """Before a layer sees it, whose own message names no parameter."""
+    for dtype, other, name in (
+        (torch.bfloat16, torch.float32, "1.weight"),
+        (torch.float32, torch.bfloat16, "0.weight"),
+        (torch.float16, torch.float64, "1.bias"),
+    ):
+        model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 13)).to(dtype)
+        zero_ext.shard(model, stage, mesh=anywhere)
+        parameter = model.get_parameter(name)
+        parameter.data = torch.zeros(parameter.shape, dtype=other)
+        kinds = {torch.float32: "Float", torch.float16: "Half", torch.float64: "Double"}
+        found = kinds.get(other, "BFloat16")
+        with pytest.raises(RuntimeError, match=rf"forward: parameter '{name}' is {found} .*cast"):
+            model(torch.ones(2, 7, dtype=dtype))
+
+
 # Gradients and parameters of another kind
 
 
