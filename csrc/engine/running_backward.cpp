@@ -61,6 +61,8 @@ std::vector<int64_t> RunningBackward::before_forward() {
   std::vector<int64_t> unfrozen = unfrozen_among(parameters_);
   if (!unfrozen.empty() || open()) return unfrozen;
   check_sizes(parameters_, context_, "forward");
+  // Without gradients a model that was cast may be evaluated.
+  if (at::GradMode::is_enabled()) check_kinds(parameters_, context_, "forward");
   // A gradient beside the published ones may be of a backward that was not seen. The next backward
   // raises an error for it.
   if (!published_.has_foreign()) parameters_.repair_hooks();

@@ -90,29 +90,25 @@ void check_sizes(const ShardedParameters& parameters, const UnitContext& context
   }
 }
 
-void ShardedParameters::check(const char* verb) {
-  check_sizes(*this, context_, verb);
-  const c10::Device device = context_.compute.device();
-  for (const ShardedParameter& parameter : all_) {
+void check_kinds(const ShardedParameters& parameters, const UnitContext& context,
+                 const char* verb) {
+  const c10::Device device = context.compute.device();
+  for (const ShardedParameter& parameter : parameters) {
     if (!parameter.managed()) continue;
-    const Unit& unit = *units_[parameter.unit];
+    const Unit& unit = parameters.unit(parameter.unit);
     const SlotSpec& spec = unit.layout().slot(parameter.slot).spec;
     TORCH_CHECK(
         parameter.tensor.scalar_type() == unit.dtype() && parameter.tensor.device() == device,
-        where(context_.global_rank, unit.name()), verb, ": parameter '", parameter.name, "' is ",
+        where(context.global_rank, unit.name()), verb, ": parameter '", parameter.name, "' is ",
         parameter.tensor.scalar_type(), " ", parameter.tensor.sizes(), " on ",
         parameter.tensor.device(), ", it was ", unit.dtype(), " ", at::IntArrayRef(spec.sizes),
         " on ", device, " when it was sharded. Move or cast the model before sharding it.");
   }
-  for (const std::vector<int64_t>& members : members_) {
-    const ShardedParameter& first = all_[members.front()];  // DDP takes all or none
-    TORCH_CHECK(!reduced_by_ddp(first.tensor),
-                where(context_.global_rank, units_[first.unit]->name()), verb,
-                ": DistributedDataParallel was put around parameters that are sharded, the"
-                " first is '",
-                first.name,
-                "'; each would lose the other's gradients. Use the module without DDP.");
-  }
+}
+
+void ShardedParameters::check(const char* verb) {
+  check_sizes(*this, context_, verb);
+  check_kinds(*this, context_, verb);
   const std::vector<int64_t> replaced = repair_hooks();
   if (replaced.empty()) return;
   const ShardedParameter& first = all_[replaced.front()];

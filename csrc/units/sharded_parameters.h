@@ -79,9 +79,8 @@ class ShardedParameters {
   void for_each_summed_run(const std::vector<int64_t>& indices,
                            const std::function<void(GradientSums&, const Run&)>& apply) const;
 
-  // Raises if a parameter has another size, dtype or device than when it was sharded, if DDP
-  // reduces it as well, or if autograd has replaced a node, so that gradients were not seen.
-  // `verb`: for the message.
+  // Raises if a parameter has another size, dtype or device than when it was sharded, or if
+  // autograd has replaced a node, so that gradients were not seen. `verb`: for the message.
   void check(const char* verb);
   // Hooks the nodes that autograd has replaced. Returns their parameters.
   std::vector<int64_t> repair_hooks();
@@ -109,5 +108,7 @@ class ShardedParameters {
 std::vector<int64_t> unfrozen_among(const ShardedParameters& parameters);
 // Raises if a parameter has another number of elements than when it was sharded.
 void check_sizes(const ShardedParameters& parameters, const UnitContext& context, const char* verb);
+// Raises if a parameter has another dtype or device than when it was sharded.
+void check_kinds(const ShardedParameters& parameters, const UnitContext& context, const char* verb);
 
 }  // namespace zero_ext

@@ -10,7 +10,6 @@ import torch
 from harness import mean_square, rank_data
 from torch import nn
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import zero_ext
@@ -104,7 +103,6 @@ MISTAKES = {
     ),
     "half": (lambda m: m.half(), r"half\(\) of a module .*before zero_ext\.shard\(\)", None),
     "to": (lambda m: m.last.to(torch.float64), r"\bto\(\) of a module .*before zero_ext", None),
-    "ddp": (DistributedDataParallel, r"Use the module without DDP", None),
     "deepcopy": (copy.deepcopy, DEEPCOPY, None),
     "deepcopy of a child": (lambda m: copy.deepcopy(m.last), DEEPCOPY, None),
     "deepcopy of a list": (lambda m: copy.deepcopy(list(m.parameters())), DEEPCOPY, None),

@@ -31,8 +31,8 @@ from setups import (
 )
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.nn.utils import prune
 
 import zero_ext
 from zero_ext.engine.registry import find
@@ -466,35 +466,6 @@ def test_copy_of_a_sharded_model_says_that_it_is_plain():
 # Models that are in other hands
 
 
-@pytest.mark.host
-@dist_test
-def test_model_wrapped_in_ddp_is_refused(group):
-    with pytest.raises(ValueError, match="wrapped in DistributedDataParallel"):
-        zero_ext.shard(DistributedDataParallel(MLP(), process_group=group))
-
-
-@pytest.mark.host
-@dist_test
-@both_ways
-def test_parameters_that_ddp_reduces_are_refused(way, group):
-    model = small_mlp()
-    _ddp = DistributedDataParallel(model, process_group=group)
-    with pytest.raises(ValueError, match="reduced by DistributedDataParallel already"):
-        way.optimizer(model, group)
-
-
-@pytest.mark.host
-@dist_test
-@both_ways
-def test_ddp_around_sharded_parameters_is_refused_by_the_first_backward(way, group, rank):
-    model = small_mlp()
-    optimizer = way.optimizer(model, group)
-    ddp = DistributedDataParallel(model, process_group=group)
-    with pytest.raises(RuntimeError, match="DistributedDataParallel was put around parameters"):
-        mean_square(ddp, rank_data((3, 5), rank)).backward()
-    optimizer.zero_grad()
-
-
 @dist_test
 @at_least_two_ranks
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
@@ -528,17 +499,6 @@ def test_a_parameter_that_one_rank_alone_thaws_is_told(mesh, rank):
         with pytest.raises(RuntimeError, match=r"'layers\.0\.weight' was frozen.*same places"):
             model(rank_data((3, 5), rank))
     gather_objects(rank)
-
-
-@pytest.mark.host
-@dist_test
-@both_ways
-@at_least_two_ranks
-@pytest.mark.usefixtures("no_stale_meshes")
-def test_parameters_that_fsdp_shards_are_refused(way, group):
-    model = fully_shard(small_mlp(), mesh=DeviceMesh.from_group(group, "cpu"))
-    with pytest.raises(TypeError, match=r"parameter '.*' is a DTensor: another library \(FSDP2"):
-        way.optimizer(model, group)
 
 
 @dist_test
@@ -872,6 +832,74 @@ def test_a_submodule_replaced_after_sharding_is_refused_by_name(anywhere, stage)
     assert model.stats()["steps"] == 1
 
 
+class Adapted(nn.Module):
+    """As LoRA has it, around a sharded layer."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base, self.down = base, nn.Linear(base.in_features, base.out_features)
+
+    def forward(self, x):
+        return self.base(x) + self.down(x)
+
+
+def add_parameter(model):
+    model[1].scale = nn.Parameter(torch.ones(1))
+
+
+def normalise_weight(model):
+    with model.summon_full_params():
+        nn.utils.parametrizations.weight_norm(model[1])
+
+
+def adapt(model):
+    model[1] = Adapted(model[1])
+
+
+ADDED = {
+    r"submodule '4' was added .*: '4\.weight'": lambda m: m.append(nn.Linear(5, 5)),
+    r"submodule '2' was replaced by another Linear .*: '2\.weight'": (
+        lambda m: m.__setitem__(2, nn.Linear(5, 5))  # where an Identity was
+    ),
+    r"submodule '1' was replaced by another Adapted .*: '1\.down\.weight'": adapt,
+    r"a parameter was added or parametrized .*: '1\.scale'": add_parameter,
+    r"added or parametrized .*: '1\.parametrizations\.weight\.original0'": normalise_weight,
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_added_after_sharding_is_refused_by_name(anywhere, stage):
+    def sharded():
+        model = nn.Sequential(
+            nn.Embedding(7, 5), nn.Linear(5, 5), nn.Identity(), nn.Linear(5, 5, bias=False)
+        )
+        return zero_ext.shard(
+            model, stage, mesh=anywhere, units=units, ignored_params=[model[3].weight]
+        )
+
+    units = nn.Linear if stage == 3 else None
+    tokens = torch.tensor([1, 6])
+    for message, add in ADDED.items():
+        model = sharded()
+        add(model)
+        with pytest.raises(RuntimeError, match=message):
+            model(tokens)
+        with torch.no_grad():
+            model(tokens)  # trains nothing
+    # These train nothing of their own, or what the caller trains.
+    model = sharded()
+    model.append(nn.Linear(5, 5).requires_grad_(False))
+    model[3] = nn.Linear(5, 5, bias=False)  # where ignored parameters were
+    with model.summon_full_params():
+        prune.random_unstructured(model[1], "weight", 0.5)
+    model(tokens).sum().backward()
+    if stage < 3:
+        optimizer = zero_ext.optim.SGD([p for p in model.parameters() if find(p) is not None], lr=1)
+        model.append(nn.Linear(5, 5))
+        optimizer.add_param_group({"params": model[5].parameters()})
+        model(tokens).sum().backward()
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_parameter_resized_after_sharding_gets_one_message(anywhere, stage):
     tokens = torch.tensor([1, 6])
@@ -890,6 +918,24 @@ def test_a_parameter_resized_after_sharding_gets_one_message(anywhere, stage):
                 optimizer.step()
             else:
                 zero_ext.optim.AdamW(model.parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_data_of_another_dtype_is_refused_by_the_forward(anywhere, stage):
+    """Before a layer sees it, whose own message names no parameter."""
+    for dtype, other, name in (
+        (torch.bfloat16, torch.float32, "1.weight"),
+        (torch.float32, torch.bfloat16, "0.weight"),
+        (torch.float16, torch.float64, "1.bias"),
+    ):
+        model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 13)).to(dtype)
+        zero_ext.shard(model, stage, mesh=anywhere)
+        parameter = model.get_parameter(name)
+        parameter.data = torch.zeros(parameter.shape, dtype=other)
+        kinds = {torch.float32: "Float", torch.float16: "Half", torch.float64: "Double"}
+        found = kinds.get(other, "BFloat16")
+        with pytest.raises(RuntimeError, match=rf"forward: parameter '{name}' is {found} .*cast"):
+            model(torch.ones(2, 7, dtype=dtype))
 
 
 # Gradients and parameters of another kind

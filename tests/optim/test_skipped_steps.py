@@ -13,7 +13,7 @@ from zero_ext.optim import verdicts
 def _skip(module, optimizer, factor: float) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        (module(torch.ones(2, 83)).sum() * factor).backward()
+        (module(torch.ones(2, 83, dtype=module.weight.dtype)).sum() * factor).backward()
         optimizer.step()
         _ = optimizer.skipped_steps  # a device tells it late
         optimizer.zero_grad()
@@ -31,10 +31,12 @@ def test_warnings_get_rare_and_begin_anew_after_a_step(team):
     assert optimizer.skipped_steps == 18
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_parameter_that_is_not_finite_is_named_and_ends_at_a_limit(team, bad, monkeypatch):
+def test_a_parameter_that_is_not_finite_is_named_and_ends_at_a_limit(team, bad, dtype, monkeypatch):
+    """In half precision it is found beside its finite master."""
     monkeypatch.setattr(verdicts, "MAX_SKIPPED_IN_A_ROW", 3)
-    module = nn.Linear(83, 13)
+    module = nn.Linear(83, 13, dtype=dtype)
     optimizer = zero_ext.optim.AdamW(module.named_parameters(), process_group=team.group)
     with torch.no_grad():
         module.weight.fill_(bad)

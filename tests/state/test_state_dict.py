@@ -447,6 +447,14 @@ def test_a_copy_of_a_gathered_module_is_a_plain_one(mesh, rank, how):
     assert_released(again)
 
 
-def test_a_shard_cannot_be_pickled(mesh):
-    with pytest.raises(RuntimeError, match="cannot be pickled: this rank holds only a slice"):
-        torch.save(sharded(mesh).state_dict(), io.BytesIO())
+def test_a_shard_cannot_be_pickled(mesh, rank):
+    """Parameters and optimizer states: the remedy fits both."""
+    model = sharded(mesh)
+    optimizer = zero_ext.optim.AdamW(model.parameters())
+    mean_square(model, train_batch(rank)).backward()
+    optimizer.step()
+    message = r"this rank holds only a slice\. On all ranks, save with zero_ext\.checkpoint\.save"
+    for state in (model.state_dict(), optimizer.state_dict()):
+        with pytest.raises(RuntimeError, match=message) as error:
+            torch.save(state, io.BytesIO())
+        assert "summon_full_params" not in str(error.value)

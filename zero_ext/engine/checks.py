@@ -97,6 +97,11 @@ def _check_alone(groups: Groups, name: str, parameter: Tensor, meta_allowed: boo
             f"{where} is a DTensor: another library (FSDP2, tensor parallelism) shards it already. "
             "Pass a plain module, before fully_shard()."
         )
+    if getattr(parameter, "_fsdp_flattened", False):
+        raise TypeError(
+            f"{where} is flattened by FullyShardedDataParallel, which shards it already. Pass a "
+            "plain module, before FullyShardedDataParallel()."
+        )
     if isinstance(parameter, UninitializedParameter):
         raise ValueError(
             f"{where} has no shape yet. Run a forward of its lazy module before sharding it."

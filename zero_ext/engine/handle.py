@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero_ext.engine import checks, clipping  # noqa: F401 (which changes torch's clipping)
+from zero_ext.engine import (
+    checks,
+    clipping,  # noqa: F401 (which changes torch's clipping)
+    other_wrappers,  # noqa: F401 (which watches torch's wrappers)
+)
 from zero_ext.engine.host_gradient import HostGradient
 from zero_ext.engine.inner_modules import InnerModules
 from zero_ext.engine.meta import MetaModules

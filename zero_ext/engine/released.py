@@ -119,6 +119,9 @@ def _begin_of_message(callers: list[_Caller]) -> str | None:
 _PLAIN = nn.Parameter.__torch_dispatch__
 _RELEASED = "the parameters of this unit are released"
 _TRACERS = ("torch._dynamo", "torch._subclasses", "torch._functorch", "torch.fx", "torch.export")
+_PARAMETRIZING = tuple(
+    f"torch.nn.utils.{name}" for name in ("parametriz", "weight_norm", "spectral_norm", "prune")
+)
 _AVERAGE = re.compile(
     r"(^|[._a-z])(EMA|Ema)([A-Z_.]|$)|(^|[._])ema([_.]|$)|[Mm]oving_?[Aa]verage|[Mm]omentum"
     r"|[Pp]olyak|update_(target|teacher)"
@@ -131,10 +134,6 @@ _LOSS_OPERATOR = re.compile(r"(sum|mean|mul|pow|square|abs|add|sub|dot|matmul|mm
 _EMA = (
     "an average of weights reads parameters that stage 3 has released. Use zero_ext.EMA(module, "
     "decay), which averages the shards."
-)
-_DDP = (
-    "DistributedDataParallel was put around a module that is sharded with stage 3. Use the module "
-    "without DDP: its backward reduces the gradients."
 )
 _MOVED = (
     "{name}() of a module whose parameters stage 3 has released. Call it before zero_ext.shard()."
@@ -222,11 +221,12 @@ def _of_caller(caller: _Caller, outer: list[_Caller]) -> str | None:
     module, name = caller.module, caller.name.rpartition(".")[2]
     if module == "torch._tensor_str":
         return _READ
-    if module == "torch.nn.parallel.distributed":
-        return _DDP
     if module == "torch.nn.modules.module" and name == "_apply":
         verbs = [c.name.rpartition(".")[2] for c in outer]
         return _MOVED.format(name=next(v for v in verbs if v not in ("_apply", "convert")))
+    if module.startswith(_PARAMETRIZING):
+        verbs = [c.name.rpartition(".")[2] for c in outer if c.module.startswith(_PARAMETRIZING)]
+        return _MOVED.format(name=verbs[-1])
     if module == "copy":
         return _DEEPCOPY
     if module.startswith(("torch.serialization", "safetensors")) or name == "save_pretrained":

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zero_ext.engine.carried import Carried, CarriedMethod
 from zero_ext.engine.handle import Handle
-from zero_ext.module.places import Place, children_of, is_sharded_by, places_of
+from zero_ext.engine.registry import find
+from zero_ext.module.places import Place, children_of, owners_of, places_of
 
 
 class ForwardHooks(Carried):
@@ -23,10 +24,13 @@ class ForwardHooks(Carried):
         self._handle: Handle | None = handle
         self._mp_policy = mp_policy
         self._places = places_of(module, handle)
+        self._owners = owners_of(self._places)
         self._children = children_of(module, handle)
+        named = module.named_parameters()
+        self._ignored = {name for name, p in named if p.requires_grad and find(p) is None}
 
     def _in_a_copy(self) -> dict[str, Any]:
-        return {"_handle": None, "_mp_policy": None, "_places": (), "_children": ()}
+        return {"_handle": None, "_mp_policy": None, "_places": (), "_owners": (), "_children": ()}
 
     def attach(self, module: nn.Module) -> None:
         before = CarriedMethod(self.before_forward)
@@ -44,6 +48,10 @@ class ForwardHooks(Carried):
                 found = None
             if found is not parameter:
                 self._refuse_another(place, found)
+        for prefix, parameters, count in self._owners:
+            if len(parameters) != count and torch.is_grad_enabled():
+                what = "a parameter was added or parametrized"
+                self._refuse_new(what, prefix, module.get_submodule(prefix))
         for _, modules, kept in self._children:
             if modules != kept:  # one call for all of them: modules are compared by identity
                 self._refuse_other_modules()
@@ -75,23 +83,24 @@ class ForwardHooks(Carried):
         )
 
     def _refuse_other_modules(self) -> None:
-        """Raise if a module that was put in another's place would not be trained. One that wraps
-        sharded parameters is welcome, and so is one whose parameters an optimizer has added."""
         for prefix, modules, kept in self._children if torch.is_grad_enabled() else ():
-            for key, before in kept.items():
-                found = modules.get(key)
-                if before is None or found is None or found is before:
+            for key, found in modules.items():
+                before = kept.get(key)
+                if found is None or found is before:
                     continue
-                if any(is_sharded_by(self._handle, p) for p in before.parameters()):
-                    self._refuse_another_module(prefix + key, found)
+                another = f"was replaced by another {type(found).__name__}"
+                what = f"submodule '{prefix}{key}' {'was added' if before is None else another}"
+                self._refuse_new(what, prefix + key, found)
 
-    def _refuse_another_module(self, place: str, found: nn.Module) -> None:
-        for name, parameter in found.named_parameters():
-            if parameter.requires_grad and not is_sharded_by(self._handle, parameter):
+    def _refuse_new(self, what: str, place: str, module: nn.Module) -> None:
+        """Raise if a parameter of ``module`` would not be trained. One that wraps sharded ones is
+        welcome, and so is one whose parameters an optimizer has added. What stands where ignored
+        parameters stood is the caller's."""
+        for name, parameter in module.named_parameters(place):
+            if parameter.requires_grad and find(parameter) is None and name not in self._ignored:
                 raise RuntimeError(
-                    f"{self._handle.groups.where}submodule '{place}' was replaced by another "
-                    f"{type(found).__name__} after it was sharded: its parameter '{name}' would be "
-                    "neither reduced nor stepped. Replace it before sharding."
+                    f"{self._handle.groups.where}{what} after the module was sharded: '{name}' "
+                    "would be neither reduced nor stepped. Do it before sharding."
                 )
 
 

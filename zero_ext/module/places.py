@@ -1,5 +1,6 @@
 """Where a sharded module keeps its parameters."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,14 @@ class Place(NamedTuple):
     parameters: dict[str, nn.Parameter | None]  # of the submodule
     key: str
     parameter: nn.Parameter
+
+
+class Owner(NamedTuple):
+    """A submodule with sharded parameters of its own."""
+
+    name: str
+    parameters: dict[str, nn.Parameter | None]
+    count: int  # of ``parameters``
 
 
 class Children(NamedTuple):
@@ -38,6 +47,16 @@ def places_of(module: nn.Module, handle: Handle) -> list[Place]:
         for key, parameter in owner._parameters.items()
         if parameter is not None and is_sharded_by(handle, parameter)
     ]
+
+
+def owners_of(places: Iterable[Place]) -> list[Owner]:
+    owners = {
+        id(place.parameters): Owner(
+            place.name.rpartition(".")[0], place.parameters, len(place.parameters)
+        )
+        for place in places
+    }
+    return list(owners.values())
 
 
 def children_of(module: nn.Module, handle: Handle) -> list[Children]:

@@ -8,13 +8,13 @@ from typing import TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from zero_ext.engine.checks import check_buffers, check_module, stays_whole
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.meta import MetaModules
 from zero_ext.engine.options import ShardingOptions
+from zero_ext.engine.other_wrappers import claim, refuse_wrapped
 from zero_ext.engine.units import Choice, cut_by_module, modules_of_units, used_several_times
 from zero_ext.module.forward_hooks import ForwardHooks, cast_inputs, input_dtype
 from zero_ext.module.methods import ShardedMethods, refuse_taken_names
@@ -159,14 +159,9 @@ def shard(
 
 
 def _check_module(module: nn.Module) -> None:
-    if isinstance(module, DistributedDataParallel):
-        raise ValueError(
-            "zero_ext: the module is wrapped in DistributedDataParallel, which reduces its "
-            "gradients already. Shard the plain module instead (ddp.module, before wrapping)."
-        )
     check_module(module, "shard()")
-    if not isinstance(module, FSDPModule):  # which is rejected for its parameters
-        refuse_taken_names(module)
+    refuse_wrapped(module)
+    refuse_taken_names(module)
 
 
 def _checked_policy(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
@@ -266,6 +261,7 @@ def _attach(
 ) -> None:
     """Give the module and its ``units`` hooks and methods. Those that come last run first."""
     handle.watch_modules()
+    claim(module, handle)
     if (dtype := input_dtype(policy)) is not None:
         cast_inputs(units, dtype)
     forward_hooks = ForwardHooks(module, handle, policy)

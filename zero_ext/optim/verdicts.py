@@ -88,10 +88,11 @@ class SkippedSteps:
 
 
 def _nonfinite_parameter(optimizer: "ShardedOptimizer") -> str | None:
-    """The name of the first parameter whose master is not finite in this rank's part."""
+    """The name of the first parameter that is not finite in this rank's part: its master, or what
+    was written to it since the last step."""
     engine = optimizer._handle.engine
     for i in optimizer._sharded_state.indices:
-        if engine.unit_of(i) >= 0 and not engine.master_slice(i).isfinite().all():
+        if engine.unit_of(i) >= 0 and not engine.current_master(i).isfinite().all():
             return engine.parameter_name(i)
     return None
 

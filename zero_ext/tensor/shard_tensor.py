@@ -151,8 +151,7 @@ class ShardTensor(DTensor):
         raise RuntimeError(
             f"zero_ext: a ShardTensor of shape {tuple(self.shape)} cannot be pickled: this rank "
             "holds only a slice. On all ranks, save with zero_ext.checkpoint.save(path, model, "
-            "optimizer), or torch.save what state_dict() gives inside "
-            "model.summon_full_params(writeback=False), or pickle shard.full_tensor()."
+            "optimizer), or pickle shard.full_tensor()."
         )
 
     def data_ptr(self) -> int:
