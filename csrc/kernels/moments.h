@@ -16,6 +16,11 @@
 // operations on a float's bits. bitsandbytes has powers of 10, with a table for one way and a
 // search for the other: by arithmetic an update with them takes a third longer.
 //
+// Both ways are half of an update's operations, so each is worth saving. The middle of a cell is an
+// odd number of half cells, from 3 on. Floats from 2 on have the same first bit of the exponent. So
+// one mask takes the range away from the place, and the last bit of the end's place, which makes it
+// the end.
+//
 // The scale is that moment of the block that is largest in magnitude, so that it keeps all bits. Of
 // the signed multiples only -1 is an end, so there the scale has the other sign. What is read from
 // a block and written again gives the same codes and the same scale.
@@ -54,71 +59,77 @@ ZERO_EXT_EVERYWHERE float float_of(int32_t bits) {
 
 // Comparing as integers orders positive floats, and puts NaN last.
 ZERO_EXT_EVERYWHERE int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
-ZERO_EXT_EVERYWHERE int32_t greatest(int32_t a, int32_t b) { return a > b ? a : b; }
-
-// The multiple in the middle of a cell, or at the end. Exact. `number`: of the cell, an integer.
-// `first_range`: in the cell's exponent.
-template <int first_range>
-ZERO_EXT_EVERYWHERE float multiple_of_cell(float number) {
-  const int32_t place = integer_of(number + 0.5F);
-  const float within = float_of((place & 0x007FFFFF) | 0x3F800000);  // [1, 2) in each range
-  // From [1/16, 1) on in the last range. The exponents' sum wraps around.
-  constexpr float kUnit = first_range == 0 ? 0x1p-20F : 0x1p-24F;
-  const auto value =
-      static_cast<uint32_t>(integer_of(fmaf(0.9375F * kUnit, within, -0.875F * kUnit)));
-  const uint32_t range = static_cast<uint32_t>(place) >> 23 << 25;
-  return float_of(least(static_cast<int32_t>(value + range), 0x3F800000));
+template <class T>
+ZERO_EXT_EVERYWHERE T greatest(T a, T b) {
+  return a > b ? a : b;
 }
 
-// A code stands for a multiple of the scale. Cell 0 is zero.
+// The bits of the multiple at a place, which is counted in half cells. Exact. Negative where the
+// place is below 2.
+template <bool is_signed>
+ZERO_EXT_EVERYWHERE int32_t multiple_at(float place) {
+  constexpr int32_t kMask = is_signed ? 0x407F0000 : 0x407F8000;
+  const float within = float_of(integer_of(place) & kMask);  // [2, 4) in each range
+  // From [1/16, 1) on in the last range. The exponents' sum wraps around.
+  constexpr float kUnit = is_signed ? 0x1p-25F : 0x1p-29F;
+  const auto value =
+      static_cast<uint32_t>(integer_of(fmaf(0.9375F * kUnit, within, -1.75F * kUnit)));
+  const uint32_t range = static_cast<uint32_t>(integer_of(place)) >> 23 << 25;
+  return static_cast<int32_t>(value + range);
+}
+
+// A code stands for a multiple of the scale. Code 0 is zero.
 ZERO_EXT_EVERYWHERE float signed_multiple(int32_t code) {
   const auto number = static_cast<float>(code);
-  const float magnitude = float_of(integer_of(number) & INT32_MAX);
-  const int32_t is_zero = (magnitude == 0 ? -1 : 0);
   const int32_t sign = integer_of(number) & INT32_MIN;
-  return float_of((integer_of(multiple_of_cell<0>(magnitude)) & ~is_zero) | sign);
+  const float place = fmaf(2.0F, number, float_of(sign | 0x3F800000));
+  return float_of(greatest(multiple_at<true>(place), 0) | sign);
 }
 
 ZERO_EXT_EVERYWHERE float unsigned_multiple(int32_t code) {
-  const float multiple = multiple_of_cell<1>(static_cast<float>(code + 1));
-  return float_of(integer_of(multiple) & -code >> 31);
+  const auto number = static_cast<float>(code);
+  const int32_t is_zero = number == 0 ? -1 : 0;
+  return float_of(multiple_at<false>(fmaf(2.0F, number, 3.0F)) & ~is_zero);
 }
 
-// The cell of half of `doubled`, and how far into it: at least 0.
-ZERO_EXT_EVERYWHERE float place_of(float doubled) {
-  const int32_t bits = least(integer_of(doubled) & INT32_MAX, 0x40200000);
-  const float within = float_of((bits & 0x01FFFFFF) | (31 << 25));  // [1/8, 2) in each range
+// The bits of half of `doubled` in cells: its cell, and how far into it. At least 0.
+ZERO_EXT_EVERYWHERE int32_t cells_of(int32_t doubled) {
+  const float within = float_of((doubled & 0x01FFFFFF) | (31 << 25));  // [1/8, 2) in each range
   constexpr float kUnit = 0x1p-25F;
-  const int32_t place = integer_of(fmaf(8 * kUnit / 15, within, 14 * kUnit / 15));
-  return float_of(place + ((bits >> 2) & 0x7F800000));
+  const int32_t cells = integer_of(fmaf(8 * kUnit / 15, within, 14 * kUnit / 15));
+  return cells + static_cast<int32_t>(static_cast<uint32_t>(doubled) >> 2 & 0x1F800000);
 }
 
-// The code of half of `doubled`.
+// The code of half of `doubled`, which is finite.
 template <class Code>
 ZERO_EXT_EVERYWHERE int32_t code_of(float doubled) {
-  const float place = place_of(doubled);
   if constexpr (std::is_signed_v<Code>) {
-    const int32_t sign = integer_of(doubled) & INT32_MIN;
-    return least(static_cast<int32_t>(float_of(integer_of(place) | sign)), 127);
+    const int32_t bits = least(integer_of(doubled), 0x3FFEB852);  // 1.99, in the last cell
+    return static_cast<int32_t>(float_of(cells_of(bits) | (bits & INT32_MIN)));
   } else {
-    return static_cast<int32_t>(fmaf(2.0F, place, -1.0F));
+    return static_cast<int32_t>(fmaf(2.0F, float_of(cells_of(integer_of(doubled))), -1.0F));
   }
 }
 
-// The scale of a block whose largest positive element and largest negative one, its sign changed,
-// have these bits, or 0 where there is none. A block that is smaller than 2^-96 becomes zero, so
-// that no multiple is subnormal. One with NaN or infinity becomes NaN.
-ZERO_EXT_EVERYWHERE float scale_of(int32_t positive, int32_t negative, bool is_signed) {
-  const int32_t largest = greatest(positive, negative);
+// The scale of a block. `low`: the greatest of its elements' bits as unsigned integers, which puts
+// negative elements last. `high`: the greatest of them as signed integers and of 0; only of a
+// signed moment. A block that is smaller than 2^-96 becomes zero, so that no multiple is subnormal.
+// One with NaN or infinity becomes NaN.
+ZERO_EXT_EVERYWHERE float scale_of(int32_t high, uint32_t low, bool is_signed) {
+  const auto magnitude = static_cast<int32_t>(low & INT32_MAX);
+  const int32_t largest = greatest(high, magnitude);
   if (largest >= 0x7F800000) return float_of(0x7FC00000);
   if (largest < (31 << 23)) return 0;
-  return is_signed && positive >= negative ? -float_of(largest) : float_of(largest);
+  return is_signed && high >= magnitude ? -float_of(largest) : float_of(largest);
 }
+
+// Whether the elements of a block with this scale are coded. All codes of a block of NaN are 0.
+ZERO_EXT_EVERYWHERE bool is_coded(float scale) { return scale == scale; }
 
 // What a block's elements are multiplied by before they are coded. A bit more than the reciprocal,
 // so that the largest element reaches the end.
 ZERO_EXT_EVERYWHERE float reciprocal_of(float scale) {
-  return scale == 0 ? 0 : (2 + 0x1p-19F) / scale;
+  return scale == 0 || !is_coded(scale) ? 0 : (2 + 0x1p-19F) / scale;
 }
 
 // bf16 of `value`, rounded up with the probability of what is cut off, by random bits that are a

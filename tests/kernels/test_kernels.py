@@ -373,6 +373,29 @@ def test_adamw_stores_its_moments_as_plain_torch_does(instruction_set, form, num
             assert torch.equal(state["scales"][k], moment.scales[:blocks])
 
 
+@pytest.mark.parametrize("bad", [math.nan, -math.nan, math.inf, -math.inf])
+def test_a_block_whose_gradient_is_not_finite_has_codes_of_zero(instruction_set, bad):
+    """Its other parameters, and all other blocks, are updated as without it."""
+    grad = values(600)
+
+    def updated():
+        master, codes = torch.ones(600), (torch.zeros(600).char(), torch.zeros(600).byte())
+        scales = torch.zeros(3), torch.zeros(3)
+        ops.adamw_(master, None, grad, *codes, scales=scales, lr=1e-2, weight_decay=0.0, step=1)
+        return master, *codes, *scales
+
+    expected = updated()
+    grad[300] = bad
+    master, *codes_and_scales = updated()
+    assert master.isnan().nonzero().tolist() == [[300]]
+    expected[0][300] = master[300]
+    for codes, scales in ((1, 3), (2, 4)):
+        expected[codes][256:512] = 0
+        expected[scales][1] = math.nan
+    for actual, value in zip((master, *codes_and_scales), expected, strict=True):
+        assert torch.equal(actual.nan_to_num(7.0), value.nan_to_num(7.0))
+
+
 @pytest.mark.parametrize("param_dtype", DTYPES)
 @pytest.mark.parametrize("numel", LENGTHS)
 def test_adam_with_a_compute_copy_keeps_the_masters_bits(instruction_set, param_dtype, numel):

@@ -58,7 +58,7 @@ struct Adam {
       if constexpr (!std::is_void_v<T>) p = written_or_master(param[i], p);
       float m = to_float(exp_avg[i]);
       float v = to_float(exp_avg_sq[i]);
-      update_moments<decoupled>(k, grad[i], p, m, v);
+      update_moments(k, decayed<decoupled>(k, grad[i], p), m, v);
       exp_avg[i] = stored<M>(m, k.step);
       exp_avg_sq[i] = stored<M>(v, k.step);
       if constexpr (amsgrad) {

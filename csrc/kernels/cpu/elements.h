@@ -72,7 +72,7 @@ template <>
 ZERO_EXT_BODY uint32_t rounded_bits<BFloat16>(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint32_t rounded = (bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16;
-  return (bits & 0x7FFFFFFFU) > 0x7F800000U ? 0x7FC0U : rounded;
+  return value != value ? 0x7FC0U : rounded;
 }
 
 // The float adder does the rounding. Adding a power of two shifts the last place of the result to

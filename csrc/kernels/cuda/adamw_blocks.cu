@@ -19,7 +19,8 @@ constexpr int kLanes = 32;
 constexpr int kPerLane = static_cast<int>(kBlockElements) / kLanes;
 
 // The greatest of a warp's values, in every lane.
-__device__ inline int32_t greatest_of_warp(int32_t value) {
+template <class T>
+__device__ inline T greatest_of_warp(T value) {
 #pragma unroll
   for (int other = kLanes / 2; other > 0; other /= 2) {
     value = greatest(value, __shfl_xor_sync(0xFFFFFFFFU, value, other));
@@ -80,17 +81,15 @@ struct Block {
   // Every lane calls it.
   template <class Code>
   __device__ void write(const float (&moment)[kPerLane], Code* code, float* scale) const {
-    int32_t positive = 0;
-    int32_t negative = 0;
+    int32_t high = 0;
+    uint32_t low = 0;
 #pragma unroll
     for (int k = 0; k < kPerLane; ++k) {
-      const int32_t bits = integer_of(moment[k]);
-      positive = greatest(positive, bits);
-      negative = greatest(negative, bits ^ INT32_MIN);
+      high = greatest(high, integer_of(moment[k]));
+      low = greatest(low, static_cast<uint32_t>(integer_of(moment[k])));
     }
-    positive = greatest_of_warp(positive);
-    negative = greatest_of_warp(negative);
-    const float factor = scale_of(positive, negative, std::is_signed_v<Code>);
+    const float factor =
+        scale_of(greatest_of_warp(high), greatest_of_warp(low), std::is_signed_v<Code>);
     const float reciprocal = reciprocal_of(factor);
     if (threadIdx.x % kLanes == 0) *scale = factor;
 #pragma unroll
@@ -99,7 +98,7 @@ struct Block {
       Pack<Code, width> codes;
 #pragma unroll
       for (int j = 0; j < width; ++j) {
-        const float multiple = __fmul_rn(reciprocal, moment[k * width + j]);
+        const float multiple = is_coded(factor) ? __fmul_rn(reciprocal, moment[k * width + j]) : 0;
         codes.value[j] = static_cast<Code>(code_of<Code>(multiple));
       }
       store(code + index(k), codes);

@@ -343,7 +343,7 @@ void test_stored_moments(Moments moments, DType dtype, int64_t numel, int64_t of
     State cpu(dtype, numel, offset, other);
     if (mode == 3 && numel > 0) {
       cpu.grad.set(numel / 2, std::numeric_limits<float>::infinity());
-      cpu.grad.set(numel / 3, std::numeric_limits<float>::quiet_NaN());
+      cpu.grad.set(numel / 3, -std::numeric_limits<float>::quiet_NaN());
     }
     if (mode == 5) std::memset(cpu.grad.data(), 0, numel * sizeof(float));
     State device = cpu;
