@@ -85,7 +85,7 @@ def initialize(
         settings = Config.read(config, groups.world, strict_config)
         _check_said_once(settings, sharding)
         _check_offload(settings, groups)
-        ours = _arguments_of_ours(settings)
+        ours = arguments_of_ours(settings)
         given = _optimizer_given(settings, model, optimizer, model_parameters)
         schedule = _schedule_given(settings, lr_scheduler, given)
         loader = None
@@ -194,7 +194,7 @@ def cast(model: nn.Module, settings: Config) -> None:
 # Optimizer and schedule
 
 
-def _arguments_of_ours(settings: Config) -> dict[str, Any]:
+def arguments_of_ours(settings: Config) -> dict[str, Any]:
     """Arguments of this package's optimizers that torch's do not have."""
     scaler = LossScaler(**settings.scaler) if settings.scaler else None
     measured = math.inf if settings.measures_norm else None  # clips by a factor of 1

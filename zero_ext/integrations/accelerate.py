@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,9 +22,11 @@ from accelerate.utils import (
 from torch import nn
 
 from zero_ext import checkpoint
+from zero_ext.deepspeed.config import Config
+from zero_ext.deepspeed.initialization import arguments_of_ours, cast
 from zero_ext.engine.checks import stays_whole
 from zero_ext.engine.registry import any_sharded, find
-from zero_ext.integrations import stock_files
+from zero_ext.integrations import deepspeed_file, stock_files
 from zero_ext.module.forward_methods import register_forward_method
 from zero_ext.module.sharding import shard
 from zero_ext.optim import adoption
@@ -54,13 +57,16 @@ class Accelerator(accelerate.Accelerator):
     hooks see every model, and run first. In the place of a sharded model's weights they see an
     object that cannot be read.
 
+    A ``deepspeed_plugin`` is read without DeepSpeed: its stage, offload, accumulation, clipping and
+    bf16 hold. Its optimizer and schedule are rejected.
+
     Args:
         args, kwargs: Those of ``accelerate.Accelerator``.
         stage: As for ``zero_ext.shard``. None: ``ZERO_EXT_STAGE`` of the environment, or 2.
         sharding: Further arguments of ``zero_ext.shard``, such as ``mp_policy`` or ``units``.
     Raises:
-        ValueError: accelerate is configured for FSDP, DeepSpeed, fp8, another parallelism, or a
-            ``comm_hook`` of DDP; ``ZERO_EXT_STAGE`` is no stage.
+        ValueError: accelerate is configured for FSDP, fp8, another parallelism, or a ``comm_hook``
+            of DDP; ``ZERO_EXT_STAGE`` is no stage; a DeepSpeed setting is not available here.
     """
 
     def __init__(
@@ -70,8 +76,26 @@ class Accelerator(accelerate.Accelerator):
         sharding: dict[str, Any] | None = None,
         **kwargs: Any,
     ):
-        stage = environment.stage(stage)
-        super().__init__(*args, **kwargs)
+        plugin = deepspeed_file.take_plugin(kwargs)
+        if plugin is None:
+            stage = environment.stage(stage)
+        elif stage is not None:
+            raise ValueError(
+                "zero_ext: 'zero_optimization.stage' of the DeepSpeedPlugin and stage= both say "
+                "what is sharded. Leave stage out."
+            )
+        mixed = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        mixed = kwargs.get("mixed_precision") or mixed
+        if plugin is not None:
+            kwargs["mixed_precision"] = "no"  # parameters are cast, and there is no autocast
+        with deepspeed_file.set_aside():
+            super().__init__(*args, **kwargs)
+        self._settings: Config | None = None
+        if plugin is not None:
+            self._settings = deepspeed_file.from_plugin(plugin, self, mixed)
+            self.gradient_accumulation_steps = self._settings.accumulation_steps
+            stage = self._settings.stage
+            sharding = deepspeed_file.sharding_of(self._settings) | (sharding or {})
         unknown = None
         if self.distributed_type not in _DATA_PARALLEL:
             unknown = self.distributed_type.value
@@ -136,6 +160,8 @@ class Accelerator(accelerate.Accelerator):
                 device_placement = self.device_placement
             if device_placement and not any(p.is_meta for p in model.parameters()):
                 model.to(self.device)
+            if self._settings is not None:
+                cast(model, self._settings)
             shard(model, **self._sharding)
             if callable(getattr(model, "generate", None)):  # it calls parts of the model
                 register_forward_method(model, "generate")
@@ -152,7 +178,8 @@ class Accelerator(accelerate.Accelerator):
         given = optimizer
         if _is_of_torch(given) and any_sharded(adoption.parameters_of(given)):
             _check(given, {})
-            optimizer = adoption.adopt(given)
+            ours = {} if self._settings is None else arguments_of_ours(self._settings)
+            optimizer = adoption.adopt(given, **ours)
         if isinstance(optimizer, ShardedOptimizer):
             device_placement = False  # its state is where the parameters are
         prepared = super().prepare_optimizer(optimizer, device_placement)
@@ -166,6 +193,13 @@ class Accelerator(accelerate.Accelerator):
         if made_on in self._successors:
             prepared.optimizers = [self._successors[made_on]]
         return prepared
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """As accelerate's. With a ``DeepSpeedPlugin`` it measures only: the step clips to
+        ``gradient_clipping``."""
+        if self._settings is not None:
+            max_norm = math.inf
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     # State
 
@@ -349,7 +383,7 @@ def _pair(models: list[nn.Module], optimizers: list[AcceleratedOptimizer]) -> li
 def _unused(handler: DistributedDataParallelKwargs | None) -> str | None:
     """What accelerate was asked for that would change values, and that nothing here uses."""
     # accelerate itself ignores these plugins on the CPU.
-    for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+    for kind in ("FSDP", "MEGATRON_LM"):
         if os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true":
             return kind
     if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:

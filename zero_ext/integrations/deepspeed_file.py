@@ -1,14 +1,18 @@
-"""DeepSpeed's configurations in transformers' Trainer, without DeepSpeed."""
+"""DeepSpeed's configurations in transformers' Trainer and accelerate, without DeepSpeed."""
 
+import contextlib
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from accelerate import Accelerator, DeepSpeedPlugin
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zero_ext.deepspeed.config import Config, read_values
+
+_USES_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"  # set by "accelerate launch"
 
 # What "auto" means, by the key's path: the argument of TrainingArguments and its value.
 _ARGUMENTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
@@ -82,18 +86,82 @@ def from_hf(
             f'{"; ".join(wrong)}. Write "auto" into the configuration.'
         )
     settings = Config.read(values, args.world_size)
+    _check(settings, args.device)
+    return settings
+
+
+def take_plugin(kwargs: dict[str, Any]) -> DeepSpeedPlugin | None:
+    """Take the plugin out of an Accelerator's arguments, or make that of the environment."""
+    given = [kwargs.pop(name, None) for name in ("deepspeed_plugin", "deepspeed_plugins")]
+    plugin = next((each for each in given if each is not None), None)
+    if plugin is None and os.environ.get(_USES_DEEPSPEED, "false").lower() == "true":
+        plugin = DeepSpeedPlugin()
+    if plugin is not None and not isinstance(plugin, DeepSpeedPlugin):
+        raise ValueError(
+            f"zero_ext: deepspeed_plugin is a {type(plugin).__name__}. Pass one DeepSpeedPlugin."
+        )
+    return plugin
+
+
+@contextlib.contextmanager
+def set_aside() -> Iterator[None]:
+    """accelerate imports DeepSpeed where the environment asks for it."""
+    value = os.environ.pop(_USES_DEEPSPEED, None)
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ[_USES_DEEPSPEED] = value
+
+
+def from_plugin(plugin: DeepSpeedPlugin, accelerator: Accelerator, mixed_precision: str) -> Config:
+    """What accelerate's plugin says, with its meaning of "auto".
+
+    Args:
+        accelerator: Says the accumulation steps where the plugin does not.
+        mixed_precision: accelerate's. "bf16" means parameters in bf16, as with DeepSpeed.
+    Raises:
+        ValueError: settings are unknown, not available here, or contradict ``mixed_precision``.
+    """
+    plugin = copy.deepcopy(plugin)
+    plugin.set_mixed_precision(mixed_precision)
+    values = plugin.deepspeed_config
+    del values["steps_per_print"]  # infinite: the plugin's own
+    # Loaders are the script's. A size that cannot be known is left out.
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu"):
+        if values.get(key) == "auto":
+            del values[key]
+    if "train_batch_size" not in values:
+        values.setdefault("train_micro_batch_size_per_gpu", 1)
+    for path, value in (
+        ("gradient_accumulation_steps", accelerator.gradient_accumulation_steps),
+        ("gradient_clipping", 1.0),
+        ("zero_optimization.stage3_gather_16bit_weights_on_model_save", False),
+    ):
+        plugin.fill_match(path, must_match=False, **{path: value})
+    settings = Config.read(values, accelerator.num_processes)
+    for name, given in (("optimizer", settings.optimizer), ("scheduler", settings.scheduler)):
+        if given is not None:
+            raise ValueError(
+                f"zero_ext: config '{name}' does not go with accelerate's DeepSpeedPlugin here. "
+                f"Leave it out, and make torch's {name} in the script."
+            )
+    _check(settings, accelerator.device)
+    return settings
+
+
+def _check(settings: Config, device: torch.device) -> None:
     for name, is_set in (
         ("fp16", settings.dtype == torch.float16),
         ("zero_optimization.mics_shard_size", settings.shards is not None),
         ("gradient_allreduce_op", settings.sums_gradients),
-        ("zero_optimization.offload_param", settings.offload_params and args.device.type != "cpu"),
+        ("zero_optimization.offload_param", settings.offload_params and device.type != "cpu"),
     ):
         if is_set:
             raise ValueError(
-                f"zero_ext: config '{name}' does not go with a Trainer here. Leave it out, or "
-                "train with zero_ext.initialize()."
+                f"zero_ext: config '{name}' does not go with a Trainer or an Accelerator here. "
+                "Leave it out, or train with zero_ext.initialize()."
             )
-    return settings
 
 
 def sharding_of(settings: Config) -> dict[str, Any]:
