@@ -175,6 +175,13 @@ def test_random_programs(mesh, rank, world, stage):
     run_programs(range(12), mesh, rank, world, stage)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_random_programs_on_replicas(replicas_of, rank, world, stage):
+    """Replicas of two ranks where they can be; else of one rank each."""
+    shards = 2 if world % 4 == 0 else 1
+    run_programs(range(30, 36), replicas_of(shards), rank, world, stage)
+
+
 @pytest.mark.slow
 @STAGES
 def test_many_random_programs(mesh, rank, world, stage):
