@@ -175,6 +175,13 @@ def test_random_programs(mesh, rank, world, stage):
     run_programs(range(12), mesh, rank, world, stage)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_random_programs_on_replicas(replicas_of, rank, world, stage):
+    """Replicas of two ranks where they can be; else of one rank each."""
+    shards = 2 if world % 4 == 0 else 1
+    run_programs(range(30, 36), replicas_of(shards), rank, world, stage)
+
+
 @pytest.mark.slow
 @STAGES
 def test_many_random_programs(mesh, rank, world, stage):
@@ -255,6 +262,31 @@ def test_divide_by_tokens(mesh, rank, world, stage, clips):
     for name, value in values_of(model).items():  # rounded as often as gradients are added
         expected_value = expected.get_parameter(name)
         torch.testing.assert_close(value, expected_value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_without_data_clips_with_a_loss_scaler(mesh, rank, world, stage):
+    """The scale is a power of two, so it changes no bits."""
+    model = zero_ext.shard(Towers(), stage, mesh=mesh)
+    model.set_gradient_divide_factor(DIVIDE_BY)
+    scaler = zero_ext.LossScaler("dynamic", init_scale=2.0**10)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5, loss_scaler=scaler)
+    one = OneProcess(lr=0.5)
+    for step in range(2):
+        for r in range(1, world):
+            for k in range(r):
+                batch = (rank_data((2, WIDTH), r, step, k), (0, 1, 2), 1.0)
+                if r == rank:
+                    scaler.scale(loss_of(model, batch)).backward()
+        for k in range(world):
+            for r in range(max(k + 1, 1), world):
+                one.backward((rank_data((2, WIDTH), r, step, k), (0, 1, 2), 1.0))
+        norms = [each.clip_grad_norm_(0.05) for each in (optimizer, one.optimizer)]
+        assert_bits(norms[0], norms[1])
+        for each in (optimizer, one.optimizer):
+            each.step()
+            each.zero_grad()
+    assert_bits(values_of(model), values_of(one.model))
 
 
 @pytest.mark.host

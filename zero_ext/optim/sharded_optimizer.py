@@ -416,16 +416,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Args:
             max_norm: In the unit of the gradients as they are now.
-            error_if_nonfinite: Raise where the norm is NaN or Inf. Otherwise such gradients are
-                left as they are, and ``step`` deals with them.
+            error_if_nonfinite: Raise for NaN or Inf. Otherwise ``step`` deals with such gradients.
         Returns:
             0-D fp32 tensor, the norm before scaling, equal on all ranks.
         Source: Pascanu et al. 2013, section 3.2.
         """
         check_number("max_norm", max_norm)
         self._catch_up()
-        # A norm that is not finite leaves the gradients alone.
+        if self.loss_scaler is not None:  # before this rank serves the backwards of others
+            self.loss_scaler._check_scaled(self._handle)
         norm = self._sharded_state.clip_gradients(max_norm)
+        if self.loss_scaler is not None:
+            self.loss_scaler._backwards_seen = self._handle.engine.backwards
         if error_if_nonfinite and not norm.isfinite():
             where = self._handle.groups.where
             raise RuntimeError(f"{where}the gradients' norm is {norm.item()}; none was clipped.")
