@@ -13,7 +13,7 @@ using namespace device;
 template <class T, bool fresh>
 struct Accumulate {
   static constexpr int kWidth = vector_numel<T, float>();
-  static constexpr int kUnroll = fresh || sizeof(T) < sizeof(float) ? 4 : 3;
+  static constexpr int kUnroll = 4;
 
   const T* grad;
   float* sum;

@@ -117,8 +117,9 @@ __device__ inline void update_block(const AdamArgs& args, const AdamConstants& c
   own.write(own.second, static_cast<uint8_t*>(args.exp_avg_sq), args.exp_avg_sq_scale + block);
 }
 
+// It needs more registers than kBlocksAtOnce leaves.
 template <class T, bool decoupled, int width>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     update_blocks(const __grid_constant__ AdamArgs args,
                   const __grid_constant__ AdamConstants on_host) {
   __shared__ AdamConstants constants;

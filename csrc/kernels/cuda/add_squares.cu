@@ -132,7 +132,7 @@ __device__ inline void add_windows(const Window& window, Digit* block) {
 }
 
 template <int width>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
     add_groups(const float* value, int64_t numel, int64_t groups, Digit* sum) {
   __shared__ Digit block[kSquareSumLength];
   if (threadIdx.x < kSquareSumLength) block[threadIdx.x] = 0;

@@ -24,7 +24,10 @@
 namespace zero_ext::kernels::device {
 
 constexpr int kThreads = 256;
-// Four times the blocks that are resident at once, so that the hardware evens out late blocks.
+// 80 registers per thread at most. Left to itself ptxas spills some for a fourth or later block, which no
+// kernel here needs to fill the memory's bandwidth.
+constexpr int kBlocksAtOnce = 3;
+// Several times the blocks that are resident at once, so that the hardware evens out late blocks.
 constexpr int64_t kBlocksPerMultiprocessor = 32;
 
 template <int N, class T>
@@ -107,7 +110,7 @@ __device__ inline int64_t thread_of_grid() {
 __device__ inline int64_t threads_of_grid() { return static_cast<int64_t>(gridDim.x) * blockDim.x; }
 
 template <class Body>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
     over_range(const __grid_constant__ Body body, int64_t numel, int32_t* nonfinite) {
   report_nonfinite(walk(body, numel, thread_of_grid(), threads_of_grid()), nonfinite);
 }
@@ -115,7 +118,7 @@ __global__ void __launch_bounds__(kThreads)
 // An update that reads its constants, or whether it is skipped, from device memory. `Update` has
 // `args` with OnDevice, Constants, constants() and body(constants).
 template <class Update>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
     update_range(const __grid_constant__ Update update, int64_t numel) {
   __shared__ typename Update::Constants constants;
   __shared__ bool runs;
@@ -164,7 +167,7 @@ __device__ inline int32_t segment_of(const Pack& pack, int64_t piece) {
 
 // `make(segment, begin)` is the body for the elements of a segment from `begin` on.
 template <class Pack, class Make>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
     over_segments(const __grid_constant__ Pack pack, const __grid_constant__ Make make,
                   int32_t* nonfinite) {
   for (int64_t piece = blockIdx.x; piece < pack.pieces; piece += gridDim.x) {
