@@ -293,7 +293,7 @@ cuda-dist-check: install $(CUDA_VENV)/.torch
 # One wheel that holds an extension for each torch named, as VERSION-cpu or VERSION-cuda. One without CUDA
 # kernels serves any build of that torch. Each torch has an environment, and each build a folder, of its
 # own. The first compilation is faster with a precompiled header than with a cache.
-WHEEL_FOR ?= 2.11.0-cpu 2.11.0-cuda 2.13.0-cpu 2.14.1-cpu
+WHEEL_FOR ?= 2.11.0-cpu 2.11.0-cuda 2.13.0-cpu 2.15.0-cpu
 WHEELS := build/wheel
 wheel_torches = $(sort $(patsubst %-cpu,%,$(patsubst %-cuda,%,$(WHEEL_FOR))))
 .PRECIOUS: $(WHEELS)/torch-%/.torch
