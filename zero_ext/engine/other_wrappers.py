@@ -8,6 +8,7 @@ registry that raises then.
 """
 
 import sys
+import weakref
 from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -59,19 +60,23 @@ def claim(module: nn.Module, handle: "Handle") -> int | None:
 
 
 class _Claim(Carried, dict):
-    """A module's registry of composable functions, which functions that reduce gradients query."""
+    """A module's registry of composable functions, which functions that reduce gradients query.
+
+    It keeps no engine alive: a submodule may outlive the sharded module.
+    """
 
     def __init__(self, handle: "Handle", i: int, others: dict[str, Any]):
         super().__init__(others)
-        self._handle: Handle | None = handle
+        self._handle: weakref.ref[Handle] | None = weakref.ref(handle)
         self._i = i  # the index of a parameter
 
     def _in_a_copy(self) -> dict[str, Any]:
         return {"_handle": None}
 
     def __contains__(self, api: object) -> bool:
-        if self._handle is not None and (wrapper := _wrapper_that_runs()) is not None:
-            _refuse(wrapper, self._handle, self._i)
+        handle = self._handle and self._handle()
+        if handle is not None and (wrapper := _wrapper_that_runs()) is not None:
+            _refuse(wrapper, handle, self._i)
         return super().__contains__(api)
 
 
