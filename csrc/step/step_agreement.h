@@ -86,14 +86,14 @@ class StepAgreement {
                 FinishedBackwards& finished)
       : comm_(comm), context_(context), parameters_(parameters), finished_(finished) {}
 
-  // Collective. Exception: where every rank holds all gradients, a rank may ask for the norm alone.
-  // Raises on every rank where they have finished different backwards. `serve`: takes part in a
+  // Collective. Raises on every rank where they have finished different backwards. `serve`: takes part in a
   // backward that another rank has begun; see Note [Serving] in running_backward.h.
   StepVerdict ask(Comm::Agreement about, const std::vector<int64_t>& indices,
                   const StepQuestions& questions, const Meanwhile& serve);
   // Whether the ranks send each other anything for these.
   bool sends(const StepQuestions& questions) const {
-    const bool for_all = !replicated() || questions.nonfinite || questions.divide_by.has_value();
+    const bool for_all =
+        !replicated() || questions.nonfinite || questions.norm() || questions.divide_by.has_value();
     return context_.world > 1 && for_all;
   }
   // Waits for the device, and raises what ask() raises on the host.

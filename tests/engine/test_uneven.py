@@ -154,7 +154,7 @@ def run_programs(
         step.of_all(one)
         norms = []
         for each in (optimizer, one.optimizer):
-            if step.clips and stage > 0:
+            if step.clips:
                 norms.append(each.clip_grad_norm_(0.05))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # skipped steps
