@@ -1,4 +1,4 @@
-"""What DeepSpeed's users rely on, beside the calls: backwards, leaf modules, torch.func."""
+"""What DeepSpeed's users rely on, beside the calls: backwards, accumulation, torch.func."""
 
 import torch
 from harness import MLP, assert_bits, mean_square
@@ -49,38 +49,6 @@ def test_a_backward_of_a_tensor(anywhere, rank, stage):
     other.backward((other(batch) * weights).sum())
     other.step()
     assert_same(engine, other)
-
-
-class Experts(nn.Module):
-    """A rank runs one of three experts; nobody runs the third."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(6)
-        self.experts = nn.ModuleList(nn.Linear(5, 13) for _ in range(3))
-        self.last = nn.Linear(13, 7)
-        self.chosen = 0
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.experts[self.chosen](x)))
-
-
-@STAGES
-def test_leaf_modules_of_which_each_rank_uses_another_part(anywhere, rank, stage):
-    model = Experts()
-    deepspeed.utils.set_z3_leaf_modules(model, [nn.ModuleList])
-    model.chosen = rank % 2
-    engine = engine_of(anywhere, model, stage)
-    engine.backward(mean_square(engine, train_batch(rank)))
-    engine.step()
-    plain = Experts()
-    peers = [rank] if anywhere is None else range(anywhere.size())
-    for peer in peers:
-        plain.chosen = peer % 2
-        (mean_square(plain, train_batch(peer)) / len(peers)).backward()
-    for p, q in zip(engine.module.parameters(), plain.parameters(), strict=True):
-        expected = q.detach() if q.grad is None else q.detach() - 0.1 * q.grad
-        torch.testing.assert_close(zero_ext.full_tensor(p), expected, rtol=1e-5, atol=1e-6)
 
 
 @STAGES
