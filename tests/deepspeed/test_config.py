@@ -68,6 +68,8 @@ def test_a_usual_configuration_is_understood(tmp_path):
         stage=3,
         dtype=torch.bfloat16,
         buffer_dtype=None,
+        fp32_buffers=None,
+        autocast=None,
         scaler=None,
         casts_inputs=False,
         nonfinite="skip",
@@ -84,6 +86,8 @@ def test_a_usual_configuration_is_understood(tmp_path):
             torch.optim.AdamW, {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
         ),
         scheduler=ScheduleSettings(WarmupLR, {"warmup_num_steps": 100}),
+        managed_accumulation=True,
+        rejects_unused=False,
         drop_last=False,
         steps_per_print=100,
         monitors={},
@@ -398,6 +402,21 @@ def test_dtypes_of_parameters_and_buffers():
     assert (config.dtype, config.buffer_dtype) == (torch.bfloat16, torch.float16)
     with pytest.raises(ValueError, match=r"data_types\.param_dtype' is 'fp16', which the sections"):
         Config.read(of(bf16=bf16, data_types={"param_dtype": "half"}), 1)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("summed", [None, "fp32", "torch.float32", "bf16", "fp16"])
+def test_gradients_are_summed_in_fp32_or_the_file_is_refused(mode, summed):
+    config = of(data_types={"grad_accum_dtype": summed}, **{mode: {"enabled": True}})
+    if mode == "fp32":
+        del config[mode]
+    if summed in ("bf16", "fp16"):
+        with pytest.raises(ValueError, match=f"'data_types.grad_accum_dtype' is '{summed}': grad"):
+            Config.read(config, 1)
+    else:
+        assert Config.read(config, 1).dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
+            mode
+        )
 
 
 def test_base64_and_hjson(tmp_path, monkeypatch):
