@@ -147,6 +147,11 @@ def test_activation_checkpoints_and_the_accelerator():
     (torch.tanh(layer(x)) * 2).sum().backward()
     assert_bits(gradient, x.grad)
     assert len(calls) == 2
+    factor = torch.tensor(2.0, requires_grad=True)
+    x.grad, before = None, len(calls)
+    deepspeed.checkpointing.non_reentrant_checkpoint(forward, x, factor=factor).sum().backward()
+    assert_bits(gradient, x.grad)
+    assert len(calls) == before + 2 and factor.grad == torch.tanh(layer(x)).sum()
     with pytest.raises(ValueError, match="no model parallelism"):
         deepspeed.checkpointing.configure(object())
     accelerator = deepspeed.get_accelerator()
