@@ -5,6 +5,8 @@ norms, rates, scales and counts are compared, in the end the parameters.
 """
 
 import contextlib
+import importlib
+import inspect
 import math
 
 import deepspeed_models as models
@@ -219,6 +221,24 @@ def test_what_it_writes_without_frozen_parameters_is_read(group, shared_path, st
     for (name, p), q in zip(theirs.module.named_parameters(), plain.parameters(), strict=True):
         if p.requires_grad:
             assert torch.equal(safe_get_full_fp32_param(p), q.detach()), name
+
+
+def test_optimizers_have_its_arguments_and_defaults():
+    for module, names in (
+        ("adam", ["FusedAdam", "DeepSpeedCPUAdam"]),
+        ("lion", ["FusedLion", "DeepSpeedCPULion"]),
+    ):
+        theirs = importlib.import_module(f"deepspeed.ops.{module}")
+        ours = importlib.import_module(f"zero_ext.deepspeed.ops.{module}")
+        for name in names:
+            one, other = (
+                {k: p.default for k, p in inspect.signature(getattr(m, name)).parameters.items()}
+                for m in (theirs, ours)
+            )
+            for each in (one, other):  # the parameters, and what has no effect here
+                for key in ("params", "model_params", "set_grad_none", "fp32_optimizer_states"):
+                    each.pop(key, None)
+            assert one == other, name
 
 
 @pytest.mark.parametrize("kind", list(models.KINDS))

@@ -106,18 +106,8 @@ class EngineCheckpoints:
                 "zero_ext: load_checkpoint() has no custom_load_fn. Leave it out, and write values "
                 "with zero.GatheredParameters()."
             )
-        latest = Path(load_dir) / _LATEST
-        with all_or_none(self._groups, f"load_checkpoint() from '{load_dir}'"):
-            if tag is None and latest.exists():
-                tag = latest.read_text().strip()
-        check_same_on_all_ranks(
-            self._groups,
-            [f"checkpoint {tag}"],
-            "what to load",
-            remedy="Load from a folder that all ranks share.",
-        )
+        tag = self._tag_to_load(Path(load_dir) / _LATEST, tag)
         if tag is None:
-            warnings.warn(f"zero_ext: no '{latest}': nothing was loaded.", stacklevel=2)
             return None, {}
         path = Path(load_dir) / str(tag)
         with_states = load_optimizer_states and not load_module_only
@@ -138,6 +128,21 @@ class EngineCheckpoints:
             if load_lr_scheduler_states and self.lr_scheduler is not None and saved is not None:
                 self.lr_scheduler.load_state_dict(saved)
         return str(path), extra.get("client_state", {})
+
+    def _tag_to_load(self, latest: Path, tag: str | int | None) -> str | int | None:
+        """``tag``, or what the file ``latest`` names; None, with a warning, without both."""
+        with all_or_none(self._groups, f"load_checkpoint() from '{latest.parent}'"):
+            if tag is None and latest.exists():
+                tag = latest.read_text().strip()
+        check_same_on_all_ranks(
+            self._groups,
+            [f"checkpoint {tag}"],
+            "what to load",
+            remedy="Load from a folder that all ranks share.",
+        )
+        if tag is None:
+            warnings.warn(f"zero_ext: no '{latest}': nothing was loaded.", stacklevel=3)
+        return tag
 
     def _count_on(self, steps: int, samples: int, skipped: int) -> None:
         self.micro_steps = steps * self.settings.accumulation_steps
