@@ -19,6 +19,8 @@ from zero_ext.deepspeed.optimizers import OptimizerSettings
 from zero_ext.deepspeed.schedules import ScheduleSettings, WarmupLR
 from zero_ext.optim.scaler import LossScaler
 
+DEEPSPEEDS_TESTS = "docs/deepspeed_tests.md"
+
 # As configurations are found in the world: much of it changes no result.
 USUAL = {
     "train_batch_size": "auto",
@@ -469,3 +471,12 @@ def test_no_file_crashes_or_hides_what_it_says(config):
 def test_the_docs_list_every_key():
     docs = Path(__file__).parents[2] / "docs" / "deepspeed_keys.md"
     assert table() in docs.read_text(), "Run python -m zero_ext.deepspeed.keys and paste the table."
+
+
+def test_the_docs_name_tests_that_exist():
+    root = Path(__file__).parents[2]
+    named = set(re.findall(r"`((?:tests/)?\w[\w/]*\.py)`", (root / DEEPSPEEDS_TESTS).read_text()))
+    named -= {"zero_to_fp32.py"}
+    assert len(named) > 20
+    for name in named:
+        assert (root / name).exists() or (Path(__file__).parent / name).exists(), name
