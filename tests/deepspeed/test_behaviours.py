@@ -67,8 +67,14 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@STAGES
+ON_STAGES = [
+    pytest.param(stage, name, marks=() if stage == 3 or name == "grad" else pytest.mark.slow)
+    for stage in (0, 1, 2, 3)
+    for name in TRANSFORMS
+]
+
+
+@pytest.mark.parametrize(("stage", "transform"), ON_STAGES)
 def test_functions_of_torch_func(anywhere, rank, stage, transform):
     """Nothing divides their results by the accumulation steps, and they leave nothing behind."""
     engine, other = (
