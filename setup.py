@@ -74,6 +74,21 @@ def check_compiler(command: str) -> None:
         )
 
 
+def link_flags() -> list[str]:
+    sanitizers = SANITIZERS if os.environ.get("ZERO_EXT_SANITIZE") == "1" else []
+    return [*sanitizers, *shared_runtime()]
+
+
+def shared_runtime() -> list[str]:
+    """The libstdc++ that torch uses, for the linker: some toolchains would link one of their own.
+
+    The first number in the text of an error would then end the process, because a stream of one
+    copy looks for the other's locale.
+    """
+    files = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines()]
+    return [file for file in dict.fromkeys(files) if "/libstdc++.so" in file]
+
+
 def readme() -> str:
     """README.md with links that lead somewhere from everywhere."""
     text = Path("README.md").read_text(encoding="utf-8")
@@ -227,7 +242,7 @@ def main() -> None:
         include_dirs=[str(Path("csrc").resolve())],
         define_macros=[("ZERO_EXT_CUDA", "1")] if cuda else [],
         extra_compile_args=compile_flags(included),
-        extra_link_args=SANITIZERS if os.environ.get("ZERO_EXT_SANITIZE") == "1" else [],
+        extra_link_args=link_flags(),
     )
     setuptools.setup(
         ext_modules=[extension],

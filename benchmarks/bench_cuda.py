@@ -99,8 +99,11 @@ def bench_flat(numel: int) -> list[Row]:
     )
     race.add("cast fp32 to bf16", 6 * numel, lambda: ops.cast_(x, grads[0]))
     race.add("find_nonfinite", 4 * numel, lambda: ops.find_nonfinite_([total], flag))
+    race.add("x.amax()", 4 * numel, lambda: x.amax())  # reads as much
     race.run()
-    return [race.bandwidth(name, "copy", 0.88) for name in race.calls if name != "copy"]
+    ours = [name for name in race.calls if name not in ("copy", "find_nonfinite", "x.amax()")]
+    rows = [race.bandwidth(name, "copy", 0.88) for name in ours]
+    return [*rows, race.time("find_nonfinite", "x.amax()", 1.0)]
 
 
 def bench_lists() -> list[Row]:
