@@ -2,11 +2,11 @@
 
 import contextlib
 import re
-import warnings
 
 import torch
 from torch import nn
 
+from zero_ext._warnings import warn
 from zero_ext.deepspeed.config import Config
 
 
@@ -52,9 +52,8 @@ def autocasting(settings: Config, device: torch.device) -> contextlib.AbstractCo
         return torch.autocast(device.type, settings.autocast)
     if not torch.is_autocast_enabled(device.type):
         return contextlib.nullcontext()
-    warnings.warn(
+    warn(
         "zero_ext: torch.autocast around the engine is switched off inside it, as DeepSpeed does. "
-        "Give the configuration 'torch_autocast' instead.",
-        stacklevel=4,
+        "Give the configuration 'torch_autocast' instead."
     )
     return torch.autocast(device.type, enabled=False)

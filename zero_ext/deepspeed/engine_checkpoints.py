@@ -1,7 +1,6 @@
 """EngineCheckpoints: DeepSpeed's calls for checkpoints and weights."""
 
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from zero_ext import checkpoint
+from zero_ext._warnings import warn
 from zero_ext.checkpoint.saving import save_without
 from zero_ext.deepspeed.config import Config
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
@@ -141,7 +141,7 @@ class EngineCheckpoints:
             remedy="Load from a folder that all ranks share.",
         )
         if tag is None:
-            warnings.warn(f"zero_ext: no '{latest}': nothing was loaded.", stacklevel=3)
+            warn(f"zero_ext: no '{latest}': nothing was loaded.")
         return tag
 
     def _count_on(self, steps: int, samples: int, skipped: int) -> None:
