@@ -289,6 +289,119 @@ def test_a_rank_without_data_clips_with_a_loss_scaler(mesh, rank, world, stage):
     assert_bits(values_of(model), values_of(one.model))
 
 
+def clip_with_torch(model, optimizer) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def clip_values(model, optimizer) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+
+
+def halve(model, optimizer) -> None:
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+
+
+def unscale(model, optimizer) -> None:
+    scaler = torch.amp.GradScaler(model.stem.weight.device.type, init_scale=2.0)
+    scaler.scale(torch.ones((), device=model.stem.weight.device))
+    scaler.unscale_(optimizer)
+
+
+CHANGED_EARLY = (
+    r"\(\) on gradients that rank 0 changed, .* before later backwards of other ranks",
+    r"a step was skipped: .* Or a rank changed p.grad, .* before later backwards of other ranks",
+)
+
+
+@pytest.mark.parametrize(
+    ("stage", "fewest", "change"),
+    [
+        (0, 0, clip_with_torch),
+        (0, 1, clip_with_torch),
+        (0, 1, clip_values),
+        (0, 1, unscale),
+        (0, 1, halve),
+        (2, 1, halve),
+    ],
+)
+@pytest.mark.parametrize("own_messages", ["1", "0"], ids=["host", "hosts"])
+def test_gradients_changed_before_backwards_of_other_ranks_raise(
+    mesh, rank, world, stage, fewest, change, own_messages, monkeypatch
+):
+    """On every rank: the update would differ between ranks, or be of half a gradient."""
+    monkeypatch.setenv("ZERO_EXT_CROSS_MEMORY", own_messages)
+    model = zero_ext.shard(Towers(), stage, mesh=mesh)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+
+    def backwards(step: int) -> None:
+        for k in range(2 if rank == world - 1 else fewest):
+            loss_of(model, (rank_data((2, WIDTH), rank, step, k), (0, 1, 2), 1.0)).backward()
+
+    before = values_of(model)
+    for clips in (False, True):
+        backwards(0)
+        change(model, optimizer)
+        with pytest.raises(RuntimeError, match=CHANGED_EARLY[mesh.device_type != "cpu"]):
+            if clips:
+                optimizer.clip_grad_norm_(0.01)
+            optimizer.step()
+            optimizer.stats()  # a device tells it late
+        assert_bits(values_of(model), before)
+        optimizer.zero_grad()
+    backwards(1)
+    norm = optimizer.clip_grad_norm_(0.01)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert len({float(n) for n in gather_objects(norm)}) == 1
+    values = gather_objects({name: v.cpu() for name, v in values_of(model).items()})
+    for other in values[1:]:
+        assert_bits(other, values[0])
+
+
+@pytest.mark.host  # a device sends messages in every step
+def test_a_step_without_messages_raises_on_the_rank_that_clipped_nothing(mesh, rank, world):
+    model = zero_ext.shard(Towers(), 0, mesh=mesh)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5, nonfinite="step")
+    if rank == world - 1:
+        loss_of(model, (rank_data((2, WIDTH), rank), (0, 1, 2), 1.0)).backward()
+    clip_with_torch(model, optimizer)
+    if rank == world - 1:
+        optimizer.step()
+    else:
+        with pytest.raises(RuntimeError, match=rf"gradients that rank {rank} changed, as torch's"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_may_be_changed_where_counts_are_equal(mesh, rank, world, stage):
+    """And before the zero_grad() that discards them, on a rank without data in the next step."""
+    model = zero_ext.shard(Towers(), stage, mesh=mesh)
+    model.set_gradient_divide_factor(DIVIDE_BY)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+    one = OneProcess(lr=0.5)
+    for k in range(4):
+        counts = [1] * world if k < 3 else [2 * (r == world - 1) for r in range(world)]
+        for r, count in enumerate(counts):
+            for j in range(count):
+                batch = (rank_data((2, WIDTH), r, k, j), (0, 1, 2), 1.0)
+                if r == rank:
+                    loss_of(model, batch).backward()
+                one.backward(batch)
+        for m, each in ((model, optimizer), (one.model, one.optimizer)):
+            if k < 3:
+                clip_with_torch(m, each)
+            if k != 1:  # a step that is given up
+                each.step()
+            if k < 2:
+                each.zero_grad()
+            for p in m.parameters():
+                if k == 2:
+                    p.grad.zero_()
+    assert_bits(values_of(model), values_of(one.model))
+
+
 @pytest.mark.host
 def test_divide_by_is_checked(mesh, rank, world):
     model = zero_ext.shard(Towers(), 2, mesh=mesh)

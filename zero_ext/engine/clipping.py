@@ -1,8 +1,8 @@
-"""torch's own clipping, of gradients that engines show in ``.grad``.
+"""torch's own clipping and unscaling, of gradients that engines show in ``.grad``.
 
 ``torch.nn.utils.clip_grad_norm_`` calls two functions of its module by their names there. Those are
-replaced by the ones below, also for scripts that imported ``clip_grad_norm_`` before zero_ext. To
-tensors that no engine has to do with they are torch's.
+replaced by the ones below, also for scripts that imported ``clip_grad_norm_`` before zero_ext. So
+is ``GradScaler.unscale_``. To tensors that no engine has to do with they are torch's.
 """
 
 import functools
@@ -26,6 +26,7 @@ _KINDS = (Tensor, nn.Parameter, ShardTensor, HostGradient)
 _torchs_norm = clip_grad._get_total_norm
 _torchs_clip = clip_grad._clip_grads_with_norm_
 _torchs_clip_value = clip_grad.clip_grad_value_
+_torchs_unscale = torch.amp.GradScaler.unscale_
 
 
 @functools.wraps(_torchs_norm)
@@ -91,7 +92,7 @@ def _reject_several_meshes(ranks: dict[tuple[int, ...], Tensor]) -> None:
 
 def _check_reduced(parameters, verb: str) -> list[Tensor]:
     """Raise where gradients are still to be reduced, as ``optimizer.clip_grad_norm_`` does. torch
-    sees ``.grad is None`` then, and would clip nothing."""
+    sees ``.grad is None`` then, and would clip nothing. The engine remembers the call."""
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if torch.compiler.is_compiling():  # maybe with fullgraph=True, which allows no such search
         return parameters
@@ -113,6 +114,14 @@ def _clip_value(parameters, clip_value, foreach=None) -> None:
     _torchs_clip_value(parameters, clip_value, foreach)
 
 
+@functools.wraps(_torchs_unscale)
+def _unscale(self, optimizer) -> None:
+    if self.is_enabled():
+        _check_reduced([p for g in optimizer.param_groups for p in g["params"]], "unscale_()")
+    _torchs_unscale(self, optimizer)
+
+
+torch.amp.GradScaler.unscale_ = _unscale
 clip_grad._get_total_norm = nn.utils.get_total_norm = _total_norm
 clip_grad._clip_grads_with_norm_ = nn.utils.clip_grads_with_norm_ = _clip_with_norm
 clip_grad.clip_grad_value_ = nn.utils.clip_grad_value_ = _clip_value
