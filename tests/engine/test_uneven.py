@@ -7,7 +7,8 @@ import warnings
 import pytest
 import torch
 from harness import GATHERS_TOGETHER, assert_bits, gather_objects, rank_data
-from reference import gradients_of
+from reference import OneProcess as ReferenceProcess
+from reference import gradients_of, shown_master, whole
 from setups import everything, one_process, values_of
 from torch import nn
 from torch.nn import functional
@@ -264,6 +265,51 @@ def test_divide_by_tokens(mesh, rank, world, stage, clips):
         torch.testing.assert_close(value, expected_value, rtol=1e-5, atol=1e-6, msg=name)
 
 
+class Integers(nn.Module):
+    """Gradients are whole numbers at first, and multiples of powers of two later."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.stem = nn.Linear(WIDTH, 13)
+        self.head = nn.Linear(13, 3)
+        for p in self.parameters():
+            p.data = torch.randint(-2, 3, p.shape).float()
+
+    def forward(self, tokens):
+        return self.head(self.stem(tokens).relu())
+
+
+@pytest.mark.parametrize("seed", range(3))
+@STAGES
+def test_tokens_count_the_same_however_they_are_split(mesh, rank, world, stage, seed):
+    """Over ranks and micro-batches. All sums are exact, so the bits are those of one batch."""
+    model = zero_ext.shard(Integers(), stage, mesh=mesh, bucket_mb=200 / 2**20)
+    model.set_gradient_divide_factor(DIVIDE_BY)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=2**-4)
+    expected = Integers()
+    reference = torch.optim.SGD(expected.parameters(), lr=2**-4)
+    draw = random.Random(seed)
+
+    def loss(model, tokens):
+        weights = torch.arange(-1, 2, device=tokens.device) * tokens[:, :3]
+        return (model(tokens) * weights).sum()
+
+    for step in range(2):
+        tokens = torch.tensor([[draw.randint(-2, 2) for _ in range(WIDTH)] for _ in range(16)])
+        places = [(draw.randrange(world), draw.randrange(3)) for _ in tokens]  # (rank, micro-batch)
+        for k in range(3):
+            mine = tokens[[place == (rank, k) for place in places]].float()
+            if len(mine):
+                loss(model, mine.to(model.stem.weight.device)).backward()
+        optimizer.step(divide_by=sum(r == rank for r, _ in places))
+        optimizer.zero_grad()
+        (loss(expected, tokens.float()) / len(tokens)).backward()
+        reference.step()
+        reference.zero_grad()
+        assert_bits(values_of(model), values_of(expected), f"step {step}, {places}")
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_rank_without_data_clips_with_a_loss_scaler(mesh, rank, world, stage):
     """The scale is a power of two, so it changes no bits."""
@@ -445,6 +491,57 @@ def test_local_sums_are_reduced_by_the_last_backward_of_any_rank(mesh, rank, wor
             each.zero_grad()
     for name, value in values_of(model).items():
         torch.testing.assert_close(value, one.get_parameter(name), rtol=1e-5, atol=1e-6, msg=name)
+
+
+def local_gradients(model, batches) -> dict[str, torch.Tensor | None]:
+    """Of one rank: bf16 gradients, added up in fp32 in the order of its backwards."""
+    sums: dict[str, torch.Tensor | None] = dict.fromkeys(dict(model.named_parameters()))
+    for batch in batches:
+        model.zero_grad()
+        loss_of(model, batch).backward()
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                sums[name] = p.grad.float() + (0.0 if sums[name] is None else sums[name])
+    return sums
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_local_sums_of_bf16_gradients_have_the_bits_of_one_process(mesh, rank, world, stage):
+    """Ranks run 0 to 4 micro-batches inside ``no_sync()``, and only some run one outside."""
+    model = zero_ext.shard(Towers().bfloat16(), stage, mesh=mesh, bucket_mb=200 / 2**20)
+    model.set_gradient_divide_factor(DIVIDE_BY)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+    one = ReferenceProcess(Towers().bfloat16(), lambda p: torch.optim.SGD(p, lr=0.5))
+    device = model.stem.weight.device.type
+    draw = random.Random(stage)
+    for step in range(6):
+        counts = [draw.choice((0, 1, 2, 4)) for _ in range(world)]
+        outside = (
+            {draw.randrange(world), draw.randrange(world)} if device == "cpu" else range(world)
+        )
+        batches = [
+            [
+                (rank_data((2, WIDTH), r, step, k).bfloat16(), draw.sample(range(3), k=2), 1.0)
+                for k in range(counts[r] + (r in outside))
+            ]
+            for r in range(world)
+        ]
+        with model.no_sync():
+            for batch in batches[rank][: counts[rank]]:
+                loss_of(model, batch).backward()
+        for batch in batches[rank][counts[rank] :]:
+            loss_of(model, batch).backward()
+        gradients: dict[str, torch.Tensor | None] = {}
+        for each in batches:
+            for name, local in local_gradients(one.model, each).items():
+                if local is not None:
+                    gradients[name] = local / DIVIDE_BY + gradients.get(name, 0.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        one.step(gradients)
+        assert_bits(values_of(model), values_of(one.model), f"step {step}, counts {counts}")
+    masters = {name: whole(shown_master(p)) for name, p in model.named_parameters()}
+    assert_bits(masters, one.masters)
 
 
 @pytest.mark.host
