@@ -560,6 +560,50 @@ def test_uneven_inputs_are_refused(anywhere):
         own.join_uneven_inputs([model]).__enter__()
 
 
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+@STAGES
+@pytest.mark.parametrize("samples", [26, 31])
+def test_the_last_batches_of_an_epoch_are_missing_on_some_ranks(mesh, rank, world, stage, samples):
+    """26: on two ranks some have no batch for the last step. 31: some have one of two."""
+    config = accelerate.DataLoaderConfiguration(even_batches=False)
+    own = accelerator(mesh, stage, micros=2, dataloader_config=config)
+    model, x, y = Classifier(), rank_data((samples, 13), 0), torch.arange(samples) % 7
+    loader = DataLoader(TensorDataset(x, y), batch_size=3)
+    model, optimizer, loader = own.prepare(model, torch.optim.SGD(model.parameters(), 0.5), loader)
+
+    expected = Classifier()
+    reference = torch.optim.SGD(expected.parameters(), 0.5)
+    batches = list(zip(x.split(3), y.split(3), strict=True))
+    steps = -(-len(batches) // (2 * world))
+    norms = []
+    for epoch in range(2):
+        seen = 0
+        for batch in loader:
+            with own.accumulate(model):
+                own.backward(nn.functional.cross_entropy(model(batch[0]), batch[1]))
+                if own.sync_gradients:
+                    norms.append(own.clip_grad_norm_(model.parameters(), 0.3))
+                    seen += 1
+                optimizer.step()
+                optimizer.zero_grad()
+        for _ in range(steps - seen):  # without data
+            norms.append(own.clip_grad_norm_(model.parameters(), 0.3))
+            optimizer.step()
+            optimizer.zero_grad()
+        for k in range(steps):
+            for batch in batches[2 * world * k : 2 * world * (k + 1)]:
+                loss = nn.functional.cross_entropy(expected(batch[0]), batch[1])
+                (loss / (2 * world)).backward()
+            norm = nn.utils.clip_grad_norm_(expected.parameters(), 0.3)
+            torch.testing.assert_close(norms[epoch * steps + k], norm, rtol=CHANCE, atol=CHANCE)
+            reference.step()
+            reference.zero_grad()
+    for name, value in values_of(model).items():
+        wanted = expected.get_parameter(name)
+        torch.testing.assert_close(value, wanted, rtol=CHANCE, atol=CHANCE, msg=name)
+
+
 def test_a_model_with_two_optimizers_is_saved(anywhere, rank, path):
     def made(stage):
         own = accelerator(anywhere, stage)
