@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from harness import MLP, assert_bits, mean_square, rank_data
+from harness import MLP, assert_bits, gather_objects, mean_square, rank_data
 from setups import values_of
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR, SequentialLR
@@ -699,6 +699,38 @@ def test_a_trainer_trains_as_transformers_does(anywhere, rank, path, stage):
             loaded.named_parameters(), plain.model.parameters(), strict=True
         ):
             torch.testing.assert_close(value, expected, atol=1e-4, rtol=1e-4, msg=name)
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2, max=3)  # of four, one would have fewer steps
+@STAGES
+def test_a_trainer_whose_last_micro_batch_some_ranks_lack(mesh, rank, shared_path, stage):
+    """Each token of all ranks counts the same, as in one process that has them all."""
+    seen = {}
+
+    class Recording(Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            seen.setdefault(self.state.global_step, []).append(inputs["input_ids"].clone())
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    uneven = {"accelerator_config": {"even_batches": False}, "optim": "sgd"}
+    ours = trainer(mesh, stage, shared_path / "ours", Recording, **uneven)
+    ours.train_dataset = ours.train_dataset[:22]  # 11 batches, 2 of each rank in a step
+    ours.train()
+    plain = trainer(mesh, None, shared_path / "plain", optim="sgd")
+    plain.create_optimizer_and_scheduler(ours.state.max_steps)
+    ranks = gather_objects(seen)
+    assert len({sum(map(len, each.values())) for each in ranks}) == 2
+    for step in range(ours.state.max_steps):
+        tokens = torch.cat([batch for each in ranks for batch in each[step]])
+        plain.model(input_ids=tokens, labels=tokens).loss.backward()
+        nn.utils.clip_grad_norm_(plain.model.parameters(), 0.7)
+        plain.optimizer.step()
+        plain.lr_scheduler.step()
+        plain.optimizer.zero_grad()
+    for name, value in values_of(ours.model).items():
+        expected = plain.model.get_parameter(name)
+        torch.testing.assert_close(value, expected, atol=CHANCE, rtol=CHANCE, msg=name)
 
 
 def test_a_trainer_takes_over_an_optimizer_that_needs_whole_parameters(anywhere, path):
