@@ -99,12 +99,11 @@ def bench_flat(numel: int) -> list[Row]:
     )
     race.add("cast fp32 to bf16", 6 * numel, lambda: ops.cast_(x, grads[0]))
     race.add("find_nonfinite", 4 * numel, lambda: ops.find_nonfinite_([total], flag))
-    race.add("sum_of_squares", 4 * numel, lambda: ops.sum_of_squares(x))
-    race.add("torch's norm", 4 * numel, lambda: torch.linalg.vector_norm(x))
+    race.add("x.amax()", 4 * numel, lambda: x.amax())  # reads as much
     race.run()
-    names = [name for name in race.calls if name not in ("copy", "torch's norm")]
-    rows = [race.bandwidth(name, "copy", 0.88) for name in names]
-    return [*rows, race.time("sum_of_squares", "torch's norm", 1.0)]
+    ours = [name for name in race.calls if name not in ("copy", "find_nonfinite", "x.amax()")]
+    rows = [race.bandwidth(name, "copy", 0.88) for name in ours]
+    return [*rows, race.time("find_nonfinite", "x.amax()", 1.0)]
 
 
 def bench_lists() -> list[Row]:
@@ -169,12 +168,30 @@ def bench_adamw(numel: int) -> list[Row]:
         lambda: ops.adamw_(param=param, **state, steps_done=steps_done, skip=skip, **hyper),
     )
     race.add("torch's fused AdamW + copy", 34 * numel, torchs_with_copy)
+    blocks = -(-numel // 256)
+    few_bits = {"master": state["master"], "param": param, "grad": state["grad"]}
+    halves = [state[name].bfloat16() for name in names[2:]]
+    codes = [torch.zeros(numel, dtype=dtype, device="cuda") for dtype in (torch.int8, torch.uint8)]
+    scales = tuple(torch.zeros(blocks, device="cuda") for _ in codes)
+    race.add(
+        "adamw, bf16 states",
+        24 * numel,
+        lambda: ops.adamw_(**few_bits, exp_avg=halves[0], exp_avg_sq=halves[1], step=10, **hyper),
+    )
+    race.add(
+        "adamw, int8 states",
+        20 * numel,
+        lambda: ops.adamw_(
+            **few_bits, exp_avg=codes[0], exp_avg_sq=codes[1], scales=scales, step=10, **hyper
+        ),
+    )
     race.run()
     ours = ["adamw", "adamw with bf16 out", "adamw with bf16 out, counted"]
-    rows = [race.bandwidth(name, "copy", 0.88) for name in ours]
+    smaller = ["adamw, bf16 states", "adamw, int8 states"]
+    rows = [race.bandwidth(name, "copy", 0.88) for name in ours + smaller]
     rows.append(race.time("adamw", "torch's fused AdamW", 1.0))
     rows += [race.time(name, "torch's fused AdamW + copy", 1.0) for name in ours[1:]]
-    return rows
+    return rows + [race.time(name, ours[1], 1.15) for name in smaller]
 
 
 def bench_all(numel: int) -> Iterator[Row]:

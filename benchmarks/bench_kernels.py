@@ -131,7 +131,6 @@ def bench_flat(numel: int, rounds: int) -> list[Row]:
     group.add("grad.copy_(x), torch", lambda: grad.copy_(x), 6 * numel)
     group.add("cast bf16 to fp32", lambda: ops.cast_(grad, x), 6 * numel)
     group.add("x.copy_(grad), torch", lambda: x.copy_(grad), 6 * numel)
-    group.add("sum_of_squares", lambda: ops.sum_of_squares(total), 4 * numel)
     group.measure()
     return [
         group.row("rmw: x.add_(1)"),
@@ -142,7 +141,6 @@ def bench_flat(numel: int, rounds: int) -> list[Row]:
         group.row("accumulate bf16 fresh"),
         group.compare("cast fp32 to bf16", "grad.copy_(x), torch", "speedup", 1),
         group.compare("cast bf16 to fp32", "x.copy_(grad), torch", "speedup", 1),
-        group.row("sum_of_squares"),
     ]
 
 

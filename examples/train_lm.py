@@ -161,7 +161,7 @@ def train(model, optimizers, text: Tensor, args: argparse.Namespace, rank: int, 
     progress = tqdm(total=args.steps, initial=done, unit="step", disable=rank != 0, mininterval=1.0)
     start = time.perf_counter() - (log["seconds"][-1] if done else 0.0)
     for step in range(done, args.steps):
-        total_loss = torch.zeros(())
+        total_loss = torch.zeros((), device=text.device)
         for _ in range(args.accumulation_steps):
             tokens, targets = corpus.sample(text, args.batch_size, args.sequence, data)
             loss = model(tokens, targets)

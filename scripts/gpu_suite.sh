@@ -22,8 +22,6 @@ RESULTS="$LOGS/results"
 rm -rf "$LOGS"
 mkdir -p "$RESULTS"
 only=("$@")
-summary=()
-failed=0
 
 is_wanted() { [ ${#only[@]} -eq 0 ] || [[ " ${only[*]} " == *" $1 "* ]]; }
 
@@ -43,8 +41,8 @@ step() {
     late "$name"
     return
   fi
-  echo "== $name"
   timeout --signal="${AT_LIMIT:-TERM}" --kill-after="$KILL_AFTER" "$limit" "$@" > "$LOGS/$name.log" 2>&1 || status=$?
+  echo "== $name"
   # The end of what ranks say is torchrun's.
   { grep -E '^(FAILED|ERROR) tests' "$LOGS/$name.log" || grep ' FAILED ' "$LOGS/$name.log"; } | tail -n 40
   tail -n 25 "$LOGS/$name.log"
@@ -54,21 +52,28 @@ step() {
   elif [ "$status" -ne 0 ]; then
     outcome="failed ($status)"
   fi
-  [ "$status" -eq 0 ] || failed=1
-  summary+=("| $name | $outcome | $((SECONDS - begin)) s |")
-  write_report
+  [ "$status" -eq 0 ] || touch "$LOGS/failed"
+  record "| $name | $outcome | $((SECONDS - begin)) s |"
 }
 
 # Not a step: its absence is no failure.
 skip() {
   echo "== $1: $2"
-  summary+=("| $1 | not run: $2 | |")
-  write_report
+  record "| $1 | not run: $2 | |"
 }
 
 late() {
-  failed=1
+  touch "$LOGS/failed"
   skip "$1" "no time was left"
+}
+
+# One of the steps that run at once after the other.
+record() {
+  (
+    flock 9
+    echo "$1" >> "$LOGS/rows"
+    write_report
+  ) 9> "$LOGS/lock"
 }
 
 # Of the steps so far, with their logs.
@@ -79,7 +84,7 @@ write_report() {
     echo
     echo "| step | outcome | time |"
     echo "|---|---|---|"
-    printf '%s\n' "${summary[@]}"
+    cat "$LOGS/rows"
     echo
     for results in kernels_cuda step_cuda; do
       cat "$RESULTS/$results.md" 2> /dev/null || echo "The benchmark $results left no results."
@@ -125,17 +130,11 @@ sanitize() {
   shift
   is_wanted "$tool" || return 0
   if [ -z "$sanitizer$no_sanitizer" ]; then
-    # Asking alone may take half a minute.
-    if [ $((ALL_SECONDS - SECONDS)) -lt 60 ]; then
-      late "$tool"
-      return
-    fi
-    find_sanitizer
-  fi
-  if [ -n "$no_sanitizer" ]; then
+    late "$tool"
+  elif [ -n "$no_sanitizer" ]; then
     skip "$tool" "$no_sanitizer"
   else
-    step "$tool" 50 "$sanitizer" --tool "$tool" --error-exitcode 7 "$@" \
+    step "$tool" 100 "$sanitizer" --tool "$tool" --error-exitcode 7 "$@" \
       "$PYTHON" scripts/exercise_cuda_kernels.py
   fi
 }
@@ -167,52 +166,63 @@ commit="${COMMIT:-$(git rev-parse --short HEAD 2> /dev/null || echo unknown)}"
 report="${name}_$(date +%F)_$commit"
 for part in "${only[@]}"; do report+="_$part"; done
 
-ZERO_EXT_CUDA=1 MAX_JOBS="$(nproc)" step build 180 "$PYTHON" setup.py build_ext --inplace
-step info 20 "$PYTHON" -m zero_ext.info
-step exercise 20 "$PYTHON" scripts/exercise_cuda_kernels.py
-# Without conftest.py, which is about ranks and needs more than pytest.
-step test 130 "$PYTHON" -m pytest tests/kernels/test_cuda_kernels.py -q -p no:cacheprovider --noconftest \
-  --maxfail=20
-# Without torch's caching allocator, whose tensors are cut from segments of 2 MB: what is written behind
-# one would be inside of its segment. Libraries expect some calls of the API to fail.
-PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize memcheck --report-api-errors no
-# Mangled, the names of all our kernels contain that of our namespace.
-sanitize racecheck --kernel-name kernel_substring=zero_ext
-
-# The project's own tests, on CUDA tensors: at one rank, at two, at one with NCCL. Two share the GPU,
-# which NCCL refuses; gloo for the host alone has our staging carry all tensors, some of which plain
-# "gloo" would take from the device itself.
-export ZERO_EXT_TEST_DEVICE=cuda OMP_NUM_THREADS=1
 # Equal products have equal bits, wherever their factors lie, and those of fp32 are fp32's.
 exact=(env CUBLAS_WORKSPACE_CONFIG=:4096:8 DISABLE_ADDMM_CUDA_LT=1 NVIDIA_TF32_OVERRIDE=0)
 # One line for each: what is killed has told how far it came, and where it hung.
 quick=(-v -p no:cacheprovider --tb=short --maxfail=200 -m)
-on_device=(device/devices optim/optim properties/precision gather/stage3 properties/scenarios_a
-  properties/scenarios_b properties/scenarios_c units/units state/state step/norm module/errors
-  properties/odd_models autograd/hooks properties/loops optim/scaler memory/memory
-  memory/memory_stage3 engine/lifetime engine/offload state/full_params engine/meta
-  properties/order state/state_dict checkpoint/checkpoint units/module_units engine/live_objects
-  properties/equivalence tensor/shard_tensor)
-on_device=("${on_device[@]/\//\/test_}")
-on_device=("${on_device[@]/#/tests/}")
-on_device=("${on_device[@]/%/.py}")
 # By address: the machine's own name may lead nowhere, for c10d's backends too.
 export GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo
 ranks=("$PYTHON" -m torch.distributed.run --standalone --local-addr=127.0.0.1 --nproc-per-node)
-# Several processes at a time, where pytest can: small tests leave the device idle.
+# Small tests leave processors and the device idle: several processes at a time, where pytest can.
 at_once=()
 if "$PYTHON" -c "import xdist" 2> /dev/null; then at_once=(-n 6 --dist worksteal); fi
-# Interrupted, pytest still says what has failed. One that hangs ends before all of them.
-AT_LIMIT=INT step test_one_rank 130 "${exact[@]}" "$PYTHON" -m pytest "${at_once[@]}" "${on_device[@]}" \
-  --timeout=60 "${quick[@]}" "not dist and not slow"
+
+# The project's own tests on CUDA tensors: `on BACKENDS NAME SECONDS COMMAND...`. Interrupted, pytest
+# still says what has failed; a test that hangs ends before all of them.
+on() {
+  local backends="$1" name="$2" limit="$3"
+  shift 3
+  ZERO_EXT_TEST_DEVICE=cuda ZERO_EXT_TEST_BACKENDS="$backends" OMP_NUM_THREADS=1 AT_LIMIT=INT \
+    step "$name" "$limit" "${exact[@]}" "$@"
+}
+# Without what compiles for minutes, or is of the CPU.
+without=(--ignore=tests/{device/test_lagged_device,memory/test_plan,module/test_compile,properties/test_pipeline}.py)
+rooms=("${without[@]}" tests/{autograd,device,engine,gather,memory,module,optim,properties,reduce,state,step,tensor,units})
+first=(tests/{device/test_devices,gather/test_stage3,properties/test_scenarios_c,module/test_errors}.py)
+second=(tests/{engine/test_uneven,properties/test_recovery,checkpoint/test_checkpoint}.py)
+owners=(tests/optim/test_{owned,muon,state_dtype}.py)
+
+ZERO_EXT_CUDA=1 MAX_JOBS="$(nproc)" step build 180 "$PYTHON" setup.py build_ext --inplace
+step info 20 "$PYTHON" -m zero_ext.info
+step exercise 20 "$PYTHON" scripts/exercise_cuda_kernels.py
+
+# All at once: each leaves processors and the device idle. What is measured runs alone, later.
+if is_wanted memcheck || is_wanted racecheck; then
+  # Asking alone may take half a minute.
+  if [ $((ALL_SECONDS - SECONDS)) -ge 60 ]; then find_sanitizer; fi
+fi
+# Without conftest.py, which is about ranks and needs more than pytest.
+OMP_NUM_THREADS=2 step test 180 "$PYTHON" -m pytest tests/kernels/test_cuda_kernels.py -q -p no:cacheprovider --noconftest \
+  --maxfail=20 &
+on cpu:gloo test_one_rank 180 "$PYTHON" -m pytest "${at_once[@]}" "${rooms[@]}" --timeout=60 \
+  "${quick[@]}" "not dist and not slow" &
+# Two ranks share the GPU, which NCCL refuses; gloo for the host alone has our staging carry all
+# tensors, some of which plain "gloo" would take from the device itself.
+on cpu:gloo test_two_ranks 180 "${ranks[@]}" 2 -m pytest "${first[@]}" "${quick[@]}" "dist and not slow" &
+on cpu:gloo test_recovery 180 "${ranks[@]}" 2 -m pytest "${second[@]}" "${quick[@]}" "dist and not slow" &
+on cpu:gloo test_owners 180 "${ranks[@]}" 2 -m pytest "${owners[@]}" "${quick[@]}" "dist and not slow" &
+# A group of NCCL's around one rank, which has nobody to send anything.
+on cpu:gloo,cuda:nccl test_nccl 120 "${ranks[@]}" 1 -m pytest "${first[@]:0:2}" tests/optim/test_muon.py \
+  "${quick[@]}" "dist and not slow" &
+# Without torch's caching allocator, whose tensors are cut from segments of 2 MB: what is written behind
+# one would be inside of its segment. Libraries expect some calls of the API to fail.
+PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize memcheck --report-api-errors no &
+# Mangled, the names of all our kernels contain that of our namespace.
+sanitize racecheck --kernel-name kernel_substring=zero_ext &
+wait
+
 step benchmark 60 "$PYTHON" benchmarks/bench_cuda.py --results "$RESULTS"
 step benchmark_step 150 "${ranks[@]}" 1 benchmarks/bench_cuda_step.py --results "$RESULTS"
-ZERO_EXT_TEST_BACKENDS=cpu:gloo step test_two_ranks 120 "${exact[@]}" "${ranks[@]}" 2 -m pytest \
-  tests/device/test_devices.py tests/gather/test_stage3.py tests/properties/test_scenarios_c.py tests/module/test_errors.py \
-  "${quick[@]}" "dist and not slow"
-# A group of NCCL's around one rank, which has nobody to send anything.
-ZERO_EXT_TEST_BACKENDS=cpu:gloo,cuda:nccl step test_nccl 45 "${exact[@]}" "${ranks[@]}" 1 -m pytest \
-  tests/device/test_devices.py tests/gather/test_stage3.py "${quick[@]}" "dist and not slow"
 # There is none where no step has a name that was given.
 cat "$RESULTS/$report.md" || exit 1
-exit "$failed"
+[ ! -e "$LOGS/failed" ]

@@ -8,8 +8,10 @@ import contextlib
 import copy
 import functools
 import gc
+import importlib
 import io
 import itertools
+import json
 import math
 import os
 import re
@@ -1167,3 +1169,15 @@ def test_the_last_step_reaches_all_ranks_although_the_optimizer_is_deleted(
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         expected = q.detach() - 0.5 * q.grad
         torch.testing.assert_close(p.detach().cpu(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_example_trains_on_it(device, tmp_path, monkeypatch):
+    """It names the device wherever it makes a tensor."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("".join(f"line {i * i}\n" for i in range(20_000)))
+    sizes = "--size tiny --steps 2 --sequence 16 --batch-size 2 --text text.txt --out run".split()
+    monkeypatch.setattr(sys, "argv", ["train_lm.py", "--device", str(device), *sizes])
+    with torch.device("cpu"):
+        importlib.import_module("train_lm").main()
+    assert len(json.loads(Path("run/log.json").read_text())["loss"]) == 2

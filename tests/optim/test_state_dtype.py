@@ -78,9 +78,9 @@ def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
 def assert_equals_one_process(model, optimizer, alone) -> None:
     for i, (parameter, each) in enumerate(zip(model.vectors, alone, strict=True)):
         state = optimizer.state[parameter]
-        assert torch.equal(full_master(parameter), each.value), f"parameter {i}"
+        assert torch.equal(full_master(parameter).cpu(), each.value), f"parameter {i}"
         for name, moment in (("exp_avg", each.first), ("exp_avg_sq", each.second)):
-            assert torch.equal(full(state[name]).float(), moment.read()), f"{name} of {i}"
+            assert torch.equal(full(state[name]).float().cpu(), moment.read()), f"{name} of {i}"
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -163,10 +163,9 @@ def test_a_skipped_step_touches_nothing_and_a_frozen_parameter_has_no_state(team
     train(model, optimizer, team.rank, range(1, 2))
     moved = StoredAdamW(Vectors().vectors[6], form, lr=LR)
     moved.step(mean_gradient(6, 1, team.world))
-    assert torch.equal(full_master(model.vectors[6]), moved.value)
-    assert torch.equal(
-        full(optimizer.state[model.vectors[6]]["exp_avg"]).float(), moved.first.read()
-    )
+    assert torch.equal(full_master(model.vectors[6]).cpu(), moved.value)
+    first = full(optimizer.state[model.vectors[6]]["exp_avg"]).float().cpu()
+    assert torch.equal(first, moved.first.read())
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -301,7 +300,7 @@ def test_the_multiples_are_those_of_the_published_map(signed):
     levels = multiples(signed)
     codes = torch.arange(-128, 128).to(torch.int8) if signed else torch.arange(256).to(torch.uint8)
     expected = torch.cat([-levels[1:].flip(0), levels[:-1]]) if signed else levels
-    assert torch.equal(dequantized(codes, torch.ones(1)).double(), expected)
+    assert torch.equal(dequantized(codes, torch.ones(1)).double().cpu(), expected)
 
 
 def test_rounding_to_bf16_has_no_bias():

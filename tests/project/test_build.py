@@ -1,4 +1,4 @@
-"""The build's refusals, the check at import, and the info command. Nothing here compiles."""
+"""The build's refusals, the check at import, the info command. Nothing here compiles zero_ext."""
 
 import os
 import re
@@ -168,6 +168,26 @@ def test_cache_is_used_if_it_is_there_and_torch_asks_for_it(tmp_path, monkeypatc
     assert (uses_cache(old), uses_cache(new)) == (False, True)
     monkeypatch.setenv("TORCH_NO_COMPILER_WRAPPER", "1")
     assert not uses_cache(new)
+
+
+@pytest.mark.parametrize("own", ["", "-static-libstdc++"])
+def test_torch_s_libstdcxx_serves_us_whatever_the_compiler_would_link(own, tmp_path):
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\nexec g++ {own} "$@"\n')
+    compiler.chmod(0o755)
+    shared_runtime = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")["shared_runtime"]
+    source = tmp_path / "number.cpp"
+    source.write_text(
+        "#include <sstream>\n"
+        "std::string text(long n) { std::ostringstream out; out << n; return out.str(); }\n"
+    )
+    library = tmp_path / "number.so"
+    subprocess.run(
+        [compiler, "-fPIC", "-shared", source, "-o", library, *shared_runtime()],
+        check=True,
+    )
+    found = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True)
+    assert "[libstdc++.so.6]" in found.stdout
 
 
 def built_for(monkeypatch, version: str, torch_cuda: str | None = None, cuda: bool = False) -> None:

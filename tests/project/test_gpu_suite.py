@@ -1,6 +1,7 @@
 """scripts/gpu_suite.sh runs all its steps, also where there is no GPU: a program in Python's place
 says what it was asked for."""
 
+import ast
 import json
 import os
 import re
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import zero_ext
+
 ROOT = Path(__file__).parents[2]
 STEPS = [
     "build",
@@ -18,10 +21,12 @@ STEPS = [
     "exercise",
     "test",
     "test_one_rank",
+    "test_two_ranks",
+    "test_recovery",
+    "test_owners",
+    "test_nccl",
     "benchmark",
     "benchmark_step",
-    "test_two_ranks",
-    "test_nccl",
 ]
 
 INTERPRETER = """#!/bin/bash
@@ -108,7 +113,7 @@ def test_every_step_is_run_and_reported(tmp_path):
     said = {name: log(tmp_path, name) for name in STEPS}
     for name in STEPS:
         assert said[name].startswith("asked for: "), name
-    for path in re.findall(r"(?:tests|scripts|benchmarks)/[\w/]+\.py", " ".join(said.values())):
+    for path in re.findall(r"(?:tests|scripts|benchmarks)/[\w/.]+", " ".join(said.values())):
         assert (ROOT / path).exists(), path
     assert "--nproc-per-node 2 -m pytest" in said["test_two_ranks"]
     assert "backends: cpu:gloo\n" in said["test_two_ranks"]
@@ -153,7 +158,8 @@ def test_compute_sanitizer_is_asked_once_whether_it_works(tmp_path):
     run = run_suite(tmp_path, "memcheck", "racecheck", sanitizer="all is well")
     assert run.returncode == 0, run.stdout + run.stderr
     assert outcomes(tmp_path) == {"step": "outcome", "memcheck": "ok", "racecheck": "ok"}
-    asked, memcheck, racecheck = (tmp_path / "out" / "sanitizer").read_text().splitlines()
+    asked, *at_once = (tmp_path / "out" / "sanitizer").read_text().splitlines()
+    memcheck, racecheck = sorted(at_once)
     assert "torch.ones" in asked
     assert "--tool memcheck" in memcheck and "--report-api-errors no" in memcheck
     assert (
@@ -176,6 +182,20 @@ def test_compute_sanitizer_is_not_asked_where_no_time_is_left(tmp_path):
     assert run.returncode == 1
     assert outcomes(tmp_path) == {"step": "outcome", "memcheck": "not run: no time was left"}
     assert not (tmp_path / "out" / "sanitizer").exists()
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "examples", "scripts"])
+def test_programs_ask_for_nothing_that_is_gone(folder):
+    """Also those that need a GPU, or hours."""
+    modules = {"zero_ext": zero_ext, "ops": zero_ext.ops, "_C": zero_ext._C}
+    gone = [
+        f"{path.name}:{node.lineno}: {ast.unparse(node)}"
+        for path in sorted((ROOT / folder).glob("**/*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        if node.value.id in modules and not hasattr(modules[node.value.id], node.attr)
+    ]
+    assert gone == []
 
 
 def test_a_benchmark_that_is_stopped_keeps_what_it_measured(tmp_path, monkeypatch, capsys):

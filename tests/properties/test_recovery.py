@@ -447,7 +447,9 @@ def test_a_step_that_refused_on_one_rank_can_be_mended(mesh, rank, world):
     if rank == 0:
         parameter = next(model.parameters())
         good = parameter.grad
-        parameter.grad = torch.Tensor._make_wrapper_subclass(Unreadable, parameter.shape)
+        parameter.grad = torch.Tensor._make_wrapper_subclass(
+            Unreadable, parameter.shape, device=parameter.device
+        )
         with pytest.raises(TypeError, match=r"\.grad was set to a Unreadable"):
             optimizer.step()
         parameter.grad = good

@@ -24,9 +24,9 @@ def multiples(signed: bool) -> Tensor:
     values = [0.0, 1.0]
     for decade in range(7):
         cells = 2 ** (decade if signed else decade + 1)
-        borders = torch.linspace(1 / 16, 1, cells + 1, dtype=torch.float64)
+        borders = torch.linspace(1 / 16, 1, cells + 1, dtype=torch.float64, device="cpu")
         values += (16.0 ** (decade - 6) * (borders[:-1] + borders[1:]) / 2).tolist()
-    return torch.tensor(sorted(values), dtype=torch.float64)
+    return torch.tensor(sorted(values), dtype=torch.float64, device="cpu")
 
 
 def code_of(doubled: Tensor, signed: bool) -> Tensor:
@@ -99,21 +99,28 @@ class Exact:
 
 
 class StoredAdamW:
-    """Steps one fp32 parameter, flat."""
+    """Steps one fp32 parameter, flat, on the CPU: a GPU's quotients may be off by one place."""
 
     def __init__(self, value: Tensor, form: str, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, decay=1e-2):
-        self.value, self.form = value.detach().clone().flatten(), form
+        self.value, self.form = value.detach().to("cpu", copy=True).flatten(), form
         self.lr, self.betas, self.eps, self.decay = lr, betas, eps, decay
         self.steps = 0
-        numel = value.numel()
-        if form == "bf16":
-            self.first, self.second = Rounded(numel), Rounded(numel)
-        elif form == "int8" and numel >= SMALLEST_IN_BLOCKS:
-            self.first, self.second = Blocks(numel, True), Blocks(numel, False)
-        else:
-            self.first, self.second = Exact(numel), Exact(numel)
+        with torch.device("cpu"):
+            self.first, self.second = self._zeros(True), self._zeros(False)
+
+    def _zeros(self, signed: bool):
+        numel = self.value.numel()
+        if self.form == "bf16":
+            return Rounded(numel)
+        if self.form == "int8" and numel >= SMALLEST_IN_BLOCKS:
+            return Blocks(numel, signed)
+        return Exact(numel)
 
     def step(self, grad: Tensor) -> None:
+        with torch.device("cpu"):
+            self._step(grad.cpu())
+
+    def _step(self, grad: Tensor) -> None:
         self.steps += 1
         g, p, (b1, b2) = grad.flatten(), self.value, self.betas
         p = p - f32(self.lr * self.decay) * p

@@ -2,13 +2,13 @@
 
 import copy
 import io
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from zero_ext._warnings import warn
 from zero_ext.checkpoint import files, folders, pickles
 from zero_ext.checkpoint.deepspeed_files import (
     DeepspeedFolder,
@@ -102,7 +102,7 @@ class Contents(NamedTuple):
             message = f"zero_ext: checkpoint '{self.path}' {verb} {first_of(sorted(names))}"
             if strict:
                 raise ValueError(f"{message}. strict=False passes such names over.")
-            warnings.warn(f"{message}: passed over.", stacklevel=6)
+            warn(f"{message}: passed over.")
         common = [name for name in of_model.tensors if self.keys.get(name) in self.tensors]
         for name in common:
             shape, saved = of_model.tensors[name].shape, self.tensors[self.keys[name]].size

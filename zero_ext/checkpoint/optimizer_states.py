@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from zero_ext._warnings import warn
 from zero_ext.checkpoint.contents import Contents, first_of
 from zero_ext.engine.registry import find
 from zero_ext.optim.groups import name_in_module, settings_of
@@ -143,10 +143,9 @@ class SavedOptimizer:
             for name, states in saved["states"].items()
         }
         if any(self._states[name].keys for name in frozen):
-            warnings.warn(
+            warn(
                 "zero_ext: the optimizer's states of parameters that are frozen now are passed "
-                f"over: {first_of(frozen)}.",
-                stacklevel=8,
+                f"over: {first_of(frozen)}."
             )
         self._states |= dict.fromkeys([*frozen, *without_states], _Saved({}, {}))
 

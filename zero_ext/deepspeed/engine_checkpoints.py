@@ -1,7 +1,6 @@
 """EngineCheckpoints: DeepSpeed's calls for checkpoints and weights."""
 
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from zero_ext import checkpoint
+from zero_ext._warnings import warn
 from zero_ext.deepspeed.config import Config
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.ranks.agreement import all_or_none, check_same_on_all_ranks
@@ -103,7 +103,7 @@ class EngineCheckpoints:
             remedy="Load from a folder that all ranks share.",
         )
         if tag is None:
-            warnings.warn(f"zero_ext: no '{latest}': nothing was loaded.", stacklevel=2)
+            warn(f"zero_ext: no '{latest}': nothing was loaded.")
             return None, {}
         path = Path(load_dir) / str(tag)
         with_states = load_optimizer_states and not load_module_only

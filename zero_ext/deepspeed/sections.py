@@ -1,10 +1,10 @@
 """Section: one object of a configuration. What is wrong in all of them is told at once."""
 
 import math
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from zero_ext._warnings import warn
 from zero_ext.deepspeed import keys
 
 
@@ -39,7 +39,7 @@ class Problems:
             lines = "".join(f"\n  - {text}" for text in texts)
             raise ValueError(f"zero_ext: the configuration has {len(texts)} errors:{lines}")
         for text in self.unknown:
-            warnings.warn(f"zero_ext: {text}", stacklevel=4)
+            warn(f"zero_ext: {text}")
 
 
 def _paths(config: dict[str, Any], section: str = "") -> Iterator[str]:

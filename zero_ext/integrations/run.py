@@ -13,7 +13,6 @@ import importlib.abc
 import os
 import runpy
 import sys
-import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
 from importlib.machinery import ModuleSpec
@@ -21,6 +20,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+from zero_ext._warnings import warn
 from zero_ext.ranks import environment
 
 
@@ -163,11 +163,10 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
             stack.enter_context(mock.patch.object(sys, "path", [folder, *sys.path[1:]]))
             values = runpy.run_path(chosen.script, run_name="__main__")
     if not substitution.made:
-        warnings.warn(
+        warn(
             f"zero_ext: '{chosen.script}' has made no Accelerator of accelerate, no Trainer of "
             "transformers and no DDPStrategy of Lightning, and nothing was sharded for it. Call "
-            "zero_ext.shard() in the script.",
-            stacklevel=2,
+            "zero_ext.shard() in the script."
         )
     return values
 

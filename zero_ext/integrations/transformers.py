@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 from unittest import mock
@@ -13,6 +12,7 @@ import transformers.trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from zero_ext import checkpoint
+from zero_ext._warnings import warn
 from zero_ext.deepspeed.config import Config
 from zero_ext.deepspeed.initialization import cast
 from zero_ext.integrations import deepspeed_file, stock_files
@@ -149,10 +149,9 @@ class ShardedTrainerMixin:
         missing = [] if ours or state is not None else [f"optimizer state ({OPTIMIZER_NAME})"]
         missing += [] if schedule is not None else [f"schedule ({SCHEDULER_NAME})"]
         if missing:
-            warnings.warn(
+            warn(
                 f"zero_ext: '{folder}' has no {' and no '.join(missing)}: what is missing begins "
-                "anew.",
-                stacklevel=2,
+                "anew."
             )
 
     def _sharded_optimizer(self) -> ShardedOptimizer:

@@ -1,13 +1,13 @@
 """Loading: what is checked of a saved state before any of it is written."""
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from zero_ext._warnings import warn
 from zero_ext.optim.arguments import check_state_dict
 from zero_ext.optim.groups import Group, name_in_module, named_in, replace_named, settings_of
 from zero_ext.optim.shown_states import ShownStates, values_in
@@ -41,11 +41,10 @@ class SavedState(NamedTuple):
 
     def warn_of_frozen(self) -> None:
         if self.values:
-            warnings.warn(
+            warn(
                 f"zero_ext: {self.name} is frozen, and its saved state "
                 f"({', '.join(map(str, self.values))}) is passed over: it begins anew when the "
-                "parameter is unfrozen. Thaw it before load_state_dict().",
-                stacklevel=5,
+                "parameter is unfrozen. Thaw it before load_state_dict()."
             )
 
 

@@ -1,12 +1,12 @@
 """What the ranks decide about a step: whether their settings agree, and whether it is skipped."""
 
-import warnings
 from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from zero_ext import _C
+from zero_ext._warnings import warn
 from zero_ext.optim.shared_states import SharedStates
 from zero_ext.ranks.agreement import check_same_on_all_ranks
 
@@ -84,7 +84,7 @@ class SkippedSteps:
                 "it: load a checkpoint from before"
             )
         if bad is not None or self._in_a_row == 1 or optimizer._handle.groups.rank == 0:
-            warnings.warn(f"{message}; {said}.", stacklevel=7)
+            warn(f"{message}; {said}.")
 
 
 def _nonfinite_parameter(optimizer: "ShardedOptimizer") -> str | None:

@@ -1,7 +1,6 @@
 """Groups: the ranks that a model is sharded over."""
 
 import os
-import warnings
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -9,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from zero_ext._warnings import warn
 
 CPU = torch.device("cpu")
 
@@ -120,11 +121,10 @@ def _warn_of_forgotten_group() -> None:
     """Without a process group each process of a launcher would train a model of its own."""
     processes = os.environ.get("WORLD_SIZE", "1")
     if processes != "1" and "RANK" in os.environ:
-        warnings.warn(
+        warn(
             f"zero_ext: this is one of {processes} processes (WORLD_SIZE), and there is no process "
             "group: each trains a model of its own. Call "
-            "torch.distributed.init_process_group() before sharding.",
-            stacklevel=4,
+            "torch.distributed.init_process_group() before sharding."
         )
 
 

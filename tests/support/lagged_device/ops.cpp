@@ -94,13 +94,16 @@ class HostCall {
   void replace_arguments(Stack& stack, c10::Device device) {
     const auto& schema = op_.schema().arguments();
     const size_t first = first_argument(stack);
-    for (size_t i = first; i < stack.size(); ++i) check_device(stack[i], device);
+    const auto is_written = [&](size_t i) {
+      return schema[i].alias_info() != nullptr && schema[i].alias_info()->isWrite();
+    };
+    for (size_t i = 0; i < schema.size(); ++i)
+      check_device(stack[first + i], device, is_written(i));
     for (size_t i = 0; i < schema.size(); ++i) {
-      const auto* alias = schema[i].alias_info();
       if (stack[first + i].isNone() && takes_generator(schema[i])) {
         stack[first + i] = default_generator(device.index());
       }
-      replace(stack[first + i], alias != nullptr && alias->isWrite());
+      replace(stack[first + i], is_written(i));
     }
   }
 
@@ -142,13 +145,13 @@ class HostCall {
     return stack.size() - op_.schema().arguments().size();
   }
 
-  // As CUDA's operators: only numbers and lists of indices may come from elsewhere.
-  void check_device(const IValue& value, c10::Device device) const {
+  // As CUDA's operators: only numbers that are read and lists of indices may come from elsewhere.
+  void check_device(const IValue& value, c10::Device device, bool written) const {
     const auto check = [&](const Tensor& tensor) {
-      TORCH_CHECK(
-          !tensor.defined() || tensor.device() == device || (tensor.is_cpu() && tensor.dim() == 0),
-          op_.schema().name(), ": Expected all tensors to be on the same device, but found ",
-          "at least two devices, ", device, " and ", tensor.device(), "!");
+      const bool number = tensor.defined() && tensor.is_cpu() && tensor.dim() == 0 && !written;
+      TORCH_CHECK(!tensor.defined() || tensor.device() == device || number, op_.schema().name(),
+                  ": Expected all tensors to be on the same device, but found ",
+                  "at least two devices, ", device, " and ", tensor.device(), "!");
     };
     if (value.isTensor()) check(value.toTensor());
     if (value.isTensorList()) {

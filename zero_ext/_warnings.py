@@ -1,0 +1,18 @@
+"""Warnings that name the user's own line."""
+
+import os
+import sys
+import warnings
+
+import torch
+
+# What lies between the user's call and ours.
+_BETWEEN = tuple(os.path.join(os.path.dirname(file), "") for file in (__file__, torch.__file__))
+
+
+def warn(message: str) -> None:
+    """A UserWarning at the line that called us, however many calls lie between."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
