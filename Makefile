@@ -233,6 +233,8 @@ $(DEEPSPEED_VENV)/.installed: $(VENV)/.installed
 	  > $(DEEPSPEED_VENV)/lib/$$(ls $(DEEPSPEED_VENV)/lib)/site-packages/base.pth
 	$(DEEPSPEED_VENV)/bin/python -m pip install --quiet setuptools wheel einops hjson msgpack ninja packaging psutil py-cpuinfo pydantic tqdm
 	DS_BUILD_OPS=0 $(DEEPSPEED_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation "deepspeed==0.19.8"
+	PATH="$(CURDIR)/$(DEEPSPEED_VENV)/bin:$$PATH" DS_ACCELERATOR=cpu $(DEEPSPEED_VENV)/bin/python -c \
+	  "from deepspeed.comm.torch import build_shm_op; build_shm_op()"  # a test would not wait for its compiler
 	touch $@
 
 test-deepspeed: $(DEEPSPEED_VENV)/.installed

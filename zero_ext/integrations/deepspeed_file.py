@@ -155,6 +155,8 @@ def _check(settings: Config, device: torch.device) -> None:
         ("fp16", settings.dtype == torch.float16),
         ("zero_optimization.mics_shard_size", settings.shards is not None),
         ("gradient_allreduce_op", settings.sums_gradients),
+        ("torch_autocast", settings.autocast is not None),
+        ("managed_gradient_accumulation", not settings.managed_accumulation),
         ("zero_optimization.offload_param", settings.offload_params and device.type != "cpu"),
     ):
         if is_set:
