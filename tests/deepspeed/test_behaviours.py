@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import MLP, assert_bits, mean_square
 from setups import train_batch
-from test_initialize import STAGES, initialized
+from test_initialize import MICROS, STAGES, initialized
 from torch import nn
 
 import zero_ext
@@ -39,6 +39,36 @@ def test_one_loss_of_two_engines(anywhere, rank, stage):
             engine.step()
     for one, other in zip(together, apart, strict=True):
         assert_same(one, other)
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+@pytest.mark.parametrize("bf16", [False, True], ids=["", "bf16"])
+@STAGES
+def test_ranks_without_some_or_all_micro_batches_of_a_step(mesh, rank, world, stage, bf16):
+    """Rank 0 has all of them. Every rank calls ``engine.step()`` equally often."""
+    config = {"gradient_clipping": 0.2, "bf16": {"enabled": bf16}}
+    engine = initialized(mesh, MLP(13), stage, SGD, **config)
+    dtype, chance = engine.module.layers[0].weight.dtype, 0.02 if bf16 else 1e-5
+    plain = MLP(13)
+    reference = torch.optim.SGD(plain.parameters(), 0.1)
+    for step, rest in enumerate([(0, 1, 2), (0, 1), (1, 2), (0,), (2,), (), (0, 1, 2)]):
+        for micro in range(MICROS):
+            if rank == 0 or micro in rest:
+                engine.backward(mean_square(engine, train_batch(rank, step, micro, dtype)))
+            engine.step()
+            for r in range(world):
+                if r == 0 or micro in rest:
+                    loss = mean_square(plain, train_batch(r, step, micro))
+                    (loss / (MICROS * world)).backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.2)
+        torch.testing.assert_close(engine.get_global_grad_norm(), norm.item(), rtol=chance, atol=0)
+        reference.step()
+        reference.zero_grad()
+    assert engine.global_steps == step + 1
+    for p, q in zip(engine.module.parameters(), plain.parameters(), strict=True):
+        value = zero_ext.full_tensor(p).float()
+        torch.testing.assert_close(value, q.detach(), rtol=chance, atol=chance / 10)
 
 
 @STAGES

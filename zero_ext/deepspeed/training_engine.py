@@ -81,6 +81,7 @@ class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
         self._counted_from = 0  # ``micro_steps`` when the micro-batches per step were set
         self._skipped_before = 0  # steps, as a loaded checkpoint has counted them
         self._in_no_sync = False
+        self._called_backward = False
         self._backwards = 0  # since the last step, by ``backward()``
         self._collate_fn = collate_fn
         self._reports = Reports(settings, self._groups, module)
@@ -116,6 +117,7 @@ class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
             The divided loss.
         """
         self._needs_optimizer("backward()")
+        self._called_backward = True
         self._reports.add_loss(loss)
         self._backwards += 1
         if scale_wrt_gas and self.settings.accumulation_steps > 1:
@@ -155,6 +157,14 @@ class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
         finally:
             self._divides()
 
+    def _uses_backward(self) -> bool:
+        """Whether ranks call ``backward()``, not ``loss.backward()``. A rank without data expects
+        it of the others."""
+        if self._called_backward:
+            return True
+        stats = self.optimizer._handle.stats()
+        return stats["backwards"] == stats["served_backwards"]
+
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch. The last one of an accumulation updates the parameters. Collective.
 
@@ -170,6 +180,9 @@ class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
         self._step_applied = False
         if not self.settings.managed_accumulation or self.is_gradient_accumulation_boundary():
             self._update(lr_kwargs or {})
+        elif self._uses_backward():  # also on a rank without this micro-batch
+            with self._divided_losses(), self.module.no_sync():
+                pass
         self.micro_steps += 1
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
@@ -178,7 +191,9 @@ class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
         known = self.optimizer.knows_of_skipped_steps
         skipped = self.skipped_steps if known else 0
         with self._reports.timed("step"):
-            self.optimizer.step()
+            # It may take part in backwards of other ranks.
+            with self._divided_losses() if self._uses_backward() else contextlib.nullcontext():
+                self.optimizer.step()
             self.optimizer.zero_grad()
         self._divides()  # the loss scale may have changed
         self._step_applied = not known or self.skipped_steps == skipped

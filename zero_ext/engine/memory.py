@@ -27,6 +27,7 @@ from zero_ext.engine.units import (
     prefetch_bytes,
     used_several_times,
 )
+from zero_ext.ranks import owner_plan
 
 _FP32_BYTES = 4  # of an element of a gradient sum, of a master, of each of two moments
 _ALIGNMENT_BYTES = 64
@@ -65,6 +66,7 @@ def estimate_memory(
     param_dtype: torch.dtype | None = None,
     local_accumulation: bool = False,
     state_dtype: str = "fp32",
+    owners: bool = False,
     device: torch.device | str | None = None,
 ) -> dict[str, int]:
     """Bytes that sharding ``module`` over ``world_size`` ranks with AdamW will hold on each.
@@ -85,14 +87,17 @@ def estimate_memory(
             ``"exchange"``.
         local_accumulation: Whether stages 0 and 1 accumulate inside ``no_sync()``.
         state_dtype: As for ``optim.AdamW``.
+        owners: Whether the optimizer is one of ``optim.wrap`` that needs whole parameters. Their
+            owners keep ``owner_masters`` then. ``optimizer_state`` is 0: add what the class keeps.
         device: Where it will be trained; default: where its parameters are, the CPU if that is the
             meta device.
     Returns:
-        ``full``, ``shard``, ``master``, ``grad``, ``optimizer_state``, their sum ``persistent``,
-        and what comes on top of it: ``gathered``, the most that stage 3 gathers at once while the
-        passes keep their order (less where ranks of one host gather nothing ahead), and
-        ``buckets``, the most that the two buckets can add. Padding included. None of these grows
-        with the number of ranks. With 8-bit states, what the rank with the most of them holds.
+        ``full``, ``shard``, ``master``, ``grad``, ``optimizer_state``, ``owner_masters``, their sum
+        ``persistent``, and what comes on top of it: ``gathered``, the most that stage 3 gathers at
+        once while the passes keep their order (less where ranks of one host gather nothing ahead),
+        and ``buckets``, the most that the two buckets can add. Padding included. None of these
+        grows with the number of ranks. Of 8-bit states and of ``owner_masters``, what the rank with
+        the most of them holds.
     Raises:
         ValueError, TypeError: a stage, a number of ranks or of shards, a size, a reduction, a
             dtype, a form of states, units or a device that cannot be.
@@ -108,11 +113,16 @@ def estimate_memory(
     shards = world_size if shards is None else shards
     _check_ranks(world_size, shards)
     check_bool("local_accumulation", local_accumulation)
+    check_bool("owners", owners)
     check_state_dtype(state_dtype)
     kind = _device_of(module, device).type
     parameters, blocks, cut = planned_units(module, world_size, shards, options, units, kind)
     local = local_accumulation and stage < 2 and world_size > 1
-    result = _persistent_bytes([unit for part in cut for unit in part], local, state_dtype)
+    all_units = [unit for part in cut for unit in part]
+    result = _persistent_bytes(all_units, local, state_dtype)
+    result["owner_masters"] = _owner_bytes(all_units) if owners else 0
+    if owners:
+        result["optimizer_state"] = 0
     frozen = [p for p in module.parameters() if not p.requires_grad]
     result["full"] += sum(p.nbytes for p in frozen if stays_whole(p) or stage < 3)
     result["persistent"] = sum(result.values())
@@ -245,6 +255,14 @@ class _Unit(NamedTuple):
         return most
 
     @property
+    def bounds(self) -> list[list[int]]:
+        """Of each parameter, where each range's elements begin, and the end."""
+        begins = iter([0, *self.ends])
+        places = [(numel, next(begins) if numel else 0) for numel in self.numels]
+        starts = range(0, self.range_numel * self.ranges + 1, self.range_numel)
+        return [[min(max(s - begin, 0), numel) for s in starts] for numel, begin in places]
+
+    @property
     def has_master(self) -> bool:
         return self.plan.trainable and self.itemsize != _FP32_BYTES
 
@@ -285,6 +303,21 @@ def _persistent_bytes(units: Iterable[_Unit], local: bool, state_dtype: str) -> 
             result["grad"] += share * (unit.ranges if local else 1) * _FP32_BYTES
             result["optimizer_state"] += unit.state_bytes(state_dtype)
     return result
+
+
+def _owner_bytes(units: Sequence[_Unit]) -> int:
+    """Of masters that the owner of most elements keeps. See Note [Kept masters]."""
+    trained = [unit for unit in units if unit.plan.trainable]
+    if not trained or trained[0].ranges == 1:  # every rank holds all of them
+        return 0
+    members = sorted(
+        (i, numel, bounds)
+        for unit in trained
+        for i, numel, bounds in zip(unit.plan.members, unit.numels, unit.bounds, strict=True)
+    )
+    loads = [0.0] * trained[0].ranges
+    owner_plan.assign([n for _, n, _ in members], [bounds for *_, bounds in members], loads)
+    return _FP32_BYTES * int(max(loads))
 
 
 def _gathered_bytes(blocks: Sequence[Block], cut: Sequence[list[_Unit]], ahead: int) -> int:
