@@ -5,6 +5,7 @@ TORCH_CUDA_ARCH_LIST):
 - ZERO_EXT_CUDA=auto|0|1 decides about CUDA; auto asks the toolkit and torch.version.cuda. A GPU
   need not be present.
 - ZERO_EXT_WERROR=1 asks compilers for warnings and makes them errors. The Makefile sets it.
+- CFLAGS=-O1, or another level, instead of -O3: half of the time to compile, and slow kernels.
 - ZERO_EXT_SANITIZE=1 builds for the address and undefined behaviour sanitizers (make sanitize).
 """
 
@@ -24,7 +25,6 @@ OLDEST_SETUPTOOLS = 77  # the first that reads all of pyproject.toml
 # Where the links of README.md lead from the page of a package index.
 SOURCE_URL = "https://zero-ext.example/source"
 CXX_FLAGS = [
-    "-O3",
     "-g0",
     "-std=c++20",
     "-fvisibility=hidden",
@@ -136,6 +136,9 @@ def choose_cuda(obstacle: tuple[str, str] | None) -> bool:
 def compile_flags(included: list[str]) -> dict[str, list[str]]:
     """The flags of both compilers. ``included``: folders whose headers may cause warnings."""
     cxx, nvcc = list(CXX_FLAGS), list(NVCC_FLAGS)
+    # CFLAGS come first, and the last of these flags counts.
+    if not re.search(r"(^|\s)-O", os.environ.get("CFLAGS", "")):
+        cxx.insert(0, "-O3")
     if os.environ.get("ZERO_EXT_WERROR") == "1":
         cxx += [*WARNINGS, *(f"-isystem{folder}" for folder in included)]
         nvcc += NVCC_WARNINGS

@@ -9,7 +9,7 @@ matrices, in which a rank sends 2 bytes for each element that it does not keep.
 
 from typing import NamedTuple
 
-from zero_ext.optim.owner_plan import assign, even_bounds, newton_schulz_cost, travelling
+from zero_ext.ranks.owner_plan import assign, even_bounds, newton_schulz_cost, travelling
 
 RANKS = (8, 64, 256, 1024)
 

@@ -67,6 +67,10 @@ def parse_arguments() -> argparse.Namespace:
     arguments.name = "ddp" if arguments.ddp else f"stage{arguments.stage}"
     if arguments.optimizer != "adamw":
         arguments.name += f"-{arguments.optimizer}"
+    if arguments.states != "fp32":
+        arguments.name += f"-{arguments.states}"
+    if arguments.seed != 0:
+        arguments.name += f"-seed{arguments.seed}"
     arguments.out = arguments.out or Path("runs") / arguments.name
     if arguments.text is not None and not Path(arguments.text).exists():
         parser.error(f"--text {arguments.text} does not exist")

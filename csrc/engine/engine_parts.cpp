@@ -83,7 +83,7 @@ EngineParts::EngineParts(EngineOptions given)
               .memory = std::make_shared<MemoryCounter>(options.limit_bytes),
               .offloaded = std::make_shared<MemoryCounter>()},
       parameters(context),
-      published(parameters, nan_records, context.global_rank, context.world),
+      published(parameters, nan_records, finished, context.global_rank, context.world),
       reductions(comm, context, parameters, finished),
       agreement(comm, context, parameters, finished),
       boundary({.world = comm.world(),

@@ -60,8 +60,8 @@ struct EngineParts {
   NanRecords nan_records;
   UnitContext context;
   ShardedParameters parameters;
-  PublishedGradients published;
   FinishedBackwards finished;
+  PublishedGradients published;
   Reductions reductions;
   StepAgreement agreement;
   Boundary boundary;

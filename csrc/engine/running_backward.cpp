@@ -314,7 +314,9 @@ void RunningBackward::take_part_in_others_backward(const Access& access) {
   gatherer_.post_sends_for_a_pass();
   try {
     begin(access, /*reduces=*/true);
+    const bool changed = finished_.changed();
     finish(Gradients::of_others);
+    if (changed) finished_.note_changed_too_early();
   } catch (...) {
     undo();
     throw;

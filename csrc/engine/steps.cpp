@@ -82,6 +82,8 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
     check_complete("step()", verdict);
     if (verdict.written_differ) reject_written(Comm::Agreement::step, indices);
     if (context_.world > 1 && !reductions_.knows_order()) learn_reduction_order(access);
+  } else {
+    reject_changed_too_early("step()", finished_.changed_too_early() ? context_.global_rank : -1);
   }
   // Not earlier: the user may mend what raised an error, and repeat the step.
   *last_backward = stepped_ = verdict.backwards = backward_.count();
@@ -149,7 +151,16 @@ void Steps::learn_reduction_order(const Access& access) {
   reductions_.set_order({first, first + units}, first[units] != 0);
 }
 
+void Steps::reject_changed_too_early(const char* verb, int64_t rank) const {
+  TORCH_CHECK(
+      rank < 0, where(context_.global_rank), verb, " on gradients that rank ", rank,
+      " changed, as torch's clip_grad_norm_ does, before later backwards of other ranks. Use"
+      " max_grad_norm or optimizer.clip_grad_norm_(), which wait for those. To go on, call"
+      " zero_grad(set_to_none=True) on every rank and repeat the step's backwards.");
+}
+
 void Steps::check_complete(const char* verb, const StepVerdict& verdict) const {
+  reject_changed_too_early(verb, verdict.changed_too_early);
   if (verdict.incomplete < 0) return;
   check_complete(verb);
   TORCH_CHECK(
@@ -159,6 +170,7 @@ void Steps::check_complete(const char* verb, const StepVerdict& verdict) const {
 }
 
 MicroBatches Steps::boundary_progress() const {
+  if (finished_.changed_too_early()) return MicroBatches::changed_too_early;
   if (boundary_.local_open()) return MicroBatches::unreduced;
   if (boundary_.missing() > 0) return MicroBatches::too_few;
   return boundary_.micro_batch() > 0 ? MicroBatches::complete : MicroBatches::none;
@@ -252,6 +264,7 @@ void Steps::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
     published_.adopt_changes(indices, "zero_grad()");
   }
   for (const int64_t i : indices) zero_one(i, mode);
+  finished_.forget_changes();
   for (const auto& unit : parameters_.units()) unit->sums().drop_idle();
   // Several optimizers zero their own parameters each.
   if (zeroed_after_ != backward_.attempts()) zeroed_.clear();

@@ -51,10 +51,12 @@ class Steps {
   // `last_backward`: as of the last step.
   at::Tensor clip(const std::vector<int64_t>& indices, double max_norm, int64_t last_backward);
 
-  // Raises where a step would raise because not all gradients are reduced.
-  void check_reduced(const std::string& verb) const {
+  // Before torch clips or unscales. Raises where a step would raise because not all gradients are
+  // reduced.
+  void check_reduced(const std::string& verb) {
     const Access access(lock_);
     check_complete(verb.c_str());
+    finished_.note_clipping();
   }
   void zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode);
   // An optimizer steps parameter i from now on, or no longer does.
@@ -70,6 +72,8 @@ class Steps {
   void reject_written(Comm::Agreement about, const std::vector<int64_t>& indices) const;
   // The same of all ranks.
   void check_complete(const char* verb, const StepVerdict& verdict) const;
+  // `rank`: one that did so, or -1.
+  void reject_changed_too_early(const char* verb, int64_t rank) const;
   MicroBatches boundary_progress() const;
   // While this rank asks, it serves the backwards of other ranks. See Note [Serving] in
   // running_backward.h.

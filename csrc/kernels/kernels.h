@@ -88,6 +88,13 @@ struct OnDevice {
   const float* grad_factor = nullptr;  // multiplies grad_scale, in float
 };
 
+// One range of an update's list. It begins so many elements after the pointers of the arguments.
+struct UpdateSegment {
+  int64_t begin;   // in master, param and grad
+  int64_t states;  // in the optimizer's states
+  int64_t numel;
+};
+
 // How Adam's moments are stored.
 enum class Moments : int32_t { f32, bf16, int8 };
 
@@ -121,6 +128,9 @@ constexpr int64_t kBlockElements = 256;
 //   int8:  codes and one scale per kBlockElements elements, see Note [Dynamic map] in moments.h;
 //          the range begins where a block begins. An element's bits depend on its block.
 //
+// Where `segments` is not null, `count` ranges are updated instead of one of `numel` elements, in
+// one parallel region or one launch. In int8, each one's states begin at a block.
+//
 // Note [A written parameter wins over its master]
 // `param` always holds the rounding of `master`, unless somebody has written to it since. Comparing
 // the two finds every kind of write; `p.data.copy_()` leaves no trace in the version counter. It
@@ -140,6 +150,8 @@ struct AdamArgs {
   float* exp_avg_sq_scale = nullptr;
   float* max_exp_avg_sq = nullptr;  // AMSGrad only, else null; with f32 alone
   int64_t numel = 0;
+  const UpdateSegment* segments = nullptr;  // host memory, which the caller may free at once
+  int64_t count = 0;
   double lr = 0;
   double beta1 = 0;
   double beta2 = 0;

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <map>
+#include <tuple>
 #include <utility>
 
 #include "core/range.h"
@@ -207,20 +208,9 @@ at::Tensor OptimizerState::nothing_of(const std::vector<FlatBuffer>& buffers, in
   return at::empty({0}, options.dtype(dtype));
 }
 
-void* OptimizerState::data(int64_t k, int64_t unit, const Run& run) const {
-  const UnitStates& states = buffers_[unit];
-  const StatePart& part = states.parts[states.part_of[run.first_slot]];
-  const bool in_codes = scale_data(k, unit, run) != nullptr;
-  return (in_codes ? part.codes : part.values).at(k).at(states.begins[run.first_slot]);
-}
-
-// Null where the run's slots are not in blocks.
-float* OptimizerState::scale_data(int64_t k, int64_t unit, const Run& run) const {
-  const Slot& first = engine_->parameters().unit(unit).layout().slot(run.first_slot);
-  if (moments_ != kernels::Moments::int8 || !first.in_blocks()) return nullptr;
-  const UnitStates& states = buffers_[unit];
-  const StatePart& part = states.parts[states.part_of[run.first_slot]];
-  return static_cast<float*>(part.scales.at(k).at(states.begins[run.first_slot] / kBlockNumel));
+void* OptimizerState::state_data(int64_t k, int64_t i) const {
+  const StatePart& part = part_of(i);
+  return (in_blocks(i) ? part.codes : part.values).at(k).at(0);
 }
 
 template <typename Body>
@@ -236,19 +226,24 @@ void OptimizerState::apply(const Body& body) {
     }
   }
   const std::vector<uint64_t> histories = histories_in_flight();
-  const auto same = [&](int64_t a, int64_t b) {
-    return group_of_[a] == group_of_[b] && presumed_[a] == presumed_[b] &&
-           (histories.empty() || histories[a] == histories[b]) && in_blocks(a) == in_blocks(b) &&
-           &part_of(a) == &part_of(b);
+  // Parameters of one kind are updated by one call.
+  const auto kind_of = [&](int64_t i) {
+    const uint64_t history = histories.empty() ? 0 : histories[i];
+    return std::tuple(group_of_[i], presumed_[i], history, in_blocks(i), &part_of(i));
   };
   std::vector<int64_t> counted;
   {
     StepUpdate update = engine_->steps().begin_update(indices_);
     while (update.next_unit()) {
       const Range range("update", update.unit().name());
-      for (const Run& run : update.runs(same)) {
-        const int64_t i = update.first_parameter(run);
-        body(update.unit_index(), update.unit(), run, i, presumed_[i] + 1);
+      std::map<decltype(kind_of(0)), std::vector<Run>> kinds;
+      for (const Run& run :
+           update.runs([&](int64_t a, int64_t b) { return kind_of(a) == kind_of(b); })) {
+        kinds[kind_of(update.first_parameter(run))].push_back(run);
+      }
+      for (const auto& [kind, runs] : kinds) {
+        const int64_t i = update.first_parameter(runs.front());
+        body(update.unit_index(), update.unit(), runs, i, presumed_[i] + 1);
       }
       for (const int64_t i : update.updated()) {
         if (counts_on_device()) {
@@ -339,22 +334,31 @@ void OptimizerState::check_groups(size_t count) const {
 void OptimizerState::apply_adam(const std::vector<AdamGroup>& groups) {
   check_groups(groups.size());
   const KernelTable& table = engine_->context().state;
-  apply([&](int64_t u, Unit& unit, const Run& run, int64_t i, int64_t step) {
+  apply([&](int64_t u, Unit& unit, const std::vector<Run>& runs, int64_t i, int64_t step) {
     const AdamGroup& group = groups[group_of_[i]];
-    float* const scales = scale_data(0, u, run);
-    const bool in_fp32 = moments_ == kernels::Moments::int8 && scales == nullptr;
+    const bool in_codes = in_blocks(i);
+    const StatePart& part = part_of(i);
+    const auto scales = [&](int64_t k) {
+      return in_codes ? static_cast<float*>(part.scales.at(k).at(0)) : nullptr;
+    };
+    std::vector<kernels::UpdateSegment> segments;
+    for (const Run& run : runs) {
+      segments.push_back({run.begin, buffers_[u].begins[run.first_slot], run.numel});
+    }
+    const bool in_fp32 = moments_ == kernels::Moments::int8 && !in_codes;
     check(table->adam(
-              {.master = unit.parameters().master_data() + run.begin,
-               .param = parameter_of(unit, run),
+              {.master = unit.parameters().master_data(),
+               .param = unit.parameters().stepped(),
                .param_dtype = dtype_of(unit.dtype()),
-               .grad = unit.sums().data() + run.begin,
+               .grad = unit.sums().data(),
                .moments = in_fp32 ? kernels::Moments::f32 : moments_,
-               .exp_avg = data(0, u, run),
-               .exp_avg_sq = data(1, u, run),
-               .exp_avg_scale = scales,
-               .exp_avg_sq_scale = scale_data(1, u, run),
-               .max_exp_avg_sq = group.amsgrad ? static_cast<float*>(data(2, u, run)) : nullptr,
-               .numel = run.numel,
+               .exp_avg = state_data(0, i),
+               .exp_avg_sq = state_data(1, i),
+               .exp_avg_scale = scales(0),
+               .exp_avg_sq_scale = scales(1),
+               .max_exp_avg_sq = group.amsgrad ? static_cast<float*>(state_data(2, i)) : nullptr,
+               .segments = segments.data(),
+               .count = std::ssize(segments),
                .lr = group.lr,
                .beta1 = group.beta1,
                .beta2 = group.beta2,
@@ -373,36 +377,43 @@ void OptimizerState::apply_adam(const std::vector<AdamGroup>& groups) {
 void OptimizerState::apply_sgd(const std::vector<SgdGroup>& groups) {
   check_groups(groups.size());
   const KernelTable& table = engine_->context().state;
-  apply([&](int64_t u, Unit& unit, const Run& run, int64_t i, int64_t step) {
+  apply([&](int64_t u, Unit& unit, const std::vector<Run>& runs, int64_t i, int64_t step) {
     const SgdGroup& group = groups[group_of_[i]];
-    check(table->sgd({.master = unit.parameters().master_data() + run.begin,
-                      .param = parameter_of(unit, run),
-                      .param_dtype = dtype_of(unit.dtype()),
-                      .grad = unit.sums().data() + run.begin,
-                      .momentum_buffer =
-                          group.momentum != 0 ? static_cast<float*>(data(0, u, run)) : nullptr,
-                      .numel = run.numel,
-                      .lr = group.lr,
-                      .momentum = group.momentum,
-                      .dampening = group.dampening,
-                      .weight_decay = group.weight_decay,
-                      .nesterov = group.nesterov,
-                      .first = step == 1,
-                      .grad_scale = verdict_.factor,
-                      .maximize = group.maximize,
-                      .on_device = on_device(i)},
-                     table.launch()),
-          "sgd");
+    auto* const buffers = group.momentum != 0 ? static_cast<float*>(state_data(0, i)) : nullptr;
+    for (const Run& run : runs) {
+      check(table->sgd(
+                {.master = unit.parameters().master_data() + run.begin,
+                 .param = parameter_of(unit, run),
+                 .param_dtype = dtype_of(unit.dtype()),
+                 .grad = unit.sums().data() + run.begin,
+                 .momentum_buffer =
+                     buffers == nullptr ? nullptr : buffers + buffers_[u].begins[run.first_slot],
+                 .numel = run.numel,
+                 .lr = group.lr,
+                 .momentum = group.momentum,
+                 .dampening = group.dampening,
+                 .weight_decay = group.weight_decay,
+                 .nesterov = group.nesterov,
+                 .first = step == 1,
+                 .grad_scale = verdict_.factor,
+                 .maximize = group.maximize,
+                 .on_device = on_device(i)},
+                table.launch()),
+            "sgd");
+    }
   });
 }
 
 void OptimizerState::apply_masters() {
   const KernelTable& table = engine_->context().state;
-  apply([&](int64_t /*u*/, Unit& unit, const Run& run, int64_t /*i*/, int64_t /*step*/) {
+  apply([&](int64_t /*u*/, Unit& unit, const std::vector<Run>& runs, int64_t /*i*/,
+            int64_t /*step*/) {
     if (unit.parameters().stepped() == nullptr) return;
-    check(table->cast(unit.parameters().master_data() + run.begin, kernels::DType::f32,
-                      parameter_of(unit, run), dtype_of(unit.dtype()), run.numel, table.launch()),
-          "cast");
+    for (const Run& run : runs) {
+      check(table->cast(unit.parameters().master_data() + run.begin, kernels::DType::f32,
+                        parameter_of(unit, run), dtype_of(unit.dtype()), run.numel, table.launch()),
+            "cast");
+    }
   });
 }
 

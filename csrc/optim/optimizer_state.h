@@ -119,8 +119,8 @@ class OptimizerState {
   at::Tensor nothing_of(const std::vector<FlatBuffer>& buffers, int64_t k,
                         at::ScalarType dtype) const;
   const StatePart& part_of(int64_t i) const;
-  void* data(int64_t k, int64_t unit, const Run& run) const;
-  float* scale_data(int64_t k, int64_t unit, const Run& run) const;
+  // State k of the part that has parameter i, from the part's beginning on.
+  void* state_data(int64_t k, int64_t i) const;
 
   std::shared_ptr<Engine> engine_;
   int64_t states_;

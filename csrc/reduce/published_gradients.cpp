@@ -121,6 +121,7 @@ void PublishedGradients::adopt_changes(const std::vector<int64_t>& indices, cons
     const int64_t version = version_of(entry.view, entry.local);
     if (entry.shown && version != entry.version) {
       nan_records_.suspect_sum(parameters_.record_of(i));
+      finished_.note_change();
     }
     entry.version = version;
     if (entry.shown && !grad.defined()) {

@@ -20,6 +20,7 @@
 #include <functional>
 #include <vector>
 
+#include "units/finished_backwards.h"
 #include "units/nan_records.h"
 #include "units/sharded_parameters.h"
 
@@ -32,9 +33,13 @@ class PublishedGradients {
   // What .grad shows of parameter i, over this rank's slice of the sums.
   using ViewMaker = std::function<at::Tensor(int64_t i, const at::Tensor& local)>;
 
-  PublishedGradients(ShardedParameters& parameters, NanRecords& nan_records, int64_t rank,
-                     int64_t world)
-      : parameters_(parameters), nan_records_(nan_records), rank_(rank), world_(world) {}
+  PublishedGradients(ShardedParameters& parameters, NanRecords& nan_records,
+                     FinishedBackwards& finished, int64_t rank, int64_t world)
+      : parameters_(parameters),
+        nan_records_(nan_records),
+        finished_(finished),
+        rank_(rank),
+        world_(world) {}
   // Takes the views out of .grad: they would break the next backward of a parameter that outlives
   // this.
   ~PublishedGradients();
@@ -99,6 +104,7 @@ class PublishedGradients {
 
   ShardedParameters& parameters_;
   NanRecords& nan_records_;
+  FinishedBackwards& finished_;
   int64_t rank_;
   int64_t world_;
   LocalReader local_reader_;

@@ -24,7 +24,8 @@ constexpr char kOutOfStep[] =
     " zero_grad(set_to_none=True) on every rank and repeat the step's backwards.";
 constexpr char kOrOtherSettings[] =
     " Or the optimizers' settings (lr, weight_decay, …) differ between ranks, or the gradients that"
-    " were written to p.grad.";
+    " were written to p.grad. Or a rank changed p.grad, as torch's clip_grad_norm_ does, before"
+    " later backwards of other ranks.";
 
 int64_t micro_batches_of(const StepQuestions& questions) {
   return static_cast<int64_t>(questions.micro_batches ? questions.micro_batches()
@@ -61,7 +62,7 @@ void clip_divided(const StepQuestions& questions, DeviceVerdict& verdict) {
   verdict.factor = at::where(verdict.norm.isfinite(), verdict.factor.mul(clip), verdict.factor);
 }
 
-// Which rank's micro-batches are too few for a step, of all answers' elements; -1: none.
+// Which rank's micro-batches keep a step from being made, of all answers' elements; -1: none.
 class Completeness {
  public:
   void add(int64_t rank, int64_t element) {
@@ -69,12 +70,17 @@ class Completeness {
     any_complete_ = any_complete_ || micro_batches == MicroBatches::complete;
     if (micro_batches == MicroBatches::too_few) too_few_ = rank;
     if (micro_batches == MicroBatches::unreduced) unreduced_ = rank;
+    if (micro_batches == MicroBatches::changed_too_early) changed_too_early_ = rank;
   }
-  int64_t incomplete() const { return unreduced_ < 0 && !any_complete_ ? too_few_ : unreduced_; }
+  void report(StepVerdict& verdict) const {
+    verdict.incomplete = unreduced_ < 0 && !any_complete_ ? too_few_ : unreduced_;
+    verdict.changed_too_early = changed_too_early_;
+  }
 
  private:
   int64_t too_few_ = -1;
   int64_t unreduced_ = -1;
+  int64_t changed_too_early_ = -1;
   bool any_complete_ = false;
 };
 
@@ -155,7 +161,7 @@ std::optional<StepVerdict> StepAgreement::ask_host(const Round& round,
   TORCH_CHECK(other < 0, where(context_.global_rank), Comm::name_of(round.about), kOutOfStep,
               " This rank has finished ", value[2], ", rank ", comm_.global_rank(other), " ",
               theirs, theirs == value[2] ? " others." : ".");
-  verdict.incomplete = completeness.incomplete();
+  completeness.report(verdict);
   verdict.nonfinite = finite == 0;
   TORCH_CHECK(!questions.divide_by.has_value() || count > 0, where(context_.global_rank),
               Comm::name_of(round.about), kNothingToDivideBy);
@@ -185,9 +191,9 @@ std::optional<StepVerdict> StepAgreement::ask_device(const Round& round,
                     reinterpret_cast<kernels::SquareSum*>(squares.mutable_data_ptr<int64_t>()));
   }
   // One number for all: each more is another launch.
-  const auto agreed = static_cast<int64_t>(static_cast<uint64_t>(questions.settings) +
-                                           static_cast<uint64_t>(finished_.which()) +
-                                           static_cast<uint64_t>(questions.written));
+  const auto agreed = static_cast<int64_t>(
+      static_cast<uint64_t>(questions.settings) + static_cast<uint64_t>(finished_.which()) +
+      static_cast<uint64_t>(questions.written) + (finished_.changed_too_early() ? 1 : 0));
   const int64_t count = std::bit_cast<int64_t>(questions.divide_by.value_or(0));
   const auto number = [&](int64_t value) { return at::full({1}, value, options.dtype(at::kLong)); };
   std::vector<at::Tensor> parts_of_answer{nonfinite_answer, number(agreed), squares};

@@ -29,10 +29,11 @@ namespace zero_ext {
 
 // How far a rank's micro-batches have come when it comes to a step.
 enum class MicroBatches : int64_t {
-  none,       // it had none
-  complete,   // as many as a step needs
-  too_few,    // fewer: other ranks had enough, or the step is rejected with an error
-  unreduced,  // its local sums were never reduced: the step is rejected with an error
+  none,               // it had none
+  complete,           // as many as a step needs
+  too_few,            // fewer: other ranks had enough, or the step is rejected with an error
+  unreduced,          // its local sums were never reduced: the step is rejected with an error
+  changed_too_early,  // likewise; see Note [Changed too early] in finished_backwards.h
 };
 
 // What must be known of the gradients before an update. Every rank asks the same.
@@ -64,9 +65,10 @@ struct DeviceVerdict {
 struct StepVerdict {
   // Parameters that must be sharded before the step is prepared: nothing else is known then.
   std::vector<int64_t> unfrozen{};
-  bool settings_differ = false;  // between ranks; on a device settle() raises instead
-  bool written_differ = false;   // gradients that were written by hand, likewise
-  int64_t incomplete = -1;       // a rank whose micro-batches were too few or not reduced
+  bool settings_differ = false;    // between ranks; on a device settle() raises instead
+  bool written_differ = false;     // gradients that were written by hand, likewise
+  int64_t incomplete = -1;         // a rank whose micro-batches were too few or not reduced
+  int64_t changed_too_early = -1;  // a rank; see MicroBatches
   bool nonfinite = false;
   int64_t rank = -1;  // where the first NaN or Inf was seen
   std::string parameter{};

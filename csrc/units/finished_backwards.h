@@ -5,6 +5,14 @@
 // Threads:   called only under the engine's lock.
 // Invariant: count() and which() are the same on every rank, except after a backward that threw on
 //            some ranks only.
+//
+// Note [Changed too early]
+// Users change reduced gradients in place: torch's clip_grad_norm_ and GradScaler.unscale_ do. A
+// rank that has changed them may yet take part in later backwards of other ranks, which it did not
+// wait for. Sums of changed and unchanged gradients are wrong, and in stage 0 they differ between
+// ranks. Then the step raises. Gradients of which no backward since the last step is a part may be
+// changed: they are zeroed by hand, say. torch's clipping and unscaling count always: a rank without
+// a gradient has none to change, and takes part in backwards that other ranks clip.
 #pragma once
 
 #include <c10/util/hash.h>
@@ -23,11 +31,21 @@ class FinishedBackwards {
   void add(int64_t backward) {
     ++count_;
     which_ = c10::hash_combine(which_, c10::get_hash(backward));
+    changed_ = false;
   }
   void clear() {
     count_ = 0;
     which_ = 0;
+    changed_too_early_ = false;
   }
+
+  // See Note [Changed too early].
+  void note_change() { changed_ = changed_ || count_ > 0; }
+  void note_clipping() { changed_ = true; }
+  void forget_changes() { changed_ = false; }
+  bool changed() const { return changed_; }  // since the last backward
+  void note_changed_too_early() { changed_too_early_ = true; }
+  bool changed_too_early() const { return changed_too_early_; }
 
   // How often the ranks have begun to agree on a step or a norm.
   void begin_agreement() { ++agreements_; }
@@ -38,12 +56,17 @@ class FinishedBackwards {
   int64_t epoch() const { return epoch_; }
   void set_epoch(int64_t epoch) { epoch_ = epoch; }
   // A step was made. None has begun to reduce since then.
-  void end_step() { stepped_ = epoch_; }
+  void end_step() {
+    stepped_ = epoch_;
+    changed_ = false;
+  }
   bool none_since_step() const { return epoch_ == stepped_; }
 
  private:
   int64_t count_ = 0;
   size_t which_ = 0;
+  bool changed_ = false;
+  bool changed_too_early_ = false;
   int64_t epoch_ = 0;
   int64_t agreements_ = 0;
   int64_t stepped_ = 0;  // the epoch as of the last step

@@ -1,9 +1,12 @@
-"""What DeepSpeed's users rely on, beside the calls: backwards, leaf modules, torch.func."""
+"""What DeepSpeed's users rely on, beside the calls: backwards, accumulation, torch.func."""
 
+import contextlib
+
+import pytest
 import torch
 from harness import MLP, assert_bits, mean_square
 from setups import train_batch
-from test_initialize import STAGES, initialized
+from test_initialize import MICROS, STAGES, initialized
 from torch import nn
 
 import zero_ext
@@ -38,6 +41,36 @@ def test_one_loss_of_two_engines(anywhere, rank, stage):
         assert_same(one, other)
 
 
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+@pytest.mark.parametrize("bf16", [False, True], ids=["", "bf16"])
+@STAGES
+def test_ranks_without_some_or_all_micro_batches_of_a_step(mesh, rank, world, stage, bf16):
+    """Rank 0 has all of them. Every rank calls ``engine.step()`` equally often."""
+    config = {"gradient_clipping": 0.2, "bf16": {"enabled": bf16}}
+    engine = initialized(mesh, MLP(13), stage, SGD, **config)
+    dtype, chance = engine.module.layers[0].weight.dtype, 0.02 if bf16 else 1e-5
+    plain = MLP(13)
+    reference = torch.optim.SGD(plain.parameters(), 0.1)
+    for step, rest in enumerate([(0, 1, 2), (0, 1), (1, 2), (0,), (2,), (), (0, 1, 2)]):
+        for micro in range(MICROS):
+            if rank == 0 or micro in rest:
+                engine.backward(mean_square(engine, train_batch(rank, step, micro, dtype)))
+            engine.step()
+            for r in range(world):
+                if r == 0 or micro in rest:
+                    loss = mean_square(plain, train_batch(r, step, micro))
+                    (loss / (MICROS * world)).backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.2)
+        torch.testing.assert_close(engine.get_global_grad_norm(), norm.item(), rtol=chance, atol=0)
+        reference.step()
+        reference.zero_grad()
+    assert engine.global_steps == step + 1
+    for p, q in zip(engine.module.parameters(), plain.parameters(), strict=True):
+        value = zero_ext.full_tensor(p).float()
+        torch.testing.assert_close(value, q.detach(), rtol=chance, atol=chance / 10)
+
+
 @STAGES
 def test_a_backward_of_a_tensor(anywhere, rank, stage):
     engine, other = (engine_of(anywhere, MLP(13), stage) for _ in range(2))
@@ -51,56 +84,63 @@ def test_a_backward_of_a_tensor(anywhere, rank, stage):
     assert_same(engine, other)
 
 
-class Experts(nn.Module):
-    """A rank runs one of three experts; nobody runs the third."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(6)
-        self.experts = nn.ModuleList(nn.Linear(5, 13) for _ in range(3))
-        self.last = nn.Linear(13, 7)
-        self.chosen = 0
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.experts[self.chosen](x)))
-
-
-@STAGES
-def test_leaf_modules_of_which_each_rank_uses_another_part(anywhere, rank, stage):
-    model = Experts()
-    deepspeed.utils.set_z3_leaf_modules(model, [nn.ModuleList])
-    model.chosen = rank % 2
-    engine = engine_of(anywhere, model, stage)
-    engine.backward(mean_square(engine, train_batch(rank)))
-    engine.step()
-    plain = Experts()
-    peers = [rank] if anywhere is None else range(anywhere.size())
-    for peer in peers:
-        plain.chosen = peer % 2
-        (mean_square(plain, train_batch(peer)) / len(peers)).backward()
-    for p, q in zip(engine.module.parameters(), plain.parameters(), strict=True):
-        expected = q.detach() if q.grad is None else q.detach() - 0.1 * q.grad
-        torch.testing.assert_close(zero_ext.full_tensor(p), expected, rtol=1e-5, atol=1e-6)
+TRANSFORMS = {
+    "grad": lambda of: torch.func.grad(lambda x: of(x).square().sum()),
+    "grad_and_value": lambda of: torch.func.grad_and_value(lambda x: of(x).square().sum()),
+    "jacrev": torch.func.jacrev,
+    "jacfwd": torch.func.jacfwd,
+    "jacrev of grad": lambda of: torch.func.jacrev(torch.func.grad(lambda x: of(x).sum())),
+    "vmap": torch.func.vmap,
+    "vmap of grad": lambda of: torch.func.vmap(torch.func.grad(lambda x: of(x).square().sum())),
+    "vjp": lambda of: lambda x: torch.func.vjp(of, x)[1](torch.ones(4, 5)),
+    "jvp": lambda of: lambda x: torch.func.jvp(of, (x,), (torch.ones(4, 5),)),
+}
 
 
-@STAGES
-def test_functions_of_torch_func(anywhere, rank, stage):
-    engine, plain = engine_of(anywhere, MLP(13), stage), MLP(13)
-    batch = train_batch(rank)
+ON_STAGES = [
+    pytest.param(stage, name, marks=() if stage == 3 or name == "grad" else pytest.mark.slow)
+    for stage in (0, 1, 2, 3)
+    for name in TRANSFORMS
+]
 
-    def of(module):
-        return lambda x: module(x).square().sum()
 
-    gradient, value = torch.func.grad_and_value(of(engine))(batch)
-    expected, its_value = torch.func.grad_and_value(of(plain))(batch)
-    torch.testing.assert_close((gradient, value), (expected, its_value))
-    # They left nothing behind: the step is that of one backward.
-    engine.backward(mean_square(engine, batch))
-    engine.step()
-    other = engine_of(anywhere, MLP(13), stage)
-    other.backward(mean_square(other, batch))
-    other.step()
+@pytest.mark.parametrize(("stage", "transform"), ON_STAGES)
+def test_functions_of_torch_func(anywhere, rank, stage, transform):
+    """Nothing divides their results by the accumulation steps, and they leave nothing behind."""
+    engine, other = (
+        initialized(anywhere, MLP(13), stage, SGD, gradient_accumulation_steps=2) for _ in range(2)
+    )
+    batch, plain = train_batch(rank), MLP(13)
+    if transform in ("jacfwd", "jvp") and batch.device.type == "lagged":
+        pytest.skip("a plain module crashes there")
+    made = TRANSFORMS[transform]
+    whole = contextlib.nullcontext()
+    if stage == 3 and transform == "jacrev of grad":  # a double backward
+        whole = engine.module.summon_full_params(writeback=False)
+    with whole:
+        found = made(engine)(batch)
+    torch.testing.assert_close(found, made(plain)(batch), rtol=1e-5, atol=1e-6)
+    for each in (engine, other):
+        for micro in range(2):
+            if each is engine and micro == 1:  # between two micro-batches
+                torch.func.grad(lambda x: engine(x).square().sum())(batch)
+            each.backward(mean_square(each, train_batch(rank, 0, micro)))
+            each.step()
     assert_same(engine, other)
+
+
+@STAGES
+def test_a_functional_call_with_other_parameters(anywhere, rank, stage):
+    engine, plain, batch = engine_of(anywhere, MLP(13), stage), MLP(13), train_batch(rank)
+    others = {
+        name: torch.linspace(-1, 1, p.numel()).view_as(p) for name, p in plain.named_parameters()
+    }
+
+    def loss_of(module):
+        return lambda values: torch.func.functional_call(module, values, (batch,)).square().sum()
+
+    found = torch.func.grad_and_value(loss_of(engine.module))(others)
+    torch.testing.assert_close(found, torch.func.grad_and_value(loss_of(plain))(others))
 
 
 class Checkpointed(nn.Module):

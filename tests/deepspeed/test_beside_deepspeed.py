@@ -5,6 +5,8 @@ norms, rates, scales and counts are compared, in the end the parameters.
 """
 
 import contextlib
+import importlib
+import inspect
 import math
 
 import deepspeed_models as models
@@ -19,6 +21,7 @@ import zero_ext.deepspeed
 pytest.importorskip("deepspeed.accelerator")  # the folder of this file is a deepspeed, too
 import deepspeed
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import torch_autocast
 from deepspeed.utils import safe_get_full_fp32_param
 
 pytestmark = pytest.mark.dist
@@ -118,6 +121,31 @@ def test_a_run_has_the_same_numbers(group, stage, precision):
         compare_parameters(*both, precision)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_autocast_has_the_same_numbers(group, stage, monkeypatch):
+    monkeypatch.setattr(torch_autocast, "TORCH_AUTOCAST_INITIALIZED", False)  # of all engines
+    autocast = {"enabled": True, "dtype": "bfloat16"}
+    both = engines(stage, "fp32", gradient_clipping=0, torch_autocast=autocast)
+    for step in range(STEPS):
+        compare(*(of_step(engine, step, "fp32") for engine in both), "bf16", step)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_caller_says_when_a_step_is_made(group, stage):
+    both = engines(stage, "fp32", managed_gradient_accumulation=False)
+    for step, backwards in enumerate([1, 3, 2, 5]):
+        found = []
+        for engine in both:
+            for micro in range(backwards):
+                data = models.batch(step, micro, dist.get_rank(), torch.float32)
+                engine.backward(engine(data).pow(2).mean())
+            engine.step()
+            applied = engine.was_step_applied(), engine.is_gradient_accumulation_boundary()
+            found.append((*applied, engine.global_steps, engine.micro_steps, engine.global_samples))
+        assert found[0] == found[1]
+    compare_parameters(*both, "fp32")
+
+
 def one_process(step_count: int) -> list[float]:
     """The losses with bf16 parameters and fp32 masters: all ranks' micro-batches by plain torch."""
     model = models.Odd().bfloat16()
@@ -175,6 +203,42 @@ def test_overflows_are_skipped_at_the_same_steps(group, stage):
             assert both[0].optimizer.cur_scale == both[1].cur_scale
         assert both[1].skipped_steps >= 3
         compare_parameters(*both, "fp16")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_it_writes_without_frozen_parameters_is_read(group, shared_path, stage):
+    theirs, _ = engines(stage, "bf16")
+    of_step(theirs, 0, "bf16")
+    theirs.save_checkpoint(str(shared_path), "tag", exclude_frozen_parameters=True)
+    plain = models.Odd()
+    with torch.no_grad():
+        plain.frozen.weight.fill_(7)
+    with pytest.raises((ValueError, RuntimeError), match=r"lacks 'frozen\.weight'"):
+        zero_ext.checkpoint.from_deepspeed(shared_path, plain, tag="tag")
+    with pytest.warns(UserWarning, match=r"lacks 'frozen\.weight'"):
+        zero_ext.checkpoint.from_deepspeed(shared_path, plain, tag="tag", strict=False)
+    assert (plain.frozen.weight == 7).all()
+    for (name, p), q in zip(theirs.module.named_parameters(), plain.parameters(), strict=True):
+        if p.requires_grad:
+            assert torch.equal(safe_get_full_fp32_param(p), q.detach()), name
+
+
+def test_optimizers_have_its_arguments_and_defaults():
+    for module, names in (
+        ("adam", ["FusedAdam", "DeepSpeedCPUAdam"]),
+        ("lion", ["FusedLion", "DeepSpeedCPULion"]),
+    ):
+        theirs = importlib.import_module(f"deepspeed.ops.{module}")
+        ours = importlib.import_module(f"zero_ext.deepspeed.ops.{module}")
+        for name in names:
+            one, other = (
+                {k: p.default for k, p in inspect.signature(getattr(m, name)).parameters.items()}
+                for m in (theirs, ours)
+            )
+            for each in (one, other):  # the parameters, and what has no effect here
+                for key in ("params", "model_params", "set_grad_none", "fp32_optimizer_states"):
+                    each.pop(key, None)
+            assert one == other, name
 
 
 @pytest.mark.parametrize("kind", list(models.KINDS))

@@ -20,6 +20,8 @@ from zero_ext.deepspeed.schedules import ScheduleSettings, WarmupLR
 from zero_ext.engine.options import ParametersOffloadPolicy, StatesOffloadPolicy
 from zero_ext.optim.scaler import LossScaler
 
+DEEPSPEEDS_TESTS = "docs/deepspeed_tests.md"
+
 # As configurations are found in the world: much of it changes no result.
 USUAL = {
     "train_batch_size": "auto",
@@ -69,6 +71,8 @@ def test_a_usual_configuration_is_understood(tmp_path):
         stage=3,
         dtype=torch.bfloat16,
         buffer_dtype=None,
+        fp32_buffers=None,
+        autocast=None,
         scaler=None,
         casts_inputs=False,
         nonfinite="skip",
@@ -84,6 +88,8 @@ def test_a_usual_configuration_is_understood(tmp_path):
             torch.optim.AdamW, {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
         ),
         scheduler=ScheduleSettings(WarmupLR, {"warmup_num_steps": 100}),
+        managed_accumulation=True,
+        rejects_unused=False,
         drop_last=False,
         steps_per_print=100,
         monitors={},
@@ -421,6 +427,21 @@ def test_dtypes_of_parameters_and_buffers():
         Config.read(of(bf16=bf16, data_types={"param_dtype": "half"}), 1)
 
 
+@pytest.mark.parametrize("mode", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("summed", [None, "fp32", "torch.float32", "bf16", "fp16"])
+def test_gradients_are_summed_in_fp32_or_the_file_is_refused(mode, summed):
+    config = of(data_types={"grad_accum_dtype": summed}, **{mode: {"enabled": True}})
+    if mode == "fp32":
+        del config[mode]
+    if summed in ("bf16", "fp16"):
+        with pytest.raises(ValueError, match=f"'data_types.grad_accum_dtype' is '{summed}': grad"):
+            Config.read(config, 1)
+    else:
+        assert Config.read(config, 1).dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
+            mode
+        )
+
+
 def test_base64_and_hjson(tmp_path, monkeypatch):
     expected = Config.read(of(zero_optimization={"stage": 2}), 1)
     text = json.dumps(of(zero_optimization={"stage": 2}))
@@ -471,3 +492,12 @@ def test_no_file_crashes_or_hides_what_it_says(config):
 def test_the_docs_list_every_key():
     docs = Path(__file__).parents[2] / "docs" / "deepspeed_keys.md"
     assert table() in docs.read_text(), "Run python -m zero_ext.deepspeed.keys and paste the table."
+
+
+def test_the_docs_name_tests_that_exist():
+    root = Path(__file__).parents[2]
+    named = set(re.findall(r"`((?:tests/)?\w[\w/]*\.py)`", (root / DEEPSPEEDS_TESTS).read_text()))
+    named -= {"zero_to_fp32.py"}
+    assert len(named) > 20
+    for name in named:
+        assert (root / name).exists() or (Path(__file__).parent / name).exists(), name

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from harness import assert_bits
+from test_initialize import initialized
+from test_models import TwoLayers, assert_close, steps_of_both
 from torch import nn
 
 import zero_ext
@@ -145,6 +147,11 @@ def test_activation_checkpoints_and_the_accelerator():
     (torch.tanh(layer(x)) * 2).sum().backward()
     assert_bits(gradient, x.grad)
     assert len(calls) == 2
+    factor = torch.tensor(2.0, requires_grad=True)
+    x.grad, before = None, len(calls)
+    deepspeed.checkpointing.non_reentrant_checkpoint(forward, x, factor=factor).sum().backward()
+    assert_bits(gradient, x.grad)
+    assert len(calls) == before + 2 and factor.grad == torch.tanh(layer(x)).sum()
     with pytest.raises(ValueError, match="no model parallelism"):
         deepspeed.checkpointing.configure(object())
     accelerator = deepspeed.get_accelerator()
@@ -158,3 +165,78 @@ def test_activation_checkpoints_and_the_accelerator():
         assert accelerator.memory_allocated() == accelerator.max_memory_allocated(0) == 0
         with pytest.raises(AttributeError, match="has no 'warp_size'"):
             _ = accelerator.warp_size
+
+
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+
+
+def engine_of(mesh, model):
+    return initialized(mesh, model, 3, SGD, gradient_accumulation_steps=1)
+
+
+def test_contexts_inside_contexts(anywhere, rank, world):
+    if anywhere is None and world > 1:
+        pytest.skip("pieces are of the whole process group")
+    torch.manual_seed(5)
+    with deepspeed.zero.Init():
+
+        class Inside(TwoLayers):
+            pass
+
+        with deepspeed.zero.Init():
+            inner = Inside()
+        assert inner.first.weight.isnan().all()
+        outer = Inside()
+        engine = engine_of(anywhere, inner)
+        with deepspeed.zero.Init():
+            third = nn.Linear(4, 3)
+        one = nn.Linear(1, 1)
+    apart = nn.Linear(4, 3)
+    assert not apart.weight.isnan().any() and outer.second.weight.isnan().all()
+    assert third.weight.isnan().all() and not one.weight.isnan().any()
+    steps_of_both(engine, plain := TwoLayers(), anywhere, rank)
+    assert_close(engine, plain)
+    with deepspeed.zero.GatheredParameters(outer.parameters()):
+        for p, q in zip(outer.parameters(), TwoLayers().parameters(), strict=True):
+            assert_bits(p.detach(), q.detach())
+
+
+class Elder(nn.Module):
+    """Each class changes what its elders have made, in their constructors."""
+
+    def __init__(self):
+        super().__init__()
+        self.elder = nn.Parameter(torch.ones(5))
+        self.elder.data = self.elder.data + 1
+
+
+class Younger(Elder):
+    def __init__(self):
+        super().__init__()
+        self.younger = nn.Parameter(torch.ones(7))
+        self.elder.data.mul_(2)
+        with torch.no_grad():
+            self.younger += self.elder[0]
+
+
+def test_constructors_that_change_inherited_parameters(anywhere, world):
+    if anywhere is None and world > 1:
+        pytest.skip("pieces are of the whole process group")
+    with deepspeed.zero.Init():
+        model = Younger()
+        nested = nn.ModuleDict({"a": Younger()})
+    for each in (model, nested["a"]):
+        assert each.elder.isnan().all() and each.younger.isnan().all()
+        with deepspeed.zero.GatheredParameters([each.elder, each.younger]):
+            assert each.elder.tolist() == [4.0] * 5 and each.younger.tolist() == [5.0] * 7
+
+
+def test_an_engine_that_is_made_inside_the_context(anywhere, rank, world):
+    if anywhere is None and world > 1:
+        pytest.skip("pieces are of the whole process group")
+    with deepspeed.zero.Init():
+        model = TwoLayers()
+        engine = engine_of(anywhere, model)
+    assert engine.id == 3
+    steps_of_both(engine, plain := TwoLayers(), anywhere, rank)
+    assert_close(engine, plain)

@@ -12,6 +12,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import zero_ext
+import zero_ext.deepspeed as deepspeed
+from zero_ext.deepspeed.ops import adam, lion
+from zero_ext.deepspeed.runtime import lr_schedules
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 MICROS = 3
@@ -422,6 +425,48 @@ def test_deepspeeds_own_adam_is_torchs(anywhere, rank, decoupled):
     train(engine, rank, range(3))
     plain.train(range(3))
     assert_close(engine, plain)
+
+
+OPTIMIZERS = [  # made, and torch's of the same kind
+    (lambda p: adam.FusedAdam(p, lr=0.05, weight_decay=0.3), torch.optim.AdamW, 0.3),
+    (lambda p: adam.FusedAdam(p, 0.05), torch.optim.AdamW, 0.0),
+    (
+        lambda p: adam.FusedAdam(p, lr=0.05, adam_w_mode=False, weight_decay=0.3),
+        torch.optim.Adam,
+        0.3,
+    ),
+    (lambda p: adam.DeepSpeedCPUAdam(p, lr=0.05, weight_decay=0.3), torch.optim.AdamW, 0.3),
+    (
+        lambda p: adam.DeepSpeedCPUAdam(p, 0.05, adamw_mode=False, weight_decay=0.3),
+        torch.optim.Adam,
+        0.3,
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "kind", "decay"), OPTIMIZERS)
+def test_optimizers_that_a_script_makes_by_deepspeeds_names(anywhere, rank, make, kind, decay):
+    model = MLP(13)
+    engine = initialized(anywhere, model, 3, make(model.parameters()))
+    plain = OneProcess(anywhere, MLP(13), None)
+    plain.optimizer = kind(plain.model.parameters(), lr=0.05, weight_decay=decay)
+    train(engine, rank, range(3))
+    plain.train(range(3))
+    assert_close(engine, plain)
+    assert type(engine.optimizer) is getattr(zero_ext.optim, kind.__name__)
+
+
+def test_what_these_optimizers_do_not_have():
+    weight = nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match="FusedAdam corrects biases"):
+        adam.FusedAdam([weight], bias_correction=False)
+    with pytest.raises(ValueError, match="DeepSpeedCPUAdam has fp32 states"):
+        adam.DeepSpeedCPUAdam([weight], fp32_optimizer_states=False)
+    made = lion.FusedLion([weight])
+    assert made.defaults == {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}
+    assert deepspeed.ops.lion.DeepSpeedCPULion is lion.FusedLion
+    schedule = lr_schedules.WarmupLR(made, warmup_num_steps=4)
+    assert isinstance(schedule, deepspeed.runtime.lr_schedules.WarmupLR)
 
 
 @STAGES

@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from harness import MLP, mean_square
+from setups import train_batch
 from torch.optim.lr_scheduler import LRScheduler
 
+import zero_ext.deepspeed as deepspeed
 from zero_ext.deepspeed.schedules import (
+    SCHEDULES,
     LRRangeTest,
     OneCycle,
     WarmupCosineLR,
@@ -186,3 +190,134 @@ def test_a_schedule_goes_on_from_its_state(kind, arguments, first, last_of_secon
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         WarmupLR(an_optimizer(), **arguments)
+
+
+GROUPS = [
+    (
+        {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_type": "linear"}},
+        [[0, 0], [0, 0], [0.25, 0.125], [0.5, 0.25], [0.5, 0.25]],  # each group's own rate
+    ),
+    (
+        {
+            "type": "WarmupLR",
+            "params": {
+                "warmup_min_lr": [0.1, 0.2],
+                "warmup_max_lr": [0.3, 0.8],
+                "warmup_num_steps": 2,
+                "warmup_type": "linear",
+            },
+        },
+        [[0.1, 0.2], [0.1, 0.2], [0.2, 0.5], [0.3, 0.8], [0.3, 0.8]],
+    ),
+    (
+        {
+            "type": "WarmupDecayLR",
+            "params": {
+                "total_num_steps": 4,
+                "warmup_max_lr": [0.3, 0.8],
+                "warmup_num_steps": 2,
+                "warmup_type": "linear",
+            },
+        },
+        [[0, 0], [0, 0], [0.15, 0.4], [0.3, 0.8], [0.15, 0.4]],
+    ),
+    (
+        {
+            "type": "WarmupCosineLR",
+            "params": {"total_num_steps": 4, "warmup_num_steps": 2, "warmup_type": "linear"},
+        },
+        [[0, 0], [0, 0], [0.25, 0.125], [0.250025, 0.1250125], [5e-05, 2.5e-05]],
+    ),
+    (
+        {
+            "type": "LRRangeTest",
+            "params": {"lr_range_test_min_lr": [0.1, 0.2], "lr_range_test_step_size": 1},
+        },
+        [[0.1, 0.2], [0.2, 0.4], [0.3, 0.6], [0.4, 0.8], [0.5, 1.0]],
+    ),
+    (
+        {
+            "type": "OneCycle",
+            "params": {
+                "cycle_min_lr": [0.1, 0.2],
+                "cycle_max_lr": [0.3, 0.8],
+                "cycle_min_mom": [0.7, 0.5],
+                "cycle_max_mom": [0.8, 0.9],
+                "cycle_first_step_size": 2,
+            },
+        },
+        [[0.1, 0.2], [0.2, 0.5], [0.3, 0.8], [0.2, 0.5], [0.1, 0.2]],
+    ),
+    (
+        {"type": "ExponentialLR", "params": {"gamma": 0.5}},
+        [[0.5, 0.25], [0.25, 0.125], [0.125, 0.0625], [0.0625, 0.03125], [0.03125, 0.015625]],
+    ),
+]
+
+
+@pytest.mark.parametrize("made_by", ["file", "user"])
+@pytest.mark.parametrize(("scheduler", "rates"), GROUPS, ids=lambda value: str(value)[:24])
+def test_rates_of_several_groups(anywhere, rank, scheduler, rates, made_by):
+    model = MLP(13)
+    groups = [
+        {"params": [p for p in model.parameters() if p.dim() == 2], "lr": 0.5},
+        {"params": [p for p in model.parameters() if p.dim() == 1], "lr": 0.25},
+    ]
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 7.0}},
+        "scheduler": scheduler,
+        "zero_optimization": {"stage": 3},
+    }
+    optimizer = schedule = None
+    if made_by == "user":
+        del config["optimizer"], config["scheduler"]
+        optimizer = torch.optim.AdamW(groups)
+        kind = SCHEDULES.get(scheduler["type"]) or getattr(
+            torch.optim.lr_scheduler, scheduler["type"]
+        )
+
+        def schedule(optimizer):
+            return kind(optimizer, **scheduler["params"])
+
+    engine, optimizer, _, schedule = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        model_parameters=groups,
+        lr_scheduler=schedule,
+        config=config,
+        mesh=anywhere,
+    )
+    for step, expected in enumerate(rates):
+        assert engine.get_lr() == pytest.approx(expected)
+        assert schedule.get_last_lr() == pytest.approx(expected)
+        if scheduler["type"] == "OneCycle":
+            firsts = [[0.7, 0.5], [0.75, 0.7], [0.7, 0.5], [0.75, 0.7], [0.8, 0.9]][step]
+            assert [betas[0] for betas in engine.get_mom()] == pytest.approx(firsts)
+        engine.backward(mean_square(engine, train_batch(rank, step)))
+        engine.step()
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "name"),
+    [
+        ({"type": "WarmupLR", "params": {"warmup_min_lr": [0.1]}}, "warmup_min_lr"),
+        (
+            {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_max_lr": [0.1]}},
+            "warmup_max_lr",
+        ),
+        ({"type": "LRRangeTest", "params": {"lr_range_test_min_lr": [1]}}, "lr_range_test_min_lr"),
+        *(
+            ({"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1, key: [1]}}, key)
+            for key in ("cycle_min_lr", "cycle_max_lr", "cycle_min_mom", "cycle_max_mom")
+        ),
+    ],
+    ids=str,
+)
+def test_lists_of_another_length(scheduler, name):
+    model = MLP(13)
+    config = {"train_batch_size": 4, "optimizer": {"type": "Adam"}, "scheduler": scheduler}
+    groups = [{"params": [p]} for p in list(model.parameters())[:2]]
+    with pytest.raises(ValueError, match=f"{name} has 1 rates, the optimizer 2 groups"):
+        deepspeed.initialize(model=model, model_parameters=groups, config=config)
+    deepspeed.initialize(model=model, config={"train_batch_size": 4})  # nothing was changed

@@ -311,6 +311,26 @@ def test_edits_of_gradients_are_searched_in_one_launch(device):
     assert kernel_calls_of(run.optimizer.step) == unedited + 1
 
 
+@pytest.mark.lagged
+@pytest.mark.parametrize("state_dtype", ["fp32", "bf16", "int8"])
+def test_slots_of_one_unit_and_one_group_are_updated_in_one_launch(device, state_dtype):
+    """Whatever lies between them; with int8 one more, of the small parameters."""
+
+    def calls_of(layers: int) -> int:
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(layers))).to(device)
+        groups = [
+            {"params": [p for p in model.parameters() if p.ndim == ndim], "weight_decay": decay}
+            for ndim, decay in ((2, 0.1), (1, 0.0))
+        ]
+        optimizer = zero_ext.optim.AdamW(groups, state_dtype=state_dtype)
+        assert optimizer.stats()["units"] == 1
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        return kernel_calls_of(optimizer.step)
+
+    assert calls_of(7) == calls_of(2)
+
+
 @pytest.mark.dist
 @pytest.mark.world(min=2)
 @pytest.mark.lagged

@@ -7,7 +7,8 @@ import warnings
 import pytest
 import torch
 from harness import GATHERS_TOGETHER, assert_bits, gather_objects, rank_data
-from reference import gradients_of
+from reference import OneProcess as ReferenceProcess
+from reference import gradients_of, shown_master, whole
 from setups import everything, one_process, values_of
 from torch import nn
 from torch.nn import functional
@@ -153,8 +154,12 @@ def run_programs(
         step.of_rank(rank, model, optimizer)
         step.of_all(one)
         norms = []
-        for each in (optimizer, one.optimizer):
-            if step.clips:
+        # torch's waits for no rank in stage 0, and serves none where a device waits.
+        with_torch = seed % 2 and not find(model.stem.weight)[0].replicated
+        for trained, each in ((model, optimizer), (one.model, one.optimizer)):
+            if step.clips and with_torch and mesh.device_type == "cpu":
+                norms.append(nn.utils.clip_grad_norm_(trained.parameters(), 0.05))
+            elif step.clips:
                 norms.append(each.clip_grad_norm_(0.05))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # skipped steps
@@ -264,6 +269,51 @@ def test_divide_by_tokens(mesh, rank, world, stage, clips):
         torch.testing.assert_close(value, expected_value, rtol=1e-5, atol=1e-6, msg=name)
 
 
+class Integers(nn.Module):
+    """Gradients are whole numbers at first, and multiples of powers of two later."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.stem = nn.Linear(WIDTH, 13)
+        self.head = nn.Linear(13, 3)
+        for p in self.parameters():
+            p.data = torch.randint(-2, 3, p.shape).float()
+
+    def forward(self, tokens):
+        return self.head(self.stem(tokens).relu())
+
+
+@pytest.mark.parametrize("seed", range(3))
+@STAGES
+def test_tokens_count_the_same_however_they_are_split(mesh, rank, world, stage, seed):
+    """Over ranks and micro-batches. All sums are exact, so the bits are those of one batch."""
+    model = zero_ext.shard(Integers(), stage, mesh=mesh, bucket_mb=200 / 2**20)
+    model.set_gradient_divide_factor(DIVIDE_BY)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=2**-4)
+    expected = Integers()
+    reference = torch.optim.SGD(expected.parameters(), lr=2**-4)
+    draw = random.Random(seed)
+
+    def loss(model, tokens):
+        weights = torch.arange(-1, 2, device=tokens.device) * tokens[:, :3]
+        return (model(tokens) * weights).sum()
+
+    for step in range(2):
+        tokens = torch.tensor([[draw.randint(-2, 2) for _ in range(WIDTH)] for _ in range(16)])
+        places = [(draw.randrange(world), draw.randrange(3)) for _ in tokens]  # (rank, micro-batch)
+        for k in range(3):
+            mine = tokens[[place == (rank, k) for place in places]].float()
+            if len(mine):
+                loss(model, mine.to(model.stem.weight.device)).backward()
+        optimizer.step(divide_by=sum(r == rank for r, _ in places))
+        optimizer.zero_grad()
+        (loss(expected, tokens.float()) / len(tokens)).backward()
+        reference.step()
+        reference.zero_grad()
+        assert_bits(values_of(model), values_of(expected), f"step {step}, {places}")
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_rank_without_data_clips_with_a_loss_scaler(mesh, rank, world, stage):
     """The scale is a power of two, so it changes no bits."""
@@ -286,6 +336,119 @@ def test_a_rank_without_data_clips_with_a_loss_scaler(mesh, rank, world, stage):
         for each in (optimizer, one.optimizer):
             each.step()
             each.zero_grad()
+    assert_bits(values_of(model), values_of(one.model))
+
+
+def clip_with_torch(model, optimizer) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def clip_values(model, optimizer) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+
+
+def halve(model, optimizer) -> None:
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+
+
+def unscale(model, optimizer) -> None:
+    scaler = torch.amp.GradScaler(model.stem.weight.device.type, init_scale=2.0)
+    scaler.scale(torch.ones((), device=model.stem.weight.device))
+    scaler.unscale_(optimizer)
+
+
+CHANGED_EARLY = (
+    r"\(\) on gradients that rank 0 changed, .* before later backwards of other ranks",
+    r"a step was skipped: .* Or a rank changed p.grad, .* before later backwards of other ranks",
+)
+
+
+@pytest.mark.parametrize(
+    ("stage", "fewest", "change"),
+    [
+        (0, 0, clip_with_torch),
+        (0, 1, clip_with_torch),
+        (0, 1, clip_values),
+        (0, 1, unscale),
+        (0, 1, halve),
+        (2, 1, halve),
+    ],
+)
+@pytest.mark.parametrize("own_messages", ["1", "0"], ids=["host", "hosts"])
+def test_gradients_changed_before_backwards_of_other_ranks_raise(
+    mesh, rank, world, stage, fewest, change, own_messages, monkeypatch
+):
+    """On every rank: the update would differ between ranks, or be of half a gradient."""
+    monkeypatch.setenv("ZERO_EXT_CROSS_MEMORY", own_messages)
+    model = zero_ext.shard(Towers(), stage, mesh=mesh)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+
+    def backwards(step: int) -> None:
+        for k in range(2 if rank == world - 1 else fewest):
+            loss_of(model, (rank_data((2, WIDTH), rank, step, k), (0, 1, 2), 1.0)).backward()
+
+    before = values_of(model)
+    for clips in (False, True):
+        backwards(0)
+        change(model, optimizer)
+        with pytest.raises(RuntimeError, match=CHANGED_EARLY[mesh.device_type != "cpu"]):
+            if clips:
+                optimizer.clip_grad_norm_(0.01)
+            optimizer.step()
+            optimizer.stats()  # a device tells it late
+        assert_bits(values_of(model), before)
+        optimizer.zero_grad()
+    backwards(1)
+    norm = optimizer.clip_grad_norm_(0.01)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert len({float(n) for n in gather_objects(norm)}) == 1
+    values = gather_objects({name: v.cpu() for name, v in values_of(model).items()})
+    for other in values[1:]:
+        assert_bits(other, values[0])
+
+
+@pytest.mark.host  # a device sends messages in every step
+def test_a_step_without_messages_raises_on_the_rank_that_clipped_nothing(mesh, rank, world):
+    model = zero_ext.shard(Towers(), 0, mesh=mesh)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5, nonfinite="step")
+    if rank == world - 1:
+        loss_of(model, (rank_data((2, WIDTH), rank), (0, 1, 2), 1.0)).backward()
+    clip_with_torch(model, optimizer)
+    if rank == world - 1:
+        optimizer.step()
+    else:
+        with pytest.raises(RuntimeError, match=rf"gradients that rank {rank} changed, as torch's"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_gradients_may_be_changed_where_counts_are_equal(mesh, rank, world, stage):
+    """And before the zero_grad() that discards them, on a rank without data in the next step."""
+    model = zero_ext.shard(Towers(), stage, mesh=mesh)
+    model.set_gradient_divide_factor(DIVIDE_BY)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+    one = OneProcess(lr=0.5)
+    for k in range(4):
+        counts = [1] * world if k < 3 else [2 * (r == world - 1) for r in range(world)]
+        for r, count in enumerate(counts):
+            for j in range(count):
+                batch = (rank_data((2, WIDTH), r, k, j), (0, 1, 2), 1.0)
+                if r == rank:
+                    loss_of(model, batch).backward()
+                one.backward(batch)
+        for m, each in ((model, optimizer), (one.model, one.optimizer)):
+            if k < 3:
+                clip_with_torch(m, each)
+            if k != 1:  # a step that is given up
+                each.step()
+            if k < 2:
+                each.zero_grad()
+            for p in m.parameters():
+                if k == 2:
+                    p.grad.zero_()
     assert_bits(values_of(model), values_of(one.model))
 
 
@@ -332,6 +495,57 @@ def test_local_sums_are_reduced_by_the_last_backward_of_any_rank(mesh, rank, wor
             each.zero_grad()
     for name, value in values_of(model).items():
         torch.testing.assert_close(value, one.get_parameter(name), rtol=1e-5, atol=1e-6, msg=name)
+
+
+def local_gradients(model, batches) -> dict[str, torch.Tensor | None]:
+    """Of one rank: bf16 gradients, added up in fp32 in the order of its backwards."""
+    sums: dict[str, torch.Tensor | None] = dict.fromkeys(dict(model.named_parameters()))
+    for batch in batches:
+        model.zero_grad()
+        loss_of(model, batch).backward()
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                sums[name] = p.grad.float() + (0.0 if sums[name] is None else sums[name])
+    return sums
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_local_sums_of_bf16_gradients_have_the_bits_of_one_process(mesh, rank, world, stage):
+    """Ranks run 0 to 4 micro-batches inside ``no_sync()``, and only some run one outside."""
+    model = zero_ext.shard(Towers().bfloat16(), stage, mesh=mesh, bucket_mb=200 / 2**20)
+    model.set_gradient_divide_factor(DIVIDE_BY)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+    one = ReferenceProcess(Towers().bfloat16(), lambda p: torch.optim.SGD(p, lr=0.5))
+    device = model.stem.weight.device.type
+    draw = random.Random(stage)
+    for step in range(6):
+        counts = [draw.choice((0, 1, 2, 4)) for _ in range(world)]
+        outside = (
+            {draw.randrange(world), draw.randrange(world)} if device == "cpu" else range(world)
+        )
+        batches = [
+            [
+                (rank_data((2, WIDTH), r, step, k).bfloat16(), draw.sample(range(3), k=2), 1.0)
+                for k in range(counts[r] + (r in outside))
+            ]
+            for r in range(world)
+        ]
+        with model.no_sync():
+            for batch in batches[rank][: counts[rank]]:
+                loss_of(model, batch).backward()
+        for batch in batches[rank][counts[rank] :]:
+            loss_of(model, batch).backward()
+        gradients: dict[str, torch.Tensor | None] = {}
+        for each in batches:
+            for name, local in local_gradients(one.model, each).items():
+                if local is not None:
+                    gradients[name] = local / DIVIDE_BY + gradients.get(name, 0.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        one.step(gradients)
+        assert_bits(values_of(model), values_of(one.model), f"step {step}, counts {counts}")
+    masters = {name: whole(shown_master(p)) for name, p in model.named_parameters()}
+    assert_bits(masters, one.masters)
 
 
 @pytest.mark.host

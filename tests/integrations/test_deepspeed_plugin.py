@@ -132,6 +132,12 @@ def test_the_plugins_own_arguments(anywhere):
         ({"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}, {}, "make torch's optimizer"),
         ({"scheduler": {"type": "WarmupLR", "params": {}}}, {}, "make torch's scheduler"),
         ({"fp16": {"enabled": True}, "bf16": {}}, {}, "'fp16' does not go with"),
+        (
+            {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
+            {},
+            "'torch_autocast' does not go with a Trainer",
+        ),
+        ({"managed_gradient_accumulation": False}, {}, "'managed_gradient_accumulation' does not"),
         ({"zero_optimization": {"stage": 7}}, {}, r"zero_optimization\.stage"),
         ({"bf16": {"enabled": True}}, {"mixed_precision": "fp16"}, "cannot be set to `fp16`"),
         ({}, {"stage": 2}, "Leave stage out"),

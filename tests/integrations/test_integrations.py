@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from harness import MLP, assert_bits, mean_square, rank_data
+from harness import MLP, assert_bits, gather_objects, mean_square, rank_data
 from setups import values_of
 from torch import nn
 from torch.optim.lr_scheduler import LinearLR, SequentialLR
@@ -560,6 +560,50 @@ def test_uneven_inputs_are_refused(anywhere):
         own.join_uneven_inputs([model]).__enter__()
 
 
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+@STAGES
+@pytest.mark.parametrize("samples", [26, 31])
+def test_the_last_batches_of_an_epoch_are_missing_on_some_ranks(mesh, rank, world, stage, samples):
+    """26: on two ranks some have no batch for the last step. 31: some have one of two."""
+    config = accelerate.DataLoaderConfiguration(even_batches=False)
+    own = accelerator(mesh, stage, micros=2, dataloader_config=config)
+    model, x, y = Classifier(), rank_data((samples, 13), 0), torch.arange(samples) % 7
+    loader = DataLoader(TensorDataset(x, y), batch_size=3)
+    model, optimizer, loader = own.prepare(model, torch.optim.SGD(model.parameters(), 0.5), loader)
+
+    expected = Classifier()
+    reference = torch.optim.SGD(expected.parameters(), 0.5)
+    batches = list(zip(x.split(3), y.split(3), strict=True))
+    steps = -(-len(batches) // (2 * world))
+    norms = []
+    for epoch in range(2):
+        seen = 0
+        for batch in loader:
+            with own.accumulate(model):
+                own.backward(nn.functional.cross_entropy(model(batch[0]), batch[1]))
+                if own.sync_gradients:
+                    norms.append(own.clip_grad_norm_(model.parameters(), 0.3))
+                    seen += 1
+                optimizer.step()
+                optimizer.zero_grad()
+        for _ in range(steps - seen):  # without data
+            norms.append(own.clip_grad_norm_(model.parameters(), 0.3))
+            optimizer.step()
+            optimizer.zero_grad()
+        for k in range(steps):
+            for batch in batches[2 * world * k : 2 * world * (k + 1)]:
+                loss = nn.functional.cross_entropy(expected(batch[0]), batch[1])
+                (loss / (2 * world)).backward()
+            norm = nn.utils.clip_grad_norm_(expected.parameters(), 0.3)
+            torch.testing.assert_close(norms[epoch * steps + k], norm, rtol=CHANCE, atol=CHANCE)
+            reference.step()
+            reference.zero_grad()
+    for name, value in values_of(model).items():
+        wanted = expected.get_parameter(name)
+        torch.testing.assert_close(value, wanted, rtol=CHANCE, atol=CHANCE, msg=name)
+
+
 def test_a_model_with_two_optimizers_is_saved(anywhere, rank, path):
     def made(stage):
         own = accelerator(anywhere, stage)
@@ -655,6 +699,38 @@ def test_a_trainer_trains_as_transformers_does(anywhere, rank, path, stage):
             loaded.named_parameters(), plain.model.parameters(), strict=True
         ):
             torch.testing.assert_close(value, expected, atol=1e-4, rtol=1e-4, msg=name)
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2, max=3)  # of four, one would have fewer steps
+@STAGES
+def test_a_trainer_whose_last_micro_batch_some_ranks_lack(mesh, rank, shared_path, stage):
+    """Each token of all ranks counts the same, as in one process that has them all."""
+    seen = {}
+
+    class Recording(Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            seen.setdefault(self.state.global_step, []).append(inputs["input_ids"].clone())
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    uneven = {"accelerator_config": {"even_batches": False}, "optim": "sgd"}
+    ours = trainer(mesh, stage, shared_path / "ours", Recording, **uneven)
+    ours.train_dataset = ours.train_dataset[:22]  # 11 batches, 2 of each rank in a step
+    ours.train()
+    plain = trainer(mesh, None, shared_path / "plain", optim="sgd")
+    plain.create_optimizer_and_scheduler(ours.state.max_steps)
+    ranks = gather_objects(seen)
+    assert len({sum(map(len, each.values())) for each in ranks}) == 2
+    for step in range(ours.state.max_steps):
+        tokens = torch.cat([batch for each in ranks for batch in each[step]])
+        plain.model(input_ids=tokens, labels=tokens).loss.backward()
+        nn.utils.clip_grad_norm_(plain.model.parameters(), 0.7)
+        plain.optimizer.step()
+        plain.lr_scheduler.step()
+        plain.optimizer.zero_grad()
+    for name, value in values_of(ours.model).items():
+        expected = plain.model.get_parameter(name)
+        torch.testing.assert_close(value, expected, atol=CHANCE, rtol=CHANCE, msg=name)
 
 
 def test_a_trainer_takes_over_an_optimizer_that_needs_whole_parameters(anywhere, path):

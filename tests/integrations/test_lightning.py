@@ -529,3 +529,40 @@ def test_a_file_in_the_place_of_a_checkpoint_is_replaced(anywhere, rank, path):
         dist.barrier()
     if rank == 0:
         shutil.rmtree(path / "last.ckpt")
+
+
+class WithoutSomeBatches(Classifier):
+    """Ranks but the first have no data for the last batch of a step, or for a whole step."""
+
+    def training_step(self, batch, number):
+        world = self.trainer.world_size
+        kept = {0: range(6), 1: (0, 4)}[min(self.trainer.global_rank, 1)]
+        loss = self.loss(batch)
+        return loss * world if number in kept else torch.zeros((), requires_grad=True)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+@STAGES
+def test_a_rank_without_data_for_a_step(anywhere, stage):
+    """Lightning wants a loss of it. This one reaches no parameter, so no backward begins. Ranks
+    wait for each other before every batch, so only stage 1 may lack one before the last of a step.
+    """
+    model, batches, micros = WithoutSomeBatches(), list(data(6 * 3)), 2 if stage == 1 else 1
+    made = trainer(anywhere, stage, epochs=1, micros=micros, use_distributed_sampler=False)
+    made.fit(model, data(6 * 3))
+    world = made.world_size
+
+    expected = Classifier()
+    reference = torch.optim.SGD(expected.parameters(), lr=0.5)
+    for number, batch in enumerate(batches):
+        ranks = world if number in (0, 4) else 1
+        (expected.loss(batch) * ranks / micros).backward()
+        if (number + 1) % micros == 0:
+            nn.utils.clip_grad_norm_(expected.parameters(), 0.7)
+            reference.step()
+            reference.zero_grad()
+    wanted = dict(expected.named_parameters())
+    for name, value in values_of(model).items():
+        torch.testing.assert_close(value, wanted[name], atol=CHANCE, rtol=CHANCE, msg=name)

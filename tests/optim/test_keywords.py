@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from setups import (
+    Way,
     assert_same_values,
     backward,
     backward_of_all,
@@ -14,6 +15,7 @@ from setups import (
 )
 
 import zero_ext
+from zero_ext.optim.owned_optimizer import OwnedOptimizer
 
 
 class Scaled(torch.optim.Optimizer):
@@ -36,6 +38,14 @@ class Scaled(torch.optim.Optimizer):
                 p.sub_(update * scale, alpha=group["lr"])
 
 
+class Normalized(Scaled):
+    """Not elementwise, so each parameter is updated whole by its owner."""
+
+    def step(self, closure=None, *, scale=1.0, mode="plain", clip=None, normalize=True):
+        return super().step(closure, scale=scale, mode=mode, clip=clip, normalize=normalize)
+
+
+EITHER = pytest.mark.parametrize("kind", [Scaled, Normalized])
 GIVEN = [
     {"scale": 3},
     {"scale": torch.tensor(0.5), "mode": "sign"},
@@ -44,17 +54,21 @@ GIVEN = [
 ]
 
 
-def wrapped(model, way, group):
+def wrapped(model, way, group, kind=Scaled):
     def make(params, **kwargs):
-        return zero_ext.optim.wrap(Scaled, params, **kwargs)
+        optimizer = zero_ext.optim.wrap(kind, params, **kwargs)
+        assert isinstance(optimizer, OwnedOptimizer) == (kind is Normalized)
+        return optimizer
 
     return way.optimizer(model, group, make, lr=0.05)
 
 
+@EITHER
 @shard_and_optimizer
-def test_scalars_count(team, way):
+def test_scalars_count(team, way, kind):
     model, expected = small_mlp(), small_mlp()
-    optimizer, reference = wrapped(model, way, team.group), Scaled(expected.parameters(), lr=0.05)
+    optimizer = wrapped(model, way, team.group, kind)
+    reference = kind(expected.parameters(), lr=0.05)
     for step, keywords in enumerate(GIVEN):
         backward(model, team.rank, step)
         backward_of_all(expected, team.world, step)
@@ -95,13 +109,40 @@ def test_what_cannot_be_honoured_is_refused_by_name(team, way):
     assert not torch.equal(before[0], full_master(next(model.parameters())))
 
 
+def test_owners_refuse_what_cannot_be_honoured_by_name(team):
+    """As above. A mode that needs whole parameters is none of it."""
+    model = small_mlp()
+    optimizer = wrapped(model, Way("optimizer", 1), team.group, Normalized)
+    backward(model, team.rank)
+    before = [full_master(p) for p in model.parameters()]
+    for keywords, message in (
+        (
+            {"scale": torch.ones(7, 5)},
+            r"step\(scale=…\) of a wrapped Normalized is a tensor of shape",
+        ),
+        ({"grad_scaler": torch.amp.GradScaler("cpu")}, r"step\(grad_scaler=…\) .* is a GradScaler"),
+        ({"batch": 5}, r"Normalized: got an unexpected keyword argument 'batch'\. Its signature"),
+        (
+            {"mode": 3.0, "clip": "x"},
+            r"Normalized with step\(mode=3.0, clip='x'\) cannot be sharded",
+        ),
+    ):
+        for _ in range(2):
+            with pytest.raises(TypeError, match=message):
+                optimizer.step(**keywords)
+    assert all(map(torch.equal, before, map(full_master, model.parameters())))
+    optimizer.step(normalize=True)
+    assert not torch.equal(before[0], full_master(next(model.parameters())))
+
+
 @pytest.mark.dist
 @pytest.mark.host
 @pytest.mark.world(min=2)
+@EITHER
 @shard_and_optimizer
-def test_scalars_that_differ_between_ranks_raise_on_all(group, rank, world, way):
+def test_scalars_that_differ_between_ranks_raise_on_all(group, rank, world, way, kind):
     model = small_mlp()
-    optimizer = wrapped(model, way, group)
+    optimizer = wrapped(model, way, group, kind)
     backward(model, rank)
     before = [full_master(p) for p in model.parameters()]
     for mine, shown in (

@@ -134,6 +134,43 @@ def test_parameters_have_the_bits_of_one_process(anywhere, rank, world, kind, st
     assert_same_parameters(model, plain.model)
 
 
+class Sums(Matrices):
+    """The mean over samples of sums of products, whose gradients are those of the samples' mean."""
+
+    def forward(self, samples):
+        return (samples @ torch.cat([p.reshape(-1) for p in self.parameters()])).mean()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "zero_ext's Muon"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_micro_batches_give_what_one_batch_of_their_samples_does(
+    anywhere, rank, world, device, kind, stage
+):
+    """The same bits where sums are exact: of whole numbers over 1, 2 or 4 ranks. Else each average
+    is rounded more often, and Muon rounds matrices to bf16."""
+    trained = []
+    for micros in (1, 4):
+        model = Sums().to(device)
+        if kind in KINDS:
+            model, optimizer = sharded(anywhere, stage, kind, model)
+        else:
+            model = straddling(model, stage, anywhere)
+            optimizer = zero_ext.optim.Muon(model.parameters(), lr=0.02)
+        numel = sum(p.numel() for p in Sums().parameters())
+        for step in range(2):
+            samples = (8 * rank_data((8, numel), rank, step)).round().to(device)
+            for part in samples.chunk(micros):
+                (model(part) / micros).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trained.append([zero_ext.full_tensor(p) for p in model.parameters()])
+    for one, four in zip(*trained, strict=True):
+        if world & (world - 1) == 0:
+            assert torch.equal(one, four)
+        else:
+            torch.testing.assert_close(one, four, rtol=1e-2, atol=1e-3)
+
+
 @EVERY_KIND
 def test_training_goes_on_from_a_checkpoint(anywhere, rank, world, path, kind):
     model, optimizer = sharded(anywhere, 3, kind)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from harness import assert_bits
+from harness import assert_bits, gather_objects
 from matrices import Matrices, OneProcess, assert_same_parameters, straddling, train
 from own_optimizers import EachByItself
 
@@ -61,6 +61,39 @@ def test_a_step_sends_gradients_there_and_masters_back(mesh, rank, stage):
     train(model, optimizer, rank, range(1))
     again = optimizer.stats()["bytes_sent_for_owners"] - sum(sent)
     assert again == 4 * (there + back + (_held(weight, optimizer) if weight in set(away) else 0))
+
+
+class Several(torch.nn.Module):
+    """Parameters that are cut, in blocks, without elements and frozen."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        shapes = [(13, 13), (64, 65), (7,), (0, 3), (1083,), (5, 13)]
+        self.all = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(s)) for s in shapes)
+        self.all[2].requires_grad_(False)
+
+    def forward(self, x):
+        return x * sum(p.sum() for p in self.all)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_kept_masters_are_those_of_the_estimate(anywhere, rank, world, stage):
+    for bucket_mb in (400 / 2**20, 25.0):
+        model = zero_ext.shard(Several(), stage, mesh=anywhere, bucket_mb=bucket_mb)
+        optimizer = zero_ext.optim.wrap(ByNorm, model.parameters())
+        model(rank + 1.0).backward()
+        optimizer.step()
+        kept = [optimizer.stats()["bytes_owner_masters"]]
+        if anywhere is not None:
+            kept = gather_objects(kept[0], anywhere.get_group())
+        estimate = zero_ext.estimate_memory(
+            Several(), len(kept), stage, bucket_mb=bucket_mb, owners=True
+        )
+        assert max(kept) == estimate["owner_masters"]
+        assert (max(kept) > 0) == (stage > 0 and len(kept) > 1)
+        others = estimate["full"] + estimate["shard"] + estimate["master"] + estimate["grad"]
+        assert estimate["persistent"] == others + estimate["owner_masters"]
 
 
 def _edits(model, plain, optimizer):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zero_ext.optim import owner_plan
+from zero_ext.ranks import owner_plan
 
 ROOT = Path(__file__).parents[2]
 

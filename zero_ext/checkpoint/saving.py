@@ -16,7 +16,7 @@ import copy
 import io
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import Future
 from typing import Any
 
@@ -31,8 +31,6 @@ from zero_ext.ranks.agreement import check_same_on_all_ranks
 from zero_ext.state.model_state import ModelState, groups_of, held_value
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
 def save(
     path: str | os.PathLike,
     model: nn.Module,
@@ -68,12 +66,29 @@ def save(
             parameter that is not the model's, or that another optimizer has, too.
         RuntimeError: some rank could not write, or the call came from inside a backward.
     """
+    return save_without((), path, model, optimizer, extra=extra, async_=async_)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def save_without(
+    left_out: Collection[str],
+    path: str | os.PathLike,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None,
+    *,
+    extra: dict[str, Any] | None = None,
+    async_: bool = False,
+) -> Future | None:
+    """``save``, but for the entries of the model with the names ``left_out``."""
     groups = groups_of(model)
     with failures.together(groups, f"save() of checkpoint '{path}'"):
         path = folders.path_of(path)
         folders.refuse_to_replace(path)
         of_model = ModelState.of(model)
-        state: dict[str, Any] = {f"model.{n}": held_value(v) for n, v in of_model.tensors.items()}
+        state: dict[str, Any] = {
+            f"model.{n}": held_value(v) for n, v in of_model.tensors.items() if n not in left_out
+        }
         state |= {f"model.{n}": copy.deepcopy(v) for n, v in of_model.objects.items()}
         objects = {
             "format": FORMAT,

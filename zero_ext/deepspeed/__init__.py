@@ -1,7 +1,8 @@
 """The entry for scripts of DeepSpeed: ``import zero_ext.deepspeed as deepspeed``.
 
 It has what training scripts call: ``initialize``, ``init_distributed``, ``add_config_arguments``,
-``DeepSpeedEngine``, ``get_accelerator``, ``checkpointing``, ``comm``, ``utils`` and ``zero``.
+``DeepSpeedEngine``, ``get_accelerator``, ``checkpointing``, ``comm``, ``ops``, ``runtime``,
+``utils`` and ``zero``.
 """
 
 import argparse
@@ -23,6 +24,8 @@ __all__ = [
     "get_accelerator",
     "init_distributed",
     "initialize",
+    "ops",
+    "runtime",
     "utils",
     "zero",
 ]
@@ -36,6 +39,8 @@ _PLACES = {
     "get_accelerator": ("zero_ext.deepspeed.accelerator", "get_accelerator"),
     "init_distributed": ("zero_ext.deepspeed.environment", "init_distributed"),
     "initialize": ("zero_ext.deepspeed.initialization", "initialize"),
+    "ops": ("zero_ext.deepspeed.ops", None),
+    "runtime": ("zero_ext.deepspeed.runtime", None),
     "utils": ("zero_ext.deepspeed.utils", None),
     "zero": ("zero_ext.deepspeed.zero", None),
 }

@@ -1,14 +1,20 @@
 """``deepspeed.checkpointing``: activations are computed again in the backward."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
-def checkpoint(function: Callable, *args: Any) -> Any:
-    """``function(*args)`` by ``torch.utils.checkpoint``, without the reentrant autograd."""
+def checkpoint(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """``function(*args, **kwargs)`` by ``torch.utils.checkpoint``, without reentrant autograd."""
+    if kwargs:
+        function = functools.partial(function, **kwargs)  # torch's checkpoint has keywords, too
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+
+
+non_reentrant_checkpoint = checkpoint
 
 
 def configure(mpu_: None = None, **settings: Any) -> None:

@@ -39,6 +39,8 @@ class Config:
             ``accumulation_steps`` times the number of ranks.
         dtype: What the parameters are cast to; None leaves them alone.
         buffer_dtype: What floating point buffers are cast to; None leaves them alone.
+        fp32_buffers: Patterns of the buffers that stay in fp32; None: the model's own lists.
+        autocast: What the engine's forwards run in by ``torch.autocast``; None: without it.
         scaler: Arguments of a ``LossScaler``; None for no loss scale.
         clips_by_default: The configuration does not say how to clip.
         measures_norm: The gradients' norm is measured, also where nothing is clipped.
@@ -46,6 +48,9 @@ class Config:
         sums_gradients: Gradients are summed over the ranks, not averaged.
         tuning: Arguments of ``shard`` that change no result.
         shards: Ranks of a replica, where sharding is hybrid; None: all.
+        managed_accumulation: A step is made after ``accumulation_steps`` micro-batches. Otherwise
+            the caller says when.
+        rejects_unused: A parameter without a gradient is an error of the step.
         monitors: Folder of each monitor: ``"tensorboard"``, ``"csv_monitor"``.
     """
 
@@ -55,6 +60,8 @@ class Config:
     stage: int
     dtype: torch.dtype | None
     buffer_dtype: torch.dtype | None
+    fp32_buffers: tuple[str, ...] | None
+    autocast: torch.dtype | None
     scaler: dict[str, Any] | None
     casts_inputs: bool
     nonfinite: str
@@ -68,6 +75,8 @@ class Config:
     shards: int | None
     optimizer: OptimizerSettings | None
     scheduler: ScheduleSettings | None
+    managed_accumulation: bool
+    rejects_unused: bool
     drop_last: bool
     steps_per_print: int | None
     monitors: dict[str, Path]
@@ -93,7 +102,7 @@ class Config:
         root = Section("", values, problems)
         zero = root.section("zero_optimization")
         fp16, bf16, types = root.section("fp16"), _bf16(root), root.section("data_types")
-        dtype = _mode(root, fp16, bf16)
+        dtype, autocast = _mode(root, fp16, bf16), _autocast(root)
         stage = _stage(zero)
         train, micro, accumulation = _batch_sizes(root, world_size)
         clips_by_default = not root.has("gradient_clipping")
@@ -106,7 +115,9 @@ class Config:
             stage=stage,
             dtype=dtype,
             buffer_dtype=_data_types(types, dtype),
-            scaler=_scaler(fp16) if dtype == torch.float16 else None,
+            fp32_buffers=types.names("keep_in_fp32_modules"),
+            autocast=autocast,
+            scaler=_scaler(fp16, dtype, autocast),
             casts_inputs=dtype == torch.float16 and fp16.flag("auto_cast", False),
             nonfinite=_nonfinite(bf16) if dtype == torch.bfloat16 else "skip",
             max_grad_norm=clip or None,
@@ -119,6 +130,8 @@ class Config:
             shards=_shards(zero, stage, world_size),
             optimizer=OptimizerSettings.read(optimizer, problems) if optimizer else None,
             scheduler=ScheduleSettings.read(scheduler, problems) if scheduler else None,
+            managed_accumulation=root.flag("managed_gradient_accumulation", True),
+            rejects_unused=not zero.flag("ignore_unused_parameters", True),
             drop_last=root.flag("dataloader_drop_last", False),
             steps_per_print=root.number("steps_per_print", 0) or None,
             monitors=_monitors(root),
@@ -126,13 +139,20 @@ class Config:
             memory_breakdown=root.flag("memory_breakdown", False),
             dump_state=root.flag("dump_state", False),
         )
-        for section, is_used in ((fp16, torch.float16), (bf16, torch.bfloat16)):
-            if dtype != is_used:
-                section.forget()
-        for section in (root, zero, fp16, bf16, types):
-            section.finish()
+        _finish([root, zero, types], {torch.float16: fp16, torch.bfloat16: bf16}, dtype)
         problems.finish()
         return result
+
+
+def _finish(
+    sections: list[Section], modes: dict[torch.dtype, Section], dtype: torch.dtype | None
+) -> None:
+    """Judge every setting that was not taken. A mode that is not enabled may say what it likes."""
+    for mode, section in modes.items():
+        if mode != dtype:
+            section.forget()
+    for section in (*sections, *modes.values()):
+        section.finish()
 
 
 def read_values(config: dict[str, Any] | str | os.PathLike) -> dict[str, Any]:
@@ -253,7 +273,26 @@ def _nonfinite(bf16: Section) -> str:
     return "skip" if bf16.flag("check_grad_overflow", True) else "step"
 
 
-def _scaler(fp16: Section) -> dict[str, Any]:
+def _autocast(root: Section) -> torch.dtype | None:
+    section = root.section("torch_autocast")
+    enabled = section.flag("enabled", False)
+    dtype = None
+    if enabled:
+        dtype = _dtype(section, "dtype")
+        section.names("lower_precision_safe_modules")
+        if dtype not in (torch.float16, torch.bfloat16) and not root.problems:
+            named = None if dtype is None else _NAMES[dtype][0]
+            section.reject("dtype", named, ": choose 'bf16' or 'fp16'.")
+    section.forget()
+    section.finish()
+    return dtype
+
+
+def _scaler(
+    fp16: Section, dtype: torch.dtype | None, autocast: torch.dtype | None
+) -> dict[str, Any] | None:
+    if dtype != torch.float16:
+        return {"mode": "dynamic"} if autocast == torch.float16 else None
     static = fp16.number("loss_scale", 0, most=LARGEST_SCALE)
     first = 2.0 ** fp16.number("initial_scale_power", 16, most=math.log2(LARGEST_SCALE))
     dynamic = {

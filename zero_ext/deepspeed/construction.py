@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torchs
 
 from zero_ext.deepspeed.environment import init_distributed
+from zero_ext.engine.registry import find
 from zero_ext.ranks.collectives import broadcast_, on_wire, wait_for
 
 _PIECE = "_zero_ext_piece"  # an attribute, which goes with a Parameter that takes its place
@@ -129,6 +130,8 @@ class Init(contextlib.ContextDecorator):
     def _cut_own(self, module: nn.Module) -> None:
         for parameter in module._parameters.values():
             if parameter is None or piece_of(parameter) is not None or parameter.numel() <= 1:
+                continue
+            if find(parameter) is not None:  # an engine was made inside the context
                 continue
             if self._dtype is not None and parameter.is_floating_point():
                 parameter.data = parameter.data.to(self._dtype)

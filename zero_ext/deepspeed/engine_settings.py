@@ -96,6 +96,15 @@ class EngineSettings:
     def gradient_accumulation_steps(self) -> int:
         return self.settings.accumulation_steps
 
+    def managed_gradient_accumulation(self) -> bool:
+        return self.settings.managed_accumulation
+
+    def torch_autocast_enabled(self) -> bool:
+        return self.settings.autocast is not None
+
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        return self.settings.autocast
+
     def gradient_clipping(self) -> float:
         return self.settings.max_grad_norm or 0.0
 
@@ -161,7 +170,8 @@ class EngineSettings:
                 f"zero_ext: set_train_batch_size({train_batch_size}): give a multiple of the "
                 f"{samples} samples of one micro-batch of all ranks."
             )
-        if self._counted() % self.settings.accumulation_steps != 0:
+        in_one = self._counted() % self.settings.accumulation_steps != 0
+        if in_one and self.settings.managed_accumulation:
             raise RuntimeError(
                 f"{self._groups.where}set_train_batch_size() in the middle of an accumulation. "
                 "Call it after the step() that ends one."

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
+from zero_ext.deepspeed.casting import cast
 from zero_ext.deepspeed.config import Config
 from zero_ext.deepspeed.construction import fill, is_cut, prepare
 from zero_ext.deepspeed.environment import init_distributed
@@ -168,17 +169,6 @@ def _sharded(model: nn.Module, settings: Config, sharding: dict[str, Any]) -> nn
         sharding = {**sharding, "mesh": mesh}
     arguments = {"offload_policy": settings.offload_policy, **settings.tuning, **sharding}
     return shard(model, stage=settings.stage, **arguments)
-
-
-def cast(model: nn.Module, settings: Config) -> None:
-    """Parameters and buffers to the dtypes of the configuration. They stay the same objects."""
-    for tensors, dtype in (
-        (model.parameters(), settings.dtype),
-        (model.buffers(), settings.buffer_dtype),
-    ):
-        for tensor in tensors if dtype is not None else ():
-            if tensor.is_floating_point():
-                tensor.data = tensor.data.to(dtype)
 
 
 # Optimizer and schedule

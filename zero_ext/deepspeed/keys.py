@@ -33,6 +33,8 @@ USED = {
         "bfloat16": "the older name of `bf16`",
         "fp16": "a section",
         "data_types": "a section",
+        "torch_autocast": "a section",
+        "managed_gradient_accumulation": "false: each `step()` updates the parameters",
         "zero_optimization": "a section",
     },
     "tensorboard": {
@@ -62,6 +64,12 @@ USED = {
         "grad_accum_dtype": '`"fp32"` or null: gradients are always summed in fp32',
         "param_dtype": "the dtype that `bf16` or `fp16` sets; another one is an error",
         "buffer_dtype": "floating point buffers are cast to it. Default: they keep theirs",
+        "keep_in_fp32_modules": "patterns of buffers that stay fp32. Default: Transformers' lists",
+    },
+    "torch_autocast": {
+        "enabled": "whether the engine's forwards run inside `torch.autocast`",
+        "dtype": '`"bf16"`, or `"fp16"` with a dynamic loss scale as torch\'s `GradScaler` has',
+        "lower_precision_safe_modules": "ignored: gradients travel in their own dtype",
     },
     "zero_optimization": {
         "stage": "`stage` of `shard`. Default: 0",
@@ -71,6 +79,7 @@ USED = {
         "stage3_max_live_parameters": "elements that stay gathered: `retained_bytes` of `shard`",
         "offload_optimizer": "a section",
         "offload_param": "a section",
+        "ignore_unused_parameters": "false: a parameter without gradient is an error of `step()`",
         "cpu_offload": "the older name of `offload_optimizer` with the device `cpu`",
         "mics_shard_size": "ranks of a replica: hybrid sharding, with stage 3",
     },
@@ -101,8 +110,8 @@ IGNORED = {
     "zero_optimization": """
         allgather_partitions allgather_bucket_size overlap_comm reduce_scatter contiguous_gradients
         round_robin_gradients use_multi_rank_bucket_allreduce sub_group_size grad_hooks
-        load_from_fp32_weights elastic_checkpoint ignore_unused_parameters legacy_stage1
-        log_trace_cache_warnings memory_efficient_linear pipeline_loading_checkpoint leaf_module
+        load_from_fp32_weights elastic_checkpoint legacy_stage1 log_trace_cache_warnings
+        memory_efficient_linear pipeline_loading_checkpoint leaf_module
         override_module_apply enable_sanity_checks parameter_alignment
         save_muon_momentum_buffer_in_memory
         stage3_param_persistence_threshold stage3_model_persistence_threshold
@@ -123,13 +132,12 @@ IGNORED = {
 ABSENT = {
     "": {
         "sparse_gradients": (False,),
-        "managed_gradient_accumulation": (True,),
         "graph_harvesting": (False,),
         "use_data_before_expert_parallelism": (False,),
         "sequence_parallel_size": (1,),
         **dict.fromkeys(
             """
-            amp torch_autocast flops_profiler comms_logger wandb comet autotuning elasticity
+            amp flops_profiler comms_logger wandb comet autotuning elasticity
             compression_training data_efficiency curriculum_learning eigenvalue
             progressive_layer_drop hybrid_engine pipeline nebula datastates_ckpt weight_quantization
             compile tensor_parallel expert_parallel sparse_attention

@@ -16,7 +16,7 @@ class Lion(torch.optim.Optimizer):
     The step is ``lr`` times the sign of an average of gradient and momentum.
     """
 
-    def __init__(self, params, lr: float = 1e-3, betas=(0.9, 0.99), weight_decay: float = 0.0):
+    def __init__(self, params, lr: float = 1e-3, betas=(0.9, 0.999), weight_decay: float = 0.0):
         if not lr >= 0 or not all(0 <= beta < 1 for beta in betas) or not weight_decay >= 0:
             raise ValueError(
                 f"lr={lr}, betas={betas}, weight_decay={weight_decay}: rates must not be negative, "

@@ -131,6 +131,16 @@ class Section:
             del self._values[key]
         return self.number(key, -1) if self._values.get(key) is not None else None
 
+    def names(self, key: str) -> tuple[str, ...] | None:
+        """A list of names. None if it is left out or ``"auto"``: then the default holds."""
+        value = self._values.pop(key, None)
+        if value is None or value == "auto":
+            return None
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            self.reject(key, value, ", not a list of names. Give one.")
+            return None
+        return tuple(value)
+
     def section(self, key: str) -> "Section":
         return Section(self.name(key), self.take(key, None) or {}, self.problems)
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from zero_ext.deepspeed.casting import autocasting
 from zero_ext.deepspeed.config import Config
 from zero_ext.deepspeed.engine_checkpoints import EngineCheckpoints
 from zero_ext.deepspeed.engine_settings import EngineSettings
@@ -80,6 +81,8 @@ class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
         self._counted_from = 0  # ``micro_steps`` when the micro-batches per step were set
         self._skipped_before = 0  # steps, as a loaded checkpoint has counted them
         self._in_no_sync = False
+        self._called_backward = False
+        self._backwards = 0  # since the last step, by ``backward()``
         self._collate_fn = collate_fn
         self._reports = Reports(settings, self._groups, module)
 
@@ -102,7 +105,7 @@ class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
         """Call the module. With fp16's ``auto_cast`` floating point inputs are cast first."""
         if self.settings.casts_inputs:
             inputs, kwargs = cast_floating((inputs, kwargs), self.settings.dtype)
-        with self._reports.timed("forward"):
+        with self._reports.timed("forward"), autocasting(self.settings, self.device):
             return self.module(*inputs, **kwargs)
 
     def backward(
@@ -114,13 +117,15 @@ class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
             The divided loss.
         """
         self._needs_optimizer("backward()")
+        self._called_backward = True
         self._reports.add_loss(loss)
+        self._backwards += 1
         if scale_wrt_gas and self.settings.accumulation_steps > 1:
             loss = loss / self.settings.accumulation_steps
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._reports.timed("backward"))
             stack.enter_context(self._divided_losses())
-            if not self.is_gradient_accumulation_boundary():
+            if self.settings.managed_accumulation and not self.is_gradient_accumulation_boundary():
                 stack.enter_context(self.module.no_sync())
             self.optimizer.scale(loss).backward(retain_graph=retain_graph)
         return loss
@@ -152,6 +157,14 @@ class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
         finally:
             self._divides()
 
+    def _uses_backward(self) -> bool:
+        """Whether ranks call ``backward()``, not ``loss.backward()``. A rank without data expects
+        it of the others."""
+        if self._called_backward:
+            return True
+        stats = self.optimizer._handle.stats()
+        return stats["backwards"] == stats["served_backwards"]
+
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch. The last one of an accumulation updates the parameters. Collective.
 
@@ -165,27 +178,51 @@ class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
                 "are not reduced. Leave it first."
             )
         self._step_applied = False
-        if self.is_gradient_accumulation_boundary():
+        if not self.settings.managed_accumulation or self.is_gradient_accumulation_boundary():
             self._update(lr_kwargs or {})
+        elif self._uses_backward():  # also on a rank without this micro-batch
+            with self._divided_losses(), self.module.no_sync():
+                pass
         self.micro_steps += 1
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
+        if self.settings.rejects_unused:
+            self._check_used()
         known = self.optimizer.knows_of_skipped_steps
         skipped = self.skipped_steps if known else 0
         with self._reports.timed("step"):
-            self.optimizer.step()
+            # It may take part in backwards of other ranks.
+            with self._divided_losses() if self._uses_backward() else contextlib.nullcontext():
+                self.optimizer.step()
             self.optimizer.zero_grad()
         self._divides()  # the loss scale may have changed
         self._step_applied = not known or self.skipped_steps == skipped
         if self._step_applied and self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
         self.global_steps += 1
-        self.global_samples += self.settings.train_batch_size
+        self.global_samples += self._samples_of_step()
+        self._backwards = 0
         self._reports.after_step(self.global_samples, self.get_lr()[0], self.loss_scale())
         every = self.settings.steps_per_print
         if every and self.global_steps % every == 0 and self._groups.rank == 0:
             lr = self.get_lr()
             _log.info("step=%d, skipped=%d, lr=%s", self.global_steps, self.skipped_steps, lr)
+
+    def _samples_of_step(self) -> int:
+        if self.settings.managed_accumulation:
+            return self.settings.train_batch_size
+        return self.settings.micro_batch_size * self.world_size * self._backwards
+
+    def _check_used(self) -> None:
+        """Raise where no rank's loss has reached a parameter that is to be stepped."""
+        stepped = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        for name, parameter in self.module.named_parameters():
+            if id(parameter) in stepped and parameter.requires_grad and parameter.grad is None:
+                raise RuntimeError(
+                    f"{self._groups.where}no rank's loss has reached the parameter '{name}', and "
+                    "config 'zero_optimization.ignore_unused_parameters' is false. Freeze it, or "
+                    "leave the setting out."
+                )
 
     def _needs_optimizer(self, call: str) -> None:
         if self.optimizer is None:
@@ -194,7 +231,12 @@ class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
             )
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the present micro-batch is the last one of an accumulation."""
+        """Whether the present micro-batch is the last one of an accumulation.
+
+        False with ``managed_gradient_accumulation`` false: only ``step()`` ends one then.
+        """
+        if not self.settings.managed_accumulation:
+            return False
         if self._boundary is not None:
             return self._boundary
         return (self._counted() + 1) % self.settings.accumulation_steps == 0
@@ -205,6 +247,11 @@ class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Set the boundary for all micro-batches from now on. None: ``step()`` counts again."""
+        if not self.settings.managed_accumulation:
+            raise RuntimeError(
+                f"{self._groups.where}set_gradient_accumulation_boundary() where config "
+                "'managed_gradient_accumulation' is false: each step() is one. Leave the call out."
+            )
         self._boundary = None if is_boundary is None else bool(is_boundary)
 
     @contextlib.contextmanager

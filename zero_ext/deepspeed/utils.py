@@ -1,12 +1,24 @@
-"""DeepSpeed's accessors of whole values, by its names. All are collective.
+"""``deepspeed.utils``: accessors of whole values, leaf modules, the logger.
 
-They are the functions of zero_ext/state/values.py, which check their arguments.
+The accessors are those of zero_ext/state/values.py, which check their arguments. All of them are
+collective.
 """
 
+import logging
 from collections.abc import Callable, Iterable
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from zero_ext.deepspeed.leaf_modules import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+)
 from zero_ext.engine.registry import find
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.state.values import (
@@ -17,6 +29,34 @@ from zero_ext.state.values import (
     set_full_param,
     set_full_state,
 )
+
+__all__ = [
+    "get_z3_leaf_modules",
+    "log_dist",
+    "logger",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_update_full_grad_vectorized",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+]
+
+logger = logging.getLogger("zero_ext")
+
+
+def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
+    """Log ``message`` on these ranks; -1 means all. A single process logs everything."""
+    rank = dist.get_rank() if dist.is_initialized() else -1
+    if rank == -1 or {rank, -1} & set(ranks or ()):
+        logger.log(level, "[Rank %d] %s", rank, message)
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
@@ -68,16 +108,3 @@ def _optimizer_of(param: nn.Parameter) -> ShardedOptimizer:
         f"zero_ext: no optimizer steps the parameter of shape {tuple(param.shape)}. Pass one that "
         "an optimizer has, after initialize()."
     )
-
-
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: list) -> list[nn.Module]:
-    """The modules of these classes. Nothing else is needed here: ranks may enter different ones."""
-    named = [each if isinstance(each, str) else each.__name__ for each in leaf_module_classes]
-    found = [m for m in model.modules() if type(m).__name__ in named or _full_name(m) in named]
-    if not found:
-        raise ValueError(f"zero_ext: the model has no module of {', '.join(named)}.")
-    return found
-
-
-def _full_name(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"

@@ -118,6 +118,15 @@ def _share(
             set_full_param(p, value)
 
 
+@contextlib.contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """The module of an engine, whole inside the context: ranks may run it as often as they like.
+    Collective. Writes are lost with stage 3."""
+    module = getattr(model, "module", model)
+    with module.summon_full_params(writeback=False):
+        yield module
+
+
 def register_external_parameter(module: nn.Module, parameter: Tensor) -> None:
     """Not needed here: a parameter that another module uses is gathered with its own unit, or with
     the root if several units share it."""

@@ -1,12 +1,15 @@
-"""torch's own clipping, of gradients that engines show in ``.grad``.
+"""torch's own clipping and unscaling, of gradients that engines show in ``.grad``.
 
 ``torch.nn.utils.clip_grad_norm_`` calls two functions of its module by their names there. Those are
-replaced by the ones below, also for scripts that imported ``clip_grad_norm_`` before zero_ext. To
-tensors that no engine has to do with they are torch's.
+replaced by the ones below, also for scripts that imported ``clip_grad_norm_`` before zero_ext. So
+are ``clip_grad_norm_`` itself and ``GradScaler.unscale_``. To tensors that no engine has to do with
+they are torch's.
 """
 
 import functools
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +26,11 @@ from zero_ext.tensor.shard_tensor import ShardTensor
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KINDS = (Tensor, nn.Parameter, ShardTensor, HostGradient)
 
+_torchs_clip_norm = clip_grad.clip_grad_norm_
 _torchs_norm = clip_grad._get_total_norm
 _torchs_clip = clip_grad._clip_grads_with_norm_
 _torchs_clip_value = clip_grad.clip_grad_value_
+_torchs_unscale = torch.amp.GradScaler.unscale_
 
 
 @functools.wraps(_torchs_norm)
@@ -45,7 +50,10 @@ def _total_norm(tensors, norm_type=2.0, error_if_nonfinite=False, foreach=None) 
         _reject_several_meshes(ranks)
     if float(norm_type) != 2 or not _have_kernels(tensors):
         return _torchs_norm(tensors, norm_type, error_if_nonfinite, foreach)
-    norm = _C.norm_of(_square_sum(tensors))
+    return _checked(_C.norm_of(_square_sum(tensors)), error_if_nonfinite)
+
+
+def _checked(norm: Tensor, error_if_nonfinite: bool) -> Tensor:
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"zero_ext: the total norm of the gradients is non-finite ({norm.item()}), so they "
@@ -91,7 +99,7 @@ def _reject_several_meshes(ranks: dict[tuple[int, ...], Tensor]) -> None:
 
 def _check_reduced(parameters, verb: str) -> list[Tensor]:
     """Raise where gradients are still to be reduced, as ``optimizer.clip_grad_norm_`` does. torch
-    sees ``.grad is None`` then, and would clip nothing."""
+    sees ``.grad is None`` then, and would clip nothing. The engine remembers the call."""
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if torch.compiler.is_compiling():  # maybe with fullgraph=True, which allows no such search
         return parameters
@@ -99,6 +107,34 @@ def _check_reduced(parameters, verb: str) -> list[Tensor]:
     for handle in {id(handle): handle for handle in found}.values():
         handle.engine.check_reduced(verb)
     return parameters
+
+
+def _optimizer_of(parameters: Sequence[Tensor]) -> Any:
+    """The one optimizer of all trained ones among ``parameters``, if their norm takes messages that
+    the host waits for."""
+    found = [registry.find(p) for p in parameters if p.requires_grad]
+    handle = found[0][0] if found and found[0] is not None else None
+    if handle is None or handle.replicated or not handle.knows_on_host:
+        return None
+    if any(entry is None or entry[0] is not handle for entry in found):
+        return None
+    indices = sorted({i for _, i in found})
+    return next((o for o in handle.optimizers if sorted(o._sharded_state.indices) == indices), None)
+
+
+@functools.wraps(_torchs_clip_norm)
+def _clip_norm(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None):
+    """While it waits for other ranks' norms it takes part in their backwards, where it can."""
+    rest = (max_norm, norm_type, error_if_nonfinite, foreach)
+    if torch.compiler.is_compiling():
+        return _torchs_clip_norm(parameters, *rest)
+    listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    optimizer = _optimizer_of(listed) if float(norm_type) == 2 else None
+    if optimizer is None:  # torch warns of an empty generator
+        return _torchs_clip_norm(listed or parameters, *rest)
+    norm = _checked(optimizer.clip_grad_norm_(math.inf), error_if_nonfinite)
+    _clip_with_norm(listed, max_norm, norm, foreach)
+    return norm
 
 
 @functools.wraps(_torchs_clip)
@@ -113,6 +149,15 @@ def _clip_value(parameters, clip_value, foreach=None) -> None:
     _torchs_clip_value(parameters, clip_value, foreach)
 
 
+@functools.wraps(_torchs_unscale)
+def _unscale(self, optimizer) -> None:
+    if self.is_enabled():
+        _check_reduced([p for g in optimizer.param_groups for p in g["params"]], "unscale_()")
+    _torchs_unscale(self, optimizer)
+
+
+torch.amp.GradScaler.unscale_ = _unscale
+clip_grad.clip_grad_norm_ = nn.utils.clip_grad_norm_ = _clip_norm
 clip_grad._get_total_norm = nn.utils.get_total_norm = _total_norm
 clip_grad._clip_grads_with_norm_ = nn.utils.clip_grads_with_norm_ = _clip_with_norm
 clip_grad.clip_grad_value_ = nn.utils.clip_grad_value_ = _clip_value

@@ -28,6 +28,7 @@ from zero_ext.engine.units import (
     prefetch_bytes,
     used_several_times,
 )
+from zero_ext.ranks import owner_plan
 
 _FP32_BYTES = 4  # of an element of a gradient sum, of a master, of each of two moments
 _ALIGNMENT_BYTES = 64
@@ -66,6 +67,7 @@ def estimate_memory(
     param_dtype: torch.dtype | None = None,
     local_accumulation: bool = False,
     state_dtype: str = "fp32",
+    owners: bool = False,
     offload_policy: OffloadPolicy | None = None,
     device: torch.device | str | None = None,
 ) -> dict[str, int]:
@@ -88,15 +90,18 @@ def estimate_memory(
             ``"exchange"``.
         local_accumulation: Whether stages 0 and 1 accumulate inside ``no_sync()``.
         state_dtype: As for ``optim.AdamW``.
+        owners: Whether the optimizer is one of ``optim.wrap`` that needs whole parameters. Their
+            owners keep ``owner_masters`` then. ``optimizer_state`` is 0: add what the class keeps.
         device: Where it will be trained; default: where its parameters are, the CPU if that is the
             meta device.
     Returns:
-        ``full``, ``shard``, ``master``, ``grad``, ``optimizer_state``, their sum ``persistent``,
-        and what comes on top of it: ``gathered``, the most that stage 3 gathers at once while the
-        passes keep their order (less where ranks of one host gather nothing ahead), and
-        ``buckets``, the most that the two buckets can add. ``offloaded`` is what ``offload_policy``
-        keeps in host memory instead. Padding included. None of these grows with the number of
-        ranks. With 8-bit states, what the rank with the most of them holds.
+        ``full``, ``shard``, ``master``, ``grad``, ``optimizer_state``, ``owner_masters``, their sum
+        ``persistent``, and what comes on top of it: ``gathered``, the most that stage 3 gathers at
+        once while the passes keep their order (less where ranks of one host gather nothing ahead),
+        and ``buckets``, the most that the two buckets can add. ``offloaded`` is what
+        ``offload_policy`` keeps in host memory instead. Padding included. None of these grows with
+        the number of ranks. Of 8-bit states and of ``owner_masters``, what the rank with the most
+        of them holds.
     Raises:
         ValueError, TypeError: a stage, a number of ranks or of shards, a size, a reduction, a
             dtype, a form of states, units or a device that cannot be.
@@ -113,12 +118,16 @@ def estimate_memory(
     shards = world_size if shards is None else shards
     _check_ranks(world_size, shards)
     check_bool("local_accumulation", local_accumulation)
+    check_bool("owners", owners)
     check_state_dtype(state_dtype)
     kind = _device_of(module, device).type
     parameters, blocks, cut = planned_units(module, world_size, shards, options, units, kind)
     offloads = options.offloads and kind != "cpu"
     local = local_accumulation and stage < 2 and world_size > 1 and not offloads
-    result = _persistent_bytes([unit for part in cut for unit in part], local, state_dtype)
+    all_units = [unit for part in cut for unit in part]
+    result = _persistent_bytes(all_units, local, None if owners else state_dtype)
+    if owners:
+        result["offloaded" if offloads else "owner_masters"] += _owner_bytes(all_units)
     frozen = [p for p in module.parameters() if not p.requires_grad]
     result["full"] += sum(p.nbytes for p in frozen if stays_whole(p) or stage < 3)
     result["persistent"] = sum(result.values()) - result["offloaded"]
@@ -261,6 +270,14 @@ class _Unit(NamedTuple):
         return most
 
     @property
+    def bounds(self) -> list[list[int]]:
+        """Of each parameter, where each range's elements begin, and the end."""
+        begins = iter([0, *self.ends])
+        places = [(numel, next(begins) if numel else 0) for numel in self.numels]
+        starts = range(0, self.range_numel * self.ranges + 1, self.range_numel)
+        return [[min(max(s - begin, 0), numel) for s in starts] for numel, begin in places]
+
+    @property
     def has_copy_on_host(self) -> bool:
         """Of its range, which an offloaded update works on."""
         return self.plan.trainable and self.run.offloads and self.home != "host"
@@ -300,8 +317,10 @@ class _Unit(NamedTuple):
         return (message + min(window, self.range_numel) * places) * itemsize
 
 
-def _persistent_bytes(units: Iterable[_Unit], local: bool, state_dtype: str) -> dict[str, int]:
-    kinds = ("full", "shard", "master", "grad", "optimizer_state", "offloaded")
+def _persistent_bytes(
+    units: Iterable[_Unit], local: bool, state_dtype: str | None
+) -> dict[str, int]:
+    kinds = ("full", "shard", "master", "grad", "optimizer_state", "owner_masters", "offloaded")
     result = dict.fromkeys(kinds, 0)
     for unit in units:
         share = unit.range_numel
@@ -315,10 +334,25 @@ def _persistent_bytes(units: Iterable[_Unit], local: bool, state_dtype: str) -> 
             for kind, size in (
                 ("master", share * _FP32_BYTES if unit.has_master else 0),
                 ("grad", share * (unit.ranges if local else 1) * _FP32_BYTES),
-                ("optimizer_state", unit.state_bytes(state_dtype)),
+                ("optimizer_state", unit.state_bytes(state_dtype) if state_dtype else 0),
             ):
                 result["offloaded" if unit.run.offloads else kind] += size
     return result
+
+
+def _owner_bytes(units: Sequence[_Unit]) -> int:
+    """Of masters that the owner of most elements keeps. See Note [Kept masters]."""
+    trained = [unit for unit in units if unit.plan.trainable]
+    if not trained or trained[0].ranges == 1:  # every rank holds all of them
+        return 0
+    members = sorted(
+        (i, numel, bounds)
+        for unit in trained
+        for i, numel, bounds in zip(unit.plan.members, unit.numels, unit.bounds, strict=True)
+    )
+    loads = [0.0] * trained[0].ranges
+    owner_plan.assign([n for _, n, _ in members], [bounds for *_, bounds in members], loads)
+    return _FP32_BYTES * int(max(loads))
 
 
 def _gathered_bytes(blocks: Sequence[Block], cut: Sequence[list[_Unit]], ahead: int) -> int:

@@ -22,8 +22,9 @@ from accelerate.utils import (
 from torch import nn
 
 from zero_ext import checkpoint
+from zero_ext.deepspeed.casting import cast
 from zero_ext.deepspeed.config import Config
-from zero_ext.deepspeed.initialization import arguments_of_ours, cast
+from zero_ext.deepspeed.initialization import arguments_of_ours
 from zero_ext.engine.checks import stays_whole
 from zero_ext.engine.registry import any_sharded, find
 from zero_ext.integrations import deepspeed_file, stock_files

@@ -155,6 +155,8 @@ def _check(settings: Config) -> None:
         ("fp16", settings.dtype == torch.float16),
         ("zero_optimization.mics_shard_size", settings.shards is not None),
         ("gradient_allreduce_op", settings.sums_gradients),
+        ("torch_autocast", settings.autocast is not None),
+        ("managed_gradient_accumulation", not settings.managed_accumulation),
     ):
         if is_set:
             raise ValueError(

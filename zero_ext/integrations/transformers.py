@@ -13,8 +13,8 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from zero_ext import checkpoint
 from zero_ext._warnings import warn
+from zero_ext.deepspeed.casting import cast
 from zero_ext.deepspeed.config import Config
-from zero_ext.deepspeed.initialization import cast
 from zero_ext.integrations import deepspeed_file, stock_files
 from zero_ext.integrations.accelerate import Accelerator
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer

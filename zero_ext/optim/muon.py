@@ -25,9 +25,9 @@ from zero_ext import _C
 from zero_ext.engine.registry import find
 from zero_ext.optim.arguments import ShardingArguments
 from zero_ext.optim.groups import Group, name_in_module, trained_in
-from zero_ext.optim.owner_plan import newton_schulz_cost
 from zero_ext.optim.owners import OWNER_MB, Owners, Values, Wave, check_owner_mb
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.ranks.owner_plan import newton_schulz_cost
 
 # Of each element of an owner's matrices: what the iteration takes, and its result.
 _ELEMENT_BYTES = 2 * torch.bfloat16.itemsize

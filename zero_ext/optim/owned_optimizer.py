@@ -14,13 +14,14 @@ from torch import Tensor
 
 from zero_ext import _C
 from zero_ext.engine.registry import find
+from zero_ext.optim.elementwise import WholeParametersError
 from zero_ext.optim.groups import Group, named_in, settings_of, sharded_in, trained_in
+from zero_ext.optim.keywords import KeywordOptimizer
 from zero_ext.optim.loading import SavedState
 from zero_ext.optim.offloading import OffloadedStates
 from zero_ext.optim.owned_methods import SharedValues, method_of
 from zero_ext.optim.owner_masters import KeptMasters
 from zero_ext.optim.owners import Owners
-from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 
 _META = torch.device("meta")
 
@@ -32,7 +33,7 @@ class _Owned(NamedTuple):
     inner: torch.optim.Optimizer
 
 
-class OwnedOptimizer(ShardedOptimizer):
+class OwnedOptimizer(KeywordOptimizer):
     """A torch optimizer, run on whole fp32 parameters at their owners. Made by ``wrap``.
 
     ``state`` has the states of the parameters that this rank owns. ``state_dict()`` is collective:
@@ -74,6 +75,7 @@ class OwnedOptimizer(ShardedOptimizer):
             setattr(each, name, value)
 
     _updates_in_python = True
+    _trial_may_raise = (WholeParametersError,)
     _step_supports_amp_scaling = False  # whatever the inner ones say
 
     @property
@@ -146,7 +148,7 @@ class OwnedOptimizer(ShardedOptimizer):
             whole = torch.nn.Parameter(torch.empty(shape, device="meta"))
             inner = self._inner_of(whole, group)
             shared.give(inner, group)
-            inner.step()
+            inner.step(**self._keywords)
             shared.take(inner, group)
 
     @property
@@ -173,7 +175,7 @@ class OwnedOptimizer(ShardedOptimizer):
         """Update the whole ``master``, which is flat, in place."""
         values = self._shaped(master, parameter)
         with self._lent(parameter, group, values, gradient, shared) as (whole, inner):
-            inner.step()
+            inner.step(**self._keywords)
             if whole.data_ptr() != values.data_ptr():  # the class has put another tensor there
                 values.copy_(whole.data)
 

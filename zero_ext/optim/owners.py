@@ -21,7 +21,7 @@ from torch import Tensor
 from zero_ext.engine.checks import check_number
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
-from zero_ext.optim import owner_plan
+from zero_ext.ranks import owner_plan
 from zero_ext.ranks.collectives import on_wire, wait_for
 
 OWNER_MB = 256.0

@@ -14,7 +14,7 @@ from zero_ext.optim import elementwise
 from zero_ext.optim.arguments import ShardingArguments, check_differentiable
 from zero_ext.optim.attributes import attributes_of, carry
 from zero_ext.optim.groups import Group, named_in, replace_named, settings_of
-from zero_ext.optim.keywords import check_keywords
+from zero_ext.optim.keywords import KeywordOptimizer
 from zero_ext.optim.lending import method_of
 from zero_ext.optim.loading import SavedState
 from zero_ext.optim.offloading import OffloadedStates
@@ -91,7 +91,7 @@ def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-class WrappedOptimizer(ShardedOptimizer):
+class WrappedOptimizer(KeywordOptimizer):
     """Any elementwise torch optimizer, run on this rank's 1-D fp32 masters. Made by ``wrap``."""
 
     def __init__(self, optimizer_class, params, kwargs, **sharding):
@@ -108,7 +108,6 @@ class WrappedOptimizer(ShardedOptimizer):
         elementwise.check(optimizer_class, kwargs, {})
         self._optimizer_class, self._kwargs = optimizer_class, kwargs
         self._kinds_checked = {elementwise.kind_of({})}
-        self._keywords_checked: set[str] = set()
         self._inner: torch.optim.Optimizer | None = None
         self._shards: dict[Tensor, torch.nn.Parameter] = {}
         self._offloaded = OffloadedStates()
@@ -168,40 +167,6 @@ class WrappedOptimizer(ShardedOptimizer):
         return inner
 
     _updates_in_python = True
-
-    @torch.compiler.disable
-    def step(
-        self,
-        closure: Callable[[], Any] | None = None,
-        *,
-        divide_by: float | None = None,
-        **keywords: Any,
-    ) -> Any:
-        """As ``ShardedOptimizer.step``. The wrapped optimizer's ``step`` gets the keywords.
-
-        Args:
-            divide_by: See ``ShardedOptimizer.step``. Here ``p.grad`` is divided as well.
-            keywords: Scalars that are equal on all ranks: numbers, strings, None, or tensors of one
-                element.
-        Raises:
-            TypeError: the wrapped ``step`` has no such keyword, or it is no scalar, or with it the
-                update is not elementwise; nothing has changed.
-            ValueError: ranks pass different numbers; nothing was updated.
-        """
-        if keywords:
-            check_keywords(type(self._probe).__name__, self._probe.step, keywords)
-            # Numbers may change from step to step, as rates do.
-            shown = {
-                k: v if isinstance(v, str | bool | None) else type(v) for k, v in keywords.items()
-            }
-            if repr(shown) not in self._keywords_checked:
-                elementwise.check(self._optimizer_class, self._kwargs, {}, keywords)
-                self._keywords_checked.add(repr(shown))
-        self._keywords = keywords
-        try:
-            return super().step(closure, divide_by=divide_by)
-        finally:
-            self._keywords = {}
 
     @property
     def knows_of_skipped_steps(self) -> bool:

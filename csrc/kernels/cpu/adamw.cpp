@@ -36,6 +36,17 @@ struct Adam {
   float* max_exp_avg_sq;
   bool ahead;
 
+  ZERO_EXT_BODY Adam of(const UpdateSegment& segment) const {
+    Adam adam = *this;
+    adam.master += segment.begin;
+    if constexpr (!std::is_void_v<T>) adam.param += segment.begin;
+    adam.grad += segment.begin;
+    adam.exp_avg += segment.states;
+    adam.exp_avg_sq += segment.states;
+    if constexpr (amsgrad) adam.max_exp_avg_sq += segment.states;
+    return adam;
+  }
+
   ZERO_EXT_BODY void operator()(int64_t begin, int64_t end) const {
     if (!ahead) return update(begin, end);
     for (int64_t i = begin, n = 0; i < end; i += n) {
@@ -73,12 +84,26 @@ struct Adam {
 };
 
 template <class T, class M, bool amsgrad, bool decoupled>
+struct AdamList {
+  Adam<T, M, amsgrad, decoupled> adam;
+  const UpdateSegment* segments;
+
+  ZERO_EXT_BODY void operator()(int64_t begin, int64_t end) const {
+    for_each_segment(segments, begin, end,
+                     [&](const UpdateSegment& segment, int64_t from, int64_t to)
+                         ZERO_EXT_BODY_LAMBDA { adam.of(segment)(from, to); });
+  }
+};
+
+template <class T, class M, bool amsgrad, bool decoupled>
 Status run_adam(const AdamArgs& args, const Launch& launch) {
-  return run(launch, args.numel,
-             Adam<T, M, amsgrad, decoupled>{
-                 adam_constants(args), args.master, static_cast<T*>(args.param), args.grad,
-                 static_cast<M*>(args.exp_avg), static_cast<M*>(args.exp_avg_sq),
-                 args.max_exp_avg_sq, fetches_ahead(FetchAhead::all)});
+  const Adam<T, M, amsgrad, decoupled> adam{
+      adam_constants(args),          args.master,
+      static_cast<T*>(args.param),   args.grad,
+      static_cast<M*>(args.exp_avg), static_cast<M*>(args.exp_avg_sq),
+      args.max_exp_avg_sq,           fetches_ahead(FetchAhead::all)};
+  return run(launch, total_numel(args.segments, args.count),
+             AdamList<T, M, amsgrad, decoupled>{adam, args.segments});
 }
 
 template <class T>
@@ -98,7 +123,14 @@ Status run_adam(const AdamArgs& args, const Launch& launch) {
 }  // namespace
 
 Status adam_cpu(const AdamArgs& args, const Launch& launch) {
-  if (args.numel < 0 || args.step < 1) return Status::bad_argument;
+  if (args.segments == nullptr) {
+    const UpdateSegment whole{.begin = 0, .states = 0, .numel = args.numel};
+    AdamArgs list = args;
+    list.segments = &whole;
+    list.count = 1;
+    return adam_cpu(list, launch);
+  }
+  if (total_numel(args.segments, args.count) < 0 || args.step < 1) return Status::bad_argument;
   if (args.moments != Moments::f32 && args.max_exp_avg_sq != nullptr) return Status::bad_argument;
   if (skipped(args.on_device)) return Status::ok;
   if (args.moments == Moments::int8) return adam_blocks_cpu(args, launch);

@@ -2,7 +2,9 @@
 // Compile alone: g++ -std=c++20 -O3 -ffp-contract=off -fno-math-errno -I. -c kernels/cpu/adamw_blocks.cpp
 //
 // Reads grad; reads and writes master, the parameter and 1 byte of each moment: 20 bytes per
-// element with a half-precision parameter. Bound by arithmetic, see Note [Two loops of a block].
+// element with a half-precision parameter. Bound by arithmetic, see Note [Two passes over a block].
+#include <utility>
+
 #include "kernels/constants.h"
 #include "kernels/cpu/adam_element.h"
 #include "kernels/cpu/elements.h"
@@ -19,13 +21,13 @@ struct Quantized {
   float* scale;
 };
 
-// Note [Two loops of a block]
-// The first loop ends with a block's moments and its scales, the second one codes the moments and
-// updates the parameter. So one loop's chain of operations is half as long, and the processor sees
-// more elements at once. Coding fills the time of the divisions.
+// Note [Two passes over a block]
+// The first pass ends with a block's moments and its scales. The second one codes the moments and
+// updates the parameter. The second pass over one block and the first pass over the next block are
+// one loop. So the arithmetic of the first pass fills the time of the second pass's divisions.
 //
-// Codes leave the second loop as integers of 32 bits. In a loop with bytes, a vector of them would
-// need four of floats at once, which are more than there are registers.
+// Codes enter and leave the loop as integers of 32 bits. In a loop with bytes, a vector of them
+// would need four of floats at once, which are more than there are registers.
 struct Block {
   alignas(kLineBytes) float first[kBlockElements];
   alignas(kLineBytes) float second[kBlockElements];
@@ -35,10 +37,31 @@ struct Block {
 
 alignas(kLineBytes) constexpr float kZeros[kBlockElements] = {};
 
-template <class Code>
-ZERO_EXT_BODY void narrow(const int32_t* wide, int64_t numel, Code* code) {
-  for (int64_t j = 0; j < numel; ++j) code[j] = static_cast<Code>(wide[j]);
+template <class From, class To>
+ZERO_EXT_BODY void convert(const From* from, int64_t numel, To* to) {
+  for (int64_t j = 0; j < numel; ++j) to[j] = static_cast<To>(from[j]);
 }
+
+// Of both moments of a block: their scales, as read.
+struct Scales {
+  float first;
+  float second;
+};
+
+// What the scales to write follow from, see scale_of.
+struct Largest {
+  int32_t high = 0;
+  uint32_t low = 0;
+  uint32_t low_sq = 0;
+};
+
+// What both moments of a block are coded from.
+struct Coding {
+  float first_reciprocal;
+  float second_reciprocal;
+  const float* first;
+  const float* second;
+};
 
 template <class T, bool decoupled>
 struct AdamBlocks {
@@ -51,75 +74,133 @@ struct AdamBlocks {
   Quantized<uint8_t> exp_avg_sq;
   bool ahead;
 
+  ZERO_EXT_BODY AdamBlocks of(const UpdateSegment& segment) const {
+    AdamBlocks blocks = *this;
+    const int64_t first_block = segment.states / kBlockElements;
+    blocks.numel = segment.numel;
+    blocks.master += segment.begin;
+    if constexpr (!std::is_void_v<T>) blocks.param += segment.begin;
+    blocks.grad += segment.begin;
+    blocks.exp_avg = {exp_avg.code + segment.states, exp_avg.scale + first_block};
+    blocks.exp_avg_sq = {exp_avg_sq.code + segment.states, exp_avg_sq.scale + first_block};
+    return blocks;
+  }
+
   // Of blocks.
   ZERO_EXT_BODY void operator()(int64_t begin, int64_t end) const {
+    Block blocks[2];
+    Block* own = &blocks[0];
+    Block* next = &blocks[1];
+    const int64_t whole = numel / kBlockElements;
+    begin_block(begin, *own);
+    update_moments_alone(begin, *own);
     for (int64_t block = begin; block < end; ++block) {
-      const int64_t left = numel - block * kBlockElements;
-      if (left >= kBlockElements) {
-        update(block, kBlockElements);
+      if (block + 1 < end) begin_block(block + 1, *next);
+      if (block + 1 < end && block + 1 < whole) {
+        update_both(block, *own, *next);
       } else {
-        update(block, left);
+        update_parameter_alone(block, *own);
+        if (block + 1 < end) update_moments_alone(block + 1, *next);
       }
+      const int64_t i = block * kBlockElements;
+      convert(own->first_code, numel_of(block), exp_avg.code + i);
+      convert(own->second_code, numel_of(block), exp_avg_sq.code + i);
+      std::swap(own, next);
     }
   }
 
-  ZERO_EXT_BODY void update(int64_t block, int64_t n) const {
+  ZERO_EXT_BODY int64_t numel_of(int64_t block) const {
+    const int64_t left = numel - block * kBlockElements;
+    return left < kBlockElements ? left : kBlockElements;
+  }
+
+  ZERO_EXT_BODY void begin_block(int64_t block, Block& own) const {
     const int64_t i = block * kBlockElements;
+    const int64_t n = numel_of(block);
     if (ahead) {
       fetch_ahead(grad + i, n, numel - i);
       fetch_ahead(master + i, n, numel - i);
       if constexpr (!std::is_void_v<T>) fetch_ahead(param + i, n, numel - i);
     }
-    Block own;
-    update_both_moments(block, n, own);
-    update_parameter(block, n, own);
-    narrow(own.first_code, n, exp_avg.code + i);
-    narrow(own.second_code, n, exp_avg_sq.code + i);
+    convert(exp_avg.code + i, n, own.first_code);
+    convert(exp_avg_sq.code + i, n, own.second_code);
   }
 
-  ZERO_EXT_BODY void update_both_moments(int64_t block, int64_t n, Block& own) const {
+  ZERO_EXT_BODY void update_both(int64_t block, Block& own, Block& next) const {
     const AdamConstants k = c;
     const int64_t i = block * kBlockElements;
-    const float first_scale = exp_avg.scale[block];
-    const float second_scale = exp_avg_sq.scale[block];
-    int32_t high = 0;
-    uint32_t low = 0;
-    uint32_t low_sq = 0;
+    const Coding coding = coding_of(block, own);
+    const Scales scales = scales_of(block + 1);
+    Largest largest;
 #pragma GCC ivdep
-    for (int64_t j = 0; j < n; ++j) {
-      float p = decoupled ? 0 : current(i + j);
-      float m = first_scale * signed_multiple(exp_avg.code[i + j]);
-      float v = second_scale * unsigned_multiple(exp_avg_sq.code[i + j]);
-      update_moments(k, decayed<decoupled>(k, grad[i + j], p), m, v);
-      own.first[j] = m;
-      own.second[j] = v;
-      high = greatest(high, integer_of(m));
-      low = greatest(low, static_cast<uint32_t>(integer_of(m)));
-      low_sq = greatest(low_sq, static_cast<uint32_t>(integer_of(v)));
+    for (int64_t j = 0; j < kBlockElements; ++j) {
+      update_parameter(k, coding, i, j, own);
+      update_moments_of(k, scales, i + kBlockElements, j, next, largest);
     }
-    exp_avg.scale[block] = scale_of(high, low, true);
-    exp_avg_sq.scale[block] = scale_of(0, low_sq, false);
+    write_scales(block + 1, largest);
   }
 
-  ZERO_EXT_BODY void update_parameter(int64_t block, int64_t n, Block& own) const {
+  ZERO_EXT_BODY void update_moments_alone(int64_t block, Block& own) const {
     const AdamConstants k = c;
-    const int64_t i = block * kBlockElements;
-    const float first_scale = exp_avg.scale[block];
-    const float second_scale = exp_avg_sq.scale[block];
-    const float first_reciprocal = reciprocal_of(first_scale);
-    const float second_reciprocal = reciprocal_of(second_scale);
-    const float* const first = is_coded(first_scale) ? own.first : kZeros;
-    const float* const second = is_coded(second_scale) ? own.second : kZeros;
+    const Scales scales = scales_of(block);
+    const int64_t n = numel_of(block);
+    Largest largest;
 #pragma GCC ivdep
     for (int64_t j = 0; j < n; ++j) {
-      float p = current(i + j);
-      decayed<decoupled>(k, 0, p);
-      p = updated(k, p, own.first[j], own.second[j]);
-      master[i + j] = p;
-      if constexpr (!std::is_void_v<T>) param[i + j] = from_float<T>(p);
-      own.first_code[j] = code_of<int8_t>(first_reciprocal * first[j]);
-      own.second_code[j] = code_of<uint8_t>(second_reciprocal * second[j]);
+      update_moments_of(k, scales, block * kBlockElements, j, own, largest);
     }
+    write_scales(block, largest);
+  }
+
+  ZERO_EXT_BODY void update_parameter_alone(int64_t block, Block& own) const {
+    const AdamConstants k = c;
+    const Coding coding = coding_of(block, own);
+    const int64_t n = numel_of(block);
+#pragma GCC ivdep
+    for (int64_t j = 0; j < n; ++j) {
+      update_parameter(k, coding, block * kBlockElements, j, own);
+    }
+  }
+
+  // Element j of the block that begins at i.
+  ZERO_EXT_BODY void update_moments_of(const AdamConstants& k, const Scales& scales, int64_t i,
+                                       int64_t j, Block& own, Largest& largest) const {
+    float p = decoupled ? 0 : current(i + j);
+    float m = scales.first * signed_multiple(own.first_code[j]);
+    float v = scales.second * unsigned_multiple(own.second_code[j]);
+    update_moments(k, decayed<decoupled>(k, grad[i + j], p), m, v);
+    own.first[j] = m;
+    own.second[j] = v;
+    largest.high = greatest(largest.high, integer_of(m));
+    largest.low = greatest(largest.low, static_cast<uint32_t>(integer_of(m)));
+    largest.low_sq = greatest(largest.low_sq, static_cast<uint32_t>(integer_of(v)));
+  }
+
+  ZERO_EXT_BODY void update_parameter(const AdamConstants& k, const Coding& coding, int64_t i,
+                                      int64_t j, Block& own) const {
+    float p = current(i + j);
+    decayed<decoupled>(k, 0, p);
+    p = updated(k, p, own.first[j], own.second[j]);
+    master[i + j] = p;
+    if constexpr (!std::is_void_v<T>) param[i + j] = from_float<T>(p);
+    own.first_code[j] = code_of<int8_t>(coding.first_reciprocal * coding.first[j]);
+    own.second_code[j] = code_of<uint8_t>(coding.second_reciprocal * coding.second[j]);
+  }
+
+  ZERO_EXT_BODY Scales scales_of(int64_t block) const {
+    return {exp_avg.scale[block], exp_avg_sq.scale[block]};
+  }
+
+  ZERO_EXT_BODY void write_scales(int64_t block, const Largest& largest) const {
+    exp_avg.scale[block] = scale_of(largest.high, largest.low, true);
+    exp_avg_sq.scale[block] = scale_of(0, largest.low_sq, false);
+  }
+
+  ZERO_EXT_BODY Coding coding_of(int64_t block, const Block& own) const {
+    const Scales scales = scales_of(block);
+    return {reciprocal_of(scales.first), reciprocal_of(scales.second),
+            is_coded(scales.first) ? own.first : kZeros,
+            is_coded(scales.second) ? own.second : kZeros};
   }
 
   ZERO_EXT_BODY float current(int64_t i) const {
@@ -132,19 +213,34 @@ struct AdamBlocks {
 };
 
 template <class T, bool decoupled>
+struct AdamBlocksList {
+  AdamBlocks<T, decoupled> adam;
+  const UpdateSegment* segments;
+
+  // Of blocks.
+  ZERO_EXT_BODY void operator()(int64_t begin, int64_t end) const {
+    for_each_segment<kBlockElements>(segments, begin, end,
+                                     [&](const UpdateSegment& segment, int64_t from, int64_t to)
+                                         ZERO_EXT_BODY_LAMBDA { adam.of(segment)(from, to); });
+  }
+};
+
+template <class T, bool decoupled>
 Status run_adam(const AdamArgs& args, const Launch& launch) {
-  const int64_t blocks = (args.numel + kBlockElements - 1) / kBlockElements;
-  return run(
-      launch, blocks,
-      AdamBlocks<T, decoupled>{adam_constants(args),
-                               args.numel,
-                               args.master,
-                               static_cast<T*>(args.param),
-                               args.grad,
-                               {static_cast<int8_t*>(args.exp_avg), args.exp_avg_scale},
-                               {static_cast<uint8_t*>(args.exp_avg_sq), args.exp_avg_sq_scale},
-                               fetches_ahead(FetchAhead::all)},
-      kGrainNumel / kBlockElements);
+  for (int64_t i = 0; i < args.count; ++i) {
+    if (args.segments[i].states % kBlockElements != 0) return Status::bad_argument;
+  }
+  const AdamBlocks<T, decoupled> adam{
+      adam_constants(args),
+      0,  // of each segment
+      args.master,
+      static_cast<T*>(args.param),
+      args.grad,
+      {static_cast<int8_t*>(args.exp_avg), args.exp_avg_scale},
+      {static_cast<uint8_t*>(args.exp_avg_sq), args.exp_avg_sq_scale},
+      fetches_ahead(FetchAhead::all)};
+  return run(launch, total_numel<kBlockElements>(args.segments, args.count),
+             AdamBlocksList<T, decoupled>{adam, args.segments}, kGrainNumel / kBlockElements);
 }
 
 template <class T>

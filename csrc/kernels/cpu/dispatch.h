@@ -112,13 +112,14 @@ inline void report_nonfinite(int32_t* nonfinite) {
 }
 
 // Calls visit(segment, begin, end) for the parts of a list's segments that cover the flat range
-// [begin, end) of the list's elements, segment after segment.
-template <class Segment, class Visit>
+// [begin, end) of the list's elements, segment after segment. They are counted in blocks of
+// `per_block` elements, of which the last one of a segment may be shorter.
+template <int64_t per_block = 1, class Segment, class Visit>
 ZERO_EXT_BODY void for_each_segment(const Segment* segments, int64_t begin, int64_t end,
                                     const Visit& visit) {
   int64_t first = 0;
   for (const Segment* segment = segments; first < end; ++segment) {
-    const int64_t last = first + segment->numel;
+    const int64_t last = first + (segment->numel + per_block - 1) / per_block;
     const int64_t from = begin > first ? begin : first;
     const int64_t to = end < last ? end : last;
     if (from < to) visit(*segment, from - first, to - first);
@@ -126,13 +127,13 @@ ZERO_EXT_BODY void for_each_segment(const Segment* segments, int64_t begin, int6
   }
 }
 
-// The number of elements of all segments, or -1 where a segment is not valid.
-template <class Segment>
+// The number of elements of all segments, or of their blocks, or -1 where a segment is not valid.
+template <int64_t per_block = 1, class Segment>
 int64_t total_numel(const Segment* segments, int64_t count) {
   int64_t total = 0;
   for (int64_t i = 0; i < count; ++i) {
     if (segments[i].numel < 0) return -1;
-    total += segments[i].numel;
+    total += (segments[i].numel + per_block - 1) / per_block;
   }
   return total;
 }

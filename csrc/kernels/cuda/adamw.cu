@@ -127,11 +127,49 @@ struct AdamUpdate {
             static_cast<M*>(args.exp_avg_sq),
             args.max_exp_avg_sq};
   }
+
+  __device__ Body body(const AdamConstants& known, const UpdateSegment& segment,
+                       int64_t first) const {
+    Body own = body(known);
+    own.master += segment.begin + first;
+    if constexpr (Body::kHasParam) own.param += segment.begin + first;
+    own.grad += segment.begin + first;
+    own.exp_avg += segment.states + first;
+    own.exp_avg_sq += segment.states + first;
+    if constexpr (amsgrad) own.max_exp_avg_sq += segment.states + first;
+    return own;
+  }
 };
+
+template <class Pack, class Update>
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
+    update_segments(const __grid_constant__ Pack pack, const __grid_constant__ Update update) {
+  __shared__ AdamConstants constants;
+  __shared__ bool runs;
+  if (threadIdx.x == 0) {
+    runs = !skipped(update.args.on_device);
+    if (runs) constants = update.constants();
+  }
+  __syncthreads();
+  if (!runs) return;
+  for (int64_t piece = blockIdx.x; piece < pack.pieces; piece += gridDim.x) {
+    const int32_t at = segment_of(pack, piece);
+    const int64_t first = (piece - pack.first_piece[at]) * Pack::kNumel;
+    const int64_t left = pack.segment[at].numel - first;
+    walk(update.body(constants, pack.segment[at], first), left < Pack::kNumel ? left : Pack::kNumel,
+         threadIdx.x, blockDim.x);
+  }
+}
 
 template <class T, class M, bool amsgrad, bool decoupled>
 Status run_adam(const AdamArgs& args, const Launch& launch) {
-  const AdamUpdate<T, M, amsgrad, decoupled> update{args, constants_on_host(args)};
+  using Update = AdamUpdate<T, M, amsgrad, decoupled>;
+  const Update update{args, constants_on_host(args)};
+  if (args.segments != nullptr) {
+    return run_update_list(args.segments, args.count, [&]<class Pack>(const Pack& pack) {
+      return queue(launch, pack.pieces, update_segments<Pack, Update>, pack, update);
+    });
+  }
   return is_empty(args.on_device) ? run(launch, args.numel, update.body(update.host_constants))
                                   : run_update(launch, args.numel, update);
 }
@@ -150,10 +188,31 @@ Status run_adam(const AdamArgs& args, const Launch& launch) {
                         : run_adam<T, float, false, false>(args, launch);
 }
 
+// A list of one range as that range, whose kernel has no pieces to look for.
+AdamArgs only_range(AdamArgs args) {
+  const UpdateSegment segment = *args.segments;
+  const auto move = [](void*& pointer, int64_t elements, DType dtype) {
+    if (pointer != nullptr) pointer = static_cast<char*>(pointer) + elements * element_bytes(dtype);
+  };
+  const DType states = args.moments == Moments::bf16 ? DType::bf16 : DType::f32;
+  args.master += segment.begin;
+  move(args.param, segment.begin, args.param_dtype);
+  args.grad += segment.begin;
+  move(args.exp_avg, segment.states, states);
+  move(args.exp_avg_sq, segment.states, states);
+  if (args.max_exp_avg_sq != nullptr) args.max_exp_avg_sq += segment.states;
+  args.numel = segment.numel;
+  args.segments = nullptr;
+  return args;
+}
+
 }  // namespace
 
 Status adam_cuda(const AdamArgs& args, const Launch& launch) {
   if (args.numel < 0 || args.step < 1) return Status::bad_argument;
+  if (args.segments != nullptr && args.count == 1 && args.moments != Moments::int8) {
+    return adam_cuda(only_range(args), launch);
+  }
   if (args.moments != Moments::f32 && args.max_exp_avg_sq != nullptr) return Status::bad_argument;
   if (args.moments == Moments::int8) return adam_blocks_cuda(args, launch);
   if (args.param == nullptr) return run_adam<NoParam>(args, launch);

@@ -36,31 +36,34 @@ struct Block {
 
   const AdamArgs& args;
   const AdamConstants& constants;
-  int64_t begin;  // of this lane's first vector
-  int64_t numel;  // of the range
+  // Of this lane's first vector.
+  int64_t begin;
+  int64_t states;
+  int64_t left;  // elements up to the end of the segment
   float first[kPerLane];
   float second[kPerLane];
 
-  __device__ int64_t index(int vector) const { return begin + int64_t{vector} * kLanes * width; }
+  __device__ static int64_t offset(int vector) { return int64_t{vector} * kLanes * width; }
 
-  __device__ void update(int64_t block) {
-    const float first_scale = args.exp_avg_scale[block];
-    const float second_scale = args.exp_avg_sq_scale[block];
+  __device__ void update(int64_t scale) {
+    const float first_scale = args.exp_avg_scale[scale];
+    const float second_scale = args.exp_avg_sq_scale[scale];
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-      if (index(k) < numel) update_vector(k, first_scale, second_scale);
+      if (offset(k) < left) update_vector(k, first_scale, second_scale);
     }
   }
 
   __device__ void update_vector(int vector, float first_scale, float second_scale) {
-    const int64_t i = index(vector);
+    const int64_t i = begin + offset(vector);
+    const int64_t s = states + offset(vector);
     T* const params = static_cast<T*>(args.param);
     Pack<float, width> masters = load<width>(args.master + i);
     Pack<T, width> copies;
     if constexpr (kHasParam) copies = load<width>(params + i);
     const Pack<float, width> grads = load<width>(args.grad + i);
-    const auto codes = load<width>(static_cast<const int8_t*>(args.exp_avg) + i);
-    const auto codes_sq = load<width>(static_cast<const uint8_t*>(args.exp_avg_sq) + i);
+    const auto codes = load<width>(static_cast<const int8_t*>(args.exp_avg) + s);
+    const auto codes_sq = load<width>(static_cast<const uint8_t*>(args.exp_avg_sq) + s);
 #pragma unroll
     for (int j = 0; j < width; ++j) {
       float p = masters.value[j];
@@ -94,34 +97,39 @@ struct Block {
     if (threadIdx.x % kLanes == 0) *scale = factor;
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
-      if (index(k) >= numel) continue;
+      if (offset(k) >= left) continue;
       Pack<Code, width> codes;
 #pragma unroll
       for (int j = 0; j < width; ++j) {
         const float multiple = is_coded(factor) ? __fmul_rn(reciprocal, moment[k * width + j]) : 0;
         codes.value[j] = static_cast<Code>(code_of<Code>(multiple));
       }
-      store(code + index(k), codes);
+      store(code + states + offset(k), codes);
     }
   }
 };
 
 template <class T, bool decoupled, int width>
 __device__ inline void update_block(const AdamArgs& args, const AdamConstants& constants,
-                                    int64_t block) {
+                                    const UpdateSegment& segment, int64_t block) {
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
-  Block<T, decoupled, width> own{args,       constants, block * kBlockElements + lane * width,
-                                 args.numel, {},        {}};
-  own.update(block);
-  own.write(own.first, static_cast<int8_t*>(args.exp_avg), args.exp_avg_scale + block);
-  own.write(own.second, static_cast<uint8_t*>(args.exp_avg_sq), args.exp_avg_sq_scale + block);
+  const int64_t first = block * kBlockElements + lane * width;
+  const int64_t scale = segment.states / kBlockElements + block;
+  Block<T, decoupled, width> own{
+      args, constants, segment.begin + first, segment.states + first, segment.numel - first,
+      {},   {}};
+  own.update(scale);
+  own.write(own.first, static_cast<int8_t*>(args.exp_avg), args.exp_avg_scale + scale);
+  own.write(own.second, static_cast<uint8_t*>(args.exp_avg_sq), args.exp_avg_sq_scale + scale);
 }
 
-// It needs more registers than kBlocksAtOnce leaves.
-template <class T, bool decoupled, int width>
+// Each warp updates one block of a piece. It needs more registers than kBlocksAtOnce leaves.
+template <class List, class T, bool decoupled, int width>
 __global__ void __launch_bounds__(kThreads, 2)
-    update_blocks(const __grid_constant__ AdamArgs args,
+    update_blocks(const __grid_constant__ List list, const __grid_constant__ AdamArgs args,
                   const __grid_constant__ AdamConstants on_host) {
+  constexpr int64_t kBlocks = List::kNumel / kBlockElements;
+  static_assert(kBlocks == kThreads / kLanes);
   __shared__ AdamConstants constants;
   __shared__ bool runs;
   if (threadIdx.x == 0) {
@@ -131,31 +139,42 @@ __global__ void __launch_bounds__(kThreads, 2)
   __syncthreads();
   if (!runs) return;
   const AdamConstants known = constants;
-  const int64_t warps = threads_of_grid() / kLanes;
-  const int64_t whole = args.numel / kBlockElements;
-  const int64_t first = thread_of_grid() / kLanes;
-  for (int64_t block = first; block < whole; block += warps) {
-    update_block<T, decoupled, width>(args, known, block);
+  for (int64_t piece = blockIdx.x; piece < list.pieces; piece += gridDim.x) {
+    const int32_t at = segment_of(list, piece);
+    const UpdateSegment& segment = list.segment[at];
+    const int64_t block = (piece - list.first_piece[at]) * kBlocks + threadIdx.x / kLanes;
+    const int64_t left = segment.numel - block * kBlockElements;
+    if (left >= kBlockElements) {
+      update_block<T, decoupled, width>(args, known, segment, block);
+    } else if (left > 0) {  // the last block of a segment
+      update_block<T, decoupled, 1>(args, known, segment, block);
+    }
   }
-  // The last block may be shorter.
-  if (first == whole % warps && args.numel % kBlockElements != 0) {
-    update_block<T, decoupled, 1>(args, known, whole);
+}
+
+bool is_aligned(const AdamArgs& args) {
+  const auto at = [](const void* pointer, int64_t bytes) {
+    return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+  };
+  for (int64_t i = 0; i < args.count; ++i) {
+    if (args.segments[i].begin % 8 != 0) return false;
   }
+  return at(args.master, 16) && at(args.grad, 16) && at(args.param, 16) && at(args.exp_avg, 4) &&
+         at(args.exp_avg_sq, 4);
 }
 
 template <class T, bool decoupled>
 Status run_adam(const AdamArgs& args, const Launch& launch) {
-  if (args.numel == 0) return Status::ok;
-  constexpr int64_t kBlocks = kThreads / kLanes;
-  const int64_t wanted = (args.numel - 1) / (kBlocks * kBlockElements) + 1;
-  const auto at = [](const void* pointer, int64_t bytes) {
-    return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
-  };
-  const bool aligned = at(args.master, 16) && at(args.grad, 16) && at(args.param, 16) &&
-                       at(args.exp_avg, 4) && at(args.exp_avg_sq, 4);
-  return queue(launch, wanted,
-               aligned ? update_blocks<T, decoupled, 4> : update_blocks<T, decoupled, 1>, args,
-               constants_on_host(args));
+  for (int64_t i = 0; i < args.count; ++i) {
+    if (args.segments[i].states % kBlockElements != 0) return Status::bad_argument;
+  }
+  const bool aligned = is_aligned(args);
+  return run_update_list(args.segments, args.count, [&]<class List>(const List& list) {
+    return queue(
+        launch, list.pieces,
+        aligned ? update_blocks<List, T, decoupled, 4> : update_blocks<List, T, decoupled, 1>, list,
+        args, constants_on_host(args));
+  });
 }
 
 template <class T>
@@ -166,6 +185,13 @@ Status run_adam(const AdamArgs& args, const Launch& launch) {
 }  // namespace
 
 Status adam_blocks_cuda(const AdamArgs& args, const Launch& launch) {
+  if (args.segments == nullptr) {
+    const UpdateSegment whole{.begin = 0, .states = 0, .numel = args.numel};
+    AdamArgs list = args;
+    list.segments = &whole;
+    list.count = 1;
+    return adam_blocks_cuda(list, launch);
+  }
   if (args.param == nullptr) return run_adam<NoParam>(args, launch);
   return with_element(args.param_dtype, [&]<class T>(T) { return run_adam<T>(args, launch); });
 }

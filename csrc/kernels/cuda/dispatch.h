@@ -16,6 +16,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/constants.h"
 #include "kernels/cuda/elements.h"
@@ -141,8 +142,9 @@ constexpr int kShortList = 64;
 constexpr int kLongList = 896;
 constexpr int64_t kPieceNumel = 8192;
 
-template <class Segment, int capacity>
+template <class Segment, int capacity, int64_t piece_numel = kPieceNumel>
 struct SegmentPack {
+  static constexpr int64_t kNumel = piece_numel;
   int32_t count;
   int32_t pieces;
   int32_t first_piece[capacity];  // of each segment
@@ -228,22 +230,21 @@ Status run_update(const Launch& launch, int64_t numel, const Update& update) {
   return queue(launch, blocks, update_range<Update>, update, numel);
 }
 
-template <int capacity, class Segment, class Make>
-Status run_packs(const Launch& launch, const Segment* segments, int64_t count, const Make& make,
-                 int32_t* nonfinite) {
-  using Pack = SegmentPack<Segment, capacity>;
+// Calls queue_pack(pack) for each launch's part of a list.
+template <class Pack, class Segment, class Queue>
+Status for_each_pack(const Segment* segments, int64_t count, const Queue& queue_pack) {
+  constexpr auto kCapacity = static_cast<int32_t>(std::extent_v<decltype(Pack::segment)>);
   Pack pack{};
   for (int64_t i = 0; i < count; ++i) {
     if (segments[i].numel > 0) {
       pack.first_piece[pack.count] = pack.pieces;
       pack.segment[pack.count] = segments[i];
-      pack.pieces += static_cast<int32_t>((segments[i].numel + kPieceNumel - 1) / kPieceNumel);
+      pack.pieces += static_cast<int32_t>((segments[i].numel + Pack::kNumel - 1) / Pack::kNumel);
       ++pack.count;
     }
     const bool is_last = i + 1 == count;
-    if (pack.count == 0 || (pack.count < capacity && !is_last)) continue;
-    const Status status =
-        queue(launch, pack.pieces, over_segments<Pack, Make>, pack, make, nonfinite);
+    if (pack.count == 0 || (pack.count < kCapacity && !is_last)) continue;
+    const Status status = queue_pack(pack);
     if (status != Status::ok) return status;
     pack.count = 0;
     pack.pieces = 0;
@@ -251,14 +252,25 @@ Status run_packs(const Launch& launch, const Segment* segments, int64_t count, c
   return Status::ok;
 }
 
-// The most elements whose pieces SegmentPack::pieces can count.
-constexpr int64_t kMostListNumel = (int64_t{1} << 30) * kPieceNumel;
+template <int capacity, class Segment, class Make>
+Status run_packs(const Launch& launch, const Segment* segments, int64_t count, const Make& make,
+                 int32_t* nonfinite) {
+  using Pack = SegmentPack<Segment, capacity>;
+  return for_each_pack<Pack>(segments, count, [&](const Pack& pack) {
+    return queue(launch, pack.pieces, over_segments<Pack, Make>, pack, make, nonfinite);
+  });
+}
 
-template <class Segment>
+// The most elements whose pieces SegmentPack::pieces can count.
+template <int64_t piece_numel = kPieceNumel>
+constexpr int64_t kMostListNumel = (int64_t{1} << 30) * piece_numel;
+
+template <int64_t piece_numel = kPieceNumel, class Segment>
 bool is_list(const Segment* segments, int64_t count) {
   int64_t total = 0;
   for (int64_t i = 0; i < count; ++i) {
-    if (segments[i].numel < 0 || segments[i].numel > kMostListNumel - total) return false;
+    if (segments[i].numel < 0 || segments[i].numel > kMostListNumel<piece_numel> - total)
+      return false;
     total += segments[i].numel;
   }
   return true;
@@ -270,6 +282,21 @@ Status run_list(const Launch& launch, const Segment* segments, int64_t count, co
   if (!is_list(segments, count)) return Status::bad_argument;
   return count <= kShortList ? run_packs<kShortList>(launch, segments, count, make, nonfinite)
                              : run_packs<kLongList>(launch, segments, count, make, nonfinite);
+}
+
+// Of an update, whose arithmetic hides the search for a piece's segment. As many blocks as for one
+// range.
+constexpr int64_t kUpdatePieceNumel = 2048;
+
+template <int capacity>
+using UpdatePack = SegmentPack<UpdateSegment, capacity, kUpdatePieceNumel>;
+
+// Calls queue_pack(pack) for each launch's part of an update's list.
+template <class Queue>
+Status run_update_list(const UpdateSegment* segments, int64_t count, const Queue& queue_pack) {
+  if (!is_list<kUpdatePieceNumel>(segments, count)) return Status::bad_argument;
+  return count <= kShortList ? for_each_pack<UpdatePack<kShortList>>(segments, count, queue_pack)
+                             : for_each_pack<UpdatePack<kLongList>>(segments, count, queue_pack);
 }
 
 }  // namespace zero_ext::kernels::device

@@ -396,6 +396,88 @@ void test_stored_moments(Moments moments, DType dtype, int64_t numel, int64_t of
   }
 }
 
+// Ranges of an update, with empty ones, gaps between them, and more than one launch holds. `block`:
+// states begin at its multiples.
+std::vector<UpdateSegment> update_list(int64_t count, int64_t block) {
+  std::vector<UpdateSegment> list;
+  UpdateSegment next{3, 0, 0};
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t longest = count == 5 ? 5000 : count > 100 ? 12 : 700;
+    next.numel = i % 7 == 3 ? 0 : static_cast<int64_t>(generator() % longest);
+    list.push_back(next);
+    next.begin += next.numel + i % 3;
+    if (count == 5) next.begin = (next.begin + 7) / 8 * 8;  // vectors fit
+    next.states += (next.numel + block - 1) / block * block;
+  }
+  return list;
+}
+
+// A list's bits are those of one call for each of its ranges, on the CPU and on the device.
+void test_adam_lists(DType dtype, Moments moments) {
+  const bool in_codes = moments == Moments::int8;
+  for (const int64_t count : {1, 5, 64, 65, 900}) {
+    const std::vector<UpdateSegment> list = update_list(count, in_codes ? kBlockElements : 1);
+    const int64_t numel = list.back().begin + list.back().numel;
+    const int64_t states = list.back().states + list.back().numel;
+    for (int mode = 0; mode < 6; ++mode) {
+      State state(dtype, std::max(numel, states), 0, 0);
+      Stored stored(states, 0);
+      std::vector<State> results(3, state);
+      std::vector<Stored> moments_of(3, stored);
+      Late late;
+      for (int way = 0; way < 3; ++way) {  // one by one, list, list on the device
+        State& own = results[way];
+        Stored& own_moments = moments_of[way];
+        AdamArgs args{.master = own.master.floats(),
+                      .param = mode % 3 == 2 ? nullptr : own.param.data(),
+                      .param_dtype = dtype,
+                      .grad = own.grad.floats(),
+                      .moments = moments,
+                      .lr = 1e-2,
+                      .beta1 = 0.9,
+                      .beta2 = 0.999,
+                      .eps = 1e-8,
+                      .weight_decay = 0.1,
+                      .step = 3,
+                      .decoupled = mode % 2 == 0,
+                      .on_device = late.pointers(mode / 2)};
+        if (moments == Moments::f32) {
+          args.exp_avg = own.first.floats();
+          args.exp_avg_sq = own.second.floats();
+          if (mode % 2 == 1) args.max_exp_avg_sq = own.third.floats();
+        } else {
+          args.exp_avg =
+              in_codes ? own_moments.codes.data() : static_cast<void*>(own_moments.first.data());
+          args.exp_avg_sq = in_codes ? own_moments.codes.data() + (states + 3) / 4 * 4
+                                     : static_cast<void*>(own_moments.second.data());
+          args.exp_avg_scale = in_codes ? own_moments.scales.data() : nullptr;
+          args.exp_avg_sq_scale = in_codes ? own_moments.other_scales.data() : nullptr;
+        }
+        for (const UpdateSegment& segment : list) {
+          args.segments = way == 0 ? &segment : list.data();
+          args.count = way == 0 ? 1 : count;
+          succeeded("adam list", (way == 2 ? adam_cuda : adam_cpu)(args, {}));
+          if (way != 0) break;
+        }
+      }
+      const std::string what = name("adam list", dtype, count, mode);
+      for (int way = 1; way < 3; ++way) {
+        results[0].same_as(what, results[way]);
+        same(what + " exp_avg", moments_of[0].first, moments_of[way].first);
+        same(what + " exp_avg_sq", moments_of[0].second, moments_of[way].second);
+        if (moments_of[0].codes != moments_of[way].codes) fail(what + " codes");
+        for (auto scales : {&Stored::scales, &Stored::other_scales}) {
+          const auto& expected = moments_of[0].*scales;
+          const auto bytes = expected.size() * sizeof(float);
+          if (bytes > 0 &&
+              std::memcmp(expected.data(), (moments_of[way].*scales).data(), bytes) != 0)
+            fail(what + " scales");
+        }
+      }
+    }
+  }
+}
+
 void test_sgd(DType dtype, int64_t numel, int64_t offset, int64_t other) {
   for (int mode = 0; mode < 12; ++mode) {
     State cpu(dtype, numel, offset, other);
@@ -523,6 +605,9 @@ int main() {
       for_shapes(kShort, [&](int64_t n, int64_t a, int64_t b) {
         test_stored_moments(moments, dtype, n, a, b);
       });
+    }
+    for (const Moments moments : {Moments::f32, Moments::bf16, Moments::int8}) {
+      test_adam_lists(dtype, moments);
     }
     for_shapes(kShort, [&](int64_t n, int64_t a, int64_t b) { test_sgd(dtype, n, a, b); });
     for_shapes(kLengths,

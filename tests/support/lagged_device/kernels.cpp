@@ -96,13 +96,18 @@ Status accumulate_ranks_lagged(const void* const* grads, int32_t ranks, DType dt
 }
 
 Status adam_lagged(const AdamArgs& args, const Launch& launch) {
-  const int64_t n = args.numel;
+  const std::vector<UpdateSegment> list(args.segments, args.segments + args.count);
+  const int64_t n = list.empty() ? args.numel : args.count;
   return queue_call("adam", launch,
                     {used(args.master, n), used(args.param, n), used(args.grad, n),
                      used(args.exp_avg, n), used(args.exp_avg_sq, n), used(args.exp_avg_scale, n),
                      used(args.exp_avg_sq_scale, n), used(args.max_exp_avg_sq, n),
                      args.on_device.skip, args.on_device.steps_done, args.on_device.grad_factor},
-                    [args](const Launch& serial) { return cpu().adam(args, serial); });
+                    [args, list](const Launch& serial) {
+                      AdamArgs own = args;
+                      if (own.segments != nullptr) own.segments = list.data();
+                      return cpu().adam(own, serial);
+                    });
 }
 
 Status sgd_lagged(const SgdArgs& args, const Launch& launch) {

@@ -1,0 +1,1 @@
+"""``deepspeed.ops``: the optimizers that scripts make themselves."""

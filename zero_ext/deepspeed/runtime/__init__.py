@@ -1,0 +1,1 @@
+"""``deepspeed.runtime``, as far as scripts import from it."""
