@@ -210,6 +210,7 @@ class EngineOptions:
     within_gather_group: str
     across_group: str
     offload: bool
+    offload_parameters: bool
     pin_memory: bool
     reduce_dtype: torch.dtype | None
     reduce_group: str

@@ -48,4 +48,8 @@ void SideStream::join() const {
   if (stream_.has_value()) StreamEvent(*stream_).block(current_stream(stream_->device()));
 }
 
+void SideStream::synchronize() const {
+  if (stream_.has_value()) stream_->synchronize();
+}
+
 }  // namespace zero_ext

@@ -62,6 +62,8 @@ class SideStream {
 
   // The current stream continues when all work queued on this stream is done. See Note [Graphs].
   void join() const;
+  // The host waits for all work queued on this stream.
+  void synchronize() const;
 
  private:
   std::optional<c10::Stream> stream_;

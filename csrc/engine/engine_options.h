@@ -18,6 +18,7 @@ struct EngineOptions {
   int stage = 1;
   c10::Device device = c10::kCPU;     // of the parameters
   bool offload = false;               // what an update needs lies in host memory
+  bool offload_parameters = false;    // stage 3's lie there between their uses
   bool pin_memory = true;             // of what is offloaded
   std::string reduce_group;           // names of process groups; both empty: one rank alone
   std::string gather_group;           //

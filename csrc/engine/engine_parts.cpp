@@ -66,6 +66,7 @@ EngineParts::EngineParts(EngineOptions given)
       context{.compute = KernelTable(options.device),
               .state = state_kernels(options),
               .pinned = options.pin_memory,
+              .parameters_on_host = options.offload_parameters,
               .reducing = SideStream(options.device),
               .gathering = SideStream(options.device),
               .nan_records = &nan_records,

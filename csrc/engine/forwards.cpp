@@ -89,7 +89,7 @@ bool Forwards::releases() const {
   const auto any = [&](const std::vector<std::unique_ptr<Unit>>& units) {
     return std::any_of(units.begin(), units.end(), may_release);
   };
-  return context_.shards_parameters() || any(parameters_.units()) ||
+  return context_.shards_parameters() || context_.parameters_on_host || any(parameters_.units()) ||
          any(parameters_.frozen_units());
 }
 
@@ -106,6 +106,7 @@ void Forwards::give_parameters_back() {
     gatherer_.hold({gathered_as_[u]});
     unit.drop_master();  // it is twice the memory that the next unit needs
   }
+  gatherer_.hold(frozen_gathered_as_);
 }
 
 std::vector<int64_t> Forwards::frozen_units_of(const Access& /*access*/,

@@ -104,7 +104,7 @@ void Gatherer::enter(int64_t site, ResidencyEvent event) {
     order_.enter(pass, u);
   }
   // The loss is where a step needs most memory, and a cast need not be early.
-  if (is_alone() && pass == Pass::backward && entered.root) return;
+  if (only_casts() && pass == Pass::backward && entered.root) return;
   prefetch(pass);
 }
 
@@ -130,7 +130,7 @@ void Gatherer::prefetch(Pass pass) {
 }
 
 bool Gatherer::is_kept_for_backward(int64_t unit) const {
-  return !options_.reshard_after_forward || (order_.ends_forward(unit) && !is_alone());
+  return !options_.reshard_after_forward || (order_.ends_forward(unit) && !only_casts());
 }
 
 void Gatherer::leave_forward(int64_t site, const Left& left) {

@@ -93,7 +93,7 @@ class Gatherer {
  private:
   bool in_backward() const { return backward_ != BackwardPhase::none; }
   // A gather is a cast on this rank's device.
-  bool is_alone() const { return context_.shards == 1; }
+  bool only_casts() const { return context_.shards == 1 && !context_.parameters_on_host; }
   bool is_inside() const { return root_depth_ > 0 || in_backward(); }
 
   void begin_pass(Pass pass);

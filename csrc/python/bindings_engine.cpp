@@ -68,6 +68,7 @@ void bind_options(py::module_& m) {
           "device", [](const EngineOptions& o) { return o.device; },
           [](EngineOptions& o, const at::Device& device) { o.device = device; })
       .def_readwrite("offload", &EngineOptions::offload)
+      .def_readwrite("offload_parameters", &EngineOptions::offload_parameters)
       .def_readwrite("pin_memory", &EngineOptions::pin_memory)
       .def_readwrite("reduce_group", &EngineOptions::reduce_group)
       .def_readwrite("gather_group", &EngineOptions::gather_group)

@@ -8,6 +8,11 @@
 // queued behind its reduction; the host adds it when it waits for the reduction. Parameters are
 // copied to the host before their update, which must see what the user wrote to them, and back
 // after it.
+// Stage 3's shards may lie there, too. Then each gather copies this rank's range to the device, and
+// each release copies it back, because the user may have written to it. Both are queued on the side
+// stream of gathers, from which such a unit has its memory: what computes waits for neither, except
+// for the gathers that it needs. The update works on the shards themselves. Without offloaded
+// masters this is for frozen units alone: the others are gathered from their masters.
 //
 // Note [Replicas]
 // With hybrid sharding (HSDP) there are fewer ranges than ranks. Ranks r * shards … (r + 1) *
@@ -42,11 +47,12 @@ enum class UnitKind { trainable, frozen };
 class NanRecords;
 
 struct UnitContext {
-  KernelTable compute{};   // of parameters and gradients
-  KernelTable state{};     // of masters, sums and optimizer states
-  bool pinned = true;      // the host memory of what is offloaded
-  SideStream reducing{};   // beside the backward
-  SideStream gathering{};  // beside whatever computes
+  KernelTable compute{};            // of parameters and gradients
+  KernelTable state{};              // of masters, sums and optimizer states
+  bool pinned = true;               // the host memory of what is offloaded
+  bool parameters_on_host = false;  // shards, between their uses on a device
+  SideStream reducing{};            // beside the backward
+  SideStream gathering{};           // beside whatever computes
   NanRecords* nan_records = nullptr;
   int64_t rank = 0;
   int64_t world = 1;
@@ -71,11 +77,12 @@ struct UnitContext {
            dtype != at::kFloat;
   }
   bool offloads() const { return compute.device() != state.device(); }
-  Place compute_place() const { return {.device = compute.device()}; }
-  Place state_place() const {
-    return {.device = state.device(),
-            .pinned_for = offloads() && pinned ? compute.device().type() : c10::kCPU};
+  bool offloads_shard(UnitKind kind) const {
+    return parameters_on_host && (kind == UnitKind::frozen || offloads());
   }
+  Place compute_place() const { return {.device = compute.device()}; }
+  Place host_place() const { return {.pinned_for = pinned ? compute.device().type() : c10::kCPU}; }
+  Place state_place() const { return offloads() ? host_place() : compute_place(); }
   const std::shared_ptr<MemoryCounter>& state_memory() const {
     return offloads() ? offloaded : memory;
   }

@@ -29,13 +29,16 @@ UnitParameters::UnitParameters(const UnitContext& context, const RankLayout& lay
       gather_tag_(gather_tag),
       released_message_(where(context.global_rank, name) + kReleased),
       casts_master_(kind == UnitKind::trainable && context.casts_masters(dtype)),
-      comes_and_goes_(casts_master_ || context.shards_parameters()) {
+      on_host_(context.offloads_shard(kind)),
+      comes_and_goes_(casts_master_ || on_host_ || context.shards_parameters()) {
   const int64_t range = layout_.range_numel();
   if (comes_and_goes_) {
     full_ = FlatBuffer::without_memory(context_.memory, Held::full, context_.compute_place(),
                                        dtype_, layout_.padded_numel(), released_message_);
     if (!casts_master_) {
-      shard_ = FlatBuffer(context_.memory, Held::shard, context_.compute_place(), dtype_, range);
+      shard_ =
+          FlatBuffer(on_host_ ? context_.offloaded : context_.memory, Held::shard,
+                     on_host_ ? context_.host_place() : context_.compute_place(), dtype_, range);
     }
   } else {
     full_ = FlatBuffer(context_.memory, Held::full, context_.compute_place(), dtype_,
@@ -43,9 +46,10 @@ UnitParameters::UnitParameters(const UnitContext& context, const RankLayout& lay
     full_.fill_zero();
   }
   if (kind == UnitKind::trainable) {
-    if (dtype_ != at::kFloat || context_.offloads())
+    const bool apart = context_.offloads() && !on_host_;
+    if (dtype_ != at::kFloat || apart)
       master_ = context_.state_buffer(Held::master, at::kFloat, range);
-    if (context_.offloads()) updated_ = context_.state_buffer(Held::shard, dtype_, range);
+    if (apart) updated_ = context_.state_buffer(Held::shard, dtype_, range);
   }
   take(values, comm, broadcast);
 }
@@ -77,15 +81,16 @@ void UnitParameters::take(const std::vector<at::Tensor>& values, Comm& comm, boo
                                  numel, context_.compute.launch()),
           "cast");
   };
-  if (master_.defined()) {
+  const auto cast_own = [&](const FlatBuffer& target, at::ScalarType dtype) {
+    const bool apart = target.device() != context_.compute.device();
     const int64_t range = layout_.range_numel();
-    const bool apart = context_.offloads();
-    const at::Tensor near = apart ? context_.on_device(range, at::kFloat) : master_.tensor();
-    cast(near.mutable_data_ptr(), at::kFloat, own_begin, range);
-    if (apart) master_.tensor().copy_(near);
-  }
+    const at::Tensor near = apart ? context_.on_device(range, dtype) : target.tensor();
+    cast(near.mutable_data_ptr(), dtype, own_begin, range);
+    if (apart) target.tensor().copy_(near);
+  };
+  if (master_.defined()) cast_own(master_, at::kFloat);
   if (!staged.defined()) return;
-  if (shard_.defined()) cast(shard_.data(), dtype_, own_begin, layout_.range_numel());
+  if (shard_.defined()) cast_own(shard_, dtype_);
   if (!comes_and_goes_) cast(full_.data(), dtype_, 0, padded);
   refresh_mirror(comm);
 }
@@ -108,11 +113,14 @@ at::Tensor UnitParameters::master_slice(int64_t i) const {
 
 at::Tensor UnitParameters::shard_slice(int64_t i) {
   need_shard();
+  await_releases();
+  shard_shown_ = true;
   return layout_.own_slice(shard_, i);
 }
 
 at::Tensor UnitParameters::present_slice(int64_t i) const {
   if (!full_.emptied()) return layout_.own_slice(full_, i, layout_.own_begin());
+  await_releases();
   return shard_.defined() ? layout_.own_slice(shard_, i) : master_slice(i).to(dtype_);
 }
 
@@ -132,6 +140,7 @@ void UnitParameters::copy_master(int64_t i, const at::Tensor& written,
 }
 
 void UnitParameters::adopt(int64_t i, const at::Tensor& values) {
+  await_releases();
   if (!full_.emptied()) view(i).copy_(values);
   if (!comes_and_goes_ || layout_.own_piece(i) == nullptr) return;
   const at::Tensor part = layout_.own_part(i, values, dtype_).to(context_.compute.device());
@@ -144,9 +153,9 @@ void UnitParameters::adopt(int64_t i, const at::Tensor& values) {
 }
 
 void UnitParameters::adopt_writes() {
-  if (stepped() == nullptr) return;
   begin_update();
   await_update();
+  if (stepped() == nullptr) return;
   adopt_into_master(stepped(), master_data(), layout_.range_numel());
 }
 
@@ -202,7 +211,12 @@ void UnitParameters::begin_update() {
   downloaded_->record(stream);
 }
 
+void UnitParameters::await_releases() const {
+  if (on_host_) context_.gathering.synchronize();
+}
+
 void UnitParameters::await_update() {
+  await_releases();
   if (downloaded_.has_value()) downloaded_->synchronize();
   downloaded_.reset();
 }
@@ -223,9 +237,23 @@ PostedSend UnitParameters::post_send(Comm& comm, int64_t peer) const {
                                      : comm.post_send(part, peer, gather_tag_);
 }
 
+void UnitParameters::go_beside(std::optional<SideStream::Scope>& beside) const {
+  if (!on_host_) return;
+  // The host updates the shard, and would not know that a replay still copies it.
+  TORCH_CHECK(capture_id(current_stream(context_.compute.device())) == 0,
+              where(context_.global_rank, name_),
+              "parameters that lie in host memory were used while a graph is captured. Capture a"
+              " model that is sharded without offload_policy.");
+  beside.emplace(context_.gathering);
+}
+
 void UnitParameters::start_gather(Comm& comm) {
   drop_idle_shard();
-  full_.allocate(*context_.spare);
+  {
+    std::optional<SideStream::Scope> beside;
+    go_beside(beside);
+    full_.allocate(*context_.spare);
+  }
   try {
     receive_ranges(comm);
   } catch (...) {
@@ -237,8 +265,9 @@ void UnitParameters::start_gather(Comm& comm) {
 }
 
 void UnitParameters::finish_gather(const std::function<std::string()>& what) {
+  // Not for all that was queued beside: later gathers and earlier releases may be under way.
+  if (own_range_.has_value()) own_range_->block(current_stream(context_.compute.device()));
   gathering_.wait(what);
-  context_.gathering.join();  // its own range was copied there
 }
 
 void UnitParameters::receive_ranges(Comm& comm) {
@@ -283,11 +312,15 @@ void UnitParameters::bring_own_range() {
   } else {
     cast_master(own);
   }
+  const c10::Device device = context_.compute.device();
+  if (!device.is_cpu()) own_range_.emplace(current_stream(device));
 }
 
 void UnitParameters::release(Comm& comm, Writes writes) {
   // A write through `.data` leaves no trace in version counters: only the bytes tell. On a device
   // taking them over is cheaper than waiting for an answer.
+  std::optional<SideStream::Scope> beside;
+  go_beside(beside);
   if (writes == Writes::keep) {
     const void* own = full_.at(layout_.own_begin());
     if (shard_.defined()) {
@@ -303,6 +336,12 @@ void UnitParameters::release(Comm& comm, Writes writes) {
 }
 
 void UnitParameters::refresh_mirror(const Comm& comm) {
+  if (on_host_) {
+    // What the user writes to views that are lent must not be overwritten later.
+    shard_shown_ = shard_shown_ && shard_.lent();
+    if (comm.staged() || shard_shown_ || !context_.pinned) await_releases();
+    return;
+  }
   if (!comm.staged() || !comes_and_goes_ || layout_.ranges() == 1) return;
   // After an update nothing may need memory of the device.
   const at::Tensor own = shard_.defined() ? shard_.tensor() : master_.tensor().to(at::kCPU);

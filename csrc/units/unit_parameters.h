@@ -14,6 +14,7 @@
 // Such a unit has a shard only while it is needed: while views of it are lent, or while the master
 // is offloaded and the parameters are not.
 // On the host a shard costs 2 bytes per element, and saves other ranks from reading 4.
+// A device's shard may lie on the host as well, see Note [Offload].
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,6 +28,7 @@
 #include <vector>
 
 #include "comm/comm.h"
+#include "device/streams.h"
 #include "memory/flat_buffer.h"
 #include "memory/rank_layout.h"
 #include "units/unit_context.h"
@@ -101,6 +103,10 @@ class UnitParameters {
   // neither has.
   char* own_parameters() const;
   void bring_own_range();
+  // Where the shard is on the host, `beside` makes the side stream of gathers the current one.
+  void go_beside(std::optional<SideStream::Scope>& beside) const;
+  // Until a shard on the host has what releases copy into it.
+  void await_releases() const;
   void adopt_into_master(const void* parameters, float* master, int64_t numel) const;
   void cast_master(void* parameters) const;
   void need_shard();
@@ -114,14 +120,17 @@ class UnitParameters {
   int64_t gather_tag_;
   std::string released_message_;  // what a read raises while full is released
   bool casts_master_;
+  bool on_host_;  // the shard of a device's parameters
   bool comes_and_goes_;
-  FlatBuffer full_;     // [padded], compute dtype; without memory while the unit is released
-  FlatBuffer shard_;    // [range], compute dtype; undefined where full always holds it, and mostly
-                        // where casts_master_
-  at::Tensor mirror_;   // of this rank's range, on the host, where it travels through host memory
+  FlatBuffer full_;    // [padded], compute dtype; without memory while the unit is released
+  FlatBuffer shard_;   // [range], compute dtype; undefined where full always holds it, and mostly
+                       // where casts_master_
+  at::Tensor mirror_;  // of a shard on a device, on the host, where it travels through host memory
+  bool shard_shown_ = false;  // views of the shard were lent
   FlatBuffer master_;   // [range], fp32; undefined where own_parameters() are fp32 and serve as it
   FlatBuffer updated_;  // [range], compute dtype; own_parameters() on the host, around an update
   std::optional<c10::Event> downloaded_;  // into updated_
+  std::optional<StreamEvent> own_range_;  // has reached full, in the last gather
   Pending gathering_;
 };
 

@@ -17,6 +17,7 @@ from zero_ext.deepspeed.config import Config
 from zero_ext.deepspeed.keys import SECTIONS, known, table
 from zero_ext.deepspeed.optimizers import OptimizerSettings
 from zero_ext.deepspeed.schedules import ScheduleSettings, WarmupLR
+from zero_ext.engine.options import ParametersOffloadPolicy, StatesOffloadPolicy
 from zero_ext.optim.scaler import LossScaler
 
 DEEPSPEEDS_TESTS = "docs/deepspeed_tests.md"
@@ -78,8 +79,7 @@ def test_a_usual_configuration_is_understood(tmp_path):
         max_grad_norm=1.0,
         clips_by_default=False,
         measures_norm=True,
-        offload_policy=CPUOffloadPolicy(pin_memory=True),
-        offload_params=False,
+        offload_policy=StatesOffloadPolicy(pin_memory=True),
         reduce_dtype=None,
         sums_gradients=False,
         tuning={"bucket_mb": 25.0, "prefetch_mb": 1e8 / 2**20, "retained_bytes": 2 * 10**9},
@@ -204,6 +204,27 @@ def test_older_names():
     assert Config.read(of(bfloat16={"enabled": True}), 1).dtype == torch.bfloat16
     config = Config.read(of(zero_optimization={"stage": 2, "cpu_offload": True}), 1)
     assert config.offload_policy == CPUOffloadPolicy(pin_memory=True)
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_offload_of_states_and_of_parameters(older):
+    def policy(stage, states=None, parameters=None):
+        zero = {"stage": stage, "offload_param": parameters}
+        if older and states is not None:
+            zero |= {"cpu_offload": states["device"] == "cpu"}
+        else:
+            zero |= {"offload_optimizer": states}
+        return Config.read(of(zero_optimization=zero), 1).offload_policy
+
+    cpu, none = {"device": "cpu"}, {"device": "none"}
+    pageable = {"device": "cpu", "pin_memory": False}
+    assert policy(3, cpu, cpu) == CPUOffloadPolicy(pin_memory=True)
+    assert policy(3, cpu, pageable) == CPUOffloadPolicy(pin_memory=False)
+    assert policy(3, cpu, none) == StatesOffloadPolicy(pin_memory=True)
+    assert policy(3, none, pageable) == ParametersOffloadPolicy(pin_memory=False)
+    assert policy(3, None, cpu) == ParametersOffloadPolicy(pin_memory=True)
+    assert policy(2, cpu, cpu) == CPUOffloadPolicy(pin_memory=True)
+    assert policy(2, none, cpu) is policy(3, none, none) is policy(3) is None
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from zero_ext.deepspeed.optimizers import OptimizerSettings
 from zero_ext.deepspeed.schedules import ScheduleSettings
 from zero_ext.deepspeed.sections import Problems, Section
+from zero_ext.engine.options import ParametersOffloadPolicy, StatesOffloadPolicy
 from zero_ext.optim.scaler import LARGEST_SCALE
 
 _NAMES = {
@@ -43,7 +44,6 @@ class Config:
         scaler: Arguments of a ``LossScaler``; None for no loss scale.
         clips_by_default: The configuration does not say how to clip.
         measures_norm: The gradients' norm is measured, also where nothing is clipped.
-        offload_params: Parameters are to be in host memory between their uses.
         reduce_dtype: What gradients travel in; None: their own.
         sums_gradients: Gradients are summed over the ranks, not averaged.
         tuning: Arguments of ``shard`` that change no result.
@@ -68,8 +68,7 @@ class Config:
     max_grad_norm: float | None
     clips_by_default: bool
     measures_norm: bool
-    offload_policy: CPUOffloadPolicy | None
-    offload_params: bool
+    offload_policy: OffloadPolicy | None
     reduce_dtype: torch.dtype | None
     sums_gradients: bool
     tuning: dict[str, Any]
@@ -124,8 +123,7 @@ class Config:
             max_grad_norm=clip or None,
             clips_by_default=clips_by_default,
             measures_norm=zero.flag("compute_grad_norm", stage > 0),
-            offload_policy=_offload(zero),
-            offload_params=_offload_params(zero),
+            offload_policy=_offload(zero, stage),
             reduce_dtype=_dtype(root, "communication_data_type"),
             sums_gradients=root.text("gradient_allreduce_op", ["mean", "sum"]) in ("sum", "SUM"),
             tuning=_tuning(zero, stage, dtype),
@@ -325,21 +323,27 @@ def _data_types(types: Section, mode: torch.dtype | None) -> torch.dtype | None:
     return _dtype(types, "buffer_dtype")
 
 
-def _offload(zero: Section) -> CPUOffloadPolicy | None:
-    states = zero.section("offload_optimizer")
-    device = states.text("device", ["cpu", "none"]) or "none"
-    pinned = states.flag("pin_memory", True)
-    states.finish()
-    if device == "none" and not zero.flag("cpu_offload", False):
-        return None
-    return CPUOffloadPolicy(pin_memory=pinned)
+def _offload(zero: Section, stage: int) -> OffloadPolicy | None:
+    """DeepSpeed ignores ``offload_param`` below stage 3."""
+    states, states_pinned = _offloads(zero, "offload_optimizer")
+    parameters, parameters_pinned = _offloads(zero, "offload_param")
+    states = zero.flag("cpu_offload", False) or states
+    parameters = parameters and stage == 3
+    if states and parameters:
+        return CPUOffloadPolicy(pin_memory=states_pinned and parameters_pinned)
+    if states:
+        kind = StatesOffloadPolicy if stage == 3 else CPUOffloadPolicy
+        return kind(pin_memory=states_pinned)
+    return ParametersOffloadPolicy(pin_memory=parameters_pinned) if parameters else None
 
 
-def _offload_params(zero: Section) -> bool:
-    params = zero.section("offload_param")
-    device = params.text("device", ["cpu", "none"]) or "none"
-    params.finish()
-    return device == "cpu"
+def _offloads(zero: Section, key: str) -> tuple[bool, bool]:
+    """Whether it moves anything, and into pinned memory."""
+    section = zero.section(key)
+    device = section.text("device", ["cpu", "none"]) or "none"
+    pinned = section.flag("pin_memory", True)
+    section.finish()
+    return device.lower() == "cpu", pinned
 
 
 def _tuning(zero: Section, stage: int, dtype: torch.dtype | None) -> dict[str, Any]:

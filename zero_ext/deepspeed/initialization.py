@@ -26,7 +26,7 @@ from zero_ext.optim.arguments import check_params
 from zero_ext.optim.scaler import LossScaler
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.ranks.agreement import all_or_none, check_same_on_all_ranks
-from zero_ext.ranks.groups import Groups, resolve
+from zero_ext.ranks.groups import resolve
 
 _log = logging.getLogger("zero_ext")
 
@@ -85,7 +85,6 @@ def initialize(
         _check_kinds(model_parameters, training_data)
         settings = Config.read(config, groups.world, strict_config)
         _check_said_once(settings, sharding)
-        _check_offload(settings, groups)
         ours = arguments_of_ours(settings)
         given = _optimizer_given(settings, model, optimizer, model_parameters)
         schedule = _schedule_given(settings, lr_scheduler, given)
@@ -149,15 +148,6 @@ def _check_said_once(settings: Config, sharding: dict[str, Any]) -> None:
             raise ValueError(
                 f"zero_ext: '{setting}' and {argument}= both say {both_say}. Give one."
             )
-
-
-def _check_offload(settings: Config, groups: Groups) -> None:
-    if settings.offload_params and groups.device.type != "cpu":
-        raise ValueError(
-            "zero_ext: config 'zero_optimization.offload_param.device' is 'cpu', and the model "
-            f"trains on {groups.device}, where sharded parameters stay. Choose 'none'; "
-            "offload_optimizer moves masters, gradients and states."
-        )
 
 
 def _sharded(model: nn.Module, settings: Config, sharding: dict[str, Any]) -> nn.Module:

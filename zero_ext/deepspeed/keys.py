@@ -84,11 +84,19 @@ USED = {
         "mics_shard_size": "ranks of a replica: hybrid sharding, with stage 3",
     },
     "zero_optimization.offload_optimizer": {
-        "device": '`"cpu"`: `offload_policy` of `shard`. `"none"`: no offload',
+        "device": (
+            '`"cpu"`: masters, gradient sums and optimizer states are in host memory, with '
+            '`offload_param` all that `offload_policy` of `shard` moves. `"none"`: no offload'
+        ),
         "pin_memory": "whether the host memory is pinned. Default: true",
     },
     "zero_optimization.offload_param": {
-        "device": '`"cpu"` where the model trains on the CPU, or `"none"`',
+        "device": (
+            '`"cpu"`: stage 3\'s parameters are in host memory between their uses, without '
+            "`offload_optimizer` the frozen ones: trained ones are gathered from their masters. "
+            'Other stages ignore it, as DeepSpeed does. `"none"`: no offload'
+        ),
+        "pin_memory": "as above; with both sections, memory is pinned if both say so",
     },
 }
 
@@ -115,7 +123,7 @@ IGNORED = {
     "zero_optimization.offload_optimizer": """
         nvme_path buffer_count buffer_size pipeline_read pipeline_write fast_init cpuadam_cores_perc
         """,
-    "zero_optimization.offload_param": "nvme_path buffer_count buffer_size max_in_cpu pin_memory",
+    "zero_optimization.offload_param": "nvme_path buffer_count buffer_size max_in_cpu",
     "bf16": "immediate_grad_update",
 }
 

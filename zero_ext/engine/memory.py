@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import OffloadPolicy
 
 from zero_ext.engine import options as settings
 from zero_ext.engine.checks import (
@@ -67,6 +68,7 @@ def estimate_memory(
     local_accumulation: bool = False,
     state_dtype: str = "fp32",
     owners: bool = False,
+    offload_policy: OffloadPolicy | None = None,
     device: torch.device | str | None = None,
 ) -> dict[str, int]:
     """Bytes that sharding ``module`` over ``world_size`` ranks with AdamW will hold on each.
@@ -83,6 +85,7 @@ def estimate_memory(
         shards: Ranks of a replica, where sharding is hybrid: the second dimension of ``mesh``.
             Default: all.
         units, prefetch_mb: As for ``shard``; of stage 3, and checked with all.
+        offload_policy: As for ``shard``.
         reduction: As for ``shard``. Default: ``"collective"`` on a CUDA device, else
             ``"exchange"``.
         local_accumulation: Whether stages 0 and 1 accumulate inside ``no_sync()``.
@@ -95,9 +98,10 @@ def estimate_memory(
         ``full``, ``shard``, ``master``, ``grad``, ``optimizer_state``, ``owner_masters``, their sum
         ``persistent``, and what comes on top of it: ``gathered``, the most that stage 3 gathers at
         once while the passes keep their order (less where ranks of one host gather nothing ahead),
-        and ``buckets``, the most that the two buckets can add. Padding included. None of these
-        grows with the number of ranks. Of 8-bit states and of ``owner_masters``, what the rank with
-        the most of them holds.
+        and ``buckets``, the most that the two buckets can add. ``offloaded`` is what
+        ``offload_policy`` keeps in host memory instead. Padding included. None of these grows with
+        the number of ranks. Of 8-bit states and of ``owner_masters``, what the rank with the most
+        of them holds.
     Raises:
         ValueError, TypeError: a stage, a number of ranks or of shards, a size, a reduction, a
             dtype, a form of states, units or a device that cannot be.
@@ -109,6 +113,7 @@ def estimate_memory(
         reduction=reduction,
         prefetch_mb=prefetch_mb,
         param_dtype=param_dtype,
+        offload_policy=offload_policy,
     )
     shards = world_size if shards is None else shards
     _check_ranks(world_size, shards)
@@ -117,19 +122,19 @@ def estimate_memory(
     check_state_dtype(state_dtype)
     kind = _device_of(module, device).type
     parameters, blocks, cut = planned_units(module, world_size, shards, options, units, kind)
-    local = local_accumulation and stage < 2 and world_size > 1
+    offloads = options.offloads and kind != "cpu"
+    local = local_accumulation and stage < 2 and world_size > 1 and not offloads
     all_units = [unit for part in cut for unit in part]
-    result = _persistent_bytes(all_units, local, state_dtype)
-    result["owner_masters"] = _owner_bytes(all_units) if owners else 0
+    result = _persistent_bytes(all_units, local, None if owners else state_dtype)
     if owners:
-        result["optimizer_state"] = 0
+        result["offloaded" if offloads else "owner_masters"] += _owner_bytes(all_units)
     frozen = [p for p in module.parameters() if not p.requires_grad]
     result["full"] += sum(p.nbytes for p in frozen if stays_whole(p) or stage < 3)
-    result["persistent"] = sum(result.values())
+    result["persistent"] = sum(result.values()) - result["offloaded"]
     ahead = prefetch_bytes(blocks, parameters, options)
     result["gathered"] = _gathered_bytes(blocks, cut, ahead) if stage == 3 else 0
     in_buckets = (u.bucket_bytes(local) for part in cut for u in part if u.plan.trainable)
-    result["buckets"] = 2 * max(in_buckets, default=0) if world_size > 1 else 0
+    result["buckets"] = 2 * max(in_buckets, default=0) if world_size > 1 or offloads else 0
     return result
 
 
@@ -162,7 +167,15 @@ def planned_units(
     default = "collective" if device_type == "cuda" else "exchange"
     exchanges = (options.reduction or default) == "exchange"
     on_device = device_type not in ("cpu", "meta")
-    run = _Run(world_size, shards, options.stage, on_device, exchanges)
+    run = _Run(
+        world_size,
+        shards,
+        options.stage,
+        on_device,
+        exchanges,
+        on_device and options.offloads,
+        on_device and options.offloads_parameters,
+    )
     numels = [p.numel() for p in parameters]
     cut = [[_Unit(p, [numels[i] for i in p.members], run) for p in part] for part in plans]
     return parameters, blocks, cut
@@ -198,6 +211,8 @@ class _Run(NamedTuple):
     stage: int
     on_device: bool
     exchanges: bool
+    offloads: bool
+    offloads_parameters: bool
 
 
 class _Unit(NamedTuple):
@@ -263,8 +278,13 @@ class _Unit(NamedTuple):
         return [[min(max(s - begin, 0), numel) for s in starts] for numel, begin in places]
 
     @property
+    def has_copy_on_host(self) -> bool:
+        """Of its range, which an offloaded update works on."""
+        return self.plan.trainable and self.run.offloads and self.home != "host"
+
+    @property
     def has_master(self) -> bool:
-        return self.plan.trainable and self.itemsize != _FP32_BYTES
+        return self.plan.trainable and (self.itemsize != _FP32_BYTES or self.has_copy_on_host)
 
     @property
     def full_bytes(self) -> int:
@@ -273,7 +293,10 @@ class _Unit(NamedTuple):
     @property
     def home(self) -> str:
         """Where its parameters are while nobody needs them whole."""
-        if self.run.stage == 3 and self.run.on_device and self.has_master:
+        if self.run.offloads_parameters and (self.run.offloads or not self.plan.trainable):
+            return "host"
+        is_cast = self.plan.trainable and self.itemsize != _FP32_BYTES and not self.run.offloads
+        if self.run.stage == 3 and self.run.on_device and is_cast:
             return "master"
         return "shard" if self.run.stage == 3 and self.run.shards > 1 else "full"
 
@@ -283,25 +306,37 @@ class _Unit(NamedTuple):
         itemsize = _FP32_BYTES if in_fp32 else self.itemsize
         message = self.range_numel * self.ranges
         if not self.run.exchanges:
-            return (message + (self.range_numel if self.ranges > 1 else 0)) * itemsize
+            received = self.range_numel if self.ranges > 1 or self.run.offloads else 0
+            return (message + received) * itemsize
+        places = self.run.world - (0 if self.run.offloads else 1)
         alignment = _ALIGNMENT_BYTES // itemsize
         most = max(message * itemsize, settings.window_bytes) // itemsize
-        window = max(most // (self.run.world - 1) // alignment * alignment, alignment)
-        return (message + min(window, self.range_numel) * (self.run.world - 1)) * itemsize
+        window = max(most // places // alignment * alignment, alignment)
+        if self.run.world == 1:
+            window = self.range_numel
+        return (message + min(window, self.range_numel) * places) * itemsize
 
 
-def _persistent_bytes(units: Iterable[_Unit], local: bool, state_dtype: str) -> dict[str, int]:
-    result = dict.fromkeys(("full", "shard", "master", "grad", "optimizer_state"), 0)
+def _persistent_bytes(
+    units: Iterable[_Unit], local: bool, state_dtype: str | None
+) -> dict[str, int]:
+    kinds = ("full", "shard", "master", "grad", "optimizer_state", "owner_masters", "offloaded")
+    result = dict.fromkeys(kinds, 0)
     for unit in units:
         share = unit.range_numel
         if unit.home == "full":
             result["full"] += unit.full_bytes
         if unit.home == "shard":
             result["shard"] += share * unit.itemsize
+        if unit.home == "host" or unit.has_copy_on_host:
+            result["offloaded"] += share * unit.itemsize
         if unit.plan.trainable:
-            result["master"] += share * _FP32_BYTES if unit.has_master else 0
-            result["grad"] += share * (unit.ranges if local else 1) * _FP32_BYTES
-            result["optimizer_state"] += unit.state_bytes(state_dtype)
+            for kind, size in (
+                ("master", share * _FP32_BYTES if unit.has_master else 0),
+                ("grad", share * (unit.ranges if local else 1) * _FP32_BYTES),
+                ("optimizer_state", unit.state_bytes(state_dtype) if state_dtype else 0),
+            ):
+                result["offloaded" if unit.run.offloads else kind] += size
     return result
 
 

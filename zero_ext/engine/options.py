@@ -18,6 +18,18 @@ from zero_ext.ranks.groups import Groups
 window_bytes = 4 * 2**20
 
 
+class StatesOffloadPolicy(CPUOffloadPolicy):
+    """DeepSpeed's ``offload_optimizer`` alone: stage 3's parameters stay on the device."""
+
+
+class ParametersOffloadPolicy(CPUOffloadPolicy):
+    """DeepSpeed's ``offload_param`` alone: of stage 3, and frozen parameters only, because trained
+    ones are gathered from their masters, which the update needs on the device."""
+
+
+_POLICIES = (OffloadPolicy, CPUOffloadPolicy, StatesOffloadPolicy, ParametersOffloadPolicy)
+
+
 def check_policy(policy: OffloadPolicy | None) -> OffloadPolicy:
     """``policy``, or the one that offloads nothing.
 
@@ -26,7 +38,7 @@ def check_policy(policy: OffloadPolicy | None) -> OffloadPolicy:
     """
     if policy is None:
         return OffloadPolicy()
-    if type(policy) not in (OffloadPolicy, CPUOffloadPolicy):
+    if type(policy) not in _POLICIES:
         raise TypeError(
             "zero_ext: offload_policy must be torch.distributed.fsdp.CPUOffloadPolicy(pin_memory="
             f"True|False) or None, not {policy!r}."
@@ -97,7 +109,13 @@ class ShardingOptions:
     @property
     def offloads(self) -> bool:
         """Masters, gradient sums and optimizer state live in host memory."""
-        return isinstance(self.offload_policy, CPUOffloadPolicy)
+        return type(self.offload_policy) in (CPUOffloadPolicy, StatesOffloadPolicy)
+
+    @property
+    def offloads_parameters(self) -> bool:
+        """Shards of stage 3 live in host memory."""
+        kinds = (CPUOffloadPolicy, ParametersOffloadPolicy)
+        return self.stage == 3 and type(self.offload_policy) in kinds
 
     def describe(self, groups: Groups, units: list[list[int]] | None) -> str:
         """What ranks must agree on. ``units``: the parameters' indices, where modules cut them."""
@@ -106,7 +124,7 @@ class ShardingOptions:
             f"param_dtype={self.param_dtype} reduce_dtype={self.reduce_dtype} "
             f"accumulation_steps={self.accumulation_steps or 1} "
             f"sync_module_states={self.sync_module_states} offload={self.offloads} "
-            f"shards={groups.shards} units={units}"
+            f"offload_parameters={self.offloads_parameters} shards={groups.shards} units={units}"
         )
 
     def make_engine(self, groups: Groups, prefetch_bytes: int) -> _C.Engine:
@@ -120,7 +138,9 @@ class ShardingOptions:
         options.window_bytes = window_bytes
         options.global_ranks = list(groups.global_ranks)
         options.device = groups.device
-        options.offload = self.offloads and groups.device.type != "cpu"
+        on_device = groups.device.type != "cpu"
+        options.offload = self.offloads and on_device
+        options.offload_parameters = self.offloads_parameters and on_device
         options.pin_memory = getattr(self.offload_policy, "pin_memory", True)
         options.gather.prefetch_bytes = prefetch_bytes
         options.gather.prefetch_from_local_peers = self.prefetch_mb is not None

@@ -86,7 +86,7 @@ def from_hf(
             f'{"; ".join(wrong)}. Write "auto" into the configuration.'
         )
     settings = Config.read(values, args.world_size)
-    _check(settings, args.device)
+    _check(settings)
     return settings
 
 
@@ -146,18 +146,17 @@ def from_plugin(plugin: DeepSpeedPlugin, accelerator: Accelerator, mixed_precisi
                 f"zero_ext: config '{name}' does not go with accelerate's DeepSpeedPlugin here. "
                 f"Leave it out, and make torch's {name} in the script."
             )
-    _check(settings, accelerator.device)
+    _check(settings)
     return settings
 
 
-def _check(settings: Config, device: torch.device) -> None:
+def _check(settings: Config) -> None:
     for name, is_set in (
         ("fp16", settings.dtype == torch.float16),
         ("zero_optimization.mics_shard_size", settings.shards is not None),
         ("gradient_allreduce_op", settings.sums_gradients),
         ("torch_autocast", settings.autocast is not None),
         ("managed_gradient_accumulation", not settings.managed_accumulation),
-        ("zero_optimization.offload_param", settings.offload_params and device.type != "cpu"),
     ):
         if is_set:
             raise ValueError(

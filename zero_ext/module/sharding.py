@@ -84,8 +84,9 @@ def shard(
             FSDP2, ``output_dtype`` casts the outputs of ``module`` only. Gradients are sent in
             ``reduce_dtype`` (default: their own dtype with ``exchange``, fp32 with ``collective``).
         offload_policy: As for FSDP2: masters, optimizer state and gradient sums are in (pinned)
-            host memory, and the CPU runs the update. Every backward reduces, also inside
-            ``no_sync()``. Has no effect for a model on the CPU.
+            host memory, and the CPU runs the update. With stage 3 the parameters are there, too,
+            between their uses. Every backward reduces, also inside ``no_sync()``. Has no effect
+            for a model on the CPU.
         bucket_mb: Size of a unit in MiB of gradients (stage 3: up to which small ones are merged).
         reduction: ``"exchange"``: all-to-all, then one exact fp32 sum in rank order, which has the
             bits of one process. ``"collective"``: the backend's reduce-scatter. Default:

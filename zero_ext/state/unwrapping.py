@@ -42,7 +42,7 @@ def unwrap(module: AnyModule) -> AnyModule:
         whole = []
         for i in range(len(handle.parameters)):
             if (parameter := handle.parameters[i]) is not None:
-                whole.append((parameter, full_value(parameter).clone()))
+                whole.append((parameter, full_value(parameter).to(parameter.device, copy=True)))
         with all_or_none(handle.groups, "unwrap()"):  # no rank needs another one's parts any more
             for optimizer in list(handle.optimizers):
                 optimizer.retire()
