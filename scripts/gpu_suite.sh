@@ -188,8 +188,9 @@ on() {
 # Without what compiles for minutes, or is of the CPU.
 without=(--ignore=tests/{device/test_lagged_device,memory/test_plan,module/test_compile,properties/test_pipeline}.py)
 rooms=("${without[@]}" tests/{autograd,device,engine,gather,memory,module,optim,properties,reduce,state,step,tensor,units})
-first=(tests/{device/test_devices,gather/test_stage3,properties/test_scenarios_c,module/test_errors}.py)
-second=(tests/{engine/test_uneven,properties/test_recovery,checkpoint/test_checkpoint}.py)
+devices=(tests/device/test_{devices,offloaded_parameters}.py)
+gathers=(tests/{gather/test_stage3,properties/test_scenarios_c,module/test_errors}.py)
+recovery=(tests/{engine/test_uneven,properties/test_recovery,checkpoint/test_checkpoint}.py)
 owners=(tests/optim/test_{owned,muon,state_dtype}.py)
 
 ZERO_EXT_CUDA=1 MAX_JOBS="$(nproc)" step build 180 "$PYTHON" setup.py build_ext --inplace
@@ -208,12 +209,13 @@ on cpu:gloo test_one_rank 180 "$PYTHON" -m pytest "${at_once[@]}" "${rooms[@]}" 
   "${quick[@]}" "not dist and not slow" &
 # Two ranks share the GPU, which NCCL refuses; gloo for the host alone has our staging carry all
 # tensors, some of which plain "gloo" would take from the device itself.
-on cpu:gloo test_two_ranks 180 "${ranks[@]}" 2 -m pytest "${first[@]}" "${quick[@]}" "dist and not slow" &
-on cpu:gloo test_recovery 180 "${ranks[@]}" 2 -m pytest "${second[@]}" "${quick[@]}" "dist and not slow" &
-on cpu:gloo test_owners 180 "${ranks[@]}" 2 -m pytest "${owners[@]}" "${quick[@]}" "dist and not slow" &
+for files in devices gathers recovery owners; do
+  declare -n files_of="$files"
+  on cpu:gloo "test_$files" 180 "${ranks[@]}" 2 -m pytest "${files_of[@]}" "${quick[@]}" "dist and not slow" &
+done
 # A group of NCCL's around one rank, which has nobody to send anything.
-on cpu:gloo,cuda:nccl test_nccl 120 "${ranks[@]}" 1 -m pytest "${first[@]:0:2}" tests/optim/test_muon.py \
-  "${quick[@]}" "dist and not slow" &
+on cpu:gloo,cuda:nccl test_nccl 120 "${ranks[@]}" 1 -m pytest "${devices[@]}" "${gathers[0]}" \
+  tests/optim/test_muon.py "${quick[@]}" "dist and not slow" &
 # Without torch's caching allocator, whose tensors are cut from segments of 2 MB: what is written behind
 # one would be inside of its segment. Libraries expect some calls of the API to fail.
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize memcheck --report-api-errors no &

@@ -21,7 +21,8 @@ STEPS = [
     "exercise",
     "test",
     "test_one_rank",
-    "test_two_ranks",
+    "test_devices",
+    "test_gathers",
     "test_recovery",
     "test_owners",
     "test_nccl",
@@ -115,8 +116,8 @@ def test_every_step_is_run_and_reported(tmp_path):
         assert said[name].startswith("asked for: "), name
     for path in re.findall(r"(?:tests|scripts|benchmarks)/[\w/.]+", " ".join(said.values())):
         assert (ROOT / path).exists(), path
-    assert "--nproc-per-node 2 -m pytest" in said["test_two_ranks"]
-    assert "backends: cpu:gloo\n" in said["test_two_ranks"]
+    assert "--nproc-per-node 2 -m pytest" in said["test_devices"]
+    assert "backends: cpu:gloo\n" in said["test_devices"]
 
 
 @pytest.mark.parametrize("broken", ["tests/kernels/test_cuda_kernels.py", "bench_cuda_step"])
