@@ -69,6 +69,10 @@ def test_a_step_crosses_twice_and_a_forward_once_for_each_module_hook(
             update = crossings(optimizer.step)
             optimizer.zero_grad()
             assert forward.count("before_forward") == 1, (name, step, forward)
+            if torch.get_default_device().type != "cpu":
+                # Reads the verdicts of this step and the one before it where they have arrived.
+                assert update.count("settle") <= 2, (name, update)
+                update = [crossing for crossing in update if crossing != "settle"]
             if step == 1:
                 assert len(set(forward) - {"enter_forward", "leave_forward"}) == 1, (name, forward)
                 assert update[0] == "prepare_step" and len(update) == 2, (name, update)
