@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <iterator>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 
@@ -14,6 +15,15 @@
 #include "core/range.h"
 
 namespace zero_ext {
+
+namespace {
+
+void withdraw(Pending::Part& part) noexcept {
+  if (part.message != nullptr) SharedHostTransport::withdraw(*part.message);
+  part.message.reset();  // before the memory that it may still point to
+}
+
+}  // namespace
 
 Pending::Pending() = default;
 Pending::~Pending() = default;
@@ -85,11 +95,22 @@ void Pending::wait(const std::function<std::string()>& what, const Meanwhile& me
 }
 
 void Pending::abandon() noexcept {
-  for (Part& part : parts_) {
-    if (part.message != nullptr) SharedHostTransport::withdraw(*part.message);
-    part.message.reset();  // before the memory that it may still point to
-  }
+  for (Part& part : parts_) withdraw(part);
   parts_.clear();
+}
+
+void Pending::abandon(int64_t peer) noexcept {
+  std::erase_if(parts_, [&](Part& part) {
+    if (part.peer != peer) return false;
+    withdraw(part);
+    return true;
+  });
+}
+
+void Pending::append(Pending&& other) {
+  std::move(other.parts_.begin(), other.parts_.end(), std::back_inserter(parts_));
+  other.parts_.clear();
+  if (other.watch_ != nullptr) watch_ = std::move(other.watch_);
 }
 
 void Pending::wait_if_possible() noexcept {

@@ -48,6 +48,10 @@ class Pending {
   // Gives up the parts that have not arrived or not been read. Call it only where no rank needs them
   // any more: all of them have sent something later.
   void abandon() noexcept;
+  // The same of the parts that one rank takes part in.
+  void abandon(int64_t peer) noexcept;
+  // Has the parts of `other`, too.
+  void append(Pending&& other);
   // As wait(), but ignores errors.
   void wait_if_possible() noexcept;
 

@@ -182,7 +182,7 @@ at::Tensor Reductions::late_of_all(const at::Tensor& own) {
   Pending pending;
   const CallScope call(Comm::name_of(Comm::Agreement::late_gradients));
   const int64_t epoch = finished_.epoch();
-  const int64_t tag = 2 * (epoch * kMaxUnits + kMaxUnits - 1);
+  const int64_t tag = kReductionTags * (epoch * kMaxUnits + kMaxUnits - 1);
   comm_.exchange(std::vector<at::Tensor>(comm_.world(), own), all.unbind(0), epoch, tag, pending);
   pending.wait(what);
   return all;

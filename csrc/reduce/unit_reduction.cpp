@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <utility>
 
@@ -17,11 +18,18 @@ namespace zero_ext {
 namespace {
 
 // A flags message: the number of the backward, the unit's index, whether its sender has late
-// gradients, then one byte per slot.
-constexpr int64_t kFlagsHeaderBytes = 3 * sizeof(int64_t);
+// gradients, the dtype of its gradients, then one byte per slot.
+constexpr int64_t kFlagsHeader = 4;
+constexpr int64_t kFlagsHeaderBytes = kFlagsHeader * sizeof(int64_t);
 
 // Of a window's beginning and of the parts that are received of it.
 constexpr int64_t kWindowAlignmentBytes = 64;
+
+std::array<int64_t, kFlagsHeader> header_of(const at::Tensor& flags) {
+  std::array<int64_t, kFlagsHeader> header;
+  std::memcpy(header.data(), flags.const_data_ptr<uint8_t>(), kFlagsHeaderBytes);
+  return header;
+}
 
 at::Tensor byte_tensor(int64_t numel) {
   return at::empty({numel}, at::TensorOptions().dtype(at::kByte));
@@ -92,10 +100,11 @@ void UnitReduction::start_exchange(Comm& comm) {
   }
   sources_[rank] = outgoing(layout.own_range());
   // Numbered by backward and unit, so that a reduction that a failed backward left behind matches
-  // no later one. Windows of a reduction arrive in the order in which they were sent.
-  const int64_t tag = backward_ * kMaxUnits + unit_.index();
-  if (brings_flags(context_, comm) && window_.begin == 0) exchange_flags(comm, 2 * tag);
-  comm.exchange(sends, recvs, backward_, 2 * tag + 1, pending_);
+  // no later one. Windows of a reduction arrive in the order in which they were sent. Messages of
+  // different lengths never meet, see Note [Mixed messages].
+  const int64_t tag = kReductionTags * (backward_ * kMaxUnits + unit_.index());
+  if (brings_flags(context_, comm) && !knows_users()) exchange_flags(comm, tag);
+  comm.exchange(sends, recvs, backward_, tag + (dtype == at::kFloat ? 2 : 1), pending_);
 }
 
 void UnitReduction::exchange_flags(Comm& comm, int64_t tag) {
@@ -105,11 +114,13 @@ void UnitReduction::exchange_flags(Comm& comm, int64_t tag) {
   flags_.assign(world, at::Tensor());
   for (at::Tensor& flags : flags_) flags = byte_tensor(kFlagsHeaderBytes + slots);
   auto* mine = flags_[rank].mutable_data_ptr<uint8_t>();
-  const int64_t header[3] = {backward_, unit_.index(), more_to_come_ ? 1 : 0};
+  const int64_t header[kFlagsHeader] = {backward_, unit_.index(), more_to_come_ ? 1 : 0,
+                                        static_cast<int64_t>(message_.scalar_type())};
   std::memcpy(mine, header, kFlagsHeaderBytes);
   for (int64_t i = 0; i < slots; ++i)
     mine[kFlagsHeaderBytes + i] = unit_.intake().contributes(i) ? 1 : 0;
-  comm.exchange(std::vector<at::Tensor>(world, flags_[rank]), flags_, backward_, tag, pending_);
+  comm.exchange(std::vector<at::Tensor>(world, flags_[rank]), flags_, backward_, tag,
+                pending_flags_);
 }
 
 void UnitReduction::start_collective(Comm& comm) {
@@ -130,7 +141,7 @@ void UnitReduction::start_collective(Comm& comm) {
 
 void UnitReduction::send_to_host(Comm& comm) {
   // What other ranks send through host memory arrives there; a sum is not there before it is.
-  if (comm.on_device() || context_.reduction == Reduction::collective) wait();
+  if (comm.on_device() || context_.reduction == Reduction::collective) wait(pending_);
   const int64_t part = window_.numel;
   const auto count = static_cast<int64_t>(sources_.size());
   const at::Tensor received = bucket_->received(message_.scalar_type(), count * part);
@@ -146,9 +157,9 @@ void UnitReduction::send_to_host(Comm& comm) {
   sent_to_host_->record(stream);
 }
 
-void UnitReduction::wait() {
+void UnitReduction::wait(Pending& pending) {
   const CallScope call(name_of(Agreement::late_gradients));
-  pending_.wait([this] { return waiting(); });
+  pending.wait([this] { return waiting(); });
 }
 
 std::string UnitReduction::waiting() const {
@@ -158,14 +169,18 @@ std::string UnitReduction::waiting() const {
 
 std::unique_ptr<Bucket> UnitReduction::finish(Comm& comm, float scale) {
   const SideStream::Scope beside(context_.reducing);
-  wait();
-  if (knows_users()) check_flags();
+  if (knows_users()) {
+    wait(pending_flags_);
+    check_flags();
+    if (message_.scalar_type() != at::kFloat) send_in_fp32_if_others_do(comm);
+  }
+  wait(pending_);
   const std::vector<Run> runs = this->runs();
   unit_.sums().begin_adding();
   add_window(runs, scale);
   while (window_.end() < range_numel()) {
     start_window(comm, window_from(window_.end()));
-    wait();
+    wait(pending_);
     add_window(runs, scale);
   }
   unit_.sums().end_adding();
@@ -179,8 +194,7 @@ std::unique_ptr<Bucket> UnitReduction::finish(Comm& comm, float scale) {
 
 void UnitReduction::check_flags() {
   for (int64_t peer = 0; peer < context_.world; ++peer) {
-    int64_t header[3];
-    std::memcpy(header, flags_[peer].const_data_ptr<uint8_t>(), kFlagsHeaderBytes);
+    const std::array<int64_t, kFlagsHeader> header = header_of(flags_[peer]);
     const int64_t name = context_.global_ranks.empty() ? peer : context_.global_ranks[peer];
     TORCH_CHECK(header[0] == backward_ && header[1] == unit_.index(),
                 where(context_.global_rank, unit_.name()), "this rank reduces unit ", unit_.index(),
@@ -189,6 +203,20 @@ void UnitReduction::check_flags() {
                 ". Every rank must run the same backwards in the same order.");
     more_to_come_ = more_to_come_ || header[2] != 0;
   }
+}
+
+void UnitReduction::send_in_fp32_if_others_do(Comm& comm) {
+  bool any = false;
+  for (int64_t peer = 0; peer < context_.world; ++peer) {
+    if (header_of(flags_[peer])[3] == static_cast<int64_t>(message_.scalar_type())) continue;
+    any = true;
+    pending_.abandon(comm.global_rank(peer));
+  }
+  if (!any) return;
+  wait(pending_);  // the ranks that sent the same dtype still read and write these buffers
+  if (sent_to_host_.has_value()) sent_to_host_->synchronize();
+  message_ = message_.to(at::kFloat);
+  start_window(comm, window_from(0));
 }
 
 bool UnitReduction::may_be_used_by(int64_t source, int64_t i) const {
@@ -252,6 +280,7 @@ void UnitReduction::add_run(const Run& run, float scale) {
 AbandonedReduction UnitReduction::abandon() {
   if (sent_to_host_.has_value()) sent_to_host_->synchronize();  // into memory that goes now
   bucket_->mark_used();
+  pending_.append(std::move(pending_flags_));
   return {std::move(pending_), std::move(bucket_), std::move(flags_)};
 }
 

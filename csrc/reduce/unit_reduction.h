@@ -31,6 +31,9 @@
 
 namespace zero_ext {
 
+// Of one reduction: flags, gradients in their own dtype, gradients in fp32.
+constexpr int64_t kReductionTags = 3;
+
 // The memory of a reduction that this rank will not finish. Other ranks may finish theirs with it.
 struct AbandonedReduction {
   Pending pending;
@@ -87,8 +90,10 @@ class UnitReduction {
   // Queues a copy to the host of the contributions that lie on the device, where sums are
   // offloaded.
   void send_to_host(Comm& comm);
-  void wait();
+  void wait(Pending& pending);
   void check_flags();
+  // See Note [Mixed messages].
+  void send_in_fp32_if_others_do(Comm& comm);
   bool knows_users() const { return !flags_.empty(); }
   bool may_be_used_by(int64_t source, int64_t i) const;
   bool is_used(int64_t i) const;
@@ -106,6 +111,7 @@ class UnitReduction {
   bool more_to_come_ = false;
   Window window_;  // the one under way
   Pending pending_;
+  Pending pending_flags_;
   std::vector<at::Tensor> flags_;    // [world] messages of bytes, where contributions bring them
   std::vector<at::Tensor> sources_;  // contributions to the window, in rank order
   std::optional<c10::Event> sent_to_host_;

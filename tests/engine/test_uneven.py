@@ -1,6 +1,7 @@
 """Ranks that run different numbers of backwards in one step."""
 
 import contextlib
+import itertools
 import random
 import warnings
 
@@ -509,37 +510,52 @@ def local_gradients(model, batches) -> dict[str, torch.Tensor | None]:
     return sums
 
 
+def contributions(model, batches, local: bool) -> list[dict[str, torch.Tensor | None]]:
+    """Of one rank to each reduction of a step; its backwards are local but for the last one."""
+    if local:
+        return [local_gradients(model, batches)] if batches else []
+    return [local_gradients(model, [batch]) for batch in batches]
+
+
+@pytest.mark.parametrize("own_messages", ["1", "0"], ids=["host", "hosts"])
+@pytest.mark.parametrize("entering", ["all", "some"])
 @pytest.mark.parametrize("stage", [0, 1])
-def test_local_sums_of_bf16_gradients_have_the_bits_of_one_process(mesh, rank, world, stage):
-    """Ranks run 0 to 4 micro-batches inside ``no_sync()``, and only some run one outside."""
+def test_local_sums_of_bf16_gradients_have_the_bits_of_one_process(
+    mesh, rank, world, stage, entering, own_messages, monkeypatch
+):
+    """Ranks run 0 to 4 micro-batches before the last one, inside ``no_sync()`` where they enter it.
+
+    Those that do send fp32 sums, the others bf16 gradients. On one host some ranks run no last one.
+    """
+    monkeypatch.setenv("ZERO_EXT_CROSS_MEMORY", own_messages)
     model = zero_ext.shard(Towers().bfloat16(), stage, mesh=mesh, bucket_mb=200 / 2**20)
     model.set_gradient_divide_factor(DIVIDE_BY)
     optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
     one = ReferenceProcess(Towers().bfloat16(), lambda p: torch.optim.SGD(p, lr=0.5))
-    device = model.stem.weight.device.type
+    on_one_host = own_messages == "1" and model.stem.weight.device.type == "cpu"
     draw = random.Random(stage)
     for step in range(6):
         counts = [draw.choice((0, 1, 2, 4)) for _ in range(world)]
-        outside = (
-            {draw.randrange(world), draw.randrange(world)} if device == "cpu" else range(world)
-        )
+        last = {draw.randrange(world), draw.randrange(world)} if on_one_host else set(range(world))
+        enters = [entering == "all" or (r + step) % 2 == 0 or step == 5 for r in range(world)]
         batches = [
             [
                 (rank_data((2, WIDTH), r, step, k).bfloat16(), draw.sample(range(3), k=2), 1.0)
-                for k in range(counts[r] + (r in outside))
+                for k in range(counts[r] + (r in last))
             ]
             for r in range(world)
         ]
-        with model.no_sync():
+        with model.no_sync() if enters[rank] else contextlib.nullcontext():
             for batch in batches[rank][: counts[rank]]:
                 loss_of(model, batch).backward()
         for batch in batches[rank][counts[rank] :]:
             loss_of(model, batch).backward()
+        reduced = [contributions(one.model, each, enters[r]) for r, each in enumerate(batches)]
         gradients: dict[str, torch.Tensor | None] = {}
-        for each in batches:
-            for name, local in local_gradients(one.model, each).items():
-                if local is not None:
-                    gradients[name] = local / DIVIDE_BY + gradients.get(name, 0.0)
+        for k, r in itertools.product(range(max(map(len, reduced))), range(world)):
+            for name, own in (reduced[r][k] if k < len(reduced[r]) else {}).items():
+                if own is not None:
+                    gradients[name] = own / DIVIDE_BY + gradients.get(name, 0.0)
         optimizer.step()
         optimizer.zero_grad()
         one.step(gradients)
