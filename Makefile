@@ -102,7 +102,7 @@ REPLICAS_TESTS := $(filter-out $(call named,memory memory_stage3 meta shard_tens
 # One rank: whatever runs on a device at all. Several: with messages through host memory, and with those of
 # its own backend, of which the quick tests run `devices` alone.
 LAGGED_RANKS_TESTS := $(call named,devices out_of_memory recovery scenarios_c)
-LCCL_RANKS_TESTS := $(call named,devices inner_backwards recovery)
+LCCL_RANKS_TESTS := $(call named,devices inner_backwards recovery uneven_on_a_backend)
 LAGGED_TESTS := $(filter-out tests/project/% tests/kernels/% tests/ops/% tests/integrations/% tests/testing/% \
   $(call named,comm_ops config construction damage deepspeed_checkpoints failures folders found_configurations \
     lagged_device layout pass_order pipeline plan residency schedules scripts torch_modules),$(ALL_TESTS))
@@ -138,7 +138,7 @@ test-group-4-ranks:
 test-lagged-2-ranks:
 	$(call on_ranks,2,$(QUICK),$(LAGGED_RANKS_TESTS),$(LAGGED))
 test-lccl-2-ranks:
-	$(call on_ranks,2,$(QUICK),$(call named,devices),$(LCCL))
+	$(call on_ranks,2,$(QUICK),$(call named,devices uneven_on_a_backend),$(LCCL))
 test-lccl-4-ranks:
 	$(call on_ranks,4,$(QUICK),$(call named,hybrid),$(LCCL))
 

@@ -55,10 +55,12 @@ struct CollectiveWatch::State {
   void check() {
     const Collective* collective = oldest(timeout / 2);
     if (collective == nullptr || std::exchange(logged, true)) return;
-    LOG(ERROR) << collective->what << " for " << seconds(age_of(*collective))
-               << " s, and still does. The other ranks have not come to it, or one has ended:"
-                  " look for the first error in their logs. The process group's timeout is "
-               << seconds(timeout) << " s.";
+    LOG(ERROR)
+        << collective->what << " for " << seconds(age_of(*collective))
+        << " s, and still does. The other ranks have not come to it, or one has ended:"
+           " look for the first error in their logs. On this device every rank must run every"
+           " backward of a step, see docs/uneven_batches.md. The process group's timeout is "
+        << seconds(timeout) << " s.";
   }
 
   // Another thread may have the lock while the process ends, and the device may not answer.
