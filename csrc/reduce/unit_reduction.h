@@ -13,6 +13,12 @@
 // as UnitContext::window_bytes. Each element is still added in rank order, so windows change no bit.
 // start() exchanges the first window, finish() the others. Where the ranges of a unit are as many
 // as the ranks, one window is enough.
+//
+// Note [Mixed messages]
+// A rank in no_sync() sends fp32 sums. Another rank sends gradients in their own dtype, which may be
+// shorter. gloo ends the process that receives more bytes than it expects. So messages in fp32 have
+// another tag, and the flags say in which dtype each rank sends. Where some ranks send in fp32, the
+// others turn their gradients into fp32, which changes no value, and send them once more.
 #pragma once
 
 #include <ATen/core/Tensor.h>
