@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -137,6 +138,9 @@ def _gpu() -> dict[str, str]:
 
 
 def _commit() -> str:
+    """COMMIT says it where the folder travels without its history."""
+    if commit := os.environ.get("COMMIT"):
+        return commit
     try:
         command = ["git", "describe", "--always", "--dirty"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

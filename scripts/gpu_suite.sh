@@ -162,8 +162,8 @@ read -r name TORCH_CUDA_ARCH_LIST <<< "$found"
 export TORCH_CUDA_ARCH_LIST
 export CUDA_HOME="${CUDA_HOME:-$(toolkit)}"
 # The commit may come from outside, where the folder travels without its history.
-commit="${COMMIT:-$(git rev-parse --short HEAD 2> /dev/null || echo unknown)}"
-report="${name}_$(date +%F)_$commit"
+export COMMIT="${COMMIT:-$(git rev-parse --short HEAD 2> /dev/null || echo unknown)}"
+report="${name}_$(date +%F)_$COMMIT"
 for part in "${only[@]}"; do report+="_$part"; done
 
 # Equal products have equal bits, wherever their factors lie, and those of fp32 are fp32's.

@@ -201,6 +201,12 @@ def test_more_messages_than_a_ring_holds(memory, group, rank):
             assert into.tolist() == [peer, number]
     for send in sends:
         send.wait()
+    # A rank that ends writes no more answers, for which a slower one may still wait.
+    goodbye = [memory.send(into, to=peer, tag=3) for peer in peers_of(group)]
+    for peer in peers_of(group):
+        memory.receive(torch.zeros_like(into), from_rank=peer, tag=3).wait()
+    gather_objects(rank, group)
+    del goodbye
 
 
 @pytest.mark.dist
