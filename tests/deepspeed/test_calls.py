@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from harness import MLP, assert_bits, mean_square
+from harness import MLP, assert_bits, gather_objects, mean_square
 from setups import train_batch
 from test_initialize import initialized, train
 
@@ -52,6 +52,36 @@ def test_values_by_deepspeeds_names(anywhere, rank, stage):
     plain = torch.nn.Parameter(torch.zeros(3, 5))
     with pytest.raises(ValueError, match=r"no optimizer steps the parameter of shape \(3, 5\)"):
         utils.safe_get_full_optimizer_state(plain, "exp_avg")
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_local_values_are_this_rank_s_part_of_the_whole(anywhere, rank, stage):
+    engine = initialized(anywhere, MLP(13), stage, bf16={"enabled": True})
+    train(engine, rank, [0])
+    train(engine, rank, [1], micros=2)
+    utils, weight = deepspeed.utils, engine.module.layers[0].weight
+    gradient = torch.arange(weight.shape.numel(), dtype=torch.float32).view(weight.shape)
+    zero_ext.set_full_grad(weight, gradient)
+    kinds = {
+        "fp32_param": (zero_ext.full_tensor, ()),
+        "grad": (zero_ext.full_grad, ()),
+        "optimizer_state": (
+            lambda p: zero_ext.full_state(engine.optimizer, p, "exp_avg"),
+            ("exp_avg",),
+        ),
+    }
+    for kind, (whole, key) in kinds.items():
+        parts = [getattr(utils, f"safe_get_local_{kind}")(weight, *key)]
+        if anywhere is not None:
+            parts = gather_objects(parts[0], anywhere.get_group())
+        expected = whole(weight)
+        if stage > 0:
+            assert_bits(torch.cat(parts), expected.flatten(), kind)
+        own = getattr(utils, f"safe_get_local_{kind}")(weight, *key)
+        getattr(utils, f"safe_set_local_{kind}")(weight, 2 * own, *key)
+        assert_bits(whole(weight), 2 * expected, kind)
+    with pytest.raises(ValueError, match=r"elements of parameter 'layers.0.weight', and the value"):
+        utils.safe_set_local_fp32_param(weight, torch.zeros(1083))
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

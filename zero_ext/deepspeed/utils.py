@@ -1,12 +1,13 @@
 """``deepspeed.utils``: accessors of whole values, leaf modules, the logger.
 
 The accessors are those of zero_ext/state/values.py, which check their arguments. All of them are
-collective.
+collective, but for those that get a local part.
 """
 
 import logging
 from collections.abc import Callable, Iterable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from zero_ext.deepspeed.leaf_modules import (
 )
 from zero_ext.engine.registry import find
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.ranks.agreement import all_or_none
 from zero_ext.state.values import (
     full_grad,
     full_state,
@@ -28,7 +30,10 @@ from zero_ext.state.values import (
     set_full_grad,
     set_full_param,
     set_full_state,
+    sharded_place_of,
+    state_of,
 )
+from zero_ext.tensor.shard_tensor import ShardTensor
 
 __all__ = [
     "get_z3_leaf_modules",
@@ -37,9 +42,15 @@ __all__ = [
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
     "safe_set_full_fp32_param",
     "safe_set_full_grad",
     "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
@@ -97,6 +108,61 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """``zero_ext.set_full_state``: the value of rank 0."""
     set_full_state(_optimizer_of(param), param, optim_state_key, value)
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
+    """This rank's part of the fp32 master, 1-D and a copy. It may be empty."""
+    handle, i = sharded_place_of(param)
+    return handle.engine.current_master(i).detach().clone()
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Every rank gives its part of the master, and so of the parameter, new values."""
+    set_full_param(param, _of_parts(param, value))
+
+
+def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+    """This rank's part of the reduced gradient, 1-D, fp32 and a copy."""
+    sharded_place_of(param)
+    return None if param.grad is None else _part_of(param.grad)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Every rank gives its part of the reduced gradient new values."""
+    set_full_grad(param, _of_parts(param, value))
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor:
+    """This rank's part of a value of the optimizer's state, 1-D, fp32 and a copy."""
+    return _part_of(torch.as_tensor(state_of(_optimizer_of(param), param, optim_state_key)))
+
+
+def safe_set_local_optimizer_state(
+    param: nn.Parameter, value: Tensor, optim_state_key: str
+) -> None:
+    """Every rank gives its part of a value of the optimizer's state new contents."""
+    optimizer = _optimizer_of(param)
+    set_full_state(optimizer, param, optim_state_key, _of_parts(param, value))
+
+
+def _part_of(value: Tensor) -> Tensor:
+    local = value.to_local() if isinstance(value, ShardTensor) else value
+    return local.detach().flatten().to(torch.float32, copy=True)
+
+
+def _of_parts(param: nn.Parameter, value: Tensor) -> Tensor:
+    """All ranks' 1-D parts as one sharded value."""
+    handle, i = sharded_place_of(param)
+    with all_or_none(handle.groups, "safe_set_local_*()"):
+        own = handle.engine.current_master(i)
+        if not isinstance(value, Tensor) or value.numel() != own.numel():
+            found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"{handle.groups.where}this rank has {own.numel()} elements of parameter "
+                f"'{handle.engine.parameter_name(i)}', and the value is {found}. Change what "
+                "safe_get_local_*() returns."
+            )
+    return handle.as_parameter(value.detach().flatten().to(own), i, param)
 
 
 def _optimizer_of(param: nn.Parameter) -> ShardedOptimizer:

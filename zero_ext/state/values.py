@@ -48,7 +48,7 @@ def full_tensor(parameter: Tensor) -> Tensor:
         ValueError: this library does not shard the parameter.
         RuntimeError: inside a backward, or ``offload_states`` has moved parameters or masters.
     """
-    handle, i = _sharded_place_of(parameter)
+    handle, i = sharded_place_of(parameter)
     if place_of(parameter) is None:
         return parameter.detach().float().clone()
     return _copy_of_whole(handle.as_parameter(handle.engine.current_master(i), i, parameter))
@@ -71,7 +71,7 @@ def set_full_param(parameter: Tensor, value: Tensor | None) -> None:
             ``summon_full_params(writeback=False)``; or ``offload_states`` has moved parameters or
             masters.
     """
-    handle, i = _sharded_place_of(parameter)
+    handle, i = sharded_place_of(parameter)
     verb = "set_full_param()"
     kind = _kind_on_rank_0(value, handle.groups)
     with all_or_none(handle.groups, verb):
@@ -95,7 +95,7 @@ def full_grad(parameter: Tensor) -> Tensor | None:
     Raises:
         ValueError: this library does not shard the parameter.
     """
-    _sharded_place_of(parameter)
+    sharded_place_of(parameter)
     gradient = parameter.grad
     return None if gradient is None else _copy_of_whole(gradient).float()
 
@@ -114,7 +114,7 @@ def set_full_grad(parameter: Tensor, value: Tensor | None) -> None:
             shard or that is frozen. Nothing is changed then.
         RuntimeError: another rank's value was rejected. Nothing is changed then.
     """
-    handle, i = _sharded_place_of(parameter)
+    handle, i = sharded_place_of(parameter)
     verb = "set_full_grad()"
     kind = _kind_on_rank_0(value, handle.groups)
     with all_or_none(handle.groups, verb):
@@ -138,7 +138,7 @@ def full_state(optimizer: ShardedOptimizer, parameter: Tensor, name: str) -> Ten
     Raises:
         ValueError: the optimizer does not step the parameter, or has no state of that name.
     """
-    value = _state_of(optimizer, parameter, name)
+    value = state_of(optimizer, parameter, name)
     return _copy_of_whole(value) if isinstance(value, Tensor) else torch.tensor(value)
 
 
@@ -155,11 +155,11 @@ def set_full_state(optimizer: ShardedOptimizer, parameter: Tensor, name: str, va
             tensor. Nothing is changed then.
         RuntimeError: another rank's arguments were rejected. Nothing is changed then.
     """
-    groups = _sharded_place_of(parameter)[0].groups
+    groups = sharded_place_of(parameter)[0].groups
     verb = f"set_full_state() of '{name}'"
     kind = _kind_on_rank_0(value, groups)
     with all_or_none(groups, verb):
-        state = _state_of(optimizer, parameter, name)
+        state = state_of(optimizer, parameter, name)
         if not isinstance(state, Tensor):
             raise ValueError(
                 f"zero_ext: state '{name}' is a {type(state).__name__}, not a tensor: set it with "
@@ -171,7 +171,7 @@ def set_full_state(optimizer: ShardedOptimizer, parameter: Tensor, name: str, va
     state.copy_(_of_rank_0(value, kind, groups))
 
 
-def _sharded_place_of(parameter: Tensor) -> tuple[Handle, int]:
+def sharded_place_of(parameter: Tensor) -> tuple[Handle, int]:
     place = find(parameter) if isinstance(parameter, Tensor) else None
     if place is None:
         shape = f" of shape {tuple(parameter.shape)}" if isinstance(parameter, Tensor) else ""
@@ -183,7 +183,7 @@ def _sharded_place_of(parameter: Tensor) -> tuple[Handle, int]:
     return place
 
 
-def _state_of(optimizer: ShardedOptimizer, parameter: Tensor, name: str):
+def state_of(optimizer: ShardedOptimizer, parameter: Tensor, name: str):
     if not isinstance(optimizer, ShardedOptimizer):
         raise ValueError(
             f"zero_ext: {type(optimizer).__name__} is not an optimizer of zero_ext.optim."
@@ -193,7 +193,7 @@ def _state_of(optimizer: ShardedOptimizer, parameter: Tensor, name: str):
             "zero_ext: the states of this optimizer lie whole at their parameters' owners. Read "
             "them in state_dict(), which is collective, and write them with load_state_dict()."
         )
-    handle, i = _sharded_place_of(parameter)
+    handle, i = sharded_place_of(parameter)
     if i not in optimizer._sharded_state.indices or handle is not optimizer._handle:
         raise ValueError(
             f"zero_ext: this {type(optimizer).__name__} does not step the parameter of shape "
