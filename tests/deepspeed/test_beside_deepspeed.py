@@ -17,6 +17,7 @@ from torch import nn
 
 import zero_ext
 import zero_ext.deepspeed
+from zero_ext.deepspeed.muon import Muon
 
 pytest.importorskip("deepspeed.accelerator")  # the folder of this file is a deepspeed, too
 import deepspeed
@@ -227,6 +228,7 @@ def test_optimizers_have_its_arguments_and_defaults():
     for module, names in (
         ("adam", ["FusedAdam", "DeepSpeedCPUAdam"]),
         ("lion", ["FusedLion", "DeepSpeedCPULion"]),
+        ("lamb", ["FusedLamb"]),
     ):
         theirs = importlib.import_module(f"deepspeed.ops.{module}")
         ours = importlib.import_module(f"zero_ext.deepspeed.ops.{module}")
@@ -239,6 +241,28 @@ def test_optimizers_have_its_arguments_and_defaults():
                 for key in ("params", "model_params", "set_grad_none", "fp32_optimizer_states"):
                     each.pop(key, None)
             assert one == other, name
+
+
+@pytest.mark.parametrize("method", ["gram", "standard"])
+def test_muon_has_the_bits_of_its_class(monkeypatch, method):
+    theirs = importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    dtype = torch.float32 if method == "gram" else torch.bfloat16
+    monkeypatch.setattr(theirs, "ns_compute_dtype", lambda _: dtype)  # of some CPUs it is fp16
+    torch.manual_seed(0)
+    begin = [torch.randn(shape) for shape in ((7, 13), (83, 13), (13, 13), (3, 7, 5), (11,))]
+    trained = []
+    for kind in (theirs.SingleDeviceMuonWithAuxAdam, Muon):
+        *muons, adam = parameters = [torch.nn.Parameter(value.clone()) for value in begin]
+        first = {"params": muons, "use_muon": True, "ns_method": method, "weight_decay": 0.1}
+        optimizer = kind([first, {"params": [adam], "use_muon": False, "weight_decay": 0.1}])
+        for step in range(4):
+            for p in parameters:
+                p.grad = p.detach().cos() * (step + 1)
+            with torch.compiler.set_stance("force_eager"):
+                optimizer.step()
+        trained.append(parameters)
+    for one, other in zip(*trained, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("kind", list(models.KINDS))

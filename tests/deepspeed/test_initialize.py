@@ -698,7 +698,7 @@ def stepped(model):
             {"config": {**HALF, "optimizer": {"type": "Adam", "params": {"adam_w_mode": "no"}}}},
             "'optimizer.params.adam_w_mode' is 'no'",
         ),
-        ({"config": {**CONFIG, "optimizer": {"type": "Lamb"}}}, "'optimizer.type' is 'Lamb'"),
+        ({"config": {**CONFIG, "optimizer": {"type": "MuSGD"}}}, "'optimizer.type' is 'MuSGD'"),
         (
             {"config": {**CONFIG, "optimizer": {"type": "Adam", "params": {"max_grad_norm": 1}}}},
             "use 'gradient_clipping'",

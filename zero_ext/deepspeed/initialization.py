@@ -17,6 +17,7 @@ from zero_ext.deepspeed.casting import cast
 from zero_ext.deepspeed.config import Config
 from zero_ext.deepspeed.construction import fill, is_cut, prepare
 from zero_ext.deepspeed.environment import init_distributed
+from zero_ext.deepspeed.muon import Muon, muon_and_adam
 from zero_ext.deepspeed.optimizers import as_torchs
 from zero_ext.deepspeed.training_engine import TrainingEngine, data_loader
 from zero_ext.engine.registry import any_sharded
@@ -193,6 +194,8 @@ def _optimizer_given(
     if optimizer is None:
         if settings.optimizer is None:
             return None
+        if settings.optimizer.kind is Muon:
+            parameters = muon_and_adam(model, parameters)
         try:
             given = settings.optimizer.kind(parameters, **settings.optimizer.arguments)
         except (TypeError, ValueError) as error:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from zero_ext.deepspeed.lamb import Lamb
+from zero_ext.deepspeed.muon import NS_METHODS, Muon
 from zero_ext.deepspeed.sections import Problems, Section, elements, is_quoted_number
 
 
@@ -48,8 +50,7 @@ class Lion(torch.optim.Optimizer):
 
 _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam")
 _LIONS = ("lion", "fusedlion", "deepspeedcpulion")
-# DeepSpeed's have other arguments than torch's, and groups of another kind.
-_OTHERS = ("lamb", "fusedlamb", "muon")
+_OURS = {**dict.fromkeys(_LIONS, Lion), "lamb": Lamb, "fusedlamb": Lamb, "muon": Muon}
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ class OptimizerSettings:
             params.reject("max_grad_norm", arguments.pop("max_grad_norm"), text)
         if name.lower() in _ADAMS:
             kind, arguments = _adam(name, arguments, params)
+        elif kind is Muon:
+            _check_muon(arguments, params)
         if isinstance(arguments.get("betas"), list):
             arguments["betas"] = tuple(arguments["betas"])
         check_arguments(kind, arguments, params, {"params", "self"})
@@ -118,14 +121,13 @@ def check_arguments(kind: type, arguments: dict[str, Any], params: Section, own:
 def _class_of(name: str, section: Section) -> type[torch.optim.Optimizer] | None:
     kinds = {kind.__name__.lower(): kind for kind in vars(torch.optim).values() if _is_class(kind)}
     lower = name.lower()
-    if lower in _LIONS:
-        return Lion
-    kind = torch.optim.AdamW if lower in _ADAMS else kinds.get(lower)
-    if kind is None or lower in _OTHERS:
+    kind = torch.optim.AdamW if lower in _ADAMS else _OURS.get(lower) or kinds.get(lower)
+    if kind is None:
         section.reject(
             "type",
             name,
-            ": choose Adam, AdamW, SGD, Lion or another one of torch.optim, or pass optimizer=.",
+            ": choose Adam, AdamW, SGD, Lion, Lamb, Muon or another one of torch.optim, or pass "
+            "optimizer=.",
         )
         return None
     return kind
@@ -140,6 +142,17 @@ def _adam(
     for flag in ("bias_correction", "fp32_optimizer_states"):
         _flag(arguments, params, flag, True, allowed=(True,))
     return torch.optim.AdamW if decoupled else torch.optim.Adam, arguments
+
+
+def _check_muon(arguments: dict[str, Any], params: Section) -> None:
+    """Take out what the class does not have."""
+    _flag(arguments, params, "per_head_muon", False, allowed=(False,))
+    _flag(arguments, params, "torch_adam", False)
+    _flag(arguments, params, "fp32_optimizer_states", True, allowed=(True,))
+    arguments["adam_w_mode"] = _flag(arguments, params, "adam_w_mode", True)
+    method = arguments.get("ns_method", "gram")
+    if method not in NS_METHODS:
+        params.reject("ns_method", arguments.pop("ns_method"), ": choose 'gram' or 'standard'.")
 
 
 def _flag(
@@ -162,14 +175,16 @@ def _is_class(value: Any) -> bool:
 
 
 def as_torchs(optimizer: Any) -> Any:
-    """DeepSpeed's own Adam or Lion that has not stepped yet, as torch's kind with its groups.
+    """DeepSpeed's own Adam, Lion or Lamb that has not stepped yet, as torch's kind with its groups.
     Anything else is returned as it is."""
-    name = type(optimizer).__name__.lower()
+    name, arguments = type(optimizer).__name__.lower(), {}
     if name in _LIONS and not isinstance(optimizer, Lion):
         kind: type[torch.optim.Optimizer] = Lion
     elif name in ("fusedadam", "deepspeedcpuadam"):
         decoupled = getattr(optimizer, "adam_w_mode", True)
         kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    elif type(optimizer).__name__ == "FusedLamb":  # apex has a FusedLAMB, which is another one
+        kind, arguments = Lamb, {"eps_inside_sqrt": getattr(optimizer, "eps_mode", 1) == 0}
     else:
         return optimizer
     if optimizer.state:
@@ -177,4 +192,5 @@ def as_torchs(optimizer: Any) -> Any:
             f"zero_ext: the {type(optimizer).__name__} has stepped already. Pass a new one."
         )
     taken = {"params", *inspect.signature(kind).parameters}
-    return kind([{k: v for k, v in g.items() if k in taken} for g in optimizer.param_groups])
+    groups = [{k: v for k, v in g.items() if k in taken} for g in optimizer.param_groups]
+    return kind(groups, **arguments)
