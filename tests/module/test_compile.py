@@ -34,7 +34,7 @@ def nothing_compiled_before():
 @pytest.mark.dist
 @pytest.mark.host
 @pytest.mark.parametrize("what", ["model before", "model after", "blocks"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 2, 3])
 def test_a_compiled_model_trains_as_the_plain_one_and_is_compiled_once(mesh, rank, stage, what):
     counter = CompileCounterWithBackend("aot_eager")
     plain, model = make(), make()
@@ -74,7 +74,7 @@ def test_a_compiled_model_trains_as_the_plain_one_and_is_compiled_once(mesh, ran
 @pytest.mark.dist
 @pytest.mark.host
 @pytest.mark.parametrize("what", ["model", "blocks"])
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_casts_of_inputs_make_no_graphs_of_their_own(mesh, rank, stage, what):
     """They are part of a graph around them, or run as they are before a compiled block."""
     counts, outputs = [], []

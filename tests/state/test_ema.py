@@ -16,6 +16,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import zero_ext
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+LONG_STAGES = pytest.mark.parametrize(
+    "stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3]
+)
 BF16 = torch.bfloat16
 POLICY = MixedPrecisionPolicy(param_dtype=BF16)
 
@@ -130,7 +133,7 @@ def test_the_averages_are_those_of_one_process(anywhere, rank, stage):
             torch.testing.assert_close(average, theirs, rtol=1e-6, atol=1e-7, msg=where)
 
 
-@STAGES
+@LONG_STAGES
 def test_inside_swap_the_module_has_the_averages_and_afterwards_its_own_bits(anywhere, rank, stage):
     modes = [torch.inference_mode, torch.no_grad, torch.enable_grad] * 2
     for mode, setting in zip(modes, SETTINGS, strict=True):
@@ -183,7 +186,7 @@ def compare(actual: list, expected: list, name: str) -> None:
         assert_bits(a, e, f"{name} {k}")
 
 
-@STAGES
+@LONG_STAGES
 def test_another_stage_loads_the_averages_and_goes_on(anywhere, rank, stage, path):
     for k, setting in enumerate(SETTINGS):
         model, optimizer = setting.sharded(stage, anywhere)
