@@ -428,7 +428,9 @@ for step in range(3):
 """
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    "stage", [*(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2)), 3]
+)
 def test_a_process_that_ends_is_named_at_once(stage, tmp_path, monkeypatch):
     script = tmp_path / "dying.py"
     script.write_text(DYING_RANK)

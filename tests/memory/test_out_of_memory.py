@@ -252,10 +252,17 @@ CHANGES = {  # what was done before, and what memory runs out for
     "added group": (["make_optimizer_of_two"], "add_others"),
     "unfrozen": (["freeze_others", "shard", "make_optimizer", "step", "thaw_others"], "step"),
 }
+LONGER = ("wrapped optimizer", "optimizer alone", "added group")
 
 
 @STAGES_AND_OFFLOAD
-@pytest.mark.parametrize(("before", "change"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(
+    ("before", "change"),
+    [
+        pytest.param(*each, id=name, marks=[pytest.mark.slow] if name in LONGER else [])
+        for name, each in CHANGES.items()
+    ],
+)
 def test_while_something_is_made(device, stage, offload, before, change):
     """The exceptions are kept, as a notebook keeps them, and with them what was half made."""
     if stage == 3 and change in ("make_optimizer_alone", "add_others"):

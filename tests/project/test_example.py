@@ -94,7 +94,8 @@ def test_one_process_needs_no_torchrun(tmp_path):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("stages", [pytest.param([1, 2], marks=SLOW), [3]], ids=str)
+@SLOW
+@pytest.mark.parametrize("stages", [[1, 2], [3]], ids=str)
 def test_stages_follow_ddp(tmp_path, stages):
     """In fp32 the methods differ in the order of sums alone; twelve steps amplify that little."""
     losses = {}
