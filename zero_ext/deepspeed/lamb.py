@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
+from zero_ext.deepspeed.parameter_optimizer import ParameterOptimizer, check_not_negative
 
-class Lamb(torch.optim.Optimizer):
+
+class Lamb(ParameterOptimizer):
     """Lamb (You et al. 2020, arXiv 1904.00962), with DeepSpeed's arguments and defaults.
 
     A step has the length of the parameter, times ``lr``. The factor for that is bounded by
@@ -47,25 +49,8 @@ class Lamb(torch.optim.Optimizer):
         for group in self.param_groups:
             _check(group)
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-        return loss
-
     def _update(self, parameter: Tensor, group: dict) -> None:
-        state, gradient = self.state[parameter], parameter.grad
-        if not state:
-            state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        state["step"] += 1
+        state, gradient = self._counted_moments(parameter), parameter.grad
         first, second = group["betas"]
         average = state["exp_avg"].lerp_(gradient, 1 - first)
         squares = state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
@@ -85,10 +70,7 @@ class Lamb(torch.optim.Optimizer):
 
 
 def _check(group: dict) -> None:
-    positive = ("lr", "eps", "weight_decay", "min_coeff")
-    for name in positive:
-        if not group[name] >= 0:
-            raise ValueError(f"{name} is {group[name]}: it must not be negative.")
+    check_not_negative(group, ("lr", "eps", "weight_decay", "min_coeff"))
     if not all(0 <= beta < 1 for beta in group["betas"]):
         raise ValueError(f"betas are {group['betas']}: they must be from 0 to below 1.")
     if not group["min_coeff"] <= group["max_coeff"]:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero_ext.deepspeed.parameter_optimizer import ParameterOptimizer, check_not_negative
+
 NS_METHODS = ("gram", "standard")
 _ADAMS = ("embed", "lm_head")  # in names of matrices that Adam updates
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of x, x³ and x⁵: Jordan et al. 2024
@@ -14,7 +16,7 @@ _ITERATIONS = 5
 _RESTART = 2  # an iteration at which rounding in the Gram matrix is forgotten
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(ParameterOptimizer):
     """Muon for the groups with ``use_muon``, Adam for the others, as in DeepSpeed.
 
     Args:
@@ -63,18 +65,8 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             _check(group)
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            update = self._muon if group["use_muon"] else self._adam
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    update(parameter, group)
-        return loss
+    def _update(self, parameter: Tensor, group: dict) -> None:
+        (self._muon if group["use_muon"] else self._adam)(parameter, group)
 
     def _muon(self, parameter: Tensor, group: dict) -> None:
         state, gradient = self.state[parameter], parameter.grad
@@ -91,12 +83,7 @@ class Muon(torch.optim.Optimizer):
         parameter.add_(update, alpha=-group["lr"])
 
     def _adam(self, parameter: Tensor, group: dict) -> None:
-        state, gradient = self.state[parameter], parameter.grad
-        if not state:
-            state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        state["step"] += 1
+        state, gradient = self._counted_moments(parameter), parameter.grad
         if group["adam_w_mode"]:
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
         else:
@@ -114,9 +101,7 @@ def _first(*rates: float | None) -> float:
 
 
 def _check(group: dict) -> None:
-    for name in ("lr", "eps", "weight_decay"):
-        if not group[name] >= 0:
-            raise ValueError(f"{name} is {group[name]}: it must not be negative.")
+    check_not_negative(group, ("lr", "eps", "weight_decay"))
     for name, values in (("momentum", [group["momentum"]]), ("betas", group["betas"])):
         if not all(0 <= value < 1 for value in values):
             raise ValueError(f"{name} is {group[name]}: it must be from 0 to below 1.")

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zero_ext.deepspeed.lamb import Lamb
 from zero_ext.deepspeed.muon import NS_METHODS, Muon
+from zero_ext.deepspeed.parameter_optimizer import ParameterOptimizer
 from zero_ext.deepspeed.sections import Problems, Section, elements, is_quoted_number
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(ParameterOptimizer):
     """Lion (Chen et al. 2023, arXiv 2302.06675, Algorithm 2), with DeepSpeed's defaults.
 
     The step is ``lr`` times the sign of an average of gradient and momentum.
@@ -26,26 +28,16 @@ class Lion(torch.optim.Optimizer):
             )
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            first, second = group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                average, gradient = state["exp_avg"], parameter.grad
-                direction = average.lerp(gradient, 1 - first).sign_()
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.sub_(direction * group["lr"])
-                average.lerp_(gradient, 1 - second)
-        return loss
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        first, second = group["betas"]
+        state = self.state[parameter]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+        average, gradient = state["exp_avg"], parameter.grad
+        direction = average.lerp(gradient, 1 - first).sign_()
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.sub_(direction * group["lr"])
+        average.lerp_(gradient, 1 - second)
 
 
 _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam")
