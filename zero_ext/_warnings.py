@@ -1,13 +1,15 @@
 """Warnings that name the user's own line."""
 
+import contextlib
 import os
 import sys
 import warnings
 
 import torch
 
-# What lies between the user's call and ours.
-_BETWEEN = tuple(os.path.join(os.path.dirname(file), "") for file in (__file__, torch.__file__))
+# What lies between the user's call and ours. Contexts that decorate a function are in contextlib.
+_FOLDERS = [os.path.join(os.path.dirname(file), "") for file in (__file__, torch.__file__)]
+_BETWEEN = (*_FOLDERS, contextlib.__file__)
 
 
 def warn(message: str) -> None:
