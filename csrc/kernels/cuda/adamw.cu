@@ -146,12 +146,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
     update_segments(const __grid_constant__ Pack pack, const __grid_constant__ Update update) {
   __shared__ AdamConstants constants;
   __shared__ bool runs;
-  if (threadIdx.x == 0) {
-    runs = !skipped(update.args.on_device);
-    if (runs) constants = update.constants();
-  }
-  __syncthreads();
-  if (!runs) return;
+  if (!begin_update(update.args.on_device, constants, runs, [&] { return update.constants(); }))
+    return;
   for (int64_t piece = blockIdx.x; piece < pack.pieces; piece += gridDim.x) {
     const int32_t at = segment_of(pack, piece);
     const int64_t first = (piece - pack.first_piece[at]) * Pack::kNumel;

@@ -132,12 +132,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   static_assert(kBlocks == kThreads / kLanes);
   __shared__ AdamConstants constants;
   __shared__ bool runs;
-  if (threadIdx.x == 0) {
-    runs = !skipped(args.on_device);
-    if (runs) constants = constants_of(args, on_host);
-  }
-  __syncthreads();
-  if (!runs) return;
+  if (!begin_update(args.on_device, constants, runs, [&] { return constants_of(args, on_host); }))
+    return;
   const AdamConstants known = constants;
   for (int64_t piece = blockIdx.x; piece < list.pieces; piece += gridDim.x) {
     const int32_t at = segment_of(list, piece);

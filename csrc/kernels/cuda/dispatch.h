@@ -116,6 +116,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
   report_nonfinite(walk(body, numel, thread_of_grid(), threads_of_grid()), nonfinite);
 }
 
+// Whether an update is made, by its OnDevice in device memory. Then the block has `make()` as its
+// constants. Every thread calls it; `constants` and `runs` are shared by the block.
+template <class Constants, class Make>
+__device__ inline bool begin_update(const OnDevice& on_device, Constants& constants, bool& runs,
+                                    const Make& make) {
+  if (threadIdx.x == 0) {
+    runs = !skipped(on_device);
+    if (runs) constants = make();
+  }
+  __syncthreads();
+  return runs;
+}
+
 // An update that reads its constants, or whether it is skipped, from device memory. `Update` has
 // `args` with OnDevice, Constants, constants() and body(constants).
 template <class Update>
@@ -123,12 +136,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
     update_range(const __grid_constant__ Update update, int64_t numel) {
   __shared__ typename Update::Constants constants;
   __shared__ bool runs;
-  if (threadIdx.x == 0) {
-    runs = !skipped(update.args.on_device);
-    if (runs) constants = update.constants();
-  }
-  __syncthreads();
-  if (!runs) return;
+  if (!begin_update(update.args.on_device, constants, runs, [&] { return update.constants(); }))
+    return;
   walk(update.body(constants), numel, thread_of_grid(), threads_of_grid());
 }
 
@@ -174,9 +183,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
                   int32_t* nonfinite) {
   for (int64_t piece = blockIdx.x; piece < pack.pieces; piece += gridDim.x) {
     const int32_t at = segment_of(pack, piece);
-    const int64_t begin = (piece - pack.first_piece[at]) * kPieceNumel;
+    const int64_t begin = (piece - pack.first_piece[at]) * Pack::kNumel;
     const int64_t left = pack.segment[at].numel - begin;
-    const int64_t numel = left < kPieceNumel ? left : kPieceNumel;
+    const int64_t numel = left < Pack::kNumel ? left : Pack::kNumel;
     const int32_t largest = walk(make(pack.segment[at], begin), numel, threadIdx.x, blockDim.x);
     int32_t* flag = pack.segment[at].nonfinite;
     report_nonfinite(largest, flag != nullptr ? flag : nonfinite);
