@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "comm/current_call.h"
+#include "comm/host_wait.h"
 #include "core/errors.h"
 #include "core/range.h"
 
@@ -63,6 +64,8 @@ at::Tensor Agreements::all_gather(Peers& peers, const at::Tensor& values,
                                   const std::function<std::string()>& what,
                                   const Meanwhile& meanwhile) {
   peers.check_process();
+  const bool crosses = peers.on_device() && values.is_cpu();
+  if (crosses) wait_for_stream(peers.groups().device(), peers.watch().get());
   const at::Tensor input =
       peers.on_device() ? values.to(peers.groups().device()) : peers.outgoing(values);
   const at::Tensor output = at::empty({peers.world(), values.numel()}, input.options());
@@ -80,6 +83,7 @@ at::Tensor Agreements::all_gather(Peers& peers, const at::Tensor& values,
     peers.leave_epoch(MessageKind::agreement, epoch_, EpochExit::abandoned);
     throw;
   }
+  if (crosses) wait_for_stream(output.device(), peers.watch().get());
   return output.to(values.device());
 }
 
@@ -88,7 +92,9 @@ void Agreements::start(Peers& peers, const at::Tensor& input, const at::Tensor& 
   if (!peers.has_only_local_peers()) {
     const at::Tensor flat = output.view({-1});
     name_errors(what, [&] {
-      peers.add(pending, {.message = peers.groups().all_gather(flat, input), .tensor = flat});
+      peers.add(pending,
+                {.message = peers.groups().all_gather(flat, input, peers.agreements_among_),
+                 .tensor = flat});
     });
     return;
   }

@@ -4,15 +4,21 @@
 #include <c10/core/Event.h>
 #include <c10/util/Logging.h>
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstdlib>
 #include <deque>
 #include <exception>
 #include <mutex>
+#include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "comm/host_wait.h"
+#include "comm/stalled_ranks.h"
+#include "core/errors.h"
+#include "core/interrupts.h"
 #include "device/kernel_table.h"
 #include "device/streams.h"
 
@@ -29,6 +35,7 @@ struct Collective {
   std::string what;
   c10::Event ended;
   Clock::time_point queued;
+  int64_t backwards = 0;  // that its rank had begun
 };
 
 double seconds(milliseconds duration) { return static_cast<double>(duration.count()) / 1000; }
@@ -37,10 +44,35 @@ milliseconds age_of(const Collective& collective) {
   return std::chrono::duration_cast<milliseconds>(Clock::now() - collective.queued);
 }
 
+// What a rank tells the others of it. They know which rank it is.
+std::string told(const Collective& collective) {
+  const std::string& what = collective.what;
+  const size_t unit = what.find(", unit '");
+  const size_t end = what.find("]: ");
+  std::string text = end == std::string::npos ? what : what.substr(end + 3);
+  if (unit < end) text = what.substr(unit + 2, end - unit - 2) + " " + text;
+  return "with " + std::to_string(collective.backwards) +
+         " backward(s) begun in this step: " + text;
+}
+
+// In a wait that has taken `so_far`. The host goes on soon after the device.
+void pause(Clock::duration so_far) {
+  if (so_far < milliseconds(1)) {
+    std::this_thread::yield();
+  } else {
+    std::this_thread::sleep_for(std::min<Clock::duration>(so_far / 16, milliseconds(1)));
+  }
+}
+
+constexpr char kSameEverywhere[] =
+    " On this device every rank must run the same forwards and backwards of a step, see"
+    " docs/uneven_batches.md.";
+
 }  // namespace
 
 struct CollectiveWatch::State {
-  explicit State(milliseconds timeout) : timeout(timeout) {}
+  State(int64_t rank, milliseconds timeout, std::unique_ptr<StalledRanks> ranks)
+      : rank(rank), timeout(timeout), ranks(std::move(ranks)) {}
 
   // The oldest that has not ended, if it was queued at least `age` ago, else null.
   const Collective* oldest(milliseconds age) {
@@ -48,19 +80,48 @@ struct CollectiveWatch::State {
       if (!collectives.front().ended.query()) return &collectives.front();
       collectives.pop_front();
       logged = false;
+      first_seen.reset();
     }
     return nullptr;
+  }
+
+  // What this rank tells the others; empty where it goes on.
+  std::string stalled() {
+    const Collective* collective = oldest(milliseconds(0));
+    if (collective == nullptr) return {};
+    if (!first_seen.has_value()) first_seen = Clock::now();
+    return Clock::now() - *first_seen < timeout / 4 ? std::string() : told(*collective);
+  }
+
+  // `lock`: of the mutex. Others take it meanwhile.
+  void compare_ranks(std::unique_lock<std::mutex>& lock) {
+    const std::string what = stalled();
+    lock.unlock();
+    std::string of_all = ranks->exchange(what);
+    lock.lock();
+    if (of_all.empty() || !of_all_ranks.empty()) return;
+    of_all_ranks = std::move(of_all);
+    logged = true;
+    LOG(ERROR) << where(rank) << wait_for_each_other();
+  }
+
+  std::string wait_for_each_other() const {
+    return "on the device the ranks wait for each other: " + of_all_ranks + "." + kSameEverywhere;
+  }
+
+  void raise_if_they_do() {
+    const std::lock_guard lock(mutex);
+    TORCH_CHECK(of_all_ranks.empty(), where(rank), wait_for_each_other());
   }
 
   void check() {
     const Collective* collective = oldest(timeout / 2);
     if (collective == nullptr || std::exchange(logged, true)) return;
-    LOG(ERROR)
-        << collective->what << " for " << seconds(age_of(*collective))
-        << " s, and still does. The other ranks have not come to it, or one has ended:"
-           " look for the first error in their logs. On this device every rank must run every"
-           " backward of a step, see docs/uneven_batches.md. The process group's timeout is "
-        << seconds(timeout) << " s.";
+    LOG(ERROR) << collective->what << " for " << seconds(age_of(*collective))
+               << " s, and still does. The other ranks have not come to it, or one has ended:"
+                  " look for the first error in their logs."
+               << kSameEverywhere << " The process group's timeout is " << seconds(timeout)
+               << " s.";
   }
 
   // Another thread may have the lock while the process ends, and the device may not answer.
@@ -79,13 +140,18 @@ struct CollectiveWatch::State {
                   " it: look for the first error in the ranks' logs.";
   }
 
+  const int64_t rank;
   const milliseconds timeout;
-  std::mutex mutex;  // for all below
+  const std::unique_ptr<StalledRanks> ranks;  // the thread's
+  std::mutex mutex;                           // for all below
   std::condition_variable closing;
   bool closed = false;
   bool watched = false;
   bool logged = false;  // the oldest was
   std::deque<Collective> collectives;
+  int64_t backwards = 0;
+  std::optional<Clock::time_point> first_seen;  // the oldest was, as the oldest
+  std::string of_all_ranks;  // who waits for what, where they wait for each other
 };
 
 // All watches of the process. Never destroyed: a thread may end the process while it exits.
@@ -118,8 +184,9 @@ struct CollectiveWatch::All {
   std::terminate_handler end_process = nullptr;  // what was set before
 };
 
-CollectiveWatch::CollectiveWatch(c10::Device device, milliseconds timeout)
-    : device_(device), state_(std::make_shared<State>(timeout)) {
+CollectiveWatch::CollectiveWatch(c10::Device device, int64_t rank, milliseconds timeout,
+                                 std::unique_ptr<StalledRanks> ranks)
+    : device_(device), state_(std::make_shared<State>(rank, timeout, std::move(ranks))) {
   All::get().add(state_);
 }
 
@@ -144,14 +211,18 @@ void CollectiveWatch::add(const std::string& what) {
   ended.record(stream);
   const std::lock_guard lock(state_->mutex);
   if (state_->collectives.size() == kMost) state_->collectives.pop_front();
-  state_->collectives.push_back({.what = what, .ended = std::move(ended), .queued = Clock::now()});
+  state_->collectives.push_back({.what = what,
+                                 .ended = std::move(ended),
+                                 .queued = Clock::now(),
+                                 .backwards = state_->backwards});
   if (std::exchange(state_->watched, true)) return;
   std::thread([state = state_, device = device_] {
     const c10::DeviceGuard guard(device);
     kernels_on(device.type()).ask_during_captures();
     std::unique_lock lock(state->mutex);
-    while (!state->closing.wait_for(lock, state->timeout / 8, [&] { return state->closed; })) {
+    while (!state->closing.wait_for(lock, state->timeout / 16, [&] { return state->closed; })) {
       try {
+        state->compare_ranks(lock);
         state->check();
       } catch (const std::exception&) {
         // The device is in an error, which the next call of the main thread raises.
@@ -159,6 +230,44 @@ void CollectiveWatch::add(const std::string& what) {
       }
     }
   }).detach();
+}
+
+void CollectiveWatch::note_backwards(int64_t count) {
+  const std::lock_guard lock(state_->mutex);
+  state_->backwards = count;
+}
+
+void raise_if_ranks_wait(c10::Device device, CollectiveWatch* watch) {
+  if (watch != nullptr) wait_on_host(c10::Event(device.type()), watch);  // one that has ended
+}
+
+void wait_for_stream(c10::Device device, CollectiveWatch* watch) {
+  if (watch == nullptr) return;
+  c10::Event queued(device.type());
+  queued.record(current_stream(device));
+  wait_on_host(queued, watch);
+}
+
+void wait_on_host(const c10::Event& event, CollectiveWatch* watch) {
+  if (watch == nullptr) return event.synchronize();
+  CollectiveWatch::State& state = *watch->state_;
+  const auto begin = Clock::now();
+  auto checked = begin;
+  state.raise_if_they_do();
+  while (!event.query()) {
+    const auto now = Clock::now();
+    pause(now - begin);
+    if (now - checked < kInterruptSlice) continue;
+    checked = now;
+    check_interrupt();
+    state.raise_if_they_do();
+  }
+  try {
+    event.synchronize();  // raises what the backend has reported until now
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, where(state.rank), "a collective on the device has failed.", kSameEverywhere,
+                " Look for the first error in the ranks' logs. Here: ", text_of(error));
+  }
 }
 
 }  // namespace zero_ext

@@ -1,4 +1,4 @@
-// CollectiveWatch: logs the unit of a device's collective that does not end.
+// CollectiveWatch: names the unit of a device's collective that does not end.
 //
 // Owner:   Peers.
 // Threads: add() from any; a thread of its own checks.
@@ -8,12 +8,16 @@
 // part, the backend ends the process (NCCL's watchdog, after the process group's timeout). It logs
 // the number and the type of a collective, but not the unit.
 // - After half of that time this class logs the unit, the backward and the rank.
+// - After a quarter of it a rank tells the others through the group's store what it waits for. Where
+//   all ranks wait, and not for the same, they wait for each other. Then every wait of the host
+//   raises, with the same text on every rank. No rank sends anything before.
 // - Where the backend notices earlier that a rank has ended, it throws in a thread of its own. Then
 //   the handler of std::terminate logs them.
 // - Collectives that are captured into a graph are not watched: a graph's progress is unknown.
 #pragma once
 
 #include <c10/core/Device.h>
+#include <c10/core/Event.h>
 
 #include <chrono>
 #include <cstdint>
@@ -22,22 +26,32 @@
 
 namespace zero_ext {
 
+class StalledRanks;
+
 class CollectiveWatch {
  public:
-  // `timeout`: the backend's.
-  CollectiveWatch(c10::Device device, std::chrono::milliseconds timeout);
+  // `timeout`: the backend's. `rank`: as error messages call it.
+  CollectiveWatch(c10::Device device, int64_t rank, std::chrono::milliseconds timeout,
+                  std::unique_ptr<StalledRanks> ranks);
   ~CollectiveWatch();
   CollectiveWatch(const CollectiveWatch&) = delete;
   CollectiveWatch& operator=(const CollectiveWatch&) = delete;
 
   // The current stream waits for a collective from now on. `what`: as in Pending::wait.
   void add(const std::string& what);
+  // How many backwards that reduce this rank has begun since the last step.
+  void note_backwards(int64_t count);
 
  private:
+  friend void wait_on_host(const c10::Event& event, CollectiveWatch* watch);
   struct State;
   struct All;
   c10::Device device_;
   std::shared_ptr<State> state_;
 };
+
+// The host waits for `event`. Raises where the ranks wait for each other, and where a collective has
+// failed. `watch`: null for one rank.
+void wait_on_host(const c10::Event& event, CollectiveWatch* watch);
 
 }  // namespace zero_ext

@@ -2,10 +2,12 @@
 
 #include <ATen/ops/empty_like.h>
 
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 
 #include "comm/local/shared_host_transport.h"
+#include "comm/stalled_ranks.h"
 #include "core/errors.h"
 
 namespace zero_ext {
@@ -24,7 +26,11 @@ void Peers::check_process() const {
 
 void Peers::watch_collectives(std::chrono::milliseconds timeout) {
   if (world() == 1 || !on_device()) return;
-  watch_ = std::make_shared<CollectiveWatch>(groups_->device(), timeout);
+  auto ranks = std::make_unique<StalledRanks>(
+      groups_->store(), rank(), world(),
+      [ranks = global_ranks_](int64_t r) { return std::to_string(ranks.empty() ? r : ranks[r]); });
+  watch_ = std::make_shared<CollectiveWatch>(groups_->device(), global_rank(), timeout,
+                                             std::move(ranks));
 }
 
 // Ranks of the same host

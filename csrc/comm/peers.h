@@ -48,8 +48,16 @@ class Peers {
   bool on_device() const { return groups_->way() == ProcessGroups::Way::device; }
   // They travel through host memory.
   bool staged() const { return groups_->way() == ProcessGroups::Way::staged; }
+  // From now on agreements on a device use the group of reductions. A rank may be in a gather of
+  // stage 3 while another one is in an agreement: in one group these would be taken for one another.
+  void agree_beside_gathers() { agreements_among_ = MessageKind::reduction; }
   // From now on a collective on a device that does not end is logged, see CollectiveWatch.
   void watch_collectives(std::chrono::milliseconds timeout);
+  void note_backwards(int64_t count) const {
+    if (watch_ != nullptr) watch_->note_backwards(count);
+  }
+  // Null on the host.
+  const std::shared_ptr<CollectiveWatch>& watch() const { return watch_; }
 
   // How many ranks' memory this one reads, and whether every rank reads every other one's.
   int64_t local_peers() const;
@@ -108,6 +116,7 @@ class Peers {
   std::vector<int64_t> global_ranks_;
   std::shared_ptr<SharedHostTransport> local_transport_;  // null without local peers
   bool only_local_peers_ = false;
+  MessageKind agreements_among_ = MessageKind::gather;
   std::shared_ptr<CollectiveWatch> watch_;  // null on the host
   pid_t process_ = getpid();
 };

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "comm/current_call.h"
+#include "comm/host_wait.h"
 #include "comm/interruptible_wait.h"
 #include "comm/local/shared_host_transport.h"
 #include "comm/process_groups.h"
@@ -77,6 +78,7 @@ void Pending::wait(const std::function<std::string()>& what, const Meanwhile& me
       if (part.target.defined()) part.target.copy_(part.tensor);
     } catch (const std::exception& error) {
       if (others != nullptr || is_interrupt(error)) throw;
+      raise_if_ranks_wait(part.tensor.device(), watch_.get());
       const std::string peer =
           part.peer == kAllRanks ? "the other ranks" : "rank " + std::to_string(part.peer);
       const std::string cause = text_of(error);

@@ -53,6 +53,8 @@ ProcessGroups::ProcessGroups(const Names& names, c10::Device device)
   way_ = has_backend ? Way::device : Way::staged;
 }
 
+c10::intrusive_ptr<c10d::Store> ProcessGroups::store() const { return reduce_->getStore(); }
+
 Message ProcessGroups::send(const at::Tensor& tensor, int64_t to, const MessageLabel& label) const {
   std::vector<at::Tensor> tensors{tensor};
   return group_of(label.kind)->send(tensors, static_cast<int>(to), tag_of(label));
@@ -69,8 +71,9 @@ Message ProcessGroups::all_to_all(std::vector<at::Tensor>& outputs,
   return reduce_->alltoall(outputs, inputs);
 }
 
-Message ProcessGroups::all_gather(const at::Tensor& output, const at::Tensor& input) const {
-  return all_gather_into(*gather_, output, input);
+Message ProcessGroups::all_gather(const at::Tensor& output, const at::Tensor& input,
+                                  MessageKind among) const {
+  return all_gather_into(*group_of(among), output, input);
 }
 
 Message ProcessGroups::broadcast(const at::Tensor& tensor) const {

@@ -20,7 +20,8 @@
 
 namespace c10d {
 class ProcessGroup;
-}
+class Store;
+}  // namespace c10d
 
 namespace zero_ext {
 
@@ -52,6 +53,8 @@ class ProcessGroups {
   int64_t world() const { return world_; }
   int64_t shards() const { return shards_; }  // ranks of a replica
   bool has_replicas() const { return across_ != nullptr; }
+  // Of all ranks, with keys of its own.
+  c10::intrusive_ptr<c10d::Store> store() const;
 
   // The tag wraps at 30 bits: gloo's are 32-bit, and ranks that count alike wrap alike.
   Message send(const at::Tensor& tensor, int64_t to, const MessageLabel& label) const;
@@ -59,7 +62,7 @@ class ProcessGroups {
 
   // Of all ranks.
   Message all_to_all(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs) const;
-  Message all_gather(const at::Tensor& output, const at::Tensor& input) const;
+  Message all_gather(const at::Tensor& output, const at::Tensor& input, MessageKind among) const;
   Message broadcast(const at::Tensor& tensor) const;  // from rank 0
   Message sum(const at::Tensor& tensor) const;        // in place
   // Of this rank's replica.

@@ -93,6 +93,7 @@ EngineParts::EngineParts(EngineOptions given)
       gatherer(comm, context, backward_phase, options.gather) {
   const std::chrono::milliseconds timeout(options.timeout_ms);
   comm.connect_local_peers(timeout, options.shared_host_transport);
+  if (comm.on_device() && context.shards_parameters()) comm.agree_beside_gathers();
   comm.watch_collectives(timeout);
   context.spare =
       std::make_shared<SpareMemory>(context.memory, Held::full, context.compute_place());

@@ -94,6 +94,7 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
   boundary_.end_step();
   finished_.clear();
   finished_.end_step();
+  comm_.note_backwards(0);
   published_.accept_written(indices);
   const bool on_host = context_.compute.on_host();
   if (!on_host && !backward_.sees_forwards(access)) parameters_.follow_stream();

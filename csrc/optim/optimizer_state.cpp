@@ -262,7 +262,7 @@ void OptimizerState::look_at_steps_in_flight() {
     InFlight& oldest = in_flight_.front();
     if (!oldest.verdict->known.query()) {
       if (std::ssize(in_flight_) < kStepsInFlight) return;
-      oldest.verdict->known.synchronize();
+      oldest.verdict->wait();
     }
     if (oldest.verdict->was_skipped()) {
       for (const int64_t i : oldest.updated) --presumed_[i];

@@ -30,6 +30,7 @@ void Reductions::begin(float scale, bool hidden) {
   scale_ = scale;
   finished_.set_epoch(comm_.next_epoch(Comm::Kind::reduction, finished_.epoch()));
   if (announced_) notices_.send(finished_.epoch(), finished_.agreements());
+  comm_.note_backwards(finished_.count() + 1);
   // Collectives have no numbers: their order alone says which ones belong together.
   const bool numbered = context_.reduction == Reduction::exchange && !comm_.on_device();
   backward_ = numbered ? finished_.epoch() : started_;

@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "comm/host_wait.h"
 #include "core/errors.h"
 
 namespace zero_ext {
@@ -46,6 +47,7 @@ bool SlotUsers::finish(int64_t backward) {
            std::to_string(backward);
   });
   // Where the answer is known, nobody waits for the device.
+  if (!knows_answer()) wait_for_stream(context_.compute.device(), comm_.watch().get());
   const at::Tensor counts = knows_answer() ? at::ones({counts_.numel()}, at::kInt) : counts_.cpu();
   const auto* count = counts.const_data_ptr<int32_t>();
   for (Unit* unit : units_) {

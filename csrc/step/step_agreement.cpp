@@ -9,9 +9,11 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <exception>
 #include <tuple>
 #include <utility>
 
+#include "comm/host_wait.h"
 #include "core/errors.h"
 #include "device/kernel_table.h"
 
@@ -93,8 +95,13 @@ StepVerdict StepAgreement::ask(Comm::Agreement about, const std::vector<int64_t>
     return context_.state.on_host() ? ask_host(round, indices, questions)
                                     : ask_device(round, indices, questions);
   };
-  std::optional<StepVerdict> verdict = ask(/*last=*/false);
-  return verdict.has_value() ? *verdict : *ask(/*last=*/true);
+  try {
+    std::optional<StepVerdict> verdict = ask(/*last=*/false);
+    return verdict.has_value() ? *verdict : *ask(/*last=*/true);
+  } catch (const std::exception&) {
+    raise_if_ranks_wait(context_.compute.device(), comm_.watch().get());
+    throw;
+  }
 }
 
 at::Tensor StepAgreement::gather(const Round& round, const at::Tensor& answer, int64_t state,
@@ -230,6 +237,7 @@ std::optional<StepVerdict> StepAgreement::ask_device(const Round& round,
   verdict->nan_record.copy_(record, /*non_blocking=*/true);
   verdict->known = c10::Event(device.type());
   verdict->known.record(current_stream(device));
+  verdict->watch = comm_.watch();
   return StepVerdict{.on_device = std::move(verdict)};
 }
 
@@ -258,7 +266,8 @@ std::optional<kernels::ReadSegment> StepAgreement::own_sum(int64_t i) const {
 }
 
 void StepAgreement::settle(StepVerdict& verdict) const {
-  if (!verdict.is_settled()) verdict.on_device->known.synchronize();
+  raise_if_ranks_wait(context_.compute.device(), comm_.watch().get());
+  if (!verdict.is_settled()) verdict.on_device->wait();
   const int64_t first = *verdict.on_device->nan_record.const_data_ptr<int64_t>();
   TORCH_CHECK(first != nan_record::kOutOfStep, where(context_.global_rank), "a step was skipped",
               kOutOfStep, kOrOtherSettings);

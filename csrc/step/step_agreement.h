@@ -58,6 +58,8 @@ struct DeviceVerdict {
   at::Tensor factor;                       // fp32 [1], as StepVerdict::factor; may be undefined
   at::Tensor nan_record;                   // int64 [1] in pinned host memory: the first, or none
   c10::Event known{c10::DeviceType::CPU};  // when `nan_record` has arrived
+  std::shared_ptr<CollectiveWatch> watch;  // null for one rank
+  void wait() const { wait_on_host(known, watch.get()); }
   // The same as `skip`, once known.
   bool was_skipped() const { return *nan_record.const_data_ptr<int64_t>() != nan_record::kNone; }
 };
