@@ -1,5 +1,6 @@
 """The arguments that all optimizers here take beside torch's own."""
 
+import math
 from collections.abc import Iterable
 from typing import Any, TypedDict
 
@@ -75,6 +76,17 @@ def check_closure(closure: Any) -> None:
     if closure is not None and not callable(closure):
         raise TypeError(
             f"zero_ext: step() takes a function that returns the loss, or nothing, not {closure!r}."
+        )
+
+
+def check_divide_by(divide_by: float | None) -> None:
+    if divide_by is None:
+        return
+    check_number("divide_by", divide_by)
+    if not 0 <= divide_by < math.inf:
+        raise ValueError(
+            f"zero_ext: step(divide_by={divide_by}): pass the number of tokens or samples of this "
+            "rank, 0 or more."
         )
 
 

@@ -103,10 +103,6 @@ class Muon(ShardedOptimizer):
                     _check_matrix(name or name_in_module(parameter), parameter, split)
         super().add_param_group(param_group)
 
-    @property
-    def knows_of_skipped_steps(self) -> bool:
-        return True  # whether owners get something to do must be known when a step is made
-
     def stats(self) -> dict[str, int]:
         """See ``zero_ext.stats``."""
         return {**super().stats(), **self._owners.stats()}

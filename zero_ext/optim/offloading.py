@@ -15,8 +15,9 @@ class OffloadedStates:
         # By storage: one may hold several states.
         self._storages: dict[int, _C.OffloadedStorage] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._storages)
+    def check(self) -> None:
+        if self._storages:
+            raise RuntimeError(_C.STATES_OFFLOADED)
 
     def set(self, offloaded: bool, values: Iterable[Any]) -> None:
         """Move those of ``values`` that are tensors on a device to the host, or all back."""

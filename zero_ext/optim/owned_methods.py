@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from zero_ext import _C
 from zero_ext.engine.registry import find
 from zero_ext.optim.groups import Group, named_in, replace_named, settings_of
 from zero_ext.optim.lending import WatchedWrites, moved
@@ -145,11 +144,7 @@ class _Call:
 
     def run(self) -> Any:
         optimizer, handle = self._optimizer, self._optimizer._handle
-        optimizer._follow_groups()
-        handle.refuse_forgotten_writes(f"{self._name}()")
-        if optimizer._offloaded:
-            raise RuntimeError(_C.STATES_OFFLOADED)
-        optimizer._emptied.follow(optimizer)
+        optimizer._begin_method(f"{self._name}()")
         groups = optimizer._find_owners()
         if not groups:
             return self._act(optimizer._probe)

@@ -1,4 +1,4 @@
-"""Keywords of a wrapped optimizer's ``step``: scalars, which are the same on every rank."""
+"""TorchOptimizer: what both kinds of optimizers have that ``wrap`` makes."""
 
 import contextlib
 import inspect
@@ -10,18 +10,69 @@ import torch
 from torch import Tensor
 
 from zero_ext.optim import elementwise
+from zero_ext.optim.offloading import OffloadedStates
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 
 
-class KeywordOptimizer(ShardedOptimizer):
-    """Passes keywords of ``step`` on to the optimizer that it wraps.
+class TorchOptimizer(ShardedOptimizer):
+    """Runs optimizers of a class of torch's kind. Who inherits it passes ``_keywords`` to them.
 
-    Who inherits it has ``_optimizer_class``, ``_kwargs`` and ``_probe``, and its update passes
-    ``_keywords``.
+    Args:
+        probed: What a parameter may be. An optimizer of it is asked for what its class has.
     """
 
+    _updates_in_python = True
+    _step_supports_amp_scaling = False  # whatever the inner ones say
     # Of the trial with keywords, what is no error here.
     _trial_may_raise: tuple[type[Exception], ...] = ()
+
+    # A method of the class by its name, which gets parameters, gradients and settings.
+    _method_of: Callable[..., Callable]
+
+    def __init__(self, optimizer_class, params, kwargs: dict[str, Any], probed: Tensor, **sharding):
+        self._optimizer_class, self._kwargs = optimizer_class, kwargs
+        self._attributes: dict[str, Any] = {}  # of the inner ones, that were set on this object
+        self._offloaded = OffloadedStates()
+        self._probe = optimizer_class([torch.nn.Parameter(probed)], **kwargs)
+        super().__init__(params, dict(self._probe.defaults), **sharding)
+
+    def _inners(self) -> list[torch.optim.Optimizer]:
+        raise NotImplementedError
+
+    @property
+    def _class_name(self) -> str:
+        return getattr(self._optimizer_class, "__name__", repr(self._optimizer_class))
+
+    def __getattr__(self, name: str) -> Any:
+        """What only the inner optimizers have."""
+        if name.startswith("_") or "_probe" not in vars(self):
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        inner = next(iter(self._inners()), self._probe)
+        value = getattr(inner, name)
+        return self._method_of(name) if getattr(value, "__self__", None) is inner else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        inners = [] if own or vars(self).get("_handle") is None else [self._probe, *self._inners()]
+        if not any(hasattr(inner, name) for inner in inners):
+            super().__setattr__(name, value)
+            return
+        self._attributes[name] = value
+        for inner in inners:
+            setattr(inner, name, value)
+
+    def _begin_method(self, what: str) -> None:
+        """Raise where the inner optimizers' methods cannot be called."""
+        self._follow_groups()
+        self._handle.refuse_forgotten_writes(what)
+        self._offloaded.check()
+        self._emptied.follow(self)
+
+    def _set_state_offloaded(self, offloaded: bool) -> None:
+        super()._set_state_offloaded(offloaded)
+        states = (item for inner in self._inners() for item in inner.state.items())
+        values = (v for key, state in states if isinstance(key, Tensor) for v in state.values())
+        self._offloaded.set(offloaded, values)
 
     @torch.compiler.disable
     def step(
