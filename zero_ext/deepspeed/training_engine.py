@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from zero_ext.deepspeed.casting import autocasting
 from zero_ext.deepspeed.config import Config
 from zero_ext.deepspeed.engine_checkpoints import EngineCheckpoints
-from zero_ext.deepspeed.engine_settings import EngineSettings
 from zero_ext.deepspeed.reports import Reports
 from zero_ext.module.forward_hooks import cast_floating
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
@@ -53,7 +52,7 @@ def data_loader(
     )
 
 
-class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
+class TrainingEngine(EngineCheckpoints, nn.Module):
     """A sharded model with its optimizer, micro-batches and schedule. Made by ``initialize``.
 
     Call ``loss = engine(batch); engine.backward(loss); engine.step()`` for each micro-batch. An
