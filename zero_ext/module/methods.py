@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from zero_ext.engine.carried import Carried, CarriedMethod
-from zero_ext.engine.checks import check_bool, check_number
+from zero_ext.engine.checks import check_bool, check_positive
 from zero_ext.engine.handle import Handle
 from zero_ext.module.forward_hooks import ForwardHooks
 from zero_ext.ranks.agreement import calling
@@ -66,9 +66,7 @@ class ShardedMethods(Carried):
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide gradients by ``factor`` instead of by the number of ranks."""
-        check_number("the divide factor", factor)
-        if not factor > 0:
-            raise ValueError(f"zero_ext: the divide factor must be positive, not {factor}.")
+        check_positive("the divide factor", factor)
         self.handle.engine.set_divide_factor(factor)
 
     @property

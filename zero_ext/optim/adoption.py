@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zero_ext import optim
 from zero_ext.optim import elementwise
 from zero_ext.optim.attributes import attributes_of, check_attributes
+from zero_ext.optim.groups import parameters_of
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.optim.wrapped_optimizer import Template, sharded
 
@@ -104,10 +105,6 @@ def adopt(given: torch.optim.Optimizer, **ours: Any) -> ShardedOptimizer:
     optimizer.register_step_post_hook(mark_as_stepped)
     given.state.clear()
     return optimizer
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def optimizers_of(

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import OffloadPolicy
 
-from zero_ext.engine.checks import check_number
+from zero_ext.engine.checks import check_number, check_positive
 from zero_ext.optim.scaler import LossScaler
 
 
@@ -43,9 +43,7 @@ def check_arguments(
             f"{nonfinite!r}, because it lowers the scale by skipping steps."
         )
     if max_grad_norm is not None:
-        check_number("max_grad_norm", max_grad_norm)
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(f"zero_ext: max_grad_norm must be positive, not {max_grad_norm}.")
+        check_positive("max_grad_norm", max_grad_norm)
 
 
 def check_params(params: Any) -> Iterable:

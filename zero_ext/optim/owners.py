@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_ext.engine.checks import check_number
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
 from zero_ext.ranks import owner_plan
@@ -27,12 +26,6 @@ from zero_ext.ranks.collectives import on_wire, wait_for
 OWNER_MB = 256.0
 
 Values = dict[Tensor, Tensor]  # by parameter
-
-
-def check_owner_mb(owner_mb: float) -> None:
-    check_number("owner_mb", owner_mb)
-    if not owner_mb > 0:
-        raise ValueError(f"zero_ext: owner_mb must be positive, not {owner_mb}.")
 
 
 class _Part(NamedTuple):

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from zero_ext import _C
+from zero_ext.engine.checks import check_positive
 from zero_ext.engine.registry import find
 from zero_ext.optim import elementwise
 from zero_ext.optim.arguments import ShardingArguments, check_differentiable
 from zero_ext.optim.attributes import attributes_of, carry
-from zero_ext.optim.groups import Group, named_in, replace_named, settings_of
+from zero_ext.optim.groups import Group, named_in, parameters_of, replace_named, settings_of
 from zero_ext.optim.lending import method_of
 from zero_ext.optim.loading import SavedState
 from zero_ext.optim.owned_optimizer import OwnedOptimizer
-from zero_ext.optim.owners import OWNER_MB, check_owner_mb
+from zero_ext.optim.owners import OWNER_MB
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.optim.torch_optimizer import TorchOptimizer
 
@@ -51,7 +52,7 @@ def sharded(
     **sharding: Any,
 ) -> ShardedOptimizer:
     """The optimizer for what a trial has found out about ``optimizer_class``."""
-    check_owner_mb(owner_mb)
+    check_positive("owner_mb", owner_mb)
     if isinstance(params, Iterator):  # which is read twice
         params = list(params)
     try:
@@ -72,7 +73,7 @@ class Template:
         self._kind, self._arguments = type(given), arguments
         self._defaults, self._attributes = given.defaults, attributes_of(given)
         self._given = given
-        self._makes_states = any(map(given.state.get, _parameters_of(given)))
+        self._makes_states = any(map(given.state.get, parameters_of(given)))
         self._named = named_in(given.state)
 
     def __call__(self, groups, **settings: Any) -> torch.optim.Optimizer:
@@ -84,10 +85,6 @@ class Template:
             optimizer.state = self._kind(own, **self._arguments).state
         optimizer.state.update(copy.deepcopy(self._named))
         return optimizer
-
-
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 class WrappedOptimizer(TorchOptimizer):
