@@ -172,7 +172,7 @@ class _Call:
             return {}
         owners, part_of = self._optimizer._owners, self._optimizer._gradient_of
         parts = {p: part_of(p, masters[p]) for p in parameters}
-        return owners.collect(owners.wave(parameters), parts)()[0]
+        return owners.to_owners(owners.wave(parameters), parts, kept=True)()[0]
 
     def _run_wave(
         self, wave: Wave, groups: dict[Tensor, Group], whole: Values, gradients: Values
@@ -197,7 +197,7 @@ class _Call:
         written = [p for p in wave.parameters if (_WRITTEN, find(p)[1]) in found]
         if written:
             owners, like = optimizer._owners, handle.engine.master_slice(find(written[0])[1])
-            parts = owners.distribute(owners.wave(written), whole, like)()
+            parts = owners.from_owners(owners.wave(written), whole, like, kept=True)()
             for p in written:
                 i = find(p)[1]
                 handle.write_value(i, handle.as_parameter(parts[p], i, p))
