@@ -19,8 +19,6 @@ FORMAT = 3
 
 
 class Contents(NamedTuple):
-    """What is in a checkpoint, as far as it can be known without its tensors."""
-
     source: files.CheckedReader | DeepspeedFolder
     id: str
     tensors: dict[str, TensorStorageMetadata]  # by key

@@ -47,7 +47,6 @@ _OWN_ENTRIES = frozenset(
 
 
 def is_deepspeeds(path: Path) -> bool:
-    """Whether DeepSpeed has written the folder."""
     return path.is_dir() and any(_ANY_FILE.fullmatch(each.name) for each in path.iterdir())
 
 

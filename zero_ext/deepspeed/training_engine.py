@@ -36,7 +36,6 @@ def data_loader(
     collate_fn: Callable | None = None,
     num_workers: int = 0,
 ) -> DataLoader:
-    """A loader of this rank's micro-batches."""
     if sampler is None and not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(
             dataset, num_replicas=groups.world, rank=groups.rank, shuffle=shuffle
@@ -275,7 +274,6 @@ class TrainingEngine(EngineCheckpoints, nn.Module):
         self.optimizer = self.lr_scheduler = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
         if self.optimizer is None:
             self.module.zero_grad(set_to_none)
         else:

@@ -21,7 +21,6 @@ Named = Iterable[tuple[str, Tensor]]  # parameters or buffers with their names
 
 
 def check_module(module, verb: str) -> None:
-    """Raise for what is no module."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"zero_ext: {verb} takes a module, not a {type(module).__name__}.")
 

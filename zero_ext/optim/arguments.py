@@ -27,7 +27,6 @@ class ShardingArguments(TypedDict, total=False):
 def check_arguments(
     nonfinite: str, max_grad_norm: float | None, loss_scaler: LossScaler | None
 ) -> None:
-    """Raise for arguments that are wrong by themselves or do not go together."""
     if not isinstance(loss_scaler, LossScaler | None):
         raise TypeError(
             f"zero_ext: loss_scaler must be a zero_ext.LossScaler, not {loss_scaler!r}. "
@@ -89,7 +88,6 @@ def check_divide_by(divide_by: float | None) -> None:
 
 
 def check_state_dict(state_dict: Any) -> None:
-    """Raise for what is not of the form of an optimizer's state."""
     wrong = not isinstance(state_dict, dict)
     missing = [] if wrong else [k for k in ("state", "param_groups") if k not in state_dict]
     if wrong or missing:

@@ -105,7 +105,6 @@ class Muon(ShardedOptimizer):
         super().add_param_group(param_group)
 
     def stats(self) -> dict[str, int]:
-        """See ``zero_ext.stats``."""
         return {**super().stats(), **self._owners.stats()}
 
     # The step

@@ -134,8 +134,6 @@ def method_of(optimizer: "OwnedOptimizer", name: str) -> Callable[..., Any]:
 
 
 class _Call:
-    """One call of a method."""
-
     def __init__(self, optimizer: "OwnedOptimizer", name: str, act: Callable[..., Any]):
         self._optimizer, self._name, self._act = optimizer, name, act
         self._what = f"{name}() of {optimizer._class_name}"

@@ -180,7 +180,6 @@ class OwnedOptimizer(TorchOptimizer):
         return flat.as_strided(parameter.shape, self._handle.engine.strides(find(parameter)[1]))
 
     def stats(self) -> dict[str, int]:
-        """See ``zero_ext.stats``."""
         kept = {"bytes_owner_masters": self._masters.nbytes}
         return {**super().stats(), **self._owners.stats(), **kept}
 

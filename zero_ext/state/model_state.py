@@ -189,7 +189,6 @@ def gather_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def _set_extra_state(model: nn.Module, name: str, state) -> None:
-    """``name``: as in ``ModelState.objects``."""
     for step in name.split(".")[:-1]:
         model = getattr(_uncompiled(model), step)
     _uncompiled(model).set_extra_state(state)
