@@ -72,17 +72,8 @@ class Muon(ShardedOptimizer):
     ):
         check_positive("owner_mb", owner_mb)
         # torch checks the values, with messages of its own.
-        torchs = torch.optim.Muon(
-            [torch.zeros(1, 1)],
-            lr,
-            weight_decay,
-            momentum,
-            nesterov,
-            ns_coefficients,
-            eps,
-            ns_steps,
-            adjust_lr_fn,
-        )
+        arguments = (lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps)
+        torchs = torch.optim.Muon([torch.zeros(1, 1)], *arguments, adjust_lr_fn)
         super().__init__(params, {**torchs.defaults, "split": split}, **sharding)
         self._owners = Owners(
             self._handle,
