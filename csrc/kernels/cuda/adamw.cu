@@ -148,13 +148,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
   __shared__ bool runs;
   if (!begin_update(update.args.on_device, constants, runs, [&] { return update.constants(); }))
     return;
-  for (int64_t piece = blockIdx.x; piece < pack.pieces; piece += gridDim.x) {
-    const int32_t at = segment_of(pack, piece);
-    const int64_t first = (piece - pack.first_piece[at]) * Pack::kNumel;
-    const int64_t left = pack.segment[at].numel - first;
-    walk(update.body(constants, pack.segment[at], first), left < Pack::kNumel ? left : Pack::kNumel,
-         threadIdx.x, blockDim.x);
-  }
+  for_each_piece(pack, [&](const UpdateSegment& segment, int64_t begin, int64_t numel) {
+    walk(update.body(constants, segment, begin), numel, threadIdx.x, blockDim.x);
+  });
 }
 
 template <class T, class M, bool amsgrad, bool decoupled>

@@ -128,24 +128,21 @@ template <class List, class T, bool decoupled, int width>
 __global__ void __launch_bounds__(kThreads, 2)
     update_blocks(const __grid_constant__ List list, const __grid_constant__ AdamArgs args,
                   const __grid_constant__ AdamConstants on_host) {
-  constexpr int64_t kBlocks = List::kNumel / kBlockElements;
-  static_assert(kBlocks == kThreads / kLanes);
+  static_assert(List::kNumel / kBlockElements == kThreads / kLanes);
   __shared__ AdamConstants constants;
   __shared__ bool runs;
   if (!begin_update(args.on_device, constants, runs, [&] { return constants_of(args, on_host); }))
     return;
   const AdamConstants known = constants;
-  for (int64_t piece = blockIdx.x; piece < list.pieces; piece += gridDim.x) {
-    const int32_t at = segment_of(list, piece);
-    const UpdateSegment& segment = list.segment[at];
-    const int64_t block = (piece - list.first_piece[at]) * kBlocks + threadIdx.x / kLanes;
+  for_each_piece(list, [&](const UpdateSegment& segment, int64_t begin, int64_t /*numel*/) {
+    const int64_t block = begin / kBlockElements + threadIdx.x / kLanes;
     const int64_t left = segment.numel - block * kBlockElements;
     if (left >= kBlockElements) {
       update_block<T, decoupled, width>(args, known, segment, block);
     } else if (left > 0) {  // the last block of a segment
       update_block<T, decoupled, 1>(args, known, segment, block);
     }
-  }
+  });
 }
 
 bool is_aligned(const AdamArgs& args) {
