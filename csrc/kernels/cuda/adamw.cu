@@ -158,7 +158,7 @@ Status run_adam(const AdamArgs& args, const Launch& launch) {
   using Update = AdamUpdate<T, M, amsgrad, decoupled>;
   const Update update{args, constants_on_host(args)};
   if (args.segments != nullptr) {
-    return run_update_list(args.segments, args.count, [&]<class Pack>(const Pack& pack) {
+    return run_short_pieces(args.segments, args.count, [&]<class Pack>(const Pack& pack) {
       return queue(launch, pack.pieces, update_segments<Pack, Update>, pack, update);
     });
   }

@@ -262,7 +262,7 @@ Status run_adam(const AdamArgs& args, const Launch& launch) {
     if (args.segments[i].states % kBlockElements != 0) return Status::bad_argument;
   }
   const bool aligned = is_aligned(args);
-  return run_update_list(args.segments, args.count, [&]<class List>(const List& list) {
+  return run_short_pieces(args.segments, args.count, [&]<class List>(const List& list) {
     return queue(
         launch, list.pieces,
         aligned ? update_blocks<List, T, decoupled, 4> : update_blocks<List, T, decoupled, 1>, list,

@@ -299,19 +299,18 @@ Status run_list(const Launch& launch, const Segment* segments, int64_t count, co
                              : run_packs<kLongList>(launch, segments, count, make, nonfinite);
 }
 
-// Of an update, whose arithmetic hides the search for a piece's segment. As many blocks as for one
-// range.
-constexpr int64_t kUpdatePieceNumel = 2048;
+// Of updates, whose arithmetic hides the search for a piece's segment, and of find_nonfinite. As
+// many blocks as for one range.
+constexpr int64_t kShortPieceNumel = 2048;
 
-template <int capacity>
-using UpdatePack = SegmentPack<UpdateSegment, capacity, kUpdatePieceNumel>;
-
-// Calls queue_pack(pack) for each launch's part of an update's list.
-template <class Queue>
-Status run_update_list(const UpdateSegment* segments, int64_t count, const Queue& queue_pack) {
-  if (!is_list<kUpdatePieceNumel>(segments, count)) return Status::bad_argument;
-  return count <= kShortList ? for_each_pack<UpdatePack<kShortList>>(segments, count, queue_pack)
-                             : for_each_pack<UpdatePack<kLongList>>(segments, count, queue_pack);
+// Calls queue_pack(pack) for each launch's part of a list in short pieces.
+template <class Segment, class Queue>
+Status run_short_pieces(const Segment* segments, int64_t count, const Queue& queue_pack) {
+  using Short = SegmentPack<Segment, kShortList, kShortPieceNumel>;
+  using Long = SegmentPack<Segment, kLongList, kShortPieceNumel>;
+  if (!is_list<kShortPieceNumel>(segments, count)) return Status::bad_argument;
+  return count <= kShortList ? for_each_pack<Short>(segments, count, queue_pack)
+                             : for_each_pack<Long>(segments, count, queue_pack);
 }
 
 }  // namespace zero_ext::kernels::device
