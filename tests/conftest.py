@@ -31,6 +31,7 @@ import torch.distributed as dist
 from _pytest.runner import runtestprotocol
 from harness import SHARDS, Team
 from kernel_data import WALKS
+from quick_choice import unneeded
 from torch.distributed.device_mesh import DeviceMesh
 
 RANK = int(os.environ.get("RANK", 0))
@@ -257,7 +258,10 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
+# Before pytest drops what `-m` excludes.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    candidates = []
     for item in items:
         is_dist = item.get_closest_marker("dist") is not None
         reason = _skip_reason(item) if is_dist else ""
@@ -275,8 +279,13 @@ def pytest_collection_modifyitems(config, items):
             reason = "what it compares with does not run on this device"
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason), append=False)
+        elif not item.get_closest_marker("slow"):
+            candidates.append(item)
         if is_dist and not item.get_closest_marker("timeout") and not config.getoption("timeout"):
             item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S, method="signal"))
+    size = 1 if UNDER_TORCHRUN else 2
+    for item in unneeded(candidates, size, salt=f"{WORLD} ranks, {DEVICE}"):
+        item.add_marker(pytest.mark.slow)
 
 
 def _skip_reason(item) -> str:
