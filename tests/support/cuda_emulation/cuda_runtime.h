@@ -168,6 +168,14 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
   return result;
 }
 
+template <class T>
+T __reduce_max_sync(unsigned lanes, T value) {
+  for (int other = 16; other > 0; other /= 2) {
+    value = std::max(value, __shfl_xor_sync(lanes, value, other));
+  }
+  return value;
+}
+
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const Arguments&... arguments) {
