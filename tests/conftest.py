@@ -12,6 +12,7 @@ the test (pytest-timeout), the wait for other ranks' answers, the watchdog.
 
 import faulthandler
 import gc
+import logging
 import os
 import pickle
 import random
@@ -210,6 +211,7 @@ def _stopped_by_torchrun(signum, frame):
 def pytest_sessionstart(session):
     global ranks
     torch.set_num_threads(1)
+    _spare_every_test_what_torch_does()
     if DEVICE == "lagged":
         import lagged_device
 
@@ -224,6 +226,17 @@ def pytest_sessionstart(session):
     if UNDER_TORCHRUN:
         ranks = Ranks()
         ranks.connect()
+
+
+def _spare_every_test_what_torch_does() -> None:
+    # manual_seed() keeps the stack for each kind of device that may come later: 2 ms.
+    for kind in (torch.cuda, torch.xpu, torch.mtia):
+        if not kind.is_available():
+            kind.manual_seed_all = lambda seed: None
+    # Pytest adds its handlers to every logger that does not propagate, six times in each test.
+    for logger in [*logging.root.manager.loggerDict.values()]:
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
 
 
 def _warm_up_cuda() -> None:
