@@ -50,6 +50,7 @@ DEEPSPEED_BENCHES := benchmarks/bench_deepspeed.py
 BENCHES := $(filter-out $(PLAIN_BENCHES) $(GPU_BENCHES) $(DEEPSPEED_BENCHES),$(wildcard benchmarks/bench_*.py))
 
 # What `make test` and `make test-all` consist of. Each can be made alone: make test-3-ranks
+# The former leaves out combinations of a test's values, see tests/support/quick_choice.py.
 # The longest come first. The one-rank tests compile the emulated device: lagged ones beside them
 # would wait for it.
 SEGMENTS := $(addprefix test-,2-ranks one-rank lagged-one-rank 3-ranks group-4-ranks lagged-2-ranks lccl-2-ranks lccl-4-ranks)

@@ -7,9 +7,10 @@ to the owners, 2 bytes per element back. It is compared with one bf16 reduce-sca
 matrices, in which a rank sends 2 bytes for each element that it does not keep.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from zero_ext.ranks.owner_plan import assign, even_bounds, newton_schulz_cost, travelling
+from zero_ext.ranks.owner_plan import assign, held_by, newton_schulz_cost
 
 RANKS = (8, 64, 256, 1024)
 
@@ -41,6 +42,32 @@ class Plan(NamedTuple):
     share: float
     busiest_share: float
     load: float
+
+
+def even_bounds(numels: Sequence[int], ranks: int) -> list[list[int]]:
+    """Of each parameter of one unit, as ``assign`` takes it: the unit is cut into equal ranges.
+
+    Without the padding of a few elements that a layout adds.
+    """
+    size, offset, bounds = -(-sum(numels) // ranks), 0, []
+    for numel in numels:
+        bounds.append([min(max(r * size - offset, 0), numel) for r in range(ranks + 1)])
+        offset += numel
+    return bounds
+
+
+def travelling(owners: Sequence[int], bounds: Sequence[Sequence[int]], ranks: int) -> list[int]:
+    """How many elements of other ranks' parameters each rank holds, and of its own it does not.
+
+    They are sent to owners or received as an owner, and the other way with the results.
+    """
+    moved = [0] * ranks
+    for owner, cut in zip(owners, bounds, strict=True):
+        for r, held in held_by(cut).items():
+            if r != owner:
+                moved[r] += held
+                moved[owner] += held
+    return moved
 
 
 def plan(shapes: Shapes, ranks: int) -> Plan:

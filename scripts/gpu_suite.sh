@@ -188,10 +188,11 @@ on() {
 # Without what compiles for minutes, or is of the CPU.
 without=(--ignore=tests/{device/test_lagged_device,memory/test_plan,module/test_compile,properties/test_pipeline}.py)
 rooms=("${without[@]}" tests/{autograd,device,engine,gather,memory,module,optim,properties,reduce,state,step,tensor,units})
+rooms+=(tests/deepspeed/test_{own_optimizers,initialize}.py)
 devices=(tests/device/test_{devices,offloaded_parameters}.py)
 gathers=(tests/{gather/test_stage3,properties/test_scenarios_c,module/test_errors}.py)
 recovery=(tests/{engine/test_uneven,properties/test_recovery,checkpoint/test_checkpoint}.py)
-owners=(tests/optim/test_{owned,muon,state_dtype}.py)
+owners=(tests/{optim/test_{owned,muon,state_dtype},deepspeed/test_own_optimizers}.py)
 
 ZERO_EXT_CUDA=1 MAX_JOBS="$(nproc)" step build 180 "$PYTHON" setup.py build_ext --inplace
 step info 20 "$PYTHON" -m zero_ext.info

@@ -12,6 +12,7 @@ the test (pytest-timeout), the wait for other ranks' answers, the watchdog.
 
 import faulthandler
 import gc
+import logging
 import os
 import pickle
 import random
@@ -31,6 +32,7 @@ import torch.distributed as dist
 from _pytest.runner import runtestprotocol
 from harness import SHARDS, Team
 from kernel_data import WALKS
+from quick_choice import unneeded
 from torch.distributed.device_mesh import DeviceMesh
 
 RANK = int(os.environ.get("RANK", 0))
@@ -209,6 +211,7 @@ def _stopped_by_torchrun(signum, frame):
 def pytest_sessionstart(session):
     global ranks
     torch.set_num_threads(1)
+    _spare_every_test_what_torch_does()
     if DEVICE == "lagged":
         import lagged_device
 
@@ -223,6 +226,17 @@ def pytest_sessionstart(session):
     if UNDER_TORCHRUN:
         ranks = Ranks()
         ranks.connect()
+
+
+def _spare_every_test_what_torch_does() -> None:
+    # manual_seed() keeps the stack for each kind of device that may come later: 2 ms.
+    for kind in (torch.cuda, torch.xpu, torch.mtia):
+        if not kind.is_available():
+            kind.manual_seed_all = lambda seed: None
+    # Pytest adds its handlers to every logger that does not propagate, six times in each test.
+    for logger in [*logging.root.manager.loggerDict.values()]:
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
 
 
 def _warm_up_cuda() -> None:
@@ -257,7 +271,10 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
+# Before pytest drops what `-m` excludes.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
+    candidates = []
     for item in items:
         is_dist = item.get_closest_marker("dist") is not None
         reason = _skip_reason(item) if is_dist else ""
@@ -275,8 +292,13 @@ def pytest_collection_modifyitems(config, items):
             reason = "what it compares with does not run on this device"
         if reason:
             item.add_marker(pytest.mark.skip(reason=reason), append=False)
+        elif not item.get_closest_marker("slow"):
+            candidates.append(item)
         if is_dist and not item.get_closest_marker("timeout") and not config.getoption("timeout"):
             item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S, method="signal"))
+    size = 1 if UNDER_TORCHRUN else 2
+    for item in unneeded(candidates, size, salt=f"{WORLD} ranks, {DEVICE}"):
+        item.add_marker(pytest.mark.slow)
 
 
 def _skip_reason(item) -> str:

@@ -239,55 +239,39 @@ def reduce_scatter_accumulate_(
     _ops.reduce_scatter_accumulate_(bucket, acc, name, scale, fresh)
 
 
-# What torch.compile and fake tensors need to know: every op but one writes in place only.
+# What torch.compile and fake tensors need to know: every op writes in place only, and two of its
+# arguments have one size.
 
 
-@torch.library.register_fake("zero_ext::accumulate_")
-def _(grad, sum, scale=1.0, fresh=False, nonfinite=None):
-    torch._check(grad.numel() == sum.numel(), lambda: "'grad' and 'sum' differ in length")
+def _size(argument: Tensor | Sequence) -> int:
+    return argument.numel() if isinstance(argument, Tensor) else len(argument)
 
 
-@torch.library.register_fake("zero_ext::accumulate_list_")
-def _(grads, sums, scale=1.0, fresh=False, nonfinite=None):
-    torch._check(len(grads) == len(sums), lambda: "'grads' and 'sums' differ in number")
+def _register_fake(op: str, first: str, second: str) -> None:
+    names = [argument.name for argument in getattr(_ops, op).default._schema.arguments]
+
+    def check(*args, **kwargs) -> None:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        one, other = (_size(given[name]) for name in (first, second))
+        torch._check(one == other, lambda: f"'{first}' and '{second}' differ in size")
+
+    torch.library.register_fake(f"zero_ext::{op}", check)
+
+
+_register_fake("accumulate_", "grad", "sum")
+_register_fake("accumulate_list_", "grads", "sums")
+_register_fake("adamw_", "grad", "master")
+_register_fake("sgd_", "grad", "master")
+_register_fake("cast_", "source", "target")
+_register_fake("flatten_", "sources", "offsets")
+_register_fake("find_nonfinite_", "nonfinite", "values")
+_register_fake("adopt_writes_", "param", "master")
 
 
 @torch.library.register_fake("zero_ext::accumulate_ranks_")
 def _(grads, sum, scale=1.0, fresh=False, nonfinite=None):
     for grad in grads:
         torch._check(grad.numel() == sum.numel(), lambda: "'grads' and 'sum' differ in length")
-
-
-@torch.library.register_fake("zero_ext::adamw_")
-def _(master, param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq=None, **hyper_parameters):
-    torch._check(grad.numel() == master.numel(), lambda: "'grad' and 'master' differ in length")
-
-
-@torch.library.register_fake("zero_ext::sgd_")
-def _(master, param, grad, momentum_buffer=None, **hyper_parameters):
-    torch._check(grad.numel() == master.numel(), lambda: "'grad' and 'master' differ in length")
-
-
-@torch.library.register_fake("zero_ext::cast_")
-def _(source, target):
-    torch._check(source.numel() == target.numel(), lambda: "'source' and 'target' differ in length")
-
-
-@torch.library.register_fake("zero_ext::flatten_")
-def _(sources, flat, offsets, add=False, nonfinite=None):
-    torch._check(len(sources) == len(offsets), lambda: "'sources' and 'offsets' differ in number")
-
-
-@torch.library.register_fake("zero_ext::find_nonfinite_")
-def _(values, nonfinite):
-    torch._check(
-        nonfinite.numel() == len(values), lambda: "'nonfinite' must have one flag per value"
-    )
-
-
-@torch.library.register_fake("zero_ext::adopt_writes_")
-def _(param, master):
-    torch._check(param.numel() == master.numel(), lambda: "'param' and 'master' differ in length")
 
 
 @torch.library.register_fake("zero_ext::reduce_scatter_accumulate_")

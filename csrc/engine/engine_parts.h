@@ -1,5 +1,4 @@
-// EngineParts: what the facets of an engine work on. Each facet keeps references to the parts that
-// it uses.
+// EngineParts: what the facets of an engine work on.
 //
 // Owner:     Engine.
 // Threads:   used under the lock alone, except for the constants `options` and `context`.
@@ -67,6 +66,37 @@ struct EngineParts {
   Boundary boundary;
   BackwardPhase backward_phase = BackwardPhase::none;
   Gatherer gatherer;
+};
+
+// The parts by the names that facets have for them.
+class Facet {
+ protected:
+  explicit Facet(EngineParts& parts)
+      : lock_(parts.lock),
+        last_use_(parts.last_use),
+        comm_(parts.comm),
+        offloaded_(parts.offloaded),
+        context_(parts.context),
+        parameters_(parts.parameters),
+        finished_(parts.finished),
+        published_(parts.published),
+        reductions_(parts.reductions),
+        agreement_(parts.agreement),
+        boundary_(parts.boundary),
+        gatherer_(parts.gatherer) {}
+
+  EngineLock& lock_;
+  LastUse& last_use_;
+  Comm& comm_;
+  OffloadedStates& offloaded_;
+  const UnitContext& context_;
+  ShardedParameters& parameters_;
+  FinishedBackwards& finished_;
+  PublishedGradients& published_;
+  Reductions& reductions_;
+  StepAgreement& agreement_;
+  Boundary& boundary_;
+  Gatherer& gatherer_;
 };
 
 }  // namespace zero_ext

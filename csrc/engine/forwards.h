@@ -22,14 +22,9 @@
 
 namespace zero_ext {
 
-class Forwards {
+class Forwards : Facet {
  public:
-  explicit Forwards(EngineParts& parts)
-      : lock_(parts.lock),
-        comm_(parts.comm),
-        context_(parts.context),
-        parameters_(parts.parameters),
-        gatherer_(parts.gatherer) {}
+  explicit Forwards(EngineParts& parts) : Facet(parts) {}
 
   // Whom calls tell that a backward enters or leaves them; before the first of them.
   void set_listener(std::weak_ptr<BackwardListener> listener) { listener_ = std::move(listener); }
@@ -68,11 +63,6 @@ class Forwards {
  private:
   std::vector<int64_t> all_units() const;
 
-  EngineLock& lock_;
-  const Comm& comm_;
-  const UnitContext& context_;
-  ShardedParameters& parameters_;
-  Gatherer& gatherer_;
   std::weak_ptr<BackwardListener> listener_;
   std::vector<int64_t> gathered_as_;         // [units]: the gatherer's numbers of them
   std::vector<int64_t> frozen_gathered_as_;  // [frozen units]

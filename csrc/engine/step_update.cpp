@@ -10,12 +10,8 @@ namespace zero_ext {
 
 StepUpdate::StepUpdate(EngineParts& parts, RunningBackward& backward,
                        const std::vector<int64_t>& indices, UpdateCounts& counts)
-    : access_(parts.lock),
-      last_use_(parts.last_use),
-      comm_(parts.comm),
-      context_(parts.context),
-      parameters_(parts.parameters),
-      gatherer_(parts.gatherer),
+    : Facet(parts),
+      access_(parts.lock),
       backward_(backward),
       counts_(counts),
       number_(counts.updates++),

@@ -26,7 +26,7 @@ struct UpdateCounts {
   int64_t gathers = 0;
 };
 
-class StepUpdate {
+class StepUpdate : Facet {
  public:
   StepUpdate(EngineParts& parts, RunningBackward& backward, const std::vector<int64_t>& indices,
              UpdateCounts& counts);
@@ -53,11 +53,6 @@ class StepUpdate {
 
   const Access access_;
   const at::NoGradGuard no_grad_;
-  LastUse& last_use_;
-  Comm& comm_;
-  const UnitContext& context_;
-  const ShardedParameters& parameters_;
-  Gatherer& gatherer_;
   RunningBackward& backward_;
   UpdateCounts& counts_;
   const int64_t number_;

@@ -12,22 +12,6 @@
 
 namespace zero_ext {
 
-Steps::Steps(EngineParts& parts, RunningBackward& backward)
-    : parts_(parts),
-      lock_(parts.lock),
-      last_use_(parts.last_use),
-      offloaded_(parts.offloaded),
-      comm_(parts.comm),
-      context_(parts.context),
-      parameters_(parts.parameters),
-      published_(parts.published),
-      finished_(parts.finished),
-      reductions_(parts.reductions),
-      agreement_(parts.agreement),
-      boundary_(parts.boundary),
-      gatherer_(parts.gatherer),
-      backward_(backward) {}
-
 void Steps::push_no_sync() {
   const Access access(lock_);
   boundary_.push_no_sync();

@@ -22,9 +22,10 @@ namespace zero_ext {
 
 enum class ZeroGrad { to_none, to_zero };
 
-class Steps {
+class Steps : Facet {
  public:
-  Steps(EngineParts& parts, RunningBackward& backward);
+  Steps(EngineParts& parts, RunningBackward& backward)
+      : Facet(parts), parts_(parts), backward_(backward) {}
 
   // Which backwards reduce, see Boundary.
   void push_no_sync();
@@ -93,18 +94,6 @@ class Steps {
   bool zeroed_all(Whose whose) const;
 
   EngineParts& parts_;
-  EngineLock& lock_;
-  LastUse& last_use_;
-  const OffloadedStates& offloaded_;
-  Comm& comm_;
-  const UnitContext& context_;
-  ShardedParameters& parameters_;
-  PublishedGradients& published_;
-  FinishedBackwards& finished_;
-  Reductions& reductions_;
-  StepAgreement& agreement_;
-  Boundary& boundary_;
-  Gatherer& gatherer_;
   RunningBackward& backward_;
 
   UpdateCounts counts_;

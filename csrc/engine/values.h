@@ -18,17 +18,9 @@
 
 namespace zero_ext {
 
-class Values {
+class Values : Facet {
  public:
-  Values(EngineParts& parts, const RunningBackward& backward)
-      : lock_(parts.lock),
-        comm_(parts.comm),
-        offloaded_(parts.offloaded),
-        context_(parts.context),
-        parameters_(parts.parameters),
-        published_(parts.published),
-        gatherer_(parts.gatherer),
-        backward_(backward) {}
+  Values(EngineParts& parts, const RunningBackward& backward) : Facet(parts), backward_(backward) {}
 
   // This rank's part of the parameter itself, where parameters are sharded; 1-D, compute dtype.
   at::Tensor parameter_slice(int64_t i) const;
@@ -70,13 +62,6 @@ class Values {
   // The same, or the master with these writes.
   void copy_own_part(int64_t i, bool master, const at::Tensor& into) const;
 
-  EngineLock& lock_;
-  Comm& comm_;
-  OffloadedStates& offloaded_;
-  const UnitContext& context_;
-  ShardedParameters& parameters_;
-  PublishedGradients& published_;
-  Gatherer& gatherer_;
   const RunningBackward& backward_;
 };
 

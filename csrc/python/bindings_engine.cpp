@@ -6,6 +6,7 @@
 
 #include "core/torch_internals.h"
 #include "engine/engine.h"
+#include "memory/layout.h"
 #include "python/bindings.h"
 
 namespace py = pybind11;
@@ -26,7 +27,6 @@ void destroy_without_gil(Engine* engine) {
   delete engine;
 }
 
-// A method of a facet as one of the engine.
 // Of 1-D tensors that Python made: gloo's threads may be the last to hold them, without the GIL.
 Values::Whole whole(std::vector<int64_t> indices, const std::vector<at::Tensor>& into,
                     bool masters) {
@@ -38,6 +38,7 @@ Values::Whole whole(std::vector<int64_t> indices, const std::vector<at::Tensor>&
   return result;
 }
 
+// A method of a facet as one of the engine.
 template <typename Facet, typename Result, typename... Arguments>
 auto of(Facet& (Engine::*facet)(), Result (Facet::*method)(Arguments...)) {
   return [facet, method](Engine& engine, Arguments... arguments) -> Result {
@@ -89,6 +90,44 @@ void bind_options(py::module_& m) {
 }
 
 // Construction, and where parameters lie.
+// One-dimensional slots, named by their numbers.
+Layout make_layout(const std::vector<int64_t>& numels, int64_t ranges, int64_t alignment) {
+  std::vector<SlotSpec> specs;
+  for (const int64_t numel : numels) {
+    specs.push_back(
+        {.name = std::to_string(specs.size()), .sizes = {numel}, .strides = {1}, .numel = numel});
+  }
+  return {std::move(specs), ranges, alignment};
+}
+
+void bind_layout(py::module_& m) {
+  py::class_<Slot>(m, "Slot")
+      .def_readonly("offset", &Slot::offset)
+      .def_readonly("padded_numel", &Slot::padded_numel)
+      .def_property_readonly("numel", [](const Slot& slot) { return slot.spec.numel; });
+  py::class_<Piece>(m, "Piece")
+      .def_readonly("range", &Piece::range)
+      .def_readonly("range_begin", &Piece::range_begin)
+      .def_readonly("slot_begin", &Piece::slot_begin)
+      .def_readonly("numel", &Piece::numel)
+      .def_readonly("gap_numel", &Piece::gap_numel);
+  py::class_<Layout>(m, "Layout")
+      .def(py::init(&make_layout), py::arg("numels"), py::kw_only(), py::arg("ranges"),
+           py::arg("alignment"))
+      .def("slot", &Layout::slot, py::return_value_policy::reference_internal)
+      .def("pieces",
+           [](const Layout& layout, int64_t i) {
+             const auto pieces = layout.pieces(i);
+             return std::vector<Piece>(pieces.begin(), pieces.end());
+           })
+      .def("bounds", &Layout::bounds)
+      .def("range_begin", &Layout::range_begin)
+      .def_property_readonly("size", &Layout::size)
+      .def_property_readonly("ranges", &Layout::ranges)
+      .def_property_readonly("range_numel", &Layout::range_numel)
+      .def_property_readonly("padded_numel", &Layout::padded_numel);
+}
+
 void bind_construction(EngineClass& engine) {
   engine
       .def(py::init([](EngineOptions options) {
@@ -223,6 +262,7 @@ void bind_steps(EngineClass& engine) {
 
 void bind_engine(py::module_& m) {
   bind_options(m);
+  bind_layout(m);
   py::enum_<ZeroGrad>(m, "ZeroGrad")
       .value("to_none", ZeroGrad::to_none)
       .value("to_zero", ZeroGrad::to_zero);

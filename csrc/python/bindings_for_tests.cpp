@@ -14,7 +14,6 @@
 #include "device/kernel_table.h"
 #include "gather/pass_order.h"
 #include "gather/residency.h"
-#include "memory/layout.h"
 #include "python/bindings.h"
 #include "units/arrivals.h"
 
@@ -22,44 +21,6 @@ namespace py = pybind11;
 
 namespace zero_ext {
 namespace {
-
-// One-dimensional slots, named by their numbers.
-Layout make_layout(const std::vector<int64_t>& numels, int64_t ranges, int64_t alignment) {
-  std::vector<SlotSpec> specs;
-  for (const int64_t numel : numels) {
-    specs.push_back(
-        {.name = std::to_string(specs.size()), .sizes = {numel}, .strides = {1}, .numel = numel});
-  }
-  return {std::move(specs), ranges, alignment};
-}
-
-void bind_layout(py::module_& m) {
-  py::class_<Slot>(m, "Slot")
-      .def_readonly("offset", &Slot::offset)
-      .def_readonly("padded_numel", &Slot::padded_numel)
-      .def_property_readonly("numel", [](const Slot& slot) { return slot.spec.numel; });
-  py::class_<Piece>(m, "Piece")
-      .def_readonly("range", &Piece::range)
-      .def_readonly("range_begin", &Piece::range_begin)
-      .def_readonly("slot_begin", &Piece::slot_begin)
-      .def_readonly("numel", &Piece::numel)
-      .def_readonly("gap_numel", &Piece::gap_numel);
-  py::class_<Layout>(m, "Layout")
-      .def(py::init(&make_layout), py::arg("numels"), py::kw_only(), py::arg("ranges"),
-           py::arg("alignment"))
-      .def("slot", &Layout::slot, py::return_value_policy::reference_internal)
-      .def("pieces",
-           [](const Layout& layout, int64_t i) {
-             const auto pieces = layout.pieces(i);
-             return std::vector<Piece>(pieces.begin(), pieces.end());
-           })
-      .def("bounds", &Layout::bounds)
-      .def("range_begin", &Layout::range_begin)
-      .def_property_readonly("size", &Layout::size)
-      .def_property_readonly("ranges", &Layout::ranges)
-      .def_property_readonly("range_numel", &Layout::range_numel)
-      .def_property_readonly("padded_numel", &Layout::padded_numel);
-}
 
 void bind_residency(py::module_& m) {
   py::enum_<Residency>(m, "Residency")
@@ -217,7 +178,6 @@ void bind_arrivals(py::module_& m) {
 }  // namespace
 
 void bind_for_tests(py::module_& m) {
-  bind_layout(m);
   bind_residency(m);
   bind_arrivals(m);
   bind_pass_order(m);

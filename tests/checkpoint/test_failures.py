@@ -3,8 +3,6 @@
 import errno
 import os
 import re
-import subprocess
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 import torch.distributed as dist
 from checkpoints import changed, made
 from harness import MLP, assert_bits, gather_objects, needs_one_dimension
+from launching import run_on_ranks
 from setups import values_of
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -287,13 +286,9 @@ for case, dies in (("calling", 1), ("writing", 1), ("ending", 0), ("renaming", 0
 def test_a_rank_that_ends_inside_a_save_is_told(tmp_path):
     script = tmp_path / "dying.py"
     script.write_text(DYING)
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command_line = [sys.executable, str(script), str(tmp_path)]
     began = time.monotonic()
-    done = subprocess.run(
-        command_line, env=environment, capture_output=True, text=True, check=False, timeout=50
-    )
+    root = Path(__file__).parents[2]
+    done = run_on_ranks(1, str(script), str(tmp_path), cwd=root, timeout_s=50)
     for case, alive in (("calling", 0), ("writing", 0), ("ending", 1), ("renaming", 1)):
         path = tmp_path / case / "c"
         assert (tmp_path / f"{case}.txt").exists(), (case, done.stderr[-2000:])

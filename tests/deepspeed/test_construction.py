@@ -78,7 +78,7 @@ def test_a_model_that_was_built_in_pieces_is_the_same(anywhere, rank, world, sta
         assert p.shape == expected[name].shape
         if p.numel() > 1:
             assert p.untyped_storage().nbytes() == 4
-            piece = p._zero_ext_piece.local
+            piece = p._zero_ext_piece
             assert piece.numel() == -(-p.numel() // world) and not piece.isnan().any()
             for write in (p.zero_, p.normal_, lambda p=p: p.copy_(torch.ones_like(p))):
                 with pytest.raises(RuntimeError), torch.no_grad():

@@ -16,7 +16,6 @@ import math
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 import warnings
@@ -35,6 +34,7 @@ from harness import (
     rank_batches,
     rank_data,
 )
+from launching import run_on_ranks
 from reference import fma_gradients, own_values, whole
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -406,7 +406,7 @@ import torch.distributed as dist
 import lagged_device
 import zero_ext
 
-rank, stage, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+rank, stage, store = int(os.environ["RANK"]), int(sys.argv[1]), sys.argv[2]
 lagged_device.load()
 zero_ext._C.set_kernels(torch.device("lagged"), lagged_device.kernels_address())
 lagged_device.end_with_errors()
@@ -428,31 +428,22 @@ for step in range(3):
 
 @pytest.mark.lagged
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_backend_that_ends_the_process_is_told_for_what(tmp_path, stage):
+def test_a_backend_that_ends_the_process_is_told_for_what(tmp_path, monkeypatch, stage):
     """The backend finds that a rank is gone long before any timeout."""
     script = tmp_path / "script.py"
     script.write_text(LOSES_A_RANK)
-    command = [sys.executable, str(script)]
-    path = os.pathsep.join(
+    script_path = os.pathsep.join(
         [str(Path(__file__).parents[1] / "support"), os.environ.get("PYTHONPATH", "")]
     )
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(stage), str(tmp_path / "store")],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [process.communicate(timeout=50)[1] for process in ranks]
-    assert ranks[1].returncode == 0, said[1]
-    assert ranks[0].returncode == -signal.SIGABRT, said[0]
+    monkeypatch.setenv("PYTHONPATH", script_path)
+    arguments = [str(script), str(stage), str(tmp_path / "store")]
+    result = run_on_ranks(2, *arguments, cwd=Path(__file__).parents[2], timeout_s=50)
+    said = result.stderr
+    assert result.returncode == -signal.SIGABRT, said  # rank 1's is 0, and comes first
     waited = "its reduction in backward 3" if stage == 2 else "the other ranks' parts of its param"
-    assert re.search(rf"zero_ext \[rank 0, unit '.* … .*'\]: waited for {waited}", said[0]), said[0]
-    assert re.search(r" for [\d.]+ s when the process was ended\. Another rank may", said[0])
-    assert said[0].count("when the process was ended") == 1
+    assert re.search(rf"zero_ext \[rank 0, unit '.* … .*'\]: waited for {waited}", said), said
+    assert re.search(r" for [\d.]+ s when the process was ended\. Another rank may", said)
+    assert said.count("when the process was ended") == 1
 
 
 def test_a_wait_is_seen(device):

@@ -24,6 +24,7 @@ from harness import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from launching import run_on_ranks
 
 HEAD = """
 import os, signal, sys, time
@@ -33,22 +34,24 @@ pytestmark = pytest.mark.dist
 """
 
 
-def run_ranks(
-    tmp_path: Path, body: str, *options: str, world: int = 2
-) -> subprocess.CompletedProcess:
-    """Run ``body`` as a test file on ``world`` ranks, with both output streams in one."""
+PYTEST = ("-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", "-q", "-rs", "test_inner.py")
+
+
+def module_path() -> str:
+    tests = Path(__file__).parents[1]
+    return os.pathsep.join([str(tests), str(tests / "support"), os.environ.get("PYTHONPATH", "")])
+
+
+def under_torchrun(tmp_path: Path, body: str) -> subprocess.CompletedProcess:
+    """Run ``body`` as a test file on two ranks, with both output streams in one."""
     (tmp_path / "test_inner.py").write_text(HEAD + textwrap.dedent(body))
     environment = {
         k: v for k, v in os.environ.items() if not k.startswith(("PYTEST", "TORCHELASTIC"))
     }
-    tests = Path(__file__).parents[1]
-    path = [str(tests), str(tests / "support"), os.environ.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(path)
-    environment["OMP_NUM_THREADS"] = "1"
+    environment |= {"PYTHONPATH": module_path(), "OMP_NUM_THREADS": "1"}
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    torchrun += [f"--nproc-per-node={world}", "-m", "pytest", "-p", "conftest"]
     return subprocess.run(
-        [*torchrun, "-p", "no:cacheprovider", "-q", "-rs", "test_inner.py", *options],
+        [*torchrun, "--nproc-per-node=2", *PYTEST],
         cwd=tmp_path,
         env=environment,
         stdout=subprocess.PIPE,
@@ -60,7 +63,7 @@ def run_ranks(
 
 def test_failures_of_one_rank_fail_their_tests_everywhere_and_spare_the_next(tmp_path):
     """Rank 0 prints rank 1's traceback and output once; its own collective is woken."""
-    result = run_ranks(
+    result = under_torchrun(
         tmp_path,
         """
         def test_broken(group, rank):
@@ -120,29 +123,29 @@ def test_failures_of_one_rank_fail_their_tests_everywhere_and_spare_the_next(tmp
     assert set(re.findall(r"exitcode *: *(-?\d+)", out)) == {"1"}, "all ranks end alike"
 
 
-def test_hanging_rank_is_named(tmp_path):
-    result = run_ranks(
-        tmp_path,
-        """
+def test_hanging_rank_is_named(tmp_path, monkeypatch):
+    body = """
         def test_hangs(rank):
             if rank == 1:
                 time.sleep(40)
 
         def test_never_reached(rank):
             pass
-        """,
-        "--answer-timeout=2",
-    )
-    assert result.returncode == 1, result.stdout
-    assert "rank 1 did not answer within 2 s" in result.stdout
-    assert "time.sleep" in result.stdout or "in test_hangs" in result.stdout, (
-        "stack of the hanging rank"
-    )
+        """
+    (tmp_path / "test_inner.py").write_text(HEAD + textwrap.dedent(body))
+    for name in [name for name in os.environ if name.startswith("PYTEST")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PYTHONPATH", module_path())
+    result = run_on_ranks(2, *PYTEST, "--answer-timeout=2", cwd=tmp_path, timeout_s=50)
+    said = result.stdout + result.stderr
+    assert result.returncode == 1, said
+    assert "rank 1 did not answer within 2 s" in said
+    assert "time.sleep" in said or "in test_hangs" in said, "stack of the hanging rank"
     assert "1 failed" in result.stdout and "passed" not in result.stdout
 
 
 def test_dead_rank_ends_the_session(tmp_path):
-    result = run_ranks(
+    result = under_torchrun(
         tmp_path,
         """
         def test_dies(rank):

@@ -1,5 +1,7 @@
 """Data for tests of kernels, comparisons of bits, and the instruction sets that can be used."""
 
+import functools
+
 import torch
 
 import zero_ext  # noqa: F401 (defines the ops)
@@ -34,8 +36,18 @@ WALKS = [(name, "all" if place % 2 == 0 else "none") for place, name in enumerat
 
 def values(numel: int, dtype=torch.float32, offset: int = 0) -> torch.Tensor:
     """Random values over many magnitudes, starting `offset` elements after an aligned address."""
-    spread = torch.randn(numel + offset) * torch.exp2(torch.randint(-8, 8, (numel + offset,)))
-    return spread.to(dtype)[offset:]
+    count = numel + offset
+    pool = _pool(torch.get_default_device())
+    start = int(torch.randint(len(pool) - count, (), device="cpu"))
+    return pool[start : start + count].to(dtype, copy=True)[offset:]
+
+
+@functools.cache
+def _pool(device: torch.device) -> torch.Tensor:
+    """Values are ranges of it: making them anew took most of the time of the tests."""
+    numel = 2**22
+    with device:
+        return torch.randn(numel) * torch.exp2(torch.randint(-8, 8, (numel,)))
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

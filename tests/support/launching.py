@@ -1,15 +1,19 @@
-"""Starts a script on several ranks, as torchrun does, without a process more that imports torch."""
+"""Starts a script on several ranks, as torchrun does, without a process that imports torch."""
 
+import functools
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
+from forks import Forks, Program
 
 HOST = "127.0.0.1"
 # Of a torchrun around this test.
@@ -22,7 +26,8 @@ def run_on_ranks(
     """``python *arguments`` on each rank, with one thread. A rank that fails ends the others.
 
     Each output stream is that of all ranks together. The return code is that of the first rank that
-    failed. One rank runs without the variables of a rank.
+    failed. One rank runs without the variables of a rank. The ranks are forks of one process that
+    has imported torch and zero_ext: variables that an import reads are not theirs.
 
     Raises:
         subprocess.TimeoutExpired: the ranks have not ended within ``timeout_s``. They are killed.
@@ -40,38 +45,47 @@ def run_on_ranks(
         variables |= {"TORCHELASTIC_RUN_ID": "tests"}
         each = [{**variables, "RANK": str(r), "LOCAL_RANK": str(r)} for r in range(ranks)]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        processes = [
-            subprocess.Popen(command, cwd=cwd, env=env, stdout=out, stderr=err) for env in each
-        ]
+        programs: list[Program] = []
         try:
-            code = _wait(processes, timeout_s)
+            for env in each:
+                programs.append(forks().start(arguments, cwd, env, out.fileno(), err.fileno()))
+            code = _wait(programs, timeout_s, command)
         finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+            for program in programs:
+                program.send_signal(signal.SIGKILL)
+                program.wait()
         out.seek(0)
         err.seek(0)
         return subprocess.CompletedProcess(command, code, out.read(), err.read())
 
 
-def _wait(processes: Sequence[subprocess.Popen], timeout_s: float) -> int:
-    running = {os.pidfd_open(process.pid): process for process in processes}
+def _wait(programs: Sequence[Program], timeout_s: float, command: list[str]) -> int:
+    running = list(programs)
     deadline = time.monotonic() + timeout_s
     code = 0
-    try:
-        while running:
-            left = max(0.0, deadline - time.monotonic())
-            ended, _, _ = select.select(list(running), [], [], left)
-            if not ended:
-                raise subprocess.TimeoutExpired(processes[0].args, timeout_s)
-            for descriptor in ended:
-                process = running.pop(descriptor)
-                os.close(descriptor)
-                code = code or process.wait()
-            if code != 0:
-                for process in running.values():
-                    process.terminate()
-    finally:
-        for descriptor in running:
-            os.close(descriptor)
+    while running:
+        left = max(0.0, deadline - time.monotonic())
+        ended, _, _ = select.select(running, [], [], left)
+        if not ended:
+            raise subprocess.TimeoutExpired(command, timeout_s)
+        for program in ended:
+            running.remove(program)
+            code = code or program.wait()
+        if code != 0:
+            for program in running:
+                program.send_signal(signal.SIGTERM)
     return code
+
+
+_first = threading.Lock()
+
+
+def forks() -> Forks:
+    """This process' own. It starts with the first program."""
+    with _first:
+        return _forks()
+
+
+@functools.cache
+def _forks() -> Forks:
+    return Forks()

@@ -23,10 +23,16 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from zero_ext.tensor.boxes import boxes
-from zero_ext.tensor.shard_tensor import ShardTensor, make
+from zero_ext.tensor.shard_tensor import Maker, ShardTensor
 
 # Parameters that straddle ranks, lie on one rank, are scalars, have no elements.
 SHAPES = [(7, 5), (), (0, 4), (3,), (2, 3, 4), (1,), (40,), (5, 1, 2, 2), (11, 3)]
+
+
+def make(local, shape, bounds, mesh, stride=None):
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    stride = torch.empty(shape, device="meta").stride() if stride is None else stride
+    return Maker(mesh, ranks).make(local, shape, bounds, stride)
 
 
 def cut(shapes, world, seed=0):

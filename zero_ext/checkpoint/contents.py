@@ -10,12 +10,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zero_ext._warnings import warn
 from zero_ext.checkpoint import files, folders, pickles
-from zero_ext.checkpoint.deepspeed_files import (
-    DeepspeedFolder,
-    DeepspeedReader,
-    is_deepspeeds,
-    opened,
-)
+from zero_ext.checkpoint.deepspeed_files import DeepspeedFolder, is_deepspeeds, opened
 from zero_ext.state.model_state import EXTRA_STATE, ModelState, plain_name
 
 OBJECTS = "zero_ext"  # the key of all that is no tensor, but for
@@ -24,9 +19,7 @@ FORMAT = 3
 
 
 class Contents(NamedTuple):
-    """What is in a checkpoint, as far as it can be known without its tensors."""
-
-    reader: files.CheckedReader | DeepspeedReader
+    source: files.CheckedReader | DeepspeedFolder
     id: str
     tensors: dict[str, TensorStorageMetadata]  # by key
     keys: dict[str, str]  # of the model's tensors and objects, by name
@@ -36,12 +29,31 @@ class Contents(NamedTuple):
 
     @property
     def path(self) -> Path:
-        return self.reader.path
+        return self.source.path
+
+    def read(self, targets: dict[str, Any], allow_pickle: bool = False) -> None:
+        """Read these values by key, tensors in place. Not collective.
+
+        Of sharded tensors this rank reads its parts.
+        """
+        if isinstance(self.source, DeepspeedFolder):
+            self.source.read(targets)
+        else:
+            files.read(self.source, targets, allow_pickle)
 
     @staticmethod
     def of(path: Path, allow_pickle: bool) -> "Contents":
         if is_deepspeeds(path):
-            return Contents._of_deepspeed(opened(path))
+            folder = opened(path)
+            return Contents(
+                folder,
+                folder.id,
+                folder.described,
+                folder.keys,
+                folder.objects,
+                folder.optimizers,
+                folder.extra,
+            )
         path = folders.find(path)
         reader = files.CheckedReader(path)
         entries = reader.metadata.state_dict_metadata
@@ -70,20 +82,6 @@ class Contents(NamedTuple):
             objects.get("model", {}),
             objects.get("optimizers", []),
             objects.get("extra", {}),
-        )
-
-    @staticmethod
-    def _of_deepspeed(folder: DeepspeedFolder) -> "Contents":
-        reader = DeepspeedReader(folder)
-        entries = reader.metadata.state_dict_metadata
-        return Contents(
-            reader,
-            folder.id,
-            entries,
-            folder.keys,
-            folder.objects,
-            folder.optimizers,
-            folder.extra,
         )
 
     def matching(self, of_model: ModelState, strict: bool) -> tuple[list[str], dict[str, Any]]:

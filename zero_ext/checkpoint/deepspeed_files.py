@@ -19,16 +19,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.futures import Future
+from torch.distributed.tensor import DTensor
 
 from zero_ext.checkpoint import pickles
 
@@ -49,7 +47,6 @@ _OWN_ENTRIES = frozenset(
 
 
 def is_deepspeeds(path: Path) -> bool:
-    """Whether DeepSpeed has written the folder."""
     return path.is_dir() and any(_ANY_FILE.fullmatch(each.name) for each in path.iterdir())
 
 
@@ -130,6 +127,7 @@ class DeepspeedFolder:
         objects: What is no tensor in the model's state.
         optimizers: As ``states_of`` gives them; empty with stage 0.
         extra: ``client_state``, ``counts`` and ``lr_scheduler``.
+        described: The metadata of each key.
     """
 
     def __init__(self, path: Path):
@@ -147,6 +145,7 @@ class DeepspeedFolder:
         steps, samples, skipped = (
             self._model.get(name, 0) for name in ("global_steps", "global_samples", "skipped_steps")
         )
+        self.described = {key: _described(self.shapes[key], self.parts[key]) for key in self.parts}
         self.id = f"of DeepSpeed {self._model.get('ds_version')}, {steps} steps"
         self.extra = {
             "client_state": {k: v for k, v in self._model.items() if k not in _OWN_ENTRIES},
@@ -277,9 +276,18 @@ class DeepspeedFolder:
             if first in self.keys:
                 self.keys[name] = self.keys[first]
 
-    def whole(self, key: str) -> Tensor:
-        shape = self.shapes[key]
-        return torch.cat(self.parts[key])[: shape.numel()].view(shape)
+    def read(self, targets: dict[str, Tensor]) -> None:
+        """Read the tensors of these keys in place, of sharded ones this rank's parts."""
+        for key, target in targets.items():
+            shape = self.shapes[key]
+            whole = torch.cat(self.parts[key])[: shape.numel()].view(shape)
+            if not isinstance(target, DTensor):
+                target.copy_(whole.view(target.shape))
+                continue
+            for chunk in target.__create_chunk_list__():
+                box = [slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
+                index = MetadataIndex(key, chunk.offsets)
+                target.__get_tensor_shard__(index).copy_(whole[tuple(box)])
 
 
 def _is_flat(value: Any) -> bool:
@@ -310,52 +318,6 @@ def _loss_scaler(saved: Any) -> dict[str, Any] | None:
     }
 
 
-class DeepspeedReader(dcp.StorageReader):
-    """Reads parts of the tensors of a folder, for torch.distributed.checkpoint."""
-
-    def __init__(self, folder: DeepspeedFolder):
-        self.path, self._folder = folder.path, folder
-        self.metadata = Metadata({key: _described(folder, key) for key in folder.parts})
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        key, whole = None, torch.empty(0)
-        for item in plan.items:
-            if item.storage_index.fqn != key:
-                key = item.storage_index.fqn
-                whole = self._folder.whole(key)
-            source = whole
-            for dim, (start, length) in enumerate(
-                zip(item.storage_offsets, item.lengths, strict=True)
-            ):
-                source = source.narrow(dim, start, length)
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(source)
-            planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        pass
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, **_: Any) -> None:
-        pass
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
-
-
-def _described(folder: DeepspeedFolder, key: str) -> TensorStorageMetadata:
-    shape = folder.shapes[key]
+def _described(shape: torch.Size, parts: list[Tensor]) -> TensorStorageMetadata:
     whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
-    return TensorStorageMetadata(TensorProperties(folder.parts[key][0].dtype), shape, [whole])
+    return TensorStorageMetadata(TensorProperties(parts[0].dtype), shape, [whole])

@@ -207,15 +207,11 @@ def damaged_entries(path: Path) -> list[str]:
     return sorted({reader.name_of(*each) for each in found})
 
 
-def read(reader: dcp.StorageReader, targets: dict[str, Any], allow_pickle: bool = False) -> None:
-    """Read the values of ``targets``, tensors in place. Not collective.
-
-    Of sharded tensors this rank reads its parts.
-    """
+def read(reader: CheckedReader, targets: dict[str, Any], allow_pickle: bool = False) -> None:
+    """Read the values of ``targets``, tensors in place. Not collective."""
     if not targets:
         return
-    what = f"load() of checkpoint '{reader.path}'"
-    with warnings.catch_warnings(), failures.named(None, what):
+    with warnings.catch_warnings(), failures.named(None, f"load() of checkpoint '{reader.path}'"):
         warnings.filterwarnings("ignore", message=ALONE)
         dcp.load(
             targets,

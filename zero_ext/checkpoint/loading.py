@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_ext.checkpoint import failures, files, folders
+from zero_ext.checkpoint import failures, folders
 from zero_ext.checkpoint.contents import Contents
 from zero_ext.checkpoint.deepspeed_files import folder_of
 from zero_ext.checkpoint.optimizer_states import SavedOptimizer, listed
@@ -143,8 +143,8 @@ def _load(
         remedy="Load the same one into the same model and optimizer on every rank.",
     )
     with failures.together(groups, what):
-        files.read(contents.reader, values)
-        files.read(contents.reader, templates, allow_pickle)
+        contents.read(values)
+        contents.read(templates, allow_pickle)
     with all_or_none(groups, what):  # optimizers have checks of their own
         loads = [each.checked_load(values) for each in saved]
     with all_or_none(groups, what):
@@ -182,7 +182,7 @@ def read_whole(
         for key in contents.keys.values()
         if key in contents.tensors
     }
-    files.read(contents.reader, read)
+    contents.read(read)
     values = {name: read[key] for name, key in contents.keys.items() if key in read}
     return values | contents.objects, contents.extra
 

@@ -37,7 +37,6 @@ def listed(
 
 
 def _names(optimizer: torch.optim.Optimizer, of_model: ModelState) -> list[list[str]]:
-    """The names of each group's parameters."""
     for g, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
             if id(parameter) not in of_model.names:

@@ -86,5 +86,4 @@ _accelerator = Accelerator()
 
 
 def get_accelerator() -> Accelerator:
-    """The device that scripts train on."""
     return _accelerator

@@ -9,7 +9,6 @@ unit its values when it is cut.
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,49 +23,44 @@ from zero_ext.ranks.collectives import broadcast_, on_wire, wait_for
 _PIECE = "_zero_ext_piece"  # an attribute, which goes with a Parameter that takes its place
 
 
-@dataclass
-class Piece:
-    """This rank's part of a parameter's values, flat; the last ranks' parts may be padded."""
+@torch.no_grad()
+def _piece(value: Tensor, source: int) -> Tensor:
+    """This rank's part of rank ``source``'s value, flat. The last ranks' parts may be padded.
+    Collective."""
+    ranks, rank = _ranks()
+    value = value.detach().contiguous()
+    if ranks > 1:
+        broadcast_(value, dist.group.WORLD, source)
+    part = -(-value.numel() // ranks)
+    local = value.new_zeros(part)
+    mine = value.flatten()[rank * part : (rank + 1) * part]
+    local[: mine.numel()] = mine
+    return local
 
-    local: Tensor
 
-    @staticmethod
-    @torch.no_grad()
-    def of(value: Tensor, source: int) -> "Piece":
-        """Of rank ``source``'s value. Collective."""
-        ranks, rank = _ranks()
-        value = value.detach().contiguous()
-        if ranks > 1:
-            broadcast_(value, dist.group.WORLD, source)
-        part = -(-value.numel() // ranks)
-        local = value.new_zeros(part)
-        mine = value.flatten()[rank * part : (rank + 1) * part]
-        local[: mine.numel()] = mine
-        return Piece(local)
-
-    @torch.no_grad()
-    def whole(self, shape: torch.Size) -> Tensor:
-        """The values of all ranks. Collective."""
-        ranks, _ = _ranks()
-        parts = [self.local]
-        if ranks > 1:
-            wire = on_wire(self.local, dist.group.WORLD)
-            parts = [torch.empty_like(wire) for _ in range(ranks)]
-            wait_for(dist.all_gather(parts, wire, async_op=True), wire)
-        whole = torch.cat(parts)[: shape.numel()].reshape(shape)
-        return whole.to(self.local.device)
+@torch.no_grad()
+def _whole(parameter: Tensor) -> Tensor:
+    """The values of all ranks' pieces. Collective."""
+    piece, (ranks, _) = piece_of(parameter), _ranks()
+    parts = [piece]
+    if ranks > 1:
+        wire = on_wire(piece, dist.group.WORLD)
+        parts = [torch.empty_like(wire) for _ in range(ranks)]
+        wait_for(dist.all_gather(parts, wire, async_op=True), wire)
+    whole = torch.cat(parts)[: parameter.numel()].reshape(parameter.shape)
+    return whole.to(piece.device)
 
 
 def _ranks() -> tuple[int, int]:
     return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
 
 
-def piece_of(parameter: Tensor) -> Piece | None:
+def piece_of(parameter: Tensor) -> Tensor | None:
     return parameter.__dict__.get(_PIECE)
 
 
 def _cut(parameter: Tensor, source: int = 0) -> None:
-    setattr(parameter, _PIECE, Piece.of(parameter.data, source))
+    setattr(parameter, _PIECE, _piece(parameter.data, source))
     nothing = parameter.data.new_full((), float("nan"))
     torch._C._set_throw_on_mutable_data_ptr(nothing)
     parameter.data = nothing.expand(parameter.shape)
@@ -160,7 +154,7 @@ def gathered(parameters: Iterable[Tensor | None], modifier_rank: int | None) -> 
     cut = [p for p in parameters if p is not None and piece_of(p) is not None]
     nothing = [p.data for p in cut]
     for parameter in cut:
-        parameter.data = piece_of(parameter).whole(parameter.shape)
+        parameter.data = _whole(parameter)
     try:
         yield
     finally:
@@ -182,10 +176,10 @@ def prepare(model: nn.Module, by_unit: bool) -> None:
     twins: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is None or (piece := piece_of(parameter)) is None:
+            if parameter is None or piece_of(parameter) is None:
                 continue
             if not by_unit:
-                parameter.data = piece.whole(parameter.shape)
+                parameter.data = _whole(parameter)
                 delattr(parameter, _PIECE)
                 continue
             if id(parameter) not in twins:
@@ -198,7 +192,7 @@ def prepare(model: nn.Module, by_unit: bool) -> None:
 def fill(module: nn.Module) -> None:
     """A ``param_init_fn``: the values that the parameters had in their pieces. Collective."""
     for parameter in module._parameters.values():
-        piece = None if parameter is None else piece_of(parameter)
-        if piece is not None and not parameter.is_meta:
-            parameter.data.copy_(piece.whole(parameter.shape))
-            delattr(parameter, _PIECE)
+        if parameter is None or parameter.is_meta or piece_of(parameter) is None:
+            continue
+        parameter.data.copy_(_whole(parameter))
+        delattr(parameter, _PIECE)

@@ -1,40 +1,23 @@
 """EngineCheckpoints: DeepSpeed's calls for checkpoints and weights."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from zero_ext import checkpoint
 from zero_ext._warnings import warn
 from zero_ext.checkpoint.saving import save_without
-from zero_ext.deepspeed.config import Config
-from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.deepspeed.engine_settings import EngineSettings
 from zero_ext.ranks.agreement import all_or_none, check_same_on_all_ranks
-from zero_ext.ranks.groups import Groups
 from zero_ext.state.model_state import gather_state_dict, plain_name
 
 _LATEST = "latest"  # a file with the tag of the last checkpoint
 
 
-class EngineCheckpoints:
+class EngineCheckpoints(EngineSettings):
     """A part of ``TrainingEngine``."""
-
-    module: nn.Module
-    optimizer: ShardedOptimizer | None
-    lr_scheduler: Any
-    settings: Config
-    micro_steps: int
-    global_steps: int
-    global_samples: int
-    skipped_steps: int
-    _groups: Groups
-    _counted_from: int
-    _divides: Callable
-    _skipped_before: int
 
     def save_checkpoint(
         self,

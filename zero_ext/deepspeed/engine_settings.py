@@ -34,8 +34,11 @@ class EngineSettings:
 
     module: nn.Module
     optimizer: ShardedOptimizer | None
+    lr_scheduler: Any
     settings: Config
     micro_steps: int
+    global_steps: int
+    global_samples: int
     _groups: Groups
     _skipped_before: int
     _step_applied: bool

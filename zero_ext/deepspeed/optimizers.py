@@ -47,8 +47,6 @@ _OURS = {**dict.fromkeys(_LIONS, Lion), "lamb": Lamb, "fusedlamb": Lamb, "muon":
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """A class of torch's kind, and its arguments."""
-
     kind: type[torch.optim.Optimizer]
     arguments: dict[str, Any]
 

@@ -341,8 +341,6 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class ScheduleSettings:
-    """A schedule's class, and its arguments."""
-
     kind: type
     arguments: dict[str, Any]
 

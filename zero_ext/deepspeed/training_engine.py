@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from zero_ext.deepspeed.casting import autocasting
 from zero_ext.deepspeed.config import Config
 from zero_ext.deepspeed.engine_checkpoints import EngineCheckpoints
-from zero_ext.deepspeed.engine_settings import EngineSettings
 from zero_ext.deepspeed.reports import Reports
 from zero_ext.module.forward_hooks import cast_floating
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
@@ -37,7 +36,6 @@ def data_loader(
     collate_fn: Callable | None = None,
     num_workers: int = 0,
 ) -> DataLoader:
-    """A loader of this rank's micro-batches."""
     if sampler is None and not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(
             dataset, num_replicas=groups.world, rank=groups.rank, shuffle=shuffle
@@ -53,7 +51,7 @@ def data_loader(
     )
 
 
-class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
+class TrainingEngine(EngineCheckpoints, nn.Module):
     """A sharded model with its optimizer, micro-batches and schedule. Made by ``initialize``.
 
     Call ``loss = engine(batch); engine.backward(loss); engine.step()`` for each micro-batch. An
@@ -276,7 +274,6 @@ class TrainingEngine(EngineSettings, EngineCheckpoints, nn.Module):
         self.optimizer = self.lr_scheduler = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
         if self.optimizer is None:
             self.module.zero_grad(set_to_none)
         else:

@@ -11,15 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zero_ext.deepspeed.leaf_modules import (
-    get_z3_leaf_modules,
-    set_z3_leaf_module,
-    set_z3_leaf_modules,
-    set_z3_leaf_modules_by_name,
-    set_z3_leaf_modules_by_suffix,
-    unset_z3_leaf_modules,
-    z3_leaf_module,
-)
 from zero_ext.engine.registry import find
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.ranks.agreement import all_or_none
@@ -35,32 +26,8 @@ from zero_ext.state.values import (
 )
 from zero_ext.tensor.shard_tensor import ShardTensor
 
-__all__ = [
-    "get_z3_leaf_modules",
-    "log_dist",
-    "logger",
-    "safe_get_full_fp32_param",
-    "safe_get_full_grad",
-    "safe_get_full_optimizer_state",
-    "safe_get_local_fp32_param",
-    "safe_get_local_grad",
-    "safe_get_local_optimizer_state",
-    "safe_set_full_fp32_param",
-    "safe_set_full_grad",
-    "safe_set_full_optimizer_state",
-    "safe_set_local_fp32_param",
-    "safe_set_local_grad",
-    "safe_set_local_optimizer_state",
-    "safe_update_full_grad_vectorized",
-    "set_z3_leaf_module",
-    "set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix",
-    "unset_z3_leaf_modules",
-    "z3_leaf_module",
-]
-
 logger = logging.getLogger("zero_ext")
+_MARK = "_zero_ext_leaf"  # an attribute of leaf modules
 
 
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
@@ -174,3 +141,114 @@ def _optimizer_of(param: nn.Parameter) -> ShardedOptimizer:
         f"zero_ext: no optimizer steps the parameter of shape {tuple(param.shape)}. Pass one that "
         "an optimizer has, after initialize()."
     )
+
+
+# Leaf modules, whose parameters DeepSpeed gathers at once. Nothing needs that here: ranks may enter
+# different parts of a module, in any order. So these find modules and remember the mark.
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    return getattr(model, _MARK, False)
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    setattr(model, _MARK, bool(flag))
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark the modules of these classes and of their subclasses, or of classes with these names.
+
+    Returns:
+        The modules that were found.
+    Raises:
+        ValueError: there is none.
+    """
+    return _set_by_class(model, leaf_module_classes, True, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Remove the mark from the modules that ``set_z3_leaf_modules`` would find."""
+    return _set_by_class(model, leaf_module_classes, False, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module,
+    module_names: Iterable[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules with these names in ``named_modules()``.
+
+    Returns:
+        The modules that were found, and the names that were not.
+    Raises:
+        ValueError: a name was not found.
+    """
+    return _set_by_name(model, module_names, flag, raise_if_not_found, "named", str.__eq__)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module,
+    module_name_suffixes: Iterable[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
+) -> tuple[list[nn.Module], list[str]]:
+    """As ``set_z3_leaf_modules_by_name``, for the ends of names."""
+    return _set_by_name(
+        model, module_name_suffixes, flag, raise_if_not_found, "whose name ends with", str.endswith
+    )
+
+
+def _set_by_class(
+    model: nn.Module, classes: Iterable[type | str], flag: bool, raises: bool
+) -> list[nn.Module]:
+    classes = list(classes)
+    for each in classes:
+        if not isinstance(each, (type, str)):
+            raise TypeError(f"zero_ext: leaf modules: {each!r} is no class and no name of one.")
+    kinds = tuple(each for each in classes if isinstance(each, type))
+    found = [
+        m
+        for m in model.modules()
+        if isinstance(m, kinds) or type(m).__name__ in classes or _full_name(m) in classes
+    ]
+    if not found and raises:
+        names = [each if isinstance(each, str) else each.__name__ for each in classes]
+        raise ValueError(f"zero_ext: the model has no module of {', '.join(names)}.")
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return found
+
+
+def _full_name(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _set_by_name(
+    model: nn.Module,
+    names: Iterable[str],
+    flag: bool,
+    raises: bool,
+    described: str,
+    fits: Callable[[str, str], bool],
+) -> tuple[list[nn.Module], list[str]]:
+    found: dict[int, nn.Module] = {}
+    missing = []
+    for wanted in names:
+        fitting = [module for name, module in model.named_modules() if fits(name, wanted)]
+        found |= {id(module): module for module in fitting}
+        if not fitting:
+            missing.append(wanted)
+    if missing and raises:
+        raise ValueError(f"zero_ext: the model has no module {described} {', '.join(missing)}.")
+    for module in found.values():
+        set_z3_leaf_module(module, flag)
+    return list(found.values()), missing

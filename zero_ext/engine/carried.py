@@ -1,8 +1,9 @@
 """Objects and callables that a module carries with it when it is copied or pickled."""
 
+import copy
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -18,13 +19,12 @@ class Carried:
     # Held weakly: in a cycle with the module, its buffers would wait for a garbage collection.
     _module: weakref.ref[nn.Module] | None = None
 
-    def _in_a_copy(self) -> dict[str, Any]:
-        """The attributes that have other values in a copy."""
-        return {}
+    # The attributes that have other values in a copy.
+    _in_a_copy: ClassVar[dict[str, Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         module = {} if self._module is None else {"_module": self._module()}
-        return {**self.__dict__, **module, **self._in_a_copy()}
+        return {**self.__dict__, **module, **copy.deepcopy(self._in_a_copy)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -1,6 +1,7 @@
 """Which parameters and buffers can be sharded. Nothing has changed when a check raises."""
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
@@ -20,7 +21,6 @@ Named = Iterable[tuple[str, Tensor]]  # parameters or buffers with their names
 
 
 def check_module(module, verb: str) -> None:
-    """Raise for what is no module."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"zero_ext: {verb} takes a module, not a {type(module).__name__}.")
 
@@ -30,6 +30,13 @@ def check_number(name: str, value) -> None:
     several = isinstance(value, Tensor) and value.numel() != 1
     if several or isinstance(value, bool) or not hasattr(value, "__float__"):
         raise TypeError(f"zero_ext: {name} must be a number, not {value!r}.")
+
+
+def check_positive(name: str, value, *, finite: bool = False) -> None:
+    check_number(name, value)
+    if not 0 < value <= math.inf or (finite and value == math.inf):
+        kind = "positive and finite" if finite else "positive"
+        raise ValueError(f"zero_ext: {name} must be {kind}, not {value}.")
 
 
 def check_bool(name: str, value) -> None:

@@ -302,7 +302,6 @@ class Handle:
             optimizer._set_state_offloaded(offloaded)
 
     def stats(self) -> dict[str, int]:
-        """See ``zero_ext.stats``."""
         return self.engine.stats()
 
 

@@ -8,7 +8,7 @@ switch off torch's fast paths. They get a ``_compiled_call_impl``, which ``Modul
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 from weakref import ref
 
 import torch
@@ -27,6 +27,8 @@ class _Unit(NamedTuple):
 class InnerCall(Carried):
     """Calls of one module: the ``_compiled_call_impl`` of it."""
 
+    _in_a_copy: ClassVar = {"_engine": None, "_forwards": None, "_units": (), "_compiled": None}
+
     def __init__(
         self, module: nn.Module, engine: _C.Engine, forwards: OpenForwards, units: Sequence[_Unit]
     ):
@@ -36,9 +38,6 @@ class InnerCall(Carried):
         self._units = units
         self._site: int | None = None  # made for the first call from outside
         self._compiled: Callable | None = module._compiled_call_impl  # by the user
-
-    def _in_a_copy(self) -> dict[str, Any]:
-        return {"_engine": None, "_forwards": None, "_units": (), "_compiled": None}
 
     def __call__(self, *args, **kwargs):
         call = self._compiled or self._module()._call_impl

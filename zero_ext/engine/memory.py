@@ -1,5 +1,6 @@
 """What a sharded model holds (``stats``), and what it would hold (``estimate_memory``)."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import OffloadPolicy
 
+from zero_ext import _C
 from zero_ext.engine import options as settings
 from zero_ext.engine.checks import (
     check_bool,
@@ -177,7 +179,7 @@ def planned_units(
         on_device and options.offloads_parameters,
     )
     numels = [p.numel() for p in parameters]
-    cut = [[_Unit(p, [numels[i] for i in p.members], run) for p in part] for part in plans]
+    cut = [[_unit(p, [numels[i] for i in p.members], run) for p in part] for part in plans]
     return parameters, blocks, cut
 
 
@@ -219,63 +221,29 @@ class _Unit(NamedTuple):
     """What the memory of one unit follows from."""
 
     plan: UnitPlan
-    numels: list[int]
     run: _Run
+    layout: _C.Layout
 
     @property
     def itemsize(self) -> int:
         return self.plan.dtype.itemsize
 
     @property
-    def ranges(self) -> int:
-        return 1 if self.run.stage == 0 else self.run.shards
-
-    @property
-    def alignment(self) -> int:
-        return _ALIGNMENT_BYTES // self.itemsize
-
-    @property
-    def ends(self) -> list[int]:
-        """Where each slot that has elements ends, with the gap before the next one."""
-        ends: list[int] = []
-        end = 0
-        for numel in filter(None, self.numels):
-            if numel >= _BLOCKED_NUMEL:
-                end = _round_up(end, _BLOCK_NUMEL)
-                ends[-1:] = [end] if ends else []
-            end += _round_up(numel, self.alignment)
-            ends.append(end)
-        return ends
-
-    @property
     def range_numel(self) -> int:
-        in_blocks = any(numel >= _BLOCKED_NUMEL for numel in self.numels)
-        alignment = _BLOCK_NUMEL if in_blocks else self.alignment
-        numel = max(self.ends, default=0)
-        return max(alignment, _round_up(-(-numel // self.ranges), alignment))
+        return self.layout.range_numel
 
     def state_bytes(self, state_dtype: str) -> int:
         """Of both moments."""
         if state_dtype != "int8":
             return 2 * self.range_numel * (2 if state_dtype == "bf16" else _FP32_BYTES)
-        numels, begins, most = [*filter(None, self.numels)], [0, *self.ends], 0
-        for first in range(0, self.range_numel * self.ranges, self.range_numel):
-            held = {True: 0, False: 0}  # elements, by whether they are in blocks
-            for numel, begin, end in zip(numels, begins, self.ends, strict=False):
-                here = max(min(end, first + self.range_numel) - max(begin, first), 0)
-                in_blocks = numel >= _BLOCKED_NUMEL
-                held[in_blocks] += _round_up(here, _BLOCK_NUMEL) if in_blocks else here
-            of_blocks = held[True] // _BLOCK_NUMEL * (_BLOCK_NUMEL + _FP32_BYTES)
-            most = max(most, 2 * (held[False] * _FP32_BYTES + of_blocks))
-        return most
-
-    @property
-    def bounds(self) -> list[list[int]]:
-        """Of each parameter, where each range's elements begin, and the end."""
-        begins = iter([0, *self.ends])
-        places = [(numel, next(begins) if numel else 0) for numel in self.numels]
-        starts = range(0, self.range_numel * self.ranges + 1, self.range_numel)
-        return [[min(max(s - begin, 0), numel) for s in starts] for numel, begin in places]
+        held: Counter[int] = Counter()  # bytes by range
+        for i in range(self.layout.size):
+            in_blocks = self.layout.slot(i).numel >= _BLOCKED_NUMEL
+            for piece in self.layout.pieces(i):
+                numel = piece.numel + piece.gap_numel
+                blocks = -(-numel // _BLOCK_NUMEL) * (_BLOCK_NUMEL + _FP32_BYTES)
+                held[piece.range] += 2 * (blocks if in_blocks else numel * _FP32_BYTES)
+        return max(held.values(), default=0)
 
     @property
     def has_copy_on_host(self) -> bool:
@@ -288,7 +256,7 @@ class _Unit(NamedTuple):
 
     @property
     def full_bytes(self) -> int:
-        return self.range_numel * self.ranges * self.itemsize
+        return self.layout.padded_numel * self.itemsize
 
     @property
     def home(self) -> str:
@@ -304,9 +272,9 @@ class _Unit(NamedTuple):
         """``local``: sums of several backwards are sent, which are in fp32."""
         in_fp32 = self.plan.gradient_is_fp32 or local or not self.run.exchanges
         itemsize = _FP32_BYTES if in_fp32 else self.itemsize
-        message = self.range_numel * self.ranges
+        message = self.layout.padded_numel
         if not self.run.exchanges:
-            received = self.range_numel if self.ranges > 1 or self.run.offloads else 0
+            received = self.range_numel if self.layout.ranges > 1 or self.run.offloads else 0
             return (message + received) * itemsize
         places = self.run.world - (0 if self.run.offloads else 1)
         alignment = _ALIGNMENT_BYTES // itemsize
@@ -315,6 +283,12 @@ class _Unit(NamedTuple):
         if self.run.world == 1:
             window = self.range_numel
         return (message + min(window, self.range_numel) * places) * itemsize
+
+
+def _unit(plan: UnitPlan, numels: Sequence[int], run: _Run) -> _Unit:
+    ranges = 1 if run.stage == 0 else run.shards
+    alignment = _ALIGNMENT_BYTES // plan.dtype.itemsize
+    return _Unit(plan, run, _C.Layout(numels, ranges=ranges, alignment=alignment))
 
 
 def _persistent_bytes(
@@ -333,7 +307,7 @@ def _persistent_bytes(
         if unit.plan.trainable:
             for kind, size in (
                 ("master", share * _FP32_BYTES if unit.has_master else 0),
-                ("grad", share * (unit.ranges if local else 1) * _FP32_BYTES),
+                ("grad", (unit.layout.padded_numel if local else share) * _FP32_BYTES),
                 ("optimizer_state", unit.state_bytes(state_dtype) if state_dtype else 0),
             ):
                 result["offloaded" if unit.run.offloads else kind] += size
@@ -343,15 +317,12 @@ def _persistent_bytes(
 def _owner_bytes(units: Sequence[_Unit]) -> int:
     """Of masters that the owner of most elements keeps. See Note [Kept masters]."""
     trained = [unit for unit in units if unit.plan.trainable]
-    if not trained or trained[0].ranges == 1:  # every rank holds all of them
+    if not trained or trained[0].layout.ranges == 1:  # every rank holds all of them
         return 0
-    members = sorted(
-        (i, numel, bounds)
-        for unit in trained
-        for i, numel, bounds in zip(unit.plan.members, unit.numels, unit.bounds, strict=True)
-    )
-    loads = [0.0] * trained[0].ranges
-    owner_plan.assign([n for _, n, _ in members], [bounds for *_, bounds in members], loads)
+    bounds = {i: u.layout.bounds(k) for u in trained for k, i in enumerate(u.plan.members)}
+    ordered = [bounds[i] for i in sorted(bounds)]
+    loads = [0.0] * trained[0].layout.ranges
+    owner_plan.assign([each[-1] for each in ordered], ordered, loads)
     return _FP32_BYTES * int(max(loads))
 
 
@@ -368,7 +339,3 @@ def _gathered_bytes(blocks: Sequence[Block], cut: Sequence[list[_Unit]], ahead: 
         for block in blocks
     ]
     return min(max(held) + ahead, sum(sizes))
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

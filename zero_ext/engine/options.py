@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from zero_ext import _C
-from zero_ext.engine.checks import DTYPES, check_bool, check_count, check_number
+from zero_ext.engine.checks import DTYPES, check_bool, check_count, check_number, check_positive
 from zero_ext.ranks import environment
 from zero_ext.ranks.comm_groups import comm_groups
 from zero_ext.ranks.groups import Groups
@@ -78,11 +78,7 @@ class ShardingOptions:
             raise ValueError(
                 f"zero_ext: reduction must be 'exchange' or 'collective', not {self.reduction!r}."
             )
-        check_number("bucket_mb", self.bucket_mb)
-        if not 0 < self.bucket_mb < math.inf:
-            raise ValueError(
-                f"zero_ext: bucket_mb must be positive and finite, not {self.bucket_mb}."
-            )
+        check_positive("bucket_mb", self.bucket_mb, finite=True)
         if not isinstance(self.reshard_after_forward, bool):
             raise TypeError(
                 "zero_ext: reshard_after_forward must be True or False, not "

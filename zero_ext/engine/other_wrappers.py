@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, _get_registry
@@ -65,13 +65,12 @@ class _Claim(Carried, dict):
     It keeps no engine alive: a submodule may outlive the sharded module.
     """
 
+    _in_a_copy: ClassVar = {"_handle": None}
+
     def __init__(self, handle: "Handle", i: int, others: dict[str, Any]):
         super().__init__(others)
         self._handle: weakref.ref[Handle] | None = weakref.ref(handle)
         self._i = i  # the index of a parameter
-
-    def _in_a_copy(self) -> dict[str, Any]:
-        return {"_handle": None}
 
     def __contains__(self, api: object) -> bool:
         handle = self._handle and self._handle()

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch._dynamo
@@ -89,6 +89,8 @@ def _is_running(frame: FrameType) -> bool:
 class SiteHooks(Carried):
     """Gathers and releases the units of one module hook site, which belongs to one module."""
 
+    _in_a_copy: ClassVar = {"_engine": None, "_forwards": OpenForwards(), "_inside": []}
+
     def __init__(
         self, engine: _C.Engine | None, site: int, forwards: OpenForwards, inside: list[int]
     ):
@@ -96,9 +98,6 @@ class SiteHooks(Carried):
         self._site = site
         self._forwards = forwards
         self._inside = inside  # the threads that are in a forward of the units, once per forward
-
-    def _in_a_copy(self) -> dict[str, Any]:
-        return {"_engine": None, "_forwards": OpenForwards(), "_inside": []}
 
     def enter(self, module: nn.Module, args, kwargs=None):  # torch.ao passes no kwargs
         if self._engine is None:

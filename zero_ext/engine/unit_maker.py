@@ -60,8 +60,6 @@ class UnitPlanner(NamedTuple):
 
 
 class UnitMaker:
-    """Makes the units of one engine."""
-
     def __init__(self, engine: _C.Engine, planner: UnitPlanner):
         self._engine = engine
         self._planner = planner

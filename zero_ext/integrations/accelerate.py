@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import accelerate
@@ -40,11 +40,8 @@ from zero_ext.state.model_state import gather_state_dict
 _DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
-class _Sharded(NamedTuple):
-    """The contents of one checkpoint."""
-
-    model: nn.Module
-    optimizers: list[ShardedOptimizer]
+# A model and its optimizers: the contents of one checkpoint.
+_Sharded = tuple[nn.Module, list[ShardedOptimizer]]
 
 
 class Accelerator(accelerate.Accelerator):
@@ -376,8 +373,7 @@ def _pair(models: list[nn.Module], optimizers: list[AcceleratedOptimizer]) -> li
         each.optimizer for each in optimizers if isinstance(each.optimizer, ShardedOptimizer)
     ]
     return [
-        _Sharded(model, adoption.optimizers_of(model, sharded))
-        for model in filter(_is_sharded, models)
+        (model, adoption.optimizers_of(model, sharded)) for model in filter(_is_sharded, models)
     ]
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,35 +14,34 @@ from zero_ext.deepspeed.config import Config, read_values
 
 _USES_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"  # set by "accelerate launch"
 
-# What "auto" means, by the key's path: the argument of TrainingArguments and its value.
-_ARGUMENTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "train_micro_batch_size_per_gpu": (
-        "per_device_train_batch_size",
-        lambda args: args.per_device_train_batch_size,
-    ),
-    "gradient_accumulation_steps": (
-        "gradient_accumulation_steps",
-        lambda args: args.gradient_accumulation_steps,
-    ),
-    "train_batch_size": (
-        "per_device_train_batch_size · gradient_accumulation_steps · ranks",
-        lambda args: (
-            args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-        ),
-    ),
-    "gradient_clipping": ("max_grad_norm", lambda args: args.max_grad_norm),
-    "optimizer.params.lr": ("learning_rate", lambda args: args.learning_rate),
-    "optimizer.params.betas": (
-        "adam_beta1 and adam_beta2",
-        lambda args: [args.adam_beta1, args.adam_beta2],
-    ),
-    "optimizer.params.eps": ("adam_epsilon", lambda args: args.adam_epsilon),
-    "optimizer.params.weight_decay": ("weight_decay", lambda args: args.weight_decay),
-    "scheduler.params.warmup_min_lr": ("", lambda args: 0),
-    "scheduler.params.warmup_max_lr": ("learning_rate", lambda args: args.learning_rate),
-    "bf16.enabled": ("bf16", lambda args: args.bf16 or args.bf16_full_eval),
-    "fp16.enabled": ("fp16", lambda args: args.fp16 or args.fp16_full_eval),
+# What "auto" means, by the key's path: an argument of TrainingArguments.
+_ARGUMENTS = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_max_lr": "learning_rate",
 }
+
+
+def _meanings(args: Any, steps: int) -> dict[str, tuple[str, Any]]:
+    """What "auto" means: by the key's path, the argument's name and its value."""
+    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    return {
+        **{path: (name, getattr(args, name)) for path, name in _ARGUMENTS.items()},
+        "train_batch_size": (
+            "per_device_train_batch_size · gradient_accumulation_steps · ranks",
+            batch,
+        ),
+        "optimizer.params.betas": ("adam_beta1 and adam_beta2", [args.adam_beta1, args.adam_beta2]),
+        "scheduler.params.warmup_min_lr": ("", 0),
+        "scheduler.params.total_num_steps": ("max_steps", steps),
+        "scheduler.params.warmup_num_steps": ("warmup_steps", args.get_warmup_steps(steps)),
+        "bf16.enabled": ("bf16", args.bf16 or args.bf16_full_eval),
+        "fp16.enabled": ("fp16", args.fp16 or args.fp16_full_eval),
+    }
 
 
 def from_hf(
@@ -59,23 +58,14 @@ def from_hf(
     """
     values = copy.deepcopy(read_values(config))
     steps = 2 if num_training_steps is None else num_training_steps
-    arguments = {
-        **_ARGUMENTS,
-        "scheduler.params.total_num_steps": ("max_steps", lambda args: steps),
-        "scheduler.params.warmup_num_steps": (
-            "warmup_steps",
-            lambda args: args.get_warmup_steps(steps),
-        ),
-    }
     wrong = []
-    for path, (argument, value_of) in arguments.items():
+    for path, (argument, value) in _meanings(args, steps).items():
         *sections, key = path.split(".")
         section = values
         for name in sections:
             section = section.get(name) if isinstance(section, dict) else None
         if not isinstance(section, dict) or key not in section:
             continue
-        value = value_of(args)
         if section[key] == "auto":
             section[key] = value
         elif argument and section[key] != value and not path.startswith("scheduler."):

@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,14 @@ from zero_ext.module.places import Place, children_of, owners_of, places_of
 class ForwardHooks(Carried):
     """Run around each forward of the sharded module and each method that was registered."""
 
+    _in_a_copy: ClassVar = {
+        "_handle": None,
+        "_mp_policy": None,
+        "_places": (),
+        "_owners": (),
+        "_children": (),
+    }
+
     def __init__(self, module: nn.Module, handle: Handle, mp_policy: MixedPrecisionPolicy):
         self._handle: Handle | None = handle
         self._mp_policy = mp_policy
@@ -28,9 +36,6 @@ class ForwardHooks(Carried):
         self._children = children_of(module, handle)
         named = module.named_parameters()
         self._ignored = {name for name, p in named if p.requires_grad and find(p) is None}
-
-    def _in_a_copy(self) -> dict[str, Any]:
-        return {"_handle": None, "_mp_policy": None, "_places": (), "_owners": (), "_children": ()}
 
     def attach(self, module: nn.Module) -> None:
         before = CarriedMethod(self.before_forward)
@@ -111,11 +116,10 @@ class InputCast(Carried):
     torch.compile would make a graph of it alone, again for each kind of input.
     """
 
+    _in_a_copy: ClassVar = {"_dtype": None}
+
     def __init__(self, dtype: torch.dtype):
         self._dtype: torch.dtype | None = dtype
-
-    def _in_a_copy(self) -> dict[str, Any]:
-        return {"_dtype": None}
 
     def __call__(self, module: nn.Module, args, kwargs=None):  # torch.ao passes no kwargs
         if self._dtype is not None:

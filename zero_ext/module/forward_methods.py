@@ -5,7 +5,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -54,6 +54,8 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
 class ForwardMethod(Carried):
     """A method of a module that runs inside the hooks of a forward."""
 
+    _in_a_copy: ClassVar = {"_open": []}
+
     def __init__(
         self, module: nn.Module, name: str, forward_hooks: ForwardHooks, sites: list[SiteHooks]
     ):
@@ -70,9 +72,6 @@ class ForwardMethod(Carried):
     def __wrapped__(self) -> Callable:
         """For ``inspect``. It is not stored, because it would keep the module alive."""
         return self._method()
-
-    def _in_a_copy(self) -> dict[str, Any]:
-        return {"_open": []}
 
     def _method(self) -> Callable:
         module = self._module()

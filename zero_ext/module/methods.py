@@ -1,14 +1,18 @@
 """The methods that a module gains when it is sharded."""
 
 import contextlib
-from typing import Any
+import weakref
+from typing import ClassVar
 
+import torch
 from torch import nn
 
+from zero_ext import _C
 from zero_ext.engine.carried import Carried, CarriedMethod
-from zero_ext.engine.checks import check_bool, check_number
+from zero_ext.engine.checks import check_bool, check_positive
 from zero_ext.engine.handle import Handle
 from zero_ext.module.forward_hooks import ForwardHooks
+from zero_ext.module.places import is_sharded_by
 from zero_ext.ranks.agreement import calling
 
 # What a sharded module gains; zero_grad() is replaced as well.
@@ -25,13 +29,12 @@ _METHODS = (
 class ShardedMethods(Carried):
     """What ``module.no_sync`` and its neighbours call."""
 
+    _in_a_copy: ClassVar = {"_handle": None}
+
     def __init__(self, handle: Handle, forward_hooks: ForwardHooks):
         self._handle: Handle | None = handle
         self.forward_hooks = forward_hooks
         self._discards_writes = False  # inside summon_full_params(writeback=False)
-
-    def _in_a_copy(self) -> dict[str, Any]:
-        return {"_handle": None}
 
     def attach(self, module: nn.Module) -> None:
         for name in _METHODS:
@@ -66,9 +69,7 @@ class ShardedMethods(Carried):
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide gradients by ``factor`` instead of by the number of ranks."""
-        check_number("the divide factor", factor)
-        if not factor > 0:
-            raise ValueError(f"zero_ext: the divide factor must be positive, not {factor}.")
+        check_positive("the divide factor", factor)
         self.handle.engine.set_divide_factor(factor)
 
     @property
@@ -146,3 +147,31 @@ def refuse_taken_names(module: nn.Module) -> None:
                 f"zero_ext: the {type(module).__name__} has a '{name}' of its own, which is what a "
                 "sharded module's method is called. Rename it."
             )
+
+
+class ZeroGrad(Carried):
+    """Discards the gradients of a sharded module: what ``.grad`` shows, and local sums.
+
+    Parameters of the module that are not sharded lose their gradients as well. A copy does what
+    the module's own ``zero_grad`` does.
+    """
+
+    _in_a_copy: ClassVar = {"_handle": None}
+
+    def __init__(self, handle: Handle, module: nn.Module):
+        self._handle: Handle | None = handle
+        self._module = weakref.ref(module)
+
+    def __call__(self, *args, **kwargs) -> None:
+        module, handle = self._module(), self._handle
+        # A method of the user's does more than torch's.
+        if handle is None or type(module).zero_grad is not nn.Module.zero_grad:
+            type(module).zero_grad(module, *args, **kwargs)
+        if handle is None:
+            return
+        set_to_none = args[0] if args else kwargs.get("set_to_none", True)
+        mode = _C.ZeroGrad.to_none if set_to_none else _C.ZeroGrad.to_zero
+        handle.engine.zero_grad(range(len(handle.parameters)), mode)
+        for parameter in module.parameters():
+            if parameter.grad is not None and not is_sharded_by(handle, parameter):
+                parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)

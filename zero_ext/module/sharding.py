@@ -17,9 +17,8 @@ from zero_ext.engine.options import ShardingOptions
 from zero_ext.engine.other_wrappers import claim, refuse_wrapped
 from zero_ext.engine.units import Choice, cut_by_module, modules_of_units, used_several_times
 from zero_ext.module.forward_hooks import ForwardHooks, cast_inputs, input_dtype
-from zero_ext.module.methods import ShardedMethods, refuse_taken_names
+from zero_ext.module.methods import ShardedMethods, ZeroGrad, refuse_taken_names
 from zero_ext.module.state_dict_hooks import StateDictHooks
-from zero_ext.module.zero_grad import ZeroGrad
 from zero_ext.ranks.groups import Groups, resolve
 
 _log = logging.getLogger(__name__)

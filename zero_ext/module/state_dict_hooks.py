@@ -1,6 +1,6 @@
 """``state_dict`` and ``load_state_dict`` of a module whose parameters are released (stage 3)."""
 
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -17,13 +17,12 @@ class StateDictHooks(Carried):
     """``state_dict()`` gets ShardTensors; ``load_state_dict()`` writes to whole parameters."""
 
     # Nothing here refers to a module: submodules carry this, and would be in a cycle.
+    _in_a_copy: ClassVar = {"_handle": None, "_loading": None}
+
     def __init__(self, handle: Handle):
         self._handle: Handle | None = handle
         self._loading: nn.Module | None = None  # whose load_state_dict() runs
         self._held_before_load = False
-
-    def _in_a_copy(self) -> dict[str, Any]:
-        return {"_handle": None, "_loading": None}
 
     def attach(self, module: nn.Module) -> None:
         """To ``module`` and to each submodule that has sharded parameters of its own."""

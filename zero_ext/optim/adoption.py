@@ -7,11 +7,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zero_ext import optim
 from zero_ext.optim import elementwise
-from zero_ext.optim.attributes import attributes_of, check_attributes
+from zero_ext.optim.attributes import TORCHS, attributes_of, check_attributes
+from zero_ext.optim.groups import parameters_of
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.optim.wrapped_optimizer import Template, sharded
 
@@ -21,14 +22,6 @@ _OWN = {
     torch.optim.SGD: optim.SGD,
     torch.optim.Muon: optim.Muon,
 }
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
 
 
 def check(optimizer: Any) -> None:
@@ -92,8 +85,9 @@ def adopt(given: torch.optim.Optimizer, **ours: Any) -> ShardedOptimizer:
         optimizer = _OWN[type(given)](given.param_groups, **arguments, **ours)
     else:
         optimizer = sharded(Template(given, arguments), given.param_groups, {}, **ours)
-    for name in _HOOKS:  # the same dictionaries: handles that remove a hook find it
-        setattr(optimizer, name, getattr(given, name))
+    for name in TORCHS:
+        if name.endswith("_hooks"):  # the same dictionaries: handles that remove a hook find it
+            setattr(optimizer, name, getattr(given, name))
     replaced = weakref.ref(given)
 
     def mark_as_stepped(*_) -> None:
@@ -104,10 +98,6 @@ def adopt(given: torch.optim.Optimizer, **ours: Any) -> ShardedOptimizer:
     optimizer.register_step_post_hook(mark_as_stepped)
     given.state.clear()
     return optimizer
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def optimizers_of(

@@ -1,5 +1,6 @@
 """The arguments that all optimizers here take beside torch's own."""
 
+import math
 from collections.abc import Iterable
 from typing import Any, TypedDict
 
@@ -7,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import OffloadPolicy
 
-from zero_ext.engine.checks import check_number
+from zero_ext.engine.checks import check_number, check_positive
 from zero_ext.optim.scaler import LossScaler
 
 
@@ -26,7 +27,6 @@ class ShardingArguments(TypedDict, total=False):
 def check_arguments(
     nonfinite: str, max_grad_norm: float | None, loss_scaler: LossScaler | None
 ) -> None:
-    """Raise for arguments that are wrong by themselves or do not go together."""
     if not isinstance(loss_scaler, LossScaler | None):
         raise TypeError(
             f"zero_ext: loss_scaler must be a zero_ext.LossScaler, not {loss_scaler!r}. "
@@ -42,9 +42,7 @@ def check_arguments(
             f"{nonfinite!r}, because it lowers the scale by skipping steps."
         )
     if max_grad_norm is not None:
-        check_number("max_grad_norm", max_grad_norm)
-    if max_grad_norm is not None and not max_grad_norm > 0:
-        raise ValueError(f"zero_ext: max_grad_norm must be positive, not {max_grad_norm}.")
+        check_positive("max_grad_norm", max_grad_norm)
 
 
 def check_params(params: Any) -> Iterable:
@@ -78,8 +76,18 @@ def check_closure(closure: Any) -> None:
         )
 
 
+def check_divide_by(divide_by: float | None) -> None:
+    if divide_by is None:
+        return
+    check_number("divide_by", divide_by)
+    if not 0 <= divide_by < math.inf:
+        raise ValueError(
+            f"zero_ext: step(divide_by={divide_by}): pass the number of tokens or samples of this "
+            "rank, 0 or more."
+        )
+
+
 def check_state_dict(state_dict: Any) -> None:
-    """Raise for what is not of the form of an optimizer's state."""
     wrong = not isinstance(state_dict, dict)
     missing = [] if wrong else [k for k in ("state", "param_groups") if k not in state_dict]
     if wrong or missing:

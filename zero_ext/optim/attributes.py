@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_TORCHS = vars(torch.optim.SGD([torch.zeros(1)])).keys()
+TORCHS = vars(torch.optim.SGD([torch.zeros(1)])).keys()
 _PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, type)
 
 
@@ -21,7 +21,7 @@ def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
         name: value
         for name, value in vars(optimizer).items()
-        if name not in _TORCHS and not hasattr(value, "_wrapped_by_lr_sched")
+        if name not in TORCHS and not hasattr(value, "_wrapped_by_lr_sched")
     }
 
 

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import OffloadPolicy
@@ -51,6 +52,10 @@ def replace_named(state: dict[Any, Any], named: dict[Any, Any]) -> None:
     for key in named_in(state):
         del state[key]
     state.update(named)
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def sharded_in(group: Group) -> list[tuple[Tensor, int]]:
@@ -244,7 +249,7 @@ class FollowedGroups:
 
     def _let_go(self, optimizer: "ShardedOptimizer") -> None:
         """Of the parameters that are in no group any more."""
-        here = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        here = set(map(id, parameters_of(optimizer)))
         gone = [parameter for parameter in self.parameters if id(parameter) not in here]
         disown(gone, optimizer)
         for parameter in gone:

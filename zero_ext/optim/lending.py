@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_ext import _C
 from zero_ext.engine.registry import find
 
 if TYPE_CHECKING:
@@ -53,8 +52,10 @@ def _storage_of(tensor: Tensor) -> int:
 def method_of(optimizer: "WrappedOptimizer", name: str) -> Callable[..., Any]:
     """Method ``name`` of the inner optimizer, which gets and gives as its ``step`` does."""
 
-    @functools.wraps(getattr(optimizer._inner, name))
+    @functools.wraps(getattr(optimizer._probe, name))
     def call(*args: Any, **kwargs: Any) -> Any:
+        if optimizer._inner is None:  # nothing to train
+            return getattr(optimizer._probe, name)(*args, **kwargs)
         with _lent(optimizer, f"{name}()"):
             inner = optimizer._inner
             result = getattr(inner, name)(*args, **kwargs)
@@ -85,11 +86,7 @@ def _entered_with_masters(
 @contextlib.contextmanager
 def _lent(optimizer: "WrappedOptimizer", what: str) -> Iterator[None]:
     """See note [What a method of a wrapped optimizer gets]."""
-    optimizer._follow_groups()
-    optimizer._handle.refuse_forgotten_writes(what)
-    if optimizer._offloaded:
-        raise RuntimeError(_C.STATES_OFFLOADED)
-    optimizer._emptied.follow(optimizer)
+    optimizer._begin_method(what)
     inner, shards = optimizer._inner, optimizer._shards
     every, masters = list(inner.param_groups), {p: shard.data for p, shard in shards.items()}
     watched = WatchedWrites()

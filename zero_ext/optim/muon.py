@@ -22,10 +22,11 @@ from torch.optim import _muon
 from typing_extensions import Unpack
 
 from zero_ext import _C
+from zero_ext.engine.checks import check_positive
 from zero_ext.engine.registry import find
 from zero_ext.optim.arguments import ShardingArguments
 from zero_ext.optim.groups import Group, name_in_module, trained_in
-from zero_ext.optim.owners import OWNER_MB, Owners, Values, Wave, check_owner_mb
+from zero_ext.optim.owners import OWNER_MB, Owners, Values, Wave
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.ranks.owner_plan import newton_schulz_cost
 
@@ -69,19 +70,10 @@ class Muon(ShardedOptimizer):
         owner_mb: float = OWNER_MB,
         **sharding: Unpack[ShardingArguments],
     ):
-        check_owner_mb(owner_mb)
+        check_positive("owner_mb", owner_mb)
         # torch checks the values, with messages of its own.
-        torchs = torch.optim.Muon(
-            [torch.zeros(1, 1)],
-            lr,
-            weight_decay,
-            momentum,
-            nesterov,
-            ns_coefficients,
-            eps,
-            ns_steps,
-            adjust_lr_fn,
-        )
+        arguments = (lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps)
+        torchs = torch.optim.Muon([torch.zeros(1, 1)], *arguments, adjust_lr_fn)
         super().__init__(params, {**torchs.defaults, "split": split}, **sharding)
         self._owners = Owners(
             self._handle,
@@ -103,12 +95,7 @@ class Muon(ShardedOptimizer):
                     _check_matrix(name or name_in_module(parameter), parameter, split)
         super().add_param_group(param_group)
 
-    @property
-    def knows_of_skipped_steps(self) -> bool:
-        return True  # whether owners get something to do must be known when a step is made
-
     def stats(self) -> dict[str, int]:
-        """See ``zero_ext.stats``."""
         return {**super().stats(), **self._owners.stats()}
 
     # The step

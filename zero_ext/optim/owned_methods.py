@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from zero_ext import _C
 from zero_ext.engine.registry import find
 from zero_ext.optim.groups import Group, named_in, replace_named, settings_of
 from zero_ext.optim.lending import WatchedWrites, moved
@@ -135,8 +134,6 @@ def method_of(optimizer: "OwnedOptimizer", name: str) -> Callable[..., Any]:
 
 
 class _Call:
-    """One call of a method."""
-
     def __init__(self, optimizer: "OwnedOptimizer", name: str, act: Callable[..., Any]):
         self._optimizer, self._name, self._act = optimizer, name, act
         self._what = f"{name}() of {optimizer._class_name}"
@@ -145,11 +142,7 @@ class _Call:
 
     def run(self) -> Any:
         optimizer, handle = self._optimizer, self._optimizer._handle
-        optimizer._follow_groups()
-        handle.refuse_forgotten_writes(f"{self._name}()")
-        if optimizer._offloaded:
-            raise RuntimeError(_C.STATES_OFFLOADED)
-        optimizer._emptied.follow(optimizer)
+        optimizer._begin_method(f"{self._name}()")
         groups = optimizer._find_owners()
         if not groups:
             return self._act(optimizer._probe)
@@ -177,7 +170,7 @@ class _Call:
             return {}
         owners, part_of = self._optimizer._owners, self._optimizer._gradient_of
         parts = {p: part_of(p, masters[p]) for p in parameters}
-        return owners.collect(owners.wave(parameters), parts)()[0]
+        return owners.to_owners(owners.wave(parameters), parts, kept=True)()[0]
 
     def _run_wave(
         self, wave: Wave, groups: dict[Tensor, Group], whole: Values, gradients: Values
@@ -202,7 +195,7 @@ class _Call:
         written = [p for p in wave.parameters if (_WRITTEN, find(p)[1]) in found]
         if written:
             owners, like = optimizer._owners, handle.engine.master_slice(find(written[0])[1])
-            parts = owners.distribute(owners.wave(written), whole, like)()
+            parts = owners.from_owners(owners.wave(written), whole, like, kept=True)()
             for p in written:
                 i = find(p)[1]
                 handle.write_value(i, handle.as_parameter(parts[p], i, p))

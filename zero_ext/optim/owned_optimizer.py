@@ -16,12 +16,11 @@ from zero_ext import _C
 from zero_ext.engine.registry import find
 from zero_ext.optim.elementwise import WholeParametersError
 from zero_ext.optim.groups import Group, named_in, settings_of, sharded_in, trained_in
-from zero_ext.optim.keywords import KeywordOptimizer
 from zero_ext.optim.loading import SavedState
-from zero_ext.optim.offloading import OffloadedStates
 from zero_ext.optim.owned_methods import SharedValues, method_of
 from zero_ext.optim.owner_masters import KeptMasters
 from zero_ext.optim.owners import Owners
+from zero_ext.optim.torch_optimizer import TorchOptimizer
 
 _META = torch.device("meta")
 
@@ -33,7 +32,7 @@ class _Owned(NamedTuple):
     inner: torch.optim.Optimizer
 
 
-class OwnedOptimizer(KeywordOptimizer):
+class OwnedOptimizer(TorchOptimizer):
     """A torch optimizer, run on whole fp32 parameters at their owners. Made by ``wrap``.
 
     ``state`` has the states of the parameters that this rank owns. ``state_dict()`` is collective:
@@ -42,12 +41,9 @@ class OwnedOptimizer(KeywordOptimizer):
     """
 
     def __init__(self, optimizer_class, params, kwargs, owner_mb: float, **sharding):
-        self._optimizer_class, self._kwargs = optimizer_class, kwargs
         self._owned: dict[Tensor, _Owned] = {}
-        self._attributes: dict[str, Any] = {}  # that were set on this object
-        self._offloaded = OffloadedStates()
-        self._probe = self._inner_of(torch.nn.Parameter(torch.zeros(2, 2, device="cpu")), {})
-        super().__init__(params, dict(self._probe.defaults), **sharding)
+        probed = torch.zeros(2, 2, device="cpu")
+        super().__init__(optimizer_class, params, kwargs, probed, **sharding)
         self._owners = Owners(
             self._handle,
             owner_mb=owner_mb,
@@ -56,31 +52,11 @@ class OwnedOptimizer(KeywordOptimizer):
         self._masters = KeptMasters(self._owners)
         self.state.update(copy.deepcopy(named_in(self._probe.state)))
 
-    def __getattr__(self, name: str) -> Any:
-        """What only the inner optimizers have. See ``owned_methods`` for their methods."""
-        if name.startswith("_") or "_probe" not in vars(self):
-            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
-        inner = next((owned.inner for owned in self._owned.values()), self._probe)
-        value = getattr(inner, name)
-        return method_of(self, name) if getattr(value, "__self__", None) is inner else value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
-        made = "_masters" in vars(self)
-        if own or not made or not hasattr(self._probe, name):
-            super().__setattr__(name, value)
-            return
-        self._attributes[name] = value
-        for each in (self._probe, *(owned.inner for owned in self._owned.values())):
-            setattr(each, name, value)
-
-    _updates_in_python = True
+    _method_of = method_of
     _trial_may_raise = (WholeParametersError,)
-    _step_supports_amp_scaling = False  # whatever the inner ones say
 
-    @property
-    def knows_of_skipped_steps(self) -> bool:
-        return True  # torch's optimizers cannot be told to skip
+    def _inners(self) -> list[torch.optim.Optimizer]:
+        return [owned.inner for owned in self._owned.values()]
 
     def add_param_group(self, param_group: Group) -> None:
         super().add_param_group(param_group)
@@ -151,10 +127,6 @@ class OwnedOptimizer(KeywordOptimizer):
             inner.step(**self._keywords)
             shared.take(inner, group)
 
-    @property
-    def _class_name(self) -> str:
-        return getattr(self._optimizer_class, "__name__", repr(self._optimizer_class))
-
     def _gradient_of(self, parameter: Tensor, master: Tensor) -> Tensor:
         """This rank's piece, flat."""
         gradient = parameter.grad
@@ -208,7 +180,6 @@ class OwnedOptimizer(KeywordOptimizer):
         return flat.as_strided(parameter.shape, self._handle.engine.strides(find(parameter)[1]))
 
     def stats(self) -> dict[str, int]:
-        """See ``zero_ext.stats``."""
         kept = {"bytes_owner_masters": self._masters.nbytes}
         return {**super().stats(), **self._owners.stats(), **kept}
 
@@ -230,8 +201,7 @@ class OwnedOptimizer(KeywordOptimizer):
 
     @torch.no_grad()
     def _checked_states(self, saved: Sequence[SavedState]) -> Callable[[], None]:
-        if self._offloaded:
-            raise RuntimeError(_C.STATES_OFFLOADED)
+        self._offloaded.check()
         groups = self._find_owners()
         loaded: dict[Tensor, _Owned] = {}
         for each in saved:
@@ -269,9 +239,7 @@ class OwnedOptimizer(KeywordOptimizer):
 
     def _set_state_offloaded(self, offloaded: bool) -> None:
         super()._set_state_offloaded(offloaded)
-        states = (inner.state[whole] for whole, inner in self._owned.values())
         self._masters.forget()
-        self._offloaded.set(offloaded, (value for state in states for value in state.values()))
 
 
 def _without_memory(tensor: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class KeptMasters:
         sent = [p for p in wave.parameters if p in out_of_date]
         if sent:
             part = wave if len(sent) == len(wave.parameters) else self._owners.wave(sent)
-            (arrived,) = self._owners.collect(part, masters)()
+            (arrived,) = self._owners.to_owners(part, masters, kept=True)()
             if self._owners.group is None:
                 return arrived
             self._whole.update(arrived)

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_ext.engine.checks import check_number
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
 from zero_ext.ranks import owner_plan
@@ -27,12 +26,6 @@ from zero_ext.ranks.collectives import on_wire, wait_for
 OWNER_MB = 256.0
 
 Values = dict[Tensor, Tensor]  # by parameter
-
-
-def check_owner_mb(owner_mb: float) -> None:
-    check_number("owner_mb", owner_mb)
-    if not owner_mb > 0:
-        raise ValueError(f"zero_ext: owner_mb must be positive, not {owner_mb}.")
 
 
 class _Part(NamedTuple):
@@ -150,25 +143,16 @@ class Owners:
 
     # The way there and back. Each call starts an exchange; what it returns waits for the end.
 
-    def to_owners(self, wave: Wave, *values: Values) -> Callable[[], tuple[Values, ...]]:
+    def to_owners(
+        self, wave: Wave, *values: Values, kept: bool = False
+    ) -> Callable[[], tuple[Values, ...]]:
         """Whole values, flat, of those parameters of ``wave`` that this rank owns. Collective.
 
-        They count as held until ``from_owners``.
+        They count as held until ``from_owners``, unless they are ``kept`` by the caller.
 
         Args:
             values: This rank's parts, of shape [elements held] and one dtype.
         """
-        collected = self.collect(wave, *values)
-
-        def finish() -> tuple[Values, ...]:
-            whole = collected()
-            self._count(self._element_bytes * sum(p.numel() for p, *_ in wave.mine))
-            return whole
-
-        return finish
-
-    def collect(self, wave: Wave, *values: Values) -> Callable[[], tuple[Values, ...]]:
-        """As ``to_owners``, for the caller to keep."""
         like = values[0][wave.parameters[0]]
         near = [] if self._handle.replicated else wave.near
         away = [] if self._handle.replicated else wave.away
@@ -185,27 +169,21 @@ class Owners:
             pieces = arrive().split([part.numel for _, part in parts])
             for (each, part), piece in zip(parts, pieces, strict=True):
                 part.of(each[part.parameter]).copy_(piece)
+            if not kept:
+                self._count(self._element_bytes * sum(p.numel() for p, *_ in wave.mine))
             return whole
 
         return finish
 
-    def from_owners(self, wave: Wave, whole: Values, like: Tensor) -> Callable[[], Values]:
+    def from_owners(
+        self, wave: Wave, whole: Values, like: Tensor, *, kept: bool = False
+    ) -> Callable[[], Values]:
         """This rank's parts of the owners' whole values. Collective.
 
         Args:
             like: Of their dtype and device.
+            kept: As of ``to_owners``.
         """
-        distributed = self.distribute(wave, whole, like)
-
-        def finish() -> Values:
-            parts = distributed()
-            self._count(-self._element_bytes * sum(p.numel() for p, *_ in wave.mine))
-            return parts
-
-        return finish
-
-    def distribute(self, wave: Wave, whole: Values, like: Tensor) -> Callable[[], Values]:
-        """As ``from_owners``, of values that ``collect`` collected."""
         sent = [[part.of(whole[part.parameter]) for part in of] for of in wave.near]
         arrive = self._exchange(like, sent, [_numels(of) for of in wave.away])
 
@@ -213,7 +191,10 @@ class Owners:
             away = [part for of in wave.away for part in of]
             pieces = arrive().split([part.numel for part in away])
             parts = {part.parameter: piece for part, piece in zip(away, pieces, strict=True)}
-            return parts | {part.parameter: part.of(whole[part.parameter]) for part in wave.mine}
+            parts |= {part.parameter: part.of(whole[part.parameter]) for part in wave.mine}
+            if not kept:
+                self._count(-self._element_bytes * sum(p.numel() for p, *_ in wave.mine))
+            return parts
 
         return finish
 

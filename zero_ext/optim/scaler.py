@@ -22,8 +22,6 @@ LARGEST_SCALE = 2.0**100
 
 @dataclass
 class _State:
-    """All settings and counts of a scaler; the same on all ranks."""
-
     mode: str
     scale: float
     growth_factor: float

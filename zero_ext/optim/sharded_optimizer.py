@@ -7,7 +7,6 @@ the other ranks whether the gradients are finite and what their norm is, one upd
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,7 +21,13 @@ from zero_ext.engine.handle import Handle
 from zero_ext.engine.options import ShardingOptions, check_policy
 from zero_ext.engine.registry import find
 from zero_ext.optim import groups, scaler
-from zero_ext.optim.arguments import check_arguments, check_closure, check_group, check_params
+from zero_ext.optim.arguments import (
+    check_arguments,
+    check_closure,
+    check_divide_by,
+    check_group,
+    check_params,
+)
 from zero_ext.optim.loading import EmptiedState, SavedState, checked_load
 from zero_ext.optim.shown_states import ShownStates
 from zero_ext.optim.state_views import BlockCopies, views
@@ -60,7 +65,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     _counts_steps = True
     # How the C++ side stores them: "fp32", "bf16" or "int8".
     _stored_as = "fp32"
-    # Whether other code than the C++ side's updates the masters.
+    # Whether Python code updates the masters: it must know whether to do so when a step is made.
     _updates_in_python = False
     # What the step that is being made was given for it.
     _keywords: dict[str, Any] = {}  # noqa: RUF012 (never written to)
@@ -332,13 +337,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         loss = None
         check_closure(closure)
-        if divide_by is not None:
-            check_number("divide_by", divide_by)
-            if not 0 <= divide_by < math.inf:
-                raise ValueError(
-                    f"zero_ext: step(divide_by={divide_by}): pass the number of tokens or samples "
-                    "of this rank, 0 or more."
-                )
+        check_divide_by(divide_by)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -390,7 +389,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def knows_of_skipped_steps(self) -> bool:
         """Whether ``skipped_steps`` is known after a step without waiting for a device."""
         dynamic = self.loss_scaler is not None and self.loss_scaler.dynamic
-        return self._handle.knows_on_host or self.nonfinite == "raise" or dynamic
+        waits = self._updates_in_python or self.nonfinite == "raise" or dynamic
+        return self._handle.knows_on_host or waits
 
     @property
     def skipped_steps(self) -> int:

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from zero_ext import _C
+from zero_ext.engine.checks import check_positive
 from zero_ext.engine.registry import find
 from zero_ext.optim import elementwise
 from zero_ext.optim.arguments import ShardingArguments, check_differentiable
 from zero_ext.optim.attributes import attributes_of, carry
-from zero_ext.optim.groups import Group, named_in, replace_named, settings_of
-from zero_ext.optim.keywords import KeywordOptimizer
+from zero_ext.optim.groups import Group, named_in, parameters_of, replace_named, settings_of
 from zero_ext.optim.lending import method_of
 from zero_ext.optim.loading import SavedState
-from zero_ext.optim.offloading import OffloadedStates
 from zero_ext.optim.owned_optimizer import OwnedOptimizer
-from zero_ext.optim.owners import OWNER_MB, check_owner_mb
+from zero_ext.optim.owners import OWNER_MB
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.optim.torch_optimizer import TorchOptimizer
 
 
 def wrap(optimizer_class: type[torch.optim.Optimizer], params, **kwargs: Any) -> ShardedOptimizer:
@@ -52,7 +52,7 @@ def sharded(
     **sharding: Any,
 ) -> ShardedOptimizer:
     """The optimizer for what a trial has found out about ``optimizer_class``."""
-    check_owner_mb(owner_mb)
+    check_positive("owner_mb", owner_mb)
     if isinstance(params, Iterator):  # which is read twice
         params = list(params)
     try:
@@ -73,7 +73,7 @@ class Template:
         self._kind, self._arguments = type(given), arguments
         self._defaults, self._attributes = given.defaults, attributes_of(given)
         self._given = given
-        self._makes_states = any(map(given.state.get, _parameters_of(given)))
+        self._makes_states = any(map(given.state.get, parameters_of(given)))
         self._named = named_in(given.state)
 
     def __call__(self, groups, **settings: Any) -> torch.optim.Optimizer:
@@ -87,11 +87,7 @@ class Template:
         return optimizer
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-class WrappedOptimizer(KeywordOptimizer):
+class WrappedOptimizer(TorchOptimizer):
     """Any elementwise torch optimizer, run on this rank's 1-D fp32 masters. Made by ``wrap``."""
 
     def __init__(self, optimizer_class, params, kwargs, **sharding):
@@ -106,36 +102,18 @@ class WrappedOptimizer(KeywordOptimizer):
                 f"zero_ext: {optimizer_class.__name__} shards its state already. Use it unwrapped."
             )
         elementwise.check(optimizer_class, kwargs, {})
-        self._optimizer_class, self._kwargs = optimizer_class, kwargs
         self._kinds_checked = {elementwise.kind_of({})}
         self._inner: torch.optim.Optimizer | None = None
         self._shards: dict[Tensor, torch.nn.Parameter] = {}
-        self._offloaded = OffloadedStates()
         # By name: which states of a part of one element have a value for each element.
         self._of_one_element: dict[str, bool] = {}
-        probe = optimizer_class([torch.nn.Parameter(torch.zeros(1, device="cpu"))], **kwargs)
-        self._probe = probe
-        super().__init__(params, dict(probe.defaults), **sharding)
+        probed = torch.zeros(1, device="cpu")
+        super().__init__(optimizer_class, params, kwargs, probed, **sharding)
 
-    _step_supports_amp_scaling = False  # whatever the inner one says
+    _method_of = method_of
 
-    def __getattr__(self, name: str) -> Any:
-        """What only the inner optimizer has. Its methods get masters, gradients and settings."""
-        if name.startswith("_") or "_probe" not in vars(self):
-            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
-        if self._inner is None:  # nothing to train
-            return getattr(self._probe, name)
-        value = getattr(self._inner, name)
-        return method_of(self, name) if getattr(value, "__self__", None) is self._inner else value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        inner = vars(self).get("_inner")
-        own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
-        inners = inner is not None and not own and hasattr(inner, name)
-        if inners:
-            setattr(inner, name, value)
-        else:
-            super().__setattr__(name, value)
+    def _inners(self) -> list[torch.optim.Optimizer]:
+        return [] if self._inner is None else [self._inner]
 
     def add_param_group(self, param_group: Group) -> None:
         if isinstance(param_group, dict):  # else torch says what it must be
@@ -165,12 +143,6 @@ class WrappedOptimizer(KeywordOptimizer):
         for name, value in alone.state.get(shard, {}).items():
             inner.state[shard].setdefault(name, value)
         return inner
-
-    _updates_in_python = True
-
-    @property
-    def knows_of_skipped_steps(self) -> bool:
-        return True  # torch's optimizers cannot be told to skip
 
     def _update(self, verdict: _C.StepVerdict) -> None:
         if self._inner is None:  # nothing to train
@@ -231,8 +203,7 @@ class WrappedOptimizer(KeywordOptimizer):
 
     @torch.no_grad()
     def _checked_states(self, saved: Sequence[SavedState]) -> Callable[[], None]:
-        if self._offloaded:
-            raise RuntimeError(_C.STATES_OFFLOADED)
+        self._offloaded.check()
         # torch's optimizers make their state in the first step, or some of it when constructed: a
         # new one takes what is saved.
         inner, loaded = None, []
@@ -265,7 +236,7 @@ class WrappedOptimizer(KeywordOptimizer):
         if missing:
             raise ValueError(
                 f"zero_ext: the state of {saved.name} lacks '{min(missing)}', which "
-                f"{self._optimizer_class.__name__} has. Load what it has saved."
+                f"{self._class_name} has. Load what it has saved."
             )
         shape, state = saved.parameter.shape, {}
         for name, value in saved.values.items():
@@ -287,11 +258,6 @@ class WrappedOptimizer(KeywordOptimizer):
             name: isinstance(value, Tensor) and value.shape == probe.shape
             for name, value in optimizer.state[probe].items()
         }
-
-    def _set_state_offloaded(self, offloaded: bool) -> None:
-        super()._set_state_offloaded(offloaded)
-        states = (self._inner.state[shard] for shard in self._shards.values())
-        self._offloaded.set(offloaded, (value for state in states for value in state.values()))
 
     def _slice_of(self, value: Tensor, parameter: Tensor, shard: Tensor) -> Tensor:
         local = torch.empty_like(shard, requires_grad=False)

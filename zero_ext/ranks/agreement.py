@@ -85,7 +85,6 @@ def _all_on_host(value: Any, groups: Groups) -> list:
 
 
 def _all_gather(rows: torch.Tensor, own: torch.Tensor, groups: Groups) -> None:
-    """Every rank's ``own`` into ``rows``."""
     parts = list(rows.view(groups.world, -1))
     wait_for(dist.all_gather(parts, own, groups.parent, async_op=True), own)
 

@@ -1,4 +1,4 @@
-"""Which rank owns which parameter, and how much travels to it: numbers alone, without torch."""
+"""Which rank owns which parameter: numbers alone, without torch."""
 
 import itertools
 from collections.abc import Sequence
@@ -56,29 +56,3 @@ def waves(sizes: Sequence[int], owners: Sequence[int], limit: float) -> list[lis
             result.append([])
         result[wave].append(k)
     return result
-
-
-def even_bounds(numels: Sequence[int], ranks: int) -> list[list[int]]:
-    """Of each parameter of one unit, as ``assign`` takes it: the unit is cut into equal ranges.
-
-    Without the padding of a few elements that a layout adds.
-    """
-    size, offset, bounds = -(-sum(numels) // ranks), 0, []
-    for numel in numels:
-        bounds.append([min(max(r * size - offset, 0), numel) for r in range(ranks + 1)])
-        offset += numel
-    return bounds
-
-
-def travelling(owners: Sequence[int], bounds: Sequence[Sequence[int]], ranks: int) -> list[int]:
-    """How many elements of other ranks' parameters each rank holds, and of its own it does not.
-
-    They are sent to owners or received as an owner, and the other way with the results.
-    """
-    moved = [0] * ranks
-    for owner, cut in zip(owners, bounds, strict=True):
-        for r, held in held_by(cut).items():
-            if r != owner:
-                moved[r] += held
-                moved[owner] += held
-    return moved

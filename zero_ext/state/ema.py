@@ -11,7 +11,14 @@ from torch.distributed.tensor import DTensor
 from zero_ext.engine.checks import check_module
 from zero_ext.engine.registry import find
 from zero_ext.ranks.agreement import all_or_none
-from zero_ext.state.model_state import ModelState, groups_of, handles_of, master_place_of
+from zero_ext.state.model_state import (
+    ModelState,
+    groups_of,
+    handles_of,
+    held_value,
+    master_place_of,
+    write_held,
+)
 
 
 class EMA:
@@ -199,12 +206,10 @@ def _is_trained(parameter: Tensor) -> bool:
 
 def _present(parameter: Tensor) -> Tensor:
     """A copy of what this rank holds of the parameter's value: of the master, where it has one."""
-    place = master_place_of(parameter)
-    if place is None:
-        wide = torch.promote_types(parameter.dtype, torch.float32)
-        return parameter.detach().to(wide, copy=True)
-    handle, i = place
-    return handle.as_parameter(handle.engine.current_master(i), i, parameter)
+    if master_place_of(parameter) is not None:
+        return held_value(parameter)
+    wide = torch.promote_types(parameter.dtype, torch.float32)
+    return parameter.detach().to(wide, copy=True)
 
 
 def _local(value: Tensor) -> Tensor:
@@ -215,9 +220,4 @@ def _write(values: dict[Tensor, Tensor]) -> None:
     """Give parameters and masters these values. Collective."""
     with _plain_mode():
         for parameter, value in values.items():
-            place = master_place_of(parameter)
-            if place is None:
-                parameter.copy_(value)
-            else:
-                handle, i = place
-                handle.write_value(i, value)
+            write_held(parameter, value)

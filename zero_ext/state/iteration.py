@@ -1,13 +1,12 @@
 """``iter_full_params``: the whole parameters of a sharded model, one after the other."""
 
-import math
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from zero_ext import _C
-from zero_ext.engine.checks import DTYPES, check_module, check_number
+from zero_ext.engine.checks import DTYPES, check_module, check_positive
 from zero_ext.engine.handle import Handle
 from zero_ext.state.model_state import groups_of, has_wider_master, place_of, plain_name
 
@@ -54,9 +53,7 @@ def iter_full_params(
             parameters or masters; or ranks have different arguments.
     """
     check_module(module, "iter_full_params()")
-    check_number("bucket_mb", bucket_mb)
-    if not 0 < bucket_mb < math.inf:
-        raise ValueError(f"zero_ext: bucket_mb must be positive and finite, not {bucket_mb}.")
+    check_positive("bucket_mb", bucket_mb, finite=True)
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"zero_ext: dtype must be None or one of {DTYPES}, not {dtype!r}.")
     wanted = not rank0_only or groups_of(module).rank == 0

@@ -65,14 +65,10 @@ class ModelState(NamedTuple):
         states. Collective."""
         others = {name: value for name, value in objects.items() if not is_extra_state(name)}
         for name, value in values.items():
-            target = self.tensors[name]
-            place = place_of(target)
             if name in self.made:
                 others[name] = _whole(value)
-            elif place is None:
-                target.copy_(value)
             else:
-                place[0].write_value(place[1], value)
+                write_held(self.tensors[name], value)
         if others:
             model.load_state_dict(others, strict=False)
         for name in objects.keys() - others.keys():
@@ -152,6 +148,15 @@ def held_value(value: Tensor) -> Tensor:
     return master if handle.engine.unit_of(i) >= 0 else master.to(value.dtype)
 
 
+def write_held(target: Tensor, value: Tensor) -> None:
+    """Give ``target``, and its master, a value as ``held_value`` shows it. Collective."""
+    place = place_of(target)
+    if place is None:
+        target.copy_(value)
+    else:
+        place[0].write_value(place[1], value)
+
+
 def target_for(value: Tensor) -> Tensor:
     """A tensor that a saved value can be read into: always a copy of ``held_value``.
 
@@ -166,8 +171,7 @@ def full_value(value: Tensor) -> Tensor:
     place = place_of(value)
     if place is None or not place[0].engine.releases:
         return value.detach()
-    mine = held_value(value).to(value.dtype)
-    return mine.full_tensor() if isinstance(mine, ShardTensor) else mine
+    return _whole(held_value(value).to(value.dtype))
 
 
 @torch.no_grad()
@@ -189,7 +193,6 @@ def gather_state_dict(model: nn.Module) -> dict[str, Any]:
 
 
 def _set_extra_state(model: nn.Module, name: str, state) -> None:
-    """``name``: as in ``ModelState.objects``."""
     for step in name.split(".")[:-1]:
         model = getattr(_uncompiled(model), step)
     _uncompiled(model).set_extra_state(state)

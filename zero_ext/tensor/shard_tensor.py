@@ -69,7 +69,7 @@ def _refuse_tracing() -> NoReturn:
 
 
 class ShardTensor(DTensor):
-    """See the head of this file. Made by ``make``."""
+    """See the head of this file. Made by ``Maker``."""
 
     # Element r is where rank r's slice begins, the last one the number of elements: [world + 1].
     bounds: tuple[int, ...]
@@ -213,50 +213,34 @@ for _types in (_foreach_utils._foreach_supported_types, _torch_optimizer._foreac
         _types.append(ShardTensor)
 
 
-def make(
-    local: Tensor,
-    shape: torch.Size,
-    bounds: Sequence[int],
-    mesh: DeviceMesh,
-    stride: Sequence[int] | None = None,
-    ranks: tuple[int, ...] | None = None,
-) -> ShardTensor:
-    """Present ``local``, this rank's slice of a flat buffer, as its part of a tensor of ``shape``.
+class Maker:
+    """Makes the ShardTensors of one mesh, of one dimension over the ranks that share the tensors.
+
+    Those of one shape, stride and dtype share a spec, because making one takes most of the time.
 
     Args:
-        local: 1-D and contiguous, with ``bounds[rank + 1] - bounds[rank]`` elements. Aliased, not
-            copied.
-        bounds: [world + 1] flat positions, from 0 to ``prod(shape)``: the same on all ranks.
-        mesh: One dimension, over the ranks that share the tensor.
-        stride: The dense memory order that is flattened (channels_last, transposed); default
-            row-major.
-        ranks: See ``ShardTensor.ranks``. Default: those of the mesh.
+        ranks: See ``ShardTensor.ranks``.
     """
-    return Maker(mesh, ranks).make(local, shape, bounds, stride)
 
-
-class Maker:
-    """Makes the ShardTensors of one mesh. Those of one shape, stride and dtype share a spec,
-    because making one takes most of the time."""
-
-    def __init__(self, mesh: DeviceMesh, ranks: tuple[int, ...] | None = None):
-        self._mesh = mesh
-        self._ranks = ranks or tuple(mesh.mesh.flatten().tolist())
+    def __init__(self, mesh: DeviceMesh, ranks: tuple[int, ...]):
+        self._mesh, self._ranks = mesh, ranks
         self._rank, self._size = mesh.get_local_rank(), mesh.size()
         self._specs: dict[TensorMeta, DTensorSpec] = {}
 
     def make(
-        self,
-        local: Tensor,
-        shape: torch.Size,
-        bounds: Sequence[int],
-        stride: Sequence[int] | None = None,
+        self, local: Tensor, shape: torch.Size, bounds: Sequence[int], stride: Sequence[int]
     ) -> ShardTensor:
-        """See ``make``."""
+        """Present ``local``, this rank's slice of a flat buffer, as its part of a tensor of
+        ``shape``.
+
+        Args:
+            local: 1-D and contiguous, with ``bounds[rank + 1] - bounds[rank]`` elements. Aliased,
+                not copied.
+            bounds: [world + 1] flat positions, from 0 to ``prod(shape)``: the same on all ranks.
+            stride: The dense memory order that is flattened (channels_last, transposed).
+        """
         shape, bounds = torch.Size(shape), tuple(bounds)
         self._check(local, shape, bounds)
-        if stride is None:
-            stride = [prod(max(size, 1) for size in shape[dim + 1 :]) for dim in range(len(shape))]
         meta = TensorMeta(shape, tuple(stride), local.dtype)
         spec = self._specs.get(meta)
         if spec is None:

@@ -148,13 +148,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
   __shared__ bool runs;
   if (!begin_update(update.args.on_device, constants, runs, [&] { return update.constants(); }))
     return;
-  for (int64_t piece = blockIdx.x; piece < pack.pieces; piece += gridDim.x) {
-    const int32_t at = segment_of(pack, piece);
-    const int64_t first = (piece - pack.first_piece[at]) * Pack::kNumel;
-    const int64_t left = pack.segment[at].numel - first;
-    walk(update.body(constants, pack.segment[at], first), left < Pack::kNumel ? left : Pack::kNumel,
-         threadIdx.x, blockDim.x);
-  }
+  for_each_piece(pack, [&](const UpdateSegment& segment, int64_t begin, int64_t numel) {
+    walk(update.body(constants, segment, begin), numel, threadIdx.x, blockDim.x);
+  });
 }
 
 template <class T, class M, bool amsgrad, bool decoupled>
@@ -162,7 +158,7 @@ Status run_adam(const AdamArgs& args, const Launch& launch) {
   using Update = AdamUpdate<T, M, amsgrad, decoupled>;
   const Update update{args, constants_on_host(args)};
   if (args.segments != nullptr) {
-    return run_update_list(args.segments, args.count, [&]<class Pack>(const Pack& pack) {
+    return run_short_pieces(args.segments, args.count, [&]<class Pack>(const Pack& pack) {
       return queue(launch, pack.pieces, update_segments<Pack, Update>, pack, update);
     });
   }

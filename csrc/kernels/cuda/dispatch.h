@@ -176,20 +176,26 @@ __device__ inline int32_t segment_of(const Pack& pack, int64_t piece) {
   return first;
 }
 
+// Calls visit(segment, begin, numel) for each of this block's pieces of a list.
+template <class Pack, class Visit>
+__device__ inline void for_each_piece(const Pack& pack, const Visit& visit) {
+  for (int64_t piece = blockIdx.x; piece < pack.pieces; piece += gridDim.x) {
+    const int32_t at = segment_of(pack, piece);
+    const int64_t begin = (piece - pack.first_piece[at]) * Pack::kNumel;
+    const int64_t left = pack.segment[at].numel - begin;
+    visit(pack.segment[at], begin, left < Pack::kNumel ? left : Pack::kNumel);
+  }
+}
+
 // `make(segment, begin)` is the body for the elements of a segment from `begin` on.
 template <class Pack, class Make>
 __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
     over_segments(const __grid_constant__ Pack pack, const __grid_constant__ Make make,
                   int32_t* nonfinite) {
-  for (int64_t piece = blockIdx.x; piece < pack.pieces; piece += gridDim.x) {
-    const int32_t at = segment_of(pack, piece);
-    const int64_t begin = (piece - pack.first_piece[at]) * Pack::kNumel;
-    const int64_t left = pack.segment[at].numel - begin;
-    const int64_t numel = left < Pack::kNumel ? left : Pack::kNumel;
-    const int32_t largest = walk(make(pack.segment[at], begin), numel, threadIdx.x, blockDim.x);
-    int32_t* flag = pack.segment[at].nonfinite;
-    report_nonfinite(largest, flag != nullptr ? flag : nonfinite);
-  }
+  for_each_piece(pack, [&](const auto& segment, int64_t begin, int64_t numel) {
+    const int32_t largest = walk(make(segment, begin), numel, threadIdx.x, blockDim.x);
+    report_nonfinite(largest, segment.nonfinite != nullptr ? segment.nonfinite : nonfinite);
+  });
 }
 
 inline Status checked(cudaError_t error, const Launch& launch) {
@@ -293,19 +299,18 @@ Status run_list(const Launch& launch, const Segment* segments, int64_t count, co
                              : run_packs<kLongList>(launch, segments, count, make, nonfinite);
 }
 
-// Of an update, whose arithmetic hides the search for a piece's segment. As many blocks as for one
-// range.
-constexpr int64_t kUpdatePieceNumel = 2048;
+// Of updates, whose arithmetic hides the search for a piece's segment, and of find_nonfinite. As
+// many blocks as for one range.
+constexpr int64_t kShortPieceNumel = 2048;
 
-template <int capacity>
-using UpdatePack = SegmentPack<UpdateSegment, capacity, kUpdatePieceNumel>;
-
-// Calls queue_pack(pack) for each launch's part of an update's list.
-template <class Queue>
-Status run_update_list(const UpdateSegment* segments, int64_t count, const Queue& queue_pack) {
-  if (!is_list<kUpdatePieceNumel>(segments, count)) return Status::bad_argument;
-  return count <= kShortList ? for_each_pack<UpdatePack<kShortList>>(segments, count, queue_pack)
-                             : for_each_pack<UpdatePack<kLongList>>(segments, count, queue_pack);
+// Calls queue_pack(pack) for each launch's part of a list in short pieces.
+template <class Segment, class Queue>
+Status run_short_pieces(const Segment* segments, int64_t count, const Queue& queue_pack) {
+  using Short = SegmentPack<Segment, kShortList, kShortPieceNumel>;
+  using Long = SegmentPack<Segment, kLongList, kShortPieceNumel>;
+  if (!is_list<kShortPieceNumel>(segments, count)) return Status::bad_argument;
+  return count <= kShortList ? for_each_pack<Short>(segments, count, queue_pack)
+                             : for_each_pack<Long>(segments, count, queue_pack);
 }
 
 }  // namespace zero_ext::kernels::device

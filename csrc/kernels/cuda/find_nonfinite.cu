@@ -12,7 +12,7 @@ using namespace device;
 
 struct FindNonfinite {
   static constexpr int kWidth = vector_numel<float>();
-  static constexpr int kUnroll = 8;
+  static constexpr int kUnroll = 2;
 
   const float* value;
 
@@ -35,16 +35,22 @@ struct FindNonfinite {
   }
 };
 
-struct FindNonfiniteIn {
-  __device__ FindNonfinite operator()(const ReadSegment& segment, int64_t begin) const {
-    return {segment.value + begin};
-  }
-};
+// A piece is one round of a block's loads, and eight blocks are all the threads of a multiprocessor.
+// So a short array, too, is read by all of them at once.
+template <class List>
+__global__ void __launch_bounds__(kThreads, 8) find(const __grid_constant__ List list) {
+  for_each_piece(list, [&](const ReadSegment& segment, int64_t begin, int64_t numel) {
+    const FindNonfinite body{segment.value + begin};
+    report_nonfinite(walk(body, numel, threadIdx.x, blockDim.x), segment.nonfinite);
+  });
+}
 
 }  // namespace
 
 Status find_nonfinite_cuda(const ReadSegment* segments, int64_t count, const Launch& launch) {
-  return run_list(launch, segments, count, FindNonfiniteIn{}, /*nonfinite=*/nullptr);
+  return run_short_pieces(segments, count, [&]<class List>(const List& list) {
+    return queue(launch, list.pieces, find<List>, list);
+  });
 }
 
 }  // namespace zero_ext::kernels

@@ -8,6 +8,7 @@
 // find.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -100,45 +101,61 @@ inline cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) {
 
 namespace emulation {
 
+// Runs the entry again and again, each time until it is resumed no more. Switches do not enter the
+// kernel, as those of swapcontext() do: a run makes some hundred millions.
 struct Fiber {
   static constexpr size_t kStackBytes = 64 << 10;
-  ucontext_t context;
-  std::vector<char> stack = std::vector<char>(kStackBytes);
+  jmp_buf place;
+  std::vector<char> stack;
   bool done = false;
 };
 
 inline std::vector<Fiber> fibers;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline unsigned current;
 inline uint64_t shuffled[1024];
 inline void (*entry)(void*);
 inline void* entry_context;
 
-inline void yield() { swapcontext(&fibers[current].context, &scheduler); }
+inline void yield() {
+  if (_setjmp(fibers[current].place) == 0) _longjmp(scheduler, 1);
+}
 
 inline void start() {
-  entry(entry_context);
-  fibers[current].done = true;
+  for (;;) {
+    entry(entry_context);
+    fibers[current].done = true;
+    yield();
+  }
+}
+
+inline void begin(Fiber& fiber) {
+  fiber.stack.resize(Fiber::kStackBytes);
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = fiber.stack.data();
+  context.uc_stack.ss_size = fiber.stack.size();
+  makecontext(&context, start, 0);
+  setcontext(&context);
+}
+
+// Returns when the fiber yields.
+[[gnu::noinline]] inline void resume(Fiber& fiber) {
+  if (_setjmp(scheduler) != 0) return;
+  if (fiber.stack.empty()) begin(fiber);
+  _longjmp(fiber.place, 1);
 }
 
 inline void run_block(unsigned threads) {
   if (fibers.size() < threads) fibers = std::vector<Fiber>(threads);
-  for (unsigned t = 0; t < threads; ++t) {
-    Fiber& fiber = fibers[t];
-    fiber.done = false;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.data();
-    fiber.context.uc_stack.ss_size = Fiber::kStackBytes;
-    fiber.context.uc_link = &scheduler;
-    makecontext(&fiber.context, start, 0);
-  }
+  for (unsigned t = 0; t < threads; ++t) fibers[t].done = false;
   for (unsigned running = threads; running > 0;) {
     running = 0;
     for (unsigned t = 0; t < threads; ++t) {
       if (fibers[t].done) continue;
       current = t;
       threadIdx = dim3(t);
-      swapcontext(&scheduler, &fibers[t].context);
+      resume(fibers[t]);
       running += !fibers[t].done;
     }
   }
@@ -166,6 +183,14 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
   const auto result = static_cast<T>(static_cast<uint32_t>(emulation::shuffled[thread ^ mask]));
   emulation::yield();
   return result;
+}
+
+template <class T>
+T __reduce_max_sync(unsigned lanes, T value) {
+  for (int other = 16; other > 0; other /= 2) {
+    value = std::max(value, __shfl_xor_sync(lanes, value, other));
+  }
+  return value;
 }
 
 template <class... Parameters, class... Arguments>
