@@ -3,7 +3,8 @@
 // Owner:   Comm.
 // Threads: as Comm.
 //
-// They use the gather group, or that of reductions (Peers::agree_beside_gathers). Each waits until all ranks have taken part.
+// They use the gather group, or that of reductions (Peers::agree_beside_gathers). Each waits until
+// all ranks have taken part.
 #pragma once
 
 #include <ATen/core/Tensor.h>
