@@ -266,8 +266,8 @@ std::optional<kernels::ReadSegment> StepAgreement::own_sum(int64_t i) const {
 }
 
 void StepAgreement::settle(StepVerdict& verdict) const {
-  raise_if_ranks_wait(context_.compute.device(), comm_.watch().get());
-  if (!verdict.is_settled()) verdict.on_device->wait();
+  // With other ranks also afterwards: it raises what a collective before it has failed with.
+  if (!verdict.is_settled() || comm_.watch() != nullptr) verdict.on_device->wait();
   const int64_t first = *verdict.on_device->nan_record.const_data_ptr<int64_t>();
   TORCH_CHECK(first != nan_record::kOutOfStep, where(context_.global_rank), "a step was skipped",
               kOutOfStep, kOrOtherSettings);

@@ -113,10 +113,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     if (event == nullptr) return;
-    count_host_wait();
     const Event& moment = *static_cast<Event*>(event);
     capture::asked_for(moment);
-    if (moment.queue != nullptr) moment.queue->wait(moment.ticket);
+    if (moment.queue == nullptr) return;
+    if (!moment.queue->is_done(moment.ticket)) count_host_wait();  // else it would not wait
+    moment.queue->wait(moment.ticket);
   }
   double elapsedTime(void* start, void* end, const DeviceIndex /*device*/) const override {
     TORCH_CHECK(start != nullptr && end != nullptr, "both events must be recorded");
