@@ -296,7 +296,7 @@ def pytest_collection_modifyitems(config, items):
             candidates.append(item)
         if is_dist and not item.get_closest_marker("timeout") and not config.getoption("timeout"):
             item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S, method="signal"))
-    size = 1 if UNDER_TORCHRUN else 2
+    size = 1 if UNDER_TORCHRUN or DEVICE != "cpu" else 2
     for item in unneeded(candidates, size, salt=f"{WORLD} ranks, {DEVICE}"):
         item.add_marker(pytest.mark.slow)
 

@@ -44,10 +44,13 @@ def values(numel: int, dtype=torch.float32, offset: int = 0) -> torch.Tensor:
 
 @functools.cache
 def _pool(device: torch.device) -> torch.Tensor:
-    """Values are ranges of it: making them anew took most of the time of the tests."""
-    numel = 2**22
-    with device:
-        return torch.randn(numel) * torch.exp2(torch.randint(-8, 8, (numel,)))
+    """Values are ranges of it: making them anew took most of the time of the tests.
+
+    It is the same whichever test asks first, and leaves the test's own generator alone.
+    """
+    numel, own = 2**22, torch.Generator().manual_seed(0)
+    spread = torch.exp2(torch.randint(-8, 8, (numel,), generator=own, device="cpu"))
+    return (torch.randn(numel, generator=own, device="cpu") * spread).to(device)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -1,7 +1,8 @@
 """Which items of a parametrized test the quick runs make: enough of them, not each combination.
 
-A test over 4 stages, 3 dtypes and 2 ways of reduction has 24 items. On several ranks the quick
-runs make as few as show each value. In one process, where an item is cheap, they show each pair.
+A test over 4 stages, 3 dtypes and 2 ways of reduction has 24 items. On several ranks and on a
+device the quick runs make as few as show each value. In one process on the CPU, where an item is
+cheap, they show each pair.
 `make test-all` makes the rest. What one ``parametrize`` lists together by hand is one value.
 """
 
