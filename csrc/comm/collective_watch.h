@@ -9,8 +9,8 @@
 // the number and the type of a collective, but not the unit.
 // - After half of that time this class logs the unit, the backward and the rank.
 // - After a quarter of it a rank tells the others through the group's store what it waits for. Where
-//   all ranks wait, and not for the same, they wait for each other. Then every wait of the host
-//   raises, with the same text on every rank. No rank sends anything before.
+//   all ranks wait, and not for the same, they wait for each other. Then the waits of the host for
+//   a step raise, with the same text on every rank. No rank sends anything before.
 // - Where the backend notices earlier that a rank has ended, it throws in a thread of its own. Then
 //   the handler of std::terminate logs them.
 // - Collectives that are captured into a graph are not watched: a graph's progress is unknown.

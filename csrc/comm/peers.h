@@ -49,7 +49,7 @@ class Peers {
   // They travel through host memory.
   bool staged() const { return groups_->way() == ProcessGroups::Way::staged; }
   // From now on agreements on a device use the group of reductions. A rank may be in a gather of
-  // stage 3 while another one is in an agreement: in one group these would be taken for one another.
+  // stage 3 while another one is in an agreement: one group would take the one for the other.
   void agree_beside_gathers() { agreements_among_ = MessageKind::reduction; }
   // From now on a collective on a device that does not end is logged, see CollectiveWatch.
   void watch_collectives(std::chrono::milliseconds timeout);

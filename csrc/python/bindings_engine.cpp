@@ -89,7 +89,6 @@ void bind_options(py::module_& m) {
       .def_readwrite("gather", &EngineOptions::gather);
 }
 
-// Construction, and where parameters lie.
 // One-dimensional slots, named by their numbers.
 Layout make_layout(const std::vector<int64_t>& numels, int64_t ranges, int64_t alignment) {
   std::vector<SlotSpec> specs;
@@ -128,6 +127,7 @@ void bind_layout(py::module_& m) {
       .def_property_readonly("padded_numel", &Layout::padded_numel);
 }
 
+// Construction, and where parameters lie.
 void bind_construction(EngineClass& engine) {
   engine
       .def(py::init([](EngineOptions options) {

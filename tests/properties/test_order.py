@@ -1,5 +1,6 @@
 """When things happen: the order of reductions, how many there are, and that no Python runs."""
 
+import gc
 import sys
 
 import pytest
@@ -394,11 +395,13 @@ def calls_during(function) -> list[tuple[str, str]]:
         elif event == "c_call" and argument is not sys.setprofile:
             calls.append(("C", getattr(argument, "__qualname__", str(argument))))
 
+    gc.disable()  # a collection has callbacks in Python
     sys.setprofile(profile)
     try:
         function()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return calls
 
 

@@ -62,7 +62,7 @@ class TorchOptimizer(ShardedOptimizer):
         self._optimizer_class, self._kwargs = optimizer_class, kwargs
         self._attributes: dict[str, Any] = {}  # of the inner ones, that were set on this object
         self._offloaded = OffloadedStates()
-        self._probe = optimizer_class([torch.nn.Parameter(probed)], **kwargs)
+        self._probe = optimizer_class([{"params": [torch.nn.Parameter(probed)]}], **kwargs)
         super().__init__(params, dict(self._probe.defaults), **sharding)
 
     def _inners(self) -> list[torch.optim.Optimizer]:
