@@ -81,7 +81,6 @@ struct CollectiveWatch::State {
       collectives.pop_front();
       logged = false;
       first_seen.reset();
-      of_all_ranks.clear();  // this rank goes on after all
     }
     return nullptr;
   }
