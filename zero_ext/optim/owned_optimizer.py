@@ -72,11 +72,7 @@ class OwnedOptimizer(TorchOptimizer):
             raise
 
     def _inner_of(self, whole: torch.nn.Parameter, group: Group) -> torch.optim.Optimizer:
-        made = [{**copy.deepcopy(settings_of(group)), "params": [whole]}]
-        inner = self._optimizer_class(made, **self._kwargs)
-        for name, value in self._attributes.items():
-            setattr(inner, name, value)
-        return inner
+        return self._make_inner({**copy.deepcopy(settings_of(group)), "params": [whole]})
 
     def _show_state(self, parameter: Tensor, i: int, group: Group) -> None:
         """States are there after the first step, at the owner."""

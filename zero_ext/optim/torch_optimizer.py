@@ -90,6 +90,13 @@ class TorchOptimizer(ShardedOptimizer):
         for inner in inners:
             setattr(inner, name, value)
 
+    def _make_inner(self, group: dict[str, Any]) -> torch.optim.Optimizer:
+        """Of one group, with the attributes that were set on this object."""
+        inner = self._optimizer_class([group], **self._kwargs)
+        for name, value in self._attributes.items():
+            setattr(inner, name, value)
+        return inner
+
     def _begin_method(self, what: str) -> None:
         """Raise where the inner optimizers' methods cannot be called."""
         self._follow_groups()

@@ -135,7 +135,7 @@ class WrappedOptimizer(TorchOptimizer):
 
     def _with_group(self, inner, shard: Tensor, group: Group) -> torch.optim.Optimizer:
         inner_group = {**settings_of(group), "params": [shard]}
-        alone = self._optimizer_class([dict(inner_group)], **self._kwargs)
+        alone = self._make_inner(dict(inner_group))
         if inner is None:
             return alone
         inner.add_param_group(inner_group)
