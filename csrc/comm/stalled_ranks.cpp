@@ -19,7 +19,7 @@ constexpr size_t kNamed = 4;  // ranks that wait for the same
 
 StalledRanks::StalledRanks(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t world,
                            std::function<std::string(int64_t)> name_of)
-    : store_(std::move(store)), rank_(rank), world_(world), name_of_(std::move(name_of)) {
+    : store_(std::move(store)), rank_(rank), name_of_(std::move(name_of)) {
   for (int64_t r = 0; r < world; ++r) keys_.push_back("zero_ext/stalled/" + std::to_string(r));
 }
 

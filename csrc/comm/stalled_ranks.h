@@ -40,7 +40,6 @@ class StalledRanks {
   c10::intrusive_ptr<c10d::Store> store_;  // null after an error
   bool is_own_ = false;                    // a connection of its own
   const int64_t rank_;
-  const int64_t world_;
   const std::function<std::string(int64_t)> name_of_;
   std::vector<std::string> keys_;
   std::string value_;  // what this rank has published
