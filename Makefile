@@ -31,7 +31,7 @@ CUDA_VENV := .venv-cuda
 CUDA_PY := $(CUDA_VENV)/bin/python
 PY := $(VENV)/bin/python
 TORCHRUN := $(PY) -m torch.distributed.run --standalone
-# Two compilers at once: bindings.cpp alone takes 1.5 GB. torch's build uses ccache where it is on PATH.
+# Two compilers at once: the room python/ alone takes 1.7 GB. torch's build uses ccache where it is on PATH.
 export MAX_JOBS ?= 2
 # setup.py: warnings are errors in the builds that are made here.
 export ZERO_EXT_WERROR ?= 1
@@ -295,8 +295,7 @@ cuda-dist-check: install $(CUDA_VENV)/.torch
 	$(DIST)/environment/bin/python scripts/check_cuda_build.py $(CUDA_ARCHS)
 
 # One wheel that holds an extension for each torch named, as VERSION-cpu or VERSION-cuda. One without CUDA
-# kernels serves any build of that torch. Each torch has an environment, and each build a folder, of its
-# own. The first compilation is faster with a precompiled header than with a cache.
+# kernels serves any build of that torch. Each torch has an environment of its own, and each build a folder.
 WHEEL_FOR ?= 2.11.0-cpu 2.11.0-cuda 2.13.0-cpu 2.15.0-cpu
 WHEELS := build/wheel
 wheel_torches = $(sort $(patsubst %-cpu,%,$(patsubst %-cuda,%,$(WHEEL_FOR))))

@@ -13,7 +13,6 @@ import glob
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -47,7 +46,6 @@ NVCC_WARNINGS = [
     "-Xcompiler=-Wall,-Werror",
 ]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize=vptr"]
-PRECOMPILED = "csrc/core/precompiled.h"
 INSTALL_COMMAND = "pip install --no-build-isolation ."
 
 
@@ -147,53 +145,23 @@ def compile_flags(included: list[str]) -> dict[str, list[str]]:
     return {"cxx": cxx, "nvcc": nvcc}
 
 
-def includes_torch(name: str) -> bool:
-    """Whether the source or header ``name`` includes headers of torch, itself or by its headers."""
-    text = Path(name).read_text()
-    own = re.findall(r'^#include "([^"]+)"', text, re.MULTILINE)
-    torch = re.search(r"^#include <(ATen|c10|torch|pybind11)/", text, re.MULTILINE)
-    return torch is not None or any(includes_torch(f"csrc/{header}") for header in own)
+def rooms(sources: list[str], folder: str) -> list[str]:
+    """What is compiled for ``sources``: one file in ``folder`` for each room, which includes them.
 
-
-def uses_cache(cpp_extension) -> bool:
-    """Whether torch puts ccache or sccache before the compiler, which older torches never do."""
-    asked = hasattr(cpp_extension, "_wrap_compiler")
-    refused = "TORCH_NO_COMPILER_WRAPPER" in os.environ
-    return asked and not refused and any(map(shutil.which, ("ccache", "sccache")))
-
-
-def with_precompiled_header(compile_sources):
-    """``compile_sources``, a compiler's method, so that torch's headers are parsed once.
-
-    Sources that include none of them compile as ever, apart, and the header is one of these: it has
-    the same flags, and ninja makes it again when they or the header change.
+    Torch's headers take nine tenths of a file's time, and a room needs them once. Kernels include
+    none and are compiled alone.
     """
-
-    def compile_in_two(sources, output_dir, extra_postargs, **others):
-        users = [name for name in sources if name.endswith(".cpp") and includes_torch(name)]
-        rest = [PRECOMPILED, *(name for name in sources if name not in users)]
-        objects = compile_sources(
-            rest, output_dir=output_dir, extra_postargs=extra_postargs, **others
-        )
-
-        folder = Path(output_dir, "with_precompiled").resolve()
-        folder.mkdir(exist_ok=True)
-        header = folder / Path(PRECOMPILED).name
-        # Where g++ includes NAME.h, it takes NAME.h.gch from the same folder.
-        for link, target in ((header, PRECOMPILED), (Path(f"{header}.gch"), objects[0])):
-            link.unlink(missing_ok=True)
-            link.symlink_to(Path(target).resolve())
-        extra_postargs = {
-            **extra_postargs,
-            "cxx": [*extra_postargs["cxx"], "-include", str(header)],
-        }
-        objects += compile_sources(
-            users, output_dir=str(folder), extra_postargs=extra_postargs, **others
-        )
-        compiled = dict(zip(rest + users, objects, strict=True))
-        return [compiled[name] for name in sources]
-
-    return compile_in_two
+    compiled = [name for name in sources if name.startswith("csrc/kernels/")]
+    for room in sorted({Path(name).parent for name in sources if name not in compiled}):
+        file = Path(folder, *room.parts[1:], "room.cpp")
+        lines = (f'#include "{name.relative_to("csrc")}"\n' for name in sorted(room.glob("*.cpp")))
+        text = "".join(lines)
+        # ninja compiles what is younger than its object.
+        if not file.exists() or file.read_text() != text:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        compiled.append(str(file))
+    return sorted(compiled)
 
 
 def main() -> None:
@@ -223,12 +191,7 @@ def main() -> None:
             self.build_temp = os.path.join(self.build_temp, f"torch-{torch.__version__}")
 
         def build_extension(self, ext):
-            # A cache compiles a file once anyway, and does not know files with such a header.
-            cached = uses_cache(cpp_extension)
-            gcc = cpp_extension.check_compiler_is_gcc(cpp_extension.get_cxx_compiler())
-            if self.use_ninja and gcc and not cached:
-                self.compiler.src_extensions = [*self.compiler.src_extensions, ".h"]
-                self.compiler.compile = with_precompiled_header(self.compiler.compile)
+            ext.sources = rooms(ext.sources, os.path.join(self.build_temp, "rooms"))
             super().build_extension(ext)
 
         def run(self):

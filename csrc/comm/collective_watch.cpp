@@ -31,12 +31,16 @@ using std::chrono::milliseconds;
 // More than are under way at any time; what is older has ended.
 constexpr size_t kMost = 4096;
 
+}  // namespace
+
 struct Collective {
   std::string what;
   c10::Event ended;
   Clock::time_point queued;
   int64_t backwards = 0;  // that its rank had begun
 };
+
+namespace {
 
 double seconds(milliseconds duration) { return static_cast<double>(duration.count()) / 1000; }
 

@@ -163,7 +163,7 @@ void sgd_(const Tensor& master, const OptionalTensor& param, const Tensor& grad,
   mark_written(momentum_buffer);
 }
 
-void implement(torch::Library& m) {
+void implement_updates(torch::Library& m) {
   m.impl("adamw_", adamw_);
   m.impl("sgd_", sgd_);
 }
@@ -189,9 +189,9 @@ TORCH_LIBRARY_FRAGMENT(zero_ext, m) {
       "Tensor? grad_factor=None) -> ()");
 }
 
-TORCH_LIBRARY_IMPL(zero_ext, CPU, m) { implement(m); }
+TORCH_LIBRARY_IMPL(zero_ext, CPU, m) { implement_updates(m); }
 #if defined(ZERO_EXT_CUDA)
-TORCH_LIBRARY_IMPL(zero_ext, CUDA, m) { implement(m); }
+TORCH_LIBRARY_IMPL(zero_ext, CUDA, m) { implement_updates(m); }
 #endif
 
 }  // namespace zero_ext

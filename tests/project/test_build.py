@@ -120,54 +120,26 @@ def test_what_an_index_shows_is_complete_and_leads_somewhere(tmp_path):
     assert f"({source}/docs/loss.png)" in text
 
 
-def test_precompiled_header_goes_to_those_alone_that_include_torch(tmp_path, monkeypatch):
+def test_a_room_is_one_source_and_a_kernel_is_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    calls = []
-
-    def compile_sources(sources, output_dir, extra_postargs, macros):
-        calls.append((sources, extra_postargs, macros))
-        return [f"{output_dir}/{name}.o" for name in sources]
-
-    build = runpy.run_path("setup.py", run_name="setup")
+    rooms = runpy.run_path("setup.py", run_name="setup")["rooms"]
     sources = [
         "csrc/comm/comm.cpp",
-        "csrc/comm/local/mailbox.cpp",  # its headers' headers include torch
-        "csrc/gather/pass_order.cpp",
+        "csrc/comm/local/mailbox.cpp",
         "csrc/kernels/cpu/adamw.cpp",
         "csrc/kernels/cuda/adamw.cu",
-        "csrc/python/bindings.cpp",
     ]
-    flags = {"cxx": ["-O3"], "nvcc": ["-O2"]}
-    objects = build["with_precompiled_header"](compile_sources)(
-        sources, output_dir=str(tmp_path), extra_postargs=flags, macros=["M"]
-    )
-    # The linker's order is that of the sources.
-    assert [name.partition("csrc")[2] for name in objects] == [
-        f"{name}.o".removeprefix("csrc") for name in sources
+    compiled = rooms(sources, str(tmp_path))
+    comm, local = tmp_path / "comm/room.cpp", tmp_path / "comm/local/room.cpp"
+    assert compiled == sorted([*sources[2:], str(comm), str(local)])
+    assert comm.read_text().splitlines() == [
+        f'#include "{name.relative_to("csrc")}"' for name in sorted(Path("csrc/comm").glob("*.cpp"))
     ]
-    header = tmp_path / "with_precompiled" / "precompiled.h"
-    assert calls == [
-        (["csrc/core/precompiled.h", *sources[2:5]], flags, ["M"]),
-        (
-            [*sources[:2], sources[5]],
-            {"cxx": ["-O3", "-include", str(header)], "nvcc": ["-O2"]},
-            ["M"],
-        ),
-    ]
-    assert header.samefile("csrc/core/precompiled.h")
-    precompiled = Path(f"{header}.gch").readlink()
-    assert precompiled == tmp_path / "csrc" / "core" / "precompiled.h.o"
-
-
-def test_cache_is_used_if_it_is_there_and_torch_asks_for_it(tmp_path, monkeypatch):
-    uses_cache = runpy.run_path(str(ROOT / "setup.py"), run_name="setup")["uses_cache"]
-    old, new = SimpleNamespace(), SimpleNamespace(_wrap_compiler=None)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert not uses_cache(new)
-    (tmp_path / "ccache").touch(mode=0o755)
-    assert (uses_cache(old), uses_cache(new)) == (False, True)
-    monkeypatch.setenv("TORCH_NO_COMPILER_WRAPPER", "1")
-    assert not uses_cache(new)
+    written = comm.stat().st_mtime_ns
+    local.write_text("")
+    assert rooms(sources, str(tmp_path)) == compiled
+    assert comm.stat().st_mtime_ns == written, "what is the same is not compiled again"
+    assert "comm/local/mailbox.cpp" in local.read_text()
 
 
 @pytest.mark.parametrize("own", ["", "-static-libstdc++"])
