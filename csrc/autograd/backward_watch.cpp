@@ -183,6 +183,16 @@ void BackwardWatch::expect_inner_backwards() {
   ever_nested_ = true;
 }
 
+void BackwardWatch::note_completed() {
+  const std::lock_guard lock(mutex_);
+  completed_one_ = true;
+}
+
+bool BackwardWatch::completed_one() {
+  const std::lock_guard lock(mutex_);
+  return completed_one_;
+}
+
 bool BackwardWatch::saw_inner_backwards() {
   const std::lock_guard lock(mutex_);
   return ever_nested_;

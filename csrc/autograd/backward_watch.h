@@ -60,6 +60,9 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   bool may_hide_gradients(bool parameters_missing);
   void expect_inner_backwards();
   bool saw_inner_backwards();
+  // A backward has ended, of this rank or of another one that runs the same.
+  void note_completed();
+  bool completed_one();
 
  private:
   struct TaskEnd;

@@ -45,7 +45,7 @@ at::Tensor Agreements::all_gather(Peers& peers, Agreement about, const at::Tenso
   if (peers.world() == 1) return values.unsqueeze(0);
   const Range range("agree", [&] { return std::string("in ") + name_of(about); });
   const CallScope call(name_of(about));
-  if (peers.on_device()) return all_gather(peers, values, what, {});
+  if (by_device(peers, values)) return all_gather(peers, values, what, {});
   const int64_t numel = values.numel();
   const at::Tensor message = at::empty({1 + numel}, at::TensorOptions().dtype(at::kLong));
   *message.mutable_data_ptr<int64_t>() = static_cast<int64_t>(about);
@@ -64,23 +64,22 @@ at::Tensor Agreements::all_gather(Peers& peers, const at::Tensor& values,
                                   const std::function<std::string()>& what,
                                   const Meanwhile& meanwhile) {
   peers.check_process();
-  const bool crosses = peers.on_device() && values.is_cpu();
+  const bool crosses = by_device(peers, values) && values.is_cpu();
   if (crosses) wait_for_stream(peers.groups().device(), peers.watch().get());
-  const at::Tensor input =
-      peers.on_device() ? values.to(peers.groups().device()) : peers.outgoing(values);
+  const at::Tensor input = crosses ? values.to(peers.groups().device()) : peers.outgoing(values);
   const at::Tensor output = at::empty({peers.world(), values.numel()}, input.options());
   Pending pending;
   start(peers, input, output, what, pending);
   try {
     pending.wait(what, meanwhile);
     // Its message is here, but that rank will not do what was agreed on.
-    const int64_t gone = peers.has_only_local_peers()
+    const int64_t gone = peers.share_host() && input.is_cpu()
                              ? peers.who_abandoned(MessageKind::agreement, epoch_)
                              : int64_t{-1};
     TORCH_CHECK(gone < 0, what(), ": rank ", peers.global_rank(gone),
                 " has given up waiting for this rank. Repeat it on every rank.");
   } catch (...) {
-    peers.leave_epoch(MessageKind::agreement, epoch_, EpochExit::abandoned);
+    if (input.is_cpu()) peers.leave_epoch(MessageKind::agreement, epoch_, EpochExit::abandoned);
     throw;
   }
   if (crosses) wait_for_stream(output.device(), peers.watch().get());
@@ -89,7 +88,7 @@ at::Tensor Agreements::all_gather(Peers& peers, const at::Tensor& values,
 
 void Agreements::start(Peers& peers, const at::Tensor& input, const at::Tensor& output,
                        const std::function<std::string()>& what, Pending& pending) {
-  if (!peers.has_only_local_peers()) {
+  if (!peers.share_host() || !input.is_cpu()) {
     const at::Tensor flat = output.view({-1});
     name_errors(what, [&] {
       peers.add(pending,

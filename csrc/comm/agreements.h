@@ -3,8 +3,8 @@
 // Owner:   Comm.
 // Threads: as Comm.
 //
-// They use the gather group, or that of reductions (Peers::agree_beside_gathers). Each waits until
-// all ranks have taken part.
+// They use the gather group, or that of reductions (Peers::agree_beside_gathers). Between ranks of
+// one host values on the host use neither. Each waits until all ranks have taken part.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,26 +34,27 @@ class Agreements {
   // int64 [n] of each rank, on the host or on the device → [world, n]. `what`: as in Pending::wait.
   // Raises on all ranks where they are in different agreements, except on a device, where the
   // values are not read.
+  // `meanwhile`: as below; then `values` are on the host.
   at::Tensor all_gather(Peers& peers, Agreement about, const at::Tensor& values,
-                        const std::function<std::string()>& what) {
-    return all_gather(peers, about, values, what, {});
-  }
+                        const std::function<std::string()>& what, const Meanwhile& meanwhile);
   // The same of values that `meanwhile` may change: this rank does there what other ranks wait for
   // that are not in the agreement yet. Where the answers differ in element `state`, some of them may
   // be older than that. Then the result is undefined on every rank. All ranks have come then, so
-  // that the next answers are the last ones. Not on a device.
+  // that the next answers are the last ones. `values` are on the host.
   at::Tensor all_gather_unless_outdated(Peers& peers, Agreement about, const at::Tensor& values,
                                         int64_t state, const std::function<std::string()>& what,
                                         const Meanwhile& meanwhile);
 
  private:
-  at::Tensor all_gather(Peers& peers, Agreement about, const at::Tensor& values,
-                        const std::function<std::string()>& what, const Meanwhile& meanwhile);
   at::Tensor all_gather(Peers& peers, const at::Tensor& values,
                         const std::function<std::string()>& what, const Meanwhile& meanwhile);
   // Between local peers, rank by rank; else by the process group.
   void start(Peers& peers, const at::Tensor& input, const at::Tensor& output,
              const std::function<std::string()>& what, Pending& pending);
+  // These values travel by the device's backend.
+  static bool by_device(const Peers& peers, const at::Tensor& values) {
+    return peers.on_device() && !(values.is_cpu() && peers.share_host());
+  }
 
   int64_t epoch_ = 0;  // the last one
 };

@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/gather_order.h"
 #include "comm/host_wait.h"
 #include "comm/stalled_ranks.h"
 #include "core/errors.h"
@@ -48,15 +49,13 @@ milliseconds age_of(const Collective& collective) {
   return std::chrono::duration_cast<milliseconds>(Clock::now() - collective.queued);
 }
 
-// What a rank tells the others of it. They know which rank it is.
-std::string told(const Collective& collective) {
-  const std::string& what = collective.what;
+// What a rank tells the others that it waits for. They know which rank it is.
+std::string told(const std::string& what, int64_t backwards) {
   const size_t unit = what.find(", unit '");
   const size_t end = what.find("]: ");
   std::string text = end == std::string::npos ? what : what.substr(end + 3);
   if (unit < end) text = what.substr(unit + 2, end - unit - 2) + " " + text;
-  return "with " + std::to_string(collective.backwards) +
-         " backward(s) begun in this step: " + text;
+  return "with " + std::to_string(backwards) + " backward(s) begun in this step: " + text;
 }
 
 // In a wait that has taken `so_far`. The host goes on soon after the device.
@@ -69,7 +68,7 @@ void pause(Clock::duration so_far) {
 }
 
 constexpr char kSameEverywhere[] =
-    " On this device every rank must run the same forwards and backwards of a step, see"
+    " Between hosts every rank must run the same forwards and backwards of a step, see"
     " docs/uneven_batches.md.";
 
 }  // namespace
@@ -91,10 +90,16 @@ struct CollectiveWatch::State {
 
   // What this rank tells the others; empty where it goes on.
   std::string stalled() {
+    const auto long_enough = [this](Clock::time_point since) {
+      return Clock::now() - since >= timeout / 4;
+    };
+    if (host_waits_since.has_value()) {
+      return long_enough(*host_waits_since) ? told(host_waits_for, backwards) : std::string();
+    }
     const Collective* collective = oldest(milliseconds(0));
     if (collective == nullptr) return {};
     if (!first_seen.has_value()) first_seen = Clock::now();
-    return Clock::now() - *first_seen < timeout / 4 ? std::string() : told(*collective);
+    return long_enough(*first_seen) ? told(collective->what, collective->backwards) : std::string();
   }
 
   // `lock`: of the mutex. Others take it meanwhile.
@@ -114,8 +119,14 @@ struct CollectiveWatch::State {
   }
 
   void raise_if_they_do() {
+    if (gather_order != nullptr) gather_order->raise_if_ranks_differ();
     const std::lock_guard lock(mutex);
     TORCH_CHECK(of_all_ranks.empty(), where(rank), wait_for_each_other());
+  }
+
+  std::function<void()> meanwhile_of_host() {
+    const std::lock_guard lock(mutex);
+    return meanwhile;
   }
 
   void check() {
@@ -147,6 +158,7 @@ struct CollectiveWatch::State {
   const int64_t rank;
   const milliseconds timeout;
   const std::unique_ptr<StalledRanks> ranks;  // the thread's
+  std::shared_ptr<GatherOrder> gather_order;  // null where it is not compared
   std::mutex mutex;                           // for all below
   std::condition_variable closing;
   bool closed = false;
@@ -155,6 +167,9 @@ struct CollectiveWatch::State {
   std::deque<Collective> collectives;
   int64_t backwards = 0;
   std::optional<Clock::time_point> first_seen;  // the oldest was, as the oldest
+  std::optional<Clock::time_point> host_waits_since;
+  std::string host_waits_for;
+  std::function<void()> meanwhile;
   std::string of_all_ranks;  // who waits for what, where they wait for each other
 };
 
@@ -241,6 +256,36 @@ void CollectiveWatch::note_backwards(int64_t count) {
   state_->backwards = count;
 }
 
+void CollectiveWatch::compare_gathers(std::shared_ptr<GatherOrder> order) {
+  state_->gather_order = std::move(order);
+}
+
+CollectiveWatch::HostWait::HostWait(std::shared_ptr<CollectiveWatch> watch, const std::string& what,
+                                    const std::function<void()>& meanwhile)
+    : watch_(std::move(watch)) {
+  State& state = *watch_->state_;
+  const std::lock_guard lock(state.mutex);
+  state.host_waits_for = what;
+  state.host_waits_since = Clock::now();
+  state.meanwhile = [meanwhile, thread = std::this_thread::get_id()] {
+    if (std::this_thread::get_id() == thread) meanwhile();
+  };
+}
+
+CollectiveWatch::HostWait::~HostWait() {
+  State& state = *watch_->state_;
+  const std::lock_guard lock(state.mutex);
+  state.host_waits_since.reset();
+  state.meanwhile = nullptr;
+}
+
+void CollectiveWatch::HostWait::begin_again() const {
+  const std::lock_guard lock(watch_->state_->mutex);
+  watch_->state_->host_waits_since = Clock::now();
+}
+
+void CollectiveWatch::raise_if_ranks_wait() const { state_->raise_if_they_do(); }
+
 void raise_if_ranks_wait(c10::Device device, CollectiveWatch* watch) {
   if (watch != nullptr) wait_on_host(c10::Event(device.type()), watch);  // one that has ended
 }
@@ -257,21 +302,29 @@ void wait_on_host(const c10::Event& event, CollectiveWatch* watch) {
   CollectiveWatch::State& state = *watch->state_;
   const auto begin = Clock::now();
   auto checked = begin;
+  // What the device and its backend have reported until now.
+  const auto named = [&](const auto& ask) {
+    try {
+      return ask();
+    } catch (const std::exception& error) {
+      TORCH_CHECK(false, where(state.rank),
+                  "the device has failed, or a collective on it."
+                  " Look for the first error in the ranks' logs. Here: ",
+                  text_of(error));
+    }
+  };
   state.raise_if_they_do();
-  while (!event.query()) {
+  const std::function<void()> meanwhile = state.meanwhile_of_host();
+  while (!named([&] { return event.query(); })) {
     const auto now = Clock::now();
+    if (meanwhile) meanwhile();
     pause(now - begin);
     if (now - checked < kInterruptSlice) continue;
     checked = now;
     check_interrupt();
     state.raise_if_they_do();
   }
-  try {
-    event.synchronize();  // raises what the backend has reported until now
-  } catch (const std::exception& error) {
-    TORCH_CHECK(false, where(state.rank), "a collective on the device has failed.", kSameEverywhere,
-                " Look for the first error in the ranks' logs. Here: ", text_of(error));
-  }
+  named([&] { event.synchronize(); });
 }
 
 }  // namespace zero_ext

@@ -21,11 +21,13 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
 namespace zero_ext {
 
+class GatherOrder;
 class StalledRanks;
 
 class CollectiveWatch {
@@ -42,6 +44,26 @@ class CollectiveWatch {
   // How many backwards that reduce this rank has begun since the last step.
   void note_backwards(int64_t count);
 
+  // From now on waits of the host raise where the ranks gather other units.
+  void compare_gathers(std::shared_ptr<GatherOrder> order);
+
+  // While a HostWait lives, the host waits for other ranks, and not for the device. `what`: as in
+  // Pending::wait. `meanwhile`: what this thread does for others where it waits for the device.
+  class HostWait {
+   public:
+    HostWait(std::shared_ptr<CollectiveWatch> watch, const std::string& what,
+             const std::function<void()>& meanwhile);
+    ~HostWait();
+    void begin_again() const;  // it has done something for others
+    HostWait(const HostWait&) = delete;
+    HostWait& operator=(const HostWait&) = delete;
+
+   private:
+    const std::shared_ptr<CollectiveWatch> watch_;
+  };
+  // Raises where the ranks wait for each other.
+  void raise_if_ranks_wait() const;
+
  private:
   friend void wait_on_host(const c10::Event& event, CollectiveWatch* watch);
   struct State;
@@ -50,8 +72,8 @@ class CollectiveWatch {
   std::shared_ptr<State> state_;
 };
 
-// The host waits for `event`. Raises where the ranks wait for each other, and where a collective has
-// failed. `watch`: null for one rank.
+// The host waits for `event`. Raises where the ranks wait for each other or gather other units, and
+// where a collective has failed. `watch`: null for one rank.
 void wait_on_host(const c10::Event& event, CollectiveWatch* watch);
 
 }  // namespace zero_ext

@@ -24,7 +24,7 @@ Comm::Comm(const Names& groups, c10::Device device, std::vector<int64_t> global_
     : Peers(std::make_shared<ProcessGroups>(groups, device), std::move(global_ranks)) {}
 
 void Comm::connect_local_peers(std::chrono::milliseconds timeout, bool allowed) {
-  if (world() == 1 || on_device()) return;
+  if (world() == 1) return;
   connect_local(timeout, allowed, [this](const at::Tensor& values) {
     return all_gather(Agreement::local_peers, values, [this] {
       return where(global_rank()) +

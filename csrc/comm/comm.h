@@ -58,8 +58,8 @@ class Comm : public Peers {
   static const char* name_of(Agreement about) { return zero_ext::name_of(about); }
   // See Agreements::all_gather.
   at::Tensor all_gather(Agreement about, const at::Tensor& values,
-                        const std::function<std::string()>& what) {
-    return agreements_.all_gather(*this, about, values, what);
+                        const std::function<std::string()>& what, const Meanwhile& meanwhile = {}) {
+    return agreements_.all_gather(*this, about, values, what, meanwhile);
   }
   // See Agreements::all_gather_unless_outdated.
   at::Tensor all_gather_unless_outdated(Agreement about, const at::Tensor& values, int64_t state,

@@ -9,6 +9,7 @@
 #include "comm/local/shared_host_transport.h"
 #include "comm/stalled_ranks.h"
 #include "core/errors.h"
+#include "device/streams.h"
 
 namespace zero_ext {
 
@@ -33,6 +34,16 @@ void Peers::watch_collectives(std::chrono::milliseconds timeout) {
                                              std::move(ranks));
 }
 
+void Peers::compare_gathers() {
+  if (!share_host() || shards() == 1) return;
+  const GatherOrder::Ranks ranks{.own = rank(),
+                                 .first = rank() - rank() % shards(),
+                                 .count = shards(),
+                                 .global = global_ranks_};
+  gather_order_ = std::make_shared<GatherOrder>(local_transport_, ranks);
+  watch_->compare_gathers(gather_order_);
+}
+
 // Ranks of the same host
 
 void Peers::connect_local(std::chrono::milliseconds timeout, bool allowed,
@@ -46,13 +57,23 @@ void Peers::leave_local() {
   if (local_transport_ != nullptr) local_transport_->leave();
 }
 
+void Peers::show_gather(int64_t unit) const {
+  check_process();
+  if (gather_order_ != nullptr && capture_id(current_stream(groups_->device())) == 0)
+    gather_order_->enter(unit);
+}
+
+void Peers::show_reductions(int64_t started) const {
+  if (gather_order_ != nullptr) gather_order_->show_reductions(started);
+}
+
 bool Peers::reads(int64_t peer) const {
   return local_transport_ != nullptr && local_transport_->reaches(peer);
 }
 
 int64_t Peers::local_peers() const {
   int64_t count = 0;
-  for (int64_t peer = 0; peer < world(); ++peer) {
+  for (int64_t peer = 0; peer < world() && !on_device(); ++peer) {
     if (reads(peer)) ++count;
   }
   return count;
@@ -98,7 +119,8 @@ bool Peers::is_past(MessageKind kind, int64_t epoch) const {
 
 void Peers::add(Pending& pending, Pending::Part part) const {
   if (part.peer != Pending::kAllRanks) part.peer = global_rank(part.peer);
-  pending.add(std::move(part), watch_);
+  const bool on_host = part.tensor.is_cpu();
+  pending.add(std::move(part), on_host ? nullptr : watch_);
 }
 
 Message Peers::start_send(const at::Tensor& tensor, int64_t to, const MessageLabel& label) {

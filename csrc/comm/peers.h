@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "comm/collective_watch.h"
+#include "comm/gather_order.h"
 #include "comm/message.h"
 #include "comm/pending.h"
 #include "comm/process_groups.h"
@@ -51,6 +52,12 @@ class Peers {
   // From now on agreements on a device use the group of reductions. A rank may be in a gather of
   // stage 3 while another one is in an agreement: one group would take the one for the other.
   void agree_beside_gathers() { agreements_among_ = MessageKind::reduction; }
+  // From now on the ranks of a replica compare the order of their gathers of units. Before each: the
+  // unit's number. Not of those that are captured into a graph, which is replayed without the host.
+  void compare_gathers();
+  void show_gather(int64_t unit) const;
+  // The same after each reduction that has started: how many have.
+  void show_reductions(int64_t started) const;
   // From now on a collective on a device that does not end is logged, see CollectiveWatch.
   void watch_collectives(std::chrono::milliseconds timeout);
   void note_backwards(int64_t count) const {
@@ -58,10 +65,16 @@ class Peers {
   }
   // Null on the host.
   const std::shared_ptr<CollectiveWatch>& watch() const { return watch_; }
+  // Of gathers of released units; null where ranks need not, or cannot, compare them.
+  const std::shared_ptr<GatherOrder>& gather_order() const { return gather_order_; }
 
-  // How many ranks' memory this one reads, and whether every rank reads every other one's.
+  // How many ranks' memory this one reads, and whether every rank reads every other one's. Of a
+  // device's memory none is read.
   int64_t local_peers() const;
-  bool has_only_local_peers() const { return only_local_peers_; }
+  bool has_only_local_peers() const { return only_local_peers_ && !on_device(); }
+  // Every rank sees every other one's epochs. Messages of the host's memory are read from it, also
+  // where those of the device's memory travel by its backend.
+  bool share_host() const { return only_local_peers_; }
   // Reads the messages that have arrived from local peers; never waits.
   void make_progress();
   // How often local peers have read this rank's persistent sends.
@@ -117,6 +130,7 @@ class Peers {
   std::shared_ptr<SharedHostTransport> local_transport_;  // null without local peers
   bool only_local_peers_ = false;
   MessageKind agreements_among_ = MessageKind::gather;
+  std::shared_ptr<GatherOrder> gather_order_;
   std::shared_ptr<CollectiveWatch> watch_;  // null on the host
   pid_t process_ = getpid();
 };

@@ -44,6 +44,12 @@ SideStream::Scope::Scope(const SideStream& side) {
   guard_.reset_stream(*side.stream_);
 }
 
+SideStream::Scope::Scope(const SideStream& side, const StreamEvent& point) {
+  if (!side.stream_.has_value()) return;
+  point.block(*side.stream_);
+  guard_.reset_stream(*side.stream_);
+}
+
 void SideStream::join() const {
   if (stream_.has_value()) StreamEvent(*stream_).block(current_stream(stream_->device()));
 }

@@ -55,6 +55,8 @@ class SideStream {
   class Scope {
    public:
     explicit Scope(const SideStream& side);
+    // It waits for that point alone.
+    Scope(const SideStream& side, const StreamEvent& point);
 
    private:
     c10::OptionalStreamGuard guard_;

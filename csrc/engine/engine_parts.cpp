@@ -92,9 +92,12 @@ EngineParts::EngineParts(EngineOptions given)
                 .divide_factor = options.divide_factor}),
       gatherer(comm, context, backward_phase, options.gather) {
   const std::chrono::milliseconds timeout(options.timeout_ms);
-  comm.connect_local_peers(timeout, options.shared_host_transport);
-  if (comm.on_device() && context.shards_parameters()) comm.agree_beside_gathers();
   comm.watch_collectives(timeout);
+  comm.connect_local_peers(timeout, options.shared_host_transport);
+  if (comm.on_device() && context.shards_parameters()) {
+    comm.agree_beside_gathers();
+    comm.compare_gathers();
+  }
   context.spare =
       std::make_shared<SpareMemory>(context.memory, Held::full, context.compute_place());
 }

@@ -291,50 +291,65 @@ void RunningBackward::finish(Gradients gradients) {
   if (!boundary_.local_open()) published_.publish();
 }
 
-bool RunningBackward::serve(const Access& access) {
-  const int64_t whom = reductions_.who_began();
-  if (whom < 0) return false;
-  const auto begin = std::chrono::steady_clock::now();
-  const bool threw = threw_;
-  try {
-    take_part_in_others_backward(access);
-  } catch (const std::exception&) {
-    if (!not_undone_.empty() || !reductions_.others_left()) throw;
-    threw_ = threw;  // another rank's backward
-  }
-  Served& served = served_[comm_.global_rank(whom)];
-  ++served.backwards;
-  served.time += std::chrono::duration_cast<std::chrono::microseconds>(
-      std::chrono::steady_clock::now() - begin);
-  return true;
-}
-
 void RunningBackward::take_part_in_others_backward(const Access& access) {
   if (context_.world == 1) return;
   gatherer_.post_sends_for_a_pass();
   try {
-    begin(access, /*reduces=*/true);
-    const bool changed = finished_.changed();
-    finish(Gradients::of_others);
-    if (changed) finished_.note_changed_too_early();
+    begin_others(access);
+    finish_others();
   } catch (...) {
     undo();
     throw;
   }
 }
 
+void RunningBackward::take_part_in_others_reduction(const Access& access) {
+  try {
+    if (!open()) begin_others(access);
+    reductions_.start_next();
+    if (reductions_.all_started()) finish_others();
+  } catch (...) {
+    undo();
+    throw;
+  }
+}
+
+void RunningBackward::begin_others(const Access& access) {
+  begin(access, /*reduces=*/true);
+  changed_before_ = finished_.changed();
+}
+
+void RunningBackward::finish_others() {
+  finish(Gradients::of_others);
+  if (changed_before_) finished_.note_changed_too_early();
+}
+
 void RunningBackward::undo() noexcept {
   try {
+    // What other ranks gather of this one must not wait for the reductions that are started here.
+    gatherer_.begin_serving();
     // Both streams may still write to what is undone here.
     context_.reducing.join();
     context_.gathering.join();
-    if (open()) abort();
+    if (open()) {
+      if (comm_.on_device() && reduces_) start_rest();
+      abort();
+    }
     phase_ = BackwardPhase::none;
     gatherer_.reset_after_failure();
     last_use_.remember();
   } catch (const std::exception& error) {
     phase_ = BackwardPhase::none;
     not_undone_ = text_of(error);
+  }
+}
+
+void RunningBackward::start_rest() noexcept {
+  try {
+    const at::NoGradGuard no_grad;
+    reductions_.start_rest();
+  } catch (const std::exception&) {
+    // The error under way says more. The other ranks' watches report that they wait.
   }
 }
 

@@ -5,29 +5,9 @@
 // Threads:   hooks run on autograd's threads. Public methods take the lock, except those that take
 //            a `const Access&`.
 // Invariant: a backward that threw leaves parameters, sums and states as they were before it.
-//
-// Note [Serving]
-// Between two steps each rank runs any number of backwards. A rank that waits for the others in
-// step() or clip_grad_norm_() serves those that still run backwards: it takes part in their
-// reductions, and contributes nothing but its local sums.
-// - A rank shows the number of the backward that it has begun, and the first message of a backward
-//   wakes the ranks that wait. Nobody sends anything more for this.
-// - A rank that comes to a step answers at once. Where another rank goes on to run a backward, that
-//   answer is outdated. The answers show it to every rank, and all answer a second time.
-// - The k-th backwards of all ranks are one reduction. So contributions are added in the order
-//   (backward of the rank, rank), whenever the ranks come.
-// - Ranks that do not see each other's epochs (on several hosts) announce a backward to each other,
-//   except for the first one after a step. A rank that comes to a step without one takes part in
-//   that unasked.
-// - If a rank leaves a backward with an error, the ranks that serve it undo their part and go on
-//   waiting. The ranks that run it get an error.
-// - Parameters of stage 3 need no service on one host. Elsewhere a serving rank posts the sends of
-//   one more pass.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -63,26 +43,24 @@ class RunningBackward : public BackwardListener {
   void check_none_on_this_thread(const Access& access, const char* verb) const;
   // Raises where gradients are unknown or states are offloaded.
   void check_usable(const Access& access, const char* verb) const;
-  // See Note [Serving]. Returns whether another rank had begun a backward.
-  bool serve(const Access& access);
-  // The same where it cannot be known whether one has: all ranks do it, or run a backward.
+  // See Note [Serving] in serving.h.
   void take_part_in_others_backward(const Access& access);
+  // The same bit by bit: begins it, starts its next reduction, and ends it after the last one.
+  void take_part_in_others_reduction(const Access& access);
+  // Such a backward that has not ended is undone.
+  void give_up_others_backward(const Access&) noexcept {
+    if (open()) undo();
+  }
   // A backward threw since the last step.
   bool threw(const Access&) const { return threw_; }
   void forget_failure(const Access&) { threw_ = false; }
   bool sees_forwards(const Access&) const { return sees_forwards_; }
-  bool saw_inner_backwards(const Access&) const { return watch_->saw_inner_backwards(); }
+  BackwardWatch& watch(const Access&) const { return *watch_; }
 
   // Backwards that have begun; and that tried to, including those that failed at once.
   int64_t count() const { return count_; }
   int64_t attempts() const { return attempts_; }
   int64_t reduced_in_no_sync() const { return reduced_in_no_sync_; }
-  // Backwards of other ranks that this one served, by rank.
-  struct Served {
-    int64_t backwards = 0;
-    std::chrono::microseconds time{};
-  };
-  const std::map<int64_t, Served>& served() const { return served_; }
 
   // BackwardListener
   void before_gradient(int64_t i) override;
@@ -105,6 +83,10 @@ class RunningBackward : public BackwardListener {
   void begin_units(GradientPath path);
   GradientPath choose_path() const;
   void finish(Gradients gradients);
+  void begin_others(const Access& access);
+  void finish_others();
+  // On a device, see Reductions::start_rest.
+  void start_rest() noexcept;
   void abort();
   // What threw, and the passes of stage 3.
   void undo() noexcept;
@@ -133,7 +115,6 @@ class RunningBackward : public BackwardListener {
   int64_t count_ = 0;
   int64_t attempts_ = 0;
   int64_t reduced_in_no_sync_ = 0;
-  std::map<int64_t, Served> served_;
   bool threw_ = false;      // a backward since the last step
   std::string not_undone_;  // the error that kept a backward from being undone
   bool sees_forwards_ = false;
@@ -150,6 +131,7 @@ class RunningBackward : public BackwardListener {
   bool reduces_ = false;
   bool hidden_ = false;  // more gradients may arrive than the graph shows
   GradientScales scales_;
+  bool changed_before_ = false;  // the gradients, before other ranks' backward
 };
 
 }  // namespace zero_ext

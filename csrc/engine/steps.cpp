@@ -49,7 +49,7 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
   // No rank's shard changes before all ranks are here: until then they may be gathering from it.
   const bool asks = questions.nonfinite || questions.norm() || questions.divide_by.has_value() ||
                     context_.shards_parameters() || !context_.state.on_host();
-  come_to_step(access, "step()", asks && serves(questions),
+  come_to_step(access, Comm::Agreement::step, asks && serves(questions),
                had_no_backward(indices, *last_backward));
   last_use_.follow();
   published_.adopt_changes(indices, "step()");
@@ -61,7 +61,7 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
     asked.averaged_over = boundary_.divide();
     asked.micro_batches = [this] { return boundary_progress(); };
     verdict = agreement_.ask(Comm::Agreement::step, indices, asked,
-                             [&] { return backward_.serve(access); });
+                             [&] { return serving_.serve(access); });
     if (verdict.settings_differ) return verdict;
     check_complete("step()", verdict);
     if (verdict.written_differ) reject_written(Comm::Agreement::step, indices);
@@ -124,7 +124,7 @@ void Steps::learn_reduction_order(const Access& access) {
   const std::vector<int64_t> completed = reductions_.completed();
   auto* mine = order.mutable_data_ptr<int64_t>();
   std::copy(completed.begin(), completed.end(), mine);
-  mine[units] = backward_.saw_inner_backwards(access) ? 1 : 0;
+  mine[units] = backward_.watch(access).saw_inner_backwards() ? 1 : 0;
   // All take rank 0's order. Among ranks of one host an error here can be repeated, as after any
   // agreement.
   order = comm_.all_gather(Comm::Agreement::reduction_order, order, [this] {
@@ -165,14 +165,16 @@ bool Steps::serves(const StepQuestions& questions) const {
   return agreement_.sends(questions) && reductions_.sees_others();
 }
 
-void Steps::come_to_step(const Access& access, const char* verb, bool serves, bool idle) {
+void Steps::come_to_step(const Access& access, Comm::Agreement about, bool serves, bool idle) {
+  if (comm_.on_device() && comm_.share_host()) {
+    const int64_t incomplete = serving_.meet(access, about, boundary_progress());
+    return check_complete(Comm::name_of(about), StepVerdict{.incomplete = incomplete});
+  }
   // Where it is not known what other ranks run, all must run the same, except that a rank without a
   // backward takes part in one.
   const bool unasked = serves ? reductions_.next_is_unannounced() : idle;
-  if (!serves || unasked || !context_.state.on_host()) check_complete(verb);
-  if (unasked) {
-    backward_.take_part_in_others_backward(access);
-  }
+  if (!serves || unasked || !context_.state.on_host()) check_complete(Comm::name_of(about));
+  if (unasked) backward_.take_part_in_others_backward(access);
 }
 
 bool Steps::had_no_backward(const std::vector<int64_t>& indices, int64_t last_backward) const {
@@ -208,12 +210,13 @@ at::Tensor Steps::clip(const std::vector<int64_t>& indices, double max_norm,
                      .max_norm = max_norm,
                      .settings = std::bit_cast<int64_t>(max_norm),
                      .micro_batches = [this] { return boundary_progress(); }};
-  come_to_step(access, "clip_grad_norm_()", serves(norm), had_no_backward(indices, last_backward));
+  come_to_step(access, Comm::Agreement::clip, serves(norm),
+               had_no_backward(indices, last_backward));
   last_use_.follow();
   published_.adopt_changes(indices, "clip_grad_norm_");
   norm.written = published_.written_by_hand(indices);
   const StepVerdict verdict =
-      agreement_.ask(Comm::Agreement::clip, indices, norm, [&] { return backward_.serve(access); });
+      agreement_.ask(Comm::Agreement::clip, indices, norm, [&] { return serving_.serve(access); });
   TORCH_CHECK(!verdict.settings_differ, where(context_.global_rank),
               "clip_grad_norm_(): max_norm is ", max_norm,
               " here and something else on another rank. Pass the same on every rank.");
@@ -265,6 +268,7 @@ void Steps::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
   }
   if (!published_.has_reduced_gradients()) {
     finished_.clear();
+    finished_.forget_lost();
     backward_.forget_failure(access);
   }
 }

@@ -10,12 +10,14 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <map>
 #include <mutex>
 #include <string>
 #include <vector>
 
 #include "engine/engine_parts.h"
 #include "engine/running_backward.h"
+#include "engine/serving.h"
 #include "engine/step_update.h"
 
 namespace zero_ext {
@@ -25,7 +27,7 @@ enum class ZeroGrad { to_none, to_zero };
 class Steps : Facet {
  public:
   Steps(EngineParts& parts, RunningBackward& backward)
-      : Facet(parts), parts_(parts), backward_(backward) {}
+      : Facet(parts), parts_(parts), backward_(backward), serving_(parts, backward) {}
 
   // Which backwards reduce, see Boundary.
   void push_no_sync();
@@ -65,6 +67,7 @@ class Steps : Facet {
   void remove_stepper(int64_t i);
 
   const UpdateCounts& counts() const { return counts_; }
+  const std::map<int64_t, Serving::Served>& served() const { return serving_.served(); }
 
  private:
   // Raises where gradients of backwards are still to come, or were not reduced.
@@ -76,14 +79,14 @@ class Steps : Facet {
   // `rank`: one that did so, or -1.
   void reject_changed_too_early(const char* verb, int64_t rank) const;
   MicroBatches boundary_progress() const;
-  // While this rank asks, it serves the backwards of other ranks. See Note [Serving] in
-  // running_backward.h.
+  // While this rank asks, it serves the backwards of other ranks. See Note [Serving] in serving.h.
   bool serves(const StepQuestions& questions) const;
   // Before it asks. `idle`: it had no backward.
-  void come_to_step(const Access& access, const char* verb, bool serves, bool idle);
+  void come_to_step(const Access& access, Comm::Agreement about, bool serves, bool idle);
   // This rank had no backward for a step of these parameters.
   bool had_no_backward(const std::vector<int64_t>& indices, int64_t last_backward) const;
-  // See Note [Reduction order] in reductions.h. Collective; on a device it waits, once.
+  // See Note [Reduction order] in reductions.h. Collective; between hosts it waits for a
+  // device, once.
   void learn_reduction_order(const Access& access);
   // Masters take what users wrote to the parameters, and gradients are scaled by the verdict's
   // factor.
@@ -95,6 +98,7 @@ class Steps : Facet {
 
   EngineParts& parts_;
   RunningBackward& backward_;
+  Serving serving_;
 
   UpdateCounts counts_;
   int64_t stepped_ = 0;  // the last backward that a step was made after, of any optimizer

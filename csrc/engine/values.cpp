@@ -56,6 +56,7 @@ bool Values::gather_whole(const Whole& whole, bool wanted) {
   const at::NoGradGuard no_grad;
   backward_.check_none(access, "gathering whole parameters");
   offloaded_.check_parameters_are_here("whole parameters were gathered");
+  gatherer_.serve_all(Comm::Agreement::whole_parameters);
   const auto what = [&] {
     return where(context_.global_rank) + "iter_full_params() waited for the other ranks at '" +
            parameters_[whole.indices.front()].name + "'";
@@ -117,6 +118,7 @@ void Values::write_parameter(int64_t i, const at::Tensor& value) {
   offloaded_.check_parameters_are_here("a parameter was set");
   const ShardedParameter& parameter = parameters_[i];
   Unit& unit = parameters_.home_of(i);
+  gatherer_.serve_all(Comm::Agreement::shards);
   gatherer_.wait_for_shards();  // other ranks may be gathering the old value
   parameters_.repair_storage(i, Writes::discard);
   unit.parameters().adopt(parameter.slot, value);

@@ -1,8 +1,14 @@
 #include "gather/gatherer.h"
 
+#include <ATen/ops/full.h>
+#include <c10/util/ScopeExit.h>
+
 #include <algorithm>
 #include <exception>
+#include <string>
 #include <utility>
+
+#include "core/errors.h"
 
 namespace zero_ext {
 namespace {
@@ -227,6 +233,43 @@ void Gatherer::drop(const std::vector<int64_t>& units, Writes writes) {
 }
 
 // Steps
+
+void Gatherer::begin_serving() {
+  if (comm_.gather_order() != nullptr && !serving_since_.has_value())
+    serving_since_.emplace(current_stream(context_.compute.device()));
+}
+
+bool Gatherer::serve() {
+  if (comm_.gather_order() == nullptr) return false;
+  bool any = false;
+  for (int64_t u = comm_.gather_order()->next(); u >= 0; u = comm_.gather_order()->next()) {
+    serve(u);
+    any = true;
+  }
+  return any;
+}
+
+void Gatherer::serve_until(int64_t end) {
+  if (comm_.gather_order() == nullptr) return;
+  for (int64_t u; (u = comm_.gather_order()->next(end)) >= 0;) serve(u);
+}
+
+void Gatherer::serve_all(Comm::Agreement about) {
+  if (comm_.gather_order() == nullptr) return;
+  begin_serving();
+  const auto end = c10::make_scope_exit([this] { end_serving(); });
+  const std::string verb = Comm::name_of(about);
+  const at::Tensor of_all = comm_.all_gather(
+      about, at::full({1}, entered(), at::kLong),
+      [&] { return where(context_.global_rank) + verb + " waited for the other ranks' " + verb; },
+      [this] { return serve(); });
+  const at::Tensor of_replica = of_all.narrow(0, context_.first_of_replica(), context_.shards);
+  serve_until(of_replica.max().item<int64_t>());
+}
+
+int64_t Gatherer::entered() const {
+  return comm_.gather_order() == nullptr ? 0 : comm_.gather_order()->count();
+}
 
 void Gatherer::begin_step() {
   for (int64_t u = 0; u < table_.size(); ++u) {

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "autograd/backward_phase.h"
@@ -69,6 +70,22 @@ class Gatherer {
   void hold(const std::vector<int64_t>& units);
   void drop(const std::vector<int64_t>& units, Writes writes);
 
+  // This rank serves the gathers of others from now on, which wait for what is queued by now alone.
+  // See Note [Serving] in serving.h.
+  void begin_serving();
+  void end_serving() { serving_since_.reset(); }
+  // Takes part in what other ranks gather that have not come to the step; returns whether one does.
+  bool serve();
+  // All have come: takes part in the gathers before number `end`.
+  void serve_until(int64_t end);
+  // The same in another call that all ranks make. Collective.
+  void serve_all(Comm::Agreement about);
+  // How many gathers it has entered, its own and other ranks'.
+  int64_t entered() const;
+  // Passes begin as before the first one. Where gathers are collectives, what is gathered ahead must
+  // be the same on every rank, and ranks that ran different passes would foretell different ones.
+  void forget_order() { order_.forget(); }
+
   // Before the update: everything is released.
   void begin_step();
 
@@ -91,6 +108,7 @@ class Gatherer {
   int64_t sites_of(int64_t unit) const { return site_counts_[unit]; }
 
  private:
+  void serve(int64_t unit) { table_.serve(unit, *serving_since_); }
   bool in_backward() const { return backward_ != BackwardPhase::none; }
   // A gather is a cast on this rank's device.
   bool only_casts() const { return context_.shards == 1 && !context_.parameters_on_host; }
@@ -113,6 +131,7 @@ class Gatherer {
   std::vector<HookSite> sites_;
   std::vector<int64_t> site_counts_;  // of each unit, see sites_of()
   int64_t root_depth_ = 0;
+  std::optional<StreamEvent> serving_since_;
   std::vector<int64_t>
       deferred_releases_;  // units left, but kept for the next site of the same unit
 };

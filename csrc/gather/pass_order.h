@@ -30,6 +30,8 @@ class PassOrder {
   std::span<const int64_t> upcoming(Pass pass) const;
   // Whether the last forward entered `unit` last, after others.
   bool ends_forward(int64_t unit) const;
+  // As before the first pass.
+  void forget() { sequences_ = {}; }
 
  private:
   struct Sequence {

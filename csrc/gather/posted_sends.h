@@ -14,7 +14,8 @@
 // - Where all ranks read each other's memory, one persistent send of each unit serves any number of
 //   passes, forwards of one rank alone included.
 // - A device's own backend (NCCL) has no such messages. There gathers are collectives, which every
-//   rank must enter in the same order, and an update follows them on the device's streams.
+//   rank must enter in the same order (GatherOrder), and an update follows them on the device's
+//   streams.
 #pragma once
 
 #include <cstdint>

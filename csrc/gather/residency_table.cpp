@@ -24,6 +24,7 @@ int64_t ResidencyTable::add(Unit* unit) {
                       .state = releases ? Residency::released : Residency::gathered,
                       .holds = {.permanent = !releases}});
   sends_.add(unit);
+  if (comm_.gather_order() != nullptr) comm_.gather_order()->add_unit(unit->name());
   return size() - 1;
 }
 
@@ -64,9 +65,14 @@ void ResidencyTable::start(int64_t u) {
   const Entry& entry = entries_[u];
   const Range range("gather", entry.unit->name());
   name_errors([&] { return waiting_for(entry); },
-              [&] { entry.unit->parameters().start_gather(comm_); });
+              [&] { entry.unit->parameters().start_gather(comm_, u); });
   ++gathers_;
   sends_.count_gather(u);
+}
+
+void ResidencyTable::serve(int64_t u, const StreamEvent& since) {
+  const Entry& entry = entries_[u];
+  entry.unit->parameters().serve_gather(comm_, u, since, [&] { return waiting_for(entry); });
 }
 
 void ResidencyTable::finish(Entry& entry) {
@@ -84,7 +90,7 @@ void ResidencyTable::release(Entry& entry, Writes writes) {
 void ResidencyTable::gather_again(int64_t u) {
   Entry& entry = entries_[u];
   sends_.count_repeated_gather(u);
-  entry.unit->parameters().receive_ranges(comm_);
+  entry.unit->parameters().start_gather(comm_, u);
   finish(entry);
 }
 

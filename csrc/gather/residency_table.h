@@ -36,6 +36,8 @@ class ResidencyTable {
   // gather whose wait throws stays under way.
   void apply(int64_t u, ResidencyEvent event, const ResidencyContext& context = {},
              Writes writes = Writes::keep);
+  // Takes part in the other ranks' gather of unit u, see UnitParameters::serve_gather.
+  void serve(int64_t u, const StreamEvent& since);
   // Gathers a unit again that is in memory: what was written there is lost.
   void gather_again(int64_t u);
 

@@ -84,7 +84,8 @@ void bind_pass_order(py::module_& m) {
              const auto units = order.upcoming(pass);
              return std::vector<int64_t>(units.begin(), units.end());
            })
-      .def("ends_forward", &PassOrder::ends_forward);
+      .def("ends_forward", &PassOrder::ends_forward)
+      .def("forget", &PassOrder::forget);
 }
 
 void bind_shared_host_transport(py::module_& m) {

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "comm/current_call.h"
+#include "comm/host_wait.h"
 #include "core/errors.h"
 #include "core/range.h"
 
@@ -97,10 +98,23 @@ UnitReduction& Reductions::reduction_of(int64_t u) {
 }
 
 void Reductions::start_ready() {
-  for (; order_.has_next() && parameters_.unit(order_.next()).arrivals().complete();
-       order_.advance()) {
-    start(order_.next());
-  }
+  while (order_.has_next() && parameters_.unit(order_.next()).arrivals().complete()) start_one();
+  after_starts();
+}
+
+void Reductions::start_next() {
+  order_.end();
+  parameters_.unit(order_.next()).arrivals().close();
+  start_one();
+  after_starts();
+}
+
+void Reductions::start_one() {
+  start(order_.next());
+  order_.advance();
+}
+
+void Reductions::after_starts() {
   // At once: a rank that throws from now on has sent all that the other ranks wait for, except for
   // later windows.
   all_started_ = order_.all_started();
@@ -109,7 +123,7 @@ void Reductions::start_ready() {
 
 void Reductions::start(int64_t u) {
   if (!sums_directly()) start_reduction(u);
-  ++started_;
+  comm_.show_reductions(++started_);
 }
 
 void Reductions::start_reduction(int64_t u) {
@@ -140,9 +154,18 @@ void Reductions::drop_abandoned() {
   const SideStream::Scope beside(context_.reducing);
   for (AbandonedReduction& reduction : abandoned_) {
     reduction.pending.abandon();
+    // They end soon: this rank has waited for a later reduction.
+    if (reduction.copied.has_value()) reduction.copied->synchronize();
     if (reduction.bucket != nullptr) reduction.bucket->mark_used();
   }
   abandoned_.clear();
+}
+
+void Reductions::start_rest() {
+  if (order_.all_started()) return;
+  for (const auto& unit : parameters_.units()) unit->arrivals().close();
+  order_.end();
+  start_ready();
 }
 
 void Reductions::finish() {
@@ -177,7 +200,13 @@ at::Tensor Reductions::late_of_all(const at::Tensor& own) {
            "waited for the other ranks' lists of late gradients in backward " +
            std::to_string(finished_.epoch());
   };
-  if (comm_.on_device()) return comm_.all_gather(Comm::Agreement::late_gradients, own, what);
+  if (comm_.on_device()) {
+    const c10::Device device = context_.compute.device();
+    wait_for_stream(device, comm_.watch().get());  // which a copy to it waits for
+    const at::Tensor all = comm_.all_gather(Comm::Agreement::late_gradients, own.to(device), what);
+    wait_for_stream(device, comm_.watch().get());
+    return all.cpu();
+  }
   // Of the backward, and no agreement: a rank may serve it inside of one.
   const at::Tensor all = own.unsqueeze(0).repeat({comm_.world(), 1});
   Pending pending;
@@ -214,6 +243,7 @@ bool Reductions::sent_all() const {
 
 void Reductions::abort(int64_t units) {
   if (std::exchange(in_epoch_, false)) {
+    if (comm_.on_device()) finished_.note_lost(finished_.epoch());
     const auto exit = sent_all() ? Comm::Exit::sent_all : Comm::Exit::early;
     comm_.leave_epoch(Comm::Kind::reduction, finished_.epoch(), exit);
   }

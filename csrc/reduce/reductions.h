@@ -68,7 +68,7 @@ class Reductions {
   // A rank that has begun a backward that reduces, after this rank's last one; -1: none is known.
   int64_t who_began();
   // Whether it would be known: ranks see each other's epochs, or announce their backwards.
-  bool sees_others() const { return !comm_.on_device(); }
+  bool sees_others() const { return !comm_.on_device() || comm_.share_host(); }
   // Ranks announce their backwards, but not the next one, which is the first since the last step: a
   // rank that comes to a step takes part in it unasked. The same on every rank.
   bool next_is_unannounced() const { return needs_notices() && is_first(); }
@@ -84,6 +84,12 @@ class Reductions {
   void arrived(int64_t u);
   // Starts the reductions that are left, and waits for all. The backward may still be aborted.
   void finish();
+  // The backward threw, and other ranks' devices wait for its reductions: starts those that are
+  // left, with what has arrived.
+  void start_rest();
+  // In a backward without gradients: the next one.
+  void start_next();
+  bool all_started() const { return all_started_; }
   // The backward threw, whether it reduces or not: the sums of the first `units`, which had begun
   // it, become what they were.
   void abort(int64_t units);
@@ -111,7 +117,7 @@ class Reductions {
   }
   // Ranks must tell each other that they begin a backward.
   bool needs_notices() const {
-    return comm_.world() > 1 && sees_others() && !comm_.has_only_local_peers();
+    return comm_.world() > 1 && !comm_.on_device() && !comm_.share_host();
   }
   // No rank has reduced since the last step, and no gradient is left of before.
   bool is_first() const;
@@ -120,6 +126,8 @@ class Reductions {
   // is free.
   UnitReduction& reduction_of(int64_t u);
   void start_ready();
+  void start_one();
+  void after_starts();
   void start(int64_t u);
   void start_reduction(int64_t u);
   void finish_oldest();

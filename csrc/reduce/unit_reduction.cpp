@@ -9,6 +9,7 @@
 
 #include "comm/agreements.h"
 #include "comm/current_call.h"
+#include "comm/host_wait.h"
 #include "core/errors.h"
 #include "device/kernel_table.h"
 #include "memory/storage.h"
@@ -177,10 +178,12 @@ std::unique_ptr<Bucket> UnitReduction::finish(Comm& comm, float scale) {
   wait(pending_);
   const std::vector<Run> runs = this->runs();
   unit_.sums().begin_adding();
+  await_copies(comm);
   add_window(runs, scale);
   while (window_.end() < range_numel()) {
     start_window(comm, window_from(window_.end()));
     wait(pending_);
+    await_copies(comm);
     add_window(runs, scale);
   }
   unit_.sums().end_adding();
@@ -214,7 +217,7 @@ void UnitReduction::send_in_fp32_if_others_do(Comm& comm) {
   }
   if (!any) return;
   wait(pending_);  // the ranks that sent the same dtype still read and write these buffers
-  if (sent_to_host_.has_value()) sent_to_host_->synchronize();
+  await_copies(comm);
   message_ = message_.to(at::kFloat);
   start_window(comm, window_from(0));
 }
@@ -244,8 +247,11 @@ std::vector<Run> UnitReduction::runs() const {
   return unit_.layout().runs([this](int64_t i) { return is_used(i); }, same);
 }
 
+void UnitReduction::await_copies(const Comm& comm) const {
+  if (sent_to_host_.has_value()) wait_on_host(*sent_to_host_, comm.watch().get());
+}
+
 void UnitReduction::add_window(const std::vector<Run>& runs, float scale) {
-  if (sent_to_host_.has_value()) sent_to_host_->synchronize();
   for (Run run : runs) {
     const int64_t end = std::min(run.begin + run.numel, window_.end());
     run.begin = std::max(run.begin, window_.begin);
@@ -278,10 +284,9 @@ void UnitReduction::add_run(const Run& run, float scale) {
 }
 
 AbandonedReduction UnitReduction::abandon() {
-  if (sent_to_host_.has_value()) sent_to_host_->synchronize();  // into memory that goes now
   bucket_->mark_used();
   pending_.append(std::move(pending_flags_));
-  return {std::move(pending_), std::move(bucket_), std::move(flags_)};
+  return {std::move(pending_), std::move(bucket_), std::move(flags_), std::move(sent_to_host_)};
 }
 
 }  // namespace zero_ext

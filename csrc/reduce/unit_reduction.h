@@ -45,6 +45,7 @@ struct AbandonedReduction {
   Pending pending;
   std::unique_ptr<Bucket> bucket;  // null where it used none
   std::vector<at::Tensor> flags;
+  std::optional<c10::Event> copied = {};  // into the bucket's memory on the host
 };
 
 class UnitReduction {
@@ -103,6 +104,8 @@ class UnitReduction {
   bool knows_users() const { return !flags_.empty(); }
   bool may_be_used_by(int64_t source, int64_t i) const;
   bool is_used(int64_t i) const;
+  // Until the host has what send_to_host() copies there.
+  void await_copies(const Comm& comm) const;
   // What can be added in one call.
   std::vector<Run> runs() const;
   void add_window(const std::vector<Run>& runs, float scale);

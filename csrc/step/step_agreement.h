@@ -91,7 +91,7 @@ class StepAgreement {
       : comm_(comm), context_(context), parameters_(parameters), finished_(finished) {}
 
   // Collective. Raises on every rank where they have finished different backwards. `serve`: takes part in a
-  // backward that another rank has begun; see Note [Serving] in running_backward.h.
+  // backward that another rank has begun; see Note [Serving] in serving.h.
   StepVerdict ask(Comm::Agreement about, const std::vector<int64_t>& indices,
                   const StepQuestions& questions, const Meanwhile& serve);
   // Whether the ranks send each other anything for these.

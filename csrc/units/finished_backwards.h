@@ -39,6 +39,13 @@ class FinishedBackwards {
     changed_too_early_ = false;
   }
 
+  // This rank gave up the backward of that epoch, and other ranks may have finished it.
+  void note_lost(int64_t epoch) { lost_ = c10::hash_combine(lost_, c10::get_hash(epoch)); }
+  // A hash of their epochs; 0: none since the last step or zero_grad(). The ranks compare which()
+  // where they differ in this.
+  int64_t lost() const { return static_cast<int64_t>(lost_); }
+  void forget_lost() { lost_ = 0; }
+
   // See Note [Changed too early].
   void note_change() { changed_ = changed_ || count_ > 0; }
   void note_clipping() { changed_ = true; }
@@ -59,12 +66,14 @@ class FinishedBackwards {
   void end_step() {
     stepped_ = epoch_;
     changed_ = false;
+    forget_lost();
   }
   bool none_since_step() const { return epoch_ == stepped_; }
 
  private:
   int64_t count_ = 0;
   size_t which_ = 0;
+  size_t lost_ = 0;
   bool changed_ = false;
   bool changed_too_early_ = false;
   int64_t epoch_ = 0;

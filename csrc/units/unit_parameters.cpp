@@ -247,19 +247,20 @@ void UnitParameters::go_beside(std::optional<SideStream::Scope>& beside) const {
   beside.emplace(context_.gathering);
 }
 
-void UnitParameters::start_gather(Comm& comm) {
-  drop_idle_shard();
-  {
+void UnitParameters::start_gather(Comm& comm, int64_t number) {
+  const bool released = full_.emptied();
+  if (released) {
+    drop_idle_shard();
     std::optional<SideStream::Scope> beside;
     go_beside(beside);
     full_.allocate(*context_.spare);
   }
   try {
-    receive_ranges(comm);
+    receive_ranges(comm, number);
   } catch (...) {
     gathering_ = Pending();
     context_.gathering.join();  // which may be writing to it
-    full_.empty(*context_.spare, released_message_);
+    if (released) full_.empty(*context_.spare, released_message_);
     throw;
   }
 }
@@ -270,11 +271,12 @@ void UnitParameters::finish_gather(const std::function<std::string()>& what) {
   gathering_.wait(what);
 }
 
-void UnitParameters::receive_ranges(Comm& comm) {
+void UnitParameters::receive_ranges(Comm& comm, int64_t number) {
   const SideStream::Scope beside(context_.gathering);
   const int64_t part = layout_.range_numel();
   if (comm.on_device()) {
     bring_own_range();
+    comm.show_gather(number);
     gather(comm, gather_tag_, gathering_);
     return;
   }
@@ -305,15 +307,29 @@ void UnitParameters::read_slot(Comm& comm, int64_t i, const at::Tensor& flat, Pe
   }
 }
 
+void UnitParameters::serve_gather(Comm& comm, int64_t number, const StreamEvent& since,
+                                  const std::function<std::string()>& what) {
+  const SideStream::Scope beside(context_.gathering, since);
+  const at::Tensor full = context_.on_device(layout_.padded_numel(), dtype_);
+  copy_own_range(mutable_element(full, layout_.own_begin()));
+  Pending gathering;
+  comm.show_gather(number);
+  comm.gather(full, gather_tag_, gathering);
+  gathering.wait(what);
+}
+
 void UnitParameters::bring_own_range() {
-  void* own = full_.at(layout_.own_begin());
-  if (shard_.defined()) {
-    copy_bytes(own, full_.device(), shard_.data(), shard_.device(), shard_.tensor().nbytes());
-  } else {
-    cast_master(own);
-  }
+  copy_own_range(full_.at(layout_.own_begin()));
   const c10::Device device = context_.compute.device();
   if (!device.is_cpu()) own_range_.emplace(current_stream(device));
+}
+
+void UnitParameters::copy_own_range(void* into) const {
+  if (shard_.defined()) {
+    copy_bytes(into, full_.device(), shard_.data(), shard_.device(), shard_.tensor().nbytes());
+  } else {
+    cast_master(into);
+  }
 }
 
 void UnitParameters::release(Comm& comm, Writes writes) {

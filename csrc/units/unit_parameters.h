@@ -78,13 +78,17 @@ class UnitParameters {
   bool comes_and_goes() const { return comes_and_goes_; }
   // This rank's range, for `peer` to take whenever it gathers the unit.
   PostedSend post_send(Comm& comm, int64_t peer) const;
-  void start_gather(Comm& comm);
+  // Where full has memory, what was written there is forgotten. `number`: of the unit, the same on
+  // every rank, here and below.
+  void start_gather(Comm& comm, int64_t number);
   // Copies slot i, whole, from full into `flat`, 1-D in its memory order; where full is released,
   // starts to read it from the shards.
   void read_slot(Comm& comm, int64_t i, const at::Tensor& flat, Pending& pending);
   void finish_gather(const std::function<std::string()>& what);
-  // Starts a gather into full, which has memory. What was written there is forgotten.
-  void receive_ranges(Comm& comm);
+  // Takes part in a gather of the other ranks by a device's backend, into memory of its own. Waits on
+  // the device for `since` alone. `what`: as in Pending::wait.
+  void serve_gather(Comm& comm, int64_t number, const StreamEvent& since,
+                    const std::function<std::string()>& what);
   // Frees full. With Writes::keep, shard or master first adopts what the user wrote into this
   // rank's range.
   void release(Comm& comm, Writes writes);
@@ -102,7 +106,9 @@ class UnitParameters {
   // This rank's range of the parameters where it always has memory: in shard or in full; null where
   // neither has.
   char* own_parameters() const;
+  void receive_ranges(Comm& comm, int64_t number);
   void bring_own_range();
+  void copy_own_range(void* into) const;
   // Where the shard is on the host, `beside` makes the side stream of gathers the current one.
   void go_beside(std::optional<SideStream::Scope>& beside) const;
   // Until a shard on the host has what releases copy into it.

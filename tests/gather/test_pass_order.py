@@ -96,3 +96,18 @@ def test_a_pass_follows_the_last_one_past_units_that_it_skips_or_adds():
     order.end(FORWARD)
     assert order.upcoming(FORWARD) == []
     assert order.ends_forward(3)
+
+
+def test_what_is_forgotten_foretells_nothing():
+    order, new = _C.PassOrder(), _C.PassOrder()
+    for pass_ in (FORWARD, BACKWARD):
+        order.begin(pass_)
+        for unit in [0, 1, 2]:
+            order.enter(pass_, unit)
+        order.end(pass_)
+    order.forget()
+    for each in (order, new):
+        assert not any(each.ends_forward(unit) for unit in range(3))
+        for pass_ in (FORWARD, BACKWARD):
+            each.begin(pass_)
+            assert each.upcoming(pass_) == []

@@ -14,6 +14,7 @@
 #include "comm/local/doorbell.h"
 #include "comm/local/ring.h"
 #include "comm/local/shared_epochs.h"
+#include "comm/local/shared_gathers.h"
 #include "comm/local/shared_text.h"
 
 namespace zero_ext {
@@ -26,6 +27,7 @@ struct Board {
   std::atomic<uint64_t> served;  // how often its owner's posted messages were read
   alignas(kCacheLine) SharedEpochs epochs;
   SharedText call;  // that its owner is in, see current_call.h
+  alignas(kCacheLine) SharedGathers gathers;
 };
 
 class Mailbox {

@@ -33,14 +33,17 @@ int64_t SharedHostTransport::who_abandoned(MessageKind kind, int64_t epoch) cons
   return -1;
 }
 
-int64_t SharedHostTransport::who_began(MessageKind kind, int64_t epoch) const {
+bool SharedHostTransport::has_come(int64_t peer) const {
   const int64_t agreement = mailbox_.board().epochs.last_begun(MessageKind::agreement);
+  return peer == rank_ || peers_[peer].board().epochs.has_begun(MessageKind::agreement, agreement);
+}
+
+int64_t SharedHostTransport::who_began(MessageKind kind, int64_t epoch) const {
   for (size_t r = 0; r < peers_.size(); ++r) {
     if (!peers_[r].reached()) continue;
-    const SharedEpochs& epochs = peers_[r].board().epochs;
+    const auto peer = static_cast<int64_t>(r);
     // In this order: a rank that ended the agreement has begun it before it began `epoch`.
-    if (epochs.has_begun(kind, epoch) && !epochs.has_begun(MessageKind::agreement, agreement))
-      return static_cast<int64_t>(r);
+    if (peers_[r].board().epochs.has_begun(kind, epoch) && !has_come(peer)) return peer;
   }
   return -1;
 }

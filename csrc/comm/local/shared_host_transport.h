@@ -90,6 +90,15 @@ class SharedHostTransport : public std::enable_shared_from_this<SharedHostTransp
   int64_t who_abandoned(MessageKind kind, int64_t epoch) const;
   // The same of a rank that has begun it, and not the agreement that this rank has begun last.
   int64_t who_began(MessageKind kind, int64_t epoch) const;
+  // `peer` has begun the agreement that this rank has begun last.
+  bool has_come(int64_t peer) const;
+  // Wakes the peers that wait.
+  void ring_all() const;
+  int64_t world() const { return static_cast<int64_t>(peers_.size()); }
+  // This rank's, or a peer's.
+  SharedGathers& gathers_of(int64_t rank) const {
+    return rank == rank_ ? mailbox_.board().gathers : peers_[rank].board().gathers;
+  }
   // Whether a peer has ended its part of the epoch.
   bool is_past(MessageKind kind, int64_t epoch) const;
 
@@ -135,7 +144,6 @@ class SharedHostTransport : public std::enable_shared_from_this<SharedHostTransp
   void read_ring(int64_t rank);
   bool try_receive(Transfer& transfer);
   void show_past(MessageKind kind, int64_t epoch);
-  void ring_all() const;
   std::string call_of(int64_t peer) const;
   // Other ranks from which the same message is missing: a part of a message, "" where there are none.
   std::string missing_beside(const Transfer& transfer);

@@ -1,0 +1,81 @@
+// Serving: how a rank that waits in a step takes part in what other ranks still run.
+//
+// Owner:   Steps.
+// Threads: called only under the engine's lock.
+//
+// Note [Serving]
+// Between two steps each rank runs any number of backwards. A rank that waits for the others in
+// step() or clip_grad_norm_() serves those that still run backwards: it takes part in their
+// reductions, and contributes nothing but its local sums.
+// - A rank shows the number of the backward that it has begun, and the first message of a backward
+//   wakes the ranks that wait. Nobody sends anything more for this.
+// - A rank that comes to a step answers at once. Where another rank goes on to run a backward, that
+//   answer is outdated. The answers show it to every rank, and all answer a second time.
+// - The k-th backwards of all ranks are one reduction. So contributions are added in the order
+//   (backward of the rank, rank), whenever the ranks come.
+// - Ranks that do not see each other's epochs (on several hosts) announce a backward to each other,
+//   except for the first one after a step. A rank that comes to a step without one takes part in
+//   that unasked.
+// - If a rank leaves a backward with an error, the ranks that serve it undo their part and go on
+//   waiting. The ranks that run it get an error.
+// - Parameters of stage 3 need no service on the CPU of one host. Between hosts a serving rank posts
+//   the sends of one more pass.
+//
+// Where a device's backend has the messages:
+// - No host waits for another one in a backward. So the hosts of the ranks meet in the step, before
+//   anything of it is queued on the device. A rank that has come tells how many backwards it has
+//   begun, and each rank serves what it lacks. The device goes on meanwhile with what is queued.
+// - In stage 3 a serving rank queues gathers and reductions as the others have shown them, see
+//   GatherOrder. Its gathers wait on the device for what it had queued before it served: behind the
+//   reductions that it serves they would wait for the backward that needs them.
+// - A backward that throws starts the reductions that are left, because no other rank would notice.
+//   The ranks learn of it when they meet.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <string>
+
+#include "engine/engine_parts.h"
+#include "engine/running_backward.h"
+
+namespace zero_ext {
+
+class Serving : Facet {
+ public:
+  Serving(EngineParts& parts, RunningBackward& backward) : Facet(parts), backward_(backward) {}
+
+  // Where another rank has begun a backward after this rank's last one: takes part in it, and
+  // returns true.
+  bool serve(const Access& access);
+  // On a device: serves the others until all ranks have come, and nothing is left to serve. Returns a
+  // rank whose `micro_batches` keep the step from being made; -1: none. Raises on every rank where a
+  // backward threw on some ranks alone. Collective.
+  int64_t meet(const Access& access, Comm::Agreement about, MicroBatches micro_batches);
+
+  // Backwards of other ranks that this one served, by rank.
+  struct Served {
+    int64_t backwards = 0;
+    std::chrono::microseconds time{};
+  };
+  const std::map<int64_t, Served>& served() const { return served_; }
+
+ private:
+  void serve(const Access& access, int64_t whom);
+  // The same until this rank has started as many reductions as shown. Returns whether it had not.
+  bool serve_shown(const Access& access, const GatherOrder::Shown& shown);
+  // What the others have shown by now, while this rank waits for them. Returns whether there was any.
+  bool serve_one(const Access& access);
+  // A rank that told so, of what all told, [world, …]; -1: none.
+  int64_t who_told(const at::Tensor& of_all, MicroBatches micro_batches) const;
+  // `which`, `lost`: of all ranks, see FinishedBackwards.
+  void check_same(const std::string& verb, const at::Tensor& which, const at::Tensor& lost) const;
+  void catch_up(const Access& access, const at::Tensor& of_all);
+  void count(int64_t whom, int64_t backwards, std::chrono::steady_clock::duration time);
+
+  RunningBackward& backward_;
+  std::map<int64_t, Served> served_;
+};
+
+}  // namespace zero_ext
