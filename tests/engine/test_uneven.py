@@ -252,7 +252,7 @@ def unscale(model, optimizer) -> None:
 
 
 CHANGED_EARLY = (
-    r"\(\) on gradients that rank 0 changed, .* before later backwards of other ranks",
+    r"\(\) on gradients that rank \d changed, .* before later backwards of other ranks",
     r"a step was skipped: .* Or a rank changed p.grad, .* before later backwards of other ranks",
 )
 
