@@ -161,17 +161,18 @@ void Reductions::drop_abandoned() {
   abandoned_.clear();
 }
 
-void Reductions::start_rest() {
-  if (order_.all_started()) return;
+void Reductions::start_all() {
   for (const auto& unit : parameters_.units()) unit->arrivals().close();
   order_.end();
   start_ready();
 }
 
+void Reductions::start_rest() {
+  if (!order_.all_started()) start_all();
+}
+
 void Reductions::finish() {
-  for (const auto& unit : parameters_.units()) unit->arrivals().close();
-  order_.end();
-  start_ready();
+  start_all();
   finish_started();
   if (reduces_late_ && any_late_) reduce_late();
   if (announced_) {

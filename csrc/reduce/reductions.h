@@ -126,6 +126,7 @@ class Reductions {
   // is free.
   UnitReduction& reduction_of(int64_t u);
   void start_ready();
+  void start_all();
   void start_one();
   void after_starts();
   void start(int64_t u);
