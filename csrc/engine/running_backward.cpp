@@ -332,7 +332,7 @@ void RunningBackward::undo() noexcept {
     context_.reducing.join();
     context_.gathering.join();
     if (open()) {
-      if (comm_.on_device() && reduces_) start_rest();
+      if (comm_.on_device() && reduces_) complete_for_others();
       abort();
     }
     phase_ = BackwardPhase::none;
@@ -344,10 +344,10 @@ void RunningBackward::undo() noexcept {
   }
 }
 
-void RunningBackward::start_rest() noexcept {
+void RunningBackward::complete_for_others() noexcept {
   try {
     const at::NoGradGuard no_grad;
-    reductions_.start_rest();
+    reductions_.complete_for_others();
   } catch (const std::exception&) {
     // The error under way says more. The other ranks' watches report that they wait.
   }

@@ -85,8 +85,8 @@ class RunningBackward : public BackwardListener {
   void finish(Gradients gradients);
   void begin_others(const Access& access);
   void finish_others();
-  // On a device, see Reductions::start_rest.
-  void start_rest() noexcept;
+  // On a device, see Reductions::complete_for_others.
+  void complete_for_others() noexcept;
   void abort();
   // What threw, and the passes of stage 3.
   void undo() noexcept;

@@ -29,7 +29,8 @@
 //   GatherOrder. Its gathers wait on the device for what it had queued before it served: behind the
 //   reductions that it serves they would wait for the backward that needs them.
 // - A backward that throws starts the reductions that are left, because no other rank would notice.
-//   The ranks learn of it when they meet.
+//   Where late gradients are possible it waits for them, too: the hosts ask each other about those.
+//   The ranks learn of the error when they meet.
 #pragma once
 
 #include <chrono>

@@ -46,6 +46,7 @@ void Reductions::begin(float scale, bool hidden) {
   }
   reduces_late_ = can_reduce_late();
   any_late_ = false;
+  finishing_ = false;
   const int64_t held_back = !hidden ? 0 : reduces_late_ ? 1 : units;
   order_.begin(std::max<int64_t>(units - held_back, 0));
 }
@@ -167,12 +168,14 @@ void Reductions::start_all() {
   start_ready();
 }
 
-void Reductions::start_rest() {
+void Reductions::complete_for_others() {
   if (!order_.all_started()) start_all();
+  if (reduces_late_ && !finishing_) finish();
 }
 
 void Reductions::finish() {
   start_all();
+  finishing_ = true;  // what throws from here on has waited
   finish_started();
   if (reduces_late_ && any_late_) reduce_late();
   if (announced_) {

@@ -85,8 +85,9 @@ class Reductions {
   // Starts the reductions that are left, and waits for all. The backward may still be aborted.
   void finish();
   // The backward threw, and other ranks' devices wait for its reductions: starts those that are
-  // left, with what has arrived.
-  void start_rest();
+  // left, with what has arrived. Waits for the other ranks where their hosts may ask this one about
+  // late gradients.
+  void complete_for_others();
   // In a backward without gradients: the next one.
   void start_next();
   bool all_started() const { return all_started_; }
@@ -155,6 +156,7 @@ class Reductions {
   bool all_started_ = false;   // every reduction that the other ranks wait for
   bool reduces_late_ = false;  // late gradients are possible
   bool any_late_ = false;      // on this rank, or on one whose message says it
+  bool finishing_ = false;     // all were started, and finish() waits for them
   int64_t backward_ = 0;       // its number in finished_, the same on every rank
   SlotUsers users_;
   Notices notices_;

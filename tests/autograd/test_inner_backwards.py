@@ -32,6 +32,10 @@ STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 REDUCTIONS = pytest.mark.parametrize("reduction", ["exchange", "collective"])
 
 
+class PlannedError(Exception):
+    pass
+
+
 class Recomputed(nn.Module):
     """``calls``: the layers that run, each time in a reentrant checkpoint of its own."""
 
@@ -290,6 +294,32 @@ class Dropping(HalfUsed):
 
         def forward(self, x):
             return x if self.dropped else super().forward(x)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_rank_throws_while_another_has_late_gradients(mesh, rank, world, stage, monkeypatch):
+    """On a device the others learn of it in the step: until then it answers their questions."""
+    monkeypatch.setenv("ZERO_EXT_TIMEOUT_S", "5")
+    model = sharded(mesh, stage)
+    calls_of_ranks = [(0, 1, 2, 3, 4, 3) if r == 0 else IN_ORDER for r in range(world)]
+    model.calls = calls_of_ranks[rank]
+
+    def fail(_gradient):
+        raise PlannedError
+
+    for step in range(2):
+        hook = model.layers[1].weight.register_hook(fail) if rank == 1 else None
+        error = PlannedError if rank == 1 else None if GATHERS_TOGETHER else RuntimeError
+        with pytest.raises(error) if error else contextlib.nullcontext():
+            mean_square(model, batch(rank, step)).backward()
+        if rank == 1:
+            hook.remove()
+        model.zero_grad(set_to_none=True)
+        mean_square(model, batch(rank, step)).backward()
+        expected: dict[str, torch.Tensor] = {}
+        add_expected(expected, calls_of_ranks, step)
+        assert_gradients(model, expected)
+        model.zero_grad(set_to_none=True)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
