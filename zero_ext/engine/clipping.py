@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad
 from zero_ext import _C
 from zero_ext.engine import registry
 from zero_ext.engine.host_gradient import HostGradient
-from zero_ext.ranks.agreement import naming
+from zero_ext.ranks.agreement import check_same_on_all_ranks, naming
 from zero_ext.ranks.collectives import all_reduce_
 from zero_ext.tensor.dispatch import groups_of
 from zero_ext.tensor.shard_tensor import ShardTensor
@@ -132,8 +132,12 @@ def _optimizer_of(parameters: Sequence[Tensor]) -> Any:
         return None
     if any(entry is None or entry[0] is not handle for entry in found):
         return None
-    indices = sorted({i for _, i in found})
-    return next((o for o in handle.optimizers if sorted(o._sharded_state.indices) == indices), None)
+    indices = {i for _, i in found}
+    for optimizer in handle.optimizers:
+        own = optimizer._sharded_state.indices
+        if indices == {i for i in own if handle.parameters[i].requires_grad}:
+            return optimizer
+    return None
 
 
 @_in_place_of(_torchs_clip_norm)
@@ -145,14 +149,30 @@ def _clip_norm(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, fo
         rest = (max_norm, norm_type, error_if_nonfinite, foreach)
         return _torchs_clip_norm(listed or parameters, *rest)
     norm = _checked(optimizer.clip_grad_norm_(math.inf), error_if_nonfinite)
-    _clip_with_norm(listed, max_norm, norm, foreach)
+    _torchs_clip(listed, max_norm, norm, foreach)  # another rank may have reduced the gradients
     return norm
 
 
 @_in_place_of(_torchs_clip)
 def _clip_with_norm(parameters, max_norm, total_norm, foreach=None) -> None:
     parameters = _check_reduced(parameters, "clip_grad_norm_()")
+    _check_norm(parameters, total_norm)
     _torchs_clip(parameters, max_norm, total_norm, foreach)
+
+
+def _check_norm(parameters: Sequence[Tensor], norm: Tensor) -> None:
+    """Raise where ranks would clip by different norms. Gradients that no engine averages, such as
+    those of ``ignored_params``, may differ between ranks. Collective where there are any."""
+    found = [registry.find(p) for p in parameters if p.requires_grad]
+    sharded = [entry for entry in found if entry is not None]
+    if sharded and len(sharded) < len(found):
+        check_same_on_all_ranks(
+            sharded[0][0].groups,
+            [repr(float(norm))],
+            "the norms that clip_grad_norm_() clips by",
+            f"{len(found) - len(sharded)} of the parameters are not sharded, and zero_ext does not "
+            "average their gradients. Average them first, or clip them in a call of their own.",
+        )
 
 
 @_in_place_of(_torchs_clip_value)
