@@ -392,6 +392,14 @@ def test_layers_that_are_sharded_before_their_model_are_refused():
         zero_ext.shard(model)
 
 
+def test_models_that_share_a_layer_are_refused_one_by_one():
+    shared = nn.Linear(7, 13)
+    one = zero_ext.shard(nn.Sequential(shared, nn.Linear(13, 3)))
+    with pytest.raises(ValueError, match=r"share parameters as one: nn\.ModuleList"):
+        zero_ext.shard(nn.Sequential(shared, nn.Linear(13, 5)))
+    del one
+
+
 def test_an_optimizer_before_the_model_is_refused():
     model = MLP()
     optimizer = zero_ext.optim.AdamW(model.parameters())

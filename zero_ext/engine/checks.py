@@ -146,7 +146,7 @@ def _how_to_shard_once(handle) -> str:
         return "An optimizer of zero_ext.optim has done it: make the optimizer after shard()."
     return (
         "Shard a module once, not its layers one by one (units= says which are gathered together), "
-        "and give its parameters to one optimizer."
+        "and models that share parameters as one: nn.ModuleList([one, another])."
     )
 
 
