@@ -92,6 +92,7 @@ MISTAKES = {
     "tolist": (lambda p: p.detach().tolist(), READ, weight),
     "numpy": (lambda p: p.detach().numpy(), READ, weight),
     "cpu": (lambda p: p.to("cpu", torch.float64), READ, weight),
+    "mean": (lambda p: p.detach().mean(), r"zero_ext\.full_tensor\(parameter\)", weight),
     "loss": (lambda p: 0.0 * p.sum(), r"not needed, leave it out", weight),
     "penalty": (lambda p: (p * p).sum(), r"Compute it in the forward", weight),
     "normal_": (nn.init.normal_, r"'normal_' writes .*set_full_param", weight),

@@ -302,7 +302,7 @@ def test_wrong_values_are_refused_with_what_there_is():
 def test_an_optimizer_names_parameters_as_their_module_does():
     model, saved = zero_ext.shard(MLP()), torch.optim.Adam(MLP().parameters())
     other = nn.Parameter(torch.ones(2))
-    with pytest.raises(ValueError, match=r"'parameter 6 of group 0' is not a parameter"):
+    with pytest.raises(ValueError, match=r"'parameter 6 of group 0' of shape \(2,\) is not a p"):
         zero_ext.optim.SGD([*model.parameters(), other], 0.1)
     first = zero_ext.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match=r"'layers.0.weight' is stepped by another .*AdamW"):
@@ -390,6 +390,26 @@ def test_layers_that_are_sharded_before_their_model_are_refused():
     zero_ext.shard(model.layers[1])
     with pytest.raises(ValueError, match=r"sharded already.*not its layers one by one \(units="):
         zero_ext.shard(model)
+
+
+def test_models_that_share_a_layer_are_refused_one_by_one():
+    shared = nn.Linear(7, 13)
+    one = zero_ext.shard(nn.Sequential(shared, nn.Linear(13, 3)))
+    with pytest.raises(ValueError, match=r"share parameters as one: nn\.ModuleList"):
+        zero_ext.shard(nn.Sequential(shared, nn.Linear(13, 5)))
+    del one
+
+
+def test_an_ignored_parameter_has_no_place_in_an_optimizer_of_the_module():
+    model = MLP()
+    ignored = model.layers[1].weight
+    zero_ext.shard(model, ignored_params=[ignored])
+    shape = rf"{ignored.shape[0]}, {ignored.shape[1]}"
+    with pytest.raises(ValueError, match=rf"of shape \({shape}\) is one of ignored_params"):
+        zero_ext.optim.SGD(model.parameters())
+    alone = zero_ext.optim.SGD([ignored])  # which shards it as a plain parameter
+    assert find(ignored) is not None
+    del alone
 
 
 def test_an_optimizer_before_the_model_is_refused():

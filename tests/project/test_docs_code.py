@@ -225,6 +225,25 @@ def assert_adapted(given: Names) -> None:
     assert torch.equal(zero_ext.full_tensor(base), before.weight)
 
 
+def assert_sharpness_aware(given: Names) -> None:
+    plain = given["Model"]()
+    params = list(plain.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    ranks = [make_batches(r) for r in range(dist.get_world_size())]
+    for parts in zip(*ranks, strict=True):
+        x, y = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        before = [p.detach().clone() for p in params]
+        grads = torch.autograd.grad(functional.cross_entropy(plain(x), y), params)
+        norm = torch.cat([grad.flatten() for grad in grads]).norm()
+        torch._foreach_add_([p.data for p in params], grads, alpha=0.05 / norm.item())
+        optimizer.zero_grad()
+        functional.cross_entropy(plain(x), y).backward()
+        torch._foreach_copy_([p.data for p in params], before)
+        optimizer.step()
+    for p, q in zip(given["model"].parameters(), params, strict=True):
+        torch.testing.assert_close(zero_ext.full_tensor(p), q.data)
+
+
 def assert_translated(given: Names) -> None:
     here = (dist.get_rank(), dist.get_world_size(), dist.get_rank())
     assert [os.environ[name] for name in RANK_VARIABLES] == [str(number) for number in here]
@@ -261,6 +280,7 @@ CHECKS: dict[str, Callable[[Names], None]] = {
     "Export to Hugging Face": assert_exported,
     "Freeze and unfreeze": assert_unfrozen,
     "LoRA": assert_adapted,
+    "SAM": assert_sharpness_aware,
     "Resume with another number of ranks": assert_resumed,
     "A missing last batch": assert_each_sample_counted_once,
     "checkpoint": lambda given: given["saving"].result(),

@@ -135,6 +135,24 @@ def test_odd_parameters_are_read_and_written(team, way):
         zero_ext.set_full_grad(model.frozen, values["frozen"])
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_parameters_that_are_not_sharded_are_read_too(stage):
+    model = small_mlp()
+    model.whole = nn.Parameter(torch.arange(7), requires_grad=False)
+    model.precise = nn.Parameter(torch.full((3,), 1 / 3).double(), requires_grad=False)
+    model.ignored = nn.Parameter(torch.ones(13))
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    zero_ext.shard(model, stage, ignored_params=[model.ignored])
+    for name, parameter in model.named_parameters():
+        value = zero_ext.full_tensor(parameter)
+        exact = values[name] if parameter.dtype != BF16 else values[name].float()
+        assert_bits(value, exact, name)
+        assert value.data_ptr() != parameter.data_ptr()
+    for parameter in (model.whole, model.ignored):
+        with pytest.raises(ValueError, match=r"is not sharded: .* or one of ignored_params"):
+            zero_ext.set_full_param(parameter, torch.ones(parameter.shape))
+
+
 @all_ways
 def test_gradients_are_one_processes(team, way):
     model, expected = small_mlp(), small_mlp()

@@ -12,12 +12,14 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero_ext import _C
-from zero_ext.engine.registry import find
+from zero_ext.engine.registry import ByTensor, find
 from zero_ext.ranks.groups import Groups
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that parameters are trained in
 
 Named = Iterable[tuple[str, Tensor]]  # parameters or buffers with their names
+
+_ignored = ByTensor()  # the ignored_params of sharded modules -> True
 
 
 def check_module(module, verb: str) -> None:
@@ -61,6 +63,16 @@ def stays_whole(parameter: Tensor) -> bool:
     """Whether every rank keeps all of it: it is frozen, in a dtype that nothing here computes with,
     such as quantised weights."""
     return not parameter.requires_grad and parameter.dtype not in DTYPES
+
+
+def note_ignored(parameters: Iterable[Tensor]) -> None:
+    for parameter in parameters:
+        _ignored[parameter] = True
+
+
+def is_ignored(parameter: Tensor) -> bool:
+    """Whether ``shard(ignored_params=)`` has left it alone, and no optimizer shards it."""
+    return find(parameter) is None and _ignored.get(parameter, False)
 
 
 def describe(*parameters: tuple[str, Tensor]) -> list[str]:
@@ -146,7 +158,7 @@ def _how_to_shard_once(handle) -> str:
         return "An optimizer of zero_ext.optim has done it: make the optimizer after shard()."
     return (
         "Shard a module once, not its layers one by one (units= says which are gathered together), "
-        "and give its parameters to one optimizer."
+        "and models that share parameters as one: nn.ModuleList([one, another])."
     )
 
 
@@ -157,7 +169,8 @@ def reject_dtype(groups: Groups, name: str, parameter: Tensor) -> NoReturn:
     raise TypeError(
         f"{groups.where}parameter '{name}' is {parameter.dtype} on {parameter.device}; this build "
         f"trains {', '.join(map(str, DTYPES))} on {' and '.join(with_kernels).upper()}. Convert "
-        f"it, {'freeze it, ' if trains else ''}or leave it out (ignored_params)."
+        f"it, {'freeze it, ' if trains else ''}or leave it out (ignored_params) and average its "
+        "gradient yourself."
     )
 
 

@@ -164,8 +164,9 @@ _BACKWARD = (
     "back to them: return one."
 )
 _LOSS = (
-    "a term of a loss reads parameters that stage 3 has released. Compute it in the forward of "
-    "their module; a `0.0 * p.sum()` for unused parameters is not needed, leave it out."
+    "parameters that stage 3 has released are read. For a statistic, read zero_ext.full_tensor("
+    "parameter), on every rank. Compute it in the forward of their module if it is a term of a "
+    "loss; a `0.0 * p.sum()` for unused parameters is not needed, leave it out."
 )
 _COMBINED = (
     "{name}() from or to parameters that stage 3 has released. Average weights with zero_ext.EMA("

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from zero_ext.engine.checks import check_buffers, check_module, stays_whole
+from zero_ext.engine.checks import check_buffers, check_module, note_ignored, stays_whole
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.meta import MetaModules
 from zero_ext.engine.options import ShardingOptions
@@ -102,7 +102,8 @@ def shard(
             is more; 0 where all ranks read each other's memory, because nothing would overlap.
         param_init_fn: Initialises the parameters and buffers of one module that were on the meta
             device, without its children. Default: the module's ``reset_parameters``.
-        ignored_params: Parameters to leave alone.
+        ignored_params: Parameters to leave alone: neither broadcast, nor are gradients averaged.
+            Each rank trains its own.
         sync_module_states: Start with rank 0's parameters and buffers on every rank.
     Returns:
         ``module``.
@@ -150,6 +151,7 @@ def shard(
         used_several_times=used_several_times(module),
         meta=meta,
     )
+    note_ignored(ignored_params)
     frozen = [p for _, p in named if not p.requires_grad] if blocks is None else []
     others = [*frozen, *(p for _, p in whole)]
     _complete(handle, module, meta, others if sync_module_states else None)
@@ -213,7 +215,7 @@ def _refuse_writing_forwards(module: nn.Module, groups: Groups, ignored: set[int
                 f"{groups.where}'{name}' is a {type(child).__name__} with "
                 f"max_norm={child.max_norm}: its forward writes to the weight while other ranks "
                 "may gather it. Shard the module with stage 2, or leave the weight out with "
-                "ignored_params."
+                "ignored_params, and average its gradient yourself."
             )
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import OffloadPolicy
 
-from zero_ext.engine.checks import stays_whole
+from zero_ext.engine.checks import is_ignored, stays_whole
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import ByTensor, find
 from zero_ext.ranks.agreement import check_same_on_all_ranks
@@ -111,12 +111,19 @@ def check_of_engine(named: Named, handle: Handle) -> None:
     """Raise if one of these parameters is not sharded by the engine of ``handle``."""
     for name, parameter in named:
         place = find(parameter)
-        if place is None or place[0] is not handle:
+        if place is not None and place[0] is handle:
+            continue
+        what = f"'{name}' of shape {tuple(parameter.shape)}"
+        if is_ignored(parameter):
             raise ValueError(
-                f"zero_ext: '{name}' is not a parameter of the sharded module that the others "
-                "belong to. Give each sharded module its own optimizer, or shard one module that "
-                "holds them: nn.ModuleList([one, another])."
+                f"zero_ext: {what} is one of ignored_params, which each rank trains by itself. "
+                "Give these an optimizer of their own."
             )
+        raise ValueError(
+            f"zero_ext: {what} is not a parameter of the sharded module that the others belong "
+            "to. Give each sharded module its own optimizer, or shard one module that holds them: "
+            "nn.ModuleList([one, another])."
+        )
 
 
 def handle_of_module(

@@ -12,9 +12,10 @@ import enum
 from numbers import Number
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero_ext import _C
+from zero_ext.engine.checks import is_ignored, stays_whole
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
 from zero_ext.optim.owned_optimizer import OwnedOptimizer
@@ -43,11 +44,14 @@ def full_tensor(parameter: Tensor) -> Tensor:
 
     Returns:
         A new fp32 tensor of the parameter's shape on every rank, whatever the parameter's dtype.
-        A frozen parameter has no master; its values are converted.
+        A frozen parameter has no master; its values are converted. Parameters that stay whole
+        (quantised weights, float64) and ``ignored_params`` are copied, in their own dtype.
     Raises:
-        ValueError: this library does not shard the parameter.
+        ValueError: this library does not know the parameter.
         RuntimeError: inside a backward, or ``offload_states`` has moved parameters or masters.
     """
+    if _is_whole(parameter):
+        return parameter.detach().clone()
     handle, i = sharded_place_of(parameter)
     if place_of(parameter) is None:
         return parameter.detach().float().clone()
@@ -171,10 +175,22 @@ def set_full_state(optimizer: ShardedOptimizer, parameter: Tensor, name: str, va
     state.copy_(_of_rank_0(value, kind, groups))
 
 
+def _is_whole(parameter) -> bool:
+    """Whether a sharded module may hold it beside what it shards."""
+    if not isinstance(parameter, nn.Parameter):
+        return False
+    return is_ignored(parameter) or (find(parameter) is None and stays_whole(parameter))
+
+
 def sharded_place_of(parameter: Tensor) -> tuple[Handle, int]:
     place = find(parameter) if isinstance(parameter, Tensor) else None
     if place is None:
         shape = f" of shape {tuple(parameter.shape)}" if isinstance(parameter, Tensor) else ""
+        if _is_whole(parameter):
+            raise ValueError(
+                f"zero_ext: this {type(parameter).__name__}{shape} is not sharded: it is frozen in "
+                "another dtype, or one of ignored_params. Use the parameter and its .grad directly."
+            )
         raise ValueError(
             f"zero_ext: this {type(parameter).__name__}{shape} is not a parameter that zero_ext "
             "shards. Pass the Parameter itself, after shard() or the optimizer's constructor; an "
