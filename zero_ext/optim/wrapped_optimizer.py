@@ -124,14 +124,24 @@ class WrappedOptimizer(TorchOptimizer):
         super().add_param_group(param_group)
 
     def _show_state(self, parameter: Tensor, i: int, group: Group) -> None:
-        if parameter in self._shards:  # taken out of its group, and put back
-            return
-        shard = torch.nn.Parameter(self._handle.engine.master_slice(i))
-        self._shards[parameter] = shard
-        first = self._inner is None
-        self._inner = self._with_group(self._inner, shard, group)
-        if first:
-            self._show_named_state_made()
+        if parameter not in self._shards:  # else taken out of its group and put back, or emptied
+            shard = torch.nn.Parameter(self._handle.engine.master_slice(i))
+            self._shards[parameter] = shard
+            self._inner = self._with_group(self._inner, shard, group)
+            if len(self._shards) == 1:
+                self._show_named_state_made()
+        if self._inner.state.get(self._shards[parameter]):
+            self._show_inner_state(parameter, self._shards[parameter])
+
+    def _forget_state(self, parameter: Tensor, i: int, group: Group) -> bool:
+        shard = self._shards.get(parameter)
+        if shard is None or not self._inner.state.get(shard):
+            return False
+        made = self._with_group(None, shard, group).state
+        self._inner.state[shard] = made.get(shard, {})
+        for key, value in named_in(made).items():
+            self.state.setdefault(key, value)
+        return True
 
     def _with_group(self, inner, shard: Tensor, group: Group) -> torch.optim.Optimizer:
         inner_group = {**settings_of(group), "params": [shard]}
@@ -153,7 +163,7 @@ class WrappedOptimizer(TorchOptimizer):
         finally:  # masters that have moved are those of their parameters, whatever it raised
             self._drop_gradients()
             self._sharded_state.apply_masters()
-        self._carry_out(group_of)
+            self._carry_out(group_of)
 
     def _carry_in(self) -> dict[int, Group]:
         """Give the inner optimizer settings, gradients and what is kept under names.
@@ -206,24 +216,31 @@ class WrappedOptimizer(TorchOptimizer):
         self._offloaded.check()
         # torch's optimizers make their state in the first step, or some of it when constructed: a
         # new one takes what is saved.
-        inner, loaded = None, []
+        inner, loaded = None, {}
         for each in saved:
             shard = self._shards.get(each.parameter)
             if shard is None:
                 each.warn_of_frozen()
                 continue
             inner = self._with_group(inner, shard, each.group)
-            loaded.append((each.parameter, shard))
+            loaded[each.parameter] = shard
             inner.state[shard].update(self._inner_state(each, shard))
+        settings = self._inner.param_groups if self._inner else []
+        places = zip(self._shards.items(), settings, strict=True)
+        away = {p: (shard, group) for (p, shard), group in places if p not in loaded}
+        for shard, group in away.values():  # taken out of their groups: they keep their states
+            inner = self._with_group(inner, shard, group)
+            inner.state[shard].update(self._inner.state.get(shard, {}))
         if inner is not None:  # converts what older versions have saved, as in torch
             inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
 
         def load() -> None:
             if inner is not None and self._inner is not None:
                 vars(inner).update(attributes_of(self._inner))
-            self._inner, self._shards = inner, dict(loaded)
+            self._inner = inner
+            self._shards = loaded | {parameter: shard for parameter, (shard, _) in away.items()}
             self._show_named_state_made()
-            for parameter, shard in loaded:
+            for parameter, shard in loaded.items():
                 self.state[parameter].clear()
                 self._show_inner_state(parameter, shard)
 
