@@ -30,9 +30,9 @@ int64_t ShardedParameters::add_unit(std::unique_ptr<Unit> unit, UnitKind kind,
     ShardedParameter& parameter = all_[members[slot]];
     (trainable ? parameter.unit : parameter.frozen_unit) = number;
     parameter.slot = static_cast<int64_t>(slot);
-    const at::ScalarType dtype = parameter.tensor.scalar_type();
     parameter.tensor.set_data(units.back()->parameters().view(parameter.slot));
-    if (parameter.tensor.scalar_type() != dtype) parameter.node = hook(members[slot]);
+    // A new node for another dtype, which a parameter in no unit may have got earlier.
+    if (!is_node_of(parameter.node, parameter.tensor)) parameter.node = hook(members[slot]);
   }
   return number;
 }

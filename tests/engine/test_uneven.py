@@ -491,6 +491,35 @@ def test_accumulation_steps_that_one_rank_completes(mesh, rank, world, stage):
         optimizer.step()
 
 
+@pytest.mark.host
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("accumulation_steps", [None, 3])
+def test_torchs_clipping_serves(mesh, rank, world, stage, accumulation_steps):
+    """With frozen parameters in the optimizer, and micro-batches that another rank completes."""
+    model, plain = Towers(), Towers().double()
+    for each in (model, plain):
+        each.stem.requires_grad_(False)
+    zero_ext.shard(model, stage, mesh=mesh, accumulation_steps=accumulation_steps)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+    for r in range(world):
+        for k in range(3 if r == world - 1 else r % 3):
+            batch = rank_data((2, WIDTH), r, k)
+            if r == rank:
+                loss_of(model, (batch, (0, 1, 2), 1.0)).backward()
+            (loss_of(plain, (batch.double(), (0, 1, 2), 1.0)) / world).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+    torch.testing.assert_close(norm.double(), expected, rtol=1e-5, atol=0)
+    optimizer.step()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            if parameter.grad is not None:
+                parameter -= 0.5 * parameter.grad
+    for name, parameter in plain.named_parameters():
+        found = zero_ext.full_tensor(model.get_parameter(name)).double()
+        torch.testing.assert_close(found, parameter.detach(), rtol=1e-5, atol=1e-6)
+
+
 def test_stats_have_the_time_served_and_for_whom(mesh, rank, world):
     model = zero_ext.shard(Towers(), 2, mesh=mesh)
     optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)

@@ -179,6 +179,7 @@ def test_lightning_starts_the_other_ranks_sharded_as_well(tmp_path):
     command = [sys.executable, "-m", "zero_ext.integrations.run", "--stage", "3"]
     outer = ("RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC", "LOCAL_", "GROUP_", "ROLE_")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(outer)}
+    environment.pop("PYTHONUNBUFFERED", None)  # it would write a line in pieces
     output = []
     for start in (command, [sys.executable]):
         run = subprocess.run(

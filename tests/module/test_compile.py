@@ -1,5 +1,6 @@
 """torch.compile around sharded models: right, and compiled once."""
 
+import os
 import warnings
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from harness import ResidualBlock, assert_bits, mean_square, rank_data
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.lr_scheduler import StepLR
 
@@ -25,6 +27,7 @@ def make() -> nn.Module:
 @pytest.fixture(autouse=True)
 def nothing_compiled_before():
     torch.compiler.reset()
+    clear_compilation_metrics()
     yield
     torch.compiler.reset()
 
@@ -252,6 +255,23 @@ def test_a_compiled_training_step_does_what_the_plain_one_does(mesh, rank, stage
         x = rank_data(SHAPE, rank, i)
         plain, compiled = (step(*arguments, x) for step, *arguments in sides)
         torch.testing.assert_close(plain, compiled, rtol=1e-4, atol=1e-5)
+    frames = [m.co_filename or "" for m in get_compilation_metrics()]
+    assert [name for name in frames if f"{os.sep}zero_ext{os.sep}" in name] == []
+
+
+@pytest.mark.dist
+@pytest.mark.host
+@pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
+def test_a_compiled_training_step_does_not_clip_what_is_not_reduced(mesh, rank, clip):
+    model = zero_ext.shard(make(), 2, mesh=mesh, accumulation_steps=2)
+
+    def step(x):
+        mean_square(model, x).backward()
+        getattr(nn.utils, clip)(model.parameters(), 0.01)
+
+    step = torch.compile(step, backend="aot_eager")
+    with pytest.raises(RuntimeError, match="after 1 of 2 backwards"):
+        step(rank_data(SHAPE, rank, 0))
 
 
 @pytest.mark.dist

@@ -846,6 +846,25 @@ def test_frozen_parameters_compute_in_the_dtype_of_the_others(mesh, rank, stage)
 
 
 @pytest.mark.dist
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_rank_without_a_backward_steps_what_was_thawed(mesh, rank, world, stage):
+    """No forward of it has seen that autograd has other nodes since the parameters are in bf16."""
+    model, plain = MLP(), MLP().to(BF16)
+    model.layers[0].requires_grad_(False)
+    zero_ext.shard(model, stage, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+    model.layers[0].requires_grad_(True)
+    if rank == 0:
+        model(rank_data((3, 5), 0)).float().square().mean().backward()
+    optimizer.step()
+    plain(rank_data((3, 5), 0).to(BF16)).float().square().mean().backward()
+    for name, start in MLP().named_parameters():
+        expected = start - 0.5 * plain.get_parameter(name).grad.float() / world
+        found = zero_ext.full_tensor(model.get_parameter(name))
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.dist
 @pytest.mark.world(min=2)
 @pytest.mark.host
 def test_the_average_of_a_thawed_gradient_is_in_fp32(mesh, rank, world):

@@ -177,6 +177,31 @@ def test_nor_are_those_of_some_micro_batches(anywhere, rank, stage):
     assert clip_grad_norm_(model.parameters(), 0.1) > 0.1
 
 
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_that_differ_between_ranks_do_not_clip_the_others(mesh, rank, world, stage):
+    """Those of ignored parameters, which each rank has by itself."""
+    model = small_mlp()
+    own = list(model.layers[-1].parameters())
+    zero_ext.shard(model, stage, mesh=mesh, ignored_params=own)
+    mean_square(model, rank_data((4, 5), rank)).backward()
+    before = gradients_of(model)
+    message = r"the norms that clip_grad_norm_\(\) clips by differ.* 2 of the parameters are not sh"
+    with pytest.raises(ValueError, match=message):
+        clip_grad_norm_(model.parameters(), 0.01)
+    for name, gradient in gradients_of(model).items():
+        assert_bits(gradient, before[name], name)
+    for parameter in own:
+        dist.all_reduce(parameter.grad, group=mesh.get_group())
+        parameter.grad /= world
+    plain = small_mlp()
+    for r in range(world):
+        (mean_square(plain, rank_data((4, 5), r)) / world).backward()
+    norm = clip_grad_norm_(model.parameters(), 0.01)
+    torch.testing.assert_close(norm.cpu(), clip_grad_norm_(plain.parameters(), 0.01))
+
+
 def test_plain_models_get_torchs_functions(team):
     model = small_mlp()
     backward(model, 0)

@@ -8,17 +8,18 @@ they are torch's.
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import skip_code
 from torch.nn.utils import clip_grad
 
 from zero_ext import _C
 from zero_ext.engine import registry
 from zero_ext.engine.host_gradient import HostGradient
-from zero_ext.ranks.agreement import naming
+from zero_ext.ranks.agreement import check_same_on_all_ranks, naming
 from zero_ext.ranks.collectives import all_reduce_
 from zero_ext.tensor.dispatch import groups_of
 from zero_ext.tensor.shard_tensor import ShardTensor
@@ -33,12 +34,28 @@ _torchs_clip_value = clip_grad.clip_grad_value_
 _torchs_unscale = torch.amp.GradScaler.unscale_
 
 
-@functools.wraps(_torchs_norm)
+def _in_place_of(torchs: Callable) -> Callable[[Callable], Callable]:
+    """Once a parameter is sharded, torch.compile leaves calls as they are, whatever is clipped.
+    Their gradients cannot be traced, and parts of these functions should not become graphs."""
+
+    def replace(function: Callable) -> Callable:
+        uncompiled = torch.compiler.disable(function)
+
+        @functools.wraps(torchs)
+        def replacement(*args, **kwargs):
+            called = uncompiled if registry.any_registered() else torchs
+            return called(*args, **kwargs)
+
+        skip_code(replacement.__code__)  # not when it is inlined
+        return replacement
+
+    return replace
+
+
+@_in_place_of(_torchs_norm)
 @torch.no_grad()
 def _total_norm(tensors, norm_type=2.0, error_if_nonfinite=False, foreach=None) -> Tensor:
     """The 2-norm has the bits of ``optimizer.clip_grad_norm_``, in every stage. Collective."""
-    if torch.compiler.is_compiling():  # of plain tensors; others are not traced
-        return _torchs_norm(tensors, norm_type, error_if_nonfinite, foreach)
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     ranks: dict[tuple[int, ...] | None, Tensor] = {}
     for tensor in tensors:
@@ -73,7 +90,6 @@ def _have_kernels(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-@torch.compiler.disable  # calls of process groups cannot be traced
 def _square_sum(tensors: Sequence[Tensor]) -> Tensor:
     """See Note [A norm without an order] in square_sum.h; plain tensors count as replicated."""
     device = tensors[0].device
@@ -101,8 +117,6 @@ def _check_reduced(parameters, verb: str) -> list[Tensor]:
     """Raise where gradients are still to be reduced, as ``optimizer.clip_grad_norm_`` does. torch
     sees ``.grad is None`` then, and would clip nothing. The engine remembers the call."""
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if torch.compiler.is_compiling():  # maybe with fullgraph=True, which allows no such search
-        return parameters
     found = (entry[0] for p in parameters if (entry := registry.find(p)) is not None)
     for handle in {id(handle): handle for handle in found}.values():
         handle.engine.check_reduced(verb)
@@ -118,38 +132,56 @@ def _optimizer_of(parameters: Sequence[Tensor]) -> Any:
         return None
     if any(entry is None or entry[0] is not handle for entry in found):
         return None
-    indices = sorted({i for _, i in found})
-    return next((o for o in handle.optimizers if sorted(o._sharded_state.indices) == indices), None)
+    indices = {i for _, i in found}
+    for optimizer in handle.optimizers:
+        own = optimizer._sharded_state.indices
+        if indices == {i for i in own if handle.parameters[i].requires_grad}:
+            return optimizer
+    return None
 
 
-@functools.wraps(_torchs_clip_norm)
+@_in_place_of(_torchs_clip_norm)
 def _clip_norm(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None):
     """While it waits for other ranks' norms it takes part in their backwards, where it can."""
-    rest = (max_norm, norm_type, error_if_nonfinite, foreach)
-    if torch.compiler.is_compiling():
-        return _torchs_clip_norm(parameters, *rest)
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     optimizer = _optimizer_of(listed) if float(norm_type) == 2 else None
     if optimizer is None:  # torch warns of an empty generator
+        rest = (max_norm, norm_type, error_if_nonfinite, foreach)
         return _torchs_clip_norm(listed or parameters, *rest)
     norm = _checked(optimizer.clip_grad_norm_(math.inf), error_if_nonfinite)
-    _clip_with_norm(listed, max_norm, norm, foreach)
+    _torchs_clip(listed, max_norm, norm, foreach)  # another rank may have reduced the gradients
     return norm
 
 
-@functools.wraps(_torchs_clip)
+@_in_place_of(_torchs_clip)
 def _clip_with_norm(parameters, max_norm, total_norm, foreach=None) -> None:
     parameters = _check_reduced(parameters, "clip_grad_norm_()")
+    _check_norm(parameters, total_norm)
     _torchs_clip(parameters, max_norm, total_norm, foreach)
 
 
-@functools.wraps(_torchs_clip_value)
+def _check_norm(parameters: Sequence[Tensor], norm: Tensor) -> None:
+    """Raise where ranks would clip by different norms. Gradients that no engine averages, such as
+    those of ``ignored_params``, may differ between ranks. Collective where there are any."""
+    found = [registry.find(p) for p in parameters if p.requires_grad]
+    sharded = [entry for entry in found if entry is not None]
+    if sharded and len(sharded) < len(found):
+        check_same_on_all_ranks(
+            sharded[0][0].groups,
+            [repr(float(norm))],
+            "the norms that clip_grad_norm_() clips by",
+            f"{len(found) - len(sharded)} of the parameters are not sharded, and zero_ext does not "
+            "average their gradients. Average them first, or clip them in a call of their own.",
+        )
+
+
+@_in_place_of(_torchs_clip_value)
 def _clip_value(parameters, clip_value, foreach=None) -> None:
     parameters = _check_reduced(parameters, "clip_grad_value_()")
     _torchs_clip_value(parameters, clip_value, foreach)
 
 
-@functools.wraps(_torchs_unscale)
+@_in_place_of(_torchs_unscale)
 def _unscale(self, optimizer) -> None:
     if self.is_enabled():
         _check_reduced([p for g in optimizer.param_groups for p in g["params"]], "unscale_()")

@@ -67,6 +67,7 @@ class ByTensor:
 
 # Parameter -> (weak reference to its Handle, index in the engine).
 _entries = ByTensor()
+_registered = False  # whether a parameter has ever had an entry
 # A gradient that is whole on this rank, as ``.grad`` shows it -> weak reference to its Handle.
 _whole_gradients = ByTensor()
 
@@ -76,6 +77,11 @@ def find(parameter: Tensor) -> tuple["Handle", int] | None:
     entry = _entries.get(parameter)
     handle = entry[0]() if entry is not None else None
     return None if handle is None else (handle, entry[1])
+
+
+def any_registered() -> bool:
+    """Whether any parameter was sharded in this process."""
+    return _registered
 
 
 def register_whole_gradient(gradient: Tensor, handle: "Handle") -> None:
@@ -140,6 +146,8 @@ class ParameterTable:
         return self._references[i]()
 
     def add(self, parameter: Tensor) -> int:
+        global _registered
+        _registered = True
         i = len(self._references)
         self._references.append(_entries.add(parameter, (self._handle, i)))
         return i
