@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import warnings
 from collections import defaultdict
 
@@ -727,6 +728,87 @@ class TestEditsByHand:
             sharded, train_alone(torchs, team.world, each_step=change), assert_near
         )
 
+    @pytest.mark.parametrize("make", [makers, wrapped_makers])
+    def test_a_state_that_was_emptied_after_it_was_loaded_begins_anew(self, team, make):
+        ours, torchs = make(("AdamW", {}), team)
+        saved = train_alone(torchs, team.world, steps=3)[1].state_dict()
+
+        def begun(make, parameters):
+            optimizer = make(parameters)
+            optimizer.load_state_dict(copy.deepcopy(saved))
+            optimizer.state.pop(parameters[0])
+            optimizer.state[parameters[1]].clear()
+            return optimizer
+
+        sharded = train_sharded(functools.partial(begun, ours), team)
+        alone = train_alone(functools.partial(begun, torchs), team.world)
+        assert_same_training(sharded, alone, assert_near)
+
+    @pytest.mark.parametrize("make", [makers, wrapped_makers])
+    def test_a_state_that_was_emptied_after_another_one_came_begins_anew(self, team, make):
+        def change(optimizer, step):
+            if step == 2:
+                (added,) = late.pop()
+                added.grad = None  # of the steps before, which were not its own
+                optimizer.add_param_group({"params": added})
+                optimizer.state[optimizer.param_groups[0]["params"][0]].clear()
+
+        ours, torchs = make(
+            ("SGD", {"momentum": 0.9}), team, params=lambda p: late.append(p[5:]) or p[:5]
+        )
+        late = []
+        sharded = train_sharded(ours, team, each_step=change)
+        alone = train_alone(torchs, team.world, each_step=change)
+        assert_same_training(sharded, alone, assert_near)
+
+    @pytest.mark.parametrize("make", [makers, wrapped_makers])
+    def test_a_state_that_was_emptied_after_an_unfreezing_begins_anew(self, team, make):
+        def moved_last(make):
+            parameters = [nn.Parameter(torch.zeros(3), requires_grad=i == 0) for i in range(2)]
+            optimizer = make(parameters)
+            for step in range(3):
+                if step == 2:
+                    parameters[1].requires_grad_(True)
+                    optimizer.zero_grad()  # which finds it
+                    optimizer.state[parameters[0]].clear()
+                before = parameters[0].detach().clone()
+                sum(p.sum() for p in parameters if p.requires_grad).backward()
+                optimizer.step()
+                parameters[0].grad = None
+            return parameters[0].detach() - before
+
+        ours, torchs = make(("SGD", {"momentum": 0.9}), team)
+        assert_near(moved_last(ours), moved_last(torchs), "update")
+
+    @pytest.mark.parametrize("make", [makers, wrapped_makers])
+    @pytest.mark.parametrize("edit", ["clear one", "replace others", "load", "clear its own"])
+    def test_what_is_in_no_group_has_a_state_of_its_own(self, team, make, edit):
+        """Edits take it only where they are meant for it, or for all."""
+        taken_out = []
+
+        def change(optimizer, step):
+            if step == 1:
+                taken_out.append(optimizer.param_groups[0]["params"].pop(0))
+                taken_out[0].requires_grad_(False)
+            if step == 2 and edit == "clear one":
+                optimizer.state[optimizer.param_groups[0]["params"][0]].clear()
+            elif step == 2 and edit == "clear its own":
+                optimizer.state[taken_out[0]].clear()
+            elif step == 2 and edit == "replace others":
+                kept = {taken_out[0]: optimizer.state[taken_out[0]]}
+                optimizer.state = defaultdict(dict, kept)
+            elif step == 2:
+                groups = [{**g, "params": [*map(id, g["params"])]} for g in optimizer.param_groups]
+                optimizer.load_state_dict({"state": {}, "param_groups": groups})
+            if step == 3:
+                taken_out[0].requires_grad_(True)
+                optimizer.param_groups[2]["params"].append(taken_out.pop())
+
+        ours, torchs = make(("AdamW", {}), team, params=three_groups)
+        sharded = train_sharded(ours, team, each_step=change)
+        alone = train_alone(torchs, team.world, each_step=change)
+        assert_same_training(sharded, alone, assert_near)
+
     @pytest.mark.parametrize("stage", [1, 2])
     def test_data_of_a_gradient_that_was_set_is_the_gradient(self, team, stage):
         ours, torchs = makers(("SGD", {}), team, stage)
@@ -781,10 +863,33 @@ class Interrupted(torch.optim.SGD):
     def step(self, closure=None):
         super().step()
         if Interrupted.now:
+            Interrupted.now = False  # not in what is tried to find out about it
             raise KeyboardInterrupt
 
 
 class TestWhatOptimizersKeep:
+    def test_a_state_that_an_interrupted_step_has_made_is_kept(self, team):
+        def make(kind, parameters, **sharding):
+            def step():
+                Interrupted.now = not steps
+                steps.append(None)
+                with pytest.raises(KeyboardInterrupt) if Interrupted.now else no_error:
+                    its_own()
+
+            steps, no_error = [], contextlib.nullcontext()
+            optimizer = kind(Interrupted, parameters, lr=0.1, momentum=0.9, **sharding)
+            its_own, optimizer.step = optimizer.step, step
+            return optimizer
+
+        def plain(kind, *args, **kwargs):
+            return kind(*args, **kwargs)
+
+        Interrupted.now = False
+        sharding = {"process_group": team.group, "bucket_mb": 1e-4}
+        sharded = train_sharded(lambda p: make(zero_ext.optim.wrap, p, **sharding), team)
+        alone = train_alone(lambda p: make(plain, p), team.world)
+        assert_same_training(sharded, alone, assert_near)
+
     def test_counts_in_groups_go_on_also_when_loaded(self, team):
         sharding = {"process_group": team.group, "bucket_mb": 1e-4}
 

@@ -1,5 +1,6 @@
 """Optimizers that update each parameter by itself: one process's bits, for any ranks and stages."""
 
+import copy
 import functools
 import itertools
 
@@ -275,6 +276,31 @@ def test_what_a_step_leaves_alone(anywhere, rank):
     train(model, optimizer, rank, range(1, 3))
     assert zero_ext.full_tensor(model.layers[0].weight).abs().max() < 0.1  # from 0 on
     assert not torch.equal(zero_ext.full_tensor(model.layers[1].weight), before["layers.1.weight"])
+
+
+@pytest.mark.parametrize("kind", ["LAMB", "named"])
+def test_a_state_that_was_emptied_begins_anew(anywhere, rank, world, kind):
+    """Also after it was loaded, of all parameters and of one."""
+    (made, settings), (model, optimizer) = KINDS[kind], sharded(anywhere, 1, kind)
+    plain = one_process(anywhere, world, kind)
+    train(model, optimizer, rank, range(2))
+    plain.train(range(2))
+    saved, expected = (copy.deepcopy(o.state_dict()) for o in (optimizer, plain.optimizer))
+    optimizer.retire()
+    optimizer = zero_ext.optim.wrap(made, model.parameters(), **settings)
+    plain.optimizer = made(plain.model.parameters(), **settings)
+    optimizer.load_state_dict(saved)
+    plain.optimizer.load_state_dict(expected)
+    for one, of in ((optimizer, model), (plain.optimizer, plain.model)):
+        for parameter in of.parameters():
+            one.state.pop(parameter, None)
+    train(model, optimizer, rank, range(2, 4))
+    plain.train(range(2, 4))
+    for one, of in ((optimizer, model), (plain.optimizer, plain.model)):
+        one.state[of.layers[1].weight].clear()
+    train(model, optimizer, rank, range(4, 6))
+    plain.train(range(4, 6))
+    assert_same_parameters(model, plain.model)
 
 
 def test_an_optimizer_of_plain_parameters(anywhere, rank, world):

@@ -3,9 +3,11 @@
 The trial has 12 steps and at most 8,192 elements: each of these states appears only after that.
 """
 
+import copy
+
 import pytest
 import torch
-from harness import mean_square, rank_data
+from harness import assert_bits, mean_square, rank_data
 from own_optimizers import EachByItself
 from setups import values_of
 from torch import nn
@@ -65,6 +67,29 @@ class Equal(Late):
                 "rates": (0.5, torch.tensor([1.0, 2.0])),
                 "nothing": None,
             }
+
+
+class Powers(Late):
+    """Of two numbers, as many as some parts have elements."""
+
+    def late(self, p, state, step):
+        powers = state.setdefault("powers", p.new_ones(2))
+        powers *= p.new_tensor([0.5, 0.25])
+        p.mul_(powers.sum())
+
+
+class LatePowers(Powers):
+    def late(self, p, state, step):
+        if step > 2:
+            super().late(p, state, step)
+
+
+class Lookahead(Late):
+    """Slow weights, from the third step on (Zhang et al. 2019)."""
+
+    def late(self, p, state, step):
+        if step > 2:
+            p.copy_(state.setdefault("slow", p.clone()).lerp_(p, 0.5))
 
 
 class Model(nn.Module):
@@ -136,3 +161,36 @@ def test_equal_states_and_those_of_stage_0_may_appear_at_any_time(mesh, rank):
         other[1].load_state_dict(optimizer.state_dict())
         steps(*other, rank, 2)
         assert all(float(other[1].state[p]["step"]) == 17 for p in other[0].parameters())
+
+
+@pytest.mark.parametrize("kind", [Powers, LatePowers, Lookahead])
+def test_what_a_state_is_does_not_depend_on_the_size_of_a_part(anywhere, rank, world, kind):
+    """Of these shapes some have as many elements as a state, or as a rank's part of another."""
+    shapes = {"scale": (), "pair": (2,), "four": (4,), "matrix": (3, 3)}
+
+    def made() -> nn.ParameterDict:
+        return nn.ParameterDict({n: nn.Parameter(torch.ones(s)) for n, s in shapes.items()})
+
+    def train(model, optimizer, gradient: float) -> None:
+        for step in range(2, 4):
+            (sum(p.sum() for p in model.values()) * (gradient * step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, plain = zero_ext.shard(made(), 1, mesh=anywhere), made()
+    ranks = 1 if anywhere is None else world
+    expected, saved = kind(plain.values()), None
+    for _ in range(3):
+        optimizer = zero_ext.optim.wrap(kind, model.parameters())
+        if saved is not None:
+            optimizer.load_state_dict(saved)
+        train(model, optimizer, rank + 1.0)
+        train(plain, expected, (ranks + 1) / 2)  # the average over the ranks
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.retire()
+    for i, (name, parameter) in enumerate(model.items()):
+        assert_bits(zero_ext.full_tensor(parameter), plain[name].detach(), name)
+        for state, value in expected.state_dict()["state"][i].items():
+            ours = saved["state"][i][state]
+            ours = ours.full_tensor() if hasattr(ours, "full_tensor") else ours
+            assert_bits(ours, value, f"{state} of {name}")

@@ -237,6 +237,13 @@ def test_groups_with_a_tensor_as_rate_are_tried_apart():
 
 def test_optimizers_with_a_training_mode_are_tried_in_it():
     elementwise.check(TwoModes, {}, {})
+    parameter = nn.Parameter(torch.ones(7))
+    optimizer = zero_ext.optim.wrap(TwoModes, [parameter])
+    optimizer.train()
+    parameter.sum().backward()
+    optimizer.step()
+    other = zero_ext.optim.wrap(TwoModes, [nn.Parameter(torch.ones(7))])
+    other.load_state_dict(optimizer.state_dict())  # before it is in any mode
 
 
 def test_differences_of_rounding_are_no_reason():

@@ -218,8 +218,7 @@ def _run_one(
     parts = [rows.reshape(len(rows), *p.shape) for p, rows in zip(pieces, taken, strict=True)]
     parameters = [torch.nn.Parameter(part[0].clone()) for part in parts]
     optimizer = make([parameters] if one_group else [[p] for p in parameters])
-    if callable(getattr(optimizer, "train", None)):  # schedule-free ones step in no other mode
-        optimizer.train()
+    begin_training(optimizer)
     for step in range(1, len(values[0])):
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.grad = part[step].clone()  # which an optimizer may write to
@@ -228,6 +227,12 @@ def _run_one(
             for piece, parameter in zip(pieces, parameters, strict=True):
                 outcome.add_update(piece, step, parameter)
     outcome.add_states(pieces, parameters, optimizer)
+
+
+def begin_training(optimizer: torch.optim.Optimizer) -> None:
+    """Schedule-free optimizers step in no other mode."""
+    if callable(getattr(optimizer, "train", None)):
+        optimizer.train()
 
 
 def _difference(

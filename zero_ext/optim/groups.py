@@ -207,6 +207,8 @@ class FollowedGroups:
 
     def __init__(self) -> None:
         self._lists: list[list[Tensor]] = []  # of each group
+        # The sharded parameters that train, with their indices and the numbers of their groups.
+        self.trained: list[tuple[Tensor, int, int]] = []
         self._state_counts: list[int] = []  # of each group
         self._unfreezings = 0  # of the engine's parameters, which get a state once they train
         # The index of each parameter that has had a state -> whether it was in a group.
@@ -244,12 +246,15 @@ class FollowedGroups:
         for g, places in enumerate(sharded):
             optimizer._sharded_state.assign([i for _, i in places], g)
         self._let_go(optimizer)
-        for group, places in zip(groups, sharded, strict=True):
+        trained = []
+        for g, places in enumerate(sharded):
             for parameter, i in places:
                 _owners[parameter] = weakref.ref(optimizer)
                 if optimizer._handle.engine.unit_of(i) >= 0:
-                    self._show_state(optimizer, parameter, i, group)
+                    self._show_state(optimizer, parameter, i, groups[g])
+                    trained.append((parameter, i, g))
         # Last: what has raised before is followed again.
+        self.trained = trained
         self._unfreezings = optimizer._handle.unfreezings
         self._lists = [list(group["params"]) for group in groups]
         self._state_counts = list(map(optimizer._states_of, groups))
@@ -272,7 +277,7 @@ class FollowedGroups:
         present = self._present.get(i)
         has_values = bool(optimizer.state.get(parameter))
         if present is False and not has_values:  # it was put back, and begins anew
-            optimizer._forget_state(parameter, i)
+            optimizer._forget_state(parameter, i, group)
         if not present or has_values:  # else the user emptied it, which the next step follows
             optimizer._show_state(parameter, i, group)
         self._present[i] = True

@@ -116,7 +116,6 @@ def _lent(optimizer: "WrappedOptimizer", what: str) -> Iterator[None]:
         for name in names[shard] - inner.state.get(shard, {}).keys():  # the method dropped it
             optimizer.state[parameter].pop(name, None)
     optimizer._carry_out(group_of)
-    optimizer._emptied.remember(optimizer)
 
 
 def moved(watched: WatchedWrites, now: Tensor, lent: Tensor) -> bool:

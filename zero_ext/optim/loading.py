@@ -1,6 +1,7 @@
 """Loading: what is checked of a saved state before any of it is written."""
 
 import copy
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -9,8 +10,14 @@ from torch import Tensor
 
 from zero_ext._warnings import warn
 from zero_ext.optim.arguments import check_state_dict
-from zero_ext.optim.groups import Group, name_in_module, named_in, replace_named, settings_of
-from zero_ext.optim.shown_states import ShownStates, values_in
+from zero_ext.optim.groups import (
+    Group,
+    name_in_module,
+    parameters_of,
+    replace_named,
+    settings_of,
+)
+from zero_ext.optim.shown_states import ShownStates
 
 if TYPE_CHECKING:
     from zero_ext.optim.sharded_optimizer import ShardedOptimizer
@@ -88,6 +95,10 @@ def checked_load(optimizer: "ShardedOptimizer", state_dict: dict[str, Any]) -> C
     @torch.no_grad()
     def load() -> None:
         replace_named(optimizer.state, named)
+        here = set(map(id, parameters_of(optimizer)))
+        for key in [k for k in dict.keys(optimizer.state) if isinstance(k, Tensor)]:
+            if id(key) not in here:  # taken out of its group, and not in any saved state
+                del optimizer.state[key]
         load_states()
         for group, new in zip(optimizer.param_groups, settings, strict=True):
             group.update(new)
@@ -98,20 +109,33 @@ def checked_load(optimizer: "ShardedOptimizer", state_dict: dict[str, Any]) -> C
 
 
 class EmptiedState:
-    """Notices that a user emptied ``optimizer.state``, or the state of a parameter, to begin anew.
+    """Follows what a user did to ``optimizer.state``: emptied it, or the state of a parameter, to
+    begin anew, or put another one in its place.
 
     Owner: the optimizer, which passes itself to each method.
     """
 
-    def remember(self, optimizer: "ShardedOptimizer") -> None:
-        self._state, self._count = optimizer.state, values_in(optimizer.state)
+    def __init__(self, state: ShownStates):
+        self._state = state
 
     def follow(self, optimizer: "ShardedOptimizer") -> None:
-        """Zero what the user emptied, and show it again."""
-        state, groups = optimizer.state, optimizer.param_groups
-        if state is self._state and values_in(state) >= self._count:
-            return
+        """What was emptied begins anew, and is shown again. Nothing else changes."""
+        if optimizer.state is not self._state:
+            self._take_over(optimizer)
+        shown_of = functools.partial(dict.get, self._state)
+        for parameter, i, g in optimizer._followed.trained:
+            if not shown_of(parameter):
+                group = optimizer.param_groups[g]
+                if optimizer._forget_state(parameter, i, group):
+                    optimizer._show_state(parameter, i, group)
+
+    def _take_over(self, optimizer: "ShardedOptimizer") -> None:
+        """Load what the user put in the place of ``optimizer.state``."""
+        given, groups = optimizer.state, optimizer.param_groups
         parameters = [parameter for group in groups for parameter in group["params"]]
-        wanted = {k: state.get(parameter, {}) for k, parameter in enumerate(parameters)}
-        optimizer.state = ShownStates(dict, named_in(state))
-        optimizer._checked_states(saved_states(groups, wanted, wanted))()
+        wanted = {k: given.get(parameter, {}) for k, parameter in enumerate(parameters)}
+        load = optimizer._checked_states(saved_states(groups, wanted, wanted))
+        here = set(map(id, parameters))
+        others = {key: value for key, value in dict.items(given) if id(key) not in here}
+        optimizer.state = self._state = ShownStates(dict, others)
+        load()

@@ -162,7 +162,6 @@ class _Call:
             optimizer._masters.forget()
             raise
         self._shared.adopt()
-        optimizer._emptied.remember(optimizer)
         return self._result()
 
     def _whole_gradients(self, parameters: list[Tensor], masters: Values) -> Values:

@@ -15,7 +15,14 @@ from torch import Tensor
 from zero_ext import _C
 from zero_ext.engine.registry import find
 from zero_ext.optim.elementwise import WholeParametersError
-from zero_ext.optim.groups import Group, named_in, settings_of, sharded_in, trained_in
+from zero_ext.optim.groups import (
+    Group,
+    named_in,
+    parameters_of,
+    settings_of,
+    sharded_in,
+    trained_in,
+)
 from zero_ext.optim.loading import SavedState
 from zero_ext.optim.owned_methods import SharedValues, method_of
 from zero_ext.optim.owner_masters import KeptMasters
@@ -76,6 +83,15 @@ class OwnedOptimizer(TorchOptimizer):
 
     def _show_state(self, parameter: Tensor, i: int, group: Group) -> None:
         """States are there after the first step, at the owner."""
+
+    def _forget_state(self, parameter: Tensor, i: int, group: Group) -> bool:
+        owned = self._owned.get(parameter)
+        if owned is None:
+            return False
+        made_at_once = any(map(self._probe.state.get, parameters_of(self._probe)))
+        if had_some := bool(made_at_once or owned.inner.state.get(owned.whole)):
+            del self._owned[parameter]  # it is made again when it is needed
+        return had_some
 
     def _find_owners(self) -> dict[Tensor, Group]:
         """Give each parameter an owner. Returns the group of each parameter that trains."""
@@ -213,9 +229,10 @@ class OwnedOptimizer(TorchOptimizer):
                 loaded[each.parameter] = self._with_state(each, values)
 
         def load() -> None:
-            self._owned = loaded
-            for each in saved:
+            for each in saved:  # others, which were taken out of their groups, keep their states
+                self._owned.pop(each.parameter, None)
                 self.state.pop(each.parameter, None)
+            self._owned.update(loaded)
             for parameter, (whole, inner) in loaded.items():
                 self.state[parameter] = inner.state[whole]
 

@@ -96,7 +96,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._skipped = SkippedSteps()
         self._settings = StepSettings(defaults)
         self._followed = groups.FollowedGroups()
-        self._emptied = EmptiedState()
+        self._emptied = EmptiedState(self.state)
         self._makers: dict[tuple[str, ...], Callable] = {}  # of states' views, by their names
         self._copies = BlockCopies()
         named, whole = groups.named_parameters(self.param_groups)
@@ -128,7 +128,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if of_module is None:
                 self._handle.dissolve()
             raise
-        self._emptied.remember(self)
 
     def _broadcast_frozen(self, named: groups.Named) -> None:
         """Those that train became equal when they were sharded. Collective."""
@@ -248,10 +247,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             self.state[parameter].update(make(parameter, i))
 
-    def _forget_state(self, parameter: Tensor, i: int) -> None:
+    def _forget_state(self, parameter: Tensor, i: int, group: groups.Group) -> bool:
+        """Let its state begin anew. Returns whether there was one."""
         for value in self._held_state(parameter, i).values():
             value.zero_()
         self._copies.write_back()
+        return True
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but in place and without a cast: fp32 state stays fp32.
@@ -358,7 +359,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._skipped.add(verdict)
         if self.loss_scaler is not None:
             self.loss_scaler._step_made(verdict)
-        self._emptied.remember(self)
         return loss
 
     def _prepare_step(self, divide_by: float | None) -> _C.StepVerdict:

@@ -93,8 +93,3 @@ for _name in (
     *("__eq__", "__ne__", "__or__", "__ror__"),
 ):
     setattr(ShownStates, _name, _of_all(_name))
-
-
-def values_in(state: dict[Any, Any]) -> int:
-    """How many parameters have some state, made or not."""
-    return sum(isinstance(key, Tensor) and bool(values) for key, values in dict.items(state))

@@ -105,8 +105,8 @@ class WrappedOptimizer(TorchOptimizer):
         self._kinds_checked = {elementwise.kind_of({})}
         self._inner: torch.optim.Optimizer | None = None
         self._shards: dict[Tensor, torch.nn.Parameter] = {}
-        # By name: which states of a part of one element have a value for each element.
-        self._of_one_element: dict[str, bool] = {}
+        # By name: which states have a value for each element.
+        self._per_element: dict[str, bool] = {}
         probed = torch.zeros(1, device="cpu")
         super().__init__(optimizer_class, params, kwargs, probed, **sharding)
 
@@ -124,14 +124,24 @@ class WrappedOptimizer(TorchOptimizer):
         super().add_param_group(param_group)
 
     def _show_state(self, parameter: Tensor, i: int, group: Group) -> None:
-        if parameter in self._shards:  # taken out of its group, and put back
-            return
-        shard = torch.nn.Parameter(self._handle.engine.master_slice(i))
-        self._shards[parameter] = shard
-        first = self._inner is None
-        self._inner = self._with_group(self._inner, shard, group)
-        if first:
-            self._show_named_state_made()
+        if parameter not in self._shards:  # else taken out of its group and put back, or emptied
+            shard = torch.nn.Parameter(self._handle.engine.master_slice(i))
+            self._shards[parameter] = shard
+            self._inner = self._with_group(self._inner, shard, group)
+            if len(self._shards) == 1:
+                self._show_named_state_made()
+        if self._inner.state.get(self._shards[parameter]):
+            self._show_inner_state(parameter, self._shards[parameter])
+
+    def _forget_state(self, parameter: Tensor, i: int, group: Group) -> bool:
+        shard = self._shards.get(parameter)
+        if shard is None or not self._inner.state.get(shard):
+            return False
+        made = self._with_group(None, shard, group).state
+        self._inner.state[shard] = made.get(shard, {})
+        for key, value in named_in(made).items():
+            self.state.setdefault(key, value)
+        return True
 
     def _with_group(self, inner, shard: Tensor, group: Group) -> torch.optim.Optimizer:
         inner_group = {**settings_of(group), "params": [shard]}
@@ -153,7 +163,7 @@ class WrappedOptimizer(TorchOptimizer):
         finally:  # masters that have moved are those of their parameters, whatever it raised
             self._drop_gradients()
             self._sharded_state.apply_masters()
-        self._carry_out(group_of)
+            self._carry_out(group_of)
 
     def _carry_in(self) -> dict[int, Group]:
         """Give the inner optimizer settings, gradients and what is kept under names.
@@ -206,31 +216,45 @@ class WrappedOptimizer(TorchOptimizer):
         self._offloaded.check()
         # torch's optimizers make their state in the first step, or some of it when constructed: a
         # new one takes what is saved.
-        inner, loaded = None, []
+        inner, loaded = None, {}
+        of_shapes = _of_shapes(saved)
         for each in saved:
             shard = self._shards.get(each.parameter)
             if shard is None:
                 each.warn_of_frozen()
                 continue
             inner = self._with_group(inner, shard, each.group)
-            loaded.append((each.parameter, shard))
-            inner.state[shard].update(self._inner_state(each, shard))
+            loaded[each.parameter] = shard
+            inner.state[shard].update(self._inner_state(each, shard, of_shapes))
+        settings = self._inner.param_groups if self._inner else []
+        places = zip(self._shards.items(), settings, strict=True)
+        away = {p: (shard, group) for (p, shard), group in places if p not in loaded}
+        for shard, group in away.values():  # taken out of their groups: they keep their states
+            inner = self._with_group(inner, shard, group)
+            inner.state[shard].update(self._inner.state.get(shard, {}))
         if inner is not None:  # converts what older versions have saved, as in torch
             inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
 
         def load() -> None:
             if inner is not None and self._inner is not None:
                 vars(inner).update(attributes_of(self._inner))
-            self._inner, self._shards = inner, dict(loaded)
+            self._inner = inner
+            self._shards = loaded | {parameter: shard for parameter, (shard, _) in away.items()}
             self._show_named_state_made()
-            for parameter, shard in loaded:
+            for parameter, shard in loaded.items():
                 self.state[parameter].clear()
                 self._show_inner_state(parameter, shard)
 
         return load
 
-    def _inner_state(self, saved: SavedState, shard: Tensor) -> dict[str, Any]:
-        """What torch's optimizer gets of a saved state: of per-element values this rank's part."""
+    def _inner_state(
+        self, saved: SavedState, shard: Tensor, of_shapes: dict[str, bool]
+    ) -> dict[str, Any]:
+        """What torch's optimizer gets of a saved state: of per-element values this rank's part.
+
+        Args:
+            of_shapes: Says what is one, of what the first step does not make.
+        """
         made = self._states_of_a_step(saved.group, shard.device)
         missing = made.keys() - saved.values.keys() if saved.values else set()
         if missing:
@@ -240,23 +264,24 @@ class WrappedOptimizer(TorchOptimizer):
             )
         shape, state = saved.parameter.shape, {}
         for name, value in saved.values.items():
-            of_shape = isinstance(value, Tensor) and value.shape == shape
-            if made.get(name, of_shape and value.dim() > 0):
+            if made.get(name, of_shapes.get(name)):
                 saved.check_shape(name, shape)
                 value = self._slice_of(value, saved.parameter, shard)
             state[name] = copy.deepcopy(value)
         return state
 
     def _states_of_a_step(self, group: Group, device: torch.device) -> dict[str, bool]:
-        """Which states a step makes, and which have a value for each element. Found by trying: a
-        0-dim parameter's own state has the shape of a count of steps."""
-        probe = torch.nn.Parameter(torch.zeros(2, device=device))
-        probe.grad = torch.zeros_like(probe)
-        optimizer = self._with_group(None, probe, copy.deepcopy(settings_of(group)))
+        """Which states a step makes, and which have a value for each element. Found by trying with
+        two sizes: any other state may have the shape of one parameter."""
+        probes = [torch.nn.Parameter(torch.zeros(numel, device=device)) for numel in (2, 3)]
+        for probe in probes:
+            probe.grad = torch.zeros_like(probe)
+        optimizer = self._make_inner({**copy.deepcopy(settings_of(group)), "params": probes})
+        elementwise.begin_training(optimizer)
         optimizer.step()
         return {
-            name: isinstance(value, Tensor) and value.shape == probe.shape
-            for name, value in optimizer.state[probe].items()
+            name: all(_has_shape(optimizer.state[p].get(name), p.shape) for p in probes)
+            for name in optimizer.state[probes[0]]
         }
 
     def _slice_of(self, value: Tensor, parameter: Tensor, shard: Tensor) -> Tensor:
@@ -282,15 +307,34 @@ class WrappedOptimizer(TorchOptimizer):
                 state[name] = self._handle.as_parameter(value, i, parameter)
 
     def _is_per_element(self, name: str, value: Any, shard: Tensor) -> bool:
-        of_shape = isinstance(value, Tensor) and value.shape == shard.shape and value.dim() > 0
-        if not of_shape or shard.numel() != 1:
-            return of_shape
-        if name not in self._of_one_element:  # a count may have this shape, too
-            groups = zip(self._inner.param_groups, self._shards.values(), strict=True)
-            group = next(group for group, each in groups if each is shard)
+        if not _has_shape(value, shard.shape):
+            return False
+        if name not in self._per_element:  # another one may have this shape, too
+            places = [*zip(self._inner.param_groups, self._shards.values(), strict=True)]
+            group = next(group for group, each in places if each is shard)
+            of_shapes = all(
+                _has_shape(self._inner.state[each][name], each.shape)
+                for _, each in places
+                if name in self._inner.state.get(each, ())
+            )
             made = self._states_of_a_step(group, shard.device)
-            self._of_one_element.update({name: True, **made})
-        return self._of_one_element[name]
+            self._per_element[name] = made.get(name, of_shapes)
+        return self._per_element[name]
+
+
+def _of_shapes(saved: Sequence[SavedState]) -> dict[str, bool]:
+    """By name: whether that state has its parameter's shape, of all parameters that have it."""
+    of_shapes: dict[str, bool] = {}
+    for each in saved:
+        for name, value in each.values.items():
+            if value is not None:
+                of_shape = _has_shape(value, each.parameter.shape)
+                of_shapes[name] = of_shapes.get(name, True) and of_shape
+    return of_shapes
+
+
+def _has_shape(value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, Tensor) and value.shape == shape
 
 
 def _local(gradient: Tensor) -> Tensor:
