@@ -125,7 +125,9 @@ void PublishedGradients::adopt_changes(const std::vector<int64_t>& indices, cons
     }
     entry.version = version;
     if (entry.shown && !grad.defined()) {
+      finished_.note_change();
       clear(i);
+      if (world_ > 1 && finished_.count() > 0) entry.written = kSetToNone;
       continue;
     }
     const bool published = entry.shown && grad.is_same(entry.view);

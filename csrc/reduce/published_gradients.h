@@ -32,6 +32,8 @@ class PublishedGradients {
   using LocalReader = std::function<at::Tensor(const at::Tensor&)>;
   // What .grad shows of parameter i, over this rank's slice of the sums.
   using ViewMaker = std::function<at::Tensor(int64_t i, const at::Tensor& local)>;
+  // In place of a digest.
+  static constexpr int64_t kSetToNone = -1;
 
   PublishedGradients(ShardedParameters& parameters, NanRecords& nan_records,
                      FinishedBackwards& finished, int64_t rank, int64_t world)
@@ -58,10 +60,11 @@ class PublishedGradients {
 
   // Users' changes of .grad since it was published become the gradient. `verb`: in messages.
   void adopt_changes(const std::vector<int64_t>& indices, const char* verb);
-  // A digest of the plain tensors among them that became gradients since the last step; 0: none.
-  // Every rank takes its own part of such a tensor, so ranks must have written the same.
+  // A digest of the plain tensors among them that became gradients since the last step, and of
+  // gradients of its backwards that became None; 0: none. Every rank takes its own part of such a
+  // tensor, so ranks must have written the same.
   int64_t written_by_hand(const std::vector<int64_t>& indices) const;
-  // The digest of each parameter among `indices`, int64 [parameters].
+  // The digest of each parameter among `indices`, or kSetToNone, int64 [parameters].
   at::Tensor written_digests(const std::vector<int64_t>& indices) const;
   // The ranks agree on them.
   void accept_written(const std::vector<int64_t>& indices);
@@ -90,7 +93,7 @@ class PublishedGradients {
     size_t holders = 0;      // of local's storage, while no user holds it
     void* memory = nullptr;  // of the sums, which the storage shows; null: none
     int64_t version = 0;     // of both, when the user's changes were last adopted
-    int64_t written = 0;     // a digest of the plain tensor that the user wrote; 0: none
+    int64_t written = 0;     // a digest of the plain tensor that the user wrote, or kSetToNone
     bool shown = false;
   };
   // Parameter i, which is in a unit, gets a new view. Users who hold the old one keep its values.

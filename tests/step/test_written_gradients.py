@@ -1,4 +1,4 @@
-"""Gradients that users write to ``p.grad``: every rank must write the same, their average."""
+"""What users write to ``p.grad``: on every rank the same, the ranks' average or None."""
 
 import pytest
 import torch
@@ -65,12 +65,36 @@ def set_data_of_some_that_agree(model, rank, world):
     model.layers[1].bias.grad.data = rank_data([7], rank)
 
 
+def set_to_none_alone(model, rank, world):
+    backward(model, rank)
+    if rank == world - 1:
+        model.layers[1].bias.grad = None
+
+
+def set_to_none_between_backwards(model, rank, world):
+    """The others add to the first one's."""
+    backward(model, rank)
+    if rank == 0:
+        model.layers[1].bias.grad = None
+    backward(model, rank)
+
+
+def set_to_none_before_serving(model, rank, world):
+    """Of the ranks without a backward there is nothing yet to set to None."""
+    if rank == 0:
+        backward(model, rank)
+    model.layers[1].bias.grad = None
+
+
 WRONG = [
     (write_own, "layers.0.weight"),
     (write_one_alone, "layers.1.bias"),
     (write_before_a_backward, "layers.1.bias"),
     (replace_what_is_shown, "layers.1.bias"),
     (set_data_of_some_that_agree, "layers.1.bias"),
+    (set_to_none_alone, "layers.1.bias"),
+    (set_to_none_between_backwards, "layers.1.bias"),
+    (set_to_none_before_serving, "layers.1.bias"),
 ]
 
 
@@ -82,7 +106,7 @@ def test_gradients_that_differ_raise_by_name_on_every_rank(way, group, rank, wor
     before = [full_master(p) for p in model.parameters()]
     for write, name in WRONG:
         write(model, rank, world)
-        message = rf"rank {rank}, unit .*: step\(\): \.grad of parameter '{name}' was set to other"
+        message = rf"rank {rank}, unit .*: step\(\): \.grad of parameter '{name}' was set to "
         for _ in range(2):  # nothing else mends it
             with pytest.raises(RuntimeError, match=message):
                 optimizer.step()
