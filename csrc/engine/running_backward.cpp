@@ -221,7 +221,10 @@ void RunningBackward::begin(const Access& access, bool reduces) {
   std::vector<int64_t> all(parameters_.size());
   std::iota(all.begin(), all.end(), 0);
   published_.adopt_changes(all, "backward");
-  if (!published_.has_reduced_gradients()) finished_.clear();
+  if (!published_.has_reduced_gradients()) {
+    finished_.clear();
+    published_.forget_nones();
+  }
   nan_records_.begin_backward(boundary_.micro_batch());
   published_.withdraw();
 

@@ -96,13 +96,14 @@ void Steps::reject_written(Comm::Agreement about, const std::vector<int64_t>& in
   for (int64_t k = count; k < all.numel(); ++k) {
     const int64_t i = k % count;
     if (digests[k] == digests[i]) continue;
-    const bool none_here = digests[k] == PublishedGradients::kSetToNone;
-    const int64_t with_none = comm_.global_rank(none_here ? k / count : 0);
-    TORCH_CHECK(!none_here && digests[i] != PublishedGradients::kSetToNone,
+    const bool none_there = PublishedGradients::is_none(digests[k]);
+    const int64_t with_none = comm_.global_rank(none_there ? k / count : 0);
+    TORCH_CHECK(!none_there && !PublishedGradients::is_none(digests[i]),
                 where(context_.global_rank, parameters_.home_of(i).name()), verb,
                 ": .grad of parameter '", parameters_[i].name, "' was set to None on rank ",
-                with_none, " and not on rank ", comm_.global_rank(none_here ? 0 : k / count),
-                ". Set it to None on every rank, or on none.");
+                with_none, ", and not after the same backwards on rank ",
+                comm_.global_rank(none_there ? 0 : k / count),
+                ". Call zero_grad() on every rank and repeat the step's backwards.");
     TORCH_CHECK(false, where(context_.global_rank, parameters_.home_of(i).name()), verb,
                 ": .grad of parameter '", parameters_[i].name, "' was set to other values on rank ",
                 comm_.global_rank(k / count), " than on rank ", comm_.global_rank(0),

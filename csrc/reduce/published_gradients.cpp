@@ -125,9 +125,8 @@ void PublishedGradients::adopt_changes(const std::vector<int64_t>& indices, cons
     }
     entry.version = version;
     if (entry.shown && !grad.defined()) {
-      finished_.note_change();
       clear(i);
-      if (world_ > 1 && finished_.count() > 0) entry.written = kSetToNone;
+      if (world_ > 1) entry.written = none_after(finished_.count());
       continue;
     }
     const bool published = entry.shown && grad.is_same(entry.view);
@@ -158,6 +157,12 @@ at::Tensor PublishedGradients::written_digests(const std::vector<int64_t>& indic
   at::Tensor digests = at::zeros({std::ssize(entries_)}, at::kLong);
   for (const int64_t i : indices) digests.mutable_data_ptr<int64_t>()[i] = entries_[i].written;
   return digests;
+}
+
+void PublishedGradients::forget_nones() {
+  for (Entry& entry : entries_) {
+    if (is_none(entry.written)) entry.written = 0;
+  }
 }
 
 void PublishedGradients::accept_written(const std::vector<int64_t>& indices) {

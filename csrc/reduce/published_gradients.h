@@ -32,8 +32,9 @@ class PublishedGradients {
   using LocalReader = std::function<at::Tensor(const at::Tensor&)>;
   // What .grad shows of parameter i, over this rank's slice of the sums.
   using ViewMaker = std::function<at::Tensor(int64_t i, const at::Tensor& local)>;
-  // In place of a digest.
-  static constexpr int64_t kSetToNone = -1;
+  // In place of a digest, of a gradient that became None after so many backwards.
+  static int64_t none_after(int64_t backwards) { return -backwards; }
+  static bool is_none(int64_t written) { return written < 0 && written > -(int64_t{1} << 31); }
 
   PublishedGradients(ShardedParameters& parameters, NanRecords& nan_records,
                      FinishedBackwards& finished, int64_t rank, int64_t world)
@@ -61,11 +62,13 @@ class PublishedGradients {
   // Users' changes of .grad since it was published become the gradient. `verb`: in messages.
   void adopt_changes(const std::vector<int64_t>& indices, const char* verb);
   // A digest of the plain tensors among them that became gradients since the last step, and of
-  // gradients of its backwards that became None; 0: none. Every rank takes its own part of such a
-  // tensor, so ranks must have written the same.
+  // gradients that became None after its backwards; 0: none. Every rank takes its own part of such
+  // a tensor, so ranks must have written the same.
   int64_t written_by_hand(const std::vector<int64_t>& indices) const;
-  // The digest of each parameter among `indices`, or kSetToNone, int64 [parameters].
+  // The digest of each parameter among `indices`, int64 [parameters].
   at::Tensor written_digests(const std::vector<int64_t>& indices) const;
+  // All sums begin anew, so that it does not matter any more which became None.
+  void forget_nones();
   // The ranks agree on them.
   void accept_written(const std::vector<int64_t>& indices);
   // Some .grad was not published here. It may be of a backward that was not seen.
@@ -93,7 +96,7 @@ class PublishedGradients {
     size_t holders = 0;      // of local's storage, while no user holds it
     void* memory = nullptr;  // of the sums, which the storage shows; null: none
     int64_t version = 0;     // of both, when the user's changes were last adopted
-    int64_t written = 0;     // a digest of the plain tensor that the user wrote, or kSetToNone
+    int64_t written = 0;     // a digest of the plain tensor that the user wrote, or none_after()
     bool shown = false;
   };
   // Parameter i, which is in a unit, gets a new view. Users who hold the old one keep its values.

@@ -93,8 +93,8 @@ MISTAKES = {
     "numpy": (lambda p: p.detach().numpy(), READ, weight),
     "cpu": (lambda p: p.to("cpu", torch.float64), READ, weight),
     "mean": (lambda p: p.detach().mean(), r"zero_ext\.full_tensor\(parameter\)", weight),
-    "loss": (lambda p: 0.0 * p.sum(), r"not needed, leave it out", weight),
-    "penalty": (lambda p: (p * p).sum(), r"Compute it in the forward", weight),
+    "loss": (lambda p: 0.0 * p.sum(), r"Leave out a `0.0", weight),
+    "penalty": (lambda p: (p * p).sum(), r"Compute a term of a loss in", weight),
     "normal_": (nn.init.normal_, r"'normal_' writes .*set_full_param", weight),
     "fill_": (lambda p: p.data.fill_(1), r"'fill_' writes .*set_full_param", weight),
     "adamw": (

@@ -177,6 +177,15 @@ def test_nor_are_those_of_some_micro_batches(anywhere, rank, stage):
     assert clip_grad_norm_(model.parameters(), 0.1) > 0.1
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_frozen_after_the_backward_is_not_in_the_norm(anywhere, rank, stage):
+    model, _ = reduced(small_mlp(), anywhere, rank, stage)
+    model.layers[0].requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    expected = torch.cat([full(p.grad).double().flatten() for p in trained]).norm()
+    torch.testing.assert_close(clip_grad_norm_(trained, 0.01).double(), expected)
+
+
 @pytest.mark.dist
 @pytest.mark.world(min=2)
 @pytest.mark.parametrize("stage", STAGES)

@@ -129,6 +129,22 @@ def test_gradients_that_differ_raise_by_name_on_every_rank(way, group, rank, wor
 
 
 @STAGES
+def test_a_step_that_is_given_up_by_hand_begins_anew(way, group, rank, world):
+    """Though one rank alone runs a backward afterwards."""
+    model, expected = small_mlp(), small_mlp()
+    optimizer = way.optimizer(model, group, zero_ext.optim.SGD, lr=LR)
+    backward(model, rank)
+    for parameter in model.parameters():
+        parameter.grad = None
+    if rank == 0:
+        backward(model, rank, 1)
+    optimizer.step()
+    (mean_square(expected, train_batch(0, 1)) / world).backward()
+    torch.optim.SGD(expected.parameters(), lr=LR).step()
+    assert_same_values(model, expected)
+
+
+@STAGES
 def test_the_same_values_on_all_ranks_are_the_gradient(way, group, rank, world):
     model, expected = small_mlp(), small_mlp()
     optimizer = way.optimizer(model, group, zero_ext.optim.SGD, lr=LR)

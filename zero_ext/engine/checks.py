@@ -169,8 +169,8 @@ def reject_dtype(groups: Groups, name: str, parameter: Tensor) -> NoReturn:
     raise TypeError(
         f"{groups.where}parameter '{name}' is {parameter.dtype} on {parameter.device}; this build "
         f"trains {', '.join(map(str, DTYPES))} on {' and '.join(with_kernels).upper()}. Convert "
-        f"it, {'freeze it, ' if trains else ''}or leave it out (ignored_params) and average its "
-        "gradient yourself."
+        f"it{', freeze it' if trains else ''}, or leave it out (ignored_params)"
+        f"{' and average its gradient yourself' if trains else ''}."
     )
 
 

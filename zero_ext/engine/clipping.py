@@ -35,8 +35,11 @@ _torchs_unscale = torch.amp.GradScaler.unscale_
 
 
 def _in_place_of(torchs: Callable) -> Callable[[Callable], Callable]:
-    """Once a parameter is sharded, torch.compile leaves calls as they are, whatever is clipped.
-    Their gradients cannot be traced, and parts of these functions should not become graphs."""
+    """Once a parameter is sharded, torch.compile does not trace calls of ``torchs``.
+
+    Gradients of sharded parameters cannot be traced. A part of ``function`` that became a graph
+    would be compiled again for each list of parameters.
+    """
 
     def replace(function: Callable) -> Callable:
         uncompiled = torch.compiler.disable(function)
@@ -46,7 +49,7 @@ def _in_place_of(torchs: Callable) -> Callable[[Callable], Callable]:
             called = uncompiled if registry.any_registered() else torchs
             return called(*args, **kwargs)
 
-        skip_code(replacement.__code__)  # not when it is inlined
+        skip_code(replacement.__code__)  # called by what is not traced, it makes no graph of itself
         return replacement
 
     return replace
@@ -134,8 +137,10 @@ def _optimizer_of(parameters: Sequence[Tensor]) -> Any:
         return None
     indices = {i for _, i in found}
     for optimizer in handle.optimizers:
-        own = optimizer._sharded_state.indices
-        if indices == {i for i in own if handle.parameters[i].requires_grad}:
+        others = [handle.parameters[i] for i in {*optimizer._sharded_state.indices} - indices]
+        if indices.issubset(optimizer._sharded_state.indices) and not any(
+            p is not None and (p.requires_grad or p.grad is not None) for p in others
+        ):
             return optimizer
     return None
 
@@ -144,11 +149,13 @@ def _optimizer_of(parameters: Sequence[Tensor]) -> Any:
 def _clip_norm(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None):
     """While it waits for other ranks' norms it takes part in their backwards, where it can."""
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    optimizer = _optimizer_of(listed) if float(norm_type) == 2 else None
-    if optimizer is None:  # torch warns of an empty generator
+    sharded = [p for p in listed if registry.find(p) is not None]
+    optimizer = _optimizer_of(sharded) if float(norm_type) == 2 else None
+    norm = None if optimizer is None else optimizer.clip_grad_norm_(math.inf)
+    if norm is None or len(sharded) < len(listed):  # torch warns of an empty generator
         rest = (max_norm, norm_type, error_if_nonfinite, foreach)
         return _torchs_clip_norm(listed or parameters, *rest)
-    norm = _checked(optimizer.clip_grad_norm_(math.inf), error_if_nonfinite)
+    norm = _checked(norm, error_if_nonfinite)
     _torchs_clip(listed, max_norm, norm, foreach)  # another rank may have reduced the gradients
     return norm
 

@@ -165,8 +165,8 @@ _BACKWARD = (
 )
 _LOSS = (
     "parameters that stage 3 has released are read. For a statistic, read zero_ext.full_tensor("
-    "parameter), on every rank. Compute it in the forward of their module if it is a term of a "
-    "loss; a `0.0 * p.sum()` for unused parameters is not needed, leave it out."
+    "parameter), on every rank. Compute a term of a loss in the forward of their module. "
+    "Leave out a `0.0 * p.sum()` for unused parameters."
 )
 _COMBINED = (
     "{name}() from or to parameters that stage 3 has released. Average weights with zero_ext.EMA("
