@@ -30,12 +30,6 @@ at::Tensor Values::current_master(int64_t i) const {
   return master;
 }
 
-at::Tensor Values::current_slice(int64_t i) const {
-  const Access access(lock_);
-  const at::NoGradGuard no_grad;
-  return written_part(i).clone();
-}
-
 at::Tensor Values::written_part(int64_t i) const {
   const ShardedParameter& parameter = parameters_[i];
   Unit& unit = parameters_.home_of(i);

@@ -24,8 +24,6 @@ class Values : Facet {
 
   // This rank's part of the parameter itself, where parameters are sharded; 1-D, compute dtype.
   at::Tensor parameter_slice(int64_t i) const;
-  // A copy of it, with the user's writes to the gathered parameter.
-  at::Tensor current_slice(int64_t i) const;
   // A copy of this rank's part of the master of parameter i, with the user's writes to the
   // parameter. For a frozen parameter: its values in fp32. 1-D.
   at::Tensor current_master(int64_t i) const;

@@ -218,7 +218,6 @@ void bind_values(EngineClass& engine) {
           "master_slice", [](const Engine& e, int64_t i) { return e.parameters().master_slice(i); },
           NoGil())
       .def("current_master", of(values, &Values::current_master), NoGil())
-      .def("current_slice", of(values, &Values::current_slice), NoGil())
       .def(
           "gather_whole",
           [](Engine& e, std::vector<int64_t> indices, const std::vector<at::Tensor>& into,

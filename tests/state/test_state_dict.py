@@ -77,26 +77,6 @@ def assert_released(model) -> None:
 # What state_dict() returns
 
 
-@pytest.mark.parametrize("written", [False, True], ids=["", "written"])
-def test_ranks_that_have_gathered_other_units_have_the_same_kinds(mesh, rank, written):
-    """Here one rank holds its graph. What it wrote to the gathered parameters is in its part."""
-    model, plain = sharded(mesh, reshard_after_forward=not written), Mixed()
-    loss = model(torch.ones(2, 5)).sum()
-    loss.backward(retain_graph=rank == 0 or written)
-    if written:
-        for each in (model, plain):
-            with torch.no_grad():
-                each.layers[0].weight.fill_(3.0)
-    state = model.state_dict()
-    released = dict(plain.named_parameters())
-    assert {name for name, value in state.items() if isinstance(value, ShardTensor)} == {*released}
-    assert_state(
-        {name: state[name].full_tensor() for name in released},
-        {name: parameter.detach() for name, parameter in released.items()},
-    )
-    del loss
-
-
 def test_keys_shapes_dtypes_and_values_are_the_plain_models(mesh):
     model, plain = sharded(mesh), Mixed()
     state, expected = model.state_dict(), plain.state_dict()

@@ -257,11 +257,9 @@ class Handle:
         whole = value.full_tensor() if isinstance(value, shard_tensor.ShardTensor) else value
         self.engine.write_parameter(i, whole)
 
-    def parameter_shard(self, i: int, current: bool = False) -> Tensor:
-        """This rank's part of a parameter, shown in its shape. ``current``: a copy, with what was
-        written to the gathered parameter."""
-        part = self.engine.current_slice(i) if current else self.engine.parameter_slice(i)
-        return self.as_parameter(part, i, self.parameters[i])
+    def parameter_shard(self, i: int) -> Tensor:
+        """This rank's part of a parameter, shown in its shape."""
+        return self.as_parameter(self.engine.parameter_slice(i), i, self.parameters[i])
 
     def _show_gradient(self, i: int, local: Tensor) -> Tensor:
         """What ``.grad`` is: this rank's slice of the sum, in the parameter's shape."""

@@ -41,12 +41,11 @@ class StateDictHooks(Carried):
         return self._handle is not None and self._handle.engine.releases
 
     def put_shards(self, module: nn.Module, state_dict, prefix: str, metadata) -> None:
-        """Put ShardTensors in the places of parameters that are released, or may be soon.
+        """Put ShardTensors in the places of released parameters, which cannot be read.
 
-        A graph that is kept holds some on its rank alone; ``unshard()`` holds all on every rank.
         Uses the current names: layers may have been moved since the module was sharded.
         """
-        if not self._releases or self._handle.engine.held_by_user:
+        if not self._releases:
             return
         gathered = set(self._handle.engine.gathered_units())
         for owner_name, owner in module.named_modules(remove_duplicate=False):
@@ -58,8 +57,8 @@ class StateDictHooks(Carried):
                 if value is None or value is parameter or isinstance(value, ShardTensor):
                     continue  # left out; keep_vars; done by a submodule's hook
                 _, i = find(parameter)
-                current = self._handle.engine.unit_name_of(i) in gathered
-                state_dict[key] = self._handle.parameter_shard(i, current=current)
+                if self._handle.engine.unit_name_of(i) not in gathered:
+                    state_dict[key] = self._handle.parameter_shard(i)
 
     def before_load(self, module: nn.Module, state_dict, prefix: str, *rest) -> None:
         if not self._releases or self._loading not in (None, module):
