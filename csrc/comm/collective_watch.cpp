@@ -82,7 +82,7 @@ struct CollectiveWatch::State {
     while (!collectives.empty() && age_of(collectives.front()) >= age) {
       if (!collectives.front().ended.query()) return &collectives.front();
       collectives.pop_front();
-      logged = false;
+      if (std::exchange(logged, false)) went_on = Clock::now();
       first_seen.reset();
     }
     return nullptr;
@@ -131,7 +131,9 @@ struct CollectiveWatch::State {
 
   void check() {
     const Collective* collective = oldest(timeout / 2);
-    if (collective == nullptr || std::exchange(logged, true)) return;
+    // Those behind a logged one have waited as long, and end soon after it.
+    const bool soon = went_on.has_value() && Clock::now() - *went_on < timeout / 2;
+    if (collective == nullptr || soon || std::exchange(logged, true)) return;
     LOG(ERROR) << collective->what << " for " << seconds(age_of(*collective))
                << " s, and still does. The other ranks have not come to it, or one has ended:"
                   " look for the first error in their logs."
@@ -163,7 +165,8 @@ struct CollectiveWatch::State {
   std::condition_variable closing;
   bool closed = false;
   bool watched = false;
-  bool logged = false;  // the oldest was
+  bool logged = false;                       // the oldest was
+  std::optional<Clock::time_point> went_on;  // the last one that was logged ended
   std::deque<Collective> collectives;
   int64_t backwards = 0;
   std::optional<Clock::time_point> first_seen;  // the oldest was, as the oldest
