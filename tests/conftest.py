@@ -540,6 +540,20 @@ def anywhere(request) -> DeviceMesh | None:
 
 
 @pytest.fixture
+def on_one_rank(anywhere, rank, device):
+    """A mesh of this rank alone."""
+    if anywhere is None:
+        yield None
+        return
+    groups = [dist.new_group([r]) for r in range(anywhere.size())]
+    yield DeviceMesh.from_group(groups[rank], device.type)
+    dist.barrier(anywhere.get_group())
+    for group in groups:
+        if group is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.destroy_process_group(group)
+
+
+@pytest.fixture
 def shared_path(request, tmp_path):
     """A directory of this test that all ranks see: rank 0's ``tmp_path``."""
     key = f"path/{ranks.tests_done}"

@@ -4,6 +4,7 @@ import contextlib
 import json
 import warnings
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,20 +41,6 @@ def masters(model: nn.Module) -> dict[str, torch.Tensor]:
         for name, p in model.named_parameters()
         if find(p) is not None
     }
-
-
-@pytest.fixture
-def on_one_rank(anywhere, rank, device):
-    """A mesh of this rank alone."""
-    if anywhere is None:
-        yield None
-        return
-    groups = [dist.new_group([r]) for r in range(anywhere.size())]
-    yield DeviceMesh.from_group(groups[rank], device.type)
-    dist.barrier(anywhere.get_group())
-    for group in groups:
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            dist.destroy_process_group(group)
 
 
 # Going on from it
@@ -197,8 +184,8 @@ def test_a_checkpoint_of_the_first_format_is_read(anywhere, rank, path, monkeypa
         [objects["optimizer"]] = objects.pop("optimizers")
         return pickled({**objects, "extra": {"count": 7}, "format": 1})
 
-    pickled = zero_ext.checkpoint.saving._pickled
-    monkeypatch.setattr(zero_ext.checkpoint.saving, "_pickled", as_it_was)
+    pickled = zero_ext.checkpoint.pickles.pickled
+    monkeypatch.setattr(zero_ext.checkpoint.saving, "pickles", SimpleNamespace(pickled=as_it_was))
     run = made(anywhere, 2, MLP(13))
     train(*run, rank, range(2))
     checkpoint.save(path, *run)

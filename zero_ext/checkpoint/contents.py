@@ -2,19 +2,20 @@
 
 import copy
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from zero_ext._warnings import warn
-from zero_ext.checkpoint import files, folders, pickles
+from zero_ext.checkpoint import files, folders, pickles, rank_values
 from zero_ext.checkpoint.deepspeed_files import DeepspeedFolder, is_deepspeeds, opened
+from zero_ext.checkpoint.rank_values import EXTRA
+from zero_ext.ranks.groups import Groups
 from zero_ext.state.model_state import EXTRA_STATE, ModelState, plain_name
 
-OBJECTS = "zero_ext"  # the key of all that is no tensor, but for
-EXTRA = "zero_ext.extra"  # what the user has passed
+OBJECTS = "zero_ext"  # the key of all that is no tensor, but for ``extra``
 FORMAT = 3
 
 
@@ -26,6 +27,7 @@ class Contents(NamedTuple):
     objects: dict[str, Any]  # the model's, where this library has written it
     optimizers: list[dict[str, Any]]
     extra: dict[str, Any]
+    own: dict[str, str] | None = None  # this rank's keys by rank 0's, see Note [Values of ranks]
 
     @property
     def path(self) -> Path:
@@ -39,10 +41,14 @@ class Contents(NamedTuple):
         if isinstance(self.source, DeepspeedFolder):
             self.source.read(targets)
         else:
-            files.read(self.source, targets, allow_pickle)
+            keys = {key: (self.own or {}).get(key, key) for key in targets}
+            by_key = {keys[key]: value for key, value in targets.items()}
+            files.read(self.source, by_key, allow_pickle)
+            targets.update({key: by_key[keys[key]] for key in targets})
 
     @staticmethod
-    def of(path: Path, allow_pickle: bool) -> "Contents":
+    def of(path: Path, allow_pickle: bool, groups: Groups | None = None) -> "Contents":
+        """``groups``: the ranks that load it, each its own values; None: one process, rank 0's."""
         if is_deepspeeds(path):
             folder = opened(path)
             return Contents(
@@ -57,15 +63,18 @@ class Contents(NamedTuple):
         path = folders.find(path)
         reader = files.CheckedReader(path)
         entries = reader.metadata.state_dict_metadata
-        tensors = {k: v for k, v in entries.items() if isinstance(v, TensorStorageMetadata)}
         keys = {}
         for key in entries:
             if key.startswith("model."):
                 key = _without_parts(key)
                 keys.setdefault(plain_name(key.removeprefix("model.")), key)
         objects: dict[str, Any] = {}
+        own: dict[str, str] = {}
         if OBJECTS in entries:
             objects = _read_objects(reader, entries, allow_pickle)
+            own = _own_keys(objects, entries, groups, path)
+            entries = entries | {key: entries[mine] for key, mine in own.items()}
+            _read_own(reader, own, objects, allow_pickle)
         elif not keys:
             raise ValueError(
                 f"zero_ext: checkpoint '{path}' was written without a 'model' entry: no key begins "
@@ -77,11 +86,12 @@ class Contents(NamedTuple):
         return Contents(
             reader,
             objects.get("id", "of torch"),
-            tensors,
+            {k: v for k, v in entries.items() if isinstance(v, TensorStorageMetadata)},
             keys,
             objects.get("model", {}),
             objects.get("optimizers", []),
             objects.get("extra", {}),
+            own,
         )
 
     def matching(self, of_model: ModelState, strict: bool) -> tuple[list[str], dict[str, Any]]:
@@ -128,17 +138,61 @@ def _without_parts(key: str) -> str:
     return ".".join(steps[: steps.index(EXTRA_STATE) + 1]) if EXTRA_STATE in steps else key
 
 
+def _unpickled(
+    reader: files.CheckedReader, keys: Iterable[str], allow_pickle: bool
+) -> dict[str, Any]:
+    target: dict[str, Any] = dict.fromkeys(keys, b"")
+    files.read(reader, target)
+    return {
+        key: pickles.unpickled(
+            io.BytesIO(data), f"'{key}' of checkpoint '{reader.path}'", allow_pickle, "cpu"
+        )
+        for key, data in target.items()
+    }
+
+
+def _own_keys(
+    objects: dict[str, Any], entries: dict[str, Any], groups: Groups | None, path: Path
+) -> dict[str, str]:
+    """What this rank reads in place of rank 0's values."""
+    if groups is None:
+        return {}
+    ranks = objects.get("ranks")
+    if ranks == groups.world:
+        return rank_values.own_keys(entries, groups.rank)
+    differing = rank_values.differing_keys(entries)
+    if differing and groups.rank == 0:
+        warn(
+            f"zero_ext: checkpoint '{path}' was saved by {ranks} ranks and is loaded by "
+            f"{groups.world}. Every rank gets rank 0's values of what differed between them: "
+            f"{first_of(differing)}."
+        )
+    return {}
+
+
+def _read_own(
+    reader: files.CheckedReader, own: dict[str, str], objects: dict[str, Any], allow_pickle: bool
+) -> None:
+    """Put this rank's own values in the places of rank 0's ``objects``."""
+    entries = reader.metadata.state_dict_metadata
+    keys = {
+        key: mine for key, mine in own.items() if isinstance(entries[mine], BytesStorageMetadata)
+    }
+    values = _unpickled(reader, keys.values(), allow_pickle)
+    for key, mine in keys.items():
+        if key == EXTRA:
+            objects["extra"] = values[mine]
+        else:
+            objects["model"][key.removeprefix("model.")] = values[mine]
+
+
 def _read_objects(
     reader: files.CheckedReader, entries: dict[str, Any], allow_pickle: bool
 ) -> dict[str, Any]:
     """Up to format 2, the user's ``extra`` is one of the objects."""
     path = reader.path
-    target: dict[str, Any] = {key: b"" for key in (OBJECTS, EXTRA) if key in entries}
-    files.read(reader, target)
-    unpickled = {}
-    for key, data in target.items():
-        what = f"'{key}' of checkpoint '{path}'"
-        unpickled[key] = pickles.unpickled(io.BytesIO(data), what, allow_pickle, "cpu")
+    keys = [key for key in (OBJECTS, EXTRA) if key in entries]
+    unpickled = _unpickled(reader, keys, allow_pickle)
     objects = unpickled[OBJECTS]
     if objects["format"] > FORMAT:
         raise ValueError(

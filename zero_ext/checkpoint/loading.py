@@ -41,11 +41,14 @@ def load(
     Success means that every tensor that was read has the bits that were saved: their digests are
     checked. Checkpoints of torch and of versions without digests are loaded without that check.
 
-    Stage, number of ranks, dtypes and units may differ from those that saved it. A checkpoint of a
-    plain or an FSDP2 model by ``torch.distributed.checkpoint.save({"model": model.state_dict()},
-    …)`` is read as well. All of it is read before anything is changed. So a rank needs memory for a
-    second copy of its masters and of its part of the optimizer's state, and host memory for what is
-    not sharded.
+    Stage, number of ranks, dtypes and units may differ from those that saved it. Values that differ
+    between ranks, such as running statistics and ``extra``, are given back to the rank that had
+    them. If the number of ranks differs, every rank gets rank 0's, and a warning names them.
+
+    A checkpoint of a plain or an FSDP2 model by ``torch.distributed.checkpoint.save({"model":
+    model.state_dict()}, …)`` is read as well. All of it is read before anything is changed. So a
+    rank needs memory for a second copy of its masters and of its part of the optimizer's state, and
+    host memory for what is not sharded.
 
     Args:
         optimizer: As many as were saved, in the same order, or none.
@@ -123,7 +126,7 @@ def _load(
         path = folders.path_of(path)
         _prepare(model)
         of_model = ModelState.of(model)
-        contents = Contents.of(path, allow_pickle)
+        contents = Contents.of(path, allow_pickle, groups)
         names, objects = contents.matching(of_model, strict)
         if keeps_values:
             names = [name for name in names if has_wider_master(of_model.tensors[name])]

@@ -64,6 +64,12 @@ def kind_of(error: pickle.UnpicklingError) -> str:
     return f"objects of {found}" if found else "objects"
 
 
+def pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
 def unpickled(data: io.BytesIO, what: str, allow_pickle: bool, place: str | None = None) -> Any:
     """What ``torch.save`` has written; ``what`` names it in messages.
 

@@ -9,11 +9,10 @@ holds, and reads what it will hold. The number of ranks may change in between. T
 - ``zero_ext``: everything that is no tensor, pickled. Extra states are here as well, and what
   optimizers keep under names, tensors too.
 - ``zero_ext.extra``: what the user has passed, pickled.
-Buffers and what else is not sharded are those of rank 0.
+- ``zero_ext.rank<rank>.<key>``: values that differ between ranks, see Note [Values of ranks].
 """
 
 import copy
-import io
 import os
 import secrets
 from collections.abc import Collection, Iterable
@@ -23,9 +22,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero_ext.checkpoint import failures, files, folders
-from zero_ext.checkpoint.contents import EXTRA, FORMAT, OBJECTS
+from zero_ext.checkpoint import failures, files, folders, pickles
+from zero_ext.checkpoint.contents import FORMAT, OBJECTS
 from zero_ext.checkpoint.optimizer_states import listed, states_of
+from zero_ext.checkpoint.rank_values import EXTRA, RankValues
 from zero_ext.checkpoint.writer import writer_of
 from zero_ext.ranks.agreement import check_same_on_all_ranks
 from zero_ext.state.model_state import ModelState, groups_of, held_value
@@ -52,9 +52,9 @@ def save(
         model: A sharded module, one whose parameters an optimizer of this package shards, or any.
         optimizer: Of the model's parameters, or several, which share none. A ``loss_scaler`` is
             saved with its optimizer.
-        extra: Whatever else a restart needs (schedulers, counts, random states); pickled, rank 0's.
-            ``load`` needs ``allow_pickle=True`` for what is more than tensors, numbers, strings
-            and plain containers of them.
+        extra: Whatever else a restart needs (schedulers, counts, random states); pickled. Ranks may
+            pass different ones. ``load`` needs ``allow_pickle=True`` for what is more than tensors,
+            numbers, strings and plain containers of them.
         async_: Copy everything to host memory, and return while it is being written. Saves are
             written in the order of their calls.
     Returns:
@@ -82,7 +82,8 @@ def save_without(
 ) -> Future | None:
     """``save``, but for the entries of the model with the names ``left_out``."""
     groups = groups_of(model)
-    with failures.together(groups, f"save() of checkpoint '{path}'"):
+    what = f"save() of checkpoint '{path}'"
+    with failures.together(groups, what):
         path = folders.path_of(path)
         folders.refuse_to_replace(path)
         of_model = ModelState.of(model)
@@ -93,24 +94,22 @@ def save_without(
         objects = {
             "format": FORMAT,
             "id": secrets.token_hex(8),
+            "ranks": groups.world,
             "model": of_model.objects,
         }
         tensors, objects["optimizers"] = states_of(listed(optimizer), of_model)
         state |= tensors
-        state[OBJECTS], state[EXTRA] = _pickled(objects), _pickled(extra or {})
-        if async_:
-            state = {key: files.copied_to_host(value) for key, value in state.items()}
+        of_ranks = RankValues(state, extra or {}, of_model, groups)
+        state[OBJECTS], state[EXTRA] = pickles.pickled(objects), pickles.pickled(extra or {})
     check_same_on_all_ranks(
         groups,
         [f"folder {path.name}", *sorted(state)],
         "checkpoints to be saved",
         remedy="Save the same model and optimizer to the same folder on every rank.",
     )
+    state |= of_ranks.own()
+    if async_:
+        with failures.together(groups, what):
+            state = {key: files.copied_to_host(value) for key, value in state.items()}
     writer = writer_of(groups)
     return (writer.start if async_ else writer.write)(path, state, groups)
-
-
-def _pickled(objects: dict[str, Any]) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(objects, buffer)
-    return buffer.getvalue()

@@ -61,6 +61,7 @@ class ShardingOptions:
     param_dtype: torch.dtype | None = None
     accumulation_steps: int | None = None
     sync_module_states: bool = True
+    broadcast_buffers: bool = False
     prefetch_mb: float | None = None
     retained_bytes: int | None = None
     reshard_after_forward: bool = True
@@ -92,6 +93,7 @@ class ShardingOptions:
             if not 0 <= value < math.inf:
                 raise ValueError(f"zero_ext: {name} must be at least 0 and finite, not {value!r}.")
         check_bool("sync_module_states", self.sync_module_states)
+        check_bool("broadcast_buffers", self.broadcast_buffers)
         for dtype in (self.param_dtype, self.reduce_dtype):
             if dtype is not None and dtype not in DTYPES:
                 raise ValueError(f"zero_ext: {dtype} is not one of {DTYPES}.")
@@ -119,7 +121,8 @@ class ShardingOptions:
             f"stage={self.stage} bucket_mb={self.bucket_mb} reduction={self.reduction} "
             f"param_dtype={self.param_dtype} reduce_dtype={self.reduce_dtype} "
             f"accumulation_steps={self.accumulation_steps or 1} "
-            f"sync_module_states={self.sync_module_states} offload={self.offloads} "
+            f"sync_module_states={self.sync_module_states} "
+            f"broadcast_buffers={self.broadcast_buffers} offload={self.offloads} "
             f"offload_parameters={self.offloads_parameters} shards={groups.shards} units={units}"
         )
 

@@ -15,6 +15,7 @@ from zero_ext.engine.carried import Carried, CarriedMethod
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
 from zero_ext.module.places import Place, children_of, owners_of, places_of
+from zero_ext.module.rank0_buffers import Rank0Buffers
 
 
 class ForwardHooks(Carried):
@@ -22,6 +23,7 @@ class ForwardHooks(Carried):
 
     _in_a_copy: ClassVar = {
         "_handle": None,
+        "rank0_buffers": None,
         "_mp_policy": None,
         "_places": (),
         "_owners": (),
@@ -30,6 +32,8 @@ class ForwardHooks(Carried):
 
     def __init__(self, module: nn.Module, handle: Handle, mp_policy: MixedPrecisionPolicy):
         self._handle: Handle | None = handle
+        broadcasts = handle.options.broadcast_buffers
+        self.rank0_buffers = Rank0Buffers(handle.groups) if broadcasts else None
         self._mp_policy = mp_policy
         self._places = places_of(module, handle)
         self._owners = owners_of(self._places)
@@ -64,10 +68,14 @@ class ForwardHooks(Carried):
         self._handle.check_whole()
         while unfrozen := self._handle.engine.before_forward():
             self._handle.adopt(unfrozen)
+        if self.rank0_buffers is not None:
+            self.rank0_buffers.before_forward(module)
         dtype = input_dtype(self._mp_policy)
         return (args, kwargs) if dtype is None else _cast_arguments(args, kwargs, dtype)
 
     def after_forward(self, module: nn.Module, args, output):
+        if self.rank0_buffers is not None:
+            self.rank0_buffers.after_forward()
         if self._handle is None or self._mp_policy.output_dtype is None:
             return output
         return cast_floating(output, self._mp_policy.output_dtype)

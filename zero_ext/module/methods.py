@@ -56,12 +56,16 @@ class ShardedMethods(Carried):
         Run the last backward before ``step`` outside. Exception: stages 2 and 3 reduce in every
         backward, because local sums would need the memory that they save. ``stats()`` counts that.
         """
-        engine = self.handle.engine
+        engine, buffers = self.handle.engine, self.forward_hooks.rank0_buffers
         engine.push_no_sync()
+        if buffers is not None:
+            buffers.no_syncs += 1
         try:
             yield
         finally:
             engine.pop_no_sync()
+            if buffers is not None:
+                buffers.no_syncs -= 1
 
     def stats(self) -> dict[str, int]:
         """See ``zero_ext.stats``."""

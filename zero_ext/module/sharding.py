@@ -44,6 +44,7 @@ def shard(
     param_init_fn: Callable[[nn.Module], None] | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
     sync_module_states: bool = True,
+    broadcast_buffers: bool = False,
 ) -> AnyModule:
     """Shard parameters, gradients and optimizer state of ``module`` over the ranks, in place.
     Collective.
@@ -105,6 +106,8 @@ def shard(
         ignored_params: Parameters to leave alone: neither broadcast, nor are gradients averaged.
             Each rank trains its own.
         sync_module_states: Start with rank 0's parameters and buffers on every rank.
+        broadcast_buffers: Before each training forward every rank gets rank 0's buffers, as DDP
+            does by default. The forward is then collective. Default: each rank keeps its own.
     Returns:
         ``module``.
     Raises:
@@ -123,6 +126,7 @@ def shard(
         param_dtype=mp_policy.param_dtype,
         accumulation_steps=accumulation_steps,
         sync_module_states=sync_module_states,
+        broadcast_buffers=broadcast_buffers,
         prefetch_mb=prefetch_mb,
         retained_bytes=retained_bytes,
         reshard_after_forward=reshard_after_forward,

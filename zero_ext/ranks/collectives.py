@@ -9,6 +9,8 @@ from torch import Tensor
 from zero_ext import _C
 from zero_ext.ranks.groups import Groups
 
+_TOGETHER_BYTES = 4 * 2**20
+
 
 def on_wire(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``tensor``, or a copy on a device that ``group`` has a backend for."""
@@ -43,17 +45,45 @@ def broadcast_(tensor: Tensor, group: dist.ProcessGroup, rank: int) -> None:
 
 
 def copy_from_rank_0(groups: Groups, tensors: Iterable[Tensor]) -> None:
-    """Write rank 0's values into ``tensors`` of every rank. Collective."""
+    """Write rank 0's values into ``tensors`` of every rank. Collective.
+
+    Small neighbours on one device travel in one message.
+    """
+    together: list[Tensor] = []
     for tensor in tensors if groups.world > 1 else ():
+        held = sum(each.nbytes for each in together)
+        other_device = bool(together) and together[0].device != tensor.device
+        if other_device or held + tensor.nbytes > _TOGETHER_BYTES:
+            _copy_together(groups, together)
+            together = []
+        together.append(tensor)
+    _copy_together(groups, together)
+
+
+def _copy_together(groups: Groups, tensors: list[Tensor]) -> None:
+    with torch.inference_mode(False), torch.no_grad():
+        owns = [_without_repetition(tensor) for tensor in tensors]
+        parts = [_bytes_of(own) for own in owns]
+        if not parts:
+            return
+        wire = torch.cat(parts) if len(parts) > 1 else parts[0]
+        broadcast_(wire, groups.parent, 0)
+    received = wire.split([part.numel() for part in parts])
+    for tensor, own, part in zip(tensors, owns, received, strict=True):
         # An inference tensor may be written to in inference mode alone.
         with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-            one = [slice(0, 1) if expanded else slice(None) for expanded in expansion(tensor)]
-            own = tensor.detach()[tuple(one)]
-            plain = own.resolve_conj().resolve_neg()
-            dense = plain.clone(memory_format=torch.contiguous_format)
-            # No backend knows every dtype.
-            broadcast_(dense.reshape(-1).view(torch.uint8), groups.parent, 0)
-            own.copy_(dense)
+            own.copy_(part.clone().view(own.dtype).view(own.shape))
+
+
+def _without_repetition(tensor: Tensor) -> Tensor:
+    one = [slice(0, 1) if expanded else slice(None) for expanded in expansion(tensor)]
+    return tensor.detach()[tuple(one)]
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """A copy: no backend knows every dtype."""
+    plain = tensor.resolve_conj().resolve_neg()
+    return plain.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def expansion(tensor: Tensor) -> list[bool]:
