@@ -27,8 +27,11 @@ constexpr int64_t kSquareGroupNumel = 16;
 //   2^-298   the square of the smallest subnormal
 //   2^292    the squares of 2^32 groups of the largest float
 //
-// Digits may exceed their base until they are read. 2^31 groups (2^35 elements) of any number of
-// ranks fit together.
+// Digits may exceed their base until they are read. A thread or block of add_squares adds its own
+// digits to the sum with their carries moved up by one digit, see carried_digit(). Each addition is then
+// below 2^33, so that 2^30 of them fit together, of any number of ranks. A full block has 2^14
+// elements or more: 2^44 elements in all. One call takes 2^35 elements at most.
+constexpr int64_t kMostSquares = int64_t{1} << 35;
 constexpr int32_t kSquareDigits = 22;
 constexpr int32_t kInfiniteGroups = kSquareDigits;  // the number of groups with an infinity
 constexpr int32_t kNanGroups = kSquareDigits + 1;   // the number of groups with a NaN
@@ -41,6 +44,15 @@ using SquareSum = std::array<int64_t, kSquareSumLength>;
 #else
 #define ZERO_EXT_ON_BOTH
 #endif
+
+// What `digits` adds to digit k of another sum: the carries move up by one. `Digit`: signed, or
+// unsigned on a device.
+template <typename Digit>
+ZERO_EXT_ON_BOTH inline Digit carried_digit(const Digit* digits, int32_t k) {
+  if (k >= kSquareDigits) return digits[k];
+  const Digit own = k + 1 < kSquareDigits ? digits[k] & 0xFFFFFFFF : digits[k];
+  return k == 0 ? own : own + (digits[k - 1] >> 32);
+}
 
 // The sum as a double, to within two units of its last place. NaN or infinite wherever a
 // floating-point sum would be.

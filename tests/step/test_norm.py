@@ -99,6 +99,32 @@ class TestKernel:
         assert _C.value_of_digits(total) == _C.value_of_digits(whole)
         assert exact_sum(total) == exact_sum(whole) == exact_sum(_C.square_digits(data))
 
+    @pytest.mark.parametrize("share", ["of one call", "of 1,024 ranks"])
+    @pytest.mark.parametrize("value", [0.24874, 1e-3, 2.7e-6, 1.0, 2.0**-149, 3e38])
+    def test_the_digits_of_2_to_the_37_elements_fit(self, instruction_set, value, share):
+        """As multiples of those of 2^15. Sixteen squares of 0.24874 are 0.99 of a digit's base."""
+        data = torch.full([1 << 15], value)
+        digits = torch.tensor(_C.square_digits(data))
+        one_call = share == "of one call"
+        total = digits << 22 if one_call else (digits << 12).expand(1024, -1).sum(0)
+        expected = (1 << 37) * fractions.Fraction(data[0].item()) ** 2
+        assert _C.value_of_digits(total.tolist()) == pytest.approx(float(expected), rel=1e-12)
+
+    def test_digits_of_any_sign_fit(self, instruction_set):
+        """Those of values of all sizes, as of 2^40 elements on 7 ranks."""
+        parts = [
+            values(16_384) * 10.0 ** torch.randint(-30, 18, (16_384,))
+            + torch.full([16_384], 0.24874 / 2.0**rank)
+            for rank in range(7)
+        ]
+        total = sum(torch.tensor(_C.square_digits(part)) << 23 for part in parts)
+        expected = math.fsum(float((part.double() ** 2).sum()) for part in parts) * 2.0**23
+        assert _C.value_of_digits(total.tolist()) == pytest.approx(expected, rel=1e-12)
+
+    def test_one_call_takes_2_to_the_35_elements_at_most(self):
+        with pytest.raises(RuntimeError, match="add_squares"):
+            _C.square_digits(torch.zeros(1).expand((1 << 35) + 1))
+
 
 class Shapes(nn.Module):
     """Odd sizes in two dtypes; parameters straddle ranks and lie at other places for each size."""

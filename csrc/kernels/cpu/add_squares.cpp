@@ -115,7 +115,8 @@ struct AddSquares {
     }
     // Other threads add their digits too, in any order, because digits are integers.
     for (int32_t k = 0; k < kSquareSumLength; ++k) {
-      std::atomic_ref<int64_t>(sum[k]).fetch_add(digits[k], std::memory_order_relaxed);
+      std::atomic_ref<int64_t>(sum[k]).fetch_add(carried_digit(digits, k),
+                                                 std::memory_order_relaxed);
     }
   }
 };
@@ -123,7 +124,7 @@ struct AddSquares {
 }  // namespace
 
 Status add_squares_cpu(const float* value, int64_t numel, SquareSum* sum, const Launch& launch) {
-  if (numel < 0) return Status::bad_argument;
+  if (numel < 0 || numel > kMostSquares) return Status::bad_argument;
   const int64_t groups = (numel + kSquareGroupNumel - 1) / kSquareGroupNumel;
   return run(launch, groups, AddSquares{value, numel, sum->data(), fetches_ahead(FetchAhead::all)},
              kGrainNumel / kSquareGroupNumel);

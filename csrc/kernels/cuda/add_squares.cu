@@ -145,15 +145,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
   }
   add_windows(window, block);
   __syncthreads();
-  if (threadIdx.x < kSquareSumLength && block[threadIdx.x] != 0) {
-    atomicAdd(sum + threadIdx.x, block[threadIdx.x]);
+  if (threadIdx.x < kSquareSumLength) {
+    const Digit digit = carried_digit(block, static_cast<int32_t>(threadIdx.x));
+    if (digit != 0) atomicAdd(sum + threadIdx.x, digit);
   }
 }
 
 }  // namespace
 
 Status add_squares_cuda(const float* value, int64_t numel, SquareSum* sum, const Launch& launch) {
-  if (numel < 0) return Status::bad_argument;
+  if (numel < 0 || numel > kMostSquares) return Status::bad_argument;
   if (numel == 0) return Status::ok;
   const int64_t groups = (numel - 1) / kSquareGroupNumel + 1;
   constexpr int64_t kGroupsPerBlock = kThreads * kGroupsPerThread;

@@ -585,6 +585,23 @@ void test_add_squares(int64_t numel, int64_t offset) {
   }
 }
 
+// The digits of 2^37 elements as 2^22 times those of 2^15. Sixteen squares of the first value are
+// 0.99 times a digit's base, so that no digit is small.
+void test_many_squares() {
+  for (const float value : {0.24874F, 1e-3F, 2.7e-6F, 1.0F}) {
+    const std::vector<float> values(1 << 15, value);
+    const double expected = std::ldexp(static_cast<double>(value) * value, 37);
+    SquareSum sums[2] = {};
+    succeeded("add_squares", add_squares_cpu(values.data(), std::ssize(values), &sums[0], {}));
+    succeeded("add_squares", add_squares_cuda(values.data(), std::ssize(values), &sums[1], {}));
+    for (SquareSum& sum : sums) {
+      for (int64_t& digit : sum) digit = static_cast<int64_t>(static_cast<uint64_t>(digit) << 22);
+      if (std::abs(value_of(sum) / expected - 1) > 1e-12) fail("add_squares of 2^37 elements");
+      ++comparisons;
+    }
+  }
+}
+
 void test_clip_factor() {
   std::vector<float> values(1083);
   for (const float scale : {0.0F, 1e-20F, 0.01F, 3.0F, 1e19F, INFINITY}) {
@@ -604,6 +621,7 @@ void test_clip_factor() {
 }  // namespace
 
 int main() {
+  test_many_squares();
   test_clip_factor();
   test_patterns();
   for_shapes(kLengths, [](int64_t n, int64_t offset, int64_t) { test_add_squares(n, offset); });
