@@ -1,7 +1,6 @@
 #include "autograd/backward_watch.h"
 
 #include <chrono>
-#include <vector>
 
 #include "core/errors.h"
 #include "core/torch_internals.h"
@@ -173,8 +172,10 @@ void BackwardWatch::follow_outer_task() {
 }
 
 bool BackwardWatch::may_hide_gradients(bool parameters_missing) {
+  // Asks for the GIL, so before mutex_ is taken; see Note [Locks and the GIL].
+  std::vector<std::string> functions = python_functions_of_task();
   const std::lock_guard lock(mutex_);
-  const bool unknown_function = has_unknown_python_function();
+  const bool unknown_function = note_unknown(std::move(functions));
   return ever_nested_ || unknown_function || (parameters_missing && !completed_one_);
 }
 
@@ -198,9 +199,9 @@ bool BackwardWatch::saw_inner_backwards() {
   return ever_nested_;
 }
 
-bool BackwardWatch::has_unknown_python_function() {
+bool BackwardWatch::note_unknown(std::vector<std::string> functions) {
   bool unknown = false;
-  for (std::string& name : python_functions_of_task()) {
+  for (std::string& name : functions) {
     if (harmless_functions_.count(name) > 0) continue;
     functions_in_this_backward_.insert(std::move(name));
     unknown = true;

@@ -30,6 +30,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "autograd/backward_listener.h"
 
@@ -70,7 +71,8 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
   void let_other_threads_in();
   void task_ended(int task);
   void task_died(int task) noexcept;
-  bool has_unknown_python_function();
+  // Whether one of the `functions` is not known to be harmless.
+  bool note_unknown(std::vector<std::string> functions);
   void follow_outer_task();
   void count_tasks();
 

@@ -2,7 +2,7 @@
 //
 // Owner:     Engine owns the lock. A public method of a facet holds an Access while it runs.
 // Threads:   one at a time. On a device, an Access first waits for backwards that threw, and makes
-//            the engine's device the current one.
+//            the engine's device the current one. See Note [Locks and the GIL] in core/gil.h.
 // Rule:      a method that takes a `const Access&` is called under the lock, by another facet.
 #pragma once
 
@@ -16,12 +16,13 @@
 #include <optional>
 
 #include "autograd/backward_watch.h"
+#include "core/gil.h"
 
 namespace zero_ext {
 
 class EngineLock {
  public:
-  explicit EngineLock(c10::Device device) : device_(device) {}
+  EngineLock(c10::Device device, int64_t rank) : device_(device), mutex_(rank) {}
   // Before the first Access.
   void set_watch(std::shared_ptr<BackwardWatch> watch) { watch_ = std::move(watch); }
 
@@ -29,7 +30,7 @@ class EngineLock {
   friend class Access;
 
   const c10::Device device_;
-  std::mutex mutex_;
+  OwnedMutex mutex_;
   std::shared_ptr<BackwardWatch> watch_;
   // The stream of the last hook. The report of a failure comes while another one is current.
   std::optional<c10::Stream> backward_stream_;
@@ -41,6 +42,7 @@ class Access {
   enum class Failures { awaited, reported };
   explicit Access(EngineLock& lock, Failures failures = Failures::awaited)
       : lock_(lock.mutex_, std::defer_lock) {
+    check_no_gil();  // also for the wait below
     const bool on_device = !lock.device_.is_cpu();
     if (on_device && failures == Failures::awaited) lock.watch_->wait_for_failures();
     lock_.lock();
@@ -55,7 +57,7 @@ class Access {
  private:
   void enter_device(EngineLock& lock, Failures failures);
 
-  std::unique_lock<std::mutex> lock_;
+  std::unique_lock<OwnedMutex> lock_;
   std::optional<c10::InferenceMode> no_inference_;
   std::optional<at::NoGradGuard> no_grad_;
   c10::OptionalDeviceGuard device_;

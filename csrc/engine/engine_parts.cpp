@@ -58,9 +58,9 @@ void OffloadedStates::check_forward() const {
 
 EngineParts::EngineParts(EngineOptions given)
     : options(std::move(given)),
-      lock(options.device),
       last_use(options.device),
       comm(make_comm(options)),
+      lock(options.device, comm.global_rank()),
       offloaded(comm.global_rank()),
       nan_records(KernelTable(options.device), state_kernels(options), comm.rank()),
       context{.compute = KernelTable(options.device),

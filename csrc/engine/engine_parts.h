@@ -52,9 +52,9 @@ struct EngineParts {
   EngineParts& operator=(const EngineParts&) = delete;
 
   const EngineOptions options;
-  EngineLock lock;
   LastUse last_use;
   Comm comm;
+  EngineLock lock;
   OffloadedStates offloaded;
   NanRecords nan_records;
   UnitContext context;

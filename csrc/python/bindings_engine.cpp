@@ -184,8 +184,9 @@ void bind_forwards(EngineClass& engine) {
             return e.forwards().add_hook_site(
                 {.units = std::move(units), .root = root, .first = first, .last = last});
           },
-          py::arg("units"), py::kw_only(), py::arg("root"), py::arg("first"), py::arg("last"))
-      .def("add_inner_site", of(forwards, &Forwards::add_inner_site))
+          py::arg("units"), py::kw_only(), py::arg("root"), py::arg("first"), py::arg("last"),
+          NoGil())
+      .def("add_inner_site", of(forwards, &Forwards::add_inner_site), NoGil())
       .def("is_recomputed", of(forwards, &Forwards::is_recomputed), NoGil())
       .def("enter_forward", of(forwards, &Forwards::enter), NoGil())
       .def("leave_forward", of(forwards, &Forwards::leave), NoGil())
@@ -235,11 +236,15 @@ void bind_values(EngineClass& engine) {
       .def("write_gradient", of(values, &Values::write_gradient), NoGil())
       .def("set_local_reader",
            [](Engine& e, py::function f) {
-             e.values().set_local_reader(from_any_thread<const at::Tensor&>(std::move(f)));
+             auto reader = from_any_thread<const at::Tensor&>(std::move(f));
+             const py::gil_scoped_release no_gil;
+             e.values().set_local_reader(std::move(reader));
            })
       .def("set_view_maker",
            [](Engine& e, py::function f) {
-             e.values().set_view_maker(from_any_thread<int64_t, const at::Tensor&>(std::move(f)));
+             auto maker = from_any_thread<int64_t, const at::Tensor&>(std::move(f));
+             const py::gil_scoped_release no_gil;
+             e.values().set_view_maker(std::move(maker));
            })
       .def("set_offloaded", of(values, &Values::set_offloaded), NoGil())
       .def("offloaded", of(values, &Values::offloaded), NoGil());

@@ -9,6 +9,7 @@
 #include "comm/current_call.h"
 #include "comm/interruptible_wait.h"
 #include "comm/local/shared_host_transport.h"
+#include "core/gil.h"
 #include "core/interrupts.h"
 #include "core/torch_internals.h"
 #include "python/bindings.h"
@@ -61,6 +62,7 @@ void bind_errors(py::module_& m) {
                            [](const std::exception& error) {
                              return dynamic_cast<const python_error*>(&error) != nullptr;
                            }});
+  set_gil_hook([] { return PyGILState_Check() != 0; });
   m.def("wait_interruptibly", [](const Message& message) { wait_interruptibly(message); }, NoGil());
   // See current_call.h.
   m.def("enter_call", &enter_call);

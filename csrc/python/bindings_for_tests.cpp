@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <tuple>
@@ -11,6 +13,7 @@
 
 #include "autograd/call.h"
 #include "comm/local/shared_host_transport.h"
+#include "core/gil.h"
 #include "device/kernel_table.h"
 #include "gather/pass_order.h"
 #include "gather/residency.h"
@@ -155,6 +158,16 @@ void bind_functions(py::module_& m) {
     return result;
   });
   m.def("value_of_digits", &kernels::value_of);
+  m.def(
+      "take_owned_mutex",
+      [](bool release_gil, bool twice) {
+        std::optional<py::gil_scoped_release> no_gil;
+        if (release_gil) no_gil.emplace();
+        OwnedMutex mutex(0);
+        const std::lock_guard lock(mutex);
+        if (twice) const std::lock_guard again(mutex);
+      },
+      py::kw_only(), py::arg("release_gil"), py::arg("twice"));
 }
 
 void bind_arrivals(py::module_& m) {
