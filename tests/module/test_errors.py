@@ -46,11 +46,14 @@ at_least_two_ranks = pytest.mark.world(min=2)
 
 @pytest.mark.parametrize("stage", [-1, 4, 1.5, "2", True])
 def test_stage_that_does_not_exist_is_refused(stage):
-    with pytest.raises(ValueError, match=r"no stage .*Stage 1 shards the optimizer's state"):
+    error, message = ValueError, r"no stage .*Stage 1 shards the optimizer's state"
+    if type(stage) is not int:
+        error, message = TypeError, f"stage=3, not the {type(stage).__name__} {stage!r}"
+    with pytest.raises(error, match=message):
         zero_ext.shard(MLP(), stage)
-    with pytest.raises(ValueError, match="no stage"):
+    with pytest.raises(error, match=message):
         zero_ext.optim.AdamW(MLP().parameters(), stage=stage)
-    with pytest.raises(ValueError, match="no stage"):
+    with pytest.raises(error, match=message):
         zero_ext.estimate_memory(MLP(), 2, stage)
 
 
@@ -218,10 +221,16 @@ WRONG_KINDS = {
     "local_accumulation must be True or False": lambda m: zero_ext.estimate_memory(
         m, 2, 1, local_accumulation="no"
     ),
-    "units must be module classes or a function": lambda m: zero_ext.estimate_memory(
+    "units is 'Linear'. Pass module classes, such as": lambda m: zero_ext.estimate_memory(
         m, 2, 1, units="Linear"
     ),
-    r"units=\[3\] is not made of nn.Module classes": lambda m: zero_ext.shard(m, 1, units=[3]),
+    "units holds a int. Pass module classes, such as": lambda m: zero_ext.shard(m, 1, units=[3]),
+    "units holds 'Linear'. Pass module classes": lambda m: zero_ext.shard(m, 3, units=["Linear"]),
+    "units holds a Linear, not its class. Pass": lambda m: zero_ext.shard(
+        m, 3, units=list(m.layers)
+    ),
+    "units is a MLP, not its class. Pass module classes": lambda m: zero_ext.shard(m, 3, units=m),
+    "units holds <class 'int'>. Pass module": lambda m: zero_ext.shard(m, 3, units=(MLP, int)),
     "max_norm must be a number, not None": lambda m: zero_ext.optim.AdamW(
         m.parameters()
     ).clip_grad_norm_(None),
@@ -281,9 +290,8 @@ def test_arguments_of_another_kind_are_refused_by_name(message):
 
 def test_wrong_values_are_refused_with_what_there_is():
     model = MLP()
-    for stage in (True, torch.ones(2), "2", 2.0):
-        with pytest.raises(ValueError, match="there is no stage"):
-            zero_ext.shard(model, stage)
+    with pytest.raises(TypeError, match="stage must be an int, .* not the Tensor"):
+        zero_ext.shard(model, torch.ones(2))
     for wrong in ({"world_size": True}, {"shards": False}, {"world_size": "2"}, {"shards": 1.0}):
         with pytest.raises(ValueError, match=f"{min(wrong)} must be at least 1, not"):
             zero_ext.estimate_memory(model, **{"world_size": 2, "stage": 1, **wrong})
@@ -544,11 +552,11 @@ def test_models_that_differ_are_refused_on_every_rank(way, how, group, rank):
     assert message.startswith(f"zero_ext [rank {rank}]: the models (or the arguments) differ")
     assert "on rank 0" in message and "on rank 1" in message
     first = {
-        "shape": ("number 3", "layers.1.weight (7, 7)", "layers.1.weight (6, 7)"),
-        "dtype": ("number 3", "torch.float32", "torch.bfloat16"),
-        "frozen": ("number 3", "trainable", "frozen"),
-        "fewer": ("number 5", "layers.2.weight", "nothing"),
-        "order": ("number 1", "(7, 5)", "(5, 7)"),
+        "shape": ("layers.1.weight (7, 7)", "layers.1.weight (6, 7)"),
+        "dtype": ("'layers.1.weight (7, 7) torch.float32", "torch.bfloat16"),
+        "frozen": ("layers.1.weight", "trainable", "frozen"),
+        "fewer": ("layers.2.weight", "nothing"),
+        "order": ("layers.0.weight (7, 5)", "(5, 7)"),
     }[how]
     for part in first:
         assert part in message
@@ -567,23 +575,36 @@ def test_arguments_that_differ_are_refused_on_every_rank(way, group, rank):
         Way(way.name, 1 if rank else 2).optimizer(small_mlp(), group)
 
 
-POLICIES = [
-    {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16)},
-    {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
-    {"offload_policy": CPUOffloadPolicy()},
-    {"accumulation_steps": 2},
-    {"sync_module_states": False},
-]
+POLICIES = {
+    "param_dtype=torch.float16": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.float16)},
+    "reduce_dtype=torch.bfloat16": {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
+    "offload=True": {"offload_policy": CPUOffloadPolicy()},
+    "accumulation_steps=2": {"accumulation_steps": 2},
+    "sync_module_states=False": {"sync_module_states": False},
+    "bucket_mb=3.0": {"bucket_mb": 3.0},
+}
 
 
 @dist_test
 @at_least_two_ranks
-@pytest.mark.parametrize("arguments", POLICIES, ids=lambda each: str(*each))
-def test_settings_that_differ_are_refused_on_every_rank(arguments, mesh, rank):
+@pytest.mark.parametrize("setting", POLICIES)
+def test_settings_that_differ_are_refused_on_every_rank(setting, mesh, rank):
+    """The message has this setting alone, with both values."""
     model = small_mlp()
-    with pytest.raises(ValueError, match=r"arguments\) differ .*stage=1 .*on rank 0"):
-        zero_ext.shard(model, 1, mesh=mesh, **(arguments if rank == 1 else {}))
+    name = setting.partition("=")[0]
+    where = rf"arguments\) differ between ranks: '{name}=[\w.]+' on rank 0, '{setting}' on rank 1"
+    with pytest.raises(ValueError, match=where):
+        zero_ext.shard(model, 1, mesh=mesh, **(POLICIES[setting] if rank == 1 else {}))
     zero_ext.shard(model, 1, mesh=mesh)
+
+
+@dist_test
+@at_least_two_ranks
+def test_units_that_differ_are_refused_on_every_rank(mesh, rank):
+    units = nn.ModuleList if rank == 1 else nn.Linear
+    whose = r"'unit of parameters \[.*\]' on rank 0, 'unit of parameters \[.*\]' on rank 1"
+    with pytest.raises(ValueError, match=whose):
+        zero_ext.shard(small_mlp(), 3, mesh=mesh, units=units, bucket_mb=1e-6)
 
 
 @dist_test

@@ -67,10 +67,15 @@ class Handle:
             )
         checks.check_parameters(groups, parameters, whole=whole, meta_allowed=meta is not None)
         environment.check(groups)
-        cut = [block.members for block in blocks] if blocks else None
-        described = [options.describe(groups, cut), *checks.describe(*parameters, *whole)]
+        described = [*options.describe(groups), *checks.describe(*parameters, *whole)]
         described += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in buffers]
-        check_same_on_all_ranks(groups, described, "the models (or the arguments)")
+        described += [f"unit of parameters {block.members}" for block in blocks or ()]
+        check_same_on_all_ranks(
+            groups,
+            described,
+            "the models (or the arguments)",
+            remedy="Build the same model and pass the same arguments on every rank.",
+        )
         self.groups = groups
         self.options = options
         self.offload_policy = options.offload_policy
@@ -147,7 +152,9 @@ class Handle:
             )
         checks.check_parameters(self.groups, parameters)
         described = checks.describe(*parameters)
-        check_same_on_all_ranks(self.groups, described, "the added parameters")
+        check_same_on_all_ranks(
+            self.groups, described, "the added parameters", remedy="Add the same on every rank."
+        )
         return self.add_parameters(parameters)
 
     def leave_whole(self, parameters: Iterable[tuple[str, Tensor]]) -> None:

@@ -69,7 +69,12 @@ class ShardingOptions:
 
     def __post_init__(self):
         stage, steps = self.stage, self.accumulation_steps
-        if type(stage) is not int or stage not in (0, 1, 2, 3):
+        if type(stage) is not int:
+            raise TypeError(
+                f"zero_ext: stage must be an int, such as stage=3, not the {type(stage).__name__} "
+                f"{stage!r}."
+            )
+        if stage not in (0, 1, 2, 3):
             raise ValueError(
                 f"zero_ext: there is no stage {stage!r}. Stage 1 shards the optimizer's state, "
                 "stage 2 the gradients too, stage 3 the parameters as well (0 shards nothing)."
@@ -115,16 +120,22 @@ class ShardingOptions:
         kinds = (CPUOffloadPolicy, ParametersOffloadPolicy)
         return self.stage == 3 and type(self.offload_policy) in kinds
 
-    def describe(self, groups: Groups, units: list[list[int]] | None) -> str:
-        """What ranks must agree on. ``units``: the parameters' indices, where modules cut them."""
-        return (
-            f"stage={self.stage} bucket_mb={self.bucket_mb} reduction={self.reduction} "
-            f"param_dtype={self.param_dtype} reduce_dtype={self.reduce_dtype} "
-            f"accumulation_steps={self.accumulation_steps or 1} "
-            f"sync_module_states={self.sync_module_states} "
-            f"broadcast_buffers={self.broadcast_buffers} offload={self.offloads} "
-            f"offload_parameters={self.offloads_parameters} shards={groups.shards} units={units}"
-        )
+    def describe(self, groups: Groups) -> list[str]:
+        """What ranks must agree on, a line for each setting."""
+        settings = {
+            "stage": self.stage,
+            "bucket_mb": self.bucket_mb,
+            "reduction": self.reduction,
+            "param_dtype": self.param_dtype,
+            "reduce_dtype": self.reduce_dtype,
+            "accumulation_steps": self.accumulation_steps or 1,
+            "sync_module_states": self.sync_module_states,
+            "broadcast_buffers": self.broadcast_buffers,
+            "offload": self.offloads,
+            "offload_parameters": self.offloads_parameters,
+            "shards": groups.shards,
+        }
+        return [f"{name}={value}" for name, value in settings.items()]
 
     def make_engine(self, groups: Groups, prefetch_bytes: int) -> _C.Engine:
         """An engine over ``groups`` that has no parameters yet. Collective."""

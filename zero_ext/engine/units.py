@@ -226,6 +226,19 @@ def _merged_evenly(sizes: Sequence[int], limit: float) -> list[tuple[int, int]]:
     return _merged(sizes, high)
 
 
+_UNITS_EXAMPLE = (
+    "Pass module classes, such as units=nn.TransformerEncoderLayer, or a function of a module's "
+    "name and the module."
+)
+
+
+def _described(value: object) -> str:
+    """Without the text of a module, which may have many lines."""
+    if isinstance(value, nn.Module):
+        return f"a {type(value).__name__}, not its class"
+    return repr(value) if isinstance(value, (str, type)) else f"a {type(value).__name__}"
+
+
 def _chosen(root: nn.Module, choice: Choice) -> dict[str, nn.Module]:
     if choice is None:
         chosen = {*_repeated(root, ""), *_called_alone(root, "")}
@@ -233,16 +246,14 @@ def _chosen(root: nn.Module, choice: Choice) -> dict[str, nn.Module]:
         return {name: module for name, module in modules if name in chosen}
     if isinstance(choice, (type, Collection)) and not isinstance(choice, str):
         classes = (choice,) if isinstance(choice, type) else tuple(choice)
-        if not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
-            raise TypeError(f"zero_ext: units={choice!r} is not made of nn.Module classes.")
+        for each in classes:
+            if not isinstance(each, type) or not issubclass(each, nn.Module):
+                raise TypeError(f"zero_ext: units holds {_described(each)}. {_UNITS_EXAMPLE}")
         chosen = {n: m for n, m in root.named_modules() if n and isinstance(m, classes)}
-    elif callable(choice):
+    elif callable(choice) and not isinstance(choice, nn.Module):
         chosen = {n: m for n, m in root.named_modules() if n and choice(n, m)}
     else:
-        raise TypeError(
-            f"zero_ext: units must be module classes or a function of (name, module), not "
-            f"{choice!r}."
-        )
+        raise TypeError(f"zero_ext: units is {_described(choice)}. {_UNITS_EXAMPLE}")
     if not chosen:
         raise ValueError(
             f"zero_ext: units={choice!r} chooses no module of {type(root).__name__}; it has "

@@ -93,9 +93,9 @@ def check_same_on_all_ranks(
     groups: Groups,
     description: list[str],
     what: str,
-    remedy: str = "Build the same model on every rank before sharding it.",
+    remedy: str,
 ) -> None:
-    """Raise on every rank if ``description`` differs, naming the first difference.
+    """Raise on every rank if the lines of ``description`` differ, naming the first two that do.
 
     Raises:
         ValueError: on all ranks.
@@ -109,12 +109,10 @@ def check_same_on_all_ranks(
     everyone = of_all_ranks(description, groups, comparing)
     other = next(r for r in range(groups.world) if everyone[r] != everyone[0])
     pairs = itertools.zip_longest(everyone[0], everyone[other], fillvalue="nothing")
-    number, (first, second) = next((n, p) for n, p in enumerate(pairs) if p[0] != p[1])
+    first, second = next(pair for pair in pairs if pair[0] != pair[1])
     raise ValueError(
-        f"{groups.where}{what} differ between ranks: number {number} is "
-        f"'{first}' on rank {groups.global_ranks[0]} and '{second}' on rank "
-        f"{groups.global_ranks[other]} ({len(everyone[0])} and "
-        f"{len(everyone[other])} in all). {remedy}"
+        f"{groups.where}{what} differ between ranks: '{first}' on rank {groups.global_ranks[0]}, "
+        f"'{second}' on rank {groups.global_ranks[other]}. {remedy}"
     )
 
 
