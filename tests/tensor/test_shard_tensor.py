@@ -248,6 +248,20 @@ ELEMENTWISE = {
 }
 IN_PLACE = ("_", "_ shard", "_ scalar", "_ tensor", "out=", "data")
 
+WITH_PLAIN_OPERANDS = {
+    "rows": lambda x: x * (x.norm(dim=-1, keepdim=True) if x.dim() else x.norm()),
+    "rows, in place": lambda x: x.div_(1 + (x.norm(dim=-1, keepdim=True) if x.dim() else x.norm())),
+    "columns": lambda x: x - (x.mean(0) if x.dim() and x.numel() else 0.5),
+    "centralised": lambda x: x.sub_(x.mean(tuple(range(1, x.dim())), keepdim=True)),
+    "a whole tensor": lambda x: x.add(torch.ones(x.shape).cumsum(0), alpha=0.5),
+    "one element": lambda x: torch.full((1,) * x.dim(), 3.0) * x,
+    "a mask": lambda x: x.masked_fill(torch.ones(x.shape).cumsum(0) > 2, 7.0),
+    "where": lambda x: torch.where(torch.ones(x.shape).cumsum(0) > 2, x, 1.5 * x),
+    "fp64": lambda x: (x if x.dim() else x.double()) * torch.full(x.shape[-1:], 3.0).double(),
+    "foreach": lambda x: torch._foreach_mul([x], [torch.ones(x.shape).cumsum(0)])[0],
+    "foreach_": lambda x: (torch._foreach_add_([x], [torch.ones(x.shape[-1:])], alpha=2), x)[1],
+}
+
 READ_ONLY = {
     "norm": lambda x: x.norm(),
     "norm 1": lambda x: x.norm(1),
@@ -318,14 +332,51 @@ class TestOperations:
         (shard,), _ = shard_all([torch.ones(7, 5)], mesh)
         (other,), _ = shard_all([torch.ones(7, 5)], mesh, [[0] * world + [35]])
         (shorter,), _ = shard_all([torch.ones(35)], mesh)
-        for operand in [torch.ones(7, 5), torch.ones(5), torch.ones(1), other, shorter]:
+        for operand in [torch.ones(7), torch.ones(2, 7, 5), torch.ones(6, 5), other, shorter]:
             if world == 1 and operand is other:
                 continue
-            with pytest.raises(RuntimeError, match="Cut a full tensor"):
+            with pytest.raises(RuntimeError, match=r"plain tensors that broadcast"):
                 shard.add_(operand)
-            with pytest.raises(RuntimeError, match="Cut a full tensor"):
+            with pytest.raises(RuntimeError, match=r"plain tensors that broadcast"):
                 torch._foreach_add_([torch.ones(2), shard], [torch.ones(2), operand])
         assert_bits(shard.full_tensor(), torch.ones(7, 5))
+
+    def test_writes_to_plain_tensors_are_refused(self, mesh):
+        """They would go to a copy of this rank's elements."""
+        (shard,), _ = shard_all([torch.ones(7, 5)], mesh)
+        plain = torch.full((7, 5), 2.0)
+        for write in (
+            lambda: plain.add_(shard),
+            lambda: torch.mul(shard, 2, out=plain),
+            lambda: torch._foreach_mul_([plain], [shard]),
+        ):
+            with pytest.raises(RuntimeError, match=r"plain tensors that .* are only read"):
+                write()
+        assert_bits(plain, torch.full((7, 5), 2.0))
+
+    @pytest.mark.parametrize("name", WITH_PLAIN_OPERANDS)
+    def test_plain_operands_are_cut(self, mesh, name):
+        """Statistics of rows and columns, masks, whole tensors, as in one process."""
+        combine = WITH_PLAIN_OPERANDS[name]
+        for tensor, shard in zip(full_tensors(), shard_all(full_tensors(), mesh)[0], strict=True):
+            expected = combine(tensor)
+            actual = combine(shard)
+            assert type(actual) is ShardTensor
+            torch.testing.assert_close(actual.full_tensor(), expected, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(shard.full_tensor(), tensor, rtol=1e-6, atol=1e-6)
+
+    def test_no_array_is_made_of_a_slice(self, mesh):
+        (shard,), _ = shard_all([torch.ones(7, 5)], mesh)
+        for read in (shard.numpy, lambda: shard.cpu().numpy(force=True), shard.tolist):
+            with pytest.raises(RuntimeError, match=r"only a slice. Take that of shard.full_tensor"):
+                read()
+        assert shard.full_tensor().numpy().sum() == 35
+
+    @pytest.mark.world(min=2)
+    def test_all_reduce_says_that_gradients_are_averaged(self, mesh):
+        (shard,), _ = shard_all([torch.ones(7, 5)], mesh)
+        with pytest.raises(NotImplementedError, match="averaged over the ranks already"):
+            dist.all_reduce(shard, group=mesh.get_group())
 
     @pytest.mark.parametrize("foreach", [False, True])
     @pytest.mark.parametrize("shape", [(), (7,)])

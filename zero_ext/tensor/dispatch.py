@@ -3,7 +3,8 @@
 Note [Which operation runs where]
 DTensor's own dispatch would take the slice for rows of the tensor and answer wrongly without an
 error (``grad.sum(0)``, ``grad.mean()``, ``grad.t()``). So every operation runs in one of four ways:
-- elementwise ones and their ``_foreach_`` forms: on the slices, without communication;
+- elementwise ones and their ``_foreach_`` forms: on the slices, without communication; plain
+  operands are cut to fit;
 - norm, sum, any, all and GradScaler's check: on the slices, then one all-reduce; plain result;
 - others that only read: on the gathered tensors, exactly as in one process; plain result;
 - views, random fills, others that write: an error. A write into a gathered copy would be lost.
@@ -37,29 +38,52 @@ def run(func, args, kwargs):
     return _on_full_tensors(func, args, kwargs)
 
 
-def _to_local(argument):
-    if isinstance(argument, ShardTensor):
-        return argument._local_tensor
-    if isinstance(argument, (list, tuple)):
-        return [_to_local(item) for item in argument]
-    return argument.full_tensor() if isinstance(argument, DTensor) else argument
+def _cut(full: Tensor, like: ShardTensor) -> Tensor:
+    """This rank's elements of a plain tensor that broadcasts to the shape of ``like``, 1-D."""
+    order = sorted(range(like.dim()), key=lambda d: -like.stride()[d])
+    rows = full.expand(like.shape).permute(order)  # in the order of memory
+    start, stop = like.held_range
+    if start == stop or not order:
+        return rows.reshape(-1)[start:stop]
+    row_numel = rows[0].numel()
+    skipped = start // row_numel
+    held = rows[skipped : -(-stop // row_numel)].reshape(-1)
+    return held[start - skipped * row_numel : stop - skipped * row_numel]
 
 
-def _call_on_slices(func, args, kwargs):
-    return func(*map(_to_local, args), **{name: _to_local(arg) for name, arg in kwargs.items()})
+def _to_slice(operand, like: ShardTensor):
+    if isinstance(operand, ShardTensor):
+        return operand._local_tensor
+    if isinstance(operand, DTensor):
+        operand = operand.full_tensor()
+    # Tensors of 0 dimensions stay such: they do not decide the dtype of the result.
+    return _cut(operand, like) if isinstance(operand, Tensor) and operand.dim() else operand
 
 
-def _find_shards(func, operands: Sequence) -> list[ShardTensor]:
-    """The ShardTensors of ``operands``; all must be cut alike and other tensors be scalars, which
-    are only read."""
+def _broadcasts(operand: Tensor, shape: torch.Size) -> bool:
+    """Whether ``operand`` has a value for each element of a tensor of ``shape``, and no more."""
+    sizes = zip(reversed(operand.shape), reversed(shape), strict=False)
+    return operand.dim() <= len(shape) and all(own in (1, size) for own, size in sizes)
+
+
+def _written(func, args, kwargs) -> list:
+    """The arguments that ``func`` writes to."""
+    arguments = func._schema.arguments
+    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
+    aliased = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return tree_leaves([given.get(argument.name) for argument in aliased])
+
+
+def _find_shards(func, operands: Sequence, written: Sequence) -> list[ShardTensor]:
+    """The ShardTensors of ``operands``; all must be cut alike. Other tensors must broadcast to
+    their shape, and not be ``written``: the write would be lost."""
     shards = [operand for operand in operands if isinstance(operand, ShardTensor)]
-    target = func._schema.arguments[0].alias_info
-    written = operands[0] if target is not None and target.is_write else None
     for operand in operands if shards else ():
         if isinstance(operand, ShardTensor):
             fits = operand.shape == shards[0].shape and operand.bounds == shards[0].bounds
         elif isinstance(operand, Tensor):
-            fits = operand.dim() == 0 and operand is not written
+            read_only = not any(operand is each for each in written)
+            fits = read_only and _broadcasts(operand, shards[0].shape)
         else:
             fits = True
         if not fits:
@@ -68,29 +92,41 @@ def _find_shards(func, operands: Sequence) -> list[ShardTensor]:
             raise RuntimeError(
                 f"zero_ext: {func} of a ShardTensor of shape {tuple(shards[0].shape)} with a "
                 f"{type(operand).__name__} of shape {tuple(operand.shape)}: operands must be "
-                "scalars or ShardTensors with the same bounds. Parameters are stepped by an "
-                "optimizer of zero_ext.optim, or by hand with shard.full_tensor(). Cut a full "
-                "tensor to fit with torch.empty_like(shard).copy_(tensor)."
+                "ShardTensors with the same bounds, or plain tensors that broadcast to this shape "
+                "and are only read. Parameters are stepped by an optimizer of zero_ext.optim, or "
+                "by hand with shard.full_tensor()."
             )
     return shards
 
 
 def _elementwise(func, args, kwargs):
-    shards = _find_shards(func, [*args, *kwargs.values()])
-    result = _call_on_slices(func, args, kwargs)
+    written = _written(func, args, kwargs)
+    shards = _find_shards(func, [*args, *kwargs.values()], written)
+    like = shards[0]
+    slices = {name: _to_slice(operand, like) for name, operand in kwargs.items()}
+    result = func(*(_to_slice(operand, like) for operand in args), **slices)
     for shard in shards:  # changed in place, or given as out=
         if result is shard._local_tensor:
             return shard
-    return wrap(result, shards[0])
+    return wrap(result, like)
 
 
 def _foreach_elementwise(func, args, kwargs):
     lists = [arg for arg in args if isinstance(arg, (list, tuple))]
-    shards = [_find_shards(func, operands) for operands in zip(*lists, strict=True)]
-    result = _call_on_slices(func, args, kwargs)
+    written = _written(func, args, kwargs)
+    shards = [_find_shards(func, operands, written) for operands in zip(*lists, strict=True)]
+
+    def to_slices(argument):
+        if not isinstance(argument, (list, tuple)):
+            return argument
+        both = zip(argument, shards, strict=True)
+        return [_to_slice(operand, like[0]) if like else operand for operand, like in both]
+
+    slices = {name: to_slices(argument) for name, argument in kwargs.items()}
+    result = func(*map(to_slices, args), **slices)
     if result is None:  # in place: nothing else counts the write, and the engine asks
-        written = [t._local_tensor for t in args[0] if isinstance(t, ShardTensor)]
-        torch.autograd.graph.increment_version(written)
+        changed = [t._local_tensor for t in written if isinstance(t, ShardTensor)]
+        torch.autograd.graph.increment_version(changed)
         return None
     return [wrap(r, s[0]) if s else r for r, s in zip(result, shards, strict=True)]
 
@@ -104,6 +140,11 @@ def _on_full_tensors(func, args, kwargs):
         or torch.Tag.nondeterministic_seeded in func.tags
         or func.namespace == "c10d"  # whose schemas do not tell what they write to
     ):
+        if func.overloadpacket is torch.ops.c10d.allreduce_:
+            raise NotImplementedError(
+                "zero_ext: all_reduce() of a ShardTensor. Gradients are averaged over the ranks "
+                "already, in the backward: delete this call."
+            )
         raise NotImplementedError(
             f"zero_ext: {func} is not available on a ShardTensor, which holds a flat slice on each "
             "rank. To read, use shard.full_tensor() on all ranks; to write, use elementwise "
@@ -127,13 +168,11 @@ def _copy_(func, destination, source, non_blocking=False):
     if not isinstance(destination, ShardTensor):
         return func(destination, source.full_tensor(), non_blocking)
     if isinstance(source, ShardTensor) and source.bounds == destination.bounds:
-        _find_shards(func, [destination, source])
+        _find_shards(func, [destination, source], written=())
         source = source._local_tensor
     else:
         source = source.full_tensor() if isinstance(source, DTensor) else source
-        start, stop = destination.held_range
-        full = source.new_empty_strided(destination.shape, destination.stride())
-        source = full.copy_(source).as_strided((full.numel(),), (1,))[start:stop]
+        source = _cut(source, destination)
     func(destination._local_tensor, source, non_blocking)
     return destination
 
@@ -144,6 +183,10 @@ def _foreach_copy_(func, destinations, sources, non_blocking=False):
             _copy_(aten.copy_.default, destination, source, non_blocking)
         else:
             destination.copy_(source, non_blocking)
+
+
+def _local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [t._local_tensor if isinstance(t, ShardTensor) else t for t in tensors]
 
 
 def groups_of(tensors: Sequence[Tensor]) -> dict[dist.ProcessGroup, list[int]]:
@@ -172,7 +215,7 @@ def _foreach_norm(func, tensors, order=2, dtype=None):
         for i, value in zip(members, values.unbind(), strict=True):
             norms[i] = value
 
-    slices = [t._local_tensor if isinstance(t, ShardTensor) else t for t in tensors]
+    slices = _local_tensors(tensors)
     held = [i for i, part in enumerate(slices) if part.numel()]
     if held:
         held_norms = torch._foreach_norm([slices[i] for i in held], order, dtype)
@@ -211,7 +254,7 @@ def _reduce_with(op: dist.ReduceOp):
 def _unscale_(func, grads, found_inf, inv_scale):
     if inv_scale.is_pinned():  # GradScaler's copies for offloaded gradients may be on their way
         torch.accelerator.synchronize()
-    func(_to_local(grads), found_inf, inv_scale)
+    func(_local_tensors(grads), found_inf, inv_scale)
     for group in groups_of(grads):
         with naming("unscale_() of sharded gradients"):
             all_reduce_(found_inf, group, dist.ReduceOp.MAX)

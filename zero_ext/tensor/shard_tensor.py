@@ -154,6 +154,15 @@ class ShardTensor(DTensor):
             "optimizer), or pickle shard.full_tensor()."
         )
 
+    def numpy(self, *, force: bool = False) -> NoReturn:
+        """An error: loggers call it on one rank alone, and a gather would wait for the others."""
+        raise RuntimeError(
+            f"zero_ext: a ShardTensor of shape {tuple(self.shape)} cannot become an array or a "
+            "list: this rank holds only a slice. Take that of shard.full_tensor(), on all ranks."
+        )
+
+    tolist = numpy
+
     def data_ptr(self) -> int:
         """0, as of every wrapper; torch would give the slice's storage offset (dcp.async_save asks
         whether there is memory)."""
