@@ -1,10 +1,17 @@
 #include "comm/local/local_peer.h"
 
+#include <cerrno>
 #include <cstring>
 
 #include "comm/local/linux_calls.h"
 
 namespace zero_ext {
+namespace {
+
+// A rank whose script raised an error drops its model as well.
+constexpr char kScriptEnded[] = "its script has ended, or has dropped the model.";
+
+}  // namespace
 
 bool LocalPeer::open(const Introduction& peer, int64_t rank, int64_t world) {
   introduction_ = peer;
@@ -15,12 +22,15 @@ bool LocalPeer::open(const Introduction& peer, int64_t rank, int64_t world) {
   return true;
 }
 
+int LocalPeer::read_nonce(Nonce* found) const {
+  return linux_calls::read_memory_of(static_cast<pid_t>(introduction_.process),
+                                     static_cast<uint64_t>(introduction_.nonce_address), found,
+                                     sizeof(*found));
+}
+
 bool LocalPeer::is_alive() const {
   Nonce found{};
-  return linux_calls::read_memory_of(static_cast<pid_t>(introduction_.process),
-                                     static_cast<uint64_t>(introduction_.nonce_address), &found,
-                                     sizeof(found)) == 0 &&
-         found == introduction_.nonce;
+  return read_nonce(&found) == 0 && found == introduction_.nonce;
 }
 
 void LocalPeer::write(const Record& record) {
@@ -52,14 +62,18 @@ std::string LocalPeer::read(const Record& message, void* into) const {
 }
 
 std::string LocalPeer::end() const {
-  if (board().closed.load() != 0) return "it has deleted its model.";
-  return is_alive() ? "" : "its process has ended.";
+  if (board().closed.load() != 0) return kScriptEnded;
+  Nonce found{};
+  const int failure = read_nonce(&found);
+  if (failure == EPERM)
+    return "the system no longer lets this rank read its memory. Set ZERO_EXT_CROSS_MEMORY=0 on all"
+           " ranks.";
+  return failure == 0 && found == introduction_.nonce ? "" : "its process has ended.";
 }
 
 std::string LocalPeer::end_of_messages() const {
   std::string ended = end();
-  if (ended.empty() && board().left.load() != 0)
-    ended = "its script has ended, or it has deleted its model.";
+  if (ended.empty() && board().left.load() != 0) ended = kScriptEnded;
   return ended;
 }
 

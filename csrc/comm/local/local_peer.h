@@ -56,6 +56,8 @@ class LocalPeer {
   std::string end_of_messages() const;
 
  private:
+  // 0, or errno.
+  int read_nonce(Nonce* found) const;
   bool is_alive() const;
   bool write_waiting();
 
