@@ -379,6 +379,11 @@ def test_an_unknown_key_at_the_top_is_told_and_ignored(key, value, near):
     assert config == Config.read(of(), 1)
     with pytest.raises(ValueError, match=f"'{key}' is .*{re.escape(meant)}"):
         Config.read(of(**{key: value}), 1, strict=True)
+    # Beside an error it is in the same message, because it may be the cause.
+    with pytest.raises(
+        ValueError, match=f"2 errors:\n  - config '{key}' is ignored: .*\n  - .*steps"
+    ):
+        Config.read(of(**{key: value, "steps_per_print": "often"}), 1)
 
 
 @pytest.mark.parametrize(

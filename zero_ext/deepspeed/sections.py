@@ -33,6 +33,8 @@ class Problems:
     def finish(self) -> None:
         """Raise if anything was recorded. Warn of keys that DeepSpeed ignores."""
         texts = [text for _, text in sorted(self._found, key=lambda each: each[0])]
+        if texts:  # a misspelt section may be the cause of the errors
+            texts = [*self.unknown, *texts]
         if len(texts) == 1:
             raise ValueError(f"zero_ext: {texts[0]}")
         if texts:
