@@ -102,8 +102,14 @@ def build(factory: str) -> nn.Module:
     return module
 
 
-def _mib(size: float) -> str:
-    return f"{size / 2**20:,.1f}" if size else "-"
+def _unit_of(largest: float) -> tuple[str, int]:
+    """The unit in which to print sizes of up to ``largest`` bytes, and its bytes."""
+    return ("GiB", 2**30) if largest >= 10 * 2**30 else ("MiB", 2**20)
+
+
+def _with_unit(size: float) -> str:
+    name, unit = _unit_of(size)
+    return f"{size / unit:,.1f} {name}"
 
 
 def report(
@@ -111,10 +117,12 @@ def report(
 ) -> str:
     """``estimates``: by stage."""
     parameters = list(module.parameters())
-    rows = [["MiB per rank", *_KINDS, "total"]]
-    for stage, estimate in enumerate(estimates):
-        sizes = [estimate[kind] for kind in _KINDS]
-        rows.append([f"stage {stage}", *map(_mib, [*sizes, sum(sizes)])])
+    sizes = [[estimate[kind] for kind in _KINDS] for estimate in estimates]
+    name, unit = _unit_of(max(map(sum, sizes)))
+    rows = [[f"{name} per rank", *_KINDS, "total"]]
+    for stage, of_kinds in enumerate(sizes):
+        numbers = [*of_kinds, sum(of_kinds)]
+        rows.append([f"stage {stage}", *(f"{n / unit:,.1f}" if n else "-" for n in numbers)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
@@ -129,10 +137,10 @@ def report(
             *table,
             "",
             f"Stage {options.stage}: {sent.reductions:,} units with gradients; the largest is "
-            f"'{name}', {_mib(size)} MiB.",
+            f"'{name}', {_with_unit(size)}.",
             f"A step of one backward with reduction='exchange', per rank: {sent.messages:,} "
-            f"messages; sent are {_mib(sent.gradient_bytes)} MiB of gradients and "
-            f"{_mib(sent.parameter_bytes)} MiB of parameters ({sent.gathers:,} gathers).",
+            f"messages; sent are {_with_unit(sent.gradient_bytes)} of gradients and "
+            f"{_with_unit(sent.parameter_bytes)} of parameters ({sent.gathers:,} gathers).",
         ]
     )
 
