@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import inspect
 import pickle
+import re
 from datetime import timedelta
 
 import pytest
@@ -36,6 +38,7 @@ from torch.nn.utils import prune
 
 import zero_ext
 from zero_ext.engine.registry import find
+from zero_ext.module import foreign_names
 
 dist_test = pytest.mark.dist
 at_least_two_ranks = pytest.mark.world(min=2)
@@ -288,9 +291,59 @@ def test_arguments_of_another_kind_are_refused_by_name(message):
         WRONG_KINDS[message](MLP())
 
 
+FOREIGN_ARGUMENTS = {
+    "sharding_strategy": "Pass stage=3 for FULL_SHARD",
+    "device_mesh": "Pass mesh=",
+    "find_unused_parameters": "Leave it out: unused parameters are",
+    "auto_wrap_policy": "Pass units=Block",
+    "bucket_size": r"See help\(zero_ext.shard\)",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN_ARGUMENTS)
+def test_arguments_of_other_libraries_name_those_of_shard(name):
+    model = MLP()
+    message = rf"shard\(\) has no argument '{name}'. {FOREIGN_ARGUMENTS[name]}"
+    with pytest.raises(TypeError, match=message):
+        zero_ext.shard(model, **{name: None})
+    zero_ext.shard(model)
+
+
+def test_the_arguments_named_for_those_of_other_libraries_exist():
+    own = set(inspect.signature(zero_ext.shard).parameters)
+    for foreign, remedy in foreign_names._REMEDIES.items():
+        assert foreign not in own
+        assert set(re.findall(r"\b(\w+)=(?!=)", remedy)) <= own, foreign
+
+
+def test_optimizers_of_torch_name_wrap():
+    for name in ("Adagrad", "RMSprop"):
+        with pytest.raises(AttributeError, match=rf"optim\.wrap\(torch\.optim\.{name}, parameters"):
+            getattr(zero_ext.optim, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'Adagard'\.$"):
+        _ = zero_ext.optim.Adagard
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("how", ["replaced", "added", "in another model"])
+def test_an_optimizer_names_a_parameter_that_is_not_sharded(how, stage):
+    model = zero_ext.shard(MLP(7, 5, 3), stage)
+    others = []
+    message = "it was added after the module was sharded, or belongs to another module"
+    if how == "replaced":
+        model.layers[1] = nn.Linear(7, 7)
+        message = r"it may have replaced 'layers\.1\.weight' after the module was sharded"
+    elif how == "added":
+        model.layers.append(nn.Linear(13, 13))
+    else:
+        others = [nn.Parameter(torch.ones(11))]
+    with pytest.raises(ValueError, match=rf"is not sharded, .*: {message}"):
+        zero_ext.optim.SGD([*model.parameters(), *others], lr=0.1)
+
+
 def test_wrong_values_are_refused_with_what_there_is():
     model = MLP()
-    with pytest.raises(TypeError, match="stage must be an int, .* not the Tensor"):
+    with pytest.raises(TypeError, match=r"stage must be an int, .* not the Tensor"):
         zero_ext.shard(model, torch.ones(2))
     for wrong in ({"world_size": True}, {"shards": False}, {"world_size": "2"}, {"shards": 1.0}):
         with pytest.raises(ValueError, match=f"{min(wrong)} must be at least 1, not"):
@@ -310,7 +363,7 @@ def test_wrong_values_are_refused_with_what_there_is():
 def test_an_optimizer_names_parameters_as_their_module_does():
     model, saved = zero_ext.shard(MLP()), torch.optim.Adam(MLP().parameters())
     other = nn.Parameter(torch.ones(2))
-    with pytest.raises(ValueError, match=r"'parameter 6 of group 0' of shape \(2,\) is not a p"):
+    with pytest.raises(ValueError, match=r"'parameter 6 of group 0' of shape \(2,\) is not sh"):
         zero_ext.optim.SGD([*model.parameters(), other], 0.1)
     first = zero_ext.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match=r"'layers.0.weight' is stepped by another .*AdamW"):

@@ -113,8 +113,9 @@ def _check_alone(groups: Groups, name: str, parameter: Tensor, meta_allowed: boo
     where = f"{groups.where}parameter '{name}'"
     if isinstance(parameter, DTensor):
         raise TypeError(
-            f"{where} is a DTensor: another library (FSDP2, tensor parallelism) shards it already. "
-            "Pass a plain module, before fully_shard()."
+            f"{where} is a DTensor with placements {parameter.placements}: parallelize_module() "
+            "(tensor parallelism) or fully_shard() has cut it. zero_ext supports neither beside "
+            "its own sharding. Shard the plain module, without that call."
         )
     if getattr(parameter, "_fsdp_flattened", False):
         raise TypeError(

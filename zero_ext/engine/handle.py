@@ -33,6 +33,8 @@ from zero_ext.tensor import shard_tensor
 
 _log = logging.getLogger(__name__)
 
+_SAME_MODELS = "Build the same model and pass the same arguments on every rank."
+
 
 class Handle:
     """One engine over some parameters.
@@ -70,12 +72,7 @@ class Handle:
         described = [*options.describe(groups), *checks.describe(*parameters, *whole)]
         described += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in buffers]
         described += [f"unit of parameters {block.members}" for block in blocks or ()]
-        check_same_on_all_ranks(
-            groups,
-            described,
-            "the models (or the arguments)",
-            remedy="Build the same model and pass the same arguments on every rank.",
-        )
+        check_same_on_all_ranks(groups, described, "the models (or the arguments)", _SAME_MODELS)
         self.groups = groups
         self.options = options
         self.offload_policy = options.offload_policy
@@ -152,9 +149,7 @@ class Handle:
             )
         checks.check_parameters(self.groups, parameters)
         described = checks.describe(*parameters)
-        check_same_on_all_ranks(
-            self.groups, described, "the added parameters", remedy="Add the same on every rank."
-        )
+        check_same_on_all_ranks(self.groups, described, "the added parameters", _SAME_MODELS)
         return self.add_parameters(parameters)
 
     def leave_whole(self, parameters: Iterable[tuple[str, Tensor]]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from typing_extensions import Never
 
 from zero_ext.engine.checks import check_buffers, check_module, note_ignored, stays_whole
 from zero_ext.engine.handle import Handle
@@ -16,6 +17,7 @@ from zero_ext.engine.meta import MetaModules
 from zero_ext.engine.options import ShardingOptions
 from zero_ext.engine.other_wrappers import claim, refuse_wrapped
 from zero_ext.engine.units import Choice, cut_by_module, modules_of_units, used_several_times
+from zero_ext.module.foreign_names import reject_foreign
 from zero_ext.module.forward_hooks import ForwardHooks, cast_inputs, input_dtype
 from zero_ext.module.methods import ShardedMethods, ZeroGrad, refuse_taken_names
 from zero_ext.module.state_dict_hooks import StateDictHooks
@@ -45,6 +47,7 @@ def shard(
     ignored_params: Iterable[nn.Parameter] = (),
     sync_module_states: bool = True,
     broadcast_buffers: bool = False,
+    **foreign: Never,
 ) -> AnyModule:
     """Shard parameters, gradients and optimizer state of ``module`` over the ranks, in place.
     Collective.
@@ -116,6 +119,8 @@ def shard(
         torch.OutOfMemoryError: the module is a plain one with its values and can be sharded later.
             With stage 3 on several ranks the parameters of finished units are lost.
     """
+    if foreign:
+        reject_foreign(foreign)
     _check_module(module)
     mp_policy = _checked_policy(mp_policy)
     options = ShardingOptions(

@@ -119,11 +119,26 @@ def check_of_engine(named: Named, handle: Handle) -> None:
                 f"zero_ext: {what} is one of ignored_params, which each rank trains by itself. "
                 "Give these an optimizer of their own."
             )
+        if place is None:
+            raise ValueError(
+                f"zero_ext: {what} is not sharded, and others of this optimizer are"
+                f"{_replaced_by(parameter, named, handle)}. Change modules before zero_ext.shard()."
+            )
         raise ValueError(
             f"zero_ext: {what} is not a parameter of the sharded module that the others belong "
             "to. Give each sharded module its own optimizer, or shard one module that holds them: "
             "nn.ModuleList([one, another])."
         )
+
+
+def _replaced_by(parameter: Tensor, named: Named, handle: Handle) -> str:
+    """Which sharded parameter of this size is in no group: a replaced module had it."""
+    here = {place[1] for _, p in named if (place := find(p)) is not None}
+    for i in range(len(handle.parameters)):
+        if i not in here and handle.engine.bounds(i)[-1] == parameter.numel():
+            name = handle.engine.parameter_name(i)
+            return f": it may have replaced '{name}' after the module was sharded"
+    return ": it was added after the module was sharded, or belongs to another module"
 
 
 def handle_of_module(

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 # So many steps skipped in a row raise: the training does nothing any more.
 MAX_SKIPPED_IN_A_ROW = 1000
+# After so many the cause is not one batch.
+DIVERGED_IN_A_ROW = 4
 # These choose between torch's implementations and change no value of an update.
 _SWITCHES = frozenset(("foreach", "fused", "capturable", "differentiable"))
 
@@ -78,7 +80,12 @@ class SkippedSteps:
         if self._in_a_row & (self._in_a_row - 1):
             return
         bad = _nonfinite_parameter(optimizer)
-        if bad is not None:
+        if self._in_a_row >= DIVERGED_IN_A_ROW:
+            message += (
+                f"; {self._in_a_row} steps in a row were skipped: the run has diverged. Lower the "
+                "learning rate, and load a checkpoint from before"
+            )
+        elif bad is not None:
             message += (
                 f"; the parameter '{bad}' itself holds NaN or Inf, and skipping steps cannot mend "
                 "it: load a checkpoint from before"
