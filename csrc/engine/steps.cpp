@@ -119,7 +119,8 @@ void Steps::check_complete(const char* verb) const {
   const int64_t missing = boundary_.missing();
   TORCH_CHECK(missing == 0, where(context_.global_rank), verb, " after ", steps - missing, " of ",
               steps, " backwards of accumulation_steps=", steps, ". Run ", missing,
-              " more first, or discard their gradients with zero_grad().");
+              " more first. If the last window is shorter, use no_sync() in place of"
+              " accumulation_steps: docs/howto.md#accumulate-gradients.");
   TORCH_CHECK(!boundary_.local_open(), where(context_.global_rank), verb, ": ",
               boundary_.unreduced(),
               " backward(s) inside no_sync() were never reduced. Run the last backward before a"

@@ -1,7 +1,10 @@
 """zero_ext.testing: functions on several ranks, with and without a fault."""
 
 import os
+import sys
+import threading
 import time
+import types
 from datetime import timedelta
 
 import pytest
@@ -119,6 +122,21 @@ def test_every_rank_s_failure_is_told_and_the_next_run_has_new_processes():
         with pytest.raises(RanksError, match="lambda"):
             ranks.run(not_picklable)
         assert_bits(ranks.run(torch.ones, 2), [torch.ones(2)])
+
+
+def test_what_cannot_be_sent_is_refused_before_a_process_starts(monkeypatch):
+    with Ranks(2) as ranks:
+        for arguments in ((lambda: None,), (gradients, lambda: 3), (gradients, threading.Lock())):
+            with pytest.raises(
+                TypeError, match=r"cannot be sent to other processes: .* a notebook"
+            ):
+                ranks.run(*arguments)
+        of_a_cell = types.FunctionType(step_twice.__code__, globals())
+        of_a_cell.__module__ = "__main__"
+        monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+        with pytest.raises(TypeError, match="its module is no file"):
+            ranks.run(of_a_cell)
+        assert ranks._processes == []
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -52,6 +53,23 @@ class RanksError(AssertionError):
             f"--- rank {rank}\n{f.details}" for rank, f in self.failures.items() if f.details
         ]
         super().__init__("\n".join([*lines, *details]))
+
+
+def _pickled(function: Callable, args: tuple, kwargs: dict[str, Any]) -> bytes:
+    """What the processes are sent, which import the module of ``function``."""
+    main = sys.modules["__main__"]
+    interactive = not hasattr(main, "__file__") and not getattr(main, "__spec__", None)
+    problem: object = "its module is no file"
+    try:
+        if not (interactive and getattr(function, "__module__", None) == "__main__"):
+            return pickle.dumps((function, args, kwargs))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        problem = error
+    raise TypeError(
+        f"zero_ext: {function!r} and its arguments cannot be sent to other processes: {problem}. "
+        "Put the function at the top of a module. In a notebook, start ranks as in "
+        "docs/howto.md#in-a-notebook."
+    )
 
 
 @dataclass
@@ -103,11 +121,12 @@ class Ranks:
         Returns:
             What each rank returned, in rank order. Tensors come as copies.
         Raises:
+            TypeError: ``function`` or an argument cannot be sent.
             RanksError: a rank raised an exception, died, or did not end in time.
         """
         if fault is not None and not 0 <= fault.rank < self.world:
             raise ValueError(f"zero_ext: the fault is on rank {fault.rank} of {self.world}.")
-        pickled = pickle.dumps((function, args, kwargs))
+        pickled = _pickled(function, args, kwargs)
         if not self._processes:
             self._start()
         self._runs += 1
