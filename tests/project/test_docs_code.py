@@ -39,7 +39,7 @@ RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 def test_every_block_says_how_it_is_checked():
-    known = (*RUN, *SHELL, "text")
+    known = (*RUN, *SHELL, "text", "py")  # py: a program of its own, see test_howto_launch.py
     found = [block for page in PAGES for block in blocks(page)]
     assert [
         b.place for b in found if b.language not in known and not SPHINX.match(b.language)
