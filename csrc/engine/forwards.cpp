@@ -65,6 +65,12 @@ void Forwards::reshard(Writes writes) {
   gatherer_.drop(all_units(), writes);
 }
 
+void Forwards::release_kept() {
+  const Access access(lock_);
+  const at::NoGradGuard no_grad;
+  gatherer_.release_kept();
+}
+
 bool Forwards::held_by_user() const {
   const Access access(lock_);
   const std::vector<int64_t> all = all_units();

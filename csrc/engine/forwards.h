@@ -40,6 +40,7 @@ class Forwards : Facet {
              const std::vector<at::Tensor>& outputs, bool threw);
   void unshard();
   void reshard(Writes writes);
+  void release_kept();        // see Gatherer
   bool held_by_user() const;  // unshard() was called, and reshard() was not yet
   std::vector<std::string> gathered_units() const;  // names of the units that are in memory now
   // Full parameters come and go, or will when a frozen parameter is unfrozen.

@@ -232,6 +232,14 @@ void Gatherer::drop(const std::vector<int64_t>& units, Writes writes) {
   if (!is_inside()) context_.spare->trim();
 }
 
+void Gatherer::release_kept() {
+  if (is_inside() || comm_.on_device()) return;
+  const Holds of_graph{.graph = true};
+  for (int64_t u = 0; u < table_.size(); ++u) {
+    if (table_.holds(u) == of_graph) table_.apply(u, ResidencyEvent::reset);
+  }
+}
+
 // Steps
 
 void Gatherer::begin_serving() {

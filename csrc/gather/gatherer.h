@@ -70,6 +70,10 @@ class Gatherer {
   void hold(const std::vector<int64_t>& units);
   void drop(const std::vector<int64_t>& units, Writes writes);
 
+  // Releases the units that kept graphs alone hold. A backward over such a graph gathers them again.
+  // Without effect where gathers are collectives, which other ranks would not enter.
+  void release_kept();
+
   // This rank serves the gathers of others from now on, which wait for what is queued by now alone.
   // See Note [Serving] in serving.h.
   void begin_serving();

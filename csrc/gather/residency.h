@@ -47,6 +47,7 @@ struct Holds {
   bool escaped = false;    // a forward returned views of it
   bool user = false;       // unshard()
   bool permanent = false;  // parameters are replicated
+  bool operator==(const Holds&) const = default;
   bool any() const { return forward > 0 || calls > 0 || graph || escaped || user || permanent; }
 };
 

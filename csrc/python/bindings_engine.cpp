@@ -201,6 +201,7 @@ void bind_forwards(EngineClass& engine) {
       .def_property_readonly("serves_one_alone", of(forwards, &Forwards::serves_one_alone))
       .def_property_readonly("held_by_user",
                              py::cpp_function(of(forwards, &Forwards::held_by_user), NoGil()))
+      .def("release_kept", of(forwards, &Forwards::release_kept), NoGil())
       .def("gathered_units", of(forwards, &Forwards::gathered_units), NoGil())
       .def("wait_for_shards", of(forwards, &Forwards::wait_for_shards), NoGil())
       .def("give_parameters_back", of(forwards, &Forwards::give_parameters_back), NoGil())

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/where.h>
 
 #include <cstring>
 #include <utility>
@@ -115,10 +116,53 @@ at::Tensor UnitParameters::shard_slice(int64_t i) {
   need_shard();
   await_releases();
   shard_shown_ = true;
+  if (!full_.emptied() && !lent_before_.defined()) {
+    if (own_range_.has_value()) own_range_->block(current_stream(context_.compute.device()));
+    {
+      std::optional<SideStream::Scope> beside;
+      go_beside(beside);
+      copy_own_range_to_shard();
+    }
+    remember_lent_shard();
+  }
   return layout_.own_slice(shard_, i);
 }
 
+void UnitParameters::remember_lent_shard() {
+  await_releases();
+  lent_before_ = FlatBuffer(on_host_ ? context_.offloaded : context_.memory, Held::shard,
+                            on_host_ ? context_.host_place() : context_.compute_place(), dtype_,
+                            layout_.range_numel());
+  lent_before_.copy_begin(shard_, shard_.tensor().nbytes());
+}
+
+at::Tensor UnitParameters::own_range_with_lent_writes() const {
+  const int64_t range = layout_.range_numel();
+  const at::Tensor own = full_.slice(layout_.own_begin(), range);
+  if (!lent_before_.defined()) return own;
+  // Bits are compared, so that NaN equals NaN.
+  const at::ScalarType bits = c10::elementSize(dtype_) == 4 ? at::kInt : at::kShort;
+  const at::Tensor lent = shard_.typed(bits, range);
+  const at::Tensor written = lent.ne(lent_before_.typed(bits, range));
+  return at::where(written, lent, own.to(shard_.device()).view(bits)).view(dtype_);
+}
+
+void UnitParameters::copy_own_range_to_shard() {
+  if (lent_before_.defined()) {
+    shard_.tensor().copy_(own_range_with_lent_writes());
+    return;
+  }
+  const void* own = full_.at(layout_.own_begin());
+  const size_t bytes = shard_.tensor().nbytes();
+  const bool equal = context_.compute.on_host() && std::memcmp(own, shard_.data(), bytes) == 0;
+  if (!equal) copy_bytes(shard_.data(), shard_.device(), own, full_.device(), bytes);
+}
+
 at::Tensor UnitParameters::present_slice(int64_t i) const {
+  if (lent_before_.defined() && layout_.own_piece(i) != nullptr) {
+    const Piece& piece = *layout_.own_piece(i);
+    return own_range_with_lent_writes().narrow(0, piece.range_begin, piece.numel);
+  }
   if (!full_.emptied()) return layout_.own_slice(full_, i, layout_.own_begin());
   await_releases();
   return shard_.defined() ? layout_.own_slice(shard_, i) : master_slice(i).to(dtype_);
@@ -256,11 +300,15 @@ void UnitParameters::start_gather(Comm& comm, int64_t number) {
     full_.allocate(*context_.spare);
   }
   try {
+    if (shard_.defined() && shard_.lent()) remember_lent_shard();
     receive_ranges(comm, number);
   } catch (...) {
     gathering_ = Pending();
     context_.gathering.join();  // which may be writing to it
-    if (released) full_.empty(*context_.spare, released_message_);
+    if (released) {
+      lent_before_.drop();
+      full_.empty(*context_.spare, released_message_);
+    }
     throw;
   }
 }
@@ -338,16 +386,14 @@ void UnitParameters::release(Comm& comm, Writes writes) {
   std::optional<SideStream::Scope> beside;
   go_beside(beside);
   if (writes == Writes::keep) {
-    const void* own = full_.at(layout_.own_begin());
     if (shard_.defined()) {
-      const size_t bytes = shard_.tensor().nbytes();
-      const bool equal = context_.compute.on_host() && std::memcmp(own, shard_.data(), bytes) == 0;
-      if (!equal) copy_bytes(shard_.data(), shard_.device(), own, full_.device(), bytes);
+      copy_own_range_to_shard();
     } else {
-      adopt_into_master(own, master_data(), layout_.range_numel());
+      adopt_into_master(full_.at(layout_.own_begin()), master_data(), layout_.range_numel());
     }
     refresh_mirror(comm);
   }
+  lent_before_.drop();
   full_.empty(*context_.spare, released_message_);
 }
 

@@ -15,6 +15,12 @@
 // is offloaded and the parameters are not.
 // On the host a shard costs 2 bytes per element, and saves other ranks from reading 4.
 // A device's shard may lie on the host as well, see Note [Offload].
+//
+// Note [Writes to a lent shard]
+// state_dict() lends views of the shard on every rank, whether full has memory or not, and users may
+// write to both. While full has memory and views are lent, lent_before_ holds the shard as it was
+// when both were equal. A release keeps the elements of the shard that differ from it, and takes all
+// others from full. The memory of lent views never changes, so that other threads may read it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -115,6 +121,10 @@ class UnitParameters {
   void await_releases() const;
   void adopt_into_master(const void* parameters, float* master, int64_t numel) const;
   void cast_master(void* parameters) const;
+  // See Note [Writes to a lent shard].
+  void remember_lent_shard();
+  at::Tensor own_range_with_lent_writes() const;
+  void copy_own_range_to_shard();
   void need_shard();
   // Drops the shard unless views of it are held; the master adopts what was written to it.
   void drop_idle_shard();
@@ -133,6 +143,7 @@ class UnitParameters {
                        // where casts_master_
   at::Tensor mirror_;  // of a shard on a device, on the host, where it travels through host memory
   bool shard_shown_ = false;  // views of the shard were lent
+  FlatBuffer lent_before_;    // [range], compute dtype; see Note [Writes to a lent shard]
   FlatBuffer master_;   // [range], fp32; undefined where own_parameters() are fp32 and serve as it
   FlatBuffer updated_;  // [range], compute dtype; own_parameters() on the host, around an update
   std::optional<c10::Event> downloaded_;  // into updated_

@@ -41,13 +41,18 @@ class StateDictHooks(Carried):
         return self._handle is not None and self._handle.engine.releases
 
     def put_shards(self, module: nn.Module, state_dict, prefix: str, metadata) -> None:
-        """Put ShardTensors in the places of released parameters, which cannot be read.
+        """Put ShardTensors in the places of parameters that come and go.
 
-        Uses the current names: layers may have been moved since the module was sharded.
+        Which of them this rank has in memory does not matter, because ranks may differ in that.
+        Exception: after ``unshard()`` the tensors are plain ones. Uses the current names: layers
+        may have been moved since the module was sharded.
         """
         if not self._releases:
             return
-        gathered = set(self._handle.engine.gathered_units())
+        engine = self._handle.engine
+        if engine.held_by_user:
+            return
+        engine.release_kept()
         for owner_name, owner in module.named_modules(remove_duplicate=False):
             for name, parameter in owner._parameters.items():
                 if parameter is None or not is_sharded_by(self._handle, parameter):
@@ -57,7 +62,7 @@ class StateDictHooks(Carried):
                 if value is None or value is parameter or isinstance(value, ShardTensor):
                     continue  # left out; keep_vars; done by a submodule's hook
                 _, i = find(parameter)
-                if self._handle.engine.unit_name_of(i) not in gathered:
+                if engine.comes_and_goes(i):
                     state_dict[key] = self._handle.parameter_shard(i)
 
     def before_load(self, module: nn.Module, state_dict, prefix: str, *rest) -> None:
