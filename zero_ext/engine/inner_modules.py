@@ -39,6 +39,9 @@ class InnerCall(Carried):
         self._site: int | None = None  # made for the first call from outside
         self._compiled: Callable | None = module._compiled_call_impl  # by the user
 
+    def replaced(self) -> Callable | None:
+        return self._compiled
+
     def __call__(self, *args, **kwargs):
         call = self._compiled or self._module()._call_impl
         if torch.compiler.is_compiling():

@@ -72,6 +72,9 @@ class _Claim(Carried, dict):
         self._handle: weakref.ref[Handle] | None = weakref.ref(handle)
         self._i = i  # the index of a parameter
 
+    def replaced(self) -> dict[str, Any] | None:
+        return dict(self) or None
+
     def __contains__(self, api: object) -> bool:
         handle = self._handle and self._handle()
         if handle is not None and (wrapper := _wrapper_that_runs()) is not None:

@@ -1,19 +1,17 @@
 """``register_forward_method``: methods beside ``forward`` that compute with a sharded model."""
 
 import contextlib
-import functools
-import inspect
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
 from torch import nn
 
-from zero_ext.engine.carried import Carried
+from zero_ext.engine.carried import CarriedReplacement
 from zero_ext.engine.checks import check_module
 from zero_ext.engine.registry import find
 from zero_ext.engine.unit_hooks import SiteHooks, hooks_of
+from zero_ext.module import plain_copies
 from zero_ext.module.forward_hooks import ForwardHooks
 
 
@@ -49,9 +47,10 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     sites = [*root, *(hooks for hooks in hooks_of(module) if hooks not in root)]
     forward_hooks = handles[0].sharded_methods().forward_hooks
     setattr(module, method_name, ForwardMethod(module, method_name, forward_hooks, sites))
+    plain_copies.attach(module)
 
 
-class ForwardMethod(Carried):
+class ForwardMethod(CarriedReplacement):
     """A method of a module that runs inside the hooks of a forward."""
 
     _in_a_copy: ClassVar = {"_open": []}
@@ -59,27 +58,10 @@ class ForwardMethod(Carried):
     def __init__(
         self, module: nn.Module, name: str, forward_hooks: ForwardHooks, sites: list[SiteHooks]
     ):
-        self._module = weakref.ref(module)
-        self._name = name
-        self._own = module.__dict__.get(name)  # where it is no method of the class
+        super().__init__(module, name)
         self._forward_hooks = forward_hooks
         self._sites = sites
         self._open: list[list[SiteHooks]] = []  # what each running call has entered
-        with contextlib.suppress(AttributeError):
-            functools.update_wrapper(self, self._method())
-
-    @property
-    def __wrapped__(self) -> Callable:
-        """For ``inspect``. It is not stored, because it would keep the module alive."""
-        return self._method()
-
-    def _method(self) -> Callable:
-        module = self._module()
-        if self._own is not None:
-            return self._own
-        kind = type(module)
-        method = inspect.getattr_static(kind, self._name)
-        return method.__get__(module, kind) if hasattr(method, "__get__") else method
 
     def __call__(self, *args, **kwargs):
         entered: list[SiteHooks] = []

@@ -17,6 +17,7 @@ from zero_ext.engine.meta import MetaModules
 from zero_ext.engine.options import ShardingOptions
 from zero_ext.engine.other_wrappers import claim, refuse_wrapped
 from zero_ext.engine.units import Choice, cut_by_module, modules_of_units, used_several_times
+from zero_ext.module import plain_copies, save_pretrained
 from zero_ext.module.foreign_names import reject_foreign
 from zero_ext.module.forward_hooks import ForwardHooks, cast_inputs, input_dtype
 from zero_ext.module.methods import ShardedMethods, ZeroGrad, refuse_taken_names
@@ -282,4 +283,6 @@ def _attach(
     module.zero_grad = ZeroGrad(handle, module)
     if handle.engine.releases:
         StateDictHooks(handle).attach(module)
+        save_pretrained.attach(module, methods)
     forward_hooks.attach(module)
+    plain_copies.attach(module)

@@ -5,18 +5,10 @@ from torch import nn
 
 from zero_ext.engine.carried import Carried
 from zero_ext.engine.checks import check_module
+from zero_ext.module.plain_copies import FLAGS, HOOKS, is_ours
 from zero_ext.module.sharding import AnyModule
 from zero_ext.ranks.agreement import all_or_none
 from zero_ext.state.model_state import full_value, handles_of
-
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
 @torch.inference_mode(False)
@@ -56,17 +48,13 @@ def unwrap(module: AnyModule) -> AnyModule:
 
 def _remove_ours(module: nn.Module) -> None:
     """Delete the hooks, methods and attributes that sharding has added to ``module``."""
-    for attribute in _HOOKS:
+    for attribute in HOOKS:
         hooks = module.__dict__.get(attribute, {})
-        for key in [k for k, hook in hooks.items() if _is_ours(hook)]:
+        for key in [k for k, hook in hooks.items() if is_ours(hook)]:
             del hooks[key]
-            for flags in _FLAGS:
+            for flags in FLAGS:
                 module.__dict__.get(flags, {}).pop(key, None)
     for name in [n for n, value in module.__dict__.items() if isinstance(value, Carried)]:
-        value = module.__dict__.pop(name)
-        if name == "_compiled_call_impl" and value._compiled is not None:
-            module.__dict__[name] = value._compiled  # the user's
-
-
-def _is_ours(hook) -> bool:
-    return isinstance(getattr(hook, "hook", hook), Carried)
+        own = module.__dict__.pop(name).replaced()
+        if own is not None:
+            module.__dict__[name] = own

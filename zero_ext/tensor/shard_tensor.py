@@ -163,6 +163,14 @@ class ShardTensor(DTensor):
 
     tolist = numpy
 
+    def storage(self):
+        # safetensors asks for it.
+        raise RuntimeError(
+            f"zero_ext: a ShardTensor of shape {tuple(self.shape)} cannot be written to a file as "
+            "it is: this rank holds only a slice. Write safetensors files with "
+            "zero_ext.checkpoint.export_safetensors(model, directory), on every rank."
+        )
+
     def data_ptr(self) -> int:
         """0, as of every wrapper; torch would give the slice's storage offset (dcp.async_save asks
         whether there is memory)."""
