@@ -7,6 +7,7 @@
 #include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/cpp_stacktraces.h>
@@ -188,6 +189,21 @@ std::vector<Node*> next_nodes() {
     if (edge.is_valid()) nodes.push_back(edge.function.get());
   }
   return nodes;
+}
+
+std::vector<at::Tensor> parameters_after_this_node() {
+  constexpr size_t kMostNodes = 32;
+  std::vector<at::Tensor> parameters;
+  std::vector<Node*> nodes;
+  if (is_inside_node()) nodes = next_nodes();
+  for (size_t n = 0; n < nodes.size() && n < kMostNodes; ++n) {
+    if (auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(nodes[n]))
+      parameters.push_back(leaf->variable);
+    for (const auto& edge : nodes[n]->next_edges()) {
+      if (edge.is_valid()) nodes.push_back(edge.function.get());
+    }
+  }
+  return parameters;
 }
 
 void call_at_end_of_task(std::function<void()> action) {

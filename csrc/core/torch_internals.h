@@ -100,6 +100,9 @@ bool will_run(const NodePtr& node);
 bool is_inside_node();
 // The nodes that the current node hands its gradients to.
 std::vector<Node*> next_nodes();
+// The parameters whose gradients come soon after the running node, the nearest first: those that it
+// may have saved. None outside of a node.
+std::vector<at::Tensor> parameters_after_this_node();
 // Calls `action` when the task ends. A task that throws destroys it without a call.
 void call_at_end_of_task(std::function<void()> action);
 // The names of all nodes in its graph that are Python functions (torch.autograd.Function).

@@ -69,6 +69,7 @@ void bind_errors(py::module_& m) {
   m.def("leave_call", &leave_call);
   m.def("current_call", &current_call);
   m.def("calls_of_local_peers", &SharedHostTransport::calls_of_peers);
+  m.def("parameters_after_this_node", &parameters_after_this_node);
   m.def("explain_released_accesses", [](py::function explain) {
     // Never destroyed: an access may raise while the process exits.
     const auto* kept = new py::function(std::move(explain));

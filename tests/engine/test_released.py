@@ -137,6 +137,55 @@ def test_the_message_fits_what_was_called(model, rank):
     mean_square(model, rank_data((2, 7), rank)).backward()
 
 
+class Box:
+    """No container that zero_ext looks into."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Boxed(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return Box(torch.tanh(self.inner(x)))
+
+
+class Unseen(nn.Module):
+    """The outputs of its blocks are not seen, so a backward does not gather them again."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(map(Boxed, blocks))
+        self.last = nn.Linear(7, 7)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).value
+        return self.last(x)
+
+
+UNSEEN = {
+    "linear": lambda: nn.Linear(7, 7),
+    "without bias": lambda: nn.Linear(7, 7, bias=False),
+    "convolution": lambda: nn.Conv1d(2, 2, 3, padding=1),
+    "norm": lambda: nn.Sequential(nn.Linear(7, 7), nn.LayerNorm(7)),
+}
+
+
+@pytest.mark.parametrize("kind", UNSEEN)
+def test_a_backward_that_reads_a_released_unit_names_it(kind, mesh, rank):
+    model = Unseen([UNSEEN[kind]() for _ in range(3)])
+    zero_ext.shard(model, 3, mesh=mesh, units=Boxed, bucket_mb=1e-6)
+    loss = model(rank_data((2, 7), rank)).square().mean()
+    # The last block comes first in a backward.
+    named = r"unit 'blocks\.2\.inner\.\S+.*'\]: a backward reads parameters that are released"
+    with pytest.raises(RuntimeError, match=named):
+        loss.backward()
+
+
 def test_other_errors_keep_their_text(model):
     with pytest.raises(RuntimeError, match="must match the size"):
         torch.zeros(3).lerp_(torch.zeros(4), 0.5)

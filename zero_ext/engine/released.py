@@ -102,18 +102,23 @@ def _callers() -> Iterator[_Caller]:
 
 def _begin_of_message(callers: list[_Caller]) -> str | None:
     """The rank and the unit, from the text of the storage that was accessed: that of the first
-    released tensor among the variables of the callers and the parameters of their modules."""
-    for caller in callers:
-        own = getattr(caller.owner, "_parameters", None) or {}
-        for value in (*caller.frame.f_locals.values(), *own.values()):
-            if isinstance(value, Tensor) and type(value).__torch_dispatch__ is _PLAIN:
-                try:
-                    value.data_ptr()
-                except RuntimeError as error:
-                    begin, released, _ = str(error).partition(_RELEASED)
-                    if released or begin.startswith("zero_ext"):  # offloaded, or a gradient
-                        return begin if released else None
+    released tensor among the parameters of the running node of a backward, the variables of the
+    callers and the parameters of their modules."""
+    for value in (*_C.parameters_after_this_node(), *_variables_of(callers)):
+        if isinstance(value, Tensor) and type(value).__torch_dispatch__ is _PLAIN:
+            try:
+                value.data_ptr()
+            except RuntimeError as error:
+                begin, released, _ = str(error).partition(_RELEASED)
+                if released or begin.startswith("zero_ext"):  # offloaded, or a gradient
+                    return begin if released else None
     return f"zero_ext [rank {next(iter(_releasing)).groups.global_rank}]: "
+
+
+def _variables_of(callers: list[_Caller]) -> Iterator[Any]:
+    for caller in callers:
+        yield from caller.frame.f_locals.values()
+        yield from (getattr(caller.owner, "_parameters", None) or {}).values()
 
 
 _PLAIN = nn.Parameter.__torch_dispatch__
