@@ -1,174 +1,180 @@
 #include "autograd/backward_watch.h"
 
+#include <algorithm>
 #include <chrono>
+#include <utility>
 
 #include "core/errors.h"
-#include "core/torch_internals.h"
 
 namespace zero_ext {
 namespace {
 
 constexpr std::chrono::minutes kBackwardPatience(5);
+constexpr std::chrono::seconds kReportPatience(1);
 
 constexpr char kInnerFailed[] =
-    "backward: an inner backward (run by a node of this one) threw an error. That undid all"
+    "backward: an inner backward (run by a hook or a node of this one) threw an error. That undid "
+    "all"
     " gradients of this backward so far, but the error was caught. Let the error end the outer"
     " backward as well, and repeat forward and backward.";
-constexpr char kEarlierFailed[] =
-    "backward: an earlier backward threw an error right after an inner backward (reentrant"
-    " checkpointing), where zero_ext could not notice it. The gradients of both backwards were"
-    " undone. Repeat forward and backward.";
-
-// Enters the watch, once.
-class EnterOnce : public EntryHook {
- public:
-  explicit EnterOnce(std::weak_ptr<BackwardWatch> watch) : watch_(std::move(watch)) {}
-  void run() override {
-    if (auto watch = std::exchange(watch_, {}).lock()) watch->enter();
-  }
-
- private:
-  std::weak_ptr<BackwardWatch> watch_;
-};
+constexpr char kTwoThreads[] =
+    "backward: another thread runs a backward of the same model on this device. Autograd runs the"
+    " hooks of both on one thread, so neither can wait for the other. Begin a backward after the"
+    " other thread's has returned.";
+constexpr char kUnseen[] =
+    "backward: an inner backward ended on another thread than the one that called it, and zero_ext"
+    " has seen nothing of the backwards around it. Its gradients were undone. Run it after the "
+    "outer"
+    " backward has returned.";
 
 }  // namespace
 
 // Lives in a graph task's final callbacks and is destroyed with them.
 struct BackwardWatch::TaskEnd {
-  TaskEnd(std::weak_ptr<BackwardWatch> watch, int task) : watch(std::move(watch)), task(task) {}
+  TaskEnd(std::weak_ptr<BackwardWatch> watch, const GraphTask& task)
+      : watch(std::move(watch)), task(task) {}
   ~TaskEnd() {
-    if (ran) return;
-    if (auto alive = watch.lock()) alive->task_died(task);
+    if (auto alive = watch.lock()) alive->task_gone(task, ended);
   }
   void run() {
-    ran = true;
-    if (auto alive = watch.lock()) alive->task_ended(task);
+    if (auto alive = watch.lock()) {
+      task.depth > 0 ? alive->inner_task_ends(task) : alive->outermost_task_ends(task);
+    }
+    ended = true;
   }
 
   std::weak_ptr<BackwardWatch> watch;
-  int task;
-  bool ran = false;
+  GraphTask task;
+  bool ended = false;
 };
 
 void BackwardWatch::enter() {
   std::unique_lock lock(mutex_);
-  const int task = current_task();
-  if (task == last_task_) return;
-  if (one_thread_) wait_for_other_threads(lock);
-  TORCH_CHECK(doomed_.count(task) == 0, where(rank_), kInnerFailed);
-  last_task_ = task;
-  if (!tasks_.insert(task).second) return;
-  count_tasks();
-  if (task < followed_) followed_ = -1;
-  call_at_end_of_task([end = std::make_shared<TaskEnd>(weak_from_this(), task)] { end->run(); });
+  if (current_task() == last_task_) return;
+  const GraphTask task = running_task();
+  if (on_host_) {
+    wait_for_other_threads(task, lock);
+  } else {
+    check_alone(task);
+  }
+  TORCH_CHECK(failure_ == nullptr, where(rank_), failure_);
+  last_task_ = task.number;
+  await_end_of(task);
 }
 
-void BackwardWatch::wait_for_other_threads(std::unique_lock<std::mutex>& lock) {
-  const std::thread::id me = std::this_thread::get_id();
-  const bool mine = fewer_unfinished_.wait_for(lock, kBackwardPatience,
-                                               [&] { return owner_.value_or(me) == me; });
+void BackwardWatch::wait_for_other_threads(const GraphTask& task,
+                                           std::unique_lock<std::mutex>& lock) {
+  const bool mine = fewer_unfinished_.wait_for(
+      lock, kBackwardPatience, [&] { return owner_ == nullptr || owner_ == task.queue; });
   TORCH_CHECK(mine, where(rank_), "backward: waited ", kBackwardPatience.count(),
               " minutes for a backward of the same model on another thread. Only one thread at a"
               " time runs a backward. Do not let the other thread wait for this one.");
-  owner_ = me;
+  owner_ = task.queue;
 }
 
-void BackwardWatch::let_other_threads_in() {
+void BackwardWatch::check_alone(const GraphTask& task) const {
+  const bool alone = std::all_of(tasks_.begin(), tasks_.end(), [&](const auto& other) {
+    return task.depth > 0 || other.second.depth > 0 || other.first == task.number;
+  });
+  TORCH_CHECK(alone, where(rank_), kTwoThreads);
+}
+
+void BackwardWatch::await_end_of(const GraphTask& task) {
+  if (!tasks_.emplace(task.number, task).second) return;
+  ever_nested_ = ever_nested_ || task.depth > 0;
+  count_tasks();
+  call_at_end_of_task([end = std::make_shared<TaskEnd>(weak_from_this(), task)] { end->run(); });
+}
+
+void BackwardWatch::inner_task_ends(const GraphTask& task) {
+  if (const auto listener = listener_.lock()) listener->inner_backward_ended(task.number);
   const std::lock_guard lock(mutex_);
-  if (!tasks_.empty()) return;
-  owner_.reset();
-  fewer_unfinished_.notify_all();
+  last_task_ = -1;
+  TORCH_CHECK(failure_ == nullptr, where(rank_), failure_);
+  const bool on_its_thread = is_inside_node() || !(task.is_deep || (!on_host_ && task.is_of_host));
+  TORCH_CHECK(on_its_thread || knows_outer_task_of(task), where(rank_), kUnseen);
 }
 
-void BackwardWatch::task_ended(int task) {
-  const auto listener = listener_.lock();
-  const bool inner = is_inside_node();
-  if (listener != nullptr && inner) {
-    try {
-      listener->inner_backward_ended(task);
-    } catch (...) {
-      task_died(task);
-      throw;
-    }
-  }
-  const char* failure = nullptr;
+void BackwardWatch::outermost_task_ends(const GraphTask& task) {
   {
-    const std::lock_guard lock(mutex_);
-    if (listener == nullptr || tasks_.erase(task) == 0) return;
-    count_tasks();
+    std::unique_lock lock(mutex_);
+    const bool alone =
+        fewer_unfinished_.wait_for(lock, kReportPatience, [this] { return tasks_.size() == 1; });
     last_task_ = -1;
-    if (inner) {
-      ever_nested_ = true;
-      if (!tasks_.empty()) return;
-      follow_outer_task();
-      if (followed_ < 0) followed_ = task;
-      return;
-    }
-    if (doomed_.count(task) > 0) failure = kInnerFailed;
-    if (followed_ >= 0 && task > followed_) failure = kEarlierFailed;
-    tasks_.clear();
-    doomed_.clear();
-    followed_ = -1;
-    count_tasks();
-    completed_one_ = true;
+    TORCH_CHECK(failure_ == nullptr, where(rank_), failure_);
+    TORCH_CHECK(alone, where(rank_), kTwoThreads);
     harmless_functions_.merge(functions_in_this_backward_);
     functions_in_this_backward_.clear();
   }
-  try {
-    if (failure != nullptr) listener->backward_failed();
-    TORCH_CHECK(failure == nullptr, where(rank_), failure);
-    listener->backward_ended();
-  } catch (...) {
-    let_other_threads_in();
-    throw;
-  }
-  let_other_threads_in();
+  if (const auto listener = listener_.lock()) listener->backward_ended();
+  const std::lock_guard lock(mutex_);
+  remove(task);
 }
 
-void BackwardWatch::task_died(int task) noexcept {
+void BackwardWatch::task_gone(const GraphTask& task, bool ended) noexcept {
+  if (task.depth == 0 && ended) return;
+  if (!ended) fail(kInnerFailed);
+  bool two_threads = false;
+  bool unended = false;
   {
     const std::lock_guard lock(mutex_);
+    if (task.depth > 0 && current_task() != -1) {
+      const GraphTask around = running_task();
+      if (around.depth < task.depth) await_end_of(around);
+    }
+    two_threads = std::count_if(tasks_.begin(), tasks_.end(),
+                                [](const auto& each) { return each.second.depth == 0; }) > 1;
+    unended = ended && failure_ == nullptr && !knows_outer_task_of(task);
+    unended_ = unended_ || unended;
+  }
+  if (two_threads) fail(kTwoThreads);
+  if (unended) fail(kUnseen);
+  const std::lock_guard lock(mutex_);
+  remove(task);
+}
+
+void BackwardWatch::fail(const char* failure) noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    if (failure_ == nullptr) failure_ = failure;
     last_task_ = -1;
     functions_in_this_backward_.clear();
   }
-  if (auto listener = listener_.lock()) listener->backward_failed();
-  {
-    const std::lock_guard lock(mutex_);
-    tasks_.erase(task);
-    doomed_ = tasks_;
-    if (tasks_.empty()) followed_ = -1;
-    count_tasks();
-  }
-  let_other_threads_in();
+  if (const auto listener = listener_.lock()) listener->backward_failed();
 }
 
-void BackwardWatch::look_for_unreported_failure() {
-  {
-    const std::lock_guard lock(mutex_);
-    if (followed_ < 0 || !tasks_.empty() || current_task() != -1) return;
-    if (one_thread_ && owner_ != std::this_thread::get_id()) return;
-    followed_ = -1;
-    last_task_ = -1;
-    functions_in_this_backward_.clear();
+bool BackwardWatch::knows_outer_task_of(const GraphTask& task) const {
+  return std::any_of(tasks_.begin(), tasks_.end(),
+                     [&](const auto& other) { return other.second.depth < task.depth; });
+}
+
+void BackwardWatch::remove(const GraphTask& task) {
+  tasks_.erase(task.number);
+  if (tasks_.empty()) {
+    failure_ = nullptr;
+    owner_ = nullptr;
   }
-  if (auto listener = listener_.lock()) listener->backward_failed();
-  let_other_threads_in();
+  count_tasks();
 }
 
 void BackwardWatch::count_tasks() {
-  unfinished_ = tasks_.size();
+  unreported_ = std::count_if(tasks_.begin(), tasks_.end(), [this](const auto& each) {
+    return !on_host_ || each.second.is_deep;
+  });
   fewer_unfinished_.notify_all();
 }
 
 void BackwardWatch::wait_for_failures() {
-  if (unfinished_ == 0 || current_task() != -1) return;
+  if (unreported_ == 0 || current_task() != -1) return;
   std::unique_lock lock(mutex_);
-  fewer_unfinished_.wait_for(lock, std::chrono::seconds(1), [this] { return tasks_.empty(); });
+  fewer_unfinished_.wait_for(lock, kReportPatience, [this] { return unreported_ == 0; });
 }
 
-// The node that started the inner task hands gradients to at least one of the next nodes.
-void BackwardWatch::follow_outer_task() {
-  for (Node* node : next_nodes()) add_hook(*node, std::make_unique<EnterOnce>(weak_from_this()));
+void BackwardWatch::check_ended(const char* verb) {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(!std::exchange(unended_, false), where(rank_), verb,
+              ": the end of the last backward was not seen, because it ran inside another one on"
+              " another thread. Its gradients were undone. Repeat forward and backward.");
 }
 
 bool BackwardWatch::may_hide_gradients(bool parameters_missing) {

@@ -5,56 +5,57 @@
 //          GIL. mutex_ is never held while the listener is called.
 //
 // Note [Which backward is this?]
-// One `loss.backward()` may run several graph tasks: reentrant checkpointing calls backward inside
-// a node of the outer one. All of them belong to one backward, which ends when the outermost task
-// ends. A task's final callback runs inside the node that started the task, so is_inside_node() is
-// false exactly for the outermost one.
+// One `loss.backward()` may run several graph tasks: a hook or a node of a task may call backward
+// again. All of them belong to one backward, which ends when the outermost task ends.
 //
-// An outer task may end without having reached one of our parameters itself. Its end is learned
-// through a hook on the node that follows the node which started the inner task.
+// A task has a callback of ours as soon as anything of ours is reached in it. Autograd runs the
+// callback when the task ends, and destroys it with the task. At that moment the thread is back in
+// the task around it, if there is one, and that task gets a callback, too. So the outermost task has
+// one before the hook or the node that began the inner task goes on. No other node has to follow.
 //
-// A task that throws never runs its callbacks, but destroys them: that reports the failure.
-// Exception: an outer task may throw after such an inner task and before the hook that would have
-// learned of its end. Two things notice that later. One is the next verb of the same thread. The
-// other is the number of the next outermost task: numbers grow, and an outer task has a smaller
-// number than those inside it.
+// A task that throws never runs its callbacks, but destroys them: that reports the failure. Then
+// every task around it raises an error as well, even if the user caught the first one.
+//
+// A task may end on another thread than the one that waits for it: one of autograd's pool for very
+// deep tasks, or a device's thread. That thread is back in no task. Then a task around it must be
+// known already, because a forward or a gradient was seen there. Otherwise the inner backward
+// raises an error.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <set>
 #include <string>
-#include <thread>
-#include <utility>
 #include <vector>
 
 #include "autograd/backward_listener.h"
+#include "core/torch_internals.h"
 
 namespace zero_ext {
 
 class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
  public:
-  // `one_thread`: a backward's hooks run on the thread that called backward, as on the host. Threads
-  // then run their backwards one after the other.
-  BackwardWatch(std::weak_ptr<BackwardListener> listener, int64_t rank, bool one_thread)
-      : listener_(std::move(listener)), rank_(rank), one_thread_(one_thread) {}
+  // `on_host`: a backward's hooks run on the thread that called backward, or on threads that it
+  // waits for. Threads then run their backwards one after the other. On a device a second thread's
+  // backward raises an error, because autograd's thread of the device runs the hooks of both.
+  BackwardWatch(std::weak_ptr<BackwardListener> listener, int64_t rank, bool on_host)
+      : listener_(std::move(listener)), rank_(rank), on_host_(on_host) {}
 
-  // Every hook calls it: from then on the watch learns when the running graph task ends.
+  // Every hook calls it, and every forward inside a backward: from then on the watch learns when the
+  // running graph task ends.
   void enter();
 
-  // Before a verb, outside of backwards: reports a failure of this thread's last backward that no
-  // callback reported.
-  void look_for_unreported_failure();
-
-  // Outside of backwards: waits until the failures of backwards that threw have been reported.
-  // On a device autograd raises the error first and destroys the graph task shortly after, on
-  // another thread. The wait ends after one second, because a backward may run on a thread of the
-  // user.
+  // Before a verb, and outside of backwards: waits until the failures of backwards that threw have
+  // been reported. On a device, and in very deep backwards, autograd raises the error first and
+  // destroys the graph task shortly after, on another thread. The wait ends after one second,
+  // because a backward may run on a thread of the user.
   void wait_for_failures();
+  // Raises, once, after a backward whose end was not seen.
+  void check_ended(const char* verb);
 
   // At the beginning of a backward: hidden gradients may arrive, which the graph of the running
   // task does not show. The task may be inside another backward, or a node may start one.
@@ -67,27 +68,34 @@ class BackwardWatch : public std::enable_shared_from_this<BackwardWatch> {
 
  private:
   struct TaskEnd;
-  void wait_for_other_threads(std::unique_lock<std::mutex>& lock);
-  void let_other_threads_in();
-  void task_ended(int task);
-  void task_died(int task) noexcept;
+  void wait_for_other_threads(const GraphTask& task, std::unique_lock<std::mutex>& lock);
+  void check_alone(const GraphTask& task) const;
+  void await_end_of(const GraphTask& task);
+  // The running task ends.
+  void inner_task_ends(const GraphTask& task);
+  void outermost_task_ends(const GraphTask& task);
+  // It was destroyed. `ended`: without an error.
+  void task_gone(const GraphTask& task, bool ended) noexcept;
+  void fail(const char* failure) noexcept;
+  bool knows_outer_task_of(const GraphTask& task) const;
+  void remove(const GraphTask& task);
+  void count_tasks();
   // Whether one of the `functions` is not known to be harmless.
   bool note_unknown(std::vector<std::string> functions);
-  void follow_outer_task();
-  void count_tasks();
 
   std::weak_ptr<BackwardListener> listener_;
   int64_t rank_;
-  bool one_thread_;
+  bool on_host_;
 
-  std::mutex mutex_;                          // protects all below
-  std::set<int> tasks_;                       // graph tasks that have not ended, as far as is known
-  std::set<int> doomed_;                      // of them, those around one that threw
-  std::atomic<size_t> unfinished_{0};         // tasks_.size()
+  std::mutex mutex_;  // protects all below
+  // Tasks of the running backward that have not been destroyed, as far as they are known.
+  std::map<int, GraphTask> tasks_;
+  const char* failure_ = nullptr;             // what undid the running backward; null: nothing
+  bool unended_ = false;                      // a backward's end was not seen
+  std::atomic<size_t> unreported_{0};         // of tasks_: those that may fail without a report yet
   std::condition_variable fewer_unfinished_;  // also: owner_ changed
-  std::optional<std::thread::id> owner_;      // with one_thread_: whose backward runs
+  const void* owner_ = nullptr;               // on the host: the queue of the running backward
   int last_task_ = -1;
-  int followed_ = -1;  // an inner task that ended, while the task around it is unknown
   bool completed_one_ = false;
   bool ever_nested_ = false;
   // Names of Python functions: those whose graphs have run no inner backward, and those of the

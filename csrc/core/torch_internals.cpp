@@ -14,6 +14,7 @@
 #include <torch/headeronly/version.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <type_traits>
 
@@ -120,6 +121,18 @@ c10::Backtrace explain_access(const AccessExplainer& explain) {
   return c10::get_lazy_backtrace(/*frames_to_skip=*/2);
 }
 
+// Torch has functions for some members of the running task, but none for the task.
+const torch::autograd::GraphTask* torchs_running_task() {
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  if (nodes == nullptr) return nullptr;
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Winvalid-offsetof"
+  constexpr size_t kOffset = offsetof(torch::autograd::GraphTask, nodes_in_graph_);
+#pragma GCC diagnostic pop
+  return reinterpret_cast<const torch::autograd::GraphTask*>(reinterpret_cast<const char*>(nodes) -
+                                                             kOffset);
+}
+
 }  // namespace
 
 NodePtr accumulator_of(const at::Tensor& parameter) {
@@ -169,6 +182,16 @@ torch::autograd::FunctionPreHook* find_entry_hook(const Node& node, const std::t
 
 int current_task() { return torch::autograd::get_current_graph_task_id(); }
 
+GraphTask running_task() {
+  const auto* task = torchs_running_task();
+  TORCH_INTERNAL_ASSERT(task != nullptr && static_cast<int>(task->id_) == current_task());
+  return {.number = current_task(),
+          .depth = task->reentrant_depth_,
+          .is_deep = task->reentrant_depth_ > torch::autograd::MAX_DEPTH,
+          .is_of_host = task->owner_ == torch::autograd::CPU_DEVICE,
+          .queue = task->cpu_ready_queue_.get()};
+}
+
 bool graph_is_kept() { return torch::autograd::get_current_graph_task_keep_graph(); }
 
 bool will_run(const NodePtr& node) {
@@ -183,25 +206,20 @@ bool will_run(const NodePtr& node) {
 
 bool is_inside_node() { return torch::autograd::get_current_node() != nullptr; }
 
-std::vector<Node*> next_nodes() {
-  std::vector<Node*> nodes;
-  for (const auto& edge : torch::autograd::get_current_node()->next_edges()) {
-    if (edge.is_valid()) nodes.push_back(edge.function.get());
-  }
-  return nodes;
-}
-
 std::vector<at::Tensor> parameters_after_this_node() {
   constexpr size_t kMostNodes = 32;
   std::vector<at::Tensor> parameters;
   std::vector<Node*> nodes;
-  if (is_inside_node()) nodes = next_nodes();
+  const auto add_next_of = [&](const Node& node) {
+    for (const auto& edge : node.next_edges()) {
+      if (edge.is_valid()) nodes.push_back(edge.function.get());
+    }
+  };
+  if (is_inside_node()) add_next_of(*torch::autograd::get_current_node());
   for (size_t n = 0; n < nodes.size() && n < kMostNodes; ++n) {
     if (auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(nodes[n]))
       parameters.push_back(leaf->variable);
-    for (const auto& edge : nodes[n]->next_edges()) {
-      if (edge.is_valid()) nodes.push_back(edge.function.get());
-    }
+    add_next_of(*nodes[n]);
   }
   return parameters;
 }

@@ -92,14 +92,27 @@ Hook* find_hook(const Node& node) {
 
 // Its number, or -1. Numbers grow.
 int current_task();
+struct GraphTask {
+  int number = -1;
+  // How many tasks this thread, and those that wait for it, were in when the task began: 0 for the
+  // outermost one.
+  int depth = 0;
+  // Autograd begins another thread for each 61st task inside the others: the task may end on
+  // another thread than the one that waits for it.
+  bool is_deep = false;
+  // A thread of the host began it, which is none of a device's threads.
+  bool is_of_host = true;
+  // Tasks inside of each other have the same queue on the host, whichever threads run them.
+  const void* queue = nullptr;
+};
+// Only inside a task.
+GraphTask running_task();
 // It keeps its graph (retain_graph, create_graph).
 bool graph_is_kept();
 // It will execute `node`.
 bool will_run(const NodePtr& node);
 // This thread is inside a node, which has called what runs now.
 bool is_inside_node();
-// The nodes that the current node hands its gradients to.
-std::vector<Node*> next_nodes();
 // The parameters whose gradients come soon after the running node, the nearest first: those that it
 // may have saved. None outside of a node.
 std::vector<at::Tensor> parameters_after_this_node();

@@ -1,8 +1,9 @@
 // EngineLock and Access: how a thread enters the engine.
 //
 // Owner:     Engine owns the lock. A public method of a facet holds an Access while it runs.
-// Threads:   one at a time. On a device, an Access first waits for backwards that threw, and makes
-//            the engine's device the current one. See Note [Locks and the GIL] in core/gil.h.
+// Threads:   one at a time. An Access first waits for backwards that threw, where they are undone
+//            on another thread. On a device it makes the engine's device the current one. See
+//            Note [Locks and the GIL] in core/gil.h.
 // Rule:      a method that takes a `const Access&` is called under the lock, by another facet.
 #pragma once
 
@@ -44,7 +45,7 @@ class Access {
       : lock_(lock.mutex_, std::defer_lock) {
     check_no_gil();  // also for the wait below
     const bool on_device = !lock.device_.is_cpu();
-    if (on_device && failures == Failures::awaited) lock.watch_->wait_for_failures();
+    if (failures == Failures::awaited) lock.watch_->wait_for_failures();
     lock_.lock();
     if (on_device) enter_device(lock, failures);
     // Tensors made here outlive an inference, and must not be inference tensors.

@@ -40,7 +40,7 @@ RunningBackward::RunningBackward(EngineParts& parts, Forwards& forwards)
 
 void RunningBackward::listen_as(const std::weak_ptr<BackwardListener>& self) {
   watch_ = std::make_shared<BackwardWatch>(self, context_.global_rank,
-                                           /*one_thread=*/context_.compute.on_host());
+                                           /*on_host=*/context_.compute.on_host());
   lock_.set_watch(watch_);
   parameters_.set_listener(self);
   forwards_.set_listener(self);
@@ -55,7 +55,8 @@ void RunningBackward::retire() {
 
 std::vector<int64_t> RunningBackward::before_forward() {
   const bool on_host = context_.compute.on_host();
-  if (on_host) look_for_unreported_failure();  // on a device it may be another thread's
+  // A backward of this forward may run inside the one that runs now.
+  if (at::GradMode::is_enabled() && current_task() != -1) watch_->enter();
   const Access access(lock_);
   offloaded_.check_forward();
   std::vector<int64_t> unfrozen = unfrozen_among(parameters_);
@@ -88,6 +89,7 @@ void RunningBackward::check_usable(const Access& /*access*/, const char* verb) c
               ": an earlier backward threw and could not be undone, so the gradients are unknown."
               " Continue from a checkpoint in a new process. The error was: ",
               not_undone_);
+  watch_->check_ended(verb);
   offloaded_.check_none(verb);
 }
 
@@ -115,11 +117,12 @@ void RunningBackward::before_gradient(int64_t i) {
 void RunningBackward::after_gradient(int64_t i) {
   const Access access(lock_);
   ShardedParameter& parameter = parameters_[i];
-  if (!parameter.managed() || !open()) return;
+  if (retired_ || !parameter.managed()) return;
   const at::NoGradGuard no_grad;
   Unit& unit = parameters_.unit(parameter.unit);
   const at::Tensor grad = std::move(parameter.tensor.mutable_grad());
   parameter.tensor.mutable_grad() = at::Tensor();
+  if (!open()) reject_gradient(unit, parameter);
   const bool unforeseen = unit.arrivals().reduced() && !hidden_;
   if (unforeseen) watch_->expect_inner_backwards();
   TORCH_CHECK(!unforeseen, where(context_.global_rank, unit.name()), "a gradient of '",
@@ -132,6 +135,16 @@ void RunningBackward::after_gradient(int64_t i) {
   if (reduces_) reductions_.arrived(parameter.unit);
   comm_.make_progress();
   gatherer_.gradient_arrived(forwards_.number_of(parameter.unit), graph_is_kept());
+}
+
+void RunningBackward::reject_gradient(const Unit& unit, const ShardedParameter& parameter) {
+  watch_->enter();  // raises where a hook of the parameter caught the error of an inner backward
+  TORCH_CHECK(false, where(context_.global_rank, unit.name()),
+              "a backward of another thread ended"
+              " while this one brought a gradient of '",
+              parameter.name,
+              "'. Begin a backward after"
+              " the other thread's has returned.");
 }
 
 void RunningBackward::call_entered(const std::shared_ptr<Call>& call) {
@@ -285,6 +298,7 @@ void RunningBackward::finish(Gradients gradients) {
   if (reduces_) reductions_.count_finished();
   last_use_.remember();
   if (gradients == Gradients::own) {
+    watch_->note_completed();
     phase_ = BackwardPhase::reached;
     boundary_.end_backward(reduces_);
   } else {

@@ -31,9 +31,6 @@ class RunningBackward : public BackwardListener {
   // sharded; then the stream of a step counts. Returns the unfrozen parameters: the caller shards
   // them and calls again.
   std::vector<int64_t> before_forward();
-  // Outside of backwards, before a verb and without the lock: this thread's last backward may have
-  // thrown without a report.
-  void look_for_unreported_failure() { watch_->look_for_unreported_failure(); }
 
   // What other facets ask, and do, under the lock.
   bool is_open(const Access&) const { return open(); }
@@ -85,6 +82,8 @@ class RunningBackward : public BackwardListener {
   void finish(Gradients gradients);
   void begin_others(const Access& access);
   void finish_others();
+  // Between the hook before a gradient and this one the backward was undone, or ended.
+  void reject_gradient(const Unit& unit, const ShardedParameter& parameter);
   // On a device, see Reductions::complete_for_others.
   void complete_for_others() noexcept;
   void abort();

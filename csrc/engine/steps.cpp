@@ -38,7 +38,6 @@ void Steps::set_loss_scale(double scale) {
 
 StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuestions& questions,
                            int64_t* last_backward) {
-  backward_.look_for_unreported_failure();
   const Access access(lock_);
   const at::NoGradGuard no_grad;
   backward_.check_none_on_this_thread(access, "step()");
@@ -252,7 +251,6 @@ void Steps::scale_gradients(const std::vector<int64_t>& indices, const StepVerdi
 // Zeroing
 
 void Steps::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
-  backward_.look_for_unreported_failure();
   const Access access(lock_);
   backward_.check_none(access, "zero_grad()");
   const at::NoGradGuard no_grad;
