@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstring>
 #include <utility>
 
@@ -124,8 +125,16 @@ void UnitReduction::exchange_flags(Comm& comm, int64_t tag) {
                 pending_flags_);
 }
 
+float UnitReduction::headroom() const {
+  const bool sums_in_fp16 =
+      context_.reduction == Reduction::collective && message_.scalar_type() == at::kHalf;
+  return sums_in_fp16 ? static_cast<float>(std::bit_ceil(static_cast<uint64_t>(context_.world)))
+                      : 1.0F;
+}
+
 void UnitReduction::start_collective(Comm& comm) {
   const RankLayout& layout = unit_.layout();
+  if (headroom() != 1) message_.div_(headroom());
   if (layout.ranges() == 1) {
     comm.all_reduce_sum(message_, pending_);
     sources_.assign(1, message_);
@@ -176,6 +185,7 @@ std::unique_ptr<Bucket> UnitReduction::finish(Comm& comm, float scale) {
     if (message_.scalar_type() != at::kFloat) send_in_fp32_if_others_do(comm);
   }
   wait(pending_);
+  scale *= headroom();
   const std::vector<Run> runs = this->runs();
   unit_.sums().begin_adding();
   await_copies(comm);

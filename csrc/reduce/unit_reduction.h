@@ -94,6 +94,9 @@ class UnitReduction {
   void start_exchange(Comm& comm);
   void exchange_flags(Comm& comm, int64_t tag);
   void start_collective(Comm& comm);
+  // A power of two by which a message in fp16 is divided between its rounding and the sum of all
+  // ranks, so that the sum has room wherever the mean has. Exact, except for subnormal values.
+  float headroom() const;
   // Queues a copy to the host of the contributions that lie on the device, where sums are
   // offloaded.
   void send_to_host(Comm& comm);

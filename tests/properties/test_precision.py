@@ -587,6 +587,40 @@ class TestOverflow:
             optimizer.step()
 
 
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [F32, F16], ids=["of fp32", "of fp16"])
+class TestCollectivesInFp16:
+    """The sum of all ranks in fp16 has room wherever their mean has."""
+
+    def shard(self, ranks, stage, dtype, divide):
+        policy = MixedPrecisionPolicy(reduce_dtype=F16)
+        model = Weights([dtype] * 4)
+        return shard(model, ranks, stage, divide, reduction="collective", mp_policy=policy)
+
+    def test_large_values(self, ranks, stage, dtype):
+        model = self.shard(ranks, stage, dtype, divide=float(ranks.world))
+        given = {
+            "vector": torch.full([13], 65504.0),
+            "matrix": torch.full([7, 5], 40_000.0 - 1_000 * ranks.rank),
+            "tail": torch.tensor([-50_000.0 if ranks.rank == 0 else -64.0]),
+        }
+        model({name: value.to(dtype) for name, value in given.items()}).backward()
+        for name, value in given.items():
+            expected = torch.stack(gather_objects(value.double().cpu())).mean(0)
+            actual = full(getattr(model, name).grad).double().cpu()
+            torch.testing.assert_close(actual, expected, rtol=ranks.world * 2.0**-11, atol=0)
+
+    def test_small_values_have_the_same_bits(self, ranks, stage, dtype):
+        model = self.shard(ranks, stage, dtype, divide=DIVIDE)
+        for micros in (1, 3):
+            backward(model, ranks, micros=micros)
+            for name, expected in mean_gradients(ranks, micros=micros).items():
+                assert_bits(full(getattr(model, name).grad), expected, name)
+            model.zero_grad()
+
+
 class TestEdits:
     """What the user makes of the gradient before the step is what counts."""
 
