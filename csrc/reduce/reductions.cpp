@@ -119,7 +119,13 @@ void Reductions::after_starts() {
   // At once: a rank that throws from now on has sent all that the other ranks wait for, except for
   // later windows.
   all_started_ = order_.all_started();
-  if (all_started_ && counts_users() && !users_.started()) users_.start(any_late_, reduces_late_);
+  // A rank may still throw, and say so in its answer about late gradients.
+  if (all_started_ && !reduces_late_) count_users(/*gives_up=*/false);
+}
+
+void Reductions::count_users(bool gives_up) {
+  if (!counts_users() || users_.started()) return;
+  users_.start({.any = any_late_, .gave_up = gives_up}, reduces_late_);
 }
 
 void Reductions::start(int64_t u) {
@@ -169,13 +175,17 @@ void Reductions::start_all() {
 }
 
 void Reductions::complete_for_others() {
+  if (finishing_) return;
   if (!order_.all_started()) start_all();
-  if (reduces_late_ && !finishing_) finish();
+  count_users(/*gives_up=*/true);
+  // Later windows, too. Offloaded sums are added by the host, which would wait for the others.
+  while (!in_flight_.empty() && !context_.offloads()) finish_oldest();
 }
 
 void Reductions::finish() {
   start_all();
   finishing_ = true;  // what throws from here on has waited
+  count_users(/*gives_up=*/false);
   finish_started();
   if (reduces_late_ && any_late_) reduce_late();
   if (announced_) {
@@ -195,7 +205,13 @@ void Reductions::finish() {
 
 void Reductions::finish_started() {
   while (!in_flight_.empty()) finish_oldest();
-  if (users_.started()) any_late_ = users_.finish(finished_.epoch());
+  if (!users_.started()) return;
+  const SlotUsers::Late late = users_.finish(finished_.epoch());
+  any_late_ = late.any;
+  TORCH_CHECK(!late.any || !late.gave_up, where(context_.global_rank), "a rank threw in backward ",
+              finished_.epoch(),
+              ", and the late gradients of inner backwards were not reduced."
+              " Repeat the backward on every rank.");
 }
 
 at::Tensor Reductions::late_of_all(const at::Tensor& own) {
@@ -235,7 +251,7 @@ void Reductions::reduce_late() {
     parameters_.unit(u).arrivals().reopen_for_late_gradients();
     start(u);
   }
-  if (counts_users()) users_.start(any_late_, reduces_late_);
+  count_users(/*gives_up=*/false);
   all_started_ = true;
   finish_started();
 }

@@ -26,8 +26,9 @@
 // gradients, since only some ranks may have them. Hence, where hidden gradients are possible, the
 // last unit of the order starts when the backward ends, and each rank's message of it says whether
 // that rank has late gradients.
-// On a device the host has to wait for that answer. There the ranks agree in the first step whether
-// rank 0 runs inner backwards. Where it does not, or a graph is captured, every unit with possible
+// On a device the host has to wait for that answer. A rank whose backward threw does not: it says in
+// its own answer that it gives up, and the others raise an error where they have late gradients.
+// There the ranks agree in the first step whether rank 0 runs inner backwards. Where it does not, or a graph is captured, every unit with possible
 // hidden gradients is reduced at the end of the backward. The same holds where gathers are
 // collectives: a rank that waits in a gather, because it left a parameter out, would keep the
 // others' gathers behind its reduction.
@@ -84,9 +85,8 @@ class Reductions {
   void arrived(int64_t u);
   // Starts the reductions that are left, and waits for all. The backward may still be aborted.
   void finish();
-  // The backward threw, and other ranks' devices wait for its reductions: starts those that are
-  // left, with what has arrived. Waits for the other ranks where their hosts may ask this one about
-  // late gradients.
+  // The backward threw, and other ranks' devices wait for its reductions: queues what is left, with
+  // the gradients that have arrived. Waits for no rank, which may never come.
   void complete_for_others();
   // In a backward without gradients: the next one.
   void start_next();
@@ -133,6 +133,7 @@ class Reductions {
   void start(int64_t u);
   void start_reduction(int64_t u);
   void finish_oldest();
+  void count_users(bool gives_up);
   void finish_started();
   // The ranks' lists of units with late gradients, [world, units] of 0 and 1.
   at::Tensor late_of_all(const at::Tensor& own);

@@ -22,10 +22,11 @@ void SlotUsers::add(Unit& unit) {
   }
 }
 
-void SlotUsers::start(bool late, bool asks_late) {
+void SlotUsers::start(Late own, bool asks_late) {
   const SideStream::Scope beside(context_.reducing);
   asks_late_ = asks_late;
-  used_.push_back(late ? 1 : 0);
+  used_.push_back(own.any ? 1 : 0);
+  used_.push_back(own.gave_up ? 1 : 0);
   const auto count = std::ssize(used_);
   const bool on_device = comm_.on_device();
   const auto options = at::TensorOptions().dtype(at::kInt);
@@ -39,7 +40,7 @@ void SlotUsers::start(bool late, bool asks_late) {
   comm_.all_reduce_sum(counts_, counting_);
 }
 
-bool SlotUsers::finish(int64_t backward) {
+SlotUsers::Late SlotUsers::finish(int64_t backward) {
   const SideStream::Scope beside(context_.reducing);
   counting_.wait([&] {
     return where(context_.global_rank) +
@@ -56,7 +57,8 @@ bool SlotUsers::finish(int64_t backward) {
     }
   }
   counts_.reset();
-  return *count > 0;
+  if (!asks_late_) return {};
+  return {.any = count[0] > 0, .gave_up = count[1] > 0};
 }
 
 void SlotUsers::clear() {

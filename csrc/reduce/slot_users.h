@@ -24,13 +24,18 @@ class SlotUsers {
 
   // The reduction of `unit` has started.
   void add(Unit& unit);
-  // Starts the all-reduce. `late`: this rank has late gradients; `asks_late`: whether the ranks
-  // want to know of each other's.
-  void start(bool late, bool asks_late);
+  // What a rank, or one of them, says of late gradients.
+  struct Late {
+    bool any = false;
+    bool gave_up = false;  // its backward threw: it reduces none
+  };
+  // Starts the all-reduce. `asks_late`: whether the ranks want to know of each other's late
+  // gradients.
+  void start(Late own, bool asks_late);
   bool started() const { return counts_.defined(); }
-  // Waits, and marks the slots that some rank used as summed. Returns whether a rank has late
-  // gradients, where they were asked for. `backward`: for an error's message.
-  bool finish(int64_t backward);
+  // Waits, and marks the slots that some rank used as summed. Returns what any rank says, where it
+  // was asked for. `backward`: for an error's message.
+  Late finish(int64_t backward);
   // The units that were added are forgotten.
   void clear();
   // The backward threw. What the other ranks may still need; only where it was started.
@@ -47,7 +52,7 @@ class SlotUsers {
   std::vector<int32_t> used_;  // by this rank: the slots of the units, one unit after another
   bool uses_all_ = true;
   bool asks_late_ = false;
-  at::Tensor counts_;  // int32: of each slot the ranks that used it; then those with late gradients
+  at::Tensor counts_;  // int32: of each slot the ranks that used it; then of both facts in Late
   Pending counting_;
 };
 

@@ -298,7 +298,7 @@ class Dropping(HalfUsed):
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_rank_throws_while_another_has_late_gradients(mesh, rank, world, stage, monkeypatch):
-    """On a device the others learn of it in the step: until then it answers their questions."""
+    """It waits for nobody: on a device its last message says that it gives up."""
     monkeypatch.setenv("ZERO_EXT_TIMEOUT_S", "20")
     model = sharded(mesh, stage)
     calls_of_ranks = [(0, 1, 2, 3, 4, 3) if r == 0 else IN_ORDER for r in range(world)]
@@ -309,8 +309,10 @@ def test_a_rank_throws_while_another_has_late_gradients(mesh, rank, world, stage
 
     for step in range(2):
         hook = model.layers[1].weight.register_hook(fail) if rank == 1 else None
-        error = PlannedError if rank == 1 else None if GATHERS_TOGETHER else RuntimeError
-        with pytest.raises(error) if error else contextlib.nullcontext():
+        error = PlannedError if rank == 1 else RuntimeError
+        # In the second step this rank expects the gradients that were late in the first.
+        learns = GATHERS_TOGETHER and rank != 1 and step == 1
+        with contextlib.nullcontext() if learns else pytest.raises(error):
             mean_square(model, batch(rank, step)).backward()
         if rank == 1:
             hook.remove()
