@@ -36,6 +36,7 @@ constexpr size_t kMost = 4096;
 
 struct Collective {
   std::string what;
+  std::optional<c10::Event> begun;
   c10::Event ended;
   Clock::time_point queued;
   int64_t backwards = 0;  // that its rank had begun
@@ -83,6 +84,8 @@ struct CollectiveWatch::State {
       if (!collectives.front().ended.query()) return &collectives.front();
       collectives.pop_front();
       if (std::exchange(logged, false)) went_on = Clock::now();
+      if (first_seen.has_value() && Clock::now() - *first_seen >= timeout * 3 / 4) gave_up = true;
+      if (!gave_up) of_all_ranks.clear();
       first_seen.reset();
     }
     return nullptr;
@@ -93,13 +96,15 @@ struct CollectiveWatch::State {
     const auto long_enough = [this](Clock::time_point since) {
       return Clock::now() - since >= timeout / 4;
     };
-    if (host_waits_since.has_value()) {
-      return long_enough(*host_waits_since) ? told(host_waits_for, backwards) : std::string();
+    // The device first: as long as that goes on, other ranks may still get what they wait for.
+    if (const Collective* collective = oldest(milliseconds(0))) {
+      if (collective->begun.has_value() && !collective->begun->query()) return {};
+      if (!first_seen.has_value()) first_seen = Clock::now();
+      return long_enough(*first_seen) ? told(collective->what, collective->backwards)
+                                      : std::string();
     }
-    const Collective* collective = oldest(milliseconds(0));
-    if (collective == nullptr) return {};
-    if (!first_seen.has_value()) first_seen = Clock::now();
-    return long_enough(*first_seen) ? told(collective->what, collective->backwards) : std::string();
+    if (!host_waits_since.has_value() || !long_enough(*host_waits_since)) return {};
+    return told(host_waits_for, backwards);
   }
 
   // `lock`: of the mutex. Others take it meanwhile.
@@ -121,6 +126,7 @@ struct CollectiveWatch::State {
   void raise_if_they_do() {
     if (gather_order != nullptr) gather_order->raise_if_ranks_differ();
     const std::lock_guard lock(mutex);
+    if (!of_all_ranks.empty()) oldest(milliseconds(0));  // it may have ended since
     TORCH_CHECK(of_all_ranks.empty(), where(rank), wait_for_each_other());
   }
 
@@ -174,6 +180,7 @@ struct CollectiveWatch::State {
   std::string host_waits_for;
   std::function<void()> meanwhile;
   std::string of_all_ranks;  // who waits for what, where they wait for each other
+  bool gave_up = false;      // the backend may have ended collectives that waited, with errors
 };
 
 // All watches of the process. Never destroyed: a thread may end the process while it exits.
@@ -226,7 +233,15 @@ CollectiveWatch::~CollectiveWatch() {
   state_->closing.notify_all();
 }
 
-void CollectiveWatch::add(const std::string& what) {
+std::optional<c10::Event> CollectiveWatch::begin() const {
+  const c10::Stream stream = current_stream(device_);
+  if (capture_id(stream) != 0) return std::nullopt;
+  c10::Event begun(device_.type());
+  begun.record(stream);
+  return begun;
+}
+
+void CollectiveWatch::add(const std::string& what, std::optional<c10::Event> begun) {
   const c10::Stream stream = current_stream(device_);
   if (capture_id(stream) != 0) return;
   c10::Event ended(device_.type());
@@ -234,6 +249,7 @@ void CollectiveWatch::add(const std::string& what) {
   const std::lock_guard lock(state_->mutex);
   if (state_->collectives.size() == kMost) state_->collectives.pop_front();
   state_->collectives.push_back({.what = what,
+                                 .begun = std::move(begun),
                                  .ended = std::move(ended),
                                  .queued = Clock::now(),
                                  .backwards = state_->backwards});
@@ -280,11 +296,13 @@ CollectiveWatch::HostWait::~HostWait() {
   const std::lock_guard lock(state.mutex);
   state.host_waits_since.reset();
   state.meanwhile = nullptr;
+  if (std::uncaught_exceptions() == exceptions_) state.of_all_ranks.clear();
 }
 
 void CollectiveWatch::HostWait::begin_again() const {
   const std::lock_guard lock(watch_->state_->mutex);
   watch_->state_->host_waits_since = Clock::now();
+  watch_->state_->of_all_ranks.clear();
 }
 
 void CollectiveWatch::raise_if_ranks_wait() const { state_->raise_if_they_do(); }

@@ -10,7 +10,8 @@
 // - After half of that time this class logs the unit, the backward and the rank.
 // - After a quarter of it a rank tells the others through the group's store what it waits for. Where
 //   all ranks wait, and not for the same, they wait for each other. Then the waits of the host for
-//   a step raise, with the same text on every rank. No rank sends anything before.
+//   a step raise, with the same text on every rank, until anything ends. No rank sends anything
+//   before. A rank whose device has not come to its oldest collective computes, and does not wait.
 // - Where the backend notices earlier that a rank has ended, it throws in a thread of its own. Then
 //   the handler of std::terminate logs them.
 // - Collectives that are captured into a graph are not watched: a graph's progress is unknown.
@@ -21,8 +22,10 @@
 
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 namespace zero_ext {
@@ -39,8 +42,11 @@ class CollectiveWatch {
   CollectiveWatch(const CollectiveWatch&) = delete;
   CollectiveWatch& operator=(const CollectiveWatch&) = delete;
 
-  // The current stream waits for a collective from now on. `what`: as in Pending::wait.
-  void add(const std::string& what);
+  // A collective was queued behind what the current stream has. The event of it: from then on the
+  // device waits for other ranks, and no longer for this one. None while a graph is captured.
+  std::optional<c10::Event> begin() const;
+  // The current stream waits for that collective from now on. `what`: as in Pending::wait.
+  void add(const std::string& what, std::optional<c10::Event> begun);
   // How many backwards that reduce this rank has begun since the last step.
   void note_backwards(int64_t count);
 
@@ -60,6 +66,7 @@ class CollectiveWatch {
 
    private:
     const std::shared_ptr<CollectiveWatch> watch_;
+    const int exceptions_ = std::uncaught_exceptions();
   };
   // Raises where the ranks wait for each other.
   void raise_if_ranks_wait() const;

@@ -39,6 +39,7 @@ PostedSend& PostedSend::operator=(PostedSend&& other) noexcept = default;
 void Pending::add(Part part, const std::shared_ptr<CollectiveWatch>& watch) {
   parts_.push_back(std::move(part));
   watch_ = watch;
+  if (watch != nullptr && !begun_.has_value()) begun_ = watch->begin();
 }
 
 void Pending::wait(const std::function<std::string()>& what, const Meanwhile& meanwhile) {
@@ -93,7 +94,8 @@ void Pending::wait(const std::function<std::string()>& what, const Meanwhile& me
     }
     parts_.pop_back();
   }
-  if (watch_ != nullptr) std::exchange(watch_, nullptr)->add(what());
+  if (watch_ == nullptr) return;
+  std::exchange(watch_, nullptr)->add(what(), std::exchange(begun_, std::nullopt));
 }
 
 void Pending::abandon() noexcept {
@@ -112,7 +114,9 @@ void Pending::abandon(int64_t peer) noexcept {
 void Pending::append(Pending&& other) {
   std::move(other.parts_.begin(), other.parts_.end(), std::back_inserter(parts_));
   other.parts_.clear();
-  if (other.watch_ != nullptr) watch_ = std::move(other.watch_);
+  if (other.watch_ == nullptr) return;
+  watch_ = std::move(other.watch_);
+  if (!begun_.has_value()) begun_ = std::move(other.begun_);
 }
 
 void Pending::wait_if_possible() noexcept {

@@ -5,9 +5,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -58,6 +60,7 @@ class Pending {
  private:
   std::vector<Part> parts_;
   std::shared_ptr<CollectiveWatch> watch_;
+  std::optional<c10::Event> begun_;  // see CollectiveWatch::begin
 };
 
 // See Comm::post_send. Its memory is kept as long as this lives.

@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import re
+import time
 import warnings
 
 import pytest
@@ -63,10 +64,10 @@ def same_error(rank: int, error: BaseException | None) -> str:
     return text
 
 
-def sharded_and_one(mesh, stage: int, **options):
+def sharded_and_one(mesh, stage: int, unit_bytes: int = 200, **options):
     """A sharded model with small units, and one process that runs all ranks' micro-batches."""
     offload = {"offload_policy": CPUOffloadPolicy()} if options.pop("offload", False) else {}
-    model = zero_ext.shard(Towers(), stage, mesh=mesh, bucket_mb=200 / 2**20, **offload)
+    model = zero_ext.shard(Towers(), stage, mesh=mesh, bucket_mb=unit_bytes / 2**20, **offload)
     model.set_gradient_divide_factor(DIVIDE_BY)
     return model, zero_ext.optim.SGD(model.parameters(), **options), OneProcess(**options)
 
@@ -179,6 +180,89 @@ def test_a_backward_that_throws_is_known_to_all_in_the_step(mesh, rank, world, s
         each.step()
         each.zero_grad()
     assert_bits(everything(model, optimizer), everything(one.model, one.optimizer))
+
+
+@pytest.mark.world(min=2)
+@pytest.mark.parametrize("where", ["head", "stem", "input"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_first_backward_that_throws_waits_for_nobody(mesh, rank, world, stage, where, patient):
+    """The others come to their own after this rank has used the model again."""
+    # Two units: a third would wait for a bucket, and the emulated device for its stream.
+    model, optimizer, one = sharded_and_one(mesh, stage, 1700, nonfinite="step", **SGD)
+    assert model.stats()["units"] == 2
+    batches = [(rank_data((2, 7), r), (0, 1, 2), 1.0) for r in range(world)]
+
+    def fail(_gradient):
+        raise PlannedError
+
+    def fail_after(_module, _inputs, output):
+        output.register_hook(fail)
+
+    def failing_loss():
+        x = batches[rank][0].clone().requires_grad_()
+        hooked = model.towers[2].register_forward_hook(fail_after)
+        if where != "head":
+            hooked.remove()
+        if where == "input":  # when all parameters may have their gradients
+            x.register_hook(fail)
+        output = model(x, (0, 1, 2), fails=where == "stem")
+        hooked.remove()
+        return output.float().square().mean()
+
+    if rank == 1:
+        with pytest.raises(PlannedError):
+            failing_loss().backward()
+        optimizer.zero_grad(set_to_none=True)
+    gather_objects(rank)  # the others come now
+    if rank != 1:
+        with contextlib.suppress(RuntimeError):  # or in the step
+            loss_of(model, batches[rank]).backward()
+    optimizer.zero_grad(set_to_none=True)
+    loss_of(model, batches[rank]).backward()
+    for batch in batches:
+        one.backward(batch)
+    for each in (optimizer, one.optimizer):
+        each.step()
+    assert_bits(everything(model, optimizer), everything(one.model, one.optimizer))
+
+
+@pytest.mark.world(min=2)
+@pytest.mark.parametrize("where", ["backward", "step"])
+def test_a_rank_that_only_computes_waits_for_nobody(mesh, rank, where, monkeypatch):
+    """For more than a quarter of the timeout, while the others wait for it."""
+    monkeypatch.setenv("ZERO_EXT_TIMEOUT_S", "6")
+    model, optimizer, _ = sharded_and_one(mesh, 2, **SGD)
+    batch = rank_data((2, 7), rank), (0, 1, 2), 1.0
+
+    def train():
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.stats()
+
+    def compute():
+        values = torch.rand(1_000_000)
+        begin = time.monotonic()
+        values.sin_()
+        torch.accelerator.synchronize()
+        for _ in range(int(2.3 / (time.monotonic() - begin))):
+            values.sin_()
+
+    train()
+    gather_objects(rank)
+    if rank == 1 and where == "backward":
+        hook = model.stem.weight.register_post_accumulate_grad_hook(lambda _: compute())
+        loss_of(model, batch).backward()
+        hook.remove()
+    elif rank == 1:
+        loss_of(model, batch).backward()
+        compute()
+    elif where == "step":
+        loss_of(model, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.stats()
+    train()
 
 
 @pytest.mark.world(min=2)
