@@ -9,6 +9,9 @@ from torch import nn
 from zero_ext._warnings import warn
 from zero_ext.deepspeed.config import Config
 
+# What is computed with. Others, such as fp8, store quantised values and are never cast.
+COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 def cast(model: nn.Module, settings: Config) -> None:
     """Parameters and buffers to the dtypes of the configuration. They stay the same objects."""
@@ -17,7 +20,7 @@ def cast(model: nn.Module, settings: Config) -> None:
     for buffer in model.buffers():
         casts.append((buffer, torch.float32 if id(buffer) in kept else settings.buffer_dtype))
     for tensor, dtype in casts:
-        if dtype is not None and tensor.is_floating_point():
+        if dtype is not None and tensor.dtype in COMPUTED:
             tensor.data = tensor.data.to(dtype)
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules import module as torchs
 
+from zero_ext.deepspeed.casting import COMPUTED
 from zero_ext.deepspeed.environment import init_distributed
 from zero_ext.engine.registry import find
 from zero_ext.ranks.collectives import broadcast_, on_wire, wait_for
@@ -30,7 +31,8 @@ def _piece(value: Tensor, source: int) -> Tensor:
     ranks, rank = _ranks()
     value = value.detach().contiguous()
     if ranks > 1:
-        broadcast_(value, dist.group.WORLD, source)
+        # As bytes: backends do not know every dtype.
+        broadcast_(value.flatten().view(torch.uint8), dist.group.WORLD, source)
     part = -(-value.numel() // ranks)
     local = value.new_zeros(part)
     mine = value.flatten()[rank * part : (rank + 1) * part]
@@ -44,9 +46,10 @@ def _whole(parameter: Tensor) -> Tensor:
     piece, (ranks, _) = piece_of(parameter), _ranks()
     parts = [piece]
     if ranks > 1:
-        wire = on_wire(piece, dist.group.WORLD)
+        wire = on_wire(piece.view(torch.uint8), dist.group.WORLD)
         parts = [torch.empty_like(wire) for _ in range(ranks)]
         wait_for(dist.all_gather(parts, wire, async_op=True), wire)
+        parts = [part.view(piece.dtype) for part in parts]
     whole = torch.cat(parts)[: parameter.numel()].reshape(parameter.shape)
     return whole.to(piece.device)
 
@@ -127,7 +130,7 @@ class Init(contextlib.ContextDecorator):
                 continue
             if find(parameter) is not None:  # an engine was made inside the context
                 continue
-            if self._dtype is not None and parameter.is_floating_point():
+            if self._dtype is not None and parameter.dtype in COMPUTED:
                 parameter.data = parameter.data.to(self._dtype)
             if not parameter.is_meta:
                 _cut(parameter)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset
 
+from zero_ext.deepspeed import status
 from zero_ext.deepspeed.casting import cast
 from zero_ext.deepspeed.config import Config
 from zero_ext.deepspeed.construction import fill, is_cut, prepare
@@ -105,6 +106,8 @@ def initialize(
         )
     names = adoption.names_of(model)
     engine = TrainingEngine(_sharded(model, settings, sharding), settings, collate_fn)
+    if settings.stage == 3:
+        status.note(engine.module)
     if settings.sums_gradients:
         engine.module.set_gradient_divide_factor(1.0)
     if given is not None:

@@ -5,12 +5,14 @@ Each method is a few lines of the library's own interface, which a new script us
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from zero_ext.deepspeed import status
 from zero_ext.deepspeed.casting import autocasting
 from zero_ext.deepspeed.config import Config
 from zero_ext.deepspeed.engine_checkpoints import EngineCheckpoints
@@ -51,6 +53,22 @@ def data_loader(
     )
 
 
+_engines: weakref.WeakSet["TrainingEngine"] = weakref.WeakSet()
+
+
+@contextlib.contextmanager
+def _dividing(engines: Iterable["TrainingEngine"], by: float) -> Iterator[None]:
+    """Divide the gradients of backwards inside the context by ``by``, in all of ``engines``."""
+    others = [each for each in engines if each._divisor() not in (None, by)]
+    for each in others:
+        each._divides(by)
+    try:
+        yield
+    finally:
+        for each in others:
+            each._divides()
+
+
 class TrainingEngine(EngineCheckpoints, nn.Module):
     """A sharded model with its optimizer, micro-batches and schedule. Made by ``initialize``.
 
@@ -83,6 +101,7 @@ class TrainingEngine(EngineCheckpoints, nn.Module):
         self._backwards = 0  # since the last step, by ``backward()``
         self._collate_fn = collate_fn
         self._reports = Reports(settings, self._groups, module)
+        _engines.add(self)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -122,7 +141,8 @@ class TrainingEngine(EngineCheckpoints, nn.Module):
             loss = loss / self.settings.accumulation_steps
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._reports.timed("backward"))
-            stack.enter_context(self._divided_losses())
+            # A loss may reach the parameters of other engines as well.
+            stack.enter_context(_dividing(_engines, self.loss_scale()))
             if self.settings.managed_accumulation and not self.is_gradient_accumulation_boundary():
                 stack.enter_context(self.module.no_sync())
             self.optimizer.scale(loss).backward(retain_graph=retain_graph)
@@ -137,23 +157,22 @@ class TrainingEngine(EngineCheckpoints, nn.Module):
         self._needs_optimizer("scale()")
         return self.optimizer.scale(loss)
 
-    def _divides(self, steps: int | None = None) -> None:
-        """Divide the gradients of backwards by the loss scale and ``steps``, from now on. Default:
+    def _divides(self, by: float | None = None) -> None:
+        """Divide the gradients of backwards by ``by``, from now on. Default: the loss scale times
         the accumulation steps. The sums of this step keep their meaning."""
-        steps = self.settings.accumulation_steps if steps is None else steps
-        self.optimizer._handle.engine.set_loss_scale(self.loss_scale() * steps)
+        self.optimizer._handle.engine.set_loss_scale(self._divisor() if by is None else by)
+
+    def _divisor(self) -> float | None:
+        """None: no parameter of the engine is trained."""
+        if self.optimizer is None or self.optimizer._handle.engine is None:
+            return None
+        return self.loss_scale() * self.settings.accumulation_steps
 
     @contextlib.contextmanager
     def _divided_losses(self) -> Iterator[None]:
         """The losses inside the context are divided by the accumulation steps themselves."""
-        if self.settings.accumulation_steps == 1:
+        with _dividing([self], self.loss_scale()):
             yield
-            return
-        self._divides(1)
-        try:
-            yield
-        finally:
-            self._divides()
 
     def _uses_backward(self) -> bool:
         """Whether ranks call ``backward()``, not ``loss.backward()``. A rank without data expects
@@ -271,6 +290,7 @@ class TrainingEngine(EngineCheckpoints, nn.Module):
     def destroy(self) -> None:
         """Make the module plain again (``zero_ext.unwrap``). Collective."""
         unwrap(self.module)
+        status.forget(self.module)
         self.optimizer = self.lr_scheduler = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from zero_ext.deepspeed.construction import Init as Init
 from zero_ext.deepspeed.construction import gathered, piece_of
+from zero_ext.deepspeed.status import ZeroParamStatus as ZeroParamStatus
+from zero_ext.deepspeed.status import available
 from zero_ext.engine.registry import find
 from zero_ext.ranks.agreement import all_or_none
 from zero_ext.ranks.collectives import broadcast_
@@ -43,7 +45,11 @@ def GatheredParameters(  # noqa: N802 - DeepSpeed's name
     unique = list({id(p): p for p in parameters}.values())
     cut = [p for p in unique if piece_of(p) is not None]
     others = [p for p in unique if piece_of(p) is None]
-    with gathered(cut, modifier_rank), _gathered_by_engines(others, modifier_rank):
+    with (
+        gathered(cut, modifier_rank),
+        _gathered_by_engines(others, modifier_rank),
+        available(unique),
+    ):
         yield
 
 

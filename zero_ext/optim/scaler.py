@@ -232,7 +232,12 @@ def attach(scaler: LossScaler | None, optimizer: "ShardedOptimizer") -> None:
             "zero_ext: another optimizer of this module has a loss_scaler already, which scales "
             "the gradients of all its parameters. Leave loss_scaler out."
         )
-    check_same_on_all_ranks(handle.groups, [repr(scaler)], "the loss scalers")
+    check_same_on_all_ranks(
+        handle.groups,
+        [repr(scaler)],
+        "the loss scalers",
+        remedy="Give every rank's optimizer the same loss_scaler.",
+    )
     scaler._optimizer = handle.scaled_by = weakref.ref(optimizer)
     scaler._backwards_seen = handle.engine.backwards
     scaler._set_in_engine()
