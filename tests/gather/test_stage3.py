@@ -19,7 +19,7 @@ from harness import (
     reference_gradients,
 )
 from launching import run_on_ranks
-from reference import gradients_of, shown_master, whole
+from reference import OneProcess, gradients_of, shown_master, whole
 from setups import gathered, values_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -872,3 +872,42 @@ def test_a_mixed_precision_policy_means_what_it_means_to_stage_2(
     for mine, theirs in zip(*sides, strict=True):
         for n, (a, b) in enumerate(zip(mine, theirs, strict=True)):
             assert_bits(a, b, f"value {n}")
+
+
+class Dictionaries(nn.Module):
+    """Blocks that are dictionaries, whose parts the model calls one by one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(5, 13), "down": nn.Linear(13, 5)}) for _ in range(4)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block["down"](torch.tanh(block["up"](x)))
+        return x
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+def test_blocks_that_are_dictionaries_are_gathered_one_by_one(mesh, rank, world):
+    model = zero_ext.shard(Dictionaries(), 3, mesh=mesh, bucket_mb=1e-6)
+    assert model.stats()["units"] == 4
+    in_memory = []
+    for block in model.blocks:
+        for part in block.values():
+            part.register_forward_hook(lambda *_: in_memory.append(model.stats()["bytes_full"]))
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1)
+    reference = OneProcess(Dictionaries(), lambda params: torch.optim.SGD(params, lr=0.1))
+    for step in range(2):
+        batches = rank_batches((4, 5), world, step)
+        mean_square(model, batches[0][rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.train(batches)
+    total = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert max(in_memory) < 0.6 * total  # one unit, or the next one as well
+    for mine, theirs in zip(model.parameters(), reference.model.parameters(), strict=True):
+        torch.testing.assert_close(zero_ext.full_tensor(mine), theirs.detach())

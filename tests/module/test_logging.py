@@ -6,6 +6,7 @@ import pytest
 import torch
 from harness import MLP, mean_square, rank_data
 from setups import SMALL_BUCKET_MB
+from torch import nn
 
 import zero_ext
 
@@ -57,3 +58,37 @@ def test_the_rest_is_debug(anywhere, rank, path, caplog):
         "offloaded states: none",
     ):
         assert part in text, part
+
+
+class Whole(nn.Module):
+    """Without a list of blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 13), nn.Linear(13, 7)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "make, told",
+    [
+        (Whole, "one unit, that of the whole module, holds 100 % of the parameters"),
+        (lambda: nn.Sequential(Whole(), nn.Linear(7, 3)), "one unit, '0', holds 88 % of the"),
+        (lambda: nn.Sequential(*(nn.Linear(7, 7) for _ in range(3))), None),
+        (lambda: nn.Linear(7, 1083), None),  # one module cannot be cut
+    ],
+)
+def test_a_unit_with_most_of_the_parameters_is_named_once(mesh, rank, world, make, told, caplog):
+    with caplog.at_level(logging.WARNING, "zero_ext"):
+        zero_ext.shard(make(), 3, mesh=mesh, bucket_mb=1e-5)
+        zero_ext.shard(make(), 2, mesh=mesh, bucket_mb=1e-5)  # keeps all of them anyway
+        zero_ext.shard(make(), 3, mesh=mesh)  # fits one bucket
+    lines = [r.getMessage() for r in caplog.records if r.name.startswith("zero_ext.")]
+    expected = told is not None and rank == 0 and world > 1
+    assert len(lines) == expected
+    if expected:
+        assert lines[0].startswith(f"zero_ext [rank 0]: {told}")
+        assert "zero_ext.shard(units=[BlockClass])" in lines[0]

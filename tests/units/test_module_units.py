@@ -9,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from zero_ext.engine.units import Block, UnitPlan, cut_by_module, parts, split_block
+from zero_ext.engine.units import (
+    Block,
+    UnitPlan,
+    cut_by_module,
+    largest_of_many,
+    parts,
+    split_block,
+)
 
 SEPARATE = 1e-6  # bytes: nothing is merged
 EVERYTHING = 1e9
@@ -43,6 +50,9 @@ class Model(nn.Module):
         super().__init__()
         for name, module in modules.items():
             self.add_module(name, module)
+
+    def forward(self):
+        raise AssertionError
 
 
 # The default
@@ -93,8 +103,89 @@ def test_a_dictionary_is_looked_into_and_none_itself():
     in_a_list = nn.ModuleList([nn.ModuleDict({"a": linear()}), linear()])
     assert named(Model(blocks=in_a_list)) == [
         (["blocks.1"], both("blocks.1")),
-        ([""], both("blocks.0.a")),
+        (["blocks.0.a"], both("blocks.0.a")),
+        ([""], []),
     ]
+
+
+class Holder(nn.Module):
+    """Without a forward: its parts are called one by one."""
+
+    def __init__(self, **modules: nn.Module):
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+
+class ListWithForward(nn.ModuleList):
+    def forward(self):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "make", [lambda **parts: nn.ModuleDict(parts), lambda **parts: Holder(**parts)]
+)
+def test_what_is_called_in_one_child_of_a_list_is_one_unit(make):
+    children = [make(a=linear(), act=nn.ReLU(), b=linear()) for _ in range(3)]
+    model = Model(blocks=nn.ModuleList(children), head=linear())
+    assert named(model) == [
+        *(
+            ([f"blocks.{k}.a", f"blocks.{k}.b"], [*both(f"blocks.{k}.a"), *both(f"blocks.{k}.b")])
+            for k in (2, 1, 0)
+        ),
+        ([""], both("head")),
+    ]
+    two = 4 * 36  # bytes
+    assert len(modules_of(model, bucket_bytes=two)) == 3  # merged as other neighbours are
+
+
+def test_a_list_of_one_dictionary_is_looked_into():
+    model = Model(only=nn.ModuleList([nn.ModuleDict({"a": linear(), "b": linear()})]))
+    assert modules_of(model) == [["only.0.a", "only.0.b"], [""]]
+
+
+def test_dictionaries_of_lists_of_dictionaries():
+    def inner():
+        return nn.ModuleDict({"x": nn.ModuleList([linear(), linear()]), "y": linear()})
+
+    model = Model(blocks=nn.ModuleList([inner(), inner()]))
+    assert modules_of(model) == [
+        ["blocks.1.y"],
+        ["blocks.1.x.1"],
+        ["blocks.1.x.0"],
+        ["blocks.0.y"],
+        ["blocks.0.x.1"],
+        ["blocks.0.x.0"],
+        [""],
+    ]
+
+
+def test_a_list_with_a_forward_is_called_itself():
+    model = Model(blocks=nn.ModuleList([ListWithForward([linear(), linear()]), linear()]))
+    assert modules_of(model) == [["blocks.1"], ["blocks.0"], [""]]
+
+
+@pytest.mark.parametrize(
+    "model, share",
+    [
+        (Model(a=linear(), b=linear()), 1.0),  # the root has all of it
+        (Model(blocks=nn.ModuleList([linear(), linear()])), None),
+        (nn.Linear(7, 13), None),  # one module cannot be cut
+        (
+            Model(
+                big=nn.Sequential(Model(x=nn.Linear(50, 50), y=linear()), linear()), small=linear()
+            ),
+            2559 / 2577,
+        ),
+    ],
+)
+def test_a_unit_with_most_of_the_parameters_is_found(model, share):
+    parameters = list(model.parameters())
+    found = largest_of_many(cut_by_module(model, parameters, None, SEPARATE), parameters, None)
+    if share is None:
+        assert found is None
+    else:
+        assert found is not None and found[1] == share
 
 
 def test_models_in_a_root_without_a_forward_are_units_themselves():
@@ -410,11 +501,15 @@ def test_no_module_is_entered_for_two_blocks(model, choice, bucket_bytes):
 
 @given(models(), choices, sizes)
 def test_only_a_single_module_makes_a_block_too_large(model, choice, bucket_bytes):
+    """Or a dictionary, what is called in which is gathered together."""
     parameters = list(model.parameters())
+    dictionaries = [m for m in model.modules() if isinstance(m, nn.ModuleDict)]
     for block in cut_any(model, choice, bucket_bytes)[:-1]:
         held = sum(parameters[i].numel() * 4 for i in block.members)
         owners = [m for m in block.modules for p in m.parameters() if p.numel()]
-        assert held <= bucket_bytes or len({id(m) for m in owners}) == 1
+        ids = {id(m) for m in owners}
+        in_one = any(ids <= {id(m) for m in each.modules()} for each in dictionaries)
+        assert held <= bucket_bytes or len(ids) == 1 or in_one
 
 
 # Units of one block

@@ -1,5 +1,6 @@
 """How parameters are cut into units, which are reduced, stepped and gathered together."""
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -142,24 +143,32 @@ def cut_by_module(
     """
     chosen = _chosen(root, choice)
     owned = _owned(root, parameters, chosen)
-    strangers = _strangers_before(root, chosen)
+    # The child of a list in which a chosen module lies.
+    items = dict(_repeated(root, "")) if choice is None else {}
+    of_items = {name: root.get_submodule(name) for name in items.values()}
+    strangers = _strangers_before(root, chosen | of_items)
     blocks: list[Block] = []
-    # Chosen modules that may be merged, by their place.
-    runs: list[list[tuple[nn.Module, list[int]]]] = []
-    last_place = None
+    # Chosen modules that may be merged, by their place; those of one item are one entry.
+    runs: list[list[tuple[list[nn.Module], list[int]]]] = []
+    last_place = last_item = None
     for name, module in chosen.items():
         members = owned.pop(name, [])
         if not members:
             continue
-        place = (name.rpartition(".")[0], strangers[name])
+        item = items.get(name, name)
+        place = (item.rpartition(".")[0], strangers[item])
         if place != last_place:
             runs.append([])
-        runs[-1].append((module, members))
-        last_place = place
+        if place == last_place and item == last_item:
+            runs[-1][-1][0].append(module)
+            runs[-1][-1][1].extend(members)
+        else:
+            runs[-1].append(([module], members))
+        last_place, last_item = place, item
     for run in runs:
         sizes = [_bytes_of(members, parameters, param_dtype) for _, members in run]
         for begin, end in _merged_evenly(sizes, bucket_bytes):
-            modules = [module for module, _ in run[begin:end]]
+            modules = [module for entry, _ in run[begin:end] for module in entry]
             blocks.append(Block(modules, sorted(i for _, m in run[begin:end] for i in m)))
     rest = owned.pop("", [])
     everything = range(len(parameters))
@@ -241,7 +250,7 @@ def _described(value: object) -> str:
 
 def _chosen(root: nn.Module, choice: Choice) -> dict[str, nn.Module]:
     if choice is None:
-        chosen = {*_repeated(root, ""), *_called_alone(root, "")}
+        chosen = {*dict(_repeated(root, "")), *_called_alone(root, "")}
         modules = root.named_modules(remove_duplicate=False)
         return {name: module for name, module in modules if name in chosen}
     if isinstance(choice, (type, Collection)) and not isinstance(choice, str):
@@ -275,17 +284,53 @@ def _called_alone(module: nn.Module, prefix: str) -> Iterator[str]:
             yield name
 
 
-def _repeated(module: nn.Module, prefix: str) -> Iterator[str]:
-    """Children of the outermost ModuleLists and Sequentials that hold more than one."""
-    seen = [(n, c) for n, c in module.named_children() if next(c.parameters(), None) is not None]
-    container = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(seen) > 1
-    for name, child in seen:
+def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
+    """The units in the outermost ModuleLists and Sequentials that hold more than one, each with the
+    child of the list in which it lies.
+
+    Mostly it is that child. A child without a forward is never called: what is called in it is
+    gathered together.
+    """
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        found = list(_called_children(module, prefix))
+        if len(found) > 1:
+            yield from found
+            return
+    for name, child in module.named_children():
+        yield from _repeated(child, f"{prefix}.{name}" if prefix else name)
+
+
+def _called_children(module: nn.Module, prefix: str, item: str = "") -> Iterator[tuple[str, str]]:
+    """The outermost modules in ``module`` that have a forward and parameters, each with its item:
+    the child of the innermost list in which it lies."""
+    is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
+    for name, child in module.named_children():
         name = f"{prefix}.{name}" if prefix else name
-        called = not isinstance(child, _WITHOUT_FORWARD)
-        if container and called:
-            yield name
+        if next(child.parameters(), None) is None:
+            continue
+        its_item = name if is_list else item
+        if _has_forward(child):
+            yield name, its_item
         else:
-            yield from _repeated(child, name)
+            yield from _called_children(child, name, its_item)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    own = inspect.getattr_static(type(module), "forward", None)
+    return "forward" in vars(module) or own is not nn.Module.__dict__["forward"]
+
+
+def largest_of_many(
+    blocks: Sequence[Block], parameters: Sequence[Tensor], param_dtype: torch.dtype | None
+) -> tuple[Block, float] | None:
+    """A block of several modules that holds more than half of all bytes, and its share."""
+    sizes = [_bytes_of(block.members, parameters, param_dtype) for block in blocks]
+    largest = max(range(len(blocks)), key=sizes.__getitem__)
+    share = sizes[largest] / max(sum(sizes), 1)
+    held = {id(parameters[i]) for i in blocks[largest].members}
+    inside = {id(m): m for module in blocks[largest].modules for m in module.modules()}
+    owners = sum(any(id(p) in held for p in m._parameters.values()) for m in inside.values())
+    return (blocks[largest], share) if share > 0.5 and owners > 1 else None
 
 
 def _owned(

@@ -2,8 +2,8 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
@@ -16,7 +16,14 @@ from zero_ext.engine.handle import Handle
 from zero_ext.engine.meta import MetaModules
 from zero_ext.engine.options import ShardingOptions
 from zero_ext.engine.other_wrappers import claim, refuse_wrapped
-from zero_ext.engine.units import Choice, cut_by_module, modules_of_units, used_several_times
+from zero_ext.engine.units import (
+    Block,
+    Choice,
+    cut_by_module,
+    largest_of_many,
+    modules_of_units,
+    used_several_times,
+)
 from zero_ext.module import plain_copies, save_pretrained
 from zero_ext.module.foreign_names import reject_foreign
 from zero_ext.module.forward_hooks import ForwardHooks, cast_inputs, input_dtype
@@ -34,7 +41,7 @@ def shard(
     module: AnyModule,
     stage: int = 2,
     *,
-    mesh: DeviceMesh | None = None,
+    mesh: DeviceMesh | Literal["alone"] | None = None,
     units: Choice = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
@@ -77,12 +84,14 @@ def shard(
         units: Stage 3: which parameters are gathered together. Module classes, or a function of a
             module's name and the module. Default: the children of the outermost ModuleLists and
             Sequentials, small neighbours merged up to ``bucket_mb``, and the models in a ModuleList
-            or ModuleDict that is sharded itself. Parameters in none of them, or shared by several,
+            or ModuleDict that is sharded itself. In a child without a forward, what is called is
+            gathered together. Parameters in none of them, or shared by several,
             are gathered while the root's forward and backward run. In every stage ``mp_policy``
             casts the inputs of these modules.
-        mesh: The ranks to shard over, in one dimension. Default: all, or this rank alone without a
-            process group. With two dimensions, as for FSDP2, sharding is hybrid: each row is a
-            replica whose ranks hold one copy together, and gradients are reduced over all ranks.
+        mesh: The ranks to shard over, in one dimension. Default: all. ``"alone"``: this rank trains
+            by itself, as without a launcher. With two dimensions, as for FSDP2, sharding is hybrid:
+            each row is a replica whose ranks hold one copy together, and gradients are reduced over
+            all ranks.
         mp_policy: As for FSDP2. ``param_dtype`` becomes the parameters' dtype; the fp32 values stay
             as masters. Inputs of ``module`` and of each unit's modules are cast to it. Unlike in
             FSDP2, ``output_dtype`` casts the outputs of ``module`` only. Gradients are sent in
@@ -167,6 +176,8 @@ def shard(
     _complete(handle, module, meta, others if sync_module_states else None)
     _attach(handle, module, mp_policy, cast)
     _log_sharded(handle, module)
+    if blocks is not None:
+        _log_large_unit(handle, module, blocks, [p for _, p in named])
     return module
 
 
@@ -265,6 +276,27 @@ def _log_sharded(handle: Handle, module: nn.Module) -> None:
         stats["units"],
         stats["bytes_held"],
         stats["neighbors"],
+    )
+
+
+def _log_large_unit(
+    handle: Handle, module: nn.Module, blocks: Sequence[Block], parameters: Sequence[torch.Tensor]
+) -> None:
+    """Say so where one unit has most of the parameters: they are all in memory at once."""
+    groups, options = handle.groups, handle.options
+    found = largest_of_many(blocks, parameters, options.param_dtype)
+    fits = options.bucket_bytes >= sum(p.numel() * p.element_size() for p in parameters)
+    if found is None or fits or groups.shards == 1 or groups.rank > 0:
+        return
+    block, share = found
+    names = {id(m): name for name, m in module.named_modules()}
+    which = names[id(block.modules[0])]
+    _log.warning(
+        "%sone unit, %s, holds %d %% of the parameters, which are gathered together. "
+        "Choose smaller units: zero_ext.shard(units=[BlockClass]).",
+        groups.where,
+        f"'{which}'" if which else "that of the whole module",
+        round(100 * share),
     )
 
 

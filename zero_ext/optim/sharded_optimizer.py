@@ -8,7 +8,7 @@ the other ranks whether the gradients are finite and what their norm is, one upd
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -43,7 +43,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         params: As for torch: parameters, named parameters, or groups of them.
         stage: 1 shards the optimizer's state, 2 the gradients too. For plain parameters only: the
             parameters of a sharded module have the module's stage. Default 1.
-        process_group: The ranks to shard over; default all. For plain parameters only.
+        process_group: The ranks to shard plain parameters over; default all. ``"alone"``: this one.
         bucket_mb: Size of a unit, MiB of gradients. For plain parameters only.
         nonfinite: What a step does when a gradient holds NaN or Inf on any rank: ``"skip"`` it on
             all ranks with a warning, ``"raise"``, or ``"step"`` without looking.
@@ -76,7 +76,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         defaults: dict[str, Any],
         *,
         stage: int | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | Literal["alone"] | None = None,
         bucket_mb: float = 25.0,
         nonfinite: str = "skip",
         max_grad_norm: float | None = None,

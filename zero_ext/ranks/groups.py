@@ -2,16 +2,15 @@
 
 import os
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_ext._warnings import warn
-
 CPU = torch.device("cpu")
+ALONE = "alone"  # in place of a mesh or a process group: this rank trains alone
 
 
 class Groups(NamedTuple):
@@ -47,11 +46,20 @@ class Groups(NamedTuple):
 
 
 def resolve(
-    process_group: dist.ProcessGroup | None,
-    mesh: DeviceMesh | None,
+    process_group: dist.ProcessGroup | Literal["alone"] | None,
+    mesh: DeviceMesh | Literal["alone"] | None,
     parameters: Iterable[Tensor],
 ) -> Groups:
-    """The ranks to shard over: ``mesh``, else ``process_group``, else all, else this one alone."""
+    """The ranks to shard over: ``mesh``, else ``process_group``, else all, else this one alone.
+
+    Raises:
+        RuntimeError: a launcher has started several processes, and there is no process group.
+    """
+    initialized = dist.is_available() and dist.is_initialized()
+    if ALONE in (process_group, mesh):
+        device = next((p.device for p in parameters if not p.is_meta), None)
+        rank = dist.get_rank() if initialized else 0
+        return Groups(None, None, 0, 1, 1, device or _default_device(), (rank,))
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise TypeError(
             "zero_ext: process_group must be a process group of torch.distributed, not a "
@@ -61,8 +69,8 @@ def resolve(
     shards = None
     if mesh is not None:
         process_group, mesh, shards = _ranks_of(mesh)
-    if not dist.is_available() or not dist.is_initialized():
-        _warn_of_forgotten_group()
+    if not initialized:
+        _refuse_forgotten_group()
         return Groups(None, None, 0, 1, 1, device or _default_device(), (0,))
     parent = process_group or dist.group.WORLD
     device = device or _device_of(parent, mesh)
@@ -117,14 +125,14 @@ def _ranks_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, DeviceMesh, int]:
     return mesh._flatten().get_group(), replica, mesh.size(1)
 
 
-def _warn_of_forgotten_group() -> None:
+def _refuse_forgotten_group() -> None:
     """Without a process group each process of a launcher would train a model of its own."""
     processes = os.environ.get("WORLD_SIZE", "1")
     if processes != "1" and "RANK" in os.environ:
-        warn(
-            f"zero_ext: this is one of {processes} processes (WORLD_SIZE), and there is no process "
-            "group: each trains a model of its own. Call "
-            "torch.distributed.init_process_group() before sharding."
+        raise RuntimeError(
+            f"zero_ext [rank {os.environ['RANK']}]: this is one of {processes} processes "
+            "(WORLD_SIZE), and there is no process group: each would train a model of its own. "
+            "Call torch.distributed.init_process_group() before sharding."
         )
 
 

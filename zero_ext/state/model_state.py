@@ -4,13 +4,14 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_ext.engine.checks import check_module
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
 from zero_ext.ranks.collectives import expansion
-from zero_ext.ranks.groups import Groups, resolve
+from zero_ext.ranks.groups import ALONE, Groups, resolve
 from zero_ext.tensor.shard_tensor import ShardTensor
 
 EXTRA_STATE = "_extra_state"
@@ -222,4 +223,7 @@ def groups_of(model: nn.Module) -> Groups:
             "zero_ext: parts of the model are sharded over different process groups. Save and load "
             "each part by itself."
         )
-    return next(iter(every.values()), None) or resolve(None, None, model.parameters())
+    if every:
+        return next(iter(every.values()))
+    together = dist.is_available() and dist.is_initialized()
+    return resolve(None, None if together else ALONE, model.parameters())
