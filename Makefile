@@ -49,10 +49,8 @@ PACKAGES := bitsandbytes==0.50.2 lion-pytorch==0.2.5 madgrad==1.3 pytorch-optimi
 DEEPSPEED_BENCHES := benchmarks/bench_deepspeed.py
 BENCHES := $(filter-out $(PLAIN_BENCHES) $(GPU_BENCHES) $(DEEPSPEED_BENCHES),$(wildcard benchmarks/bench_*.py))
 
-# What `make test` and `make test-all` consist of. Each can be made alone: make test-3-ranks
-# The former leaves out combinations of a test's values, see tests/support/quick_choice.py.
-# The longest come first. The one-rank tests compile the emulated device: lagged ones beside them
-# would wait for it.
+# What `make test` and `make test-all` consist of, the longest first. The one-rank tests compile the
+# emulated device: lagged ones beside them would wait for it.
 SEGMENTS := $(addprefix test-,2-ranks one-rank lagged-one-rank 3-ranks group-4-ranks lagged-2-ranks lccl-2-ranks lccl-4-ranks)
 ALL_SEGMENTS := $(addprefix all-,one-rank lagged-one-rank 2-ranks 3-ranks 4-ranks group-2-ranks group-3-ranks \
   lagged-2-ranks lagged-3-ranks lccl-2-ranks lccl-3-ranks replicas-4-ranks lagged-4-ranks)
@@ -75,101 +73,18 @@ $(VENV)/.installed: $(VENV)/.torch setup.py pyproject.toml $(NATIVE)
 train: install
 	$(TORCHRUN) --nproc-per-node 2 examples/train_lm.py --stage $(STAGE) --optimizer $(OPTIMIZER) $(ARGS)
 
-# Test files by name, in whichever room they are.
-named = $(foreach name,$(1),$(wildcard tests/*/test_$(name).py))
-ALL_TESTS := $(wildcard tests/*/test_*.py)
-
-# $(1): a test file by name, $(2): some of its tests
-some_of = $(addprefix $(call named,$(1))::test_,$(2))
-
-# What depends on the number of ranks: sums in rank order, padding, straddling, passes. The rest runs on
-# three and four ranks in test-all.
-STAGE3_TESTS := $(call some_of,stage3,gradients_are_one_process_s_bits \
-  ranks_take_different_branches ranks_may_enter_a_unit_more_or_less_often the_order_may_change_from_step_to_step \
-  generation_holds_nothing_afterwards at_most_two_gathers_per_unit_and_micro_batch \
-  one_rank_of_a_host_evaluates_and_saves_alone)
-THREE_RANKS_TESTS := $(call named,shared_host_transport equivalence order comm_ops memory_stage3 norm) $(STAGE3_TESTS) \
-  $(call some_of,checkpoint,training_goes_on_with_the_same_bits one_rank_goes_on_from_several_and_several_from_one \
-    plain_torch_reads_it_and_it_reads_plain_torchs an_export_is_the_plain_models_state \
-    some_ranks_save_meanwhile_whatever_groups_each_is_in)
-FOUR_RANKS_TESTS := $(call named,equivalence comm_ops hybrid norm) $(STAGE3_TESTS)
-# As ranks on different hosts: their messages go through the process group.
-ONLY_GROUP := ZERO_EXT_CROSS_MEMORY=0
-# Hybrid sharding, wherever tests shard over a mesh, but for those whose formulas have one dimension.
-REPLICAS := ZERO_EXT_TEST_SHARDS=2
-REPLICAS_TESTS := $(filter-out $(call named,memory memory_stage3 meta shard_tensor),$(ALL_TESTS))
-
-# On the device that tests/support/lagged_device makes, whose work is late and which refuses what CUDA refuses.
-# One rank: whatever runs on a device at all. Several: with messages through host memory, and with those of
-# its own backend, of which the quick tests run `devices` alone.
-LAGGED_RANKS_TESTS := $(call named,devices out_of_memory recovery scenarios_c)
-LCCL_RANKS_TESTS := $(call named,devices inner_backwards recovery uneven_on_a_backend)
-LAGGED_TESTS := $(filter-out tests/project/% tests/kernels/% tests/ops/% tests/integrations/% tests/testing/% \
-  $(call named,comm_ops config construction damage deepspeed_checkpoints failures folders found_configurations \
-    lagged_device layout pass_order pipeline plan residency schedules scripts torch_modules),$(ALL_TESTS))
-LAGGED := ZERO_EXT_TEST_DEVICE=lagged
-LCCL := $(LAGGED) ZERO_EXT_TEST_BACKENDS=cpu:gloo,lagged:lccl
-# The slowest tests are printed, and each segment leaves build/junit/SEGMENT.xml. Rank 0 writes it.
-REPORT = --durations 25 --junitxml build/junit/$@.xml
-# One-rank tests two at a time. Those of several ranks have the processors for their ranks.
-ONE_RANK_PYTEST := $(PY) -m pytest -n 2 --dist worksteal
-
-# $(1): the number of ranks, $(2): which tests, $(3): files, $(4): environment
-# Rank 0 writes to the terminal, the others to build/test-logs, shown when something failed.
-define on_ranks
-	@echo "== $@"; logs=build/test-logs/$@; rm -rf $$logs; mkdir -p $$logs; \
-	  $(4) $(TORCHRUN) --nproc-per-node $(1) --log-dir $$logs --redirects 1:3,2:3,3:3 \
-	    -m pytest $(3) -p no:cacheprovider -m "$(2)" $(REPORT) || { \
-	      find $$logs -name '*.log' -size +0 -exec tail -v -n 80 {} +; exit 1; }
-endef
-QUICK := dist and not slow
-
+# Which tests a segment has is a table in tests/support/segments.py. Each can be made alone: make test-3-ranks
 test: $(SEGMENTS)
+test-all: $(ALL_SEGMENTS)
 $(SEGMENTS) $(ALL_SEGMENTS): install
-test-one-rank:
-	$(ONE_RANK_PYTEST) tests -m "not dist and not slow" $(REPORT)
-test-lagged-one-rank:
-	$(LAGGED) $(ONE_RANK_PYTEST) $(LAGGED_TESTS) -m "not dist and not slow" $(REPORT)
-test-2-ranks:
-	$(call on_ranks,2,$(QUICK),tests)
-test-3-ranks:
-	$(call on_ranks,3,$(QUICK),$(THREE_RANKS_TESTS))
-test-group-4-ranks:
-	$(call on_ranks,4,$(QUICK),$(FOUR_RANKS_TESTS),$(ONLY_GROUP))
-test-lagged-2-ranks:
-	$(call on_ranks,2,$(QUICK),$(LAGGED_RANKS_TESTS),$(LAGGED))
-test-lccl-2-ranks:
-	$(call on_ranks,2,$(QUICK),$(call named,devices uneven_on_a_backend) \
-	  $(call some_of,inner_backwards,a_rank_throws_while_another_has_late_gradients),$(LCCL))
-test-lccl-4-ranks:
-	$(call on_ranks,4,$(QUICK),$(call named,hybrid),$(LCCL))
+	$(PY) tests/support/segments.py $@
 
 # What changed since BASE: by default the last commit that this branch shares with main.
-CHANGED = $(shell $(PY) scripts/changed_tests.py $(BASE))
 test-changed: install
-	$(ONE_RANK_PYTEST) $(CHANGED) -m "not dist and not slow" $(REPORT)
-	$(call on_ranks,2,$(QUICK),$(CHANGED))
-
-test-all: $(ALL_SEGMENTS)
-all-one-rank:
-	$(ONE_RANK_PYTEST) tests -m "not dist" $(REPORT)
-all-lagged-one-rank:
-	$(LAGGED) $(ONE_RANK_PYTEST) $(LAGGED_TESTS) -m "not dist" $(REPORT)
-all-2-ranks all-3-ranks all-4-ranks: all-%-ranks:
-	$(call on_ranks,$*,dist,tests)
-all-group-2-ranks all-group-3-ranks: all-group-%-ranks:
-	$(call on_ranks,$*,dist,tests,$(ONLY_GROUP))
-all-lagged-2-ranks all-lagged-3-ranks: all-lagged-%-ranks:
-	$(call on_ranks,$*,dist,$(LAGGED_TESTS),$(LAGGED))
-all-lccl-2-ranks all-lccl-3-ranks: all-lccl-%-ranks:
-	$(call on_ranks,$*,dist,$(sort $(LAGGED_RANKS_TESTS) $(LCCL_RANKS_TESTS)),$(LCCL))
-all-replicas-4-ranks:
-	$(call on_ranks,4,$(QUICK),$(REPLICAS_TESTS),$(REPLICAS))
-all-lagged-4-ranks:
-	$(call on_ranks,4,dist,$(call named,hybrid),$(LAGGED))
+	$(PY) tests/support/segments.py $@ $$($(PY) scripts/changed_tests.py $(BASE))
 
 cuda-kernels: install
-	$(PY) -m pytest $(call named,cuda_sources)
+	$(PY) -m pytest tests/kernels/test_cuda_sources.py
 
 # No find-links: a folder of CPU wheels would be preferred to the CUDA variant.
 $(CUDA_VENV)/.torch: Makefile
@@ -191,15 +106,13 @@ cuda-build: $(CUDA_VENV)/.torch
 cuda-test: cuda-build
 	$(CUDA_PY) -m pip install --quiet pytest pytest-timeout pytest-xdist hypothesis expecttest safetensors matplotlib tqdm
 	PYTHONPATH="$(CURDIR)/$(CUDA_BUILD)/lib" $(CUDA_VENV)/bin/pytest -n 2 --dist worksteal tests -m "not dist and not slow"
-	PYTHONPATH="$(CURDIR)/$(CUDA_BUILD)/lib" $(LAGGED) $(CUDA_VENV)/bin/pytest -n 2 --dist worksteal $(LAGGED_TESTS) -m "not dist and not slow"
+	PYTHONPATH="$(CURDIR)/$(CUDA_BUILD)/lib" ZERO_EXT_TEST_DEVICE=lagged $(CUDA_VENV)/bin/pytest -n 2 --dist worksteal \
+	  $$($(PY) tests/support/segments.py --tests test-lagged-one-rank) -m "not dist and not slow"
 
 # A build of its own, for the address and undefined behaviour sanitizers, and a slice of the quick tests.
 # Python itself is built without: the libraries come first by LD_PRELOAD. A report ends its process.
 # Left out: what asks malloc for its own figures, and programs that are compiled without sanitizers.
 SANITIZE := build/sanitize
-SANITIZE_TESTS := $(addprefix tests/,autograd comm engine gather memory ops reduce step tensor units) $(call named,kernels)
-SANITIZE_RANKS_TESTS := $(call named,comm_ops shared_host_transport hooks inner_backwards lifetime stage3 memory_stage3 kept_gradients \
-  norm equivalence order scenarios_c)
 SANITIZED := PYTHONPATH="$(CURDIR)/$(SANITIZE)/lib" \
   LD_PRELOAD="$$(for name in asan ubsan stdc++; do $${CXX:-g++} -print-file-name=lib$$name.so; done | tr '\n' ' ')" \
   ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:verify_asan_link_order=0:detect_container_overflow=0:log_path=$(CURDIR)/$(SANITIZE)/report \
@@ -209,10 +122,10 @@ sanitize: install
 	ZERO_EXT_SANITIZE=1 ZERO_EXT_WERROR=0 ZERO_EXT_CUDA=0 PATH="$(CURDIR)/$(VENV)/bin:$$PATH" \
 	  $(PY) setup.py --quiet build --build-lib $(SANITIZE)/lib --build-temp $(SANITIZE)/temp
 	status=0; \
-	$(SANITIZED) $(VENV)/bin/pytest -n 2 --dist worksteal $(SANITIZE_TESTS) -m "not dist and not slow" \
-	  -k "not with_the_allocator" $(REPORT) || status=1; \
-	$(SANITIZED) $(TORCHRUN) --nproc-per-node 2 --no-python $(VENV)/bin/pytest $(SANITIZE_RANKS_TESTS) -p no:cacheprovider \
-	  -m "$(QUICK)" --junitxml build/junit/sanitize-2-ranks.xml || status=1; \
+	$(SANITIZED) $(VENV)/bin/pytest -n 2 --dist worksteal -m "not dist and not slow" -k "not with_the_allocator" \
+	  $$($(PY) tests/support/segments.py --tests sanitize-one-rank) || status=1; \
+	$(SANITIZED) $(TORCHRUN) --nproc-per-node 2 --no-python $(VENV)/bin/pytest -p no:cacheprovider -m "dist and not slow" \
+	  $$($(PY) tests/support/segments.py --tests sanitize-2-ranks) || status=1; \
 	if ls $(SANITIZE)/report.* 2> /dev/null; then cat $(SANITIZE)/report.*; status=1; fi; exit $$status
 
 bench: install
