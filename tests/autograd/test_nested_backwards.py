@@ -4,7 +4,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from harness import ONE_UNIT_EACH, Team, assert_bits, gather_objects
+from harness import ONE_UNIT_EACH, Team, assert_bits, gather_objects, needs_own_gathers
 from nested_backwards import (
     LAYERS,
     ON_PARAMETERS,
@@ -166,6 +166,25 @@ def test_an_inner_backward_after_all_units_were_reduced_may_be_repeated(stage, r
         ((INNER,), ["done"]),
     ):
         assert check(model, replace(outer, inner=inner), team) == outcomes
+
+
+@STAGES
+@pytest.mark.parametrize("place", ["on_leaf", "of_function", "of_saved_tensor"])
+def test_ranks_run_different_numbers_of_inner_backwards(place, stage, team):
+    """From the first backward on: some with own gradients, and maybe without inner backwards."""
+    needs_own_gathers(stage)
+    model = sharded(team, stage)
+    for step in range(6):
+        own = step % 2
+        programs_of_ranks = [
+            at(place, "before" if own else "none", (INNER,) * ((rank + step) % 3 + 1 - own))
+            for rank in range(team.world)
+        ]
+        seeds = [data_of(rank, step) for rank in range(team.world)]
+        expected, _ = plain_gradients(zip(programs_of_ranks, seeds, strict=True))
+        Run(model, seeds[team.rank]).backward(programs_of_ranks[team.rank])
+        assert_same(model, expected, f"{step}")
+        model.zero_grad()
 
 
 @STAGES

@@ -38,7 +38,7 @@ def make(device) -> nn.Module:
 
 
 def loss_of(model, device, value: float, events=None):
-    x = torch.full((2, 4), value, device="cpu", requires_grad=True)
+    x = torch.full((2, 4), value, device="cpu", requires_grad=events is not None)
     return model((WaitOnHost.apply(x, *events) if events else x).to(device)).sum()
 
 
@@ -90,3 +90,30 @@ def test_threads_may_take_turns(device):
                 other.submit(loss_of(each, device, value).backward).result()
     for name, gradient in full_gradients(model).items():
         assert_bits(gradient, plain.get_parameter(name).grad, name)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_inner_backward_of_a_hook_on_the_host(device, stage):
+    """It ends on the device's thread, which is not the one that waits for it."""
+    model, plain = zero_ext.shard(make(device), stage), make(device)
+
+    def run(each, made_before: bool):
+        made = loss_of(each, device, 2.0) if made_before else None
+        leaf = torch.ones((), device="cpu", requires_grad=True)
+
+        def hook(_grad):
+            with torch.enable_grad():
+                (loss_of(each, device, 1.0) if made is None else made).backward()
+
+        leaf.register_hook(hook)
+        (2 * leaf).backward()
+
+    for _ in range(3):
+        run(plain, made_before=False)
+        run(model, made_before=False)
+    with pytest.raises(RuntimeError, match="has seen nothing of the backwards around it"):
+        run(model, made_before=True)
+    expected = {name: p.grad for name, p in plain.named_parameters()}
+    model.stats()  # the backward has been undone
+    for name, gradient in full_gradients(model).items():
+        assert_bits(gradient, expected[name], name)
