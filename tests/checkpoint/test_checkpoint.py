@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoints import ADAMW, assert_equal, changed, made, train
+from checkpoints import ADAMW, assert_equal, changed, made, remove_digests, train
 from harness import (
     DTYPES,
     MLP,
@@ -28,7 +28,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 import zero_ext
 from zero_ext import checkpoint
-from zero_ext.checkpoint import digests
 from zero_ext.checkpoint import files as checkpoint_files
 from zero_ext.engine.registry import find
 
@@ -185,13 +184,17 @@ def test_a_checkpoint_of_the_first_format_is_read(anywhere, rank, path, monkeypa
         return pickled({**objects, "extra": {"count": 7}, "format": 1})
 
     pickled = zero_ext.checkpoint.pickles.pickled
-    monkeypatch.setattr(zero_ext.checkpoint.saving, "pickles", SimpleNamespace(pickled=as_it_was))
+    monkeypatch.setattr(
+        zero_ext.checkpoint.saving,
+        "pickles",
+        SimpleNamespace(pickled=as_it_was, pickled_extra=pickled),
+    )
     run = made(anywhere, 2, MLP(13))
     train(*run, rank, range(2))
     checkpoint.save(path, *run)
     barrier_of(anywhere)
     if rank == 0:
-        (path / digests.FILE).unlink()
+        remove_digests(path)
     barrier_of(anywhere)
     again = made(anywhere, 2, changed(MLP(13)))
     assert checkpoint.load(path, *again) == {"count": 7}

@@ -1,5 +1,6 @@
 """Damaged bytes are found by name, and no file of a checkpoint runs code."""
 
+import dataclasses
 import io
 import itertools
 import os
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoints import changed, made, train
+from checkpoints import changed, made, remove_digests, train
 from harness import MLP, assert_bits, rank_data
 from launching import run_on_ranks
 from setups import values_of
@@ -128,7 +129,7 @@ def test_flipped_bits_are_found_by_name(path, saved, capsys):
 @pytest.mark.parametrize("checked", [True, False], ids=["digests", "old"])
 def test_damaged_metadata_names_the_path(path, saved, checked):
     if not checked:
-        (path / digests.FILE).unlink()
+        remove_digests(path)
     file = path / ".metadata"
     data = file.read_bytes()
     for damage in (b"", data[:1], data[: len(data) // 2], data[:-1], data[::-1], b"\x80" * 40):
@@ -176,7 +177,7 @@ def test_large_tensors_have_several_blocks(path):
 
 
 def test_without_digests_it_is_loaded_and_verify_says_so(path, saved, capsys):
-    (path / digests.FILE).unlink()
+    remove_digests(path)
     assert checkpoint.load(path, *saved) == {"count": 1}
     assert command.main(["verify", str(path)]) == 1
     assert "has no digests" in capsys.readouterr().err
@@ -292,3 +293,30 @@ def test_extra_that_is_no_plain_data(path):
     assert checkpoint.load(path, model, allow_pickle=True)["schedule"].count == 3
     with torch.serialization.safe_globals([Schedule]):
         assert checkpoint.load(path, model)["schedule"].count == 3
+
+
+# Files that are missing or lie elsewhere
+
+
+def test_a_lost_file_of_digests_is_named(path, saved):
+    (path / digests.FILE).unlink()
+    match = rf"lacks the file '{digests.FILE}'.*Copy all files"
+    with pytest.raises(ValueError, match=match):
+        checkpoint.load(path, *saved)
+    with pytest.raises(ValueError, match=match):
+        checkpoint.read_whole(path)
+    assert command.main(["verify", str(path)]) == 1
+
+
+@pytest.mark.parametrize("place", ["../stolen", "/etc/passwd", "a/b", "..", "", "a\\b", None])
+def test_an_entry_outside_of_the_folder_is_refused(path, saved, place):
+    remove_digests(path)
+    file = path / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    key = next(iter(metadata.storage_data))
+    metadata.storage_data[key] = dataclasses.replace(
+        metadata.storage_data[key], relative_path=place
+    )
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=rf"'{key.fqn}' lies in .*not the name of a file"):
+        checkpoint.load(path, *saved)

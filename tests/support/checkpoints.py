@@ -1,11 +1,14 @@
 """What is saved and loaded again in tests: a model with its optimizer, trained for some steps."""
 
+import pickle
+
 import torch
 from harness import assert_bits, mean_square
 from setups import everything, train_batch
 from torch import nn
 
 import zero_ext
+from zero_ext.checkpoint import digests
 
 ADAMW = {"lr": 0.05, "weight_decay": 0.1}
 
@@ -36,3 +39,12 @@ def assert_equal(actual: tuple, expected: tuple) -> None:
     __tracebackhide__ = True
     for k, (a, e) in enumerate(zip(everything(*actual), everything(*expected), strict=True)):
         assert_bits(a, e, f"value {k}")
+
+
+def remove_digests(path) -> None:
+    """Make the checkpoint one of a version that wrote no digests."""
+    file = path / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    metadata.storage_meta.modules.clear()
+    file.write_bytes(pickle.dumps(metadata))
+    (path / digests.FILE).unlink()

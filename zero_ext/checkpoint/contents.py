@@ -2,7 +2,7 @@
 
 import copy
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -101,6 +101,8 @@ class Contents(NamedTuple):
             ValueError: shapes differ, or with ``strict`` names.
         """
         here = of_model.tensors.keys() | of_model.objects.keys()
+        if here and self.keys and not here & self.keys.keys():
+            raise ValueError(f"zero_ext: checkpoint '{self.path}' {_no_name_in(here, self.keys)}")
         for verb, names in (
             ("lacks", here - self.keys.keys()),
             ("has, but the model lacks,", self.keys.keys() - here),
@@ -125,6 +127,23 @@ class Contents(NamedTuple):
             if name in self.keys
         }
         return common, objects
+
+
+def _no_name_in(here: Collection[str], saved: Collection[str]) -> str:
+    """How the names of a checkpoint and of a model differ, and what to do."""
+    for name in sorted(here):
+        for other in sorted(saved):
+            if other.endswith(f".{name}") or name.endswith(f".{other}"):
+                longer, shorter = max(name, other, key=len), min(name, other, key=len)
+                inside = "a module around it" if longer == other else "the module of that name"
+                return (
+                    f"has '{other}' and the model has '{name}', and no name is the same. Without "
+                    f"the prefix '{longer.removesuffix(shorter)}' they are: pass {inside}."
+                )
+    return (
+        f"and the model have no name in common: it has '{min(saved)}', the model has "
+        f"'{min(here)}'. Pass the model that was saved."
+    )
 
 
 def first_of(names: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ import io
 import itertools
 import logging
 import os
+import re
 import secrets
 import time
 import warnings
@@ -15,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
@@ -32,6 +33,7 @@ from zero_ext.ranks.comm_groups import timeout_of
 from zero_ext.ranks.groups import Groups
 from zero_ext.tensor.shard_tensor import ShardTensor, wrap
 
+_HAS_DIGESTS = "zero_ext.digests"  # in the metadata of checkpoints that have a file of them
 _VISIBLE_WITHIN_S = 60.0  # a network file system shows late what another host has made
 _log = logging.getLogger(__name__)
 
@@ -118,6 +120,9 @@ class DigestingWriter(dcp.FileSystemWriter):
         piece = self.fs.pieces[place.relative_path, place.offset]
         return _DigestedResult(result.index, result.size_in_bytes, place, piece.digests)
 
+    def storage_meta(self) -> StorageMeta:
+        return dataclasses.replace(super().storage_meta(), modules=[_HAS_DIGESTS])
+
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
         of_files: dict[str, list[digests.Piece]] = {}
@@ -154,7 +159,17 @@ class CheckedReader(dcp.FileSystemReader):
                     f"zero_ext: '{file}' of {len(data)} bytes is damaged: {piece.length} bytes "
                     "with another digest were written. Load an earlier checkpoint."
                 )
-        return pickles.metadata_of(data, file)
+        metadata = pickles.metadata_of(data, file)
+        marks = getattr(metadata.storage_meta, "modules", None) or ()
+        if self.digests is None and _HAS_DIGESTS in marks:
+            raise digests.DamagedError(
+                f"zero_ext: checkpoint '{self.path}' lacks the file '{digests.FILE}', which was "
+                "saved with it, so that its bytes cannot be checked. Copy all files of the folder, "
+                "also those whose names begin with a dot."
+            )
+        for index, place in (metadata.storage_data or {}).items():
+            _check_place(file, index.fqn, getattr(place, "relative_path", None))
+        return metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.metadata
@@ -177,6 +192,15 @@ class CheckedReader(dcp.FileSystemReader):
             if (place.relative_path, place.offset) == (file, piece.offset):
                 return index.fqn
         return file
+
+
+def _check_place(file: Path, key: str, name: Any) -> None:
+    """Raise if an entry lies outside of the checkpoint's folder."""
+    if not isinstance(name, str) or not re.fullmatch(r"[^/\\\0]+", name) or name in (".", ".."):
+        raise ValueError(
+            f"zero_ext: '{file}' says that '{key}' lies in '{name}', which is not the name of a "
+            "file in that folder. Load a checkpoint that you trust."
+        )
 
 
 class _Planner(DefaultLoadPlanner):

@@ -22,6 +22,9 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 _LOCK = ".zero_ext-lock"
 METADATA = ".metadata"
@@ -120,6 +123,16 @@ def path_of(path: str | os.PathLike) -> Path:
             "or a pathlib.Path."
         )
     return Path(name).resolve()
+
+
+def check_order(verb: str, path: Any, model: Any) -> None:
+    """Raise a TypeError where the two are swapped."""
+    if isinstance(path, nn.Module) and not isinstance(model, nn.Module):
+        raise TypeError(
+            f"zero_ext: {verb}() got a {type(path).__name__} as its path and a "
+            f"{type(model).__name__} as its model. The path comes first: {verb}(path, model, "
+            "optimizer)."
+        )
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -119,6 +119,7 @@ def _load(
     allow_pickle: bool,
     keeps_values: bool = False,
 ) -> dict[str, Any]:
+    folders.check_order("load", path, model)
     groups = groups_of(model)
     what = f"load() of checkpoint '{path}'"
     writer_of(groups).wait()

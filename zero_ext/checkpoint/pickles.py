@@ -70,6 +70,34 @@ def pickled(value: Any) -> bytes:
     return buffer.getvalue()
 
 
+def pickled_extra(extra: Any) -> bytes:
+    """
+    Raises:
+        TypeError: it is no dict.
+        ValueError: one of its values cannot be pickled.
+    """
+    if not isinstance(extra, dict):
+        raise TypeError(
+            f"zero_ext: extra is a {type(extra).__name__}. Pass a dict, such as {{'step': 100}}."
+        )
+    try:
+        return pickled(extra)
+    except Exception:
+        for key, value in extra.items():
+            _check_pickles(key, value)
+        raise
+
+
+def _check_pickles(key: Any, value: Any) -> None:
+    try:
+        pickled(value)
+    except Exception as error:  # of every kind
+        raise ValueError(
+            f"zero_ext: extra[{key!r}] cannot be saved: {type(error).__name__}: {error}. Pass what "
+            "its state_dict() returns, or plain values."
+        ) from error
+
+
 def unpickled(data: io.BytesIO, what: str, allow_pickle: bool, place: str | None = None) -> Any:
     """What ``torch.save`` has written; ``what`` names it in messages.
 

@@ -62,8 +62,9 @@ def save(
         Where the save failed it raises the error, which is also a warning. Call it before the
         process group ends.
     Raises:
-        TypeError, ValueError: ``path`` is no path, or holds something else; or an optimizer has a
-            parameter that is not the model's, or that another optimizer has, too.
+        TypeError, ValueError: ``path`` is no path, or holds something else; ``extra`` is no dict or
+            has a value that cannot be pickled; or an optimizer has a parameter that is not the
+            model's, or that another optimizer has, too.
         RuntimeError: some rank could not write, or the call came from inside a backward.
     """
     return save_without((), path, model, optimizer, extra=extra, async_=async_)
@@ -81,6 +82,7 @@ def save_without(
     async_: bool = False,
 ) -> Future | None:
     """``save``, but for the entries of the model with the names ``left_out``."""
+    folders.check_order("save", path, model)
     groups = groups_of(model)
     what = f"save() of checkpoint '{path}'"
     with failures.together(groups, what):
@@ -99,8 +101,9 @@ def save_without(
         }
         tensors, objects["optimizers"] = states_of(listed(optimizer), of_model)
         state |= tensors
+        saved_extra = pickles.pickled_extra({} if extra is None else extra)
         of_ranks = RankValues(state, extra or {}, of_model, groups)
-        state[OBJECTS], state[EXTRA] = pickles.pickled(objects), pickles.pickled(extra or {})
+        state[OBJECTS], state[EXTRA] = pickles.pickled(objects), saved_extra
     check_same_on_all_ranks(
         groups,
         [f"folder {path.name}", *sorted(state)],

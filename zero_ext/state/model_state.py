@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 
 from zero_ext.engine.checks import check_module
 from zero_ext.engine.handle import Handle
@@ -224,6 +225,12 @@ def groups_of(model: nn.Module) -> Groups:
             "each part by itself."
         )
     if every:
-        return next(iter(every.values()))
+        groups = next(iter(every.values()))
+        if groups.parent is not None and groups.parent not in distributed_c10d._world.pg_map:
+            raise RuntimeError(
+                f"{groups.where}the process group of this {type(model).__name__} was destroyed. "
+                "Save, load and export before destroy_process_group()."
+            )
+        return groups
     together = dist.is_available() and dist.is_initialized()
     return resolve(None, None if together else ALONE, model.parameters())

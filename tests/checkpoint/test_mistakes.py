@@ -1,0 +1,102 @@
+"""Mistakes in the calls of zero_ext.checkpoint, each with its remedy."""
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import MLP, Tied
+from torch import nn
+
+import zero_ext
+from zero_ext import checkpoint
+
+
+def test_path_and_model_are_swapped(anywhere, path):
+    model = zero_ext.shard(MLP(), 1, mesh=anywhere)
+    for call in (checkpoint.save, checkpoint.load):
+        with pytest.raises(
+            TypeError, match=rf"got a MLP as its path and a str .*{call.__name__}\(path"
+        ):
+            call(model, str(path))
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    "value, key, kind",
+    [
+        (lambda: 0, "schedule", "Error"),
+        (threading.Lock(), "lock", "TypeError"),
+        ((n for n in range(3)), 7, "TypeError"),
+    ],
+)
+def test_an_extra_that_cannot_be_loaded_again_is_refused(anywhere, path, value, key, kind):
+    model = zero_ext.shard(MLP(), 1, mesh=anywhere)
+    with pytest.raises(
+        ValueError, match=rf"extra\[{key!r}\] cannot be saved: \w*{kind}.*Pass what"
+    ):
+        checkpoint.save(path, model, extra={"step": 3, key: value})
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("extra", [[1, 2], "step", 0, torch.ones(2)])
+def test_an_extra_that_is_no_dict_is_refused(anywhere, path, extra):
+    with pytest.raises(TypeError, match=r"extra is a .*Pass a dict"):
+        checkpoint.save(path, zero_ext.shard(MLP(), 1, mesh=anywhere), extra=extra)
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+def test_a_shard_in_extra_is_named(mesh, shared_path):
+    model = zero_ext.shard(MLP(), 3, mesh=mesh)
+    shard = next(iter(model.state_dict().values()))
+    with pytest.raises(ValueError, match=r"extra\['ema'\] cannot be saved.*only a slice"):
+        checkpoint.save(shared_path / "saved", model, extra={"ema": [shard]})
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_names_with_another_prefix(anywhere, path, strict):
+    """strict=False would pass everything over."""
+    outer = nn.ModuleDict({"module": MLP()})
+    checkpoint.save(path, zero_ext.shard(outer, 2, mesh=anywhere))
+    model = zero_ext.shard(MLP(), 2, mesh=anywhere)
+    match = r"'module\.layers.* and the model has 'layers.*prefix 'module\.'.*a module around it"
+    with pytest.raises(ValueError, match=match):
+        checkpoint.load(path, model, strict=strict)
+    checkpoint.load(path, nn.ModuleDict({"module": model}), strict=strict)
+
+
+def test_no_name_in_common(anywhere, path):
+    checkpoint.save(path, zero_ext.shard(MLP(), 2, mesh=anywhere))
+    with pytest.raises(
+        ValueError, match=r"no name in common: it has 'layers.*model that was saved"
+    ):
+        checkpoint.load(path, zero_ext.shard(Tied(), 2, mesh=anywhere), strict=False)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_after_destroy_process_group(tmp_path, stage):
+    if dist.is_initialized():
+        pytest.skip("other tests need the process group")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = zero_ext.shard(MLP(), stage)
+    finally:
+        dist.destroy_process_group()
+    match = r"group of this MLP was destroyed\. Save, load and export before destroy_process_group"
+    for call in (
+        lambda: checkpoint.save(tmp_path / "saved", model),
+        lambda: checkpoint.load(tmp_path / "saved", model),
+        lambda: checkpoint.export_safetensors(model, tmp_path / "exported"),
+    ):
+        with pytest.raises(RuntimeError, match=match):
+            call()
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+def test_full_tensor_of_what_a_state_dict_holds(mesh):
+    model = zero_ext.shard(MLP(), 3, mesh=mesh)
+    whole = [zero_ext.full_tensor(v) for v in model.state_dict().values()]
+    for value, expected in zip(whole, MLP().state_dict().values(), strict=True):
+        assert torch.equal(value.cpu(), expected.cpu())
