@@ -7,7 +7,7 @@
 # make cuda-test      runs the one-rank tests on that build, on the CPU and on the emulated device
 # make cuda-kernels   nvcc compiles each CUDA kernel alone, and the host emulates them
 # make test-deepspeed    installs DeepSpeed into a venv of its own, and trains beside it on the CPU
-# make test-packages     installs published optimizers into a venv of its own, and shards them
+# make test-packages     installs published optimizers and trainers into a venv of its own, and runs them
 # make bench-deepspeed   installs DeepSpeed, whose kernels its first run compiles, and measures beside it
 # make profile   where the time of a step goes: a trace of each rank and a page   PROFILE="--stage 3 ..."
 # make tidy      clang-tidy on the C++ sources, with the checks of .clang-tidy
@@ -45,7 +45,10 @@ PLAIN_BENCHES := $(wildcard benchmarks/bench_kernels.py benchmarks/bench_hooks.p
 GPU_BENCHES := benchmarks/bench_cuda.py benchmarks/bench_cuda_step.py
 DEEPSPEED_VENV := .venv-deepspeed
 PACKAGES_VENV := .venv-packages
-PACKAGES := bitsandbytes==0.50.2 lion-pytorch==0.2.5 madgrad==1.3 pytorch-optimizer==4.1.0 schedulefree==1.4.1 torchao==0.18.0
+# Without what they depend on, which has torch.
+PACKAGES := bitsandbytes==0.50.2 lion-pytorch==0.2.5 madgrad==1.3 pytorch-optimizer==4.1.0 schedulefree==1.4.1 torchao==0.18.0 \
+  sentence-transformers==6.2.0 diffusers==0.42.1 datasets==5.2.0
+OF_PACKAGES := scikit-learn scipy importlib_metadata dill multiprocess pandas pyarrow xxhash
 DEEPSPEED_BENCHES := benchmarks/bench_deepspeed.py
 BENCHES := $(filter-out $(PLAIN_BENCHES) $(GPU_BENCHES) $(DEEPSPEED_BENCHES),$(wildcard benchmarks/bench_*.py))
 
@@ -161,12 +164,13 @@ $(PACKAGES_VENV)/.installed: $(VENV)/.installed
 	echo "import site; site.addsitedir('$(CURDIR)/$(VENV)/lib/$$(ls $(VENV)/lib)/site-packages')" \
 	  > $(PACKAGES_VENV)/lib/$$(ls $(PACKAGES_VENV)/lib)/site-packages/base.pth
 	$(PACKAGES_VENV)/bin/python -m pip install --quiet --no-deps $(PACKAGES)
+	$(PACKAGES_VENV)/bin/python -m pip install --quiet $(OF_PACKAGES)
 	touch $@
 
 test-packages: $(PACKAGES_VENV)/.installed
 	$(PACKAGES_VENV)/bin/python -m pytest tests/optim/test_packages.py -m "not dist" -p no:cacheprovider -rs
 	$(PACKAGES_VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
-	  -m pytest tests/optim/test_packages.py -m dist -p no:cacheprovider -rs
+	  -m pytest tests/optim/test_packages.py tests/integrations/test_trainers.py -m dist -p no:cacheprovider -rs
 
 lint: install
 	$(VENV)/bin/ruff check .
