@@ -126,15 +126,15 @@ def test_what_differs_between_ranks_is_rejected_by_name_when_it_appears(mesh, ra
         (
             BlockScales,
             1,
-            r"'absmax' of 'linear.weight': \S+ \(42,\) .* on rank 0 and .* rank 1",
+            r"'absmax' of 'linear.weight': \S+ \(42,\) .* on rank 0, .* rank 1",
         ),
-        (Statistic, 13, r"'clip' of 'linear.weight': [\d.e-]+' on rank 0 and .* on rank 1"),
+        (Statistic, 13, r"'clip' of 'linear.weight': [\d.e-]+' on rank 0, .* on rank 1"),
         (
             OnOneRank,
             14,
-            r"'large' of 'linear.weight': {since: \[14, None\]}' on rank 0 and 'nothing' on .* 1",
+            r"'large' of 'linear.weight': {since: \[14, None\]}' on rank 0, 'nothing' on .* 1",
         ),
-        (Named, 13, r"'norm': [\d.e-]+ torch.float32 \(\)' on rank 0 and .* on rank 1"),
+        (Named, 13, r"'norm': [\d.e-]+ torch.float32 \(\)' on rank 0, .* on rank 1"),
     ):
         model, optimizer = model_and_optimizer(kind, mesh, stage)
         steps(model, optimizer, rank, after)

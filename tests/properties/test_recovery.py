@@ -897,11 +897,11 @@ def test_settings_that_differ_between_ranks_update_nothing(stage, what, mesh, ra
 
     set_to(rank != world - 1)
     told = {
-        "lr": rf"'lr=0.5 of group 0' on rank 0 and 'lr=0.25 of group 0' on rank {world - 1}",
-        "numpy's lr": "'lr=0.5 of group 0' on rank 0 and 'lr=0.25 of group 0' on rank",
-        "betas": r"'betas=\(0.9, 0.999\) of group 0' on rank 0 and 'betas=\(0.9, 0.99\)",
-        "divide factor": "'gradient divide factor=1.0' on rank 0 and",
-        "max_grad_norm": "'max_grad_norm=1.0' on rank 0 and 'max_grad_norm=2.0'",
+        "lr": rf"'lr=0.5 of group 0' on rank 0, 'lr=0.25 of group 0' on rank {world - 1}",
+        "numpy's lr": "'lr=0.5 of group 0' on rank 0, 'lr=0.25 of group 0' on rank",
+        "betas": r"'betas=\(0.9, 0.999\) of group 0' on rank 0, 'betas=\(0.9, 0.99\)",
+        "divide factor": "'gradient divide factor=1.0' on rank 0, ",
+        "max_grad_norm": "'max_grad_norm=1.0' on rank 0, 'max_grad_norm=2.0'",
     }
     on_host_told = told[what] if ON_HOST else r"settings \(lr, weight_decay, …\) differ"
     with pytest.raises((ValueError, RuntimeError), match=on_host_told):
