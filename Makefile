@@ -2,6 +2,7 @@
 # make train     trains a byte-level GPT on two ranks        STAGE=1|2|3  OPTIMIZER=muon  ARGS="--size small ..."
 # make test      quick tests: one rank, 2, and what depends on their number on 3 and 4   make test-all: all
 # make test-changed   those of the rooms changed since main, and of all rooms above   BASE=commit
+# make mutations   1,000 mutated programs for each stage, against plain PyTorch        PROGRAMS=5000
 # make sanitize  quick tests on one and on two ranks, with the address and undefined behaviour sanitizers
 # make cuda-build     builds for torch's CUDA variant, GPU or not   CUDA_ARCHS="8.0 9.0 10.0"
 # make cuda-test      runs the one-rank tests on that build, on the CPU and on the emulated device
@@ -36,7 +37,7 @@ export MAX_JOBS ?= 2
 # setup.py: warnings are errors in the builds that are made here.
 export ZERO_EXT_WERROR ?= 1
 # One thread per rank: ranks share the processors.
-train bench bench-deepspeed profile test-% all-% sanitize: export OMP_NUM_THREADS := 1
+train bench bench-deepspeed profile mutations test-% all-% sanitize: export OMP_NUM_THREADS := 1
 
 NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 EMULATION := $(shell find tests/support -name '*.h' -o -name '*.cpp')
@@ -58,7 +59,7 @@ SEGMENTS := $(addprefix test-,2-ranks one-rank lagged-one-rank 3-ranks group-4-r
 ALL_SEGMENTS := $(addprefix all-,one-rank lagged-one-rank 2-ranks 3-ranks 4-ranks group-2-ranks group-3-ranks \
   lagged-2-ranks lagged-3-ranks lccl-2-ranks lccl-3-ranks replicas-4-ranks lagged-4-ranks)
 
-.PHONY: install train test test-all test-changed $(SEGMENTS) $(ALL_SEGMENTS) sanitize cuda-kernels cuda-build cuda-test \
+.PHONY: install train test test-all test-changed $(SEGMENTS) $(ALL_SEGMENTS) mutations sanitize cuda-kernels cuda-build cuda-test \
   bench bench-deepspeed test-deepspeed test-packages profile docs lint tidy format dist-check cuda-dist-check wheel wheel-check \
   clean
 
@@ -85,6 +86,12 @@ $(SEGMENTS) $(ALL_SEGMENTS): install
 # What changed since BASE: by default the last commit that this branch shares with main.
 test-changed: install
 	$(PY) tests/support/segments.py $@ $$($(PY) scripts/changed_tests.py $(BASE))
+
+# 4,000 programs take ten minutes.
+PROGRAMS ?= 1000
+mutations: export PROGRAMS := $(PROGRAMS)
+mutations: install
+	$(PY) tests/support/segments.py $@
 
 cuda-kernels: install
 	$(PY) -m pytest tests/kernels/test_cuda_sources.py

@@ -4,9 +4,9 @@ import re
 
 import pytest
 import segments
-from segments import ALL, QUICK, ROOT, SLICES
+from segments import ALL, ALONE, QUICK, ROOT, SLICES
 
-SEGMENTS = QUICK | ALL | SLICES
+SEGMENTS = QUICK | ALL | ALONE | SLICES
 
 
 def targets(variable: str) -> list[str]:

@@ -125,6 +125,8 @@ ALL = {
     "all-replicas-4-ranks": Segment(4, WITH_REPLICAS, REPLICAS),
     "all-lagged-4-ranks": Segment(4, files("hybrid"), LAGGED, slow=True),
 }
+# Neither quick nor complete: what has a target of its own.
+ALONE = {"mutations": Segment(2, files("mutations"), slow=True)}
 # Slices that the Makefile's other builds run.
 SLICES = {
     "sanitize-one-rank": Segment(
@@ -189,7 +191,7 @@ def main(name: str, *tests: str) -> int:
     if name == "test-changed":
         segments = {f"changed-{ranks}": Segment(ranks, tests) for ranks in (0, 2)}
         return max(run(each, segment) for each, segment in segments.items())
-    return run(name, {**QUICK, **ALL}[name])
+    return run(name, {**QUICK, **ALL, **ALONE}[name])
 
 
 if __name__ == "__main__":
