@@ -26,6 +26,10 @@ const char* name_of(Agreement about) {
       return "the end of a step, or of a write to parameters";
     case Agreement::whole_parameters:
       return "iter_full_params()";
+    case Agreement::clip_value:
+      return "clip_grad_value_()";
+    case Agreement::unfreezing:
+      return "the sharding of parameters that require a gradient now";
   }
   return "another version of zero_ext";
 }

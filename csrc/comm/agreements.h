@@ -25,6 +25,8 @@ enum class Agreement : int64_t {
   clip,
   shards,
   whole_parameters,
+  unfreezing,
+  clip_value,
 };
 // The call in which ranks agree on this.
 const char* name_of(Agreement about);

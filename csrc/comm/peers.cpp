@@ -1,6 +1,7 @@
 #include "comm/peers.h"
 
 #include <ATen/ops/empty_like.h>
+#include <c10/util/hash.h>
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -61,10 +62,18 @@ void Peers::show_gather(int64_t unit) const {
   check_process();
   if (gather_order_ != nullptr && capture_id(current_stream(groups_->device())) == 0)
     gather_order_->enter(unit);
+  note_collective(gathered_, unit);
 }
 
-void Peers::show_reductions(int64_t started) const {
+void Peers::show_reduction(int64_t unit, int64_t started) const {
   if (gather_order_ != nullptr) gather_order_->show_reductions(started);
+  note_collective(reduced_, unit);
+}
+
+void Peers::note_collective(size_t& hash, int64_t unit) const {
+  if (!on_device() || share_host()) return;
+  if (capture_id(current_stream(groups_->device())) != 0) return;
+  hash = c10::hash_combine(hash, c10::get_hash(unit + 1));
 }
 
 bool Peers::reads(int64_t peer) const {

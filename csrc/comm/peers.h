@@ -56,8 +56,12 @@ class Peers {
   // unit's number. Not of those that are captured into a graph, which is replayed without the host.
   void compare_gathers();
   void show_gather(int64_t unit) const;
-  // The same after each reduction that has started: how many have.
-  void show_reductions(int64_t started) const;
+  // The same after each reduction of a unit that has started: how many have.
+  void show_reduction(int64_t unit, int64_t started) const;
+  // On a device without local peers: a hash of the units that this rank has gathered since
+  // forget_collectives(), and of those that it has reduced, each in their order.
+  int64_t collectives() const { return static_cast<int64_t>(gathered_ + 3 * reduced_); }
+  void forget_collectives() { gathered_ = reduced_ = 0; }
   // From now on a collective on a device that does not end is logged, see CollectiveWatch.
   void watch_collectives(std::chrono::milliseconds timeout);
   void note_backwards(int64_t count) const {
@@ -119,6 +123,7 @@ class Peers {
 
  private:
   bool reads(int64_t peer) const;
+  void note_collective(size_t& hash, int64_t unit) const;
   bool is_staged(const at::Tensor& tensor) const { return staged() && !tensor.is_cpu(); }
   // Null where there are no local peers, and in a forked child.
   SharedHostTransport* own_transport() const {
@@ -131,6 +136,8 @@ class Peers {
   bool only_local_peers_ = false;
   MessageKind agreements_among_ = MessageKind::gather;
   std::shared_ptr<GatherOrder> gather_order_;
+  mutable size_t gathered_ = 0;
+  mutable size_t reduced_ = 0;
   std::shared_ptr<CollectiveWatch> watch_;  // null on the host
   pid_t process_ = getpid();
 };

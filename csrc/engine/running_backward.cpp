@@ -59,8 +59,9 @@ std::vector<int64_t> RunningBackward::before_forward() {
   if (at::GradMode::is_enabled() && current_task() != -1) watch_->enter();
   const Access access(lock_);
   offloaded_.check_forward();
+  if (open()) return {};  // a later verb shards what was unfrozen in between
   std::vector<int64_t> unfrozen = unfrozen_among(parameters_);
-  if (!unfrozen.empty() || open()) return unfrozen;
+  if (!unfrozen.empty()) return unfrozen;
   check_sizes(parameters_, context_, "forward");
   // Without gradients a model that was cast may be evaluated.
   if (at::GradMode::is_enabled()) check_kinds(parameters_, context_, "forward");

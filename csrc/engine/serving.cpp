@@ -4,27 +4,15 @@
 #include <c10/util/ScopeExit.h>
 #include <c10/util/StringUtil.h>
 
+#include <algorithm>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "comm/answers.h"
 #include "core/errors.h"
 
 namespace zero_ext {
-namespace {
-
-// What a rank tells the others when it comes to a step on a device.
-enum Told : int64_t {
-  kEpoch,
-  kGathers,
-  kReductions,
-  kLost,
-  kMicroBatches,
-  kCompletedOne,
-  kSawInner
-};
-
-}  // namespace
-
 bool Serving::serve(const Access& access) {
   const int64_t whom = reductions_.who_began();
   if (whom >= 0) serve(access, whom);
@@ -60,63 +48,87 @@ void Serving::count(int64_t whom, int64_t backwards, std::chrono::steady_clock::
   served.time += std::chrono::duration_cast<std::chrono::microseconds>(time);
 }
 
-int64_t Serving::meet(const Access& access, Comm::Agreement about, MicroBatches micro_batches) {
-  const std::string verb = Comm::name_of(about);
-  const auto what = [&] {
+Serving::Met Serving::meet(const Access& access, Comm::Agreement about, const Arrival& own) {
+  return meet(access, about, own, [&] {
+    const std::string verb = Comm::name_of(about);
     return where(context_.global_rank) + verb + " waited for the other ranks' " + verb;
-  };
+  });
+}
+
+Serving::Met Serving::meet(const Access& access, Comm::Agreement about, Arrival own,
+                           const std::function<std::string()>& what) {
+  const bool on_device = comm_.on_device();
   gatherer_.begin_serving();
   const auto end = c10::make_scope_exit([this] { gatherer_.end_serving(); });
-  const CollectiveWatch::HostWait waiting(comm_.watch(), what(), [this] { gatherer_.serve(); });
-  // Its local sums may have another dtype than what the others send.
-  const bool serves = micro_batches != MicroBatches::unreduced;
+  std::optional<CollectiveWatch::HostWait> waiting;
+  if (comm_.watch() != nullptr) {
+    waiting.emplace(comm_.watch(), what(), [this] { gatherer_.serve(); });
+  }
+  // On a device its local sums may have another dtype than what the others send.
+  const bool serves = !on_device || own.micro_batches != MicroBatches::unreduced;
   BackwardWatch& watch = backward_.watch(access);
-  const std::vector<int64_t> mine{finished_.epoch(),
-                                  gatherer_.entered(),
-                                  reductions_.started(),
-                                  finished_.lost(),
-                                  static_cast<int64_t>(micro_batches),
-                                  watch.completed_one() ? 1 : 0,
-                                  watch.saw_inner_backwards() ? 1 : 0};
+  own.gathers = gatherer_.entered();
+  own.reductions = reductions_.started();
+  own.completed_one = watch.completed_one() ? 1 : 0;
+  own.saw_inner = watch.saw_inner_backwards() ? 1 : 0;
+  finished_.begin_agreement();
   try {
-    const at::Tensor of_all = comm_.all_gather(about, at::tensor(mine, at::kLong), what, [&] {
-      comm_.watch()->raise_if_ranks_wait();
+    const at::Tensor messages = comm_.all_gather(about, message_of(own), what, [&] {
+      if (waiting.has_value()) comm_.watch()->raise_if_ranks_wait();
       const bool served = serves && serve_one(access);
-      if (served) waiting.begin_again();
+      if (served && waiting.has_value()) waiting->begin_again();
       return served;
     });
-    const int64_t unreduced = who_told(of_all, MicroBatches::unreduced);
-    if (unreduced >= 0) return unreduced;
-    catch_up(access, of_all);
-    // All ranks start their reductions as early, or all at the end of a backward. Otherwise one would
-    // wait for a gather behind a reduction, and another one the other way round.
-    if (of_all.select(1, kCompletedOne).any().item<bool>()) watch.note_completed();
-    if (of_all.select(1, kSawInner).any().item<bool>()) watch.expect_inner_backwards();
-    const at::Tensor lost = of_all.select(1, kLost);
-    if (!lost.eq(lost[0]).all().item<bool>()) {
-      const at::Tensor which = at::tensor({finished_.which()}, at::kLong);
-      check_same(verb, comm_.all_gather(about, which, what), lost);
+    const auto arrivals = answers_of<Arrival>(messages);
+    const bool values_differ = std::any_of(arrivals.begin(), arrivals.end(), [&](const auto& each) {
+      return each.values != arrivals.front().values;
+    });
+    const int64_t unreduced = rank_with(MicroBatches::unreduced, arrivals);
+    if (unreduced >= 0) return {.incomplete = unreduced, .values_differ = values_differ};
+    if (on_device) {
+      catch_up(access, arrivals);
+      learn_from(access, about, arrivals);
     }
-    return who_told(of_all, MicroBatches::too_few);
+    return {.incomplete = rank_with(MicroBatches::too_few, arrivals),
+            .values_differ = values_differ};
   } catch (...) {
     backward_.give_up_others_backward(access);
     throw;
   }
 }
 
-int64_t Serving::who_told(const at::Tensor& of_all, MicroBatches micro_batches) const {
-  for (int64_t r = 0; r < context_.world; ++r) {
-    if (of_all[r][kMicroBatches].item<int64_t>() == static_cast<int64_t>(micro_batches))
-      return comm_.global_rank(r);
+void Serving::learn_from(const Access& access, Comm::Agreement about,
+                         const std::vector<Arrival>& arrivals) {
+  BackwardWatch& watch = backward_.watch(access);
+  bool lost_differ = false;
+  for (const Arrival& each : arrivals) {
+    // All ranks start their reductions as early, or all at the end of a backward. Otherwise one would
+    // wait for a gather behind a reduction, and another one the other way round.
+    if (each.completed_one != 0) watch.note_completed();
+    if (each.saw_inner != 0) watch.expect_inner_backwards();
+    lost_differ = lost_differ || each.lost != arrivals.front().lost;
   }
-  return -1;
+  if (!lost_differ || !comm_.share_host()) return;
+  const std::string verb = Comm::name_of(about);
+  const at::Tensor which = at::tensor({finished_.which()}, at::kLong);
+  const auto what = [&] {
+    return where(context_.global_rank) + verb + " waited for the other ranks' " + verb;
+  };
+  check_same(verb, comm_.all_gather(about, which, what), arrivals);
+}
+
+int64_t Serving::rank_with(MicroBatches micro_batches, const std::vector<Arrival>& arrivals) const {
+  const auto found = std::find_if(arrivals.begin(), arrivals.end(), [&](const Arrival& each) {
+    return each.micro_batches == micro_batches;
+  });
+  return found == arrivals.end() ? -1 : comm_.global_rank(found - arrivals.begin());
 }
 
 void Serving::check_same(const std::string& verb, const at::Tensor& which,
-                         const at::Tensor& lost) const {
+                         const std::vector<Arrival>& arrivals) const {
   std::vector<int64_t> ranks;
   for (int64_t r = 0; r < context_.world; ++r) {
-    if (lost[r].item<int64_t>() != 0) ranks.push_back(comm_.global_rank(r));
+    if (arrivals[r].lost != 0) ranks.push_back(comm_.global_rank(r));
   }
   TORCH_CHECK(
       which.eq(which[0]).all().item<bool>(), where(context_.global_rank), verb,
@@ -135,17 +147,23 @@ bool Serving::serve_one(const Access& access) {
   return serve_shown(access, shown) || gathered;
 }
 
-void Serving::catch_up(const Access& access, const at::Tensor& of_all) {
-  const at::Tensor gathers =
-      of_all.select(1, kGathers).narrow(0, context_.first_of_replica(), context_.shards);
-  const auto most = gathers.max().item<int64_t>();
-  gatherer_.serve_until(most);
-  if (gathers.min().item<int64_t>() < most) gatherer_.forget_order();
-  const auto [started, who] = of_all.select(1, kReductions).max(0);
+void Serving::catch_up(const Access& access, const std::vector<Arrival>& arrivals) {
+  if (!comm_.share_host()) return;
+  const auto most = [&](auto field) {
+    return std::max_element(arrivals.begin(), arrivals.end(),
+                            [&](const auto& a, const auto& b) { return a.*field < b.*field; });
+  };
+  const auto first = arrivals.begin() + context_.first_of_replica();
+  const auto [fewest_gathers, most_gathers] =
+      std::minmax_element(first, first + context_.shards,
+                          [](const auto& a, const auto& b) { return a.gathers < b.gathers; });
+  gatherer_.serve_until(most_gathers->gathers);
+  if (fewest_gathers->gathers < most_gathers->gathers) gatherer_.forget_order();
+  const auto reductions = most(&Arrival::reductions);
   if (comm_.gather_order() != nullptr)
-    serve_shown(access, {started.item<int64_t>(), who.item<int64_t>()});
-  const auto [epoch, whom] = of_all.select(1, kEpoch).max(0);
-  while (finished_.epoch() < epoch.item<int64_t>()) serve(access, whom.item<int64_t>());
+    serve_shown(access, {reductions->reductions, reductions - arrivals.begin()});
+  const auto epoch = most(&Arrival::epoch);
+  while (finished_.epoch() < epoch->epoch) serve(access, epoch - arrivals.begin());
 }
 
 }  // namespace zero_ext

@@ -18,6 +18,9 @@
 //   that unasked.
 // - If a rank leaves a backward with an error, the ranks that serve it undo their part and go on
 //   waiting. The ranks that run it get an error.
+// - Parameters that were unfrozen are sharded when all ranks have met: a rank may come to a forward
+//   and another one to a step. Between hosts this counts as the first backward of a step: ranks that
+//   have run none take part in one unasked.
 // - Parameters of stage 3 need no service on the CPU of one host. Between hosts a serving rank posts
 //   the sends of one more pass.
 //
@@ -35,8 +38,10 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <string>
+#include <vector>
 
 #include "engine/engine_parts.h"
 #include "engine/running_backward.h"
@@ -50,10 +55,17 @@ class Serving : Facet {
   // Where another rank has begun a backward after this rank's last one: takes part in it, and
   // returns true.
   bool serve(const Access& access);
-  // On a device: serves the others until all ranks have come, and nothing is left to serve. Returns a
-  // rank whose `micro_batches` keep the step from being made; -1: none. Raises on every rank where a
-  // backward threw on some ranks alone. Collective.
-  int64_t meet(const Access& access, Comm::Agreement about, MicroBatches micro_batches);
+  // Where this rank sees what others have begun: serves them until all ranks have come. On a device
+  // it serves until nothing is left to serve, too. Raises on every rank where a backward of a device
+  // threw on some ranks alone. Collective.
+  struct Met {
+    int64_t incomplete = -1;     // a rank whose micro-batches keep a step from being made
+    bool values_differ = false;  // see Arrival::values
+  };
+  Met meet(const Access& access, Comm::Agreement about, Arrival own,
+           const std::function<std::string()>& what);
+  // The same, and the message says that the call waited for the same call.
+  Met meet(const Access& access, Comm::Agreement about, const Arrival& own);
 
   // Backwards of other ranks that this one served, by rank.
   struct Served {
@@ -68,11 +80,15 @@ class Serving : Facet {
   bool serve_shown(const Access& access, const GatherOrder::Shown& shown);
   // What the others have shown by now, while this rank waits for them. Returns whether there was any.
   bool serve_one(const Access& access);
-  // A rank that told so, of what all told, [world, …]; -1: none.
-  int64_t who_told(const at::Tensor& of_all, MicroBatches micro_batches) const;
-  // `which`, `lost`: of all ranks, see FinishedBackwards.
-  void check_same(const std::string& verb, const at::Tensor& which, const at::Tensor& lost) const;
-  void catch_up(const Access& access, const at::Tensor& of_all);
+  // The first rank with these micro-batches; -1: none.
+  int64_t rank_with(MicroBatches micro_batches, const std::vector<Arrival>& arrivals) const;
+  // `which`: of all ranks, see FinishedBackwards.
+  void check_same(const std::string& verb, const at::Tensor& which,
+                  const std::vector<Arrival>& arrivals) const;
+  // On a device, when all have come.
+  void catch_up(const Access& access, const std::vector<Arrival>& arrivals);
+  void learn_from(const Access& access, Comm::Agreement about,
+                  const std::vector<Arrival>& arrivals);
   void count(int64_t whom, int64_t backwards, std::chrono::steady_clock::duration time);
 
   RunningBackward& backward_;

@@ -70,6 +70,12 @@ void StepUpdate::finish() {
   gathering_.wait(
       [this] { return where(context_.global_rank) + "step() waited for updated parameters"; });
   gatherer_.wait_for_shards();
+  for (int64_t i = 0; i < parameters_.size(); ++i) {
+    const ShardedParameter& parameter = parameters_[i];
+    if (!parameter.managed() || mine_[i] == 0) continue;
+    Unit& unit = parameters_.unit(parameter.unit);
+    if (!unit.sums().fresh(parameter.slot)) written_of(unit.parameters()).accept(parameter.slot);
+  }
   last_use_.remember();
 }
 

@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <c10/util/hash.h>
 
 #include <algorithm>
 #include <bit>
@@ -34,6 +35,32 @@ void Steps::set_loss_scale(double scale) {
   boundary_.set_loss_scale(scale);
 }
 
+// Unfreezing
+
+void Steps::meet_for_unfreezing(const std::vector<int64_t>& unfrozen) {
+  const Access access(lock_);
+  const at::NoGradGuard no_grad;
+  if (unfrozen.empty()) return;
+  const std::string& first = parameters_[unfrozen.front()].name;
+  TORCH_CHECK(!backward_.is_open(access), where(context_.global_rank), "parameter '", first,
+              "' requires a gradient since this backward has begun. Set requires_grad after"
+              " loss.backward() has returned.");
+  if (context_.world == 1) return;
+  const bool unasked =
+      reductions_.sees_others() ? reductions_.next_is_unannounced() : finished_.none_since_step();
+  if (unasked) backward_.take_part_in_others_backward(access);
+  uint64_t names = 0;
+  for (const int64_t i : unfrozen) names += c10::get_hash(i, std::string("unfrozen"));
+  const Arrival own = agreement_.arrival(boundary_progress(), static_cast<int64_t>(names));
+  const auto what = [&] {
+    return where(context_.global_rank) + "'" + first +
+           "' was frozen when it came in and requires a gradient now. To shard it this rank waited"
+           " for the others, which must change requires_grad in the same places";
+  };
+  const Serving::Met met = serving_.meet(access, Comm::Agreement::unfreezing, own, what);
+  if (met.values_differ) rejections_.reject_unfrozen(unfrozen);
+}
+
 // The step
 
 StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuestions& questions,
@@ -48,8 +75,9 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
   // No rank's shard changes before all ranks are here: until then they may be gathering from it.
   const bool asks = questions.nonfinite || questions.norm() || questions.divide_by.has_value() ||
                     context_.shards_parameters() || !context_.state.on_host();
-  come_to_step(access, Comm::Agreement::step, asks && serves(questions),
-               had_no_backward(indices, *last_backward));
+  const int64_t values = written_values();
+  const bool idle = had_no_backward(indices, *last_backward);
+  come_to_step(access, Comm::Agreement::step, asks && serves(questions), idle, values);
   last_use_.follow();
   published_.adopt_changes(indices, "step()");
   gatherer_.begin_step();
@@ -57,13 +85,15 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
     StepQuestions asked = questions;
     asked.settings ^= std::bit_cast<int64_t>(boundary_.divide_factor());
     asked.written = published_.written_by_hand(indices);
+    asked.values = hosts_meet() ? 0 : values;
     asked.averaged_over = boundary_.divide();
     asked.micro_batches = [this] { return boundary_progress(); };
     verdict = agreement_.ask(Comm::Agreement::step, indices, asked,
                              [&] { return serving_.serve(access); });
     if (verdict.settings_differ) return verdict;
     check_complete("step()", verdict);
-    if (verdict.written_differ) reject_written(Comm::Agreement::step, indices);
+    if (verdict.values_differ) rejections_.reject_values(Comm::Agreement::step);
+    if (verdict.written_differ) rejections_.reject_written(Comm::Agreement::step, indices);
     if (context_.world > 1 && !reductions_.knows_order()) learn_reduction_order(access);
   } else {
     reject_changed_too_early("step()", finished_.changed_too_early() ? context_.global_rank : -1);
@@ -73,11 +103,13 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
   for (const int64_t i : indices) {
     if (parameters_[i].managed()) parameters_.repair_storage(i, Writes::keep);
   }
+  if (asks) accept_written(parameters_);
   if (verdict.nonfinite) gatherer_.wait_for_shards();
   boundary_.end_step();
   finished_.clear();
   finished_.end_step();
   comm_.note_backwards(0);
+  comm_.forget_collectives();
   published_.accept_written(indices);
   const bool on_host = context_.compute.on_host();
   if (!on_host && !backward_.sees_forwards(access)) parameters_.follow_stream();
@@ -85,32 +117,15 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
   return verdict;
 }
 
-void Steps::reject_written(Comm::Agreement about, const std::vector<int64_t>& indices) const {
-  const std::string verb = Comm::name_of(about);
-  const at::Tensor all = comm_.all_gather(about, published_.written_digests(indices), [&] {
-    return where(context_.global_rank) + verb + " waited for the other ranks' " + verb;
-  });
-  const auto* digests = all.const_data_ptr<int64_t>();
-  const int64_t count = parameters_.size();
-  for (int64_t k = count; k < all.numel(); ++k) {
-    const int64_t i = k % count;
-    if (digests[k] == digests[i]) continue;
-    const bool none_there = PublishedGradients::is_none(digests[k]);
-    const int64_t with_none = comm_.global_rank(none_there ? k / count : 0);
-    TORCH_CHECK(!none_there && !PublishedGradients::is_none(digests[i]),
-                where(context_.global_rank, parameters_.home_of(i).name()), verb,
-                ": .grad of parameter '", parameters_[i].name, "' was set to None on rank ",
-                with_none, ", and not after the same backwards on rank ",
-                comm_.global_rank(none_there ? 0 : k / count),
-                ". Call zero_grad() on every rank and repeat the step's backwards.");
-    TORCH_CHECK(false, where(context_.global_rank, parameters_.home_of(i).name()), verb,
-                ": .grad of parameter '", parameters_[i].name, "' was set to other values on rank ",
-                comm_.global_rank(k / count), " than on rank ", comm_.global_rank(0),
-                digests[k] == 0 || digests[i] == 0 ? ", or on one of them alone" : "",
-                ". zero_ext takes what you write for the average over the ranks. Add it up with"
-                " all_reduce() and divide it by ",
-                context_.world, " before you write it.");
+int64_t Steps::written_values() {
+  if (context_.world == 1) return 0;
+  uint64_t sum = 0;
+  for (int64_t i = 0; i < parameters_.size(); ++i) {
+    note_writes(parameters_, i);
+    const int64_t digest = written(parameters_, i);
+    if (digest != 0) sum += c10::get_hash(i, digest);
   }
+  return static_cast<int64_t>(sum);
 }
 
 void Steps::check_complete(const char* verb) const {
@@ -173,10 +188,14 @@ bool Steps::serves(const StepQuestions& questions) const {
   return agreement_.sends(questions) && reductions_.sees_others();
 }
 
-void Steps::come_to_step(const Access& access, Comm::Agreement about, bool serves, bool idle) {
-  if (comm_.on_device() && comm_.share_host()) {
-    const int64_t incomplete = serving_.meet(access, about, boundary_progress());
-    return check_complete(Comm::name_of(about), StepVerdict{.incomplete = incomplete});
+void Steps::come_to_step(const Access& access, Comm::Agreement about, bool serves, bool idle,
+                         int64_t values) {
+  if (hosts_meet()) {
+    const Arrival own = agreement_.arrival(boundary_progress(), values);
+    const Serving::Met met = serving_.meet(access, about, own);
+    check_complete(Comm::name_of(about), StepVerdict{.incomplete = met.incomplete});
+    if (met.values_differ) rejections_.reject_values(about);
+    return;
   }
   // Where it is not known what other ranks run, all must run the same, except that a rank without a
   // backward takes part in one.
@@ -184,6 +203,8 @@ void Steps::come_to_step(const Access& access, Comm::Agreement about, bool serve
   if (!serves || unasked || !context_.state.on_host()) check_complete(Comm::name_of(about));
   if (unasked) backward_.take_part_in_others_backward(access);
 }
+
+bool Steps::hosts_meet() const { return comm_.on_device() && comm_.share_host(); }
 
 bool Steps::had_no_backward(const std::vector<int64_t>& indices, int64_t last_backward) const {
   if (backward_.count() == last_backward) return true;
@@ -229,10 +250,25 @@ at::Tensor Steps::clip(const std::vector<int64_t>& indices, double max_norm,
               "clip_grad_norm_(): max_norm is ", max_norm,
               " here and something else on another rank. Pass the same on every rank.");
   check_complete("clip_grad_norm_()", verdict);
-  if (verdict.written_differ) reject_written(Comm::Agreement::clip, indices);
+  if (verdict.written_differ) rejections_.reject_written(Comm::Agreement::clip, indices);
   scale_gradients(indices, verdict);
   return verdict.on_device != nullptr ? verdict.on_device->norm
                                       : at::scalar_tensor(verdict.norm, at::kFloat);
+}
+
+void Steps::meet_for_clipping(Comm::Agreement about, const std::vector<int64_t>& indices) {
+  const Access access(lock_);
+  const at::NoGradGuard no_grad;
+  const char* verb = Comm::name_of(about);
+  backward_.check_none(access, verb);
+  StepQuestions none{.nonfinite = false, .max_norm = std::nullopt, .meets = true};
+  none.micro_batches = [this] { return boundary_progress(); };
+  come_to_step(access, about, serves(none), had_no_backward(indices, kUnknown));
+  last_use_.follow();
+  published_.adopt_changes(indices, verb);
+  if (comm_.on_device()) return;
+  const auto serve = [&] { return serving_.serve(access); };
+  check_complete(verb, agreement_.ask(about, indices, none, serve));
 }
 
 void Steps::scale_gradients(const std::vector<int64_t>& indices, const StepVerdict& verdict) {
@@ -276,6 +312,7 @@ void Steps::zero_grad(const std::vector<int64_t>& indices, ZeroGrad mode) {
   if (!published_.has_reduced_gradients()) {
     finished_.clear();
     finished_.forget_lost();
+    comm_.forget_collectives();
     backward_.forget_failure(access);
   }
 }

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "engine/engine_parts.h"
+#include "engine/rejections.h"
 #include "engine/running_backward.h"
 #include "engine/serving.h"
 #include "engine/step_update.h"
@@ -27,7 +28,11 @@ enum class ZeroGrad { to_none, to_zero };
 class Steps : Facet {
  public:
   Steps(EngineParts& parts, RunningBackward& backward)
-      : Facet(parts), parts_(parts), backward_(backward), serving_(parts, backward) {}
+      : Facet(parts),
+        parts_(parts),
+        backward_(backward),
+        serving_(parts, backward),
+        rejections_(parts) {}
 
   // Which backwards reduce, see Boundary.
   void push_no_sync();
@@ -39,6 +44,9 @@ class Steps : Facet {
   void set_loss_scale(double scale);
   double gradient_divisor() const { return boundary_.divisor(); }
 
+  // All ranks have come that shard the parameters `unfrozen` next. Raises on every rank where they
+  // shard different ones. Collective.
+  void meet_for_unfreezing(const std::vector<int64_t>& unfrozen);
   // A step is prepared, then updated unless the verdict forbids it. Where parameters were unfrozen,
   // or settings differ between ranks, nothing is prepared. `last_backward`: as of the last step of
   // these parameters; set.
@@ -51,10 +59,15 @@ class Steps : Facet {
   void settle(StepVerdict& verdict) const;
   // Scales the reduced gradients so that their 2-norm over all ranks is at most `max_norm`. Returns
   // the norm before, fp32 [], on the device; the same bits for any number of ranks.
-  // `last_backward`: as of the last step.
+  // `last_backward`: as of the last step of these parameters; kUnknown: they are of several
+  // optimizers.
   at::Tensor clip(const std::vector<int64_t>& indices, double max_norm, int64_t last_backward);
+  static constexpr int64_t kUnknown = -1;
+  // Before torch clips. While this rank waits for all ranks, it serves their backwards. Raises where
+  // a step would raise because not all gradients are reduced. Collective.
+  void meet_for_clipping(Comm::Agreement about, const std::vector<int64_t>& indices);
 
-  // Before torch clips or unscales. Raises where a step would raise because not all gradients are
+  // Before torch unscales, and clips what every rank has whole. Raises where a step would raise because not all gradients are
   // reduced.
   void check_reduced(const std::string& verb) {
     const Access access(lock_);
@@ -72,8 +85,8 @@ class Steps : Facet {
  private:
   // Raises where gradients of backwards are still to come, or were not reduced.
   void check_complete(const char* verb) const;
-  // Raises for the first gradient that ranks have written otherwise. Collective.
-  void reject_written(Comm::Agreement about, const std::vector<int64_t>& indices) const;
+  // A digest of what users wrote to parameters since the ranks last agreed; 0: nothing.
+  int64_t written_values();
   // The same of all ranks.
   void check_complete(const char* verb, const StepVerdict& verdict) const;
   // `rank`: one that did so, or -1.
@@ -82,7 +95,10 @@ class Steps : Facet {
   // While this rank asks, it serves the backwards of other ranks. See Note [Serving] in serving.h.
   bool serves(const StepQuestions& questions) const;
   // Before it asks. `idle`: it had no backward.
-  void come_to_step(const Access& access, Comm::Agreement about, bool serves, bool idle);
+  void come_to_step(const Access& access, Comm::Agreement about, bool serves, bool idle,
+                    int64_t values = 0);
+  // On a device: the hosts of the ranks meet before the devices agree.
+  bool hosts_meet() const;
   // This rank had no backward for a step of these parameters.
   bool had_no_backward(const std::vector<int64_t>& indices, int64_t last_backward) const;
   // See Note [Reduction order] in reductions.h. Collective; between hosts it waits for a
@@ -99,6 +115,7 @@ class Steps : Facet {
   EngineParts& parts_;
   RunningBackward& backward_;
   Serving serving_;
+  Rejections rejections_;
 
   UpdateCounts counts_;
   int64_t stepped_ = 0;  // the last backward that a step was made after, of any optimizer

@@ -27,7 +27,9 @@ void PostedSends::add(const Unit* unit) {
   entries_.push_back({.unit = unit,
                       .due = kReserve,
                       .posted = std::vector<std::deque<PostedSend>>(context_.world)});
-  if (unit->parameters().comes_and_goes() && persist()) post_missing(entries_.back());
+  // Of parameters that were unfrozen: another rank may gather them before this rank begins a pass.
+  const bool late = posted_any_ && post_per_pass();
+  if (unit->parameters().comes_and_goes() && (persist() || late)) post_missing(entries_.back());
 }
 
 void PostedSends::begin_pass(Pass pass) {
@@ -70,6 +72,7 @@ std::string PostedSends::last_gathered() const {
 
 void PostedSends::post_missing(Entry& entry) {
   const int64_t due = persist() ? 1 : entry.due;
+  posted_any_ = true;
   for (int64_t peer = 0; peer < context_.world; ++peer) {
     if (peer == context_.rank || !context_.shares_replica_with(peer)) continue;
     std::deque<PostedSend>& posted = entry.posted[peer];

@@ -76,6 +76,7 @@ class PostedSends {
   const UnitContext& context_;
   std::vector<Entry> entries_;
   std::string last_gathered_ = "none";
+  bool posted_any_ = false;
   int64_t passes_ = 0;  // since the ranks last exchanged their numbers
 };
 

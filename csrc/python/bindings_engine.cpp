@@ -1,4 +1,5 @@
 // The engine: one class, bound facet by facet.
+#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -260,6 +261,21 @@ void bind_steps(EngineClass& engine) {
       .def_property_readonly("gradient_divisor", of(steps, &Steps::gradient_divisor))
       .def("set_loss_scale", of(steps, &Steps::set_loss_scale), NoGil())
       .def("check_reduced", of(steps, &Steps::check_reduced), NoGil())
+      .def(
+          "meet_for_clipping",
+          [](Engine& e, const std::vector<int64_t>& indices, bool by_value) {
+            e.steps().meet_for_clipping(by_value ? Agreement::clip_value : Agreement::clip,
+                                        indices);
+          },
+          py::arg("indices"), py::kw_only(), py::arg("by_value"), NoGil())
+      .def(
+          "norm_of_gradients",
+          [](Engine& e, const std::vector<int64_t>& indices) {
+            const double never = std::numeric_limits<double>::infinity();
+            return e.steps().clip(indices, never, Steps::kUnknown);
+          },
+          NoGil())
+      .def("meet_for_unfreezing", of(steps, &Steps::meet_for_unfreezing), NoGil())
       .def("settle", of(steps, &Steps::settle), NoGil())
       .def("zero_grad", of(steps, &Steps::zero_grad), NoGil());
 }

@@ -130,7 +130,7 @@ void Reductions::count_users(bool gives_up) {
 
 void Reductions::start(int64_t u) {
   if (!sums_directly()) start_reduction(u);
-  comm_.show_reductions(++started_);
+  comm_.show_reduction(u, ++started_);
 }
 
 void Reductions::start_reduction(int64_t u) {

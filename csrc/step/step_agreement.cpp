@@ -10,9 +10,9 @@
 #include <bit>
 #include <cmath>
 #include <exception>
-#include <tuple>
 #include <utility>
 
+#include "comm/answers.h"
 #include "comm/host_wait.h"
 #include "core/errors.h"
 #include "device/kernel_table.h"
@@ -26,16 +26,16 @@ constexpr char kOutOfStep[] =
     " zero_grad(set_to_none=True) on every rank and repeat the step's backwards.";
 constexpr char kOrOtherSettings[] =
     " Or the optimizers' settings (lr, weight_decay, …) differ between ranks, or the gradients that"
-    " were written to p.grad. Or a rank changed p.grad, as torch's clip_grad_norm_ does, before"
-    " later backwards of other ranks.";
+    " were written to p.grad, or the values that were written to parameters. Or a rank changed"
+    " p.grad, as torch's clip_grad_norm_ does, before later backwards of other ranks.";
+constexpr char kOrOtherUnits[] =
+    " Or the ranks have gathered or reduced different units, as modules that run on some ranks "
+    "alone"
+    " do: their values were mixed then. Between hosts every rank must run the same modules.";
 
-int64_t micro_batches_of(const StepQuestions& questions) {
-  return static_cast<int64_t>(questions.micro_batches ? questions.micro_batches()
-                                                      : MicroBatches::complete);
+MicroBatches micro_batches_of(const StepQuestions& questions) {
+  return questions.micro_batches ? questions.micro_batches() : MicroBatches::complete;
 }
-
-// The element of an answer on the host that says which backwards its rank has finished.
-constexpr int64_t kWhich = 5;
 
 constexpr char kNothingToDivideBy[] =
     ": divide_by is 0 on all ranks together. Leave the step out, or pass the number of tokens or"
@@ -63,28 +63,6 @@ void clip_divided(const StepQuestions& questions, DeviceVerdict& verdict) {
   const at::Tensor clip = verdict.norm.add(1e-6).reciprocal().mul(*questions.max_norm).clamp_max(1);
   verdict.factor = at::where(verdict.norm.isfinite(), verdict.factor.mul(clip), verdict.factor);
 }
-
-// Which rank's micro-batches keep a step from being made, of all answers' elements; -1: none.
-class Completeness {
- public:
-  void add(int64_t rank, int64_t element) {
-    const auto micro_batches = static_cast<MicroBatches>(element);
-    any_complete_ = any_complete_ || micro_batches == MicroBatches::complete;
-    if (micro_batches == MicroBatches::too_few) too_few_ = rank;
-    if (micro_batches == MicroBatches::unreduced) unreduced_ = rank;
-    if (micro_batches == MicroBatches::changed_too_early) changed_too_early_ = rank;
-  }
-  void report(StepVerdict& verdict) const {
-    verdict.incomplete = unreduced_ < 0 && !any_complete_ ? too_few_ : unreduced_;
-    verdict.changed_too_early = changed_too_early_;
-  }
-
- private:
-  int64_t too_few_ = -1;
-  int64_t unreduced_ = -1;
-  int64_t changed_too_early_ = -1;
-  bool any_complete_ = false;
-};
 
 }  // namespace
 
@@ -116,63 +94,81 @@ at::Tensor StepAgreement::gather(const Round& round, const at::Tensor& answer, i
   return comm_.all_gather_unless_outdated(round.about, answer, state, what, round.serve);
 }
 
+Arrival StepAgreement::arrival(MicroBatches micro_batches, int64_t values) const {
+  return {.epoch = finished_.epoch(),
+          .backwards = finished_.count(),
+          .which = finished_.which(),
+          .lost = finished_.lost(),
+          .micro_batches = micro_batches,
+          .values = values};
+}
+
+StepAnswer StepAgreement::own_answer(const std::vector<int64_t>& indices,
+                                     const StepQuestions& questions) const {
+  const NanRecords::Found found = context_.nan_records->search(
+      records_of(indices, questions), [this](int64_t i) { return own_sum(i); });
+  StepAnswer answer{.arrival = arrival(micro_batches_of(questions), questions.values),
+                    .finite = found.finite ? 1 : 0,
+                    .first_record = found.first,
+                    .settings = questions.settings,
+                    .written = questions.written,
+                    .divide_by = questions.divide_by.value_or(0)};
+  // One message for both questions; a second one would cost more than the norm. It has the same
+  // length where no norm is asked for.
+  if (questions.norm()) add_own_squares(indices, &answer.squares);
+  return answer;
+}
+
+void StepAgreement::check_same_backwards(const Round& round,
+                                         const std::vector<Arrival>& arrivals) const {
+  const Arrival& own = arrivals[std::ssize(arrivals) == 1 ? 0 : context_.rank];
+  int64_t epoch = 0;
+  for (const Arrival& each : arrivals) epoch = std::max(epoch, each.epoch);
+  const auto other = std::find_if(arrivals.begin(), arrivals.end(), [&](const Arrival& each) {
+    return each.backwards != own.backwards || each.which != own.which;
+  });
+  const int64_t count = own.backwards;
+  finished_.set_epoch(epoch);
+  TORCH_CHECK(other == arrivals.end(), where(context_.global_rank), Comm::name_of(round.about),
+              kOutOfStep, " This rank has finished ", count, ", rank ",
+              comm_.global_rank(other - arrivals.begin()), " ", other->backwards,
+              other->backwards == count ? " others." : ".");
+}
+
 std::optional<StepVerdict> StepAgreement::ask_host(const Round& round,
                                                    const std::vector<int64_t>& indices,
                                                    const StepQuestions& questions) {
-  const NanRecords::Found found = context_.nan_records->search(
-      records_of(indices, questions), [this](int64_t i) { return own_sum(i); });
-  int64_t finite = found.finite ? 1 : 0;
-  int64_t first = found.first;
-  // One message for both questions; a second one would cost more than the norm.
-  kernels::SquareSum sum{};
-  if (questions.norm()) add_own_squares(indices, &sum);
-  constexpr int64_t kFacts = 9;
-  // Also where no norm is asked for: a message has the same length in every call.
-  constexpr int64_t kLength = kFacts + kernels::kSquareSumLength;
-  const at::Tensor own = at::empty({kLength}, at::TensorOptions().dtype(at::kLong));
-  auto* value = own.mutable_data_ptr<int64_t>();
-  value[0] = finite;
-  value[1] = first;
-  value[2] = finished_.count();
-  value[3] = finished_.epoch();
-  value[4] = questions.settings;
-  value[kWhich] = finished_.which();
-  value[6] = questions.written;
-  value[7] = micro_batches_of(questions);
-  value[8] = std::bit_cast<int64_t>(questions.divide_by.value_or(0));
-  std::copy(sum.begin(), sum.end(), value + kFacts);
-  const at::Tensor all = gather(round, own, kWhich, questions);
-  if (!all.defined()) return std::nullopt;
-  if (!replicated()) sum = {};
-  int64_t epoch = 0;
-  int64_t other = -1;  // a rank that has finished other backwards, and how many
-  int64_t theirs = 0;
-  Completeness completeness;
-  double count = 0;
+  const StepAnswer own = own_answer(indices, questions);
+  const at::Tensor messages = gather(round, message_of(own), StepAnswer::kWhich, questions);
+  if (!messages.defined()) return std::nullopt;
+  const std::vector<StepAnswer> answers = answers_of<StepAnswer>(messages);
+  std::vector<Arrival> arrivals;
+  for (const StepAnswer& answer : answers) arrivals.push_back(answer.arrival);
+  check_same_backwards(round, arrivals);
   StepVerdict verdict;
-  for (int64_t r = 0; r < all.size(0); ++r) {
-    const int64_t* answer = all.const_data_ptr<int64_t>() + r * kLength;
-    finite = std::min(finite, answer[0]);
-    first = std::min(first, answer[1]);
-    const bool same = answer[2] == value[2] && answer[kWhich] == value[kWhich];
-    if (!same && other < 0) std::tie(other, theirs) = std::pair(r, answer[2]);
-    epoch = std::max(epoch, answer[3]);
-    verdict.settings_differ = verdict.settings_differ || answer[4] != value[4];
-    verdict.written_differ = verdict.written_differ || answer[6] != value[6];
-    completeness.add(comm_.global_rank(r), answer[7]);
-    count += std::bit_cast<double>(answer[8]);
+  int64_t first = own.first_record;
+  double count = 0;
+  kernels::SquareSum sum{};
+  for (int64_t r = 0; r < std::ssize(answers); ++r) {
+    const StepAnswer& answer = answers[r];
+    verdict.nonfinite = verdict.nonfinite || answer.finite == 0;
+    first = std::min(first, answer.first_record);
+    verdict.settings_differ = verdict.settings_differ || answer.settings != own.settings;
+    verdict.written_differ = verdict.written_differ || answer.written != own.written;
+    verdict.values_differ = verdict.values_differ || answer.arrival.values != own.arrival.values;
+    count += answer.divide_by;
     if (replicated() || !context_.shares_replica_with(r)) continue;
-    for (int64_t k = kFacts; k < kLength; ++k) sum[k - kFacts] += answer[k];
+    for (int64_t k = 0; k < std::ssize(sum); ++k) sum[k] += answer.squares[k];
   }
-  finished_.set_epoch(epoch);
-  TORCH_CHECK(other < 0, where(context_.global_rank), Comm::name_of(round.about), kOutOfStep,
-              " This rank has finished ", value[2], ", rank ", comm_.global_rank(other), " ",
-              theirs, theirs == value[2] ? " others." : ".");
-  completeness.report(verdict);
-  verdict.nonfinite = finite == 0;
+  const Completeness complete = completeness_of(arrivals);
+  const auto named = [this](int64_t rank) { return rank < 0 ? -1 : comm_.global_rank(rank); };
+  verdict.incomplete = named(complete.unreduced >= 0 ? complete.unreduced : complete.too_few);
+  verdict.changed_too_early = named(complete.changed_too_early);
+  // A step in which no rank has data changes nothing.
+  if (count == 0 && !has_gradients(indices)) count = 1;
   TORCH_CHECK(!questions.divide_by.has_value() || count > 0, where(context_.global_rank),
               Comm::name_of(round.about), kNothingToDivideBy);
-  decide_factor(questions, sum, count, verdict);
+  decide_factor(questions, replicated() ? own.squares : sum, count, verdict);
   if (verdict.nonfinite && first != nan_record::kNone) describe(first, verdict);
   return verdict;
 }
@@ -200,24 +196,25 @@ std::optional<StepVerdict> StepAgreement::ask_device(const Round& round,
   // One number for all: each more is another launch.
   const auto agreed = static_cast<int64_t>(
       static_cast<uint64_t>(questions.settings) + static_cast<uint64_t>(finished_.which()) +
-      static_cast<uint64_t>(questions.written) + (finished_.changed_too_early() ? 1 : 0));
+      static_cast<uint64_t>(questions.written) + static_cast<uint64_t>(questions.values) +
+      static_cast<uint64_t>(comm_.collectives()) + (finished_.changed_too_early() ? 1 : 0));
   const int64_t count = std::bit_cast<int64_t>(questions.divide_by.value_or(0));
   const auto number = [&](int64_t value) { return at::full({1}, value, options.dtype(at::kLong)); };
   std::vector<at::Tensor> parts_of_answer{nonfinite_answer, number(agreed), squares};
   if (questions.divide_by.has_value()) parts_of_answer.push_back(number(count));
   const at::Tensor answer = at::cat(parts_of_answer);
-  const at::Tensor all = gather(round, answer, /*state=*/2, questions);
+  const at::Tensor all = gather(round, answer, DeviceAnswer::kAgreed, questions);
   if (!all.defined()) return std::nullopt;
   auto verdict = std::make_shared<DeviceVerdict>();
-  const at::Tensor agreement = all.select(1, 2);
+  const at::Tensor agreement = all.select(1, DeviceAnswer::kAgreed);
   const at::Tensor out_of_step = agreement.min().ne(agreement.max()).reshape({1});
-  const at::Tensor nonfinite = all.select(1, 0).min().eq(0).reshape({1});
+  const at::Tensor nonfinite = all.select(1, DeviceAnswer::kFinite).min().eq(0).reshape({1});
   verdict->skip = nonfinite.logical_or(out_of_step).to(at::kInt);
-  const at::Tensor first = all.select(1, 1).min().reshape({1});
+  const at::Tensor first = all.select(1, DeviceAnswer::kFirstRecord).min().reshape({1});
   if (questions.norm()) {
     if (!replicated()) {
       const at::Tensor parts = all.narrow(0, context_.first_of_replica(), context_.shards);
-      squares = parts.narrow(1, 3, squares.numel()).sum(0).contiguous();
+      squares = parts.narrow(1, DeviceAnswer::kSquares, squares.numel()).sum(0).contiguous();
     }
     verdict->norm = at::empty({}, options.dtype(at::kFloat));
     verdict->factor = at::empty({1}, options.dtype(at::kFloat));
@@ -257,6 +254,12 @@ std::vector<int64_t> StepAgreement::records_of(const std::vector<int64_t>& indic
   return records;
 }
 
+bool StepAgreement::has_gradients(const std::vector<int64_t>& indices) const {
+  return std::any_of(indices.begin(), indices.end(), [this](int64_t i) {
+    return parameters_[i].managed() && !parameters_.sums_of(i).fresh(parameters_[i].slot);
+  });
+}
+
 std::optional<kernels::ReadSegment> StepAgreement::own_sum(int64_t i) const {
   const int64_t slot = parameters_[i].slot;
   const GradientSums& sums = parameters_.sums_of(i);
@@ -270,7 +273,7 @@ void StepAgreement::settle(StepVerdict& verdict) const {
   if (!verdict.is_settled() || comm_.watch() != nullptr) verdict.on_device->wait();
   const int64_t first = *verdict.on_device->nan_record.const_data_ptr<int64_t>();
   TORCH_CHECK(first != nan_record::kOutOfStep, where(context_.global_rank), "a step was skipped",
-              kOutOfStep, kOrOtherSettings);
+              kOutOfStep, kOrOtherSettings, comm_.share_host() ? "" : kOrOtherUnits);
   verdict.nonfinite = first != nan_record::kNone;
   if (verdict.nonfinite) describe(first, verdict);
 }

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "comm/comm.h"
+#include "step/step_answer.h"
 #include "units/finished_backwards.h"
 #include "units/nan_records.h"
 #include "units/sharded_parameters.h"
@@ -27,21 +28,14 @@
 
 namespace zero_ext {
 
-// How far a rank's micro-batches have come when it comes to a step.
-enum class MicroBatches : int64_t {
-  none,               // it had none
-  complete,           // as many as a step needs
-  too_few,            // fewer: other ranks had enough, or the step is rejected with an error
-  unreduced,          // its local sums were never reduced: the step is rejected with an error
-  changed_too_early,  // likewise; see Note [Changed too early] in finished_backwards.h
-};
-
 // What must be known of the gradients before an update. Every rank asks the same.
 struct StepQuestions {
   bool nonfinite = true;           // whether any holds NaN or Inf
   std::optional<double> max_norm;  // their norm, and the factor that clips it to this
   int64_t settings = 0;            // a hash of the numbers that the update uses
   int64_t written = 0;             // see PublishedGradients::written_by_hand
+  int64_t values = 0;              // see WrittenValues
+  bool meets = false;              // also where nothing is asked
   bool foreign = false;            // other code than ours updates the masters
   // This rank's part of what the gradients are divided by, instead of by `averaged_over`.
   std::optional<double> divide_by{};
@@ -69,6 +63,7 @@ struct StepVerdict {
   std::vector<int64_t> unfrozen{};
   bool settings_differ = false;    // between ranks; on a device settle() raises instead
   bool written_differ = false;     // gradients that were written by hand, likewise
+  bool values_differ = false;      // parameters that were written, likewise
   int64_t incomplete = -1;         // a rank whose micro-batches were too few or not reduced
   int64_t changed_too_early = -1;  // a rank; see MicroBatches
   bool nonfinite = false;
@@ -96,10 +91,12 @@ class StepAgreement {
                   const StepQuestions& questions, const Meanwhile& serve);
   // Whether the ranks send each other anything for these.
   bool sends(const StepQuestions& questions) const {
-    const bool for_all =
-        !replicated() || questions.nonfinite || questions.norm() || questions.divide_by.has_value();
+    const bool for_all = !replicated() || questions.meets || questions.nonfinite ||
+                         questions.norm() || questions.divide_by.has_value();
     return context_.world > 1 && for_all;
   }
+  // What this rank tells in any agreement. On a device Serving adds how much it has queued.
+  Arrival arrival(MicroBatches micro_batches, int64_t values) const;
   // Waits for the device, and raises what ask() raises on the host.
   void settle(StepVerdict& verdict) const;
 
@@ -117,7 +114,10 @@ class StepAgreement {
                                         const StepQuestions& questions);
   // Every rank holds all gradients, reduced.
   bool replicated() const { return context_.policy.optimizer == Sharding::replicated; }
-  // The answers of all ranks [world, n], or this one's alone. Undefined where they are outdated:
+  StepAnswer own_answer(const std::vector<int64_t>& indices, const StepQuestions& questions) const;
+  // Raises where ranks have finished different backwards. Also agrees on the epoch.
+  void check_same_backwards(const Round& round, const std::vector<Arrival>& arrivals) const;
+  // The messages of all ranks [world, n], or this one's alone. Undefined where they are outdated:
   // they differ in element `state`.
   at::Tensor gather(const Round& round, const at::Tensor& answer, int64_t state,
                     const StepQuestions& questions);
@@ -127,6 +127,8 @@ class StepAgreement {
   // The NaN records of the parameters that are asked about.
   std::vector<int64_t> records_of(const std::vector<int64_t>& indices,
                                   const StepQuestions& questions) const;
+  // Of the parameters that are asked about; the same on every rank.
+  bool has_gradients(const std::vector<int64_t>& indices) const;
   // This rank's part of the reduced gradient of parameter i; none where it holds nothing.
   std::optional<kernels::ReadSegment> own_sum(int64_t i) const;
   // Squares of this rank's reduced gradients; `sum` lies where they do.

@@ -28,9 +28,15 @@ int64_t ShardedParameters::add_unit(std::unique_ptr<Unit> unit, UnitKind kind,
   if (trainable) members_.push_back(members);
   for (size_t slot = 0; slot < members.size(); ++slot) {
     ShardedParameter& parameter = all_[members[slot]];
+    if (parameter.frozen_unit >= 0) {
+      written_of(home_of(members[slot]).parameters()).watch(parameter.slot, at::Tensor());
+    }
     (trainable ? parameter.unit : parameter.frozen_unit) = number;
     parameter.slot = static_cast<int64_t>(slot);
     parameter.tensor.set_data(units.back()->parameters().view(parameter.slot));
+    if (context_.world > 1) {
+      written_of(units.back()->parameters()).watch(parameter.slot, parameter.tensor);
+    }
     // A new node for another dtype, which a parameter in no unit may have got earlier.
     if (!is_node_of(parameter.node, parameter.tensor)) parameter.node = hook(members[slot]);
   }
@@ -75,6 +81,24 @@ std::vector<int64_t> unfrozen_among(const ShardedParameters& parameters) {
     if (!parameter.managed() && parameter.tensor.requires_grad()) indices.push_back(i);
   }
   return indices;
+}
+
+void note_writes(ShardedParameters& parameters, int64_t i) {
+  const ShardedParameter& parameter = parameters[i];
+  if (!parameter.managed() && parameter.frozen_unit < 0) return;
+  written_of(parameters.home_of(i).parameters()).note(parameter.slot, parameters.lies_elsewhere(i));
+}
+
+int64_t written(const ShardedParameters& parameters, int64_t i) {
+  const ShardedParameter& parameter = parameters[i];
+  if (!parameter.managed() && parameter.frozen_unit < 0) return 0;
+  return written_of(parameters.home_of(i).parameters()).digest(parameter.slot);
+}
+
+void accept_written(ShardedParameters& parameters) {
+  for (const auto* units : {&parameters.units(), &parameters.frozen_units()}) {
+    for (const auto& unit : *units) written_of(unit->parameters()).accept_written();
+  }
 }
 
 void check_sizes(const ShardedParameters& parameters, const UnitContext& context,
@@ -162,6 +186,7 @@ void ShardedParameters::repair_storage(int64_t i, Writes writes) {
   if (!lies_elsewhere(i)) return;
   ShardedParameter& parameter = all_[i];
   UnitParameters& home = home_of(i).parameters();
+  if (writes == Writes::keep) note_writes(*this, i);
   if (writes == Writes::keep) home.adopt(parameter.slot, parameter.tensor.detach());
   parameter.tensor.set_data(home.view(parameter.slot));
 }

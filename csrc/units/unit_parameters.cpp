@@ -31,7 +31,8 @@ UnitParameters::UnitParameters(const UnitContext& context, const RankLayout& lay
       released_message_(where(context.global_rank, name) + kReleased),
       casts_master_(kind == UnitKind::trainable && context.casts_masters(dtype)),
       on_host_(context.offloads_shard(kind)),
-      comes_and_goes_(casts_master_ || on_host_ || context.shards_parameters()) {
+      comes_and_goes_(casts_master_ || on_host_ || context.shards_parameters()),
+      written_(layout, full_, /*samples=*/!comes_and_goes_ && context.compute.on_host()) {
   const int64_t range = layout_.range_numel();
   if (comes_and_goes_) {
     full_ = FlatBuffer::without_memory(context_.memory, Held::full, context_.compute_place(),
@@ -149,12 +150,18 @@ at::Tensor UnitParameters::own_range_with_lent_writes() const {
 
 void UnitParameters::copy_own_range_to_shard() {
   if (lent_before_.defined()) {
+    written_.note_all();
     shard_.tensor().copy_(own_range_with_lent_writes());
     return;
   }
   const void* own = full_.at(layout_.own_begin());
   const size_t bytes = shard_.tensor().nbytes();
-  const bool equal = context_.compute.on_host() && std::memcmp(own, shard_.data(), bytes) == 0;
+  const bool on_host = context_.compute.on_host();
+  const bool equal = on_host && std::memcmp(own, shard_.data(), bytes) == 0;
+  written_.note_all([&](int64_t i) {
+    return on_host && !equal &&
+           !layout_.own_slice(full_, i, layout_.own_begin()).equal(layout_.own_slice(shard_, i));
+  });
   if (!equal) copy_bytes(shard_.data(), shard_.device(), own, full_.device(), bytes);
 }
 
@@ -293,6 +300,7 @@ void UnitParameters::go_beside(std::optional<SideStream::Scope>& beside) const {
 
 void UnitParameters::start_gather(Comm& comm, int64_t number) {
   const bool released = full_.emptied();
+  if (!released) written_.accept_all();
   if (released) {
     drop_idle_shard();
     std::optional<SideStream::Scope> beside;
@@ -385,10 +393,12 @@ void UnitParameters::release(Comm& comm, Writes writes) {
   // taking them over is cheaper than waiting for an answer.
   std::optional<SideStream::Scope> beside;
   go_beside(beside);
+  if (writes == Writes::discard) written_.accept_all();
   if (writes == Writes::keep) {
     if (shard_.defined()) {
       copy_own_range_to_shard();
     } else {
+      written_.note_all();
       adopt_into_master(full_.at(layout_.own_begin()), master_data(), layout_.range_numel());
     }
     refresh_mirror(comm);

@@ -38,6 +38,7 @@
 #include "memory/flat_buffer.h"
 #include "memory/rank_layout.h"
 #include "units/unit_context.h"
+#include "units/written_values.h"
 
 namespace zero_ext {
 
@@ -51,6 +52,9 @@ class UnitParameters {
   UnitParameters(const UnitContext& context, const RankLayout& layout, const std::string& name,
                  at::ScalarType dtype, UnitKind kind, int64_t gather_tag,
                  const std::vector<at::Tensor>& values, Comm& comm, bool broadcast);
+
+  // What users wrote to the parameters, which watch() names.
+  friend WrittenValues& written_of(UnitParameters& unit) { return unit.written_; }
 
   // Slot i in its parameter's shape, over full.
   at::Tensor view(int64_t i) const;
@@ -149,6 +153,7 @@ class UnitParameters {
   std::optional<c10::Event> downloaded_;  // into updated_
   std::optional<StreamEvent> own_range_;  // has reached full, in the last gather
   Pending gathering_;
+  WrittenValues written_;
 };
 
 }  // namespace zero_ext

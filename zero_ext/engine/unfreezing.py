@@ -19,6 +19,7 @@ def make_trainable(handle: "Handle", unfrozen: Sequence[int]) -> None:
     """Make units of the parameters ``unfrozen``, with the gradients that autograd has left in
     their ``.grad``. Collective."""
     gradients = {i: handle.parameters[i].grad for i in unfrozen}
+    handle.engine.meet_for_unfreezing(list(unfrozen))
     averages = {i: _average(handle, i, gradient) for i, gradient in gradients.items()}
     by_unit: dict[int, list[int]] = {}
     for i in unfrozen:
@@ -46,13 +47,6 @@ def _average(handle: "Handle", i: int, gradient: Tensor | None) -> Tensor | None
     if gradient is not None:
         holders.fill_(1.0)
         total.copy_(gradient.detach())
-    try:
-        all_reduce_(holders, groups.parent)
-        all_reduce_(total, groups.parent)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{groups.where}'{handle.engine.parameter_name(i)}' was frozen when it came in and "
-            "requires a gradient now. To shard it this rank waited for the others, which must "
-            f"change requires_grad in the same places: {error}"
-        ) from error
+    all_reduce_(holders, groups.parent)
+    all_reduce_(total, groups.parent)
     return total / divisor if holders else None

@@ -235,8 +235,8 @@ def _refuse_writing_forwards(module: nn.Module, groups: Groups, ignored: set[int
             raise ValueError(
                 f"{groups.where}'{name}' is a {type(child).__name__} with "
                 f"max_norm={child.max_norm}: its forward writes to the weight while other ranks "
-                "may gather it. Shard the module with stage 2, or leave the weight out with "
-                "ignored_params, and average its gradient yourself."
+                "may gather it. Leave the weight out with ignored_params, and average its gradient "
+                "yourself."
             )
 
 

@@ -1,0 +1,81 @@
+#include "units/written_values.h"
+
+#include <ATen/ops/empty_strided.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/digest.h"
+
+namespace zero_ext {
+
+int64_t WrittenValues::version_of(const at::Tensor& parameter) {
+  return parameter.is_inference() ? 0 : parameter._version();
+}
+
+uint64_t WrittenValues::sample_of(const at::Tensor& parameter) const {
+  const int64_t numel = parameter.numel();
+  if (!samples_ || numel == 0 || !parameter.has_storage() || !parameter.is_cpu()) return 0;
+  const auto* data = static_cast<const char*>(parameter.const_data_ptr());
+  const auto itemsize = static_cast<int64_t>(parameter.itemsize());
+  uint32_t two[2] = {};
+  const size_t bytes = std::min<size_t>(sizeof(two[0]), parameter.itemsize());
+  std::memcpy(&two[0], data + numel / 2 * itemsize, bytes);
+  std::memcpy(&two[1], data + numel / 4 * itemsize, bytes);
+  return (static_cast<uint64_t>(two[0]) << 32) | two[1];
+}
+
+void WrittenValues::watch(int64_t i, const at::Tensor& parameter) {
+  if (i >= std::ssize(slots_)) slots_.resize(i + 1);
+  slots_[i].parameter = parameter;
+  accept(i);
+}
+
+void WrittenValues::note(int64_t i, bool differs) {
+  if (!watches(i) || (full_.emptied() && !differs)) return;
+  Watched& slot = slots_[i];
+  const int64_t version = version_of(slot.parameter);
+  if (!differs && version == slot.version && sample_of(slot.parameter) == slot.sample) return;
+  slot.version = version;
+  slot.sample = sample_of(slot.parameter);
+  slot.digest = digest_now(i);
+}
+
+void WrittenValues::accept(int64_t i) {
+  if (!watches(i)) return;
+  Watched& slot = slots_[i];
+  slot.version = version_of(slot.parameter);
+  slot.sample = sample_of(slot.parameter);
+  slot.digest = 0;
+}
+
+void WrittenValues::note_all(const std::function<bool(int64_t)>& differs) {
+  for (int64_t i = 0; i < std::ssize(slots_); ++i) note(i, differs && differs(i));
+}
+
+void WrittenValues::accept_all() {
+  for (int64_t i = 0; i < std::ssize(slots_); ++i) accept(i);
+}
+
+void WrittenValues::accept_written() {
+  for (Watched& slot : slots_) slot.digest = 0;
+}
+
+int64_t WrittenValues::digest_now(int64_t i) const {
+  const at::Tensor parameter = slots_[i].parameter.detach();
+  const SlotSpec& spec = layout_.slot(i).spec;
+  at::Tensor dense = parameter;
+  if (parameter.strides() != at::IntArrayRef(spec.strides)) {
+    dense = at::empty_strided(spec.sizes, spec.strides, parameter.options()).copy_(parameter);
+  }
+  return digest_of(dense.as_strided({spec.numel}, {1}));
+}
+
+int64_t WrittenValues::digest_of(const at::Tensor& flat) {
+  const at::Tensor here = flat.cpu();
+  const auto bytes = static_cast<int64_t>(here.nbytes());
+  const uint64_t digest = kernels::digest(here.const_data_ptr(), bytes);
+  return digest == 0 ? 1 : static_cast<int64_t>(digest);
+}
+
+}  // namespace zero_ext

@@ -1,0 +1,75 @@
+// WrittenValues: which parameters of a unit users wrote to since the ranks last agreed on a step,
+// and a digest of what they wrote.
+//
+// Owner:     UnitParameters.
+// Threads:   called only under the engine's lock.
+// Invariant: a slot without a digest holds what the ranks agreed on, as far as its version and two
+//            of its elements tell.
+//
+// Note [Written values]
+// Each rank keeps a part of a parameter. Where ranks write different values, the next gather makes a
+// mixture of them. So each step compares a digest of what was written, in its own message.
+// - A write by torch's operators changes the version of the parameter. One through `.data` does not.
+//   Where parameters stay in memory on the host, two elements of each parameter are compared, too.
+//   Where they come and go, a release compares this rank's range with its shard.
+// - Parameters that come and go are digested before they are released, because only a part of what
+//   was written is left then.
+// - Where the digests of the ranks differ, some rank may have written what the parameter held. So the
+//   ranks compare what all of them hold now before they raise an error (Steps::reject_values).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "memory/flat_buffer.h"
+#include "memory/rank_layout.h"
+
+namespace zero_ext {
+
+class WrittenValues {
+ public:
+  // `full`: the memory of the parameters, which outlives this. `samples`: it stays, on the host.
+  WrittenValues(const RankLayout& layout, const FlatBuffer& full, bool samples)
+      : layout_(layout), full_(full), samples_(samples) {}
+
+  // `parameter` has slot i from now on; undefined: it moved to another unit. What it holds is the
+  // same on every rank.
+  void watch(int64_t i, const at::Tensor& parameter);
+  // Takes notice of what was written to slot i, where it is in memory. `differs`: it is, and is known
+  // to have changed.
+  void note(int64_t i, bool differs = false);
+  // The same of all slots.
+  void note_all(const std::function<bool(int64_t i)>& differs = {});
+  // What slot i holds is the same on every rank, or what was written to it is forgotten.
+  void accept(int64_t i);
+  void accept_all();
+  // The ranks agree on what was written to any slot.
+  void accept_written();
+  // Of what was written to slot i; 0: nothing.
+  int64_t digest(int64_t i) const { return watches(i) ? slots_[i].digest : 0; }
+  // Of what slot i holds, which is in memory; never 0.
+  int64_t digest_now(int64_t i) const;
+  // The same of `flat`: slot i in its memory order.
+  static int64_t digest_of(const at::Tensor& flat);
+
+ private:
+  struct Watched {
+    at::Tensor parameter;
+    int64_t version = 0;
+    uint64_t sample = 0;
+    int64_t digest = 0;
+  };
+  bool watches(int64_t i) const { return i < std::ssize(slots_) && slots_[i].parameter.defined(); }
+  static int64_t version_of(const at::Tensor& parameter);
+  uint64_t sample_of(const at::Tensor& parameter) const;
+
+  const RankLayout& layout_;
+  const FlatBuffer& full_;
+  const bool samples_;
+  std::vector<Watched> slots_;
+};
+
+}  // namespace zero_ext
