@@ -6,10 +6,10 @@ are ``clip_grad_norm_`` itself and ``GradScaler.unscale_``. To tensors that no e
 they are torch's.
 """
 
+import contextlib
 import functools
-import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,9 @@ from zero_ext.ranks.agreement import check_same_on_all_ranks, naming
 from zero_ext.ranks.collectives import all_reduce_
 from zero_ext.tensor.dispatch import groups_of
 from zero_ext.tensor.shard_tensor import ShardTensor
+
+if TYPE_CHECKING:
+    from zero_ext.engine.handle import Handle
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KINDS = (Tensor, nn.Parameter, ShardTensor, HostGradient)
@@ -68,12 +71,23 @@ def _total_norm(tensors, norm_type=2.0, error_if_nonfinite=False, foreach=None) 
         return _torchs_norm(tensors, norm_type, error_if_nonfinite, foreach)
     if len(ranks) > 1:
         _reject_several_meshes(ranks)
-    if float(norm_type) != 2 or not _have_kernels(tensors):
+    if not _have_kernels(tensors):
         return _torchs_norm(tensors, norm_type, error_if_nonfinite, foreach)
-    return _checked(_C.norm_of(_square_sum(tensors)), error_if_nonfinite)
+    if float(norm_type) == 2:
+        return checked_norm(_C.norm_of(_square_sum(tensors)), error_if_nonfinite)
+    return checked_norm(_norm_of_norms(tensors, float(norm_type)), error_if_nonfinite)
 
 
-def _checked(norm: Tensor, error_if_nonfinite: bool) -> Tensor:
+def _norm_of_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+    """In fp64, so that the number of ranks does not show in fp32. As torch's in all else."""
+    held = [t for t in tensors if t.numel()]  # torch has no infinity norm of nothing
+    if not held:
+        return torch.zeros((), device=tensors[0].device)
+    norms = torch._foreach_norm(held, norm_type, torch.float64)
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type).float()
+
+
+def checked_norm(norm: Tensor, error_if_nonfinite: bool) -> Tensor:
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"zero_ext: the total norm of the gradients is non-finite ({norm.item()}), so they "
@@ -120,44 +134,95 @@ def _check_reduced(parameters, verb: str) -> list[Tensor]:
     """Raise where gradients are still to be reduced, as ``optimizer.clip_grad_norm_`` does. torch
     sees ``.grad is None`` then, and would clip nothing. The engine remembers the call."""
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    found = (entry[0] for p in parameters if (entry := registry.find(p)) is not None)
-    for handle in {id(handle): handle for handle in found}.values():
+    for handle in _indices_by_handle(parameters):
         handle.engine.check_reduced(verb)
     return parameters
 
 
-def _optimizer_of(parameters: Sequence[Tensor]) -> Any:
-    """The one optimizer of all trained ones among ``parameters``, if their norm takes messages that
-    the host waits for."""
-    found = [registry.find(p) for p in parameters if p.requires_grad]
-    handle = found[0][0] if found and found[0] is not None else None
-    if handle is None or handle.replicated or not handle.knows_on_host:
+def _indices_by_handle(parameters: Sequence[Tensor]) -> dict["Handle", list[int]]:
+    """The parameters among them that may have gradients, by the engines that shard them."""
+    indices: dict[Handle, dict[int, None]] = {}
+    for parameter in parameters:
+        entry = registry.find(parameter)
+        if entry is not None and entry[0].engine.unit_of(entry[1]) >= 0:
+            indices.setdefault(entry[0], {})[entry[1]] = None
+    return {handle: list(members) for handle, members in indices.items()}
+
+
+def _meet(parameters: Sequence[Tensor], verb: str) -> None:
+    """Wait until all ranks have come, and take part in the backwards that others still run.
+
+    Collective where a rank has a part of the gradients alone. Raises where gradients are still to
+    be reduced.
+    """
+    for handle in _handles_of(parameters):
+        indices = _indices_by_handle(parameters).get(handle, [])
+        if handle.replicated:
+            handle.engine.check_reduced(verb)
+        else:
+            with serving_backwards(handle):
+                handle.engine.meet_for_clipping(indices, by_value=verb == "clip_grad_value_()")
+
+
+def _handles_of(parameters: Sequence[Tensor]) -> list["Handle"]:
+    """In the order of the parameters. What was unfrozen is sharded. Collective."""
+    found = (registry.find(parameter) for parameter in parameters)
+    handles = list(dict.fromkeys(entry[0] for entry in found if entry is not None))
+    for handle in handles:
+        handle.adopt_unfrozen()
+    return handles
+
+
+@contextlib.contextmanager
+def serving_backwards(handle: "Handle") -> Iterator[None]:
+    """Backwards of others that run inside need no loss that this rank has scaled."""
+    optimizer = None if handle.scaled_by is None else handle.scaled_by()
+    scaler = None if optimizer is None else optimizer.loss_scaler
+    if scaler is not None:
+        scaler._check_scaled(handle)
+    yield
+    if scaler is not None:
+        scaler._backwards_seen = handle.engine.backwards
+
+
+def _norm_in_one_message(parameters: Sequence[Tensor]) -> Tensor | None:
+    """The 2-norm of the gradients of one engine that the host waits for. None of others."""
+    handles = _handles_of(parameters)
+    if len(handles) != 1 or handles[0].replicated or not handles[0].knows_on_host:
         return None
-    if any(entry is None or entry[0] is not handle for entry in found):
+    if any(registry.find(parameter) is None for parameter in parameters):
         return None
-    indices = {i for _, i in found}
-    for optimizer in handle.optimizers:
-        others = [handle.parameters[i] for i in {*optimizer._sharded_state.indices} - indices]
-        if indices.issubset(optimizer._sharded_state.indices) and not any(
-            p is not None and (p.requires_grad or p.grad is not None) for p in others
-        ):
-            return optimizer
-    return None
+    with serving_backwards(handles[0]):
+        return handles[0].engine.norm_of_gradients(_indices_by_handle(parameters)[handles[0]])
+
+
+def clip_by_norm(
+    parameters: Sequence[Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> Tensor:
+    """What torch's ``clip_grad_norm_`` does. Collective."""
+    norm = _norm_in_one_message(parameters) if float(norm_type) == 2 else None
+    if norm is None:
+        _meet(parameters, "clip_grad_norm_()")
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norm = _total_norm(gradients, norm_type, error_if_nonfinite, foreach)
+        _check_norm(parameters, norm)
+    norm = checked_norm(norm, error_if_nonfinite)
+    _torchs_clip(parameters, max_norm, norm, foreach)  # another rank may have reduced the gradients
+    return norm
 
 
 @_in_place_of(_torchs_clip_norm)
 def _clip_norm(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None):
     """While it waits for other ranks' norms it takes part in their backwards, where it can."""
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    sharded = [p for p in listed if registry.find(p) is not None]
-    optimizer = _optimizer_of(sharded) if float(norm_type) == 2 else None
-    norm = None if optimizer is None else optimizer.clip_grad_norm_(math.inf)
-    if norm is None or len(sharded) < len(listed):  # torch warns of an empty generator
+    if not registry.any_sharded(listed):  # torch warns of an empty generator
         rest = (max_norm, norm_type, error_if_nonfinite, foreach)
         return _torchs_clip_norm(listed or parameters, *rest)
-    norm = _checked(norm, error_if_nonfinite)
-    _torchs_clip(listed, max_norm, norm, foreach)  # another rank may have reduced the gradients
-    return norm
+    return clip_by_norm(listed, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
 @_in_place_of(_torchs_clip)
@@ -184,7 +249,10 @@ def _check_norm(parameters: Sequence[Tensor], norm: Tensor) -> None:
 
 @_in_place_of(_torchs_clip_value)
 def _clip_value(parameters, clip_value, foreach=None) -> None:
-    parameters = _check_reduced(parameters, "clip_grad_value_()")
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    _meet(parameters, "clip_grad_value_()")
+    if registry.any_sharded(parameters) and all(p.grad is None for p in parameters):
+        return  # no rank had a backward; torch takes no empty list
     _torchs_clip_value(parameters, clip_value, foreach)
 
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import OffloadPolicy
 
 from zero_ext import _C
 from zero_ext.engine.checks import check_number
+from zero_ext.engine.clipping import checked_norm, clip_by_norm, serving_backwards
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.options import ShardingOptions, check_policy
 from zero_ext.engine.registry import find
@@ -407,31 +408,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.compiler.disable
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, error_if_nonfinite: bool = False) -> Tensor:
-        """Scale the gradients so that their global 2-norm is at most ``max_norm``. Collective.
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """Scale the gradients so that their global norm is at most ``max_norm``. Collective.
 
-        One pass over this rank's fp32 gradients computes the norm. Where they are too large, a
-        second one scales them, so that ``p.grad`` shows clipped gradients; ``max_grad_norm`` spares
-        the second. The norm has the same bits for any number of ranks.
+        The arguments are torch's. Without ``error_if_nonfinite``, ``step`` deals with NaN and Inf.
 
-        Args:
-            max_norm: In the unit of the gradients as they are now.
-            error_if_nonfinite: Raise for NaN or Inf. Otherwise ``step`` deals with such gradients.
         Returns:
-            0-D fp32 tensor, the norm before scaling, equal on all ranks.
+            0-D fp32 tensor, the norm before scaling, equal on all ranks. The 2-norm has the same
+            bits for any number of ranks.
         Source: Pascanu et al. 2013, section 3.2.
         """
         check_number("max_norm", max_norm)
+        check_number("norm_type", norm_type)
         self._catch_up()
-        if self.loss_scaler is not None:  # before this rank serves the backwards of others
-            self.loss_scaler._check_scaled(self._handle)
-        norm = self._sharded_state.clip_gradients(max_norm)
-        if self.loss_scaler is not None:
-            self.loss_scaler._backwards_seen = self._handle.engine.backwards
-        if error_if_nonfinite and not norm.isfinite():
-            where = self._handle.groups.where
-            raise RuntimeError(f"{where}the gradients' norm is {norm.item()}; none was clipped.")
-        return norm
+        if float(norm_type) != 2:
+            rest = (max_norm, norm_type, error_if_nonfinite, foreach)
+            return clip_by_norm(self._followed.parameters, *rest)
+        with serving_backwards(self._handle):
+            return checked_norm(self._sharded_state.clip_gradients(max_norm), error_if_nonfinite)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
