@@ -1,6 +1,7 @@
 """The table of tests/support/segments.py names what there is."""
 
 import re
+from collections import Counter
 
 import pytest
 import segments
@@ -27,6 +28,12 @@ def test_every_test_file_is_in_a_quick_and_in_a_complete_segment():
         run = {path for segment in table.values() for path in segment.tests}
         left = there - run
         assert not left or "tests" in run, left
+
+
+def test_each_test_file_has_a_name_of_its_own():
+    """pytest imports it under this name: of two in one run it would collect none."""
+    names = Counter(path.name for path in ROOT.glob("tests/*/test_*.py"))
+    assert not [name for name, count in names.items() if count > 1]
 
 
 @pytest.mark.parametrize("name", SEGMENTS)
