@@ -252,13 +252,41 @@ def test_info_prints_versions_and_survives_a_missing_fact(monkeypatch, capsys):
     assert facts["processors"].startswith("unknown (ZeroDivisionError")
 
 
-def test_importing_zero_ext_imports_no_large_part_of_torch():
-    """Each of these takes torch as long as its own import; a public name brings them when used."""
+def test_large_parts_of_torch_are_imported_when_they_are_used():
+    """Each of these takes torch as long as its own import. A training needs what fully_shard does:
+    a checkpoint's modules, for one, come with the first checkpoint."""
     program = """
 import sys, torch
-before = {*sys.modules}
-import zero_ext
-print(*sorted({*sys.modules} - before))
+import torch.distributed as dist
+
+def modules_of(act):
+    before = {*sys.modules}
+    act()
+    print(*sorted({*sys.modules} - before))
+
+def train(model, kind):
+    optimizer = kind(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(3, 7)).sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.state_dict(), optimizer.state_dict()
+
+def train_with_torch():
+    from torch.distributed.fsdp import fully_shard
+    train(fully_shard(torch.nn.Linear(7, 5)), torch.optim.AdamW)
+
+def train_here():
+    for stage in range(4):
+        train(zero_ext.shard(torch.nn.Linear(7, 5), stage), zero_ext.optim.AdamW)
+    train(torch.nn.Linear(7, 5), zero_ext.optim.AdamW)
+    train(torch.nn.Linear(7, 5), lambda p, lr: zero_ext.optim.wrap(torch.optim.Adagrad, p, lr=lr))
+
+modules_of(lambda: globals().update(zero_ext=__import__("zero_ext")))
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+modules_of(train_with_torch)
+modules_of(train_here)
 assert {*zero_ext.__all__} <= {*dir(zero_ext)}
 for name in zero_ext.__all__:
     assert getattr(zero_ext, name) is getattr(zero_ext, name), name
@@ -268,13 +296,17 @@ try:
     zero_ext.shards
 except AttributeError as error:
     print(error)
+dist.destroy_process_group()
 """
     run = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert run.returncode == 0, run.stderr
-    imported, missing = run.stdout.splitlines()
-    names = imported.split()
+    *imports, missing = run.stdout.splitlines()
+    names, torch_s, ours = (line.split() for line in imports)
     assert all(name.startswith("zero_ext") for name in names), names
     assert not any(name.startswith(("zero_ext.engine", "zero_ext.tensor")) for name in names)
+    assert "torch.distributed.tensor" in torch_s
+    assert "zero_ext.engine" in ours and "zero_ext.checkpoint" not in ours
+    assert all(name.startswith("zero_ext") for name in ours), ours
     assert missing == "module 'zero_ext' has no attribute 'shards'"

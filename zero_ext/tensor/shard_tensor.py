@@ -10,18 +10,12 @@ sharded. What operations do is in ``dispatch.py``.
 import copy
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 from torch._dynamo.exc import Unsupported
 from torch._guards import TracingContext
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -33,6 +27,10 @@ from zero_ext import _C
 from zero_ext.ranks.agreement import naming
 from zero_ext.ranks.collectives import on_wire
 from zero_ext.tensor.boxes import boxes
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 
 class FlatShard(Shard):
@@ -186,40 +184,42 @@ class ShardTensor(DTensor):
     def __tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride):
         _refuse_tracing()
 
-    # torch.distributed.checkpoint: a slice is saved and loaded as the boxes that it consists of.
+    # torch.distributed.checkpoint: a slice is saved and loaded as the boxes that it consists of. It
+    # is imported when it asks: that takes torch a third as long as its own import.
 
-    def __create_write_items__(self, fqn: str, object: Tensor) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self._local_tensor)
+    def __create_write_items__(self, fqn: str, object: Tensor) -> "list[WriteItem]":
+        from torch.distributed.checkpoint import metadata, planner
+
+        properties = metadata.TensorProperties.create_from_tensor(self._local_tensor)
         return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
+            planner.WriteItem(
+                index=metadata.MetadataIndex(fqn, chunk.offsets),
+                type=planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(chunk, properties, self.shape),
             )
             for chunk in self.__create_chunk_list__()
         ]
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [chunk for chunk, _ in self._boxes()]
+    def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for chunk, values in self._boxes():
-            if chunk.offsets == index.offset:
+        return [ChunkStorageMetadata(offsets, values.shape) for offsets, values in self._boxes()]
+
+    def __get_tensor_shard__(self, index: "MetadataIndex") -> Tensor:
+        for offsets, values in self._boxes():
+            if offsets == index.offset:
                 return values
         raise ValueError(f"zero_ext: {self!r} holds no box of '{index.fqn}' at {index.offset}.")
 
-    def _boxes(self) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
-        """Each with its values, a view of the slice."""
+    def _boxes(self) -> Iterator[tuple[torch.Size, Tensor]]:
+        """Where each begins, and its values, a view of the slice."""
         order = sorted(range(self.dim()), key=lambda d: -self.stride()[d])  # the slowest first
         inverse = sorted(range(self.dim()), key=order.__getitem__)
         start = 0
         for offsets, sizes in boxes([self.shape[d] for d in order], *self.held_range):
             stop = start + prod(sizes)
             values = self._local_tensor[start:stop].view(sizes).permute(inverse)
-            yield (
-                ChunkStorageMetadata(torch.Size(offsets[d] for d in inverse), values.shape),
-                values,
-            )
+            yield torch.Size(offsets[d] for d in inverse), values
             start = stop
 
 
