@@ -1,7 +1,6 @@
 """Bytes held on each rank, from the formula, from the counters, and from the tensors themselves."""
 
 import contextlib
-import ctypes
 import gc
 import weakref
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 from harness import DTYPES, MLP, assert_bits, gather_objects, mean_square, rank_data
 from memory_formula import HELD, LINE_BYTES, ceil_to, ranges_of
+from process_facts import allocated_bytes
 from reference import own_values, shown_master
 from setups import lazily_free_bytes, take_lazily_free_pages, values_of
 from torch import nn
@@ -194,21 +194,6 @@ def test_counters_agree_with_the_storages_that_exist(anywhere, rank, stage, dtyp
         assert sum(storages[what].values()) == expected, what
     everything = [address for found in storages.values() for address in found]
     assert len(everything) == len(set(everything)), "a storage serves two purposes"
-
-
-class MallInfo(ctypes.Structure):
-    """glibc's struct mallinfo2."""
-
-    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
-
-
-def allocated_bytes() -> int:
-    """What malloc has handed out in this process, all threads."""
-    mallinfo2 = ctypes.CDLL(None).mallinfo2
-    mallinfo2.restype = MallInfo
-    info = mallinfo2()
-    return info.uordblks + info.hblkhd
 
 
 @pytest.mark.host
