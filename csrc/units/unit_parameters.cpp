@@ -32,7 +32,7 @@ UnitParameters::UnitParameters(const UnitContext& context, const RankLayout& lay
       casts_master_(kind == UnitKind::trainable && context.casts_masters(dtype)),
       on_host_(context.offloads_shard(kind)),
       comes_and_goes_(casts_master_ || on_host_ || context.shards_parameters()),
-      written_(layout, full_, /*samples=*/!comes_and_goes_ && context.compute.on_host()) {
+      written_(layout, full_, /*samples=*/context.compute.on_host()) {
   const int64_t range = layout_.range_numel();
   if (comes_and_goes_) {
     full_ = FlatBuffer::without_memory(context_.memory, Held::full, context_.compute_place(),
@@ -325,6 +325,7 @@ void UnitParameters::finish_gather(const std::function<std::string()>& what) {
   // Not for all that was queued beside: later gathers and earlier releases may be under way.
   if (own_range_.has_value()) own_range_->block(current_stream(context_.compute.device()));
   gathering_.wait(what);
+  written_.take_samples();
 }
 
 void UnitParameters::receive_ranges(Comm& comm, int64_t number) {

@@ -15,7 +15,8 @@ int64_t WrittenValues::version_of(const at::Tensor& parameter) {
 
 uint64_t WrittenValues::sample_of(const at::Tensor& parameter) const {
   const int64_t numel = parameter.numel();
-  if (!samples_ || numel == 0 || !parameter.has_storage() || !parameter.is_cpu()) return 0;
+  if (!samples_ || full_.emptied() || numel == 0 || !parameter.has_storage() || !parameter.is_cpu())
+    return 0;
   const auto* data = static_cast<const char*>(parameter.const_data_ptr());
   const auto itemsize = static_cast<int64_t>(parameter.itemsize());
   uint32_t two[2] = {};
@@ -29,6 +30,12 @@ void WrittenValues::watch(int64_t i, const at::Tensor& parameter) {
   if (i >= std::ssize(slots_)) slots_.resize(i + 1);
   slots_[i].parameter = parameter;
   accept(i);
+}
+
+void WrittenValues::take_samples() {
+  for (Watched& slot : slots_) {
+    if (slot.parameter.defined()) slot.sample = sample_of(slot.parameter);
+  }
 }
 
 void WrittenValues::note(int64_t i, bool differs) {

@@ -10,8 +10,8 @@
 // Each rank keeps a part of a parameter. Where ranks write different values, the next gather makes a
 // mixture of them. So each step compares a digest of what was written, in its own message.
 // - A write by torch's operators changes the version of the parameter. One through `.data` does not.
-//   Where parameters stay in memory on the host, two elements of each parameter are compared, too.
-//   Where they come and go, a release compares this rank's range with its shard.
+//   On the host two elements of each parameter are compared, too, with those that it had after its
+//   gather. Where parameters come and go, a release also compares this rank's range with its shard.
 // - Parameters that come and go are digested before they are released, because only a part of what
 //   was written is left then.
 // - Where the digests of the ranks differ, some rank may have written what the parameter held. So the
@@ -31,13 +31,15 @@ namespace zero_ext {
 
 class WrittenValues {
  public:
-  // `full`: the memory of the parameters, which outlives this. `samples`: it stays, on the host.
+  // `full`: the memory of the parameters, which outlives this. `samples`: it is on the host.
   WrittenValues(const RankLayout& layout, const FlatBuffer& full, bool samples)
       : layout_(layout), full_(full), samples_(samples) {}
 
   // `parameter` has slot i from now on; undefined: it moved to another unit. What it holds is the
   // same on every rank.
   void watch(int64_t i, const at::Tensor& parameter);
+  // The parameters have been gathered.
+  void take_samples();
   // Takes notice of what was written to slot i, where it is in memory. `differs`: it is, and is known
   // to have changed.
   void note(int64_t i, bool differs = false);

@@ -45,7 +45,7 @@ class Write:
         self.names = draw.sample(names, draw.randint(1, 3))
         self.who = draw.choice(("nobody", "all", "one", "seeds"))
         self.writer = draw.randrange(world)
-        ways = [way for way in WAYS if stage != 3 or way not in ("storage", "data")]
+        ways = [way for way in WAYS if stage != 3 or way != "storage"]
         self.way = WAYS[draw.choice(ways)]
         self.early = draw.random() < 0.5  # before the forward
         self.seed = draw.randrange(1000)
