@@ -100,3 +100,21 @@ def test_full_tensor_of_what_a_state_dict_holds(mesh):
     whole = [zero_ext.full_tensor(v) for v in model.state_dict().values()]
     for value, expected in zip(whole, MLP().state_dict().values(), strict=True):
         assert torch.equal(value.cpu(), expected.cpu())
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_another_ranks_error_has_one_beginning_and_one_path(mesh, shared_path, rank, call):
+    model = zero_ext.shard(MLP(), 1, mesh=mesh)
+    path = shared_path / "saved"
+    if call == "load":
+        checkpoint.save(path, model)
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        if call == "save":
+            checkpoint.save(path, model, extra={"lock": threading.Lock()} if rank == 1 else {})
+        else:
+            checkpoint.load(path if rank != 1 else shared_path / "missing", model)
+    text = str(raised.value)
+    assert text.startswith("zero_ext") and text.count("zero_ext [") + text.count("zero_ext:") == 1
+    assert text.count(str(path)) <= 1 and (rank == 1 or "rank 1: " in text), text

@@ -323,7 +323,7 @@ class TestRefusals:
         name = "momentum" if rank == culprit else "exp_avg"
         refused = pytest.raises((TypeError, ValueError), match=r"takes a tensor|must have|no state")
         if rank != culprit:
-            refused = pytest.raises(RuntimeError, match=rf"set_full_.*: rank {culprit}: \w+Error: ")
+            refused = pytest.raises(RuntimeError, match=rf"rank {culprit}: ")
         for wrong in (torch.zeros(2, 7), "text"):
             value = wrong if rank == culprit else torch.zeros(7, 2)
             with refused:

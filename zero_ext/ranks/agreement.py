@@ -15,6 +15,8 @@ from zero_ext import _C
 from zero_ext.ranks.collectives import wait_for
 from zero_ext.ranks.groups import Groups
 
+# How an error of this package begins, with its type.
+_OWN_ERROR = re.compile(r"^\w+: zero_ext( \[rank \d+\])?: ")
 # What backends say where the process at the other end is no more.
 _ENDED = re.compile(r"(closed|reset) by peer|[Bb]roken pipe|remote process exited")
 
@@ -116,6 +118,15 @@ def check_same_on_all_ranks(
     )
 
 
+def _of_other_rank(groups: Groups, rank: int, text: str, what: str) -> str:
+    """The message of an error with ``text`` on another rank, with one beginning and one path."""
+    own = _OWN_ERROR.sub("", text)
+    paths = re.findall(r"'[^']+'", what)
+    if own != text and paths and all(path in own for path in paths):
+        return f"{groups.where}on rank {rank}: {own}"
+    return f"{groups.where}{what}: rank {rank}: {own}"
+
+
 @contextlib.contextmanager
 def all_or_none(groups: Groups, what: str) -> Iterator[dict[Any, bytes]]:
     """Raise on every rank if the body raised on one. Collective.
@@ -137,6 +148,6 @@ def all_or_none(groups: Groups, what: str) -> Iterator[dict[Any, bytes]]:
         raise failure
     for rank, (text, others) in enumerate(everyone):
         if text is not None:
-            raise RuntimeError(f"{groups.where}{what}: rank {groups.global_ranks[rank]}: {text}")
+            raise RuntimeError(_of_other_rank(groups, groups.global_ranks[rank], text, what))
         for key, value in others.items():
             found.setdefault(key, value)
