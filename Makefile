@@ -4,6 +4,7 @@
 # make test-changed   those of the rooms changed since main, and of all rooms above   BASE=commit
 # make mutations   1,000 mutated programs for each stage, against plain PyTorch        PROGRAMS=5000
 # make sanitize  quick tests on one and on two ranks, with the address and undefined behaviour sanitizers
+# make tsan      quick tests of threads and of messages, with the thread sanitizer
 # make cuda-build     builds for torch's CUDA variant, GPU or not   CUDA_ARCHS="8.0 9.0 10.0"
 # make cuda-test      runs the one-rank tests on that build, on the CPU and on the emulated device
 # make cuda-kernels   nvcc compiles each CUDA kernel alone, and the host emulates them
@@ -37,7 +38,7 @@ export MAX_JOBS ?= 2
 # setup.py: warnings are errors in the builds that are made here.
 export ZERO_EXT_WERROR ?= 1
 # One thread per rank: ranks share the processors.
-train bench bench-deepspeed profile mutations test-% all-% sanitize: export OMP_NUM_THREADS := 1
+train bench bench-deepspeed profile mutations test-% all-% sanitize tsan: export OMP_NUM_THREADS := 1
 
 NATIVE := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 EMULATION := $(shell find tests/support -name '*.h' -o -name '*.cpp')
@@ -59,7 +60,7 @@ SEGMENTS := $(addprefix test-,2-ranks one-rank lagged-one-rank 3-ranks group-4-r
 ALL_SEGMENTS := $(addprefix all-,one-rank lagged-one-rank 2-ranks 3-ranks 4-ranks group-2-ranks group-3-ranks \
   lagged-2-ranks lagged-3-ranks lccl-2-ranks lccl-3-ranks replicas-4-ranks lagged-4-ranks)
 
-.PHONY: install train test test-all test-changed $(SEGMENTS) $(ALL_SEGMENTS) mutations sanitize cuda-kernels cuda-build cuda-test \
+.PHONY: install train test test-all test-changed $(SEGMENTS) $(ALL_SEGMENTS) mutations sanitize tsan cuda-kernels cuda-build cuda-test \
   bench bench-deepspeed test-deepspeed test-packages profile docs lint tidy format dist-check cuda-dist-check wheel wheel-check \
   clean
 
@@ -119,24 +120,29 @@ cuda-test: cuda-build
 	PYTHONPATH="$(CURDIR)/$(CUDA_BUILD)/lib" ZERO_EXT_TEST_DEVICE=lagged $(CUDA_VENV)/bin/pytest -n 2 --dist worksteal \
 	  $$($(PY) tests/support/segments.py --tests test-lagged-one-rank) -m "not dist and not slow"
 
-# A build of its own, for the address and undefined behaviour sanitizers, and a slice of the quick tests.
-# Python itself is built without: the libraries come first by LD_PRELOAD. A report ends its process.
+# A build of its own for sanitizers, and a slice of the quick tests on one and on two ranks. Python itself is
+# built without: the libraries come first by LD_PRELOAD. Each report is in a file, and fails the target.
 # Left out: what asks malloc for its own figures, and programs that are compiled without sanitizers.
-SANITIZE := build/sanitize
-SANITIZED := PYTHONPATH="$(CURDIR)/$(SANITIZE)/lib" \
-  LD_PRELOAD="$$(for name in asan ubsan stdc++; do $${CXX:-g++} -print-file-name=lib$$name.so; done | tr '\n' ' ')" \
-  ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:verify_asan_link_order=0:detect_container_overflow=0:log_path=$(CURDIR)/$(SANITIZE)/report \
-  UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1:log_path=$(CURDIR)/$(SANITIZE)/report
-sanitize: install
-	rm -f $(SANITIZE)/report.*
-	ZERO_EXT_SANITIZE=1 ZERO_EXT_WERROR=0 ZERO_EXT_CUDA=0 PATH="$(CURDIR)/$(VENV)/bin:$$PATH" \
-	  $(PY) setup.py --quiet build --build-lib $(SANITIZE)/lib --build-temp $(SANITIZE)/temp
+SANITIZED = PYTHONPATH="$(CURDIR)/build/$@/lib" $(foreach name,$(OPTIONS),$(name):log_path=$(CURDIR)/build/$@/report) \
+  LD_PRELOAD="$$(for name in $(RUNTIMES) stdc++; do $${CXX:-g++} -print-file-name=lib$$name.so; done | tr '\n' ' ')"
+sanitize: SANITIZERS := address,undefined
+sanitize: RUNTIMES := asan ubsan
+sanitize: OPTIONS := UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
+  ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:verify_asan_link_order=0:detect_container_overflow=0
+# It ignores the accesses of libraries that are built without. A thread with 64 locks would end its search for deadlocks.
+tsan: SANITIZERS := thread
+tsan: RUNTIMES := tsan
+tsan: OPTIONS := TSAN_OPTIONS=ignore_noninstrumented_modules=1:detect_deadlocks=0:suppressions=$(CURDIR)/tests/support/tsan.supp
+sanitize tsan: install
+	rm -f build/$@/report.*
+	ZERO_EXT_SANITIZE=$(SANITIZERS) ZERO_EXT_WERROR=0 ZERO_EXT_CUDA=0 PATH="$(CURDIR)/$(VENV)/bin:$$PATH" \
+	  $(PY) setup.py --quiet build --build-lib build/$@/lib --build-temp build/$@/temp
 	status=0; \
 	$(SANITIZED) $(VENV)/bin/pytest -n 2 --dist worksteal -m "not dist and not slow" -k "not with_the_allocator" \
-	  $$($(PY) tests/support/segments.py --tests sanitize-one-rank) || status=1; \
+	  $$($(PY) tests/support/segments.py --tests $@-one-rank) || status=1; \
 	$(SANITIZED) $(TORCHRUN) --nproc-per-node 2 --no-python $(VENV)/bin/pytest -p no:cacheprovider -m "dist and not slow" \
-	  $$($(PY) tests/support/segments.py --tests sanitize-2-ranks) || status=1; \
-	if ls $(SANITIZE)/report.* 2> /dev/null; then cat $(SANITIZE)/report.*; status=1; fi; exit $$status
+	  $$($(PY) tests/support/segments.py --tests $@-2-ranks) || status=1; \
+	if ls build/$@/report.* 2> /dev/null; then cat build/$@/report.*; status=1; fi; exit $$status
 
 bench: install
 	set -e; for bench in $(PLAIN_BENCHES); do echo "== $$bench"; $(PY) $$bench; done

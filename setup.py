@@ -6,7 +6,7 @@ TORCH_CUDA_ARCH_LIST):
   need not be present.
 - ZERO_EXT_WERROR=1 asks compilers for warnings and makes them errors. The Makefile sets it.
 - CFLAGS=-O1, or another level, instead of -O3: half of the time to compile, and slow kernels.
-- ZERO_EXT_SANITIZE=1 builds for the address and undefined behaviour sanitizers (make sanitize).
+- ZERO_EXT_SANITIZE=address,undefined or thread builds for these sanitizers (make sanitize, tsan).
 """
 
 import glob
@@ -45,7 +45,6 @@ NVCC_WARNINGS = [
     "-Werror=all-warnings",
     "-Xcompiler=-Wall,-Werror",
 ]
-SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize=vptr"]
 INSTALL_COMMAND = "pip install --no-build-isolation ."
 
 
@@ -72,9 +71,13 @@ def check_compiler(command: str) -> None:
         )
 
 
+def sanitizers() -> list[str]:
+    named = os.environ.get("ZERO_EXT_SANITIZE")
+    return [f"-fsanitize={named}", "-fno-sanitize=vptr"] if named else []
+
+
 def link_flags() -> list[str]:
-    sanitizers = SANITIZERS if os.environ.get("ZERO_EXT_SANITIZE") == "1" else []
-    return [*sanitizers, *shared_runtime()]
+    return [*sanitizers(), *shared_runtime()]
 
 
 def shared_runtime() -> list[str]:
@@ -140,8 +143,8 @@ def compile_flags(included: list[str]) -> dict[str, list[str]]:
     if os.environ.get("ZERO_EXT_WERROR") == "1":
         cxx += [*WARNINGS, *(f"-isystem{folder}" for folder in included)]
         nvcc += NVCC_WARNINGS
-    if os.environ.get("ZERO_EXT_SANITIZE") == "1":
-        cxx += ["-O1", "-g1", "-fno-omit-frame-pointer", *SANITIZERS]
+    if sanitizers():
+        cxx += ["-O1", "-g1", "-fno-omit-frame-pointer", *sanitizers()]
     return {"cxx": cxx, "nvcc": nvcc}
 
 

@@ -145,6 +145,14 @@ SLICES = {
             "scenarios_c",
         ),
     ),
+    "tsan-one-rank": Segment(0, ("tests/autograd", "tests/comm", "tests/engine")),
+    "tsan-2-ranks": Segment(
+        2,
+        files(
+            *("comm_ops", "inner_backwards", "interrupts", "lifetime", "shared_host_transport"),
+            *("threads", "uneven"),
+        ),
+    ),
 }
 
 
