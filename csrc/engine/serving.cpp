@@ -100,21 +100,24 @@ Serving::Met Serving::meet(const Access& access, Comm::Agreement about, Arrival 
 void Serving::learn_from(const Access& access, Comm::Agreement about,
                          const std::vector<Arrival>& arrivals) {
   BackwardWatch& watch = backward_.watch(access);
-  bool lost_differ = false;
+  const Arrival& first = arrivals.front();
+  bool differ = false;
   for (const Arrival& each : arrivals) {
     // All ranks start their reductions as early, or all at the end of a backward. Otherwise one would
     // wait for a gather behind a reduction, and another one the other way round.
     if (each.completed_one != 0) watch.note_completed();
     if (each.saw_inner != 0) watch.expect_inner_backwards();
-    lost_differ = lost_differ || each.lost != arrivals.front().lost;
+    differ = differ || each.epoch != first.epoch || each.reductions != first.reductions ||
+             each.which != first.which;
   }
-  if (!lost_differ || !comm_.share_host()) return;
+  if (!differ || !comm_.share_host()) return;
   const std::string verb = Comm::name_of(about);
-  const at::Tensor which = at::tensor({finished_.which()}, at::kLong);
+  // A rank that had to catch up has finished more than its arrival says.
+  const at::Tensor finished = at::tensor({finished_.which(), finished_.count()}, at::kLong);
   const auto what = [&] {
     return where(context_.global_rank) + verb + " waited for the other ranks' " + verb;
   };
-  check_same(verb, comm_.all_gather(about, which, what), arrivals);
+  check_same(verb, comm_.all_gather(about, finished, what), arrivals);
 }
 
 int64_t Serving::rank_with(MicroBatches micro_batches, const std::vector<Arrival>& arrivals) const {
@@ -124,18 +127,30 @@ int64_t Serving::rank_with(MicroBatches micro_batches, const std::vector<Arrival
   return found == arrivals.end() ? -1 : comm_.global_rank(found - arrivals.begin());
 }
 
-void Serving::check_same(const std::string& verb, const at::Tensor& which,
+void Serving::check_same(const std::string& verb, const at::Tensor& finished,
                          const std::vector<Arrival>& arrivals) const {
-  std::vector<int64_t> ranks;
+  const at::Tensor which = finished.select(1, 0);
+  if (which.eq(which[0]).all().item<bool>()) return;
+  const at::Tensor count = finished.select(1, 1);
+  const int64_t fewest = count.min().item<int64_t>();
+  std::vector<int64_t> threw;
+  std::vector<int64_t> zeroed;
   for (int64_t r = 0; r < context_.world; ++r) {
-    if (arrivals[r].lost != 0) ranks.push_back(comm_.global_rank(r));
+    if (arrivals[r].lost != 0) threw.push_back(comm_.global_rank(r));
+    if (count[r].item<int64_t>() == fewest) zeroed.push_back(comm_.global_rank(r));
   }
-  TORCH_CHECK(
-      which.eq(which[0]).all().item<bool>(), where(context_.global_rank), verb,
-      ": the ranks have finished different backwards since the last step: one threw on rank ",
-      c10::Join(", ", ranks),
-      " after the others had its gradients. Call zero_grad(set_to_none=True) on every rank and"
-      " repeat the step's backwards.");
+  std::string cause = "they called zero_grad() after different ones";
+  if (!threw.empty()) {
+    cause = c10::str("one threw on rank ", c10::Join(", ", threw),
+                     " after the others had its gradients");
+  } else if (std::ssize(zeroed) < context_.world) {
+    cause = c10::str("rank ", c10::Join(", ", zeroed),
+                     " called zero_grad() after a backward that another rank had not run, or threw"
+                     " in before its first gradient");
+  }
+  TORCH_CHECK(false, where(context_.global_rank), verb,
+              ": the ranks have finished different backwards since the last step: ", cause,
+              ". Call zero_grad(set_to_none=True) on every rank and repeat the step's backwards.");
 }
 
 bool Serving::serve_one(const Access& access) {

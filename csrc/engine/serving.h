@@ -28,6 +28,9 @@
 // - No host waits for another one in a backward. So the hosts of the ranks meet in the step, before
 //   anything of it is queued on the device. A rank that has come tells how many backwards it has
 //   begun, and each rank serves what it lacks. The device goes on meanwhile with what is queued.
+// - A backward that throws before its first gradient has begun nothing: the others' backward is
+//   served later, or meets the next one. If they have zeroed its gradients, the ranks' sums are of
+//   different backwards. So the ranks also compare which backwards they have finished.
 // - In stage 3 a serving rank queues gathers and reductions as the others have shown them, see
 //   GatherOrder. Its gathers wait on the device for what it had queued before it served: behind the
 //   reductions that it serves they would wait for the backward that needs them.
@@ -82,8 +85,9 @@ class Serving : Facet {
   bool serve_one(const Access& access);
   // The first rank with these micro-batches; -1: none.
   int64_t rank_with(MicroBatches micro_batches, const std::vector<Arrival>& arrivals) const;
-  // `which`: of all ranks, see FinishedBackwards.
-  void check_same(const std::string& verb, const at::Tensor& which,
+  // Raises where the ranks' gradients are of different backwards. `finished`: which() and count() of
+  // all ranks, [world, 2]; see FinishedBackwards.
+  void check_same(const std::string& verb, const at::Tensor& finished,
                   const std::vector<Arrival>& arrivals) const;
   // On a device, when all have come.
   void catch_up(const Access& access, const std::vector<Arrival>& arrivals);

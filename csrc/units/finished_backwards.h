@@ -4,7 +4,7 @@
 // Owner:     Engine. Reductions counts, StepAgreement compares the ranks.
 // Threads:   called only under the engine's lock.
 // Invariant: count() and which() are the same on every rank, except after a backward that threw on
-//            some ranks only.
+//            some ranks only, or a zero_grad() after it.
 //
 // Note [Changed too early]
 // Users change reduced gradients in place: torch's clip_grad_norm_ and GradScaler.unscale_ do. A
@@ -41,8 +41,7 @@ class FinishedBackwards {
 
   // This rank gave up the backward of that epoch, and other ranks may have finished it.
   void note_lost(int64_t epoch) { lost_ = c10::hash_combine(lost_, c10::get_hash(epoch)); }
-  // A hash of their epochs; 0: none since the last step or zero_grad(). The ranks compare which()
-  // where they differ in this.
+  // A hash of their epochs; 0: none since the last step or zero_grad().
   int64_t lost() const { return static_cast<int64_t>(lost_); }
   void forget_lost() { lost_ = 0; }
 

@@ -95,7 +95,12 @@ ON_A_DEVICE = all_but(
 )
 RANKS_ON_A_DEVICE = files("devices", "out_of_memory", "recovery", "scenarios_c")
 OVER_ITS_BACKEND = tuple(
-    sorted({*RANKS_ON_A_DEVICE, *files("devices", "inner_backwards", "uneven_on_a_backend")})
+    sorted(
+        {
+            *RANKS_ON_A_DEVICE,
+            *files("devices", "inner_backwards", "uneven_on_a_backend", "zeroed_on_a_backend"),
+        }
+    )
 )
 # Without those whose formulas have one dimension.
 WITH_REPLICAS = all_but((), "memory", "memory_stage3", "meta", "shard_tensor")
@@ -109,7 +114,7 @@ QUICK = {
     "test-lagged-2-ranks": Segment(2, RANKS_ON_A_DEVICE, LAGGED),
     "test-lccl-2-ranks": Segment(
         2,
-        files("devices", "uneven_on_a_backend")
+        files("devices", "uneven_on_a_backend", "zeroed_on_a_backend")
         + some_of("inner_backwards", "a_rank_throws_while_another_has_late_gradients"),
         LCCL,
     ),
