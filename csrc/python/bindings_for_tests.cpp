@@ -125,6 +125,10 @@ void bind_shared_host_transport(py::module_& m) {
             return memory.post(tensor, to, {MessageKind::gather, tag});
           },
           NoGil(), py::arg("tensor"), py::arg("to"), py::arg("tag"))
+      .def_static(
+          "withdraw", [](const Message& sent) { SharedHostTransport::withdraw(*sent); }, NoGil(),
+          py::arg("sent"))
+      .def("announced", &SharedHostTransport::announced, NoGil(), py::arg("by"))
       .def(
           "next_epoch",
           [](SharedHostTransport& memory, int64_t last) {

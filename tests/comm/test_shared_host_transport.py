@@ -266,6 +266,43 @@ def test_a_receive_that_is_given_up_takes_no_message(memory, group, rank):
 
 
 @pytest.mark.dist
+@pytest.mark.world(min=2)
+@pytest.mark.parametrize("withdrawn", [[0], [1], [0, 2], [3], [3, 2, 1, 0], []], ids=str)
+def test_nothing_is_left_of_a_withdrawn_message(memory, group, rank, withdrawn):
+    """Messages 0 and 2 have the same tag, and so have 1 and 3."""
+    for peer in peers_of(group):
+        sent = [memory.send(torch.full((5,), 10.0 * rank + k), peer, tag=k % 2) for k in range(4)]
+        for k in withdrawn:
+            memory.withdraw(sent[k])
+    gather_objects(rank, group)
+    left = [k for k in range(4) if k not in withdrawn]
+    for peer in peers_of(group):
+        assert memory.announced(by=peer) == len(left)
+        for k in left:
+            into = torch.zeros(5)
+            memory.receive(into, peer, tag=k % 2).wait()
+            assert_bits(into, torch.full((5,), 10.0 * peer + k))
+        assert memory.announced(by=peer) == 0
+    gather_objects(rank, group)
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+def test_a_message_that_was_received_may_be_withdrawn(memory, group, rank):
+    for k in range(3):
+        sent = [memory.send(torch.full((5,), 10.0 * rank + k), p, tag=7) for p in peers_of(group)]
+        for peer in peers_of(group):
+            into = torch.zeros(5)
+            memory.receive(into, peer, tag=7).wait()
+            assert_bits(into, torch.full((5,), 10.0 * peer + k))
+        gather_objects(rank, group)
+        for message in sent:
+            memory.withdraw(message)
+    gather_objects(rank, group)
+    assert all(memory.announced(by=peer) == 0 for peer in peers_of(group))
+
+
+@pytest.mark.dist
 def test_other_sizes_are_an_error_and_the_next_message_is_not(memory, group, rank):
     sends = [
         memory.send(torch.ones(numel), to=peer, tag=0)

@@ -24,6 +24,21 @@ class Inbox {
     }
   }
 
+  // The sender of a sent message has withdrawn it. It may have been received already.
+  void drop(uint64_t tag, uint64_t number) {
+    const auto sent = sent_.find(tag);
+    if (sent == sent_.end()) return;
+    std::erase_if(sent->second, [&](const Record& record) { return record.number == number; });
+    if (sent->second.empty()) sent_.erase(sent);
+  }
+
+  // How many sent ones there are.
+  int64_t count() const {
+    int64_t count = 0;
+    for (const auto& [tag, records] : sent_) count += static_cast<int64_t>(records.size());
+    return count;
+  }
+
   // The newest posted message of this tag, which stays, else the oldest sent one, which goes.
   std::optional<Record> take(uint64_t tag) {
     if (const auto posted = posted_.find(tag); posted != posted_.end()) return posted->second;

@@ -15,9 +15,10 @@ constexpr size_t kCacheLine = 64;
 
 struct Record {
   enum Kind : uint64_t {
-    sent,    // a message is at `address`, and is received once
-    posted,  // the same, but it is received any number of times
-    taken,   // the reader of this record may free message `number`, which it has sent
+    sent,       // a message is at `address`, and is received once
+    posted,     // the same, but it is received any number of times
+    taken,      // the reader of this record may free message `number`, which it has sent
+    withdrawn,  // message `number` of this tag is not to be read any more
   };
   uint64_t kind;
   uint64_t number = 0;  // of the message, counted by its sender

@@ -230,7 +230,11 @@ void SharedHostTransport::cancel(const std::shared_ptr<Transfer>& transfer) {
 
 void SharedHostTransport::withdraw(const std::shared_ptr<Transfer>& transfer) {
   const std::lock_guard lock(mutex_);
-  std::erase_if(sending_, [&](const auto& sent) { return sent.second == transfer; });
+  const auto sent = std::find_if(sending_.begin(), sending_.end(),
+                                 [&](const auto& each) { return each.second == transfer; });
+  if (sent == sending_.end()) return;
+  peers_[transfer->peer].write(transfer->record(Record::withdrawn, sent->first));
+  sending_.erase(sent);
 }
 
 void SharedHostTransport::withdraw(c10d::Work& message) {
@@ -347,6 +351,10 @@ void SharedHostTransport::progress() {
 void SharedHostTransport::read_ring(int64_t rank) {
   Record record;
   while (mailbox_.from(rank).try_read(&record)) {
+    if (record.kind == Record::withdrawn) {
+      peers_[rank].inbox().drop(record.tag, record.number);
+      continue;
+    }
     if (record.kind != Record::taken) {
       peers_[rank].inbox().add(record);
       continue;
@@ -357,6 +365,12 @@ void SharedHostTransport::read_ring(int64_t rank) {
     sent->second->tensor.reset();
     sending_.erase(sent);
   }
+}
+
+int64_t SharedHostTransport::announced(int64_t peer) {
+  const std::lock_guard lock(mutex_);
+  progress();
+  return peers_[peer].inbox().count();
 }
 
 bool SharedHostTransport::try_receive(Transfer& transfer) {

@@ -114,6 +114,10 @@ class SharedHostTransport : public std::enable_shared_from_this<SharedHostTransp
   // How error messages call the ranks; before other threads use this.
   void set_global_ranks(std::vector<int64_t> ranks) { global_ranks_ = std::move(ranks); }
 
+  // How many messages of a peer have arrived that this rank has not received; posted ones do not
+  // count.
+  int64_t announced(int64_t peer);
+
   // How often peers have received what this rank has posted.
   uint64_t served() const { return mailbox_.board().served.load(); }
 
