@@ -22,10 +22,9 @@ constexpr char kTwoThreads[] =
     " hooks of both on one thread, so neither can wait for the other. Begin a backward after the"
     " other thread's has returned.";
 constexpr char kUnseen[] =
-    "backward: an inner backward ended on another thread than the one that called it, and zero_ext"
-    " has seen nothing of the backwards around it. Its gradients were undone. Run it after the "
-    "outer"
-    " backward has returned.";
+    "backward: an inner backward may end on another thread than the one that called it, and"
+    " zero_ext has seen nothing of the backwards around it. Its gradients were undone. Run it after"
+    " the outer backward has returned.";
 
 }  // namespace
 
@@ -91,8 +90,10 @@ void BackwardWatch::inner_task_ends(const GraphTask& task) {
   const std::lock_guard lock(mutex_);
   last_task_ = -1;
   TORCH_CHECK(failure_ == nullptr, where(rank_), failure_);
-  const bool on_its_thread = is_inside_node() || !(task.is_deep || (!on_host_ && task.is_of_host));
-  TORCH_CHECK(on_its_thread || knows_outer_task_of(task), where(rank_), kUnseen);
+  // Of a task that the host began on a device either thread may be the last to drop it.
+  const bool may_go_elsewhere =
+      (task.is_deep && !is_inside_node()) || (!on_host_ && task.is_of_host);
+  TORCH_CHECK(!may_go_elsewhere || knows_outer_task_of(task), where(rank_), kUnseen);
 }
 
 void BackwardWatch::outermost_task_ends(const GraphTask& task) {

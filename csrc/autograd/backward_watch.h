@@ -19,7 +19,8 @@
 // A task may end on another thread than the one that waits for it: one of autograd's pool for very
 // deep tasks, or a device's thread. That thread is back in no task. Then a task around it must be
 // known already, because a forward or a gradient was seen there. Otherwise the inner backward
-// raises an error.
+// raises an error. Where the host began a task on a device it always does: the thread that drops the
+// task last destroys it, wherever its last node ran.
 #pragma once
 
 #include <atomic>
