@@ -234,6 +234,4 @@ def test_only_units_with_parameters_are_cast_and_only_on_request(anywhere):
         with pytest.raises(ValueError, match="chooses no module of Sequential"):
             hooks(stage, units=nn.Conv2d)
     model = zero_ext.shard(nn.Sequential(nn.Linear(5, 5), Norm()), mp_policy=POLICY)
-    twin, one = copy.deepcopy(model), torch.ones(5)
-    (hook,) = twin[0]._forward_pre_hooks.values()  # of a plain module
-    assert hook(twin[0], (one,), {})[0][0] is one
+    assert not copy.deepcopy(model)[0]._forward_pre_hooks  # of a plain module

@@ -834,7 +834,7 @@ class TestEditsByHand:
         parameters = make_parameters()
         optimizer = zero_ext.optim.SGD(parameters, lr=0.1, process_group=team.group)
         loss_of(parameters, team.rank, 0).backward()
-        with pytest.raises(NotImplementedError, match=r"allreduce.*not available on a ShardTensor"):
+        with pytest.raises(NotImplementedError, match="averaged over the ranks already"):
             dist.all_reduce(parameters[0].grad, group=team.group)
         optimizer.step()
 
