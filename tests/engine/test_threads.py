@@ -115,3 +115,27 @@ def test_a_signal_handler_that_uses_the_waiting_model_raises(mesh, rank, use):
     optimizer.step()
     norms = gather_objects([float(zero_ext.full_tensor(p).norm()) for p in model.parameters()])
     assert all(n == norms[0] for n in norms)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_threads_run_backwards_of_models_of_their_own(stage):
+    """For `make tsan`: without the GIL, and without a lock that both models share."""
+    batches = [rank_data(MLP_INPUT, i) for i in range(2)]
+    models = [zero_ext.shard(MLP(), stage, mesh="alone") for _ in batches]
+
+    def train(model: nn.Module, batch: Tensor) -> None:
+        for _ in range(5):
+            mean_square(model, batch).backward()
+
+    threads = [
+        threading.Thread(target=train, args=pair) for pair in zip(models, batches, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for model, batch in zip(models, batches, strict=True):
+        plain = MLP()
+        train(plain, batch)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(zero_ext.full_grad(p), q.grad)
