@@ -1,0 +1,197 @@
+"""How heavy the package may be. Each limit is today's figure, and only falls: whoever takes weight
+away lowers it in the same commit. ``docs/architecture.md`` says what the rooms are."""
+
+import ast
+import collections
+import re
+
+import pytest
+from test_rooms import ROOT, cpp_files, python_files
+
+# Lines of a room, rounded up to 10.
+LINES = {
+    "zero_ext": {
+        "": 800,
+        "checkpoint": 2500,
+        "deepspeed": 3760,
+        "engine": 3040,
+        "integrations": 1440,
+        "module": 1150,
+        "optim": 4190,
+        "ranks": 630,
+        "state": 1000,
+        "tensor": 710,
+        "testing": 520,
+    },
+    "csrc": {
+        "autograd": 590,
+        "comm": 3730,
+        "core": 730,
+        "device": 510,
+        "engine": 2610,
+        "gather": 1180,
+        "kernels": 4340,
+        "memory": 1100,
+        "optim": 590,
+        "python": 1570,
+        "reduce": 1780,
+        "step": 530,
+        "units": 2770,
+    },
+}
+FILES = {"checkpoint": 14, "engine": 18, "optim": 22}  # of a Python room
+PRIVATE_READS = 138  # x._name of an object of another file
+PRIVATE_READS_OF_A_FILE = 20
+FILES_IN_CIRCLES = 23  # that import each other inside a room, imports for type checkers counted
+FOREIGN_ASSIGNMENTS = 12  # to names of other libraries, outside the entries for these
+FRAME_WALKERS = {
+    "zero_ext/_warnings.py",
+    "zero_ext/engine/other_wrappers.py",
+    "zero_ext/engine/released.py",
+    "zero_ext/engine/unit_hooks.py",
+}
+IMPORTERS_OF_PRIVATE_TORCH = 11
+CLASS_LINES, CLASS_METHODS = 300, 25
+LARGE_CLASSES = {"EngineSettings", "ShardedOptimizer"}
+
+# Objects of these are no objects of ours; the other names are documented by their libraries.
+LIBRARIES = {"F", "clip_grad", "dataclasses", "dist", "nn", "os", "profiler", "sys", "torch"}
+PUBLIC = {"_buffers", "_modules", "_parameters", "_replace", "_version"}
+ENTRIES = ("zero_ext/deepspeed/", "zero_ext/integrations/")
+
+
+def trees() -> dict[str, ast.Module]:
+    return {
+        path.relative_to(ROOT).as_posix(): ast.parse(path.read_text())
+        for path in python_files(ROOT)
+    }
+
+
+def nodes(kind: type, tree: ast.AST) -> list:
+    return [node for node in ast.walk(tree) if isinstance(node, kind)]
+
+
+def lines_by_room(top: str) -> dict[str, int]:
+    files = python_files(ROOT) if top == "zero_ext" else cpp_files(ROOT)
+    lines: dict[str, int] = collections.Counter()
+    for path in files:
+        parts = path.relative_to(ROOT / top).parts
+        lines[parts[0] if len(parts) > 1 else ""] += len(path.read_text().splitlines())
+    return lines
+
+
+def private_reads(tree: ast.Module) -> int:
+    return sum(
+        bool(re.match("_[a-z]", node.attr))
+        and node.attr not in PUBLIC
+        and ast.unparse(node.value).split(".")[0] not in {"self", "cls", "_C", "super()", "_muon"}
+        and ast.unparse(node.value).split(".")[0] not in LIBRARIES
+        for node in nodes(ast.Attribute, tree)
+    )
+
+
+def imports_inside_rooms() -> dict[str, set[str]]:
+    """Of each file in a room, the files of the same room that it imports."""
+    files = {name.removesuffix(".py").replace("/", "."): name for name in trees()}
+    found: dict[str, set[str]] = {}
+    for module, name in files.items():
+        room = module.rpartition(".")[0]
+        for node in nodes(ast.ImportFrom, ast.parse((ROOT / name).read_text())):
+            targets = {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
+            found.setdefault(module, set()).update(
+                t for t in targets & files.keys() if t.rpartition(".")[0] == room != "zero_ext"
+            )
+    return found
+
+
+def files_in_circles(imports: dict[str, set[str]]) -> set[str]:
+    def reached(module: str) -> set[str]:
+        seen: set[str] = set()
+        left = [*imports.get(module, ())]
+        while left:
+            each = left.pop()
+            if each not in seen:
+                seen.add(each)
+                left += imports.get(each, ())
+        return seen
+
+    return {module for module in imports if module in reached(module)}
+
+
+def foreign_assignments(tree: ast.Module) -> int:
+    """Assignments to attributes of what other libraries export."""
+    names = {a.asname or a.name.split(".")[0] for n in nodes(ast.Import, tree) for a in n.names}
+    for node in nodes(ast.ImportFrom, tree):
+        if node.module and not node.module.startswith("zero_ext"):
+            names |= {alias.asname or alias.name for alias in node.names}
+    targets = [target for node in nodes(ast.Assign, tree) for target in node.targets]
+    attributes = [target for target in targets if isinstance(target, ast.Attribute)]
+    return sum(ast.unparse(target).split(".")[0] in names for target in attributes)
+
+
+def imports_private_torch(tree: ast.Module) -> bool:
+    return any(
+        (node.module or "").startswith("torch")
+        and ("._" in node.module or any(alias.name.startswith("_") for alias in node.names))
+        for node in nodes(ast.ImportFrom, tree)
+    )
+
+
+@pytest.mark.parametrize("top", LINES)
+def test_rooms_have_no_more_lines(top):
+    now = lines_by_room(top)
+    assert now.keys() == LINES[top].keys()
+    over = {
+        room: (lines, LINES[top][room]) for room, lines in now.items() if lines > LINES[top][room]
+    }
+    assert not over, f"lines and limits of {top}: {over}"
+
+
+def test_rooms_have_no_more_files():
+    for room, limit in FILES.items():
+        there = [p for p in (ROOT / "zero_ext" / room).glob("*.py") if p.name != "__init__.py"]
+        assert len(there) <= limit, room
+
+
+def test_files_know_no_more_of_each_other():
+    reads = {name: private_reads(tree) for name, tree in trees().items()}
+    assert sum(reads.values()) <= PRIVATE_READS
+    assert max(reads.values()) <= PRIVATE_READS_OF_A_FILE, max(reads, key=reads.get)
+    circles = files_in_circles(imports_inside_rooms())
+    assert len(circles) <= FILES_IN_CIRCLES, circles
+
+
+def test_other_libraries_are_touched_in_no_more_places():
+    inside = {name: tree for name, tree in trees().items() if not name.startswith(ENTRIES)}
+    found = {name: foreign_assignments(tree) for name, tree in inside.items()}
+    assert sum(found.values()) <= FOREIGN_ASSIGNMENTS, {n: c for n, c in found.items() if c}
+    walkers = {
+        n for n, t in trees().items() if "_getframe" in {a.attr for a in nodes(ast.Attribute, t)}
+    }
+    assert walkers == FRAME_WALKERS
+    private = [name for name, tree in trees().items() if imports_private_torch(tree)]
+    assert len(private) <= IMPORTERS_OF_PRIVATE_TORCH, private
+
+
+def test_python_classes_stay_small():
+    large = {
+        node.name
+        for tree in trees().values()
+        for node in nodes(ast.ClassDef, tree)
+        if node.end_lineno - node.lineno + 1 > CLASS_LINES
+        or sum(isinstance(each, ast.FunctionDef) for each in node.body) > CLASS_METHODS
+    }
+    assert large == LARGE_CLASSES
+
+
+def test_what_is_counted_is_found():
+    tree = ast.parse(
+        "import torch\nfrom torch.optim import optimizer as o\nfrom torch._guards import x\n"
+        "o.step = other._state\ntorch.a.b = self._own\nlocal.a = tuple._replace\n"
+    )
+    assert (foreign_assignments(tree), private_reads(tree), imports_private_torch(tree)) == (
+        2,
+        1,
+        True,
+    )
+    assert files_in_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {"b", "c"}
