@@ -26,10 +26,8 @@ STEPS = 3
 
 @pytest.fixture(autouse=True)
 def fresh_state():
-    """accelerate keeps one state per process."""
     yield
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    fresh_accelerate()
 
 
 # sentence-transformers
@@ -140,6 +138,7 @@ def test_sentence_transformers_train_as_with_ddp(
 
 
 def fresh_accelerate() -> None:
+    """It keeps one state per process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
