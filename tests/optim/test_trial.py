@@ -1,5 +1,8 @@
 """The trial of ``wrap``: which optimizers it accepts, and the reason that it gives for others."""
 
+import inspect
+
+import numpy as np
 import pytest
 import torch
 from own_optimizers import EachByItself
@@ -183,6 +186,81 @@ class Alternating(Own):
         return p.grad * torch.linspace(1, 2, p.numel()).view_as(p)
 
 
+class Sliced(Own):
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        change = p.grad.clone()
+        change[0] = 0
+        return change
+
+
+class BranchesOnItsNorm(Own):
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        return p.grad * 0.5 if p.grad.norm().item() > 1e6 else p.grad.clone()
+
+
+class ReadsAList(Own):
+    """No operation of torch reads the values."""
+
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        return p.grad / max(map(abs, p.grad.flatten().tolist()))
+
+
+class DecaysMatrices(Own):
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        return p.grad + 0.1 * p if p.dim() > 1 else p.grad.clone()
+
+
+class ReadsOtherMemory(Own):
+    """NumPy's operations are not seen, nor are those of other libraries."""
+
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        return torch.from_numpy(np.sign(p.grad.numpy()))
+
+
+class WritesOtherMemory(Own):
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        p.detach().numpy()[...] -= p.grad.numpy() * 0.1
+        return torch.zeros_like(p)
+
+
+@torch.library.custom_op("zero_ext_tests::doubled", mutates_args=())
+def doubled(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+class OwnOperator(Own):
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        return doubled(p.grad)
+
+
+class SeededNoise(Own):
+    """The same for each parameter, whichever others there are."""
+
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        state["step"] = state.get("step", 0) + 1
+        generator = torch.Generator().manual_seed(state["step"])
+        return p.grad * torch.rand(p.shape, generator=generator)
+
+
+class ComplexMoments(Own):
+    """Elementwise: two moments in one complex state."""
+
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        both = state.setdefault("both", torch.zeros(p.shape, dtype=torch.complex64))
+        both.mul_(0.9).add_(torch.complex(p.grad, p.grad.square()), alpha=0.1)
+        return both.real / (both.imag.sqrt() + 1e-8)
+
+
+class DropsSmallOnes(Own):
+    """Elementwise: writes to a mask's elements, and counts steps in a tensor."""
+
+    def change(self, p: Tensor, state: dict) -> Tensor:
+        state["step"] = state.get("step", torch.tensor(0.0)) + 1
+        change = p.grad / (1 - 0.9 ** state["step"])
+        change[change.abs() < 0.1] = 0
+        return change.view(-1).view_as(p)
+
+
 SHAPES = [(7, 13), (1083,), (5,)]
 
 
@@ -204,6 +282,8 @@ def test_what_is_elementwise_in_longer_runs_or_with_tensors_is_accepted(team):
     for kind, rate in (
         (EveryFourth, lambda: 0.5),
         (TensorRate, lambda: torch.tensor(0.5)),
+        (ComplexMoments, lambda: 0.01),
+        (DropsSmallOnes, lambda: 0.5),
         (torch.optim.Adagrad, lambda: torch.tensor(0.5)),
         (torch.optim.RMSprop, lambda: torch.tensor(0.5)),
     ):
@@ -215,7 +295,7 @@ def test_what_is_elementwise_in_longer_runs_or_with_tensors_is_accepted(team):
             scale=mean_is_1,
         )
         plain = _trained(lambda p, kind=kind, rate=rate: kind(p, lr=rate()), scale=1.0)
-        assert given == 0.5  # the trial has a rate of its own
+        assert given == rate()  # the trial has a rate of its own
         for ours, theirs in zip(sharded, plain, strict=True):
             torch.testing.assert_close(ours.detach(), theirs.detach(), msg=kind.__name__)
 
@@ -252,6 +332,28 @@ def test_differences_of_rounding_are_no_reason():
         elementwise.check(kind, {"fused": True}, {})
 
 
+ELEMENTWISE = {
+    **{name: {} for name in ("Adadelta", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam")},
+    **{"RMSprop": {"momentum": 0.9, "centered": True}, "Rprop": {}, "Adagrad": {"lr_decay": 0.1}},
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+}
+
+
+@pytest.mark.parametrize("how", ["foreach", "fused", "capturable", None])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_all_elementwise_optimizers_of_torch_are_found(name, how):
+    kind = getattr(torch.optim, name)
+    ways = {} if how is None else {how: True}
+    if how is None or how in inspect.signature(kind).parameters:
+        elementwise.check(kind, {**ELEMENTWISE[name], "foreach": how == "foreach", **ways}, {})
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
+def test_other_optimizers_of_torch_are_named_with_an_operation(name):
+    with pytest.raises(elementwise.WholeParametersError, match=r"it calls aten\.linalg_vec"):
+        elementwise.check(getattr(torch.optim, name), {}, {})
+
+
 class _Preconditioner:
     """Counts, and from step 25 on, long after the trial, it is of the parameter's shape."""
 
@@ -269,27 +371,39 @@ class LatePreconditioner(Own):
         return state["preconditioner"].applied_to(p.grad)
 
 
-NEED_WHOLE_PARAMETERS = [
-    LatePreconditioner,
-    BlockScales,
-    Lamb,
-    Centered,
-    LargestOnly,
-    Factored,
-    RowNorms,
-    MatricesOnly,
-    RoundedWhenLarge,
-    RateBySize,
-    Alternating,
-]
+NUMBERS = "what it does depends on a parameter's size or on several values"
+HIDDEN = "it calls a kernel that torch does not dispatch"
+NEED_WHOLE_PARAMETERS = {
+    LatePreconditioner: NUMBERS,
+    BlockScales: "it calls aten.constant_pad_nd",
+    Lamb: "it calls aten.linalg_vector_norm",
+    Centered: "it calls aten.mean",
+    LargestOnly: "it calls aten.median",
+    Factored: "it calls aten.mean",
+    RowNorms: "it calls aten.linalg_vector_norm",
+    MatricesOnly: r"with a parameter of shape \(1083,\) it raises ValueError: 2-D only",
+    RoundedWhenLarge: NUMBERS,
+    RateBySize: NUMBERS,
+    Alternating: "it calls aten.linspace",
+    Sliced: "it calls aten.select",
+    BranchesOnItsNorm: "it calls aten.linalg_vector_norm",
+    ReadsAList: NUMBERS,
+    DecaysMatrices: NUMBERS,
+    ReadsOtherMemory: HIDDEN,
+    WritesOtherMemory: HIDDEN,
+    OwnOperator: "it calls zero_ext_tests.doubled",
+    SeededNoise: "it calls aten.rand",
+}
 
 
 @pytest.mark.parametrize("kind", NEED_WHOLE_PARAMETERS)
 def test_what_depends_on_its_own_parameter_alone_gets_whole_ones(kind):
-    """On its shape, its size, its other elements, or the place of an element in it."""
+    """On its shape, its size, its other elements, or the place of an element in it. So do kernels
+    that nothing is known of."""
     optimizer = zero_ext.optim.wrap(kind, [nn.Parameter(torch.zeros(7, 13))])
     assert isinstance(optimizer, OwnedOptimizer)
-    with pytest.raises(elementwise.WholeParametersError, match=f"{kind.__name__} is not element"):
+    why = f"{kind.__name__} is not elementwise with these settings: {NEED_WHOLE_PARAMETERS[kind]}"
+    with pytest.raises(elementwise.WholeParametersError, match=why):
         elementwise.check(kind, {"lr": 0.0}, {"lr": torch.tensor(0.0)})
 
 

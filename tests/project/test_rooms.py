@@ -47,6 +47,7 @@ PYTHON_LEVELS = {
     "_C": 0,
     "_compat": 0,
     "_build_info": 0,
+    "_torch": 0,
     "_warnings": 0,
     "ops": 1,
     "ranks": 1,

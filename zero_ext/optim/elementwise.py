@@ -1,91 +1,88 @@
-"""Whether an optimizer can be run on pieces of its parameters, found by trying."""
+"""Whether an optimizer can be run on pieces of its parameters, found by the operations it calls.
+
+Note [Judge]
+Twelve steps run on a matrix under a dispatch mode, which sees each operation of torch. One that
+takes or makes a tensor of the matrix's size must compute each element from that element alone. The
+first other one ends the trial, and the message names it. Kernels that torch does not dispatch, in
+foreign C++, Triton or NumPy, leave values that no operation has made. They are unknown, as custom
+operators are, and get whole parameters. The same steps on a vector with other values must call the
+same operations with the same numbers, so no number may depend on a shape, a size or on values.
+
+Values are compared for one question alone: whether parameters with an optimizer each become what
+they do with one optimizer.
+"""
 
 import contextlib
 import functools
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Number
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero_ext.optim.groups import settings_of
+from zero_ext._torch import TorchDispatchMode, schema_of, tree_flatten, tree_leaves, tree_map_only
+from zero_ext.optim.groups import named_in, settings_of
 
-
-class _Piece(NamedTuple):
-    parameter: int
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-
-
-def _flat(parameter: int, start: int, stop: int) -> _Piece:
-    return _Piece(parameter, start, stop, (stop - start,))
-
-
-# The large one has a size from which optimizers quantise their states. In what follows, each tuple
-# of pieces has an optimizer of its own.
-_WHOLE = ((_Piece(0, 0, 12, (3, 4)), _Piece(1, 0, 8192, (64, 128))),)
-_WHOLE_ALONE = tuple((piece,) for piece in _WHOLE[0])
-# As on two ranks: uneven, and one piece is empty.
-_SLICES = (
-    (_flat(0, 0, 5), _flat(0, 5, 5), _flat(1, 0, 1088)),
-    (_flat(0, 5, 12), _flat(1, 1088, 8192)),
-)
-_SMALL = (_WHOLE[0][:1],)
-_SMALL_SLICES = tuple(pieces[:1] for pieces in _SLICES)
-# Of the gradients, four steps each: an optimizer may clip them beyond a bound, or update its
-# parameters in every fourth step only. Rising, so that earlier ones do not hide later ones.
+# The first is large enough for what is done to large parameters only, such as rounding states. The
+# last is the piece of a rank without elements: its step must not raise.
+_MATRIX, _VECTOR, _NOTHING = (128, 192), (1083,), (0,)
+_STEPS = 12  # an optimizer may update its parameters in every fourth step only
+_TOGETHER = ((3, 4), (64, 128))
+# Of gradients: an optimizer may clip beyond a bound. Rising: early ones do not hide late ones.
 _SCALES = (1e-4, 1.0, 1e4)
-_STEPS_PER_SCALE = 4
-# In place of every given rate: with a rate of 0, where warm-ups begin, nothing moves.
-_LR = 0.1
+_LR = 0.1  # in place of every given rate: with 0, where warm-ups begin, nothing moves
 _UPDATE = "update of one element"
+_KNOWN = (Number, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+# Elementwise, or keep all elements in their order, without the tag.
+_KEEP = {
+    *("_to_copy", "_unsafe_view", "alias", "complex", "copy", "detach", "expand", "fill", "polar"),
+    *("lift_fresh", "squeeze", "unsqueeze", "view", "view_as_complex", "view_as_real", "zero"),
+    *(f"{name}{kind}" for name in ("empty", "full", "ones", "zeros") for kind in ("", "_like")),
+    *("empty_strided", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"),
+    *("_fused_adagrad", "_fused_adam", "_fused_adamw", "_fused_sgd"),
+}
 
 
 class WholeParametersError(TypeError):
     """Not elementwise, but each parameter is updated by itself."""
 
 
-_Make = Callable[[list[list[torch.nn.Parameter]]], torch.optim.Optimizer]
+class _NotElementwiseError(Exception):
+    """What an optimizer does that is not."""
+
+
+_Make = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 def kind_of(group: dict[str, Any]) -> str:
-    """Equal for groups of which only one has to be tried.
-
-    Rates and names are left out: each layer may have its own.
-    """
+    """Equal for groups of which only one has to be tried. Each layer may have a rate and a name."""
     settings = {k: v for k, v in settings_of(group).items() if k not in ("lr", "name")}
     return repr((settings, isinstance(group.get("lr"), Tensor)))
 
 
 def check(
-    optimizer_class: type[torch.optim.Optimizer],
-    kwargs: dict,
-    group: dict[str, Any],
-    keywords: dict[str, Any] | None = None,
+    optimizer_class: type, kwargs: dict, group: dict[str, Any], keywords: dict | None = None
 ) -> None:
-    """Run twelve steps on two matrices and on their flat pieces, on the CPU.
+    """Run twelve steps on a matrix and on a vector, and on two matrices, on the CPU.
 
     Args:
-        group: With settings of its own, or empty. LARS, for example, is elementwise where weights
-            do not decay.
+        group: With settings of its own, or empty: LARS is elementwise where weights do not decay.
         keywords: Of its ``step``.
     Raises:
-        WholeParametersError: whole parameters, each with an optimizer of its own, become what they
-            do with one optimizer.
-        TypeError: it can be run in neither way: elements, states or settings differ.
+        WholeParametersError: it is not elementwise, and updates each parameter by itself.
+        TypeError: it does not.
         Exception: whatever the optimizer's constructor raises.
     """
     name = getattr(optimizer_class, "__name__", repr(optimizer_class))
     if keywords:
         name += f" with step({', '.join(f'{k}={v!r}' for k, v in keywords.items())})"
 
-    def make(groups: list[list[torch.nn.Parameter]]) -> torch.optim.Optimizer:
-        settings = _for_trial(settings_of(group))
-        made = [{**settings, "params": parameters} for parameters in groups]
-        optimizer = optimizer_class(made, **_for_trial(kwargs))
+    def make(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        group_of_all = {**_for_trial(settings_of(group)), "params": list(parameters)}
+        optimizer = optimizer_class([group_of_all], **_for_trial(kwargs))
         if keywords:
             optimizer.step = functools.partial(optimizer.step, **_for_trial(keywords))
         return optimizer
@@ -93,140 +90,29 @@ def check(
     # A mode, which every call passes: entered only where it changes something.
     default = torch.get_default_device().type
     with contextlib.nullcontext() if default == "cpu" else torch.device("cpu"):
-        make([[torch.nn.Parameter(torch.zeros(3, 4))]])
-        values = _values()
-        whole = _run(make, _WHOLE, values, one_group=True)
-        if isinstance(whole, Exception):
-            raise TypeError(
-                f"zero_ext: {name} cannot be sharded: the trial of its step() without a closure, "
-                f"with dense gradients, raises {type(whole).__name__}: {whole}."
-            ) from whole
-        # Small ones first: for a long vector some classes make a matrix of its length squared.
-        small, pieces = (_run(make, cut, values) for cut in (_SMALL, _SMALL_SLICES))
-        slices = _run(make, _SLICES, values) if _difference(small, pieces) is None else pieces
-        # An object of the class's own may hold matrices that are used after the trial's last step.
-        if slices is not pieces and whole.comparable and _difference(whole, slices) is None:
-            return
-        what, reason = _reason(make, values, whole)
-    if what is None:
-        raise WholeParametersError(
-            f"zero_ext: {name} is not elementwise with these settings: it needs whole parameters. "
-            "Pass all groups to wrap() at once."
+        make([torch.nn.Parameter(torch.zeros(3, 4))])
+        what, depends_on = _dependence(make, name)
+        needs_whole = _why_whole(make) if what is None else None
+    if what is not None:
+        raise TypeError(
+            f"zero_ext: {name} cannot be sharded: it is not elementwise, and its {what} depends on "
+            f"{depends_on}. Use AdamW, Adam or SGD of zero_ext.optim, or wrap an optimizer that "
+            "updates each parameter by itself."
         )
-    raise TypeError(
-        f"zero_ext: {name} cannot be sharded: it is not elementwise, and its {what} depends on "
-        f"{reason}. Use AdamW, Adam or SGD of zero_ext.optim, or wrap an optimizer that updates "
-        "each parameter by itself."
-    )
+    if needs_whole is not None:
+        raise WholeParametersError(
+            f"zero_ext: {name} is not elementwise with these settings: {needs_whole}. So it needs "
+            "whole parameters. Pass all groups to wrap() at once."
+        )
 
 
 def _for_trial(given: dict[str, Any]) -> dict[str, Any]:
     """Copies, because optimizers write to tensors among their settings."""
-    settings = {}
-    for name, value in given.items():
-        if name == "capturable":  # for other devices only
-            continue
-        settings[name] = _copy(value)
-        if name == "lr" and isinstance(value, float | int):
-            settings[name] = _LR
-        elif name == "lr" and isinstance(value, Tensor):
-            settings[name].fill_(_LR)
+    settings = {name: value for name, value in given.items() if name != "capturable"}  # of devices
+    settings = tree_map_only(Tensor, lambda t: t.detach().to("cpu", copy=True), settings)
+    if isinstance(lr := settings.get("lr"), Tensor | float | int):
+        settings["lr"] = lr.fill_(_LR) if isinstance(lr, Tensor) else _LR
     return settings
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if type(value) in (list, tuple):
-        return type(value)(map(_copy, value))
-    return value
-
-
-def _values() -> list[Tensor]:
-    """For each parameter, the values that it begins with and the gradients of each step."""
-    generator = torch.Generator().manual_seed(0)
-    scales = [scale for scale in _SCALES for _ in range(_STEPS_PER_SCALE)]
-    factors = torch.tensor([1.0, *scales])[:, None]
-    return [
-        torch.randn(len(factors), piece.stop, generator=generator) * factors for piece in _WHOLE[0]
-    ]
-
-
-class _Outcome:
-    """What a run leaves: values for each element, and values that all pieces share.
-
-    By what it is called in an error and the number of the parameter, in the order of the pieces.
-    """
-
-    def __init__(self):
-        self.comparable = True
-        self.elements: dict[tuple, list[Tensor]] = defaultdict(list)
-        self.shared: dict[tuple, list[Any]] = defaultdict(list)
-
-    def add_update(self, piece: _Piece, step: int, parameter: Tensor) -> None:
-        self.elements[_UPDATE, piece.parameter, step].append(parameter.detach().flatten().clone())
-
-    def add_states(
-        self,
-        pieces: Sequence[_Piece],
-        parameters: Sequence[Tensor],
-        optimizer: torch.optim.Optimizer,
-    ) -> None:
-        for piece, parameter in zip(pieces, parameters, strict=True):
-            # Some optimizers make no state for a parameter without elements.
-            state = optimizer.state.get(parameter, {}) if parameter.numel() else {}
-            for name, value in state.items():
-                key = f"state '{name}'", piece.parameter
-                if isinstance(value, Tensor) and value.numel() == parameter.numel():
-                    self.elements[key].append(_plain(value).flatten())
-                else:
-                    self.shared[key].append(value)
-                    self.comparable &= _is_comparable(value)
-        for name, value in optimizer.state.items():
-            if not isinstance(name, Tensor):
-                self.shared[f"state '{name}'", None].append(value)
-        for group in optimizer.param_groups:
-            for name, value in settings_of(group).items():
-                self.shared[f"group setting '{name}'", None].append(value)
-
-
-def _plain(value: Tensor) -> Tensor:
-    """Of a quantised state that is a class of tensors, the values that it stands for."""
-    return value.detach() if type(value) in (Tensor, torch.nn.Parameter) else value.dequantize()
-
-
-def _run(
-    make: _Make,
-    optimizers: Sequence[Sequence[_Piece]],
-    values: list[Tensor],
-    *,
-    one_group: bool = False,
-) -> _Outcome | Exception:
-    outcome = _Outcome()
-    try:
-        for pieces in optimizers:
-            _run_one(make, pieces, values, outcome, one_group)
-    except Exception as error:
-        return error
-    return outcome
-
-
-def _run_one(
-    make: _Make, pieces: Sequence[_Piece], values: list[Tensor], outcome: _Outcome, one_group: bool
-) -> None:
-    taken = [values[p.parameter][:, p.start : p.stop] for p in pieces]
-    parts = [rows.reshape(len(rows), *p.shape) for p, rows in zip(pieces, taken, strict=True)]
-    parameters = [torch.nn.Parameter(part[0].clone()) for part in parts]
-    optimizer = make([parameters] if one_group else [[p] for p in parameters])
-    begin_training(optimizer)
-    for step in range(1, len(values[0])):
-        for parameter, part in zip(parameters, parts, strict=True):
-            parameter.grad = part[step].clone()  # which an optimizer may write to
-        optimizer.step()
-        if step % _STEPS_PER_SCALE == 0:
-            for piece, parameter in zip(pieces, parameters, strict=True):
-                outcome.add_update(piece, step, parameter)
-    outcome.add_states(pieces, parameters, optimizer)
 
 
 def begin_training(optimizer: torch.optim.Optimizer) -> None:
@@ -235,62 +121,176 @@ def begin_training(optimizer: torch.optim.Optimizer) -> None:
         optimizer.train()
 
 
-def _difference(
-    one: _Outcome | Exception,
-    other: _Outcome | Exception,
-    of_elements: Callable[[Tensor, bool], Tensor] = lambda value, _: value,
-) -> str | None:
-    """What differs by more than rounding, or None.
+class _Judge(TorchDispatchMode):
+    """Sees the operations on tensors of ``numel`` elements, or twice as many: of complex ones the
+    real and imaginary parts. Of 0 elements: sees none."""
 
-    Args:
-        of_elements: Given the values for each element of one run, and whether it is ``one``,
-            returns those to compare.
-    """
-    if isinstance(one, Exception) or isinstance(other, Exception):
+    def __init__(self, numel: int):
+        super().__init__()
+        self._sizes = {numel, 2 * numel} if numel else set()
+        self._left: dict[int, Tensor] = {}  # by address: the bytes that the last operation left
+        self._found: _NotElementwiseError | None = None
+        self.facts: list[Any] = []  # each operation with its numbers
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        taken = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        self.check(taken)
+        result = func(*args, **kwargs)
+        made = tree_leaves(result)
+        if schema_of(func).name.startswith("aten::new_"):  # takes a dtype and a device alone
+            taken = []
+        if not any(map(self._is_sized, (*taken, *made))):
+            return result
+        takes = all(self._is_sized(each) or each.numel() == 1 for each in taken)
+        makes = all(self._is_sized(each) or each is None for each in made)
+        if not (takes and makes and _is_elementwise(func, args)):
+            self._end(f"calls {func.overloadpacket}")
+        self.note([*made, *(taken if schema_of(func).is_mutable else ())])
+        types = {each.name: str(each.type) for each in schema_of(func).arguments}
+        given = (dict(zip(types, args, strict=False)) | kwargs).items()
+        # But for shapes and dimensions.
+        numbers = () if func.is_view else [v for k, v in given if types[k] != "List[int]"]
+        self.facts.append((str(func), *map(self.fact_of, tree_leaves(numbers))))
+        return result
+
+    def _is_sized(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.numel() in self._sizes
+
+    def _end(self, what: str) -> None:
+        self._found = self._found or _NotElementwiseError(what)
+        raise self._found
+
+    def note(self, values: Iterable[Any]) -> None:
+        for tensor in filter(self._is_sized, values):
+            self._left[tensor.untyped_storage().data_ptr()] = _bytes_of(tensor).clone()
+
+    def check(self, values: Iterable[Any]) -> None:
+        """Raise where tensors have values that no operation has left there."""
+        if self._found is not None:  # the optimizer has caught it
+            raise self._found
+        for tensor in filter(self._is_sized, values):
+            if type(tensor) not in (Tensor, torch.nn.Parameter):
+                self._end(f"computes with a {type(tensor).__name__}")
+            left = self._left.get(tensor.untyped_storage().data_ptr())
+            if left is None or not torch.equal(left, _bytes_of(tensor)):
+                self._end("calls a kernel that torch does not dispatch")
+
+    def fact_of(self, value: Any) -> Any:
+        """What must be equal for each shape, size and value of a parameter."""
+        if isinstance(value, Tensor):
+            return str(value.dtype) if self._is_sized(value) else repr(value.tolist())
+        if isinstance(value, list | tuple | dict):  # in which a state is kept as one for all
+            leaves, kind = tree_flatten(value)
+            return [kind, *(object() if self._is_sized(v) else self.fact_of(v) for v in leaves)]
+        # An object of the optimizer's own may hold matrices that are used after the trial.
+        return repr(value) if value is None or isinstance(value, _KNOWN) else object()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def _is_elementwise(func, args) -> bool:
+    namespace, name = schema_of(func).name.split("::")
+    if namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    name = name.removeprefix("_foreach_").removesuffix("_")
+    if name == "index_put":  # with masks
+        return all(each is None or each.dtype == torch.bool for each in args[1])
+    if name == "select":  # the real or the imaginary part
+        return args[0].shape[args[1]] == 2 and args[1] in (-1, args[0].dim() - 1)
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [getattr(packet, each) for each in packet.overloads()] if packet else ()
+    return name in _KEEP or any(torch.Tag.pointwise in each.tags for each in overloads)
+
+
+def _why_whole(make: _Make) -> str | None:
+    """See Note [Judge]. Why pieces of parameters do not do, or None."""
+    facts = []
+    for shape in (_MATRIX, _VECTOR, _NOTHING):
+        judge = _Judge(math.prod(shape))
+        try:
+            kept = _run(make, [shape], [0], judge).items()
+        except _NotElementwiseError as error:
+            return f"it {error}"
+        except Exception as error:
+            return f"with a parameter of shape {shape} it raises {type(error).__name__}: {error}"
+        facts.append([*judge.facts, *((key, judge.fact_of(value)) for key, value in kept)])
+    same = facts[0] == facts[1]
+    return None if same else "what it does depends on a parameter's size or on several values"
+
+
+def _dependence(make: _Make, name: str) -> tuple[str | None, str]:
+    """What of parameters depends on something beside them, and on what. Raises if a step does."""
+    both = range(len(_TOGETHER))
+    try:
+        together = _run(make, _TOGETHER, both, _Judge(0))
+    except Exception as error:
+        raise TypeError(
+            f"zero_ext: {name} cannot be sharded: the trial of its step() without a closure, with "
+            f"dense gradients, raises {type(error).__name__}: {error}."
+        ) from error
+    alone = _difference(make, together, [0]) or _difference(make, together, [1])
+    again = alone and _difference(make, together, both)
+    return (again, "random numbers") if again else (alone, "other parameters")
+
+
+def _difference(make: _Make, together: dict[tuple, Any], members: Sequence[int]) -> str | None:
+    """What differs by more than rounding where these parameters have an optimizer of their own."""
+    try:
+        found = _run(make, _TOGETHER, members, _Judge(0))
+    except Exception:
         return _UPDATE
-    for key in {**one.shared, **other.shared}:
-        first, *rest = [*one.shared.get(key, ()), *other.shared.get(key, ())]
-        in_both = key in one.shared and key in other.shared
-        if not in_both or not all(_same(first, value) for value in rest):
-            return key[0]
-    for key in {**one.elements, **other.elements}:
-        if key not in one.elements or key not in other.elements:
-            return key[0]
-        a, b = (torch.cat(run.elements[key]) for run in (one, other))
-        if a.shape != b.shape or not _same(of_elements(a, True), of_elements(b, False)):
+    for key in {**together, **found}:
+        in_both = key in together and key in found
+        if key[1] in (None, *members) and not (in_both and _same(together[key], found[key])):
             return key[0]
     return None
 
 
-def _is_comparable(value: Any) -> bool:
-    if isinstance(value, list | tuple | dict):
-        return all(map(_is_comparable, value.values() if isinstance(value, dict) else value))
-    return value is None or isinstance(value, Tensor | Number | str)
+def _run(
+    make: _Make, shapes: Sequence[tuple[int, ...]], members: Sequence[int], judge: _Judge
+) -> dict[tuple, Any]:
+    """Run steps of one optimizer of parameters of ``shapes[i]`` for all i in ``members``. Returns
+    the values that it leaves: what it keeps for all of them, then for each."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(1 + _STEPS, *shape, generator=generator) for shape in shapes]
+    parameters = {i: torch.nn.Parameter(values[i][0].clone()) for i in members}
+    judge.note(parameters.values())
+    with judge:
+        optimizer = make([*parameters.values()])
+        begin_training(optimizer)
+    updates: dict[tuple, Any] = {}
+    for step in range(1, _STEPS + 1):
+        for i, p in parameters.items():
+            p.grad = values[i][step] * _SCALES[(step - 1) * len(_SCALES) // _STEPS]
+        judge.note(p.grad for p in parameters.values())
+        with judge:
+            optimizer.step()
+        judge.check(parameters.values())
+        updates |= {(_UPDATE, i, step): p.detach().clone() for i, p in parameters.items()}
+    settings = settings_of(optimizer.param_groups[0]).items()
+    found: dict[tuple, Any] = {(f"group setting '{key}'", None): value for key, value in settings}
+    states = {None: named_in(optimizer.state)}
+    states |= {i: optimizer.state.get(p, {}) for i, p in parameters.items()}
+    for i, state in states.items():
+        found |= {(f"state '{key}'", i): value for key, value in state.items()}
+    return found | updates
 
 
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        # Kernels round the last elements of a tensor, which fill no vector register, in their way.
-        return torch.equal(a, b) or torch.allclose(
-            _plain(a).double(), _plain(b).double(), rtol=1e-4, atol=1e-6, equal_nan=True
-        )
-    if isinstance(a, int | float) and isinstance(b, int | float):
-        return a == b or _same(torch.tensor(float(a)), torch.tensor(float(b)))
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_same, a, b))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, str) or isinstance(b, str):
-        return a == b
-    return type(a) is type(b)  # others need not be comparable
+def _same(one: Any, other: Any) -> bool:
+    (mine, kind), (theirs, its_kind) = tree_flatten(one), tree_flatten(other)
+    return kind == its_kind and all(map(_same_leaf, mine, theirs))
 
 
-def _reason(make: _Make, values: list[Tensor], whole: _Outcome) -> tuple[str | None, str]:
-    """What keeps whole parameters from having an optimizer each, and what it depends on."""
-    for reason, cut in (("random numbers", _WHOLE), ("other parameters", _WHOLE_ALONE)):
-        what = _difference(whole, _run(make, cut, values, one_group=cut is _WHOLE))
-        if what is not None:
-            return what, reason
-    return None, ""
+def _same_leaf(a: Any, b: Any) -> bool:
+    if not all(isinstance(each, Tensor | Number) for each in (a, b)):
+        return a == b if isinstance(a, str) else type(a) is type(b)  # others are not comparable
+    a, b = (torch.view_as_real(_plain(torch.as_tensor(v)).to(torch.complex128)) for v in (a, b))
+    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+def _plain(value: Tensor) -> Tensor:
+    """Of a quantised state that is a class of tensors, the values that it stands for."""
+    return value.detach() if type(value) in (Tensor, torch.nn.Parameter) else value.dequantize()

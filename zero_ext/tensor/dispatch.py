@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from zero_ext._torch import tree_leaves, tree_map_only
 from zero_ext.ranks.agreement import naming
 from zero_ext.ranks.collectives import all_reduce_
 from zero_ext.tensor.shard_tensor import ShardTensor, wrap
