@@ -93,13 +93,26 @@ def test_after_destroy_process_group(tmp_path, stage):
             call()
 
 
+class Several(nn.Sequential):
+    """Parameters in and out of units, and buffers of two dtypes."""
+
+    def __init__(self):
+        super().__init__(MLP(), nn.BatchNorm1d(5), nn.Linear(5, 3, dtype=torch.float64))
+        self[2].requires_grad_(False)
+
+
 @pytest.mark.dist
 @pytest.mark.world(min=2)
-def test_full_tensor_of_what_a_state_dict_holds(mesh):
-    model = zero_ext.shard(MLP(), 3, mesh=mesh)
-    whole = [zero_ext.full_tensor(v) for v in model.state_dict().values()]
-    for value, expected in zip(whole, MLP().state_dict().values(), strict=True):
-        assert torch.equal(value.cpu(), expected.cpu())
+@pytest.mark.parametrize("stage", [1, 3])
+def test_full_tensor_of_what_a_state_dict_holds(mesh, stage):
+    torch.manual_seed(7)
+    plain = Several()
+    expected = {name: value.cpu().clone() for name, value in plain.state_dict().items()}
+    state = zero_ext.shard(plain, stage, mesh=mesh).state_dict()
+    for name, value in state.items():
+        full = zero_ext.full_tensor(value)
+        assert full.dtype == expected[name].dtype and torch.equal(full.cpu(), expected[name]), name
+        assert full.data_ptr() != value.data_ptr() or stage == 3
 
 
 @pytest.mark.dist
@@ -118,3 +131,37 @@ def test_another_ranks_error_has_one_beginning_and_one_path(mesh, shared_path, r
     text = str(raised.value)
     assert text.startswith("zero_ext") and text.count("zero_ext [") + text.count("zero_ext:") == 1
     assert text.count(str(path)) <= 1 and (rank == 1 or "rank 1: " in text), text
+
+
+WRONG = {
+    "path": (lambda call, path, m, o: call(7, m, o), "the path of a checkpoint is 7"),
+    "swapped": (lambda call, path, m, o: call(m, path, o), "The path comes first"),
+    "no model": (lambda call, path, m, o: call(path, o, o), "not a|takes a module"),
+    "plain model": (lambda call, path, m, o: call(path, MLP(), None), "is sharded on rank"),
+    "no optimizer": (lambda call, path, m, o: call(path, m, 7), "an optimizer or several"),
+    "another's": (
+        lambda call, path, m, o: call(path, m, torch.optim.SGD(MLP().parameters(), lr=1)),
+        "is not one of the model's",
+    ),
+}
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("call", [checkpoint.save, checkpoint.load])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_argument_that_is_wrong_on_one_rank(mesh, shared_path, rank, world, stage, call, wrong):
+    model = zero_ext.shard(MLP(), stage, mesh=mesh)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1)
+    path = shared_path / "saved"
+    checkpoint.save(path, model, optimizer)
+    mistake, message = WRONG[wrong]
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=message) as raised:
+        if rank == world - 1:
+            mistake(call, path, model, optimizer)
+        else:
+            call(path, model, optimizer)
+    assert rank == world - 1 or f"rank {world - 1}" in str(raised.value)
+    call(path, model, optimizer)

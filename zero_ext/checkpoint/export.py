@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from zero_ext.checkpoint import failures
 from zero_ext.ranks.agreement import all_or_none
-from zero_ext.state.model_state import ModelState, full_value, groups_of
+from zero_ext.state.model_state import ModelState, full_value
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _INDEX = "model.safetensors.index.json"
@@ -39,9 +40,8 @@ def export_safetensors(
     """
     from safetensors.torch import save_file
 
-    directory = Path(directory)
-    groups = groups_of(model)
     what = f"export_safetensors() to '{directory}'"
+    groups, directory = failures.checked(what, model, lambda: Path(directory))
     with all_or_none(groups, what):
         values = _once_each(ModelState.of(model))
         files = _cut(values, _bytes(max_shard_size))

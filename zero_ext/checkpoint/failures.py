@@ -2,12 +2,16 @@
 
 import contextlib
 import errno
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from zero_ext.engine.checks import check_module
 from zero_ext.ranks.agreement import all_or_none, naming
 from zero_ext.ranks.groups import Groups
+from zero_ext.state.model_state import groups_of, handles_of
 
 _FREE_SPACE = "Free space there, or use another file system"
 _GET_ACCESS = "Use a folder that this user may read and write"
@@ -51,13 +55,34 @@ def named(groups: Groups | None, what: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def together(groups: Groups, what: str) -> Iterator[None]:
+def together(groups: Groups, what: str) -> Iterator[dict[Any, Any]]:
     """As ``all_or_none``, whose errors are ``named``. Collective."""
-    with named(groups, what), all_or_none(groups, what):
+    with named(groups, what), all_or_none(groups, what) as found:
         try:
-            yield
+            yield found
         except OSError as error:  # the other ranks tell the remedy as well
             raise type(error)(_with_remedy(error)) from error
+
+
+def checked(what: str, model: nn.Module, check: Callable[[], Any]) -> tuple[Groups, Any]:
+    """The ranks of ``model``, and what ``check`` returns of the other arguments. Collective.
+
+    Raises:
+        TypeError, ValueError: on every rank, where an argument is wrong or only some models are
+            sharded. RuntimeError: an argument of another rank is wrong.
+    """
+    everyone = groups_of(nn.Module())
+    groups = groups_of(model) if isinstance(model, nn.Module) else everyone
+    with together(everyone if groups.world == everyone.world else groups, what) as found:
+        result = check()
+        check_module(model, "a checkpoint")
+        found["sharded" if handles_of(model) else "plain"] = groups.global_rank
+    if len(found) > 1:
+        raise ValueError(
+            f"{groups.where}{what}: the model is sharded on rank {found['sharded']}, and not on "
+            f"rank {found['plain']}. Call zero_ext.shard() on every rank."
+        )
+    return groups, result
 
 
 @contextlib.contextmanager

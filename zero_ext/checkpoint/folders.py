@@ -110,29 +110,25 @@ def remove_leftovers(path: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def path_of(path: str | os.PathLike) -> Path:
+def path_of(path: str | os.PathLike, verb: str = "", model: Any = None) -> Path:
     """``path`` without links.
 
     Raises:
-        TypeError: it is no path.
+        TypeError: it is no path, or what ``verb`` was given as its path and its model is swapped.
     """
     name = os.fspath(path) if isinstance(path, os.PathLike) else path
-    if not isinstance(name, str):
-        raise TypeError(
-            f"zero_ext: the path of a checkpoint is {path!r}, a {type(path).__name__}. Pass a str "
-            "or a pathlib.Path."
-        )
-    return Path(name).resolve()
-
-
-def check_order(verb: str, path: Any, model: Any) -> None:
-    """Raise a TypeError where the two are swapped."""
-    if isinstance(path, nn.Module) and not isinstance(model, nn.Module):
+    if isinstance(name, str):
+        return Path(name).resolve()
+    if isinstance(path, nn.Module) and verb and not isinstance(model, nn.Module):
         raise TypeError(
             f"zero_ext: {verb}() got a {type(path).__name__} as its path and a "
             f"{type(model).__name__} as its model. The path comes first: {verb}(path, model, "
             "optimizer)."
         )
+    raise TypeError(
+        f"zero_ext: the path of a checkpoint is {path!r}, a {type(path).__name__}. Pass a str "
+        "or a pathlib.Path."
+    )
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from zero_ext.checkpoint.writer import writer_of
 from zero_ext.ranks.agreement import all_or_none, check_same_on_all_ranks
 from zero_ext.state.model_state import (
     ModelState,
-    groups_of,
     handles_of,
     has_wider_master,
     held_value,
@@ -64,7 +64,7 @@ def load(
             fit; the metadata is damaged; or objects need ``allow_pickle=True``. Nothing is changed.
         RuntimeError: some rank could not read it, or its bytes are damaged. Nothing is changed.
     """
-    return _load(path, model, listed(optimizer), strict, allow_pickle)
+    return _load(path, model, optimizer, strict, allow_pickle)
 
 
 def from_deepspeed(
@@ -90,7 +90,7 @@ def from_deepspeed(
         As ``load``. ValueError: files are missing, are those of tensor, pipeline or expert
         parallelism, or hold objects that are not known to ``torch.serialization.add_safe_globals``.
     """
-    return load(folder_of(directory, tag), model, optimizer, strict=strict)
+    return _load(directory, model, optimizer, strict, False, find=lambda d, *_: folder_of(d, tag))
 
 
 def load_optimizers(
@@ -114,17 +114,18 @@ def load_optimizers(
 def _load(
     path: str | os.PathLike,
     model: nn.Module,
-    optimizers: list[torch.optim.Optimizer],
+    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None,
     strict: bool,
     allow_pickle: bool,
     keeps_values: bool = False,
+    find: Callable[..., Path] = folders.path_of,
 ) -> dict[str, Any]:
-    folders.check_order("load", path, model)
-    groups = groups_of(model)
     what = f"load() of checkpoint '{path}'"
+    groups, (path, optimizers) = failures.checked(
+        what, model, lambda: (find(path, "load", model), listed(optimizer))
+    )
     writer_of(groups).wait()
     with failures.together(groups, what):
-        path = folders.path_of(path)
         _prepare(model)
         of_model = ModelState.of(model)
         contents = Contents.of(path, allow_pickle, groups)

@@ -19,6 +19,8 @@ from zero_ext.optim.loading import checked_load
 from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 from zero_ext.state.model_state import ModelState, master_place_of
 
+_SAVED_GROUPS = "Make it with the groups that were saved, or load the model alone."
+
 
 def listed(
     optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None,
@@ -180,14 +182,14 @@ class SavedOptimizer:
         if len(saved_names) != len(self._names):
             raise ValueError(
                 f"zero_ext: the optimizer has {len(self._names)} groups, and {len(saved_names)} in "
-                f"checkpoint '{path}'."
+                f"checkpoint '{path}'. {_SAVED_GROUPS}"
             )
         for g, (ours, theirs) in enumerate(zip(self._names, saved_names, strict=True)):
             for name in sorted(({*ours} ^ {*theirs}) - without_states):
                 where = "not in the checkpoint's" if name in ours else "in the checkpoint's alone"
                 raise ValueError(
                     f"zero_ext: the optimizer's group {g} has other parameters than in checkpoint "
-                    f"'{path}': '{name}' is {where}."
+                    f"'{path}': '{name}' is {where}. {_SAVED_GROUPS}"
                 )
 
     def _takes_state(self, parameter: Tensor | None) -> bool:

@@ -28,7 +28,7 @@ from zero_ext.checkpoint.optimizer_states import listed, states_of
 from zero_ext.checkpoint.rank_values import EXTRA, RankValues
 from zero_ext.checkpoint.writer import writer_of
 from zero_ext.ranks.agreement import check_same_on_all_ranks
-from zero_ext.state.model_state import ModelState, groups_of, held_value
+from zero_ext.state.model_state import ModelState, held_value
 
 
 def save(
@@ -82,11 +82,11 @@ def save_without(
     async_: bool = False,
 ) -> Future | None:
     """``save``, but for the entries of the model with the names ``left_out``."""
-    folders.check_order("save", path, model)
-    groups = groups_of(model)
     what = f"save() of checkpoint '{path}'"
+    groups, (path, optimizers) = failures.checked(
+        what, model, lambda: (folders.path_of(path, "save", model), listed(optimizer))
+    )
     with failures.together(groups, what):
-        path = folders.path_of(path)
         folders.refuse_to_replace(path)
         of_model = ModelState.of(model)
         state: dict[str, Any] = {
@@ -99,7 +99,7 @@ def save_without(
             "ranks": groups.world,
             "model": of_model.objects,
         }
-        tensors, objects["optimizers"] = states_of(listed(optimizer), of_model)
+        tensors, objects["optimizers"] = states_of(optimizers, of_model)
         state |= tensors
         saved_extra = pickles.pickled_extra({} if extra is None else extra)
         of_ranks = RankValues(state, extra or {}, of_model, groups)

@@ -32,8 +32,7 @@ class SavedState(NamedTuple):
     values: dict[str, Any]
 
     @property
-    def name(self) -> str:
-        """For messages."""
+    def name(self) -> str:  # for messages
         name = name_in_module(self.parameter)
         return f"parameter {self.key}" if name is None else f"'{name}'"
 
@@ -83,6 +82,7 @@ def checked_load(optimizer: "ShardedOptimizer", state_dict: dict[str, Any]) -> C
     if saved_sizes != sizes:
         raise ValueError(
             f"zero_ext: the state has groups of {saved_sizes} parameters, the optimizer of {sizes}."
+            " Make the optimizer with the parameters and the groups that were saved."
         )
     settings = [copy.deepcopy(settings_of(saved)) for saved in saved_groups]
     groups = [{**g, **new} for g, new in zip(optimizer.param_groups, settings, strict=True)]

@@ -46,15 +46,15 @@ def full_tensor(parameter: Tensor) -> Tensor:
     Returns:
         A new fp32 tensor of the parameter's shape on every rank, whatever the parameter's dtype.
         A frozen parameter has no master; its values are converted. Parameters that stay whole
-        (quantised weights, float64) and ``ignored_params`` are copied, in their own dtype. A
-        ShardTensor, as of a ``state_dict()``, is gathered in its own dtype.
+        (quantised weights, float64), ``ignored_params`` and tensors that are no Parameters, such as
+        buffers, are copied, in their own dtype. A ShardTensor is gathered in its own dtype.
     Raises:
         ValueError: this library does not know the parameter.
         RuntimeError: inside a backward, or ``offload_states`` has moved parameters or masters.
     """
     if isinstance(parameter, ShardTensor):  # of a state_dict()
         return parameter.full_tensor()
-    if _is_whole(parameter):
+    if type(parameter) is Tensor or _is_whole(parameter):
         return parameter.detach().clone()
     handle, i = sharded_place_of(parameter)
     if place_of(parameter) is None:
