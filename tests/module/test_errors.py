@@ -311,9 +311,76 @@ def test_arguments_of_other_libraries_name_those_of_shard(name):
 
 def test_the_arguments_named_for_those_of_other_libraries_exist():
     own = set(inspect.signature(zero_ext.shard).parameters)
-    for foreign, remedy in foreign_names._REMEDIES.items():
-        assert foreign not in own
+    assert not own & foreign_names._ARGUMENTS.keys()
+    for foreign, remedy in (foreign_names._ARGUMENTS | foreign_names._ATTRIBUTES).items():
         assert set(re.findall(r"\b(\w+)=(?!=)", remedy)) <= own, foreign
+    model = zero_ext.shard(MLP(), 3)
+    for name, remedy in foreign_names._ATTRIBUTES.items():
+        for call in re.findall(r"\bmodel\.(\w+)", remedy):
+            assert hasattr(model, call), name
+
+
+class Shimmed(MLP):
+    """Has some of these names itself: in its class, in an instance, as a child, as a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Linear(5, 5)
+        self.require_backward_grad_sync = True
+        self.register_buffer("join", torch.ones(3))
+
+    def set_is_last_backward(self, last):
+        return last
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_methods_of_other_libraries_name_those_of_a_sharded_module(stage):
+    model = zero_ext.shard(MLP(), stage)
+    layer = model.layers[1]
+    for each, name, remedy in (
+        (model, "set_requires_gradient_sync", "'with model.no_sync"),
+        (model, "set_modules_to_forward_prefetch", "Leave it out"),
+        (model, "module", "returns the module itself"),
+        (layer, "set_reshard_after_backward", r"model.unshard\(\)"),
+        (layer, "unshard", r"Call it on the module that was given to shard\(\)"),
+        (model.layers, "no_sync", "Call it on the module"),
+    ):
+        kind = type(each).__name__
+        with pytest.raises(AttributeError, match=rf"sharded {kind} has no '{name}'. .*{remedy}"):
+            getattr(each, name)
+        assert not hasattr(each, name) and getattr(each, name, 7) == 7
+    with pytest.raises(AttributeError, match=r"'with model\.no_sync"):
+        model.require_backward_grad_sync = False  # DDP reads it in each backward
+    with pytest.raises(AttributeError, match="'MLP' object has no attribute 'modules_'"):
+        _ = model.modules_
+    model.another, layer.another, model.more = 1, nn.Linear(2, 2), nn.Buffer(torch.ones(2))
+    assert [n for n, _ in model.named_buffers()] == ["more"] and layer.another in layer.children()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_names_of_a_users_module_stay_the_users(stage):
+    model = zero_ext.shard(Shimmed(), stage)
+    assert model.set_is_last_backward(7) == 7 and model.join.shape == (3,)
+    assert model.module(torch.ones(2, 5)).shape == (2, 5)
+    model.require_backward_grad_sync = False
+    assert model.require_backward_grad_sync is False
+    model.join = torch.zeros(3)
+    with pytest.raises(AttributeError, match="has no 'set_requires_gradient_sync'"):
+        model.set_requires_gradient_sync(False)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_copies_know_no_names_of_other_libraries(stage):
+    model = zero_ext.shard(MLP(), stage)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    assert copy.deepcopy(model._buffers) == {} and type(copy.deepcopy(model._buffers)) is dict
+    for plain in [*copies, zero_ext.unwrap(model)]:
+        for each in plain.modules():
+            tables = (each._parameters, each._buffers, each._modules)
+            assert all(type(table) is dict for table in tables)
+        with pytest.raises(AttributeError, match="'MLP' object has no attribute 'module'"):
+            _ = plain.module
+    zero_ext.shard(zero_ext.shard(model, stage) and zero_ext.unwrap(model), stage)
 
 
 def test_optimizers_of_torch_name_wrap():

@@ -1,8 +1,14 @@
-"""What other libraries call an argument of ``shard``, and what it is here."""
+"""What other libraries call arguments of ``shard`` and methods of a sharded module, and what that
+is here."""
 
+import weakref
 from typing import Any, NoReturn
 
-_REMEDIES = {
+from torch import nn
+
+from zero_ext.engine.carried import Carried
+
+_ARGUMENTS = {
     "auto_wrap_policy": "Pass units=Block, the class of the blocks.",
     "bucket_cap_mb": "Pass bucket_mb=.",
     "cpu_offload": "Pass offload_policy=torch.distributed.fsdp.CPUOffloadPolicy().",
@@ -21,6 +27,27 @@ _REMEDIES = {
     "use_orig_params": "Leave it out: the Parameter objects are always kept.",
     "zero_stage": "Pass stage=.",
 }
+_ATTRIBUTES = {
+    "clip_grad_norm_": "Call optimizer.clip_grad_norm_(max_norm).",
+    "join": "Leave it out: ranks may have different numbers of batches.",
+    "module": "Leave it out: shard() returns the module itself, without a wrapper.",
+    "set_is_last_backward": "Leave it out: a step may have any number of backwards.",
+    "set_reduce_scatter_divide_factor": "Call model.set_gradient_divide_factor(factor).",
+    "set_reshard_after_backward": "Call model.unshard(), which lasts until the next step.",
+    "set_reshard_after_forward": "Pass reshard_after_forward= to shard().",
+    **dict.fromkeys(
+        ("require_backward_grad_sync", "set_requires_gradient_sync"),
+        "Run all backwards of a step but the last one inside 'with model.no_sync():'.",
+    ),
+    **dict.fromkeys(
+        ("set_modules_to_backward_prefetch", "set_modules_to_forward_prefetch"),
+        "Leave it out: units are gathered in the order of the last pass, see shard(prefetch_mb=).",
+    ),
+    **dict.fromkeys(
+        ("no_sync", "reshard", "unshard"), "Call it on the module that was given to shard()."
+    ),
+}
+_TABLES = ("_modules", "_buffers", "_parameters")  # of a module, where it looks for attributes
 
 
 def reject_foreign(arguments: dict[str, Any]) -> NoReturn:
@@ -30,5 +57,47 @@ def reject_foreign(arguments: dict[str, Any]) -> NoReturn:
         TypeError: with the argument that does the same, where another library has this one.
     """
     name = next(iter(arguments))
-    remedy = _REMEDIES.get(name, "See help(zero_ext.shard) for those that it has.")
+    remedy = _ARGUMENTS.get(name, "See help(zero_ext.shard) for those that it has.")
     raise TypeError(f"zero_ext: shard() has no argument '{name}'. {remedy}")
+
+
+def attach(module: nn.Module) -> None:
+    """Names of ``_ATTRIBUTES`` that a module does not have raise their remedies from now on."""
+    for each in module.modules():
+        tables = {name: each.__dict__.get(name) for name in _TABLES}
+        if all(type(table) is dict for table in tables.values()):  # and no MissingNames
+            for name in [name for name in _TABLES if not tables[name]][:1]:
+                each.__dict__[name] = MissingNames(each)
+
+
+class MissingNames(Carried, dict):
+    """A dictionary of a module that was empty, such as that of its buffers.
+
+    ``nn.Module.__getattr__`` and ``__setattr__`` look for a name in it. So ``hasattr`` stays False,
+    and the class stays the user's.
+    """
+
+    def __init__(self, module: nn.Module):
+        self._module = weakref.ref(module)
+
+    def __contains__(self, name: object) -> bool:
+        if name in _ATTRIBUTES:  # seldom: all other names are looked for here, too
+            self._explain(name)
+        return dict.__contains__(self, name)
+
+    def _explain(self, name: str) -> None:
+        """Raise, unless the module has such a name of its own."""
+        module = self._module()
+        if module is None or hasattr(type(module), name):
+            return
+        tables = (module.__dict__, *(module.__dict__[each] for each in _TABLES))
+        if not any(dict.__contains__(table, name) for table in tables):
+            raise AttributeError(
+                f"zero_ext: a sharded {type(module).__name__} has no '{name}'. {_ATTRIBUTES[name]}"
+            )
+
+    def replaced(self) -> dict:
+        return dict(self)
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return dict, (dict(self),)

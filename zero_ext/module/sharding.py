@@ -24,8 +24,7 @@ from zero_ext.engine.units import (
     modules_of_units,
     used_several_times,
 )
-from zero_ext.module import plain_copies, save_pretrained
-from zero_ext.module.foreign_names import reject_foreign
+from zero_ext.module import foreign_names, plain_copies, save_pretrained
 from zero_ext.module.forward_hooks import ForwardHooks, cast_inputs, input_dtype
 from zero_ext.module.methods import ShardedMethods, ZeroGrad, refuse_taken_names
 from zero_ext.module.state_dict_hooks import StateDictHooks
@@ -103,7 +102,7 @@ def shard(
         bucket_mb: Size of a unit in MiB of gradients (stage 3: up to which small ones are merged).
         reduction: ``"exchange"``: all-to-all, then one exact fp32 sum in rank order, which has the
             bits of one process. ``"collective"``: the backend's reduce-scatter. Default:
-            ``"collective"`` with NCCL, ``"exchange"`` otherwise.
+            ``"collective"`` over a device's own backend (NCCL), ``"exchange"`` over gloo.
         accumulation_steps: Every n-th backward is the boundary; the others are as in ``no_sync()``.
             The gradient is the sum of the n micro-batches: divide each loss by n for their average.
             A step before the boundary raises.
@@ -130,7 +129,7 @@ def shard(
             With stage 3 on several ranks the parameters of finished units are lost.
     """
     if foreign:
-        reject_foreign(foreign)
+        foreign_names.reject_foreign(foreign)
     _check_module(module)
     mp_policy = _checked_policy(mp_policy)
     options = ShardingOptions(
@@ -317,4 +316,5 @@ def _attach(
         StateDictHooks(handle).attach(module)
         save_pretrained.attach(module, methods)
     forward_hooks.attach(module)
+    foreign_names.attach(module)
     plain_copies.attach(module)
