@@ -18,10 +18,10 @@ constexpr int64_t kPartsTag = 0x3ffffffe;
 }  // namespace
 
 Comm::Comm(std::vector<int64_t> global_ranks)
-    : Peers(std::make_shared<ProcessGroups>(), std::move(global_ranks)) {}
+    : Agreements(std::make_shared<ProcessGroups>(), std::move(global_ranks)) {}
 
 Comm::Comm(const Names& groups, c10::Device device, std::vector<int64_t> global_ranks)
-    : Peers(std::make_shared<ProcessGroups>(groups, device), std::move(global_ranks)) {}
+    : Agreements(std::make_shared<ProcessGroups>(groups, device), std::move(global_ranks)) {}
 
 void Comm::connect_local_peers(std::chrono::milliseconds timeout, bool allowed) {
   if (world() == 1) return;
@@ -148,11 +148,11 @@ void Comm::broadcast(const at::Tensor& tensor, const std::function<std::string()
 }
 
 PostedSend Comm::post_send(const at::Tensor& tensor, int64_t to, int64_t tag) {
-  return PostedSend(start_send(tensor, to, {MessageKind::gather, tag}));
+  return std::make_shared<const Message>(start_send(tensor, to, {MessageKind::gather, tag}));
 }
 
 PostedSend Comm::post_persistent_send(const at::Tensor& tensor, int64_t to, int64_t tag) {
-  return PostedSend(post_persistent(tensor, to, {MessageKind::gather, tag}));
+  return std::make_shared<const Message>(post_persistent(tensor, to, {MessageKind::gather, tag}));
 }
 
 void Comm::begin_shutdown(Pending& pending) {

@@ -18,11 +18,10 @@
 #include <vector>
 
 #include "comm/agreements.h"
-#include "comm/peers.h"
 
 namespace zero_ext {
 
-class Comm : public Peers {
+class Comm : public Agreements {
  public:
   using Names = ProcessGroups::Names;
   using Kind = MessageKind;
@@ -56,17 +55,6 @@ class Comm : public Peers {
   void broadcast(const at::Tensor& tensor, const std::function<std::string()>& what);
 
   static const char* name_of(Agreement about) { return zero_ext::name_of(about); }
-  // See Agreements::all_gather.
-  at::Tensor all_gather(Agreement about, const at::Tensor& values,
-                        const std::function<std::string()>& what, const Meanwhile& meanwhile = {}) {
-    return agreements_.all_gather(*this, about, values, what, meanwhile);
-  }
-  // See Agreements::all_gather_unless_outdated.
-  at::Tensor all_gather_unless_outdated(Agreement about, const at::Tensor& values, int64_t state,
-                                        const std::function<std::string()>& what,
-                                        const Meanwhile& meanwhile) {
-    return agreements_.all_gather_unless_outdated(*this, about, values, state, what, meanwhile);
-  }
 
   // Parameters of released units travel one-sided, so that ranks may gather at different times and
   // different units. A posted send waits here until `to` receives it, and no rank waits for that.
@@ -89,9 +77,6 @@ class Comm : public Peers {
   void begin_shutdown(Pending& pending);
   // Before this is destroyed: see ProcessGroups::finish.
   void finish(std::chrono::milliseconds patience) const noexcept { groups().finish(patience); }
-
- private:
-  Agreements agreements_;
 };
 
 }  // namespace zero_ext

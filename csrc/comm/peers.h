@@ -1,6 +1,6 @@
 // Peers: the other ranks, and the way that a message takes to each of them.
 //
-// Owner:   Comm, which is one; Agreements borrow it.
+// Owner:   Comm, which is one.
 // Threads: calls come from one thread at a time, in the same order on every rank.
 //
 // A message between ranks of one host is read straight from the sender's memory where that is
@@ -49,9 +49,6 @@ class Peers {
   bool on_device() const { return groups_->way() == ProcessGroups::Way::device; }
   // They travel through host memory.
   bool staged() const { return groups_->way() == ProcessGroups::Way::staged; }
-  // From now on agreements on a device use the group of reductions. A rank may be in a gather of
-  // stage 3 while another one is in an agreement: one group would take the one for the other.
-  void agree_beside_gathers() { agreements_among_ = MessageKind::reduction; }
   // From now on the ranks of a replica compare the order of their gathers of units. Before each: the
   // unit's number. Not of those that are captured into a graph, which is replayed without the host.
   void compare_gathers();
@@ -96,8 +93,6 @@ class Peers {
   bool is_past(MessageKind kind, int64_t epoch) const;
 
  protected:
-  friend class Agreements;
-
   using AllGather = std::function<at::Tensor(const at::Tensor&)>;
   void connect_local(std::chrono::milliseconds timeout, bool allowed, const AllGather& all_gather);
   void leave_local();
@@ -134,7 +129,6 @@ class Peers {
   std::vector<int64_t> global_ranks_;
   std::shared_ptr<SharedHostTransport> local_transport_;  // null without local peers
   bool only_local_peers_ = false;
-  MessageKind agreements_among_ = MessageKind::gather;
   std::shared_ptr<GatherOrder> gather_order_;
   mutable size_t gathered_ = 0;
   mutable size_t reduced_ = 0;

@@ -31,11 +31,6 @@ Pending::~Pending() = default;
 Pending::Pending(Pending&& other) noexcept = default;
 Pending& Pending::operator=(Pending&& other) noexcept = default;
 
-PostedSend::PostedSend(Message message) : message_(std::move(message)) {}
-PostedSend::~PostedSend() = default;
-PostedSend::PostedSend(PostedSend&& other) noexcept = default;
-PostedSend& PostedSend::operator=(PostedSend&& other) noexcept = default;
-
 void Pending::add(Part part, const std::shared_ptr<CollectiveWatch>& watch) {
   parts_.push_back(std::move(part));
   watch_ = watch;

@@ -64,15 +64,6 @@ class Pending {
 };
 
 // See Comm::post_send. Its memory is kept as long as this lives.
-class PostedSend {
- public:
-  explicit PostedSend(Message message);
-  ~PostedSend();
-  PostedSend(PostedSend&& other) noexcept;
-  PostedSend& operator=(PostedSend&& other) noexcept;
-
- private:
-  Message message_;
-};
+using PostedSend = std::shared_ptr<const Message>;
 
 }  // namespace zero_ext
