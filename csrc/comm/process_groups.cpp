@@ -1,9 +1,11 @@
 #include "comm/process_groups.h"
 
+#include <ATen/ops/from_blob.h>
 #include <c10/core/Event.h>
 
 #include <algorithm>
 #include <exception>
+#include <memory>
 #include <thread>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -19,9 +21,38 @@ namespace {
 
 int tag_of(const MessageLabel& label) { return static_cast<int>(label.tag & 0x3fffffff); }
 
+// A collective of tensors on the host. A thread of gloo keeps what it was given until it runs again
+// after the collective, on a busy machine for long. So it gets other tensors with the same memory,
+// and they own that memory only until the collective was waited for.
+class LentTensors final : public c10d::Work {
+ public:
+  template <typename Start>
+  static Message start(std::vector<at::Tensor> tensors, const Start& start) {
+    if (!tensors.front().is_cpu()) return start(tensors);
+    auto owners = std::make_shared<std::vector<at::Tensor>>(tensors);
+    for (at::Tensor& tensor : tensors) {
+      tensor = at::from_blob(
+          tensor.mutable_data_ptr(), tensor.sizes(), [owners](void*) {}, tensor.options());
+    }
+    return c10::make_intrusive<LentTensors>(start(tensors), std::move(owners));
+  }
+
+  LentTensors(Message collective, std::shared_ptr<std::vector<at::Tensor>> owners)
+      : collective_(std::move(collective)), owners_(std::move(owners)) {}
+  bool isCompleted() override { return collective_->isCompleted(); }
+  bool wait(std::chrono::milliseconds timeout) override {
+    collective_->wait(timeout);
+    owners_->clear();
+    return true;
+  }
+
+ private:
+  Message collective_;
+  std::shared_ptr<std::vector<at::Tensor>> owners_;
+};
+
 Message sum_over(c10d::ProcessGroup& group, const at::Tensor& tensor) {
-  std::vector<at::Tensor> tensors{tensor};
-  return group.allreduce(tensors);
+  return LentTensors::start({tensor}, [&](auto& tensors) { return group.allreduce(tensors); });
 }
 
 }  // namespace
@@ -77,15 +108,16 @@ Message ProcessGroups::all_gather(const at::Tensor& output, const at::Tensor& in
 }
 
 Message ProcessGroups::broadcast(const at::Tensor& tensor) const {
-  std::vector<at::Tensor> tensors{tensor};
-  return gather_->broadcast(tensors);
+  return LentTensors::start({tensor}, [&](auto& tensors) { return gather_->broadcast(tensors); });
 }
 
 Message ProcessGroups::sum(const at::Tensor& tensor) const { return sum_over(*reduce_, tensor); }
 
 Message ProcessGroups::reduce_scatter_in_replica(const at::Tensor& output,
                                                  const at::Tensor& input) const {
-  return reduce_scatter_into(*within_reduce_, output, input);
+  return LentTensors::start({output, input}, [&](const auto& tensors) {
+    return reduce_scatter_into(*within_reduce_, tensors[0], tensors[1]);
+  });
 }
 
 Message ProcessGroups::all_gather_in_replica(const at::Tensor& output,
@@ -134,12 +166,13 @@ void broadcast_parts(const at::Tensor& full, const std::vector<int64_t>& bounds,
   for (int64_t r = 0; r + 1 < std::ssize(bounds); ++r) {
     if (bounds[r] == bounds[r + 1]) continue;
     // No view: that would hold `full`, which is Python's.
-    std::vector<at::Tensor> part{over_storage(full.storage(), full.scalar_type(),
-                                              full.storage_offset() + bounds[r],
-                                              {bounds[r + 1] - bounds[r]}, {1})};
+    const at::Tensor part =
+        over_storage(full.storage(), full.scalar_type(), full.storage_offset() + bounds[r],
+                     {bounds[r + 1] - bounds[r]}, {1});
     c10d::BroadcastOptions options;
     options.rootRank = r;
-    messages.push_back(ranks->broadcast(part, options));
+    messages.push_back(LentTensors::start(
+        {part}, [&](auto& tensors) { return ranks->broadcast(tensors, options); }));
   }
   for (const Message& message : messages) {
     if (full.is_cpu()) {

@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import zero_ext
 from zero_ext import _C
 from zero_ext.engine.registry import find
+from zero_ext.ranks import comm_groups
 
 pytestmark = [pytest.mark.dist, pytest.mark.usefixtures("groups_close_at_once")]
 
@@ -70,6 +71,57 @@ def test_deleting_model_and_optimizer_frees_every_buffer(
     assert handle() is None
     assert engine() is None
     assert all(buffer.expired() for buffer in buffers)
+
+
+class KeepsTensors(dist.ProcessGroup):
+    """Keeps the tensors for ever that gloo's thread keeps until it runs again."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        super().__init__(group.rank(), group.size())
+        self.gloo = group._get_backend(torch.device("cpu"))
+        self._register_backend(torch.device("cpu"), self.BackendType.GLOO, self.gloo)
+        self._set_default_backend(self.BackendType.GLOO)
+        self.kept = []
+
+    def broadcast(self, tensors, options):
+        self.kept += tensors
+        return self.gloo.broadcast(tensors, options)
+
+    def allreduce(self, tensors, options):
+        self.kept += tensors
+        return self.gloo.allreduce(tensors, options)
+
+
+@pytest.fixture
+def keeps_tensors(monkeypatch) -> list[KeepsTensors]:
+    """The groups that engines are made with from now on."""
+    made = []
+    new_group = comm_groups._new_group
+
+    def new_one(*arguments):
+        made.append(KeepsTensors(new_group(*arguments)))
+        return made[-1]
+
+    monkeypatch.setattr(comm_groups, "_new_group", new_one)
+    return made
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("reduction", ["exchange", "collective"])
+def test_what_a_process_group_keeps_is_no_buffer(
+    mesh, rank, keeps_tensors, no_garbage_collection, stage, reduction
+):
+    """Parameters that were broadcast, and in stage 0 the buckets of a collective."""
+    model = zero_ext.shard(small_mlp(), stage, mesh=mesh, reduction=reduction)
+    optimizer = zero_ext.optim.AdamW(model.parameters())
+    backward(model, rank)
+    optimizer.step()
+    buffers = storages(model, optimizer)
+    del model, optimizer
+    assert all(buffer.expired() for buffer in buffers)
+    kept = [tensor for each in keeps_tensors for tensor in each.kept]
+    assert len(kept) >= (2 if stage == 0 and reduction == "collective" else 1)
+    assert not any(tensor.untyped_storage().resizable() for tensor in kept)  # owns nothing
 
 
 @both_ways
