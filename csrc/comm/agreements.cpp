@@ -15,8 +15,6 @@ const char* name_of(Agreement about) {
   switch (about) {
     case Agreement::local_peers:
       return "shard()";
-    case Agreement::late_gradients:
-      return "a backward";
     case Agreement::step:
     case Agreement::reduction_order:
       return "step()";

@@ -19,7 +19,6 @@ namespace zero_ext {
 
 enum class Agreement : int64_t {
   local_peers,
-  late_gradients,
   step,
   reduction_order,
   clip,

@@ -114,8 +114,7 @@ std::unique_ptr<Unit> Engine::make_unit(const std::vector<int64_t>& members, at:
     values.push_back(parameters[i].tensor.detach());
   }
   const auto index = std::ssize(trainable ? parameters.units() : parameters.frozen_units());
-  // The last number is that of a message about all units, see Reductions::late_of_all().
-  TORCH_CHECK(index + 1 < kMaxUnits, where(parts_.comm.global_rank()), "more than ", kMaxUnits - 1,
+  TORCH_CHECK(index < kMaxUnits, where(parts_.comm.global_rank()), "more than ", kMaxUnits,
               " units. Choose a larger bucket_mb.");
   const std::string name =
       members.size() == 1 ? specs.front().name : specs.front().name + " … " + specs.back().name;

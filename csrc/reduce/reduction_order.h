@@ -28,6 +28,7 @@ class ReductionOrder {
   // Starting: next() is the unit to be reduced next, unless none may start now.
   bool has_next() const { return next_ < early_; }
   int64_t next() const { return order_[next_]; }
+  bool is_at_last() const { return next_ + 1 == order_.size(); }
   void advance() { ++next_; }
   // Unit u is among the next `turns` that may start.
   bool is_near(int64_t u, size_t turns) const;

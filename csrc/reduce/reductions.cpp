@@ -1,14 +1,11 @@
 #include "reduce/reductions.h"
 
-#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <string>
 #include <utility>
 
-#include "comm/current_call.h"
-#include "comm/host_wait.h"
 #include "core/errors.h"
 #include "core/range.h"
 
@@ -45,7 +42,7 @@ void Reductions::begin(float scale, bool hidden) {
     order_.guess(bytes);
   }
   reduces_late_ = can_reduce_late();
-  any_late_ = false;
+  late_.clear();
   finishing_ = false;
   const int64_t held_back = !hidden ? 0 : reduces_late_ ? 1 : units;
   order_.begin(std::max<int64_t>(units - held_back, 0));
@@ -65,9 +62,7 @@ void Reductions::prepare(int64_t u) {
 }
 
 void Reductions::arrived(int64_t u) {
-  const Arrivals& arrivals = parameters_.unit(u).arrivals();
-  if (arrivals.complete()) order_.complete(u);
-  any_late_ = any_late_ || arrivals.late();
+  if (parameters_.unit(u).arrivals().complete()) order_.complete(u);
   start_ready();
 }
 
@@ -111,7 +106,7 @@ void Reductions::start_next() {
 }
 
 void Reductions::start_one() {
-  start(order_.next());
+  start(order_.next(), order_.is_at_last() ? own_late() : std::vector<uint8_t>());
   order_.advance();
 }
 
@@ -125,19 +120,19 @@ void Reductions::after_starts() {
 
 void Reductions::count_users(bool gives_up) {
   if (!counts_users() || users_.started()) return;
-  users_.start({.any = any_late_, .gave_up = gives_up}, reduces_late_);
+  users_.start({.units = reduces_late_ ? own_late() : std::vector<uint8_t>(), .gave_up = gives_up});
 }
 
-void Reductions::start(int64_t u) {
-  if (!sums_directly()) start_reduction(u);
+void Reductions::start(int64_t u, std::vector<uint8_t> late) {
+  if (!sums_directly()) start_reduction(u, std::move(late));
   comm_.show_reduction(u, ++started_);
 }
 
-void Reductions::start_reduction(int64_t u) {
+void Reductions::start_reduction(int64_t u, std::vector<uint8_t> late) {
   const Range range("reduce", parameters_.unit(u).name());
   UnitReduction& reduction = reduction_of(u);
   name_errors([&] { return reduction.waiting(); },
-              [&] { reduction.start(comm_, finished_.epoch(), any_late_); });
+              [&] { reduction.start(comm_, finished_.epoch(), std::move(late)); });
   if (counts_users()) users_.add(parameters_.unit(u));
   const auto at = std::find_if(lent_.begin(), lent_.end(),
                                [&](const auto& lent) { return lent.get() == &reduction; });
@@ -149,7 +144,7 @@ void Reductions::finish_oldest() {
   UnitReduction& reduction = *in_flight_.front();
   const Range range("reduce", reduction.unit().name());
   pool_.give_back(reduction.finish(comm_, scale_));
-  any_late_ = any_late_ || reduction.more_to_come();
+  if (!reduction.late().empty()) late_ = reduction.late();
   in_flight_.pop_front();
   // Every rank has sent its part of this one, and is in no earlier backward any more.
   if (!abandoned_.empty()) drop_abandoned();
@@ -187,7 +182,7 @@ void Reductions::finish() {
   finishing_ = true;  // what throws from here on has waited
   count_users(/*gives_up=*/false);
   finish_started();
-  if (reduces_late_ && any_late_) reduce_late();
+  if (reduces_late_ && any_late()) reduce_late();
   if (announced_) {
     notices_.finish(finished_.epoch(), [this] {
       return where(context_.global_rank) + "waited for the other ranks' notices of backward " +
@@ -206,50 +201,32 @@ void Reductions::finish() {
 void Reductions::finish_started() {
   while (!in_flight_.empty()) finish_oldest();
   if (!users_.started()) return;
-  const SlotUsers::Late late = users_.finish(finished_.epoch());
-  any_late_ = late.any;
-  TORCH_CHECK(!late.any || !late.gave_up, where(context_.global_rank), "a rank threw in backward ",
-              finished_.epoch(),
+  SlotUsers::Late late = users_.finish(finished_.epoch());
+  late_ = std::move(late.units);
+  TORCH_CHECK(!any_late() || !late.gave_up, where(context_.global_rank),
+              "a rank threw in backward ", finished_.epoch(),
               ", and the late gradients of inner backwards were not reduced."
               " Repeat the backward on every rank.");
 }
 
-at::Tensor Reductions::late_of_all(const at::Tensor& own) {
-  const auto what = [this] {
-    return where(context_.global_rank) +
-           "waited for the other ranks' lists of late gradients in backward " +
-           std::to_string(finished_.epoch());
-  };
-  if (comm_.on_device()) {
-    const c10::Device device = context_.compute.device();
-    wait_for_stream(device, comm_.watch().get());  // which a copy to it waits for
-    const at::Tensor all = comm_.all_gather(Comm::Agreement::late_gradients, own.to(device), what);
-    wait_for_stream(device, comm_.watch().get());
-    return all.cpu();
-  }
-  // Of the backward, and no agreement: a rank may serve it inside of one.
-  const at::Tensor all = own.unsqueeze(0).repeat({comm_.world(), 1});
-  Pending pending;
-  const CallScope call(Comm::name_of(Comm::Agreement::late_gradients));
-  const int64_t epoch = finished_.epoch();
-  const int64_t tag = kReductionTags * (epoch * kMaxUnits + kMaxUnits - 1);
-  comm_.exchange(std::vector<at::Tensor>(comm_.world(), own), all.unbind(0), epoch, tag, pending);
-  pending.wait(what);
-  return all;
+std::vector<uint8_t> Reductions::own_late() const {
+  std::vector<uint8_t> late;
+  for (const auto& unit : parameters_.units()) late.push_back(unit->arrivals().late() ? 1 : 0);
+  return late;
+}
+
+bool Reductions::any_late() const {
+  return std::any_of(late_.begin(), late_.end(), [](uint8_t late) { return late != 0; });
 }
 
 void Reductions::reduce_late() {
-  const int64_t units = parameters_.unit_count();
-  at::Tensor late = at::zeros({units}, at::kLong);
-  auto* mine = late.mutable_data_ptr<int64_t>();
-  for (int64_t u = 0; u < units; ++u) mine[u] = parameters_.unit(u).arrivals().late() ? 1 : 0;
-  late = late_of_all(late).sum(0);
+  const std::vector<uint8_t> late = std::move(late_);
   users_.clear();
   all_started_ = false;
   for (const int64_t u : order_.order()) {
-    if (late.const_data_ptr<int64_t>()[u] == 0) continue;
+    if (late[u] == 0) continue;
     parameters_.unit(u).arrivals().reopen_for_late_gradients();
-    start(u);
+    start(u, {});
   }
   count_users(/*gives_up=*/false);
   all_started_ = true;

@@ -22,16 +22,15 @@
 // In the first backward it awaits one of each parameter. With stage 3 it waits instead until the
 // backward has left its modules as often as last time, in the first backward once each.
 // If fewer arrive, the unit is reduced when the backward ends. If more arrive, they are late: the
-// unit holds them, and they are reduced after all units. The ranks agree on the units with late
-// gradients, since only some ranks may have them. Hence, where hidden gradients are possible, the
-// last unit of the order starts when the backward ends, and each rank's message of it says whether
-// that rank has late gradients.
+// unit holds them, and they are reduced after all units. Only some ranks may have late gradients.
+// Hence, where hidden gradients are possible, the last unit of the order starts when the backward
+// ends, and each rank's message of it says which units have late gradients on that rank.
 // On a device the host has to wait for that answer. A rank whose backward threw does not: it says in
 // its own answer that it gives up, and the others raise an error where they have late gradients.
-// There the ranks agree in the first step whether rank 0 runs inner backwards. Where it does not, or a graph is captured, every unit with possible
-// hidden gradients is reduced at the end of the backward. The same holds where gathers are
-// collectives: a rank that waits in a gather, because it left a parameter out, would keep the
-// others' gathers behind its reduction.
+// There the ranks agree in the first step whether rank 0 runs inner backwards. Where it does not, or
+// a graph is captured, every unit with possible hidden gradients is reduced at the end of the
+// backward. The same holds where gathers are collectives: a rank that waits in a gather, because it
+// left a parameter out, would keep the others' gathers behind its reduction.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -130,13 +129,15 @@ class Reductions {
   void start_all();
   void start_one();
   void after_starts();
-  void start(int64_t u);
-  void start_reduction(int64_t u);
+  // `late`: see UnitReduction::start.
+  void start(int64_t u, std::vector<uint8_t> late);
+  void start_reduction(int64_t u, std::vector<uint8_t> late);
   void finish_oldest();
   void count_users(bool gives_up);
   void finish_started();
-  // The ranks' lists of units with late gradients, [world, units] of 0 and 1.
-  at::Tensor late_of_all(const at::Tensor& own);
+  // Of each unit whether this rank has late gradients.
+  std::vector<uint8_t> own_late() const;
+  bool any_late() const;
   void reduce_late();
   void drop_abandoned();
   // This rank has sent all that the other ranks need.
@@ -156,7 +157,7 @@ class Reductions {
   bool in_epoch_ = false;      // it began one, which has not ended
   bool all_started_ = false;   // every reduction that the other ranks wait for
   bool reduces_late_ = false;  // late gradients are possible
-  bool any_late_ = false;      // on this rank, or on one whose message says it
+  std::vector<uint8_t> late_;  // [units]: late gradients on any rank; empty where it is not known
   bool finishing_ = false;     // all were started, and finish() waits for them
   int64_t backward_ = 0;       // its number in finished_, the same on every rank
   SlotUsers users_;

@@ -22,10 +22,10 @@ void SlotUsers::add(Unit& unit) {
   }
 }
 
-void SlotUsers::start(Late own, bool asks_late) {
+void SlotUsers::start(const Late& own) {
   const SideStream::Scope beside(context_.reducing);
-  asks_late_ = asks_late;
-  used_.push_back(own.any ? 1 : 0);
+  late_units_ = std::ssize(own.units);
+  used_.insert(used_.end(), own.units.begin(), own.units.end());
   used_.push_back(own.gave_up ? 1 : 0);
   const auto count = std::ssize(used_);
   const bool on_device = comm_.on_device();
@@ -57,8 +57,9 @@ SlotUsers::Late SlotUsers::finish(int64_t backward) {
     }
   }
   counts_.reset();
-  if (!asks_late_) return {};
-  return {.any = count[0] > 0, .gave_up = count[1] > 0};
+  Late late{.units = {}, .gave_up = late_units_ > 0 && count[late_units_] > 0};
+  for (int64_t u = 0; u < late_units_; ++u) late.units.push_back(count[u] > 0 ? 1 : 0);
+  return late;
 }
 
 void SlotUsers::clear() {

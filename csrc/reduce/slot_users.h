@@ -26,15 +26,14 @@ class SlotUsers {
   void add(Unit& unit);
   // What a rank, or one of them, says of late gradients.
   struct Late {
-    bool any = false;
-    bool gave_up = false;  // its backward threw: it reduces none
+    std::vector<uint8_t> units;  // [units]: it has some; empty where it was not asked for
+    bool gave_up = false;        // its backward threw: it reduces none
   };
-  // Starts the all-reduce. `asks_late`: whether the ranks want to know of each other's late
-  // gradients.
-  void start(Late own, bool asks_late);
+  // Starts the all-reduce. Every rank asks for late gradients, or none does.
+  void start(const Late& own);
   bool started() const { return counts_.defined(); }
-  // Waits, and marks the slots that some rank used as summed. Returns what any rank says, where it
-  // was asked for. `backward`: for an error's message.
+  // Waits, and marks the slots that some rank used as summed. Returns what any rank says.
+  // `backward`: for an error's message.
   Late finish(int64_t backward);
   // The units that were added are forgotten.
   void clear();
@@ -44,15 +43,16 @@ class SlotUsers {
  private:
   // This rank has something of every slot, and late gradients are not asked for: the answer is
   // known.
-  bool knows_answer() const { return uses_all_ && !asks_late_; }
+  bool knows_answer() const { return uses_all_ && late_units_ == 0; }
 
   Comm& comm_;
   const UnitContext& context_;
   std::vector<Unit*> units_;
   std::vector<int32_t> used_;  // by this rank: the slots of the units, one unit after another
   bool uses_all_ = true;
-  bool asks_late_ = false;
-  at::Tensor counts_;  // int32: of each slot the ranks that used it; then of both facts in Late
+  int64_t late_units_ = 0;
+  // int32: of each slot the ranks that used it; then of Late's facts.
+  at::Tensor counts_;
   Pending counting_;
 };
 

@@ -6,9 +6,9 @@
 #include <array>
 #include <bit>
 #include <cstring>
+#include <functional>
 #include <utility>
 
-#include "comm/agreements.h"
 #include "comm/current_call.h"
 #include "comm/host_wait.h"
 #include "core/errors.h"
@@ -19,9 +19,9 @@
 namespace zero_ext {
 namespace {
 
-// A flags message: the number of the backward, the unit's index, whether its sender has late
-// gradients, the dtype of its gradients, then one byte per slot.
-constexpr int64_t kFlagsHeader = 4;
+// A flags message: the number of the backward, the unit's index, the dtype of its sender's gradients,
+// then one byte per slot, then its sender's late units.
+constexpr int64_t kFlagsHeader = 3;
 constexpr int64_t kFlagsHeaderBytes = kFlagsHeader * sizeof(int64_t);
 
 // Of a window's beginning and of the parts that are received of it.
@@ -45,9 +45,9 @@ void UnitReduction::lend_message() {
   unit_.intake().lend_message(message_);
 }
 
-void UnitReduction::start(Comm& comm, int64_t backward, bool more_to_come) {
+void UnitReduction::start(Comm& comm, int64_t backward, std::vector<uint8_t> late) {
   backward_ = backward;
-  more_to_come_ = more_to_come;
+  late_ = std::move(late);
   unit_.intake().fill_message();
   const SideStream::Scope beside(context_.reducing);
   start_window(comm, window_from(0));
@@ -114,13 +114,15 @@ void UnitReduction::exchange_flags(Comm& comm, int64_t tag) {
   const int64_t rank = context_.rank;
   const int64_t slots = unit_.layout().size();
   flags_.assign(world, at::Tensor());
-  for (at::Tensor& flags : flags_) flags = byte_tensor(kFlagsHeaderBytes + slots);
+  const int64_t late_begin = kFlagsHeaderBytes + slots;
+  for (at::Tensor& flags : flags_) flags = byte_tensor(late_begin + std::ssize(late_));
   auto* mine = flags_[rank].mutable_data_ptr<uint8_t>();
-  const int64_t header[kFlagsHeader] = {backward_, unit_.index(), more_to_come_ ? 1 : 0,
+  const int64_t header[kFlagsHeader] = {backward_, unit_.index(),
                                         static_cast<int64_t>(message_.scalar_type())};
   std::memcpy(mine, header, kFlagsHeaderBytes);
   for (int64_t i = 0; i < slots; ++i)
     mine[kFlagsHeaderBytes + i] = unit_.intake().contributes(i) ? 1 : 0;
+  std::copy(late_.begin(), late_.end(), mine + late_begin);
   comm.exchange(std::vector<at::Tensor>(world, flags_[rank]), flags_, backward_, tag,
                 pending_flags_);
 }
@@ -168,7 +170,7 @@ void UnitReduction::send_to_host(Comm& comm) {
 }
 
 void UnitReduction::wait(Pending& pending) {
-  const CallScope call(name_of(Agreement::late_gradients));
+  const CallScope call("a backward");
   pending.wait([this] { return waiting(); });
 }
 
@@ -214,14 +216,15 @@ void UnitReduction::check_flags() {
                 " of backward ", backward_, ", rank ", name, " sent unit ", header[1],
                 " of backward ", header[0],
                 ". Every rank must run the same backwards in the same order.");
-    more_to_come_ = more_to_come_ || header[2] != 0;
+    const uint8_t* end = flags_[peer].const_data_ptr<uint8_t>() + flags_[peer].numel();
+    std::transform(late_.begin(), late_.end(), end - late_.size(), late_.begin(), std::bit_or());
   }
 }
 
 void UnitReduction::send_in_fp32_if_others_do(Comm& comm) {
   bool any = false;
   for (int64_t peer = 0; peer < context_.world; ++peer) {
-    if (header_of(flags_[peer])[3] == static_cast<int64_t>(message_.scalar_type())) continue;
+    if (header_of(flags_[peer])[2] == static_cast<int64_t>(message_.scalar_type())) continue;
     any = true;
     pending_.abandon(comm.global_rank(peer));
   }

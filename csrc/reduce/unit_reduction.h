@@ -63,12 +63,13 @@ class UnitReduction {
   const Unit& unit() const { return unit_; }
   // The unit's gradients go into the bucket from now on.
   void lend_message();
-  // `more_to_come`: this rank has late gradients, which all ranks will have to reduce.
-  void start(Comm& comm, int64_t backward, bool more_to_come);
+  // `late`: of each unit whether this rank has late gradients, which all ranks will have to reduce;
+  // empty where this is not the last reduction of a backward.
+  void start(Comm& comm, int64_t backward, std::vector<uint8_t> late);
   // Waits and adds the ranks' contributions, times `scale`. Gives the bucket back.
   std::unique_ptr<Bucket> finish(Comm& comm, float scale);
-  // A rank had late gradients when it started this one; known where contributions bring flags.
-  bool more_to_come() const { return more_to_come_; }
+  // The same of any rank, when it is finished; where contributions bring flags.
+  const std::vector<uint8_t>& late() const { return late_; }
   // The beginning of a message about this rank waiting for the reduction.
   std::string waiting() const;
   bool started() const { return unit_.arrivals().reduced(); }
@@ -120,7 +121,7 @@ class UnitReduction {
   std::unique_ptr<Bucket> bucket_;
   at::Tensor message_;  // [padded], in the bucket: this rank's gradients
   int64_t backward_ = 0;
-  bool more_to_come_ = false;
+  std::vector<uint8_t> late_;
   Window window_;  // the one under way
   Pending pending_;
   Pending pending_flags_;
