@@ -97,6 +97,7 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
     if (context_.world > 1 && !reductions_.knows_order()) learn_reduction_order(access);
   } else {
     reject_changed_too_early("step()", finished_.changed_too_early() ? context_.global_rank : -1);
+    reductions_.note_step_without_messages();
   }
   // Not earlier: the user may mend what raised an error, and repeat the step.
   *last_backward = stepped_ = verdict.backwards = backward_.count();
@@ -106,7 +107,6 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
   if (asks) accept_written(parameters_);
   if (verdict.nonfinite) gatherer_.wait_for_shards();
   boundary_.end_step();
-  finished_.clear();
   finished_.end_step();
   comm_.note_backwards(0);
   comm_.forget_collectives();

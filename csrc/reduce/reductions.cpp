@@ -120,7 +120,8 @@ void Reductions::after_starts() {
 
 void Reductions::count_users(bool gives_up) {
   if (!counts_users() || users_.started()) return;
-  users_.start({.units = reduces_late_ ? own_late() : std::vector<uint8_t>(), .gave_up = gives_up});
+  users_.start({.units = reduces_late_ ? own_late() : std::vector<uint8_t>(), .gave_up = gives_up},
+               steps_);
 }
 
 void Reductions::start(int64_t u, std::vector<uint8_t> late) {
@@ -132,7 +133,7 @@ void Reductions::start_reduction(int64_t u, std::vector<uint8_t> late) {
   const Range range("reduce", parameters_.unit(u).name());
   UnitReduction& reduction = reduction_of(u);
   name_errors([&] { return reduction.waiting(); },
-              [&] { reduction.start(comm_, finished_.epoch(), std::move(late)); });
+              [&] { reduction.start(comm_, finished_.epoch(), steps_, std::move(late)); });
   if (counts_users()) users_.add(parameters_.unit(u));
   const auto at = std::find_if(lent_.begin(), lent_.end(),
                                [&](const auto& lent) { return lent.get() == &reduction; });

@@ -99,6 +99,10 @@ class Reductions {
     finished_.add(backward_);
     in_epoch_ = false;
   }
+  // In such a step no rank compares which backwards it is made with: the next backward does.
+  void note_step_without_messages() {
+    if (finished_.count() > 0) steps_ = c10::get_hash(steps_, finished_.which()) & 0xffff;
+  }
 
   // See Note [Reduction order]. The units in the order in which they became complete in this rank's
   // last backward; those without gradients last. Empty where none had any.
@@ -151,6 +155,7 @@ class Reductions {
   ReductionOrder order_;
   bool learned_hidden_ = false;
   int64_t started_ = 0;  // since the engine began
+  int32_t steps_ = 0;    // a hash of those steps' backwards; the sum over all ranks is an int32
 
   // One backward.
   float scale_ = 1;

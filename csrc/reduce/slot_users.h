@@ -29,8 +29,9 @@ class SlotUsers {
     std::vector<uint8_t> units;  // [units]: it has some; empty where it was not asked for
     bool gave_up = false;        // its backward threw: it reduces none
   };
-  // Starts the all-reduce. Every rank asks for late gradients, or none does.
-  void start(const Late& own);
+  // Starts the all-reduce. Every rank asks for late gradients, or none does. `steps`: see
+  // Reductions::note_step_without_messages. On the host finish() raises where the ranks differ.
+  void start(const Late& own, int32_t steps);
   bool started() const { return counts_.defined(); }
   // Waits, and marks the slots that some rank used as summed. Returns what any rank says.
   // `backward`: for an error's message.
@@ -43,7 +44,7 @@ class SlotUsers {
  private:
   // This rank has something of every slot, and late gradients are not asked for: the answer is
   // known.
-  bool knows_answer() const { return uses_all_ && late_units_ == 0; }
+  bool knows_answer() const { return comm_.on_device() && uses_all_ && late_units_ == 0; }
 
   Comm& comm_;
   const UnitContext& context_;
@@ -51,7 +52,8 @@ class SlotUsers {
   std::vector<int32_t> used_;  // by this rank: the slots of the units, one unit after another
   bool uses_all_ = true;
   int64_t late_units_ = 0;
-  // int32: of each slot the ranks that used it; then of Late's facts.
+  int32_t steps_ = 0;
+  // int32: of each slot the ranks that used it; then of Late's facts; then the sum of `steps`.
   at::Tensor counts_;
   Pending counting_;
 };

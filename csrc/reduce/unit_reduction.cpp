@@ -20,8 +20,8 @@ namespace zero_ext {
 namespace {
 
 // A flags message: the number of the backward, the unit's index, the dtype of its sender's gradients,
-// then one byte per slot, then its sender's late units.
-constexpr int64_t kFlagsHeader = 3;
+// with which backwards its sender's steps were made, then one byte per slot, then its late units.
+constexpr int64_t kFlagsHeader = 4;
 constexpr int64_t kFlagsHeaderBytes = kFlagsHeader * sizeof(int64_t);
 
 // Of a window's beginning and of the parts that are received of it.
@@ -45,8 +45,9 @@ void UnitReduction::lend_message() {
   unit_.intake().lend_message(message_);
 }
 
-void UnitReduction::start(Comm& comm, int64_t backward, std::vector<uint8_t> late) {
+void UnitReduction::start(Comm& comm, int64_t backward, int32_t steps, std::vector<uint8_t> late) {
   backward_ = backward;
+  steps_ = steps;
   late_ = std::move(late);
   unit_.intake().fill_message();
   const SideStream::Scope beside(context_.reducing);
@@ -118,7 +119,7 @@ void UnitReduction::exchange_flags(Comm& comm, int64_t tag) {
   for (at::Tensor& flags : flags_) flags = byte_tensor(late_begin + std::ssize(late_));
   auto* mine = flags_[rank].mutable_data_ptr<uint8_t>();
   const int64_t header[kFlagsHeader] = {backward_, unit_.index(),
-                                        static_cast<int64_t>(message_.scalar_type())};
+                                        static_cast<int64_t>(message_.scalar_type()), steps_};
   std::memcpy(mine, header, kFlagsHeaderBytes);
   for (int64_t i = 0; i < slots; ++i)
     mine[kFlagsHeaderBytes + i] = unit_.intake().contributes(i) ? 1 : 0;
@@ -216,6 +217,8 @@ void UnitReduction::check_flags() {
                 " of backward ", backward_, ", rank ", name, " sent unit ", header[1],
                 " of backward ", header[0],
                 ". Every rank must run the same backwards in the same order.");
+    TORCH_CHECK(header[3] == steps_, where(context_.global_rank, unit_.name()), "rank ", name,
+                kOtherSteps);
     const uint8_t* end = flags_[peer].const_data_ptr<uint8_t>() + flags_[peer].numel();
     std::transform(late_.begin(), late_.end(), end - late_.size(), late_.begin(), std::bit_or());
   }

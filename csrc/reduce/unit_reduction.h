@@ -40,6 +40,11 @@ namespace zero_ext {
 // Of one reduction: flags, gradients in their own dtype, gradients in fp32.
 constexpr int64_t kReductionTags = 3;
 
+constexpr char kOtherSteps[] =
+    " has made steps with other backwards than this rank: one threw on some ranks alone, and their"
+    " parameters differ. Continue from a checkpoint in a new process. With nonfinite='skip' or"
+    " 'raise' step() raises instead.";
+
 // The memory of a reduction that this rank will not finish. Other ranks may finish theirs with it.
 struct AbandonedReduction {
   Pending pending;
@@ -65,7 +70,8 @@ class UnitReduction {
   void lend_message();
   // `late`: of each unit whether this rank has late gradients, which all ranks will have to reduce;
   // empty where this is not the last reduction of a backward.
-  void start(Comm& comm, int64_t backward, std::vector<uint8_t> late);
+  // `steps`: see Reductions::note_step_without_messages.
+  void start(Comm& comm, int64_t backward, int32_t steps, std::vector<uint8_t> late);
   // Waits and adds the ranks' contributions, times `scale`. Gives the bucket back.
   std::unique_ptr<Bucket> finish(Comm& comm, float scale);
   // The same of any rank, when it is finished; where contributions bring flags.
@@ -121,6 +127,7 @@ class UnitReduction {
   std::unique_ptr<Bucket> bucket_;
   at::Tensor message_;  // [padded], in the bucket: this rank's gradients
   int64_t backward_ = 0;
+  int32_t steps_ = 0;
   std::vector<uint8_t> late_;
   Window window_;  // the one under way
   Pending pending_;

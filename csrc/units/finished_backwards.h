@@ -63,6 +63,7 @@ class FinishedBackwards {
   void set_epoch(int64_t epoch) { epoch_ = epoch; }
   // A step was made. None has begun to reduce since then.
   void end_step() {
+    clear();
     stepped_ = epoch_;
     changed_ = false;
     forget_lost();

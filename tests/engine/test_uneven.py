@@ -13,7 +13,7 @@ from reference import gradients_of, shown_master, whole
 from setups import everything, one_process, values_of
 from torch import nn
 from torch.nn import functional
-from uneven_steps import DIVIDE_BY, WIDTH, OneProcess, Step, Towers, loss_of
+from uneven_steps import DIVIDE_BY, WIDTH, OneProcess, PlannedError, Step, Towers, fail, loss_of
 
 import zero_ext
 from zero_ext.engine.registry import find
@@ -314,6 +314,42 @@ def test_a_step_without_messages_raises_on_the_rank_that_clipped_nothing(mesh, r
     else:
         with pytest.raises(RuntimeError, match=rf"gradients that rank {rank} changed, as torch's"):
             optimizer.step()
+
+
+@pytest.mark.host  # a device sends messages in every step
+@pytest.mark.parametrize("own_messages", ["1", "0"], ids=["host", "hosts"])
+@pytest.mark.parametrize("where", ["before its first gradient", "after its last", "zeroed"])
+def test_steps_without_messages_that_lack_a_backward_are_known_in_the_next(
+    mesh, rank, world, where, own_messages, monkeypatch
+):
+    """One rank lacks a backward of the step, and all ranks update; then every rank raises."""
+    monkeypatch.setenv("ZERO_EXT_CROSS_MEMORY", own_messages)
+    model = zero_ext.shard(Towers(), 0, mesh=mesh, bucket_mb=200 / 2**20)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5, nonfinite="step")
+    lacking = rank == world - 1
+
+    def backward(step: int, k: int, fails: str = "") -> None:
+        x = rank_data((2, WIDTH), rank, step, k).requires_grad_()
+        loss = loss_of(model, (x * 1, (0, 1, 2), 1.0))
+        failing = {"before its first gradient": loss, "after its last": x}.get(fails)
+        if failing is not None:
+            failing.register_hook(fail)
+        with pytest.raises(PlannedError) if failing is not None else contextlib.nullcontext():
+            loss.backward()
+
+    def step_of(step: int, fails: str = "") -> None:
+        backward(step, 0, fails if lacking else "")
+        if fails == "zeroed" and lacking:
+            optimizer.zero_grad()
+        backward(step, 1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step_of(0)
+    told = rf"\[rank {rank}, unit .*\]: rank \d has made steps with other backwards than this rank"
+    with pytest.raises(RuntimeError, match=told):
+        step_of(1, where)
+        step_of(2)
 
 
 @pytest.mark.parametrize("stage", [0, 2])

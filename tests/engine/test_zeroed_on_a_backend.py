@@ -7,7 +7,7 @@ import torch
 from harness import assert_bits, rank_data
 from setups import everything
 from test_uneven_on_a_backend import SGD, pytestmark, same_error, sharded_and_one
-from uneven_steps import PlannedError, loss_of
+from uneven_steps import PlannedError, fail, loss_of
 
 __all__ = ["pytestmark"]  # of all tests here
 
@@ -18,10 +18,6 @@ BEFORE_ALL = ("loss", "forward")
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     monkeypatch.setenv("ZERO_EXT_TIMEOUT_S", "20")
-
-
-def fail(*_arguments):
-    raise PlannedError
 
 
 def throw(model, x, where: str) -> None:
