@@ -10,9 +10,11 @@ import warnings
 import pytest
 import torch
 from harness import MLP, assert_bits, gather_objects, mean_square, rank_data
-from setups import everything
+from setups import everything, full_gradients
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
-from uneven_steps import DIVIDE_BY, OneProcess, PlannedError, Step, Towers, loss_of
+from torch.utils.checkpoint import checkpoint
+from uneven_steps import DIVIDE_BY, OneProcess, PlannedError, Step, Towers, fail, loss_of
 
 import zero_ext
 
@@ -187,7 +189,8 @@ def test_a_backward_that_throws_is_known_to_all_in_the_step(mesh, rank, world, s
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_first_backward_that_throws_waits_for_nobody(mesh, rank, world, stage, where, patient):
     """The others come to their own after this rank has used the model again."""
-    # Two units: a third would wait for a bucket, and the emulated device for its stream.
+    # Two units: with a third the device waits for a bucket, and for these operators the host waits
+    # for the emulated device. The next test has more.
     model, optimizer, one = sharded_and_one(mesh, stage, 1700, nonfinite="step", **SGD)
     assert model.stats()["units"] == 2
     batches = [(rank_data((2, 7), r), (0, 1, 2), 1.0) for r in range(world)]
@@ -224,6 +227,68 @@ def test_a_first_backward_that_throws_waits_for_nobody(mesh, rank, world, stage,
     for each in (optimizer, one.optimizer):
         each.step()
     assert_bits(everything(model, optimizer), everything(one.model, one.optimizer))
+
+
+class Scale(torch.autograd.Function):
+    """A product, by operators in place: for others the host waits for the emulated device."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return torch.empty_like(weight).copy_(x).mul_(weight)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return tuple(torch.empty_like(weight).copy_(gradient).mul_(t) for t in (weight, x))
+
+
+class Scales(nn.Module):
+    def __init__(self, layers: int):
+        super().__init__()
+        self.layers = nn.ParameterList(torch.full((7,), 2.0) for _ in range(layers))
+
+    def forward(self, x, reentrant: bool):
+        for weight in self.layers:
+            if reentrant:
+                x = checkpoint(Scale.apply, x, weight, use_reentrant=True, preserve_rng_state=False)
+            else:
+                x = Scale.apply(x, weight)
+        return x
+
+
+@pytest.mark.world(min=2)
+@pytest.mark.parametrize("reentrant", [False, True], ids=["plain", "reentrant"])
+@pytest.mark.parametrize("layers", [3, 9])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_first_backward_that_throws_waits_for_no_bucket(
+    mesh, rank, world, stage, layers, reentrant, patient
+):
+    """Its device does: units that were reduced earlier have both of them."""
+    model = zero_ext.shard(Scales(layers), stage, mesh=mesh, bucket_mb=1e-6)
+    assert model.stats()["units"] == layers
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+
+    def backward(fails: bool) -> None:
+        x = torch.full((7,), 1.0 + rank, device=mesh.device_type, requires_grad=True)
+        y = x * 1
+        if fails:
+            y.register_hook(fail)
+        model(y, reentrant).sum().backward()
+
+    if rank == 1:
+        with pytest.raises(PlannedError):
+            backward(fails=True)
+        optimizer.zero_grad(set_to_none=True)
+    gather_objects(rank)  # the others come now
+    if rank != 1:
+        with contextlib.suppress(RuntimeError):  # or in the step
+            backward(fails=False)
+    optimizer.zero_grad(set_to_none=True)
+    backward(fails=False)
+    expected = 2.0 ** (layers - 1) * (1 + world) / 2  # of each layer, averaged
+    for gradient in full_gradients(model).values():
+        assert_bits(gradient.cpu(), torch.full((7,), expected))
 
 
 @pytest.mark.world(min=2)
