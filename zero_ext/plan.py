@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from zero_ext.engine.memory import estimate_memory, planned_units
+from zero_ext.engine.memory import PlannedUnit, estimate_memory, planned_units
 from zero_ext.engine.options import ShardingOptions
-from zero_ext.engine.units import Block
+from zero_ext.engine.plan import Plan, plan_module
 
 _KINDS = ("full", "shard", "master", "grad", "optimizer_state", "gathered", "buckets")
 _HEADER_BYTES = 24  # of the flags that a rank sends with a unit's gradients; one byte per parameter
@@ -35,21 +35,21 @@ class Traffic(NamedTuple):
     parameter_bytes: int
 
 
-def traffic(module: nn.Module, world_size: int, options: ShardingOptions) -> Traffic:
-    """See ``Traffic``. ``module`` may be on the meta device."""
-    _, blocks, cut = planned_units(module, world_size, world_size, options)
-    units = [unit for part in cut for unit in part]
+def traffic(plan: Plan, world_size: int) -> Traffic:
+    """See ``Traffic``. The module of ``plan`` may be on the meta device."""
+    units = planned_units(plan, world_size, world_size)
     trained = [unit for unit in units if unit.plan.trainable]
-    if options.stage < 3:
-        gathers = {id(unit): int(options.stage > 0) for unit in trained}
+    stage = plan.options.stage
+    if stage < 3:
+        gathers = {id(unit): int(stage > 0) for unit in trained}
     else:
-        gathers = _gathers_by_block(blocks, cut) if world_size > 1 else {}
+        gathers = _gathers_of_units(plan, units) if world_size > 1 else {}
     others = world_size - 1
     itemsizes = [4 if unit.plan.gradient_is_fp32 else unit.itemsize for unit in trained]
     gradients = sum(u.range_numel * n for u, n in zip(trained, itemsizes, strict=True))
     flags = sum(_HEADER_BYTES + len(unit.plan.members) for unit in trained)
     parameters = sum(gathers.get(id(u), 0) * u.range_numel * u.itemsize for u in units)
-    agreements = 2 if options.stage == 3 else 1
+    agreements = 2 if stage == 3 else 1
     count = sum(gathers.values())
     return Traffic(
         reductions=len(trained),
@@ -60,25 +60,21 @@ def traffic(module: nn.Module, world_size: int, options: ShardingOptions) -> Tra
     )
 
 
-def _gathers_by_block(blocks: Sequence[Block], cut: Sequence[list]) -> dict[int, int]:
+def _gathers_of_units(plan: Plan, units: Sequence[PlannedUnit]) -> dict[int, int]:
     """How often a forward and a backward of stage 3 gather each unit, by its id."""
-    numbers = [i for part in cut for unit in part if unit.plan.trainable for i in unit.plan.members]
-    first_trained = min(numbers, default=-1)
-    gathers = {}
-    for k, (block, part) in enumerate(zip(blocks, cut, strict=True)):
-        # What the forward ends with is kept for the backward, which ends before what is frozen.
-        kept = k == 0 or block.root
-        reached = any(max(unit.plan.members) >= first_trained for unit in part)
-        gathers |= {id(unit): 2 if reached and not kept else 1 for unit in part}
-    return gathers
+    trained = [i for unit in units if unit.plan.trainable for i in unit.plan.members]
+    first_trained = min(trained, default=-1)
+    reached = {unit.block for unit in units if max(unit.plan.members) >= first_trained}
+    # What the forward ends with is kept for the backward, which ends before what is frozen.
+    kept = {k for k, block in enumerate(plan.blocks) if k == 0 or block.root}
+    return {id(unit): 2 if unit.block in reached - kept else 1 for unit in units}
 
 
-def largest_unit(module: nn.Module, world_size: int, options: ShardingOptions) -> tuple[str, int]:
+def largest_unit(plan: Plan, world_size: int) -> tuple[str, int]:
     """Its first and its last parameter, and its bytes."""
-    parameters, _, cut = planned_units(module, world_size, world_size, options)
-    unit = max((unit for part in cut for unit in part), key=lambda unit: unit.full_bytes)
-    names = {id(p): name for name, p in module.named_parameters()}
-    ends = [names[id(parameters[unit.plan.members[k]])] for k in (0, -1)]
+    units = planned_units(plan, world_size, world_size)
+    unit = max(units, key=lambda unit: unit.full_bytes)
+    ends = [plan.parameters[unit.plan.members[k]][0] for k in (0, -1)]
     return " … ".join(dict.fromkeys(ends)), unit.full_bytes
 
 
@@ -127,8 +123,9 @@ def report(
     table = [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
     ]
-    name, size = largest_unit(module, world_size, options)
-    sent = traffic(module, world_size, options)
+    plan = plan_module(module, options)
+    name, size = largest_unit(plan, world_size)
+    sent = traffic(plan, world_size)
     return "\n".join(
         [
             f"{type(module).__name__}: {sum(p.numel() for p in parameters):,} elements in "

@@ -16,7 +16,7 @@ LINES = {
         "deepspeed": 3760,
         "engine": 3040,
         "integrations": 1440,
-        "module": 1220,
+        "module": 1200,
         "optim": 4190,
         "ranks": 630,
         "state": 1000,

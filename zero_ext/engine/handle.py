@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
+from zero_ext import _C
 from zero_ext.engine import (
     checks,
     clipping,  # noqa: F401 (which changes torch's clipping)
@@ -17,14 +17,13 @@ from zero_ext.engine import (
 from zero_ext.engine.host_gradient import HostGradient
 from zero_ext.engine.inner_modules import InnerModules
 from zero_ext.engine.meta import MetaModules
-from zero_ext.engine.options import ShardingOptions
+from zero_ext.engine.plan import Named, Part, Plan, units_by_size
 from zero_ext.engine.registry import ParameterTable, register_whole_gradient
 from zero_ext.engine.released import begin_releasing, end_releasing, note_offloaded
 from zero_ext.engine.shutdown import serving
 from zero_ext.engine.unfreezing import make_trainable
 from zero_ext.engine.unit_hooks import OpenForwards, SiteHooks, watch_module
-from zero_ext.engine.unit_maker import UnitMaker, UnitPlanner
-from zero_ext.engine.units import Block, parts, prefetch_bytes
+from zero_ext.engine.units import Block, UnitPlan
 from zero_ext.ranks import environment
 from zero_ext.ranks.agreement import check_same_on_all_ranks
 from zero_ext.ranks.collectives import copy_from_rank_0
@@ -40,36 +39,18 @@ class Handle:
     """One engine over some parameters.
 
     Args:
-        parameters: With their names. A frozen one stays as it is until it is unfrozen.
-        whole: The parameters that no engine can take, see ``stays_whole``. An error is raised when
-            one of them is trained.
+        plan: Of parameters that ``checks.check_parameters`` has passed. A frozen one stays as it is
+            until it is unfrozen. An error is raised when one that stays whole is trained.
         buffers: The buffers that will be broadcast.
-        blocks: How modules cut the parameters into units; None: by size.
-        used_several_times: See ``units.used_several_times``.
         meta: The modules whose parameters are on the meta device.
     """
 
     def __init__(
-        self,
-        groups: Groups,
-        parameters: Sequence[tuple[str, Tensor]],
-        options: ShardingOptions,
-        *,
-        whole: Sequence[tuple[str, Tensor]] = (),
-        buffers: Sequence[tuple[str, Tensor]] = (),
-        blocks: Sequence[Block] | None = None,
-        used_several_times: WeakIdKeyDictionary | None = None,
-        meta: MetaModules | None = None,
+        self, groups: Groups, plan: Plan, buffers: Named = (), meta: MetaModules | None = None
     ):
-        if options.stage == 3 and blocks is None:
-            raise ValueError(
-                "zero_ext: stage 3 gathers parameters when their modules are entered, an optimizer "
-                "alone does not see them. Call zero_ext.shard(model, stage=3) first, then make the "
-                "optimizer without stage."
-            )
-        checks.check_parameters(groups, parameters, whole=whole, meta_allowed=meta is not None)
         environment.check(groups)
-        described = [*options.describe(groups), *checks.describe(*parameters, *whole)]
+        options, blocks = plan.options, plan.blocks
+        described = [*options.describe(groups), *checks.describe(*plan.parameters, *plan.whole)]
         described += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in buffers]
         described += [f"unit of parameters {block.members}" for block in blocks or ()]
         check_same_on_all_ranks(groups, described, "the models (or the arguments)", _SAME_MODELS)
@@ -78,8 +59,7 @@ class Handle:
         self.offload_policy = options.offload_policy
         # Whether every rank holds all of the optimizer's state: stage 0, or replicas of one rank.
         self.replicated = groups.shards == 1 or options.stage == 0
-        ahead = prefetch_bytes(blocks or (), [p for _, p in parameters], options)
-        self.engine = options.make_engine(groups, ahead)
+        self.engine = options.make_engine(groups, plan.prefetch_bytes)
         self.engine.set_local_reader(_local_part)
         show_gradient = weakref.WeakMethod(self._show_gradient)
         self.engine.set_view_maker(lambda i, local: show_gradient()(i, local))
@@ -89,23 +69,17 @@ class Handle:
         self.knows_on_host = groups.device.type == "cpu" or options.offloads
         self.forwards = OpenForwards()
         self.parameters = ParameterTable(self)
-        self._used_several_times = used_several_times or WeakIdKeyDictionary()
-        planner = UnitPlanner(self.parameters, options, self._used_several_times)
-        self.units = UnitMaker(self.engine, planner)
+        self._several_uses = plan.several_uses
         self.unfreezings = 0
         self._whole: list[tuple[str, weakref.ref]] = []
-        self.leave_whole(whole)
+        self.leave_whole(plan.whole)
         self.optimizers: weakref.WeakSet = weakref.WeakSet()
         self.sharded_methods: weakref.ref | None = None  # of the module
         self.root_hooks: list[SiteHooks] = []  # of the module itself
         self.scaled_by: weakref.ref | None = None  # the optimizer whose loss_scaler the engine has
         self._unwatched: list[tuple[Block, list[int]]] = []
         try:
-            if blocks is None:
-                self.add_parameters(parameters)
-            else:
-                self._register(parameters)
-                self._make_blocks(blocks, meta)
+            self._add_planned(plan, meta)
         except BaseException:
             self.dissolve()
             raise
@@ -122,7 +96,7 @@ class Handle:
             if self.groups.shards == 1:
                 self.engine.give_parameters_back()
         finally:
-            self.engine = self.units = None
+            self.engine = None
 
     # Parameters and their units
 
@@ -130,18 +104,27 @@ class Handle:
         self.engine.add_parameters([p for _, p in parameters], [name for name, _ in parameters])
         return [self.parameters.add(parameter) for _, parameter in parameters]
 
-    def add_parameters(self, parameters: Sequence[tuple[str, Tensor]]) -> list[int]:
-        """Take in more parameters; returns their indices. Collective."""
-        indices = self._register(parameters)
-        self.units.make_by_size([i for i in indices if self.parameters[i].requires_grad])
-        for i in indices:  # what is frozen computes with the others
-            parameter = self.parameters[i]
-            if not parameter.requires_grad and self.options.param_dtype is not None:
-                parameter.data = parameter.data.to(self.options.param_dtype)
-        return indices
+    def _add_planned(self, plan: Plan, meta: MetaModules | None) -> None:
+        self._register(plan.parameters)
+        numbers: list[list[int]] = [[] for _ in plan.blocks or ()]
+        for part in plan.parts:
+            if meta is not None:
+                self._materialise(part, meta)
+            made = [_make_unit(self.engine, self.parameters, unit) for unit in part.units]
+            if part.block is not None:
+                numbers[part.block].extend(made)
+        if plan.blocks is None:
+            _cast_frozen(plan.parameters, self.options.param_dtype)
+        self._unwatched = list(zip(plan.blocks or (), numbers, strict=True))
+
+    def make_units_by_size(self, indices: Iterable[int]) -> None:
+        """Units of parameters that are trained. Collective."""
+        trained = {i: self.parameters[i] for i in indices}
+        for unit in units_by_size(trained, self.options, self._several_uses):
+            _make_unit(self.engine, self.parameters, unit)
 
     def check_and_add(self, parameters: Sequence[tuple[str, Tensor]]) -> list[int]:
-        """``add_parameters`` after the checks that a constructor makes."""
+        """Take in more parameters; returns their indices. Collective."""
         if self.engine.stage == 3:
             raise ValueError(
                 "zero_ext: parameters cannot be added to a module that is sharded with stage 3: no "
@@ -150,7 +133,10 @@ class Handle:
         checks.check_parameters(self.groups, parameters)
         described = checks.describe(*parameters)
         check_same_on_all_ranks(self.groups, described, "the added parameters", _SAME_MODELS)
-        return self.add_parameters(parameters)
+        indices = self._register(parameters)
+        self.make_units_by_size([i for i in indices if self.parameters[i].requires_grad])
+        _cast_frozen(parameters, self.options.param_dtype)
+        return indices
 
     def leave_whole(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Watch more parameters that ``stays_whole`` is true of."""
@@ -187,19 +173,9 @@ class Handle:
             make_trainable(self, unfrozen)
             self.unfreezings += 1
 
-    def _make_blocks(self, blocks: Sequence[Block], meta: MetaModules | None) -> None:
-        numbers: list[list[int]] = [[] for _ in blocks]
-        for block, members in parts(blocks):
-            if meta is not None:
-                self._materialise(members, meta)
-            numbers[block].extend(self.units.make_block(members))
-        self._unwatched = list(zip(blocks, numbers, strict=True))
-
-    def _materialise(self, members: Sequence[int], meta: MetaModules) -> None:
-        old = {i: self.parameters[i] for i in members}
+    def _materialise(self, part: Part, meta: MetaModules) -> None:
+        old = {i: self.parameters[i] for unit in part.units for i in unit.members}
         for i, new in meta.materialise(old).items():
-            if old[i] in self._used_several_times:
-                self._used_several_times[new] = True
             self.engine.replace_parameter(i, new)
             self.parameters.replace(i, new)
 
@@ -315,3 +291,24 @@ def _local_part(gradient: Tensor) -> Tensor:
         f"zero_ext: .grad was set to a {type(gradient).__name__}; set a ShardTensor of the same "
         "parameter or a plain tensor of its shape."
     )
+
+
+def _make_unit(engine: _C.Engine, parameters: ParameterTable, unit: UnitPlan) -> int:
+    """Returns its number in the engine. It can train, also if there is no memory for the next
+    one."""
+    kind = _C.UnitKind.trainable if unit.trainable else _C.UnitKind.frozen
+    number = engine.add_unit(unit.members, unit.dtype, kind)
+    name, count = engine.unit_name_of(unit.members[0]), len(unit.members)
+    _log.debug("zero_ext: %s unit '%s': %d parameters in %s", kind.name, name, count, unit.dtype)
+    if unit.trainable and unit.gradient_is_fp32:
+        engine.set_gradient_dtype(engine.unit_count - 1, torch.float32)
+        for i in unit.members:
+            parameters[i].grad_dtype = torch.float32
+    return number
+
+
+def _cast_frozen(parameters: Named, dtype: torch.dtype | None) -> None:
+    """What is frozen computes with the others."""
+    for _, parameter in parameters if dtype is not None else ():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)

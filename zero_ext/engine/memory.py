@@ -18,18 +18,9 @@ from zero_ext.engine.checks import (
     stays_whole,
 )
 from zero_ext.engine.options import ShardingOptions
+from zero_ext.engine.plan import Plan, plan_module
 from zero_ext.engine.registry import handle_of
-from zero_ext.engine.unit_maker import UnitPlanner
-from zero_ext.engine.units import (
-    Block,
-    Choice,
-    UnitPlan,
-    cut_by_module,
-    modules_of_units,
-    parts,
-    prefetch_bytes,
-    used_several_times,
-)
+from zero_ext.engine.units import Block, Choice, UnitPlan
 from zero_ext.ranks import owner_plan
 
 _FP32_BYTES = 4  # of an element of a gradient sum, of a master, of each of two moments
@@ -124,64 +115,48 @@ def estimate_memory(
     check_bool("owners", owners)
     check_state_dtype(state_dtype)
     kind = _device_of(module, device).type
-    parameters, blocks, cut = planned_units(module, world_size, shards, options, units, kind)
+    plan = plan_module(module, options, units)
+    planned = planned_units(plan, world_size, shards, kind)
     offloads = options.offloads and kind != "cpu"
     local = local_accumulation and stage < 2 and world_size > 1 and not offloads
-    all_units = [unit for part in cut for unit in part]
-    result = _persistent_bytes(all_units, local, None if owners else state_dtype)
+    result = _persistent_bytes(planned, local, None if owners else state_dtype)
     if owners:
-        result["offloaded" if offloads else "owner_masters"] += _owner_bytes(all_units)
+        result["offloaded" if offloads else "owner_masters"] += _owner_bytes(planned)
     frozen = [p for p in module.parameters() if not p.requires_grad]
     result["full"] += sum(p.nbytes for p in frozen if stays_whole(p) or stage < 3)
     result["persistent"] = sum(result.values()) - result["offloaded"]
-    ahead = prefetch_bytes(blocks, parameters, options)
-    result["gathered"] = _gathered_bytes(blocks, cut, ahead) if stage == 3 else 0
-    in_buckets = (u.bucket_bytes(local) for part in cut for u in part if u.plan.trainable)
+    ahead = plan.prefetch_bytes
+    result["gathered"] = 0 if plan.blocks is None else _gathered_bytes(plan.blocks, planned, ahead)
+    in_buckets = (unit.bucket_bytes(local) for unit in planned if unit.plan.trainable)
     result["buckets"] = 2 * max(in_buckets, default=0) if world_size > 1 or offloads else 0
     return result
 
 
 def planned_units(
-    module: nn.Module,
-    world_size: int,
-    shards: int,
-    options: ShardingOptions,
-    units: Choice = None,
-    device_type: str = "cpu",
-) -> tuple[list[torch.Tensor], list[Block], list[list["_Unit"]]]:
-    """What units will be made of ``module``.
-
-    Returns:
-        The parameters, which the units name by their indices; stage 3's blocks; and the units of
-        each block. All units are one list in the other stages, which have no blocks.
-    """
-    parameters = [p for p in module.parameters() if not stays_whole(p)]
-    planner = UnitPlanner(parameters, options, used_several_times(module))
-    blocks: list[Block] = []
-    if options.stage == 3:
-        blocks = cut_by_module(module, parameters, units, options.bucket_bytes, options.param_dtype)
-        plans: list[list[UnitPlan]] = [[] for _ in blocks]
-        for block, members in parts(blocks):
-            plans[block] += planner.of_block(members)
-    else:
-        if units is not None:
-            modules_of_units(module, parameters, units)
-        plans = [planner.by_size(i for i, p in enumerate(parameters) if p.requires_grad)]
+    plan: Plan, world_size: int, shards: int, device_type: str = "cpu"
+) -> list["PlannedUnit"]:
+    """The units of ``plan`` on ``world_size`` ranks."""
+    options = plan.options
     default = "collective" if device_type == "cuda" else "exchange"
-    exchanges = (options.reduction or default) == "exchange"
     on_device = device_type not in ("cpu", "meta")
     run = _Run(
         world_size,
         shards,
         options.stage,
         on_device,
-        exchanges,
+        (options.reduction or default) == "exchange",
         on_device and options.offloads,
         on_device and options.offloads_parameters,
     )
-    numels = [p.numel() for p in parameters]
-    cut = [[_unit(p, [numels[i] for i in p.members], run) for p in part] for part in plans]
-    return parameters, blocks, cut
+    numels = [p.numel() for _, p in plan.parameters]
+    ranges = 1 if run.stage == 0 else shards
+
+    def unit_of(unit: UnitPlan, block: int | None) -> PlannedUnit:
+        sizes = [numels[i] for i in unit.members]
+        alignment = _ALIGNMENT_BYTES // unit.dtype.itemsize
+        return PlannedUnit(unit, block, run, _C.Layout(sizes, ranges=ranges, alignment=alignment))
+
+    return [unit_of(unit, part.block) for part in plan.parts for unit in part.units]
 
 
 def _check_ranks(world_size: int, shards: int) -> None:
@@ -218,10 +193,11 @@ class _Run(NamedTuple):
     offloads_parameters: bool
 
 
-class _Unit(NamedTuple):
-    """What the memory of one unit follows from."""
+class PlannedUnit(NamedTuple):
+    """What the memory of one unit follows from. ``block``: see ``Part``."""
 
     plan: UnitPlan
+    block: int | None
     run: _Run
     layout: _C.Layout
 
@@ -286,14 +262,8 @@ class _Unit(NamedTuple):
         return (message + min(window, self.range_numel) * places) * itemsize
 
 
-def _unit(plan: UnitPlan, numels: Sequence[int], run: _Run) -> _Unit:
-    ranges = 1 if run.stage == 0 else run.shards
-    alignment = _ALIGNMENT_BYTES // plan.dtype.itemsize
-    return _Unit(plan, run, _C.Layout(numels, ranges=ranges, alignment=alignment))
-
-
 def _persistent_bytes(
-    units: Iterable[_Unit], local: bool, state_dtype: str | None
+    units: Iterable[PlannedUnit], local: bool, state_dtype: str | None
 ) -> dict[str, int]:
     kinds = ("full", "shard", "master", "grad", "optimizer_state", "owner_masters", "offloaded")
     result = dict.fromkeys(kinds, 0)
@@ -315,7 +285,7 @@ def _persistent_bytes(
     return result
 
 
-def _owner_bytes(units: Sequence[_Unit]) -> int:
+def _owner_bytes(units: Sequence[PlannedUnit]) -> int:
     """Of masters that the owner of most elements keeps. See Note [Kept masters]."""
     trained = [unit for unit in units if unit.plan.trainable]
     if not trained or trained[0].layout.ranges == 1:  # every rank holds all of them
@@ -327,9 +297,12 @@ def _owner_bytes(units: Sequence[_Unit]) -> int:
     return _FP32_BYTES * int(max(loads))
 
 
-def _gathered_bytes(blocks: Sequence[Block], cut: Sequence[list[_Unit]], ahead: int) -> int:
+def _gathered_bytes(blocks: Sequence[Block], units: Iterable[PlannedUnit], ahead: int) -> int:
     """A pass is inside one block and those that its modules lie in; others are prefetched."""
-    sizes = [sum(unit.full_bytes for unit in part if unit.home != "full") for part in cut]
+    sizes = [0] * len(blocks)
+    for unit in units:
+        if unit.home != "full":
+            sizes[unit.block] += unit.full_bytes
     inside = [{id(m) for module in block.modules for m in module.modules()} for block in blocks]
     held = [
         sum(

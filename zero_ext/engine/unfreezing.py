@@ -27,7 +27,7 @@ def make_trainable(handle: "Handle", unfrozen: Sequence[int]) -> None:
         by_unit.setdefault(handle.engine.frozen_unit_of(i), []).append(i)
     try:
         for members in by_unit.values():
-            handle.units.make_by_size(members)
+            handle.make_units_by_size(members)
     finally:  # parameters for which there is no memory stay as they were
         for i, average in averages.items():
             if handle.engine.unit_of(i) < 0:

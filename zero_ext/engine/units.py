@@ -1,16 +1,12 @@
 """How parameters are cut into units, which are reduced, stepped and gathered together."""
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.weak import WeakIdKeyDictionary
-
-from zero_ext.engine.options import ShardingOptions
 
 # What `shard(units=)` takes: module classes, or a predicate of a module's name and itself.
 Choice = type | Collection[type] | Callable[[str, nn.Module], bool] | None
@@ -47,66 +43,34 @@ def cut_by_size(
         Units in the order in which they become complete, which is the order of reductions.
     """
     sizes = [numel * dtype.itemsize for numel, dtype in zip(numels, dtypes, strict=True)]
-    units: list[UnitPlan] = []
-    current = {dtype: _Filling(dtype, bucket_bytes) for dtype in dict.fromkeys(reversed(dtypes))}
-    small = {dtype: _Filling(dtype, bucket_bytes) for dtype in current}
-
-    def close(dtype: torch.dtype) -> None:
-        for m in current[dtype].take_small_end(sizes):
-            if not small[dtype].has_room(sizes[m]):
-                units.extend(small[dtype].close())
-            small[dtype].add(m, sizes[m])
-        units.extend(current[dtype].close())
-
-    for i in reversed(range(len(numels))):
-        if not current[dtypes[i]].has_room(sizes[i]):
-            close(dtypes[i])
-        current[dtypes[i]].add(i, sizes[i])
-    for dtype in current:
-        if not small[dtype].is_empty:
-            close(dtype)
-    for unit in (*current.values(), *small.values()):
-        units += unit.close()
-    return units
+    large, small = [], []
+    for dtype in dict.fromkeys(reversed(dtypes)):
+        members = [i for i in reversed(range(len(sizes))) if dtypes[i] == dtype]
+        *full, last = _filled(members, sizes, bucket_bytes)
+        kept = [_without_small_end(unit, sizes, bucket_bytes) for unit in full]
+        left = [i for unit, most in zip(full, kept, strict=True) for i in unit[len(most) :]]
+        kept.append(_without_small_end(last, sizes, bucket_bytes) if left else last)
+        left += last[len(kept[-1]) :]
+        large += filter(None, kept)
+        small += _filled(left, sizes, bucket_bytes)
+    large.sort(key=lambda unit: unit[-1], reverse=True)
+    return [UnitPlan(unit[::-1], dtypes[unit[0]]) for unit in (*large, *small)]
 
 
-class _Filling:
-    """The members of a unit that is being filled, in reverse registration order."""
+def _filled(members: Sequence[int], sizes: Sequence[int], limit: float) -> list[Sequence[int]]:
+    """``members`` cut into runs of ``sizes`` within ``limit``."""
+    return [members[begin:end] for begin, end in _merged([sizes[i] for i in members], limit)]
 
-    def __init__(self, dtype: torch.dtype, bucket_bytes: float):
-        self._dtype = dtype
-        self._bucket_bytes = bucket_bytes
-        self._members: list[int] = []
-        self._bytes = 0
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._members
-
-    def has_room(self, parameter_bytes: int) -> bool:
-        return not self._members or self._bytes + parameter_bytes <= self._bucket_bytes
-
-    def add(self, i: int, parameter_bytes: int) -> None:
-        self._members.append(i)
-        self._bytes += parameter_bytes
-
-    def take_small_end(self, sizes: Sequence[int]) -> list[int]:
-        """The last members, as many as are small together."""
-        kept, taken_bytes = len(self._members), 0
-        while kept > 0 and (taken_bytes + sizes[self._members[kept - 1]]) * _SMALL <= (
-            self._bucket_bytes
-        ):
-            kept -= 1
-            taken_bytes += sizes[self._members[kept]]
-        taken = self._members[kept:]
-        del self._members[kept:]
-        self._bytes -= taken_bytes
-        return taken
-
-    def close(self) -> list[UnitPlan]:
-        """The unit, if it has members; the next one is empty."""
-        members, self._members, self._bytes = self._members, [], 0
-        return [UnitPlan(members[::-1], self._dtype)] if members else []
+def _without_small_end(
+    members: Sequence[int], sizes: Sequence[int], bucket_bytes: float
+) -> Sequence[int]:
+    """Without the last ones, as many as are small together."""
+    kept, taken_bytes = len(members), 0
+    while kept > 0 and (taken_bytes + sizes[members[kept - 1]]) * _SMALL <= bucket_bytes:
+        kept -= 1
+        taken_bytes += sizes[members[kept]]
+    return members[:kept]
 
 
 class Block(NamedTuple):
@@ -166,13 +130,13 @@ def cut_by_module(
             runs[-1].append(([module], members))
         last_place, last_item = place, item
     for run in runs:
-        sizes = [_bytes_of(members, parameters, param_dtype) for _, members in run]
+        sizes = [bytes_of(members, parameters, param_dtype) for _, members in run]
         for begin, end in _merged_evenly(sizes, bucket_bytes):
             modules = [module for entry, _ in run[begin:end] for module in entry]
             blocks.append(Block(modules, sorted(i for _, m in run[begin:end] for i in m)))
     rest = owned.pop("", [])
     everything = range(len(parameters))
-    small = _bytes_of(everything, parameters, param_dtype) <= bucket_bytes
+    small = bytes_of(everything, parameters, param_dtype) <= bucket_bytes
     if choice is None and small and not isinstance(root, _WITHOUT_FORWARD):
         return [Block([root], list(everything), root=True)]
     of_models = _by_models(root, rest, parameters)
@@ -324,7 +288,7 @@ def largest_of_many(
     blocks: Sequence[Block], parameters: Sequence[Tensor], param_dtype: torch.dtype | None
 ) -> tuple[Block, float] | None:
     """A block of several modules that holds more than half of all bytes, and its share."""
-    sizes = [_bytes_of(block.members, parameters, param_dtype) for block in blocks]
+    sizes = [bytes_of(block.members, parameters, param_dtype) for block in blocks]
     largest = max(range(len(blocks)), key=sizes.__getitem__)
     share = sizes[largest] / max(sum(sizes), 1)
     held = {id(parameters[i]) for i in blocks[largest].members}
@@ -369,7 +333,7 @@ def _strangers_before(root: nn.Module, chosen: dict[str, nn.Module]) -> dict[str
     return result
 
 
-def _bytes_of(
+def bytes_of(
     members: Sequence[int], parameters: Sequence[Tensor], param_dtype: torch.dtype | None
 ) -> int:
     """In the dtype that is computed in. Lazy parameters have no size: ``Handle`` rejects them."""
@@ -406,26 +370,3 @@ def split_block(
         kind = (parameters[i].dtype, trainable, trainable and i in gradient_is_fp32)
         kinds.setdefault(kind, []).append(i)
     return [UnitPlan(part, *kind) for kind, part in kinds.items()]
-
-
-def prefetch_bytes(
-    blocks: Sequence[Block], parameters: Sequence[Tensor], options: ShardingOptions
-) -> int:
-    """How much may be gathered ahead of its use, see ``shard``."""
-    if options.prefetch_mb is not None:
-        return int(options.prefetch_mb * 2**20)
-    sizes = [_bytes_of(b.members, parameters, options.param_dtype) for b in blocks if not b.root]
-    return int(max(options.bucket_bytes, 1.5 * max(sizes, default=0)))
-
-
-def used_several_times(module: nn.Module) -> WeakIdKeyDictionary:
-    """Keys: the parameters that the module has under several names, such as tied embeddings and
-    heads.
-
-    Autograd adds up a parameter's uses in one backward before any hook sees them, in the
-    gradient's dtype: in bf16, 256 + 1 is 256. So gradients of these arrive and travel in fp32.
-    Several uses under one name, by a module that is called twice, cannot be known beforehand.
-    """
-    named = [p for _, p in module.named_parameters(remove_duplicate=False)]
-    names = Counter(map(id, named))
-    return WeakIdKeyDictionary({p: True for p in named if names[id(p)] > 1})

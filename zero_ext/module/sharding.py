@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Literal, TypeVar
 
 import torch
@@ -11,19 +11,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from typing_extensions import Never
 
-from zero_ext.engine.checks import check_buffers, check_module, note_ignored, stays_whole
+from zero_ext.engine.checks import (
+    check_buffers,
+    check_module,
+    check_parameters,
+    note_ignored,
+)
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.meta import MetaModules
 from zero_ext.engine.options import ShardingOptions
 from zero_ext.engine.other_wrappers import claim, refuse_wrapped
-from zero_ext.engine.units import (
-    Block,
-    Choice,
-    cut_by_module,
-    largest_of_many,
-    modules_of_units,
-    used_several_times,
-)
+from zero_ext.engine.plan import Plan, parameters_of, plan_module
+from zero_ext.engine.units import Choice, largest_of_many
 from zero_ext.module import foreign_names, plain_copies, save_pretrained
 from zero_ext.module.forward_hooks import ForwardHooks, cast_inputs, input_dtype
 from zero_ext.module.methods import ShardedMethods, ZeroGrad, refuse_taken_names
@@ -148,35 +147,27 @@ def shard(
     )
     groups = resolve(None, mesh, module.parameters())
     ignored_params = _checked_ignored(ignored_params, param_init_fn)
-    named, whole, ignored = _sort_parameters(module, ignored_params)
+    ignored = {id(p) for p in ignored_params}
+    named, whole = parameters_of(module, ignored)
     buffers = list(module.named_buffers()) if sync_module_states else []
     check_buffers(groups, [(name, b) for name, b in buffers if not b.is_meta])
-    parameters = [p for _, p in named]
+    check_parameters(groups, named, whole=whole, meta_allowed=stage == 3)
     casts = input_dtype(mp_policy) is not None
-    cast = modules_of_units(module, parameters, units) if casts or units is not None else []
-    blocks = meta = None
+    plan = plan_module(module, options, units, ignored=ignored, casts=casts)
+    meta = None
     if stage == 3:
-        _refuse_writing_forwards(module, groups, ignored)
-        blocks = cut_by_module(module, parameters, units, options.bucket_bytes, options.param_dtype)
-        meta = MetaModules(module, ignored, param_init_fn, groups.device)
-    handle = Handle(
-        groups,
-        named,
-        options,
-        whole=whole,
-        buffers=buffers,
-        blocks=blocks,
-        used_several_times=used_several_times(module),
-        meta=meta,
-    )
+        left_alone = ignored | {id(p) for _, p in whole}
+        _refuse_writing_forwards(module, groups, left_alone)
+        meta = MetaModules(module, left_alone, param_init_fn, groups.device)
+    handle = Handle(groups, plan, buffers=buffers, meta=meta)
     note_ignored(ignored_params)
-    frozen = [p for _, p in named if not p.requires_grad] if blocks is None else []
+    frozen = [p for _, p in named if not p.requires_grad] if stage < 3 else []
     others = [*frozen, *(p for _, p in whole)]
     _complete(handle, module, meta, others if sync_module_states else None)
-    _attach(handle, module, mp_policy, cast)
+    _attach(handle, module, mp_policy, plan.cast_modules)
     _log_sharded(handle, module)
-    if blocks is not None:
-        _log_large_unit(handle, module, blocks, [p for _, p in named])
+    if plan.blocks is not None:
+        _log_large_unit(groups, module, plan)
     return module
 
 
@@ -214,16 +205,6 @@ def _checked_ignored(
                 f"zero_ext: ignored_params must hold Parameters, not a {type(each).__name__}."
             )
     return parameters
-
-
-def _sort_parameters(module: nn.Module, ignored_params: Iterable[nn.Parameter]):
-    """The named parameters to shard, those that stay whole, and the ids of all others."""
-    ignored = {id(p) for p in ignored_params}
-    named, whole = [], []
-    for name, p in module.named_parameters():
-        if id(p) not in ignored:
-            (whole if stays_whole(p) else named).append((name, p))
-    return named, whole, ignored | {id(p) for _, p in whole}
 
 
 def _refuse_writing_forwards(module: nn.Module, groups: Groups, ignored: set[int]) -> None:
@@ -278,12 +259,10 @@ def _log_sharded(handle: Handle, module: nn.Module) -> None:
     )
 
 
-def _log_large_unit(
-    handle: Handle, module: nn.Module, blocks: Sequence[Block], parameters: Sequence[torch.Tensor]
-) -> None:
+def _log_large_unit(groups: Groups, module: nn.Module, plan: Plan) -> None:
     """Say so where one unit has most of the parameters: they are all in memory at once."""
-    groups, options = handle.groups, handle.options
-    found = largest_of_many(blocks, parameters, options.param_dtype)
+    options, parameters = plan.options, [p for _, p in plan.parameters]
+    found = largest_of_many(plan.blocks, parameters, options.param_dtype)
     fits = options.bucket_bytes >= sum(p.numel() * p.element_size() for p in parameters)
     if found is None or fits or groups.shards == 1 or groups.rank > 0:
         return

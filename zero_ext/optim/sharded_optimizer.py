@@ -20,6 +20,7 @@ from zero_ext.engine.checks import check_number
 from zero_ext.engine.clipping import checked_norm, clip_by_norm, serving_backwards
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.options import ShardingOptions, check_policy
+from zero_ext.engine.plan import plan_parameters
 from zero_ext.engine.registry import find
 from zero_ext.optim import groups, scaler
 from zero_ext.optim.arguments import (
@@ -103,14 +104,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         named, whole = groups.named_parameters(self.param_groups)
         groups.check_not_owned(named, self)
         of_module = groups.handle_of_module(named, stage, process_group, offload_policy)
-        self._handle = of_module or Handle(
-            resolve(process_group, None, [p for _, p in named]),
-            named,
-            ShardingOptions(
+        if (handle := of_module) is None:
+            options = ShardingOptions(
                 stage=1 if stage is None else stage, bucket_mb=bucket_mb, offload_policy=own_policy
-            ),
-            whole=whole,
-        )
+            )
+            resolved = resolve(process_group, None, [p for _, p in named])
+            handle = Handle(resolved, plan_parameters(resolved, named, options, whole))
+        self._handle = handle
         try:
             if of_module is None:
                 self._broadcast_frozen([*named, *whole])
