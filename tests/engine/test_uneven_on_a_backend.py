@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 from harness import MLP, assert_bits, gather_objects, mean_square, rank_data
-from setups import everything, full_gradients
+from setups import everything, full_gradients, values_of
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.checkpoint import checkpoint
@@ -439,6 +439,48 @@ def test_a_branch_that_one_rank_takes(mesh, rank):
 def test_a_branch_that_one_rank_of_several_hosts_takes(mesh, rank, several_hosts):
     error = take_a_branch(mesh, rank)
     assert "every rank must run the same forwards and backwards of a step, see docs/un" in error
+
+
+class SameSize(nn.Module):
+    """Towers of one size, in an order of the caller's."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.towers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, order):
+        for tower in order:
+            x = torch.tanh(self.towers[tower](x))
+        return x
+
+
+@pytest.mark.world(2)
+@pytest.mark.parametrize(
+    "orders",
+    [((0, 1, 2), (1, 0, 2)), ((0, 2), (1, 2)), ((0, 0, 1, 2), (0, 1, 1, 2))],
+    ids=["another order", "another unit", "another count"],
+)
+def test_gathers_of_several_hosts_that_were_mixed_are_known_in_the_step(
+    mesh, rank, orders, several_hosts, patient
+):
+    """The backend takes units of one size for each other: that step's values are wrong."""
+    model = zero_ext.shard(SameSize(), 3, mesh=mesh, bucket_mb=1e-6, units=nn.Linear, prefetch_mb=0)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+    x = torch.ones(2, 8, device=mesh.device_type)
+    for step, order in enumerate([(0, 1, 2), orders[rank], (2, 1, 0)]):
+        before = values_of(model)
+        model(x, order).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        raises = pytest.raises(RuntimeError) if step == 1 else contextlib.nullcontext()
+        with raises as raised:
+            optimizer.stats()
+        if step == 1:
+            error = same_error(rank, raised.value)
+            assert "a step was skipped" in error
+            assert "the ranks have gathered or reduced different units" in error
+            assert_bits(values_of(model), before)
 
 
 class Program:
