@@ -98,7 +98,8 @@ OVER_ITS_BACKEND = tuple(
     sorted(
         {
             *RANKS_ON_A_DEVICE,
-            *files("devices", "inner_backwards", "uneven_on_a_backend", "zeroed_on_a_backend"),
+            *files("backends", "devices", "inner_backwards"),
+            *files("uneven_on_a_backend", "zeroed_on_a_backend"),
         }
     )
 )
@@ -114,7 +115,7 @@ QUICK = {
     "test-lagged-2-ranks": Segment(2, RANKS_ON_A_DEVICE, LAGGED),
     "test-lccl-2-ranks": Segment(
         2,
-        files("devices", "uneven_on_a_backend", "zeroed_on_a_backend")
+        files("backends", "devices", "uneven_on_a_backend", "zeroed_on_a_backend")
         + some_of("inner_backwards", "a_rank_throws_while_another_has_late_gradients"),
         LCCL,
     ),

@@ -101,7 +101,7 @@ def shard(
         bucket_mb: Size of a unit in MiB of gradients (stage 3: up to which small ones are merged).
         reduction: ``"exchange"``: all-to-all, then one exact fp32 sum in rank order, which has the
             bits of one process. ``"collective"``: the backend's reduce-scatter. Default:
-            ``"collective"`` over a device's own backend (NCCL), ``"exchange"`` over gloo.
+            ``"collective"`` with NCCL, ``"exchange"`` otherwise.
         accumulation_steps: Every n-th backward is the boundary; the others are as in ``no_sync()``.
             The gradient is the sum of the n micro-batches: divide each loss by n for their average.
             A step before the boundary raises.

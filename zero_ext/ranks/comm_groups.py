@@ -1,11 +1,12 @@
 """The process groups that an engine communicates on, beside the user's own."""
 
 import contextlib
+import copy
 import datetime
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,51 +20,53 @@ from zero_ext.ranks.groups import CPU, Groups
 _engine_counts: dict[str, itertools.count] = defaultdict(itertools.count)
 
 
-def _backend_of(groups: Groups) -> dist.Backend | None:
-    """The parent's own one for the ranks' device, else for the CPU."""
-    kinds = {device.type for device in groups.parent._device_types}
-    for device in (groups.device, CPU):
-        if device.type in kinds:
-            backend = groups.parent._get_backend(device)
-            # TORCH_DISTRIBUTED_DEBUG=DETAIL puts another one around it.
-            return getattr(backend, "wrapped_pg", backend)
-    return None
+def _own_backend(groups: Groups) -> tuple[str | None, torch.device, Any]:
+    """The parent's backend for the ranks' device, else for the CPU: its registered name, whose
+    tensors it sends (gloo: the host's), and its options, where it shows them."""
+    names = dict(n.split(":") for n in dist.get_backend_config(groups.parent).split(","))
+    device = groups.device if groups.device.type in names else CPU
+    if device.type not in names:
+        return None, CPU, None
+    backend, options = groups.parent._get_backend(device), None
+    backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+    with contextlib.suppress(AttributeError, RuntimeError):
+        options = backend.options
+    return names[device.type], CPU if backend.name() == "gloo" else device, options
 
 
 def timeout_of(groups: Groups) -> datetime.timedelta:
     """How long a rank waits for another one."""
-    options = getattr(_backend_of(groups), "options", None)
-    return environment.timeout() or (options and options._timeout) or dist.default_pg_timeout
+    own = getattr(_own_backend(groups)[2], "_timeout", None)
+    return environment.timeout() or own or dist.default_pg_timeout
 
 
-def _new_group(groups: Groups, store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
-    """A group like the parent: of its device's own backend, or of gloo, which then carries a
-    device's tensors through host memory."""
-    backend, timeout = _backend_of(groups), timeout_of(groups)
-    kinds = dist.ProcessGroup.BackendType
-    plugin = dist.Backend._plugins.get(backend.name().upper()) if backend is not None else None
-    if _uses_nccl(groups):
-        last = dist.ProcessGroupNCCL.Options()
-        last._timeout = timeout
-        make, kind, device = dist.ProcessGroupNCCL, kinds.NCCL, groups.device
-    elif isinstance(backend, dist.ProcessGroupGloo):
-        make, kind, device, last = dist.ProcessGroupGloo, kinds.GLOO, CPU, timeout
-    elif plugin is not None and not plugin.extended_api:
-        make, kind, device, last = plugin.creator_fn, kinds.CUSTOM, groups.device, timeout
+def _new_group(groups: Groups, name: str, store: dist.Store, rank: int, ranks: tuple[int, ...]):
+    """A group of the global ``ranks`` with a backend of the parent's kind, and its options."""
+    kind, device, options = _own_backend(groups)
+    asked, place = distributed_c10d._DistributedBackendOptions(), (store, rank, len(ranks))
+    asked.store, asked.group_rank, asked.group_size = place
+    asked.group_id, asked.global_ranks_in_group, asked.timeout = name, ranks, timeout_of(groups)
+    with contextlib.suppress(TypeError, AttributeError):  # some are not copied: groups share them
+        options = copy.deepcopy(options)
+        options._timeout = asked.timeout
+        options.split_from = None
+    plugin = dist.Backend._plugins.get(str(kind).upper())  # since torch 2.15 of gloo and NCCL, too
+    if plugin is not None and plugin.extended_api:
+        made = plugin.creator_fn(asked, options)
+    elif kind == "nccl":
+        made = dist.ProcessGroupNCCL(*place, options)
+    elif kind == "gloo" or plugin is not None:
+        made = (plugin.creator_fn if plugin else dist.ProcessGroupGloo)(*place, asked.timeout)
     else:
         raise ValueError(
             f"{groups.where}the process group has no backend for tensors on "
             f"{groups.device}. Use init_process_group('gloo'), or 'nccl' on GPUs."
         )
-    group = dist.ProcessGroup(store, rank, size)
-    group._register_backend(device, kind, make(store, rank, size, last))
-    group._set_default_backend(kind)
+    group = dist.ProcessGroup(*place)
+    number = dist.Backend.backend_type_map.get(kind, dist.ProcessGroup.BackendType.CUSTOM)
+    group._register_backend(device, number, made)
+    group._set_default_backend(number)
     return group
-
-
-def _uses_nccl(groups: Groups) -> bool:
-    backend = _backend_of(groups)
-    return dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL)
 
 
 class CommGroups(NamedTuple):
@@ -78,9 +81,8 @@ class CommGroups(NamedTuple):
 def comm_groups(groups: Groups) -> Iterator[CommGroups]:
     """New groups over a parent's ranks, registered under their names inside the context.
 
-    Two are of all ranks, for reductions and for gathers. With several replicas two more are of this
-    rank's replica, and one is of the ranks that hold the same range in each. The engine resolves
-    the names and from then on keeps the groups alive by itself.
+    Two are of all ranks, for reductions and for gathers. With replicas two more are of this rank's
+    one, and one of the ranks that hold the same range. The engine then keeps the groups alive.
     """
     if groups.world == 1:
         yield CommGroups({})
@@ -89,17 +91,17 @@ def comm_groups(groups: Groups) -> Iterator[CommGroups]:
     number = next(_engine_counts[parent.group_name])
     store = distributed_c10d._get_process_group_store(parent)
     replica, shard = divmod(groups.rank, groups.shards)
-    replicas = groups.world // groups.shards
-    wanted = [(purpose, 0, groups.rank, groups.world) for purpose in ("reduce", "gather")]
-    if replicas > 1:
-        within = [(f"within_{purpose}", replica, shard, groups.shards) for purpose, *_ in wanted]
-        wanted += [*within, ("across", shard, replica, replicas)]
-    reduction = "collective" if _uses_nccl(groups) else "exchange"
+    wanted = [(purpose, 0, groups.rank, groups.global_ranks) for purpose in ("reduce", "gather")]
+    if groups.world > groups.shards:
+        ranks = groups.global_ranks[replica * groups.shards :][: groups.shards]
+        within = [(f"within_{purpose}", replica, shard, ranks) for purpose, *_ in wanted]
+        wanted += [*within, ("across", shard, replica, groups.global_ranks[shard :: groups.shards])]
+    reduction = "collective" if "nccl" in str(_own_backend(groups)[0]) else "exchange"
     names, made = {}, []  # nothing else keeps the groups alive
     try:
-        for purpose, part, rank, size in wanted:
+        for purpose, part, rank, ranks in wanted:
             name = f"zero_ext/{parent.group_name}/{number}/{purpose}/{part}"
-            made.append(_new_group(groups, dist.PrefixStore(name, store), rank, size))
+            made.append(_new_group(groups, name, dist.PrefixStore(name, store), rank, ranks))
             made[-1]._set_group_name(name)
             torch._C._distributed_c10d._register_process_group(name, made[-1])
             names[f"{purpose}_group"] = name
