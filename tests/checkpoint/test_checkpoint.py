@@ -4,13 +4,12 @@ import contextlib
 import json
 import warnings
 from datetime import timedelta
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoints import ADAMW, assert_equal, changed, made, remove_digests, train
+from checkpoints import ADAMW, assert_equal, changed, made, train
 from harness import (
     DTYPES,
     MLP,
@@ -174,31 +173,6 @@ def test_several_optimizers_that_do_not_fit_change_nothing(anywhere, rank, path)
         for a, e in zip(everything(other, others[0]), before, strict=True):
             assert_bits(a, e)
         assert float(step) == 0
-
-
-def test_a_checkpoint_of_the_first_format_is_read(anywhere, rank, path, monkeypatch):
-    def as_it_was(objects):
-        if "optimizers" not in objects:  # the user's, which was one of the objects
-            return pickled(objects)
-        [objects["optimizer"]] = objects.pop("optimizers")
-        return pickled({**objects, "extra": {"count": 7}, "format": 1})
-
-    pickled = zero_ext.checkpoint.pickles.pickled
-    monkeypatch.setattr(
-        zero_ext.checkpoint.saving,
-        "pickles",
-        SimpleNamespace(pickled=as_it_was, pickled_extra=pickled),
-    )
-    run = made(anywhere, 2, MLP(13))
-    train(*run, rank, range(2))
-    checkpoint.save(path, *run)
-    barrier_of(anywhere)
-    if rank == 0:
-        remove_digests(path)
-    barrier_of(anywhere)
-    again = made(anywhere, 2, changed(MLP(13)))
-    assert checkpoint.load(path, *again) == {"count": 7}
-    assert_equal(again, run)
 
 
 def barrier_of(mesh) -> None:

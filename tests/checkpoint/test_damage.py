@@ -244,17 +244,36 @@ def in_torchs_entry(path, model):
         dcp.save({"model": state}, checkpoint_id=path, no_dist=True)
 
 
-def in_the_old_objects(path, model):
-    buffer = io.BytesIO()
-    torch.save({"format": 2, "extra": Payload(), "model": {}, "optimizers": []}, buffer)
+def write_by_hand(path, objects):
+    """A checkpoint of a Linear with these objects."""
+    entries = {"zero_ext": objects, "zero_ext.extra": {}}
+    for key, value in entries.items():
+        torch.save(value, buffer := io.BytesIO())
+        entries[key] = buffer.getvalue()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        state = {"model": nn.Linear(3, 3).state_dict(), "zero_ext": buffer.getvalue()}
+        state = {"model": nn.Linear(3, 3).state_dict(), **entries}
         dcp.save(state, checkpoint_id=path, no_dist=True)
 
 
+def in_the_objects(path, _):
+    model = {"_extra_state": Payload()}
+    write_by_hand(path, {"format": 3, "ranks": 1, "model": model, "optimizers": []})
+
+
+@pytest.mark.parametrize("written", [None, 2, 4])
+def test_another_format_is_named(tmp_path, written):
+    model = zero_ext.shard(nn.Linear(3, 3), 2)
+    before = values_of(model)
+    write_by_hand(tmp_path / "c", {"format": written, "model": {}, "optimizers": []})
+    with pytest.raises(ValueError, match=rf"has format {written}, this version reads format 3"):
+        checkpoint.load(tmp_path / "c", model)
+    for a, e in zip(values_of(model).values(), before.values(), strict=True):
+        assert_bits(a, e)
+
+
 @pytest.mark.parametrize(
-    "place", [in_metadata, in_extra, in_an_extra_state, in_torchs_entry, in_the_old_objects]
+    "place", [in_metadata, in_extra, in_an_extra_state, in_torchs_entry, in_the_objects]
 )
 def test_no_file_runs_code(tmp_path, place):
     model = zero_ext.shard(Remembers(0), 2)

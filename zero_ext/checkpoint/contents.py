@@ -208,16 +208,12 @@ def _read_own(
 def _read_objects(
     reader: files.CheckedReader, entries: dict[str, Any], allow_pickle: bool
 ) -> dict[str, Any]:
-    """Up to format 2, the user's ``extra`` is one of the objects."""
-    path = reader.path
     keys = [key for key in (OBJECTS, EXTRA) if key in entries]
     unpickled = _unpickled(reader, keys, allow_pickle)
     objects = unpickled[OBJECTS]
-    if objects["format"] > FORMAT:
+    if (found := objects.get("format")) != FORMAT:
         raise ValueError(
-            f"zero_ext: checkpoint '{path}' has format {objects['format']}, this version reads "
-            f"formats up to {FORMAT}."
+            f"zero_ext: checkpoint '{reader.path}' has format {found}, this version reads format "
+            f"{FORMAT}. Load it with the version that has saved it."
         )
-    if objects["format"] == 1 and "optimizer" in objects:
-        objects["optimizers"] = [objects["optimizer"]]
-    return {"extra": unpickled.get(EXTRA, {}), **objects}
+    return {**objects, "extra": unpickled[EXTRA]}
