@@ -95,3 +95,29 @@ def test_zeroing_between_backwards_that_ranks_run_alone(mesh, rank, world, stage
     assert run_step(model, optimizer, rank, 0) == ""
     steps_of_one(one, world, 1)
     assert_bits(everything(model, optimizer), everything(one.model, one.optimizer))
+
+
+@pytest.mark.world(min=2)
+@pytest.mark.parametrize("where", ["loss", "forward", "stem", "input"])
+def test_stage_3_needs_the_gathers_of_every_backward(mesh, rank, world, where, monkeypatch):
+    """A rank that threw before them enters other units there: an error that stays."""
+    if where in BEFORE_ALL:
+        monkeypatch.setenv("ZERO_EXT_TIMEOUT_S", "2")  # of gathers that no other rank enters
+    model, optimizer, one = sharded_and_one(mesh, 3, nonfinite="step", **SGD)
+    if rank == world - 1:
+        throw(model, rank_data((2, 7), rank, 5), where)
+    else:
+        with contextlib.suppress(RuntimeError):
+            loss_of(model, (rank_data((2, 7), rank, 5), USED, 1.0)).backward()
+    optimizer.zero_grad()
+    for _ in range(2 if where in BEFORE_ALL else 0):
+        with contextlib.suppress(RuntimeError):  # also the backend's
+            loss_of(model, (rank_data((2, 7), rank, 0), USED, 1.0)).backward()
+        with pytest.raises(RuntimeError) as raised:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        assert "every rank must enter the same units" in same_error(rank, raised.value)
+    if where not in BEFORE_ALL:
+        assert run_step(model, optimizer, rank, 0) == ""
+        steps_of_one(one, world, 1)
+        assert_bits(everything(model, optimizer), everything(one.model, one.optimizer))
