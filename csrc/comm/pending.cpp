@@ -79,9 +79,13 @@ void Pending::wait(const std::function<std::string()>& what, const Meanwhile& me
           part.peer == kAllRanks ? "the other ranks" : "rank " + std::to_string(part.peer);
       const std::string cause = text_of(error);
       const bool timed_out = cause.find("imed out") != std::string::npos;
-      const std::string remedy = current_call().ends_with("()")
-                                     ? "Every rank must call " + current_call()
-                                     : "Every rank must run the same backwards and steps";
+      std::string remedy = current_call().ends_with("()")
+                               ? "Every rank must call " + current_call()
+                               : "Every rank must run the same backwards and steps";
+      for (const char* closed : {"by peer", "roken pipe", "pair closure"}) {
+        if (cause.find(closed) == std::string::npos) continue;
+        remedy = "This connection is closed for good, as after a timeout: start all ranks again";
+      }
       TORCH_CHECK(
           false, what(), part.sending ? " (sending to " : " (waiting for ", peer, "): ", cause,
           "\n", remedy, "; look for the first error in the logs of the other ranks.",

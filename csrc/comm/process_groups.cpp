@@ -51,6 +51,22 @@ class LentTensors final : public c10d::Work {
   std::shared_ptr<std::vector<at::Tensor>> owners_;
 };
 
+// Waiting for it raises the reason, where unit and ranks are named.
+class Unstarted final : public c10d::Work {
+ public:
+  explicit Unstarted(std::exception_ptr reason) { finish(std::move(reason)); }
+};
+
+// gloo raises what has closed a connection when the next message is posted.
+template <typename Start>
+Message started(const Start& start) {
+  try {
+    return start();
+  } catch (const std::exception&) {
+    return c10::make_intrusive<Unstarted>(std::current_exception());
+  }
+}
+
 Message sum_over(c10d::ProcessGroup& group, const at::Tensor& tensor) {
   return LentTensors::start({tensor}, [&](auto& tensors) { return group.allreduce(tensors); });
 }
@@ -88,13 +104,15 @@ c10::intrusive_ptr<c10d::Store> ProcessGroups::store() const { return reduce_->g
 
 Message ProcessGroups::send(const at::Tensor& tensor, int64_t to, const MessageLabel& label) const {
   std::vector<at::Tensor> tensors{tensor};
-  return group_of(label.kind)->send(tensors, static_cast<int>(to), tag_of(label));
+  return started(
+      [&] { return group_of(label.kind)->send(tensors, static_cast<int>(to), tag_of(label)); });
 }
 
 Message ProcessGroups::receive(const at::Tensor& into, int64_t from,
                                const MessageLabel& label) const {
   std::vector<at::Tensor> tensors{into};
-  return group_of(label.kind)->recv(tensors, static_cast<int>(from), tag_of(label));
+  return started(
+      [&] { return group_of(label.kind)->recv(tensors, static_cast<int>(from), tag_of(label)); });
 }
 
 Message ProcessGroups::all_to_all(std::vector<at::Tensor>& outputs,

@@ -805,18 +805,27 @@ def test_a_rank_that_was_stopped_past_its_timeout_takes_what_has_come_meanwhile(
 @pytest.mark.dist
 @at_least_two_ranks
 @pytest.mark.host
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("throws", [False, True])
 def test_errors_of_a_group_that_a_timeout_has_closed_say_who_and_where(
-    stage, mesh, rank, world, monkeypatch
+    stage, throws, mesh, rank, world, monkeypatch
 ):
     """Of the process group's connections, which ranks of one host do without."""
     monkeypatch.setenv("ZERO_EXT_TIMEOUT_S", "1")
     monkeypatch.setenv("ZERO_EXT_CROSS_MEMORY", "0")
     model = zero_ext.shard(MLP(), stage, mesh=mesh)
     for attempt in range(3):
-        if rank != 0 or attempt > 0:  # rank 0 comes too late
-            with pytest.raises(RuntimeError, match=rf"^zero_ext \[rank {rank}, unit 'layers"):
-                mean_square(model, rank_data(MLP_SHAPE, rank)).backward()
+        match = rf"^zero_ext \[rank {rank}, unit 'layers.*\(.* rank \d\): "
+        if attempt > 0:
+            match += r"(.|\n)*closed for good, as after a timeout: start all ranks again"
+        batch = rank_data(MLP_SHAPE, rank).requires_grad_()
+        if rank != 0 or attempt > 0:
+            with pytest.raises(RuntimeError, match=match):
+                mean_square(model, batch).backward()
+        elif throws:  # else rank 0 comes too late
+            batch.register_hook(raise_late)
+            with pytest.raises(ValueError, match="a user's hook"):
+                mean_square(model, batch).backward()
         gather_objects(rank)
 
 
