@@ -14,7 +14,7 @@ from zero_ext.deepspeed.config import Config
 from zero_ext.deepspeed.lamb import Lamb
 from zero_ext.deepspeed.muon import Muon, muon_and_adam, orthogonalised
 from zero_ext.deepspeed.ops.lamb import FusedLamb
-from zero_ext.optim.owned_optimizer import OwnedOptimizer
+from zero_ext.optim.whole import Whole
 
 METHODS = pytest.mark.parametrize("method", ["gram", "standard"])
 KINDS = {
@@ -67,7 +67,7 @@ def test_parameters_have_the_bits_of_one_process(anywhere, rank, world, stage, k
     engine, optimizer, *_ = zero_ext.initialize(
         model=Mixed(), config=config, mesh=anywhere, bucket_mb=400 / 2**20
     )
-    assert isinstance(optimizer, OwnedOptimizer)
+    assert isinstance(optimizer.zero_core.states, Whole)
     plain = OneProcess(1 if anywhere is None else world, lambda p: torch.optim.SGD(p, lr=0), Mixed)
     plain.optimizer = made_plain(kind, plain.model)
     train(engine.module, optimizer, rank, range(4))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import zero_ext
 from zero_ext.engine.registry import find
-from zero_ext.optim.owned_optimizer import OwnedOptimizer
+from zero_ext.optim.whole import Whole
 
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -110,15 +110,18 @@ def test_an_accelerate_script_trains_as_with_ddp(anywhere, stage, micros):
 
 def test_an_optimizer_that_needs_whole_parameters_is_taken_over(anywhere):
     def adafactor(parameters):
-        return torch.optim.Adafactor(parameters, lr=0.02, foreach=False)
+        given.append(torch.optim.Adafactor(parameters, lr=0.02, foreach=False))
+        return given[-1]
 
-    runs = {}
+    runs, given = {}, []
     for stage in (None, 1, 3):
         own = accelerator(anywhere, stage)
         objects = prepared(own, make_optimizer=adafactor)
         runs[stage] = epoch(own, *objects)
         if stage is not None:
-            assert type(objects[0].optimizer) is OwnedOptimizer
+            assert isinstance(objects[0].optimizer.zero_core.states, Whole)
+            (schedule,) = (each for each in objects if hasattr(each, "scheduler"))
+            assert objects[0].optimizer is schedule.scheduler.optimizer is given[-1]
             for one, other in zip(runs[None], runs[stage], strict=True):
                 assert other == pytest.approx(one, abs=CHANCE, rel=CHANCE)
 
@@ -738,8 +741,14 @@ def test_a_trainer_takes_over_an_optimizer_that_needs_whole_parameters(anywhere,
         trainer(anywhere, stage, path / str(stage), optim="adafactor") for stage in (None, 3)
     )
     for each in (plain, ours):
+        each.create_optimizer_and_scheduler(6)
+        each._created_lr_scheduler = False  # as if they were passed to the trainer
+    given = ours.optimizer
+    for each in (plain, ours):
         each.train()
-    assert type(getattr(ours.optimizer, "optimizer", ours.optimizer)) is OwnedOptimizer
+    optimizer = getattr(ours.optimizer, "optimizer", ours.optimizer)
+    assert optimizer is ours.lr_scheduler.optimizer is given
+    assert isinstance(optimizer.zero_core.states, Whole)
     for one, other in zip(history(plain), history(ours), strict=True):
         assert other == pytest.approx(one, rel=1e-3)
 

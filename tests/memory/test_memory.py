@@ -389,7 +389,7 @@ def test_deleting_model_and_optimizer_frees_every_buffer(anywhere, rank, stage, 
     ]
     storages = storage_references(tensors)
     objects = [weakref.ref(o) for o in (model, optimizer, *model.parameters())]
-    engine = weakref.ref(optimizer._handle)
+    engine = weakref.ref(optimizer.zero_core.handle)
     del tensors
     if state != "with gradients":
         optimizer.zero_grad()

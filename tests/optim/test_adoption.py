@@ -111,7 +111,10 @@ def test_what_belongs_to_the_whole_parameters_is_named():
     parameter = nn.Parameter(torch.ones(7, 3))
     for value, message in (
         ([parameter], "'extra' of the Bounded refers to a parameter of shape"),
-        ({"slow": parameter.detach().clone()}, "'extra' .* holds a tensor of a parameter's shape"),
+        (
+            {"slow": parameter.detach().clone()},
+            r"'extra' of the Bounded has a tensor of shape \(7, 3\)",
+        ),
         (torch.optim.SGD([parameter], lr=1.0), "'extra' of the Bounded refers to a parameter"),
         (lambda: parameter, "'extra' of the Bounded refers to a parameter"),
     ):
@@ -120,5 +123,54 @@ def test_what_belongs_to_the_whole_parameters_is_named():
         with pytest.raises(ValueError, match=message):
             adoption.check(given)
     given.extra = lambda: given.bound
-    with pytest.raises(ValueError, match="is a function that refers to the optimizer itself"):
-        adoption.check(given)
+    adoption.check(given)  # the object stays what it is
+
+
+class Restless(Bounded):
+    """Puts other parameters into its groups."""
+
+    def step(self, closure=None):
+        super().step()
+        if self.bound > 1:
+            self.param_groups[0]["params"] = list(self.param_groups[0]["params"])
+
+
+@pytest.mark.filterwarnings("error:Detected call of .lr_scheduler.step")
+def test_the_same_object_goes_on(team):
+    """With hooks that run once, a schedule made before, and its class after it retires."""
+    for kind in (torch.optim.SGD, Bounded, torch.optim.Adafactor):
+        module, seen = nn.Linear(7, 3), []
+        given = kind(module.parameters(), lr=0.5, **({"bound": 2.0} if kind is Bounded else {}))
+        given.register_step_pre_hook(lambda *_, seen=seen: seen.append("before"))
+        schedule = torch.optim.lr_scheduler.StepLR(given, 1, gamma=0.5)
+        groups, optimizer = (
+            given.param_groups,
+            zero_ext.optim.adopt(given, process_group=team.group),
+        )
+        assert optimizer is given and isinstance(given, kind) and given.param_groups is groups
+        for _ in range(2):
+            _step(module, optimizer)
+            schedule.step()
+        assert seen == ["before"] * 2 and given.param_groups[0]["lr"] == 0.125
+        optimizer.retire()
+        assert type(given) is kind and not given.state
+
+
+def test_code_that_replaces_its_parameters_is_an_error(team):
+    module = nn.Linear(7, 3)
+    optimizer = _adopted(team, Restless(module.parameters(), 0.5, bound=0.5))
+    _step(module, optimizer)
+    optimizer.bound = 2.0
+    for _ in range(2):  # groups are the user's again
+        with pytest.raises(RuntimeError, match="Restless has put other parameters or groups into"):
+            _step(module, optimizer)
+        assert optimizer.param_groups[0]["params"] == [*module.parameters()]
+
+
+def test_a_name_that_sharded_optimizers_need_is_told():
+    class Scaling(Bounded):
+        def scale(self):
+            pass
+
+    with pytest.raises(TypeError, match="Scaling has an attribute 'scale', which sharded"):
+        zero_ext.optim.wrap(Scaling, [nn.Parameter(torch.ones(3))], lr=0.5, bound=1.0)

@@ -15,7 +15,7 @@ from setups import (
 )
 
 import zero_ext
-from zero_ext.optim.owned_optimizer import OwnedOptimizer
+from zero_ext.optim.whole import Whole
 
 
 class Scaled(torch.optim.Optimizer):
@@ -57,7 +57,7 @@ GIVEN = [
 def wrapped(model, way, group, kind=Scaled):
     def make(params, **kwargs):
         optimizer = zero_ext.optim.wrap(kind, params, **kwargs)
-        assert isinstance(optimizer, OwnedOptimizer) == (kind is Normalized)
+        assert isinstance(optimizer.zero_core.states, Whole) == (kind is Normalized)
         return optimizer
 
     return way.optimizer(model, group, make, lr=0.05)

@@ -107,7 +107,8 @@ def test_waves_bound_what_owners_have_and_change_no_bit(anywhere, rank, world, s
     other, at_once = sharded(anywhere, stage)
     train(other, at_once, rank, range(1))
     waves, wave = (
-        o._owners.waves([*m.parameters()]) for o, m in ((optimizer, model), (at_once, other))
+        o.zero_core.owners.waves([*m.parameters()])
+        for o, m in ((optimizer, model), (at_once, other))
     )
     assert len(wave) == 1 < len(waves)
     if len(waves) > 2:  # two are under way at a time
@@ -122,7 +123,7 @@ def test_traffic_is_two_bytes_each_way_for_what_its_owner_lacks(mesh, rank, worl
     train(model, optimizer, rank, range(3))
     expected = 0
     for p in model.parameters():
-        owned = optimizer._owners.owns(p)
+        owned = optimizer.zero_core.owners.owns(p)
         if stage == 0:  # every rank has what an owner needs
             expected += 2 * p.numel() * (world - 1) if owned else 0
         else:

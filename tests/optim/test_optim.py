@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import zero_ext
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
-from zero_ext.optim.owned_optimizer import OwnedOptimizer
-from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.optim.sharded import Sharded
+from zero_ext.optim.whole import Whole
 from zero_ext.tensor.shard_tensor import ShardTensor
 
 # A matrix, 0-dim, used by some ranks or by none in some steps, without elements, odd.
@@ -512,7 +512,7 @@ class TestEditsByHand:
 
         def change(optimizer, step):
             if step == 2:
-                sharded = isinstance(optimizer, ShardedOptimizer)
+                sharded = isinstance(optimizer, Sharded)
                 kind = zero_ext.optim.SGD if sharded else torch.optim.SGD
                 others.append(kind([optimizer.param_groups[0]["params"].pop()], 0.1))
             elif step > 2:
@@ -1028,7 +1028,7 @@ class TestRefusals:
         optimizer.add_param_group({"params": parameters[2:4], "lr": 0.5})
         groups = [{"params": parameters[4:], "weight_decay": 0.1}]
         optimizer = zero_ext.optim.wrap(Lars, groups, process_group=team.group, lr=lr)
-        assert isinstance(optimizer, OwnedOptimizer)
+        assert isinstance(optimizer.zero_core.states, Whole)
 
     @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD"])
     def test_differentiable_is_refused(self, team, name):

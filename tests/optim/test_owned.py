@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import zero_ext
-from zero_ext.optim.owned_optimizer import OwnedOptimizer
+from zero_ext.optim.whole import Whole
 
 STEPS = 8
 
@@ -128,7 +128,7 @@ def one_process(anywhere, world, kind, model=Matrices) -> OneProcess:
 )
 def test_parameters_have_the_bits_of_one_process(anywhere, rank, world, kind, stage, micros):
     model, optimizer = sharded(anywhere, stage, kind)
-    assert isinstance(optimizer, OwnedOptimizer)
+    assert isinstance(optimizer.zero_core.states, Whole)
     plain = one_process(anywhere, world, kind)
     train(model, optimizer, rank, range(STEPS), micros)
     plain.train(range(STEPS), micros)
@@ -232,7 +232,7 @@ def test_offloading_changes_no_bit(anywhere, rank, world, stage):
 def test_owners_share_the_elements(anywhere, rank):
     model, optimizer = sharded(anywhere, 2, "Muon")
     train(model, optimizer, rank, range(1))
-    owners = optimizer._owners
+    owners = optimizer.zero_core.owners
     assert sum(owners.loads) == sum(p.numel() for p in model.parameters())
     largest = max(p.numel() for p in model.parameters())
     assert max(owners.loads) - min(owners.loads) <= largest
@@ -245,7 +245,7 @@ def test_waves_bound_what_is_whole_at_a_time(anywhere, rank, world, stage):
     model, optimizer = sharded(anywhere, stage, "Muon", owner_mb=8 * 90 / 2**20)
     plain = one_process(anywhere, world, "Muon")
     train(model, optimizer, rank, range(2))
-    waves = optimizer._owners.waves(list(model.parameters()))
+    waves = optimizer.zero_core.owners.waves(list(model.parameters()))
     assert len(waves) > 1
     for wave in waves:
         assert len(wave.mine) <= 1 or sum(p.numel() for p, *_ in wave.mine) <= 90
@@ -316,11 +316,12 @@ def test_an_optimizer_of_plain_parameters(anywhere, rank, world):
 def test_an_object_is_taken_over_with_its_groups_and_schedule(anywhere, rank, world):
     model, plain = Matrices(), one_process(anywhere, world, "LAMB")
     given = Lamb(model.parameters())
+    halved = torch.optim.lr_scheduler.StepLR(given, step_size=1, gamma=0.5)
     config = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0}
     engine, optimizer, *_ = zero_ext.initialize(
         model=model, optimizer=given, config=config, mesh=anywhere
     )
-    halved = torch.optim.lr_scheduler.StepLR(given, step_size=1, gamma=0.5)
+    assert optimizer is given
     train(engine.module, optimizer, rank, range(2))
     halved.step()
     train(engine.module, optimizer, rank, range(2, 4))

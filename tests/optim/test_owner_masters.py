@@ -8,7 +8,7 @@ from own_optimizers import EachByItself
 
 import zero_ext
 from zero_ext.engine.registry import find
-from zero_ext.optim import owner_masters
+from zero_ext.optim import owners as owner_masters
 
 
 class ByNorm(EachByItself):
@@ -35,7 +35,7 @@ def _plain(mesh) -> OneProcess:
 
 def _held(parameter, optimizer) -> int:
     bounds = find(parameter)[0].engine.bounds(find(parameter)[1])
-    return bounds[optimizer._owners.rank + 1] - bounds[optimizer._owners.rank]
+    return bounds[optimizer.zero_core.owners.rank + 1] - bounds[optimizer.zero_core.owners.rank]
 
 
 @pytest.mark.dist
@@ -46,8 +46,8 @@ def test_a_step_sends_gradients_there_and_masters_back(mesh, rank, stage):
     for step in range(3):
         train(model, optimizer, rank, range(step, step + 1))
         sent.append(optimizer.stats()["bytes_sent_for_owners"] - sum(sent))
-    owned = [p for p in model.parameters() if optimizer._owners.owns(p)]
-    away = [p for p in model.parameters() if not optimizer._owners.owns(p)]
+    owned = [p for p in model.parameters() if optimizer.zero_core.owners.owns(p)]
+    away = [p for p in model.parameters() if not optimizer.zero_core.owners.owns(p)]
     there = sum(_held(p, optimizer) for p in away)
     back = sum(p.numel() - _held(p, optimizer) for p in owned)
     assert sent == [4 * (2 * there + back), *[4 * (there + back)] * 2]

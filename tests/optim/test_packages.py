@@ -10,7 +10,7 @@ import torch
 from matrices import Matrices, OneProcess, assert_same_parameters, straddling, train
 
 import zero_ext
-from zero_ext.optim.owned_optimizer import OwnedOptimizer
+from zero_ext.optim.whole import Whole
 
 SMALL_BLOCKS = {"lr": 0.01, "min_8bit_size": 64}
 # Package, class, arguments, and whether owners update whole parameters.
@@ -51,7 +51,7 @@ def test_they_have_the_bits_of_one_process(
         plain = OneProcess(1 if anywhere is None else world, made)
         model = straddling(Matrices(), stage, anywhere)
         optimizer = zero_ext.optim.wrap(made.func, model.parameters(), **settings)
-        assert isinstance(optimizer, OwnedOptimizer) == whole
+        assert isinstance(optimizer.zero_core.states, Whole) == whole
         for each in (optimizer, plain.optimizer):
             if hasattr(each, "train"):
                 each.train()

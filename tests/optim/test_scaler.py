@@ -83,7 +83,7 @@ class TestSchedule:
         overflows = [generator.random() < share for _ in range(60)]
         scaler, scales = zero_ext.LossScaler("dynamic", **settings), []
         for overflow in overflows:
-            scaler._step_made(verdict(overflow))
+            scaler.note_step(verdict(overflow))
             scales.append(scaler.get_scale())
         assert scales == reference_schedule(overflows, *settings.values())
 
@@ -94,7 +94,7 @@ class TestSchedule:
         scale, streak = torch.tensor(2.0**10), torch.tensor(0, dtype=torch.int32)
         for _ in range(60):
             overflow = generator.random() < 0.3
-            scaler._step_made(verdict(overflow))
+            scaler.note_step(verdict(overflow))
             torch._amp_update_scale_(scale, streak, torch.tensor(float(overflow)), 2.0, 0.5, 3)
             assert scaler.get_scale() == scale.item()
 
@@ -102,7 +102,7 @@ class TestSchedule:
     def test_a_static_scale_stays(self, scale):
         scaler = zero_ext.LossScaler("static", init_scale=scale)
         for overflow in (True, False) * 3:
-            scaler._step_made(verdict(overflow))
+            scaler.note_step(verdict(overflow))
         assert scaler.get_scale() == scale
 
     def test_state_goes_on_where_it_was(self):
@@ -111,13 +111,13 @@ class TestSchedule:
             zero_ext.LossScaler(growth_interval=2, hysteresis=2, init_scale=64) for _ in range(2)
         )
         for overflow in overflows[:5]:
-            first._step_made(verdict(overflow))
+            first.note_step(verdict(overflow))
         second = zero_ext.LossScaler("static")
         second.load_state_dict(first.state_dict())
         for overflow in overflows[5:]:
-            second._step_made(verdict(overflow))
+            second.note_step(verdict(overflow))
         for overflow in overflows:
-            whole._step_made(verdict(overflow))
+            whole.note_step(verdict(overflow))
         assert second.state_dict() == whole.state_dict()
 
     def test_a_state_that_lacks_something_changes_nothing(self):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import zero_ext
 from zero_ext.optim import elementwise
-from zero_ext.optim.owned_optimizer import OwnedOptimizer
+from zero_ext.optim.whole import Whole
 
 
 class Own(EachByItself):
@@ -401,7 +401,7 @@ def test_what_depends_on_its_own_parameter_alone_gets_whole_ones(kind):
     """On its shape, its size, its other elements, or the place of an element in it. So do kernels
     that nothing is known of."""
     optimizer = zero_ext.optim.wrap(kind, [nn.Parameter(torch.zeros(7, 13))])
-    assert isinstance(optimizer, OwnedOptimizer)
+    assert isinstance(optimizer.zero_core.states, Whole)
     why = f"{kind.__name__} is not elementwise with these settings: {NEED_WHOLE_PARAMETERS[kind]}"
     with pytest.raises(elementwise.WholeParametersError, match=why):
         elementwise.check(kind, {"lr": 0.0}, {"lr": torch.tensor(0.0)})

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 import zero_ext
-from zero_ext.optim.arguments import ShardingArguments
+from zero_ext.optim.arguments import Sharding
 
 SHELL = ("", "sh", "bash")
 RUN = ("python", "diff")
@@ -76,7 +76,7 @@ def test_signatures_are_the_functions_own():
     parameters = inspect.signature(zero_ext.shard).parameters.values()
     of_shard = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
     assert {k: repr(v) for k, v in of_shard.items()} == shown["zero_ext.shard"]
-    assert set(get_type_hints(ShardingArguments)) == set(shown["zero_ext.optim.AdamW"])
+    assert set(get_type_hints(Sharding)) == set(shown["zero_ext.optim.AdamW"])
 
 
 def keywords(form: str) -> dict[str, str]:

@@ -80,7 +80,7 @@ def full(value: Tensor) -> Tensor:
 
 def masters(optimizer) -> dict[str, Tensor]:
     """The fp32 masters of all ranks, [numel] each."""
-    handle = optimizer._handle
+    handle = optimizer.zero_core.handle
     result = {}
     for i, parameter in enumerate(handle.parameters):
         local = handle.engine.master_slice(i)

@@ -213,9 +213,9 @@ class one_process:  # noqa: N801
     """Optimizers made inside shard over this rank alone."""
 
     def __enter__(self):
-        self._resolve = zero_ext.optim.sharded_optimizer.resolve
+        self._resolve = zero_ext.optim.sharded.resolve
         alone = zero_ext.ranks.groups.Groups(None, None, 0, 1, 1, torch.get_default_device(), (0,))
-        zero_ext.optim.sharded_optimizer.resolve = lambda *_: alone
+        zero_ext.optim.sharded.resolve = lambda *_: alone
 
     def __exit__(self, *exception):
-        zero_ext.optim.sharded_optimizer.resolve = self._resolve
+        zero_ext.optim.sharded.resolve = self._resolve

@@ -198,4 +198,4 @@ def _prepare(model: nn.Module) -> None:
         handle.refuse_forgotten_writes("load() of a checkpoint")
         handle.adopt_unfrozen()
         for optimizer in handle.optimizers:
-            optimizer._follow_groups()
+            optimizer.follow_groups()

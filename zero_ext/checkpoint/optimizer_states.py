@@ -15,8 +15,7 @@ from zero_ext._warnings import warn
 from zero_ext.checkpoint.contents import Contents, first_of
 from zero_ext.engine.registry import find
 from zero_ext.optim.groups import name_in_module, settings_of
-from zero_ext.optim.loading import checked_load
-from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.optim.sharded import Sharded
 from zero_ext.state.model_state import ModelState, master_place_of
 
 _SAVED_GROUPS = "Make it with the groups that were saved, or load the model alone."
@@ -195,7 +194,7 @@ class SavedOptimizer:
     def _takes_state(self, parameter: Tensor | None) -> bool:
         """Optimizers of this package have no state of frozen parameters."""
         frozen = parameter is not None and find(parameter) and master_place_of(parameter) is None
-        return not (frozen and isinstance(self._optimizer, ShardedOptimizer))
+        return not (frozen and isinstance(self._optimizer, Sharded))
 
     def targets(self) -> dict[str, Tensor]:
         """What the tensors are to be read into, by key: this rank's part of each."""
@@ -227,8 +226,8 @@ class SavedOptimizer:
                 for names, settings in zip(self._names, self._settings, strict=True)
             ],
         }
-        if isinstance(self._optimizer, ShardedOptimizer):
-            load_optimizer = checked_load(self._optimizer, state_dict)
+        if isinstance(self._optimizer, Sharded):
+            load_optimizer = self._optimizer.checked_load(state_dict)
         else:
             load_optimizer = functools.partial(self._optimizer.load_state_dict, state_dict)
         scaler = getattr(self._optimizer, "loss_scaler", None)

@@ -12,7 +12,7 @@ from torch import nn
 from zero_ext.deepspeed.config import Config
 from zero_ext.deepspeed.schedules import set_rate
 from zero_ext.engine.offload import offload_states, reload_states
-from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.optim.sharded import Sharded
 from zero_ext.ranks.groups import Groups
 
 # DeepSpeed's names of states, in terms of ``zero_ext.offload_states``.
@@ -33,7 +33,7 @@ class EngineSettings:
     """
 
     module: nn.Module
-    optimizer: ShardedOptimizer | None
+    optimizer: Sharded | None
     lr_scheduler: Any
     settings: Config
     micro_steps: int

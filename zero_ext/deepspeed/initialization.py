@@ -26,7 +26,7 @@ from zero_ext.module.sharding import shard
 from zero_ext.optim import adoption
 from zero_ext.optim.arguments import check_params
 from zero_ext.optim.scaler import LossScaler
-from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.optim.sharded import Sharded
 from zero_ext.ranks.agreement import all_or_none, check_same_on_all_ranks
 from zero_ext.ranks.groups import resolve
 
@@ -49,7 +49,7 @@ def initialize(
     distributed_port: int | None = None,
     strict_config: bool = False,
     **sharding: Any,
-) -> tuple[TrainingEngine, ShardedOptimizer | None, DataLoader | None, Any]:
+) -> tuple[TrainingEngine, Sharded | None, DataLoader | None, Any]:
     """``deepspeed.initialize``: shard ``model`` as a DeepSpeed configuration says. Collective.
 
     Args:
@@ -210,7 +210,7 @@ def _optimizer_given(
     given = as_torchs(given)
     adoption.check(given)
     own = {id(p) for p in model.parameters()}
-    for parameter in adoption.parameters_of(given):
+    for parameter in adoption.parameters_of(given.param_groups):
         if id(parameter) not in own:
             raise ValueError(
                 f"zero_ext: a parameter of shape {tuple(parameter.shape)} for the optimizer is not "

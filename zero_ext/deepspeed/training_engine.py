@@ -18,7 +18,7 @@ from zero_ext.deepspeed.config import Config
 from zero_ext.deepspeed.engine_checkpoints import EngineCheckpoints
 from zero_ext.deepspeed.reports import Reports
 from zero_ext.module.forward_hooks import cast_floating
-from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.optim.sharded import Sharded
 from zero_ext.ranks.groups import Groups
 from zero_ext.state.model_state import groups_of
 from zero_ext.state.unwrapping import unwrap
@@ -87,7 +87,7 @@ class TrainingEngine(EngineCheckpoints, nn.Module):
         super().__init__()
         self.module = module
         self.settings = settings
-        self.optimizer: ShardedOptimizer | None = None
+        self.optimizer: Sharded | None = None
         self.lr_scheduler: Any = None
         self.training_dataloader: DataLoader | None = None
         self.micro_steps = self.global_steps = self.global_samples = 0
@@ -160,11 +160,14 @@ class TrainingEngine(EngineCheckpoints, nn.Module):
     def _divides(self, by: float | None = None) -> None:
         """Divide the gradients of backwards by ``by``, from now on. Default: the loss scale times
         the accumulation steps. The sums of this step keep their meaning."""
-        self.optimizer._handle.engine.set_loss_scale(self._divisor() if by is None else by)
+        self.optimizer.zero_core.handle.engine.set_loss_scale(self._divisor() if by is None else by)
 
     def _divisor(self) -> float | None:
         """None: no parameter of the engine is trained."""
-        if self.optimizer is None or self.optimizer._handle.engine is None:
+        core = getattr(
+            self.optimizer, "zero_core", None
+        )  # none in one that has let go of the model
+        if core is None or core.handle.engine is None:
             return None
         return self.loss_scale() * self.settings.accumulation_steps
 
@@ -179,7 +182,7 @@ class TrainingEngine(EngineCheckpoints, nn.Module):
         it of the others."""
         if self._called_backward:
             return True
-        stats = self.optimizer._handle.stats()
+        stats = self.optimizer.zero_core.handle.stats()
         return stats["backwards"] == stats["served_backwards"]
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_ext.engine.registry import find
-from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.optim.sharded import Sharded
 from zero_ext.ranks.agreement import all_or_none
 from zero_ext.state.values import (
     full_grad,
@@ -157,7 +157,7 @@ def _of_parts(param: nn.Parameter, value: Tensor) -> Tensor:
     return handle.as_parameter(value.detach().flatten().to(own), i, param)
 
 
-def _optimizer_of(param: nn.Parameter) -> ShardedOptimizer:
+def _optimizer_of(param: nn.Parameter) -> Sharded:
     place = find(param)
     for optimizer in () if place is None else place[0].optimizers:
         if any(param is other for group in optimizer.param_groups for other in group["params"]):

@@ -179,7 +179,7 @@ def serving_backwards(handle: "Handle") -> Iterator[None]:
     optimizer = None if handle.scaled_by is None else handle.scaled_by()
     scaler = None if optimizer is None else optimizer.loss_scaler
     if scaler is not None:
-        scaler._check_scaled(handle)
+        scaler.check_scaled(handle)
     yield
     if scaler is not None:
         scaler._backwards_seen = handle.engine.backwards

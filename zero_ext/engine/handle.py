@@ -277,7 +277,7 @@ class Handle:
 
     def _set_state_offloaded(self, offloaded: bool) -> None:
         for optimizer in self.optimizers:
-            optimizer._set_state_offloaded(offloaded)
+            optimizer.set_state_offloaded(offloaded)
 
     def stats(self) -> dict[str, int]:
         return self.engine.stats()

@@ -120,7 +120,7 @@ def handle_of(sharded) -> "Handle":
         if (handle := next(found, None)) is None:
             raise ValueError(f"zero_ext: this {type(sharded).__name__} is not sharded.")
         return handle
-    handle = getattr(sharded, "_handle", None)
+    handle = getattr(getattr(sharded, "zero_core", None), "handle", None)
     if not isinstance(getattr(handle, "engine", None), _C.Engine):
         raise TypeError(
             "zero_ext: expected a sharded module or an optimizer of zero_ext.optim, not "

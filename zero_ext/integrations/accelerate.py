@@ -7,13 +7,11 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
 
 import accelerate
 import accelerate.local_sgd
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import (
     DDPCommunicationHookType,
     DistributedDataParallelKwargs,
@@ -27,11 +25,11 @@ from zero_ext.deepspeed.config import Config
 from zero_ext.deepspeed.initialization import arguments_of_ours
 from zero_ext.engine.checks import stays_whole
 from zero_ext.engine.registry import any_sharded, find
-from zero_ext.integrations import deepspeed_file, stock_files
+from zero_ext.integrations import deepspeed_file, optimizers_of, stock_files
 from zero_ext.module.forward_methods import register_forward_method
 from zero_ext.module.sharding import shard
 from zero_ext.optim import adoption
-from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.optim.sharded import Sharded
 from zero_ext.ranks import environment
 from zero_ext.ranks.agreement import all_or_none, of_all_ranks
 from zero_ext.ranks.groups import Groups, resolve
@@ -41,7 +39,7 @@ _DATA_PARALLEL = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType
 
 
 # A model and its optimizers: the contents of one checkpoint.
-_Sharded = tuple[nn.Module, list[ShardedOptimizer]]
+_Sharded = tuple[nn.Module, list[Sharded]]
 
 
 class Accelerator(accelerate.Accelerator):
@@ -109,9 +107,6 @@ class Accelerator(accelerate.Accelerator):
                 "sharding here. Leave it out of accelerate's configuration."
             )
         self._sharding = {"stage": stage, **(sharding or {})}
-        # From a torch optimizer to the prepared one: for the schedules made on the first.
-        self._successors: WeakKeyDictionary[torch.optim.Optimizer, AcceleratedOptimizer]
-        self._successors = WeakKeyDictionary()
         # While save_state() or load_state() runs.
         self._set_apart: list[_Sharded] | None = None
         self._hooks_ended = False
@@ -173,24 +168,14 @@ class Accelerator(accelerate.Accelerator):
     ) -> AcceleratedOptimizer:
         if isinstance(optimizer, AcceleratedOptimizer):
             return super().prepare_optimizer(optimizer, device_placement)
-        given = optimizer
-        if _is_of_torch(given) and any_sharded(adoption.parameters_of(given)):
-            _check(given, {})
+        of_torch = _is_of_torch(optimizer)
+        if of_torch and any_sharded(adoption.parameters_of(optimizer.param_groups)):
+            _check(optimizer, {})
             ours = {} if self._settings is None else arguments_of_ours(self._settings)
-            optimizer = adoption.adopt(given, **ours)
-        if isinstance(optimizer, ShardedOptimizer):
+            adoption.adopt(optimizer, **ours)
+        if isinstance(optimizer, Sharded):
             device_placement = False  # its state is where the parameters are
-        prepared = super().prepare_optimizer(optimizer, device_placement)
-        if optimizer is not given:
-            self._successors[given] = prepared
-        return prepared
-
-    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        prepared = super().prepare_scheduler(scheduler)
-        made_on = getattr(scheduler, "optimizer", None)
-        if made_on in self._successors:
-            prepared.optimizers = [self._successors[made_on]]
-        return prepared
+        return super().prepare_optimizer(optimizer, device_placement)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
         """As accelerate's. With a ``DeepSpeedPlugin`` it measures only: the step clips to
@@ -240,7 +225,7 @@ class Accelerator(accelerate.Accelerator):
         as if it were all of it. ``hook`` runs after the user's hooks."""
         every = self._optimizers
         self._set_apart, self._hooks_ended = _pair(self._models, every), False
-        self._optimizers = [o for o in every if not isinstance(o.optimizer, ShardedOptimizer)]
+        self._optimizers = [o for o in every if not isinstance(o.optimizer, Sharded)]
         own = register(hook)
         try:
             yield
@@ -337,14 +322,14 @@ def _is_sharded(model: nn.Module) -> bool:
 
 def _is_of_torch(value: Any) -> bool:
     """An optimizer that neither accelerate nor this library has prepared."""
-    prepared = (AcceleratedOptimizer, ShardedOptimizer)
+    prepared = (AcceleratedOptimizer, Sharded)
     return isinstance(value, torch.optim.Optimizer) and not isinstance(value, prepared)
 
 
 def _check(optimizer: torch.optim.Optimizer, coming: dict[int, Any]) -> None:
     """Raise if ``optimizer`` cannot be adopted, unless it is accelerate's to keep: then none of its
     parameters is sharded. ``coming``: by id, the parameters that are about to be sharded."""
-    parameters = adoption.parameters_of(optimizer)
+    parameters = adoption.parameters_of(optimizer.param_groups)
     name = type(optimizer).__name__
     foreign = [p for p in parameters if id(p) not in coming and find(p) is None]
     if len(foreign) == len(parameters):
@@ -369,12 +354,8 @@ def _check(optimizer: torch.optim.Optimizer, coming: dict[int, Any]) -> None:
 
 
 def _pair(models: list[nn.Module], optimizers: list[AcceleratedOptimizer]) -> list[_Sharded]:
-    sharded = [
-        each.optimizer for each in optimizers if isinstance(each.optimizer, ShardedOptimizer)
-    ]
-    return [
-        (model, adoption.optimizers_of(model, sharded)) for model in filter(_is_sharded, models)
-    ]
+    sharded = [each.optimizer for each in optimizers if isinstance(each.optimizer, Sharded)]
+    return [(model, optimizers_of(model, sharded)) for model in filter(_is_sharded, models)]
 
 
 def _unused(handler: DistributedDataParallelKwargs | None) -> str | None:

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 from zero_ext import checkpoint as checkpoints
 from zero_ext.engine.registry import any_sharded, handle_of
+from zero_ext.integrations import optimizers_of
 from zero_ext.module.forward_methods import ForwardMethod, register_forward_method
 from zero_ext.module.sharding import shard
 from zero_ext.optim import adoption
-from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.optim.sharded import Sharded
 from zero_ext.ranks import environment
 from zero_ext.ranks.agreement import all_or_none
 from zero_ext.ranks.groups import resolve
@@ -77,8 +78,8 @@ _OF_DDP_IGNORED = {
     "static_graph",
 }
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-# Optimizers that have replaced torch's. A Trainer keeps those of its last fit.
-_of_fits: WeakSet[ShardedOptimizer] = WeakSet()
+# Optimizers that were adopted. A Trainer keeps those of its last fit.
+_of_fits: WeakSet[Sharded] = WeakSet()
 
 
 class ShardedStrategy(DDPStrategy):
@@ -201,20 +202,27 @@ class ShardedStrategy(DDPStrategy):
 
     def setup_optimizers(self, trainer: Any) -> None:
         self._reset_optimizers_and_schedulers()
-        for optimizer in adoption.optimizers_of(self.model, _of_fits):
+        before = optimizers_of(self.model, _of_fits)
+        for optimizer in before:
+            groups = [*optimizer.param_groups]
             optimizer.retire()
+            optimizer.param_groups.extend(groups)  # it may be returned once more
+            _of_fits.discard(optimizer)
         super().setup_optimizers(trainer)
+        for optimizer in {*before} - {*self.optimizers}:
+            optimizer.param_groups.clear()
         given = [
             optimizer
             for optimizer in self.optimizers
-            if any_sharded(adoption.parameters_of(optimizer)) and not _is_ours(optimizer)
+            if any_sharded(adoption.parameters_of(optimizer.param_groups))
+            and not _is_ours(optimizer)
         ]
         with all_or_none(resolve(None, self._sharding.get("mesh"), []), "setup_optimizers()"):
             for optimizer in given:
                 adoption.check(optimizer)
-        successors = {id(optimizer): adoption.adopt(optimizer) for optimizer in given}
-        _of_fits.update(successors.values())
-        self.optimizers = [successors.get(id(o), o) for o in self.optimizers]
+        for optimizer in given:
+            _of_fits.add(adoption.adopt(optimizer))
+        self.optimizers = list(self.optimizers)  # Lightning wraps them anew
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
@@ -345,7 +353,7 @@ class ShardedStrategy(DDPStrategy):
 
     def _checkpointed_optimizers(self) -> list[torch.optim.Optimizer]:
         """Without the empty one that Lightning makes for a module that has none."""
-        return adoption.optimizers_of(self.model, self.optimizers)
+        return optimizers_of(self.model, self.optimizers)
 
 
 ShardedStrategy.register_strategies(StrategyRegistry)
@@ -356,7 +364,7 @@ def _is_sharded(model: nn.Module | None) -> bool:
 
 
 def _is_ours(optimizer: Any) -> bool:
-    return isinstance(optimizer, ShardedOptimizer)
+    return isinstance(optimizer, Sharded)
 
 
 def _is_on_meta(model: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from zero_ext.deepspeed.casting import cast
 from zero_ext.deepspeed.config import Config
 from zero_ext.integrations import deepspeed_file, stock_files
 from zero_ext.integrations.accelerate import Accelerator
-from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.optim.sharded import Sharded
 from zero_ext.ranks.agreement import all_or_none
 from zero_ext.state.model_state import gather_state_dict, groups_of
 
@@ -154,9 +154,9 @@ class ShardedTrainerMixin:
                 "anew."
             )
 
-    def _sharded_optimizer(self) -> ShardedOptimizer:
+    def _sharded_optimizer(self) -> Sharded:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        if not isinstance(optimizer, ShardedOptimizer):
+        if not isinstance(optimizer, Sharded):
             raise ValueError(
                 f"zero_ext: the trainer's optimizer is a {type(optimizer).__name__} that was not "
                 "sharded with the model. Leave its preparation to the trainer."

@@ -4,10 +4,9 @@ from typing import NoReturn
 
 import torch
 
+from zero_ext.optim.adoption import adopt, wrap
 from zero_ext.optim.fused import SGD, Adam, AdamW
-from zero_ext.optim.muon import Muon
-from zero_ext.optim.muon_groups import muon_groups
-from zero_ext.optim.wrapped_optimizer import wrap
+from zero_ext.optim.muon import Muon, muon_groups
 
 
 def __getattr__(name: str) -> NoReturn:
@@ -17,4 +16,4 @@ def __getattr__(name: str) -> NoReturn:
     raise AttributeError(f"module 'zero_ext.optim' has no attribute '{name}'.{remedy}")
 
 
-__all__ = ["SGD", "Adam", "AdamW", "Muon", "muon_groups", "wrap"]
+__all__ = ["SGD", "Adam", "AdamW", "Muon", "adopt", "muon_groups", "wrap"]

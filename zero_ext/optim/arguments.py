@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from typing import Any, TypedDict
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -12,37 +12,44 @@ from zero_ext.engine.checks import check_number, check_positive
 from zero_ext.optim.scaler import LossScaler
 
 
-class ShardingArguments(TypedDict, total=False):
-    """Explained at ``ShardedOptimizer``, whose constructor has their defaults."""
+class Sharding(NamedTuple):
+    """Explained at ``Sharded``."""
 
-    stage: int | None
-    process_group: dist.ProcessGroup | None
-    bucket_mb: float
-    nonfinite: str
-    max_grad_norm: float | None
-    loss_scaler: LossScaler | None
-    offload_policy: OffloadPolicy | None
+    stage: int | None = None
+    process_group: dist.ProcessGroup | Literal["alone"] | None = None
+    bucket_mb: float = 25.0
+    nonfinite: str = "skip"
+    max_grad_norm: float | None = None
+    loss_scaler: LossScaler | None = None
+    offload_policy: OffloadPolicy | None = None
 
+    @classmethod
+    def taken_from(cls, kwargs: dict[str, Any]) -> "Sharding":
+        """Those of ``kwargs`` that torch's classes do not take, which keep the others.
 
-def check_arguments(
-    nonfinite: str, max_grad_norm: float | None, loss_scaler: LossScaler | None
-) -> None:
-    if not isinstance(loss_scaler, LossScaler | None):
-        raise TypeError(
-            f"zero_ext: loss_scaler must be a zero_ext.LossScaler, not {loss_scaler!r}. "
-            "torch's GradScaler is used as with any optimizer: scaler.step(optimizer)."
-        )
-    if nonfinite not in ("skip", "raise", "step"):
-        raise ValueError(
-            f"zero_ext: nonfinite must be 'skip', 'raise' or 'step', not {nonfinite!r}."
-        )
-    if loss_scaler is not None and loss_scaler.dynamic and nonfinite != "skip":
-        raise ValueError(
-            "zero_ext: a dynamic loss_scaler requires nonfinite='skip', not "
-            f"{nonfinite!r}, because it lowers the scale by skipping steps."
-        )
-    if max_grad_norm is not None:
-        check_positive("max_grad_norm", max_grad_norm)
+        Raises:
+            ValueError, TypeError: one of them makes no sense.
+        """
+        taken = cls(**{name: kwargs.pop(name) for name in cls._fields if name in kwargs})
+        if not isinstance(taken.loss_scaler, LossScaler | None):
+            raise TypeError(
+                f"zero_ext: loss_scaler must be a zero_ext.LossScaler, not {taken.loss_scaler!r}. "
+                "torch's GradScaler is used as with any optimizer: scaler.step(optimizer)."
+            )
+        if taken.nonfinite not in ("skip", "raise", "step"):
+            raise ValueError(
+                f"zero_ext: nonfinite must be 'skip', 'raise' or 'step', not {taken.nonfinite!r}."
+            )
+        dynamic = taken.loss_scaler is not None and taken.loss_scaler.dynamic
+        if dynamic and taken.nonfinite != "skip":
+            raise ValueError(
+                "zero_ext: a dynamic loss_scaler requires nonfinite='skip', not "
+                f"{taken.nonfinite!r}, because it lowers the scale by skipping steps."
+            )
+        if taken.max_grad_norm is not None:
+            check_positive("max_grad_norm", taken.max_grad_norm)
+        check_differentiable(kwargs.get("differentiable", False))
+        return taken
 
 
 def check_params(params: Any) -> Iterable:

@@ -1,25 +1,92 @@
-"""Lending: methods of a wrapped optimizer beside ``step`` work on copies of this rank's masters.
+"""Lending: how code of torch's class gets the parameters and states that this rank works on.
 
-Note [What a method of a wrapped optimizer gets]
-Other ranks may be gathering from the masters themselves, so a method gets copies, which have what
-users wrote to the parameters. What it wrote becomes the parameter and its master on all ranks.
-Which parameters it wrote is seen in its operations and not in their values: ranks must agree about
-it, and values may change on one rank alone. So a method that writes nothing is not collective.
+Note [Lending]
+While code of torch's class runs, its own object has other parameters in its groups and their
+states: those that this rank works on. Settings, hooks and attributes stay. Afterwards groups and
+states are the user's again, whatever the code has raised. Code that has put other groups there is
+an error, because it would not see the next step's.
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_ext.engine.registry import find
+from zero_ext import _C
+from zero_ext._torch import TorchDispatchMode, schema_of
+from zero_ext.engine.handle import Handle
+from zero_ext.optim.groups import Group, named_in, parameters_of, replace_named, settings_of
+from zero_ext.optim.states import ShownStates, States
 
-if TYPE_CHECKING:
-    from zero_ext.optim.wrapped_optimizer import WrappedOptimizer
+
+class OwnCode:
+    """The code of one optimizer's class, and small optimizers that are tried out.
+
+    Args:
+        kind: Makes optimizers like this one: called with groups and ``kwargs``.
+        step: Its step, called with the optimizer and keywords. Hooks of torch's are left out.
+        whole: Whether it needs whole parameters.
+    """
+
+    def __init__(
+        self,
+        kind: Callable[..., torch.optim.Optimizer],
+        kwargs: dict[str, Any],
+        step: Callable[..., Any],
+        whole: bool,
+    ):
+        self.kind, self.kwargs, self.whole = kind, kwargs, whole
+        self.name = getattr(kind, "__name__", repr(kind))
+        probed = torch.nn.Parameter(torch.zeros((2, 2) if whole else 1, device="cpu"))
+        self.probe = self.made([{"params": [probed]}])
+        self.makes_states = any(map(self.probe.state.get, parameters_of(self.probe.param_groups)))
+        self.step = step.__wrapped__ if getattr(step, "hooked", False) else step
+        self.keywords_checked: set[str] = set()
+
+    def made(self, groups: list[Group]) -> torch.optim.Optimizer:
+        return self.kind(groups, **self.kwargs)
+
+    def made_for(self, parameter: Tensor, group: Group) -> torch.optim.Optimizer:
+        """With a group of its own, which has the settings of ``group``."""
+        return self.made([{**copy.deepcopy(settings_of(group)), "params": [parameter]}])
+
+
+@contextlib.contextmanager
+def lent(
+    optimizer: torch.optim.Optimizer, lists: Sequence[list[Tensor]], states: dict
+) -> Iterator[list[dict]]:
+    """See note [Lending].
+
+    Args:
+        lists: For each group, the parameters that the code gets.
+    Yields:
+        A list with ``states``, and afterwards with those that the code has left.
+    """
+    core, groups, shown = optimizer.zero_core, optimizer.param_groups, optimizer.state
+    before = [(group, group["params"], own) for group, own in zip(groups, lists, strict=True)]
+    for group, _, own in before:
+        group["params"] = own
+    optimizer.state, core.lent, left = states, True, [states]
+    try:
+        yield left
+        now = optimizer.param_groups
+        if not (len(now) == len(before) and now is groups) or any(
+            group is not was or group["params"] is not own
+            for group, (was, _, own) in zip(now, before, strict=True)
+        ):
+            raise RuntimeError(
+                f"zero_ext: code of {type(optimizer).__name__} has put other parameters or groups "
+                "into param_groups. Add groups with add_param_group(), between two steps."
+            )
+    finally:
+        left[:] = [optimizer.state]
+        optimizer.state, optimizer.param_groups, core.lent = shown, groups, False
+        groups[:] = [group for group, _, _ in before]
+        for group, parameters, _ in before:
+            group["params"] = parameters
 
 
 class WatchedWrites(TorchDispatchMode):
@@ -29,12 +96,9 @@ class WatchedWrites(TorchDispatchMode):
         super().__init__()
         self._storages: set[int] = set()
 
-    def wrote(self, tensor: Tensor) -> bool:
-        return _storage_of(tensor) in self._storages
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        for position, argument in enumerate(func._schema.arguments):
+        for position, argument in enumerate(schema_of(func).arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             value = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -44,90 +108,53 @@ class WatchedWrites(TorchDispatchMode):
                     self._storages.add(_storage_of(each))
         return func(*args, **kwargs)
 
+    def moved(self, now: Tensor, lent: Tensor) -> bool:
+        """Whether code that was lent a parameter with these values has written to it."""
+        return _storage_of(lent) in self._storages or _storage_of(now) != _storage_of(lent)
+
 
 def _storage_of(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def method_of(optimizer: "WrappedOptimizer", name: str) -> Callable[..., Any]:
-    """Method ``name`` of the inner optimizer, which gets and gives as its ``step`` does."""
+class OwnStates(States):
+    """Those that the class's code keeps.
 
-    @functools.wraps(getattr(optimizer._probe, name))
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if optimizer._inner is None:  # nothing to train
-            return getattr(optimizer._probe, name)(*args, **kwargs)
-        with _lent(optimizer, f"{name}()"):
-            inner = optimizer._inner
-            result = getattr(inner, name)(*args, **kwargs)
-        if isinstance(result, contextlib.AbstractContextManager):
-            return _entered_with_masters(optimizer, f"{name}()", result)
-        return optimizer if result is inner else result
+    Args:
+        code: Of the optimizer.
+    """
 
-    return call
+    def __init__(self, handle: Handle, state: _C.OptimizerState, code: OwnCode):
+        self._handle, self._state, self.code = handle, state, code
+        self._given: dict[int, dict[str, Any]] = {}  # by id, whole ones that were there before
+        self._away: dict[int, _C.OffloadedStorage] = {}  # in host memory, by storage
 
+    def take_over(self, states: dict[Any, Any], shown: ShownStates) -> None:
+        """The states that the optimizer had when it was adopted, or its constructor has made."""
+        self._given = {id(key): value for key, value in states.items() if isinstance(key, Tensor)}
+        replace_named(shown, named_in(states))
 
-@contextlib.contextmanager
-def _entered_with_masters(
-    optimizer: "WrappedOptimizer", what: str, context: contextlib.AbstractContextManager
-) -> Iterator[Any]:
-    """``context``, whose beginning and end change parameters."""
-    with contextlib.ExitStack() as stack:
-        with _lent(optimizer, what):
-            value = context.__enter__()
+    def _gradient_of(self, parameter: Tensor, i: int) -> Tensor | None:
+        """This rank's piece, flat."""
+        gradient = parameter.grad
+        if gradient is None or hasattr(gradient, "to_local"):
+            return None if gradient is None else gradient.to_local()
+        piece = torch.empty_like(self._handle.engine.master_slice(i))
+        self._handle.as_parameter(piece, i, parameter).copy_(gradient)  # all ranks hold it
+        return piece
 
-        def leave(*error: Any) -> bool | None:
-            with _lent(optimizer, what):
-                return context.__exit__(*error)
+    def _check_there(self) -> None:
+        if self._away:
+            raise RuntimeError(_C.STATES_OFFLOADED)
 
-        stack.push(leave)
-        yield value
-
-
-@contextlib.contextmanager
-def _lent(optimizer: "WrappedOptimizer", what: str) -> Iterator[None]:
-    """See note [What a method of a wrapped optimizer gets]."""
-    optimizer._begin_method(what)
-    inner, shards = optimizer._inner, optimizer._shards
-    every, masters = list(inner.param_groups), {p: shard.data for p, shard in shards.items()}
-    watched = WatchedWrites()
-    with torch.no_grad():
-        engine = optimizer._handle.engine
-        copies = {parameter: engine.current_master(find(parameter)[1]) for parameter in shards}
-        group_of = optimizer._carry_in()
-        names = {shard: {*inner.state.get(shard, ())} for shard in shards.values()}
-        for parameter, shard in shards.items():
-            shard.data = copies[parameter]
-    # Parameters that were taken out of their group are in none for the method.
-    present = [id(parameter) in group_of for parameter in shards]
-    inner.param_groups[:] = [g for g, there in zip(every, present, strict=True) if there]
-    try:
-        with watched:
-            yield
-    finally:
-        inner.param_groups[:] = every
-        optimizer._drop_gradients()
-        with torch.no_grad():
-            values = {parameter: shard.data for parameter, shard in shards.items()}
-            for parameter, shard in shards.items():
-                shard.data = masters[parameter]
-            written = [p for p in shards if moved(watched, values[p], copies[p])]
-            _write(optimizer, written, values)
-    for parameter, shard in shards.items():
-        for name in names[shard] - inner.state.get(shard, {}).keys():  # the method dropped it
-            optimizer.state[parameter].pop(name, None)
-    optimizer._carry_out(group_of)
-
-
-def moved(watched: WatchedWrites, now: Tensor, lent: Tensor) -> bool:
-    """Whether code that was lent a parameter with these values has written to it."""
-    return watched.wrote(lent) or _storage_of(now) != _storage_of(lent)
-
-
-def _write(
-    optimizer: "WrappedOptimizer", moved: Iterable[Tensor], values: dict[Tensor, Tensor]
-) -> None:
-    """Collective. In an order that all ranks have."""
-    handle = optimizer._handle
-    for parameter in sorted(moved, key=lambda parameter: find(parameter)[1]):
-        i = find(parameter)[1]
-        handle.write_value(i, handle.as_parameter(values[parameter].float(), i, parameter))
+    def _set_away(self, away: bool, states: dict[Any, Any]) -> None:
+        """Move those of ``states`` that are tensors on a device to the host, or all back."""
+        self._state.set_offloaded(away)
+        while not away and self._away:
+            self._away.popitem()[1].bring_back()
+        values = (v for k, state in states.items() if isinstance(k, Tensor) for v in state.values())
+        for value in values if away else ():
+            if isinstance(value, Tensor) and value.device.type != "cpu":
+                storage = value.untyped_storage()._cdata  # which may hold several states
+                if storage not in self._away:
+                    self._away[storage] = _C.OffloadedStorage(value, _C.STATES_OFFLOADED)

@@ -12,33 +12,35 @@ the last one are on their way back.
 """
 
 import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import _muon
-from typing_extensions import Unpack
 
 from zero_ext import _C
 from zero_ext.engine.checks import check_positive
 from zero_ext.engine.registry import find
-from zero_ext.optim.arguments import ShardingArguments
-from zero_ext.optim.groups import Group, name_in_module, trained_in
+from zero_ext.optim.arguments import check_params
+from zero_ext.optim.core import Core
+from zero_ext.optim.fused import Fused
+from zero_ext.optim.groups import Group, name_in_module
 from zero_ext.optim.owners import OWNER_MB, Owners, Values, Wave
-from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.optim.states import Layout
 from zero_ext.ranks.owner_plan import newton_schulz_cost
 
 # Of each element of an owner's matrices: what the iteration takes, and its result.
 _ELEMENT_BYTES = 2 * torch.bfloat16.itemsize
 
 
-class Muon(ShardedOptimizer):
+class Muon(Fused, torch.optim.Muon):
     """torch.optim.Muon with sharded fp32 momentum and fp32 masters (Jordan et al. 2024).
 
-    Arguments as in torch. See ``ShardedOptimizer`` for the keyword arguments that torch does not
-    have, and ``muon_groups`` for which parameters of a model to pass.
+    Arguments as in torch. See ``Sharded`` for the keyword arguments that torch does not have,
+    and ``muon_groups`` for which parameters of a model to pass.
 
     Args:
         split: Each matrix is updated as so many matrices with equally many rows: 3 for a fused
@@ -50,34 +52,30 @@ class Muon(ShardedOptimizer):
         ValueError: a parameter is no matrix.
     """
 
-    _state_names = ("momentum_buffer",)
-    _counts_steps = False
-    _updates_in_python = True
+    _zero_owner_mb = OWNER_MB
+    _zero_layout = Layout(("momentum_buffer",), lambda group: 1, counts_steps=False)
 
-    def __init__(
-        self,
-        params,
-        lr: float | Tensor = 1e-3,
-        weight_decay: float = 0.1,
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
-        eps: float = 1e-7,
-        ns_steps: int = 5,
-        adjust_lr_fn: str | None = None,
-        *,
-        split: int = 1,
-        owner_mb: float = OWNER_MB,
-        **sharding: Unpack[ShardingArguments],
-    ):
+    def __init__(self, params, *args: Any, split: int = 1, owner_mb: float = OWNER_MB, **kwargs):
         check_positive("owner_mb", owner_mb)
-        # torch checks the values, with messages of its own.
-        arguments = (lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps)
-        torchs = torch.optim.Muon([torch.zeros(1, 1)], *arguments, adjust_lr_fn)
-        super().__init__(params, {**torchs.defaults, "split": split}, **sharding)
-        self._owners = Owners(
-            self._handle,
-            owner_mb=owner_mb,
+        if not isinstance(params, Tensor):
+            params = [*check_params(params)]
+            groups = params if params and isinstance(params[0], dict) else [{"params": params}]
+            for group in groups:
+                if isinstance(group, dict):  # else torch says what it must be
+                    group.setdefault("split", split)
+            params = groups
+        self._zero_owner_mb = owner_mb
+        super().__init__(params, *args, **kwargs)
+        self.defaults["split"] = split
+
+    def _zero_make_states(self, core: Core) -> None:
+        super()._zero_make_states(core)
+        core.in_python = True
+        for group in self.param_groups:
+            group.setdefault("split", 1)
+        core.owners = Owners(
+            core.handle,
+            owner_mb=self._zero_owner_mb,
             element_bytes=_ELEMENT_BYTES,
             split_replicas=True,
         )
@@ -88,33 +86,31 @@ class Muon(ShardedOptimizer):
             if isinstance(given, Tensor | Iterator):  # which can be read once
                 given = [given] if isinstance(given, Tensor) else [*given]
                 param_group["params"] = given
-            split = param_group.get("split", self.defaults["split"])
+            split = param_group.get("split", self.defaults.get("split", 1))
             for each in given:
                 name, parameter = each if isinstance(each, tuple) else (None, each)
                 if isinstance(parameter, Tensor):  # of other objects torch tells
                     _check_matrix(name or name_in_module(parameter), parameter, split)
         super().add_param_group(param_group)
 
-    def stats(self) -> dict[str, int]:
-        return {**super().stats(), **self._owners.stats()}
-
     # The step
 
-    def _update(self, verdict: _C.StepVerdict) -> None:
+    def _zero_update(self, verdict: _C.StepVerdict) -> None:
         for group in self.param_groups:
             _check_settings(group)
-        groups = trained_in(self.param_groups)
-        self._owners.assign(
+        trained = sorted(self.zero_core.trained, key=operator.itemgetter(1))
+        groups = {p: self.param_groups[g] for p, _, g in trained}
+        self.zero_core.owners.assign(
             {p: g["split"] * newton_schulz_cost(*_part_shape(p, g)) for p, g in groups.items()}
         )
         try:
             self._update_in_waves({p: g for p, g in groups.items() if p.grad is not None})
         finally:  # masters that have moved are those of their parameters, whatever was raised
-            self._sharded_state.apply_masters()
+            self.zero_core.state.apply_masters()
 
     def _update_in_waves(self, groups: dict[Tensor, Group]) -> None:
-        waves = self._owners.waves([*groups])
-        like = torch.empty(0, dtype=torch.bfloat16, device=self._handle.groups.device)
+        waves = self.zero_core.owners.waves([*groups])
+        like = torch.empty(0, dtype=torch.bfloat16, device=self.zero_core.handle.groups.device)
         arriving = [self._send(wave, groups) for wave in waves[:1]]
         come_back: Callable[[], Values] = dict
         for wave, following in itertools.zip_longest(waves, waves[1:]):
@@ -124,27 +120,31 @@ class Muon(ShardedOptimizer):
             (matrices,) = arrive()
             results = {p: self._iterate(p, m, groups[p]) for p, m in matrices.items()}
             self._apply(come_back(), groups)
-            come_back = self._owners.from_owners(wave, results, like)
+            come_back = self.zero_core.owners.from_owners(wave, results, like)
         self._apply(come_back(), groups)
 
     def _send(self, wave: Wave, groups: dict[Tensor, Group]) -> Callable[[], tuple[Values, ...]]:
         """Update the momentum, and send what the iteration takes."""
-        engine, device, values = self._handle.engine, self._handle.groups.device, {}
+        engine, device, values = (
+            self.zero_core.handle.engine,
+            self.zero_core.handle.groups.device,
+            {},
+        )
         for parameters in _alike(wave.parameters, lambda p: id(groups[p])).values():
             group, places = groups[parameters[0]], [find(p)[1] for p in parameters]
             gradients = [engine.grad_slice(i) for i in places]
-            buffers = [self._sharded_state.slice(0, i) for i in places]
+            buffers = [self.zero_core.state.slice(0, i) for i in places]
             torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
             inputs = buffers
             if group["nesterov"]:
                 inputs = torch._foreach_lerp(gradients, buffers, group["momentum"])
             for p, each in zip(parameters, inputs, strict=True):
                 values[p] = each.bfloat16().to(device)
-        return self._owners.to_owners(wave, values)
+        return self.zero_core.owners.to_owners(wave, values)
 
     def _iterate(self, parameter: Tensor, flat: Tensor, group: Group) -> Tensor:
         """The result in the parameter's order of memory, as ``flat`` is."""
-        strides = self._handle.engine.strides(find(parameter)[1])
+        strides = self.zero_core.handle.engine.strides(find(parameter)[1])
         settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
         result, (rows, _) = torch.empty_like(flat), _part_shape(parameter, group)
         whole = (each.as_strided(parameter.shape, strides) for each in (flat, result))
@@ -162,7 +162,7 @@ class Muon(ShardedOptimizer):
             return 1 - lr * group["weight_decay"], adjusted
 
         for (decay, lr), parameters in _alike(updates, rates).items():
-            masters = [self._handle.engine.master_slice(find(p)[1]) for p in parameters]
+            masters = [self.zero_core.handle.engine.master_slice(find(p)[1]) for p in parameters]
             device = masters[0].device
             torch._foreach_mul_(masters, decay)
             torch._foreach_add_(masters, [updates[p].to(device) for p in parameters], alpha=-lr)
@@ -204,3 +204,63 @@ def _check_settings(group: Group) -> None:
         raise ValueError(
             f"zero_ext: ns_coefficients must be three numbers, not {group['ns_coefficients']}."
         )
+
+
+# Which parameter gets which
+
+_Named = list[tuple[str, nn.Parameter]]
+
+
+class MuonGroups(NamedTuple):
+    """Named parameters for two optimizers. As a string it is a table with reasons."""
+
+    muon: _Named
+    adamw: _Named
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        rows = [("optimizer", "parameter", "shape", "why")]
+        for optimizer, named in (("Muon", self.muon), ("AdamW", self.adamw)):
+            for name, p in named:
+                rows.append((optimizer, name, "×".join(map(str, p.shape)), self.reasons[name]))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def muon_groups(model: nn.Module) -> MuonGroups:
+    """Sort the parameters of ``model``, sharded or not, for one ``Muon`` and one ``AdamW``.
+
+    Muon gets the matrices of hidden layers. AdamW gets embeddings, the output layer, vectors,
+    scalars, and tensors of three or more dimensions. An embedding is a weight of ``nn.Embedding``,
+    or has "emb" in its name. The output layer is what ``get_output_embeddings()`` returns, or an
+    ``nn.Linear`` with as many outputs as an ``nn.Embedding`` has rows.
+
+    Returns:
+        Lists of (name, parameter), which optimizers take. ``print`` it to see the reasons.
+    """
+    modules = [m for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    embeddings = {id(p) for module in modules for p in module.parameters(recurse=False)}
+    vocabularies = {module.num_embeddings for module in modules}
+    of_output = getattr(model, "get_output_embeddings", lambda: None)()
+    heads = [
+        m
+        for m in model.modules()
+        if m is of_output or (isinstance(m, nn.Linear) and m.out_features in vocabularies)
+    ]
+    outputs = {id(p) for module in heads for p in module.parameters(recurse=False)}
+    muon: _Named = []
+    adamw: _Named = []
+    reasons: dict[str, str] = {}
+    for name, p in model.named_parameters():
+        hidden = p.dim() == 2 and min(p.shape) > 1
+        if id(p) in embeddings or (p.dim() > 1 and "emb" in name.lower()):
+            reasons[name] = "embedding"
+        elif id(p) in outputs:
+            reasons[name] = "output layer"
+        elif hidden:
+            reasons[name] = "matrix"
+        else:
+            many = p.dim() > 2 and sum(n > 1 for n in p.shape) > 1
+            reasons[name] = f"{p.dim()} dimensions" if many else "vector"
+        (muon if reasons[name] == "matrix" else adamw).append((name, p))
+    return MuonGroups(muon, adamw, reasons)

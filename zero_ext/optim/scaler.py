@@ -3,7 +3,7 @@
 import math
 import weakref
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from zero_ext import _C
 from zero_ext.engine.checks import check_number
 from zero_ext.engine.handle import Handle
 from zero_ext.ranks.agreement import check_same_on_all_ranks
-
-if TYPE_CHECKING:
-    from zero_ext.optim.sharded_optimizer import ShardedOptimizer
 
 # Gradients of 1 would overflow fp16 at 2**16 already; the reciprocal must not be a subnormal.
 LARGEST_SCALE = 2.0**100
@@ -142,9 +139,9 @@ class LossScaler:
     def _set_in_engine(self) -> None:
         optimizer = self._optimizer and self._optimizer()
         if optimizer is not None:
-            optimizer._handle.engine.set_loss_scale(self._state.scale)
+            optimizer.zero_core.handle.engine.set_loss_scale(self._state.scale)
 
-    def _check_scaled(self, handle: Handle) -> None:
+    def check_scaled(self, handle: Handle) -> None:
         """Raise where backwards have run since the last step, and no loss was scaled."""
         if self._losses_scaled or handle.engine.backwards == self._backwards_seen:
             return
@@ -155,7 +152,7 @@ class LossScaler:
             "without loss_scaler where torch's GradScaler scales."
         )
 
-    def _step_made(self, verdict: _C.StepVerdict) -> None:
+    def note_step(self, verdict: _C.StepVerdict) -> None:
         """The optimizer calls it after each step, with what all ranks agreed on."""
         self._losses_scaled = 0
         self._backwards_seen = verdict.backwards
@@ -176,7 +173,8 @@ class LossScaler:
         if state.scale != scale:
             self._set_in_engine()
 
-    def _expects_overflow(self) -> bool:
+    @property
+    def expects_overflow(self) -> bool:
         """Whether an overflow is only how the scale is found, and no reason to warn."""
         return self.dynamic and self._state.scale > self._state.min_scale
 
@@ -207,7 +205,7 @@ class LossScaler:
         return f"LossScaler({mode[1]!r}, {', '.join(f'{n}={v!r}' for n, v in others)})"
 
 
-def attach(scaler: LossScaler | None, optimizer: "ShardedOptimizer") -> None:
+def attach(scaler: LossScaler | None, handle: Handle, optimizer: torch.optim.Optimizer) -> None:
     """Give the optimizer's engine its one scale. Collective.
 
     It is the scale of the one optimizer that came with a scaler, else 1.
@@ -215,7 +213,6 @@ def attach(scaler: LossScaler | None, optimizer: "ShardedOptimizer") -> None:
     Raises:
         ValueError: the scaler has another optimizer, or the engine another scaler.
     """
-    handle = optimizer._handle
     scaled_by = handle.scaled_by and handle.scaled_by()
     if scaler is None:
         if scaled_by is None:
@@ -243,9 +240,8 @@ def attach(scaler: LossScaler | None, optimizer: "ShardedOptimizer") -> None:
     scaler._set_in_engine()
 
 
-def detach(optimizer: "ShardedOptimizer") -> None:
+def detach(scaler: LossScaler | None, handle: Handle, optimizer: torch.optim.Optimizer) -> None:
     """The engine's scale is 1 again, and the scaler free for another optimizer."""
-    handle, scaler = optimizer._handle, optimizer.loss_scaler
     if handle.scaled_by is None or handle.scaled_by() is not optimizer:
         return
     handle.scaled_by = None

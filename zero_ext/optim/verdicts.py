@@ -1,17 +1,26 @@
-"""What the ranks decide about a step: whether their settings agree, and whether it is skipped."""
+"""What the ranks decide about a step: whether their settings agree, and whether it is skipped.
 
+Note [States that all parameters share]
+Of states that are not cut with the parameters, such as a count of steps, one rank's are saved. So
+they must be equal on all ranks. The first step after they appeared compares them with the settings,
+without a message of its own.
+"""
+
+import hashlib
+from collections.abc import Sequence
 from numbers import Number
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from zero_ext import _C
 from zero_ext._warnings import warn
-from zero_ext.optim.shared_states import SharedStates
+from zero_ext.engine.handle import Handle
+from zero_ext.optim.groups import Group, Trained
+from zero_ext.optim.scaler import LossScaler
 from zero_ext.ranks.agreement import check_same_on_all_ranks
-
-if TYPE_CHECKING:
-    from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.ranks.groups import Groups
 
 # So many steps skipped in a row raise: the training does nothing any more.
 MAX_SKIPPED_IN_A_ROW = 1000
@@ -25,19 +34,20 @@ class SkippedSteps:
     """The verdicts of an optimizer's steps, as the host learns of them.
 
     On a device the update is queued before the host knows whether the device will skip it.
-
-    Owner: the optimizer, which passes itself to ``report``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, handle: Handle) -> None:
         self.count = 0
+        self._handle = handle
         self._in_a_row = 0
         self._unreported: list[_C.StepVerdict] = []  # in the order of the steps
 
     def add(self, verdict: _C.StepVerdict) -> None:
         self._unreported.append(verdict)
 
-    def report(self, optimizer: "ShardedOptimizer", *, wait: bool) -> None:
+    def report(
+        self, trained: Trained, raises: bool, scaler: LossScaler | None, *, wait: bool
+    ) -> None:
         """Warn or raise for the skipped steps among those that the host knows by now.
 
         Args:
@@ -45,26 +55,24 @@ class SkippedSteps:
         """
         while self._unreported and (wait or self._unreported[0].is_settled):
             verdict = self._unreported.pop(0)
-            if not optimizer._handle.knows_on_host:
-                optimizer._handle.engine.settle(verdict)  # reads it from the device
-            if verdict.nonfinite:
-                self._report_one(optimizer, verdict)
-            else:
+            if not self._handle.knows_on_host:
+                self._handle.engine.settle(verdict)  # reads it from the device
+            if not verdict.nonfinite:
                 self._in_a_row = 0
+            elif scaler is not None and scaler.expects_overflow:
+                self.count += 1
+            else:
+                self._report_one(verdict, trained, raises)
 
-    def _report_one(self, optimizer: "ShardedOptimizer", verdict: _C.StepVerdict) -> None:
-        scaler = optimizer.loss_scaler
-        if scaler is not None and scaler._expects_overflow():
-            self.count += 1
-            return
+    def _report_one(self, verdict: _C.StepVerdict, trained: Trained, raises: bool) -> None:
         if verdict.rank < 0:
             place = "on some rank"
         else:
             place = f"first in '{verdict.parameter}' on rank {verdict.rank}"
             if verdict.micro_batch >= 0:
                 place += f", micro-batch {verdict.micro_batch}"
-        message = f"{optimizer._handle.groups.where}gradients hold NaN or Inf, {place}"
-        if optimizer.nonfinite == "raise":
+        message = f"{self._handle.groups.where}gradients hold NaN or Inf, {place}"
+        if raises:
             raise RuntimeError(
                 f"{message}. Nothing was updated. To skip such steps, pass nonfinite='skip'."
             )
@@ -79,7 +87,7 @@ class SkippedSteps:
         # In a row: at the first, second, fourth, eighth …, which all ranks count alike.
         if self._in_a_row & (self._in_a_row - 1):
             return
-        bad = _nonfinite_parameter(optimizer)
+        bad = _nonfinite_parameter(self._handle.engine, trained)
         if self._in_a_row >= DIVERGED_IN_A_ROW:
             message += (
                 f"; {self._in_a_row} steps in a row were skipped: the run has diverged. Lower the "
@@ -90,16 +98,15 @@ class SkippedSteps:
                 f"; the parameter '{bad}' itself holds NaN or Inf, and skipping steps cannot mend "
                 "it: load a checkpoint from before"
             )
-        if bad is not None or self._in_a_row == 1 or optimizer._handle.groups.rank == 0:
+        if bad is not None or self._in_a_row == 1 or self._handle.groups.rank == 0:
             warn(f"{message}; {said}.")
 
 
-def _nonfinite_parameter(optimizer: "ShardedOptimizer") -> str | None:
+def _nonfinite_parameter(engine: _C.Engine, trained: Trained) -> str | None:
     """The name of the first parameter that is not finite in this rank's part: its master, or what
     was written to it since the last step."""
-    engine = optimizer._handle.engine
-    for i in optimizer._sharded_state.indices:
-        if engine.unit_of(i) >= 0 and not engine.current_master(i).isfinite().all():
+    for _, i, _ in trained:
+        if not engine.current_master(i).isfinite().all():
             return engine.parameter_name(i)
     return None
 
@@ -107,48 +114,39 @@ def _nonfinite_parameter(optimizer: "ShardedOptimizer") -> str | None:
 class StepSettings:
     """The settings that an update multiplies with. Each step compares their hash between ranks."""
 
-    def __init__(self, defaults: dict[str, Any]):
+    def __init__(self, handle: Handle, defaults: dict[str, Any]):
+        self._handle = handle
         self._names = [name for name in defaults if name not in _SWITCHES]
         self.states = SharedStates()  # which are compared with them
 
-    def hash(self, optimizer: "ShardedOptimizer", *, divides: bool) -> int:
+    def values(self, groups: Sequence[Group], of_step: dict[str, Any]) -> list[Any]:
+        """Numbers, or tuples of them, that must be equal on all ranks."""
+        settings = [group.get(name) for group in groups for name in self._names]
+        return [_number_of(value) for value in (*of_step.values(), *settings)]
+
+    def hash(self, groups: Sequence[Group], of_step: dict[str, Any]) -> int:
         """Equal on ranks where all settings are equal. The engine adds its divide factor.
 
         Args:
-            divides: Whether the step was given ``divide_by``.
+            of_step: By how an error shows them.
         """
-        if optimizer._handle.groups.world == 1:
+        if self._handle.groups.world == 1:
             return 0
-        values = (divides, *map(_number_of, self._values(optimizer)))
-        return hash(values) ^ self.states.hash()
+        return hash(tuple(self.values(groups, of_step))) ^ self.states.hash()
 
-    def agreed(self, optimizer: "ShardedOptimizer") -> None:
-        """Called after a step whose settings did not differ."""
-        compared = optimizer.nonfinite != "step" or optimizer.max_grad_norm is not None
-        if compared or optimizer._handle.options.stage == 3:  # else no message was sent
-            self.states.agreed()
-
-    def check_same(self, optimizer: "ShardedOptimizer", *, divides: bool) -> None:
+    def check_same(self, groups: Sequence[Group], of_step: dict[str, Any]) -> None:
         """Raise for the first setting or state that differs. Collective."""
-        labels = ["step() has divide_by={}", "gradient divide factor={}", "max_grad_norm={}"]
-        for g in range(len(optimizer.param_groups)):
-            labels.extend(f"{name}={{}} of group {g}" for name in self._names)
-        labels.extend(f"step({name}={{}})" for name in sorted(optimizer._keywords))
-        values = [divides, optimizer._handle.engine.divide_factor, *self._values(optimizer)]
-        numbers = map(_number_of, values)
+        of_step = {"gradient divide factor={}": self._handle.engine.divide_factor, **of_step}
+        of_groups = (f"{n}={{}} of group {g}" for g in range(len(groups)) for n in self._names)
+        labels = [*of_step, *of_groups]
+        numbers = self.values(groups, of_step)
         check_same_on_all_ranks(
-            optimizer._handle.groups,
+            self._handle.groups,
             [label.format(number) for label, number in zip(labels, numbers, strict=True)],
             "the settings of the optimizers",
             remedy="Give every rank the same, and repeat step(): nothing was updated.",
         )
-        self.states.check_same(optimizer._handle.groups)
-
-    def _values(self, optimizer: "ShardedOptimizer") -> list[Any]:
-        groups = optimizer.param_groups
-        given = [optimizer._keywords[name] for name in sorted(optimizer._keywords)]
-        settings = [g.get(name) for g in groups for name in self._names]
-        return [optimizer.max_grad_norm, *settings, *given]
+        self.states.check_same(self._handle.groups)
 
 
 def _number_of(setting: Any) -> Any:
@@ -160,3 +158,63 @@ def _number_of(setting: Any) -> Any:
     if isinstance(setting, Tensor) and setting.device.type == "cpu" and setting.numel() == 1:
         return _number_of(setting.item())  # one on a device would have to be waited for
     return 0
+
+
+class SharedStates:
+    """Those that appeared since the ranks last agreed, as they were when they appeared.
+
+    See note [States that all parameters share].
+    """
+
+    def __init__(self) -> None:
+        self._appeared: dict[tuple[int, str], str] = {}  # by parameter (-1: none) and by name
+
+    def add(self, i: int, name: Any, owner: str | None, value: Any) -> None:
+        """``value`` has appeared as state ``name`` of parameter i, whose name is ``owner``."""
+        of_owner = "" if owner is None else f" of '{owner}'"
+        self._appeared[i, str(name)] = f"'{name}'{of_owner}: {shown(value)}"
+
+    def hash(self) -> int:
+        """Equal on ranks where the same states have appeared with the same values."""
+        if not self._appeared:
+            return 0
+        digest = hashlib.sha256("\n".join(self._described()).encode()).digest()
+        return int.from_bytes(digest[:8], signed=True)
+
+    def agreed(self) -> None:
+        self._appeared.clear()
+
+    def check_same(self, groups: Groups) -> None:
+        """Raise for the first one that differs, or is on some ranks only. Collective."""
+        check_same_on_all_ranks(
+            groups,
+            self._described(),
+            "states of the wrapped optimizer that have no value for each element",
+            remedy="Such a state cannot be saved, because every rank would load one rank's. Use "
+            "stage 0, where every rank has all elements.",
+        )
+
+    def _described(self) -> list[str]:
+        return [self._appeared[key] for key in sorted(self._appeared)]
+
+
+@torch.no_grad()
+def shown(value: Any) -> str:
+    """Equal texts for equal values, on every rank."""
+    if isinstance(value, Tensor):
+        kind = f"{value.dtype} {tuple(value.shape)}"
+        if type(value) not in (Tensor, torch.nn.Parameter):  # whose values may have any form
+            return f"{type(value).__name__} {kind}"
+        return f"{value.item()} {kind}" if value.numel() == 1 else f"{kind} {_digest(value)}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(shown, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {shown(value[key])}' for key in value)}}}"
+    if value is None or isinstance(value, Number | str):
+        return repr(value)
+    return type(value).__name__  # others need not be comparable
+
+
+def _digest(value: Tensor) -> str:
+    flat = value.detach().to("cpu").contiguous().reshape(-1)
+    return f"with digest {hashlib.sha256(flat.view(torch.uint8).numpy()).hexdigest()[:8]}"

@@ -18,8 +18,8 @@ from zero_ext import _C
 from zero_ext.engine.checks import is_ignored, stays_whole
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
-from zero_ext.optim.owned_optimizer import OwnedOptimizer
-from zero_ext.optim.sharded_optimizer import ShardedOptimizer
+from zero_ext.optim.sharded import Sharded
+from zero_ext.optim.whole import Whole
 from zero_ext.ranks.agreement import all_or_none, calling, naming
 from zero_ext.ranks.collectives import broadcast_
 from zero_ext.ranks.groups import Groups
@@ -138,7 +138,7 @@ def set_full_grad(parameter: Tensor, value: Tensor | None) -> None:
 
 @calling("full_state()")
 @torch.no_grad()
-def full_state(optimizer: ShardedOptimizer, parameter: Tensor, name: str) -> Tensor:
+def full_state(optimizer: Sharded, parameter: Tensor, name: str) -> Tensor:
     """A value of the optimizer's state, such as ``"exp_avg"``, whole. Collective.
 
     Returns:
@@ -152,7 +152,7 @@ def full_state(optimizer: ShardedOptimizer, parameter: Tensor, name: str) -> Ten
 
 @calling("set_full_state()")
 @torch.no_grad()
-def set_full_state(optimizer: ShardedOptimizer, parameter: Tensor, name: str, value) -> None:
+def set_full_state(optimizer: Sharded, parameter: Tensor, name: str, value) -> None:
     """Give a value of the optimizer's state new contents, on every rank. Collective.
 
     Args:
@@ -203,18 +203,19 @@ def sharded_place_of(parameter: Tensor) -> tuple[Handle, int]:
     return place
 
 
-def state_of(optimizer: ShardedOptimizer, parameter: Tensor, name: str):
-    if not isinstance(optimizer, ShardedOptimizer):
+def state_of(optimizer: Sharded, parameter: Tensor, name: str):
+    if not isinstance(optimizer, Sharded):
         raise ValueError(
             f"zero_ext: {type(optimizer).__name__} is not an optimizer of zero_ext.optim."
         )
-    if isinstance(optimizer, OwnedOptimizer):
+    core = optimizer.zero_core
+    if isinstance(core.states, Whole):
         raise ValueError(
             "zero_ext: the states of this optimizer lie whole at their parameters' owners. Read "
             "them in state_dict(), which is collective, and write them with load_state_dict()."
         )
     handle, i = sharded_place_of(parameter)
-    if i not in optimizer._sharded_state.indices or handle is not optimizer._handle:
+    if handle is not core.handle or core.state is None or i not in core.state.indices:
         raise ValueError(
             f"zero_ext: this {type(optimizer).__name__} does not step the parameter of shape "
             f"{tuple(parameter.shape)}."

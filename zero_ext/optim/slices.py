@@ -1,0 +1,349 @@
+"""Slices: code of an elementwise optimizer runs on this rank's parts of the masters. Note [Lending]
+in lending.py says how it gets them.
+
+Note [What a method beside step gets]
+Other ranks may be gathering from the masters themselves, so a method gets copies, which have what
+users wrote to the parameters. What it wrote becomes the parameter and its master on all ranks.
+Which parameters it wrote is seen in its operations and not in their values: ranks must agree about
+it, and values may change on one rank alone. So a method that writes nothing is not collective.
+"""
+
+import contextlib
+import copy
+import functools
+import itertools
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_ext import _C
+from zero_ext.engine.handle import Handle
+from zero_ext.engine.registry import find
+from zero_ext.optim import elementwise
+from zero_ext.optim.groups import (
+    Group,
+    Trained,
+    named_in,
+    replace_named,
+    settings_of,
+)
+from zero_ext.optim.lending import OwnCode, OwnStates, WatchedWrites, lent
+from zero_ext.optim.states import Loader, SavedState, ShownStates
+from zero_ext.optim.verdicts import SharedStates
+
+
+@dataclass(slots=True, eq=False)
+class _Slice:
+    """One parameter. ``shown`` is what ``optimizer.state`` shows of the values ``made``."""
+
+    parameter: Tensor
+    i: int
+    master: torch.nn.Parameter
+    group: Group
+    shown: dict[str, Any] = field(default_factory=dict)
+    made: list[int] = field(default_factory=list)  # by id
+    names: set[str] = field(default_factory=set)  # of states that ranks compare
+
+
+class Slices(OwnStates):
+    """The states of an elementwise optimizer, as its class keeps them of this rank's parts.
+
+    Args:
+        shared: Compares the states that have no value for each element.
+    """
+
+    def __init__(
+        self, handle: Handle, state: _C.OptimizerState, code: OwnCode, shared: SharedStates
+    ):
+        super().__init__(handle, state, code)
+        self._shared = shared
+        self._slices: dict[int, _Slice] = {}  # by index, of what has ever trained
+        self._lists: list[list[Tensor]] = []  # the masters of each group
+        self._own: dict[Any, Any] = defaultdict(dict)  # as the class has them, by master
+        self._cut: dict[str, bool] = {}  # by name, whether a state has a value for each element
+        self._made: dict[str, set[str]] = {}  # by kind of group, the states that a step makes
+        self._kinds_checked: set[str] = set()  # of groups that were added
+
+    # What is shown
+
+    def check_added(self, group: Group) -> None:
+        kind = elementwise.kind_of(group)
+        if kind not in self._kinds_checked:
+            elementwise.check(self.code.kind, self.code.kwargs, group)
+            self._kinds_checked.add(kind)
+
+    def show(self, shown: ShownStates, parameter: Tensor, i: int, group: Group) -> None:
+        each = self._slices.get(i)
+        if each is None:
+            master = torch.nn.Parameter(self._handle.engine.master_slice(i))
+            each = self._slices[i] = _Slice(parameter, i, master, group)
+            if given := self._given.pop(id(parameter), None):
+                self._own[master] = self._taken(each, given)
+            elif self.code.makes_states:
+                self._own[master] = self._begun(each)
+        each.group = group
+        self._show_one(each, self._own.get(each.master), shown)
+
+    def arrange(self, groups: Sequence[Group], trained: Trained) -> None:
+        self._lists = [[] for _ in groups]
+        for _, i, g in trained:
+            self._lists[g].append(self._slices[i].master)
+
+    def _begun(self, each: _Slice) -> dict[str, Any]:
+        """The state that the class makes when it is constructed."""
+        return dict(self.code.made_for(each.master, each.group).state.get(each.master, {}))
+
+    def _show_one(self, each: _Slice, state: dict[str, Any] | None, shown: ShownStates) -> None:
+        each.made = list(map(id, (state or {}).values()))
+        if not state:
+            each.shown = {}
+            dict.pop(shown, each.parameter, None)
+            return
+        for name, value in state.items():
+            if name not in each.names:
+                self._note_new(each, name, value)
+        views = {
+            name: self._handle.as_parameter(value, each.i, each.parameter)
+            if self._is_per_element(name, value, each)
+            else value
+            for name, value in state.items()
+        }
+        each.shown, read = views, shown[each.parameter]
+        for name in read.keys() - views.keys():
+            del read[name]
+        read.update(views)
+
+    def forget(self, parameter: Tensor, i: int, group: Group) -> bool:
+        each = self._slices.get(i)
+        if each is None or not self._own.pop(each.master, None):
+            return False
+        if self.code.makes_states:
+            self._own[each.master] = self._begun(each)
+        each.shown, each.made = {}, []
+        return True
+
+    def end_copies(self, shown: ShownStates) -> None:
+        """What users have put among the states becomes the class's."""
+        found = {id(key): value for key, value in dict.items(shown)}
+        for each in self._slices.values():
+            before, now = each.shown, found.get(id(each.parameter)) or each.shown
+            same = map(operator.is_, map(now.get, before), before.values())
+            if len(now) == len(before) and all(same):
+                continue
+            state = self._own[each.master]
+            for name in state.keys() - now.keys():
+                del state[name]
+            new = {n: v for n, v in now.items() if n not in before or before[n] is not v}
+            state.update(self._taken(each, new))
+            each.shown, each.made = dict(now), []  # so that they are shown anew
+
+    # The code of the class
+
+    def update(self, optimizer: torch.optim.Optimizer, keywords: dict[str, Any]) -> None:
+        """Run the class's step, after the ranks have agreed on it."""
+        engine = self._handle.engine
+        for each in self._slices.values():
+            has_some = each.parameter.grad is not None
+            each.master.grad = engine.grad_slice(each.i) if has_some else None
+        step = functools.partial(self.code.step, optimizer, **keywords)
+        self._run(optimizer, step, self._state.apply_masters)
+
+    def _run(
+        self, optimizer: torch.optim.Optimizer, act: Callable[[], Any], write: Callable[[], None]
+    ) -> Any:
+        shown = optimizer.zero_core.shown
+        replace_named(self._own, named_in(shown))
+        left = [self._own]
+        try:
+            with lent(optimizer, self._lists, self._own) as left:
+                return act()
+        finally:  # masters that have moved are those of their parameters, whatever it raised
+            for each in self._slices.values():
+                each.master.grad = None  # which would count as kept by somebody
+            write()
+            (self._own,) = left
+            self._show_own(shown)
+
+    def _show_own(self, shown: ShownStates) -> None:
+        """Show the states that the class has by now."""
+        states = {id(key): state for key, state in dict.items(self._own)}
+        for each in self._slices.values():
+            state = states.get(id(each.master), {})
+            if list(map(id, state.values())) != each.made:
+                self._show_one(each, state, shown)
+        named = named_in(self._own)
+        for name, value in named.items():
+            if name not in shown:
+                self._shared.add(-1, name, None, value)
+        replace_named(shown, named)
+
+    def _note_new(self, each: _Slice, name: str, value: Any) -> None:
+        """States that appeared, and have no value for each element, must be equal on all ranks."""
+        each.names.add(name)
+        bounds = self._handle.engine.bounds(each.i)
+        # Some optimizers make no state where there are no elements.
+        everywhere = all(itertools.starmap(operator.lt, itertools.pairwise(bounds)))
+        if (self._handle.replicated or everywhere) and not self._is_per_element(name, value, each):
+            self._shared.add(each.i, name, self._handle.engine.parameter_name(each.i), value)
+
+    def call(self, optimizer: torch.optim.Optimizer, what: str, act: Callable[[], Any]) -> Any:
+        """See note [What a method beside step gets]."""
+        if not self._slices:  # nothing to train
+            return act()
+        result = self._called(optimizer, act)
+        if isinstance(result, contextlib.AbstractContextManager):
+            return self._entered(optimizer, result)
+        return result
+
+    @contextlib.contextmanager
+    def _entered(
+        self, optimizer: torch.optim.Optimizer, context: contextlib.AbstractContextManager
+    ) -> Iterator[Any]:
+        """``context``, whose beginning and end change parameters."""
+        with contextlib.ExitStack() as stack:
+            value = self._called(optimizer, context.__enter__)
+            stack.push(lambda *error: self._called(optimizer, lambda: context.__exit__(*error)))
+            yield value
+
+    def _called(self, optimizer: torch.optim.Optimizer, act: Callable[[], Any]) -> Any:
+        self._check_there()
+        engine, slices, watched = self._handle.engine, [*self._slices.values()], WatchedWrites()
+        masters = [each.master.data for each in slices]
+        with torch.no_grad():
+            copies = [engine.current_master(each.i) for each in slices]
+            for each, values in zip(slices, copies, strict=True):
+                each.master.grad, each.master.data = (
+                    self._gradient_of(each.parameter, each.i),
+                    values,
+                )
+
+        def watch() -> Any:
+            with watched:
+                return act()
+
+        def write() -> None:
+            """Collective. In an order that all ranks have."""
+            moved = []
+            for each, master, copied in zip(slices, masters, copies, strict=True):
+                values, each.master.data = each.master.data, master
+                if watched.moved(values, copied):
+                    moved.append((each.i, each.parameter, values.float()))
+            for i, parameter, values in sorted(moved, key=operator.itemgetter(0)):
+                self._handle.write_value(i, self._handle.as_parameter(values, i, parameter))
+
+        return self._run(optimizer, watch, torch.no_grad()(write))
+
+    # Loading
+
+    def checked_write(self, shown: ShownStates, saved: Sequence[SavedState]) -> Loader:
+        self._check_there()
+        for name, of_shape in _of_shapes(saved).items() if self._slices else ():
+            self._is_cut(name, saved[0].group, of_shape)
+        writes = []
+        for each in saved:
+            place = find(each.parameter)
+            of_rank = None if place is None else self._slices.get(place[1])
+            if of_rank is None:
+                each.warn_of_frozen()
+                continue
+            lacking = self._made_by_a_step(each.group) - each.values.keys() if each.values else ()
+            if lacking:
+                raise ValueError(
+                    f"zero_ext: the state of {each.name} lacks '{min(lacking)}', which "
+                    f"{self.code.name} has. Load what it has saved."
+                )
+            for name in filter(self._cut.get, each.values):
+                each.check_shape(name, each.parameter.shape)
+            writes.append((of_rank, self._taken(of_rank, each.values)))
+
+        def write() -> None:
+            for each, state in writes:
+                self._own[each.master] = state
+                each.names.clear()
+                dict.pop(shown, each.parameter, None)
+                self._show_one(each, state, shown)
+
+        return write
+
+    def convert(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the class convert what older versions have saved, as torch does."""
+        with lent(optimizer, self._lists, self._own):
+            optimizer.__setstate__({"state": self._own, "param_groups": optimizer.param_groups})
+
+    def set_offloaded(self, shown: ShownStates, offloaded: bool) -> None:
+        self._set_away(offloaded, self._own)
+
+    def _taken(self, each: _Slice, values: dict[str, Any]) -> dict[str, Any]:
+        """As the class gets them, values that users or its constructor have put there."""
+        return {
+            name: self._piece_of(value, each)
+            if _has_shape(value, each.parameter.shape) and self._is_cut(name, each.group, True)
+            else copy.deepcopy(value)
+            for name, value in values.items()
+        }
+
+    @torch.no_grad()
+    def _piece_of(self, value: Tensor, each: _Slice) -> Tensor:
+        """This rank's part of a value of the parameter's shape, flat; fp32, or of its own kind."""
+        kind = torch.float32 if value.is_floating_point() else value.dtype
+        local = torch.empty_like(each.master, dtype=kind, requires_grad=False)
+        self._handle.as_parameter(local, each.i, each.parameter).copy_(value)
+        return local
+
+    # Which states have a value for each element
+
+    def _is_per_element(self, name: str, value: Any, each: _Slice) -> bool:
+        if not _has_shape(value, each.master.shape):
+            return False
+        states = ((other, self._own.get(other.master, {})) for other in self._slices.values())
+        of_shapes = name in self._cut or all(
+            _has_shape(state[name], other.master.shape) for other, state in states if name in state
+        )
+        return self._is_cut(name, each.group, of_shapes)
+
+    def _is_cut(self, name: str, group: Group, otherwise: bool) -> bool:
+        """Of what a step does not make, ``otherwise`` says it."""
+        if name not in self._cut:
+            self._made_by_a_step(group)
+        return self._cut.setdefault(name, otherwise)
+
+    def _made_by_a_step(self, group: Group) -> set[str]:
+        """Which states a step makes. Notes which have a value for each element, found by trying
+        with two sizes: any other state may have the shape of one parameter."""
+        kind = elementwise.kind_of(group)
+        if kind not in self._made:
+            device = self._handle.engine.master_slice(next(iter(self._slices))).device
+            probes = [torch.nn.Parameter(torch.zeros(numel, device=device)) for numel in (2, 3)]
+            for probe in probes:
+                probe.grad = torch.zeros_like(probe)
+            optimizer = self.code.made([{**copy.deepcopy(settings_of(group)), "params": probes}])
+            elementwise.begin_training(optimizer)
+            optimizer.step()
+            states = [optimizer.state[probe] for probe in probes]
+            self._made[kind] = set(states[0])
+            for name in states[0]:
+                cut = (
+                    _has_shape(s.get(name), p.shape) for s, p in zip(states, probes, strict=True)
+                )
+                self._cut[name] = all(cut)
+        return self._made[kind]
+
+
+def _of_shapes(saved: Sequence[SavedState]) -> dict[str, bool]:
+    """By name: whether that state has its parameter's shape, of all parameters that have it."""
+    of_shapes: dict[str, bool] = {}
+    for each in saved:
+        for name, value in each.values.items():
+            if value is not None:
+                of_shape = _has_shape(value, each.parameter.shape)
+                of_shapes[name] = of_shapes.get(name, True) and of_shape
+    return of_shapes
+
+
+def _has_shape(value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, Tensor) and value.shape == shape

@@ -1,0 +1,384 @@
+"""The states of an optimizer: how ``optimizer.state`` shows them, and what is loaded into them.
+
+Views of states are made when they are asked for. A state that is loaded is checked whole before any
+of it is written.
+"""
+
+import copy
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zero_ext import _C
+from zero_ext._warnings import warn
+from zero_ext.engine.handle import Handle
+from zero_ext.engine.registry import find
+from zero_ext.optim.groups import (
+    Group,
+    Trained,
+    name_in_module,
+    parameters_of,
+    replace_named,
+    settings_of,
+)
+from zero_ext.optim.state_views import BlockCopies, views
+
+Loader = Callable[[], None]
+
+
+class Later(NamedTuple):
+    """Stands for a parameter's state until it is asked for."""
+
+    make: Callable[[Tensor, int], dict[str, Tensor]]
+    i: int
+
+
+class ShownStates(defaultdict):
+    """By parameter, or by name what an optimizer keeps for no parameter.
+
+    Who reads the state of one parameter gets its views made. Who reads all of them, to iterate,
+    compare, copy or pickle them, gets all views made.
+    """
+
+    def show_later(
+        self, parameter: Tensor, make: Callable[[Tensor, int], dict[str, Tensor]], i: int
+    ) -> None:
+        """``make(parameter, i)`` is the state of ``parameter``, which has none yet."""
+        super().__setitem__(parameter, Later(make, i))
+
+    def show_anew(
+        self,
+        parameter: Tensor,
+        names: Iterable[str],
+        make: Callable[[Tensor, int], dict[str, Tensor]],
+        i: int,
+    ) -> None:
+        """``make(parameter, i)`` shows ``names`` from now on, beside what else is there.
+
+        A state that was emptied stays empty.
+        """
+        shown = super().get(parameter)
+        if shown and type(shown) is not Later:
+            others = {name: value for name, value in shown.items() if name not in names}
+            super().__setitem__(parameter, Later(lambda *which: {**others, **make(*which)}, i))
+
+    def __getitem__(self, key: Hashable) -> Any:
+        value = super().__getitem__(key)
+        if type(value) is Later:
+            with torch.inference_mode(False), torch.no_grad():
+                value = value.make(key, value.i)
+            super().__setitem__(key, value)
+        return value
+
+    def get(self, key: Hashable, default: Any = None) -> Any:
+        if key not in self:
+            return default
+        return self[key]
+
+    def setdefault(self, key: Hashable, default: Any = None) -> Any:
+        super().setdefault(key, default)
+        return self[key]
+
+    def pop(self, key: Hashable, *default: Any) -> Any:
+        if key not in self:
+            return super().pop(key, *default)
+        value = self[key]
+        del self[key]
+        return value
+
+    def _make_all(self) -> None:
+        for key in [*dict.keys(self)]:
+            self.get(key)
+
+    def __reduce_ex__(self, protocol) -> tuple:
+        return defaultdict, (dict, {key: self[key] for key in dict.keys(self)})
+
+
+def _of_all(name: str) -> Callable:
+    of_dict = getattr(defaultdict, name)
+
+    def method(self, *args):
+        self._make_all()
+        return of_dict(self, *args)
+
+    method.__name__ = name
+    return method
+
+
+# Without __iter__ here dict() and ** would copy what stands for a state.
+for _name in (
+    *("__iter__", "__reversed__", "items", "values", "popitem", "copy", "__copy__", "__repr__"),
+    *("__eq__", "__ne__", "__or__", "__ror__"),
+):
+    setattr(ShownStates, _name, _of_all(_name))
+
+
+class SavedState(NamedTuple):
+    """What was saved of one parameter, and its group with the settings that it will have."""
+
+    key: int | str
+    parameter: Tensor
+    group: Group
+    values: dict[str, Any]
+
+    @property
+    def name(self) -> str:  # for messages
+        name = name_in_module(self.parameter)
+        return f"parameter {self.key}" if name is None else f"'{name}'"
+
+    def check_shape(self, name: str, shape: torch.Size) -> None:
+        """Raise where a saved value has another shape than the optimizer's."""
+        value = self.values[name]
+        if isinstance(value, Tensor) and value.shape != shape:
+            raise ValueError(
+                f"zero_ext: state '{name}' of {self.name} has shape "
+                f"{tuple(value.shape)}, the optimizer's has {tuple(shape)}."
+            )
+
+    def warn_of_frozen(self) -> None:
+        if self.values:
+            warn(
+                f"zero_ext: {self.name} is frozen, and its saved state "
+                f"({', '.join(map(str, self.values))}) is passed over: it begins anew when the "
+                "parameter is unfrozen. Thaw it before load_state_dict()."
+            )
+
+
+class States:
+    """The states of an optimizer's parameters, wherever they lie."""
+
+    def count_of(self, group: Group) -> int:
+        """How many states in C++ the parameters of ``group`` have."""
+        return 0
+
+    def check(self, groups: Sequence[Group]) -> None:
+        """Raise where a group needs a state that there is no memory for."""
+
+    def check_added(self, group: Group) -> None:
+        """Raise where the update of a group that was added is of another kind."""
+
+    def show(self, shown: ShownStates, parameter: Tensor, i: int, group: Group) -> None:
+        """Show the state of parameter i, which is now of ``group``."""
+
+    def arrange(self, groups: Sequence[Group], trained: Trained) -> None:
+        """Those are the groups now, and their parameters with indices and numbers of groups."""
+
+    def forget(self, parameter: Tensor, i: int, group: Group) -> bool:
+        """Let its state begin anew. Returns whether there was one."""
+        return False
+
+    def checked_write(self, shown: ShownStates, saved: Sequence[SavedState]) -> Loader:
+        """Check all states. What is returned writes them, and zeros what was not saved."""
+        raise NotImplementedError
+
+    def convert(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the class convert a loaded state that older versions have saved."""
+
+    def end_copies(self, shown: ShownStates) -> None:
+        """Take what users have written to states that they read since the last step."""
+
+    def set_offloaded(self, shown: ShownStates, offloaded: bool) -> None:
+        """Move the states to host memory, or back."""
+        raise NotImplementedError
+
+    def stats(self) -> dict[str, int]:
+        """See ``zero_ext.stats``."""
+        return {}
+
+
+def saved_states(
+    groups: Sequence[Group], keys: Iterable[int | str], states: dict[int | str, dict[str, Any]]
+) -> list[SavedState]:
+    """One of each parameter of ``groups``, which were saved under ``keys``."""
+    pairs = [(parameter, group) for group in groups for parameter in group["params"]]
+    return [
+        SavedState(key, parameter, group, states.get(key, {}))
+        for key, (parameter, group) in zip(keys, pairs, strict=True)
+    ]
+
+
+def follow_emptied(
+    shown: ShownStates,
+    states: States,
+    groups: Sequence[Group],
+    trained: Trained,
+) -> None:
+    """What a user has emptied begins anew, and is shown again. Nothing else changes."""
+    values = {id(key): value for key, value in dict.items(shown)}
+    for parameter, i, g in trained:
+        if not values.get(id(parameter)) and states.forget(parameter, i, groups[g]):
+            states.show(shown, parameter, i, groups[g])
+
+
+def taken_over(
+    given: dict[Any, Any], states: States, groups: Sequence[Group]
+) -> tuple[ShownStates, Loader]:
+    """What shows the states that a user has put in the place of ``optimizer.state``, once they are
+    loaded."""
+    parameters = parameters_of(groups)
+    wanted = {k: given.get(parameter, {}) for k, parameter in enumerate(parameters)}
+    here = set(map(id, parameters))
+    others = {key: value for key, value in dict.items(given) if id(key) not in here}
+    shown = ShownStates(dict, others)
+    return shown, states.checked_write(shown, saved_states(groups, wanted, wanted))
+
+
+def checked_load(
+    state_dict: dict[str, Any], groups: Sequence[Group], shown: ShownStates, states: Any
+) -> Loader:
+    """Check all of ``state_dict``, without a change. The function that is returned loads it.
+
+    Raises:
+        ValueError: it has other groups, or states that ``states`` does not have.
+    """
+    saved_groups = state_dict["param_groups"]
+    saved_sizes, sizes = ([len(g["params"]) for g in each] for each in (saved_groups, groups))
+    if saved_sizes != sizes:
+        raise ValueError(
+            f"zero_ext: the state has groups of {saved_sizes} parameters, the optimizer of {sizes}."
+            " Make the optimizer with the parameters and the groups that were saved."
+        )
+    settings = [copy.deepcopy(settings_of(saved)) for saved in saved_groups]
+    merged = [{**group, **new} for group, new in zip(groups, settings, strict=True)]
+    states.check(merged)
+    keys, saved = [key for each in saved_groups for key in each["params"]], state_dict["state"]
+    of_parameters = set(keys)
+    named = copy.deepcopy({key: saved[key] for key in saved if key not in of_parameters})
+    write = states.checked_write(shown, saved_states(merged, keys, saved))
+
+    def load() -> None:
+        replace_named(shown, named)
+        here = set(map(id, parameters_of(groups)))
+        for key in [key for key in dict.keys(shown) if isinstance(key, Tensor)]:
+            if id(key) not in here:  # taken out of its group, and not in any saved state
+                del shown[key]
+        for group, new in zip(groups, settings, strict=True):
+            group.update(new)
+        with torch.no_grad():
+            write()
+
+    return load
+
+
+class Layout(NamedTuple):
+    """Which states a class keeps in C++.
+
+    Attributes:
+        names: In the order in which C++ numbers them.
+        count_of: How many of them the parameters of a group have, the first ones.
+        counts_steps: Whether torch's class has the state "step" as well.
+    """
+
+    names: tuple[str, ...]
+    count_of: Callable[[Group], int]
+    counts_steps: bool = True
+
+    def shown(self, count: int) -> tuple[str, ...]:
+        return ("step", *self.names[:count]) if self.counts_steps else self.names[:count]
+
+
+class FusedStates(States):
+    """States in C++, which updates in C++ use."""
+
+    def __init__(
+        self, layout: Layout, kind: str, handle: Handle, state: _C.OptimizerState, held: int
+    ):
+        self._layout, self._kind, self._handle, self._state = layout, kind, handle, state
+        self._held = held  # so many of the names have memory
+        self._copies = BlockCopies()
+        self._makers: dict[tuple[str, ...], Callable] = {}  # of views, by their names
+
+    def count_of(self, group: Group) -> int:
+        return self._layout.count_of(group)
+
+    def check(self, groups: Sequence[Group]) -> None:
+        if max(map(self.count_of, groups), default=0) > self._held:
+            raise ValueError(
+                f"zero_ext: a group of this {self._kind} needs "
+                f"'{self._layout.names[self._held]}', which no group needed at construction: "
+                "there is no memory for it. Set amsgrad or momentum in the constructor, and switch "
+                "it off in the other groups."
+            )
+
+    def _held_state(self, parameter: Tensor, i: int) -> dict[str, Tensor]:
+        """The count of steps, and each state that there is memory for."""
+        return self._maker_of(self._layout.shown(self._held))(parameter, i)
+
+    def _maker_of(self, names: tuple[str, ...]) -> Callable[[Tensor, int], dict[str, Tensor]]:
+        """What makes the views with these names, one for all parameters."""
+        make = functools.partial(views, self._state, self._handle, self._copies, names)
+        return self._makers.setdefault(names, make)
+
+    def _names_in(self, group: Group) -> tuple[str, ...]:
+        return self._layout.shown(self.count_of(group))
+
+    def show(self, shown: ShownStates, parameter: Tensor, i: int, group: Group) -> None:
+        self._handle.check_size(i, parameter)
+        make = self._maker_of(self._names_in(group))
+        if parameter in shown:
+            shown[parameter].update(make(parameter, i))
+        else:
+            shown.show_later(parameter, make, i)
+
+    def forget(self, parameter: Tensor, i: int, group: Group) -> bool:
+        for value in self._held_state(parameter, i).values():
+            value.zero_()
+        self._copies.write_back()
+        return True
+
+    def checked_write(self, shown: ShownStates, saved: Sequence[SavedState]) -> Loader:
+        writes = []
+        for each in saved:
+            place = find(each.parameter)
+            if place is not None and self._handle.engine.unit_of(place[1]) < 0:
+                each.warn_of_frozen()
+                continue
+            each = self._completed(each)
+            held = {} if place is None else self._held_state(each.parameter, place[1])
+            for name in each.values:
+                if name not in held:
+                    raise ValueError(
+                        f"zero_ext: {self._kind} has no state '{name}'. Load the kind that was "
+                        "saved."
+                    )
+                each.check_shape(name, held[name].shape)
+            writes.append((each, held))
+
+        def write() -> None:
+            for each, held in writes:
+                for name, target in held.items():
+                    value = each.values.get(name)
+                    if value is None:
+                        target.zero_()
+                    else:
+                        target.copy_(value if isinstance(value, Tensor) else torch.tensor(value))
+                names = {*self._names_in(each.group), *each.values}
+                shown[each.parameter].update((k, v) for k, v in held.items() if k in names)
+            self.end_copies(shown)
+
+        return write
+
+    def _completed(self, saved: SavedState) -> SavedState:
+        """What torch does not save is added, what it saves as None is left out."""
+        values = {name: value for name, value in saved.values.items() if value is not None}
+        # torch counts no steps of SGD: a buffer that exists holds something.
+        counted = self._layout.counts_steps and "step" not in values
+        if counted and "momentum_buffer" in values:
+            values["step"] = 1
+        return saved._replace(values=values)
+
+    def end_copies(self, shown: ShownStates) -> None:
+        self._copies.write_back()
+        for i, parameter, names in self._copies.take():
+            shown.show_anew(parameter, names, self._maker_of(names), i)
+
+    def set_offloaded(self, shown: ShownStates, offloaded: bool) -> None:
+        self.end_copies(shown)
+        self._state.set_offloaded(offloaded)
+
+    def check_added(self, group: Group) -> None:
+        self.check([group])
