@@ -1,15 +1,43 @@
-"""All Python that leans on parts of torch which its documentation does not promise.
+"""All Python that leans on parts of torch which its documentation does not promise, and all that
+changes torch for everybody in the process.
+
+What is changed is listed in ``docs/what_changes_in_torch.md``, and ``undo()`` takes it back. A test
+compares torch before and after with that list. Each entry says why it is needed.
 
 Checked with torch 2.11, 2.13, 2.14 and 2.15. ``csrc/core/torch_internals.h`` is the same for C++.
 """
 
+import functools
+from collections.abc import Callable, Iterable
 from operator import attrgetter
+from types import FunctionType
+from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import skip_code
+from torch._dynamo.exc import Unsupported
+from torch._guards import TracingContext
+from torch.autograd import profiler
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.utils import clip_grad
+from torch.optim import optimizer as torch_optimizer
+from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+# What other files use of torch's insides as it is.
 __all__ = [
+    "DTensorSpec",  # what a DTensor is made of: it has no public constructor for uneven slices
+    "TensorMeta",
     "TorchDispatchMode",  # sees each operation below autograd
+    "TracingContext",  # whether torch.compile looks inside a tensor, or something else
+    "Unsupported",  # breaks a graph of torch.compile
+    "is_traceable_wrapper_subclass",  # whether a tensor consists of others
     "tree_flatten",  # nested containers, as torch's operators take them apart
     "tree_leaves",
     "tree_map_only",
@@ -18,3 +46,153 @@ __all__ = [
 
 # The names and types of an operator's arguments, and which of them it writes to.
 schema_of = attrgetter("_schema")
+
+# What undoes each change of torch.
+_undo: list[Callable[[], None]] = []
+
+
+def undo() -> None:
+    """Give torch back what was changed in it. Sharded modules do not work any more afterwards."""
+    while _undo:
+        _undo.pop()()
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    _undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
+    setattr(owner, name, value)
+
+
+# ---- Clipping and unscaling ----
+
+# Torch's own, by their names in torch.nn.utils.
+clip_grad_norm_ = clip_grad.clip_grad_norm_
+clip_grad_value_ = clip_grad.clip_grad_value_
+clip_grads_with_norm_ = clip_grad._clip_grads_with_norm_
+get_total_norm = clip_grad._get_total_norm
+unscale_ = torch.amp.GradScaler.unscale_
+
+
+def replace_clipping(is_needed: Callable[[], bool], **functions: Callable) -> None:
+    """Call ``functions`` in the place of torch's of these names, once ``is_needed()``.
+
+    Gradients of sharded parameters are parts: torch sees no gradient where one is still to be
+    reduced, and would clip nothing. Functions that scripts imported before call ours, too: they
+    call two functions of their module by their names there. torch.compile does not trace ours.
+    Gradients of sharded parameters cannot be traced, and a part that became a graph would be
+    compiled again for each list of parameters.
+    """
+    for name, function in functions.items():
+        torchs = globals()[name]
+        replacement = _untraced(torchs, function, is_needed)
+        if name == "unscale_":
+            _replace(torch.amp.GradScaler, name, replacement)
+        else:
+            _replace(clip_grad, torchs.__name__, replacement)
+            _replace(nn.utils, name, replacement)
+
+
+def _untraced(torchs: Callable, function: Callable, is_needed: Callable[[], bool]) -> Callable:
+    uncompiled = torch.compiler.disable(function)
+
+    @functools.wraps(torchs)
+    def replacement(*args, **kwargs):
+        return (uncompiled if is_needed() else torchs)(*args, **kwargs)
+
+    return run_as_it_is(replacement)
+
+
+# ---- torch.compile ----
+
+
+def run_as_it_is(function: FunctionType) -> FunctionType:
+    """Where torch calls ``function``, torch.compile makes no graph of it alone."""
+    skip_code(function.__code__)
+    return function
+
+
+def compile_for_hooks() -> None:
+    """Look at a module's hooks before code that was compiled for it is used again.
+
+    By default torch reuses code that was compiled before a module gained hooks, or for another
+    module of the same class without hooks. A sharded module would then run without ours. This only
+    affects code that is compiled later.
+    """
+    _replace(torch._dynamo.config, "skip_nnmodule_hook_guards", False)
+
+
+# ---- Lists of a tensor's kinds ----
+
+
+def use_foreach_for(kind: type) -> None:
+    """Let the default (foreach=None) of clip_grad_norm_ and of optimizers be fast for ``kind``.
+
+    DTensor adds itself to these lists, too. Without it every gradient's norm would be an all-reduce
+    of its own.
+    """
+    for module in (_foreach_utils, torch_optimizer):
+        _replace(module, "_foreach_supported_types", [*module._foreach_supported_types, kind])
+
+
+# ---- Profiles ----
+
+
+def hide_parameters_in_profiles(
+    is_needed: Callable[[], bool], show: Callable[[bool], None]
+) -> None:
+    """During profiles, once ``is_needed()``: parameters are no tensors to torch's profiler.
+
+    With stacks it reads the address of each parameter of each module that is called, and an error
+    there breaks the profile. Torch has no hook for the beginning and the end of a profile, but
+    calls two functions. ``show(False)`` takes the class ``nn.Parameter`` out of the comparison that
+    the profiler makes. For torch's operators parameters then have a class of their own: slower by
+    50 ns.
+    """
+
+    def around(torchs: Callable[[], None], shown: bool) -> Callable[[], None]:
+        @functools.wraps(torchs)
+        def called() -> None:
+            if shown or is_needed():
+                show(shown)
+            torchs()
+
+        return called
+
+    for name, shown in (("_run_on_profiler_start", False), ("_run_on_profiler_stop", True)):
+        _replace(profiler, name, around(getattr(profiler, name), shown))
+
+
+def is_profiling() -> bool:
+    return profiler._is_profiler_enabled
+
+
+# ---- Other wrappers that reduce gradients ----
+# One around a sharded module is found in the next forward: DistributedDataParallel and replicate by
+# their hooks on the parameters (csrc/units/sharded_parameters.h), the others by what stands in the
+# place of a parameter. With stage 3 most read released parameters before that, which is an error.
+
+_WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel)
+_COMPOSABLE = ("fully_shard", "replicate")
+# An attribute of parameters that FullyShardedDataParallel has made parts of a larger one, and which
+# stay in their places.
+FLATTENED = "_fsdp_flattened"
+
+
+def wrapper_of(module: nn.Module) -> str | None:
+    """The other wrapper that reduces gradients of ``module`` itself, or will do it."""
+    registry = _get_registry(module) or {}
+    found = [kind.__name__ for kind in _WRAPPERS if isinstance(module, kind)]
+    found += [name for name in _COMPOSABLE if name in registry]
+    return found[0] if found else None
+
+
+def wrapper_around(owner: nn.Module, key: str) -> str | None:
+    """The one that has put something else in the place of the parameter ``owner.key``.
+
+    Torch keeps a module's parameters as parts of one tensor (FullyShardedDataParallel), or knows
+    which module each state of fully_shard or replicate belongs to.
+    """
+    stands = vars(owner).get(key)
+    if isinstance(stands, torch.Tensor) and getattr(stands._base, "_is_flat_param", False):
+        return FullyShardedDataParallel.__name__
+    around: Iterable[nn.Module] = (m for m in _module_state_mapping if owner in m.modules())
+    return next(filter(None, map(wrapper_of, around)), None)

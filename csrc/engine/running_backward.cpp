@@ -62,9 +62,8 @@ std::vector<int64_t> RunningBackward::before_forward() {
   if (open()) return {};  // a later verb shards what was unfrozen in between
   std::vector<int64_t> unfrozen = unfrozen_among(parameters_);
   if (!unfrozen.empty()) return unfrozen;
-  check_sizes(parameters_, context_, "forward");
   // Without gradients a model that was cast may be evaluated.
-  if (at::GradMode::is_enabled()) check_kinds(parameters_, context_, "forward");
+  check_kinds(parameters_, context_, "forward", at::GradMode::is_enabled());
   // A gradient beside the published ones may be of a backward that was not seen. The next backward
   // raises an error for it.
   if (!published_.has_foreign()) parameters_.repair_hooks();

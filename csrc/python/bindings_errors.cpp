@@ -16,6 +16,8 @@
 
 namespace py = pybind11;
 
+extern PyObject* ParameterClass;  // torch's: tensors of this class are what its profiler reads
+
 namespace zero_ext {
 namespace {
 
@@ -70,6 +72,8 @@ void bind_errors(py::module_& m) {
   m.def("current_call", &current_call);
   m.def("calls_of_local_peers", &SharedHostTransport::calls_of_peers);
   m.def("parameters_after_this_node", &parameters_after_this_node);
+  m.def("show_parameters_to_profiler",
+        [own = ParameterClass](bool shown) { ParameterClass = shown ? own : nullptr; });
   m.def("explain_released_accesses", [](py::function explain) {
     // Never destroyed: an access may raise while the process exits.
     const auto* kept = new py::function(std::move(explain));

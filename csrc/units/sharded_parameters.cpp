@@ -101,8 +101,9 @@ void accept_written(ShardedParameters& parameters) {
   }
 }
 
-void check_sizes(const ShardedParameters& parameters, const UnitContext& context,
-                 const char* verb) {
+void check_kinds(const ShardedParameters& parameters, const UnitContext& context, const char* verb,
+                 bool trains) {
+  const c10::Device device = context.compute.device();
   for (const ShardedParameter& parameter : parameters) {
     if (!parameter.managed()) continue;
     const Unit& unit = parameters.unit(parameter.unit);
@@ -111,16 +112,12 @@ void check_sizes(const ShardedParameters& parameters, const UnitContext& context
                 verb, ": parameter '", parameter.name, "' was resized to ",
                 parameter.tensor.sizes(), ", it was ", at::IntArrayRef(spec.sizes),
                 " when it was sharded. Resize it before sharding.");
-  }
-}
-
-void check_kinds(const ShardedParameters& parameters, const UnitContext& context,
-                 const char* verb) {
-  const c10::Device device = context.compute.device();
-  for (const ShardedParameter& parameter : parameters) {
-    if (!parameter.managed()) continue;
-    const Unit& unit = parameters.unit(parameter.unit);
-    const SlotSpec& spec = unit.layout().slot(parameter.slot).spec;
+    if (!trains) continue;
+    TORCH_CHECK(!reduced_by_ddp(parameter.tensor), where(context.global_rank), verb,
+                ": DistributedDataParallel (or replicate) was put around parameters that are"
+                " sharded, among them '",
+                parameter.name,
+                "'. Use the module without it: its backward reduces the gradients.");
     TORCH_CHECK(
         parameter.tensor.scalar_type() == unit.dtype() && parameter.tensor.device() == device,
         where(context.global_rank, unit.name()), verb, ": parameter '", parameter.name, "' is ",
@@ -131,8 +128,7 @@ void check_kinds(const ShardedParameters& parameters, const UnitContext& context
 }
 
 void ShardedParameters::check(const char* verb) {
-  check_sizes(*this, context_, verb);
-  check_kinds(*this, context_, verb);
+  check_kinds(*this, context_, verb, /*trains=*/true);
   const std::vector<int64_t> replaced = repair_hooks();
   if (replaced.empty()) return;
   const ShardedParameter& first = all_[replaced.front()];

@@ -112,9 +112,9 @@ void note_writes(ShardedParameters& parameters, int64_t i);
 int64_t written(const ShardedParameters& parameters, int64_t i);
 // The ranks agree on all of it.
 void accept_written(ShardedParameters& parameters);
-// Raises if a parameter has another number of elements than when it was sharded.
-void check_sizes(const ShardedParameters& parameters, const UnitContext& context, const char* verb);
-// Raises if a parameter has another dtype or device than when it was sharded.
-void check_kinds(const ShardedParameters& parameters, const UnitContext& context, const char* verb);
+// Raises if a parameter has another number of elements than when it was sharded. If the model
+// `trains`: also if it has another dtype or device, or if DistributedDataParallel reduces it, too.
+void check_kinds(const ShardedParameters& parameters, const UnitContext& context, const char* verb,
+                 bool trains);
 
 }  // namespace zero_ext

@@ -11,16 +11,16 @@ from test_rooms import ROOT, cpp_files, python_files
 # Lines of a room, rounded up to 10.
 LINES = {
     "zero_ext": {
-        "": 820,
+        "": 1000,
         "checkpoint": 2520,
         "deepspeed": 3760,
-        "engine": 3040,
+        "engine": 2900,
         "integrations": 1440,
-        "module": 1200,
+        "module": 1210,
         "optim": 4370,
         "ranks": 630,
         "state": 1000,
-        "tensor": 710,
+        "tensor": 700,
         "testing": 520,
     },
     "csrc": {
@@ -39,18 +39,13 @@ LINES = {
         "units": 2770,
     },
 }
-FILES = {"checkpoint": 14, "engine": 18, "optim": 17}  # of a Python room
-PRIVATE_READS = 66  # x._name of an object of another file
-PRIVATE_READS_OF_A_FILE = 20
-FILES_IN_CIRCLES = 12  # that import each other inside a room, imports for type checkers counted
-FOREIGN_ASSIGNMENTS = 12  # to names of other libraries, outside the entries for these
-FRAME_WALKERS = {
-    "zero_ext/_warnings.py",
-    "zero_ext/engine/other_wrappers.py",
-    "zero_ext/engine/released.py",
-    "zero_ext/engine/unit_hooks.py",
-}
-IMPORTERS_OF_PRIVATE_TORCH = 9
+FILES = {"checkpoint": 14, "engine": 17, "optim": 17}  # of a Python room
+PRIVATE_READS = 50  # x._name of an object of another file
+PRIVATE_READS_OF_A_FILE = 7
+FILES_IN_CIRCLES = 3  # those of tensor: import each other, imports for type checkers counted
+FOREIGN_ASSIGNMENTS = 0  # to names of other libraries, outside the entries for these
+FRAME_WALKERS = {"zero_ext/_warnings.py", "zero_ext/engine/released.py"}
+IMPORTERS_OF_PRIVATE_TORCH = 3
 CLASS_LINES, CLASS_METHODS = 300, 25
 LARGE_CLASSES = {"EngineSettings", "Sharded"}
 

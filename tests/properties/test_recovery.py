@@ -568,6 +568,27 @@ class Interrupted(nn.Module):
         return self.blocks[1](x)
 
 
+class Interrupting(MLP):
+    def forward(self, x):
+        super().forward(x)
+        raise KeyboardInterrupt
+
+
+class GoesOn(Interrupted):
+    """One whose forward catches it."""
+
+    def __init__(self):
+        super().__init__()
+        self.stopped = nn.ModuleList([Interrupting()])
+
+    def forward(self, x):
+        if self.stops:
+            with contextlib.suppress(KeyboardInterrupt):
+                self.stopped[0](x)
+            self.stops = False
+        return super().forward(x)
+
+
 @pytest.mark.dist
 @at_least_two_ranks
 @pytest.mark.parametrize("then", ["forward", "step", "forward of another thread"])
@@ -588,6 +609,20 @@ def test_a_forward_that_was_interrupted_is_over(then, mesh, rank, world):
             another.submit(model, rank_data(MLP_SHAPE, rank)).result()
     mean_square(model, batches[0][rank]).backward()
     expected = reference_gradients(Interrupted, batches, world, 1 / world)
+    assert_same(full_gradients(model), expected)
+    optimizer.step()
+    assert find(model.scale)[0].engine.gathered_units() == []
+
+
+@pytest.mark.dist
+@at_least_two_ranks
+def test_a_forward_goes_on_after_one_inside_was_interrupted(mesh, rank, world):
+    model = zero_ext.shard(GoesOn(), 3, mesh=mesh, bucket_mb=1e-4)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0)
+    batches = rank_batches(MLP_SHAPE, world)
+    model.stops = True
+    mean_square(model, batches[0][rank]).backward()
+    expected = reference_gradients(GoesOn, batches, world, 1 / world)
     assert_same(full_gradients(model), expected)
     optimizer.step()
     assert find(model.scale)[0].engine.gathered_units() == []

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from zero_ext._torch import tree_flatten, tree_leaves, tree_unflatten
 from zero_ext._warnings import warn
 from zero_ext.checkpoint.contents import Contents, first_of
 from zero_ext.engine.registry import find

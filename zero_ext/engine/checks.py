@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero_ext import _C
+from zero_ext._torch import is_traceable_wrapper_subclass, wrapper_of
 from zero_ext.engine.registry import ByTensor, find
 from zero_ext.ranks.groups import Groups
 
@@ -25,6 +25,25 @@ _ignored = ByTensor()  # the ignored_params of sharded modules -> True
 def check_module(module, verb: str) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"zero_ext: {verb} takes a module, not a {type(module).__name__}.")
+
+
+def refuse_wrapped(module: nn.Module) -> None:
+    """Raise if another wrapper reduces gradients of ``module``, or will do it."""
+    for name, each in module.named_modules():
+        if (kind := wrapper_of(each)) is not None:
+            which = f"submodule '{name}'" if name else "the module"
+            raise ValueError(
+                f"zero_ext: {which} is wrapped in {kind}, which handles its gradients already. "
+                f"Shard the plain module instead, without {kind}."
+            )
+
+
+def reject_wrapper(groups: Groups, wrapper: str, name: str) -> NoReturn:
+    """Raise that ``wrapper`` was put around a sharded module, found where ``name`` was."""
+    raise RuntimeError(
+        f"{groups.where}{wrapper} was put around parameters that are sharded, among them those of "
+        f"'{name}'. Use the module without {wrapper}: its backward reduces the gradients."
+    )
 
 
 def check_number(name: str, value) -> None:

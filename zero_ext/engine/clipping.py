@@ -1,64 +1,28 @@
 """torch's own clipping and unscaling, of gradients that engines show in ``.grad``.
 
-``torch.nn.utils.clip_grad_norm_`` calls two functions of its module by their names there. Those are
-replaced by the ones below, also for scripts that imported ``clip_grad_norm_`` before zero_ext. So
-are ``clip_grad_norm_`` itself and ``GradScaler.unscale_``. To tensors that no engine has to do with
-they are torch's.
+Torch's functions of these names are replaced by the ones below, see ``_torch.py``. To tensors that
+no engine has to do with they are torch's.
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import skip_code
-from torch.nn.utils import clip_grad
 
-from zero_ext import _C
+from zero_ext import _C, _torch
 from zero_ext.engine import registry
 from zero_ext.engine.host_gradient import HostGradient
+from zero_ext.engine.registry import Handle
 from zero_ext.ranks.agreement import check_same_on_all_ranks, naming
 from zero_ext.ranks.collectives import all_reduce_
 from zero_ext.tensor.dispatch import groups_of
 from zero_ext.tensor.shard_tensor import ShardTensor
 
-if TYPE_CHECKING:
-    from zero_ext.engine.handle import Handle
-
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KINDS = (Tensor, nn.Parameter, ShardTensor, HostGradient)
 
-_torchs_clip_norm = clip_grad.clip_grad_norm_
-_torchs_norm = clip_grad._get_total_norm
-_torchs_clip = clip_grad._clip_grads_with_norm_
-_torchs_clip_value = clip_grad.clip_grad_value_
-_torchs_unscale = torch.amp.GradScaler.unscale_
 
-
-def _in_place_of(torchs: Callable) -> Callable[[Callable], Callable]:
-    """Once a parameter is sharded, torch.compile does not trace calls of ``torchs``.
-
-    Gradients of sharded parameters cannot be traced. A part of ``function`` that became a graph
-    would be compiled again for each list of parameters.
-    """
-
-    def replace(function: Callable) -> Callable:
-        uncompiled = torch.compiler.disable(function)
-
-        @functools.wraps(torchs)
-        def replacement(*args, **kwargs):
-            called = uncompiled if registry.any_registered() else torchs
-            return called(*args, **kwargs)
-
-        skip_code(replacement.__code__)  # called by what is not traced, it makes no graph of itself
-        return replacement
-
-    return replace
-
-
-@_in_place_of(_torchs_norm)
 @torch.no_grad()
 def _total_norm(tensors, norm_type=2.0, error_if_nonfinite=False, foreach=None) -> Tensor:
     """The 2-norm has the bits of ``optimizer.clip_grad_norm_``, in every stage. Collective."""
@@ -68,11 +32,11 @@ def _total_norm(tensors, norm_type=2.0, error_if_nonfinite=False, foreach=None) 
         ranks.setdefault(registry.ranks_of_gradient(tensor), tensor)
     ranks.pop(None, None)
     if not ranks:
-        return _torchs_norm(tensors, norm_type, error_if_nonfinite, foreach)
+        return _torch.get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
     if len(ranks) > 1:
         _reject_several_meshes(ranks)
     if not _have_kernels(tensors):
-        return _torchs_norm(tensors, norm_type, error_if_nonfinite, foreach)
+        return _torch.get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
     if float(norm_type) == 2:
         return checked_norm(_C.norm_of(_square_sum(tensors)), error_if_nonfinite)
     return checked_norm(_norm_of_norms(tensors, float(norm_type)), error_if_nonfinite)
@@ -112,7 +76,7 @@ def _square_sum(tensors: Sequence[Tensor]) -> Tensor:
     device = tensors[0].device
     total = _C.square_sum([t for t in tensors if not isinstance(t, ShardTensor)], device)
     for group, members in groups_of(tensors).items():
-        part = _C.square_sum([tensors[i]._local_tensor for i in members], device)
+        part = _C.square_sum([tensors[i].local for i in members], device)
         with naming("the norm of sharded tensors (clip_grad_norm_)"):
             all_reduce_(part, group)
         total += part
@@ -139,7 +103,7 @@ def _check_reduced(parameters, verb: str) -> list[Tensor]:
     return parameters
 
 
-def _indices_by_handle(parameters: Sequence[Tensor]) -> dict["Handle", list[int]]:
+def _indices_by_handle(parameters: Sequence[Tensor]) -> dict[Handle, list[int]]:
     """The parameters among them that may have gradients, by the engines that shard them."""
     indices: dict[Handle, dict[int, None]] = {}
     for parameter in parameters:
@@ -164,7 +128,7 @@ def _meet(parameters: Sequence[Tensor], verb: str) -> None:
                 handle.engine.meet_for_clipping(indices, by_value=verb == "clip_grad_value_()")
 
 
-def _handles_of(parameters: Sequence[Tensor]) -> list["Handle"]:
+def _handles_of(parameters: Sequence[Tensor]) -> list[Handle]:
     """In the order of the parameters. What was unfrozen is sharded. Collective."""
     found = (registry.find(parameter) for parameter in parameters)
     handles = list(dict.fromkeys(entry[0] for entry in found if entry is not None))
@@ -174,7 +138,7 @@ def _handles_of(parameters: Sequence[Tensor]) -> list["Handle"]:
 
 
 @contextlib.contextmanager
-def serving_backwards(handle: "Handle") -> Iterator[None]:
+def serving_backwards(handle: Handle) -> Iterator[None]:
     """Backwards of others that run inside need no loss that this rank has scaled."""
     optimizer = None if handle.scaled_by is None else handle.scaled_by()
     scaler = None if optimizer is None else optimizer.loss_scaler
@@ -211,25 +175,24 @@ def clip_by_norm(
         norm = _total_norm(gradients, norm_type, error_if_nonfinite, foreach)
         _check_norm(parameters, norm)
     norm = checked_norm(norm, error_if_nonfinite)
-    _torchs_clip(parameters, max_norm, norm, foreach)  # another rank may have reduced the gradients
+    # Not ours, which asks whether gradients are reduced: another rank may have done it.
+    _torch.clip_grads_with_norm_(parameters, max_norm, norm, foreach)
     return norm
 
 
-@_in_place_of(_torchs_clip_norm)
 def _clip_norm(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, foreach=None):
     """While it waits for other ranks' norms it takes part in their backwards, where it can."""
     listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if not registry.any_sharded(listed):  # torch warns of an empty generator
         rest = (max_norm, norm_type, error_if_nonfinite, foreach)
-        return _torchs_clip_norm(listed or parameters, *rest)
+        return _torch.clip_grad_norm_(listed or parameters, *rest)
     return clip_by_norm(listed, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
-@_in_place_of(_torchs_clip)
 def _clip_with_norm(parameters, max_norm, total_norm, foreach=None) -> None:
     parameters = _check_reduced(parameters, "clip_grad_norm_()")
     _check_norm(parameters, total_norm)
-    _torchs_clip(parameters, max_norm, total_norm, foreach)
+    _torch.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
 
 
 def _check_norm(parameters: Sequence[Tensor], norm: Tensor) -> None:
@@ -247,24 +210,25 @@ def _check_norm(parameters: Sequence[Tensor], norm: Tensor) -> None:
         )
 
 
-@_in_place_of(_torchs_clip_value)
 def _clip_value(parameters, clip_value, foreach=None) -> None:
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     _meet(parameters, "clip_grad_value_()")
     if registry.any_sharded(parameters) and all(p.grad is None for p in parameters):
         return  # no rank had a backward; torch takes no empty list
-    _torchs_clip_value(parameters, clip_value, foreach)
+    _torch.clip_grad_value_(parameters, clip_value, foreach)
 
 
-@_in_place_of(_torchs_unscale)
 def _unscale(self, optimizer) -> None:
     if self.is_enabled():
         _check_reduced([p for g in optimizer.param_groups for p in g["params"]], "unscale_()")
-    _torchs_unscale(self, optimizer)
+    _torch.unscale_(self, optimizer)
 
 
-torch.amp.GradScaler.unscale_ = _unscale
-clip_grad.clip_grad_norm_ = nn.utils.clip_grad_norm_ = _clip_norm
-clip_grad._get_total_norm = nn.utils.get_total_norm = _total_norm
-clip_grad._clip_grads_with_norm_ = nn.utils.clip_grads_with_norm_ = _clip_with_norm
-clip_grad.clip_grad_value_ = nn.utils.clip_grad_value_ = _clip_value
+_torch.replace_clipping(
+    registry.any_registered,
+    clip_grad_norm_=_clip_norm,
+    get_total_norm=_total_norm,
+    clip_grads_with_norm_=_clip_with_norm,
+    clip_grad_value_=_clip_value,
+    unscale_=_unscale,
+)

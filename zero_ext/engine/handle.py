@@ -12,7 +12,6 @@ from zero_ext import _C
 from zero_ext.engine import (
     checks,
     clipping,  # noqa: F401 (which changes torch's clipping)
-    other_wrappers,  # noqa: F401 (which watches torch's wrappers)
 )
 from zero_ext.engine.host_gradient import HostGradient
 from zero_ext.engine.inner_modules import InnerModules
@@ -191,7 +190,7 @@ class Handle:
             for k, module in enumerate(block.modules):
                 last = k == len(block.modules) - 1
                 site = self.engine.add_hook_site(numbers, root=block.root, first=k == 0, last=last)
-                hooks = SiteHooks(self.engine, site, self.forwards, inside)
+                hooks = SiteHooks(self.engine, site, self.forwards, inside, block.root)
                 watch_module(module, hooks)
                 if block.root:
                     self.root_hooks.append(hooks)

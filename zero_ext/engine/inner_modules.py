@@ -2,21 +2,19 @@
 
 Most of these calls come from the unit's own forward, where nothing is to be done. So the modules
 get no hooks, which would cost 1.5 us in each call, would end torch.compile's graphs, and would
-switch off torch's fast paths. They get a ``_compiled_call_impl``, which ``Module.__call__`` prefers
-(0.2 us). torch.compile does not see it: code that it compiles gathers in the units' hooks alone.
+switch off torch's fast paths. They get a ``ModuleCall`` (0.2 us), which torch.compile does not see:
+code that it compiles gathers in the units' hooks alone.
 """
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar, NamedTuple
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from zero_ext import _C
-from zero_ext.engine.carried import Carried
-from zero_ext.engine.unit_hooks import OpenForwards, tensors_in
+from zero_ext.engine.unit_hooks import ModuleCall, OpenForwards, tensors_in
 
 
 class _Unit(NamedTuple):
@@ -24,28 +22,22 @@ class _Unit(NamedTuple):
     inside: list[int]  # the threads in its forwards
 
 
-class InnerCall(Carried):
-    """Calls of one module: the ``_compiled_call_impl`` of it."""
+class InnerCall(ModuleCall):
+    """Gathers units when a module inside theirs is called from outside."""
 
     _in_a_copy: ClassVar = {"_engine": None, "_forwards": None, "_units": (), "_compiled": None}
 
     def __init__(
         self, module: nn.Module, engine: _C.Engine, forwards: OpenForwards, units: Sequence[_Unit]
     ):
-        self._module = ref(module)
+        super().__init__(module)
         self._engine: _C.Engine | None = engine
         self._forwards = forwards
         self._units = units
         self._site: int | None = None  # made for the first call from outside
-        self._compiled: Callable | None = module._compiled_call_impl  # by the user
-
-    def replaced(self) -> Callable | None:
-        return self._compiled
 
     def __call__(self, *args, **kwargs):
         call = self._compiled or self._module()._call_impl
-        if torch.compiler.is_compiling():
-            return call(*args, **kwargs)
         thread = threading.get_ident()
         for _, inside in self._units:
             if thread not in inside:
@@ -54,6 +46,8 @@ class InnerCall(Carried):
 
     def _call_from_outside(self, call: Callable, thread: int, args, kwargs):
         engine = self._engine
+        if torch.compiler.is_compiling():
+            return call(*args, **kwargs)
         self._forwards.leave_abandoned()
         if self._site is None:
             self._site = engine.add_inner_site([unit.site for unit in self._units])
@@ -112,10 +106,8 @@ class InnerModules:
             used |= self._watch(child)
         has_hooks = id(module) in self._hooked
         self._used[id(module)] = set() if has_hooks else used
-        if used and not has_hooks and not isinstance(module, torch.jit.ScriptModule):
+        if used and not has_hooks:
             which = tuple(sorted(used))
             units = self._lists.setdefault(which, [self._units[k] for k in which])
-            module.__dict__["_compiled_call_impl"] = InnerCall(
-                module, self._engine, self._forwards, units
-            )
+            InnerCall(module, self._engine, self._forwards, units).attach(module)
         return self._used[id(module)]

@@ -2,15 +2,27 @@
 
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from zero_ext import _C
+from zero_ext.ranks.groups import Groups
 from zero_ext.tensor.shard_tensor import ShardTensor
 
-if TYPE_CHECKING:
-    from zero_ext.engine.handle import Handle
+
+class Handle(Protocol):
+    """What this file and others below ``handle.py`` know of the class in it."""
+
+    engine: _C.Engine
+    groups: Groups
+    parameters: "ParameterTable"
+    units: Any  # makes them
+    replicated: bool
+    knows_on_host: bool
+    scaled_by: weakref.ref | None
+
+    def adopt_unfrozen(self) -> None: ...
 
 
 class _Entry(weakref.ref):
@@ -72,7 +84,7 @@ _registered = False  # whether a parameter has ever had an entry
 _whole_gradients = ByTensor()
 
 
-def find(parameter: Tensor) -> tuple["Handle", int] | None:
+def find(parameter: Tensor) -> tuple[Handle, int] | None:
     """The handle that shards ``parameter`` and the parameter's index in its engine, or None."""
     entry = _entries.get(parameter)
     handle = entry[0]() if entry is not None else None
@@ -84,7 +96,7 @@ def any_registered() -> bool:
     return _registered
 
 
-def register_whole_gradient(gradient: Tensor, handle: "Handle") -> None:
+def register_whole_gradient(gradient: Tensor, handle: Handle) -> None:
     _whole_gradients[gradient] = weakref.ref(handle)
 
 
@@ -109,7 +121,7 @@ def any_sharded(parameters: Iterable[Tensor]) -> bool:
     return any(find(parameter) is not None for parameter in parameters)
 
 
-def handle_of(sharded) -> "Handle":
+def handle_of(sharded) -> Handle:
     """The handle of a sharded module, or of an optimizer of this package.
 
     Raises:
@@ -135,7 +147,7 @@ class ParameterTable:
     Holds the parameters and the handle weakly.
     """
 
-    def __init__(self, handle: "Handle"):
+    def __init__(self, handle: Handle):
         self._handle = weakref.ref(handle)
         self._references: list[weakref.ref] = []
 

@@ -1,26 +1,22 @@
-"""Errors of accesses to released parameters (stage 3), chosen by what was called.
+"""Errors of accesses to released parameters (stage 3): a table from what was called to a text.
 
 A released storage has no memory, and torch raises one text for every access to it. The text of a
 read is in ``csrc/units/unit_parameters.cpp``. Every other access is recognised here, when its error
-is raised: by the functions that called it, the innermost first, and by torch's operator. Nothing
-here runs before that.
+is raised: by the functions that called it, or by torch's operator. Nothing here runs before that.
 """
 
-import functools
+import itertools
 import re
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.autograd import profiler
+from torch import nn
 
-from zero_ext import _C
-from zero_ext.engine.registry import find
-from zero_ext.engine.unit_hooks import hooks_of
+from zero_ext import _C, _torch
 
 # The handles whose parameters come and go, and those that have states offloaded: accesses to these
 # raise an error of their own, which looks the same from here.
@@ -28,61 +24,29 @@ _releasing: weakref.WeakSet = weakref.WeakSet()
 _offloading: weakref.WeakSet = weakref.WeakSet()
 
 
-class ProfiledParameter(nn.Parameter):
-    """The class of released parameters during a profile.
-
-    With stacks, torch's profiler reads the address of each parameter whose class is exactly
-    ``nn.Parameter``, and an error there breaks the profile.
-    """
-
-    def __deepcopy__(self, memo):
-        if id(self) not in memo:
-            memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
-        return memo[id(self)]
-
-
 def begin_releasing(handle) -> None:
     """From now on ``handle`` releases its parameters."""
     _releasing.add(handle)
-    if profiler._is_profiler_enabled:
-        _set_class(handle, ProfiledParameter)
+    if _torch.is_profiling():
+        _C.show_parameters_to_profiler(False)
+
+
+def end_releasing(handle) -> None:
+    _releasing.discard(handle)
 
 
 def note_offloaded(handle, anything: bool) -> None:
     (_offloading.add if anything else _offloading.discard)(handle)
 
 
-def end_releasing(handle) -> None:
-    _releasing.discard(handle)
-    _set_class(handle, nn.Parameter)
-
-
-def _set_class(handle, other: type) -> None:
-    for parameter in handle.parameters:
-        if type(parameter) in (nn.Parameter, ProfiledParameter) and type(parameter) is not other:
-            parameter.__class__ = other
-
-
-def _watch_profilers() -> None:
-    """Torch has no hook for the beginning and the end of a profile, but calls two functions."""
-
-    def around(function, other: type):
-        @functools.wraps(function)
-        def called() -> None:
-            for handle in list(_releasing):
-                _set_class(handle, other)
-            function()
-
-        return called
-
-    profiler._run_on_profiler_start = around(profiler._run_on_profiler_start, ProfiledParameter)
-    profiler._run_on_profiler_stop = around(profiler._run_on_profiler_stop, nn.Parameter)
-
-
 class _Caller(NamedTuple):
     module: str
     name: str  # with its class
     frame: FrameType
+
+    @property
+    def function(self) -> str:
+        return self.name.rpartition(".")[2]
 
     @property
     def owner(self):
@@ -93,48 +57,13 @@ class _Caller(NamedTuple):
 
 
 def _callers() -> Iterator[_Caller]:
+    """The innermost first."""
     frame = sys._getframe(2)
     while frame is not None:
         name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # since Python 3.11
         yield _Caller(frame.f_globals.get("__name__") or "", name, frame)
         frame = frame.f_back
 
-
-def _begin_of_message(callers: list[_Caller]) -> str | None:
-    """The rank and the unit, from the text of the storage that was accessed: that of the first
-    released tensor among the parameters of the running node of a backward, the variables of the
-    callers and the parameters of their modules."""
-    for value in (*_C.parameters_after_this_node(), *_variables_of(callers)):
-        if isinstance(value, Tensor) and type(value).__torch_dispatch__ is _PLAIN:
-            try:
-                value.data_ptr()
-            except RuntimeError as error:
-                begin, released, _ = str(error).partition(_RELEASED)
-                if released or begin.startswith("zero_ext"):  # offloaded, or a gradient
-                    return begin if released else None
-    return f"zero_ext [rank {next(iter(_releasing)).groups.global_rank}]: "
-
-
-def _variables_of(callers: list[_Caller]) -> Iterator[Any]:
-    for caller in callers:
-        yield from caller.frame.f_locals.values()
-        yield from (getattr(caller.owner, "_parameters", None) or {}).values()
-
-
-_PLAIN = nn.Parameter.__torch_dispatch__
-_RELEASED = "the parameters of this unit are released"
-_TRACERS = ("torch._dynamo", "torch._subclasses", "torch._functorch", "torch.fx", "torch.export")
-_PARAMETRIZING = tuple(
-    f"torch.nn.utils.{name}" for name in ("parametriz", "weight_norm", "spectral_norm", "prune")
-)
-_AVERAGE = re.compile(
-    r"(^|[._a-z])(EMA|Ema)([A-Z_.]|$)|(^|[._])ema([_.]|$)|[Mm]oving_?[Aa]verage|[Mm]omentum"
-    r"|[Pp]olyak|update_(target|teacher)"
-)
-_AVERAGING_OPERATOR = re.compile(r"(_foreach_)?lerp_")
-_COMBINING_OPERATOR = re.compile(r"(_foreach_)?(copy|add|sub)_")  # read one tensor, write another
-_WRITING_OPERATOR = re.compile(r"\w*[a-z0-9]_(_[A-Z]\w*)?$")
-_LOSS_OPERATOR = re.compile(r"(sum|mean|mul|pow|square|abs|add|sub|dot|matmul|mm)(_[A-Z]|_dim|$)")
 
 _EMA = (
     "an average of weights reads parameters that stage 3 has released. Use zero_ext.EMA(module, "
@@ -154,6 +83,10 @@ _SAVED = (
 _OPTIMIZER = (
     "{name} steps parameters that stage 3 has released. Make the optimizer from zero_ext.optim, "
     "after zero_ext.shard()."
+)
+_WRAPPED = (
+    "{name} was put around parameters that are sharded. Use the module without {name}: its "
+    "backward reduces the gradients."
 )
 _FORWARD = (
     "the forward of {name} reads parameters of another unit, which are released. Choose units so "
@@ -184,89 +117,126 @@ _WRITTEN = (
 _READ = ""  # the storage's own text, which names the unit
 
 
+def _outermost(callers: Sequence[_Caller]) -> str:
+    """The function of torch.nn that the user called, of which the first of ``callers`` is part."""
+    names = []
+    for caller in callers:
+        if not caller.module.startswith("torch.nn."):
+            break
+        names.append(caller.function)
+    return names[-1]
+
+
+def _optimizer(callers: Sequence[_Caller]) -> str:
+    steppers = [c.owner for c in callers if isinstance(c.owner, torch.optim.Optimizer)]
+    return type(steppers[0]).__name__ if steppers else "torch.optim"
+
+
+class _Row(NamedTuple):
+    """For a caller whose module and name match. ``{name}`` in the text is ``name(callers)``."""
+
+    module: str
+    name: str
+    text: str
+    name_of: Callable[[Sequence[_Caller]], str] = lambda callers: ""
+
+
+def _wrapper(module: str, name: str) -> _Row:
+    return _Row(module, "", _WRAPPED, lambda callers: name)
+
+
+_OF_USER = r"(?!torch\.|zero_ext\.)"
+# Names that say that weights are averaged.
+_AVERAGE = (
+    r"(.*[._a-z]|)(EMA|Ema)([A-Z_.]|$)|(.*[._]|)ema([_.]|$)|.*[Mm]oving_?[Aa]verage|.*[Mm]omentum"
+    r"|.*[Pp]olyak|.*update_(target|teacher)"
+)
+# The first row counts that fits any caller, and of its callers the innermost.
+_BY_CALLER = [
+    _Row(r"torch\.optim\.swa_utils$", "", _EMA),
+    _Row(_OF_USER, _AVERAGE, _EMA),
+    _Row(r"torch\._tensor_str$", "", _READ),
+    _Row(r"zero_ext\.(tensor|state|checkpoint)\.", "", _READ),  # gradients, states
+    _wrapper(r"torch\.nn\.parallel\.distributed$", "DistributedDataParallel"),
+    _wrapper(r"torch\.nn\.parallel\.", "DataParallel"),
+    _wrapper(r"torch\.distributed\._composable\.replicate", "replicate"),
+    _wrapper(r"torch\.distributed\.fsdp\._fully_shard\.", "fully_shard"),
+    _wrapper(r"torch\.distributed\.fsdp\.", "FullyShardedDataParallel"),
+    _Row(r"torch\.nn\.modules\.module$", r".*\b_apply$", _MOVED, _outermost),
+    _Row(r"torch\.nn\.utils\.(parametriz|weight_norm|spectral_norm|prune)", "", _MOVED, _outermost),
+    _Row(r"copy$", "", _DEEPCOPY),
+    _Row(r"torch\.serialization|safetensors", "", _SAVED),
+    _Row("", r".*\bsave_pretrained$", _SAVED),
+    _Row(r"torch\.optim\b", r"(?!.*\bwrapper$)", _OPTIMIZER, _optimizer),
+]
+# Of torch's operators, with their overloads. Those that combine read one tensor and write another.
+_BY_OPERATOR = [
+    (r"(_foreach_)?lerp_", _EMA),
+    (r"(_foreach_)?(copy|add|sub)_", _COMBINED),
+    (r"\w*[a-z0-9]_(_[A-Z]\w*)?$", _WRITTEN),
+]
+_LOSS_OPERATOR = re.compile(r"(sum|mean|mul|pow|square|abs|add|sub|dot|matmul|mm)(_[A-Z]|_dim|$)")
+_AUTOGRAD = "torch.autograd"
+_TRACERS = (
+    "torch._dynamo.convert_frame",
+    "torch._subclasses",
+    "torch._functorch",
+    "torch.fx",
+    "torch.export",
+)
+
+
 def _explain(operator: str, in_backward: bool) -> str:
     """The error of an access; "" where it is the storage's own."""
     callers = list(_callers())
     traced = any(caller.module.startswith(_TRACERS) for caller in callers)
     if traced or not _releasing or any(handle in _offloading for handle in _releasing):
         return _READ
-    variables = (value for caller in callers for value in caller.frame.f_locals.values())
-    if _offloading and any(map(_is_offloaded, variables)):
-        return _READ
-    begin = _begin_of_message(callers)
-    if begin is None:
-        return _READ
+    if in_backward:  # who called backward() has not read them
+        callers = list(itertools.takewhile(lambda c: not c.module.startswith(_AUTOGRAD), callers))
     text = _by_caller(callers)
     if text is None:
         text = _BACKWARD if in_backward else _by_operator(operator)
-    return text if text == _READ else begin + text
+    return text if text == _READ else _begin_of_message(callers) + text
 
 
-def _is_offloaded(value: Any) -> bool:
-    """Whether ``value`` is a handle with offloaded states, has one, or is a parameter of one."""
-    if isinstance(value, Tensor):
-        place = find(value)
-        return place is not None and place[0] in _offloading
-    held = getattr(value, "__dict__", {}).get("_handle")
-    return any(handle is value or handle is held for handle in _offloading)
+def _begin_of_message(callers: Sequence[_Caller]) -> str:
+    """The rank, and the unit: that of the first released one of the parameters that the running
+    node of a backward has read, or that modules have whose methods run."""
+    owners = [caller.owner for caller in callers]
+    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
+    own = [p for module in modules for p in module._parameters.values() if p is not None]
+    for parameter in (*_C.parameters_after_this_node(), *own):
+        try:
+            parameter.data_ptr()
+        except RuntimeError as error:
+            begin, released, _ = str(error).partition("the parameters of this unit are released")
+            if released:
+                return begin
+    return f"zero_ext [rank {next(iter(_releasing)).groups.global_rank}]: "
 
 
-def _by_caller(callers: list[_Caller]) -> str | None:
-    for caller in callers:
-        of_user = not caller.module.startswith(("torch.", "zero_ext."))
-        if caller.module == "torch.optim.swa_utils" or (of_user and _AVERAGE.search(caller.name)):
-            return _EMA
-    for k, caller in enumerate(callers):
-        text = _of_caller(caller, callers[k:])
-        if text is not None:
-            return text
-    return None
-
-
-def _of_caller(caller: _Caller, outer: list[_Caller]) -> str | None:
-    module, name = caller.module, caller.name.rpartition(".")[2]
-    if module == "torch._tensor_str":
-        return _READ
-    if module == "torch.nn.modules.module" and name == "_apply":
-        verbs = [c.name.rpartition(".")[2] for c in outer]
-        return _MOVED.format(name=next(v for v in verbs if v not in ("_apply", "convert")))
-    if module.startswith(_PARAMETRIZING):
-        verbs = [c.name.rpartition(".")[2] for c in outer if c.module.startswith(_PARAMETRIZING)]
-        return _MOVED.format(name=verbs[-1])
-    if module == "copy":
-        return _DEEPCOPY
-    if module.startswith(("torch.serialization", "safetensors")) or name == "save_pretrained":
-        return _SAVED
-    if module.startswith("torch.optim") and name != "wrapper":
-        steppers = [c.owner for c in outer if isinstance(c.owner, torch.optim.Optimizer)]
-        return _OPTIMIZER.format(name=type(steppers[0]).__name__ if steppers else "torch.optim")
-    if isinstance(caller.owner, nn.Module):
-        return _of_module(outer)
-    return None
-
-
-def _of_module(callers: list[_Caller]) -> str:
-    """Of a method of a module, which other modules may have called."""
-    methods = [c for c in callers if isinstance(c.owner, nn.Module)]
-    calls = [c for c in methods if c.name.endswith("_call_impl")]
-    if any(hooks_of(c.owner) for c in calls):
+def _by_caller(callers: Sequence[_Caller]) -> str | None:
+    for row in _BY_CALLER:
+        for k, caller in enumerate(callers):
+            if re.match(row.module, caller.module) and re.match(row.name, caller.name):
+                return row.text.format(name=row.name_of(callers[k:]))
+    methods = [caller for caller in callers if isinstance(caller.owner, nn.Module)]
+    if not methods:
+        return None
+    if any(handle.forwards.here() for handle in _releasing):
         return _FORWARD.format(name=type(methods[0].owner).__name__)
-    method = next((c for c in methods if not c.module.startswith("torch.")), methods[-1])
-    return _METHOD.format(name=method.name.rpartition(".")[2])
+    own = [method for method in methods if not method.module.startswith("torch.")]
+    return _METHOD.format(name=(own or methods[-1:])[0].function)
 
 
 def _by_operator(operator: str) -> str:
-    if _AVERAGING_OPERATOR.match(operator):
-        return _EMA
     name = operator.partition("__")[0].rstrip("_") + "_"
-    if _COMBINING_OPERATOR.match(operator):
-        return _COMBINED.format(name=name)
-    if _WRITING_OPERATOR.match(operator):
-        return _WRITTEN.format(name=name)
-    if torch.is_grad_enabled() and _LOSS_OPERATOR.match(operator):
-        return _LOSS
-    return _READ
+    for pattern, text in _BY_OPERATOR:
+        if re.match(pattern, operator):
+            return text.format(name=name)
+    return _LOSS if torch.is_grad_enabled() and _LOSS_OPERATOR.match(operator) else _READ
 
 
-_watch_profilers()
 _C.explain_released_accesses(_explain)
+_torch.hide_parameters_in_profiles(lambda: len(_releasing) > 0, _C.show_parameters_to_profiler)

@@ -1,21 +1,18 @@
 """Parameters that were frozen when they were sharded and are trained from now on."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from zero_ext.engine.registry import Handle
 from zero_ext.ranks.collectives import all_reduce_
-
-if TYPE_CHECKING:
-    from zero_ext.engine.handle import Handle
 
 
 # Also where a forward in inference mode notices that the parameters are trained.
 @torch.inference_mode(False)
 @torch.no_grad()
-def make_trainable(handle: "Handle", unfrozen: Sequence[int]) -> None:
+def make_trainable(handle: Handle, unfrozen: Sequence[int]) -> None:
     """Make units of the parameters ``unfrozen``, with the gradients that autograd has left in
     their ``.grad``. Collective."""
     gradients = {i: handle.parameters[i].grad for i in unfrozen}
@@ -36,7 +33,7 @@ def make_trainable(handle: "Handle", unfrozen: Sequence[int]) -> None:
                 handle.engine.write_gradient(i, average)
 
 
-def _average(handle: "Handle", i: int, gradient: Tensor | None) -> Tensor | None:
+def _average(handle: Handle, i: int, gradient: Tensor | None) -> Tensor | None:
     """What a reduction makes of each rank's ``gradient``; None where no rank has one."""
     groups, divisor = handle.groups, handle.engine.gradient_divisor
     if groups.world == 1:

@@ -7,126 +7,157 @@ watched in C++, by hooks on the autograd nodes of the inputs and outputs.
 import dataclasses
 import sys
 import threading
-from collections.abc import Mapping
-from types import FrameType
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
+from weakref import ref
 
 import torch
-import torch._dynamo
 from torch import Tensor, nn
 
-from zero_ext import _C
+from zero_ext import _C, _torch
 from zero_ext.engine.carried import Carried, CarriedMethod
 
-# By default torch reuses code that was compiled before a module gained hooks, or for another module
-# of the same class without hooks. A sharded module would then run without ours. This is set here
-# and not in shard(), because it only affects code that is compiled later.
-torch._dynamo.config.skip_nnmodule_hook_guards = False
-
-_CALL = nn.Module._call_impl.__code__
+_torch.compile_for_hooks()
 
 
-@dataclasses.dataclass(eq=False, slots=True)
 class _Forward:
     """A forward that has entered a module and not left it."""
 
+    __slots__ = ("call", "entered", "handled", "hooks", "watched")
+
     hooks: "SiteHooks"
-    thread: int
-    frame: FrameType | None  # of the call of the module, or of a module around it
     handled: BaseException | None  # the exception that was being handled when it entered
-    entered: bool = False
-    call: _C.Call | None = None
+    watched: bool  # its caller leaves it, whatever the forward raises
+    entered: bool
+    call: _C.Call | None
 
 
 class OpenForwards:
-    """The forwards that are inside modules of one engine.
+    """The forwards that are inside modules of one engine, and the calls that watch over them.
 
     Torch calls no hook when a forward ends with a ``BaseException`` that is no ``Exception``:
-    Ctrl-C, a cancelled task. Such a forward is abandoned: the frame of its call is no longer on its
-    thread's stack.
+    Ctrl-C, a cancelled task. The ``WatchedCall`` around it leaves the forward then.
     """
 
     def __init__(self):
-        self._open: list[_Forward] = []
+        self._of_threads: dict[int, list[_Forward | WatchedCall]] = {}
 
-    def begin(self, hooks: "SiteHooks") -> _Forward:
-        forward = _Forward(hooks, threading.get_ident(), _frame_of_call(), sys.exc_info()[1])
-        self._open.append(forward)
-        return forward
+    def here(self) -> "list[_Forward | WatchedCall]":
+        """Those of this thread, the innermost last."""
+        return self._of_threads.setdefault(threading.get_ident(), [])
 
     def end(self, hooks: "SiteHooks") -> _Forward | None:
-        thread = threading.get_ident()
-        for forward in reversed(self._open):
-            if forward.hooks is hooks and forward.thread == thread:
-                self._open.remove(forward)
-                return forward
+        here = self._of_threads.get(threading.get_ident(), [])
+        for i in range(len(here) - 1, -1, -1):
+            if type(here[i]) is _Forward and here[i].hooks is hooks:
+                return here.pop(i)
         return None
 
     def leave_abandoned(self) -> None:
-        """Leave the abandoned forwards of this thread, the innermost first."""
-        thread = threading.get_ident()
-        for forward in [f for f in reversed(self._open) if f.thread == thread]:
-            if forward.frame is None or _is_running(forward.frame):
-                return
-            self._open.remove(forward)
-            forward.hooks.abandon(forward)
+        """Leave what is open where no call is watched: torch.compile does not see the calls."""
+        here = self.here()
+        if all(type(each) is _Forward and not each.watched for each in here):
+            while here:
+                self.leave(here.pop())
 
-
-def _frame_of_call() -> FrameType | None:
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not _CALL:
-        frame = frame.f_back
-    return frame
-
-
-def _is_running(frame: FrameType) -> bool:
-    running = sys._getframe(1)
-    while running is not None and running is not frame:
-        running = running.f_back
-    return running is not None
+    def leave(self, last: "_Forward | WatchedCall") -> None:
+        if type(last) is _Forward:
+            last.hooks.abandon(last)
 
 
 class SiteHooks(Carried):
     """Gathers and releases the units of one module hook site, which belongs to one module."""
 
-    _in_a_copy: ClassVar = {"_engine": None, "_forwards": OpenForwards(), "_inside": []}
+    _in_a_copy: ClassVar = {"_engine": None, "forwards": OpenForwards(), "_inside": []}
 
     def __init__(
-        self, engine: _C.Engine | None, site: int, forwards: OpenForwards, inside: list[int]
+        self,
+        engine: _C.Engine | None,
+        site: int,
+        forwards: OpenForwards,
+        inside: list[int],
+        is_root: bool,
     ):
         self._engine = engine
         self._site = site
-        self._forwards = forwards
+        self.forwards = forwards
         self._inside = inside  # the threads that are in a forward of the units, once per forward
+        self.is_root = is_root
 
-    def enter(self, module: nn.Module, args, kwargs=None):  # torch.ao passes no kwargs
+    # torch.ao passes no kwargs.
+    def enter(self, module: nn.Module, args, kwargs=None, watched: bool = False):
+        """``watched``: the caller leaves the forward, whatever it raises."""
         if self._engine is None:
             return
-        self._forwards.leave_abandoned()
-        forward = self._forwards.begin(self)
+        if self.is_root and not watched:
+            self.forwards.leave_abandoned()
+        forward = _Forward()
+        forward.hooks, forward.handled, forward.watched = self, sys.exc_info()[1], watched
+        forward.entered = False
+        self.forwards.here().append(forward)
         inputs = tensors_in((args, kwargs)) if torch.is_grad_enabled() else None
         forward.call = self._engine.enter_forward(self._site, inputs)
         forward.entered = True
-        self._inside.append(forward.thread)
+        self._inside.append(threading.get_ident())
 
     def leave(self, module: nn.Module, args, output) -> None:
-        forward = self._forwards.end(self)
+        forward = self.forwards.end(self)
         if forward is None or not forward.entered:  # the engine, or a hook before this one, threw
             return
-        self._inside.remove(forward.thread)
+        self._inside.remove(threading.get_ident())
         threw = output is None and sys.exc_info()[1] is not forward.handled
         self._engine.leave_forward(self._site, forward.call, tensors_in(output), threw)
 
     def interrupt(self) -> None:
         """Leave now and enter again later. No backward follows meanwhile."""
-        forward = self._forwards.end(self)
+        forward = self.forwards.end(self)
         if forward is not None:
             self.abandon(forward)
 
     def abandon(self, forward: _Forward) -> None:
         if forward.entered:
-            self._inside.remove(forward.thread)
+            self._inside.remove(threading.get_ident())
             self._engine.leave_forward(self._site, None, [], True)
+
+
+class ModuleCall(Carried):
+    """Calls of one module: its ``_compiled_call_impl``, which ``Module.__call__`` prefers."""
+
+    def __init__(self, module: nn.Module):
+        self._module = ref(module)
+        self._compiled: Callable | None = module._compiled_call_impl  # by the user
+
+    def attach(self, module: nn.Module) -> None:
+        if not isinstance(module, torch.jit.ScriptModule):
+            module.__dict__["_compiled_call_impl"] = self
+
+    def replaced(self) -> Callable | None:
+        return self._compiled
+
+
+class WatchedCall(ModuleCall):
+    """Leaves the forwards of a module whose end torch reports to no hook."""
+
+    _in_a_copy: ClassVar = {"_forwards": OpenForwards(), "_is_root": False, "_compiled": None}
+
+    def __init__(self, module: nn.Module, hooks: SiteHooks):
+        super().__init__(module)
+        self._forwards, self._is_root = hooks.forwards, hooks.is_root
+
+    def __call__(self, *args, **kwargs):
+        call = self._compiled or self._module()._call_impl
+        if self._is_root:
+            self._forwards.leave_abandoned()
+        here = self._forwards.here()
+        here.append(self)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            while here and (last := here.pop()) is not self:
+                self._forwards.leave(last)
+
+
+_torch.run_as_it_is(WatchedCall.__call__)
 
 
 def watch_module(module: nn.Module, hooks: SiteHooks) -> None:
@@ -135,6 +166,7 @@ def watch_module(module: nn.Module, hooks: SiteHooks) -> None:
     module.register_forward_pre_hook(CarriedMethod(hooks.enter), with_kwargs=True, prepend=True)
     # Also when the forward throws, as non-reentrant checkpointing does in every recomputation.
     module.register_forward_hook(CarriedMethod(hooks.leave), always_call=True)
+    WatchedCall(module, hooks).attach(module)
 
 
 def hooks_of(module: nn.Module) -> list[SiteHooks]:

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import skip_code
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from zero_ext import _torch
 from zero_ext.engine.carried import Carried, CarriedMethod
+from zero_ext.engine.checks import reject_wrapper
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
 from zero_ext.module.places import Place, children_of, owners_of, places_of
@@ -56,8 +56,10 @@ class ForwardHooks(Carried):
             except KeyError:  # a scripted module's dictionary has no get()
                 found = None
             if found is not parameter:
-                self._refuse_another(place, found)
-        for prefix, parameters, count in self._owners:
+                self._refuse_another(module, place, found)
+        for prefix, parameters, count, attributes in self._owners:
+            if _torch.FLATTENED in attributes:
+                reject_wrapper(self._handle.groups, "FullyShardedDataParallel", prefix)
             if len(parameters) != count and torch.is_grad_enabled():
                 what = "a parameter was added or parametrized"
                 self._refuse_new(what, prefix, module.get_submodule(prefix))
@@ -80,13 +82,18 @@ class ForwardHooks(Carried):
             return output
         return cast_floating(output, self._mp_policy.output_dtype)
 
-    def _refuse_another(self, place: Place, found: torch.Tensor | None) -> None:
+    def _refuse_another(self, module: nn.Module, place: Place, found: torch.Tensor | None) -> None:
         """Raise if another Parameter was put in the place: it would be neither reduced nor stepped.
 
         functional_call() puts plain tensors there, whose gradients belong to its caller.
         """
-        trains = isinstance(found, nn.Parameter) and found.requires_grad
-        if not trains or not torch.is_grad_enabled() or not place.parameter.requires_grad:
+        is_plain = found is not None and not isinstance(found, nn.Parameter)
+        if is_plain or not torch.is_grad_enabled() or not place.parameter.requires_grad:
+            return
+        owner = module.get_submodule(place.name.rpartition(".")[0])
+        if (wrapper := _torch.wrapper_around(owner, place.key)) is not None:
+            reject_wrapper(self._handle.groups, wrapper, place.name)
+        if found is None or not found.requires_grad:
             return
         raise RuntimeError(
             f"{self._handle.groups.where}parameter '{place.name}' was replaced by another one "
@@ -137,7 +144,7 @@ class InputCast(Carried):
         return args if kwargs is None else (args, kwargs)
 
 
-skip_code(InputCast.__call__.__code__)  # not when it is inlined
+_torch.run_as_it_is(InputCast.__call__)  # not when it is inlined
 
 
 def input_dtype(policy: MixedPrecisionPolicy) -> torch.dtype | None:
@@ -165,13 +172,13 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     dtype stays the same object: a list or a cache that a forward writes to, for example."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
-    leaves, structure = tree_flatten(value)
+    leaves, structure = _torch.tree_flatten(value)
     if len(leaves) == 1 and leaves[0] is value:  # no container that torch knows
         return _cast_fields(value, dtype) if dataclasses.is_dataclass(value) else value
     cast = [cast_floating(leaf, dtype) for leaf in leaves]
     if all(new is old for new, old in zip(cast, leaves, strict=True)):
         return value
-    return tree_unflatten(cast, structure)
+    return _torch.tree_unflatten(cast, structure)
 
 
 def _cast_fields(value: Any, dtype: torch.dtype) -> Any:

@@ -89,13 +89,13 @@ class ForwardMethod(CarriedReplacement):
             yield
         finally:
             for hooks in self._open[-1]:
-                hooks.enter(self._module(), ())
+                hooks.enter(self._module(), (), watched=True)
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
         """Within ``outside()``: enter the call again inside the context."""
         for hooks in self._open[-1]:
-            hooks.enter(self._module(), ())
+            hooks.enter(self._module(), (), watched=True)
         try:
             yield
         finally:
@@ -109,7 +109,7 @@ class ForwardMethod(CarriedReplacement):
         args, kwargs = self._forward_hooks.before_forward(module, args, kwargs)
         for hooks in self._sites:
             entered.append(hooks)
-            hooks.enter(module, args, kwargs)
+            hooks.enter(module, args, kwargs, watched=True)
         return args, kwargs
 
     @torch.compiler.disable

@@ -1,7 +1,7 @@
 """Where a sharded module keeps its parameters."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ class Owner(NamedTuple):
     name: str
     parameters: dict[str, nn.Parameter | None]
     count: int  # of ``parameters``
+    attributes: dict[str, Any]  # of the first one
 
 
 class Children(NamedTuple):
@@ -52,7 +53,10 @@ def places_of(module: nn.Module, handle: Handle) -> list[Place]:
 def owners_of(places: Iterable[Place]) -> list[Owner]:
     owners = {
         id(place.parameters): Owner(
-            place.name.rpartition(".")[0], place.parameters, len(place.parameters)
+            place.name.rpartition(".")[0],
+            place.parameters,
+            len(place.parameters),
+            place.parameter.__dict__,
         )
         for place in places
     }

@@ -16,11 +16,11 @@ from zero_ext.engine.checks import (
     check_module,
     check_parameters,
     note_ignored,
+    refuse_wrapped,
 )
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.meta import MetaModules
 from zero_ext.engine.options import ShardingOptions
-from zero_ext.engine.other_wrappers import claim, refuse_wrapped
 from zero_ext.engine.plan import Plan, parameters_of, plan_module
 from zero_ext.engine.units import Choice, largest_of_many
 from zero_ext.module import foreign_names, plain_copies, save_pretrained
@@ -283,7 +283,6 @@ def _attach(
 ) -> None:
     """Give the module and its ``units`` hooks and methods. Those that come last run first."""
     handle.watch_modules()
-    claim(module, handle)
     if (dtype := input_dtype(policy)) is not None:
         cast_inputs(units, dtype)
     forward_hooks = ForwardHooks(module, handle, policy)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from zero_ext._torch import tree_leaves, tree_map_only
+from zero_ext._torch import schema_of, tree_leaves, tree_map_only
 from zero_ext.ranks.agreement import naming
 from zero_ext.ranks.collectives import all_reduce_
 from zero_ext.tensor.shard_tensor import ShardTensor, wrap
@@ -31,7 +31,7 @@ def run(func, args, kwargs):
     """What ``func`` gives for arguments with at least one ShardTensor."""
     if func in _HANDLERS:
         return _HANDLERS[func](func, *args, **kwargs)
-    if func._schema.name.startswith("aten::_foreach_") and func not in _FOREACH_REDUCTIONS:
+    if schema_of(func).name.startswith("aten::_foreach_") and func not in _FOREACH_REDUCTIONS:
         return _foreach_elementwise(func, args, kwargs)
     if func in _KEEPS_SHAPE or (torch.Tag.pointwise in func.tags and func not in _NO_TENSOR):
         return _elementwise(func, args, kwargs)
@@ -53,7 +53,7 @@ def _cut(full: Tensor, like: ShardTensor) -> Tensor:
 
 def _to_slice(operand, like: ShardTensor):
     if isinstance(operand, ShardTensor):
-        return operand._local_tensor
+        return operand.local
     if isinstance(operand, DTensor):
         operand = operand.full_tensor()
     # Tensors of 0 dimensions stay such: they do not decide the dtype of the result.
@@ -68,7 +68,7 @@ def _broadcasts(operand: Tensor, shape: torch.Size) -> bool:
 
 def _written(func, args, kwargs) -> list:
     """The arguments that ``func`` writes to."""
-    arguments = func._schema.arguments
+    arguments = schema_of(func).arguments
     given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
     aliased = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     return tree_leaves([given.get(argument.name) for argument in aliased])
@@ -106,7 +106,7 @@ def _elementwise(func, args, kwargs):
     slices = {name: _to_slice(operand, like) for name, operand in kwargs.items()}
     result = func(*(_to_slice(operand, like) for operand in args), **slices)
     for shard in shards:  # changed in place, or given as out=
-        if result is shard._local_tensor:
+        if result is shard.local:
             return shard
     return wrap(result, like)
 
@@ -125,14 +125,14 @@ def _foreach_elementwise(func, args, kwargs):
     slices = {name: to_slices(argument) for name, argument in kwargs.items()}
     result = func(*map(to_slices, args), **slices)
     if result is None:  # in place: nothing else counts the write, and the engine asks
-        changed = [t._local_tensor for t in written if isinstance(t, ShardTensor)]
+        changed = [t.local for t in written if isinstance(t, ShardTensor)]
         torch.autograd.graph.increment_version(changed)
         return None
     return [wrap(r, s[0]) if s else r for r, s in zip(result, shards, strict=True)]
 
 
 def _on_full_tensors(func, args, kwargs):
-    arguments = func._schema.arguments
+    arguments = schema_of(func).arguments
     given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
     aliased = [given.get(a.name) for a in arguments if a.alias_info is not None]
     if (
@@ -156,7 +156,7 @@ def _on_full_tensors(func, args, kwargs):
 
 def _new(func, shard, size, *rest, **kwargs):
     """``new_empty`` and its kin: of the same shape a ShardTensor cut alike, else a plain tensor."""
-    local = shard._local_tensor
+    local = shard.local
     strided = func is aten.new_empty_strided.default
     if torch.Size(size) != shard.shape or (strided and tuple(rest[0]) != shard.stride()):
         return func(local, size, *rest, **kwargs)
@@ -169,11 +169,11 @@ def _copy_(func, destination, source, non_blocking=False):
         return func(destination, source.full_tensor(), non_blocking)
     if isinstance(source, ShardTensor) and source.bounds == destination.bounds:
         _find_shards(func, [destination, source], written=())
-        source = source._local_tensor
+        source = source.local
     else:
         source = source.full_tensor() if isinstance(source, DTensor) else source
         source = _cut(source, destination)
-    func(destination._local_tensor, source, non_blocking)
+    func(destination.local, source, non_blocking)
     return destination
 
 
@@ -186,7 +186,7 @@ def _foreach_copy_(func, destinations, sources, non_blocking=False):
 
 
 def _local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [t._local_tensor if isinstance(t, ShardTensor) else t for t in tensors]
+    return [t.local if isinstance(t, ShardTensor) else t for t in tensors]
 
 
 def groups_of(tensors: Sequence[Tensor]) -> dict[dist.ProcessGroup, list[int]]:
@@ -194,7 +194,7 @@ def groups_of(tensors: Sequence[Tensor]) -> dict[dist.ProcessGroup, list[int]]:
     meshes, groups = {}, {}
     for i, tensor in enumerate(tensors):
         if isinstance(tensor, ShardTensor):
-            meshes.setdefault(id(tensor._spec.mesh), (tensor._spec.mesh, []))[1].append(i)
+            meshes.setdefault(id(tensor.mesh), (tensor.mesh, []))[1].append(i)
     for mesh, members in meshes.values():
         groups.setdefault(mesh.get_group(), []).extend(members)
     return groups
@@ -241,7 +241,7 @@ def _reduce_with(op: dist.ReduceOp):
     """A handler for a reduction of all elements that is ``op`` of the slices' results."""
 
     def handle(func, shard, **kwargs):
-        result = func(shard._local_tensor, **kwargs)
+        result = func(shard.local, **kwargs)
         number = result.to(torch.uint8) if result.dtype == torch.bool else result
         group = shard.device_mesh.get_group()
         with naming(f"{func.overloadpacket.__name__}() of a sharded tensor"):

@@ -10,20 +10,16 @@ sharded. What operations do is in ``dispatch.py``.
 import copy
 from collections.abc import Iterator, Sequence
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import Unsupported
-from torch._guards import TracingContext
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.optim import optimizer as _torch_optimizer
-from torch.utils import _foreach_utils
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero_ext import _C
+from zero_ext import _C, _torch
+from zero_ext._torch import DTensorSpec, TensorMeta
 from zero_ext.ranks.agreement import naming
 from zero_ext.ranks.collectives import on_wire
 from zero_ext.tensor.boxes import boxes
@@ -45,7 +41,7 @@ class FlatShard(Shard):
         )
 
 
-class _OwnDispatch(TorchDispatchMode):
+class _OwnDispatch(_torch.TorchDispatchMode):
     """Torch 2.11 sends what a subclass of DTensor gets to DTensor, unless a mode comes first."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -54,7 +50,7 @@ class _OwnDispatch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class UntraceableError(Unsupported, NotImplementedError):
+class UntraceableError(_torch.Unsupported, NotImplementedError):
     """Where torch.compile meets it, it breaks the graph and leaves the operation to eager mode."""
 
 
@@ -85,6 +81,10 @@ class ShardTensor(DTensor):
     @torch.compiler.disable  # calls of process groups cannot be traced
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return dispatch.run(func, args, kwargs or {})
+
+    # Without a frame of Python, because norms ask it of each gradient.
+    local = property(attrgetter("_local_tensor"), doc="This rank's slice, 1-D: the tensor itself.")
+    mesh = property(attrgetter("_spec.mesh"), doc="As ``device_mesh``.")
 
     @property
     def held_range(self) -> tuple[int, int]:
@@ -176,7 +176,7 @@ class ShardTensor(DTensor):
 
     def __tensor_flatten__(self):
         # Modes such as CommDebugMode look inside as well, where nothing is traced.
-        if TracingContext.try_get() is not None:
+        if _torch.TracingContext.try_get() is not None:
             _refuse_tracing()
         return ["_local_tensor"], None
 
@@ -223,11 +223,7 @@ class ShardTensor(DTensor):
             start = stop
 
 
-# The default (foreach=None) of clip_grad_norm_ and of optimizers asks these lists; DTensor adds
-# itself too. Without it every gradient's norm would be an all-reduce of its own.
-for _types in (_foreach_utils._foreach_supported_types, _torch_optimizer._foreach_supported_types):
-    if ShardTensor not in _types:
-        _types.append(ShardTensor)
+_torch.use_foreach_for(ShardTensor)
 
 
 class Maker:
