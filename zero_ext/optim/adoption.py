@@ -99,7 +99,8 @@ def adopt(optimizer: torch.optim.Optimizer, **sharding: Any) -> Sharded:
         if code is None:
             optimizer.shard_fused(taken)
         else:
-            given = {key: s for key, s in of_groups.items() if not _is_on_meta(s)} | named_in(state)
+            given = {p: s for p, s in of_groups.items() if not any(map(_is_meta, s.values()))}
+            given |= named_in(state)
             optimizer.shard_update(code, given, owner_mb, taken)
     except BaseException:
         optimizer.__class__, optimizer.state = kind, state
@@ -178,8 +179,8 @@ def _count_steps(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step = step
 
 
-def _is_on_meta(state: dict[str, Any]) -> bool:
-    return any(isinstance(value, Tensor) and value.is_meta for value in state.values())
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
 
 
 def _like(

@@ -15,7 +15,7 @@ from zero_ext import _C
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
 from zero_ext.optim.arguments import Sharding
-from zero_ext.optim.groups import Group, parameters_of, sharded_in
+from zero_ext.optim.groups import Group, Places, Trained, parameters_of
 from zero_ext.optim.owners import Owners
 from zero_ext.optim.states import ShownStates, States
 from zero_ext.optim.verdicts import SkippedSteps, StepSettings
@@ -58,13 +58,6 @@ class Core:
         # The index of each parameter that has had a state -> whether it was in a group.
         self._present: dict[int, bool] = {}
 
-    def described(self) -> str:
-        """What the optimizers of all ranks must have alike."""
-        return (
-            f"nonfinite={self.nonfinite!r} clips={self.max_grad_norm is not None} "
-            f"scales={self.loss_scaler is not None}"
-        )
-
     # Groups
 
     @property
@@ -81,9 +74,9 @@ class Core:
             and self.handle.unfreezings == self._unfreezings
         )
 
-    def follow(self, groups: Sequence[Group]) -> list[Tensor]:
-        """Make the states follow the groups. Returns the parameters that are in none any more."""
-        sharded = [sharded_in(group) for group in groups]
+    def follow(self, groups: Sequence[Group], sharded: Sequence[Places]) -> list[Tensor]:
+        """Make the states follow the groups, whose parameters are ``sharded``. Returns the
+        parameters that are in none any more."""
         mine = {i for places in sharded for _, i in places}
         self.state.unassign([i for i in self.state.indices if i not in mine])
         self.state.assign(sorted(mine), 0)  # at once: it decides what lies together
@@ -97,14 +90,10 @@ class Core:
             # torch makes a state in the first step, and saves none of what is in no group.
             if not self.shown.get(parameter, {}).get("step", True):
                 del self.shown[parameter]
-        trained = [
-            (parameter, i, g)
-            for g, places in enumerate(sharded)
-            for parameter, i in places
-            if self.handle.engine.unit_of(i) >= 0
-        ]
-        for parameter, i, g in trained:
-            self._show(parameter, i, groups[g])
+        every = [(p, i, g) for g, places in enumerate(sharded) for p, i in places]
+        units = self.handle.engine.units_of([i for _, i, _ in every])
+        trained = [each for each, unit in zip(every, units, strict=True) if unit >= 0]
+        self._show(trained, groups)
         self.states.arrange(groups, trained)
         # Last: what has raised before is followed again.
         self.trained, self._unfreezings = trained, self.handle.unfreezings
@@ -112,13 +101,16 @@ class Core:
         self._state_counts = list(map(self.states.count_of, groups))
         return gone
 
-    def _show(self, parameter: Tensor, i: int, group: Group) -> None:
-        present, has_values = self._present.get(i), bool(dict.get(self.shown, parameter))
-        if present is False and not has_values:  # it was put back, and begins anew
-            self.states.forget(parameter, i, group)
-        if not present or has_values:  # else the user emptied it, which the next step follows
-            self.states.show(self.shown, parameter, i, group)
-        self._present[i] = True
+    def _show(self, trained: Trained, groups: Sequence[Group]) -> None:
+        values = {id(key): value for key, value in dict.items(self.shown)}
+        present = self._present.get
+        for parameter, i, g in trained:
+            if present(i) is False and not values.get(id(parameter)):  # it begins anew
+                self.states.forget(parameter, i, groups[g])
+        # Else the user emptied it, which the next step follows.
+        shown = [each for each in trained if not present(each[1]) or values.get(id(each[0]))]
+        self.states.show(self.shown, shown, groups)
+        self._present.update((i, True) for _, i, _ in trained)
 
     def let_go(self) -> None:
         """Of states and groups."""

@@ -1,6 +1,5 @@
 """Parameter groups: which optimizer owns a parameter, and what users have changed in the groups."""
 
-import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ Group = dict[str, Any]
 Named = list[tuple[str, Tensor]]
 # The sharded parameters that train, with their indices and the numbers of their groups.
 Trained = Sequence[tuple[Tensor, int, int]]
+Places = list[tuple[Tensor, int]]  # sharded parameters, with their indices in the engine
 
 _OF_TORCH = {*vars(torch.optim.SGD([torch.zeros(1)])), "zero_core", "step"}
 _owners = ByTensor()  # Parameter -> weak reference to the optimizer that steps it
@@ -26,13 +26,6 @@ _owners = ByTensor()  # Parameter -> weak reference to the optimizer that steps 
 def _owner_of(parameter: Tensor) -> Any:
     owner = _owners.get(parameter)
     return None if owner is None else owner()
-
-
-def own(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Let ``optimizer`` step ``parameters``."""
-    reference = weakref.ref(optimizer)
-    for parameter in parameters:
-        _owners[parameter] = reference
 
 
 def disown(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> None:
@@ -68,7 +61,7 @@ def parameters_of(groups: Sequence[Group]) -> list[Tensor]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
-def sharded_in(group: Group) -> list[tuple[Tensor, int]]:
+def sharded_in(group: Group) -> Places:
     """The sharded parameters of a group, with their indices in the engine."""
     found = [(parameter, find(parameter)) for parameter in group["params"]]
     return [(parameter, place[1]) for parameter, place in found if place is not None]
@@ -82,17 +75,16 @@ def name_in_module(parameter: Tensor) -> str | None:
 
 def named_parameters(groups: Sequence[Group], first: int = 0) -> tuple[Named, Named]:
     """From group ``first`` on: the parameters that can be sharded, and those that stay whole."""
-    named = []
+    named: Named = []
+    whole: Named = []
     for g, group in enumerate(groups[first:], first):
         names = group.get("param_names", ())
         if len(names) != len(group["params"]):  # none were given, or parameters were taken out
-            names = [
-                name_in_module(p) or f"parameter {i} of group {g}"
-                for i, p in enumerate(group["params"])
-            ]
-        named.extend(zip(names, group["params"], strict=True))
-    whole = [(name, p) for name, p in named if stays_whole(p)]
-    return [(name, p) for name, p in named if not stays_whole(p)], whole
+            names = [f"parameter {i} of group {g}" for i in range(len(group["params"]))]
+        for name, p in zip(names, group["params"], strict=True):
+            stays = not p.requires_grad and stays_whole(p)
+            (whole if stays else named).append((name, p))
+    return named, whole
 
 
 def check_not_owned(named: Named, optimizer: torch.optim.Optimizer) -> None:
@@ -104,9 +96,9 @@ def check_not_owned(named: Named, optimizer: torch.optim.Optimizer) -> None:
         owner.follow_groups()  # the user may have taken the parameter out of them
         if _owner_of(parameter) is owner:
             raise ValueError(
-                f"zero_ext: '{name}' is stepped by another optimizer ({type(owner).__name__}) "
-                "already. Give each parameter to one optimizer, or give up all parameters of the "
-                "other optimizer with its retire()."
+                f"zero_ext: '{name_in_module(parameter) or name}' is stepped by another optimizer "
+                f"({type(owner).__name__}) already. Give each parameter to one optimizer, or give "
+                "up all parameters of the other optimizer with its retire()."
             )
 
 
@@ -116,7 +108,7 @@ def check_of_engine(named: Named, handle: Handle) -> None:
         place = find(parameter)
         if place is not None and place[0] is handle:
             continue
-        what = f"'{name}' of shape {tuple(parameter.shape)}"
+        what = f"'{name_in_module(parameter) or name}' of shape {tuple(parameter.shape)}"
         if is_ignored(parameter):
             raise ValueError(
                 f"zero_ext: {what} is one of ignored_params, which each rank trains by itself. "
@@ -168,10 +160,9 @@ def handle_of_module(named: Named, sharding: Sharding) -> Handle | None:
 
 
 def check_same_optimizers(handle: Handle, described: str, groups: Sequence[Group]) -> None:
-    """Raise if ranks make different optimizers. Collective.
-
-    Each rank may list the parameters of a group in an order of its own.
-    """
+    """Raise if ranks make different optimizers, in any order within a group. Collective."""
+    if handle.groups.world == 1:
+        return
     check_same_on_all_ranks(
         handle.groups,
         [
@@ -187,22 +178,40 @@ def check_same_optimizers(handle: Handle, described: str, groups: Sequence[Group
     )
 
 
-def check_followed(
+def claim(
     groups: Sequence[Group], handle: Handle, optimizer: torch.optim.Optimizer
-) -> None:
-    """Raise unless every parameter is sharded by the optimizer's engine, and no other's to step."""
-    for parameter in itertools.chain.from_iterable(group["params"] for group in groups):
-        place = find(parameter)
-        of_engine = place is not None and place[0] is handle
-        if of_engine and _owner_of(parameter) in (None, optimizer):
-            continue
-        named, _ = named_parameters(groups)  # which takes long
-        for name, each in named:
-            if find(each) is None:
-                raise ValueError(
-                    f"zero_ext: '{name}' of shape {tuple(each.shape)} was put into the groups by "
-                    "hand, and is not sharded. Add it with add_param_group()."
-                )
-        check_of_engine(named, handle)
-        check_not_owned(named, optimizer)
-        return
+) -> list[Places]:
+    """Let ``optimizer`` step the parameters of ``groups``. Returns those that are sharded.
+
+    Raises:
+        ValueError: one is not sharded by the optimizer's engine, or another optimizer's to step.
+    """
+    sharded: list[Places] = []
+    unowned = []
+    for group in groups:
+        sharded.append([])
+        for parameter in group["params"]:
+            place, reference = find(parameter), _owners.get(parameter)
+            owner = None if reference is None else reference()
+            if place is None or place[0] is not handle or owner not in (None, optimizer):
+                _check_claim(groups, handle, optimizer)
+            if place is not None:
+                sharded[-1].append((parameter, place[1]))
+            if owner is None:
+                unowned.append(parameter)
+    reference = weakref.ref(optimizer)
+    for parameter in unowned:
+        _owners.add(parameter, reference)
+    return sharded
+
+
+def _check_claim(groups: Sequence[Group], handle: Handle, optimizer: torch.optim.Optimizer) -> None:
+    named, _ = named_parameters(groups)
+    for name, each in named:
+        if find(each) is None:
+            raise ValueError(
+                f"zero_ext: '{name}' of shape {tuple(each.shape)} was put into the groups by "
+                "hand, and is not sharded. Add it with add_param_group()."
+            )
+    check_of_engine(named, handle)
+    check_not_owned(named, optimizer)

@@ -107,7 +107,9 @@ class Sharded(torch.optim.Optimizer):
                 self._zero_broadcast_frozen([*named, *whole])
             else:
                 handle.leave_whole(whole)
-            groups.check_same_optimizers(handle, f"{what} {core.described()}", self.param_groups)
+            what += f" nonfinite={core.nonfinite!r} clips={core.max_grad_norm is not None} "
+            what += f"scales={core.loss_scaler is not None}"
+            groups.check_same_optimizers(handle, what, self.param_groups)
             scaler.attach(core.loss_scaler, handle, self)
             make_states(core)
             handle.optimizers.add(self)
@@ -191,9 +193,8 @@ class Sharded(torch.optim.Optimizer):
             )
         if not core.is_current(self.param_groups):
             core.states.check(self.param_groups)
-            groups.check_followed(self.param_groups, core.handle, self)
-            groups.disown(core.follow(self.param_groups), self)
-            groups.own((p for g in self.param_groups for p, _ in groups.sharded_in(g)), self)
+            sharded = groups.claim(self.param_groups, core.handle, self)
+            groups.disown(core.follow(self.param_groups, sharded), self)
         if self.state is not core.shown:
             core.shown, load = taken_over(self.state, core.states, self.param_groups)
             self.state = core.shown

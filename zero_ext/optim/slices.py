@@ -77,17 +77,18 @@ class Slices(OwnStates):
             elementwise.check(self.code.kind, self.code.kwargs, group)
             self._kinds_checked.add(kind)
 
-    def show(self, shown: ShownStates, parameter: Tensor, i: int, group: Group) -> None:
-        each = self._slices.get(i)
-        if each is None:
-            master = torch.nn.Parameter(self._handle.engine.master_slice(i))
-            each = self._slices[i] = _Slice(parameter, i, master, group)
-            if given := self._given.pop(id(parameter), None):
-                self._own[master] = self._taken(each, given)
-            elif self.code.makes_states:
-                self._own[master] = self._begun(each)
-        each.group = group
-        self._show_one(each, self._own.get(each.master), shown)
+    def show(self, shown: ShownStates, parameters: Trained, groups: Sequence[Group]) -> None:
+        for parameter, i, g in parameters:
+            each = self._slices.get(i)
+            if each is None:
+                master = torch.nn.Parameter(self._handle.engine.master_slice(i))
+                each = self._slices[i] = _Slice(parameter, i, master, groups[g])
+                if given := self._given.pop(id(parameter), None):
+                    self._own[master] = self._taken(each, given)
+                elif self.code.makes_states:
+                    self._own[master] = self._begun(each)
+            each.group = groups[g]
+            self._show_one(each, self._own.get(each.master), shown)
 
     def arrange(self, groups: Sequence[Group], trained: Trained) -> None:
         self._lists = [[] for _ in groups]

@@ -30,11 +30,10 @@ from zero_ext.optim.state_views import BlockCopies, views
 Loader = Callable[[], None]
 
 
-class Later(NamedTuple):
-    """Stands for a parameter's state until it is asked for."""
+class Later(tuple):
+    """Stands for a parameter's state until it is asked for: what makes it, and the index."""
 
-    make: Callable[[Tensor, int], dict[str, Tensor]]
-    i: int
+    __slots__ = ()
 
 
 class ShownStates(defaultdict):
@@ -43,12 +42,6 @@ class ShownStates(defaultdict):
     Who reads the state of one parameter gets its views made. Who reads all of them, to iterate,
     compare, copy or pickle them, gets all views made.
     """
-
-    def show_later(
-        self, parameter: Tensor, make: Callable[[Tensor, int], dict[str, Tensor]], i: int
-    ) -> None:
-        """``make(parameter, i)`` is the state of ``parameter``, which has none yet."""
-        super().__setitem__(parameter, Later(make, i))
 
     def show_anew(
         self,
@@ -64,13 +57,14 @@ class ShownStates(defaultdict):
         shown = super().get(parameter)
         if shown and type(shown) is not Later:
             others = {name: value for name, value in shown.items() if name not in names}
-            super().__setitem__(parameter, Later(lambda *which: {**others, **make(*which)}, i))
+            super().__setitem__(parameter, Later((lambda *which: {**others, **make(*which)}, i)))
 
     def __getitem__(self, key: Hashable) -> Any:
         value = super().__getitem__(key)
         if type(value) is Later:
             with torch.inference_mode(False), torch.no_grad():
-                value = value.make(key, value.i)
+                make, i = value
+                value = make(key, i)
             super().__setitem__(key, value)
         return value
 
@@ -161,8 +155,8 @@ class States:
     def check_added(self, group: Group) -> None:
         """Raise where the update of a group that was added is of another kind."""
 
-    def show(self, shown: ShownStates, parameter: Tensor, i: int, group: Group) -> None:
-        """Show the state of parameter i, which is now of ``group``."""
+    def show(self, shown: ShownStates, parameters: Trained, groups: Sequence[Group]) -> None:
+        """Show the states of ``parameters``, which are now of these groups."""
 
     def arrange(self, groups: Sequence[Group], trained: Trained) -> None:
         """Those are the groups now, and their parameters with indices and numbers of groups."""
@@ -209,9 +203,10 @@ def follow_emptied(
 ) -> None:
     """What a user has emptied begins anew, and is shown again. Nothing else changes."""
     values = {id(key): value for key, value in dict.items(shown)}
-    for parameter, i, g in trained:
+    for each in trained:
+        parameter, i, g = each
         if not values.get(id(parameter)) and states.forget(parameter, i, groups[g]):
-            states.show(shown, parameter, i, groups[g])
+            states.show(shown, [each], groups)
 
 
 def taken_over(
@@ -316,13 +311,14 @@ class FusedStates(States):
     def _names_in(self, group: Group) -> tuple[str, ...]:
         return self._layout.shown(self.count_of(group))
 
-    def show(self, shown: ShownStates, parameter: Tensor, i: int, group: Group) -> None:
-        self._handle.check_size(i, parameter)
-        make = self._maker_of(self._names_in(group))
-        if parameter in shown:
-            shown[parameter].update(make(parameter, i))
-        else:
-            shown.show_later(parameter, make, i)
+    def show(self, shown: ShownStates, parameters: Trained, groups: Sequence[Group]) -> None:
+        makers = [self._maker_of(self._names_in(group)) for group in groups]
+        known = set(map(id, dict.keys(shown)))
+        for parameter, i, g in parameters:
+            if id(parameter) in known:
+                shown[parameter].update(makers[g](parameter, i))
+            else:
+                dict.__setitem__(shown, parameter, Later((makers[g], i)))
 
     def forget(self, parameter: Tensor, i: int, group: Group) -> bool:
         for value in self._held_state(parameter, i).values():

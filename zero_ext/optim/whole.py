@@ -169,7 +169,7 @@ class Whole(OwnStates):
         """What the code gets as the state of a parameter."""
         state = shown.get(p)
         if not state and (given := self._given.pop(id(p), None)):
-            state = {name: _in_fp32(value, p) for name, value in given.items()}
+            state = {name: _in_fp32(value) for name, value in given.items()}
         if not state and self.code.makes_states:  # when it is constructed, from the values
             made = self.code.made_for(torch.nn.Parameter(whole.data), group)
             state = made.state.get(made.param_groups[0]["params"][0])
@@ -402,9 +402,9 @@ def _unpacked(data: bytes, device: torch.device) -> Any:
     return tree_map_only(_OnDevice, lambda each: each.tensor.to(device), pickle.loads(data))
 
 
-def _in_fp32(value: Any, parameter: Tensor) -> Any:
-    of_shape = isinstance(value, Tensor) and value.shape == parameter.shape
-    return value.float() if of_shape and value.is_floating_point() else value
+def _in_fp32(value: Any) -> Any:
+    half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if half else value
 
 
 def _without_memory(like: Tensor, shape: torch.Size) -> Tensor:
