@@ -38,6 +38,8 @@ class InnerCall(ModuleCall):
 
     def __call__(self, *args, **kwargs):
         call = self._compiled or self._module()._call_impl
+        if torch.compiler.is_compiling():
+            return call(*args, **kwargs)
         thread = threading.get_ident()
         for _, inside in self._units:
             if thread not in inside:
@@ -46,8 +48,6 @@ class InnerCall(ModuleCall):
 
     def _call_from_outside(self, call: Callable, thread: int, args, kwargs):
         engine = self._engine
-        if torch.compiler.is_compiling():
-            return call(*args, **kwargs)
         self._forwards.leave_abandoned()
         if self._site is None:
             self._site = engine.add_inner_site([unit.site for unit in self._units])

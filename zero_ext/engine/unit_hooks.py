@@ -40,14 +40,14 @@ class OpenForwards:
     """
 
     def __init__(self):
-        self._of_threads: dict[int, list[_Forward | WatchedCall]] = {}
+        self.of_threads: dict[int, list[_Forward | WatchedCall]] = {}
 
     def here(self) -> "list[_Forward | WatchedCall]":
         """Those of this thread, the innermost last."""
-        return self._of_threads.setdefault(threading.get_ident(), [])
+        return self.of_threads.setdefault(threading.get_ident(), [])
 
     def end(self, hooks: "SiteHooks") -> _Forward | None:
-        here = self._of_threads.get(threading.get_ident(), [])
+        here = self.of_threads.get(threading.get_ident(), [])
         for i in range(len(here) - 1, -1, -1):
             if type(here[i]) is _Forward and here[i].hooks is hooks:
                 return here.pop(i)
@@ -94,7 +94,7 @@ class SiteHooks(Carried):
         forward = _Forward()
         forward.hooks, forward.handled, forward.watched = self, sys.exc_info()[1], watched
         forward.entered = False
-        self.forwards.here().append(forward)
+        self.forwards.of_threads.setdefault(threading.get_ident(), []).append(forward)
         inputs = tensors_in((args, kwargs)) if torch.is_grad_enabled() else None
         forward.call = self._engine.enter_forward(self._site, inputs)
         forward.entered = True
@@ -146,9 +146,11 @@ class WatchedCall(ModuleCall):
 
     def __call__(self, *args, **kwargs):
         call = self._compiled or self._module()._call_impl
+        if torch.compiler.is_compiling():
+            return call(*args, **kwargs)
         if self._is_root:
             self._forwards.leave_abandoned()
-        here = self._forwards.here()
+        here = self._forwards.of_threads.setdefault(threading.get_ident(), [])
         here.append(self)
         try:
             return call(*args, **kwargs)
