@@ -107,7 +107,6 @@ class Core:
         for parameter, i, g in trained:
             if present(i) is False and not values.get(id(parameter)):  # it begins anew
                 self.states.forget(parameter, i, groups[g])
-        # Else the user emptied it, which the next step follows.
         shown = [each for each in trained if not present(each[1]) or values.get(id(each[0]))]
         self.states.show(self.shown, shown, groups)
         self._present.update((i, True) for _, i, _ in trained)
