@@ -4,7 +4,7 @@ changes torch for everybody in the process.
 What is changed is listed in ``docs/what_changes_in_torch.md``, and ``undo()`` takes it back. A test
 compares torch before and after with that list. Each entry says why it is needed.
 
-Checked with torch 2.11, 2.13, 2.14 and 2.15. ``csrc/core/torch_internals.h`` is the same for C++.
+Tested with torch 2.13. ``csrc/core/torch_internals.h`` is the same for C++.
 """
 
 import functools

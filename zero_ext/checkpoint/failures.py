@@ -71,9 +71,9 @@ def checked(what: str, model: nn.Module, check: Callable[[], Any]) -> tuple[Grou
         TypeError, ValueError: on every rank, where an argument is wrong or only some models are
             sharded. RuntimeError: an argument of another rank is wrong.
     """
-    everyone = groups_of(nn.Module())
-    groups = groups_of(model) if isinstance(model, nn.Module) else everyone
-    with together(everyone if groups.world == everyone.world else groups, what) as found:
+    # A rank without a model of the others' kind knows the default group alone.
+    groups = groups_of(model if isinstance(model, nn.Module) else nn.Module())
+    with together(groups, what) as found:
         result = check()
         check_module(model, "a checkpoint")
         found["sharded" if handles_of(model) else "plain"] = groups.global_rank
