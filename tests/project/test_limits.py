@@ -14,7 +14,7 @@ LINES = {
         "": 1000,
         "checkpoint": 2520,
         "deepspeed": 3760,
-        "engine": 2900,
+        "engine": 2910,
         "integrations": 1440,
         "module": 1210,
         "optim": 4370,

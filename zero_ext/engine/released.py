@@ -1,8 +1,8 @@
 """Errors of accesses to released parameters (stage 3): a table from what was called to a text.
 
-A released storage has no memory, and torch raises one text for every access to it. The text of a
-read is in ``csrc/units/unit_parameters.cpp``. Every other access is recognised here, when its error
-is raised: by the functions that called it, or by torch's operator. Nothing here runs before that.
+A released storage has no memory, and torch raises one text for every access to it: for a read that
+of ``csrc/units/unit_parameters.cpp``. Every other access is recognised here, when it raises: by the
+functions that called it, or by torch's operator.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from types import FrameType
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zero_ext import _C, _torch
 
@@ -176,7 +176,7 @@ _BY_OPERATOR = [
     (r"\w*[a-z0-9]_(_[A-Z]\w*)?$", _WRITTEN),
 ]
 _LOSS_OPERATOR = re.compile(r"(sum|mean|mul|pow|square|abs|add|sub|dot|matmul|mm)(_[A-Z]|_dim|$)")
-_AUTOGRAD = "torch.autograd"
+_AUTOGRAD, _PLAIN = "torch.autograd", nn.Parameter.__torch_dispatch__
 _TRACERS = (
     "torch._dynamo.convert_frame",
     "torch._subclasses",
@@ -202,10 +202,8 @@ def _explain(operator: str, in_backward: bool) -> str:
 
 def _begin_of_message(callers: Sequence[_Caller]) -> str:
     """The rank, and the unit: that of the first released one of the parameters that the running
-    node of a backward has read, or that modules have whose methods run."""
-    owners = [caller.owner for caller in callers]
-    modules = [owner for owner in owners if isinstance(owner, nn.Module)]
-    own = [p for module in modules for p in module._parameters.values() if p is not None]
+    node of a backward has read, and of those that the callers and their modules have."""
+    own = itertools.chain.from_iterable(map(_parameters_of, callers))
     for parameter in (*_C.parameters_after_this_node(), *own):
         try:
             parameter.data_ptr()
@@ -214,6 +212,13 @@ def _begin_of_message(callers: Sequence[_Caller]) -> str:
             if released:
                 return begin
     return f"zero_ext [rank {next(iter(_releasing)).groups.global_rank}]: "
+
+
+def _parameters_of(caller: _Caller) -> list[Tensor]:
+    own = caller.owner._parameters if isinstance(caller.owner, nn.Module) else {}
+    values = [*caller.frame.f_locals.values(), *own.values()]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return [tensor for tensor in tensors if type(tensor).__torch_dispatch__ is _PLAIN]
 
 
 def _by_caller(callers: Sequence[_Caller]) -> str | None:

@@ -139,6 +139,8 @@ class OwnStates(States):
         gradient = parameter.grad
         if gradient is None or hasattr(gradient, "to_local"):
             return None if gradient is None else gradient.to_local()
+        if self._handle.replicated and gradient.stride() == parameter.stride():
+            return gradient.as_strided((gradient.numel(),), (1,))
         piece = torch.empty_like(self._handle.engine.master_slice(i))
         self._handle.as_parameter(piece, i, parameter).copy_(gradient)  # all ranks hold it
         return piece
@@ -151,7 +153,9 @@ class OwnStates(States):
         """Move those of ``states`` that are tensors on a device to the host, or all back."""
         self._state.set_offloaded(away)
         while not away and self._away:
-            self._away.popitem()[1].bring_back()
+            storage, held = next(iter(self._away.items()))
+            held.bring_back()  # it stays among those that are away if there is no memory
+            del self._away[storage]
         values = (v for k, state in states.items() if isinstance(k, Tensor) for v in state.values())
         for value in values if away else ():
             if isinstance(value, Tensor) and value.device.type != "cpu":

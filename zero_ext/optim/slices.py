@@ -147,10 +147,8 @@ class Slices(OwnStates):
 
     def update(self, optimizer: torch.optim.Optimizer, keywords: dict[str, Any]) -> None:
         """Run the class's step, after the ranks have agreed on it."""
-        engine = self._handle.engine
         for each in self._slices.values():
-            has_some = each.parameter.grad is not None
-            each.master.grad = engine.grad_slice(each.i) if has_some else None
+            each.master.grad = self._gradient_of(each.parameter, each.i)
         step = functools.partial(self.code.step, optimizer, **keywords)
         self._run(optimizer, step, self._state.apply_masters)
 
