@@ -153,9 +153,8 @@ class OwnStates(States):
         """Move those of ``states`` that are tensors on a device to the host, or all back."""
         self._state.set_offloaded(away)
         while not away and self._away:
-            storage, held = next(iter(self._away.items()))
-            held.bring_back()  # it stays among those that are away if there is no memory
-            del self._away[storage]
+            self._away[next(reversed(self._away))].bring_back()  # stays away if there is no memory
+            self._away.popitem()
         values = (v for k, state in states.items() if isinstance(k, Tensor) for v in state.values())
         for value in values if away else ():
             if isinstance(value, Tensor) and value.device.type != "cpu":

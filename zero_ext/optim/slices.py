@@ -25,13 +25,7 @@ from zero_ext import _C
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
 from zero_ext.optim import elementwise
-from zero_ext.optim.groups import (
-    Group,
-    Trained,
-    named_in,
-    replace_named,
-    settings_of,
-)
+from zero_ext.optim.groups import Group, Trained, named_in, replace_named, settings_of
 from zero_ext.optim.lending import OwnCode, OwnStates, WatchedWrites, lent
 from zero_ext.optim.states import Loader, SavedState, ShownStates
 from zero_ext.optim.verdicts import SharedStates
