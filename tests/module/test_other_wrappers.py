@@ -80,7 +80,8 @@ def ranks(request, rank, world, group):
 def refused(name, rank):
     """``replicate`` makes a DistributedDataParallel."""
     name = {"replicate": r"\w+ \(or replicate\)|\w+DataParallel"}.get(name, name.split()[0])
-    text = rf"^zero_ext \[rank {rank}\]: .*({name}).* was put around parameters .* without "
+    where = rf"^zero_ext \[rank {rank}(, unit '.*')?\]: "
+    text = rf"{where}.*({name}).* was put around parameters .* without "
     return pytest.raises(RuntimeError, match=text)
 
 
