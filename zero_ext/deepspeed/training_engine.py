@@ -164,9 +164,8 @@ class TrainingEngine(EngineCheckpoints, nn.Module):
 
     def _divisor(self) -> float | None:
         """None: no parameter of the engine is trained."""
-        core = getattr(
-            self.optimizer, "zero_core", None
-        )  # none in one that has let go of the model
+        # One that has let go of the model has none.
+        core = getattr(self.optimizer, "zero_core", None)
         if core is None or core.handle.engine is None:
             return None
         return self.loss_scale() * self.settings.accumulation_steps

@@ -17,7 +17,7 @@ from zero_ext.ranks.groups import Groups
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that parameters are trained in
 
-Named = Iterable[tuple[str, Tensor]]  # parameters or buffers with their names
+Named = Sequence[tuple[str, Tensor]]  # parameters or buffers with their names
 
 _ignored = ByTensor()  # the ignored_params of sharded modules -> True
 
@@ -104,9 +104,9 @@ def describe(*parameters: tuple[str, Tensor]) -> list[str]:
 
 def check_parameters(
     groups: Groups,
-    parameters: Sequence[tuple[str, Tensor]],
+    parameters: Named,
     *,
-    whole: Sequence[tuple[str, Tensor]] = (),
+    whole: Named = (),
     meta_allowed: bool = False,
 ) -> None:
     """Raise unless all ``parameters`` can be sharded beside those that stay ``whole``.

@@ -13,10 +13,11 @@ from zero_ext.engine import (
     checks,
     clipping,  # noqa: F401 (which changes torch's clipping)
 )
+from zero_ext.engine.checks import Named
 from zero_ext.engine.host_gradient import HostGradient
 from zero_ext.engine.inner_modules import InnerModules
 from zero_ext.engine.meta import MetaModules
-from zero_ext.engine.plan import Named, Part, Plan, units_by_size
+from zero_ext.engine.plan import Part, Plan, units_by_size
 from zero_ext.engine.registry import ParameterTable, register_whole_gradient
 from zero_ext.engine.released import begin_releasing, end_releasing, note_offloaded
 from zero_ext.engine.shutdown import serving
@@ -99,7 +100,7 @@ class Handle:
 
     # Parameters and their units
 
-    def _register(self, parameters: Sequence[tuple[str, Tensor]]) -> list[int]:
+    def _register(self, parameters: Named) -> list[int]:
         self.engine.add_parameters([p for _, p in parameters], [name for name, _ in parameters])
         return [self.parameters.add(parameter) for _, parameter in parameters]
 
@@ -122,7 +123,7 @@ class Handle:
         for unit in units_by_size(trained, self.options, self._several_uses):
             _make_unit(self.engine, self.parameters, unit)
 
-    def check_and_add(self, parameters: Sequence[tuple[str, Tensor]]) -> list[int]:
+    def check_and_add(self, parameters: Named) -> list[int]:
         """Take in more parameters; returns their indices. Collective."""
         if self.engine.stage == 3:
             raise ValueError(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zero_ext.engine.checks import check_parameters, stays_whole
+from zero_ext.engine.checks import Named, check_parameters, stays_whole
 from zero_ext.engine.options import ShardingOptions
 from zero_ext.engine.units import (
     Block,
@@ -23,8 +23,6 @@ from zero_ext.engine.units import (
     split_block,
 )
 from zero_ext.ranks.groups import Groups
-
-Named = Sequence[tuple[str, Tensor]]  # parameters with their names
 
 
 class Part(NamedTuple):

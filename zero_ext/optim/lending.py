@@ -158,6 +158,6 @@ class OwnStates(States):
         values = (v for k, state in states.items() if isinstance(k, Tensor) for v in state.values())
         for value in values if away else ():
             if isinstance(value, Tensor) and value.device.type != "cpu":
-                storage = value.untyped_storage()._cdata  # which may hold several states
+                storage = _storage_of(value)  # which may hold several states
                 if storage not in self._away:
                     self._away[storage] = _C.OffloadedStorage(value, _C.STATES_OFFLOADED)

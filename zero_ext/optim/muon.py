@@ -125,11 +125,8 @@ class Muon(Fused, torch.optim.Muon):
 
     def _send(self, wave: Wave, groups: dict[Tensor, Group]) -> Callable[[], tuple[Values, ...]]:
         """Update the momentum, and send what the iteration takes."""
-        engine, device, values = (
-            self.zero_core.handle.engine,
-            self.zero_core.handle.groups.device,
-            {},
-        )
+        engine, device = self.zero_core.handle.engine, self.zero_core.handle.groups.device
+        values = {}
         for parameters in _alike(wave.parameters, lambda p: id(groups[p])).values():
             group, places = groups[parameters[0]], [find(p)[1] for p in parameters]
             gradients = [engine.grad_slice(i) for i in places]
