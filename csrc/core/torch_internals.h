@@ -1,8 +1,8 @@
 // Everything of ours that leans on parts of torch which its documentation does not promise: nodes
 // of autograd's graph, the running graph task, the insides of storages.
 //
-// Checked on torch 2.11, 2.13, 2.14 and 2.15. For another version read torch_internals.cpp first,
-// then device/streams.cpp (c10's guard for any device) and comm/c10d_names.h (names of c10d's
+// Tested on torch 2.13, compiled on 2.11. For another version read torch_internals.cpp first, then
+// device/streams.cpp (c10's guard for any device) and comm/c10d_names.h (names of c10d's
 // collectives).
 //
 // Threads: nothing here locks. Autograd runs hooks on its own threads, without the GIL.
