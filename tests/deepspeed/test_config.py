@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from zero_ext.deepspeed.config import Config
-from zero_ext.deepspeed.keys import SECTIONS, known, table
-from zero_ext.deepspeed.optimizers import OptimizerSettings
-from zero_ext.deepspeed.schedules import ScheduleSettings, WarmupLR
+from zero_ext.deepspeed.keys import KEYS, table
+from zero_ext.deepspeed.optimizers import Named
+from zero_ext.deepspeed.schedules import WarmupLR
 from zero_ext.engine.options import ParametersOffloadPolicy, StatesOffloadPolicy
 from zero_ext.optim.scaler import LossScaler
 
@@ -84,10 +84,10 @@ def test_a_usual_configuration_is_understood(tmp_path):
         sums_gradients=False,
         tuning={"bucket_mb": 25.0, "prefetch_mb": 1e8 / 2**20, "retained_bytes": 2 * 10**9},
         shards=None,
-        optimizer=OptimizerSettings(
+        optimizer=Named(
             torch.optim.AdamW, {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
         ),
-        scheduler=ScheduleSettings(WarmupLR, {"warmup_num_steps": 100}),
+        scheduler=Named(WarmupLR, {"warmup_num_steps": 100}),
         managed_accumulation=True,
         rejects_unused=False,
         drop_last=False,
@@ -466,7 +466,7 @@ ANY = st.recursive(
     ),
     max_leaves=3,
 )
-NAMES = st.sampled_from([name for section in SECTIONS for name in known(section)])
+NAMES = st.sampled_from([name for keys in KEYS.values() for name in keys])
 SECTION = st.dictionaries(NAMES, ANY, max_size=3)
 NESTED = st.dictionaries(
     NAMES, st.one_of(ANY, SECTION, st.dictionaries(NAMES, SECTION, max_size=2))

@@ -9,53 +9,36 @@ import argparse
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from torch import distributed as comm
+
 if TYPE_CHECKING:
-    from zero_ext.deepspeed.accelerator import get_accelerator
-    from zero_ext.deepspeed.environment import init_distributed
-    from zero_ext.deepspeed.initialization import initialize
-    from zero_ext.deepspeed.training_engine import TrainingEngine as DeepSpeedEngine
+    from zero_ext.deepspeed.accelerator import get_accelerator as get_accelerator
+    from zero_ext.deepspeed.environment import init_distributed as init_distributed
+    from zero_ext.deepspeed.initialization import initialize as initialize
+    from zero_ext.deepspeed.training_engine import TrainingEngine as DeepSpeedEngine  # noqa: F401
 
-__all__ = [
-    "DeepSpeedEngine",
-    "accelerator",
-    "add_config_arguments",
-    "checkpointing",
-    "comm",
-    "get_accelerator",
-    "init_distributed",
-    "initialize",
-    "ops",
-    "runtime",
-    "utils",
-    "zero",
-]
-
-# Where each name is, and under which name.
+# Where each name is that is no module of this package.
 _PLACES = {
     "DeepSpeedEngine": ("zero_ext.deepspeed.training_engine", "TrainingEngine"),
-    "accelerator": ("zero_ext.deepspeed.accelerator", None),
-    "checkpointing": ("zero_ext.deepspeed.checkpointing", None),
-    "comm": ("torch.distributed", None),
     "get_accelerator": ("zero_ext.deepspeed.accelerator", "get_accelerator"),
     "init_distributed": ("zero_ext.deepspeed.environment", "init_distributed"),
     "initialize": ("zero_ext.deepspeed.initialization", "initialize"),
-    "ops": ("zero_ext.deepspeed.ops", None),
-    "runtime": ("zero_ext.deepspeed.runtime", None),
-    "utils": ("zero_ext.deepspeed.utils", None),
-    "zero": ("zero_ext.deepspeed.zero", None),
 }
+_MODULES = ("accelerator", "checkpointing", "ops", "runtime", "utils", "zero")
+
+__all__ = [*_PLACES, *_MODULES, "add_config_arguments", "comm"]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{name}")
     if name not in _PLACES:
         raise AttributeError(
             f"zero_ext: zero_ext.deepspeed has no '{name}'. It has {', '.join(__all__)}."
         )
     module, attribute = _PLACES[name]
-    value = importlib.import_module(module)
-    value = value if attribute is None else getattr(value, attribute)
-    globals()[name] = value
-    return value
+    globals()[name] = getattr(importlib.import_module(module), attribute)
+    return globals()[name]
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

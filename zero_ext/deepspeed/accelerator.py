@@ -27,23 +27,13 @@ class Accelerator:
     def current_device_name(self) -> str:
         return self.device_name(self.current_device())
 
-    def device_count(self) -> int:
-        return 1 if self._name == "cpu" else torch.accelerator.device_count()
-
     def set_device(self, device_index: int) -> None:
         if self._name != "cpu":
             torch.accelerator.set_device_index(device_index)
 
-    def is_available(self) -> bool:
-        return True
-
     def is_synchronized_device(self) -> bool:
         """Whether work is done when a call returns."""
         return self._name == "cpu"
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        if self._name != "cpu":
-            torch.accelerator.synchronize(device_index)
 
     def communication_backend_name(self) -> str:
         return torch.distributed.get_default_backend_for_device(self._name)

@@ -1,12 +1,12 @@
 """EngineSettings: what DeepSpeed's engine tells of itself, and the few settings that may change."""
 
+import operator
 import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from zero_ext.deepspeed.config import Config
@@ -23,6 +23,11 @@ _STATES = {
     "lp_grads": "grad",
     "contiguous_grad_buffer": "grad",
 }
+
+
+def _setting(read: Callable[[Config], Any]) -> Callable[["EngineSettings"], Any]:
+    """A method that returns a setting."""
+    return lambda engine: read(engine.settings)
 
 
 class EngineSettings:
@@ -51,19 +56,10 @@ class EngineSettings:
         before = self._skipped_before
         return before if self.optimizer is None else before + self.optimizer.skipped_steps
 
-    @property
-    def device(self) -> torch.device:
-        return self._groups.device
-
-    @property
-    def global_rank(self) -> int:
-        return self._groups.global_rank
-
-    @property
-    def world_size(self) -> int:
-        return self._groups.world
-
-    dp_world_size = world_size
+    device = property(operator.attrgetter("_groups.device"))
+    global_rank = property(operator.attrgetter("_groups.global_rank"))
+    world_size = dp_world_size = property(operator.attrgetter("_groups.world"))
+    data_parallel_group = property(operator.attrgetter("_groups.parent"))
 
     @property
     def local_rank(self) -> int:
@@ -90,47 +86,23 @@ class EngineSettings:
         scaler = None if self.optimizer is None else self.optimizer.loss_scaler
         return 1.0 if scaler is None else scaler.get_scale()
 
-    def train_batch_size(self) -> int:
-        return self.settings.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        return self.settings.micro_batch_size
-
-    def gradient_accumulation_steps(self) -> int:
-        return self.settings.accumulation_steps
-
-    def managed_gradient_accumulation(self) -> bool:
-        return self.settings.managed_accumulation
-
-    def torch_autocast_enabled(self) -> bool:
-        return self.settings.autocast is not None
-
-    def torch_autocast_dtype(self) -> torch.dtype | None:
-        return self.settings.autocast
-
-    def gradient_clipping(self) -> float:
-        return self.settings.max_grad_norm or 0.0
-
-    def zero_optimization(self) -> bool:
-        return self.settings.stage > 0
-
-    def zero_optimization_stage(self) -> int:
-        return self.settings.stage
-
-    def fp16_enabled(self) -> bool:
-        return self.settings.dtype == torch.float16
-
-    def bfloat16_enabled(self) -> bool:
-        return self.settings.dtype == torch.bfloat16
+    train_batch_size = _setting(lambda settings: settings.train_batch_size)
+    train_micro_batch_size_per_gpu = _setting(lambda settings: settings.micro_batch_size)
+    gradient_accumulation_steps = _setting(lambda settings: settings.accumulation_steps)
+    managed_gradient_accumulation = _setting(lambda settings: settings.managed_accumulation)
+    torch_autocast_enabled = _setting(lambda settings: settings.autocast is not None)
+    torch_autocast_dtype = _setting(lambda settings: settings.autocast)
+    gradient_clipping = _setting(lambda settings: settings.max_grad_norm or 0.0)
+    zero_optimization = _setting(lambda settings: settings.stage > 0)
+    zero_optimization_stage = _setting(lambda settings: settings.stage)
+    fp16_enabled = _setting(lambda settings: settings.dtype == torch.float16)
+    bfloat16_enabled = _setting(lambda settings: settings.dtype == torch.bfloat16)
+    steps_per_print = _setting(lambda settings: settings.steps_per_print)
 
     @property
     def config(self) -> dict[str, Any]:
         """The settings in this library's terms, as a dict."""
         return asdict(self.settings)
-
-    @property
-    def data_parallel_group(self) -> dist.ProcessGroup | None:
-        return self._groups.parent
 
     @property
     def cur_scale(self) -> float:
@@ -139,9 +111,6 @@ class EngineSettings:
     def dynamic_loss_scale(self) -> bool:
         scaler = self.settings.scaler
         return scaler is not None and scaler["mode"] == "dynamic"
-
-    def steps_per_print(self) -> float | None:
-        return self.settings.steps_per_print
 
     def get_mom(self) -> list[Any]:
         """Of each group: ``momentum`` or ``betas``, 0.0 where it has neither."""

@@ -163,16 +163,12 @@ def _sharded(model: nn.Module, settings: Config, sharding: dict[str, Any]) -> nn
         device = torch.device("cuda", torch.cuda.current_device())
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
     cast(model, settings)
-    if settings.reduce_dtype is not None:
-        policy = torch.distributed.fsdp.MixedPrecisionPolicy(reduce_dtype=settings.reduce_dtype)
-        sharding = {**sharding, "mp_policy": policy}
     if settings.shards is not None and dist.is_initialized():
         shape = (dist.get_world_size() // settings.shards, settings.shards)
         kind = resolve(None, None, model.parameters()).device.type
         mesh = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
         sharding = {**sharding, "mesh": mesh}
-    arguments = {"offload_policy": settings.offload_policy, **settings.tuning, **sharding}
-    return shard(model, stage=settings.stage, **arguments)
+    return shard(model, stage=settings.stage, **{**settings.sharding, **sharding})
 
 
 # Optimizer and schedule

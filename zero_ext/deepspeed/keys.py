@@ -1,112 +1,155 @@
-"""The keys of DeepSpeed's configuration, and what becomes of each.
+"""The keys of DeepSpeed's configuration: what each may be, and what becomes of it.
 
 Note [Settings of DeepSpeed]
-A setting does here what DeepSpeed's documentation says. One that changes only speed, memory or what
-is printed is ignored (``IGNORED``). A feature that this library lacks may be switched off
-(``ABSENT``); switched on it is an error that names it, because it would change a result.
+A setting does here what DeepSpeed's documentation says (``_USED``). One that changes only speed,
+memory or what is printed is ignored (``_IGNORED``). A feature that this library lacks may be
+switched off (``_ABSENT``); switched on it is an error that names it, because it would change a
+result. A field of ``Config`` names its key in ``metadata``, where it has the value as it is.
 
 ``python -m zero_ext.deepspeed.keys`` prints the table of docs/deepspeed_keys.md.
 """
 
 import difflib
 import json
+import math
+from typing import NamedTuple
+
+import torch
+
+from zero_ext.deepspeed import readers
+from zero_ext.deepspeed.readers import NAMES, OBJECT, TEXT, Reader, count, flag, number
+from zero_ext.optim.scaler import LARGEST_SCALE
+
+
+class Key(NamedTuple):
+    reader: Reader
+    text: str
+
+
+_YES, _NO = flag(True), flag(False)
+_COUNT, _SIZE = count(None), number(None, left_out=(None, "auto"))
+_DTYPE = readers.dtype(": choose fp16, bf16 or fp32.", torch.float16, torch.bfloat16, torch.float32)
+_HALF = readers.dtype(": choose 'bf16' or 'fp16'.", torch.float16, torch.bfloat16)
+_FP32 = readers.dtype(": gradients are summed in fp32 here. Leave it out.", torch.float32)
+_POWER = number(16, math.log2(LARGEST_SCALE))
+_IS_CPU = readers.choice({"cpu": True, "none": False}, False)
+_SUMS = readers.choice({"mean": False, "sum": True}, False)
+_RANKS = Reader(
+    lambda value: type(value) is int and (value == -1 or value > 0),
+    ", not a number of ranks. Give one.",
+    default=-1,
+)
+_SECTION = (OBJECT, "a section")
+_FOLDERS = {
+    "output_path": (TEXT, "folder. Default: the current one"),
+    "job_name": (TEXT, "folder in it"),
+}
 
 # Path of a section ("" is the root), and what each key of it sets.
-USED = {
+_USED = {
     "": {
-        "train_batch_size": "samples per step, of all ranks",
-        "train_micro_batch_size_per_gpu": "samples per micro-batch and rank",
-        "gradient_accumulation_steps": "micro-batches per step; each loss is divided by them",
-        "gradient_clipping": "`max_grad_norm` of the optimizer. Default: 1.0. 0 clips nothing",
-        "gradient_allreduce_op": '`"mean"` or `"sum"` of the ranks\' gradients',
-        "communication_data_type": "`mp_policy.reduce_dtype` of `shard`",
-        "optimizer": "`type` and `params`: see [Optimizers](#optimizers)",
-        "scheduler": "`type` and `params`: see [Schedules](#schedules)",
-        "dataloader_drop_last": "whether the loader drops an incomplete last batch",
-        "steps_per_print": "steps between two lines of the logger `zero_ext`",
-        "wall_clock_breakdown": "whether the times of forward, backward and step are logged",
-        "memory_breakdown": "whether the bytes of `stats()` are logged after each step",
-        "dump_state": "whether the settings are logged at the start",
-        "tensorboard": "a section",
-        "csv_monitor": "a section",
-        "bf16": "a section",
-        "bfloat16": "the older name of `bf16`",
-        "fp16": "a section",
-        "data_types": "a section",
-        "torch_autocast": "a section",
-        "managed_gradient_accumulation": "false: each `step()` updates the parameters",
-        "zero_optimization": "a section",
+        "train_batch_size": (_COUNT, "samples per step, of all ranks"),
+        "train_micro_batch_size_per_gpu": (_COUNT, "samples per micro-batch and rank"),
+        "gradient_accumulation_steps": (_COUNT, "micro-batches per step; losses are divided by it"),
+        "gradient_clipping": (number(0), "the optimizer's `max_grad_norm`. Default: 1.0. 0: none"),
+        "gradient_allreduce_op": (_SUMS, '`"mean"` or `"sum"` of the ranks\' gradients'),
+        "communication_data_type": (_DTYPE, "`mp_policy.reduce_dtype` of `shard`"),
+        "optimizer": _SECTION,
+        "scheduler": _SECTION,
+        "dataloader_drop_last": (_NO, "whether the loader drops an incomplete last batch"),
+        "steps_per_print": (number(0), "steps between two lines of the logger `zero_ext`"),
+        "wall_clock_breakdown": (_NO, "whether the times of forward, backward and step are logged"),
+        "memory_breakdown": (_NO, "whether the bytes of `stats()` are logged after each step"),
+        "dump_state": (_NO, "whether the settings are logged at the start"),
+        "tensorboard": _SECTION,
+        "csv_monitor": _SECTION,
+        "bf16": _SECTION,
+        "bfloat16": (OBJECT, "the older name of `bf16`"),
+        "fp16": _SECTION,
+        "data_types": _SECTION,
+        "torch_autocast": _SECTION,
+        "managed_gradient_accumulation": (_YES, "false: each `step()` updates the parameters"),
+        "zero_optimization": _SECTION,
+    },
+    "optimizer": {
+        "type": (TEXT, "see [Optimizers](#optimizers)"),
+        "params": (OBJECT, "the optimizer's arguments"),
+    },
+    "scheduler": {
+        "type": (TEXT, "see [Schedules](#schedules)"),
+        "params": (OBJECT, "the schedule's arguments"),
     },
     "tensorboard": {
-        "enabled": "whether rank 0's losses, rates and loss scales are written for TensorBoard",
-        "output_path": "folder. Default: the current one",
-        "job_name": "folder in it",
+        "enabled": (_NO, "whether rank 0 writes losses, rates and loss scales for TensorBoard"),
+        **_FOLDERS,
     },
     "csv_monitor": {
-        "enabled": "whether rank 0's losses, rates and loss scales are written to CSV files",
-        "output_path": "folder. Default: the current one",
-        "job_name": "folder in it",
+        "enabled": (_NO, "whether rank 0 writes losses, rates and loss scales to CSV files"),
+        **_FOLDERS,
     },
     "bf16": {
-        "enabled": "the model's parameters become bf16, with fp32 masters",
-        "check_grad_overflow": "whether a step with NaN or Inf is skipped. Default: true",
+        "enabled": (_NO, "the model's parameters become bf16, with fp32 masters"),
+        "check_grad_overflow": (_YES, "whether a step with NaN or Inf is skipped. Default: true"),
     },
     "fp16": {
-        "enabled": "the model's parameters become fp16, with fp32 masters",
-        "auto_cast": "whether floating point inputs are cast to fp16",
-        "loss_scale": "a constant loss scale; 0 adapts it",
-        "initial_scale_power": "the first loss scale is 2 to this power",
-        "loss_scale_window": "steps without an overflow before the scale doubles",
-        "hysteresis": "overflows before the scale halves",
-        "min_loss_scale": "the scale does not fall below it",
+        "enabled": (_NO, "the model's parameters become fp16, with fp32 masters"),
+        "auto_cast": (_NO, "whether floating point inputs are cast to fp16"),
+        "loss_scale": (number(0, LARGEST_SCALE), "a constant loss scale; 0 adapts it"),
+        "initial_scale_power": (_POWER, "the first loss scale is 2 to this power"),
+        "loss_scale_window": (count(1000), "steps without an overflow before the scale doubles"),
+        "hysteresis": (count(2), "overflows before the scale halves"),
+        "min_loss_scale": (number(1), "the scale does not fall below it"),
     },
     "data_types": {
-        "grad_accum_dtype": '`"fp32"` or null: gradients are always summed in fp32',
-        "param_dtype": "the dtype that `bf16` or `fp16` sets; another one is an error",
-        "buffer_dtype": "floating point buffers are cast to it. Default: they keep theirs",
-        "keep_in_fp32_modules": "patterns of buffers that stay fp32. Default: Transformers' lists",
+        "grad_accum_dtype": (_FP32, '`"fp32"` or null: gradients are always summed in fp32'),
+        "param_dtype": (_DTYPE, "the dtype that `bf16` or `fp16` sets; another is an error"),
+        "buffer_dtype": (_DTYPE, "floating point buffers get it. Default: they keep theirs"),
+        "keep_in_fp32_modules": (NAMES, "patterns of fp32 buffers. Default: Transformers' lists"),
     },
     "torch_autocast": {
-        "enabled": "whether the engine's forwards run inside `torch.autocast`",
-        "dtype": '`"bf16"`, or `"fp16"` with a dynamic loss scale as torch\'s `GradScaler` has',
-        "lower_precision_safe_modules": "ignored: gradients travel in their own dtype",
+        "enabled": (_NO, "whether the engine's forwards run inside `torch.autocast`"),
+        "dtype": (_HALF, '`"bf16"`, or `"fp16"` with a dynamic loss scale as in `GradScaler`'),
+        "lower_precision_safe_modules": (NAMES, "ignored: gradients travel in their own dtype"),
     },
     "zero_optimization": {
-        "stage": "`stage` of `shard`. Default: 0",
-        "compute_grad_norm": "whether the norm is measured where nothing is clipped",
-        "reduce_bucket_size": "elements that are reduced at once: an upper bound of `bucket_mb`",
-        "stage3_prefetch_bucket_size": "elements gathered ahead: `prefetch_mb` of `shard`",
-        "stage3_max_live_parameters": "elements that stay gathered: `retained_bytes` of `shard`",
-        "offload_optimizer": "a section",
-        "offload_param": "a section",
-        "ignore_unused_parameters": "false: a parameter without gradient is an error of `step()`",
-        "cpu_offload": "the older name of `offload_optimizer` with the device `cpu`",
-        "mics_shard_size": "ranks of a replica: hybrid sharding, with stage 3",
+        "stage": (readers.STAGE, "`stage` of `shard`. Default: 0"),
+        "compute_grad_norm": (flag(None), "whether the norm is measured where nothing is clipped"),
+        "reduce_bucket_size": (_SIZE, "elements reduced at once: an upper bound of `bucket_mb`"),
+        "stage3_prefetch_bucket_size": (_SIZE, "elements gathered ahead: `prefetch_mb` of `shard`"),
+        "stage3_max_live_parameters": (_SIZE, "elements that stay: `retained_bytes` of `shard`"),
+        "offload_optimizer": _SECTION,
+        "offload_param": _SECTION,
+        "ignore_unused_parameters": (_YES, "false: `step()` rejects parameters without a gradient"),
+        "cpu_offload": (_NO, "the older name of `offload_optimizer` with the device `cpu`"),
+        "mics_shard_size": (_RANKS, "ranks of a replica: hybrid sharding, with stage 3"),
     },
     "zero_optimization.offload_optimizer": {
         "device": (
+            _IS_CPU,
             '`"cpu"`: masters, gradient sums and optimizer states are in host memory, with '
-            '`offload_param` all that `offload_policy` of `shard` moves. `"none"`: no offload'
+            '`offload_param` all that `offload_policy` of `shard` moves. `"none"`: no offload',
         ),
-        "pin_memory": "whether the host memory is pinned. Default: true",
+        "pin_memory": (_YES, "whether the host memory is pinned. Default: true"),
     },
     "zero_optimization.offload_param": {
         "device": (
+            _IS_CPU,
             '`"cpu"`: stage 3\'s parameters are in host memory between their uses, without '
             "`offload_optimizer` the frozen ones: trained ones are gathered from their masters. "
-            'Other stages ignore it, as DeepSpeed does. `"none"`: no offload'
+            'Other stages ignore it, as DeepSpeed does. `"none"`: no offload',
         ),
-        "pin_memory": "as above; with both sections, memory is pinned if both say so",
+        "pin_memory": (_YES, "as above; with both sections, memory is pinned if both say so"),
     },
 }
 
 # Keys that change speed, memory or what is printed, but no result: accepted with any value.
-IGNORED = {
+_IGNORED = {
     "": """
         zero_allow_untested_optimizer zero_force_ds_cpu_optimizer disable_allgather checkpoint
         log_level disable_python_gc aio prescale_gradients gradient_predivide_factor
         seq_parallel_communication_data_type vocabulary_size timers activation_checkpointing
         """,
+    "optimizer": "legacy_fusion",
     "zero_optimization": """
         allgather_partitions allgather_bucket_size overlap_comm reduce_scatter contiguous_gradients
         round_robin_gradients use_multi_rank_bucket_allreduce sub_group_size grad_hooks
@@ -129,7 +172,7 @@ IGNORED = {
 
 # Features that this library lacks, with the values that switch them off. A section is off where
 # "enabled" is false or all of its values are.
-ABSENT = {
+_ABSENT = {
     "": {
         "sparse_gradients": (False,),
         "graph_harvesting": (False,),
@@ -159,15 +202,23 @@ ABSENT = {
     "bf16": {"bf16_master_weights_and_grads": (False,), "bf16_optimizer_states": (False,)},
 }
 
-SECTIONS = list(USED)
+
+def _absent(accepted: tuple) -> Key:
+    values = " or ".join(f"`{json.dumps(value)}`" for value in accepted) or "switched off"
+    return Key(readers.off(accepted), f"accepted only if {values}")
 
 
-def ignored(section: str) -> list[str]:
-    return IGNORED.get(section, "").split()
-
-
-def known(section: str) -> list[str]:
-    return [*USED.get(section, ()), *ignored(section), *ABSENT.get(section, ())]
+# Each section with all of its keys.
+KEYS: dict[str, dict[str, Key]] = {
+    section: {
+        **{key: Key(*row) for key, row in used.items()},
+        **dict.fromkeys(
+            _IGNORED.get(section, "").split(), Key(readers.ANY, "ignored: it changes no result")
+        ),
+        **{key: _absent(accepted) for key, accepted in _ABSENT.get(section, {}).items()},
+    }
+    for section, used in _USED.items()
+}
 
 
 def path_of(section: str, key: str) -> str:
@@ -177,8 +228,8 @@ def path_of(section: str, key: str) -> str:
 def nearest(section: str, key: str) -> str | None:
     """The path of the known key that ``key`` of ``section`` is most likely meant to be: of the
     same section if one is spelt alike, otherwise of any."""
-    for sections, likeness in (([section], 0.75), (SECTIONS, 0.9)):
-        names = {name: path_of(each, name) for each in sections for name in known(each)}
+    for sections, likeness in (([section], 0.75), (KEYS, 0.9)):
+        names = {name: path_of(each, name) for each in sections for name in KEYS[each]}
         found = difflib.get_close_matches(key, names, n=1, cutoff=likeness)
         if found:
             return names[found[0]]
@@ -186,16 +237,10 @@ def nearest(section: str, key: str) -> str | None:
 
 
 def table() -> str:
-    """Every key and its fate, in Markdown."""
+    """Every key and what becomes of it, in Markdown."""
     rows = ["| key | here |", "|---|---|"]
-    for section in SECTIONS:
-        for key, meaning in USED[section].items():
-            rows.append(f"| `{path_of(section, key)}` | {meaning} |")
-        for key in ignored(section):
-            rows.append(f"| `{path_of(section, key)}` | ignored: it changes no result |")
-        for key, values in ABSENT.get(section, {}).items():
-            accepted = " or ".join(f"`{json.dumps(value)}`" for value in values) or "switched off"
-            rows.append(f"| `{path_of(section, key)}` | accepted only if {accepted} |")
+    for section, keys in KEYS.items():
+        rows += [f"| `{path_of(section, name)}` | {key.text} |" for name, key in keys.items()]
     return "\n".join(rows)
 
 

@@ -1,9 +1,10 @@
 """DeepSpeed's optimizers, as torch's that do the same."""
 
 import difflib
+import functools
 import inspect
-from dataclasses import dataclass
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from torch import Tensor
 from zero_ext.deepspeed.lamb import Lamb
 from zero_ext.deepspeed.muon import NS_METHODS, Muon
 from zero_ext.deepspeed.parameter_optimizer import ParameterOptimizer
-from zero_ext.deepspeed.sections import Problems, Section, elements, is_quoted_number
+from zero_ext.deepspeed.readers import elements, is_auto
+from zero_ext.deepspeed.values import Values
 
 
 class Lion(ParameterOptimizer):
@@ -40,122 +42,115 @@ class Lion(ParameterOptimizer):
         average.lerp_(gradient, 1 - second)
 
 
+_PARAMS = "optimizer.params"
 _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam")
 _LIONS = ("lion", "fusedlion", "deepspeedcpulion")
 _OURS = {**dict.fromkeys(_LIONS, Lion), "lamb": Lamb, "fusedlamb": Lamb, "muon": Muon}
 
 
-@dataclass(frozen=True)
-class OptimizerSettings:
-    kind: type[torch.optim.Optimizer]
+class Named(NamedTuple):
+    """What a section says by ``type`` and ``params``."""
+
+    kind: type
     arguments: dict[str, Any]
 
-    @staticmethod
-    def read(given: Any, problems: Problems) -> "OptimizerSettings | None":
-        """Of the section ``optimizer``."""
-        section = Section("optimizer", given, problems)
-        name, params, arguments = read_named(section)
-        section.take("legacy_fusion", False)
-        section.finish()
-        kind = None if name is None else _class_of(name, section)
-        if kind is None:
-            return None
-        if "max_grad_norm" in arguments:
-            text = ": use 'gradient_clipping' instead."
-            params.reject("max_grad_norm", arguments.pop("max_grad_norm"), text)
-        if name.lower() in _ADAMS:
-            kind, arguments = _adam(name, arguments, params)
-        elif kind is Muon:
-            _check_muon(arguments, params)
-        if isinstance(arguments.get("betas"), list):
-            arguments["betas"] = tuple(arguments["betas"])
-        check_arguments(kind, arguments, params, {"params", "self"})
-        if not problems:
-            try:
-                kind([torch.zeros(1, requires_grad=True)], **arguments)
-            except (TypeError, ValueError) as error:
-                problems.add(params.path, f"config '{params.path}': {error}")
-        return OptimizerSettings(kind, arguments)
+
+def read_optimizer(values: Values) -> Named | None:
+    name, arguments = read_named(values, "optimizer")
+    kind = None if name is None else _class_of(name, values)
+    if kind is None:
+        return None
+    take = functools.partial(_take_flag, arguments, values)
+    if "max_grad_norm" in arguments:
+        text = ": use 'gradient_clipping' instead."
+        values.reject(f"{_PARAMS}.max_grad_norm", arguments.pop("max_grad_norm"), text)
+    if name.lower() in _ADAMS:
+        decoupled = take("adam_w_mode", True) or name.lower() == "adamw"
+        kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+        if not take("torch_adam", False):
+            arguments.setdefault("weight_decay", 0.0)  # DeepSpeed's default, in AdamW too
+        for flag in ("bias_correction", "fp32_optimizer_states"):
+            take(flag, True, allowed=(True,))
+    elif kind is Muon:
+        take("per_head_muon", False, allowed=(False,))
+        take("torch_adam", False)
+        take("fp32_optimizer_states", True, allowed=(True,))
+        arguments["adam_w_mode"] = take("adam_w_mode", True)
+        if (method := arguments.get("ns_method", "gram")) not in NS_METHODS:
+            del arguments["ns_method"]
+            values.reject(f"{_PARAMS}.ns_method", method, ": choose 'gram' or 'standard'.")
+    if isinstance(arguments.get("betas"), list):
+        arguments["betas"] = tuple(arguments["betas"])
+    check_arguments(kind, arguments, values, "optimizer")
+    if not values.wrong:
+        try:
+            kind([torch.zeros(1, requires_grad=True)], **arguments)
+        except (TypeError, ValueError) as error:
+            values.add(_PARAMS, f"config '{_PARAMS}': {error}")
+    return Named(kind, arguments)
 
 
-def read_named(section: Section) -> tuple[str | None, Section, dict[str, Any]]:
-    """The ``type`` and the ``params`` of a section, those also as a dict."""
-    name, params = section.text("type"), section.section("params")
-    arguments = params.rest()
+def read_named(values: Values, section: str) -> tuple[str | None, dict[str, Any]]:
+    """The ``type`` and the ``params`` of a section."""
+    name, arguments = values[f"{section}.type"], dict(values[f"{section}.params"])
     for key, value in arguments.items():
-        if any(is_quoted_number(element) for element in elements(value)):
-            params.reject(key, value, ": a number in quotes. Remove the quotes.")
-    if name is None:
-        problem = f"config '{section.path}' has no 'type' that is a name. Give it one."
-        section.problems.add(section.path, problem)
-    return name, params, arguments
+        if is_auto(value) or any(map(_is_quoted_number, elements(value))):
+            path = f"{section}.params.{key}"
+            values.reject(path, value, ": a number in quotes. Remove the quotes.")
+    if name is None and f"{section}.type" not in values.wrong:
+        values.add(section, f"config '{section}' has no 'type' that is a name. Give it one.")
+    return name, arguments
 
 
-def check_arguments(kind: type, arguments: dict[str, Any], params: Section, own: set[str]) -> None:
-    """Record arguments that ``kind`` does not take or lacks. ``own``: which the caller gives."""
-    taken = inspect.signature(kind).parameters
-    names = [name for name in taken if name not in own]
-    for name in names:
-        if taken[name].default is inspect.Parameter.empty and name not in arguments:
-            path = params.path
-            params.problems.add(
-                path, f"config '{path}' lacks '{name}', which {kind.__name__} needs."
-            )
+def _is_quoted_number(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and math.isfinite(float(value))
+    except ValueError:
+        return False
+
+
+def check_arguments(kind: type, arguments: dict[str, Any], values: Values, section: str) -> None:
+    """Record arguments that ``kind`` does not take or lacks, after that which it is made on."""
+    path, (_, *taken) = f"{section}.params", inspect.signature(kind).parameters.values()
+    names = [each.name for each in taken]
+    for each in taken:
+        if each.default is inspect.Parameter.empty and each.name not in arguments:
+            lacks = f"config '{path}' lacks '{each.name}', which {kind.__name__} needs."
+            values.add(path, lacks)
     for key, value in arguments.items():
         if key not in names:
             near = difflib.get_close_matches(key, names, n=1)
             meant = f"Did you mean '{near[0]}'?" if near else "Leave it out."
-            params.reject(key, value, f": {kind.__name__} has no such argument. {meant}")
+            problem = f": {kind.__name__} has no such argument. {meant}"
+            values.reject(f"{path}.{key}", value, problem)
 
 
-def _class_of(name: str, section: Section) -> type[torch.optim.Optimizer] | None:
+def _class_of(name: str, values: Values) -> type[torch.optim.Optimizer] | None:
     kinds = {kind.__name__.lower(): kind for kind in vars(torch.optim).values() if _is_class(kind)}
     lower = name.lower()
     kind = torch.optim.AdamW if lower in _ADAMS else _OURS.get(lower) or kinds.get(lower)
     if kind is None:
-        section.reject(
-            "type",
+        values.reject(
+            "optimizer.type",
             name,
             ": choose Adam, AdamW, SGD, Lion, Lamb, Muon or another one of torch.optim, or pass "
             "optimizer=.",
         )
-        return None
     return kind
 
 
-def _adam(
-    name: str, arguments: dict[str, Any], params: Section
-) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    decoupled = _flag(arguments, params, "adam_w_mode", True) or name.lower() == "adamw"
-    if not _flag(arguments, params, "torch_adam", False):
-        arguments.setdefault("weight_decay", 0.0)  # DeepSpeed's default, in AdamW too
-    for flag in ("bias_correction", "fp32_optimizer_states"):
-        _flag(arguments, params, flag, True, allowed=(True,))
-    return torch.optim.AdamW if decoupled else torch.optim.Adam, arguments
-
-
-def _check_muon(arguments: dict[str, Any], params: Section) -> None:
-    """Take out what the class does not have."""
-    _flag(arguments, params, "per_head_muon", False, allowed=(False,))
-    _flag(arguments, params, "torch_adam", False)
-    _flag(arguments, params, "fp32_optimizer_states", True, allowed=(True,))
-    arguments["adam_w_mode"] = _flag(arguments, params, "adam_w_mode", True)
-    method = arguments.get("ns_method", "gram")
-    if method not in NS_METHODS:
-        params.reject("ns_method", arguments.pop("ns_method"), ": choose 'gram' or 'standard'.")
-
-
-def _flag(
+def _take_flag(
     arguments: dict[str, Any],
-    params: Section,
+    values: Values,
     flag: str,
     default: bool,
     allowed: tuple = (True, False),
 ) -> bool:
-    """Take DeepSpeed's ``flag`` out of ``arguments``."""
+    """Take DeepSpeed's ``flag``, which torch's class does not have, out of ``arguments``."""
     value = arguments.pop(flag, default)
     if not isinstance(value, bool) or value not in allowed:
-        params.reject(flag, value, ", which is not available here. Leave it out.")
+        problem = ", which is not available here. Leave it out."
+        values.reject(f"{_PARAMS}.{flag}", value, problem)
         return default
     return value
 

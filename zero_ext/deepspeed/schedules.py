@@ -6,15 +6,14 @@ of iteration 0: an optimizer makes its first two steps with the lowest rate.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from zero_ext.deepspeed.optimizers import check_arguments, read_named
-from zero_ext.deepspeed.sections import Problems, Section
+from zero_ext.deepspeed.optimizers import Named, check_arguments, read_named
+from zero_ext.deepspeed.values import Values
 
 
 def set_rate(group: dict[str, Any], lr: float) -> None:
@@ -339,24 +338,15 @@ SCHEDULES = {
 }
 
 
-@dataclass(frozen=True)
-class ScheduleSettings:
-    kind: type
-    arguments: dict[str, Any]
-
-    @staticmethod
-    def read(given: Any, problems: Problems) -> "ScheduleSettings | None":
-        """Of the section ``scheduler``."""
-        section = Section("scheduler", given, problems)
-        name, params, arguments = read_named(section)
-        section.finish()
-        if name is None:
-            return None
-        kind = SCHEDULES.get(name) or getattr(torch.optim.lr_scheduler, name, None)
-        if not (isinstance(kind, type) and issubclass(kind, LRScheduler)):
-            choices = ", ".join(SCHEDULES)
-            text = f": choose {choices} or one of torch.optim.lr_scheduler, or pass lr_scheduler=."
-            section.reject("type", name, text)
-            return None
-        check_arguments(kind, arguments, params, {"optimizer", "self"})
-        return ScheduleSettings(kind, arguments)
+def read_schedule(values: Values) -> Named | None:
+    name, arguments = read_named(values, "scheduler")
+    if name is None:
+        return None
+    kind = SCHEDULES.get(name) or getattr(torch.optim.lr_scheduler, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, LRScheduler)):
+        choices = ", ".join(SCHEDULES)
+        text = f": choose {choices} or one of torch.optim.lr_scheduler, or pass lr_scheduler=."
+        values.reject("scheduler.type", name, text)
+        return None
+    check_arguments(kind, arguments, values, "scheduler")
+    return Named(kind, arguments)

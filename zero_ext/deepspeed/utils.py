@@ -6,6 +6,7 @@ collective, but for those that get a local part.
 
 import logging
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,31 +26,6 @@ from zero_ext.state.values import (
     state_of,
 )
 from zero_ext.tensor.shard_tensor import ShardTensor
-
-__all__ = [
-    "get_z3_leaf_modules",
-    "log_dist",
-    "logger",
-    "safe_get_full_fp32_param",
-    "safe_get_full_grad",
-    "safe_get_full_optimizer_state",
-    "safe_get_local_fp32_param",
-    "safe_get_local_grad",
-    "safe_get_local_optimizer_state",
-    "safe_set_full_fp32_param",
-    "safe_set_full_grad",
-    "safe_set_full_optimizer_state",
-    "safe_set_local_fp32_param",
-    "safe_set_local_grad",
-    "safe_set_local_optimizer_state",
-    "safe_update_full_grad_vectorized",
-    "set_z3_leaf_module",
-    "set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix",
-    "unset_z3_leaf_modules",
-    "z3_leaf_module",
-]
 
 logger = logging.getLogger("zero_ext")
 _MARK = "_zero_ext_leaf"  # an attribute of leaf modules
@@ -217,7 +193,9 @@ def set_z3_leaf_modules_by_name(
     Raises:
         ValueError: a name was not found.
     """
-    return _set_by_name(model, module_names, flag, raise_if_not_found, "named", str.__eq__)
+    return _set(
+        model, module_names, flag, raise_if_not_found, "named", lambda name, _, each: name == each
+    )
 
 
 def set_z3_leaf_modules_by_suffix(
@@ -227,8 +205,13 @@ def set_z3_leaf_modules_by_suffix(
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
     """As ``set_z3_leaf_modules_by_name``, for the ends of names."""
-    return _set_by_name(
-        model, module_name_suffixes, flag, raise_if_not_found, "whose name ends with", str.endswith
+    return _set(
+        model,
+        module_name_suffixes,
+        flag,
+        raise_if_not_found,
+        "whose name ends with",
+        lambda name, _, each: name.endswith(each),
     )
 
 
@@ -239,41 +222,35 @@ def _set_by_class(
     for each in classes:
         if not isinstance(each, (type, str)):
             raise TypeError(f"zero_ext: leaf modules: {each!r} is no class and no name of one.")
-    kinds = tuple(each for each in classes if isinstance(each, type))
-    found = [
-        m
-        for m in model.modules()
-        if isinstance(m, kinds) or type(m).__name__ in classes or _full_name(m) in classes
-    ]
-    if not found and raises:
-        names = [each if isinstance(each, str) else each.__name__ for each in classes]
-        raise ValueError(f"zero_ext: the model has no module of {', '.join(names)}.")
-    for module in found:
-        set_z3_leaf_module(module, flag)
-    return found
+
+    def fits(_: str, module: nn.Module, each: type | str) -> bool:
+        kind = type(module)
+        names = kind.__name__, f"{kind.__module__}.{kind.__qualname__}"
+        return isinstance(module, each) if isinstance(each, type) else each in names
+
+    return _set(model, classes, flag, raises, "of", fits, needs_all=False)[0]
 
 
-def _full_name(module: nn.Module) -> str:
-    return f"{type(module).__module__}.{type(module).__qualname__}"
-
-
-def _set_by_name(
+def _set(
     model: nn.Module,
-    names: Iterable[str],
+    wanted: Iterable[Any],
     flag: bool,
     raises: bool,
     described: str,
-    fits: Callable[[str, str], bool],
-) -> tuple[list[nn.Module], list[str]]:
+    fits: Callable[[str, nn.Module, Any], bool],
+    needs_all: bool = True,
+) -> tuple[list[nn.Module], list[Any]]:
+    """The modules that fit one of ``wanted``, and what no module fits."""
     found: dict[int, nn.Module] = {}
     missing = []
-    for wanted in names:
-        fitting = [module for name, module in model.named_modules() if fits(name, wanted)]
+    for each in wanted:
+        fitting = [module for name, module in model.named_modules() if fits(name, module, each)]
         found |= {id(module): module for module in fitting}
         if not fitting:
-            missing.append(wanted)
-    if missing and raises:
-        raise ValueError(f"zero_ext: the model has no module {described} {', '.join(missing)}.")
+            missing.append(each)
+    if raises and missing and (needs_all or not found):
+        names = [getattr(each, "__name__", each) for each in missing]
+        raise ValueError(f"zero_ext: the model has no module {described} {', '.join(names)}.")
     for module in found.values():
         set_z3_leaf_module(module, flag)
     return list(found.values()), missing

@@ -91,7 +91,7 @@ class Accelerator(accelerate.Accelerator):
             self._settings = deepspeed_file.from_plugin(plugin, self, mixed)
             self.gradient_accumulation_steps = self._settings.accumulation_steps
             stage = self._settings.stage
-            sharding = deepspeed_file.sharding_of(self._settings) | (sharding or {})
+            sharding = self._settings.sharding | (sharding or {})
         unknown = None
         if self.distributed_type not in _DATA_PARALLEL:
             unknown = self.distributed_type.value

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zero_ext.deepspeed.config import Config, read_values
 
@@ -153,11 +152,3 @@ def _check(settings: Config) -> None:
                 f"zero_ext: config '{name}' does not go with a Trainer or an Accelerator here. "
                 "Leave it out, or train with zero_ext.initialize()."
             )
-
-
-def sharding_of(settings: Config) -> dict[str, Any]:
-    """The arguments of ``shard`` beside the stage."""
-    policy = None
-    if settings.reduce_dtype is not None:
-        policy = MixedPrecisionPolicy(reduce_dtype=settings.reduce_dtype)
-    return {"offload_policy": settings.offload_policy, "mp_policy": policy, **settings.tuning}

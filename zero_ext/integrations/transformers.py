@@ -94,7 +94,7 @@ class ShardedTrainerMixin:
                     "what is sharded. Leave stage out."
                 )
             self._stage = settings.stage
-            self._sharding = deepspeed_file.sharding_of(settings) | (self._sharding or {})
+            self._sharding = settings.sharding | (self._sharding or {})
             self.args.max_grad_norm = settings.max_grad_norm or 0.0
         ours = functools.partial(Accelerator, stage=self._stage, sharding=self._sharding)
         # transformers makes the accelerator only here, and has no argument for another class.
