@@ -13,7 +13,7 @@ import zero_ext
 import zero_ext.deepspeed as deepspeed
 from zero_ext import checkpoint
 from zero_ext.checkpoint import __main__ as command
-from zero_ext.checkpoint import deepspeed_files
+from zero_ext.deepspeed import saved_files
 
 FOLDER = Path(__file__).parent / "checkpoints"
 KINDS = pytest.mark.parametrize("kind", list(models.KINDS))
@@ -117,8 +117,8 @@ class Evil:
 
 
 def test_files_that_are_missing_damaged_or_hold_code(tmp_path, capsys, monkeypatch):
-    again = (deepspeed_files._Named, "zero_ext.checkpoint.deepspeed_files._Named")
-    monkeypatch.setattr(deepspeed_files, "_CLASSES", [*deepspeed_files._CLASSES, again])
+    again = (saved_files._Named, "zero_ext.deepspeed.saved_files._Named")
+    monkeypatch.setattr(saved_files, "_CLASSES", [*saved_files._CLASSES, again])
     plain = models.Odd()
     before = {name: value.clone() for name, value in plain.state_dict().items()}
 
@@ -140,7 +140,7 @@ def test_files_that_are_missing_damaged_or_hold_code(tmp_path, capsys, monkeypat
     def of_states(change_states):
         def change(folder):
             for file in folder.glob("*optim_states.pt"):
-                saved = deepspeed_files._read(file)
+                saved = saved_files._read(file)
                 change_states(saved["optimizer_state_dict"])
                 file.unlink()  # it is mapped into memory
                 torch.save(saved, file)

@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zero_ext.checkpoint import failures, files
-from zero_ext.checkpoint.deepspeed_files import folder_of
+from zero_ext.checkpoint import failures, files, folders
 from zero_ext.checkpoint.loading import read_whole
 
 
@@ -50,7 +49,7 @@ def _verified(path: Path) -> int:
 
 
 def _written(path: Path, out: Path) -> int:
-    state, _ = read_whole(folder_of(path))
+    state, _ = read_whole(folders.tagged(path))
     state = {
         name: value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in state.items()

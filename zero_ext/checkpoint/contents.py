@@ -1,8 +1,10 @@
 """Contents: what is in a checkpoint, as far as it can be known without its tensors."""
 
 import copy
+import functools
+import importlib
 import io
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,56 +12,43 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorSt
 
 from zero_ext._warnings import warn
 from zero_ext.checkpoint import files, folders, pickles, rank_values
-from zero_ext.checkpoint.deepspeed_files import DeepspeedFolder, is_deepspeeds, opened
 from zero_ext.checkpoint.rank_values import EXTRA
 from zero_ext.ranks.groups import Groups
 from zero_ext.state.model_state import EXTRA_STATE, ModelState, plain_name
 
 OBJECTS = "zero_ext"  # the key of all that is no tensor, but for ``extra``
 FORMAT = 3
+# Modules of rooms above this one that read checkpoints of other libraries, by name. Each has
+# ``opened(path)``, which returns the Contents of a folder, or None if it is not its library's.
+FOREIGN_READERS = ("zero_ext.deepspeed.saved_files",)
 
 
 class Contents(NamedTuple):
-    source: files.CheckedReader | DeepspeedFolder
+    """
+    Args:
+        tensors: The metadata of each key.
+        keys: Those of the model's tensors and objects, by name.
+        objects: The model's, by name. torch's own checkpoints have them as entries alone.
+        optimizers: As ``states_of`` gives them.
+        read: Reads values by key, tensors in place: of sharded ones this rank's parts. Not
+            collective. ``allow_pickle`` is of ``load``.
+    """
+
+    path: Path
     id: str
-    tensors: dict[str, TensorStorageMetadata]  # by key
-    keys: dict[str, str]  # of the model's tensors and objects, by name
-    objects: dict[str, Any]  # the model's, where this library has written it
+    tensors: dict[str, TensorStorageMetadata]
+    keys: dict[str, str]
+    objects: dict[str, Any]
     optimizers: list[dict[str, Any]]
     extra: dict[str, Any]
-    own: dict[str, str] | None = None  # this rank's keys by rank 0's, see Note [Values of ranks]
-
-    @property
-    def path(self) -> Path:
-        return self.source.path
-
-    def read(self, targets: dict[str, Any], allow_pickle: bool = False) -> None:
-        """Read these values by key, tensors in place. Not collective.
-
-        Of sharded tensors this rank reads its parts.
-        """
-        if isinstance(self.source, DeepspeedFolder):
-            self.source.read(targets)
-        else:
-            keys = {key: (self.own or {}).get(key, key) for key in targets}
-            by_key = {keys[key]: value for key, value in targets.items()}
-            files.read(self.source, by_key, allow_pickle)
-            targets.update({key: by_key[keys[key]] for key in targets})
+    read: Callable[..., None]
 
     @staticmethod
     def of(path: Path, allow_pickle: bool, groups: Groups | None = None) -> "Contents":
         """``groups``: the ranks that load it, each its own values; None: one process, rank 0's."""
-        if is_deepspeeds(path):
-            folder = opened(path)
-            return Contents(
-                folder,
-                folder.id,
-                folder.described,
-                folder.keys,
-                folder.objects,
-                folder.optimizers,
-                folder.extra,
-            )
+        foreign = (importlib.import_module(name).opened(path) for name in FOREIGN_READERS)
+        if (contents := next(filter(None, foreign), None)) is not None:
+            return contents
         path = folders.find(path)
         reader = files.CheckedReader(path)
         entries = reader.metadata.state_dict_metadata
@@ -84,14 +73,14 @@ class Contents(NamedTuple):
         for name in objects.get("model", {}):
             keys.setdefault(name, f"model.{name}")
         return Contents(
-            reader,
+            path,
             objects.get("id", "of torch"),
             {k: v for k, v in entries.items() if isinstance(v, TensorStorageMetadata)},
             keys,
             objects.get("model", {}),
             objects.get("optimizers", []),
             objects.get("extra", {}),
-            own,
+            functools.partial(_read, reader, own),
         )
 
     def matching(self, of_model: ModelState, strict: bool) -> tuple[list[str], dict[str, Any]]:
@@ -127,6 +116,18 @@ class Contents(NamedTuple):
             if name in self.keys
         }
         return common, objects
+
+
+def _read(
+    reader: files.CheckedReader,
+    own: dict[str, str],
+    targets: dict[str, Any],
+    allow_pickle: bool = False,
+) -> None:
+    """``own``: this rank's keys by rank 0's, see Note [Values of ranks]."""
+    by_key = {own.get(key, key): value for key, value in targets.items()}
+    files.read(reader, by_key, allow_pickle)
+    targets.update({key: by_key[own.get(key, key)] for key in targets})
 
 
 def _no_name_in(here: Collection[str], saved: Collection[str]) -> str:

@@ -131,6 +131,15 @@ def path_of(path: str | os.PathLike, verb: str = "", model: Any = None) -> Path:
     )
 
 
+def tagged(directory: str | os.PathLike, tag: str | int | None = None) -> Path:
+    """The folder ``tag`` in ``directory``, or the one that its file ``latest`` names. Without both
+    ``directory`` is a checkpoint itself."""
+    latest = Path(directory) / "latest"
+    if tag is None and latest.is_file():
+        tag = latest.read_text().strip()
+    return Path(directory) if tag is None else Path(directory) / str(tag)
+
+
 def is_checkpoint(path: Path) -> bool:
     return (path / METADATA).is_file()
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from zero_ext.checkpoint import failures, folders
 from zero_ext.checkpoint.contents import Contents
-from zero_ext.checkpoint.deepspeed_files import folder_of
 from zero_ext.checkpoint.optimizer_states import SavedOptimizer, listed
 from zero_ext.checkpoint.writer import writer_of
 from zero_ext.ranks.agreement import all_or_none, check_same_on_all_ranks
@@ -90,7 +89,9 @@ def from_deepspeed(
         As ``load``. ValueError: files are missing, are those of tensor, pipeline or expert
         parallelism, or hold objects that are not known to ``torch.serialization.add_safe_globals``.
     """
-    return _load(directory, model, optimizer, strict, False, find=lambda d, *_: folder_of(d, tag))
+    return _load(
+        directory, model, optimizer, strict, False, find=lambda d, *_: folders.tagged(d, tag)
+    )
 
 
 def load_optimizers(

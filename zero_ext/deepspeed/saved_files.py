@@ -11,7 +11,6 @@ group). A parameter is a range of each rank's flat tensor:
 Files are mapped into memory, and each rank reads the ranges that it needs.
 """
 
-import os
 import pickle
 import re
 from collections.abc import Iterable
@@ -29,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import DTensor
 
 from zero_ext.checkpoint import pickles
+from zero_ext.checkpoint.contents import Contents
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_00_model_states\.pt")
@@ -44,18 +44,6 @@ _OWN_ENTRIES = frozenset(
     "skipped_steps global_steps global_samples dp_world_size mp_world_size ds_config ds_version "
     "checkpoint_parallel_dimensions universal_checkpoint_info".split()
 )
-
-
-def is_deepspeeds(path: Path) -> bool:
-    return path.is_dir() and any(_ANY_FILE.fullmatch(each.name) for each in path.iterdir())
-
-
-def folder_of(directory: str | os.PathLike, tag: str | int | None = None) -> Path:
-    """The folder of a checkpoint in ``directory``, or ``directory`` where it is one itself."""
-    latest = Path(directory) / "latest"
-    if tag is None and latest.is_file():
-        tag = latest.read_text().strip()
-    return Path(directory) if tag is None else Path(directory) / str(tag)
 
 
 class _Named:
@@ -93,14 +81,17 @@ def _read(file: Path) -> dict[str, Any]:
         ) from error
 
 
-def opened(path: Path) -> "DeepspeedFolder":
-    """
+def opened(path: Path) -> Contents | None:
+    """What is in a checkpoint; None if DeepSpeed has not written it.
+
     Raises:
         ValueError: files are missing, are those of tensor, pipeline or expert parallelism, or hold
             something else than DeepSpeed 0.14 to 0.19 writes.
     """
+    if not path.is_dir() or not any(_ANY_FILE.fullmatch(each.name) for each in path.iterdir()):
+        return None
     try:
-        return DeepspeedFolder(path)
+        return _Folder(path).contents()
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ValueError(
             f"zero_ext: checkpoint '{path}' is none of DeepSpeed's stages 1 to 3 "
@@ -117,41 +108,65 @@ class _Range(NamedTuple):
     numel: int
 
 
-class DeepspeedFolder:
-    """One checkpoint of DeepSpeed.
+class _Value(NamedTuple):
+    """A tensor, as those whose elements are its own, one after the other."""
 
-    Attributes:
-        keys: Of each name in the model's state, tied ones included.
-        parts: Of each key the tensors whose elements are its own, one after the other.
-        shapes: Of each key.
-        objects: What is no tensor in the model's state.
-        optimizers: As ``states_of`` gives them; empty with stage 0.
-        extra: ``client_state``, ``counts`` and ``lr_scheduler``.
-        described: The metadata of each key.
-    """
+    shape: torch.Size
+    parts: list[Tensor]
+
+    def described(self) -> TensorStorageMetadata:
+        whole = ChunkStorageMetadata(torch.Size([0] * len(self.shape)), self.shape)
+        return TensorStorageMetadata(TensorProperties(self.parts[0].dtype), self.shape, [whole])
+
+    def read_into(self, target: Tensor) -> None:
+        """Of a sharded tensor this rank's parts."""
+        whole = torch.cat(self.parts)[: self.shape.numel()].view(self.shape)
+        if not isinstance(target, DTensor):
+            target.copy_(whole.view(target.shape))
+            return
+        for chunk in target.__create_chunk_list__():
+            box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+            index = MetadataIndex("", chunk.offsets)
+            target.__get_tensor_shard__(index).copy_(whole[box])
+
+
+class _Folder:
+    """The files of one checkpoint, and what they hold. See ``Contents``."""
 
     def __init__(self, path: Path):
         self.path = path
         models, states = self._files()
         self._model = models[0]
-        self.keys: dict[str, str] = {}
-        self.parts: dict[str, list[Tensor]] = {}
-        self.shapes: dict[str, torch.Size] = {}
-        self.objects: dict[str, Any] = {}
-        self.optimizers = []
+        self._keys: dict[str, str] = {}
+        self._values: dict[str, _Value] = {}
+        self._objects: dict[str, Any] = {}
+        self._optimizers: list[dict[str, Any]] = []
         if states:
             self._add_trained(states)
         self._add_others(models)
+
+    def contents(self) -> Contents:
         steps, samples, skipped = (
             self._model.get(name, 0) for name in ("global_steps", "global_samples", "skipped_steps")
         )
-        self.described = {key: _described(self.shapes[key], self.parts[key]) for key in self.parts}
-        self.id = f"of DeepSpeed {self._model.get('ds_version')}, {steps} steps"
-        self.extra = {
-            "client_state": {k: v for k, v in self._model.items() if k not in _OWN_ENTRIES},
-            "counts": (steps, samples, skipped),
-            "lr_scheduler": self._model.get("lr_scheduler"),
-        }
+        return Contents(
+            self.path,
+            f"of DeepSpeed {self._model.get('ds_version')}, {steps} steps",
+            {key: value.described() for key, value in self._values.items()},
+            self._keys,
+            self._objects,
+            self._optimizers,
+            {
+                "client_state": {k: v for k, v in self._model.items() if k not in _OWN_ENTRIES},
+                "counts": (steps, samples, skipped),
+                "lr_scheduler": self._model.get("lr_scheduler"),
+            },
+            self._read,
+        )
+
+    def _read(self, targets: dict[str, Tensor], _: bool = False) -> None:
+        for key, target in targets.items():
+            self._values[key].read_into(target)
 
     def _files(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The models' and the optimizers' files, by rank."""
@@ -210,14 +225,14 @@ class DeepspeedFolder:
             for name, shape in shapes.items():
                 names[group_of[flat]].append(name)
                 self._add(f"model.{name}", shape, ranges[name], flats)
-                self.keys[name] = f"model.{name}"
+                self._keys[name] = f"model.{name}"
                 for state in flat_states:
                     values = [each["state"] for each in base]
                     by_rank = [{flat: each[flat][state]} for each in values]
                     key = f"optimizer.state.{name}.{state}"
                     self._add(key, shape, ranges[name], by_rank)
                 tensors[name], others[name] = flat_states, dict(others_of_flat)
-        self.optimizers = [
+        self._optimizers = [
             {
                 "names": names,
                 "names_trained_only": True,
@@ -244,11 +259,9 @@ class DeepspeedFolder:
         return found
 
     def _add(self, key: str, shape: torch.Size, ranges: Iterable[_Range], flats: list) -> None:
-        self.parts[key] = [
-            flats[rank][flat].narrow(0, start, numel) for rank, flat, start, numel in ranges
-        ]
-        self.shapes[key] = torch.Size(shape)
-        if sum(part.numel() for part in self.parts[key]) < self.shapes[key].numel():
+        parts = [flats[rank][flat].narrow(0, start, numel) for rank, flat, start, numel in ranges]
+        self._values[key] = _Value(torch.Size(shape), parts)
+        if sum(part.numel() for part in parts) < self._values[key].shape.numel():
             raise ValueError(
                 f"zero_ext: checkpoint '{self.path}' lacks elements of '{key}', of shape "
                 f"{tuple(shape)}. Load an earlier checkpoint."
@@ -260,34 +273,20 @@ class DeepspeedFolder:
         shared = dict(self._model.get("shared_params") or {})
         pieces = [each.get("frozen_param_fragments") or {} for each in models]
         for name, shape in (self._model.get("frozen_param_shapes") or {}).items():
-            key = self.keys[name] = f"model.{name}"
-            self.shapes[key] = torch.Size(shape)
-            self.parts[key] = [each[name].flatten() for each in pieces]
+            key = self._keys[name] = f"model.{name}"
+            pieces_of_it = [each[name].flatten() for each in pieces]
+            self._values[key] = _Value(torch.Size(shape), pieces_of_it)
         for name, value in (self._model.get("module") or {}).items():
-            if name in self.keys or name in shared:
+            if name in self._keys or name in shared:
                 continue
-            self.keys[name] = f"model.{name}"
+            self._keys[name] = f"model.{name}"
             if isinstance(value, Tensor):
-                self.parts[f"model.{name}"] = [value.flatten()]
-                self.shapes[f"model.{name}"] = value.shape
+                self._values[f"model.{name}"] = _Value(value.shape, [value.flatten()])
             else:
-                self.objects[name] = value
+                self._objects[name] = value
         for name, first in shared.items():
-            if first in self.keys:
-                self.keys[name] = self.keys[first]
-
-    def read(self, targets: dict[str, Tensor]) -> None:
-        """Read the tensors of these keys in place, of sharded ones this rank's parts."""
-        for key, target in targets.items():
-            shape = self.shapes[key]
-            whole = torch.cat(self.parts[key])[: shape.numel()].view(shape)
-            if not isinstance(target, DTensor):
-                target.copy_(whole.view(target.shape))
-                continue
-            for chunk in target.__create_chunk_list__():
-                box = [slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
-                index = MetadataIndex(key, chunk.offsets)
-                target.__get_tensor_shard__(index).copy_(whole[tuple(box)])
+            if first in self._keys:
+                self._keys[name] = self._keys[first]
 
 
 def _is_flat(value: Any) -> bool:
@@ -316,8 +315,3 @@ def _loss_scaler(saved: Any) -> dict[str, Any] | None:
         "good_steps": (good - 1) % window if good > 0 else 0,
         "overflows_left": saved.cur_hysteresis,
     }
-
-
-def _described(shape: torch.Size, parts: list[Tensor]) -> TensorStorageMetadata:
-    whole = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
-    return TensorStorageMetadata(TensorProperties(parts[0].dtype), shape, [whole])
