@@ -84,10 +84,10 @@ def test_parameters_of_one_shape_share_what_they_can(stage, made, mesh, rank, wo
 def test_tensors_are_found_by_identity_and_held_weakly():
     table = ByTensor()
     first, second = torch.ones(3), torch.ones(3)
-    table[first] = "first"
-    assert (table.get(first), table.get(second), table.get(second, 0)) == ("first", None, 0)
-    table[first] = "again"
-    table[second] = "second"
+    table.add(first, "first")
+    assert (table.get(first), table.get(second)) == ("first", None)
+    table.add(first, "again")
+    table.add(second, "second")
     assert (table.get(first), table.get(second)) == ("again", "second")
     del table[second]
     assert table.get(second) is None
@@ -102,7 +102,7 @@ def test_tensors_are_found_by_identity_and_held_weakly():
 
 def test_a_table_that_is_gone_leaves_its_tensors_alone():
     table, tensor = ByTensor(), torch.ones(3)
-    table[tensor] = tensor.shape
+    table.add(tensor, tensor.shape)
     del table
     gc.collect()
     del tensor
@@ -112,7 +112,7 @@ def test_a_parameter_that_only_cpp_holds_meanwhile_is_still_found():
     """Its Python object goes and comes back as the same one."""
     table, module = ByTensor(), nn.Linear(3, 3)
     loss = module(torch.ones(2, 3)).sum()
-    table[module.weight] = "weight"
+    table.add(module.weight, "weight")
     del module._parameters["weight"]
     gc.collect()
     transpose, _ = loss.grad_fn.next_functions[0][0].next_functions[2]

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -12,14 +12,12 @@ from torch.nn.parameter import UninitializedParameter
 
 from zero_ext import _C
 from zero_ext._torch import is_traceable_wrapper_subclass, wrapper_of
-from zero_ext.engine.registry import ByTensor, find
+from zero_ext.engine.registry import find, living
 from zero_ext.ranks.groups import Groups
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that parameters are trained in
 
 Named = Sequence[tuple[str, Tensor]]  # parameters or buffers with their names
-
-_ignored = ByTensor()  # the ignored_params of sharded modules -> True
 
 
 def check_module(module, verb: str) -> None:
@@ -84,14 +82,10 @@ def stays_whole(parameter: Tensor) -> bool:
     return not parameter.requires_grad and parameter.dtype not in DTYPES
 
 
-def note_ignored(parameters: Iterable[Tensor]) -> None:
-    for parameter in parameters:
-        _ignored[parameter] = True
-
-
 def is_ignored(parameter: Tensor) -> bool:
     """Whether ``shard(ignored_params=)`` has left it alone, and no optimizer shards it."""
-    return find(parameter) is None and _ignored.get(parameter, False)
+    ignored = (each for handle in living() for each in handle.ignored)
+    return find(parameter) is None and any(each is parameter for each in ignored)
 
 
 def describe(*parameters: tuple[str, Tensor]) -> list[str]:

@@ -28,8 +28,10 @@ def _total_norm(tensors, norm_type=2.0, error_if_nonfinite=False, foreach=None) 
     """The 2-norm has the bits of ``optimizer.clip_grad_norm_``, in every stage. Collective."""
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     ranks: dict[tuple[int, ...] | None, Tensor] = {}
+    whole = registry.ranks_of_whole_gradients()
     for tensor in tensors:
-        ranks.setdefault(registry.ranks_of_gradient(tensor), tensor)
+        is_part = isinstance(tensor, ShardTensor)
+        ranks.setdefault(tensor.ranks if is_part else whole.get(id(tensor)), tensor)
     ranks.pop(None, None)
     if not ranks:
         return _torch.get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
@@ -225,7 +227,7 @@ def _unscale(self, optimizer) -> None:
 
 
 _torch.replace_clipping(
-    registry.any_registered,
+    registry.any_living,
     clip_grad_norm_=_clip_norm,
     get_total_norm=_total_norm,
     clip_grads_with_norm_=_clip_with_norm,

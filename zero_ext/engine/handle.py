@@ -1,38 +1,39 @@
 """Handle: the Python side of one engine."""
 
+import atexit
 import functools
 import logging
+import sys
 import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from zero_ext import _C
+from zero_ext import _C, _torch
 from zero_ext.engine import (
     checks,
     clipping,  # noqa: F401 (which changes torch's clipping)
+    registry,
+    released,  # noqa: F401 (which makes the errors of released parameters)
 )
 from zero_ext.engine.checks import Named
 from zero_ext.engine.host_gradient import HostGradient
 from zero_ext.engine.inner_modules import InnerModules
 from zero_ext.engine.meta import MetaModules
 from zero_ext.engine.plan import Part, Plan, units_by_size
-from zero_ext.engine.registry import ParameterTable, register_whole_gradient
-from zero_ext.engine.released import begin_releasing, end_releasing, note_offloaded
-from zero_ext.engine.shutdown import serving
-from zero_ext.engine.unfreezing import make_trainable
 from zero_ext.engine.unit_hooks import OpenForwards, SiteHooks, watch_module
 from zero_ext.engine.units import Block, UnitPlan
 from zero_ext.ranks import environment
 from zero_ext.ranks.agreement import check_same_on_all_ranks
-from zero_ext.ranks.collectives import copy_from_rank_0
+from zero_ext.ranks.collectives import all_reduce_, copy_from_rank_0
 from zero_ext.ranks.groups import Groups
 from zero_ext.tensor import shard_tensor
 
 _log = logging.getLogger(__name__)
 
 _SAME_MODELS = "Build the same model and pass the same arguments on every rank."
+_EXIT_PATIENCE_S = 60.0  # without a reader
 
 
 class Handle:
@@ -59,16 +60,21 @@ class Handle:
         self.offload_policy = options.offload_policy
         # Whether every rank holds all of the optimizer's state: stage 0, or replicas of one rank.
         self.replicated = groups.shards == 1 or options.stage == 0
+        # By their indices in the engine, which holds them, too.
+        self.parameters: list[Tensor] = []
+        # The same and their indices, by id. Also those that were on the meta device.
+        self.entries: dict[int, tuple[Tensor, int]] = {}
+        self.ignored: Sequence[Tensor] = ()  # what ``shard(ignored_params=)`` has left alone
+        self.releases = False  # parameters come and go
+        self.has_offloaded = False  # any states, see ``set_offloaded``
         self.engine = options.make_engine(groups, plan.prefetch_bytes)
+        registry.register(self)
         self.engine.set_local_reader(_local_part)
         show_gradient = weakref.WeakMethod(self._show_gradient)
         self.engine.set_view_maker(lambda i, local: show_gradient()(i, local))
-        if options.stage == 3 and groups.world > 1:
-            serving.add(self)
         # Whether verdicts about a step are made on the host.
         self.knows_on_host = groups.device.type == "cpu" or options.offloads
         self.forwards = OpenForwards()
-        self.parameters = ParameterTable(self)
         self._several_uses = plan.several_uses
         self.unfreezings = 0
         self._whole: list[tuple[str, weakref.ref]] = []
@@ -86,10 +92,8 @@ class Handle:
 
     def dissolve(self) -> None:
         """Let go of the parameters, although an exception's traceback may keep this alive."""
-        end_releasing(self)
-        self.parameters.unregister()
-        serving.discard(self)
-        self._unwatched = []
+        self.releases = False
+        self.parameters, self.entries, self._unwatched = [], {}, []
         self.root_hooks = []  # which hold the engine
         self.engine.retire()
         try:
@@ -101,8 +105,12 @@ class Handle:
     # Parameters and their units
 
     def _register(self, parameters: Named) -> list[int]:
-        self.engine.add_parameters([p for _, p in parameters], [name for name, _ in parameters])
-        return [self.parameters.add(parameter) for _, parameter in parameters]
+        tensors = [parameter for _, parameter in parameters]
+        self.engine.add_parameters(tensors, [name for name, _ in parameters])
+        indices = list(range(len(self.parameters), len(self.parameters) + len(tensors)))
+        self.parameters += tensors
+        self.entries.update(zip(map(id, tensors), zip(tensors, indices, strict=True), strict=True))
+        return indices
 
     def _add_planned(self, plan: Plan, meta: MetaModules | None) -> None:
         self._register(plan.parameters)
@@ -170,21 +178,44 @@ class Handle:
         if unfrozen:
             names = [self.engine.parameter_name(i) for i in unfrozen]
             _log.debug("%sshards what is trained from now on: %s", self.groups.where, names)
-            make_trainable(self, unfrozen)
+            self._make_trainable(unfrozen)
             self.unfreezings += 1
+
+    # Also where a forward in inference mode notices that the parameters are trained.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _make_trainable(self, unfrozen: Sequence[int]) -> None:
+        gradients = {i: self.parameters[i].grad for i in unfrozen}
+        self.engine.meet_for_unfreezing(list(unfrozen))
+        averages = {i: _average(self, i, gradient) for i, gradient in gradients.items()}
+        by_unit: dict[int, list[int]] = {}
+        for i in unfrozen:
+            self.parameters[i].grad = None
+            by_unit.setdefault(self.engine.frozen_unit_of(i), []).append(i)
+        try:
+            for members in by_unit.values():
+                self.make_units_by_size(members)
+        finally:  # parameters for which there is no memory stay as they were
+            for i, average in averages.items():
+                if self.engine.unit_of(i) < 0:
+                    self.parameters[i].grad = gradients[i]
+                elif average is not None:
+                    self.engine.write_gradient(i, average)
 
     def _materialise(self, part: Part, meta: MetaModules) -> None:
         old = {i: self.parameters[i] for unit in part.units for i in unit.members}
         for i, new in meta.materialise(old).items():
             self.engine.replace_parameter(i, new)
-            self.parameters.replace(i, new)
+            self.parameters[i], self.entries[id(new)] = new, (new, i)
 
     def watch_modules(self) -> None:
         """Gather and release units as their modules are entered and left, from now on."""
         unwatched, self._unwatched = self._unwatched, []  # which would keep the modules alive
         if not self.engine.releases:
             return
-        begin_releasing(self)
+        self.releases = True
+        if _torch.is_profiling():
+            _C.show_parameters_to_profiler(False)
         inner = InnerModules(self.engine, self.forwards)
         for block, numbers in unwatched:
             inside: list[int] = []
@@ -246,8 +277,6 @@ class Handle:
             view = self.as_parameter(local, i, parameter)
             if self.replicated and view.device != parameter.device:
                 view = view.as_subclass(HostGradient)
-            if self.replicated:
-                register_whole_gradient(view, self)
         return view
 
     # States
@@ -266,7 +295,7 @@ class Handle:
         """See ``zero_ext.offload_states``."""
         names = set(states)
         _log.debug("%soffloaded states: %s", self.groups.where, sorted(names) or "none")
-        note_offloaded(self, bool(names))
+        self.has_offloaded = bool(names)
         away = "optimizer_state" in names
         # Nothing is usable before all of it is back, also when memory runs out half-way.
         if not away:
@@ -293,7 +322,7 @@ def _local_part(gradient: Tensor) -> Tensor:
     )
 
 
-def _make_unit(engine: _C.Engine, parameters: ParameterTable, unit: UnitPlan) -> int:
+def _make_unit(engine: _C.Engine, parameters: Sequence[Tensor], unit: UnitPlan) -> int:
     """Returns its number in the engine. It can train, also if there is no memory for the next
     one."""
     kind = _C.UnitKind.trainable if unit.trainable else _C.UnitKind.frozen
@@ -305,6 +334,33 @@ def _make_unit(engine: _C.Engine, parameters: ParameterTable, unit: UnitPlan) ->
         for i in unit.members:
             parameters[i].grad_dtype = torch.float32
     return number
+
+
+def _average(handle: Handle, i: int, gradient: Tensor | None) -> Tensor | None:
+    """What a reduction makes of each rank's ``gradient``; None where no rank has one."""
+    groups, divisor = handle.groups, handle.engine.gradient_divisor
+    if groups.world == 1:
+        return None if gradient is None else gradient.float() / divisor
+    holders = torch.zeros((), dtype=torch.float32, device=groups.device)
+    shape = handle.parameters[i].shape
+    total = torch.zeros(shape, dtype=torch.float32, device=groups.device)
+    if gradient is not None:
+        holders.fill_(1.0)
+        total.copy_(gradient.detach())
+    all_reduce_(holders, groups.parent)
+    all_reduce_(total, groups.parent)
+    return total / divisor if holders else None
+
+
+@atexit.register
+def _serve_until_all_ranks_end() -> None:
+    """At exit a rank waits for the ranks that still read its stage 3 shards."""
+    if hasattr(sys, "last_value"):  # this rank fails: the others must see that, not wait for it
+        return
+    for handle in registry.living():
+        if handle.engine is not None:
+            handle.engine.begin_shutdown()
+    _C.wait_for_shutdowns(_EXIT_PATIENCE_S)
 
 
 def _cast_frozen(parameters: Named, dtype: torch.dtype | None) -> None:

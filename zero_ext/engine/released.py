@@ -8,7 +8,6 @@ functions that called it, or by torch's operator.
 import itertools
 import re
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import NamedTuple
@@ -17,26 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from zero_ext import _C, _torch
-
-# The handles whose parameters come and go, and those that have states offloaded: accesses to these
-# raise an error of their own, which looks the same from here.
-_releasing: weakref.WeakSet = weakref.WeakSet()
-_offloading: weakref.WeakSet = weakref.WeakSet()
+from zero_ext.engine.registry import Handle, living
 
 
-def begin_releasing(handle) -> None:
-    """From now on ``handle`` releases its parameters."""
-    _releasing.add(handle)
-    if _torch.is_profiling():
-        _C.show_parameters_to_profiler(False)
-
-
-def end_releasing(handle) -> None:
-    _releasing.discard(handle)
-
-
-def note_offloaded(handle, anything: bool) -> None:
-    (_offloading.add if anything else _offloading.discard)(handle)
+def _releasing() -> list[Handle]:
+    """The handles whose parameters come and go. Accesses to states that are offloaded raise an
+    error of their own, which looks the same from here."""
+    return [handle for handle in living() if handle.releases]
 
 
 class _Caller(NamedTuple):
@@ -190,7 +176,8 @@ def _explain(operator: str, in_backward: bool) -> str:
     """The error of an access; "" where it is the storage's own."""
     callers = list(_callers())
     traced = any(caller.module.startswith(_TRACERS) for caller in callers)
-    if traced or not _releasing or any(handle in _offloading for handle in _releasing):
+    releasing = _releasing()
+    if traced or not releasing or any(handle.has_offloaded for handle in releasing):
         return _READ
     if in_backward:  # who called backward() has not read them
         callers = list(itertools.takewhile(lambda c: not c.module.startswith(_AUTOGRAD), callers))
@@ -211,7 +198,7 @@ def _begin_of_message(callers: Sequence[_Caller]) -> str:
             begin, released, _ = str(error).partition("the parameters of this unit are released")
             if released:
                 return begin
-    return f"zero_ext [rank {next(iter(_releasing)).groups.global_rank}]: "
+    return _releasing()[0].groups.where
 
 
 def _parameters_of(caller: _Caller) -> list[Tensor]:
@@ -229,7 +216,7 @@ def _by_caller(callers: Sequence[_Caller]) -> str | None:
     methods = [caller for caller in callers if isinstance(caller.owner, nn.Module)]
     if not methods:
         return None
-    if any(handle.forwards.here() for handle in _releasing):
+    if any(handle.forwards.here() for handle in _releasing()):
         return _FORWARD.format(name=type(methods[0].owner).__name__)
     own = [method for method in methods if not method.module.startswith("torch.")]
     return _METHOD.format(name=(own or methods[-1:])[0].function)
@@ -244,4 +231,4 @@ def _by_operator(operator: str) -> str:
 
 
 _C.explain_released_accesses(_explain)
-_torch.hide_parameters_in_profiles(lambda: len(_releasing) > 0, _C.show_parameters_to_profiler)
+_torch.hide_parameters_in_profiles(lambda: bool(_releasing()), _C.show_parameters_to_profiler)

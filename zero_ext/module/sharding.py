@@ -15,7 +15,6 @@ from zero_ext.engine.checks import (
     check_buffers,
     check_module,
     check_parameters,
-    note_ignored,
     refuse_wrapped,
 )
 from zero_ext.engine.handle import Handle
@@ -160,7 +159,7 @@ def shard(
         _refuse_writing_forwards(module, groups, left_alone)
         meta = MetaModules(module, left_alone, param_init_fn, groups.device)
     handle = Handle(groups, plan, buffers=buffers, meta=meta)
-    note_ignored(ignored_params)
+    handle.ignored = ignored_params
     frozen = [p for _, p in named if not p.requires_grad] if stage < 3 else []
     others = [*frozen, *(p for _, p in whole)]
     _complete(handle, module, meta, others if sync_module_states else None)

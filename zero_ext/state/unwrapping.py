@@ -31,10 +31,7 @@ def unwrap(module: AnyModule) -> AnyModule:
     for handle in handles_of(module):
         with all_or_none(handle.groups, "unwrap()"):
             handle.refuse_forgotten_writes("unwrap()")
-        whole = []
-        for i in range(len(handle.parameters)):
-            if (parameter := handle.parameters[i]) is not None:
-                whole.append((parameter, full_value(parameter).to(parameter.device, copy=True)))
+        whole = [(p, full_value(p).to(p.device, copy=True)) for p in handle.parameters]
         with all_or_none(handle.groups, "unwrap()"):  # no rank needs another one's parts any more
             for optimizer in list(handle.optimizers):
                 optimizer.retire()
