@@ -1,12 +1,11 @@
-"""Objects and callables that a module carries with it when it is copied or pickled."""
+"""Objects and callables that a module carries with it, and that no copy of the module has."""
 
 import contextlib
-import copy
 import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,32 +15,27 @@ class Carried:
     """What a sharded module carries in its attributes and hooks.
 
     A copy of a sharded module is a plain module without it, and so is an unpickled one: see
-    ``module/plain_copies.py``. Where a class copies its attributes by itself, a copy of this object
-    goes with the copy of the module, and has no engine.
+    ``module/plain_copies.py``. Where a class copies its attributes by itself, the copy has in this
+    place what ``__reduce_ex__`` says.
     """
-
-    # Held weakly: in a cycle with the module, its buffers would wait for a garbage collection.
-    _module: weakref.ref[nn.Module] | None = None
-
-    # The attributes that have other values in a copy.
-    _in_a_copy: ClassVar[dict[str, Any]] = {}
 
     def replaced(self) -> Any:
         """The module's own value of the attribute that this object is; None: it had none."""
         return None
 
-    def __getstate__(self) -> dict[str, Any]:
-        module = {} if self._module is None else {"_module": self._module()}
-        return {**self.__dict__, **module, **copy.deepcopy(self._in_a_copy)}
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return Inert, ()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if self._module is not None:
-            self._module = weakref.ref(self._module)
+
+class Inert(Carried):
+    """A hook that does nothing."""
+
+    def __call__(self, *args, **kwargs) -> None:
+        pass
 
 
 class CarriedMethod(Carried):
-    """A method of a ``Carried``, as a hook or an attribute of a module."""
+    """A method of an object, as a hook or an attribute of a module."""
 
     def __init__(self, method: Callable):
         self._method = method
@@ -49,7 +43,7 @@ class CarriedMethod(Carried):
             setattr(self, attribute, getattr(method, attribute))
 
     @property
-    def owner(self) -> Carried:
+    def owner(self) -> Any:
         return self._method.__self__
 
     # torch.compile would look inside, find nothing to compile, and look again at every new shape.
@@ -62,6 +56,7 @@ class CarriedReplacement(Carried):
     """An attribute of a module in the place of the module's own method of that name."""
 
     def __init__(self, module: nn.Module, name: str):
+        # Held weakly: in a cycle with the module, its buffers would wait for a garbage collection.
         self._module = weakref.ref(module)
         self._name = name
         self._own = module.__dict__.get(name)  # where it is no method of the class
@@ -77,9 +72,14 @@ class CarriedReplacement(Carried):
         return self._own
 
     def _method(self) -> Callable:
-        module = self._module()
-        if self._own is not None:
-            return self._own
-        kind = type(module)
-        method = inspect.getattr_static(kind, self._name)
-        return method.__get__(module, kind) if hasattr(method, "__get__") else method
+        return _own_method(self._module(), self._name, self._own)
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return _own_method, (self._module(), self._name, self._own)
+
+
+def _own_method(module: nn.Module, name: str, own: Callable | None) -> Callable:
+    if own is not None:
+        return own
+    method = inspect.getattr_static(type(module), name)
+    return method.__get__(module, type(module)) if hasattr(method, "__get__") else method

@@ -8,7 +8,7 @@ code that it compiles gathers in the units' hooks alone.
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,13 +25,11 @@ class _Unit(NamedTuple):
 class InnerCall(ModuleCall):
     """Gathers units when a module inside theirs is called from outside."""
 
-    _in_a_copy: ClassVar = {"_engine": None, "_forwards": None, "_units": (), "_compiled": None}
-
     def __init__(
         self, module: nn.Module, engine: _C.Engine, forwards: OpenForwards, units: Sequence[_Unit]
     ):
         super().__init__(module)
-        self._engine: _C.Engine | None = engine
+        self._engine = engine
         self._forwards = forwards
         self._units = units
         self._site: int | None = None  # made for the first call from outside

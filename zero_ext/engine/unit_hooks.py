@@ -8,7 +8,7 @@ import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 from weakref import ref
 
 import torch
@@ -65,14 +65,12 @@ class OpenForwards:
             last.hooks.abandon(last)
 
 
-class SiteHooks(Carried):
+class SiteHooks:
     """Gathers and releases the units of one module hook site, which belongs to one module."""
-
-    _in_a_copy: ClassVar = {"_engine": None, "forwards": OpenForwards(), "_inside": []}
 
     def __init__(
         self,
-        engine: _C.Engine | None,
+        engine: _C.Engine,
         site: int,
         forwards: OpenForwards,
         inside: list[int],
@@ -87,8 +85,6 @@ class SiteHooks(Carried):
     # torch.ao passes no kwargs.
     def enter(self, module: nn.Module, args, kwargs=None, watched: bool = False):
         """``watched``: the caller leaves the forward, whatever it raises."""
-        if self._engine is None:
-            return
         if self.is_root and not watched:
             self.forwards.leave_abandoned()
         forward = _Forward()
@@ -134,11 +130,12 @@ class ModuleCall(Carried):
     def replaced(self) -> Callable | None:
         return self._compiled
 
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return type(None), ()
+
 
 class WatchedCall(ModuleCall):
     """Leaves the forwards of a module whose end torch reports to no hook."""
-
-    _in_a_copy: ClassVar = {"_forwards": OpenForwards(), "_is_root": False, "_compiled": None}
 
     def __init__(self, module: nn.Module, hooks: SiteHooks):
         super().__init__(module)

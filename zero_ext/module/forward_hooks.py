@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +18,11 @@ from zero_ext.module.places import Place, children_of, owners_of, places_of
 from zero_ext.module.rank0_buffers import Rank0Buffers
 
 
-class ForwardHooks(Carried):
+class ForwardHooks:
     """Run around each forward of the sharded module and each method that was registered."""
 
-    _in_a_copy: ClassVar = {
-        "_handle": None,
-        "rank0_buffers": None,
-        "_mp_policy": None,
-        "_places": (),
-        "_owners": (),
-        "_children": (),
-    }
-
     def __init__(self, module: nn.Module, handle: Handle, mp_policy: MixedPrecisionPolicy):
-        self._handle: Handle | None = handle
+        self._handle = handle
         broadcasts = handle.options.broadcast_buffers
         self.rank0_buffers = Rank0Buffers(handle.groups) if broadcasts else None
         self._mp_policy = mp_policy
@@ -47,8 +38,6 @@ class ForwardHooks(Carried):
         module.register_forward_hook(CarriedMethod(self.after_forward))
 
     def before_forward(self, module: nn.Module, args, kwargs):
-        if self._handle is None:
-            return args, kwargs
         for place in self._places:
             _, parameters, key, parameter = place
             try:
@@ -78,7 +67,7 @@ class ForwardHooks(Carried):
     def after_forward(self, module: nn.Module, args, output):
         if self.rank0_buffers is not None:
             self.rank0_buffers.after_forward()
-        if self._handle is None or self._mp_policy.output_dtype is None:
+        if self._mp_policy.output_dtype is None:
             return output
         return cast_floating(output, self._mp_policy.output_dtype)
 
@@ -131,16 +120,13 @@ class InputCast(Carried):
     torch.compile would make a graph of it alone, again for each kind of input.
     """
 
-    _in_a_copy: ClassVar = {"_dtype": None}
-
     def __init__(self, dtype: torch.dtype):
-        self._dtype: torch.dtype | None = dtype
+        self._dtype = dtype
 
     def __call__(self, module: nn.Module, args, kwargs=None):  # torch.ao passes no kwargs
-        if self._dtype is not None:
-            traced = torch.compiler.is_compiling()
-            cast = _cast_arguments if traced else _cast_arguments_uncompiled
-            args, kwargs = cast(args, kwargs, self._dtype)
+        traced = torch.compiler.is_compiling()
+        cast = _cast_arguments if traced else _cast_arguments_uncompiled
+        args, kwargs = cast(args, kwargs, self._dtype)
         return args if kwargs is None else (args, kwargs)
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -52,8 +51,6 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
 
 class ForwardMethod(CarriedReplacement):
     """A method of a module that runs inside the hooks of a forward."""
-
-    _in_a_copy: ClassVar = {"_open": []}
 
     def __init__(
         self, module: nn.Module, name: str, forward_hooks: ForwardHooks, sites: list[SiteHooks]

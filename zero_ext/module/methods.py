@@ -1,14 +1,13 @@
 """The methods that a module gains when it is sharded."""
 
 import contextlib
-import weakref
-from typing import ClassVar
+from typing import NoReturn
 
 import torch
 from torch import nn
 
 from zero_ext import _C
-from zero_ext.engine.carried import Carried, CarriedMethod
+from zero_ext.engine.carried import Carried, CarriedMethod, CarriedReplacement
 from zero_ext.engine.checks import check_bool, check_positive
 from zero_ext.engine.handle import Handle
 from zero_ext.module.forward_hooks import ForwardHooks
@@ -26,28 +25,34 @@ _METHODS = (
 )
 
 
-class ShardedMethods(Carried):
+class _OfACopy(Carried):
+    """What a copy has in the place of one of ``_METHODS`` that its class has copied by itself."""
+
+    def __call__(self, *args, **kwargs) -> NoReturn:
+        raise RuntimeError(
+            "zero_ext: this module is a copy of a sharded one, and a plain module itself. Call "
+            "zero_ext.shard() on it first."
+        )
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return _OfACopy, ()
+
+
+class _Method(CarriedMethod):
+    __reduce_ex__ = _OfACopy.__reduce_ex__
+
+
+class ShardedMethods:
     """What ``module.no_sync`` and its neighbours call."""
 
-    _in_a_copy: ClassVar = {"_handle": None}
-
     def __init__(self, handle: Handle, forward_hooks: ForwardHooks):
-        self._handle: Handle | None = handle
+        self.handle = handle
         self.forward_hooks = forward_hooks
         self._discards_writes = False  # inside summon_full_params(writeback=False)
 
     def attach(self, module: nn.Module) -> None:
         for name in _METHODS:
-            setattr(module, name, CarriedMethod(getattr(self, name)))
-
-    @property
-    def handle(self) -> Handle:
-        if self._handle is None:
-            raise RuntimeError(
-                "zero_ext: this module is a copy of a sharded one, and a plain module itself. Call "
-                "zero_ext.shard() on it first."
-            )
-        return self._handle
+            setattr(module, name, _Method(getattr(self, name)))
 
     @contextlib.contextmanager
     def no_sync(self):
@@ -79,7 +84,7 @@ class ShardedMethods(Carried):
     @property
     def forgets_writes(self) -> bool:
         """Inside ``summon_full_params(writeback=False)``, with stage 3."""
-        return self._discards_writes and self._handle is not None and self._handle.engine.stage == 3
+        return self._discards_writes and self.handle.engine.stage == 3
 
     def unshard(self) -> None:
         """Gather all parameters and keep them until ``reshard()`` or the next step. Collective with
@@ -146,33 +151,27 @@ class ShardedMethods(Carried):
 def refuse_taken_names(module: nn.Module) -> None:
     for name in _METHODS:
         own = getattr(module, name, None)
-        if own is not None and not isinstance(own, CarriedMethod):
+        if own is not None and not isinstance(own, Carried):
             raise ValueError(
                 f"zero_ext: the {type(module).__name__} has a '{name}' of its own, which is what a "
                 "sharded module's method is called. Rename it."
             )
 
 
-class ZeroGrad(Carried):
+class ZeroGrad(CarriedReplacement):
     """Discards the gradients of a sharded module: what ``.grad`` shows, and local sums.
 
-    Parameters of the module that are not sharded lose their gradients as well. A copy does what
-    the module's own ``zero_grad`` does.
+    Parameters of the module that are not sharded lose their gradients as well.
     """
 
-    _in_a_copy: ClassVar = {"_handle": None}
-
     def __init__(self, handle: Handle, module: nn.Module):
-        self._handle: Handle | None = handle
-        self._module = weakref.ref(module)
+        super().__init__(module, "zero_grad")
+        self._handle = handle
 
     def __call__(self, *args, **kwargs) -> None:
         module, handle = self._module(), self._handle
-        # A method of the user's does more than torch's.
-        if handle is None or type(module).zero_grad is not nn.Module.zero_grad:
-            type(module).zero_grad(module, *args, **kwargs)
-        if handle is None:
-            return
+        if type(module).zero_grad is not nn.Module.zero_grad:  # which does more than torch's
+            self._method()(*args, **kwargs)
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
         mode = _C.ZeroGrad.to_none if set_to_none else _C.ZeroGrad.to_zero
         handle.engine.zero_grad(range(len(handle.parameters)), mode)

@@ -44,6 +44,9 @@ class PlainReduce(Carried):
     def __init__(self, module: nn.Module):
         self._module = weakref.ref(module)
 
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        return PlainReduce, (self._module(),)
+
     def __call__(self, protocol: int) -> Any:
         module = self._module()
         reduced = type(module).__reduce_ex__(module, protocol)

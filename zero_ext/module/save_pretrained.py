@@ -1,7 +1,5 @@
 """``save_pretrained()`` of a sharded model, or of a part of it, in stage 3."""
 
-from typing import ClassVar
-
 import torch
 from torch import nn
 
@@ -18,15 +16,13 @@ class SavePretrained(CarriedReplacement):
     other ranks' parts.
     """
 
-    _in_a_copy: ClassVar = {"_methods": None}
-
     def __init__(self, module: nn.Module, methods: ShardedMethods):
         super().__init__(module, _NAME)
-        self._methods: ShardedMethods | None = methods
+        self._methods = methods
 
     def __call__(self, *args, **kwargs):
         save = self._method()
-        if self._methods is None or kwargs.get("state_dict") is not None:
+        if kwargs.get("state_dict") is not None:
             return save(*args, **kwargs)
         with self._methods.summon_full_params(writeback=False):
             return save(*args, **kwargs)

@@ -1,11 +1,9 @@
 """``state_dict`` and ``load_state_dict`` of a module whose parameters are released (stage 3)."""
 
-from typing import ClassVar
-
 import torch
 from torch import nn
 
-from zero_ext.engine.carried import Carried, CarriedMethod
+from zero_ext.engine.carried import CarriedMethod
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
 from zero_ext.module.places import is_sharded_by
@@ -13,14 +11,14 @@ from zero_ext.ranks.agreement import calling
 from zero_ext.tensor.shard_tensor import ShardTensor
 
 
-class StateDictHooks(Carried):
-    """``state_dict()`` gets ShardTensors; ``load_state_dict()`` writes to whole parameters."""
+class StateDictHooks:
+    """``state_dict()`` gets ShardTensors; ``load_state_dict()`` writes to whole parameters.
 
-    # Nothing here refers to a module: submodules carry this, and would be in a cycle.
-    _in_a_copy: ClassVar = {"_handle": None, "_loading": None}
+    Nothing here refers to a module: submodules carry this, and would be in a cycle.
+    """
 
     def __init__(self, handle: Handle):
-        self._handle: Handle | None = handle
+        self._handle = handle
         self._loading: nn.Module | None = None  # whose load_state_dict() runs
         self._held_before_load = False
 
@@ -38,7 +36,7 @@ class StateDictHooks(Carried):
 
     @property
     def _releases(self) -> bool:
-        return self._handle is not None and self._handle.engine.releases
+        return self._handle.engine.releases
 
     def put_shards(self, module: nn.Module, state_dict, prefix: str, metadata) -> None:
         """Put ShardTensors in the places of parameters that come and go.
