@@ -16,7 +16,7 @@ LINES = {
         "deepspeed": 3980,
         "engine": 2820,
         "integrations": 1440,
-        "module": 1190,
+        "module": 1140,
         "optim": 4370,
         "ranks": 630,
         "state": 1000,

@@ -239,6 +239,9 @@ class Handle:
 
     # What a parameter's values look like
 
+    def holds(self, parameter: Tensor) -> bool:
+        return id(parameter) in self.entries
+
     @functools.cached_property
     def _maker(self) -> shard_tensor.Maker:
         return shard_tensor.Maker(self.groups.mesh, self.groups.global_ranks)
@@ -298,15 +301,11 @@ class Handle:
         self.has_offloaded = bool(names)
         away = "optimizer_state" in names
         # Nothing is usable before all of it is back, also when memory runs out half-way.
-        if not away:
-            self._set_state_offloaded(False)
+        for optimizer in () if away else self.optimizers:
+            optimizer.set_state_offloaded(False)
         self.engine.set_offloaded(names)
-        if away:
-            self._set_state_offloaded(True)
-
-    def _set_state_offloaded(self, offloaded: bool) -> None:
-        for optimizer in self.optimizers:
-            optimizer.set_state_offloaded(offloaded)
+        for optimizer in self.optimizers if away else ():
+            optimizer.set_state_offloaded(True)
 
     def stats(self) -> dict[str, int]:
         return self.engine.stats()

@@ -3,7 +3,9 @@
 import copy
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from itertools import chain, compress, repeat
+from operator import contains, is_, methodcaller
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +16,19 @@ from zero_ext.engine.carried import Carried, CarriedMethod
 from zero_ext.engine.checks import reject_wrapper
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
-from zero_ext.module.places import Place, children_of, owners_of, places_of
 from zero_ext.module.rank0_buffers import Rank0Buffers
+
+
+class _Table(NamedTuple):
+    """The own parameters or submodules of one module: now, and when they were sharded."""
+
+    name: str
+    now: dict[str, Any]
+    kept: dict[str, Any]
+
+
+_END = object()
+_values = methodcaller("values")  # a scripted module's tables are no dictionaries
 
 
 class ForwardHooks:
@@ -26,9 +39,23 @@ class ForwardHooks:
         broadcasts = handle.options.broadcast_buffers
         self.rank0_buffers = Rank0Buffers(handle.groups) if broadcasts else None
         self._mp_policy = mp_policy
-        self._places = places_of(module, handle)
-        self._owners = owners_of(self._places)
-        self._children = children_of(module, handle)
+        self._parameters: list[_Table] = []
+        self._modules: list[_Table] = []
+        for name, each in module.named_modules():
+            if any(map(handle.holds, each._parameters.values())):
+                table = _Table(name, each._parameters, dict(each._parameters.items()))
+                self._parameters.append(table)
+            # A scripted module has another class there: its submodules cannot be replaced.
+            is_dict = each._modules and type(each._modules) is dict
+            if is_dict and any(map(handle.holds, each.parameters())):
+                self._modules.append(_Table(name, each._modules, each._modules.copy()))
+        tables = [*self._parameters, *self._modules]
+        self._now = [table.now for table in tables]
+        self._kept = [*chain.from_iterable(table.kept.values() for table in tables), _END]
+        # Of one parameter of each module.
+        self._attributes = [
+            next(filter(handle.holds, table.kept.values())).__dict__ for table in self._parameters
+        ]
         named = module.named_parameters()
         self._ignored = {name for name, p in named if p.requires_grad and find(p) is None}
 
@@ -38,24 +65,12 @@ class ForwardHooks:
         module.register_forward_hook(CarriedMethod(self.after_forward))
 
     def before_forward(self, module: nn.Module, args, kwargs):
-        for place in self._places:
-            _, parameters, key, parameter = place
-            try:
-                found = parameters[key]
-            except KeyError:  # a scripted module's dictionary has no get()
-                found = None
-            if found is not parameter:
-                self._refuse_another(module, place, found)
-        for prefix, parameters, count, attributes in self._owners:
-            if _torch.FLATTENED in attributes:
-                reject_wrapper(self._handle.groups, "FullyShardedDataParallel", prefix)
-            if len(parameters) != count and torch.is_grad_enabled():
-                what = "a parameter was added or parametrized"
-                self._refuse_new(what, prefix, module.get_submodule(prefix))
-        for _, modules, kept in self._children:
-            if modules != kept:  # one call for all of them: modules are compared by identity
-                self._refuse_other_modules()
-                break
+        now = chain.from_iterable(map(_values, self._now))
+        if not all(map(is_, chain(now, (_END,)), self._kept)):
+            self._refuse_changes(module)
+        flattened = map(contains, self._attributes, repeat(_torch.FLATTENED))
+        for table in compress(self._parameters, flattened):
+            reject_wrapper(self._handle.groups, "FullyShardedDataParallel", table.name)
         self._handle.check_whole()
         while unfrozen := self._handle.engine.before_forward():
             self._handle.adopt(unfrozen)
@@ -71,35 +86,47 @@ class ForwardHooks:
             return output
         return cast_floating(output, self._mp_policy.output_dtype)
 
-    def _refuse_another(self, module: nn.Module, place: Place, found: torch.Tensor | None) -> None:
+    def _refuse_changes(self, module: nn.Module) -> None:
+        """Raise if a parameter would not be trained, because it or its module came later."""
+        if not torch.is_grad_enabled():
+            return
+        for name, now, kept in self._parameters:
+            found = dict(now.items())  # a scripted module's table has no get()
+            for key, parameter in kept.items():
+                trained = self._handle.holds(parameter) and parameter.requires_grad
+                if trained and found.get(key) is not parameter:
+                    place = f"{name}.{key}" if name else key
+                    self._refuse_another(module.get_submodule(name), key, place, found.get(key))
+        for name, now, kept in self._parameters:
+            if len(now) != len(kept):
+                what = "a parameter was added or parametrized"
+                self._refuse_new(what, name, module.get_submodule(name))
+        for name, now, kept in self._modules:
+            for key, found in now.items():
+                before, place = kept.get(key), f"{name}.{key}" if name else key
+                if found is None or found is before:
+                    continue
+                another = f"was replaced by another {type(found).__name__}"
+                what = f"submodule '{place}' {'was added' if before is None else another}"
+                self._refuse_new(what, place, found)
+
+    def _refuse_another(self, owner: nn.Module, key: str, place: str, found: Tensor | None) -> None:
         """Raise if another Parameter was put in the place: it would be neither reduced nor stepped.
 
         functional_call() puts plain tensors there, whose gradients belong to its caller.
         """
-        is_plain = found is not None and not isinstance(found, nn.Parameter)
-        if is_plain or not torch.is_grad_enabled() or not place.parameter.requires_grad:
+        if found is not None and not isinstance(found, nn.Parameter):
             return
-        owner = module.get_submodule(place.name.rpartition(".")[0])
-        if (wrapper := _torch.wrapper_around(owner, place.key)) is not None:
-            reject_wrapper(self._handle.groups, wrapper, place.name)
+        if (wrapper := _torch.wrapper_around(owner, key)) is not None:
+            reject_wrapper(self._handle.groups, wrapper, place)
         if found is None or not found.requires_grad:
             return
         raise RuntimeError(
-            f"{self._handle.groups.where}parameter '{place.name}' was replaced by another one "
+            f"{self._handle.groups.where}parameter '{place}' was replaced by another one "
             f"({found.dtype} on {found.device}) after it was sharded: by .to(device), by "
             "load_state_dict(assign=True) or by an assignment. Do that before sharding, or copy "
             "the values into the sharded parameter."
         )
-
-    def _refuse_other_modules(self) -> None:
-        for prefix, modules, kept in self._children if torch.is_grad_enabled() else ():
-            for key, found in modules.items():
-                before = kept.get(key)
-                if found is None or found is before:
-                    continue
-                another = f"was replaced by another {type(found).__name__}"
-                what = f"submodule '{prefix}{key}' {'was added' if before is None else another}"
-                self._refuse_new(what, prefix + key, found)
 
     def _refuse_new(self, what: str, place: str, module: nn.Module) -> None:
         """Raise if a parameter of ``module`` would not be trained. One that wraps sharded ones is

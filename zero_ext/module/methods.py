@@ -11,7 +11,6 @@ from zero_ext.engine.carried import Carried, CarriedMethod, CarriedReplacement
 from zero_ext.engine.checks import check_bool, check_positive
 from zero_ext.engine.handle import Handle
 from zero_ext.module.forward_hooks import ForwardHooks
-from zero_ext.module.places import is_sharded_by
 from zero_ext.ranks.agreement import calling
 
 # What a sharded module gains; zero_grad() is replaced as well.
@@ -176,5 +175,5 @@ class ZeroGrad(CarriedReplacement):
         mode = _C.ZeroGrad.to_none if set_to_none else _C.ZeroGrad.to_zero
         handle.engine.zero_grad(range(len(handle.parameters)), mode)
         for parameter in module.parameters():
-            if parameter.grad is not None and not is_sharded_by(handle, parameter):
+            if parameter.grad is not None and not handle.holds(parameter):
                 parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)

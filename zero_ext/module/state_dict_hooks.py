@@ -6,7 +6,6 @@ from torch import nn
 from zero_ext.engine.carried import CarriedMethod
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
-from zero_ext.module.places import is_sharded_by
 from zero_ext.ranks.agreement import calling
 from zero_ext.tensor.shard_tensor import ShardTensor
 
@@ -27,8 +26,7 @@ class StateDictHooks:
         put, before = CarriedMethod(self.put_shards), CarriedMethod(self.before_load)
         after = CarriedMethod(self.after_load)
         for each in module.modules():
-            own = [p for p in each._parameters.values() if p is not None]
-            owns = any(is_sharded_by(self._handle, parameter) for parameter in own)
+            owns = any(map(self._handle.holds, each._parameters.values()))
             if each is module or (owns and not isinstance(each, torch.jit.ScriptModule)):
                 each.register_state_dict_post_hook(put)
                 each.register_load_state_dict_pre_hook(before)
@@ -53,7 +51,7 @@ class StateDictHooks:
         engine.release_kept()
         for owner_name, owner in module.named_modules(remove_duplicate=False):
             for name, parameter in owner._parameters.items():
-                if parameter is None or not is_sharded_by(self._handle, parameter):
+                if not self._handle.holds(parameter):
                     continue
                 key = f"{prefix}{owner_name}.{name}" if owner_name else prefix + name
                 value = state_dict.get(key)
