@@ -19,10 +19,15 @@ from zero_ext.engine import (
 )
 from zero_ext.engine.checks import Named
 from zero_ext.engine.host_gradient import HostGradient
-from zero_ext.engine.inner_modules import InnerModules
 from zero_ext.engine.meta import MetaModules
 from zero_ext.engine.plan import Part, Plan, units_by_size
-from zero_ext.engine.unit_hooks import OpenForwards, SiteHooks, watch_module
+from zero_ext.engine.unit_hooks import (
+    OpenForwards,
+    SiteHooks,
+    WatchedUnit,
+    watch_inner_modules,
+    watch_module,
+)
 from zero_ext.engine.units import Block, UnitPlan
 from zero_ext.ranks import environment
 from zero_ext.ranks.agreement import check_same_on_all_ranks
@@ -216,18 +221,22 @@ class Handle:
         self.releases = True
         if _torch.is_profiling():
             _C.show_parameters_to_profiler(False)
-        inner = InnerModules(self.engine, self.forwards)
+        units: list[WatchedUnit] = []
+        unit_of: dict[int, int] = {}
         for block, numbers in unwatched:
             inside: list[int] = []
             for k, module in enumerate(block.modules):
                 last = k == len(block.modules) - 1
                 site = self.engine.add_hook_site(numbers, root=block.root, first=k == 0, last=last)
-                hooks = SiteHooks(self.engine, site, self.forwards, inside, block.root)
+                hooks = SiteHooks(self.engine, site, self.forwards, [inside], block.root)
                 watch_module(module, hooks)
                 if block.root:
                     self.root_hooks.append(hooks)
-            inner.add_unit(block.modules, [self.parameters[i] for i in block.members], site, inside)
-        inner.watch(unwatched[-1][0].modules[0])
+            unit_of.update((id(self.parameters[i]), len(units)) for i in block.members)
+            units.append(WatchedUnit(site, inside))
+        hooked = {id(module) for block, _ in unwatched for module in block.modules}
+        root = unwatched[-1][0].modules[0]
+        watch_inner_modules(root, self.engine, self.forwards, units, unit_of, hooked)
 
     def reshard(self, keep_writes: bool) -> None:
         """Release what ``unshard()`` gathered. Collective."""

@@ -7,8 +7,8 @@ watched in C++, by hooks on the autograd nodes of the inputs and outputs.
 import dataclasses
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -73,13 +73,14 @@ class SiteHooks:
         engine: _C.Engine,
         site: int,
         forwards: OpenForwards,
-        inside: list[int],
-        is_root: bool,
+        inside: Sequence[list[int]],
+        is_root: bool = False,
     ):
+        """``inside``: of each unit, the threads that are in a forward of it, once per forward."""
         self._engine = engine
         self._site = site
         self.forwards = forwards
-        self._inside = inside  # the threads that are in a forward of the units, once per forward
+        self._inside = inside
         self.is_root = is_root
 
     # torch.ao passes no kwargs.
@@ -94,15 +95,15 @@ class SiteHooks:
         inputs = tensors_in((args, kwargs)) if torch.is_grad_enabled() else None
         forward.call = self._engine.enter_forward(self._site, inputs)
         forward.entered = True
-        self._inside.append(threading.get_ident())
+        for threads in self._inside:
+            threads.append(threading.get_ident())
 
     def leave(self, module: nn.Module, args, output) -> None:
         forward = self.forwards.end(self)
         if forward is None or not forward.entered:  # the engine, or a hook before this one, threw
             return
-        self._inside.remove(threading.get_ident())
         threw = output is None and sys.exc_info()[1] is not forward.handled
-        self._engine.leave_forward(self._site, forward.call, tensors_in(output), threw)
+        self._leave(forward.call, tensors_in(output), threw)
 
     def interrupt(self) -> None:
         """Leave now and enter again later. No backward follows meanwhile."""
@@ -112,8 +113,12 @@ class SiteHooks:
 
     def abandon(self, forward: _Forward) -> None:
         if forward.entered:
-            self._inside.remove(threading.get_ident())
-            self._engine.leave_forward(self._site, None, [], True)
+            self._leave(None, [], True)
+
+    def _leave(self, call: _C.Call | None, outputs: list[Tensor], threw: bool) -> None:
+        for threads in self._inside:
+            threads.remove(threading.get_ident())
+        self._engine.leave_forward(self._site, call, outputs, threw)
 
 
 class ModuleCall(Carried):
@@ -157,6 +162,98 @@ class WatchedCall(ModuleCall):
 
 
 _torch.run_as_it_is(WatchedCall.__call__)
+
+
+class WatchedUnit(NamedTuple):
+    """``inside``: the threads in its forwards."""
+
+    site: int
+    inside: list[int]
+
+
+class InnerCall(ModuleCall):
+    """Gathers units when a module inside theirs is called from outside.
+
+    Most calls of such a module come from the unit's own forward, where nothing is to be done. So it
+    gets no hooks, which would cost 1.5 us in each call, would end torch.compile's graphs, and would
+    switch off torch's fast paths. This takes 0.2 us, and torch.compile does not see it: code that
+    it compiles gathers in the units' hooks alone.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        engine: _C.Engine,
+        forwards: OpenForwards,
+        units: Sequence[WatchedUnit],
+    ):
+        super().__init__(module)
+        self._engine = engine
+        self._forwards = forwards
+        self._units = units
+        self._site: int | None = None  # made for the first call from outside
+
+    def __call__(self, *args, **kwargs):
+        call = self._compiled or self._module()._call_impl
+        if torch.compiler.is_compiling():
+            return call(*args, **kwargs)
+        thread = threading.get_ident()
+        for _, inside in self._units:
+            if thread not in inside:
+                return self._call_from_outside(call, args, kwargs)
+        return call(*args, **kwargs)
+
+    def _call_from_outside(self, call: Callable, args, kwargs):
+        self._forwards.leave_abandoned()
+        if self._site is None:
+            self._site = self._engine.add_inner_site([unit.site for unit in self._units])
+        if self._engine.is_recomputed(self._site):
+            return call(*args, **kwargs)
+        inside = [unit.inside for unit in self._units]
+        hooks = SiteHooks(self._engine, self._site, self._forwards, inside)
+        output = None
+        try:
+            hooks.enter(self._module(), args, kwargs, watched=True)
+            output = call(*args, **kwargs)
+        finally:
+            hooks.leave(self._module(), args, output)
+        return output
+
+
+def watch_inner_modules(
+    root: nn.Module,
+    engine: _C.Engine,
+    forwards: OpenForwards,
+    units: Sequence[WatchedUnit],
+    unit_of: Mapping[int, int],
+    hooked: Container[int],
+) -> None:
+    """Gather units as forwards enter modules inside ``root`` that have no hooks.
+
+    Args:
+        unit_of: The number of the unit of each parameter, by id.
+        hooked: The ids of modules that have hooks.
+    """
+    used_by: dict[int, set[int]] = {}  # numbers of units, by the id of a module
+    shared: dict[tuple[int, ...], list[WatchedUnit]] = {}  # lists that several modules use
+
+    def watch(module: nn.Module) -> set[int]:
+        """Returns the units that the module uses beside those of modules with hooks in it."""
+        if id(module) in used_by:
+            return used_by[id(module)]
+        used = {unit_of.get(id(p)) for p in module._parameters.values()} - {None}
+        used.update(*map(watch, module.children()))
+        if id(module) in hooked:
+            used = set()
+        if used:
+            which = tuple(sorted(used))
+            mine = shared.setdefault(which, [units[k] for k in which])
+            InnerCall(module, engine, forwards, mine).attach(module)
+        used_by[id(module)] = used
+        return used
+
+    for child in root.children():
+        watch(child)
 
 
 def watch_module(module: nn.Module, hooks: SiteHooks) -> None:
