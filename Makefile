@@ -45,14 +45,7 @@ EMULATION := $(shell find tests/support -name '*.h' -o -name '*.cpp')
 # Started by python, the others by torchrun.
 PLAIN_BENCHES := $(wildcard benchmarks/bench_kernels.py benchmarks/bench_hooks.py benchmarks/bench_memory.py benchmarks/bench_checkpoint.py)
 GPU_BENCHES := benchmarks/bench_cuda.py benchmarks/bench_cuda_step.py
-DEEPSPEED_VENV := .venv-deepspeed
-PACKAGES_VENV := .venv-packages
-# Without what they depend on, which has torch.
-PACKAGES := bitsandbytes==0.50.2 lion-pytorch==0.2.5 madgrad==1.3 pytorch-optimizer==4.1.0 schedulefree==1.4.1 torchao==0.18.0 \
-  sentence-transformers==6.2.0 diffusers==0.42.1 datasets==5.2.0
-OF_PACKAGES := scikit-learn scipy importlib_metadata dill multiprocess pandas pyarrow xxhash
-DEEPSPEED_BENCHES := benchmarks/bench_deepspeed.py
-BENCHES := $(filter-out $(PLAIN_BENCHES) $(GPU_BENCHES) $(DEEPSPEED_BENCHES),$(wildcard benchmarks/bench_*.py))
+BENCHES := $(filter-out $(PLAIN_BENCHES) $(GPU_BENCHES) benchmarks/bench_deepspeed.py,$(wildcard benchmarks/bench_*.py))
 
 # What `make test` and `make test-all` consist of, the longest first. The one-rank tests compile the
 # emulated device: lagged ones beside them would wait for it.
@@ -66,10 +59,14 @@ ALL_SEGMENTS := $(addprefix all-,one-rank lagged-one-rank 2-ranks 3-ranks 4-rank
 
 install: $(VENV)/.installed
 
-$(VENV)/.torch: Makefile
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet "setuptools>=77" ninja "$(TORCH)"
+# $(1): the requirement of torch, $(2): what is set for pip
+define with_torch
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(2) $(@D)/bin/python -m pip install --quiet "setuptools>=77" ninja numpy "$(1)"
 	touch $@
+endef
+$(VENV)/.torch: Makefile
+	$(call with_torch,$(TORCH))
 
 $(VENV)/.installed: $(VENV)/.torch setup.py pyproject.toml $(NATIVE)
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m pip install --quiet --no-build-isolation -e ".[dev]"
@@ -99,9 +96,7 @@ cuda-kernels: install
 
 # No find-links: a folder of CPU wheels would be preferred to the CUDA variant.
 $(CUDA_VENV)/.torch: Makefile
-	test -x $(CUDA_PY) || $(PYTHON) -m venv $(CUDA_VENV)
-	PIP_FIND_LINKS= $(CUDA_PY) -m pip install --quiet "setuptools>=77" ninja numpy "$(CUDA_TORCH)"
-	touch $@
+	$(call with_torch,$(CUDA_TORCH),PIP_FIND_LINKS=)
 
 # nvcc knows where its toolkit is even where it is started through a script in another place.
 FOR_CUDA = ZERO_EXT_CUDA=1 TORCH_CUDA_ARCH_LIST="$(CUDA_ARCHS)" CUDA_HOME="$${CUDA_HOME:-$$(dirname \
@@ -120,29 +115,8 @@ cuda-test: cuda-build
 	PYTHONPATH="$(CURDIR)/$(CUDA_BUILD)/lib" ZERO_EXT_TEST_DEVICE=lagged $(CUDA_VENV)/bin/pytest -n 2 --dist worksteal \
 	  $$($(PY) tests/support/segments.py --tests test-lagged-one-rank) -m "not dist and not slow"
 
-# A build of its own for sanitizers, and a slice of the quick tests on one and on two ranks. Python itself is
-# built without: the libraries come first by LD_PRELOAD. Each report is in a file, and fails the target.
-# Left out: what asks malloc for its own figures, and programs that are compiled without sanitizers.
-SANITIZED = PYTHONPATH="$(CURDIR)/build/$@/lib" $(foreach name,$(OPTIONS),$(name):log_path=$(CURDIR)/build/$@/report) \
-  LD_PRELOAD="$$(for name in $(RUNTIMES) stdc++; do $${CXX:-g++} -print-file-name=lib$$name.so; done | tr '\n' ' ')"
-sanitize: SANITIZERS := address,undefined
-sanitize: RUNTIMES := asan ubsan
-sanitize: OPTIONS := UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
-  ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:verify_asan_link_order=0:detect_container_overflow=0
-# It ignores the accesses of libraries that are built without. A thread with 64 locks would end its search for deadlocks.
-tsan: SANITIZERS := thread
-tsan: RUNTIMES := tsan
-tsan: OPTIONS := TSAN_OPTIONS=ignore_noninstrumented_modules=1:detect_deadlocks=0:suppressions=$(CURDIR)/tests/support/tsan.supp
 sanitize tsan: install
-	rm -f build/$@/report.*
-	ZERO_EXT_SANITIZE=$(SANITIZERS) ZERO_EXT_WERROR=0 ZERO_EXT_CUDA=0 PATH="$(CURDIR)/$(VENV)/bin:$$PATH" \
-	  $(PY) setup.py --quiet build --build-lib build/$@/lib --build-temp build/$@/temp
-	status=0; \
-	$(SANITIZED) $(VENV)/bin/pytest -n 2 --dist worksteal -m "not dist and not slow" -k "not with_the_allocator" \
-	  $$($(PY) tests/support/segments.py --tests $@-one-rank) || status=1; \
-	$(SANITIZED) $(TORCHRUN) --nproc-per-node 2 --no-python $(VENV)/bin/pytest -p no:cacheprovider -m "dist and not slow" \
-	  $$($(PY) tests/support/segments.py --tests $@-2-ranks) || status=1; \
-	if ls build/$@/report.* 2> /dev/null; then cat build/$@/report.*; status=1; fi; exit $$status
+	scripts/sanitize.sh $@ $(PY)
 
 bench: install
 	set -e; for bench in $(PLAIN_BENCHES); do echo "== $$bench"; $(PY) $$bench; done
@@ -154,35 +128,31 @@ profile: install
 
 # Without isolation, and with torch there, pip leaves torch as it is.
 bench-deepspeed: install
-	$(PY) -m pip install --quiet --no-build-isolation "deepspeed==0.19.8"
-	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(TORCHRUN) --nproc-per-node 2 $(DEEPSPEED_BENCHES)
+	$(PY) -m pip install --quiet --no-build-isolation -r tests/requirements/deepspeed-alone.txt
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(TORCHRUN) --nproc-per-node 2 benchmarks/bench_deepspeed.py
 
-# Torch, zero_ext and the tools are those of .venv; DeepSpeed's dependencies bring no torch.
-$(DEEPSPEED_VENV)/.installed: $(VENV)/.installed
-	$(PYTHON) -m venv $(DEEPSPEED_VENV)
+# Torch, zero_ext and the tools are those of .venv. NAME.txt brings no torch. What NAME-alone.txt lists would.
+.venv-%/.installed: tests/requirements/%.txt tests/requirements/%-alone.txt $(VENV)/.installed
+	$(PYTHON) -m venv $(@D)
 	echo "import site; site.addsitedir('$(CURDIR)/$(VENV)/lib/$$(ls $(VENV)/lib)/site-packages')" \
-	  > $(DEEPSPEED_VENV)/lib/$$(ls $(DEEPSPEED_VENV)/lib)/site-packages/base.pth
-	$(DEEPSPEED_VENV)/bin/python -m pip install --quiet setuptools wheel einops hjson msgpack ninja packaging psutil py-cpuinfo pydantic tqdm
-	DS_BUILD_OPS=0 $(DEEPSPEED_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation "deepspeed==0.19.8"
-	PATH="$(CURDIR)/$(DEEPSPEED_VENV)/bin:$$PATH" DS_ACCELERATOR=cpu $(DEEPSPEED_VENV)/bin/python -c \
-	  "from deepspeed.comm.torch import build_shm_op; build_shm_op()"  # a test would not wait for its compiler
+	  > $(@D)/lib/$$(ls $(@D)/lib)/site-packages/base.pth
+	$(@D)/bin/python -m pip install --quiet -r $<
+	DS_BUILD_OPS=0 $(@D)/bin/python -m pip install --quiet --no-deps --no-build-isolation -r $(word 2,$^)
 	touch $@
 
-test-deepspeed: $(DEEPSPEED_VENV)/.installed
-	PATH="$(CURDIR)/$(DEEPSPEED_VENV)/bin:$$PATH" DS_ACCELERATOR=cpu $(DEEPSPEED_VENV)/bin/python -m torch.distributed.run \
-	  --standalone --nproc-per-node 2 -m pytest tests/deepspeed/test_beside_deepspeed.py -m dist -p no:cacheprovider -rs
-
-$(PACKAGES_VENV)/.installed: $(VENV)/.installed
-	$(PYTHON) -m venv $(PACKAGES_VENV)
-	echo "import site; site.addsitedir('$(CURDIR)/$(VENV)/lib/$$(ls $(VENV)/lib)/site-packages')" \
-	  > $(PACKAGES_VENV)/lib/$$(ls $(PACKAGES_VENV)/lib)/site-packages/base.pth
-	$(PACKAGES_VENV)/bin/python -m pip install --quiet --no-deps $(PACKAGES)
-	$(PACKAGES_VENV)/bin/python -m pip install --quiet $(OF_PACKAGES)
+# A test would not wait for DeepSpeed's compiler.
+.venv-deepspeed/.compiled: .venv-deepspeed/.installed
+	PATH="$(CURDIR)/$(@D)/bin:$$PATH" DS_ACCELERATOR=cpu $(@D)/bin/python -c \
+	  "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 	touch $@
 
-test-packages: $(PACKAGES_VENV)/.installed
-	$(PACKAGES_VENV)/bin/python -m pytest tests/optim/test_packages.py -m "not dist" -p no:cacheprovider -rs
-	$(PACKAGES_VENV)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
+test-deepspeed: .venv-deepspeed/.compiled
+	PATH="$(CURDIR)/$(<D)/bin:$$PATH" DS_ACCELERATOR=cpu $(<D)/bin/python -m torch.distributed.run --standalone \
+	  --nproc-per-node 2 -m pytest tests/deepspeed/test_beside_deepspeed.py -m dist -p no:cacheprovider -rs
+
+test-packages: .venv-packages/.installed
+	$(<D)/bin/python -m pytest tests/optim/test_packages.py -m "not dist" -p no:cacheprovider -rs
+	$(<D)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
 	  -m pytest tests/optim/test_packages.py tests/integrations/test_trainers.py -m dist -p no:cacheprovider -rs
 
 lint: install
@@ -232,9 +202,7 @@ WHEELS := build/wheel
 wheel_torches = $(sort $(patsubst %-cpu,%,$(patsubst %-cuda,%,$(WHEEL_FOR))))
 .PRECIOUS: $(WHEELS)/torch-%/.torch
 $(WHEELS)/torch-%/.torch:
-	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet "setuptools>=77" ninja numpy "torch==$*"
-	touch $@
+	$(call with_torch,torch==$*)
 
 # $(1): a version of torch, $(2): cpu or cuda, $(3): what is set for its build
 define build_wheel

@@ -48,6 +48,7 @@ FRAME_WALKERS = {"zero_ext/_warnings.py", "zero_ext/engine/released.py"}
 IMPORTERS_OF_PRIVATE_TORCH = 3
 CLASS_LINES, CLASS_METHODS = 300, 25
 LARGE_CLASSES = {"Sharded"}
+MAKEFILE_LINES = 230
 
 # Objects of these are no objects of ours; the other names are documented by their libraries.
 LIBRARIES = {"F", "clip_grad", "dataclasses", "dist", "nn", "os", "profiler", "sys", "torch"}
@@ -177,6 +178,11 @@ def test_python_classes_stay_small():
         or sum(isinstance(each, ast.FunctionDef) for each in node.body) > CLASS_METHODS
     }
     assert large == LARGE_CLASSES
+
+
+def test_the_makefile_keeps_targets():
+    """What they do is in scripts, and what they install in tests/requirements."""
+    assert len((ROOT / "Makefile").read_text().splitlines()) <= MAKEFILE_LINES
 
 
 def test_what_is_counted_is_found():
