@@ -92,7 +92,8 @@ OptimizerState::OptimizerState(std::shared_ptr<Engine> engine, int64_t states,
       moments_(moments),
       last_backward_(engine_->backward().count()) {}
 
-void OptimizerState::assign(const std::vector<int64_t>& parameters, int64_t group) {
+void OptimizerState::assign(const std::vector<int64_t>& parameters,
+                            const std::vector<int64_t>& groups) {
   for (const int64_t i : parameters) allocate_for(i);
   std::map<int64_t, std::vector<int64_t>> slots_of_units;
   for (const int64_t i : parameters) {
@@ -100,20 +101,16 @@ void OptimizerState::assign(const std::vector<int64_t>& parameters, int64_t grou
     if (parameter.unit >= 0) slots_of_units[parameter.unit].push_back(parameter.slot);
   }
   for (const auto& [u, slots] : slots_of_units) allocate_part(u, slots);
-  for (const int64_t i : parameters) {
-    if (group_of_[i] < 0) {
-      indices_.push_back(i);
-      engine_->steps().add_stepper(i);
-    }
-    group_of_[i] = group;
-  }
+  for (const int64_t i : parameters) engine_->steps().add_stepper(i);
+  for (const int64_t i : indices_) engine_->steps().remove_stepper(i);
+  indices_ = parameters;
+  for (size_t k = 0; k < parameters.size(); ++k) group_of_[parameters[k]] = groups.at(k);
 }
 
-void OptimizerState::unassign(const std::vector<int64_t>& parameters) {
-  for (const int64_t i : parameters) {
-    group_of_.at(i) = -1;
-    if (std::erase(indices_, i) > 0) engine_->steps().remove_stepper(i);
-  }
+std::vector<int64_t> OptimizerState::zero_grad(ZeroGrad mode) {
+  std::vector<int64_t> unfrozen = engine_->unfrozen();
+  if (unfrozen.empty()) engine_->steps().zero_grad(indices_, mode);
+  return unfrozen;
 }
 
 void OptimizerState::allocate_for(int64_t i) {
@@ -325,17 +322,10 @@ kernels::OnDevice OptimizerState::on_device(int64_t i) const {
       .grad_factor = verdict.factor.defined() ? verdict.factor.const_data_ptr<float>() : nullptr};
 }
 
-void OptimizerState::check_groups(size_t count) const {
-  for (const int64_t i : indices_) {
-    TORCH_INTERNAL_ASSERT(group_of_[i] < static_cast<int64_t>(count));
-  }
-}
-
 void OptimizerState::apply_adam(const std::vector<AdamGroup>& groups) {
-  check_groups(groups.size());
   const KernelTable& table = engine_->context().state;
   apply([&](int64_t u, Unit& unit, const std::vector<Run>& runs, int64_t i, int64_t step) {
-    const AdamGroup& group = groups[group_of_[i]];
+    const AdamGroup& group = groups.at(group_of_[i]);
     const bool in_codes = in_blocks(i);
     const StatePart& part = part_of(i);
     const auto scales = [&](int64_t k) {
@@ -375,10 +365,9 @@ void OptimizerState::apply_adam(const std::vector<AdamGroup>& groups) {
 }
 
 void OptimizerState::apply_sgd(const std::vector<SgdGroup>& groups) {
-  check_groups(groups.size());
   const KernelTable& table = engine_->context().state;
   apply([&](int64_t u, Unit& unit, const std::vector<Run>& runs, int64_t i, int64_t step) {
-    const SgdGroup& group = groups[group_of_[i]];
+    const SgdGroup& group = groups.at(group_of_[i]);
     auto* const buffers = group.momentum != 0 ? static_cast<float*>(state_data(0, i)) : nullptr;
     for (const Run& run : runs) {
       check(table->sgd(

@@ -69,10 +69,9 @@ class OptimizerState {
   OptimizerState(const OptimizerState&) = delete;
   OptimizerState& operator=(const OptimizerState&) = delete;
 
-  // From now on these parameters are updated with the hyper-parameters of `group`.
-  void assign(const std::vector<int64_t>& parameters, int64_t group);
-  // From now on they are not updated. Their state stays.
-  void unassign(const std::vector<int64_t>& parameters);
+  // From now on these parameters are updated, each with the hyper-parameters of its group. No other
+  // ones are, but their state stays.
+  void assign(const std::vector<int64_t>& parameters, const std::vector<int64_t>& groups);
   // This rank's part of state k of parameter i, 1-D: values, or codes where there are scales.
   at::Tensor slice(int64_t k, int64_t i) const;
   // The scales of the blocks of that part, fp32 [blocks]; none where the state is not in blocks.
@@ -80,7 +79,8 @@ class OptimizerState {
   // How often parameter i was updated: 0-D, fp32, as torch has it. It lies on the device where the
   // device decides about a step.
   at::Tensor step(int64_t i) const { return steps_.at(i); }
-  const std::vector<int64_t>& indices() const { return indices_; }
+  // Returns parameters that were unfrozen: then it has done nothing, and the caller shards them.
+  std::vector<int64_t> zero_grad(ZeroGrad mode);
 
   const StepVerdict& prepare_step(const StepQuestions& questions) {
     return verdict_ = engine_->steps().prepare(indices_, questions, &last_backward_);
@@ -103,7 +103,6 @@ class OptimizerState {
   void allocate_for(int64_t i);  // all but its states
   // The states of those slots of unit u that have none.
   void allocate_part(int64_t u, const std::vector<int64_t>& slots);
-  void check_groups(size_t count) const;
   bool counts_on_device() const { return !engine_->context().state.on_host(); }
   // Reads the counts that the user wrote to, which waits.
   void read_written_counts();

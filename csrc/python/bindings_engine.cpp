@@ -153,11 +153,6 @@ void bind_construction(EngineClass& engine) {
 
 void bind_layout_of(EngineClass& engine) {
   engine.def("unit_of", [](const Engine& e, int64_t i) { return e.parameters()[i].unit; })
-      .def("units_of",
-           [](const Engine& e, std::vector<int64_t> indices) {
-             for (int64_t& i : indices) i = e.parameters()[i].unit;
-             return indices;
-           })
       .def("frozen_unit_of",
            [](const Engine& e, int64_t i) { return e.parameters()[i].frozen_unit; })
       .def("unit_name_of",

@@ -72,19 +72,13 @@ void bind_verdict(py::module_& m) {
 
 void bind_groups(py::module_& m) {
   py::class_<AdamGroup>(m, "AdamGroup")
-      .def(py::init([](double lr, double beta1, double beta2, double eps, double weight_decay,
-                       bool amsgrad, bool maximize, bool decoupled) {
-             return AdamGroup{lr, beta1, beta2, eps, weight_decay, amsgrad, maximize, decoupled};
-           }),
-           py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
+      .def(py::init<double, double, double, double, double, bool, bool, bool>(), py::kw_only(),
+           py::arg("lr"), py::arg("beta1"), py::arg("beta2"), py::arg("eps"),
            py::arg("weight_decay"), py::arg("amsgrad"), py::arg("maximize"), py::arg("decoupled"));
   py::class_<SgdGroup>(m, "SgdGroup")
-      .def(py::init([](double lr, double momentum, double dampening, double weight_decay,
-                       bool nesterov, bool maximize) {
-             return SgdGroup{lr, momentum, dampening, weight_decay, nesterov, maximize};
-           }),
-           py::kw_only(), py::arg("lr"), py::arg("momentum"), py::arg("dampening"),
-           py::arg("weight_decay"), py::arg("nesterov"), py::arg("maximize"));
+      .def(py::init<double, double, double, double, bool, bool>(), py::kw_only(), py::arg("lr"),
+           py::arg("momentum"), py::arg("dampening"), py::arg("weight_decay"), py::arg("nesterov"),
+           py::arg("maximize"));
 }
 
 kernels::Moments moments_named(const std::string& name) {
@@ -102,11 +96,10 @@ void bind_state(py::module_& m) {
            }),
            py::arg("engine").none(false), py::arg("states"), py::arg("moments") = "fp32")
       .def("assign", &OptimizerState::assign, NoGil())
-      .def("unassign", &OptimizerState::unassign)
       .def("slice", &OptimizerState::slice, NoGil())
       .def("scales", &OptimizerState::scales, NoGil())
       .def("step", &OptimizerState::step)
-      .def_property_readonly("indices", &OptimizerState::indices)
+      .def("zero_grad", &OptimizerState::zero_grad, NoGil())
       .def("clip_gradients", &OptimizerState::clip_gradients, NoGil())
       .def(
           "prepare_step",
@@ -138,6 +131,17 @@ void bind_state(py::module_& m) {
 void bind_optimizer(py::module_& m) {
   m.def("square_sum", &square_sum, NoGil());
   m.def("norm_of", &norm_of, NoGil());
+  // Of each parameter its name, its number of elements, and its unit's number; -1: it is frozen.
+  m.def("facts", [](const Engine& engine, const std::vector<int64_t>& indices) {
+    const ShardedParameters& all = engine.parameters();
+    std::vector<py::tuple> found;
+    for (const int64_t i : indices) {
+      const int64_t numel = all[i].managed() ? all.home_of(i).layout().slot(all[i].slot).spec.numel
+                                             : all[i].tensor.numel();
+      found.push_back(py::make_tuple(all[i].name, numel, all[i].unit));
+    }
+    return found;
+  });
   bind_verdict(m);
   bind_groups(m);
   bind_state(m);

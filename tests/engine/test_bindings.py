@@ -35,8 +35,8 @@ def of_parameters(engine):
     yield "write_gradient", lambda i: engine.write_gradient(i, ONE)
     yield "replace_parameter", lambda i: engine.replace_parameter(i, ONE)
     yield "zero_grad", lambda i: engine.zero_grad([i], _C.ZeroGrad.to_none)
-    yield "assign", lambda i: _C.OptimizerState(engine, 2).assign([i], 0)
-    yield "unassign", lambda i: _C.OptimizerState(engine, 2).unassign([i])
+    yield "assign", lambda i: _C.OptimizerState(engine, 2).assign([i], [0])
+    yield "facts", lambda i: _C.facts(engine, [i])
     yield "slice", lambda i: _C.OptimizerState(engine, 2).slice(0, i)
     yield "step", lambda i: _C.OptimizerState(engine, 2).step(i)
 

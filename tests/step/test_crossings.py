@@ -67,7 +67,7 @@ def test_a_step_crosses_twice_and_a_forward_once_for_each_module_hook(
             forward = crossings(lambda model=model: model(x))
             optimizer.scale(mean_square(model, x)).backward()
             update = crossings(optimizer.step)
-            optimizer.zero_grad()
+            assert crossings(optimizer.zero_grad) == ["zero_grad"]
             assert forward.count("before_forward") == 1, (name, step, forward)
             if torch.get_default_device().type != "cpu":
                 # Reads the verdicts of this step and the one before it where they have arrived.

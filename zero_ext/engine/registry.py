@@ -28,32 +28,6 @@ class Handle(Protocol):
     def adopt_unfrozen(self) -> None: ...
 
 
-class ByTensor:
-    """A value for each of some tensors, which are held weakly and told apart by identity.
-
-    As torch's WeakIdKeyDictionary, whose look-up takes ten times as long.
-    """
-
-    def __init__(self):
-        self._entries: dict[int, tuple[weakref.ref, Any]] = {}
-
-    def get(self, tensor: Tensor) -> Any:
-        reference, value = self._entries.get(id(tensor), (None, None))
-        return value if reference is not None and reference() is tensor else None
-
-    def add(self, tensor: Tensor, value: Any) -> None:
-        number, entries = id(tensor), self._entries
-
-        def forget(reference: weakref.ref) -> None:
-            if entries.get(number, (None,))[0] is reference:
-                del entries[number]
-
-        entries[number] = weakref.ref(tensor, forget), value
-
-    def __delitem__(self, tensor: Tensor) -> None:
-        del self._entries[id(tensor)]
-
-
 _living: list[weakref.ref] = []  # handles, in the order in which they were made
 
 

@@ -5,7 +5,7 @@ and what their norm is, one updates.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,8 @@ from torch import Tensor
 
 from zero_ext import _C
 from zero_ext.engine.handle import Handle
-from zero_ext.engine.registry import find
 from zero_ext.optim.arguments import Sharding
-from zero_ext.optim.groups import Group, Places, Trained, parameters_of
+from zero_ext.optim.groups import Group, Places, Trained
 from zero_ext.optim.owners import Owners
 from zero_ext.optim.states import ShownStates, States
 from zero_ext.optim.verdicts import SkippedSteps, StepSettings
@@ -28,6 +27,7 @@ class Core:
         state: The states in C++. None where the optimizer was retired.
         states: The same, or those of torch's own code, as the optimizer shows them.
         shown: The ``state`` of the optimizer.
+        indices: Of the parameters that the optimizer steps, and no other one.
         keywords: What the step that is being made was given for its update.
         in_python: Whether Python code updates the masters: it must know whether to do so.
         owners: Who updates whole parameters, if ranks do.
@@ -49,6 +49,7 @@ class Core:
         self.owners: Owners | None = None
         self.lent = False
         self.given: tuple[type[torch.optim.Optimizer], Any] | None = None
+        self.indices: Collection[int] = ()
         # The sharded parameters that train, with their indices and the numbers of their groups.
         self.trained: list[tuple[Tensor, int, int]] = []
         # What the groups held when ``follow`` last looked.
@@ -74,32 +75,31 @@ class Core:
             and self.handle.unfreezings == self._unfreezings
         )
 
-    def follow(self, groups: Sequence[Group], sharded: Sequence[Places]) -> list[Tensor]:
-        """Make the states follow the groups, whose parameters are ``sharded``. Returns the
-        parameters that are in none any more."""
-        mine = {i for places in sharded for _, i in places}
-        self.state.unassign([i for i in self.state.indices if i not in mine])
-        self.state.assign(sorted(mine), 0)  # at once: it decides what lies together
-        for g, places in enumerate(sharded):
-            self.state.assign([i for _, i in places], g)
-        here = set(map(id, parameters_of(groups)))
-        gone = [parameter for parameter in self.parameters if id(parameter) not in here]
-        for parameter in gone:
-            if (place := find(parameter)) is not None and place[1] in self._present:
-                self._present[place[1]] = False
-            # torch makes a state in the first step, and saves none of what is in no group.
-            if not self.shown.get(parameter, {}).get("step", True):
-                del self.shown[parameter]
+    def follow(self, groups: Sequence[Group], sharded: Sequence[Places]) -> None:
+        """Make the states follow the groups, whose parameters are ``sharded``."""
         every = [(p, i, g) for g, places in enumerate(sharded) for p, i in places]
-        units = self.handle.engine.units_of([i for _, i, _ in every])
-        trained = [each for each, unit in zip(every, units, strict=True) if unit >= 0]
+        group_of = dict(sorted([(i, g) for _, i, g in every]))
+        self.indices = group_of.keys()
+        self.state.assign([*group_of], [*group_of.values()])
+        for parameter, i, _ in self.trained:
+            if i not in group_of:
+                self._present[i] = False
+                # torch makes a state in the first step, and saves none of what is in no group.
+                if not self.shown.get(parameter, {}).get("step", True):
+                    del self.shown[parameter]
+        facts = _C.facts(self.handle.engine, [i for _, i, _ in every])
+        trained = []
+        for each, (_, numel, unit) in zip(every, facts, strict=True):
+            if unit >= 0:
+                trained.append(each)
+                if each[0].numel() != numel:
+                    self.handle.check_size(each[1], each[0])
         self._show(trained, groups)
         self.states.arrange(groups, trained)
         # Last: what has raised before is followed again.
         self.trained, self._unfreezings = trained, self.handle.unfreezings
         self._lists = [list(group["params"]) for group in groups]
         self._state_counts = list(map(self.states.count_of, groups))
-        return gone
 
     def _show(self, trained: Trained, groups: Sequence[Group]) -> None:
         values = {id(key): value for key, value in dict.items(self.shown)}
@@ -109,12 +109,12 @@ class Core:
                 self.states.forget(parameter, i, groups[g])
         shown = [each for each in trained if not present(each[1]) or values.get(id(each[0]))]
         self.states.show(self.shown, shown, groups)
-        self._present.update((i, True) for _, i, _ in trained)
+        self._present.update([(i, True) for _, i, _ in trained])
 
     def let_go(self) -> None:
         """Of states and groups."""
         self.state = self.states = None
-        self.trained, self._lists = [], []
+        self.trained, self._lists, self.indices = [], [], ()
         self.shown.clear()
 
     # Steps

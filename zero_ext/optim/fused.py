@@ -19,7 +19,7 @@ from zero_ext.engine.checks import check_state_dtype
 from zero_ext.optim.arguments import Sharding, check_params
 from zero_ext.optim.core import Core
 from zero_ext.optim.groups import Group
-from zero_ext.optim.sharded import Sharded
+from zero_ext.optim.sharded import Sharded, shard_states
 from zero_ext.optim.states import FusedStates, Layout
 
 
@@ -37,7 +37,9 @@ class Fused(Sharded):
     def shard_fused(self, sharding: Sharding) -> None:
         """Shard what its constructor has made, or it had when it was adopted."""
         kind = type(self).__name__
-        self._zero_shard(sharding, f"{kind} states={self._zero_stored_as}", self._zero_make_states)
+        shard_states(
+            self, sharding, f"{kind} states={self._zero_stored_as}", self._zero_make_states
+        )
 
     def _zero_make_states(self, core: Core) -> None:
         layout, kind = self._zero_layout, type(self).__name__

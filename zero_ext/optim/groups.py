@@ -1,15 +1,19 @@
-"""Parameter groups: which optimizer owns a parameter, and what users have changed in the groups."""
+"""Parameter groups: which optimizer steps a parameter, and what users have changed in the groups.
 
-import weakref
-from collections.abc import Iterable, Sequence
+An optimizer steps the parameters that were in its groups when it last followed them: no other
+optimizer of the same engine may have one of these.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zero_ext import _C
 from zero_ext.engine.checks import is_ignored, stays_whole
 from zero_ext.engine.handle import Handle
-from zero_ext.engine.registry import ByTensor, find
+from zero_ext.engine.registry import find
 from zero_ext.optim.arguments import Sharding
 from zero_ext.ranks.agreement import check_same_on_all_ranks
 
@@ -20,19 +24,6 @@ Trained = Sequence[tuple[Tensor, int, int]]
 Places = list[tuple[Tensor, int]]  # sharded parameters, with their indices in the engine
 
 _OF_TORCH = {*vars(torch.optim.SGD([torch.zeros(1)])), "zero_core", "step"}
-_owners = ByTensor()  # Parameter -> weak reference to the optimizer that steps it
-
-
-def _owner_of(parameter: Tensor) -> Any:
-    owner = _owners.get(parameter)
-    return None if owner is None else owner()
-
-
-def disown(parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """Let another optimizer step those of ``parameters`` that belong to ``optimizer``."""
-    for parameter in parameters:
-        if _owner_of(parameter) is optimizer:
-            del _owners[parameter]
 
 
 def settings_of(group: Group) -> dict[str, Any]:
@@ -61,12 +52,6 @@ def parameters_of(groups: Sequence[Group]) -> list[Tensor]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
-def sharded_in(group: Group) -> Places:
-    """The sharded parameters of a group, with their indices in the engine."""
-    found = [(parameter, find(parameter)) for parameter in group["params"]]
-    return [(parameter, place[1]) for parameter, place in found if place is not None]
-
-
 def name_in_module(parameter: Tensor) -> str | None:
     """What the engine that shards ``parameter`` calls it; None: no engine does."""
     place = find(parameter)
@@ -90,16 +75,17 @@ def named_parameters(groups: Sequence[Group], first: int = 0) -> tuple[Named, Na
 def check_not_owned(named: Named, optimizer: torch.optim.Optimizer) -> None:
     """Raise if another optimizer steps one of these parameters."""
     for name, parameter in named:
-        owner = _owner_of(parameter)
-        if owner in (None, optimizer):
-            continue
-        owner.follow_groups()  # the user may have taken the parameter out of them
-        if _owner_of(parameter) is owner:
-            raise ValueError(
-                f"zero_ext: '{name_in_module(parameter) or name}' is stepped by another optimizer "
-                f"({type(owner).__name__}) already. Give each parameter to one optimizer, or give "
-                "up all parameters of the other optimizer with its retire()."
-            )
+        handle, i = find(parameter) or (None, -1)
+        for owner in () if handle is None else handle.optimizers:
+            if owner is optimizer or i not in owner.zero_core.indices:
+                continue
+            owner.follow_groups()  # the user may have taken the parameter out of them
+            if i in owner.zero_core.indices:
+                raise ValueError(
+                    f"zero_ext: '{name_in_module(parameter) or name}' is stepped by another "
+                    f"optimizer ({type(owner).__name__}) already. Give each parameter to one "
+                    "optimizer, or give up all parameters of the other optimizer with its retire()."
+                )
 
 
 def check_of_engine(named: Named, handle: Handle) -> None:
@@ -137,15 +123,14 @@ def _replaced_by(parameter: Tensor, named: Named, handle: Handle) -> str:
 
 
 def handle_of_module(named: Named, sharding: Sharding) -> Handle | None:
-    """The handle of the sharded module whose parameters these are, or None for plain ones.
+    """The handle of the sharded module that has one of these parameters, or None for plain ones.
 
     Raises:
-        ValueError: they are not all of one module, or the module was sharded in another way.
+        ValueError: the module was sharded in another way.
     """
     handle = next((place[0] for _, p in named if (place := find(p)) is not None), None)
     if handle is None:
         return None
-    check_of_engine(named, handle)
     for name, given, of_module in (
         ("stage", sharding.stage, handle.engine.stage),
         ("process_group", sharding.process_group, handle.groups.parent),
@@ -159,20 +144,17 @@ def handle_of_module(named: Named, sharding: Sharding) -> Handle | None:
     return handle
 
 
-def check_same_optimizers(handle: Handle, described: str, groups: Sequence[Group]) -> None:
+def check_same_optimizers(handle: Handle, described: str, sharded: Sequence[Places]) -> None:
     """Raise if ranks make different optimizers, in any order within a group. Collective."""
     if handle.groups.world == 1:
         return
+    lines = [described]
+    for g, places in enumerate(sharded):
+        facts = _C.facts(handle.engine, sorted([i for _, i in places]))
+        lines += [f"group {g}: {name}" for name, *_ in facts]
     check_same_on_all_ranks(
         handle.groups,
-        [
-            described,
-            *(
-                f"group {g}: {handle.engine.parameter_name(i)}"
-                for g, group in enumerate(groups)
-                for i in sorted(i for _, i in sharded_in(group))
-            ),
-        ],
+        lines,
         "the optimizers",
         remedy="Make the same optimizers in the same order on every rank.",
     )
@@ -181,37 +163,29 @@ def check_same_optimizers(handle: Handle, described: str, groups: Sequence[Group
 def claim(
     groups: Sequence[Group], handle: Handle, optimizer: torch.optim.Optimizer
 ) -> list[Places]:
-    """Let ``optimizer`` step the parameters of ``groups``. Returns those that are sharded.
+    """Those parameters of ``groups`` that are sharded.
 
     Raises:
         ValueError: one is not sharded by the optimizer's engine, or another optimizer's to step.
     """
-    sharded: list[Places] = []
-    unowned = []
-    for group in groups:
-        sharded.append([])
-        for parameter in group["params"]:
-            place, reference = find(parameter), _owners.get(parameter)
-            owner = None if reference is None else reference()
-            if place is None or place[0] is not handle or owner not in (None, optimizer):
-                _check_claim(groups, handle, optimizer)
-            if place is not None:
-                sharded[-1].append((parameter, place[1]))
-            if owner is None:
-                unowned.append(parameter)
-    reference = weakref.ref(optimizer)
-    for parameter in unowned:
-        _owners.add(parameter, reference)
+    entry_of = handle.entries.get
+    found = [[(p, entry_of(id(p))) for p in group["params"]] for group in groups]
+    sharded = [[(p, entry[1]) for p, entry in each if entry is not None] for each in found]
+    mine = {i for places in sharded for _, i in places}
+    others = [each for each in handle.optimizers if each is not optimizer]
+    of_engine = list(map(len, found)) == list(map(len, sharded))
+    if not of_engine or not all(mine.isdisjoint(each.zero_core.indices) for each in others):
+        named, _ = named_parameters(groups)
+        _check_not_put_by_hand(named, handle, optimizer)
+        check_not_owned(named, optimizer)
+        check_of_engine(named, handle)
     return sharded
 
 
-def _check_claim(groups: Sequence[Group], handle: Handle, optimizer: torch.optim.Optimizer) -> None:
-    named, _ = named_parameters(groups)
-    for name, each in named:
+def _check_not_put_by_hand(named: Named, handle: Handle, optimizer: torch.optim.Optimizer) -> None:
+    for name, each in named if optimizer in handle.optimizers else ():
         if find(each) is None:
             raise ValueError(
                 f"zero_ext: '{name}' of shape {tuple(each.shape)} was put into the groups by "
                 "hand, and is not sharded. Add it with add_param_group()."
             )
-    check_of_engine(named, handle)
-    check_not_owned(named, optimizer)

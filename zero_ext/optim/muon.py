@@ -23,7 +23,6 @@ from torch.optim import _muon
 
 from zero_ext import _C
 from zero_ext.engine.checks import check_positive
-from zero_ext.engine.registry import find
 from zero_ext.optim.arguments import check_params
 from zero_ext.optim.core import Core
 from zero_ext.optim.fused import Fused
@@ -34,6 +33,9 @@ from zero_ext.ranks.owner_plan import newton_schulz_cost
 
 # Of each element of an owner's matrices: what the iteration takes, and its result.
 _ELEMENT_BYTES = 2 * torch.bfloat16.itemsize
+
+# By the index of a parameter: its group, and the shape of the matrices that it is made of.
+_Stepped = dict[int, tuple[Group, torch.Size]]
 
 
 class Muon(Fused, torch.optim.Muon):
@@ -98,78 +100,81 @@ class Muon(Fused, torch.optim.Muon):
     def _zero_update(self, verdict: _C.StepVerdict) -> None:
         for group in self.param_groups:
             _check_settings(group)
-        trained = sorted(self.zero_core.trained, key=operator.itemgetter(1))
-        groups = {p: self.param_groups[g] for p, _, g in trained}
-        self.zero_core.owners.assign(
-            {p: g["split"] * newton_schulz_cost(*_part_shape(p, g)) for p, g in groups.items()}
+        core = self.zero_core
+        trained = sorted(core.trained, key=operator.itemgetter(1))
+        groups = [(p, i, self.param_groups[g]) for p, i, g in trained]
+        matrices = {i: (group, _part_shape(p, group)) for p, i, group in groups}
+        core.owners.assign(
+            {i: g["split"] * newton_schulz_cost(*shape) for i, (g, shape) in matrices.items()}
         )
         try:
-            self._update_in_waves({p: g for p, g in groups.items() if p.grad is not None})
+            self._update_in_waves({i: matrices[i] for p, i, _ in trained if p.grad is not None})
         finally:  # masters that have moved are those of their parameters, whatever was raised
-            self.zero_core.state.apply_masters()
+            core.state.apply_masters()
 
-    def _update_in_waves(self, groups: dict[Tensor, Group]) -> None:
-        waves = self.zero_core.owners.waves([*groups])
-        like = torch.empty(0, dtype=torch.bfloat16, device=self.zero_core.handle.groups.device)
-        arriving = [self._send(wave, groups) for wave in waves[:1]]
+    def _update_in_waves(self, stepped: _Stepped) -> None:
+        core = self.zero_core
+        waves = core.owners.waves([*stepped])
+        like = torch.empty(0, dtype=torch.bfloat16, device=core.handle.groups.device)
+        arriving = [self._send(wave, stepped) for wave in waves[:1]]
         come_back: Callable[[], Values] = dict
         for wave, following in itertools.zip_longest(waves, waves[1:]):
             arrive = arriving.pop()
             if following is not None:
-                arriving.append(self._send(following, groups))
-            (matrices,) = arrive()
-            results = {p: self._iterate(p, m, groups[p]) for p, m in matrices.items()}
-            self._apply(come_back(), groups)
-            come_back = self.zero_core.owners.from_owners(wave, results, like)
-        self._apply(come_back(), groups)
+                arriving.append(self._send(following, stepped))
+            (flat,) = arrive()
+            results = {i: self._iterate(i, each, *stepped[i]) for i, each in flat.items()}
+            self._apply(come_back(), stepped)
+            come_back = core.owners.from_owners(wave, results, like)
+        self._apply(come_back(), stepped)
 
-    def _send(self, wave: Wave, groups: dict[Tensor, Group]) -> Callable[[], tuple[Values, ...]]:
+    def _send(self, wave: Wave, stepped: _Stepped) -> Callable[[], tuple[Values, ...]]:
         """Update the momentum, and send what the iteration takes."""
-        engine, device = self.zero_core.handle.engine, self.zero_core.handle.groups.device
-        values = {}
-        for parameters in _alike(wave.parameters, lambda p: id(groups[p])).values():
-            group, places = groups[parameters[0]], [find(p)[1] for p in parameters]
-            gradients = [engine.grad_slice(i) for i in places]
-            buffers = [self.zero_core.state.slice(0, i) for i in places]
+        core, values = self.zero_core, {}
+        for indices in _alike(wave.indices, lambda i: id(stepped[i][0])).values():
+            group, _ = stepped[indices[0]]
+            gradients = [core.handle.engine.grad_slice(i) for i in indices]
+            buffers = [core.state.slice(0, i) for i in indices]
             torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
             inputs = buffers
             if group["nesterov"]:
                 inputs = torch._foreach_lerp(gradients, buffers, group["momentum"])
-            for p, each in zip(parameters, inputs, strict=True):
-                values[p] = each.bfloat16().to(device)
-        return self.zero_core.owners.to_owners(wave, values)
+            for i, each in zip(indices, inputs, strict=True):
+                values[i] = each.bfloat16().to(core.handle.groups.device)
+        return core.owners.to_owners(wave, values)
 
-    def _iterate(self, parameter: Tensor, flat: Tensor, group: Group) -> Tensor:
+    def _iterate(self, i: int, flat: Tensor, group: Group, part_shape: torch.Size) -> Tensor:
         """The result in the parameter's order of memory, as ``flat`` is."""
-        strides = self.zero_core.handle.engine.strides(find(parameter)[1])
+        strides = self.zero_core.handle.engine.strides(i)
         settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
-        result, (rows, _) = torch.empty_like(flat), _part_shape(parameter, group)
-        whole = (each.as_strided(parameter.shape, strides) for each in (flat, result))
+        result, (rows, columns) = torch.empty_like(flat), part_shape
+        shape = rows * group["split"], columns
+        whole = (each.as_strided(shape, strides) for each in (flat, result))
         for part, place in zip(*(each.split(rows) for each in whole), strict=True):
             place.copy_(_muon._zeropower_via_newtonschulz(part, *settings))
         return result
 
-    def _apply(self, updates: Values, groups: dict[Tensor, Group]) -> None:
+    def _apply(self, updates: Values, stepped: _Stepped) -> None:
         lrs = {id(group): float(group["lr"]) for group in self.param_groups}
 
-        def rates(parameter: Tensor) -> tuple[float, float]:
-            group = groups[parameter]
+        def rates(i: int) -> tuple[float, float]:
+            group, part_shape = stepped[i]
             lr = lrs[id(group)]
-            adjusted = _muon._adjust_lr(lr, group["adjust_lr_fn"], _part_shape(parameter, group))
+            adjusted = _muon._adjust_lr(lr, group["adjust_lr_fn"], part_shape)
             return 1 - lr * group["weight_decay"], adjusted
 
-        for (decay, lr), parameters in _alike(updates, rates).items():
-            masters = [self.zero_core.handle.engine.master_slice(find(p)[1]) for p in parameters]
+        for (decay, lr), indices in _alike(updates, rates).items():
+            masters = [self.zero_core.handle.engine.master_slice(i) for i in indices]
             device = masters[0].device
             torch._foreach_mul_(masters, decay)
-            torch._foreach_add_(masters, [updates[p].to(device) for p in parameters], alpha=-lr)
+            torch._foreach_add_(masters, [updates[i].to(device) for i in indices], alpha=-lr)
 
 
-def _alike(parameters: Iterable[Tensor], key: Callable[[Tensor], Any]) -> dict[Any, list[Tensor]]:
+def _alike(indices: Iterable[int], key: Callable[[int], Any]) -> dict[Any, list[int]]:
     """Those with the same key can be updated by one call."""
     found = defaultdict(list)
-    for parameter in parameters:
-        found[key(parameter)].append(parameter)
+    for i in indices:
+        found[key(i)].append(i)
     return found
 
 

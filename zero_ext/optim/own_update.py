@@ -19,7 +19,7 @@ from zero_ext.optim.core import Core
 from zero_ext.optim.groups import Group, named_in
 from zero_ext.optim.lending import OwnCode
 from zero_ext.optim.owners import OWNER_MB, Owners
-from zero_ext.optim.sharded import Sharded
+from zero_ext.optim.sharded import Sharded, shard_states
 from zero_ext.optim.slices import Slices
 from zero_ext.optim.states import follow_emptied
 from zero_ext.optim.whole import Whole
@@ -143,7 +143,7 @@ class OwnUpdate(Sharded):
                 core.states = Slices(core.handle, core.state, code, core.settings.states)
             core.states.take_over(given, core.shown)
 
-        self._zero_shard(sharding, code.name, make_states)
+        shard_states(self, sharding, code.name, make_states)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's. Where owners update whole parameters, every rank gets all states, whole, and
@@ -152,7 +152,7 @@ class OwnUpdate(Sharded):
         if not isinstance(core.states, Whole):
             return torch.optim.Optimizer.state_dict(self)
         self.follow_groups()
-        self.state = core.states.all_of(core.shown, self.param_groups)
+        self.state = core.states.all_of(core.shown, core.trained)
         try:
             return torch.optim.Optimizer.state_dict(self)
         finally:

@@ -20,8 +20,7 @@ Where every rank holds everything, nothing is sent, and nothing kept.
 """
 
 import functools
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,7 +29,6 @@ from torch import Tensor
 
 from zero_ext import _C
 from zero_ext.engine.handle import Handle
-from zero_ext.engine.registry import find
 from zero_ext.ranks import owner_plan
 from zero_ext.ranks.collectives import all_reduce_, on_wire, wait_for
 
@@ -38,37 +36,33 @@ OWNER_MB = 256.0
 
 _CHUNK = 1 << 20  # elements that a device digests at a time
 
-Values = dict[Tensor, Tensor]  # by parameter
+Values = dict[int, Tensor]  # by the index of a parameter
 
 
-class _Part(NamedTuple):
-    """The elements of a parameter from ``start`` to ``stop``."""
+class Part(NamedTuple):
+    """The elements of parameter i from ``start`` to ``stop``."""
 
-    parameter: Tensor
+    i: int
     start: int
     stop: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-    def of(self, flat: Tensor) -> Tensor:
-        return flat[self.start : self.stop]
 
 
 class Wave(NamedTuple):
     """Parameters that travel at a time.
 
     Attributes:
+        indices: Of all of them.
         mine: Those that this rank owns, as the parts of them that this rank holds.
         away: By owner, this rank's parts of the others.
         near: By rank, the other ranks' parts of those that this rank owns.
+        mine_numel: How many elements those have that this rank owns.
     """
 
-    parameters: list[Tensor]
-    mine: list[_Part]
-    away: list[list[_Part]]
-    near: list[list[_Part]]
+    indices: list[int]
+    mine: list[Part]
+    away: list[list[Part]]
+    near: list[list[Part]]
+    mine_numel: int
 
 
 class Owners:
@@ -99,60 +93,61 @@ class Owners:
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         world = 1 if self.group is None else dist.get_world_size(self.group)
         self.loads = [0] * world  # the cost of what each rank owns
-        self._owner: dict[Tensor, int] = {}
-        self._planned: tuple[list[Tensor], list[Wave]] = ([], [])
+        self._owner: dict[int, int] = {}
+        self._bounds: dict[int, list[int]] = {}  # where each rank's part begins, and the end
+        self._planned: tuple[list[int], list[Wave]] = ([], [])
         self._held = self._peak = self._sent = 0  # bytes
 
-    def assign(self, costs: dict[Tensor, int]) -> None:
+    def assign(self, costs: dict[int, int]) -> None:
         """Find owners for those parameters that have none. Every rank must pass the same.
 
         Args:
             costs: Of the updates of whole parameters; owners share them evenly.
         """
-        new = [p for p in costs if p not in self._owner]
+        new = [i for i in costs if i not in self._owner]
         if new:
-            bounds = [[] if self._handle.replicated else self._bounds(p) for p in new]
-            owners = owner_plan.assign([costs[p] for p in new], bounds, self.loads)
+            self._bounds |= {i: self._handle.engine.bounds(i) for i in new}
+            bounds = [[] if self._handle.replicated else self._bounds[i] for i in new]
+            owners = owner_plan.assign([costs[i] for i in new], bounds, self.loads)
             self._owner.update(zip(new, owners, strict=True))
 
-    def owns(self, parameter: Tensor) -> bool:
-        return self._owner.get(parameter) == self.rank
+    def owns(self, i: int) -> bool:
+        return self._owner.get(i) == self.rank
 
     def stats(self) -> dict[str, int]:
         return {"bytes_sent_for_owners": self._sent, "bytes_peak_owners": self._peak}
 
     # Waves
 
-    def waves(self, parameters: Sequence[Tensor]) -> list[Wave]:
+    def waves(self, indices: list[int]) -> list[Wave]:
         """Every rank must pass the same in the same order."""
         self._held = 0  # also where the last step raised
-        before, waves = self._planned
-        if len(before) != len(parameters) or not all(map(operator.is_, before, parameters)):
-            owners = [self._owner[p] for p in parameters]
-            numbers = owner_plan.waves([p.numel() for p in parameters], owners, self._limit)
-            waves = [self.wave([parameters[k] for k in of_wave]) for of_wave in numbers]
-            self._planned = list(parameters), waves
-        return waves
+        if indices != self._planned[0]:
+            owners = [self._owner[i] for i in indices]
+            sizes = [self._bounds[i][-1] for i in indices]
+            numbers = owner_plan.waves(sizes, owners, self._limit)
+            waves = [self.wave([indices[k] for k in of_wave]) for of_wave in numbers]
+            self._planned = indices, waves
+        return self._planned[1]
 
-    def _bounds(self, parameter: Tensor) -> list[int]:
-        return self._handle.engine.bounds(find(parameter)[1])
-
-    def _part(self, parameter: Tensor, rank: int) -> _Part:
+    def _part(self, i: int, rank: int) -> Part:
         """What ``rank`` holds."""
-        if self._handle.replicated:
-            return _Part(parameter, 0, parameter.numel())
-        return _Part(parameter, *self._bounds(parameter)[rank : rank + 2])
+        bounds = self._bounds[i]
+        return (
+            Part(i, 0, bounds[-1]) if self._handle.replicated else Part(i, *bounds[rank : rank + 2])
+        )
 
-    def wave(self, parameters: list[Tensor]) -> Wave:
+    def wave(self, indices: list[int]) -> Wave:
         """One of these parameters, however large it is."""
-        owned: list[list[Tensor]] = [[] for _ in self.loads]
-        for p in parameters:
-            owned[self._owner[p]].append(p)
+        owned: list[list[int]] = [[] for _ in self.loads]
+        for i in indices:
+            owned[self._owner[i]].append(i)
         mine = owned[self.rank]
-        near = [[self._part(p, r) for p in mine] for r in range(len(owned))]
-        away = [[self._part(p, self.rank) for p in of_rank] for of_rank in owned]
+        near = [[self._part(i, r) for i in mine] for r in range(len(owned))]
+        away = [[self._part(i, self.rank) for i in of_rank] for of_rank in owned]
         near[self.rank], away[self.rank] = [], []
-        return Wave(parameters, [self._part(p, self.rank) for p in mine], away, near)
+        numel = sum([self._bounds[i][-1] for i in mine])
+        return Wave(indices, [self._part(i, self.rank) for i in mine], away, near, numel)
 
     # The way there and back. Each call starts an exchange; what it returns waits for the end.
 
@@ -166,24 +161,24 @@ class Owners:
         Args:
             values: This rank's parts, of shape [elements held] and one dtype.
         """
-        like = values[0][wave.parameters[0]]
+        like = values[0][wave.indices[0]]
         near = [] if self._handle.replicated else wave.near
         away = [] if self._handle.replicated else wave.away
-        sent = [[each[part.parameter] for each in values for part in of] for of in away]
-        arrive = self._exchange(like, sent, [_numels(of) * len(values) for of in near])
+        sent = [[each[i] for each in values for i, *_ in of] for of in away]
+        arrive = self._exchange(like, sent, [_numel(of) * len(values) for of in near])
 
         def finish() -> tuple[Values, ...]:
-            whole: tuple[Values, ...] = tuple({} for _ in values)
+            whole: tuple[Values, ...] = tuple([{} for _ in values])
             for each, own in zip(whole, values, strict=True):
-                for part in wave.mine:
-                    each[part.parameter] = like.new_empty(part.parameter.numel())
-                    part.of(each[part.parameter]).copy_(own[part.parameter])
-            parts = [(each, part) for of in near for each in whole for part in of]
-            pieces = arrive().split([part.numel for _, part in parts])
-            for (each, part), piece in zip(parts, pieces, strict=True):
-                part.of(each[part.parameter]).copy_(piece)
+                for i, start, stop in wave.mine:
+                    each[i] = like.new_empty(self._bounds[i][-1])
+                    each[i][start:stop].copy_(own[i])
+            parts = [each[i][start:stop] for of in near for each in whole for i, start, stop in of]
+            pieces = arrive().split([part.numel() for part in parts])
+            for part, piece in zip(parts, pieces, strict=True):
+                part.copy_(piece)
             if not kept:
-                self._count(self._element_bytes * sum(p.numel() for p, *_ in wave.mine))
+                self._count(self._element_bytes * wave.mine_numel)
             return whole
 
         return finish
@@ -197,16 +192,16 @@ class Owners:
             like: Of their dtype and device.
             kept: As of ``to_owners``.
         """
-        sent = [[part.of(whole[part.parameter]) for part in of] for of in wave.near]
-        arrive = self._exchange(like, sent, [_numels(of) for of in wave.away])
+        sent = [[whole[i][start:stop] for i, start, stop in of] for of in wave.near]
+        arrive = self._exchange(like, sent, [_numel(of) for of in wave.away])
 
         def finish() -> Values:
             away = [part for of in wave.away for part in of]
-            pieces = arrive().split([part.numel for part in away])
-            parts = {part.parameter: piece for part, piece in zip(away, pieces, strict=True)}
-            parts |= {part.parameter: part.of(whole[part.parameter]) for part in wave.mine}
+            pieces = arrive().split([stop - start for _, start, stop in away])
+            parts = {i: piece for (i, *_), piece in zip(away, pieces, strict=True)}
+            parts |= {i: whole[i][start:stop] for i, start, stop in wave.mine}
             if not kept:
-                self._count(-self._element_bytes * sum(p.numel() for p, *_ in wave.mine))
+                self._count(-self._element_bytes * wave.mine_numel)
             return parts
 
         return finish
@@ -225,7 +220,7 @@ class Owners:
             received.view(torch.uint8),  # no backend knows every dtype
             wire.view(torch.uint8),
             [size * numel for numel in numels],
-            [size * sum(piece.numel() for piece in of) for of in sent],
+            [size * sum([piece.numel() for piece in of]) for of in sent],
             self.group,
             async_op=True,
         )
@@ -252,8 +247,8 @@ class Owners:
         return {key: value for each in of_ranks for key, value in each.items()}
 
 
-def _numels(parts: Sequence[_Part]) -> int:
-    return sum(part.numel for part in parts)
+def _numel(parts: Sequence[Part]) -> int:
+    return sum([stop - start for _, start, stop in parts])
 
 
 class KeptMasters:
@@ -262,18 +257,18 @@ class KeptMasters:
     def __init__(self, owners: Owners):
         self._owners = owners
         self._whole: Values = {}  # flat, of the parameters that this rank owns
-        self._digests: dict[Tensor, int] = {}  # of this rank's parts, as the last step wrote them
+        self._digests: dict[int, int] = {}  # of this rank's parts, as the last step wrote them
 
     @property
     def nbytes(self) -> int:
-        return sum(whole.nbytes for whole in self._whole.values())
+        return sum([whole.nbytes for whole in self._whole.values()])
 
     def forget(self) -> None:
         """Any rank may do so: the next step sends it all masters again."""
         self._whole.clear()
         self._digests.clear()
 
-    def out_of_date(self, masters: Values) -> set[Tensor]:
+    def out_of_date(self, masters: Values) -> set[int]:
         """The parameters whose masters their owners do not have as they are. Collective.
 
         Args:
@@ -282,38 +277,36 @@ class KeptMasters:
         group = self._owners.group
         if group is None:
             return {*masters}
-        digests = zip(masters, digests_of(masters.values()), strict=True)
-        changed = [self._digests.get(p) != digest for p, digest in digests]
+        digests = zip(masters, digests_of([*masters.values()]), strict=True)
+        changed = [self._digests.get(i) != digest for i, digest in digests]
         flags = torch.tensor(changed, dtype=torch.uint8, device="cpu")
         all_reduce_(flags, group, dist.ReduceOp.MAX)
-        return {p for p, flag in zip(masters, flags.tolist(), strict=True) if flag}
+        return {i for i, flag in zip(masters, flags.tolist(), strict=True) if flag}
 
-    def whole(self, wave: Wave, masters: Values, out_of_date: set[Tensor]) -> Values:
+    def whole(self, wave: Wave, masters: Values, out_of_date: set[int]) -> Values:
         """Those of the parameters that this rank owns, flat; an update may write to them.
 
         Collective. An update that fails must be followed by ``forget``.
         """
-        sent = [p for p in wave.parameters if p in out_of_date]
-        if sent:
-            part = wave if len(sent) == len(wave.parameters) else self._owners.wave(sent)
+        if sent := [i for i in wave.indices if i in out_of_date]:
+            part = wave if len(sent) == len(wave.indices) else self._owners.wave(sent)
             (arrived,) = self._owners.to_owners(part, masters, kept=True)()
             if self._owners.group is None:
                 return arrived
             self._whole.update(arrived)
-        return {part.parameter: self._whole[part.parameter] for part in wave.mine}
+        return {i: self._whole[i] for i, *_ in wave.mine}
 
     def write(self, parts: Values, masters: Values) -> None:
         """Give the masters this rank's parts of what their owners have by now."""
-        for p, part in parts.items():
-            masters[p].copy_(part)
+        for i, part in parts.items():
+            masters[i].copy_(part)
         if self._owners.group is not None:
-            digests = digests_of(masters[p] for p in parts)
+            digests = digests_of([masters[i] for i in parts])
             self._digests.update(zip(parts, digests, strict=True))
 
 
-def digests_of(parts: Iterable[Tensor]) -> list[int]:
+def digests_of(parts: Sequence[Tensor]) -> list[int]:
     """Of fp32 tensors, [elements], on one device. One element that changes always changes it."""
-    parts = list(parts)
     if not parts or parts[0].device.type == "cpu":
         return [_C.digest(part.numpy()) for part in parts]
     return torch.stack([_digest_on_device(part) for part in parts]).tolist()

@@ -6,7 +6,7 @@ rank's part of the optimizer's state, and shows it in ``optimizer.state``.
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -79,65 +79,12 @@ class Sharded(torch.optim.Optimizer):
         lambda self, value: vars(self).update(_step_supports_amp_scaling=value),
     )
 
-    def _zero_shard(
-        self, sharding: Sharding, what: str, make_states: Callable[[Core], None]
-    ) -> None:
-        """
-        Args:
-            what: Of its kind, what must be equal on all ranks.
-            make_states: Gives the core its states, before the groups are followed.
-        """
-        own_policy = check_policy(sharding.offload_policy)
-        named, whole = groups.named_parameters(self.param_groups)
-        groups.check_not_owned(named, self)
-        of_module = groups.handle_of_module(named, sharding)
-        if (handle := of_module) is None:
-            options = ShardingOptions(
-                stage=1 if sharding.stage is None else sharding.stage,
-                bucket_mb=sharding.bucket_mb,
-                offload_policy=own_policy,
-            )
-            resolved = resolve(sharding.process_group, None, [p for _, p in named])
-            handle = Handle(resolved, plan_parameters(resolved, named, options, whole))
-        core = Core(handle, self.defaults, sharding)
-        groups.replace_named(core.shown, groups.named_in(self.state))
-        self.zero_core, self.state = core, core.shown
-        try:
-            if of_module is None:
-                self._zero_broadcast_frozen([*named, *whole])
-            else:
-                handle.leave_whole(whole)
-            what += f" nonfinite={core.nonfinite!r} clips={core.max_grad_norm is not None} "
-            what += f"scales={core.loss_scaler is not None}"
-            groups.check_same_optimizers(handle, what, self.param_groups)
-            scaler.attach(core.loss_scaler, handle, self)
-            make_states(core)
-            handle.optimizers.add(self)
-            self.follow_groups()
-        except BaseException:  # whose traceback may keep this object alive
-            self._zero_give_up([p for _, p in named])
-            if of_module is None:
-                handle.dissolve()
-            raise
-
-    def _zero_broadcast_frozen(self, named: groups.Named) -> None:
-        """Those that train became equal when they were sharded. Collective."""
-        self.zero_core.handle.broadcast([p for _, p in named if not p.requires_grad])
-
-    def _zero_give_up(self, parameters: Sequence[Tensor]) -> None:
-        core = self.zero_core
-        groups.disown(parameters, self)
-        core.handle.optimizers.discard(self)
-        core.let_go()
-        self.state.clear()
-        scaler.detach(core.loss_scaler, core.handle, self)
-
     def retire(self) -> None:
         """Give up the state and all parameters, so that another optimizer can step them.
 
         This optimizer has no groups from then on. One that was adopted has its class again.
         """
-        self._zero_give_up(self.zero_core.parameters)
+        _give_up(self)
         self.param_groups.clear()
         if self.zero_core.given is not None:
             self.__class__, step = self.zero_core.given
@@ -172,7 +119,7 @@ class Sharded(torch.optim.Optimizer):
             core.states.check_added(self.param_groups[-1])
             if plain:
                 core.handle.check_and_add(plain)
-                self._zero_broadcast_frozen(plain)
+                broadcast_frozen(core.handle, plain)
             self.follow_groups()
         except BaseException:
             self.param_groups.pop()
@@ -193,8 +140,7 @@ class Sharded(torch.optim.Optimizer):
             )
         if not core.is_current(self.param_groups):
             core.states.check(self.param_groups)
-            sharded = groups.claim(self.param_groups, core.handle, self)
-            groups.disown(core.follow(self.param_groups, sharded), self)
+            core.follow(self.param_groups, groups.claim(self.param_groups, core.handle, self))
         if self.state is not core.shown:
             core.shown, load = taken_over(self.state, core.states, self.param_groups)
             self.state = core.shown
@@ -337,13 +283,16 @@ class Sharded(torch.optim.Optimizer):
     @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Also discards the sums of micro-batches that ran inside ``no_sync()``."""
-        if self.zero_core.lent:
+        core = self.zero_core
+        if core.lent:
             super().zero_grad(set_to_none)
             return
-        self._zero_catch_up()
+        core.handle.check_whole()
+        self.follow_groups()
         mode = _C.ZeroGrad.to_none if set_to_none else _C.ZeroGrad.to_zero
-        core = self.zero_core
-        core.handle.engine.zero_grad(core.state.indices, mode)
+        while unfrozen := core.state.zero_grad(mode):
+            core.handle.adopt(unfrozen)
+            self.follow_groups()
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -397,3 +346,58 @@ class Sharded(torch.optim.Optimizer):
             **of_owners,
             **of_states,
         }
+
+
+def shard_states(
+    optimizer: Sharded, sharding: Sharding, what: str, make_states: Callable[[Core], None]
+) -> None:
+    """
+    Args:
+        what: Of its kind, what must be equal on all ranks.
+        make_states: Gives the core its states, before the groups are followed.
+    """
+    own_policy = check_policy(sharding.offload_policy)
+    named, whole = groups.named_parameters(optimizer.param_groups)
+    of_module = groups.handle_of_module(named, sharding)
+    if (handle := of_module) is None:
+        options = ShardingOptions(
+            stage=1 if sharding.stage is None else sharding.stage,
+            bucket_mb=sharding.bucket_mb,
+            offload_policy=own_policy,
+        )
+        resolved = resolve(sharding.process_group, None, [p for _, p in named])
+        handle = Handle(resolved, plan_parameters(resolved, named, options, whole))
+    core = Core(handle, optimizer.defaults, sharding)
+    groups.replace_named(core.shown, groups.named_in(optimizer.state))
+    optimizer.zero_core, optimizer.state = core, core.shown
+    try:
+        sharded = groups.claim(optimizer.param_groups, handle, optimizer)
+        if of_module is None:
+            broadcast_frozen(handle, [*named, *whole])
+        else:
+            handle.leave_whole(whole)
+        what += f" nonfinite={core.nonfinite!r} clips={core.max_grad_norm is not None} "
+        what += f"scales={core.loss_scaler is not None}"
+        groups.check_same_optimizers(handle, what, sharded)
+        scaler.attach(core.loss_scaler, handle, optimizer)
+        make_states(core)
+        handle.optimizers.add(optimizer)
+        core.follow(optimizer.param_groups, sharded)
+    except BaseException:  # whose traceback may keep this object alive
+        _give_up(optimizer)
+        if of_module is None:
+            handle.dissolve()
+        raise
+
+
+def broadcast_frozen(handle: Handle, named: groups.Named) -> None:
+    """Those that train became equal when they were sharded. Collective."""
+    handle.broadcast([p for _, p in named if not p.requires_grad])
+
+
+def _give_up(optimizer: Sharded) -> None:
+    core = optimizer.zero_core
+    core.handle.optimizers.discard(optimizer)
+    core.let_go()
+    optimizer.state.clear()
+    scaler.detach(core.loss_scaler, core.handle, optimizer)

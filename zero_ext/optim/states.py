@@ -315,7 +315,6 @@ class FusedStates(States):
         makers = [self._maker_of(self._names_in(group)) for group in groups]
         known = set(map(id, dict.keys(shown)))
         for parameter, i, g in parameters:
-            self._handle.check_size(i, parameter)
             if id(parameter) in known:
                 shown[parameter].update(makers[g](parameter, i))
             else:

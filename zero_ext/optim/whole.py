@@ -19,7 +19,7 @@ import operator
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +35,6 @@ from zero_ext.optim.groups import (
     named_in,
     replace_named,
     settings_of,
-    sharded_in,
 )
 from zero_ext.optim.lending import OwnCode, OwnStates, WatchedWrites, lent
 from zero_ext.optim.owners import KeptMasters, Owners, Values
@@ -49,6 +48,20 @@ _ITSELF = "the optimizer"
 _META = torch.device("meta")
 
 
+class _WholeParameter(NamedTuple):
+    """What the code gets of a parameter: of its shape, with memory during a call alone.
+
+    Attributes:
+        nothing: Its data between two calls, which has the memory of one element.
+    """
+
+    parameter: Tensor
+    i: int
+    whole: torch.nn.Parameter
+    nothing: Tensor
+    strides: list[int]
+
+
 class Whole(OwnStates):
     """``optimizer.state`` has the class's states themselves, of what this rank owns."""
 
@@ -56,9 +69,8 @@ class Whole(OwnStates):
         super().__init__(handle, state, code)
         self._owners, self._masters = owners, KeptMasters(owners)
         self._trained: list[tuple[Tensor, int, int]] = []  # in the order of indices
-        self._order: dict[int, int] = {}  # by id, where they stand in the groups
-        # By index, what the code gets: of a parameter's shape, with memory during a call alone.
-        self._wholes: dict[int, torch.nn.Parameter] = {}
+        self.order: dict[int, int] = {}  # by index, where they stand in the groups
+        self.of: dict[int, _WholeParameter] = {}  # by index
 
     def check_added(self, group: Group) -> None:
         for shape in {tuple(p.shape) for p in group["params"]}:  # Muon takes matrices alone
@@ -69,8 +81,15 @@ class Whole(OwnStates):
 
     def arrange(self, groups: Sequence[Group], trained: Trained) -> None:
         self._trained = sorted(trained, key=operator.itemgetter(1))
-        self._order = {id(p): k for k, (p, _, _) in enumerate(trained)}
-        self._owners.assign({p: p.numel() for p, _, _ in self._trained})
+        self.order = {i: k for k, (_, i, _) in enumerate(trained)}
+        self._owners.assign({i: p.numel() for p, i, _ in self._trained})
+        self.of = {i: self.of.get(i) or self._lendable(p, i) for p, i, _ in trained}
+
+    def _lendable(self, parameter: Tensor, i: int) -> _WholeParameter:
+        engine = self._handle.engine
+        nothing = engine.master_slice(i).new_zeros(()).expand(parameter.shape)
+        whole = torch.nn.Parameter(nothing)
+        return _WholeParameter(parameter, i, whole, nothing, engine.strides(i))
 
     def stats(self) -> dict[str, int]:
         return {"bytes_owner_masters": self._masters.nbytes}
@@ -81,8 +100,8 @@ class Whole(OwnStates):
         """Run the class's step, after the ranks have agreed on it."""
         engine = self._handle.engine
         stepped = [each for each in self._trained if each[0].grad is not None]
-        masters = {p: engine.master_slice(i) for p, i, _ in stepped}
-        gradients = {p: engine.grad_slice(i) for p, i, _ in stepped}
+        masters = {i: engine.master_slice(i) for _, i, _ in stepped}
+        gradients = {i: engine.grad_slice(i) for i in masters}
         step = functools.partial(self.code.step, optimizer, **keywords)
         run = _Run(optimizer, self, f"step() of {self.code.name}", step, stepped)
         try:
@@ -91,7 +110,7 @@ class Whole(OwnStates):
                 (whole_gradients,) = self._owners.to_owners(wave, gradients)()
                 whole = self._masters.whole(wave, masters, out_of_date)
                 run.run(whole, whole_gradients)
-                parts = self._owners.from_owners(wave, whole, masters[wave.parameters[0]])()
+                parts = self._owners.from_owners(wave, whole, masters[wave.indices[0]])()
                 self._masters.write(parts, masters)
             if not stepped:  # classes may count such steps
                 run.run({}, {})
@@ -129,60 +148,38 @@ class Whole(OwnStates):
 
     def _call_in_waves(self, run: "_Run") -> None:
         handle, owners = self._handle, self._owners
-        masters = {p: handle.engine.current_master(i) for p, i, _ in self._trained}
+        masters = {i: handle.engine.current_master(i) for _, i, _ in self._trained}
         with all_or_none(handle.groups, run.what) as lacking:
             lacking.update((i, b"") for p, i, _ in self._trained if p.grad is None)
-        parts = {p: self._gradient_of(p, i) for p, i, _ in self._trained if i not in lacking}
+        parts = {i: self._gradient_of(p, i) for p, i, _ in self._trained if i not in lacking}
         out_of_date = self._masters.out_of_date(masters)
         for wave in owners.waves([*masters]):
             whole, gradients = self._masters.whole(wave, masters, out_of_date), {}
-            if graded := [p for p in wave.parameters if p in parts]:
+            if graded := [i for i in wave.indices if i in parts]:
                 gradients = owners.to_owners(owners.wave(graded), parts, kept=True)()[0]
-            written = run.run(whole, gradients, watched=WatchedWrites())
-            if of_wave := [p for p in wave.parameters if find(p)[1] in written]:
+            run.run(whole, gradients, watched=WatchedWrites())
+            if of_wave := [i for i in wave.indices if i in run.written]:
                 like = masters[of_wave[0]]
                 back = owners.from_owners(owners.wave(of_wave), whole, like, kept=True)()
-                for p in of_wave:
-                    i = find(p)[1]
-                    handle.write_value(i, handle.as_parameter(back[p], i, p))
+                for i in of_wave:
+                    handle.write_value(i, handle.as_parameter(back[i], i, self.of[i].parameter))
 
-    def whole_of(self, i: int, values: Tensor, gradient: Tensor | None) -> torch.nn.Parameter:
-        """Parameter i with ``values``, which are flat, as the code gets it."""
-        whole, shaped = self._wholes.get(i), self.shaped(values, i)
-        if whole is None:
-            whole = self._wholes[i] = torch.nn.Parameter(shaped)
-        whole.data = shaped
-        whole.grad = None if gradient is None else self.shaped(gradient, i)
-        return whole
-
-    def shaped(self, flat: Tensor, i: int) -> Tensor:
-        shape = self._handle.parameters[i].shape
-        return flat.as_strided(shape, self._handle.engine.strides(i))
-
-    def in_users_order(self, wholes: dict[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
-        places = map(self._order.__getitem__, map(id, wholes))
-        return [pair for _, pair in sorted(zip(places, wholes.items(), strict=True))]
-
-    def state_of(
-        self, shown: ShownStates, p: Tensor, whole: Tensor, group: Group
-    ) -> dict[str, Any] | None:
-        """What the code gets as the state of a parameter."""
-        state = shown.get(p)
-        if not state and (given := self._given.pop(id(p), None)):
-            state = {name: _in_fp32(value) for name, value in given.items()}
-        if not state and self.code.makes_states:  # when it is constructed, from the values
-            made = self.code.made_for(torch.nn.Parameter(whole.data), group)
-            state = made.state.get(made.param_groups[0]["params"][0])
-        return state
+    def begun(self, parameter: Tensor, whole: Tensor, group: Group) -> dict[str, Any] | None:
+        """What the code gets as the state of a parameter that has none."""
+        if given := self._given.pop(id(parameter), None):
+            return {name: _in_fp32(value) for name, value in given.items()}
+        if not self.code.makes_states:
+            return None
+        made = self.code.made_for(torch.nn.Parameter(whole.data), group)  # from the values
+        return made.state.get(made.param_groups[0]["params"][0])
 
     # Saving and loading
 
-    def all_of(self, shown: ShownStates, groups: Sequence[Group]) -> dict[Any, Any]:
+    def all_of(self, shown: ShownStates, trained: Trained) -> dict[Any, Any]:
         """The states of all ranks, whole. Collective."""
-        places = [place for group in groups for place in sharded_in(group)]
-        mine = {i: dict(shown[p]) for p, i in places if p in shown and self._owners.owns(p)}
+        mine = {i: dict(shown[p]) for p, i, _ in trained if p in shown and self._owners.owns(i)}
         everything = self._owners.gather(mine)
-        whole = {p: everything[i] for p, i in places if i in everything}
+        whole = {p: everything[i] for p, i, _ in trained if i in everything}
         return defaultdict(dict, {**whole, **named_in(shown)})
 
     @torch.no_grad()
@@ -198,7 +195,7 @@ class Whole(OwnStates):
                 name: value.full_tensor() if hasattr(value, "full_tensor") else value
                 for name, value in each.values.items()
             }
-            if values and self._owners.owns(each.parameter):
+            if values and self._owners.owns(find(each.parameter)[1]):
                 loaded[each.parameter] = self._loaded(values)
 
         def write() -> None:
@@ -222,10 +219,8 @@ class Whole(OwnStates):
         states: dict[Any, Any] = defaultdict(dict, named_in(shown))
         for p, i, g in self._trained:
             if dict.get(shown, p):
-                like = self._handle.engine.master_slice(i)
-                whole = torch.nn.Parameter(_without_memory(like, p.shape))
-                lists[g].append(self._wholes.setdefault(i, whole))
-                states[self._wholes[i]] = shown[p]
+                lists[g].append(self.of[i].whole)
+                states[self.of[i].whole] = shown[p]
         with lent(optimizer, lists, states):
             optimizer.__setstate__({"state": states, "param_groups": optimizer.param_groups})
 
@@ -252,13 +247,13 @@ class _Run:
     ):
         self._optimizer, self._states, self.what, self._act = optimizer, states, what, act
         self._core = optimizer.zero_core
-        self._places = {id(p): (i, g) for p, i, g in parameters}
+        self._group_of = {i: g for _, i, g in parameters}
         self._before, self._named = self._values(), named_in(self._core.shown)
-        # Of each group, by number, and of named states: what this rank and the others have changed.
-        self._changed: dict[int, dict[Any, Any]] = {}
-        self._of_others: dict[int, bytes] = {}
+        # Of groups, by number, and of named states: what the first rank that did has made of them.
+        self._changed: dict[int, bytes] = {}
         self._attributes: dict[str, Any] = {}  # as the last wave has left them
-        self._results: dict[str, Any] = {}  # by how they are shown
+        self._results: dict[str, bytes] = {}  # by how they are shown
+        self.written: set[int] = set()  # by index: the parameters that the code has written to
 
     def _values(self) -> list[dict[str, Any]]:
         """The settings of each group, and the attributes."""
@@ -271,45 +266,50 @@ class _Run:
                 del place[name]
             place.update(wanted)
 
-    def run(
-        self, masters: Values, gradients: Values, watched: WatchedWrites | None = None
-    ) -> set[int]:
-        """Run the code on one wave. Collective. Returns the indices of what it has written to."""
-        wholes = {}
-        for p, values in masters.items():
-            i, _ = self._places[id(p)]
-            wholes[p] = self._states.whole_of(i, values, gradients.get(p))
+    def run(self, masters: Values, gradients: Values, watched: WatchedWrites | None = None) -> None:
+        """Run the code on one wave. Collective."""
+        order = self._states.order.__getitem__
+        wholes = [self._states.of[i] for i in sorted(masters, key=order)]
+        for _, i, whole, _, strides in wholes:
+            whole.data = masters[i].as_strided(whole.shape, strides)
+            if i in gradients:
+                whole.grad = gradients[i].as_strided(whole.shape, strides)
         try:
             with all_or_none(self._core.handle.groups, self.what) as found:
                 result = self._run_here(wholes, found, watched)
-                for p, whole in wholes.items():
-                    i, _ = self._places[id(p)]
-                    flat = masters[p]
+                for _, i, whole, _, strides in wholes:
+                    flat = masters[i]
                     if watched is not None and watched.moved(whole.data, flat):
                         found[_WRITTEN, i] = b""
                     if whole.data_ptr() != flat.data_ptr():  # another tensor was put there
-                        self._states.shaped(flat, i).copy_(whole.data)
+                        flat.as_strided(whole.shape, strides).copy_(whole.data)
                 if watched is not None:
                     self._note(result, found)
         finally:
-            for p, whole in wholes.items():
-                whole.grad, whole.data = None, _without_memory(masters[p], whole.shape)
-        for key in found.keys() - self._changed.keys():
-            if isinstance(key, int):
-                self._of_others.setdefault(key, found[key])
-        self._results.update((k[1], data) for k, data in found.items() if _is(k, _RESULT))
-        return {key[1] for key in found if _is(key, _WRITTEN)}
+            for _, _, whole, nothing, _ in wholes:
+                whole.grad, whole.data = None, nothing
+        for key, data in found.items():
+            kind, value = key if isinstance(key, tuple) else (None, key)
+            if kind == _WRITTEN:
+                self.written.add(value)
+            else:
+                (self._results if kind == _RESULT else self._changed).setdefault(value, data)
 
     def _run_here(
-        self, wholes: dict[Tensor, Tensor], found: dict[Any, bytes], watched: WatchedWrites | None
+        self,
+        wholes: Sequence[_WholeParameter],
+        found: dict[Any, bytes],
+        watched: WatchedWrites | None,
     ) -> Any:
         optimizer, shown, groups = self._optimizer, self._core.shown, self._optimizer.param_groups
         lists: list[list[Tensor]] = [[] for _ in groups]
         states: dict[Any, Any] = defaultdict(dict, copy.deepcopy(self._named))
-        for p, whole in self._states.in_users_order(wholes):
-            g = self._places[id(p)][1]
+        had = []
+        for p, i, whole, *_ in wholes:
+            g = self._group_of[i]
             lists[g].append(whole)
-            state = self._states.state_of(shown, p, whole, groups[g])
+            had.append(dict.get(shown, p))
+            state = had[-1] or self._states.begun(p, whole, groups[g]) or had[-1]
             if state is not None:
                 states[whole] = state
         left, now = [states], []
@@ -320,26 +320,25 @@ class _Run:
             now = self._values()
         finally:
             self._set_values(self._before)
-            for p, whole in wholes.items():
-                if whole in left[0]:
-                    dict.__setitem__(shown, p, left[0][whole])
-                else:
+            of_wholes = {id(key): state for key, state in dict.items(left[0])}
+            for (p, _, whole, *_), before in zip(wholes, had, strict=True):
+                state = of_wholes.get(id(whole))
+                if state is None:
                     dict.pop(shown, p, None)
+                elif state is not before:
+                    dict.__setitem__(shown, p, state)
         self._attributes = now[-1]
         befores, afters = [*self._before[:-1], self._named], [*now[:-1], named_in(left[0])]
         for key, (before, after) in enumerate(zip(befores, afters, strict=True)):
-            known = key in self._changed or key in self._of_others
-            if not known and text_of(before) != text_of(after):
-                self._changed[key], found[key] = after, _packed(after)
+            if key not in self._changed and text_of(before) != text_of(after):
+                found[key] = _packed(after)
         return result
 
     def keep(self) -> None:
         """What the code has changed stays, on all ranks."""
-        device, values = self._core.handle.groups.device, [*self._before[:-1], self._named]
-        for key, data in self._of_others.items():
-            values[key] = _unpacked(data, device)
-        for key, now in self._changed.items():
-            values[key] = now
+        values = [*self._before[:-1], self._named]
+        for key, data in self._changed.items():
+            values[key] = _unpacked(data, self._core.handle.groups.device)
         replace_named(self._core.shown, values[-1])
         self._set_values([*values[:-1], self._attributes])
 
@@ -363,10 +362,6 @@ class _Run:
         ((text, data),) = self._results.items()
         device = self._core.handle.groups.device
         return self._optimizer if text == _ITSELF else _unpacked(data, device)
-
-
-def _is(key: Any, kind: str) -> bool:
-    return isinstance(key, tuple) and key[0] == kind
 
 
 def _copied(value: Any) -> Any:
@@ -405,8 +400,3 @@ def _unpacked(data: bytes, device: torch.device) -> Any:
 def _in_fp32(value: Any) -> Any:
     half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
     return value.float() if half else value
-
-
-def _without_memory(like: Tensor, shape: torch.Size) -> Tensor:
-    """With the memory of one element."""
-    return torch.zeros((), dtype=like.dtype, device=like.device).expand(shape)

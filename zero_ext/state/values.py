@@ -215,7 +215,7 @@ def state_of(optimizer: Sharded, parameter: Tensor, name: str):
             "them in state_dict(), which is collective, and write them with load_state_dict()."
         )
     handle, i = sharded_place_of(parameter)
-    if handle is not core.handle or core.state is None or i not in core.state.indices:
+    if handle is not core.handle or core.state is None or i not in core.indices:
         raise ValueError(
             f"zero_ext: this {type(optimizer).__name__} does not step the parameter of shape "
             f"{tuple(parameter.shape)}."
