@@ -25,7 +25,7 @@ from zero_ext.optim.arguments import Sharding, check_differentiable
 from zero_ext.optim.groups import attributes_of, named_in, parameters_of
 from zero_ext.optim.lending import OwnCode
 from zero_ext.optim.muon import Muon
-from zero_ext.optim.own_update import needs_whole, sharded_class
+from zero_ext.optim.own_update import sharded_class
 from zero_ext.optim.owners import OWNER_MB
 from zero_ext.optim.sharded import Sharded
 
@@ -134,10 +134,9 @@ def check(optimizer: Any) -> OwnCode | None:
         check_differentiable(group.get("differentiable", False))
     code, own_step = None, _own_step(optimizer)
     if own_step is not None or not _has_fused(optimizer):
-        kind = _like(optimizer, own_step)
-        whole = needs_whole(kind, {}, optimizer.param_groups)
+        code = OwnCode(_like(optimizer, own_step), {}, own_step or type(optimizer).step)
+        code.try_all(optimizer.param_groups)
         check_attributes(optimizer)
-        code = OwnCode(kind, {}, own_step or type(optimizer).step, whole)
     # Some make their state when constructed, with a count of 0.
     states = [optimizer.state.get(p) for p in parameters_of(optimizer.param_groups)]
     if any(float(state.get("step", 1)) > 0 for state in states if state):

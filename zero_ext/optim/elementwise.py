@@ -32,8 +32,9 @@ _STEPS = 12  # an optimizer may update its parameters in every fourth step only
 _TOGETHER = ((3, 4), (64, 128))
 # Of gradients: an optimizer may clip beyond a bound. Rising: early ones do not hide late ones.
 _SCALES = (1e-4, 1.0, 1e4)
+_OF_A_LAYER = ("lr", "initial_lr", "name")  # settings that change no operation
 _LR = 0.1  # in place of every given rate: with 0, where warm-ups begin, nothing moves
-_UPDATE = "update of one element"
+_UPDATE, _FIRST_STATES = "update of one element", "first state"
 _KNOWN = (Number, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 # Elementwise, or keep all elements in their order, without the tag.
@@ -57,20 +58,24 @@ class _NotElementwiseError(Exception):
 _Make = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
-def kind_of(group: dict[str, Any]) -> str:
-    """Equal for groups of which only one has to be tried. Each layer may have a rate and a name."""
-    settings = {k: v for k, v in settings_of(group).items() if k not in ("lr", "name")}
-    return repr((settings, isinstance(group.get("lr"), Tensor)))
+def kind_of(group: dict[str, Any], keywords: dict[str, Any]) -> str:
+    """Equal for groups and keywords of which only one has to be tried. Each layer may have a rate
+    and a name. Numbers among the keywords may change from step to step, as rates do."""
+    settings = {k: v for k, v in settings_of(group).items() if k not in _OF_A_LAYER}
+    shown = {k: v if isinstance(v, str | bool | None) else type(v) for k, v in keywords.items()}
+    return repr((settings, isinstance(group.get("lr"), Tensor), shown))
 
 
 def check(
     optimizer_class: type, kwargs: dict, group: dict[str, Any], keywords: dict | None = None
-) -> None:
+) -> dict[str, bool]:
     """Run twelve steps on a matrix and on a vector, and on two matrices, on the CPU.
 
     Args:
         group: With settings of its own, or empty: LARS is elementwise where weights do not decay.
         keywords: Of its ``step``.
+    Returns:
+        Of each state that the first step makes, whether it has a value for each element.
     Raises:
         WholeParametersError: it is not elementwise, and updates each parameter by itself.
         TypeError: it does not.
@@ -92,18 +97,19 @@ def check(
     with contextlib.nullcontext() if default == "cpu" else torch.device("cpu"):
         make([torch.nn.Parameter(torch.zeros(3, 4))])
         what, depends_on = _dependence(make, name)
-        needs_whole = _why_whole(make) if what is None else None
-    if what is not None:
-        raise TypeError(
-            f"zero_ext: {name} cannot be sharded: it is not elementwise, and its {what} depends on "
-            f"{depends_on}. Use AdamW, Adam or SGD of zero_ext.optim, or wrap an optimizer that "
-            "updates each parameter by itself."
-        )
-    if needs_whole is not None:
-        raise WholeParametersError(
-            f"zero_ext: {name} is not elementwise with these settings: {needs_whole}. So it needs "
-            "whole parameters. Pass all groups to wrap() at once."
-        )
+        if what is not None:
+            raise TypeError(
+                f"zero_ext: {name} cannot be sharded: it is not elementwise, and its {what} "
+                f"depends on {depends_on}. Use AdamW, Adam or SGD of zero_ext.optim, or wrap an "
+                "optimizer that updates each parameter by itself."
+            )
+        try:
+            return _states_of_elements(make)
+        except _NotElementwiseError as error:
+            raise WholeParametersError(
+                f"zero_ext: {name} is not elementwise with these settings: {error}. So it needs "
+                "whole parameters. Pass all groups to wrap() at once."
+            ) from None
 
 
 def _for_trial(given: dict[str, Any]) -> dict[str, Any]:
@@ -158,7 +164,7 @@ class _Judge(TorchDispatchMode):
         return isinstance(value, Tensor) and value.numel() in self._sizes
 
     def _end(self, what: str) -> None:
-        self._found = self._found or _NotElementwiseError(what)
+        self._found = self._found or _NotElementwiseError(f"it {what}")
         raise self._found
 
     def note(self, values: Iterable[Any]) -> None:
@@ -205,20 +211,25 @@ def _is_elementwise(func, args) -> bool:
     return name in _KEEP or any(torch.Tag.pointwise in each.tags for each in overloads)
 
 
-def _why_whole(make: _Make) -> str | None:
-    """See Note [Judge]. Why pieces of parameters do not do, or None."""
-    facts = []
+def _states_of_elements(make: _Make) -> dict[str, bool]:
+    """See Note [Judge] and ``check``. Raises where pieces of parameters do not do."""
+    facts, kept = [], []
     for shape in (_MATRIX, _VECTOR, _NOTHING):
         judge = _Judge(math.prod(shape))
         try:
-            kept = _run(make, [shape], [0], judge).items()
-        except _NotElementwiseError as error:
-            return f"it {error}"
+            kept.append(_run(make, [shape], [0], judge))
+        except _NotElementwiseError:
+            raise
         except Exception as error:
-            return f"with a parameter of shape {shape} it raises {type(error).__name__}: {error}"
-        facts.append([*judge.facts, *((key, judge.fact_of(value)) for key, value in kept)])
-    same = facts[0] == facts[1]
-    return None if same else "what it does depends on a parameter's size or on several values"
+            raise _NotElementwiseError(
+                f"with a parameter of shape {shape} it raises {type(error).__name__}: {error}"
+            ) from None
+        facts.append([*judge.facts, *((k, judge.fact_of(v)) for k, v in kept[-1].items())])
+    if facts[0] != facts[1]:
+        raise _NotElementwiseError(
+            "what it does depends on a parameter's size or on several values"
+        )
+    return kept[0][_FIRST_STATES, 0]
 
 
 def _dependence(make: _Make, name: str) -> tuple[str | None, str]:
@@ -270,6 +281,11 @@ def _run(
             optimizer.step()
         judge.check(parameters.values())
         updates |= {(_UPDATE, i, step): p.detach().clone() for i, p in parameters.items()}
+        for i, p in parameters.items() if step == 1 else ():
+            state = optimizer.state.get(p, {}).items()
+            updates[_FIRST_STATES, i] = {
+                k: isinstance(v, Tensor) and v.shape == p.shape for k, v in state
+            }
     settings = settings_of(optimizer.param_groups[0]).items()
     found: dict[tuple, Any] = {(f"group setting '{key}'", None): value for key, value in settings}
     states = {None: named_in(optimizer.state)}

@@ -18,6 +18,7 @@ from torch import Tensor
 from zero_ext import _C
 from zero_ext._torch import TorchDispatchMode, schema_of
 from zero_ext.engine.handle import Handle
+from zero_ext.optim import elementwise
 from zero_ext.optim.groups import Group, named_in, parameters_of, replace_named, settings_of
 from zero_ext.optim.states import ShownStates, States
 
@@ -28,6 +29,9 @@ class OwnCode:
     Args:
         kind: Makes optimizers like this one: called with groups and ``kwargs``.
         step: Its step, called with the optimizer and keywords. Hooks of torch's are left out.
+
+    Attributes:
+        probe: An optimizer of one small matrix.
         whole: Whether it needs whole parameters.
     """
 
@@ -36,22 +40,33 @@ class OwnCode:
         kind: Callable[..., torch.optim.Optimizer],
         kwargs: dict[str, Any],
         step: Callable[..., Any],
-        whole: bool,
     ):
-        self.kind, self.kwargs, self.whole = kind, kwargs, whole
+        self.kind, self.kwargs, self.whole = kind, kwargs, False
         self.name = getattr(kind, "__name__", repr(kind))
-        probed = torch.nn.Parameter(torch.zeros((2, 2) if whole else 1, device="cpu"))
-        self.probe = self.made([{"params": [probed]}])
+        self.probe = self.made_for(torch.nn.Parameter(torch.zeros(2, 2, device="cpu")), {})
         self.makes_states = any(map(self.probe.state.get, parameters_of(self.probe.param_groups)))
         self.step = step.__wrapped__ if getattr(step, "hooked", False) else step
-        self.keywords_checked: set[str] = set()
-
-    def made(self, groups: list[Group]) -> torch.optim.Optimizer:
-        return self.kind(groups, **self.kwargs)
+        self._tried: dict[str, dict[str, bool]] = {}  # what ``try_out`` has found
 
     def made_for(self, parameter: Tensor, group: Group) -> torch.optim.Optimizer:
         """With a group of its own, which has the settings of ``group``."""
-        return self.made([{**copy.deepcopy(settings_of(group)), "params": [parameter]}])
+        settings = copy.deepcopy(settings_of(group))
+        return self.kind([{**settings, "params": [parameter]}], **self.kwargs)
+
+    def try_all(self, groups: Sequence[Group]) -> None:
+        """Find out whether one of ``groups`` needs whole parameters."""
+        for group in groups:
+            try:
+                self.try_out(group)
+            except elementwise.WholeParametersError:
+                self.whole = True
+
+    def try_out(self, group: Group, keywords: dict[str, Any] | None = None) -> dict[str, bool]:
+        """See ``elementwise.check``. Once for each kind of settings and keywords."""
+        tried = elementwise.kind_of(group, keywords or {})
+        if tried not in self._tried:
+            self._tried[tried] = elementwise.check(self.kind, self.kwargs, group, keywords)
+        return self._tried[tried]
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from numbers import Number
 from typing import Any
 
@@ -16,7 +16,7 @@ from zero_ext.engine.checks import check_positive
 from zero_ext.optim import elementwise
 from zero_ext.optim.arguments import Sharding, check_params
 from zero_ext.optim.core import Core
-from zero_ext.optim.groups import Group, named_in
+from zero_ext.optim.groups import named_in
 from zero_ext.optim.lending import OwnCode
 from zero_ext.optim.owners import OWNER_MB, Owners
 from zero_ext.optim.sharded import Sharded, shard_states
@@ -66,23 +66,6 @@ def torchs_class(kind: type[Sharded]) -> type[torch.optim.Optimizer]:
     return kind.__mro__[kind.__mro__.index(Sharded) + 1]
 
 
-def needs_whole(
-    kind: Callable[..., torch.optim.Optimizer], kwargs: dict[str, Any], groups: Iterable[Group]
-) -> bool:
-    """Whether the update of one of ``groups`` needs whole parameters. Found by trying.
-
-    Raises:
-        TypeError: neither parts nor whole parameters have what the update depends on.
-    """
-    whole = False
-    for group in {elementwise.kind_of(group): group for group in groups}.values():
-        try:
-            elementwise.check(kind, kwargs, group)
-        except elementwise.WholeParametersError:
-            whole = True
-    return whole
-
-
 class OwnUpdate(Sharded):
     """The code of the class runs where ``Slices`` or ``Whole`` has lent it masters."""
 
@@ -96,13 +79,12 @@ class OwnUpdate(Sharded):
             del kwargs[next(iter(signature.parameters))]
         if not isinstance(params, Tensor):  # of which torch says what it must be
             params = [*check_params(params)]
-        given = [{}, *(each for each in params if isinstance(each, dict))]
-        whole = needs_whole(kind, kwargs, given)
-        code = OwnCode(kind, kwargs, kind.step, whole)
+        code = OwnCode(kind, kwargs, kind.step)
         if code.makes_states:
             self._zero_construct_apart(params, kwargs)
         else:
             super(Sharded, self).__init__(params, **kwargs)
+        code.try_all(self.param_groups)
         self.shard_update(code, named_in(self.state), owner_mb, sharding)
 
     def _zero_construct_apart(self, params: Any, kwargs: dict[str, Any]) -> None:
@@ -161,13 +143,8 @@ class OwnUpdate(Sharded):
     def _zero_check_keywords(self, keywords: dict[str, Any]) -> None:
         code = self.zero_core.states.code
         check_keywords(type(code.probe).__name__, code.probe.step, keywords)
-        # Numbers may change from step to step, as rates do.
-        shown = {k: v if isinstance(v, str | bool | None) else type(v) for k, v in keywords.items()}
-        if repr(shown) not in code.keywords_checked:
-            raised = (elementwise.WholeParametersError,) if code.whole else ()
-            with contextlib.suppress(*raised):
-                elementwise.check(code.kind, code.kwargs, {}, keywords)
-            code.keywords_checked.add(repr(shown))
+        with contextlib.suppress(*[elementwise.WholeParametersError] if code.whole else ()):
+            code.try_out({}, keywords)
 
     def _zero_update(self, verdict: _C.StepVerdict) -> None:
         self.zero_core.states.update(self, self.zero_core.keywords)

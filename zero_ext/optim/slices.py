@@ -24,8 +24,7 @@ from torch import Tensor
 from zero_ext import _C
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
-from zero_ext.optim import elementwise
-from zero_ext.optim.groups import Group, Trained, named_in, replace_named, settings_of
+from zero_ext.optim.groups import Group, Trained, named_in, replace_named
 from zero_ext.optim.lending import OwnCode, OwnStates, WatchedWrites, lent
 from zero_ext.optim.states import Loader, SavedState, ShownStates
 from zero_ext.optim.verdicts import SharedStates
@@ -60,16 +59,11 @@ class Slices(OwnStates):
         self._lists: list[list[Tensor]] = []  # the masters of each group
         self._own: dict[Any, Any] = defaultdict(dict)  # as the class has them, by master
         self._cut: dict[str, bool] = {}  # by name, whether a state has a value for each element
-        self._made: dict[str, set[str]] = {}  # by kind of group, the states that a step makes
-        self._kinds_checked: set[str] = set()  # of groups that were added
 
     # What is shown
 
     def check_added(self, group: Group) -> None:
-        kind = elementwise.kind_of(group)
-        if kind not in self._kinds_checked:
-            elementwise.check(self.code.kind, self.code.kwargs, group)
-            self._kinds_checked.add(kind)
+        self.code.try_out(group)
 
     def show(self, shown: ShownStates, parameters: Trained, groups: Sequence[Group]) -> None:
         for parameter, i, g in parameters:
@@ -244,7 +238,7 @@ class Slices(OwnStates):
             if of_rank is None:
                 each.warn_of_frozen()
                 continue
-            lacking = self._made_by_a_step(each.group) - each.values.keys() if each.values else ()
+            lacking = self.code.try_out(each.group).keys() - each.values if each.values else ()
             if lacking:
                 raise ValueError(
                     f"zero_ext: the state of {each.name} lacks '{min(lacking)}', which "
@@ -300,31 +294,11 @@ class Slices(OwnStates):
         return self._is_cut(name, each.group, of_shapes)
 
     def _is_cut(self, name: str, group: Group, otherwise: bool) -> bool:
-        """Of what a step does not make, ``otherwise`` says it."""
+        """Of what the first step does not make, ``otherwise`` says it."""
         if name not in self._cut:
-            self._made_by_a_step(group)
+            with contextlib.suppress(TypeError):  # settings that a user has made since
+                self._cut = {**self.code.try_out(group), **self._cut}
         return self._cut.setdefault(name, otherwise)
-
-    def _made_by_a_step(self, group: Group) -> set[str]:
-        """Which states a step makes. Notes which have a value for each element, found by trying
-        with two sizes: any other state may have the shape of one parameter."""
-        kind = elementwise.kind_of(group)
-        if kind not in self._made:
-            device = self._handle.engine.master_slice(next(iter(self._slices))).device
-            probes = [torch.nn.Parameter(torch.zeros(numel, device=device)) for numel in (2, 3)]
-            for probe in probes:
-                probe.grad = torch.zeros_like(probe)
-            optimizer = self.code.made([{**copy.deepcopy(settings_of(group)), "params": probes}])
-            elementwise.begin_training(optimizer)
-            optimizer.step()
-            states = [optimizer.state[probe] for probe in probes]
-            self._made[kind] = set(states[0])
-            for name in states[0]:
-                cut = (
-                    _has_shape(s.get(name), p.shape) for s, p in zip(states, probes, strict=True)
-                )
-                self._cut[name] = all(cut)
-        return self._made[kind]
 
 
 def _of_shapes(saved: Sequence[SavedState]) -> dict[str, bool]:
