@@ -111,6 +111,16 @@ class Core:
         self.states.show(self.shown, shown, groups)
         self._present.update([(i, True) for _, i, _ in trained])
 
+    def take_edits(self, groups: Sequence[Group]) -> None:
+        """A state that a user has emptied begins anew and is shown again. What users have written
+        to states is taken."""
+        values = {id(key): value for key, value in dict.items(self.shown)}
+        for each in self.trained:
+            parameter, i, g = each
+            if not values.get(id(parameter)) and self.states.forget(parameter, i, groups[g]):
+                self.states.show(self.shown, [each], groups)
+        self.states.end_copies(self.shown)
+
     def let_go(self) -> None:
         """Of states and groups."""
         self.state = self.states = None

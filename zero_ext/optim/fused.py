@@ -22,6 +22,10 @@ from zero_ext.optim.groups import Group
 from zero_ext.optim.sharded import Sharded, shard_states
 from zero_ext.optim.states import FusedStates, Layout
 
+# Settings of groups that C++ reads as they are.
+_OF_ADAM = ("lr", "eps", "weight_decay", "amsgrad", "maximize")
+_OF_SGD = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
+
 
 class Fused(Sharded):
     """An optimizer whose states lie in C++."""
@@ -71,21 +75,14 @@ class _FusedAdam(Fused):
         return Layout(names, functools.partial(_moments_of, self._zero_stored_as))
 
     def _zero_update(self, verdict: _C.StepVerdict) -> None:
-        self.zero_core.state.apply_adam(
-            [
-                _C.AdamGroup(
-                    lr=float(group["lr"]),
-                    beta1=float(group["betas"][0]),
-                    beta2=float(group["betas"][1]),
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    amsgrad=group["amsgrad"],
-                    maximize=group["maximize"],
-                    decoupled=group["decoupled_weight_decay"],
-                )
-                for group in self.param_groups
-            ]
-        )
+        groups = []
+        for group in self.param_groups:
+            betas, decoupled = group["betas"], group["decoupled_weight_decay"]
+            others = {name: group[name] for name in _OF_ADAM}
+            groups.append(
+                _C.AdamGroup(beta1=betas[0], beta2=betas[1], decoupled=decoupled, **others)
+            )
+        self.zero_core.state.apply_adam(groups)
 
 
 def _moments_of(stored_as: str, group: Group) -> int:
@@ -131,16 +128,5 @@ class SGD(Fused, torch.optim.SGD):
     _zero_layout = Layout(("momentum_buffer",), lambda group: 1 if group["momentum"] else 0)
 
     def _zero_update(self, verdict: _C.StepVerdict) -> None:
-        self.zero_core.state.apply_sgd(
-            [
-                _C.SgdGroup(
-                    lr=float(group["lr"]),
-                    momentum=group["momentum"],
-                    dampening=group["dampening"],
-                    weight_decay=float(group["weight_decay"]),
-                    nesterov=group["nesterov"],
-                    maximize=group["maximize"],
-                )
-                for group in self.param_groups
-            ]
-        )
+        groups = [{name: group[name] for name in _OF_SGD} for group in self.param_groups]
+        self.zero_core.state.apply_sgd([_C.SgdGroup(**group) for group in groups])

@@ -88,13 +88,18 @@ def check_not_owned(named: Named, optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def check_of_engine(named: Named, handle: Handle) -> None:
+def check_of_engine(named: Named, handle: Handle, *, grouped_by_hand: bool = False) -> None:
     """Raise if one of these parameters is not sharded by the engine of ``handle``."""
     for name, parameter in named:
         place = find(parameter)
         if place is not None and place[0] is handle:
             continue
         what = f"'{name_in_module(parameter) or name}' of shape {tuple(parameter.shape)}"
+        if grouped_by_hand and place is None:
+            raise ValueError(
+                f"zero_ext: '{name}' of shape {tuple(parameter.shape)} was put into the groups by "
+                "hand, and is not sharded. Add it with add_param_group()."
+            )
         if is_ignored(parameter):
             raise ValueError(
                 f"zero_ext: {what} is one of ignored_params, which each rank trains by itself. "
@@ -176,16 +181,6 @@ def claim(
     of_engine = list(map(len, found)) == list(map(len, sharded))
     if not of_engine or not all(mine.isdisjoint(each.zero_core.indices) for each in others):
         named, _ = named_parameters(groups)
-        _check_not_put_by_hand(named, handle, optimizer)
         check_not_owned(named, optimizer)
-        check_of_engine(named, handle)
+        check_of_engine(named, handle, grouped_by_hand=optimizer in handle.optimizers)
     return sharded
-
-
-def _check_not_put_by_hand(named: Named, handle: Handle, optimizer: torch.optim.Optimizer) -> None:
-    for name, each in named if optimizer in handle.optimizers else ():
-        if find(each) is None:
-            raise ValueError(
-                f"zero_ext: '{name}' of shape {tuple(each.shape)} was put into the groups by "
-                "hand, and is not sharded. Add it with add_param_group()."
-            )

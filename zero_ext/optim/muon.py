@@ -23,7 +23,6 @@ from torch.optim import _muon
 
 from zero_ext import _C
 from zero_ext.engine.checks import check_positive
-from zero_ext.optim.arguments import check_params
 from zero_ext.optim.core import Core
 from zero_ext.optim.fused import Fused
 from zero_ext.optim.groups import Group, name_in_module
@@ -54,19 +53,12 @@ class Muon(Fused, torch.optim.Muon):
         ValueError: a parameter is no matrix.
     """
 
-    _zero_owner_mb = OWNER_MB
+    _zero_owner_mb, _zero_split = OWNER_MB, 1
     _zero_layout = Layout(("momentum_buffer",), lambda group: 1, counts_steps=False)
 
     def __init__(self, params, *args: Any, split: int = 1, owner_mb: float = OWNER_MB, **kwargs):
         check_positive("owner_mb", owner_mb)
-        if not isinstance(params, Tensor):
-            params = [*check_params(params)]
-            groups = params if params and isinstance(params[0], dict) else [{"params": params}]
-            for group in groups:
-                if isinstance(group, dict):  # else torch says what it must be
-                    group.setdefault("split", split)
-            params = groups
-        self._zero_owner_mb = owner_mb
+        self._zero_owner_mb, self._zero_split = owner_mb, split
         super().__init__(params, *args, **kwargs)
         self.defaults["split"] = split
 
@@ -88,7 +80,7 @@ class Muon(Fused, torch.optim.Muon):
             if isinstance(given, Tensor | Iterator):  # which can be read once
                 given = [given] if isinstance(given, Tensor) else [*given]
                 param_group["params"] = given
-            split = param_group.get("split", self.defaults.get("split", 1))
+            split = param_group.setdefault("split", self.defaults.get("split", self._zero_split))
             for each in given:
                 name, parameter = each if isinstance(each, tuple) else (None, each)
                 if isinstance(parameter, Tensor):  # of other objects torch tells

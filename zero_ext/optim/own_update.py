@@ -21,7 +21,6 @@ from zero_ext.optim.lending import OwnCode
 from zero_ext.optim.owners import OWNER_MB, Owners
 from zero_ext.optim.sharded import Sharded, shard_states
 from zero_ext.optim.slices import Slices
-from zero_ext.optim.states import follow_emptied
 from zero_ext.optim.whole import Whole
 
 
@@ -54,8 +53,7 @@ def _lending(function: Callable[..., Any]) -> Callable[..., Any]:
         what = f"{function.__name__}()"
         self.follow_groups()
         core.handle.refuse_forgotten_writes(what)
-        follow_emptied(core.shown, core.states, self.param_groups, core.trained)
-        core.states.end_copies(core.shown)
+        core.take_edits(self.param_groups)
         return core.states.call(self, what, act)
 
     return method

@@ -30,6 +30,9 @@ class _State:
     overflows_left: int
 
     def __post_init__(self):
+        for name in ("scale", "growth_factor", "backoff_factor", "min_scale"):
+            check_number(f"LossScaler: {name}", getattr(self, name))
+            setattr(self, name, float(getattr(self, name)))
         problems = {
             "mode must be 'dynamic' or 'static'": self.mode in ("dynamic", "static"),
             "scale must be positive, 2**100 at most": 0 < self.scale <= LARGEST_SCALE,
@@ -92,24 +95,17 @@ class LossScaler:
         hysteresis: int = 1,
         min_scale: float = 1.0,
     ):
-        for name, value in (
-            ("init_scale", init_scale),
-            ("growth_factor", growth_factor),
-            ("backoff_factor", backoff_factor),
-            ("min_scale", min_scale),
-        ):
-            check_number(f"LossScaler: {name}", value)
         self._optimizer: weakref.ref | None = None
         self._losses_scaled = 0  # since the last step
         self._backwards_seen = 0  # by the last step
         self._state = _State(
             mode,
-            float(init_scale),
-            float(growth_factor),
-            float(backoff_factor),
+            init_scale,
+            growth_factor,
+            backoff_factor,
             growth_interval,
             hysteresis,
-            float(min_scale),
+            min_scale,
             good_steps=0,
             overflows_left=hysteresis,
         )

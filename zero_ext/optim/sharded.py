@@ -28,7 +28,7 @@ from zero_ext.optim.arguments import (
     check_state_dict,
 )
 from zero_ext.optim.core import Core
-from zero_ext.optim.states import Loader, checked_load, follow_emptied, taken_over
+from zero_ext.optim.states import Loader, checked_load, taken_over
 from zero_ext.ranks.agreement import calling
 from zero_ext.ranks.groups import resolve
 
@@ -254,8 +254,7 @@ class Sharded(torch.optim.Optimizer):
             core.loss_scaler.check_scaled(core.handle)
         while True:
             self.follow_groups()
-            follow_emptied(core.shown, core.states, self.param_groups, core.trained)
-            core.states.end_copies(core.shown)
+            core.take_edits(self.param_groups)
             verdict = core.prepare_step(self.param_groups, divide_by)
             if not verdict.unfrozen:
                 return verdict

@@ -7,7 +7,7 @@ blocks then.
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,11 @@ _SMALLEST_SCALE = 2.0**-96
 
 
 class _Copy(NamedTuple):
+    """Values that blocks stand for, as they were shown beside the parameter's states ``names``."""
+
+    parameter: Tensor
+    i: int
+    names: tuple[str, ...]
     values: Tensor  # fp32 [numel], this rank's part
     shown: Tensor  # the same in the parameter's shape
     versions: tuple[int, int]
@@ -34,26 +39,27 @@ class _Copy(NamedTuple):
         return self.values._version, self.shown._version
 
 
-class BlockCopies:
-    """The copies that were shown since the last step.
+class Views:
+    """Makes them, and has the copies that were made since the last step.
 
-    Owner: the optimizer. Holds no reference to it.
+    Owner: the states of an optimizer, which it does not refer to: views are made later.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, state: _C.OptimizerState, handle: Handle):
+        self._state, self._handle = state, handle
         self._copies: list[_Copy] = []
-        # By index: the parameters that have copies, and the names of their states.
-        self._shown: dict[int, tuple[Tensor, tuple[str, ...]]] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._copies)
-
-    def add(self, values: Tensor, shown: Tensor, codes: Tensor, scales: Tensor) -> None:
-        copy = _Copy(values, shown, (0, 0), codes, scales)
-        self._copies.append(copy._replace(versions=copy.versions_now()))
-
-    def note(self, parameter: Tensor, i: int, names: tuple[str, ...]) -> None:
-        self._shown[i] = parameter, names
+    def make(self, names: tuple[str, ...], parameter: Tensor, i: int) -> dict[str, Tensor]:
+        """Of parameter i: the count of steps if it is among ``names``, and the first states."""
+        made = {"step": self._state.step(i)} if "step" in names else {}
+        for k, name in enumerate(name for name in names if name != "step"):
+            local, scales = self._state.slice(k, i), self._state.scales(k, i)
+            values = local if scales is None else dequantized(local, scales)
+            made[name] = self._handle.as_parameter(values, i, parameter)
+            if scales is not None:
+                copy = _Copy(parameter, i, names, values, made[name], (0, 0), local, scales)
+                self._copies.append(copy._replace(versions=copy.versions_now()))
+        return made
 
     def write_back(self) -> None:
         """What was written to the copies becomes the state."""
@@ -62,37 +68,11 @@ class BlockCopies:
                 quantize_(copy.values, copy.codes, copy.scales)
                 self._copies[k] = copy._replace(versions=copy.versions_now())
 
-    def take(self) -> Iterator[tuple[int, Tensor, tuple[str, ...]]]:
-        """Give the copies up. Yields each parameter that had some."""
-        shown, self._shown = self._shown, {}
-        self._copies.clear()
-        for i, (parameter, names) in shown.items():
-            yield i, parameter, names
-
-
-def views(
-    sharded_state: _C.OptimizerState,
-    handle: Handle,
-    copies: BlockCopies,
-    names: tuple[str, ...],
-    parameter: Tensor,
-    i: int,
-) -> dict[str, Tensor]:
-    """Of parameter i: the count of steps if it is among ``names``, and the first states.
-
-    Not a method: who makes them later must not hold the optimizer.
-    """
-    state = {"step": sharded_state.step(i)} if "step" in names else {}
-    for k, name in enumerate(name for name in names if name != "step"):
-        local, scales = sharded_state.slice(k, i), sharded_state.scales(k, i)
-        if scales is None:
-            state[name] = handle.as_parameter(local, i, parameter)
-            continue
-        values = dequantized(local, scales)
-        state[name] = handle.as_parameter(values, i, parameter)
-        copies.add(values, state[name], local, scales)
-        copies.note(parameter, i, names)
-    return state
+    def take_copies(self) -> Iterable[_Copy]:
+        """Give them up, after they were written back. One of each parameter."""
+        self.write_back()
+        copies, self._copies = self._copies, []
+        return {copy.i: copy for copy in copies}.values()
 
 
 def _multiple(place: float) -> float:

@@ -25,7 +25,7 @@ from zero_ext.optim.groups import (
     replace_named,
     settings_of,
 )
-from zero_ext.optim.state_views import BlockCopies, views
+from zero_ext.optim.state_views import Views
 
 Loader = Callable[[], None]
 
@@ -195,20 +195,6 @@ def saved_states(
     ]
 
 
-def follow_emptied(
-    shown: ShownStates,
-    states: States,
-    groups: Sequence[Group],
-    trained: Trained,
-) -> None:
-    """What a user has emptied begins anew, and is shown again. Nothing else changes."""
-    values = {id(key): value for key, value in dict.items(shown)}
-    for each in trained:
-        parameter, i, g = each
-        if not values.get(id(parameter)) and states.forget(parameter, i, groups[g]):
-            states.show(shown, [each], groups)
-
-
 def taken_over(
     given: dict[Any, Any], states: States, groups: Sequence[Group]
 ) -> tuple[ShownStates, Loader]:
@@ -284,8 +270,7 @@ class FusedStates(States):
     ):
         self._layout, self._kind, self._handle, self._state = layout, kind, handle, state
         self._held = held  # so many of the names have memory
-        self._copies = BlockCopies()
-        self._makers: dict[tuple[str, ...], Callable] = {}  # of views, by their names
+        self._views = Views(state, handle)
 
     def count_of(self, group: Group) -> int:
         return self._layout.count_of(group)
@@ -301,12 +286,10 @@ class FusedStates(States):
 
     def _held_state(self, parameter: Tensor, i: int) -> dict[str, Tensor]:
         """The count of steps, and each state that there is memory for."""
-        return self._maker_of(self._layout.shown(self._held))(parameter, i)
+        return self._views.make(self._layout.shown(self._held), parameter, i)
 
     def _maker_of(self, names: tuple[str, ...]) -> Callable[[Tensor, int], dict[str, Tensor]]:
-        """What makes the views with these names, one for all parameters."""
-        make = functools.partial(views, self._state, self._handle, self._copies, names)
-        return self._makers.setdefault(names, make)
+        return functools.partial(self._views.make, names)
 
     def _names_in(self, group: Group) -> tuple[str, ...]:
         return self._layout.shown(self.count_of(group))
@@ -323,7 +306,7 @@ class FusedStates(States):
     def forget(self, parameter: Tensor, i: int, group: Group) -> bool:
         for value in self._held_state(parameter, i).values():
             value.zero_()
-        self._copies.write_back()
+        self._views.write_back()
         return True
 
     def checked_write(self, shown: ShownStates, saved: Sequence[SavedState]) -> Loader:
@@ -368,9 +351,8 @@ class FusedStates(States):
         return saved._replace(values=values)
 
     def end_copies(self, shown: ShownStates) -> None:
-        self._copies.write_back()
-        for i, parameter, names in self._copies.take():
-            shown.show_anew(parameter, names, self._maker_of(names), i)
+        for each in self._views.take_copies():
+            shown.show_anew(each.parameter, each.names, self._maker_of(each.names), each.i)
 
     def set_offloaded(self, shown: ShownStates, offloaded: bool) -> None:
         self.end_copies(shown)
