@@ -17,7 +17,7 @@ LINES = {
         "engine": 2780,
         "integrations": 1440,
         "module": 1140,
-        "optim": 4250,
+        "optim": 4230,
         "ranks": 630,
         "state": 1000,
         "tensor": 700,

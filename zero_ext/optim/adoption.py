@@ -10,6 +10,7 @@ anew for the new class. The states that a constructor has made are cut.
 import contextlib
 import copy
 import functools
+import gc
 import inspect
 import types
 import weakref
@@ -91,7 +92,6 @@ def adopt(optimizer: torch.optim.Optimizer, **sharding: Any) -> Sharded:
     if sharding:
         raise TypeError(f"adopt() got an unexpected keyword argument '{next(iter(sharding))}'")
     kind, state, step = type(optimizer), optimizer.state, vars(optimizer).pop("step", None)
-    of_groups = {p: state[p] for p in parameters_of(optimizer.param_groups) if state.get(p)}
     target = _FUSED[kind] if code is None else sharded_class(kind)
     try:
         optimizer.__class__ = target
@@ -99,9 +99,7 @@ def adopt(optimizer: torch.optim.Optimizer, **sharding: Any) -> Sharded:
         if code is None:
             optimizer.shard_fused(taken)
         else:
-            given = {p: s for p, s in of_groups.items() if not any(map(_is_meta, s.values()))}
-            given |= named_in(state)
-            optimizer.shard_update(code, given, owner_mb, taken)
+            optimizer.shard_update(code, owner_mb, taken)
     except BaseException:
         optimizer.__class__, optimizer.state = kind, state
         for name, value in (("zero_core", None), ("step", step)):
@@ -178,10 +176,6 @@ def _count_steps(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step = step
 
 
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
-
-
 def _like(
     given: torch.optim.Optimizer, step: Callable[..., Any] | None
 ) -> Callable[..., torch.optim.Optimizer]:
@@ -241,18 +235,11 @@ def check_attributes(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _parts_of(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [*value.keys(), *value.values()]
-    if isinstance(value, list | tuple | set | frozenset):
-        return list(value)
-    if isinstance(value, types.FunctionType):
-        return [cell.cell_contents for cell in value.__closure__ or ()]
-    if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
-    if isinstance(value, types.MethodType):
-        return [value.__func__, value.__self__]
-    apart = isinstance(value, type | types.ModuleType | Tensor)
-    return [] if apart else list(getattr(value, "__dict__", {}).values())
+    if isinstance(value, type | types.ModuleType | Tensor):
+        return []
+    if isinstance(value, types.FunctionType):  # without its module's names
+        return [*(value.__closure__ or ())]
+    return gc.get_referents(value)
 
 
 # For entries that shard a model and its optimizers in one call

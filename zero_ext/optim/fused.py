@@ -74,7 +74,7 @@ class _FusedAdam(Fused):
         names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
         return Layout(names, functools.partial(_moments_of, self._zero_stored_as))
 
-    def _zero_update(self, verdict: _C.StepVerdict) -> None:
+    def _zero_update(self) -> None:
         groups = []
         for group in self.param_groups:
             betas, decoupled = group["betas"], group["decoupled_weight_decay"]
@@ -127,6 +127,6 @@ class SGD(Fused, torch.optim.SGD):
 
     _zero_layout = Layout(("momentum_buffer",), lambda group: 1 if group["momentum"] else 0)
 
-    def _zero_update(self, verdict: _C.StepVerdict) -> None:
+    def _zero_update(self) -> None:
         groups = [{name: group[name] for name in _OF_SGD} for group in self.param_groups]
         self.zero_core.state.apply_sgd([_C.SgdGroup(**group) for group in groups])

@@ -19,8 +19,8 @@ from zero_ext import _C
 from zero_ext._torch import TorchDispatchMode, schema_of
 from zero_ext.engine.handle import Handle
 from zero_ext.optim import elementwise
-from zero_ext.optim.groups import Group, named_in, parameters_of, replace_named, settings_of
-from zero_ext.optim.states import ShownStates, States
+from zero_ext.optim.groups import Group, parameters_of, settings_of
+from zero_ext.optim.states import States
 
 
 class OwnCode:
@@ -137,17 +137,19 @@ class OwnStates(States):
 
     Args:
         code: Of the optimizer.
+        given: By id of a parameter, the whole state that the optimizer has by now: it was adopted,
+            or its constructor has made states.
     """
 
-    def __init__(self, handle: Handle, state: _C.OptimizerState, code: OwnCode):
-        self._handle, self._state, self.code = handle, state, code
-        self._given: dict[int, dict[str, Any]] = {}  # by id, whole ones that were there before
+    def __init__(
+        self,
+        handle: Handle,
+        state: _C.OptimizerState,
+        code: OwnCode,
+        given: dict[int, dict[str, Any]],
+    ):
+        self._handle, self._state, self.code, self._given = handle, state, code, given
         self._away: dict[int, _C.OffloadedStorage] = {}  # in host memory, by storage
-
-    def take_over(self, states: dict[Any, Any], shown: ShownStates) -> None:
-        """The states that the optimizer had when it was adopted, or its constructor has made."""
-        self._given = {id(key): value for key, value in states.items() if isinstance(key, Tensor)}
-        replace_named(shown, named_in(states))
 
     def _gradient_of(self, parameter: Tensor, i: int) -> Tensor | None:
         """This rank's piece, flat."""
@@ -156,8 +158,14 @@ class OwnStates(States):
             return None if gradient is None else gradient.to_local()
         if self._handle.replicated and gradient.stride() == parameter.stride():
             return gradient.as_strided((gradient.numel(),), (1,))
-        piece = torch.empty_like(self._handle.engine.master_slice(i))
-        self._handle.as_parameter(piece, i, parameter).copy_(gradient)  # all ranks hold it
+        return self._piece_of(gradient, parameter, i)  # all ranks hold it
+
+    @torch.no_grad()
+    def _piece_of(self, value: Tensor, parameter: Tensor, i: int) -> Tensor:
+        """This rank's part of a value of the parameter's shape, flat; fp32, or of its own kind."""
+        kind = torch.float32 if value.is_floating_point() else value.dtype
+        piece = torch.empty_like(self._handle.engine.master_slice(i), dtype=kind)
+        self._handle.as_parameter(piece, i, parameter).copy_(value)
         return piece
 
     def _check_there(self) -> None:

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import _muon
 
-from zero_ext import _C
 from zero_ext.engine.checks import check_positive
 from zero_ext.optim.core import Core
 from zero_ext.optim.fused import Fused
@@ -89,7 +88,7 @@ class Muon(Fused, torch.optim.Muon):
 
     # The step
 
-    def _zero_update(self, verdict: _C.StepVerdict) -> None:
+    def _zero_update(self) -> None:
         for group in self.param_groups:
             _check_settings(group)
         core = self.zero_core

@@ -16,7 +16,6 @@ from zero_ext.engine.checks import check_positive
 from zero_ext.optim import elementwise
 from zero_ext.optim.arguments import Sharding, check_params
 from zero_ext.optim.core import Core
-from zero_ext.optim.groups import named_in
 from zero_ext.optim.lending import OwnCode
 from zero_ext.optim.owners import OWNER_MB, Owners
 from zero_ext.optim.sharded import Sharded, shard_states
@@ -83,7 +82,7 @@ class OwnUpdate(Sharded):
         else:
             super(Sharded, self).__init__(params, **kwargs)
         code.try_all(self.param_groups)
-        self.shard_update(code, named_in(self.state), owner_mb, sharding)
+        self.shard_update(code, owner_mb, sharding)
 
     def _zero_construct_apart(self, params: Any, kwargs: dict[str, Any]) -> None:
         """The constructor makes states, here of parameters without memory."""
@@ -101,27 +100,27 @@ class OwnUpdate(Sharded):
         for group, before in zip(self.param_groups, given, strict=True):
             group["params"] = before["params"]
 
-    def shard_update(
-        self, code: OwnCode, given: dict[Any, Any], owner_mb: float, sharding: Sharding
-    ) -> None:
-        """
-        Args:
-            given: States that the optimizer has by now, by parameter or by name.
-        """
+    def shard_update(self, code: OwnCode, owner_mb: float, sharding: Sharding) -> None:
+        """Shard what its constructor has made, or it had when it was adopted."""
+        given = {
+            id(p): state
+            for p, state in dict.items(self.state)
+            if isinstance(p, Tensor) and state and not any(map(_is_meta, state.values()))
+        }
 
         def make_states(core: Core) -> None:
             core.state = _C.OptimizerState(core.handle.engine, 0)
             core.in_python = True
+            of_all = core.handle, core.state, code, given
             if code.whole:
                 core.owners = Owners(
                     core.handle,
                     owner_mb=owner_mb,
                     element_bytes=2 * torch.float32.itemsize,  # master and gradient
                 )
-                core.states = Whole(core.handle, core.state, code, core.owners)
+                core.states = Whole(*of_all, owners=core.owners)
             else:
-                core.states = Slices(core.handle, core.state, code, core.settings.states)
-            core.states.take_over(given, core.shown)
+                core.states = Slices(*of_all, shared=core.settings.states)
 
         shard_states(self, sharding, code.name, make_states)
 
@@ -144,8 +143,12 @@ class OwnUpdate(Sharded):
         with contextlib.suppress(*[elementwise.WholeParametersError] if code.whole else ()):
             code.try_out({}, keywords)
 
-    def _zero_update(self, verdict: _C.StepVerdict) -> None:
+    def _zero_update(self) -> None:
         self.zero_core.states.update(self, self.zero_core.keywords)
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
 
 
 def check_keywords(name: str, step: Callable, keywords: dict[str, Any]) -> None:

@@ -241,7 +241,7 @@ class Sharded(torch.optim.Optimizer):
         try:
             verdict = self._zero_prepare_step(divide_by)
             if core.note_verdict(verdict, self.param_groups, divide_by):
-                self._zero_update(verdict)
+                self._zero_update()
             core.end_step(verdict)
         finally:
             core.keywords = {}
@@ -264,8 +264,8 @@ class Sharded(torch.optim.Optimizer):
         """Raise a TypeError for what the update does not take."""
         raise TypeError(f"step() got an unexpected keyword argument '{next(iter(keywords))}'")
 
-    def _zero_update(self, verdict: _C.StepVerdict) -> None:
-        """Update the parameters as ``verdict`` says, which the host may not know yet."""
+    def _zero_update(self) -> None:
+        """Update the parameters as the last verdict says, which the host may not know yet."""
         raise NotImplementedError
 
     @property
@@ -336,15 +336,10 @@ class Sharded(torch.optim.Optimizer):
 
     def stats(self) -> dict[str, int]:
         """See ``zero_ext.stats``."""
-        core = self.zero_core
-        of_owners = {} if core.owners is None else core.owners.stats()
-        of_states = {} if core.states is None else core.states.stats()
-        return {
-            **core.handle.stats(),
-            "skipped_steps": self.skipped_steps,
-            **of_owners,
-            **of_states,
-        }
+        core, stats = self.zero_core, {"skipped_steps": self.skipped_steps}
+        for each in (core.handle, core.owners, core.states):
+            stats |= {} if each is None else each.stats()
+        return stats
 
 
 def shard_states(

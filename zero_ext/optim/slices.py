@@ -21,11 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_ext import _C
-from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
 from zero_ext.optim.groups import Group, Trained, named_in, replace_named
-from zero_ext.optim.lending import OwnCode, OwnStates, WatchedWrites, lent
+from zero_ext.optim.lending import OwnStates, WatchedWrites, lent
 from zero_ext.optim.states import Loader, SavedState, ShownStates
 from zero_ext.optim.verdicts import SharedStates
 
@@ -50,10 +48,8 @@ class Slices(OwnStates):
         shared: Compares the states that have no value for each element.
     """
 
-    def __init__(
-        self, handle: Handle, state: _C.OptimizerState, code: OwnCode, shared: SharedStates
-    ):
-        super().__init__(handle, state, code)
+    def __init__(self, *of_all: Any, shared: SharedStates):
+        super().__init__(*of_all)
         self._shared = shared
         self._slices: dict[int, _Slice] = {}  # by index, of what has ever trained
         self._lists: list[list[Tensor]] = []  # the masters of each group
@@ -268,19 +264,11 @@ class Slices(OwnStates):
     def _taken(self, each: _Slice, values: dict[str, Any]) -> dict[str, Any]:
         """As the class gets them, values that users or its constructor have put there."""
         return {
-            name: self._piece_of(value, each)
+            name: self._piece_of(value, each.parameter, each.i)
             if _has_shape(value, each.parameter.shape) and self._is_cut(name, each.group, True)
             else copy.deepcopy(value)
             for name, value in values.items()
         }
-
-    @torch.no_grad()
-    def _piece_of(self, value: Tensor, each: _Slice) -> Tensor:
-        """This rank's part of a value of the parameter's shape, flat; fp32, or of its own kind."""
-        kind = torch.float32 if value.is_floating_point() else value.dtype
-        local = torch.empty_like(each.master, dtype=kind, requires_grad=False)
-        self._handle.as_parameter(local, each.i, each.parameter).copy_(value)
-        return local
 
     # Which states have a value for each element
 

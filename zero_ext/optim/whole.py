@@ -24,9 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zero_ext import _C
 from zero_ext._torch import tree_map_only
-from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
 from zero_ext.optim.groups import (
     Group,
@@ -36,7 +34,7 @@ from zero_ext.optim.groups import (
     replace_named,
     settings_of,
 )
-from zero_ext.optim.lending import OwnCode, OwnStates, WatchedWrites, lent
+from zero_ext.optim.lending import OwnStates, WatchedWrites, lent
 from zero_ext.optim.owners import KeptMasters, Owners, Values
 from zero_ext.optim.states import Loader, SavedState, ShownStates
 from zero_ext.optim.verdicts import shown as text_of
@@ -65,8 +63,8 @@ class _WholeParameter(NamedTuple):
 class Whole(OwnStates):
     """``optimizer.state`` has the class's states themselves, of what this rank owns."""
 
-    def __init__(self, handle: Handle, state: _C.OptimizerState, code: OwnCode, owners: Owners):
-        super().__init__(handle, state, code)
+    def __init__(self, *of_all: Any, owners: Owners):
+        super().__init__(*of_all)
         self._owners, self._masters = owners, KeptMasters(owners)
         self._trained: list[tuple[Tensor, int, int]] = []  # in the order of indices
         self.order: dict[int, int] = {}  # by index, where they stand in the groups
