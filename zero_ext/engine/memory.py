@@ -1,5 +1,6 @@
 """What a sharded model holds (``stats``), and what it would hold (``estimate_memory``)."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -136,25 +137,18 @@ def planned_units(
     plan: Plan, world_size: int, shards: int, device_type: str = "cpu"
 ) -> list["PlannedUnit"]:
     """The units of ``plan`` on ``world_size`` ranks."""
-    options = plan.options
-    default = "collective" if device_type == "cuda" else "exchange"
+    reduction = plan.options.reduction or ("collective" if device_type == "cuda" else "exchange")
     on_device = device_type not in ("cpu", "meta")
-    run = _Run(
-        world_size,
-        shards,
-        options.stage,
-        on_device,
-        (options.reduction or default) == "exchange",
-        on_device and options.offloads,
-        on_device and options.offloads_parameters,
-    )
+    policy = plan.options.offload_policy if on_device else None
+    options = dataclasses.replace(plan.options, reduction=reduction, offload_policy=policy)
     numels = [p.numel() for _, p in plan.parameters]
-    ranges = 1 if run.stage == 0 else shards
+    ranges = 1 if options.stage == 0 else shards
 
     def unit_of(unit: UnitPlan, block: int | None) -> PlannedUnit:
         sizes = [numels[i] for i in unit.members]
         alignment = _ALIGNMENT_BYTES // unit.dtype.itemsize
-        return PlannedUnit(unit, block, run, _C.Layout(sizes, ranges=ranges, alignment=alignment))
+        layout = _C.Layout(sizes, ranges=ranges, alignment=alignment)
+        return PlannedUnit(unit, block, layout, options, world_size, on_device)
 
     return [unit_of(unit, part.block) for part in plan.parts for unit in part.units]
 
@@ -181,25 +175,16 @@ def _device_of(module: nn.Module, device: torch.device | str | None) -> torch.de
     return next((p.device for p in module.parameters()), torch.device("cpu"))
 
 
-class _Run(NamedTuple):
-    """How the model will be trained."""
-
-    world: int
-    shards: int
-    stage: int
-    on_device: bool
-    exchanges: bool
-    offloads: bool
-    offloads_parameters: bool
-
-
 class PlannedUnit(NamedTuple):
-    """What the memory of one unit follows from. ``block``: see ``Part``."""
+    """What the memory of one unit follows from. ``block``: see ``Part``. ``options``: what they are
+    on the unit's device."""
 
     plan: UnitPlan
     block: int | None
-    run: _Run
     layout: _C.Layout
+    options: ShardingOptions
+    world: int
+    on_device: bool
 
     @property
     def itemsize(self) -> int:
@@ -225,7 +210,7 @@ class PlannedUnit(NamedTuple):
     @property
     def has_copy_on_host(self) -> bool:
         """Of its range, which an offloaded update works on."""
-        return self.plan.trainable and self.run.offloads and self.home != "host"
+        return self.plan.trainable and self.options.offloads and self.home != "host"
 
     @property
     def has_master(self) -> bool:
@@ -238,26 +223,27 @@ class PlannedUnit(NamedTuple):
     @property
     def home(self) -> str:
         """Where its parameters are while nobody needs them whole."""
-        if self.run.offloads_parameters and (self.run.offloads or not self.plan.trainable):
+        offloads = self.options.offloads
+        if self.options.offloads_parameters and (offloads or not self.plan.trainable):
             return "host"
-        is_cast = self.plan.trainable and self.itemsize != _FP32_BYTES and not self.run.offloads
-        if self.run.stage == 3 and self.run.on_device and is_cast:
+        is_cast = self.plan.trainable and self.itemsize != _FP32_BYTES and not offloads
+        if self.options.stage == 3 and self.on_device and is_cast:
             return "master"
-        return "shard" if self.run.stage == 3 and self.run.shards > 1 else "full"
+        return "shard" if self.options.stage == 3 and self.layout.ranges > 1 else "full"
 
     def bucket_bytes(self, local: bool) -> int:
         """``local``: sums of several backwards are sent, which are in fp32."""
-        in_fp32 = self.plan.gradient_is_fp32 or local or not self.run.exchanges
+        in_fp32 = self.plan.gradient_is_fp32 or local or self.options.reduction == "collective"
         itemsize = _FP32_BYTES if in_fp32 else self.itemsize
         message = self.layout.padded_numel
-        if not self.run.exchanges:
-            received = self.range_numel if self.layout.ranges > 1 or self.run.offloads else 0
+        if self.options.reduction == "collective":
+            received = self.range_numel if self.layout.ranges > 1 or self.options.offloads else 0
             return (message + received) * itemsize
-        places = self.run.world - (0 if self.run.offloads else 1)
+        places = self.world - (0 if self.options.offloads else 1)
         alignment = _ALIGNMENT_BYTES // itemsize
         most = max(message * itemsize, settings.window_bytes) // itemsize
         window = max(most // places // alignment * alignment, alignment)
-        if self.run.world == 1:
+        if self.world == 1:
             window = self.range_numel
         return (message + min(window, self.range_numel) * places) * itemsize
 
@@ -281,7 +267,7 @@ def _persistent_bytes(
                 ("grad", (unit.layout.padded_numel if local else share) * _FP32_BYTES),
                 ("optimizer_state", unit.state_bytes(state_dtype) if state_dtype else 0),
             ):
-                result["offloaded" if unit.run.offloads else kind] += size
+                result["offloaded" if unit.options.offloads else kind] += size
     return result
 
 
