@@ -1,7 +1,7 @@
 """Copies and pickles of a sharded module are plain modules: nothing of this package is in them.
 
-Each module that carries something gets a ``__reduce_ex__`` of its own, which ``copy.deepcopy`` and
-``pickle`` prefer to that of the class.
+Each module gets a ``__reduce_ex__`` of its own, which ``copy.deepcopy`` and ``pickle`` prefer to
+that of the class.
 """
 
 import weakref
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from zero_ext.engine.carried import Carried
+from zero_ext.engine.units import named_modules
 
 HOOKS = (
     "_forward_pre_hooks",
@@ -32,9 +33,8 @@ def is_ours(hook: Any) -> bool:
 
 
 def attach(module: nn.Module) -> None:
-    """Call it when ``module`` has all hooks and attributes."""
-    for each in module.modules():
-        if not isinstance(each, torch.jit.ScriptModule) and _carries(each):
+    for _, each in named_modules(module):
+        if not isinstance(each, torch.jit.ScriptModule):
             each.__dict__["__reduce_ex__"] = PlainReduce(each)
 
 
@@ -60,27 +60,23 @@ class PlainReduce(Carried):
         return make, arguments, *rest
 
 
-def _carries(module: nn.Module) -> bool:
-    attributes = module.__dict__
-    hooks = (hook for name in HOOKS for hook in attributes.get(name, {}).values())
-    return any(isinstance(v, Carried) for v in attributes.values()) or any(map(is_ours, hooks))
-
-
 def _plain(attributes: Any) -> Any:
     """The attributes of a module without what sharding has added; anything else as it is."""
     if not isinstance(attributes, dict):
         return attributes
-    plain, keys = {}, set()
-    for name, value in attributes.items():
-        if isinstance(value, Carried):
-            value = value.replaced()
-            if value is None:
-                continue
-        elif name in HOOKS:
-            keys |= {key for key, hook in value.items() if is_ours(hook)}
-        plain[name] = value
-    for name in (*HOOKS, *FLAGS):
-        if name in plain:
-            kept = [(key, value) for key, value in plain[name].items() if key not in keys]
-            plain[name] = type(plain[name])(kept)
+    plain = {k: v.copy() if k in (*HOOKS, *FLAGS) else v for k, v in attributes.items()}
+    remove_ours(plain)
     return plain
+
+
+def remove_ours(attributes: dict[str, Any]) -> None:
+    """Take out of a module's attributes what sharding has added to them."""
+    for hooks in (attributes.get(name, {}) for name in HOOKS):
+        for key in [key for key, hook in hooks.items() if is_ours(hook)]:
+            del hooks[key]
+            for flags in FLAGS:
+                attributes.get(flags, {}).pop(key, None)
+    carried = {name: value for name, value in attributes.items() if isinstance(value, Carried)}
+    attributes.update((name, value.replaced()) for name, value in carried.items())
+    for name in [name for name in carried if attributes[name] is None]:
+        del attributes[name]

@@ -1,11 +1,9 @@
 """``unwrap``: a sharded module becomes a plain one again."""
 
 import torch
-from torch import nn
 
-from zero_ext.engine.carried import Carried
 from zero_ext.engine.checks import check_module
-from zero_ext.module.plain_copies import FLAGS, HOOKS, is_ours
+from zero_ext.module.plain_copies import remove_ours
 from zero_ext.module.sharding import AnyModule
 from zero_ext.ranks.agreement import all_or_none
 from zero_ext.state.model_state import full_value, handles_of
@@ -39,19 +37,5 @@ def unwrap(module: AnyModule) -> AnyModule:
         for parameter, value in whole:
             parameter.data, parameter.grad = value, None
     for each in module.modules():
-        _remove_ours(each)
+        remove_ours(each.__dict__)
     return module
-
-
-def _remove_ours(module: nn.Module) -> None:
-    """Delete the hooks, methods and attributes that sharding has added to ``module``."""
-    for attribute in HOOKS:
-        hooks = module.__dict__.get(attribute, {})
-        for key in [k for k, hook in hooks.items() if is_ours(hook)]:
-            del hooks[key]
-            for flags in FLAGS:
-                module.__dict__.get(flags, {}).pop(key, None)
-    for name in [n for n, value in module.__dict__.items() if isinstance(value, Carried)]:
-        own = module.__dict__.pop(name).replaced()
-        if own is not None:
-            module.__dict__[name] = own
