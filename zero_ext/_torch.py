@@ -179,10 +179,11 @@ FLATTENED = "_fsdp_flattened"
 
 def wrapper_of(module: nn.Module) -> str | None:
     """The other wrapper that reduces gradients of ``module`` itself, or will do it."""
+    for kind in _WRAPPERS:
+        if isinstance(module, kind):
+            return kind.__name__
     registry = _get_registry(module) or {}
-    found = [kind.__name__ for kind in _WRAPPERS if isinstance(module, kind)]
-    found += [name for name in _COMPOSABLE if name in registry]
-    return found[0] if found else None
+    return next(filter(registry.__contains__, _COMPOSABLE), None)
 
 
 def wrapper_around(owner: nn.Module, key: str) -> str | None:

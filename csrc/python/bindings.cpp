@@ -25,7 +25,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     const py::gil_scoped_release no_gil;
     return zero_ext::kernels::digest(info.ptr, info.size * info.itemsize);
   });
-  m.def("reduced_by_ddp", &zero_ext::reduced_by_ddp);
   m.def(
       "wait_for_shutdowns",
       [](double seconds) {

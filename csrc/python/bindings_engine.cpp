@@ -1,5 +1,6 @@
 // The engine: one class, bound facet by facet.
-#include <limits>
+#include <algorithm>
+#include <cmath>
 #include <memory>
 #include <string>
 #include <utility>
@@ -142,13 +143,11 @@ void bind_construction(EngineClass& engine) {
       .def("replace_parameter", &Engine::replace_parameter, NoGil())
       .def("unfrozen", &Engine::unfrozen, NoGil())
       .def("stats", &Engine::stats, NoGil())
-      .def("set_gradient_dtype",
-           [](Engine& e, int64_t u, at::ScalarType dtype) {
-             e.parameters().unit(u).set_gradient_dtype(dtype);
+      .def("set_gradient_dtype",  // of the unit of parameter i
+           [](Engine& e, int64_t i, at::ScalarType dtype) {
+             e.parameters().trainable_home_of(i).set_gradient_dtype(dtype);
            })
-      .def_property_readonly("stage", [](const Engine& e) { return e.context().policy.stage; })
-      .def_property_readonly("unit_count",
-                             [](const Engine& e) { return e.parameters().unit_count(); });
+      .def_property_readonly("stage", [](const Engine& e) { return e.context().policy.stage; });
 }
 
 void bind_layout_of(EngineClass& engine) {
@@ -271,8 +270,7 @@ void bind_steps(EngineClass& engine) {
       .def(
           "norm_of_gradients",
           [](Engine& e, const std::vector<int64_t>& indices) {
-            const double never = std::numeric_limits<double>::infinity();
-            return e.steps().clip(indices, never, Steps::kUnknown);
+            return e.steps().clip(indices, HUGE_VAL, Steps::kUnknown);
           },
           NoGil())
       .def("meet_for_unfreezing", of(steps, &Steps::meet_for_unfreezing), NoGil())
@@ -283,6 +281,9 @@ void bind_steps(EngineClass& engine) {
 }  // namespace
 
 void bind_engine(py::module_& m) {
+  m.def("count_before_first_of_ddp", [](const std::vector<at::Tensor>& parameters) {
+    return std::ranges::find_if(parameters, reduced_by_ddp) - parameters.begin();
+  });
   bind_options(m);
   bind_layout(m);
   py::enum_<ZeroGrad>(m, "ZeroGrad")

@@ -1,7 +1,6 @@
 """What wrapping makes for each parameter: no view, and nothing that parameters of a shape share."""
 
 import copy
-import gc
 import io
 from collections import defaultdict
 
@@ -15,7 +14,6 @@ from torch.utils.weak import WeakIdRef
 
 import zero_ext
 from zero_ext.engine.carried import CarriedMethod
-from zero_ext.engine.registry import ByTensor
 from zero_ext.tensor.shard_tensor import ShardTensor
 
 
@@ -79,45 +77,6 @@ def test_parameters_of_one_shape_share_what_they_can(stage, made, mesh, rank, wo
     few, many = found
     assert few == many
     assert few["DTensorSpec"] == few["ShardTensor"] == 0
-
-
-def test_tensors_are_found_by_identity_and_held_weakly():
-    table = ByTensor()
-    first, second = torch.ones(3), torch.ones(3)
-    table.add(first, "first")
-    assert (table.get(first), table.get(second)) == ("first", None)
-    table.add(first, "again")
-    table.add(second, "second")
-    assert (table.get(first), table.get(second)) == ("again", "second")
-    del table[second]
-    assert table.get(second) is None
-    with pytest.raises(KeyError):
-        del table[second]
-    del first
-    gc.collect()
-    assert not table._entries
-    kept = [torch.ones(1) for _ in range(50)]  # some where the first one was
-    assert [table.get(tensor) for tensor in kept] == [None] * 50
-
-
-def test_a_table_that_is_gone_leaves_its_tensors_alone():
-    table, tensor = ByTensor(), torch.ones(3)
-    table.add(tensor, tensor.shape)
-    del table
-    gc.collect()
-    del tensor
-
-
-def test_a_parameter_that_only_cpp_holds_meanwhile_is_still_found():
-    """Its Python object goes and comes back as the same one."""
-    table, module = ByTensor(), nn.Linear(3, 3)
-    loss = module(torch.ones(2, 3)).sum()
-    table.add(module.weight, "weight")
-    del module._parameters["weight"]
-    gc.collect()
-    transpose, _ = loss.grad_fn.next_functions[0][0].next_functions[2]
-    accumulate, _ = transpose.next_functions[0]
-    assert table.get(accumulate.variable) == "weight"
 
 
 def stepped(**kwargs) -> tuple[nn.Module, zero_ext.optim.AdamW]:

@@ -16,10 +16,10 @@ LINES = {
         "deepspeed": 3980,
         "engine": 2780,
         "integrations": 1440,
-        "module": 1140,
+        "module": 1130,
         "optim": 4230,
         "ranks": 630,
-        "state": 1000,
+        "state": 980,
         "tensor": 700,
         "testing": 520,
     },
@@ -39,7 +39,7 @@ LINES = {
         "units": 2770,
     },
 }
-FILES = {"checkpoint": 13, "engine": 14, "optim": 17}  # of a Python room
+FILES = {"checkpoint": 13, "engine": 13, "optim": 17}  # of a Python room
 PRIVATE_READS = 50  # x._name of an object of another file
 PRIVATE_READS_OF_A_FILE = 7
 FILES_IN_CIRCLES = 3  # those of tensor: import each other, imports for type checkers counted

@@ -48,7 +48,7 @@ def all_bytes(model) -> int:
     handle, _ = find(next(model.parameters()))
     engine = handle.engine
     itemsize = next(model.parameters()).element_size()
-    return sum(engine.padded_numel(u) * itemsize for u in range(engine.unit_count))
+    return sum(engine.padded_numel(u) * itemsize for u in range(engine.stats()["units"]))
 
 
 @torch.no_grad()

@@ -38,18 +38,14 @@ class CarriedMethod(Carried):
     """A method of an object, as a hook or an attribute of a module."""
 
     def __init__(self, method: Callable):
-        self._method = method
+        self.method = method
         for attribute in ("__name__", "__qualname__", "__doc__"):
             setattr(self, attribute, getattr(method, attribute))
-
-    @property
-    def owner(self) -> Any:
-        return self._method.__self__
 
     # torch.compile would look inside, find nothing to compile, and look again at every new shape.
     @torch.compiler.disable
     def __call__(self, *args, **kwargs):
-        return self._method(*args, **kwargs)
+        return self.method(*args, **kwargs)
 
 
 class CarriedReplacement(Carried):

@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from zero_ext import _C
-from zero_ext._torch import is_traceable_wrapper_subclass, wrapper_of
+from zero_ext._torch import FLATTENED, is_traceable_wrapper_subclass, wrapper_of
 from zero_ext.engine.registry import find, living
+from zero_ext.engine.units import named_modules
 from zero_ext.ranks.groups import Groups
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that parameters are trained in
@@ -27,7 +28,7 @@ def check_module(module, verb: str) -> None:
 
 def refuse_wrapped(module: nn.Module) -> None:
     """Raise if another wrapper reduces gradients of ``module``, or will do it."""
-    for name, each in module.named_modules():
+    for name, each in named_modules(module):
         if (kind := wrapper_of(each)) is not None:
             which = f"submodule '{name}'" if name else "the module"
             raise ValueError(
@@ -108,8 +109,21 @@ def check_parameters(
     Raises:
         ValueError, TypeError: naming the first parameter that cannot be.
     """
+    usable = set(filter(_C.has_kernels_on, {p.device for _, p in parameters}))
     for name, parameter in parameters:
+        if type(parameter) is not nn.Parameter:
+            _check_class(f"{groups.where}parameter '{name}'", parameter)
         _check_alone(groups, name, parameter, meta_allowed)
+        can_be_used = parameter.device in usable or (meta_allowed and parameter.is_meta)
+        if parameter.dtype not in DTYPES or not can_be_used:
+            reject_dtype(groups, name, parameter)
+    first = _C.count_before_first_of_ddp([p for _, p in parameters])
+    if first < len(parameters):
+        raise ValueError(
+            f"{groups.where}parameter '{parameters[first][0]}' is reduced by "
+            "DistributedDataParallel already: its gradient would be averaged twice. Use the plain "
+            "module (ddp.module before wrapping) without DDP."
+        )
     _check_memory_of_their_own(groups, parameters)
     for name, parameter in (*parameters, *whole):
         if parameter.device != groups.device and not parameter.is_meta:
@@ -122,18 +136,12 @@ def check_parameters(
             reject_dtype(groups, name, parameter)
 
 
-def _check_alone(groups: Groups, name: str, parameter: Tensor, meta_allowed: bool) -> None:
-    where = f"{groups.where}parameter '{name}'"
+def _check_class(where: str, parameter: Tensor) -> None:
     if isinstance(parameter, DTensor):
         raise TypeError(
             f"{where} is a DTensor with placements {parameter.placements}: parallelize_module() "
             "(tensor parallelism) or fully_shard() has cut it. zero_ext supports neither beside "
             "its own sharding. Shard the plain module, without that call."
-        )
-    if getattr(parameter, "_fsdp_flattened", False):
-        raise TypeError(
-            f"{where} is flattened by FullyShardedDataParallel, which shards it already. Pass a "
-            "plain module, before FullyShardedDataParallel()."
         )
     if isinstance(parameter, UninitializedParameter):
         raise ValueError(
@@ -144,6 +152,15 @@ def _check_alone(groups: Groups, name: str, parameter: Tensor, meta_allowed: boo
             f"{where} is a {type(parameter).__name__}, which wraps other tensors and cannot be "
             "cut. Leave it out (ignored_params)."
         )
+
+
+def _check_alone(groups: Groups, name: str, parameter: Tensor, meta_allowed: bool) -> None:
+    where = f"{groups.where}parameter '{name}'"
+    if getattr(parameter, FLATTENED, False):
+        raise TypeError(
+            f"{where} is flattened by FullyShardedDataParallel, which shards it already. Pass a "
+            "plain module, before FullyShardedDataParallel()."
+        )
     if (entry := find(parameter)) is not None:
         raise ValueError(f"{where} is sharded already. {_how_to_shard_once(entry[0])}")
     if parameter.is_meta and not meta_allowed:
@@ -151,19 +168,11 @@ def _check_alone(groups: Groups, name: str, parameter: Tensor, meta_allowed: boo
             f"{where} is on the meta device, where it has no values. Shard the module with stage 3,"
             " or give it values before (module.to_empty(device=...) and an initialisation)."
         )
-    usable = (meta_allowed and parameter.is_meta) or _C.has_kernels_on(parameter.device)
-    if parameter.dtype not in DTYPES or not usable:
-        reject_dtype(groups, name, parameter)
     if parameter.layout != torch.strided:
         raise TypeError(f"{where} has layout {parameter.layout}; only dense ones can be cut.")
     if parameter.grad is not None:
         raise ValueError(
             f"{where} has a gradient already, which was never reduced. Call zero_grad() first."
-        )
-    if _C.reduced_by_ddp(parameter):
-        raise ValueError(
-            f"{where} is reduced by DistributedDataParallel already: its gradient would be "
-            "averaged twice. Use the plain module (ddp.module before wrapping) without DDP."
         )
 
 

@@ -12,14 +12,37 @@ from torch import Tensor, nn
 
 from zero_ext import _C, _torch
 from zero_ext.engine import registry
-from zero_ext.engine.host_gradient import HostGradient
+from zero_ext.engine.checks import DTYPES
 from zero_ext.engine.registry import Handle
 from zero_ext.ranks.agreement import check_same_on_all_ranks, naming
 from zero_ext.ranks.collectives import all_reduce_
 from zero_ext.tensor.dispatch import groups_of
 from zero_ext.tensor.shard_tensor import ShardTensor
 
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+class HostGradient(Tensor):
+    """An offloaded gradient that is whole on this rank. It lies on the CPU, as the ``.grad`` of a
+    parameter on a device. A plain tensor to everybody but torch's GradScaler.
+
+    GradScaler copies its scale to the gradients' device without waiting for it, and reads the copy
+    at once.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            torch.accelerator.synchronize()
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo) -> Tensor:
+        memo[id(self)] = copied = self.detach().clone()
+        return copied
+
+    def __reduce_ex__(self, protocol):
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
 _KINDS = (Tensor, nn.Parameter, ShardTensor, HostGradient)
 
 
@@ -65,10 +88,7 @@ def checked_norm(norm: Tensor, error_if_nonfinite: bool) -> Tensor:
 def _have_kernels(tensors: Sequence[Tensor]) -> bool:
     device = tensors[0].device
     return _C.has_kernels_on(device) and all(
-        type(t) in _KINDS
-        and t.dtype in _KERNEL_DTYPES
-        and t.device == device
-        and t.layout == torch.strided
+        type(t) in _KINDS and t.dtype in DTYPES and t.device == device and t.layout == torch.strided
         for t in tensors
     )
 
@@ -227,7 +247,7 @@ def _unscale(self, optimizer) -> None:
 
 
 _torch.replace_clipping(
-    registry.any_living,
+    lambda: bool(registry.living()),
     clip_grad_norm_=_clip_norm,
     get_total_norm=_total_norm,
     clip_grads_with_norm_=_clip_with_norm,

@@ -13,12 +13,11 @@ from torch import Tensor
 from zero_ext import _C, _torch
 from zero_ext.engine import (
     checks,
-    clipping,  # noqa: F401 (which changes torch's clipping)
     registry,
     released,  # noqa: F401 (which makes the errors of released parameters)
 )
 from zero_ext.engine.checks import Named
-from zero_ext.engine.host_gradient import HostGradient
+from zero_ext.engine.clipping import HostGradient
 from zero_ext.engine.meta import MetaModules
 from zero_ext.engine.plan import Part, Plan, units_by_size
 from zero_ext.engine.unit_hooks import (
@@ -278,10 +277,6 @@ class Handle:
         whole = value.full_tensor() if isinstance(value, shard_tensor.ShardTensor) else value
         self.engine.write_parameter(i, whole)
 
-    def parameter_shard(self, i: int) -> Tensor:
-        """This rank's part of a parameter, shown in its shape."""
-        return self.as_parameter(self.engine.parameter_slice(i), i, self.parameters[i])
-
     def _show_gradient(self, i: int, local: Tensor) -> Tensor:
         """What ``.grad`` is: this rank's slice of the sum, in the parameter's shape."""
         parameter = self.parameters[i]
@@ -338,7 +333,7 @@ def _make_unit(engine: _C.Engine, parameters: Sequence[Tensor], unit: UnitPlan) 
     name, count = engine.unit_name_of(unit.members[0]), len(unit.members)
     _log.debug("zero_ext: %s unit '%s': %d parameters in %s", kind.name, name, count, unit.dtype)
     if unit.trainable and unit.gradient_is_fp32:
-        engine.set_gradient_dtype(engine.unit_count - 1, torch.float32)
+        engine.set_gradient_dtype(unit.members[0], torch.float32)
         for i in unit.members:
             parameters[i].grad_dtype = torch.float32
     return number

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from zero_ext.engine.units import named_modules
+
 
 class MetaModules:
     """The modules of ``root`` that have parameters or buffers on the meta device.
@@ -25,11 +27,9 @@ class MetaModules:
         self._init = param_init_fn
         self._device = device
         self._modules: dict[str, nn.Module] = {}
-        for name, module in root.named_modules():
-            tensors = [p for p in module._parameters.values() if p is not None]
-            tensors = [p for p in tensors if id(p) not in ignored]
-            tensors += [b for b in module._buffers.values() if b is not None]
-            if not any(t.is_meta for t in tensors):
+        for name, module in named_modules(root):
+            tensors = [*module._parameters.values(), *module._buffers.values()]
+            if not [t for t in tensors if t is not None and t.is_meta and id(t) not in ignored]:
                 continue
             if param_init_fn is None and not hasattr(module, "reset_parameters"):
                 raise ValueError(

@@ -1,7 +1,6 @@
 """Plan: what sharding makes of some parameters. It is decided before anything changes, and read by
 ``shard``, ``estimate_memory`` and ``python -m zero_ext.plan``."""
 
-from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,10 +18,13 @@ from zero_ext.engine.units import (
     cut_by_module,
     cut_by_size,
     modules_of_units,
+    named_modules,
     parts,
     split_block,
 )
 from zero_ext.ranks.groups import Groups
+
+Found = tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]], frozenset[int]]
 
 
 class Part(NamedTuple):
@@ -45,7 +47,7 @@ class Plan:
         parts: All units, in the order in which they are made.
         blocks: With stage 3, the modules that gather units; None with the other stages.
         cast_modules: The modules whose inputs ``mp_policy`` casts.
-        several_uses: The parameters whose uses autograd adds up, see ``_several_uses``.
+        several_uses: The parameters whose uses autograd adds up, see ``parameters_of``.
         prefetch_bytes: How much may be gathered ahead of its use.
     """
 
@@ -64,20 +66,19 @@ def plan_module(
     options: ShardingOptions,
     choice: Choice = None,
     *,
-    ignored: Container[int] = (),
+    found: Found | None = None,
     casts: bool = False,
 ) -> Plan:
     """
     Args:
         choice: Which modules make units, see ``shard``.
-        ignored: The ids of parameters to leave alone.
+        found: What ``parameters_of(module)`` has found.
         casts: Whether inputs of the units' modules are cast.
     Raises:
         ValueError, TypeError: ``choice`` chooses nothing, or is no ``Choice``.
     """
-    named, whole = parameters_of(module, ignored)
+    named, whole, several = found or parameters_of(module)
     parameters = [p for _, p in named]
-    several = _several_uses(module, parameters)
     modules = modules_of_units(module, parameters, choice) if casts or choice is not None else []
     if options.stage < 3:
         trained = {i: p for i, p in enumerate(parameters) if p.requires_grad}
@@ -111,15 +112,26 @@ def plan_parameters(
     return Plan(options, parameters, [Part(units_by_size(trained, options))], whole)
 
 
-def parameters_of(
-    module: nn.Module, ignored: Container[int] = ()
-) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
-    """The named parameters that are sharded, and those that every rank keeps whole."""
-    named, whole = [], []
-    for name, p in module.named_parameters():
-        if id(p) not in ignored:
-            (whole if stays_whole(p) else named).append((name, p))
-    return named, whole
+def parameters_of(module: nn.Module, ignored: Iterable[int] = ()) -> Found:
+    """The named parameters that are sharded, those that every rank keeps whole, and the indices of
+    the former that have several names, such as tied embeddings and heads.
+
+    Autograd adds up a parameter's uses in one backward before any hook sees them, in the
+    gradient's dtype: in bf16, 256 + 1 is 256. So gradients of these arrive and travel in fp32.
+    Several uses under one name, by a module that is called twice, cannot be known beforehand.
+    """
+    named, whole, uses = [], [], dict.fromkeys(ignored, -1)
+    for prefix, each in named_modules(module, remove_duplicate=False):
+        for key, p in each._parameters.items():
+            count = 0 if p is None else uses.get(id(p), 0)
+            if p is None or count < 0:
+                continue
+            if count == 0:
+                name = f"{prefix}.{key}" if prefix else key
+                (whole if stays_whole(p) else named).append((name, p))
+            uses[id(p)] = count + 1
+    several = [i for i, (_, p) in enumerate(named) if uses[id(p)] > 1]
+    return named, whole, frozenset(several)
 
 
 def units_by_size(
@@ -167,14 +179,3 @@ def _prefetch_bytes(
         return int(options.prefetch_mb * 2**20)
     sizes = [bytes_of(b.members, parameters, options.param_dtype) for b in blocks if not b.root]
     return int(max(options.bucket_bytes, 1.5 * max(sizes, default=0)))
-
-
-def _several_uses(module: nn.Module, parameters: Sequence[Tensor]) -> frozenset[int]:
-    """The parameters that the module has under several names, such as tied embeddings and heads.
-
-    Autograd adds up a parameter's uses in one backward before any hook sees them, in the
-    gradient's dtype: in bf16, 256 + 1 is 256. So gradients of these arrive and travel in fp32.
-    Several uses under one name, by a module that is called twice, cannot be known beforehand.
-    """
-    names = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
-    return frozenset(i for i, p in enumerate(parameters) if names[id(p)] > 1)

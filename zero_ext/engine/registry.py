@@ -40,10 +40,6 @@ def living() -> list[Handle]:
     return [handle for each in tuple(_living) if (handle := each()) is not None]
 
 
-def any_living() -> bool:
-    return bool(_living)
-
-
 def find(parameter: Tensor) -> tuple[Handle, int] | None:
     """The handle that shards ``parameter`` and the parameter's index in its engine, or None."""
     for reference in tuple(_living):  # a garbage collection may change the list

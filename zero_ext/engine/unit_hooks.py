@@ -268,7 +268,8 @@ def watch_module(module: nn.Module, hooks: SiteHooks) -> None:
 def hooks_of(module: nn.Module) -> list[SiteHooks]:
     """The hooks that run when a forward enters ``module``."""
     carried = [h for h in module._forward_pre_hooks.values() if isinstance(h, CarriedMethod)]
-    return [hook.owner for hook in carried if isinstance(hook.owner, SiteHooks)]
+    owners = [hook.method.__self__ for hook in carried]
+    return [owner for owner in owners if isinstance(owner, SiteHooks)]
 
 
 def tensors_in(value: Any) -> list[Tensor]:

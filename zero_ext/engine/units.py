@@ -1,12 +1,10 @@
 """How parameters are cut into units, which are reduced, stepped and gathered together."""
 
-import inspect
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 # What `shard(units=)` takes: module classes, or a predicate of a module's name and itself.
 Choice = type | Collection[type] | Callable[[str, nn.Module], bool] | None
@@ -27,6 +25,30 @@ class UnitPlan(NamedTuple):
 # A parameter that is so many times smaller than a bucket may wait for others: see Note [Reduction
 # order] in csrc/reduce/reductions.h.
 _SMALL = 64
+
+
+def named_modules(root: nn.Module, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
+    """As torch's, which takes several frames of Python for each module and each level above it."""
+    found, seen, left = [], set(), [("", root)]
+    while left:
+        name, module = left.pop()
+        if remove_duplicate and module in seen:
+            continue
+        seen.add(module)
+        found.append((name, module))
+        prefix = f"{name}." if name else ""
+        for key, child in reversed([*module._modules.items()]):
+            if child is not None:
+                left.append((prefix + key, child))
+    return found
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    for _, each in named_modules(module):
+        for parameter in each._parameters.values():
+            if parameter is not None:
+                return True
+    return False
 
 
 def cut_by_size(
@@ -109,7 +131,8 @@ def cut_by_module(
     owned = _owned(root, parameters, chosen)
     # The child of a list in which a chosen module lies.
     items = dict(_repeated(root, "")) if choice is None else {}
-    of_items = {name: root.get_submodule(name) for name in items.values()}
+    everything = dict(named_modules(root, remove_duplicate=False))
+    of_items = {name: everything[name] for name in items.values()}
     strangers = _strangers_before(root, chosen | of_items)
     blocks: list[Block] = []
     # Chosen modules that may be merged, by their place; those of one item are one entry.
@@ -215,16 +238,16 @@ def _described(value: object) -> str:
 def _chosen(root: nn.Module, choice: Choice) -> dict[str, nn.Module]:
     if choice is None:
         chosen = {*dict(_repeated(root, "")), *_called_alone(root, "")}
-        modules = root.named_modules(remove_duplicate=False)
+        modules = named_modules(root, remove_duplicate=False)
         return {name: module for name, module in modules if name in chosen}
     if isinstance(choice, (type, Collection)) and not isinstance(choice, str):
         classes = (choice,) if isinstance(choice, type) else tuple(choice)
         for each in classes:
             if not isinstance(each, type) or not issubclass(each, nn.Module):
                 raise TypeError(f"zero_ext: units holds {_described(each)}. {_UNITS_EXAMPLE}")
-        chosen = {n: m for n, m in root.named_modules() if n and isinstance(m, classes)}
+        chosen = {n: m for n, m in named_modules(root) if n and isinstance(m, classes)}
     elif callable(choice) and not isinstance(choice, nn.Module):
-        chosen = {n: m for n, m in root.named_modules() if n and choice(n, m)}
+        chosen = {n: m for n, m in named_modules(root) if n and choice(n, m)}
     else:
         raise TypeError(f"zero_ext: units is {_described(choice)}. {_UNITS_EXAMPLE}")
     if not chosen:
@@ -270,7 +293,7 @@ def _called_children(module: nn.Module, prefix: str, item: str = "") -> Iterator
     is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
     for name, child in module.named_children():
         name = f"{prefix}.{name}" if prefix else name
-        if next(child.parameters(), None) is None:
+        if not _has_parameters(child):
             continue
         its_item = name if is_list else item
         if _has_forward(child):
@@ -280,8 +303,10 @@ def _called_children(module: nn.Module, prefix: str, item: str = "") -> Iterator
 
 
 def _has_forward(module: nn.Module) -> bool:
-    own = inspect.getattr_static(type(module), "forward", None)
-    return "forward" in vars(module) or own is not nn.Module.__dict__["forward"]
+    for attributes in (vars(module), *map(vars, type(module).__mro__)):
+        if "forward" in attributes:
+            return attributes["forward"] is not nn.Module.__dict__["forward"]
+    return False
 
 
 def largest_of_many(
@@ -292,8 +317,8 @@ def largest_of_many(
     largest = max(range(len(blocks)), key=sizes.__getitem__)
     share = sizes[largest] / max(sum(sizes), 1)
     held = {id(parameters[i]) for i in blocks[largest].members}
-    inside = {id(m): m for module in blocks[largest].modules for m in module.modules()}
-    owners = sum(any(id(p) in held for p in m._parameters.values()) for m in inside.values())
+    inside = {id(m): m for each in blocks[largest].modules for _, m in named_modules(each)}
+    owners = sum([not held.isdisjoint(map(id, m._parameters.values())) for m in inside.values()])
     return (blocks[largest], share) if share > 0.5 and owners > 1 else None
 
 
@@ -311,7 +336,7 @@ def _owned(
         for parameter in module._parameters.values():
             if id(parameter) in index:
                 owners.setdefault(index[id(parameter)], set()).add(owner)
-        left.extend((child, owner) for child in module.children())
+        left += [(child, owner) for child in module._modules.values() if child is not None]
     owned: dict[str, list[int]] = {}
     for i in range(len(parameters)):
         mine = owners[i]
@@ -323,12 +348,12 @@ def _strangers_before(root: nn.Module, chosen: dict[str, nn.Module]) -> dict[str
     """How many of a chosen module's siblings come before it, have parameters and are not chosen."""
     ids = {id(module) for module in chosen.values()}
     result = {}
-    for prefix, parent in root.named_modules(remove_duplicate=False):
+    for prefix, parent in named_modules(root, remove_duplicate=False):
         strangers = 0
-        for key, child in parent.named_children():
+        for key, child in parent._modules.items():
             if id(child) in ids:
                 result[f"{prefix}.{key}" if prefix else key] = strangers
-            elif any(True for _ in child.parameters()):
+            elif child is not None and _has_parameters(child):
                 strangers += 1
     return result
 
@@ -336,12 +361,9 @@ def _strangers_before(root: nn.Module, chosen: dict[str, nn.Module]) -> dict[str
 def bytes_of(
     members: Sequence[int], parameters: Sequence[Tensor], param_dtype: torch.dtype | None
 ) -> int:
-    """In the dtype that is computed in. Lazy parameters have no size: ``Handle`` rejects them."""
-    return sum(
-        parameters[i].numel() * (param_dtype or parameters[i].dtype).itemsize
-        for i in members
-        if not is_lazy(parameters[i])
-    )
+    """In the dtype that is computed in."""
+    held = [parameters[i] for i in members]
+    return sum([p.numel() * (param_dtype or p.dtype).itemsize for p in held])
 
 
 def parts(blocks: Sequence[Block]) -> list[tuple[int, list[int]]]:

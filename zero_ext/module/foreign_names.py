@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from zero_ext.engine.carried import Carried
+from zero_ext.engine.units import named_modules
 
 _ARGUMENTS = {
     "auto_wrap_policy": "Pass units=Block, the class of the blocks.",
@@ -63,11 +64,10 @@ def reject_foreign(arguments: dict[str, Any]) -> NoReturn:
 
 def attach(module: nn.Module) -> None:
     """Names of ``_ATTRIBUTES`` that a module does not have raise their remedies from now on."""
-    for each in module.modules():
-        tables = {name: each.__dict__.get(name) for name in _TABLES}
-        if all(type(table) is dict for table in tables.values()):  # and no MissingNames
-            for name in [name for name in _TABLES if not tables[name]][:1]:
-                each.__dict__[name] = MissingNames(each)
+    for _, each in named_modules(module):
+        tables = [each.__dict__.get(name) for name in _TABLES]
+        if [*map(type, tables)] == [dict] * len(_TABLES) and {} in tables:  # and no MissingNames
+            each.__dict__[_TABLES[tables.index({})]] = MissingNames(each)
 
 
 class MissingNames(Carried, dict):

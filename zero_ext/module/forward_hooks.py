@@ -15,8 +15,35 @@ from zero_ext import _torch
 from zero_ext.engine.carried import Carried, CarriedMethod
 from zero_ext.engine.checks import reject_wrapper
 from zero_ext.engine.handle import Handle
+from zero_ext.engine.plan import parameters_of
 from zero_ext.engine.registry import find
-from zero_ext.module.rank0_buffers import Rank0Buffers
+from zero_ext.engine.units import named_modules
+from zero_ext.ranks.agreement import naming
+from zero_ext.ranks.collectives import copy_from_rank_0
+from zero_ext.ranks.groups import Groups
+
+
+class Rank0Buffers:
+    """``shard(broadcast_buffers=True)``: gives every rank rank 0's buffers before a forward, in the
+    forwards in which DDP does so.
+
+    Those are the first forward, and each that follows a forward that was recorded for a backward
+    outside of ``no_sync()``.
+    """
+
+    def __init__(self, groups: Groups):
+        self._groups = groups
+        self._due = True
+        self.no_syncs = 0  # contexts that are open
+
+    def before_forward(self, module: nn.Module) -> None:
+        if self._due:
+            with naming("a forward with broadcast_buffers=True"):
+                # Listed anew each time: a forward may put another tensor in a buffer's place.
+                copy_from_rank_0(self._groups, module.buffers())
+
+    def after_forward(self) -> None:
+        self._due = torch.is_grad_enabled() and self.no_syncs == 0
 
 
 class _Table(NamedTuple):
@@ -41,7 +68,7 @@ class ForwardHooks:
         self._mp_policy = mp_policy
         self._parameters: list[_Table] = []
         self._modules: list[_Table] = []
-        for name, each in module.named_modules():
+        for name, each in named_modules(module):
             if any(map(handle.holds, each._parameters.values())):
                 table = _Table(name, each._parameters, dict(each._parameters.items()))
                 self._parameters.append(table)
@@ -56,7 +83,8 @@ class ForwardHooks:
         self._attributes = [
             next(filter(handle.holds, table.kept.values())).__dict__ for table in self._parameters
         ]
-        named = module.named_parameters()
+        named, whole, _ = parameters_of(module)
+        named = (*named, *whole)
         self._ignored = {name for name, p in named if p.requires_grad and find(p) is None}
 
     def attach(self, module: nn.Module) -> None:

@@ -10,6 +10,7 @@ from zero_ext import _C
 from zero_ext.engine.carried import Carried, CarriedMethod, CarriedReplacement
 from zero_ext.engine.checks import check_bool, check_positive
 from zero_ext.engine.handle import Handle
+from zero_ext.engine.units import named_modules
 from zero_ext.module.forward_hooks import ForwardHooks
 from zero_ext.ranks.agreement import calling
 
@@ -177,3 +178,30 @@ class ZeroGrad(CarriedReplacement):
         for parameter in module.parameters():
             if parameter.grad is not None and not handle.holds(parameter):
                 parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)
+
+
+class SavePretrained(CarriedReplacement):
+    """The module's own method, with whole parameters (stage 3).
+
+    Every rank may call it. One rank may call it alone where all ranks share a host: it reads the
+    other ranks' parts.
+    """
+
+    def __init__(self, module: nn.Module, methods: ShardedMethods):
+        super().__init__(module, "save_pretrained")
+        self._methods = methods
+
+    def __call__(self, *args, **kwargs):
+        save = self._method()
+        if kwargs.get("state_dict") is not None:
+            return save(*args, **kwargs)
+        with self._methods.summon_full_params(writeback=False):
+            return save(*args, **kwargs)
+
+
+def replace_save_pretrained(module: nn.Module, methods: ShardedMethods) -> None:
+    """Of ``module`` and each submodule that can save itself. Pipelines save their parts."""
+    for _, each in named_modules(module):
+        saves = callable(getattr(type(each), "save_pretrained", None))
+        if saves and not isinstance(each, torch.jit.ScriptModule):
+            each.__dict__["save_pretrained"] = SavePretrained(each, methods)

@@ -21,10 +21,15 @@ from zero_ext.engine.handle import Handle
 from zero_ext.engine.meta import MetaModules
 from zero_ext.engine.options import ShardingOptions
 from zero_ext.engine.plan import Plan, parameters_of, plan_module
-from zero_ext.engine.units import Choice, largest_of_many
-from zero_ext.module import foreign_names, plain_copies, save_pretrained
+from zero_ext.engine.units import Choice, largest_of_many, named_modules
+from zero_ext.module import foreign_names, plain_copies
 from zero_ext.module.forward_hooks import ForwardHooks, cast_inputs, input_dtype
-from zero_ext.module.methods import ShardedMethods, ZeroGrad, refuse_taken_names
+from zero_ext.module.methods import (
+    ShardedMethods,
+    ZeroGrad,
+    refuse_taken_names,
+    replace_save_pretrained,
+)
 from zero_ext.module.state_dict_hooks import StateDictHooks
 from zero_ext.ranks.groups import Groups, resolve
 
@@ -147,12 +152,13 @@ def shard(
     groups = resolve(None, mesh, module.parameters())
     ignored_params = _checked_ignored(ignored_params, param_init_fn)
     ignored = {id(p) for p in ignored_params}
-    named, whole = parameters_of(module, ignored)
+    found = parameters_of(module, ignored)
+    named, whole, _ = found
     buffers = list(module.named_buffers()) if sync_module_states else []
     check_buffers(groups, [(name, b) for name, b in buffers if not b.is_meta])
     check_parameters(groups, named, whole=whole, meta_allowed=stage == 3)
     casts = input_dtype(mp_policy) is not None
-    plan = plan_module(module, options, units, ignored=ignored, casts=casts)
+    plan = plan_module(module, options, units, found=found, casts=casts)
     meta = None
     if stage == 3:
         left_alone = ignored | {id(p) for _, p in whole}
@@ -208,7 +214,7 @@ def _checked_ignored(
 
 def _refuse_writing_forwards(module: nn.Module, groups: Groups, ignored: set[int]) -> None:
     """Raise if a forward writes to an embedding: other ranks may gather half of a written row."""
-    for name, child in module.named_modules() if groups.world > 1 else ():
+    for name, child in named_modules(module) if groups.world > 1 else ():
         embeds = isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None
         if embeds and id(child.weight) not in ignored:
             raise ValueError(
@@ -262,11 +268,11 @@ def _log_large_unit(groups: Groups, module: nn.Module, plan: Plan) -> None:
     """Say so where one unit has most of the parameters: they are all in memory at once."""
     options, parameters = plan.options, [p for _, p in plan.parameters]
     found = largest_of_many(plan.blocks, parameters, options.param_dtype)
-    fits = options.bucket_bytes >= sum(p.numel() * p.element_size() for p in parameters)
+    fits = options.bucket_bytes >= sum([p.numel() * p.element_size() for p in parameters])
     if found is None or fits or groups.shards == 1 or groups.rank > 0:
         return
     block, share = found
-    names = {id(m): name for name, m in module.named_modules()}
+    names = {id(m): name for name, m in named_modules(module)}
     which = names[id(block.modules[0])]
     _log.warning(
         "%sone unit, %s, holds %d %% of the parameters, which are gathered together. "
@@ -291,7 +297,7 @@ def _attach(
     module.zero_grad = ZeroGrad(handle, module)
     if handle.engine.releases:
         StateDictHooks(handle).attach(module)
-        save_pretrained.attach(module, methods)
+        replace_save_pretrained(module, methods)
     forward_hooks.attach(module)
     foreign_names.attach(module)
     plain_copies.attach(module)

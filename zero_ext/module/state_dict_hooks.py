@@ -6,6 +6,7 @@ from torch import nn
 from zero_ext.engine.carried import CarriedMethod
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
+from zero_ext.engine.units import named_modules
 from zero_ext.ranks.agreement import calling
 from zero_ext.tensor.shard_tensor import ShardTensor
 
@@ -25,7 +26,7 @@ class StateDictHooks:
         """To ``module`` and to each submodule that has sharded parameters of its own."""
         put, before = CarriedMethod(self.put_shards), CarriedMethod(self.before_load)
         after = CarriedMethod(self.after_load)
-        for each in module.modules():
+        for _, each in named_modules(module):
             owns = any(map(self._handle.holds, each._parameters.values()))
             if each is module or (owns and not isinstance(each, torch.jit.ScriptModule)):
                 each.register_state_dict_post_hook(put)
@@ -59,7 +60,8 @@ class StateDictHooks:
                     continue  # left out; keep_vars; done by a submodule's hook
                 _, i = find(parameter)
                 if engine.comes_and_goes(i):
-                    state_dict[key] = self._handle.parameter_shard(i)
+                    local = engine.parameter_slice(i)
+                    state_dict[key] = self._handle.as_parameter(local, i, parameter)
 
     def before_load(self, module: nn.Module, state_dict, prefix: str, *rest) -> None:
         if not self._releases or self._loading not in (None, module):
