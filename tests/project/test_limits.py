@@ -12,8 +12,8 @@ from test_rooms import ROOT, cpp_files, python_files
 LINES = {
     "zero_ext": {
         "": 1000,
-        "checkpoint": 2210,
-        "deepspeed": 3980,
+        "checkpoint": 2200,
+        "deepspeed": 3960,
         "engine": 2780,
         "integrations": 1440,
         "module": 1130,

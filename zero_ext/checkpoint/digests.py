@@ -212,24 +212,3 @@ def read(folder: Path) -> dict[str, list[Piece]] | None:
         name: sorted(Piece(offset, length, tuple(each)) for offset, length, each in pieces)
         for name, pieces in files.items()
     }
-
-
-def damaged_pieces(folder: Path, digests: dict[str, list[Piece]]) -> list[tuple[str, Piece]]:
-    """Reads all files. The pieces that are not as they were written, with their files' names."""
-    damaged: list[tuple[str, Piece]] = []
-    scratch = memoryview(bytearray(BLOCK))
-    for name, pieces in digests.items():
-        for piece in pieces:
-
-            def report(piece: Piece, name: str = name) -> None:
-                raise DamagedError(name)
-
-            try:
-                with open(folder / name, "rb", buffering=0) as file:
-                    stream = CheckedStream(file, [piece], report)
-                    stream.seek(piece.offset)
-                    for begin in range(0, piece.length, BLOCK):
-                        stream.readinto(scratch[: min(BLOCK, piece.length - begin)])
-            except (DamagedError, OSError):
-                damaged.append((name, piece))
-    return damaged

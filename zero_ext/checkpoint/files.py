@@ -186,6 +186,17 @@ class CheckedReader(dcp.FileSystemReader):
                 "that were saved. Load an earlier checkpoint"
             ) from error
 
+    def is_whole(self, file: str, offset: int, length: int) -> bool:
+        """Whether these bytes are those that were written. Reads them."""
+        try:
+            with self.fs.create_stream(self.path / file, "rb") as stream:
+                stream.seek(offset)
+                for begin in range(0, length, digests.BLOCK):
+                    stream.read(min(digests.BLOCK, length - begin))
+        except (digests.DamagedError, OSError):
+            return False
+        return True
+
     def name_of(self, file: str, piece: digests.Piece) -> str:
         """The key of the entry that lies there."""
         for index, place in self.metadata.storage_data.items():
@@ -227,8 +238,13 @@ def damaged_entries(path: Path) -> list[str]:
             f"zero_ext: checkpoint '{path}' has no digests: torch or an older version has written "
             "it. Load it and save it again."
         )
-    found = digests.damaged_pieces(reader.path, reader.digests)
-    return sorted({reader.name_of(*each) for each in found})
+    return sorted(
+        {
+            index.fqn
+            for index, place in reader.metadata.storage_data.items()
+            if not reader.is_whole(place.relative_path, place.offset, place.length)
+        }
+    )
 
 
 def read(reader: CheckedReader, targets: dict[str, Any], allow_pickle: bool = False) -> None:

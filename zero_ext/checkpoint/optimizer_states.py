@@ -121,7 +121,7 @@ class SavedOptimizer:
         self._contents, self._optimizer = contents, optimizer
         self._names = _names(optimizer, of_model)
         self._settings, self._loss_scaler = saved["settings"], saved["loss_scaler"]
-        # Older versions have saved none of these.
+        # A checkpoint of DeepSpeed has none of these.
         self._on_device = {
             _key(name, state)
             for name, states in saved.get("on_device", {}).items()

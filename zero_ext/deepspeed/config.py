@@ -24,19 +24,17 @@ from zero_ext.engine.options import ParametersOffloadPolicy, StatesOffloadPolicy
 
 @dataclass(frozen=True)
 class Config:
-    """One run's settings. A field with ``is`` in its metadata has the value of that key.
+    """One run's settings. A field with ``is`` in its metadata has the value of that key, of which
+    keys.py says what it means; None is the default.
 
     Args:
         train_batch_size: Samples per step on all ranks: ``micro_batch_size`` times
             ``accumulation_steps`` times the number of ranks.
         dtype: What the parameters are cast to; None leaves them alone.
-        buffer_dtype: What floating point buffers are cast to; None leaves them alone.
-        fp32_buffers: Patterns of the buffers that stay in fp32; None: the model's own lists.
         autocast: What the engine's forwards run in by ``torch.autocast``; None: without it.
         scaler: Arguments of a ``LossScaler``; None for no loss scale.
         clips_by_default: The configuration does not say how to clip.
         measures_norm: The gradients' norm is measured, also where nothing is clipped.
-        reduce_dtype: What gradients travel in; None: their own.
         sums_gradients: Gradients are summed over the ranks, not averaged.
         tuning: Arguments of ``shard`` that change no result.
         shards: Ranks of a replica, where sharding is hybrid; None: all.

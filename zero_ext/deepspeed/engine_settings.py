@@ -1,6 +1,5 @@
 """EngineSettings: what DeepSpeed's engine tells of itself, and the few settings that may change."""
 
-import operator
 import os
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -56,10 +55,10 @@ class EngineSettings:
         before = self._skipped_before
         return before if self.optimizer is None else before + self.optimizer.skipped_steps
 
-    device = property(operator.attrgetter("_groups.device"))
-    global_rank = property(operator.attrgetter("_groups.global_rank"))
-    world_size = dp_world_size = property(operator.attrgetter("_groups.world"))
-    data_parallel_group = property(operator.attrgetter("_groups.parent"))
+    device = property(lambda self: self._groups.device)
+    global_rank = property(lambda self: self._groups.global_rank)
+    world_size = dp_world_size = property(lambda self: self._groups.world)
+    data_parallel_group = property(lambda self: self._groups.parent)
 
     @property
     def local_rank(self) -> int:

@@ -170,55 +170,46 @@ _IGNORED = {
     "bf16": "immediate_grad_update",
 }
 
-# Features that this library lacks, with the values that switch them off. A section is off where
+# Features that this library lacks, by the values that switch them off. A section is off where
 # "enabled" is false or all of its values are.
-_ABSENT = {
+_ABSENT: dict[str, dict[tuple, str]] = {
     "": {
-        "sparse_gradients": (False,),
-        "graph_harvesting": (False,),
-        "use_data_before_expert_parallelism": (False,),
-        "sequence_parallel_size": (1,),
-        **dict.fromkeys(
-            """
+        (False,): "sparse_gradients graph_harvesting use_data_before_expert_parallelism",
+        (1,): "sequence_parallel_size",
+        (): """
             amp flops_profiler comms_logger wandb comet autotuning elasticity
             compression_training data_efficiency curriculum_learning eigenvalue
             progressive_layer_drop hybrid_engine pipeline nebula datastates_ckpt weight_quantization
             compile tensor_parallel expert_parallel sparse_attention
-            """.split(),
-            (),
-        ),
+            """,
     },
     "zero_optimization": {
-        "zero_hpz_partition_size": (0, 1),
-        "zero_quantized_weights": (False,),
-        "zero_quantized_nontrainable_weights": (False,),
-        "zero_quantized_gradients": (False,),
-        "zeropp_loco_param": (None,),
-        "zenflow": (None,),
-        "cpu_offload_param": (False, None),
+        (0, 1): "zero_hpz_partition_size",
+        (False,): """
+            zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients
+            """,
+        (None,): "zeropp_loco_param zenflow",
+        (False, None): "cpu_offload_param",
     },
-    "zero_optimization.offload_optimizer": {"ratio": (1,), "super_offload": (False,)},
-    "fp16": {"consecutive_hysteresis": (False,), "fp16_master_weights_and_grads": (False,)},
-    "bf16": {"bf16_master_weights_and_grads": (False,), "bf16_optimizer_states": (False,)},
+    "zero_optimization.offload_optimizer": {(1,): "ratio", (False,): "super_offload"},
+    "fp16": {(False,): "consecutive_hysteresis fp16_master_weights_and_grads"},
+    "bf16": {(False,): "bf16_master_weights_and_grads bf16_optimizer_states"},
 }
 
 
-def _absent(accepted: tuple) -> Key:
-    values = " or ".join(f"`{json.dumps(value)}`" for value in accepted) or "switched off"
-    return Key(readers.off(accepted), f"accepted only if {values}")
+def _of_section(section: str) -> dict[str, Key]:
+    keys = {name: Key(*row) for name, row in _USED[section].items()}
+    ignored = Key(readers.ANY, "ignored: it changes no result")
+    keys |= dict.fromkeys(_IGNORED.get(section, "").split(), ignored)
+    for accepted, names in _ABSENT.get(section, {}).items():
+        values = " or ".join(f"`{json.dumps(value)}`" for value in accepted) or "switched off"
+        absent = Key(readers.off(accepted), f"accepted only if {values}")
+        keys |= dict.fromkeys(names.split(), absent)
+    return keys
 
 
 # Each section with all of its keys.
-KEYS: dict[str, dict[str, Key]] = {
-    section: {
-        **{key: Key(*row) for key, row in used.items()},
-        **dict.fromkeys(
-            _IGNORED.get(section, "").split(), Key(readers.ANY, "ignored: it changes no result")
-        ),
-        **{key: _absent(accepted) for key, accepted in _ABSENT.get(section, {}).items()},
-    }
-    for section, used in _USED.items()
-}
+KEYS = {section: _of_section(section) for section in _USED}
 
 
 def path_of(section: str, key: str) -> str:

@@ -31,25 +31,22 @@ def data_loader(
     groups: Groups,
     dataset: Dataset,
     *,
-    batch_size: int | None = None,
     shuffle: bool = True,
     pin_memory: bool = True,
     sampler: Any = None,
-    collate_fn: Callable | None = None,
-    num_workers: int = 0,
+    **arguments: Any,
 ) -> DataLoader:
+    """``arguments``: more of ``DataLoader``."""
     if sampler is None and not isinstance(dataset, IterableDataset):
         sampler = DistributedSampler(
             dataset, num_replicas=groups.world, rank=groups.rank, shuffle=shuffle
         )
     return DataLoader(
         dataset,
-        batch_size=batch_size or settings.micro_batch_size,
         sampler=sampler,
         pin_memory=pin_memory and groups.device.type != "cpu",
-        collate_fn=collate_fn,
-        num_workers=num_workers,
         drop_last=settings.drop_last,
+        **{"batch_size": settings.micro_batch_size, **arguments},
     )
 
 
@@ -321,7 +318,7 @@ class TrainingEngine(EngineCheckpoints, nn.Module):
             self.settings,
             self._groups,
             dataset,
-            batch_size=batch_size,
+            batch_size=batch_size or self.settings.micro_batch_size,
             shuffle=route == "train",
             pin_memory=pin_memory,
             sampler=data_sampler,
