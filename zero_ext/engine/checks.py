@@ -110,10 +110,12 @@ def check_parameters(
         ValueError, TypeError: naming the first parameter that cannot be.
     """
     usable = set(filter(_C.has_kernels_on, {p.device for _, p in parameters}))
+    beginning = groups.where
     for name, parameter in parameters:
+        where = f"{beginning}parameter '{name}'"
         if type(parameter) is not nn.Parameter:
-            _check_class(f"{groups.where}parameter '{name}'", parameter)
-        _check_alone(groups, name, parameter, meta_allowed)
+            _check_class(where, parameter)
+        _check_alone(where, parameter, meta_allowed)
         can_be_used = parameter.device in usable or (meta_allowed and parameter.is_meta)
         if parameter.dtype not in DTYPES or not can_be_used:
             reject_dtype(groups, name, parameter)
@@ -154,8 +156,7 @@ def _check_class(where: str, parameter: Tensor) -> None:
         )
 
 
-def _check_alone(groups: Groups, name: str, parameter: Tensor, meta_allowed: bool) -> None:
-    where = f"{groups.where}parameter '{name}'"
+def _check_alone(where: str, parameter: Tensor, meta_allowed: bool) -> None:
     if getattr(parameter, FLATTENED, False):
         raise TypeError(
             f"{where} is flattened by FullyShardedDataParallel, which shards it already. Pass a "

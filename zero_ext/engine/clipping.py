@@ -120,19 +120,28 @@ def _check_reduced(parameters, verb: str) -> list[Tensor]:
     """Raise where gradients are still to be reduced, as ``optimizer.clip_grad_norm_`` does. torch
     sees ``.grad is None`` then, and would clip nothing. The engine remembers the call."""
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    for handle in _indices_by_handle(parameters):
+    for handle in _by_handle(parameters, adopt=False):
         handle.engine.check_reduced(verb)
     return parameters
 
 
-def _indices_by_handle(parameters: Sequence[Tensor]) -> dict[Handle, list[int]]:
-    """The parameters among them that may have gradients, by the engines that shard them."""
+def _by_handle(parameters: Sequence[Tensor], *, adopt: bool) -> dict[Handle, list[int]]:
+    """The parameters among them that may have gradients, by the engines that shard them.
+
+    Args:
+        adopt: Shard what was unfrozen, and name all engines. Collective.
+    """
     indices: dict[Handle, dict[int, None]] = {}
     for parameter in parameters:
-        entry = registry.find(parameter)
-        if entry is not None and entry[0].engine.unit_of(entry[1]) >= 0:
+        if (entry := registry.find(parameter)) is not None:
             indices.setdefault(entry[0], {})[entry[1]] = None
-    return {handle: list(members) for handle, members in indices.items()}
+    found = {}
+    for handle, members in indices.items():
+        if adopt:
+            handle.adopt_unfrozen()
+        facts = zip(members, _C.facts(handle.engine, list(members)), strict=True)
+        found[handle] = [i for i, (_, _, unit) in facts if unit >= 0]
+    return {handle: trained for handle, trained in found.items() if trained or adopt}
 
 
 def _meet(parameters: Sequence[Tensor], verb: str) -> None:
@@ -141,22 +150,12 @@ def _meet(parameters: Sequence[Tensor], verb: str) -> None:
     Collective where a rank has a part of the gradients alone. Raises where gradients are still to
     be reduced.
     """
-    for handle in _handles_of(parameters):
-        indices = _indices_by_handle(parameters).get(handle, [])
+    for handle, indices in _by_handle(parameters, adopt=True).items():
         if handle.replicated:
             handle.engine.check_reduced(verb)
         else:
             with serving_backwards(handle):
                 handle.engine.meet_for_clipping(indices, by_value=verb == "clip_grad_value_()")
-
-
-def _handles_of(parameters: Sequence[Tensor]) -> list[Handle]:
-    """In the order of the parameters. What was unfrozen is sharded. Collective."""
-    found = (registry.find(parameter) for parameter in parameters)
-    handles = list(dict.fromkeys(entry[0] for entry in found if entry is not None))
-    for handle in handles:
-        handle.adopt_unfrozen()
-    return handles
 
 
 @contextlib.contextmanager
@@ -173,13 +172,14 @@ def serving_backwards(handle: Handle) -> Iterator[None]:
 
 def _norm_in_one_message(parameters: Sequence[Tensor]) -> Tensor | None:
     """The 2-norm of the gradients of one engine that the host waits for. None of others."""
-    handles = _handles_of(parameters)
-    if len(handles) != 1 or handles[0].replicated or not handles[0].knows_on_host:
+    by_handle = _by_handle(parameters, adopt=True)
+    handle = next(iter(by_handle), None)
+    if len(by_handle) != 1 or handle.replicated or not handle.knows_on_host:
         return None
-    if any(registry.find(parameter) is None for parameter in parameters):
+    if not all(id(parameter) in handle.entries for parameter in parameters):
         return None
-    with serving_backwards(handles[0]):
-        return handles[0].engine.norm_of_gradients(_indices_by_handle(parameters)[handles[0]])
+    with serving_backwards(handle):
+        return handle.engine.norm_of_gradients(by_handle[handle])
 
 
 def clip_by_norm(

@@ -133,7 +133,9 @@ def shard(
     """
     if foreign:
         foreign_names.reject_foreign(foreign)
-    _check_module(module)
+    check_module(module, "shard()")
+    refuse_wrapped(module)
+    refuse_taken_names(module)
     mp_policy = _checked_policy(mp_policy)
     options = ShardingOptions(
         stage=stage,
@@ -174,12 +176,6 @@ def shard(
     if plan.blocks is not None:
         _log_large_unit(groups, module, plan)
     return module
-
-
-def _check_module(module: nn.Module) -> None:
-    check_module(module, "shard()")
-    refuse_wrapped(module)
-    refuse_taken_names(module)
 
 
 def _checked_policy(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:

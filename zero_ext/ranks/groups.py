@@ -56,8 +56,8 @@ def resolve(
         RuntimeError: a launcher has started several processes, and there is no process group.
     """
     initialized = dist.is_available() and dist.is_initialized()
+    device = next((p.device for p in parameters if not p.is_meta), None)
     if ALONE in (process_group, mesh):
-        device = next((p.device for p in parameters if not p.is_meta), None)
         rank = dist.get_rank() if initialized else 0
         return Groups(None, None, 0, 1, 1, device or _default_device(), (rank,))
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
@@ -65,7 +65,6 @@ def resolve(
             "zero_ext: process_group must be a process group of torch.distributed, not a "
             f"{type(process_group).__name__}."
         )
-    device = next((p.device for p in parameters if not p.is_meta), None)
     shards = None
     if mesh is not None:
         process_group, mesh, shards = _ranks_of(mesh)

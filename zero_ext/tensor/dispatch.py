@@ -66,12 +66,13 @@ def _broadcasts(operand: Tensor, shape: torch.Size) -> bool:
     return operand.dim() <= len(shape) and all(own in (1, size) for own, size in sizes)
 
 
-def _written(func, args, kwargs) -> list:
-    """The arguments that ``func`` writes to."""
+def _aliased(func, args, kwargs, *, written: bool) -> list:
+    """The arguments that the result of ``func`` may alias, or those that it writes to."""
     arguments = schema_of(func).arguments
     given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-    aliased = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-    return tree_leaves([given.get(argument.name) for argument in aliased])
+    infos = {argument.name: argument.alias_info for argument in arguments}
+    names = [name for name, info in infos.items() if info and (info.is_write or not written)]
+    return tree_leaves([given.get(name) for name in names])
 
 
 def _find_shards(func, operands: Sequence, written: Sequence) -> list[ShardTensor]:
@@ -100,7 +101,7 @@ def _find_shards(func, operands: Sequence, written: Sequence) -> list[ShardTenso
 
 
 def _elementwise(func, args, kwargs):
-    written = _written(func, args, kwargs)
+    written = _aliased(func, args, kwargs, written=True)
     shards = _find_shards(func, [*args, *kwargs.values()], written)
     like = shards[0]
     slices = {name: _to_slice(operand, like) for name, operand in kwargs.items()}
@@ -113,7 +114,7 @@ def _elementwise(func, args, kwargs):
 
 def _foreach_elementwise(func, args, kwargs):
     lists = [arg for arg in args if isinstance(arg, (list, tuple))]
-    written = _written(func, args, kwargs)
+    written = _aliased(func, args, kwargs, written=True)
     shards = [_find_shards(func, operands, written) for operands in zip(*lists, strict=True)]
 
     def to_slices(argument):
@@ -132,11 +133,9 @@ def _foreach_elementwise(func, args, kwargs):
 
 
 def _on_full_tensors(func, args, kwargs):
-    arguments = schema_of(func).arguments
-    given = dict(zip((argument.name for argument in arguments), args, strict=False)) | kwargs
-    aliased = [given.get(a.name) for a in arguments if a.alias_info is not None]
+    aliased = _aliased(func, args, kwargs, written=False)
     if (
-        any(isinstance(leaf, ShardTensor) for leaf in tree_leaves(aliased))
+        any(isinstance(leaf, ShardTensor) for leaf in aliased)
         or torch.Tag.nondeterministic_seeded in func.tags
         or func.namespace == "c10d"  # whose schemas do not tell what they write to
     ):
