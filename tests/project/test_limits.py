@@ -15,7 +15,7 @@ LINES = {
         "checkpoint": 2200,
         "deepspeed": 3960,
         "engine": 2780,
-        "integrations": 1440,
+        "integrations": 1420,
         "module": 1130,
         "optim": 4230,
         "ranks": 630,

@@ -5,7 +5,12 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from zero_ext.engine.registry import any_sharded
 from zero_ext.optim.groups import parameters_of
+
+
+def is_sharded(model: nn.Module | None) -> bool:
+    return model is not None and any_sharded(model.parameters())
 
 
 def optimizers_of(

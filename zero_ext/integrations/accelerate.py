@@ -25,7 +25,7 @@ from zero_ext.deepspeed.config import Config
 from zero_ext.deepspeed.initialization import arguments_of_ours
 from zero_ext.engine.checks import stays_whole
 from zero_ext.engine.registry import any_sharded, find
-from zero_ext.integrations import deepspeed_file, optimizers_of, stock_files
+from zero_ext.integrations import deepspeed_file, is_sharded, optimizers_of, stock_files
 from zero_ext.module.forward_methods import register_forward_method
 from zero_ext.module.sharding import shard
 from zero_ext.optim import adoption
@@ -142,13 +142,13 @@ class Accelerator(accelerate.Accelerator):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         trained = any(parameter.requires_grad for parameter in model.parameters())
-        prepared = getattr(model, "_is_accelerate_prepared", False) and _is_sharded(model)
+        prepared = getattr(model, "_is_accelerate_prepared", False) and is_sharded(model)
         if prepared or evaluation_mode or not trained:  # there is nothing to reduce
             return super().prepare_model(model, device_placement, evaluation_mode=True)
         # The model may have been prepared for an evaluation.
         model._is_accelerate_prepared = False
         self._models = [each for each in self._models if each is not model]
-        if not _is_sharded(model):
+        if not is_sharded(model):
             if device_placement is None:
                 device_placement = self.device_placement
             if device_placement and not any(p.is_meta for p in model.parameters()):
@@ -189,7 +189,7 @@ class Accelerator(accelerate.Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole state of a sharded model on rank 0, on the host; an empty dict on the others.
         Collective."""
-        if not _is_sharded(model):
+        if not is_sharded(model):
             return super().get_state_dict(model, unwrap)
         return gather_state_dict(model) if self._set_apart is None else _WrittenApart()
 
@@ -270,7 +270,7 @@ class Accelerator(accelerate.Accelerator):
         if stock:
             self._load_stock(optimizers, strict, models, folder, groups)
             return
-        models[:] = [model for model in models if not _is_sharded(model)]
+        models[:] = [model for model in models if not is_sharded(model)]
         for number, pair in enumerate(self._set_apart):
             checkpoint.load(_path(folder, number), *pair, strict=strict)
 
@@ -306,7 +306,7 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             ValueError: one of ``joinables`` is a sharded model.
         """
-        if any(isinstance(each, nn.Module) and _is_sharded(each) for each in joinables):
+        if any(isinstance(each, nn.Module) and is_sharded(each) for each in joinables):
             raise ValueError(
                 "zero_ext: join_uneven_inputs() is for DDP. The ranks of a sharded model may run "
                 "different numbers of backwards without it: leave it out, and call "
@@ -314,10 +314,6 @@ class Accelerator(accelerate.Accelerator):
             )
         with super().join_uneven_inputs(joinables, even_batches):
             yield
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    return any_sharded(model.parameters())
 
 
 def _is_of_torch(value: Any) -> bool:
@@ -355,7 +351,7 @@ def _check(optimizer: torch.optim.Optimizer, coming: dict[int, Any]) -> None:
 
 def _pair(models: list[nn.Module], optimizers: list[AcceleratedOptimizer]) -> list[_Sharded]:
     sharded = [each.optimizer for each in optimizers if isinstance(each.optimizer, Sharded)]
-    return [(model, optimizers_of(model, sharded)) for model in filter(_is_sharded, models)]
+    return [(model, optimizers_of(model, sharded)) for model in filter(is_sharded, models)]
 
 
 def _unused(handler: DistributedDataParallelKwargs | None) -> str | None:
@@ -388,7 +384,7 @@ def _reject_local_sgd(construct: Callable) -> Callable:
     @functools.wraps(construct)
     def checked(self: Any, accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         construct(self, accelerator, model, *args, **kwargs)
-        if self.enabled and _is_sharded(model):
+        if self.enabled and is_sharded(model):
             raise ValueError(
                 f"zero_ext: LocalSGD lets ranks train apart, and the {type(model).__name__} is "
                 "sharded: every step averages over the ranks. Pass enabled=False, or prepare the "

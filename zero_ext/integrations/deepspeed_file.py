@@ -13,27 +13,23 @@ from zero_ext.deepspeed.config import Config, read_values
 
 _USES_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"  # set by "accelerate launch"
 
-# What "auto" means, by the key's path: an argument of TrainingArguments.
-_ARGUMENTS = {
-    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "max_grad_norm",
-    "optimizer.params.lr": "learning_rate",
-    "optimizer.params.eps": "adam_epsilon",
-    "optimizer.params.weight_decay": "weight_decay",
-    "scheduler.params.warmup_max_lr": "learning_rate",
-}
-
 
 def _meanings(args: Any, steps: int) -> dict[str, tuple[str, Any]]:
     """What "auto" means: by the key's path, the argument's name and its value."""
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    of_batch = "per_device_train_batch_size · gradient_accumulation_steps · ranks"
+    own_names = {
+        "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+        "gradient_accumulation_steps": "gradient_accumulation_steps",
+        "gradient_clipping": "max_grad_norm",
+        "optimizer.params.lr": "learning_rate",
+        "optimizer.params.eps": "adam_epsilon",
+        "optimizer.params.weight_decay": "weight_decay",
+        "scheduler.params.warmup_max_lr": "learning_rate",
+    }
     return {
-        **{path: (name, getattr(args, name)) for path, name in _ARGUMENTS.items()},
-        "train_batch_size": (
-            "per_device_train_batch_size · gradient_accumulation_steps · ranks",
-            batch,
-        ),
+        **{path: (name, getattr(args, name)) for path, name in own_names.items()},
+        "train_batch_size": (of_batch, batch),
         "optimizer.params.betas": ("adam_beta1 and adam_beta2", [args.adam_beta1, args.adam_beta2]),
         "scheduler.params.warmup_min_lr": ("", 0),
         "scheduler.params.total_num_steps": ("max_steps", steps),

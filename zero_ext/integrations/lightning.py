@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zero_ext import checkpoint as checkpoints
 from zero_ext.engine.registry import any_sharded, handle_of
-from zero_ext.integrations import optimizers_of
+from zero_ext.integrations import is_sharded, optimizers_of
 from zero_ext.module.forward_methods import ForwardMethod, register_forward_method
 from zero_ext.module.sharding import shard
 from zero_ext.optim import adoption
@@ -167,7 +167,7 @@ class ShardedStrategy(DDPStrategy):
         """
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._made_on_meta = on_meta = _is_on_meta(self.model)
-        if not (fitting or on_meta or self._sharding["stage"] == 3 or _is_sharded(self.model)):
+        if not (fitting or on_meta or self._sharding["stage"] == 3 or is_sharded(self.model)):
             super().setup(trainer)
             return
         if type(self.checkpoint_io) is not TorchCheckpointIO:
@@ -176,7 +176,7 @@ class ShardedStrategy(DDPStrategy):
                 "checkpoints, which all ranks write into a folder. Leave the plugin out."
             )
         self.accelerator.setup(trainer)
-        if _is_sharded(self.model):
+        if is_sharded(self.model):
             self._check_stage()
         else:
             if fitting and self._layer_sync is not None:
@@ -185,7 +185,7 @@ class ShardedStrategy(DDPStrategy):
             if not on_meta:
                 self.model_to_device()
             shard(self.model, **self._sharding)
-            for name in _STEPS if _is_sharded(self.model) else ():
+            for name in _STEPS if is_sharded(self.model) else ():
                 register_forward_method(self.model, name)
         if fitting:
             self.setup_optimizers(trainer)
@@ -215,7 +215,7 @@ class ShardedStrategy(DDPStrategy):
             optimizer
             for optimizer in self.optimizers
             if any_sharded(adoption.parameters_of(optimizer.param_groups))
-            and not _is_ours(optimizer)
+            and not isinstance(optimizer, Sharded)
         ]
         with all_or_none(resolve(None, self._sharding.get("mesh"), []), "setup_optimizers()"):
             for optimizer in given:
@@ -242,12 +242,12 @@ class ShardedStrategy(DDPStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        with self.model.no_sync() if _is_sharded(self.model) else contextlib.nullcontext():
+        with self.model.no_sync() if is_sharded(self.model) else contextlib.nullcontext():
             yield
 
     def teardown(self) -> None:
         """A sharded model stays where it is: another fit may go on with it."""
-        if not _is_sharded(self.model):
+        if not is_sharded(self.model):
             super().teardown()
             return
         self.cluster_environment.teardown()
@@ -269,7 +269,7 @@ class ShardedStrategy(DDPStrategy):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Empty for a sharded optimizer: ``save_checkpoint`` writes its state in parts."""
-        return {} if _is_ours(optimizer) else super().optimizer_state(optimizer)
+        return {} if isinstance(optimizer, Sharded) else super().optimizer_state(optimizer)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike, storage_options: Any = None
@@ -280,7 +280,7 @@ class ShardedStrategy(DDPStrategy):
             ValueError: a training is saved to something other than a path of a file system.
         """
         before, self._saved = self._saved, {}
-        if not _is_sharded(self.model):
+        if not is_sharded(self.model):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif "optimizer_states" not in checkpoint:
             state = _gathered(checkpoint["state_dict"], self.is_global_zero)
@@ -316,7 +316,7 @@ class ShardedStrategy(DDPStrategy):
         self._trusted = weights_only is False
         if self._folder is None:
             return super().load_checkpoint(checkpoint_path, weights_only)
-        if _is_sharded(self.lightning_module):  # whose ranks may not have memory for all of it
+        if is_sharded(self.lightning_module):  # whose ranks may not have memory for all of it
             strict = self.lightning_module.strict_loading
             others = checkpoints.load(
                 path, self.lightning_module, strict=strict, allow_pickle=self._trusted
@@ -328,7 +328,7 @@ class ShardedStrategy(DDPStrategy):
         return {"state_dict": dict(state), **others}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._folder is None or not _is_sharded(self.lightning_module):
+        if self._folder is None or not is_sharded(self.lightning_module):
             super().load_model_state_dict(checkpoint, strict)
         else:
             changes = _changed(checkpoint["state_dict"], self._loaded)
@@ -357,14 +357,6 @@ class ShardedStrategy(DDPStrategy):
 
 
 ShardedStrategy.register_strategies(StrategyRegistry)
-
-
-def _is_sharded(model: nn.Module | None) -> bool:
-    return model is not None and any_sharded(model.parameters())
-
-
-def _is_ours(optimizer: Any) -> bool:
-    return isinstance(optimizer, Sharded)
 
 
 def _is_on_meta(model: nn.Module) -> bool:
