@@ -1,10 +1,12 @@
-"""How often a step and a forward cross from Python into the engine."""
+"""How often a step and a forward cross from Python into the engine, and the work of Python."""
 
+import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 from harness import MLP, mean_square, rank_data
+from torch import nn
 
 import zero_ext
 from zero_ext import _C
@@ -76,3 +78,50 @@ def test_a_step_crosses_twice_and_a_forward_once_for_each_module_hook(
             if step == 1:
                 assert len(set(forward) - {"enter_forward", "leave_forward"}) == 1, (name, forward)
                 assert update[0] == "prepare_step" and len(update) == 2, (name, update)
+
+
+def _frames(function: Callable[[], object]) -> int:
+    """How many functions of Python it calls, torch's as well."""
+    calls = []
+    sys.setprofile(lambda frame, event, _: calls.append(frame) if event == "call" else None)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return len(calls)
+
+
+def test_a_parameter_costs_python_no_more_frames_than_that(anywhere, crossings):
+    """Of a constructor, of a step of a wrapped optimizer, and of one whose owners update whole
+    parameters. A constructor's crossings do not depend on the number of parameters."""
+    kinds = {
+        "AdamW": zero_ext.optim.AdamW,
+        "wrapped": lambda p: zero_ext.optim.wrap(torch.optim.RMSprop, p, foreach=True),
+        "owners": lambda p: zero_ext.optim.wrap(torch.optim.Adafactor, p, foreach=True),
+    }
+    counts: dict[str, list[int]] = {"constructor": []}
+    for several in (20, 60):
+        parameters = [nn.Parameter(torch.ones(3, 5)) for _ in range(several)]
+        model = zero_ext.shard(nn.ParameterList(parameters), stage=2, mesh=anywhere)
+        for name, make in kinds.items():
+            made: list = []
+
+            def construct(make=make, made=made, given=parameters) -> None:
+                made.append(make(given))
+
+            if name == "AdamW":
+                counts["constructor"].append(_frames(construct))
+                made.pop().retire()
+                assert len(crossings(construct)) <= 11  # and one for facts
+            else:
+                construct()
+            for step in range(2):
+                sum((p * p).sum() for p in model).backward()
+                frames = _frames(made[-1].step)
+                made[-1].zero_grad()
+                if step == 1:
+                    counts.setdefault(name, []).append(frames)
+            made[-1].retire()
+    of_each = {name: (most - least) / 40 for name, (least, most) in counts.items()}
+    assert of_each["constructor"] <= 5 and of_each["AdamW"] <= 0.5, of_each
+    assert of_each["wrapped"] <= 5 and of_each["owners"] <= 12, of_each

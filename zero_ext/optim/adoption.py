@@ -190,9 +190,9 @@ def _like(
     arguments = {key: value for key, value in defaults.items() if key in known}
 
     @functools.wraps(kind, updated=())
-    def made(groups: list[Any], **settings: Any) -> torch.optim.Optimizer:
+    def made(groups: list[Any]) -> torch.optim.Optimizer:
         optimizer = kind.__new__(kind)
-        torch.optim.Optimizer.__init__(optimizer, groups, {**defaults, **settings})
+        torch.optim.Optimizer.__init__(optimizer, groups, {**defaults})
         memo = {id(reference()): optimizer}  # to which methods are bound then
         for name, value in attributes_of(reference()).items():
             with contextlib.suppress(Exception):  # whatever an object's own copying raises
