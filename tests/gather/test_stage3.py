@@ -713,7 +713,7 @@ def test_a_forked_child_that_exits_sends_nothing_for_its_parent(mesh, rank, worl
     model = sharded(Stack(), mesh)
     child = os.fork()
     if child == 0:
-        zero_ext.engine.shutdown._serve_until_all_ranks_end()  # what an exit calls
+        zero_ext.engine.handle._serve_until_all_ranks_end()  # what an exit calls
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     gather_objects(rank)
