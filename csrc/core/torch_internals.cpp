@@ -154,13 +154,16 @@ void move_to_stream(const NodePtr& node, const at::Tensor& parameter, const c10:
   node->add_input_metadata(parameter);
 }
 
-bool reduced_by_ddp(const at::Tensor& parameter) {
-  const auto node = torch::autograd::impl::try_get_grad_accumulator(parameter);
-  if (node == nullptr) return false;
+bool reduced_by_ddp(const NodePtr& node, size_t own_hooks) {
   const auto& hooks = node->post_hooks();
-  return std::any_of(hooks.begin(), hooks.end(), [](const auto& hook) {
-    return std::strstr(typeid(*hook).name(), "LambdaPostHook") != nullptr;
-  });
+  return hooks.size() != own_hooks && std::ranges::any_of(hooks, [](const auto& hook) {
+           return std::strstr(typeid(*hook).name(), "LambdaPostHook") != nullptr;
+         });
+}
+
+bool reduced_by_ddp(const at::Tensor& parameter) {
+  const NodePtr node = shared(torch::autograd::impl::try_get_grad_accumulator(parameter));
+  return node != nullptr && reduced_by_ddp(node, /*own_hooks=*/0);
 }
 
 Node* node_of(const at::TensorBase& tensor) { return tensor.grad_fn().get(); }

@@ -14,6 +14,7 @@
 #include <c10/core/Stream.h>
 #include <torch/csrc/autograd/function_hook.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -42,6 +43,8 @@ bool is_node_of(const NodePtr& node, const at::Tensor& parameter);
 void move_to_stream(const NodePtr& node, const at::Tensor& parameter, const c10::Stream& stream);
 // DistributedDataParallel's reducer has its hook on the parameter.
 bool reduced_by_ddp(const at::Tensor& parameter);
+// The same of its `node`, which has `own_hooks` of this library.
+bool reduced_by_ddp(const NodePtr& node, size_t own_hooks);
 
 // ---- The nodes of a forward ----
 

@@ -282,7 +282,8 @@ void bind_steps(EngineClass& engine) {
 
 void bind_engine(py::module_& m) {
   m.def("count_before_first_of_ddp", [](const std::vector<at::Tensor>& parameters) {
-    return std::ranges::find_if(parameters, reduced_by_ddp) - parameters.begin();
+    const auto is_reduced = [](const at::Tensor& each) { return reduced_by_ddp(each); };
+    return std::ranges::find_if(parameters, is_reduced) - parameters.begin();
   });
   bind_options(m);
   bind_layout(m);

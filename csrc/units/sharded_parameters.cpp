@@ -113,7 +113,7 @@ void check_kinds(const ShardedParameters& parameters, const UnitContext& context
                 parameter.tensor.sizes(), ", it was ", at::IntArrayRef(spec.sizes),
                 " when it was sharded. Resize it before sharding.");
     if (!trains) continue;
-    TORCH_CHECK(!reduced_by_ddp(parameter.tensor), where(context.global_rank), verb,
+    TORCH_CHECK(!reduced_by_ddp(parameter.node, /*own_hooks=*/1), where(context.global_rank), verb,
                 ": DistributedDataParallel (or replicate) was put around parameters that are"
                 " sharded, among them '",
                 parameter.name,

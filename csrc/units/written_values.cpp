@@ -13,17 +13,17 @@ int64_t WrittenValues::version_of(const at::Tensor& parameter) {
   return parameter.is_inference() ? 0 : parameter._version();
 }
 
-uint64_t WrittenValues::sample_of(const at::Tensor& parameter) const {
-  const int64_t numel = parameter.numel();
-  if (!samples_ || full_.emptied() || numel == 0 || !parameter.has_storage() || !parameter.is_cpu())
-    return 0;
-  const auto* data = static_cast<const char*>(parameter.const_data_ptr());
-  const auto itemsize = static_cast<int64_t>(parameter.itemsize());
-  uint32_t two[2] = {};
-  const size_t bytes = std::min<size_t>(sizeof(two[0]), parameter.itemsize());
-  std::memcpy(&two[0], data + numel / 2 * itemsize, bytes);
-  std::memcpy(&two[1], data + numel / 4 * itemsize, bytes);
-  return (static_cast<uint64_t>(two[0]) << 32) | two[1];
+uint64_t WrittenValues::sample_of(int64_t i) const {
+  const Slot& slot = layout_.slot(i);
+  if (!samples_ || full_.emptied() || slot.spec.numel == 0) return 0;
+  const size_t itemsize = full_.tensor().element_size();
+  const auto element = [&](int64_t element) {
+    uint32_t bits = 0;
+    const char* data = static_cast<const char*>(full_.data()) + (slot.offset + element) * itemsize;
+    std::memcpy(&bits, data, std::min(sizeof(bits), itemsize));
+    return bits;
+  };
+  return (uint64_t{element(slot.spec.numel / 2)} << 32) | element(slot.spec.numel / 4);
 }
 
 void WrittenValues::watch(int64_t i, const at::Tensor& parameter) {
@@ -33,18 +33,16 @@ void WrittenValues::watch(int64_t i, const at::Tensor& parameter) {
 }
 
 void WrittenValues::take_samples() {
-  for (Watched& slot : slots_) {
-    if (slot.parameter.defined()) slot.sample = sample_of(slot.parameter);
-  }
+  for (int64_t i = 0; i < std::ssize(slots_); ++i) slots_[i].sample = sample_of(i);
 }
 
 void WrittenValues::note(int64_t i, bool differs) {
   if (!watches(i) || (full_.emptied() && !differs)) return;
   Watched& slot = slots_[i];
   const int64_t version = version_of(slot.parameter);
-  if (!differs && version == slot.version && sample_of(slot.parameter) == slot.sample) return;
+  if (!differs && version == slot.version && sample_of(i) == slot.sample) return;
   slot.version = version;
-  slot.sample = sample_of(slot.parameter);
+  slot.sample = sample_of(i);
   slot.digest = digest_now(i);
 }
 
@@ -52,7 +50,7 @@ void WrittenValues::accept(int64_t i) {
   if (!watches(i)) return;
   Watched& slot = slots_[i];
   slot.version = version_of(slot.parameter);
-  slot.sample = sample_of(slot.parameter);
+  slot.sample = sample_of(i);
   slot.digest = 0;
 }
 

@@ -66,7 +66,8 @@ class WrittenValues {
   };
   bool watches(int64_t i) const { return i < std::ssize(slots_) && slots_[i].parameter.defined(); }
   static int64_t version_of(const at::Tensor& parameter);
-  uint64_t sample_of(const at::Tensor& parameter) const;
+  // Of slot i, two elements of the memory that holds its parameter; 0: it is not in memory.
+  uint64_t sample_of(int64_t i) const;
 
   const RankLayout& layout_;
   const FlatBuffer& full_;
