@@ -91,6 +91,7 @@ def _frames(function: Callable[[], object]) -> int:
     return len(calls)
 
 
+@pytest.mark.host  # an emulated device is written in Python
 def test_a_parameter_costs_python_no_more_frames_than_that(anywhere, crossings):
     """Of a constructor, of a step of a wrapped optimizer, and of one whose owners update whole
     parameters. A constructor's crossings do not depend on the number of parameters."""
