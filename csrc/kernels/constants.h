@@ -5,13 +5,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "kernels/host_device.h"
 #include "kernels/kernels.h"
-
-#if defined(__CUDACC__)
-#define ZERO_EXT_HOST_DEVICE __host__ __device__
-#else
-#define ZERO_EXT_HOST_DEVICE
-#endif
 
 namespace zero_ext::kernels {
 
@@ -42,38 +37,28 @@ inline bool is_empty(const OnDevice& on_device) {
          on_device.grad_factor == nullptr;
 }
 
-ZERO_EXT_HOST_DEVICE inline bool skipped(const OnDevice& on_device) {
+ZERO_EXT_EVERYWHERE bool skipped(const OnDevice& on_device) {
   return on_device.skip != nullptr && *on_device.skip != 0;
 }
 
 // The gradient's factor; negative where the update maximises.
-ZERO_EXT_HOST_DEVICE inline float signed_scale(float scale, bool maximize,
-                                               const OnDevice& on_device) {
+ZERO_EXT_EVERYWHERE float signed_scale(float scale, bool maximize, const OnDevice& on_device) {
   if (on_device.grad_factor != nullptr) scale = scale * *on_device.grad_factor;
   return maximize ? -scale : scale;
 }
 
-// Never fused with a following addition, whatever flags the compiler has.
-ZERO_EXT_HOST_DEVICE inline double product(double a, double b) {
-#if defined(__CUDA_ARCH__)
-  return __dmul_rn(a, b);
-#else
-  return a * b;
-#endif
-}
-
 // base^exponent by squaring, exponent >= 1.
-ZERO_EXT_HOST_DEVICE inline double power(double base, int64_t exponent) {
+ZERO_EXT_EVERYWHERE double power(double base, int64_t exponent) {
   double result = 1;
   for (; exponent > 0; exponent >>= 1) {
-    if ((exponent & 1) != 0) result = product(result, base);
-    base = product(base, base);
+    if ((exponent & 1) != 0) result *= base;
+    base *= base;
   }
   return result;
 }
 
-ZERO_EXT_HOST_DEVICE inline AdamConstants adam_constants(const AdamArgs& args, int64_t step,
-                                                         double beta1_power, double beta2_power) {
+ZERO_EXT_EVERYWHERE AdamConstants adam_constants(const AdamArgs& args, int64_t step,
+                                                 double beta1_power, double beta2_power) {
   const double bias_correction1 = 1 - beta1_power;
   const double bias_correction2 = 1 - beta2_power;
   return {
@@ -90,19 +75,19 @@ ZERO_EXT_HOST_DEVICE inline AdamConstants adam_constants(const AdamArgs& args, i
 }
 
 // The constants of the next update, counted by on_device.steps_done.
-ZERO_EXT_HOST_DEVICE inline AdamConstants counted_adam_constants(const AdamArgs& args) {
+ZERO_EXT_EVERYWHERE AdamConstants counted_adam_constants(const AdamArgs& args) {
   const int64_t step = static_cast<int64_t>(*args.on_device.steps_done) + 1;
   return adam_constants(args, step, power(args.beta1, step), power(args.beta2, step));
 }
 
 // To be called on the host: for the CPU, or for CUDA with an empty OnDevice.
-inline AdamConstants adam_constants(const AdamArgs& args) {
+inline AdamConstants constants_of(const AdamArgs& args) {
   if (args.on_device.steps_done != nullptr) return counted_adam_constants(args);
   const double step = static_cast<double>(args.step);
   return adam_constants(args, args.step, std::pow(args.beta1, step), std::pow(args.beta2, step));
 }
 
-ZERO_EXT_HOST_DEVICE inline SgdConstants sgd_constants(const SgdArgs& args) {
+ZERO_EXT_EVERYWHERE SgdConstants constants_of(const SgdArgs& args) {
   const float* steps_done = args.on_device.steps_done;
   return {
       .grad_scale = signed_scale(args.grad_scale, args.maximize, args.on_device),

@@ -183,6 +183,8 @@ struct SgdArgs {
   const float* grad = nullptr;
   float* momentum_buffer = nullptr;  // null when momentum == 0
   int64_t numel = 0;
+  const UpdateSegment* segments = nullptr;  // as for Adam
+  int64_t count = 0;
   double lr = 0;
   double momentum = 0;
   double dampening = 0;
@@ -197,18 +199,20 @@ struct SgdArgs {
 // In every function: `nonfinite`, where not null, is set to 1 if any value read from a gradient, or
 // any sum written, is NaN or infinite. Otherwise it is left alone.
 struct Kernels {
-  // Adds one gradient to a sum:
+  // Adds `count` gradients to a sum each, in one parallel region or one launch:
   //
   //   sum[i] = fma(scale, float(grad[i]), fresh ? 0 : sum[i])
   //
-  // Memory bound: reads grad, reads (unless fresh) and writes sum. grad and sum do not overlap.
-  Status (*accumulate)(const void* grad, DType dtype, float* sum, int64_t numel, float scale,
-                       bool fresh, int32_t* nonfinite, const Launch& launch);
-
-  // accumulate over `count` pairs at once, in one parallel region or one launch. The sums do not
-  // overlap each other.
+  // Memory bound: reads grad, reads (unless fresh) and writes sum. No grad and sum overlap, and no
+  // two sums.
   Status (*accumulate_list)(const AccumulateSegment* segments, int64_t count, DType dtype,
                             float scale, bool fresh, int32_t* nonfinite, const Launch& launch);
+
+  Status accumulate(const void* grad, DType dtype, float* sum, int64_t numel, float scale,
+                    bool fresh, int32_t* nonfinite, const Launch& launch) const {
+    const AccumulateSegment whole{.grad = grad, .sum = sum, .numel = numel};
+    return accumulate_list(&whole, 1, dtype, scale, fresh, nonfinite, launch);
+  }
 
   // Adds the gradients of all ranks to a sum, in rank order:
   //

@@ -26,43 +26,15 @@
 // a block and written again gives the same codes and the same scale.
 #pragma once
 
-#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels/kernels.h"
-
-#if defined(__CUDACC__)
-#define ZERO_EXT_EVERYWHERE __host__ __device__ __forceinline__
-#else
-#define ZERO_EXT_EVERYWHERE inline __attribute__((always_inline))
-#endif
+#include "kernels/elements.h"
 
 namespace zero_ext::kernels {
 
-ZERO_EXT_EVERYWHERE int32_t integer_of(float value) {
-#if defined(__CUDA_ARCH__)
-  return __float_as_int(value);
-#else
-  return std::bit_cast<int32_t>(value);
-#endif
-}
-
-ZERO_EXT_EVERYWHERE float float_of(int32_t bits) {
-#if defined(__CUDA_ARCH__)
-  return __int_as_float(bits);
-#else
-  return std::bit_cast<float>(bits);
-#endif
-}
-
-// Comparing as integers orders positive floats, and puts NaN last.
 ZERO_EXT_EVERYWHERE int32_t least(int32_t a, int32_t b) { return a < b ? a : b; }
-template <class T>
-ZERO_EXT_EVERYWHERE T greatest(T a, T b) {
-  return a > b ? a : b;
-}
 
 // The bits of the multiple at a place, which is counted in half cells. Exact. Negative where the
 // place is below 2.

@@ -15,6 +15,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "kernels/host_device.h"
+
 namespace zero_ext::kernels {
 
 // The number of elements whose squares are added in double. Lane j of 8 holds elements j and j + 8.
@@ -39,16 +41,10 @@ constexpr int32_t kSquareSumLength = kSquareDigits + 2;
 
 using SquareSum = std::array<int64_t, kSquareSumLength>;
 
-#if defined(__CUDACC__)
-#define ZERO_EXT_ON_BOTH __host__ __device__
-#else
-#define ZERO_EXT_ON_BOTH
-#endif
-
 // What `digits` adds to digit k of another sum: the carries move up by one. `Digit`: signed, or
 // unsigned on a device.
 template <typename Digit>
-ZERO_EXT_ON_BOTH inline Digit carried_digit(const Digit* digits, int32_t k) {
+ZERO_EXT_EVERYWHERE Digit carried_digit(const Digit* digits, int32_t k) {
   if (k >= kSquareDigits) return digits[k];
   const Digit own = k + 1 < kSquareDigits ? digits[k] & 0xFFFFFFFF : digits[k];
   return k == 0 ? own : own + (digits[k - 1] >> 32);
@@ -56,7 +52,7 @@ ZERO_EXT_ON_BOTH inline Digit carried_digit(const Digit* digits, int32_t k) {
 
 // The sum as a double, to within two units of its last place. NaN or infinite wherever a
 // floating-point sum would be.
-ZERO_EXT_ON_BOTH inline double value_of(const SquareSum& digits) {
+ZERO_EXT_EVERYWHERE double value_of(const SquareSum& digits) {
   const int64_t* sum = reinterpret_cast<const int64_t*>(&digits);  // std::array is for the host
   if (sum[kNanGroups] != 0) return std::nan("");
   if (sum[kInfiniteGroups] != 0) return HUGE_VAL;
@@ -72,7 +68,7 @@ ZERO_EXT_ON_BOTH inline double value_of(const SquareSum& digits) {
 }
 
 // See Kernels::clip_factor.
-ZERO_EXT_ON_BOTH inline float clipping_factor(const SquareSum& sum, double max_norm, float* norm) {
+ZERO_EXT_EVERYWHERE float clipping_factor(const SquareSum& sum, double max_norm, float* norm) {
   const double value = std::sqrt(value_of(sum));
   *norm = static_cast<float>(value);
   if (!std::isfinite(value)) return 1.0F;

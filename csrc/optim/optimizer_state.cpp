@@ -17,12 +17,7 @@
 namespace zero_ext {
 namespace {
 
-// The parameters of `run` in the unit's compute dtype, or null where the master is the parameter.
-void* parameter_of(const Unit& unit, const Run& run) {
-  char* begin = static_cast<char*>(unit.parameters().stepped());
-  return begin == nullptr ? nullptr
-                          : begin + run.begin * kernels::element_bytes(dtype_of(unit.dtype()));
-}
+using Segments = std::vector<kernels::UpdateSegment>;
 
 static_assert(kBlockNumel == kernels::kBlockElements);
 
@@ -239,8 +234,13 @@ void OptimizerState::apply(const Body& body) {
         kinds[kind_of(update.first_parameter(run))].push_back(run);
       }
       for (const auto& [kind, runs] : kinds) {
+        Segments segments;
+        for (const Run& run : runs) {
+          const int64_t states = buffers_[update.unit_index()].begins[run.first_slot];
+          segments.push_back({.begin = run.begin, .states = states, .numel = run.numel});
+        }
         const int64_t i = update.first_parameter(runs.front());
-        body(update.unit_index(), update.unit(), runs, i, presumed_[i] + 1);
+        body(update.unit(), segments, i, presumed_[i] + 1);
       }
       for (const int64_t i : update.updated()) {
         if (counts_on_device()) {
@@ -324,17 +324,13 @@ kernels::OnDevice OptimizerState::on_device(int64_t i) const {
 
 void OptimizerState::apply_adam(const std::vector<AdamGroup>& groups) {
   const KernelTable& table = engine_->context().state;
-  apply([&](int64_t u, Unit& unit, const std::vector<Run>& runs, int64_t i, int64_t step) {
+  apply([&](Unit& unit, const Segments& segments, int64_t i, int64_t step) {
     const AdamGroup& group = groups.at(group_of_[i]);
     const bool in_codes = in_blocks(i);
     const StatePart& part = part_of(i);
     const auto scales = [&](int64_t k) {
       return in_codes ? static_cast<float*>(part.scales.at(k).at(0)) : nullptr;
     };
-    std::vector<kernels::UpdateSegment> segments;
-    for (const Run& run : runs) {
-      segments.push_back({run.begin, buffers_[u].begins[run.first_slot], run.numel});
-    }
     const bool in_fp32 = moments_ == kernels::Moments::int8 && !in_codes;
     check(table->adam(
               {.master = unit.parameters().master_data(),
@@ -366,41 +362,40 @@ void OptimizerState::apply_adam(const std::vector<AdamGroup>& groups) {
 
 void OptimizerState::apply_sgd(const std::vector<SgdGroup>& groups) {
   const KernelTable& table = engine_->context().state;
-  apply([&](int64_t u, Unit& unit, const std::vector<Run>& runs, int64_t i, int64_t step) {
+  apply([&](Unit& unit, const Segments& segments, int64_t i, int64_t step) {
     const SgdGroup& group = groups.at(group_of_[i]);
-    auto* const buffers = group.momentum != 0 ? static_cast<float*>(state_data(0, i)) : nullptr;
-    for (const Run& run : runs) {
-      check(table->sgd(
-                {.master = unit.parameters().master_data() + run.begin,
-                 .param = parameter_of(unit, run),
-                 .param_dtype = dtype_of(unit.dtype()),
-                 .grad = unit.sums().data() + run.begin,
-                 .momentum_buffer =
-                     buffers == nullptr ? nullptr : buffers + buffers_[u].begins[run.first_slot],
-                 .numel = run.numel,
-                 .lr = group.lr,
-                 .momentum = group.momentum,
-                 .dampening = group.dampening,
-                 .weight_decay = group.weight_decay,
-                 .nesterov = group.nesterov,
-                 .first = step == 1,
-                 .grad_scale = verdict_.factor,
-                 .maximize = group.maximize,
-                 .on_device = on_device(i)},
-                table.launch()),
-            "sgd");
-    }
+    check(table->sgd({.master = unit.parameters().master_data(),
+                      .param = unit.parameters().stepped(),
+                      .param_dtype = dtype_of(unit.dtype()),
+                      .grad = unit.sums().data(),
+                      .momentum_buffer =
+                          group.momentum != 0 ? static_cast<float*>(state_data(0, i)) : nullptr,
+                      .segments = segments.data(),
+                      .count = std::ssize(segments),
+                      .lr = group.lr,
+                      .momentum = group.momentum,
+                      .dampening = group.dampening,
+                      .weight_decay = group.weight_decay,
+                      .nesterov = group.nesterov,
+                      .first = step == 1,
+                      .grad_scale = verdict_.factor,
+                      .maximize = group.maximize,
+                      .on_device = on_device(i)},
+                     table.launch()),
+          "sgd");
   });
 }
 
 void OptimizerState::apply_masters() {
   const KernelTable& table = engine_->context().state;
-  apply([&](int64_t /*u*/, Unit& unit, const std::vector<Run>& runs, int64_t /*i*/,
-            int64_t /*step*/) {
-    if (unit.parameters().stepped() == nullptr) return;
-    for (const Run& run : runs) {
-      check(table->cast(unit.parameters().master_data() + run.begin, kernels::DType::f32,
-                        parameter_of(unit, run), dtype_of(unit.dtype()), run.numel, table.launch()),
+  apply([&](Unit& unit, const Segments& segments, int64_t /*i*/, int64_t /*step*/) {
+    auto* const params = static_cast<char*>(unit.parameters().stepped());
+    if (params == nullptr) return;
+    const kernels::DType dtype = dtype_of(unit.dtype());
+    for (const kernels::UpdateSegment& segment : segments) {
+      check(table->cast(unit.parameters().master_data() + segment.begin, kernels::DType::f32,
+                        params + segment.begin * kernels::element_bytes(dtype), dtype,
+                        segment.numel, table.launch()),
             "cast");
     }
   });

@@ -4,7 +4,7 @@
 // Compile alone: g++ -std=c++20 -O3 -ffp-contract=off -fno-math-errno -I. -c kernels/cpu/accumulate_ranks.cpp
 //
 // Memory bound: reads every rank's gradient once, reads (unless fresh) and writes sum once.
-#include "kernels/cpu/elements.h"
+#include "kernels/cpu/blocks.h"
 #include "kernels/cpu/table.h"
 
 namespace zero_ext::kernels {
@@ -20,7 +20,7 @@ ZERO_EXT_BODY int32_t add_rank(const T* grad, const float* from, float* to, int6
   for (int64_t k = 0; k < numel; ++k) {
     const float value = std::fma(scale, to_float(grad[k]), first ? 0.0F : from[k]);
     to[k] = value;
-    largest = largest_of(largest, magnitude_bits(value));
+    largest = greatest(largest, magnitude_bits(value));
   }
   return largest;
 }
@@ -63,15 +63,15 @@ struct AccumulateRanks {
     if constexpr (fresh) {
       fill_blocks(sum + begin, end - begin, stream, ahead,
                   [&](int64_t i, float* target, int64_t n) ZERO_EXT_BODY_LAMBDA {
-                    largest = largest_of(largest, sum_block(begin + i, target, n, end - begin - i));
+                    largest = greatest(largest, sum_block(begin + i, target, n, end - begin - i));
                   });
     } else {
       for (int64_t i = begin, n = 0; i < end; i += n) {
         n = block_numel(end - i, ahead);
-        largest = largest_of(largest, sum_block(i, sum + i, n, end - i));
+        largest = greatest(largest, sum_block(i, sum + i, n, end - i));
       }
     }
-    if (largest >= kInfinityBits) report_nonfinite(nonfinite);
+    report_nonfinite(largest, nonfinite);
   }
 };
 
@@ -85,15 +85,13 @@ Status accumulate_ranks_cpu(const void* const* grads, int32_t ranks, DType dtype
     if (grads[rank] == sum && dtype != DType::f32 && numel > 0) return Status::bad_argument;
   }
   const bool stream = fresh && numel * element_bytes(DType::f32) >= kStreamBytes;
+  const bool ahead = fetches_ahead(FetchAhead::sums);
   return with_element(dtype, [&]<class T>(T) {
-    if (fresh) {
+    const auto run_ranks = [&]<bool is_fresh>() {
       return run(launch, numel,
-                 AccumulateRanks<T, true>{grads, ranks, sum, scale, stream,
-                                          fetches_ahead(FetchAhead::sums), nonfinite});
-    }
-    return run(launch, numel,
-               AccumulateRanks<T, false>{grads, ranks, sum, scale, stream,
-                                         fetches_ahead(FetchAhead::sums), nonfinite});
+                 AccumulateRanks<T, is_fresh>{grads, ranks, sum, scale, stream, ahead, nonfinite});
+    };
+    return fresh ? run_ranks.template operator()<true>() : run_ranks.template operator()<false>();
   });
 }
 

@@ -5,11 +5,9 @@
 // element with a half-precision parameter. Bound by arithmetic, see Note [Two passes over a block].
 #include <utility>
 
-#include "kernels/constants.h"
-#include "kernels/cpu/adam_element.h"
-#include "kernels/cpu/elements.h"
+#include "kernels/cpu/blocks.h"
 #include "kernels/cpu/table.h"
-#include "kernels/moments.h"
+#include "kernels/updates.h"
 
 namespace zero_ext::kernels {
 namespace {
@@ -74,20 +72,20 @@ struct AdamBlocks {
   Quantized<uint8_t> exp_avg_sq;
   bool ahead;
 
-  ZERO_EXT_BODY AdamBlocks of(const UpdateSegment& segment) const {
-    AdamBlocks blocks = *this;
+  // `begin`, `end`: of the segment's blocks.
+  ZERO_EXT_BODY void operator()(const UpdateSegment& segment, int64_t begin, int64_t end) const {
+    AdamBlocks own = *this;
     const int64_t first_block = segment.states / kBlockElements;
-    blocks.numel = segment.numel;
-    blocks.master += segment.begin;
-    if constexpr (!std::is_void_v<T>) blocks.param += segment.begin;
-    blocks.grad += segment.begin;
-    blocks.exp_avg = {exp_avg.code + segment.states, exp_avg.scale + first_block};
-    blocks.exp_avg_sq = {exp_avg_sq.code + segment.states, exp_avg_sq.scale + first_block};
-    return blocks;
+    own.numel = segment.numel;
+    own.master += segment.begin;
+    if constexpr (kHasParam<T>) own.param += segment.begin;
+    own.grad += segment.begin;
+    own.exp_avg = {exp_avg.code + segment.states, exp_avg.scale + first_block};
+    own.exp_avg_sq = {exp_avg_sq.code + segment.states, exp_avg_sq.scale + first_block};
+    own.update(begin, end);
   }
 
-  // Of blocks.
-  ZERO_EXT_BODY void operator()(int64_t begin, int64_t end) const {
+  ZERO_EXT_BODY void update(int64_t begin, int64_t end) const {
     Block blocks[2];
     Block* own = &blocks[0];
     Block* next = &blocks[1];
@@ -120,7 +118,7 @@ struct AdamBlocks {
     if (ahead) {
       fetch_ahead(grad + i, n, numel - i);
       fetch_ahead(master + i, n, numel - i);
-      if constexpr (!std::is_void_v<T>) fetch_ahead(param + i, n, numel - i);
+      if constexpr (kHasParam<T>) fetch_ahead(param + i, n, numel - i);
     }
     convert(exp_avg.code + i, n, own.first_code);
     convert(exp_avg_sq.code + i, n, own.second_code);
@@ -182,7 +180,7 @@ struct AdamBlocks {
     decayed<decoupled>(k, 0, p);
     p = updated(k, p, own.first[j], own.second[j]);
     master[i + j] = p;
-    if constexpr (!std::is_void_v<T>) param[i + j] = from_float<T>(p);
+    if constexpr (kHasParam<T>) param[i + j] = from_float<T>(p);
     own.first_code[j] = code_of<int8_t>(coding.first_reciprocal * coding.first[j]);
     own.second_code[j] = code_of<uint8_t>(coding.second_reciprocal * coding.second[j]);
   }
@@ -204,34 +202,17 @@ struct AdamBlocks {
   }
 
   ZERO_EXT_BODY float current(int64_t i) const {
-    if constexpr (std::is_void_v<T>) {
+    if constexpr (!kHasParam<T>)
       return master[i];
-    } else {
+    else
       return written_or_master(param[i], master[i]);
-    }
   }
 };
 
 template <class T, bool decoupled>
-struct AdamBlocksList {
-  AdamBlocks<T, decoupled> adam;
-  const UpdateSegment* segments;
-
-  // Of blocks.
-  ZERO_EXT_BODY void operator()(int64_t begin, int64_t end) const {
-    for_each_segment<kBlockElements>(segments, begin, end,
-                                     [&](const UpdateSegment& segment, int64_t from, int64_t to)
-                                         ZERO_EXT_BODY_LAMBDA { adam.of(segment)(from, to); });
-  }
-};
-
-template <class T, bool decoupled>
-Status run_adam(const AdamArgs& args, const Launch& launch) {
-  for (int64_t i = 0; i < args.count; ++i) {
-    if (args.segments[i].states % kBlockElements != 0) return Status::bad_argument;
-  }
+Status run_blocks(const AdamArgs& args, const Launch& launch) {
   const AdamBlocks<T, decoupled> adam{
-      adam_constants(args),
+      constants_of(args),
       0,  // of each segment
       args.master,
       static_cast<T*>(args.param),
@@ -239,20 +220,17 @@ Status run_adam(const AdamArgs& args, const Launch& launch) {
       {static_cast<int8_t*>(args.exp_avg), args.exp_avg_scale},
       {static_cast<uint8_t*>(args.exp_avg_sq), args.exp_avg_sq_scale},
       fetches_ahead(FetchAhead::all)};
-  return run(launch, total_numel<kBlockElements>(args.segments, args.count),
-             AdamBlocksList<T, decoupled>{adam, args.segments}, kGrainNumel / kBlockElements);
-}
-
-template <class T>
-Status run_adam(const AdamArgs& args, const Launch& launch) {
-  return args.decoupled ? run_adam<T, true>(args, launch) : run_adam<T, false>(args, launch);
+  return with_segments(args, [&](const UpdateSegment* segments, int64_t count) {
+    return run_list<kBlockElements>(launch, segments, count, adam);
+  });
 }
 
 }  // namespace
 
 Status adam_blocks_cpu(const AdamArgs& args, const Launch& launch) {
-  if (args.param == nullptr) return run_adam<void>(args, launch);
-  return with_element(args.param_dtype, [&]<class T>(T) { return run_adam<T>(args, launch); });
+  return with_param(args, [&]<class T>() {
+    return args.decoupled ? run_blocks<T, true>(args, launch) : run_blocks<T, false>(args, launch);
+  });
 }
 
 }  // namespace zero_ext::kernels

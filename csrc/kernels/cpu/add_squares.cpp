@@ -4,7 +4,7 @@
 // Reads value once; a square of a float is exact in double.
 #include <bit>
 
-#include "kernels/cpu/elements.h"
+#include "kernels/cpu/blocks.h"
 #include "kernels/cpu/table.h"
 
 namespace zero_ext::kernels {

@@ -3,7 +3,7 @@
 //
 // Memory bound: reads param and master. Writes only blocks of master that hold a written element;
 // almost always there is none.
-#include "kernels/cpu/elements.h"
+#include "kernels/cpu/blocks.h"
 #include "kernels/cpu/table.h"
 
 namespace zero_ext::kernels {

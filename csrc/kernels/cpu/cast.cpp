@@ -2,7 +2,7 @@
 // Compile alone: g++ -std=c++20 -O3 -ffp-contract=off -fno-math-errno -I. -c kernels/cpu/cast.cpp
 //
 // Memory bound: reads source, writes target. Equal dtypes are copied bit by bit, NaN included.
-#include "kernels/cpu/elements.h"
+#include "kernels/cpu/blocks.h"
 #include "kernels/cpu/table.h"
 
 namespace zero_ext::kernels {

@@ -22,6 +22,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "kernels/elements.h"
 #include "kernels/kernels.h"
 
 #define ZERO_EXT_BODY inline __attribute__((always_inline))
@@ -47,7 +48,7 @@ InstructionSet instruction_set();
 bool use_instruction_set(InstructionSet set);
 
 // Which kernels prefetch what they read: none, those that add up or convert, or all. See Note
-// [Blocks] in cpu/elements.h.
+// [Blocks] in cpu/blocks.h.
 enum class FetchAhead : int32_t { none, sums, all };
 
 // Whether kernels of the kind `least` prefetch on this processor.
@@ -105,9 +106,10 @@ Status run(const Launch& launch, int64_t numel, Body body, int64_t grain_numel =
   return Status::ok;
 }
 
-// Several threads may find a non-finite value. All of them store the same 1.
-inline void report_nonfinite(int32_t* nonfinite) {
-  if (nonfinite != nullptr)
+// `largest`: of the magnitude_bits of a range. Several threads may find a non-finite value. All of
+// them store the same 1.
+inline void report_nonfinite(int32_t largest, int32_t* nonfinite) {
+  if (largest >= kInfinityBits && nonfinite != nullptr)
     std::atomic_ref<int32_t>(*nonfinite).store(1, std::memory_order_relaxed);
 }
 
@@ -136,6 +138,17 @@ int64_t total_numel(const Segment* segments, int64_t count) {
     total += (segments[i].numel + per_block - 1) / per_block;
   }
   return total;
+}
+
+// Runs body(segment, begin, end) over pieces that cover a list, see for_each_segment.
+template <int64_t per_block = 1, class Segment, class Body>
+Status run_list(const Launch& launch, const Segment* segments, int64_t count, const Body& body) {
+  const int64_t numel = total_numel<per_block>(segments, count);
+  if (numel < 0) return Status::bad_argument;
+  const auto over_list = [=](int64_t begin, int64_t end) ZERO_EXT_BODY_LAMBDA {
+    for_each_segment<per_block>(segments, begin, end, body);
+  };
+  return run(launch, numel, over_list, kGrainNumel / per_block);
 }
 
 }  // namespace zero_ext::kernels

@@ -3,7 +3,7 @@
 // Compile alone: g++ -std=c++20 -O3 -ffp-contract=off -fno-math-errno -I. -c kernels/cpu/flatten.cpp
 //
 // Memory bound: reads source, reads (to add) and writes target.
-#include "kernels/cpu/elements.h"
+#include "kernels/cpu/blocks.h"
 #include "kernels/cpu/table.h"
 
 namespace zero_ext::kernels {
@@ -11,10 +11,18 @@ namespace {
 
 template <class Source, class Target>
 struct Flatten {
-  const CopySegment* segments;
   Write write;
   int32_t* nonfinite;
   bool ahead;
+
+  ZERO_EXT_BODY void operator()(const CopySegment& segment, int64_t begin, int64_t end) const {
+    const Source* source = static_cast<const Source*>(segment.source) + begin;
+    Target* target = static_cast<Target*>(segment.target) + begin;
+    const int32_t largest = write == Write::add
+                                ? flatten<Write::add>(source, target, end - begin)
+                                : flatten<Write::overwrite>(source, target, end - begin);
+    report_nonfinite(largest, flag_of(segment, nonfinite));
+  }
 
   // The values written are checked: they are non-finite wherever the source is. Equal dtypes keep
   // their bits.
@@ -22,12 +30,10 @@ struct Flatten {
   ZERO_EXT_BODY int32_t flatten(const Source* source, Target* target, int64_t numel) const {
     if (!ahead) return flatten_block<kWrite>(source, target, numel);
     int32_t largest = 0;
-    for (int64_t i = 0, n = 0; i < numel; i += n) {
-      n = block_numel(numel - i, ahead);
-      fetch_ahead(source + i, n, numel - i);
-      fetch_ahead(target + i, n, numel - i);
-      largest = largest_of(largest, flatten_block<kWrite>(source + i, target + i, n));
-    }
+    const auto visit = [&](int64_t i, int64_t n) ZERO_EXT_BODY_LAMBDA {
+      largest = greatest(largest, flatten_block<kWrite>(source + i, target + i, n));
+    };
+    for_each_fetched_block(0, numel, visit, source, target);
     return largest;
   }
 
@@ -45,22 +51,9 @@ struct Flatten {
         value = from_float<Target>(to_float(source[k]));
       }
       target[k] = value;
-      largest = largest_of(largest, magnitude_bits(to_float(value)));
+      largest = greatest(largest, magnitude_bits(to_float(value)));
     }
     return largest;
-  }
-
-  ZERO_EXT_BODY void operator()(int64_t begin, int64_t end) const {
-    for_each_segment(
-        segments, begin, end,
-        [&](const CopySegment& segment, int64_t from, int64_t to) ZERO_EXT_BODY_LAMBDA {
-          const Source* source = static_cast<const Source*>(segment.source) + from;
-          Target* target = static_cast<Target*>(segment.target) + from;
-          const int32_t largest = write == Write::add
-                                      ? flatten<Write::add>(source, target, to - from)
-                                      : flatten<Write::overwrite>(source, target, to - from);
-          if (largest >= kInfinityBits) report_nonfinite(flag_of(segment, nonfinite));
-        });
   }
 };
 
@@ -68,13 +61,10 @@ struct Flatten {
 
 Status flatten_cpu(const CopySegment* segments, int64_t count, DType source_dtype,
                    DType target_dtype, Write write, int32_t* nonfinite, const Launch& launch) {
-  const int64_t numel = total_numel(segments, count);
-  if (numel < 0) return Status::bad_argument;
   return with_element(source_dtype, [&]<class Source>(Source) {
     return with_element(target_dtype, [&]<class Target>(Target) {
-      return run(
-          launch, numel,
-          Flatten<Source, Target>{segments, write, nonfinite, fetches_ahead(FetchAhead::all)});
+      return run_list(launch, segments, count,
+                      Flatten<Source, Target>{write, nonfinite, fetches_ahead(FetchAhead::all)});
     });
   });
 }

@@ -89,7 +89,6 @@ bool use_instruction_set(InstructionSet set) {
 
 const Kernels& cpu() {
   static constexpr Kernels kTable{
-      .accumulate = accumulate_cpu,
       .accumulate_list = accumulate_list_cpu,
       .accumulate_ranks = accumulate_ranks_cpu,
       .adam = adam_cpu,

@@ -5,8 +5,6 @@
 
 namespace zero_ext::kernels {
 
-Status accumulate_cpu(const void* grad, DType dtype, float* sum, int64_t numel, float scale,
-                      bool fresh, int32_t* nonfinite, const Launch& launch);
 Status accumulate_list_cpu(const AccumulateSegment* segments, int64_t count, DType dtype,
                            float scale, bool fresh, int32_t* nonfinite, const Launch& launch);
 Status accumulate_ranks_cpu(const void* const* grads, int32_t ranks, DType dtype, float* sum,

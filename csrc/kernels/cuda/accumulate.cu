@@ -1,4 +1,4 @@
-// accumulate, accumulate_list: sum[i] = fma(scale, float(grad[i]), fresh ? 0 : sum[i])
+// accumulate_list, per segment: sum[i] = fma(scale, float(grad[i]), fresh ? 0 : sum[i])
 // Compile alone: nvcc -std=c++20 -O3 -fmad=false -arch=sm_90 -I. -c kernels/cuda/accumulate.cu
 //
 // Memory bound: reads grad, reads (unless fresh) and writes sum.
@@ -15,9 +15,13 @@ struct Accumulate {
   static constexpr int kWidth = vector_numel<T, float>();
   static constexpr int kUnroll = 4;
 
-  const T* grad;
-  float* sum;
   float scale;
+  const T* grad = nullptr;
+  float* sum = nullptr;
+
+  __device__ __host__ Accumulate at(const AccumulateSegment& segment, int64_t begin) const {
+    return {scale, static_cast<const T*>(segment.grad) + begin, segment.sum + begin};
+  }
 
   template <int N>
   struct Loaded {
@@ -42,43 +46,32 @@ struct Accumulate {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       const float before = fresh ? 0.0F : loaded.sum.value[k];
-      const float value = __fmaf_rn(scale, to_float(loaded.grad.value[k]), before);
+      const float value = fmaf(scale, to_float(loaded.grad.value[k]), before);
       result.value[k] = value;
-      largest = largest_of(largest, magnitude_bits(value));
+      largest = greatest(largest, magnitude_bits(value));
     }
     store(sum + i, result);
     return largest;
   }
 };
 
+// One sum has a kernel of its own, which has no pieces to look for.
 template <class T, bool fresh>
-struct AccumulateSegmentOf {
-  float scale;
-
-  __device__ Accumulate<T, fresh> operator()(const AccumulateSegment& segment,
-                                             int64_t begin) const {
-    return {static_cast<const T*>(segment.grad) + begin, segment.sum + begin, scale};
-  }
-};
+Status run_accumulate(const AccumulateSegment* segments, int64_t count, float scale,
+                      int32_t* nonfinite, const Launch& launch) {
+  const Accumulate<T, fresh> body{scale};
+  if (count != 1) return run_list(launch, segments, count, body, nonfinite);
+  if (segments->numel < 0) return Status::bad_argument;
+  return run(launch, segments->numel, body.at(*segments, 0), flag_of(*segments, nonfinite));
+}
 
 }  // namespace
-
-Status accumulate_cuda(const void* grad, DType dtype, float* sum, int64_t numel, float scale,
-                       bool fresh, int32_t* nonfinite, const Launch& launch) {
-  if (numel < 0) return Status::bad_argument;
-  return with_element(dtype, [&]<class T>(T) {
-    const T* values = static_cast<const T*>(grad);
-    return fresh ? run(launch, numel, Accumulate<T, true>{values, sum, scale}, nonfinite)
-                 : run(launch, numel, Accumulate<T, false>{values, sum, scale}, nonfinite);
-  });
-}
 
 Status accumulate_list_cuda(const AccumulateSegment* segments, int64_t count, DType dtype,
                             float scale, bool fresh, int32_t* nonfinite, const Launch& launch) {
   return with_element(dtype, [&]<class T>(T) {
-    return fresh
-               ? run_list(launch, segments, count, AccumulateSegmentOf<T, true>{scale}, nonfinite)
-               : run_list(launch, segments, count, AccumulateSegmentOf<T, false>{scale}, nonfinite);
+    return fresh ? run_accumulate<T, true>(segments, count, scale, nonfinite, launch)
+                 : run_accumulate<T, false>(segments, count, scale, nonfinite, launch);
   });
 }
 

@@ -53,7 +53,7 @@ struct AccumulateRanks {
   __device__ static void add(Pack<float, N>& total, const Pack<T, N>& grad, float scale) {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      total.value[k] = __fmaf_rn(scale, to_float(grad.value[k]), total.value[k]);
+      total.value[k] = fmaf(scale, to_float(grad.value[k]), total.value[k]);
     }
   }
 
@@ -74,7 +74,7 @@ struct AccumulateRanks {
     store(sum + i, total);
     int32_t largest = 0;
 #pragma unroll
-    for (int k = 0; k < N; ++k) largest = largest_of(largest, magnitude_bits(total.value[k]));
+    for (int k = 0; k < N; ++k) largest = greatest(largest, magnitude_bits(total.value[k]));
     return largest;
   }
 };

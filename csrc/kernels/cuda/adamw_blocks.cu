@@ -8,11 +8,8 @@
 
 #include <cmath>
 
-#include "kernels/constants.h"
-#include "kernels/cuda/adam_element.h"
-#include "kernels/cuda/dispatch.h"
 #include "kernels/cuda/table.h"
-#include "kernels/moments.h"
+#include "kernels/cuda/update.h"
 
 namespace zero_ext::kernels {
 namespace {
@@ -85,14 +82,14 @@ __device__ inline void adopt_writes(const Pack<T, N>& params, Pack<float, N>& ma
   if (same_words(copies, params)) return;
 #pragma unroll
   for (int k = 0; k < N; ++k) {
-    if (!same_bits(copies.value[k], params.value[k])) masters.value[k] = to_float(params.value[k]);
+    if (bits_of(copies.value[k]) != bits_of(params.value[k]))
+      masters.value[k] = to_float(params.value[k]);
   }
 }
 
 // One warp's view of a block. Vectors of `width` elements lie side by side over the lanes.
 template <class T, bool decoupled, int width>
 struct Block {
-  static constexpr bool kHasParam = !std::is_same_v<T, NoParam>;
   static constexpr int kVectors = kPerLane / width;
 
   const AdamArgs& args;
@@ -140,7 +137,7 @@ struct Block {
       code_sq[k] = device::load<width>(codes_sq() + offset(k));
       grad[k] = device::load<width>(args.grad + begin + offset(k));
       master[k] = device::load<width>(args.master + begin + offset(k));
-      if constexpr (kHasParam) param[k] = device::load<width>(params() + offset(k));
+      if constexpr (kHasParam<T>) param[k] = device::load<width>(params() + offset(k));
     }
   }
 
@@ -148,12 +145,13 @@ struct Block {
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       if (!has(k)) continue;
-      if constexpr (kHasParam) adopt_writes(param[k], master[k]);
+      if constexpr (kHasParam<T>) adopt_writes(param[k], master[k]);
 #pragma unroll
       for (int j = 0; j < width; ++j) {
-        float m = __fmul_rn(first_scale, multiples.of(code[k].value[j]));
-        float v = __fmul_rn(second_scale, multiples.of(code_sq[k].value[j]));
-        update_moments<decoupled>(constants, grad[k].value[j], master[k].value[j], m, v);
+        float m = first_scale * multiples.of(code[k].value[j]);
+        float v = second_scale * multiples.of(code_sq[k].value[j]);
+        const float g = decayed<decoupled>(constants, grad[k].value[j], master[k].value[j]);
+        update_moments(constants, g, m, v);
         first[k * width + j] = m;
         second[k * width + j] = v;
       }
@@ -183,7 +181,7 @@ struct Block {
         p = updated(constants, p, first[k * width + j], second[k * width + j]);
       }
       store(args.master + begin + offset(k), master[k]);
-      if constexpr (kHasParam) store(params() + offset(k), from_floats<T>(master[k]));
+      if constexpr (kHasParam<T>) store(params() + offset(k), from_floats<T>(master[k]));
     }
   }
 
@@ -196,8 +194,7 @@ struct Block {
       Pack<Code, width> coded = {};
 #pragma unroll
       for (int j = 0; is_coded(scale) && j < width; ++j) {
-        const float multiple = __fmul_rn(reciprocal, moment[k * width + j]);
-        coded.value[j] = static_cast<Code>(code_of<Code>(multiple));
+        coded.value[j] = static_cast<Code>(code_of<Code>(reciprocal * moment[k * width + j]));
       }
       store(to + offset(k), coded);
     }
@@ -232,8 +229,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
   const auto code = static_cast<int32_t>(threadIdx.x);
   multiples.of_signed[code] = signed_multiple(static_cast<int8_t>(code));
   multiples.of_unsigned[code] = unsigned_multiple(code);
-  if (!begin_update(args.on_device, constants, runs, [&] { return constants_of(args, on_host); }))
-    return;
+  if (!begin_update(args, on_host, constants, runs)) return;
   for_each_piece(list, [&](const UpdateSegment& segment, int64_t begin, int64_t /*numel*/) {
     const int64_t block = begin / kBlockElements + threadIdx.x / kLanes;
     const int64_t left = segment.numel - block * kBlockElements;
@@ -245,48 +241,36 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
   });
 }
 
-bool is_aligned(const AdamArgs& args) {
+bool is_aligned(const AdamArgs& args, const UpdateSegment* segments, int64_t count) {
   const auto at = [](const void* pointer, int64_t bytes) {
     return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
   };
-  for (int64_t i = 0; i < args.count; ++i) {
-    if (args.segments[i].begin % 8 != 0) return false;
+  for (int64_t i = 0; i < count; ++i) {
+    if (segments[i].begin % 8 != 0) return false;
   }
   return at(args.master, 16) && at(args.grad, 16) && at(args.param, 16) && at(args.exp_avg, 4) &&
          at(args.exp_avg_sq, 4);
 }
 
 template <class T, bool decoupled>
-Status run_adam(const AdamArgs& args, const Launch& launch) {
-  for (int64_t i = 0; i < args.count; ++i) {
-    if (args.segments[i].states % kBlockElements != 0) return Status::bad_argument;
-  }
-  const bool aligned = is_aligned(args);
-  return run_short_pieces(args.segments, args.count, [&]<class List>(const List& list) {
-    return queue(
-        launch, list.pieces,
-        aligned ? update_blocks<List, T, decoupled, 4> : update_blocks<List, T, decoupled, 1>, list,
-        args, constants_on_host(args));
+Status run_blocks(const AdamArgs& args, const Launch& launch) {
+  return with_segments(args, [&](const UpdateSegment* segments, int64_t count) {
+    const bool aligned = is_aligned(args, segments, count);
+    return run_pieces<kShortPieceNumel>(segments, count, [&]<class List>(const List& list) {
+      return queue(
+          launch, list.pieces,
+          aligned ? update_blocks<List, T, decoupled, 4> : update_blocks<List, T, decoupled, 1>,
+          list, args, constants_on_host(args));
+    });
   });
-}
-
-template <class T>
-Status run_adam(const AdamArgs& args, const Launch& launch) {
-  return args.decoupled ? run_adam<T, true>(args, launch) : run_adam<T, false>(args, launch);
 }
 
 }  // namespace
 
 Status adam_blocks_cuda(const AdamArgs& args, const Launch& launch) {
-  if (args.segments == nullptr) {
-    const UpdateSegment whole{.begin = 0, .states = 0, .numel = args.numel};
-    AdamArgs list = args;
-    list.segments = &whole;
-    list.count = 1;
-    return adam_blocks_cuda(list, launch);
-  }
-  if (args.param == nullptr) return run_adam<NoParam>(args, launch);
-  return with_element(args.param_dtype, [&]<class T>(T) { return run_adam<T>(args, launch); });
+  return with_param(args, [&]<class T>() {
+    return args.decoupled ? run_blocks<T, true>(args, launch) : run_blocks<T, false>(args, launch);
+  });
 }
 
 }  // namespace zero_ext::kernels

@@ -18,8 +18,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels/constants.h"
-#include "kernels/cuda/elements.h"
+#include "kernels/cuda/vectors.h"
 #include "kernels/kernels.h"
 
 namespace zero_ext::kernels::device {
@@ -77,12 +76,12 @@ __device__ inline int32_t walk_units(const Body& body, const Units& units, int64
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
       const int64_t i = units.index<N>(unit + k * threads);
-      largest = largest_of(largest, body.template finish<N>(i, loaded[k]));
+      largest = greatest(largest, body.template finish<N>(i, loaded[k]));
     }
   }
   for (; unit < units.count; unit += threads) {
     const int64_t i = units.index<N>(unit);
-    largest = largest_of(largest, body.template finish<N>(i, body.template load<N>(i)));
+    largest = greatest(largest, body.template finish<N>(i, body.template load<N>(i)));
   }
   return largest;
 }
@@ -96,7 +95,7 @@ __device__ inline int32_t walk(const Body& body, int64_t numel, int64_t thread, 
   const Units middle{.count = vectors, .begin = head, .gap_at = vectors, .gap = 0};
   const Units ends{.count = numel - covered, .begin = 0, .gap_at = head, .gap = covered};
   const int32_t largest = walk_units<kWidth>(body, middle, thread, threads);
-  return largest_of(largest, walk_units<1>(body, ends, thread, threads));
+  return greatest(largest, walk_units<1>(body, ends, thread, threads));
 }
 
 // Several threads may find a non-finite value; all of them store the same 1.
@@ -114,31 +113,6 @@ template <class Body>
 __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
     over_range(const __grid_constant__ Body body, int64_t numel, int32_t* nonfinite) {
   report_nonfinite(walk(body, numel, thread_of_grid(), threads_of_grid()), nonfinite);
-}
-
-// Whether an update is made, by its OnDevice in device memory. Then the block has `make()` as its
-// constants. Every thread calls it; `constants` and `runs` are shared by the block.
-template <class Constants, class Make>
-__device__ inline bool begin_update(const OnDevice& on_device, Constants& constants, bool& runs,
-                                    const Make& make) {
-  if (threadIdx.x == 0) {
-    runs = !skipped(on_device);
-    if (runs) constants = make();
-  }
-  __syncthreads();
-  return runs;
-}
-
-// An update that reads its constants, or whether it is skipped, from device memory. `Update` has
-// `args` with OnDevice, Constants, constants() and body(constants).
-template <class Update>
-__global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
-    update_range(const __grid_constant__ Update update, int64_t numel) {
-  __shared__ typename Update::Constants constants;
-  __shared__ bool runs;
-  if (!begin_update(update.args.on_device, constants, runs, [&] { return update.constants(); }))
-    return;
-  walk(update.body(constants), numel, thread_of_grid(), threads_of_grid());
 }
 
 // Note [Lists in the kernel's parameters]
@@ -187,13 +161,13 @@ __device__ inline void for_each_piece(const Pack& pack, const Visit& visit) {
   }
 }
 
-// `make(segment, begin)` is the body for the elements of a segment from `begin` on.
-template <class Pack, class Make>
+// `body.at(segment, begin)` is the body for the elements of a segment from `begin` on.
+template <class Pack, class Body>
 __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
-    over_segments(const __grid_constant__ Pack pack, const __grid_constant__ Make make,
+    over_segments(const __grid_constant__ Pack pack, const __grid_constant__ Body body,
                   int32_t* nonfinite) {
   for_each_piece(pack, [&](const auto& segment, int64_t begin, int64_t numel) {
-    const int32_t largest = walk(make(segment, begin), numel, threadIdx.x, blockDim.x);
+    const int32_t largest = walk(body.at(segment, begin), numel, threadIdx.x, blockDim.x);
     report_nonfinite(largest, segment.nonfinite != nullptr ? segment.nonfinite : nonfinite);
   });
 }
@@ -238,13 +212,6 @@ Status run(const Launch& launch, int64_t numel, const Body& body, int32_t* nonfi
   return queue(launch, blocks_for<Body>(numel), over_range<Body>, body, numel, nonfinite);
 }
 
-template <class Update>
-Status run_update(const Launch& launch, int64_t numel, const Update& update) {
-  if (numel == 0) return Status::ok;
-  const int64_t blocks = blocks_for<typename Update::Body>(numel);
-  return queue(launch, blocks, update_range<Update>, update, numel);
-}
-
 // Calls queue_pack(pack) for each launch's part of a list.
 template <class Pack, class Segment, class Queue>
 Status for_each_pack(const Segment* segments, int64_t count, const Queue& queue_pack) {
@@ -267,15 +234,6 @@ Status for_each_pack(const Segment* segments, int64_t count, const Queue& queue_
   return Status::ok;
 }
 
-template <int capacity, class Segment, class Make>
-Status run_packs(const Launch& launch, const Segment* segments, int64_t count, const Make& make,
-                 int32_t* nonfinite) {
-  using Pack = SegmentPack<Segment, capacity>;
-  return for_each_pack<Pack>(segments, count, [&](const Pack& pack) {
-    return queue(launch, pack.pieces, over_segments<Pack, Make>, pack, make, nonfinite);
-  });
-}
-
 // The most elements whose pieces SegmentPack::pieces can count.
 template <int64_t piece_numel = kPieceNumel>
 constexpr int64_t kMostListNumel = (int64_t{1} << 30) * piece_numel;
@@ -291,26 +249,26 @@ bool is_list(const Segment* segments, int64_t count) {
   return true;
 }
 
-template <class Segment, class Make>
-Status run_list(const Launch& launch, const Segment* segments, int64_t count, const Make& make,
+// Calls queue_pack(pack) for each launch's part of a list, which is cut into pieces.
+template <int64_t piece_numel = kPieceNumel, class Segment, class Queue>
+Status run_pieces(const Segment* segments, int64_t count, const Queue& queue_pack) {
+  using Short = SegmentPack<Segment, kShortList, piece_numel>;
+  using Long = SegmentPack<Segment, kLongList, piece_numel>;
+  if (!is_list<piece_numel>(segments, count)) return Status::bad_argument;
+  return count <= kShortList ? for_each_pack<Short>(segments, count, queue_pack)
+                             : for_each_pack<Long>(segments, count, queue_pack);
+}
+
+template <class Segment, class Body>
+Status run_list(const Launch& launch, const Segment* segments, int64_t count, const Body& body,
                 int32_t* nonfinite) {
-  if (!is_list(segments, count)) return Status::bad_argument;
-  return count <= kShortList ? run_packs<kShortList>(launch, segments, count, make, nonfinite)
-                             : run_packs<kLongList>(launch, segments, count, make, nonfinite);
+  return run_pieces(segments, count, [&]<class Pack>(const Pack& pack) {
+    return queue(launch, pack.pieces, over_segments<Pack, Body>, pack, body, nonfinite);
+  });
 }
 
 // Of updates, whose arithmetic hides the search for a piece's segment, and of find_nonfinite. As
 // many blocks as for one range.
 constexpr int64_t kShortPieceNumel = 2048;
-
-// Calls queue_pack(pack) for each launch's part of a list in short pieces.
-template <class Segment, class Queue>
-Status run_short_pieces(const Segment* segments, int64_t count, const Queue& queue_pack) {
-  using Short = SegmentPack<Segment, kShortList, kShortPieceNumel>;
-  using Long = SegmentPack<Segment, kLongList, kShortPieceNumel>;
-  if (!is_list<kShortPieceNumel>(segments, count)) return Status::bad_argument;
-  return count <= kShortList ? for_each_pack<Short>(segments, count, queue_pack)
-                             : for_each_pack<Long>(segments, count, queue_pack);
-}
 
 }  // namespace zero_ext::kernels::device

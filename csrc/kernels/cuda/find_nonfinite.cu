@@ -30,7 +30,7 @@ struct FindNonfinite {
   __device__ int32_t finish(int64_t /*i*/, const Loaded<N>& loaded) const {
     int32_t largest = 0;
 #pragma unroll
-    for (int k = 0; k < N; ++k) largest = largest_of(largest, magnitude_bits(loaded.value[k]));
+    for (int k = 0; k < N; ++k) largest = greatest(largest, magnitude_bits(loaded.value[k]));
     return largest;
   }
 };
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads, 8) find(const __grid_constant__ List
 }  // namespace
 
 Status find_nonfinite_cuda(const ReadSegment* segments, int64_t count, const Launch& launch) {
-  return run_short_pieces(segments, count, [&]<class List>(const List& list) {
+  return run_pieces<kShortPieceNumel>(segments, count, [&]<class List>(const List& list) {
     return queue(launch, list.pieces, find<List>, list);
   });
 }

@@ -18,8 +18,13 @@ struct Flatten {
   static constexpr int kWidth = vector_numel<Source, Target>();
   static constexpr int kUnroll = 4;
 
-  const Source* source;
-  Target* target;
+  const Source* source = nullptr;
+  Target* target = nullptr;
+
+  __device__ Flatten at(const CopySegment& segment, int64_t begin) const {
+    return {static_cast<const Source*>(segment.source) + begin,
+            static_cast<Target*>(segment.target) + begin};
+  }
 
   template <int N>
   struct Loaded {
@@ -46,26 +51,17 @@ struct Flatten {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       if constexpr (write == Write::add) {
-        result.value[k] = from_float<Target>(
-            __fadd_rn(to_float(loaded.target.value[k]), to_float(loaded.source.value[k])));
+        result.value[k] =
+            from_float<Target>(to_float(loaded.target.value[k]) + to_float(loaded.source.value[k]));
       } else if constexpr (std::is_same_v<Source, Target>) {
         result.value[k] = loaded.source.value[k];
       } else {
         result.value[k] = from_float<Target>(to_float(loaded.source.value[k]));
       }
-      largest = largest_of(largest, magnitude_bits(to_float(result.value[k])));
+      largest = greatest(largest, magnitude_bits(to_float(result.value[k])));
     }
     store(target + i, result);
     return largest;
-  }
-};
-
-template <class Source, class Target, Write write>
-struct FlattenSegment {
-  __device__ Flatten<Source, Target, write> operator()(const CopySegment& segment,
-                                                       int64_t begin) const {
-    return {static_cast<const Source*>(segment.source) + begin,
-            static_cast<Target*>(segment.target) + begin};
   }
 };
 
@@ -75,11 +71,10 @@ Status flatten_cuda(const CopySegment* segments, int64_t count, DType source_dty
                     DType target_dtype, Write write, int32_t* nonfinite, const Launch& launch) {
   return with_element(source_dtype, [&]<class Source>(Source) {
     return with_element(target_dtype, [&]<class Target>(Target) {
-      return write == Write::add
-                 ? run_list(launch, segments, count, FlattenSegment<Source, Target, Write::add>{},
-                            nonfinite)
-                 : run_list(launch, segments, count,
-                            FlattenSegment<Source, Target, Write::overwrite>{}, nonfinite);
+      return write == Write::add ? run_list(launch, segments, count,
+                                            Flatten<Source, Target, Write::add>{}, nonfinite)
+                                 : run_list(launch, segments, count,
+                                            Flatten<Source, Target, Write::overwrite>{}, nonfinite);
     });
   });
 }

@@ -27,7 +27,6 @@ void ask_during_captures_cuda() {
 
 const Kernels& cuda() {
   static constexpr Kernels kTable{
-      .accumulate = accumulate_cuda,
       .accumulate_list = accumulate_list_cuda,
       .accumulate_ranks = accumulate_ranks_cuda,
       .adam = adam_cuda,

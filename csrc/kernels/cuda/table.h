@@ -8,8 +8,6 @@ namespace zero_ext::kernels {
 // CUDA's table. Calls run on the current device, on Launch::stream, and never wait for the device.
 const Kernels& cuda();
 
-Status accumulate_cuda(const void* grad, DType dtype, float* sum, int64_t numel, float scale,
-                       bool fresh, int32_t* nonfinite, const Launch& launch);
 Status accumulate_list_cuda(const AccumulateSegment* segments, int64_t count, DType dtype,
                             float scale, bool fresh, int32_t* nonfinite, const Launch& launch);
 Status accumulate_ranks_cuda(const void* const* grads, int32_t ranks, DType dtype, float* sum,

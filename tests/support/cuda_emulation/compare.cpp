@@ -150,9 +150,10 @@ void test_accumulate(DType dtype, int64_t numel, int64_t offset, int64_t other) 
     const float scale = mode == 1 ? 0.3F : 0.25F;
     const bool fresh = mode % 2 == 1;
     const std::string what = name("accumulate", dtype, numel, offset);
-    accumulate_cpu(grad.data(), dtype, cpu.floats(), numel, scale, fresh, &flags[0], {});
-    succeeded(what, accumulate_cuda(grad.data(), dtype, device.floats(), numel, scale, fresh,
-                                    &flags[1], {}));
+    zero_ext::kernels::cpu().accumulate(grad.data(), dtype, cpu.floats(), numel, scale, fresh,
+                                        &flags[0], {});
+    succeeded(what, cuda().accumulate(grad.data(), dtype, device.floats(), numel, scale, fresh,
+                                      &flags[1], {}));
     same(what, cpu, device);
     if (flags[0] != flags[1]) fail(what + ": flag");
   }
@@ -490,6 +491,32 @@ void test_adam_lists(DType dtype, Moments moments) {
   }
 }
 
+void test_sgd_lists(DType dtype) {
+  for (const int64_t count : {1, 5, 65}) {
+    const std::vector<UpdateSegment> list = update_list(count, 1);
+    const int64_t numel = list.back().begin + list.back().numel;
+    std::vector<State> results(3, State(dtype, numel, 0, 0));
+    for (int way = 0; way < 3; ++way) {  // one by one, list, list on the device
+      State& own = results[way];
+      SgdArgs args{.master = own.master.floats(),
+                   .param = own.param.data(),
+                   .param_dtype = dtype,
+                   .grad = own.grad.floats(),
+                   .momentum_buffer = own.first.floats(),
+                   .lr = 1e-2,
+                   .momentum = 0.9};
+      for (const UpdateSegment& segment : list) {
+        args.segments = way == 0 ? &segment : list.data();
+        args.count = way == 0 ? 1 : count;
+        succeeded("sgd list", (way == 2 ? sgd_cuda : sgd_cpu)(args, {}));
+        if (way != 0) break;
+      }
+    }
+    for (int way = 1; way < 3; ++way)
+      results[0].same_as(name("sgd list", dtype, count, 0), results[way]);
+  }
+}
+
 void test_sgd(DType dtype, int64_t numel, int64_t offset, int64_t other) {
   for (int mode = 0; mode < 12; ++mode) {
     State cpu(dtype, numel, offset, other);
@@ -639,6 +666,7 @@ int main() {
     for (const Moments moments : {Moments::f32, Moments::bf16, Moments::int8}) {
       test_adam_lists(dtype, moments);
     }
+    test_sgd_lists(dtype);
     for_shapes(kShort, [&](int64_t n, int64_t a, int64_t b) { test_sgd(dtype, n, a, b); });
     for_shapes(kLengths,
                [&](int64_t n, int64_t a, int64_t b) { test_adopt_writes(dtype, n, a, b); });

@@ -57,15 +57,6 @@ Status queue_call(const char* name, const Launch& launch,
 // A pointer that is read or written, or null where nothing is.
 const void* used(const void* pointer, int64_t numel) { return numel > 0 ? pointer : nullptr; }
 
-Status accumulate_lagged(const void* grad, DType dtype, float* sum, int64_t numel, float scale,
-                         bool fresh, int32_t* nonfinite, const Launch& launch) {
-  return queue_call("accumulate", launch, {used(grad, numel), used(sum, numel), nonfinite},
-                    [=](const Launch& serial) {
-                      return cpu().accumulate(grad, dtype, sum, numel, scale, fresh, nonfinite,
-                                              serial);
-                    });
-}
-
 Status accumulate_list_lagged(const AccumulateSegment* segments, int64_t count, DType dtype,
                               float scale, bool fresh, int32_t* nonfinite, const Launch& launch) {
   const std::vector<AccumulateSegment> list(segments, segments + count);
@@ -111,12 +102,17 @@ Status adam_lagged(const AdamArgs& args, const Launch& launch) {
 }
 
 Status sgd_lagged(const SgdArgs& args, const Launch& launch) {
-  const int64_t n = args.numel;
+  const std::vector<UpdateSegment> list(args.segments, args.segments + args.count);
+  const int64_t n = list.empty() ? args.numel : args.count;
   return queue_call(
       "sgd", launch,
       {used(args.master, n), used(args.param, n), used(args.grad, n), used(args.momentum_buffer, n),
        args.on_device.skip, args.on_device.steps_done, args.on_device.grad_factor},
-      [args](const Launch& serial) { return cpu().sgd(args, serial); });
+      [args, list](const Launch& serial) {
+        SgdArgs own = args;
+        if (own.segments != nullptr) own.segments = list.data();
+        return cpu().sgd(own, serial);
+      });
 }
 
 Status cast_lagged(const void* source, DType source_dtype, void* target, DType target_dtype,
@@ -176,10 +172,9 @@ Status clip_factor_lagged(const SquareSum* sum, double max_norm, float* norm, fl
 }
 
 // A new kernel must get its row here: what is not named would be null.
-static_assert(sizeof(Kernels) == 13 * sizeof(void*));
+static_assert(sizeof(Kernels) == 12 * sizeof(void*));
 
 constexpr Kernels kTable{
-    .accumulate = accumulate_lagged,
     .accumulate_list = accumulate_list_lagged,
     .accumulate_ranks = accumulate_ranks_lagged,
     .adam = adam_lagged,

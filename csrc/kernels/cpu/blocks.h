@@ -1,130 +1,17 @@
-// Elements of the three dtypes, and blocks of them.
-//
-// Every conversion is exact or rounds to nearest even, as torch's does. Subnormals are kept,
-// overflow becomes infinity, NaN becomes the dtype's quiet NaN. Conversions have no branches, so
-// that loops over them vectorise. They use integer or exact float operations, so that all
-// instruction sets agree. They are right with flushed subnormals (torch.set_flush_denormal) too.
+// Blocks of elements, what is prefetched of them, and stores past the caches.
 #pragma once
 
-#include <bit>
-#include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <type_traits>
 
 #if defined(__x86_64__)
 #include <emmintrin.h>
 #endif
 
 #include "kernels/cpu/dispatch.h"
+#include "kernels/elements.h"
 
 namespace zero_ext::kernels {
-
-struct BFloat16 {
-  uint16_t bits;
-};
-struct Float16 {
-  uint16_t bits;
-};
-
-// `condition ? a : b` as mask arithmetic. With a conditional expression the compiler moves the
-// float operations that lead to a or b into branches, and the loop stays scalar.
-ZERO_EXT_BODY uint32_t select(bool condition, uint32_t a, uint32_t b) {
-  const uint32_t mask = 0U - static_cast<uint32_t>(condition);
-  return b ^ ((a ^ b) & mask);
-}
-
-ZERO_EXT_BODY float select(bool condition, float a, float b) {
-  return std::bit_cast<float>(
-      select(condition, std::bit_cast<uint32_t>(a), std::bit_cast<uint32_t>(b)));
-}
-
-ZERO_EXT_BODY float to_float(float value) { return value; }
-
-ZERO_EXT_BODY float to_float(BFloat16 value) {
-  return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
-}
-
-// Normal numbers, infinity and NaN: an exact multiplication rebiases the exponent. Subnormals: the
-// mantissa is placed into the last bits of 0.5, and 0.5 is subtracted. (After M. Dukhan's FP16
-// library, which c10 uses as well.)
-ZERO_EXT_BODY float to_float(Float16 value) {
-  const uint32_t magnitude = (static_cast<uint32_t>(value.bits) & 0x7FFFU) << 13;
-  const float normal = std::bit_cast<float>(magnitude + (224U << 23)) * 0x1p-112F;
-  const float subnormal = std::bit_cast<float>((magnitude >> 13) | (126U << 23)) - 0.5F;
-  const uint32_t sign = (static_cast<uint32_t>(value.bits) & 0x8000U) << 16;
-  const uint32_t unsigned_bits = select(magnitude < (1U << 23), std::bit_cast<uint32_t>(subnormal),
-                                        std::bit_cast<uint32_t>(normal));
-  return std::bit_cast<float>(sign | unsigned_bits);
-}
-
-// The bits of the rounded value, still 32 bits wide, so that the vector code can compare them
-// without narrowing.
-template <class T>
-uint32_t rounded_bits(float value) = delete;
-
-template <>
-ZERO_EXT_BODY uint32_t rounded_bits<float>(float value) {
-  return std::bit_cast<uint32_t>(value);
-}
-
-template <>
-ZERO_EXT_BODY uint32_t rounded_bits<BFloat16>(float value) {
-  const uint32_t bits = std::bit_cast<uint32_t>(value);
-  const uint32_t rounded = (bits + 0x7FFFU + ((bits >> 16) & 1U)) >> 16;
-  return value != value ? 0x7FC0U : rounded;
-}
-
-// The float adder does the rounding. Adding a power of two shifts the last place of the result to
-// the end of the mantissa. That power is 2^13 above that place, or more for subnormals. Scaling up
-// first turns values that overflow into infinity.
-template <>
-ZERO_EXT_BODY uint32_t rounded_bits<Float16>(float value) {
-  const uint32_t bits = std::bit_cast<uint32_t>(value);
-  const float scaled = (std::bit_cast<float>(bits & 0x7FFFFFFFU) * 0x1p+112F) * 0x1p-110F;
-  const uint32_t doubled = bits + bits;
-  const uint32_t exponent = doubled & 0xFF000000U;
-  const uint32_t bias = select(exponent < 0x71000000U, 0x71000000U, exponent);
-  const uint32_t sum =
-      std::bit_cast<uint32_t>(std::bit_cast<float>((bias >> 1) + 0x07800000U) + scaled);
-  const uint32_t rounded = ((sum >> 13) & 0x7C00U) + (sum & 0x0FFFU);
-  return ((bits >> 16) & 0x8000U) | select(doubled > 0xFF000000U, 0x7E00U, rounded);
-}
-
-ZERO_EXT_BODY uint32_t bits_of(float value) { return std::bit_cast<uint32_t>(value); }
-ZERO_EXT_BODY uint32_t bits_of(BFloat16 value) { return value.bits; }
-ZERO_EXT_BODY uint32_t bits_of(Float16 value) { return value.bits; }
-
-template <class T>
-ZERO_EXT_BODY T from_float(float value) {
-  if constexpr (std::is_same_v<T, float>) {
-    return value;
-  } else {
-    return {static_cast<uint16_t>(rounded_bits<T>(value))};
-  }
-}
-
-// See Note [A written parameter wins over its master] in kernels.h.
-template <class T>
-ZERO_EXT_BODY bool is_written(T param, float master) {
-  return rounded_bits<T>(master) != bits_of(param);
-}
-
-template <class T>
-ZERO_EXT_BODY float written_or_master(T param, float master) {
-  return std::bit_cast<float>(is_written(param, master) ? bits_of(to_float(param))
-                                                        : bits_of(master));
-}
-
-// An integer that grows with |value| and is kInfinityBits or more for infinity and NaN. The largest
-// of a range costs two cheap operations per value and no branch.
-constexpr int32_t kInfinityBits = 0x7F800000;
-
-ZERO_EXT_BODY int32_t magnitude_bits(float value) {
-  return std::bit_cast<int32_t>(value) & 0x7FFFFFFF;
-}
-
-ZERO_EXT_BODY int32_t largest_of(int32_t a, int32_t b) { return a > b ? a : b; }
 
 // Note [Blocks]
 // A sum of several gradients is made block by block. A block of the sum stays in the L1 cache while
@@ -198,6 +85,17 @@ ZERO_EXT_BODY void fetch_ahead(const T* block, int64_t numel, int64_t left) {
   for (int64_t k = kAheadNumel; k < end; k += kLineNumel) __builtin_prefetch(block + k);
 }
 
+// Calls visit(i, n) for the blocks of [begin, end), whose elements of `arrays` it prefetches.
+template <class Visit, class... T>
+ZERO_EXT_BODY void for_each_fetched_block(int64_t begin, int64_t end, const Visit& visit,
+                                          const T*... arrays) {
+  for (int64_t i = begin, n = 0; i < end; i += n) {
+    n = block_numel(end - i, /*fetched=*/true);
+    (fetch_ahead(arrays + i, n, end - i), ...);
+    visit(i, n);
+  }
+}
+
 // Note [Streaming stores]
 // A large buffer that is written without being read bypasses the caches. An ordinary store would
 // first read the line that it overwrites, which is a third of the traffic. A buffer below
@@ -254,20 +152,6 @@ ZERO_EXT_BODY void fill_blocks(T* target, int64_t numel, bool stream, bool ahead
     n = block_numel(numel - i, ahead);
     fill(i, target + i, n);
   }
-}
-
-// Calls visit(T{}) with the element type of `dtype`.
-template <class Visit>
-Status with_element(DType dtype, const Visit& visit) {
-  switch (dtype) {
-    case DType::f32:
-      return visit(float{});
-    case DType::bf16:
-      return visit(BFloat16{});
-    case DType::f16:
-      return visit(Float16{});
-  }
-  return Status::bad_argument;
 }
 
 }  // namespace zero_ext::kernels
