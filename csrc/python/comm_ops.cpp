@@ -1,18 +1,13 @@
 // The bucketed reduce-scatter as a stateless op: what a unit does with its bucket, for code with
 // buckets and sums of its own. The fake implementation is in zero_ext/ops.py.
-#include <ATen/core/Tensor.h>
-#include <torch/library.h>
-
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "comm/comm.h"
 #include "core/errors.h"
-#include "device/kernel_table.h"
-#include "kernels/kernels.h"
 #include "memory/flat_buffer.h"
-#include "python/op_checks.h"
+#include "python/op_call.h"
 
 namespace zero_ext {
 namespace {
@@ -30,13 +25,13 @@ int64_t tag_of(const Tensor& part) { return kTag + static_cast<int64_t>(part.nby
 // acc[i] = (fresh ? 0 : acc[i]) + scale * bucket₀[i] + scale * bucket₁[i] + …, where bucketᵣ is the
 // part of rank r's bucket that belongs to this rank: rank order, fp32, one rounding per rank. `acc`
 // is written only after every rank's part has arrived.
-void reduce_scatter_accumulate_(const Tensor& bucket, const Tensor& acc,
-                                const std::string& group_name, double scale, bool fresh) {
-  const c10::Device device = acc.device();
-  const c10::DeviceGuard guard(device);
-  check_value("bucket", bucket, device);
-  check_float("acc", acc, device);
-  check_apart("bucket", bucket, "acc", acc);
+kernels::Status reduce_scatter_accumulate_(const OpCall& call) {
+  enum : size_t { kBucket, kAcc, kGroupName, kScale, kFresh };
+  const c10::Device device = call.device();
+  const Tensor& bucket = call.value(kBucket);
+  const Tensor& acc = call.floats(kAcc);
+  check_apart(call.name(kBucket), bucket, call.name(kAcc), acc);
+  const std::string& group_name = call.text(kGroupName);
   Comm comm =
       group_name.empty() ? Comm() : Comm({.reduce = group_name, .gather = group_name}, device);
   const int64_t world = comm.world();
@@ -62,7 +57,7 @@ void reduce_scatter_accumulate_(const Tensor& bucket, const Tensor& acc,
     sends[peer] = flat.narrow(0, peer * numel, numel);
     parts[peer] = peer == rank ? sends[peer] : received.narrow(0, next++ * numel, numel);
   }
-  if (numel == 0) return;
+  if (numel == 0) return kernels::Status::ok;
   Pending pending;
   comm.exchange(sends, parts, kNoEpoch, tag_of(sends[rank]), pending);
   pending.wait([&] {
@@ -72,13 +67,10 @@ void reduce_scatter_accumulate_(const Tensor& bucket, const Tensor& acc,
 
   std::vector<const void*> sources;
   for (const Tensor& part : parts) sources.push_back(part.const_data_ptr());
-  const KernelTable table(device);
-  check(table->accumulate_ranks(sources.data(), static_cast<int32_t>(world),
-                                dtype_of(bucket.scalar_type()), acc.mutable_data_ptr<float>(),
-                                numel, static_cast<float>(scale), fresh, /*nonfinite=*/nullptr,
-                                table.launch()),
-        "accumulate_ranks");
-  mark_written(acc);
+  return call.kernels().accumulate_ranks(
+      sources.data(), static_cast<int32_t>(world), dtype_of(bucket.scalar_type()),
+      acc.mutable_data_ptr<float>(), numel, static_cast<float>(call.number(kScale)),
+      call.flag(kFresh), /*nonfinite=*/nullptr, call.launch());
 }
 
 }  // namespace
@@ -90,11 +82,11 @@ TORCH_LIBRARY_FRAGMENT(zero_ext, m) {
 }
 
 TORCH_LIBRARY_IMPL(zero_ext, CPU, m) {
-  m.impl("reduce_scatter_accumulate_", reduce_scatter_accumulate_);
+  implement<reduce_scatter_accumulate_>(m, "reduce_scatter_accumulate_");
 }
 #if defined(ZERO_EXT_CUDA)
 TORCH_LIBRARY_IMPL(zero_ext, CUDA, m) {
-  m.impl("reduce_scatter_accumulate_", reduce_scatter_accumulate_);
+  implement<reduce_scatter_accumulate_>(m, "reduce_scatter_accumulate_");
 }
 #endif
 

@@ -56,8 +56,4 @@ void mark_written(const at::Tensor& tensor) {
   if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
 }
 
-void mark_written(const std::optional<at::Tensor>& tensor) {
-  if (tensor.has_value()) mark_written(*tensor);
-}
-
 }  // namespace zero_ext

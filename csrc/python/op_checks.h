@@ -4,8 +4,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <optional>
-
 namespace zero_ext {
 
 // On `device`, contiguous.
@@ -26,6 +24,5 @@ void check_numel(const char* name, const at::Tensor& tensor, int64_t numel, cons
 
 // Tells autograd that the op wrote into `tensor`, as every in-place op of torch does.
 void mark_written(const at::Tensor& tensor);
-void mark_written(const std::optional<at::Tensor>& tensor);
 
 }  // namespace zero_ext

@@ -4,240 +4,130 @@
 //
 // Every op checks all of its arguments before it writes anything, and every buffer that is written
 // must be contiguous.
-#include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-#include <Python.h>
 #include <c10/util/irange.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <array>
 #include <iterator>
-#include <optional>
 #include <string>
 #include <vector>
 
-#include "device/kernel_table.h"
 #include "kernels/cpu/dispatch.h"
-#include "kernels/kernels.h"
 #include "python/op_call.h"
-#include "python/op_checks.h"
 
 namespace zero_ext {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-using Tensors = c10::List<Tensor>;
+using kernels::Status;
 
-// The arguments of an op with lists. Such ops are boxed kernels, because at::TensorList would copy
-// the list. Releasing a tensor that Python holds as well takes the GIL: a thousand tensors, released
-// one by one, wait longer for it than the rest of the call takes.
-class Arguments {
- public:
-  Arguments(torch::jit::Stack* stack, size_t count) : values_(torch::jit::pop(*stack, count)) {}
-  Arguments(const Arguments&) = delete;
-  Arguments& operator=(const Arguments&) = delete;
-  ~Arguments() {
-    if (Py_IsInitialized() == 0) return;
-    const PyGILState_STATE gil = PyGILState_Ensure();
-    values_.clear();
-    PyGILState_Release(gil);
-  }
+// The arguments of all three that accumulate.
+enum Accumulate : size_t { kGrads, kSums, kScale, kFresh, kNonfinite };
 
-  Tensors tensors(size_t i) const { return values_[i].toTensorList(); }
-  const Tensor& tensor(size_t i) const { return values_[i].toTensor(); }
-  OptionalTensor optional_tensor(size_t i) const { return values_[i].toOptional<Tensor>(); }
-  float number(size_t i) const { return static_cast<float>(values_[i].toDouble()); }
-  bool flag(size_t i) const { return values_[i].toBool(); }
-  c10::List<int64_t> integers(size_t i) const { return values_[i].toIntList(); }
-
- private:
-  std::vector<c10::IValue> values_;
-};
-
-void check_same_length(const char* name, size_t length, const char* other, size_t other_length) {
-  TORCH_CHECK(length == other_length, "zero_ext: ", length, " tensors in '", name, "', ",
-              other_length, " in '", other, "'. Pass one for each.");
-}
-
-// One dtype for a whole list, because a kernel call has one. Float32 where the list is empty.
-at::ScalarType check_list(const char* name, const Tensors& list, c10::Device device) {
-  for (const auto i : c10::irange(list.size())) {
-    check_value(name, list[i], device);
-    TORCH_CHECK(list[i].scalar_type() == list[0].scalar_type(), "zero_ext: '", name, "[", i,
-                "]' has dtype ", list[i].scalar_type(), ", '", name, "[0]' has ",
-                list[0].scalar_type(), ". Call once per dtype.");
-  }
-  return list.empty() ? at::kFloat : list[0].scalar_type();
-}
-
-int32_t* nonfinite_flag(const OptionalTensor& nonfinite, c10::Device device) {
-  if (!nonfinite.has_value()) return nullptr;
-  check_scalar("nonfinite", *nonfinite, at::kInt, device);
-  return nonfinite->mutable_data_ptr<int32_t>();
-}
-
-void accumulate_(const Tensor& grad, const Tensor& sum, double scale, bool fresh,
-                 const OptionalTensor& nonfinite) {
-  OpCall call(sum);
-  check_value("grad", grad, call.device());
-  check_float("sum", sum, call.device());
-  check_numel("grad", grad, sum.numel(), "sum");
-  check_apart("grad", grad, "sum", sum);
-  int32_t* flag = nonfinite_flag(nonfinite, call.device());
-  call.check("accumulate_",
-             call.kernels().accumulate(grad.const_data_ptr(), dtype_of(grad.scalar_type()),
-                                       sum.mutable_data_ptr<float>(), sum.numel(),
-                                       static_cast<float>(scale), fresh, flag, call.launch()));
-  mark_written(sum);
-  mark_written(nonfinite);
-}
-
-void accumulate_list_(const c10::OperatorHandle&, torch::jit::Stack* stack) {
-  const Arguments arguments(stack, 5);
-  const Tensors grads = arguments.tensors(0);
-  const Tensors sums = arguments.tensors(1);
-  const float scale = arguments.number(2);
-  const bool fresh = arguments.flag(3);
-  const OptionalTensor nonfinite = arguments.optional_tensor(4);
-  check_same_length("grads", grads.size(), "sums", sums.size());
-  if (sums.empty()) return;
-  OpCall call(sums[0]);
-  const at::ScalarType dtype = check_list("grads", grads, call.device());
+// accumulate_ is the same with one of each.
+Status accumulate_list_(const OpCall& call) {
+  const auto grads = call.tensors(kGrads);
+  const auto sums = call.tensors(kSums);
+  call.check_same_length(kGrads, grads.size(), kSums, sums.size());
+  const kernels::DType dtype = call.check_list(kGrads);
   std::vector<kernels::AccumulateSegment> segments;
   segments.reserve(grads.size());
   for (const auto i : c10::irange(grads.size())) {
-    check_float("sums", sums[i], call.device());
-    check_numel("grads", grads[i], sums[i].numel(), "sums");
-    check_apart("grads", grads[i], "sums", sums[i]);
+    const Tensor& grad = grads[i].toTensor();
+    const Tensor& sum = sums[i].toTensor();
+    check_float(call.name(kSums), sum, call.device());
+    call.check_pair(kGrads, grad, kSums, sum);
+    segments.push_back({grad.const_data_ptr(), sum.mutable_data_ptr<float>(), sum.numel()});
   }
-  int32_t* flag = nonfinite_flag(nonfinite, call.device());
-  for (const auto i : c10::irange(grads.size())) {
-    segments.push_back(
-        {grads[i].const_data_ptr(), sums[i].mutable_data_ptr<float>(), sums[i].numel()});
-  }
-  call.check("accumulate_list_",
-             call.kernels().accumulate_list(segments.data(), std::ssize(segments), dtype_of(dtype),
-                                            scale, fresh, flag, call.launch()));
-  for (const auto i : c10::irange(sums.size())) mark_written(sums[i]);
-  mark_written(nonfinite);
+  return call.kernels().accumulate_list(segments.data(), std::ssize(segments), dtype,
+                                        static_cast<float>(call.number(kScale)), call.flag(kFresh),
+                                        call.scalar<int32_t>(kNonfinite), call.launch());
 }
 
-void accumulate_ranks_(const c10::OperatorHandle&, torch::jit::Stack* stack) {
-  const Arguments arguments(stack, 5);
-  const Tensors grads = arguments.tensors(0);
-  const Tensor& sum = arguments.tensor(1);
-  const float scale = arguments.number(2);
-  const bool fresh = arguments.flag(3);
-  const OptionalTensor nonfinite = arguments.optional_tensor(4);
-  OpCall call(sum);
-  const at::ScalarType dtype = check_list("grads", grads, call.device());
-  check_float("sum", sum, call.device());
+Status accumulate_ranks_(const OpCall& call) {
+  const auto grads = call.tensors(kGrads);
+  const kernels::DType dtype = call.check_list(kGrads);
+  const Tensor& sum = call.floats(kSums);
   TORCH_CHECK(!grads.empty(), "zero_ext: 'grads' is empty. Pass one gradient per rank.");
   std::vector<const void*> pointers;
   pointers.reserve(grads.size());
-  for (const auto i : c10::irange(grads.size())) {
-    const Tensor& grad = grads[i];
-    check_numel("grads", grad, sum.numel(), "sum");
+  for (const c10::IValue& each : grads) {
+    const Tensor& grad = each.toTensor();
+    check_numel(call.name(kGrads), grad, sum.numel(), call.name(kSums));
     // The kernel allows a gradient that is exactly the sum.
-    const bool is_sum = dtype == at::kFloat && grad.const_data_ptr() == sum.const_data_ptr();
-    if (!is_sum) check_apart("grads", grad, "sum", sum);
+    const bool is_sum =
+        dtype == kernels::DType::f32 && grad.const_data_ptr() == sum.const_data_ptr();
+    if (!is_sum) check_apart(call.name(kGrads), grad, call.name(kSums), sum);
     pointers.push_back(grad.const_data_ptr());
   }
-  int32_t* flag = nonfinite_flag(nonfinite, call.device());
-  call.check("accumulate_ranks_",
-             call.kernels().accumulate_ranks(pointers.data(), static_cast<int32_t>(pointers.size()),
-                                             dtype_of(dtype), sum.mutable_data_ptr<float>(),
-                                             sum.numel(), scale, fresh, flag, call.launch()));
-  mark_written(sum);
-  mark_written(nonfinite);
+  return call.kernels().accumulate_ranks(pointers.data(), static_cast<int32_t>(pointers.size()),
+                                         dtype, sum.mutable_data_ptr<float>(), sum.numel(),
+                                         static_cast<float>(call.number(kScale)), call.flag(kFresh),
+                                         call.scalar<int32_t>(kNonfinite), call.launch());
 }
 
-void cast_(const Tensor& source, const Tensor& target) {
-  OpCall call(target);
-  check_value("source", source, call.device());
-  check_value("target", target, call.device());
-  check_numel("source", source, target.numel(), "target");
-  check_apart("source", source, "target", target);
-  call.check("cast_", call.kernels().cast(source.const_data_ptr(), dtype_of(source.scalar_type()),
-                                          target.mutable_data_ptr(), dtype_of(target.scalar_type()),
-                                          target.numel(), call.launch()));
-  mark_written(target);
+Status cast_(const OpCall& call) {
+  const Tensor& source = call.value(0);
+  const Tensor& target = call.value(1);
+  call.check_pair(0, source, 1, target);
+  return call.kernels().cast(source.const_data_ptr(), dtype_of(source.scalar_type()),
+                             target.mutable_data_ptr(), dtype_of(target.scalar_type()),
+                             target.numel(), call.launch());
 }
 
-void check_offset(size_t i, int64_t offset, int64_t numel, const Tensor& flat) {
-  TORCH_CHECK(offset >= 0 && offset + numel <= flat.numel(), "zero_ext: 'sources[", i, "]' with ",
-              numel, " elements at offset ", offset, " does not fit into 'flat' with ",
-              flat.numel(), " elements. Correct the offset or enlarge 'flat'.");
-}
-
-void flatten_(const c10::OperatorHandle&, torch::jit::Stack* stack) {
-  const Arguments arguments(stack, 5);
-  const Tensors sources = arguments.tensors(0);
-  const Tensor& flat = arguments.tensor(1);
-  const c10::List<int64_t> offsets = arguments.integers(2);
-  const bool add = arguments.flag(3);
-  const OptionalTensor nonfinite = arguments.optional_tensor(4);
-  check_same_length("sources", sources.size(), "offsets", offsets.size());
-  OpCall call(flat);
-  const at::ScalarType dtype = check_list("sources", sources, call.device());
-  check_value("flat", flat, call.device());
-  for (const auto i : c10::irange(sources.size())) {
-    check_offset(i, offsets[i], sources[i].numel(), flat);
-    check_apart("sources", sources[i], "flat", flat);
-  }
-  int32_t* flag = nonfinite_flag(nonfinite, call.device());
+Status flatten_(const OpCall& call) {
+  enum : size_t { kSources, kFlat, kOffsets, kAdd, kFlag };
+  const auto sources = call.tensors(kSources);
+  const c10::List<int64_t> offsets = call.integers(kOffsets);
+  call.check_same_length(kSources, sources.size(), kOffsets, offsets.size());
+  const kernels::DType dtype = call.check_list(kSources);
+  const Tensor& flat = call.value(kFlat);
   std::vector<kernels::CopySegment> segments;
   segments.reserve(sources.size());
   char* base = static_cast<char*>(flat.mutable_data_ptr());
   for (const auto i : c10::irange(sources.size())) {
+    const Tensor& source = sources[i].toTensor();
+    const int64_t offset = offsets[i];
+    TORCH_CHECK(offset >= 0 && offset + source.numel() <= flat.numel(), "zero_ext: 'sources[", i,
+                "]' with ", source.numel(), " elements at offset ", offset,
+                " does not fit into 'flat' with ", flat.numel(),
+                " elements. Correct the offset or enlarge 'flat'.");
+    check_apart(call.name(kSources), source, call.name(kFlat), flat);
     segments.push_back(
-        {sources[i].const_data_ptr(), base + offsets[i] * flat.element_size(), sources[i].numel()});
+        {source.const_data_ptr(), base + offset * flat.element_size(), source.numel()});
   }
-  const kernels::Write write = add ? kernels::Write::add : kernels::Write::overwrite;
-  call.check("flatten_",
-             call.kernels().flatten(segments.data(), std::ssize(segments), dtype_of(dtype),
-                                    dtype_of(flat.scalar_type()), write, flag, call.launch()));
-  mark_written(flat);
-  mark_written(nonfinite);
+  const kernels::Write write = call.flag(kAdd) ? kernels::Write::add : kernels::Write::overwrite;
+  return call.kernels().flatten(segments.data(), std::ssize(segments), dtype,
+                                dtype_of(flat.scalar_type()), write, call.scalar<int32_t>(kFlag),
+                                call.launch());
 }
 
-void find_nonfinite_(const c10::OperatorHandle&, torch::jit::Stack* stack) {
-  const Arguments arguments(stack, 2);
-  const Tensors values = arguments.tensors(0);
-  const Tensor& nonfinite = arguments.tensor(1);
-  OpCall call(nonfinite);
+Status find_nonfinite_(const OpCall& call) {
+  const auto values = call.tensors(0);
+  const Tensor& nonfinite = call.tensor(1);
   TORCH_CHECK(nonfinite.scalar_type() == at::kInt && nonfinite.is_contiguous(),
               "zero_ext: 'nonfinite' is ", nonfinite.scalar_type(),
               nonfinite.is_contiguous() ? "" : ", not contiguous",
               ". Pass contiguous int32 flags, one for each of 'values'.");
-  check_numel("nonfinite", nonfinite, static_cast<int64_t>(values.size()), "values");
+  check_numel(call.name(1), nonfinite, static_cast<int64_t>(values.size()), call.name(0));
   std::vector<kernels::ReadSegment> segments;
   segments.reserve(values.size());
-  for (const auto i : c10::irange(values.size())) {
-    check_float("values", values[i], call.device());
+  auto* flag = nonfinite.mutable_data_ptr<int32_t>();
+  for (const c10::IValue& each : values) {
+    const Tensor& value = each.toTensor();
+    check_float(call.name(0), value, call.device());
+    segments.push_back({value.const_data_ptr<float>(), value.numel(), flag++});
   }
-  int32_t* flags = nonfinite.mutable_data_ptr<int32_t>();
-  for (const auto i : c10::irange(values.size())) {
-    segments.push_back({values[i].const_data_ptr<float>(), values[i].numel(), flags + i});
-  }
-  call.check("find_nonfinite_",
-             call.kernels().find_nonfinite(segments.data(), std::ssize(segments), call.launch()));
-  mark_written(nonfinite);
+  return call.kernels().find_nonfinite(segments.data(), std::ssize(segments), call.launch());
 }
 
-void adopt_writes_(const Tensor& param, const Tensor& master) {
-  OpCall call(master);
-  check_value("param", param, call.device());
-  check_float("master", master, call.device());
-  check_numel("param", param, master.numel(), "master");
-  check_apart("param", param, "master", master);
-  call.check("adopt_writes_", call.kernels().adopt_writes(
-                                  param.const_data_ptr(), dtype_of(param.scalar_type()),
-                                  master.mutable_data_ptr<float>(), master.numel(), call.launch()));
-  mark_written(master);
+Status adopt_writes_(const OpCall& call) {
+  const Tensor& param = call.value(0);
+  const Tensor& master = call.floats(1);
+  call.check_pair(0, param, 1, master);
+  return call.kernels().adopt_writes(param.const_data_ptr(), dtype_of(param.scalar_type()),
+                                     master.mutable_data_ptr<float>(), master.numel(),
+                                     call.launch());
 }
 
 // For tests and benchmarks: runs all later kernels on `name`, returns the one that was in use.
@@ -294,21 +184,21 @@ TORCH_LIBRARY_FRAGMENT(zero_ext, m) {
 
 namespace {
 
-void implement(torch::Library& m) {
-  m.impl("accumulate_", accumulate_);
-  m.impl("accumulate_list_", torch::CppFunction::makeFromBoxedFunction<accumulate_list_>());
-  m.impl("accumulate_ranks_", torch::CppFunction::makeFromBoxedFunction<accumulate_ranks_>());
-  m.impl("cast_", cast_);
-  m.impl("flatten_", torch::CppFunction::makeFromBoxedFunction<flatten_>());
-  m.impl("find_nonfinite_", torch::CppFunction::makeFromBoxedFunction<find_nonfinite_>());
-  m.impl("adopt_writes_", adopt_writes_);
+void implement_all(torch::Library& m) {
+  implement<accumulate_list_>(m, "accumulate_");
+  implement<accumulate_list_>(m, "accumulate_list_");
+  implement<accumulate_ranks_>(m, "accumulate_ranks_");
+  implement<cast_>(m, "cast_");
+  implement<flatten_>(m, "flatten_");
+  implement<find_nonfinite_>(m, "find_nonfinite_");
+  implement<adopt_writes_>(m, "adopt_writes_");
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(zero_ext, CPU, m) { implement(m); }
+TORCH_LIBRARY_IMPL(zero_ext, CPU, m) { implement_all(m); }
 #if defined(ZERO_EXT_CUDA)
-TORCH_LIBRARY_IMPL(zero_ext, CUDA, m) { implement(m); }
+TORCH_LIBRARY_IMPL(zero_ext, CUDA, m) { implement_all(m); }
 #endif
 
 }  // namespace zero_ext

@@ -1,171 +1,125 @@
 // The updates of optimizers as torch.ops.zero_ext.*; see ops.cpp.
-#include <ATen/core/Tensor.h>
-#include <torch/library.h>
-
-#include <optional>
-
-#include "device/kernel_table.h"
-#include "kernels/kernels.h"
 #include "python/op_call.h"
-#include "python/op_checks.h"
 
 namespace zero_ext {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
+using kernels::Status;
 
-// A float32 buffer of an optimizer that has one element per element of `master`.
-float* optimizer_buffer(const char* name, const Tensor& buffer, const Tensor& master) {
-  check_float(name, buffer, master.device());
-  check_numel(name, buffer, master.numel(), "master");
-  return buffer.mutable_data_ptr<float>();
+// The arguments of both begin with these.
+enum Update : size_t { kMaster, kParam, kGrad };
+
+// A float32 buffer with one element per element of `master`; null where there is none.
+float* buffer(const OpCall& call, size_t i) {
+  if (!call.has(i)) return nullptr;
+  check_numel(call.name(i), call.floats(i), call.tensor(kMaster).numel(), call.name(kMaster));
+  return call.tensor(i).mutable_data_ptr<float>();
 }
 
-float* optimizer_buffer(const char* name, const OptionalTensor& buffer, const Tensor& master) {
-  return buffer.has_value() ? optimizer_buffer(name, *buffer, master) : nullptr;
-}
-
-// The compute copy of `master`, or null where there is none.
-void* compute_copy(const OptionalTensor& param, const Tensor& master) {
-  if (!param.has_value()) return nullptr;
-  check_value("param", *param, master.device());
-  check_numel("param", *param, master.numel(), "master");
-  check_apart("param", *param, "master", master);
-  return param->mutable_data_ptr();
-}
-
-kernels::DType compute_dtype(const OptionalTensor& param) {
-  return param.has_value() ? dtype_of(param->scalar_type()) : kernels::DType::f32;
-}
-
-// A value on the device, or null.
-template <class T>
-const T* device_scalar(const char* name, const OptionalTensor& value, c10::Device device) {
-  if (!value.has_value()) return nullptr;
-  check_scalar(name, *value, c10::CppTypeToScalarType<T>::value, device);
-  return value->const_data_ptr<T>();
-}
-
-kernels::OnDevice on_device(const OptionalTensor& skip, const OptionalTensor& steps_done,
-                            const OptionalTensor& grad_factor, c10::Device device) {
-  return {.skip = device_scalar<int32_t>("skip", skip, device),
-          .steps_done = device_scalar<float>("steps_done", steps_done, device),
-          .grad_factor = device_scalar<float>("grad_factor", grad_factor, device)};
+// What both updates have. `skip`: the first of the three arguments that OnDevice has.
+template <class Args>
+Args update_of(const OpCall& call, size_t skip) {
+  const Tensor& master = call.floats(kMaster);
+  Args args;
+  args.master = master.mutable_data_ptr<float>();
+  args.numel = master.numel();
+  args.grad = buffer(call, kGrad);
+  if (call.has(kParam)) {
+    const Tensor& param = call.value(kParam);
+    call.check_pair(kParam, param, kMaster, master);
+    args.param = param.mutable_data_ptr();
+    args.param_dtype = dtype_of(param.scalar_type());
+  }
+  args.on_device = {.skip = call.scalar<int32_t>(skip),
+                    .steps_done = call.scalar<float>(skip + 1),
+                    .grad_factor = call.scalar<float>(skip + 2)};
+  return args;
 }
 
 // How the moments are stored.
-kernels::Moments moments_of(const Tensor& exp_avg, const OptionalTensor& scale) {
+kernels::Moments moments_of(const Tensor& exp_avg, bool has_scale) {
   const at::ScalarType dtype = exp_avg.scalar_type();
   if (dtype == at::kBFloat16) return kernels::Moments::bf16;
-  TORCH_CHECK((dtype == at::kChar) == scale.has_value(), "zero_ext: 'exp_avg' has dtype ", dtype,
+  TORCH_CHECK((dtype == at::kChar) == has_scale, "zero_ext: 'exp_avg' has dtype ", dtype,
               ". Pass 'exp_avg_scale' and 'exp_avg_sq_scale' with int8 codes, and only then.");
   return dtype == at::kChar ? kernels::Moments::int8 : kernels::Moments::f32;
 }
 
 // A moment with one element per element of `master`.
-void* moment(const char* name, const Tensor& buffer, at::ScalarType dtype, const Tensor& master) {
-  if (dtype == at::kFloat) return optimizer_buffer(name, buffer, master);
+void* moment(const OpCall& call, size_t i, at::ScalarType dtype) {
+  if (dtype == at::kFloat) return buffer(call, i);
+  const Tensor& moment = call.tensor(i);
   TORCH_CHECK(
-      buffer.scalar_type() == dtype && buffer.device() == master.device() && buffer.is_contiguous(),
-      "zero_ext: '", name, "' must be contiguous, of dtype ", dtype, ", on ", master.device(),
+      moment.scalar_type() == dtype && moment.device() == call.device() && moment.is_contiguous(),
+      "zero_ext: '", call.name(i), "' must be contiguous, of dtype ", dtype, ", on ", call.device(),
       ", beside these moments.");
-  check_numel(name, buffer, master.numel(), "master");
-  return buffer.mutable_data_ptr();
+  check_numel(call.name(i), moment, call.tensor(kMaster).numel(), call.name(kMaster));
+  return moment.mutable_data_ptr();
 }
 
 // One scale for each block, or null.
-float* scale_buffer(const char* name, const OptionalTensor& scale, const Tensor& master) {
-  if (!scale.has_value()) return nullptr;
-  check_float(name, *scale, master.device());
-  const int64_t blocks = (master.numel() + kernels::kBlockElements - 1) / kernels::kBlockElements;
-  TORCH_CHECK(scale->numel() == blocks, "zero_ext: '", name, "' has ", scale->numel(),
+float* scales(const OpCall& call, size_t i) {
+  if (!call.has(i)) return nullptr;
+  const Tensor& scale = call.floats(i);
+  const int64_t numel = call.tensor(kMaster).numel();
+  const int64_t blocks = (numel + kernels::kBlockElements - 1) / kernels::kBlockElements;
+  TORCH_CHECK(scale.numel() == blocks, "zero_ext: '", call.name(i), "' has ", scale.numel(),
               " elements, there are ", blocks, " blocks.");
-  return scale->mutable_data_ptr<float>();
+  return scale.mutable_data_ptr<float>();
 }
 
-void adamw_(const Tensor& master, const OptionalTensor& param, const Tensor& grad,
-            const Tensor& exp_avg, const Tensor& exp_avg_sq, const OptionalTensor& max_exp_avg_sq,
-            double lr, double beta1, double beta2, double eps, double weight_decay, int64_t step,
-            double grad_scale, bool maximize, bool decoupled, const OptionalTensor& skip,
-            const OptionalTensor& steps_done, const OptionalTensor& grad_factor,
-            const OptionalTensor& exp_avg_scale, const OptionalTensor& exp_avg_sq_scale) {
-  TORCH_CHECK(step >= 1, "zero_ext: 'step' is ", step, ", the first update is number 1.");
-  OpCall call(master);
-  check_float("master", master, call.device());
-  const kernels::Moments moments = moments_of(exp_avg, exp_avg_scale);
-  const bool in_codes = moments == kernels::Moments::int8;
-  const auto values = moments == kernels::Moments::bf16 ? at::kBFloat16 : at::kFloat;
-  TORCH_CHECK(moments == kernels::Moments::f32 || !max_exp_avg_sq.has_value(),
+Status adamw_(const OpCall& call) {
+  enum : size_t { kFirst = kGrad + 1, kSecond, kMax, kLr, kBeta1, kBeta2, kEps, kWeightDecay };
+  enum : size_t { kStep = kWeightDecay + 1, kGradScale, kMaximize, kDecoupled, kSkip };
+  enum : size_t { kFirstScale = kSkip + 3, kSecondScale };
+  TORCH_CHECK(call.integer(kStep) >= 1, "zero_ext: 'step' is ", call.integer(kStep),
+              ", the first update is number 1.");
+  auto args = update_of<kernels::AdamArgs>(call, kSkip);
+  args.moments = moments_of(call.tensor(kFirst), call.has(kFirstScale));
+  const bool in_codes = args.moments == kernels::Moments::int8;
+  const auto values = args.moments == kernels::Moments::bf16 ? at::kBFloat16 : at::kFloat;
+  TORCH_CHECK(args.moments == kernels::Moments::f32 || !call.has(kMax),
               "zero_ext: 'max_exp_avg_sq' goes with float32 moments only.");
-  const kernels::AdamArgs args{
-      .master = master.mutable_data_ptr<float>(),
-      .param = compute_copy(param, master),
-      .param_dtype = compute_dtype(param),
-      .grad = optimizer_buffer("grad", grad, master),
-      .moments = moments,
-      .exp_avg = moment("exp_avg", exp_avg, in_codes ? at::kChar : values, master),
-      .exp_avg_sq = moment("exp_avg_sq", exp_avg_sq, in_codes ? at::kByte : values, master),
-      .exp_avg_scale = scale_buffer("exp_avg_scale", exp_avg_scale, master),
-      .exp_avg_sq_scale = scale_buffer("exp_avg_sq_scale", exp_avg_sq_scale, master),
-      .max_exp_avg_sq = optimizer_buffer("max_exp_avg_sq", max_exp_avg_sq, master),
-      .numel = master.numel(),
-      .lr = lr,
-      .beta1 = beta1,
-      .beta2 = beta2,
-      .eps = eps,
-      .weight_decay = weight_decay,
-      .step = step,
-      .grad_scale = static_cast<float>(grad_scale),
-      .maximize = maximize,
-      .decoupled = decoupled,
-      .on_device = on_device(skip, steps_done, grad_factor, call.device()),
-  };
-  call.check("adamw_", call.kernels().adam(args, call.launch()));
-  mark_written(master);
-  mark_written(param);
-  mark_written(exp_avg);
-  mark_written(exp_avg_sq);
-  mark_written(max_exp_avg_sq);
-  mark_written(exp_avg_scale);
-  mark_written(exp_avg_sq_scale);
+  args.exp_avg = moment(call, kFirst, in_codes ? at::kChar : values);
+  args.exp_avg_sq = moment(call, kSecond, in_codes ? at::kByte : values);
+  args.exp_avg_scale = scales(call, kFirstScale);
+  args.exp_avg_sq_scale = scales(call, kSecondScale);
+  args.max_exp_avg_sq = buffer(call, kMax);
+  args.lr = call.number(kLr);
+  args.beta1 = call.number(kBeta1);
+  args.beta2 = call.number(kBeta2);
+  args.eps = call.number(kEps);
+  args.weight_decay = call.number(kWeightDecay);
+  args.step = call.integer(kStep);
+  args.grad_scale = static_cast<float>(call.number(kGradScale));
+  args.maximize = call.flag(kMaximize);
+  args.decoupled = call.flag(kDecoupled);
+  return call.kernels().adam(args, call.launch());
 }
 
-void sgd_(const Tensor& master, const OptionalTensor& param, const Tensor& grad,
-          const OptionalTensor& momentum_buffer, double lr, double momentum, double dampening,
-          double weight_decay, bool nesterov, bool first, double grad_scale, bool maximize,
-          const OptionalTensor& skip, const OptionalTensor& steps_done,
-          const OptionalTensor& grad_factor) {
-  OpCall call(master);
-  check_float("master", master, call.device());
-  TORCH_CHECK(momentum == 0 || momentum_buffer.has_value(), "zero_ext: 'momentum' is ", momentum,
-              " and 'momentum_buffer' is None. Pass a buffer of ", master.numel(), " elements.");
-  const kernels::SgdArgs args{
-      .master = master.mutable_data_ptr<float>(),
-      .param = compute_copy(param, master),
-      .param_dtype = compute_dtype(param),
-      .grad = optimizer_buffer("grad", grad, master),
-      .momentum_buffer = optimizer_buffer("momentum_buffer", momentum_buffer, master),
-      .numel = master.numel(),
-      .lr = lr,
-      .momentum = momentum,
-      .dampening = dampening,
-      .weight_decay = weight_decay,
-      .nesterov = nesterov,
-      .first = first,
-      .grad_scale = static_cast<float>(grad_scale),
-      .maximize = maximize,
-      .on_device = on_device(skip, steps_done, grad_factor, call.device()),
-  };
-  call.check("sgd_", call.kernels().sgd(args, call.launch()));
-  mark_written(master);
-  mark_written(param);
-  mark_written(momentum_buffer);
+Status sgd_(const OpCall& call) {
+  enum : size_t { kBuffer = kGrad + 1, kLr, kMomentum, kDampening, kWeightDecay, kNesterov };
+  enum : size_t { kFirst = kNesterov + 1, kGradScale, kMaximize, kSkip };
+  auto args = update_of<kernels::SgdArgs>(call, kSkip);
+  TORCH_CHECK(call.number(kMomentum) == 0 || call.has(kBuffer), "zero_ext: 'momentum' is ",
+              call.number(kMomentum), " and 'momentum_buffer' is None. Pass a buffer of ",
+              args.numel, " elements.");
+  args.momentum_buffer = buffer(call, kBuffer);
+  args.lr = call.number(kLr);
+  args.momentum = call.number(kMomentum);
+  args.dampening = call.number(kDampening);
+  args.weight_decay = call.number(kWeightDecay);
+  args.nesterov = call.flag(kNesterov);
+  args.first = call.flag(kFirst);
+  args.grad_scale = static_cast<float>(call.number(kGradScale));
+  args.maximize = call.flag(kMaximize);
+  return call.kernels().sgd(args, call.launch());
 }
 
 void implement_updates(torch::Library& m) {
-  m.impl("adamw_", adamw_);
-  m.impl("sgd_", sgd_);
+  implement<adamw_>(m, "adamw_");
+  implement<sgd_>(m, "sgd_");
 }
 
 }  // namespace

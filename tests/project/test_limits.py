@@ -33,7 +33,7 @@ LINES = {
         "kernels": 3900,
         "memory": 1100,
         "optim": 570,
-        "python": 1570,
+        "python": 1530,
         "reduce": 1780,
         "step": 530,
         "units": 2770,
