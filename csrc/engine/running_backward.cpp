@@ -130,9 +130,7 @@ void RunningBackward::after_gradient(int64_t i) {
               "' arrived after its unit was reduced: this model runs an inner backward (reentrant"
               " checkpointing) that it did not run before. Nothing is lost: repeat this forward and"
               " backward.");
-  if (reduces_) reductions_.prepare(parameter.unit);
-  unit.accumulate(parameter.slot, grad, scales_.accumulate);
-  if (reduces_) reductions_.arrived(parameter.unit);
+  reductions_.accept(parameter.unit, parameter.slot, grad, scales_.accumulate);
   comm_.make_progress();
   gatherer_.gradient_arrived(forwards_.number_of(parameter.unit), graph_is_kept());
 }
@@ -193,7 +191,7 @@ void RunningBackward::leave_call(size_t index) {
     const std::optional<int64_t> u = forwards_.unit_of(number);
     if (!u.has_value()) continue;
     parameters_.unit(*u).arrivals().leave_module();
-    if (reduces_) reductions_.arrived(*u);
+    reductions_.arrived(*u);
   }
 }
 

@@ -55,13 +55,18 @@ bool Reductions::can_reduce_late() const {
   return answers_soon && capture_id(current_stream(context_.compute.device())) == 0;
 }
 
-void Reductions::prepare(int64_t u) {
+void Reductions::accept(int64_t u, int64_t slot, const at::Tensor& grad, float scale) {
+  Unit& unit = parameters_.unit(u);
   // On a device gradients are held until their unit is complete anyway, for one launch.
-  if (!context_.compute.on_host() || !parameters_.unit(u).intake().holds_for_message()) return;
-  if (order_.is_near(u, BucketPool::kSize)) reduction_of(u);
+  const bool needs_bucket =
+      in_epoch_ && context_.compute.on_host() && unit.intake().holds_for_message();
+  if (needs_bucket && order_.is_near(u, BucketPool::kSize)) reduction_of(u);
+  unit.accumulate(slot, grad, scale);
+  arrived(u);
 }
 
 void Reductions::arrived(int64_t u) {
+  if (!in_epoch_) return;
   if (parameters_.unit(u).arrivals().complete()) order_.complete(u);
   start_ready();
 }

@@ -78,9 +78,9 @@ class Reductions {
   // A backward that reduces begins. `scale`: of what is added to the sums. `hidden`: more gradients
   // may arrive than the graph shows.
   void begin(float scale, bool hidden);
-  // A gradient of unit u is about to arrive.
-  void prepare(int64_t u);
-  // A gradient of unit u has arrived.
+  // Adds a gradient of unit u, times `scale`, and starts what is complete with it.
+  void accept(int64_t u, int64_t slot, const at::Tensor& grad, float scale);
+  // Starts what is complete with unit u, in a backward that reduces.
   void arrived(int64_t u);
   // Starts the reductions that are left, and waits for all. The backward may still be aborted.
   void finish();

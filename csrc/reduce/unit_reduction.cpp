@@ -33,10 +33,6 @@ std::array<int64_t, kFlagsHeader> header_of(const at::Tensor& flags) {
   return header;
 }
 
-at::Tensor byte_tensor(int64_t numel) {
-  return at::empty({numel}, at::TensorOptions().dtype(at::kByte));
-}
-
 }  // namespace
 
 void UnitReduction::lend_message() {
@@ -111,12 +107,11 @@ void UnitReduction::start_exchange(Comm& comm) {
 }
 
 void UnitReduction::exchange_flags(Comm& comm, int64_t tag) {
-  const int64_t world = context_.world;
   const int64_t rank = context_.rank;
   const int64_t slots = unit_.layout().size();
-  flags_.assign(world, at::Tensor());
+  flags_.assign(context_.world, at::Tensor());
   const int64_t late_begin = kFlagsHeaderBytes + slots;
-  for (at::Tensor& flags : flags_) flags = byte_tensor(late_begin + std::ssize(late_));
+  for (at::Tensor& flags : flags_) flags = at::empty({late_begin + std::ssize(late_)}, at::kByte);
   auto* mine = flags_[rank].mutable_data_ptr<uint8_t>();
   const int64_t header[kFlagsHeader] = {backward_, unit_.index(),
                                         static_cast<int64_t>(message_.scalar_type()), steps_};
@@ -124,7 +119,7 @@ void UnitReduction::exchange_flags(Comm& comm, int64_t tag) {
   for (int64_t i = 0; i < slots; ++i)
     mine[kFlagsHeaderBytes + i] = unit_.intake().contributes(i) ? 1 : 0;
   std::copy(late_.begin(), late_.end(), mine + late_begin);
-  comm.exchange(std::vector<at::Tensor>(world, flags_[rank]), flags_, backward_, tag,
+  comm.exchange(std::vector<at::Tensor>(context_.world, flags_[rank]), flags_, backward_, tag,
                 pending_flags_);
 }
 
