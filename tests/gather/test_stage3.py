@@ -749,7 +749,7 @@ with torch.no_grad():
 """
 
 GOES_ON_ALONE = """
-zero_ext.engine.shutdown._EXIT_PATIENCE_S = 1.5
+zero_ext.engine.handle._EXIT_PATIENCE_S = 1.5
 if rank == 0 and model.stats()["neighbors"] > 0:
     with torch.no_grad():
         for _ in range(8):
