@@ -95,6 +95,7 @@ class LossScaler:
         hysteresis: int = 1,
         min_scale: float = 1.0,
     ):
+        check_number("LossScaler: init_scale", init_scale)
         self._optimizer: weakref.ref | None = None
         self._losses_scaled = 0  # since the last step
         self._backwards_seen = 0  # by the last step
