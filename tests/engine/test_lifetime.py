@@ -124,6 +124,21 @@ def test_what_a_process_group_keeps_is_no_buffer(
     assert not any(tensor.untyped_storage().resizable() for tensor in kept)  # owns nothing
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_unwrapping_frees_the_engine_at_once(stage, group, rank, no_garbage_collection):
+    model = small_mlp()
+    optimizer = Way("shard", stage).optimizer(model, group)
+    backward(model, rank)
+    optimizer.step()
+    handle = weakref.ref(find(model.layers[0].weight)[0])
+    engine = weakref.ref(handle().engine)
+    del optimizer
+    zero_ext.unwrap(model)
+    assert handle() is None
+    assert engine() is None
+
+
 @both_ways
 def test_deleting_the_optimizer_frees_its_state(way, group, rank, no_garbage_collection):
     model = small_mlp(torch.bfloat16)

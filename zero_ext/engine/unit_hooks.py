@@ -243,8 +243,7 @@ def watch_inner_modules(
             return used_by[id(module)]
         used = {unit_of.get(id(p)) for p in module._parameters.values()} - {None}
         used.update(*map(watch, module.children()))
-        if id(module) in hooked:
-            used = set()
+        used = set() if id(module) in hooked else used
         if used:
             which = tuple(sorted(used))
             mine = shared.setdefault(which, [units[k] for k in which])
@@ -254,6 +253,7 @@ def watch_inner_modules(
 
     for child in root.children():
         watch(child)
+    del watch  # a cycle: it refers to itself, and the engine would wait for a garbage collection
 
 
 def watch_module(module: nn.Module, hooks: SiteHooks) -> None:
