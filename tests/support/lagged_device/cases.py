@@ -330,18 +330,29 @@ class Launch(ctypes.Structure):
     ]
 
 
+class AccumulateSegment(ctypes.Structure):
+    """zero_ext::kernels::AccumulateSegment."""
+
+    _fields_ = [
+        ("grad", ctypes.c_void_p),
+        ("sum", ctypes.c_void_p),
+        ("numel", ctypes.c_int64),
+        ("nonfinite", ctypes.c_void_p),
+    ]
+
+
 def accumulate(grad: torch.Tensor, total: torch.Tensor, stream: torch.Stream) -> tuple[int, str]:
-    """The table's first kernel: total = 1 * grad. Its status, and the device's words."""
+    """The table's first kernel, accumulate_list: total = 1 * grad. Its status, and the device's
+    words."""
     address = ctypes.c_void_p.from_address(lagged_device.kernels_address()).value
-    pointers = [ctypes.c_void_p] * 2
     kernel = ctypes.CFUNCTYPE(
-        ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64,
-        ctypes.c_float, ctypes.c_bool, *pointers,
+        ctypes.c_int32, ctypes.POINTER(AccumulateSegment), ctypes.c_int64, ctypes.c_int32,
+        ctypes.c_float, ctypes.c_bool, ctypes.c_void_p, ctypes.POINTER(Launch),
     )(address)  # fmt: skip
     error = ctypes.c_char_p()
     launch = Launch(stream=lagged_device.stream_handle(stream), error=ctypes.pointer(error))
-    numel, at = grad.numel(), ctypes.addressof(launch)
-    status = kernel(grad.data_ptr(), 0, total.data_ptr(), numel, 1.0, True, None, at)
+    segment = AccumulateSegment(grad=grad.data_ptr(), sum=total.data_ptr(), numel=grad.numel())
+    status = kernel(segment, 1, 0, 1.0, True, None, launch)
     return status, (error.value or b"").decode()
 
 
