@@ -242,7 +242,7 @@ def watch_inner_modules(
         if id(module) in used_by:
             return used_by[id(module)]
         used = {unit_of.get(id(p)) for p in module._parameters.values()} - {None}
-        used.update(*map(watch, module.children()))
+        used.update(*map(watch, module.children()))  # noqa: F821 (deleted at the end)
         used = set() if id(module) in hooked else used
         if used:
             which = tuple(sorted(used))
