@@ -233,9 +233,8 @@ class Handle:
                     self.root_hooks.append(hooks)
             unit_of.update((id(self.parameters[i]), len(units)) for i in block.members)
             units.append(WatchedUnit(site, inside))
-        hooked = {id(module) for block, _ in unwatched for module in block.modules}
-        root = unwatched[-1][0].modules[0]
-        watch_inner_modules(root, self.engine, self.forwards, units, unit_of, hooked)
+        hooked = [module for block, _ in unwatched for module in block.modules]
+        watch_inner_modules(self.engine, self.forwards, units, unit_of, hooked)
 
     def reshard(self, keep_writes: bool) -> None:
         """Release what ``unshard()`` gathered. Collective."""

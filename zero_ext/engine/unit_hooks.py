@@ -7,7 +7,7 @@ watched in C++, by hooks on the autograd nodes of the inputs and outputs.
 import dataclasses
 import sys
 import threading
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -221,39 +221,40 @@ class InnerCall(ModuleCall):
 
 
 def watch_inner_modules(
-    root: nn.Module,
     engine: _C.Engine,
     forwards: OpenForwards,
     units: Sequence[WatchedUnit],
     unit_of: Mapping[int, int],
-    hooked: Container[int],
+    hooked: Sequence[nn.Module],
 ) -> None:
-    """Gather units as forwards enter modules inside ``root`` that have no hooks.
+    """Gather units as forwards enter modules inside those with hooks.
 
     Args:
         unit_of: The number of the unit of each parameter, by id.
-        hooked: The ids of modules that have hooks.
+        hooked: The modules that have hooks.
     """
-    used_by: dict[int, set[int]] = {}  # numbers of units, by the id of a module
+    used_by: dict[nn.Module, set[int]] = {module: set() for module in hooked}
+    for module in hooked:
+        for child in module.children():
+            _find_units(child, unit_of, used_by)
     shared: dict[tuple[int, ...], list[WatchedUnit]] = {}  # lists that several modules use
-
-    def watch(module: nn.Module) -> set[int]:
-        """Returns the units that the module uses beside those of modules with hooks in it."""
-        if id(module) in used_by:
-            return used_by[id(module)]
-        used = {unit_of.get(id(p)) for p in module._parameters.values()} - {None}
-        used.update(*map(watch, module.children()))  # noqa: F821 (deleted at the end)
-        used = set() if id(module) in hooked else used
+    for module, used in used_by.items():
         if used:
             which = tuple(sorted(used))
             mine = shared.setdefault(which, [units[k] for k in which])
             InnerCall(module, engine, forwards, mine).attach(module)
-        used_by[id(module)] = used
-        return used
 
-    for child in root.children():
-        watch(child)
-    del watch  # a cycle: it refers to itself, and the engine would wait for a garbage collection
+
+def _find_units(
+    module: nn.Module, unit_of: Mapping[int, int], used_by: dict[nn.Module, set[int]]
+) -> set[int]:
+    """The numbers of the units used outside of modules with hooks. Notes them in ``used_by``."""
+    if module not in used_by:
+        used = {unit_of.get(id(p)) for p in module._parameters.values()} - {None}
+        for child in module.children():
+            used |= _find_units(child, unit_of, used_by)
+        used_by[module] = used
+    return used_by[module]
 
 
 def watch_module(module: nn.Module, hooks: SiteHooks) -> None:
