@@ -1,5 +1,6 @@
 """How often a step and a forward cross from Python into the engine, and the work of Python."""
 
+import gc
 import sys
 from collections.abc import Callable
 
@@ -81,13 +82,16 @@ def test_a_step_crosses_twice_and_a_forward_once_for_each_module_hook(
 
 
 def _frames(function: Callable[[], object]) -> int:
-    """How many functions of Python it calls, torch's as well."""
+    """How many functions of Python it calls, torch's as well. A garbage collection in it would
+    add the functions that watch other tests' objects."""
     calls = []
+    gc.disable()
     sys.setprofile(lambda frame, event, _: calls.append(frame) if event == "call" else None)
     try:
         function()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return len(calls)
 
 
