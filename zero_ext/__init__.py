@@ -14,7 +14,7 @@ _compat.check()
 from zero_ext import _C, ops  # noqa: E402, F401
 
 if TYPE_CHECKING:
-    from zero_ext import checkpoint, optim
+    from zero_ext import checkpoint, data, optim
     from zero_ext.deepspeed.initialization import initialize
     from zero_ext.engine.memory import estimate_memory, stats
     from zero_ext.engine.offload import offload_states, reload_states
@@ -54,13 +54,14 @@ _MODULES = {
     "stats": "engine.memory",
     "unwrap": "state.unwrapping",
 }
-_PACKAGES = ("checkpoint", "optim")
+_PACKAGES = ("checkpoint", "data", "optim")
 
 __version__ = "0.1.0"
 __all__ = [
     "EMA",
     "LossScaler",
     "checkpoint",
+    "data",
     "estimate_memory",
     "full_grad",
     "full_state",

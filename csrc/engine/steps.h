@@ -39,6 +39,7 @@ class Steps : Facet {
   void pop_no_sync();
   double divide_factor() const { return boundary_.divide_factor(); }
   void set_divide_factor(double factor);
+  int64_t unreduced() const { return boundary_.unreduced(); }
   // Losses are multiplied by `scale` from now on; every rank sets the same. See Note [Loss scale]
   // in boundary.h.
   void set_loss_scale(double scale);

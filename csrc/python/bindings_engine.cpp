@@ -256,6 +256,7 @@ void bind_steps(EngineClass& engine) {
   engine.def("push_no_sync", of(steps, &Steps::push_no_sync), NoGil())
       .def("pop_no_sync", of(steps, &Steps::pop_no_sync), NoGil())
       .def_property_readonly("divide_factor", of(steps, &Steps::divide_factor))
+      .def_property_readonly("unreduced", of(steps, &Steps::unreduced))
       .def("set_divide_factor", of(steps, &Steps::set_divide_factor), NoGil())
       .def_property_readonly("gradient_divisor", of(steps, &Steps::gradient_divisor))
       .def("set_loss_scale", of(steps, &Steps::set_loss_scale), NoGil())

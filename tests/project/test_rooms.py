@@ -57,6 +57,7 @@ PYTHON_LEVELS = {
     "optim": 4,
     "state": 5,
     "checkpoint": 6,
+    "data": 6,
     "deepspeed": 7,
     "integrations": 8,
     "testing": 7,
