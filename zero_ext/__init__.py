@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from zero_ext.deepspeed.initialization import initialize
     from zero_ext.engine.memory import estimate_memory, stats
     from zero_ext.engine.offload import offload_states, reload_states
+    from zero_ext.fingerprints import fingerprint, parameter_fingerprints
     from zero_ext.module.forward_methods import register_forward_method
     from zero_ext.module.sharding import shard
     from zero_ext.optim.scaler import LossScaler
@@ -39,12 +40,14 @@ _MODULES = {
     "EMA": "state.ema",
     "LossScaler": "optim.scaler",
     "estimate_memory": "engine.memory",
+    "fingerprint": "fingerprints",
     "full_grad": "state.values",
     "full_state": "state.values",
     "full_tensor": "state.values",
     "initialize": "deepspeed.initialization",
     "iter_full_params": "state.iteration",
     "offload_states": "engine.offload",
+    "parameter_fingerprints": "fingerprints",
     "register_forward_method": "module.forward_methods",
     "reload_states": "engine.offload",
     "set_full_grad": "state.values",
@@ -63,6 +66,7 @@ __all__ = [
     "checkpoint",
     "data",
     "estimate_memory",
+    "fingerprint",
     "full_grad",
     "full_state",
     "full_tensor",
@@ -71,6 +75,7 @@ __all__ = [
     "offload_states",
     "ops",
     "optim",
+    "parameter_fingerprints",
     "register_forward_method",
     "reload_states",
     "set_full_grad",

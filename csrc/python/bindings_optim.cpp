@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "device/kernel_table.h"
+#include "kernels/fingerprint.h"
 #include "memory/storage.h"
 #include "optim/optimizer_state.h"
 #include "python/bindings.h"
@@ -19,6 +20,23 @@ namespace py = pybind11;
 
 namespace zero_ext {
 namespace {
+
+// int64 [tensors, 2], see HashedSegment. Tensors are 1-D in host memory, of elements of 4 bytes.
+at::Tensor hash_sums(const std::vector<at::Tensor>& tensors, const std::vector<uint64_t>& keys,
+                     const std::vector<uint64_t>& firsts) {
+  const at::Tensor sums = at::zeros({std::ssize(tensors), 2}, at::kLong);
+  auto* sum = reinterpret_cast<uint64_t*>(sums.mutable_data_ptr<int64_t>());
+  std::vector<kernels::HashedSegment> segments;
+  for (size_t k = 0; k < tensors.size(); ++k) {
+    const at::Tensor& each = tensors[k];
+    TORCH_CHECK_VALUE(each.device().is_cpu() && each.is_contiguous() && each.element_size() == 4,
+                      "zero_ext: tensor ", k, " is not contiguous 4-byte elements in host memory.");
+    segments.push_back(
+        {each.const_data_ptr(), each.numel(), keys.at(k), firsts.at(k), sum + 2 * k});
+  }
+  check(kernels::add_hashes(segments.data(), std::ssize(segments), cpu_launch()), "add_hashes");
+  return sums;
+}
 
 // The squares of all elements, int64 [kSquareSumLength]; see Note [A norm without an order]. Tensors
 // lie on `device`, in a dtype with kernels, and are summed in the order of their memory.
@@ -131,6 +149,7 @@ void bind_state(py::module_& m) {
 void bind_optimizer(py::module_& m) {
   m.def("square_sum", &square_sum, NoGil());
   m.def("norm_of", &norm_of, NoGil());
+  m.def("hash_sums", &hash_sums, NoGil());
   // Of each parameter its name, its number of elements, and its unit's number; -1: it is frozen.
   m.def("facts", [](const Engine& engine, const std::vector<int64_t>& indices) {
     const ShardedParameters& all = engine.parameters();

@@ -11,7 +11,7 @@ from test_rooms import ROOT, cpp_files, python_files
 # Lines of a room, rounded up to 10.
 LINES = {
     "zero_ext": {
-        "": 1330,
+        "": 1570,
         "checkpoint": 2200,
         "deepspeed": 3960,
         "engine": 2780,
@@ -30,10 +30,10 @@ LINES = {
         "device": 510,
         "engine": 2610,
         "gather": 1180,
-        "kernels": 3900,
+        "kernels": 3970,
         "memory": 1100,
         "optim": 570,
-        "python": 1530,
+        "python": 1550,
         "reduce": 1780,
         "step": 530,
         "units": 2770,

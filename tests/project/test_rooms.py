@@ -58,6 +58,7 @@ PYTHON_LEVELS = {
     "state": 5,
     "checkpoint": 6,
     "data": 6,
+    "fingerprints": 6,
     "deepspeed": 7,
     "integrations": 8,
     "testing": 7,
