@@ -33,12 +33,14 @@ if TYPE_CHECKING:
         set_full_param,
         set_full_state,
     )
+    from zero_ext.training_log import TrainingLog
 
 # Each name is imported when it is first used. DTensor, which all of them need, takes torch longer
 # to import than torch itself.
 _MODULES = {
     "EMA": "state.ema",
     "LossScaler": "optim.scaler",
+    "TrainingLog": "training_log",
     "estimate_memory": "engine.memory",
     "fingerprint": "fingerprints",
     "full_grad": "state.values",
@@ -63,6 +65,7 @@ __version__ = "0.1.0"
 __all__ = [
     "EMA",
     "LossScaler",
+    "TrainingLog",
     "checkpoint",
     "data",
     "estimate_memory",

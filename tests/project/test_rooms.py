@@ -59,6 +59,8 @@ PYTHON_LEVELS = {
     "checkpoint": 6,
     "data": 6,
     "fingerprints": 6,
+    "training_log": 6,
+    "diff": 7,
     "deepspeed": 7,
     "integrations": 8,
     "testing": 7,
