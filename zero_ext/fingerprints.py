@@ -8,6 +8,7 @@ csrc/kernels/fingerprint.h has the formula. Bits are kept for what is fp32 or wi
 count as their fp32 values, integers as 64-bit ones.
 """
 
+import functools
 import hashlib
 from collections.abc import Iterator
 from numbers import Number
@@ -94,9 +95,13 @@ def _sums(module: nn.Module, optimizers: Any, gradients: bool) -> tuple[list[str
     for name, tensor in named.items() if gradients else ():
         if tensor.grad is not None:
             parts += _part(name, "grad", tensor.grad, groups)
-    sums = torch.zeros(len(named), 2, dtype=torch.int64, device="cpu")
-    for part, of_part in zip(parts, hash_sums(parts), strict=True):
-        sums[numbers[part.name]] += of_part
+    totals = [[0, 0] for _ in named]
+    for part, (low, high) in zip(parts, hash_sums(parts), strict=True):
+        total = totals[numbers[part.name]]
+        total[0] += low
+        total[1] += high
+    signed = [_signed(*total) for total in totals]
+    sums = torch.tensor(signed, dtype=torch.int64, device="cpu").view(-1, 2)
     if groups.world > 1:
         all_reduce_(sums, groups.parent)
     return list(named), sums
@@ -163,21 +168,23 @@ def _states(
                 yield from _part(names[id(parameter)], str(kind), state[kind], where)
 
 
-def hash_sums(parts: list[_Part]) -> list[Tensor]:
-    """int64 [2] of each part, on the host."""
-    words, keys = [_words(part.flat) for part in parts], list(map(_key, parts))
+def hash_sums(parts: list[_Part]) -> list[tuple[int, int]]:
+    """Both sums of each part, which count modulo 2^64."""
+    words = [_words(part.flat) for part in parts]
+    keys = [_key(part.name, part.kind, part.shape, _width(part)) for part in parts]
     firsts = [part.first * (_width(part) // 4) for part in parts]
     by_kernel = [
         k for k, part in enumerate(parts) if words[k].device.type == "cpu" and part.strides is None
     ]
     arguments = [[of_all[k] for k in by_kernel] for of_all in (words, keys, firsts)]
-    found = dict(zip(by_kernel, _C.hash_sums(*arguments), strict=True))
+    found = dict(zip(by_kernel, _C.hash_sums(*arguments).tolist(), strict=True))
     for k, part in enumerate(parts):
         if k not in found:
             places = None if part.strides is None else _places(part)
-            found[k] = sums_by_torch(words[k], keys[k], firsts[k], places).cpu()
+            found[k] = sums_by_torch(words[k], keys[k], firsts[k], places).tolist()
         if part.counted:
-            found[k] = found[k] + torch.tensor(_signed(keys[k], keys[k] * _STRIDE), device="cpu")
+            low, high = found[k]
+            found[k] = low + keys[k], high + keys[k] * _STRIDE
     return [found[k] for k in range(len(parts))]
 
 
@@ -208,8 +215,9 @@ def _signed(*numbers: int) -> list[int]:
     return [(number + 2**63) % 2**64 - 2**63 for number in numbers]
 
 
-def _key(part: _Part) -> int:
-    text = f"{part.name}\0{part.kind}\0{tuple(part.shape)}\0{_width(part)}"
+@functools.lru_cache(maxsize=65536)
+def _key(name: str, kind: str, shape: torch.Size, width: int) -> int:
+    text = f"{name}\0{kind}\0{tuple(shape)}\0{width}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
