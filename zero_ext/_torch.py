@@ -19,7 +19,7 @@ from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import Unsupported
 from torch._guards import TracingContext
 from torch.autograd import profiler
-from torch.distributed._composable.contract import _get_registry
+from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -177,13 +177,18 @@ _COMPOSABLE = ("fully_shard", "replicate")
 FLATTENED = "_fsdp_flattened"
 
 
-def wrapper_of(module: nn.Module) -> str | None:
-    """The other wrapper that reduces gradients of ``module`` itself, or will do it."""
-    for kind in _WRAPPERS:
-        if isinstance(module, kind):
-            return kind.__name__
-    registry = _get_registry(module) or {}
-    return next(filter(registry.__contains__, _COMPOSABLE), None)
+def wrappers_of(modules: Iterable[nn.Module]) -> dict[nn.Module, str]:
+    """The modules whose own gradients another wrapper reduces, or will reduce, and its name."""
+    found = {}
+    for module in modules:
+        for kind in type(module).__mro__:  # isinstance() would run Python of these classes
+            if kind in _WRAPPERS:
+                found[module] = kind.__name__
+        applied = vars(module).get(REGISTRY_KEY, ())
+        for name in _COMPOSABLE:
+            if name in applied:
+                found.setdefault(module, name)
+    return found
 
 
 def wrapper_around(owner: nn.Module, key: str) -> str | None:
@@ -196,4 +201,4 @@ def wrapper_around(owner: nn.Module, key: str) -> str | None:
     if isinstance(stands, torch.Tensor) and getattr(stands._base, "_is_flat_param", False):
         return FullyShardedDataParallel.__name__
     around: Iterable[nn.Module] = (m for m in _module_state_mapping if owner in m.modules())
-    return next(filter(None, map(wrapper_of, around)), None)
+    return next(iter(wrappers_of(around).values()), None)

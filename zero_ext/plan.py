@@ -14,7 +14,8 @@ from torch import nn
 
 from zero_ext.engine.memory import PlannedUnit, estimate_memory, planned_units
 from zero_ext.engine.options import ShardingOptions
-from zero_ext.engine.plan import Plan, plan_module
+from zero_ext.engine.plan import Plan, parameters_of, plan_module
+from zero_ext.engine.units import Tree
 
 _KINDS = ("full", "shard", "master", "grad", "optimizer_state", "gathered", "buckets")
 _HEADER_BYTES = 24  # of the flags that a rank sends with a unit's gradients; one byte per parameter
@@ -123,7 +124,7 @@ def report(
     table = [
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
     ]
-    plan = plan_module(module, options)
+    plan = plan_module(parameters_of(Tree(module)), options)
     name, size = largest_unit(plan, world_size)
     sent = traffic(plan, world_size)
     return "\n".join(

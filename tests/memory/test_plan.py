@@ -12,7 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 import zero_ext
 from zero_ext import plan
 from zero_ext.engine.options import ShardingOptions
-from zero_ext.engine.plan import plan_module
+from zero_ext.engine.plan import parameters_of, plan_module
+from zero_ext.engine.units import Tree
 
 KINDS = ("full", "shard", "master", "grad", "optimizer_state")
 SMALL_MB = 3000 / 2**20
@@ -55,7 +56,7 @@ def test_a_real_run_holds_and_sends_what_was_planned(anywhere, rank, stage):
         estimate = zero_ext.estimate_memory(
             meta, world, stage, bucket_mb=SMALL_MB, param_dtype=dtype, device=plan_device()
         )
-        planned = plan.traffic(plan_module(meta, options), world)
+        planned = plan.traffic(plan_module(parameters_of(Tree(meta)), options), world)
         policy = MixedPrecisionPolicy(param_dtype=dtype)
         model = zero_ext.shard(make(), stage, mesh=anywhere, bucket_mb=SMALL_MB, mp_policy=policy)
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -105,7 +106,7 @@ def test_the_report_has_each_stage_and_the_traffic_of_one(tmp_path, capsys):
         assert row[2] == f"{estimate['full'] / 2**20:,.1f}" or estimate["full"] == 0
         assert row[-1] == f"{total / 2**20:,.1f}"
     options = ShardingOptions(stage=2)
-    sent = plan.traffic(plan_module(module, options), 1024)
+    sent = plan.traffic(plan_module(parameters_of(Tree(module)), options), 1024)
     units = sent.reductions
     assert sent.messages == 1023 * (3 * units + 1)
     text = "\n".join(lines)
@@ -119,7 +120,7 @@ def test_bytes_sent_are_those_of_the_gradients_and_the_parameters():
     for stage, gathers in ((0, 0), (1, 1), (2, 1), (3, 2)):
         for world in (2, 3, 8):
             options = ShardingOptions(stage=stage, bucket_mb=0.5)
-            sent = plan.traffic(plan_module(gpt(), options), world)
+            sent = plan.traffic(plan_module(parameters_of(Tree(gpt())), options), world)
             part = 4 * numel * (world - 1) / (world if stage else 1)
             assert sent.gradient_bytes == pytest.approx(part, rel=0.02)
             assert sent.parameter_bytes <= 1.02 * gathers * part

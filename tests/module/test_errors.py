@@ -1301,7 +1301,7 @@ def wait_for_undo(model) -> None:
     call of the engine waits for that."""
     entry = find(next(model.parameters()))
     if entry is not None:
-        entry[0].stats()
+        entry[0].engine.stats()
 
 
 def hook_places(model, fail: FailOnce, where: str) -> None:

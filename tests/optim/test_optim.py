@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zero_ext
-from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
+from zero_ext.optim import sharded
 from zero_ext.optim.sharded import Sharded
 from zero_ext.optim.whole import Whole
 from zero_ext.tensor.shard_tensor import ShardTensor
@@ -379,7 +379,7 @@ def test_a_constructor_that_cannot_make_them_equal_lets_go_of_everything(team, m
         raise RuntimeError("the connection is lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Handle, "broadcast", lose_connection)
+        patch.setattr(sharded, "copy_from_rank_0", lose_connection)
         # Kept, as a notebook keeps it, and with it what was half made.
         with pytest.raises(RuntimeError, match="the connection is lost") as kept:
             zero_ext.optim.SGD(parameters, lr=1.0, process_group=team.group)

@@ -130,3 +130,18 @@ def test_a_parameter_costs_python_no_more_frames_than_that(anywhere, crossings):
     of_each = {name: (most - least) / 40 for name, (least, most) in counts.items()}
     assert of_each["constructor"] <= 5 and of_each["AdamW"] <= 0.5, of_each
     assert of_each["wrapped"] <= 5 and of_each["owners"] <= 12, of_each
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("stage, limit", [(2, 1), (3, 13)])
+def test_a_parameter_of_a_sharded_model_costs_python_no_more_frames(anywhere, stage, limit):
+    """Two parameters in a module that has hooks of its own in stage 3, and one without a module.
+    What the first call does once is not counted."""
+    frames: dict[str, list[int]] = {"modules": [], "flat": []}
+    for several in (3, 20, 60):
+        layers = nn.ModuleList([nn.Linear(3, 5) for _ in range(several)])
+        flat = nn.ParameterList([nn.Parameter(torch.ones(3, 5)) for _ in range(several)])
+        for name, model in (("modules", layers), ("flat", flat)):
+            frames[name].append(_frames(lambda m=model: zero_ext.shard(m, stage, mesh=anywhere)))
+    of_modules, of_flat = (most - least for _, least, most in frames.values())
+    assert of_modules / 80 <= limit and of_flat == 0, frames

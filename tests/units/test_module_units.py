@@ -11,7 +11,9 @@ from torch import nn
 
 from zero_ext.engine.units import (
     Block,
+    Tree,
     UnitPlan,
+    bytes_of,
     cut_by_module,
     largest_of_many,
     parts,
@@ -30,7 +32,7 @@ def named(root: nn.Module, units=None, bucket_bytes: float = SEPARATE, **kwargs)
     """(module names, parameter names) of every block; the root's name is ""."""
     modules = {id(m): n for n, m in root.named_modules()}
     names = [n for n, _ in root.named_parameters()]
-    blocks = cut_by_module(root, list(root.parameters()), units, bucket_bytes, **kwargs)
+    blocks = cut_by_module(Tree(root), list(root.parameters()), units, bucket_bytes, **kwargs)
     assert [b.root for b in blocks] == [False] * (len(blocks) - 1) + [True]
     return [([modules[id(m)] for m in b.modules], [names[i] for i in b.members]) for b in blocks]
 
@@ -181,7 +183,9 @@ def test_a_list_with_a_forward_is_called_itself():
 )
 def test_a_unit_with_most_of_the_parameters_is_found(model, share):
     parameters = list(model.parameters())
-    found = largest_of_many(cut_by_module(model, parameters, None, SEPARATE), parameters, None)
+    tree = Tree(model)
+    blocks = cut_by_module(tree, parameters, None, SEPARATE)
+    found = largest_of_many(blocks, tree, parameters, bytes_of(parameters, None))
     if share is None:
         assert found is None
     else:
@@ -324,7 +328,7 @@ def test_a_module_in_two_places_is_one_unit():
     twice = linear()
     model = Model(a=nn.ModuleList([twice, linear()]), b=nn.ModuleList([linear(), twice]))
     for bucket_bytes in (SEPARATE, nearly_all(model)):
-        blocks = cut_by_module(model, list(model.parameters()), None, bucket_bytes)
+        blocks = cut_by_module(Tree(model), list(model.parameters()), None, bucket_bytes)
         assert sum(twice in block.modules for block in blocks) == 1
         assert all(block.members == sorted(block.members) for block in blocks)
 
@@ -365,7 +369,7 @@ def test_merged_blocks_are_of_about_the_same_size():
 def test_sizes_are_those_of_the_dtype_that_is_computed_in():
     model = Model(layers=nn.ModuleList(linear() for _ in range(4)), rest=linear())
     parameters = list(model.parameters())
-    blocks = cut_by_module(model, parameters, None, 2 * 36, torch.bfloat16)
+    blocks = cut_by_module(Tree(model), parameters, None, 2 * 36, torch.bfloat16)
     assert [len(block.modules) for block in blocks] == [4, 1]
 
 
@@ -413,7 +417,7 @@ def test_a_model_that_fits_one_bucket_is_one_unit():
 @pytest.mark.parametrize("bucket_mb", [1, 25])
 def test_1083_small_parameters_are_a_handful_of_blocks(bucket_mb):
     model = ManyLayers()
-    blocks = cut_by_module(model, list(model.parameters()), None, bucket_mb * 2**20)
+    blocks = cut_by_module(Tree(model), list(model.parameters()), None, bucket_mb * 2**20)
     size = sum(p.numel() * 4 for p in model.parameters())
     assert len(blocks) - 1 == (-(-size // 2**20) if bucket_mb == 1 else 0)
     assert len(blocks) <= 8
@@ -462,9 +466,9 @@ sizes = st.sampled_from([SEPARATE, 40, 100, EVERYTHING])
 
 def cut_any(model, choice, bucket_bytes):
     try:
-        return cut_by_module(model, list(model.parameters()), choice, bucket_bytes)
+        return cut_by_module(Tree(model), list(model.parameters()), choice, bucket_bytes)
     except ValueError:  # nothing is chosen
-        return cut_by_module(model, list(model.parameters()), None, bucket_bytes)
+        return cut_by_module(Tree(model), list(model.parameters()), None, bucket_bytes)
 
 
 @given(models(), choices, sizes)

@@ -178,7 +178,7 @@ class TrainingEngine(EngineCheckpoints, nn.Module):
         it of the others."""
         if self._called_backward:
             return True
-        stats = self.optimizer.zero_core.handle.stats()
+        stats = self.optimizer.zero_core.handle.engine.stats()
         return stats["backwards"] == stats["served_backwards"]
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedParameter
 
 from zero_ext import _C
-from zero_ext._torch import FLATTENED, is_traceable_wrapper_subclass, wrapper_of
-from zero_ext.engine.registry import find, living
-from zero_ext.engine.units import named_modules
+from zero_ext._torch import FLATTENED, is_traceable_wrapper_subclass, wrappers_of
+from zero_ext.engine.registry import Handle, find, find_all, living
+from zero_ext.engine.units import Tree
 from zero_ext.ranks.groups import Groups
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that parameters are trained in
@@ -26,15 +26,15 @@ def check_module(module, verb: str) -> None:
         raise TypeError(f"zero_ext: {verb} takes a module, not a {type(module).__name__}.")
 
 
-def refuse_wrapped(module: nn.Module) -> None:
-    """Raise if another wrapper reduces gradients of ``module``, or will do it."""
-    for name, each in named_modules(module):
-        if (kind := wrapper_of(each)) is not None:
-            which = f"submodule '{name}'" if name else "the module"
-            raise ValueError(
-                f"zero_ext: {which} is wrapped in {kind}, which handles its gradients already. "
-                f"Shard the plain module instead, without {kind}."
-            )
+def refuse_wrapped(tree: Tree) -> None:
+    """Raise if another wrapper reduces gradients of a module, or will do it."""
+    for module, kind in wrappers_of(tree.names).items():
+        name = tree.names[module]
+        which = f"submodule '{name}'" if name else "the module"
+        raise ValueError(
+            f"zero_ext: {which} is wrapped in {kind}, which handles its gradients already. "
+            f"Shard the plain module instead, without {kind}."
+        )
 
 
 def reject_wrapper(groups: Groups, wrapper: str, name: str) -> NoReturn:
@@ -109,17 +109,16 @@ def check_parameters(
     Raises:
         ValueError, TypeError: naming the first parameter that cannot be.
     """
-    usable = set(filter(_C.has_kernels_on, {p.device for _, p in parameters}))
-    beginning = groups.where
-    for name, parameter in parameters:
-        where = f"{beginning}parameter '{name}'"
-        if type(parameter) is not nn.Parameter:
-            _check_class(where, parameter)
-        _check_alone(where, parameter, meta_allowed)
-        can_be_used = parameter.device in usable or (meta_allowed and parameter.is_meta)
-        if parameter.dtype not in DTYPES or not can_be_used:
-            reject_dtype(groups, name, parameter)
-    first = _C.count_before_first_of_ddp([p for _, p in parameters])
+    tensors = [p for _, p in parameters]
+    usable = set(filter(_C.has_kernels_on, {p.device for p in tensors}))
+    for (name, p), entry in zip(parameters, find_all(tensors), strict=True):
+        if type(p) is not nn.Parameter:
+            _check_class(f"{groups.where}parameter '{name}'", p)
+        is_new = entry is None and p.grad is None and not getattr(p, FLATTENED, False)
+        can_be_used = p.device in usable or (meta_allowed and p.is_meta)
+        if not is_new or p.layout != torch.strided or p.dtype not in DTYPES or not can_be_used:
+            _reject(groups, name, p, entry, meta_allowed)
+    first = _C.count_before_first_of_ddp(tensors)
     if first < len(parameters):
         raise ValueError(
             f"{groups.where}parameter '{parameters[first][0]}' is reduced by "
@@ -156,13 +155,21 @@ def _check_class(where: str, parameter: Tensor) -> None:
         )
 
 
-def _check_alone(where: str, parameter: Tensor, meta_allowed: bool) -> None:
+def _reject(
+    groups: Groups,
+    name: str,
+    parameter: Tensor,
+    entry: tuple[Handle, int] | None,
+    meta_allowed: bool,
+) -> NoReturn:
+    """Raise that a parameter cannot be sharded. ``entry``: of the handle that shards it."""
+    where = f"{groups.where}parameter '{name}'"
     if getattr(parameter, FLATTENED, False):
         raise TypeError(
             f"{where} is flattened by FullyShardedDataParallel, which shards it already. Pass a "
             "plain module, before FullyShardedDataParallel()."
         )
-    if (entry := find(parameter)) is not None:
+    if entry is not None:
         raise ValueError(f"{where} is sharded already. {_how_to_shard_once(entry[0])}")
     if parameter.is_meta and not meta_allowed:
         raise TypeError(
@@ -175,6 +182,7 @@ def _check_alone(where: str, parameter: Tensor, meta_allowed: bool) -> None:
         raise ValueError(
             f"{where} has a gradient already, which was never reduced. Call zero_grad() first."
         )
+    reject_dtype(groups, name, parameter)
 
 
 def _how_to_shard_once(handle) -> str:
@@ -201,17 +209,14 @@ def reject_dtype(groups: Groups, name: str, parameter: Tensor) -> NoReturn:
 def _check_memory_of_their_own(groups: Groups, parameters: Named) -> None:
     """Sharding moves each parameter into other memory. Two trained ones that are tied only by
     lying in the same memory would no longer be equal."""
-    pieces = []
-    for name, parameter in parameters:
-        if parameter.is_meta or parameter.numel() == 0 or _has_gaps(parameter):
-            continue
-        begin = parameter.data_ptr()
-        pieces.append((begin, begin + parameter.nbytes, name, parameter.requires_grad))
-    pieces.sort(key=lambda piece: piece[:2])
-    for (_, end, first, first_trains), (begin, _, second, second_trains) in itertools.pairwise(
-        pieces
-    ):
-        if begin < end and (first_trains or second_trains):
+    memory = [
+        (p.data_ptr(), p.data_ptr() + p.nbytes, k)
+        for k, (_, p) in enumerate(parameters)
+        if not p.is_meta and p.numel() > 0 and (p.is_contiguous() or not _has_gaps(p))
+    ]
+    for (_, end, k), (begin, _, m) in itertools.pairwise(sorted(memory)):
+        (first, one), (second, other) = parameters[k], parameters[m]
+        if begin < end and (one.requires_grad or other.requires_grad):
             raise ValueError(
                 f"{groups.where}parameters '{first}' and '{second}' are different ones "
                 "in the same memory, which sharding would part. Make them one Parameter "
@@ -220,8 +225,6 @@ def _check_memory_of_their_own(groups: Groups, parameters: Named) -> None:
 
 
 def _has_gaps(tensor: Tensor) -> bool:
-    if tensor.is_contiguous():
-        return False
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((n - 1) * step for n, step in steps) != tensor.numel()
 
@@ -234,7 +237,7 @@ def check_buffers(groups: Groups, buffers: Named) -> None:
             kind = str(buffer.layout)
         elif buffer.is_quantized:
             kind = str(buffer.dtype)
-        elif is_traceable_wrapper_subclass(buffer):
+        elif type(buffer) is not Tensor and is_traceable_wrapper_subclass(buffer):
             kind = type(buffer).__name__
         if kind is not None:
             raise TypeError(

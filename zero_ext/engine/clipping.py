@@ -56,11 +56,9 @@ def _total_norm(tensors, norm_type=2.0, error_if_nonfinite=False, foreach=None) 
         is_part = isinstance(tensor, ShardTensor)
         ranks.setdefault(tensor.ranks if is_part else whole.get(id(tensor)), tensor)
     ranks.pop(None, None)
-    if not ranks:
-        return _torch.get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
     if len(ranks) > 1:
         _reject_several_meshes(ranks)
-    if not _have_kernels(tensors):
+    if not ranks or not _have_kernels(tensors):
         return _torch.get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
     if float(norm_type) == 2:
         return checked_norm(_C.norm_of(_square_sum(tensors)), error_if_nonfinite)
@@ -132,8 +130,8 @@ def _by_handle(parameters: Sequence[Tensor], *, adopt: bool) -> dict[Handle, lis
         adopt: Shard what was unfrozen, and name all engines. Collective.
     """
     indices: dict[Handle, dict[int, None]] = {}
-    for parameter in parameters:
-        if (entry := registry.find(parameter)) is not None:
+    for entry in registry.find_all(parameters):
+        if entry is not None:
             indices.setdefault(entry[0], {})[entry[1]] = None
     found = {}
     for handle, members in indices.items():

@@ -27,10 +27,10 @@ from zero_ext.engine.unit_hooks import (
     watch_inner_modules,
     watch_module,
 )
-from zero_ext.engine.units import Block, UnitPlan
+from zero_ext.engine.units import Block, Tree, UnitPlan
 from zero_ext.ranks import environment
 from zero_ext.ranks.agreement import check_same_on_all_ranks
-from zero_ext.ranks.collectives import all_reduce_, copy_from_rank_0
+from zero_ext.ranks.collectives import all_reduce_
 from zero_ext.ranks.groups import Groups
 from zero_ext.tensor import shard_tensor
 
@@ -61,7 +61,6 @@ class Handle:
         check_same_on_all_ranks(groups, described, "the models (or the arguments)", _SAME_MODELS)
         self.groups = groups
         self.options = options
-        self.offload_policy = options.offload_policy
         # Whether every rank holds all of the optimizer's state: stage 0, or replicas of one rank.
         self.replicated = groups.shards == 1 or options.stage == 0
         # By their indices in the engine, which holds them, too.
@@ -69,7 +68,6 @@ class Handle:
         # The same and their indices, by id. Also those that were on the meta device.
         self.entries: dict[int, tuple[Tensor, int]] = {}
         self.ignored: Sequence[Tensor] = ()  # what ``shard(ignored_params=)`` has left alone
-        self.releases = False  # parameters come and go
         self.has_offloaded = False  # any states, see ``set_offloaded``
         self.engine = options.make_engine(groups, plan.prefetch_bytes)
         registry.register(self)
@@ -87,7 +85,7 @@ class Handle:
         self.sharded_methods: weakref.ref | None = None  # of the module
         self.root_hooks: list[SiteHooks] = []  # of the module itself
         self.scaled_by: weakref.ref | None = None  # the optimizer whose loss_scaler the engine has
-        self._unwatched: list[tuple[Block, list[int]]] = []
+        self._units_of_blocks: list[list[int]] = [[] for _ in plan.blocks or ()]
         try:
             self._add_planned(plan, meta)
         except BaseException:
@@ -96,8 +94,7 @@ class Handle:
 
     def dissolve(self) -> None:
         """Let go of the parameters, although an exception's traceback may keep this alive."""
-        self.releases = False
-        self.parameters, self.entries, self._unwatched = [], {}, []
+        self.parameters, self.entries = [], {}
         self.root_hooks = []  # which hold the engine
         self.engine.retire()
         try:
@@ -111,23 +108,21 @@ class Handle:
     def _register(self, parameters: Named) -> list[int]:
         tensors = [parameter for _, parameter in parameters]
         self.engine.add_parameters(tensors, [name for name, _ in parameters])
-        indices = list(range(len(self.parameters), len(self.parameters) + len(tensors)))
+        first = len(self.parameters)
         self.parameters += tensors
-        self.entries.update(zip(map(id, tensors), zip(tensors, indices, strict=True), strict=True))
-        return indices
+        self.entries |= {id(p): (p, i) for i, p in enumerate(tensors, first)}
+        return list(range(first, len(self.parameters)))
 
     def _add_planned(self, plan: Plan, meta: MetaModules | None) -> None:
         self._register(plan.parameters)
-        numbers: list[list[int]] = [[] for _ in plan.blocks or ()]
         for part in plan.parts:
             if meta is not None:
                 self._materialise(part, meta)
             made = [_make_unit(self.engine, self.parameters, unit) for unit in part.units]
             if part.block is not None:
-                numbers[part.block].extend(made)
+                self._units_of_blocks[part.block].extend(made)
         if plan.blocks is None:
             _cast_frozen(plan.parameters, self.options.param_dtype)
-        self._unwatched = list(zip(plan.blocks or (), numbers, strict=True))
 
     def make_units_by_size(self, indices: Iterable[int]) -> None:
         """Units of parameters that are trained. Collective."""
@@ -135,8 +130,8 @@ class Handle:
         for unit in units_by_size(trained, self.options, self._several_uses):
             _make_unit(self.engine, self.parameters, unit)
 
-    def check_and_add(self, parameters: Named) -> list[int]:
-        """Take in more parameters; returns their indices. Collective."""
+    def check_and_add(self, parameters: Named) -> None:
+        """Take in more parameters. Collective."""
         if self.engine.stage == 3:
             raise ValueError(
                 "zero_ext: parameters cannot be added to a module that is sharded with stage 3: no "
@@ -148,15 +143,10 @@ class Handle:
         indices = self._register(parameters)
         self.make_units_by_size([i for i in indices if self.parameters[i].requires_grad])
         _cast_frozen(parameters, self.options.param_dtype)
-        return indices
 
     def leave_whole(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Watch more parameters that ``stays_whole`` is true of."""
         self._whole.extend((name, weakref.ref(parameter)) for name, parameter in parameters)
-
-    def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Rank 0's values into tensors that the engine does not hold. Collective."""
-        copy_from_rank_0(self.groups, tensors)
 
     def adopt_unfrozen(self) -> None:
         """Shard parameters that were frozen before and require a gradient now. Collective.
@@ -212,17 +202,13 @@ class Handle:
             self.engine.replace_parameter(i, new)
             self.parameters[i], self.entries[id(new)] = new, (new, i)
 
-    def watch_modules(self) -> None:
+    def watch_modules(self, tree: Tree, blocks: Sequence[Block]) -> None:
         """Gather and release units as their modules are entered and left, from now on."""
-        unwatched, self._unwatched = self._unwatched, []  # which would keep the modules alive
-        if not self.engine.releases:
-            return
-        self.releases = True
         if _torch.is_profiling():
             _C.show_parameters_to_profiler(False)
         units: list[WatchedUnit] = []
         unit_of: dict[int, int] = {}
-        for block, numbers in unwatched:
+        for block, numbers in zip(blocks, self._units_of_blocks, strict=True):
             inside: list[int] = []
             for k, module in enumerate(block.modules):
                 last = k == len(block.modules) - 1
@@ -231,10 +217,11 @@ class Handle:
                 watch_module(module, hooks)
                 if block.root:
                     self.root_hooks.append(hooks)
-            unit_of.update((id(self.parameters[i]), len(units)) for i in block.members)
+            ids = [id(self.parameters[i]) for i in block.members]
+            unit_of |= dict.fromkeys(ids, len(units))
             units.append(WatchedUnit(site, inside))
-        hooked = [module for block, _ in unwatched for module in block.modules]
-        watch_inner_modules(self.engine, self.forwards, units, unit_of, hooked)
+        hooked = {module for block in blocks for module in block.modules}
+        watch_inner_modules(tree, self.engine, self.forwards, units, unit_of, hooked)
 
     def reshard(self, keep_writes: bool) -> None:
         """Release what ``unshard()`` gathered. Collective."""
@@ -309,9 +296,6 @@ class Handle:
         self.engine.set_offloaded(names)
         for optimizer in self.optimizers if away else ():
             optimizer.set_state_offloaded(True)
-
-    def stats(self) -> dict[str, int]:
-        return self.engine.stats()
 
 
 def _local_part(gradient: Tensor) -> Tensor:

@@ -19,9 +19,9 @@ from zero_ext.engine.checks import (
     stays_whole,
 )
 from zero_ext.engine.options import ShardingOptions
-from zero_ext.engine.plan import Plan, plan_module
+from zero_ext.engine.plan import Plan, parameters_of, plan_module
 from zero_ext.engine.registry import handle_of
-from zero_ext.engine.units import Block, Choice, UnitPlan
+from zero_ext.engine.units import Block, Choice, Tree, UnitPlan
 from zero_ext.ranks import owner_plan
 
 _FP32_BYTES = 4  # of an element of a gradient sum, of a master, of each of two moments
@@ -45,7 +45,7 @@ def stats(sharded) -> dict[str, int]:
         ValueError, TypeError: ``sharded`` is neither.
     """
     if isinstance(sharded, nn.Module) or not hasattr(sharded, "stats"):
-        return handle_of(sharded).stats()
+        return handle_of(sharded).engine.stats()
     return sharded.stats()
 
 
@@ -116,7 +116,7 @@ def estimate_memory(
     check_bool("owners", owners)
     check_state_dtype(state_dtype)
     kind = _device_of(module, device).type
-    plan = plan_module(module, options, units)
+    plan = plan_module(parameters_of(Tree(module)), options, units)
     planned = planned_units(plan, world_size, shards, kind)
     offloads = options.offloads and kind != "cpu"
     local = local_accumulation and stage < 2 and world_size > 1 and not offloads

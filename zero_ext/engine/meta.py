@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from zero_ext.engine.units import named_modules
+from zero_ext.engine.units import Tree
 
 
 class MetaModules:
-    """The modules of ``root`` that have parameters or buffers on the meta device.
+    """The modules of ``tree`` that have parameters or buffers on the meta device.
 
     Raises:
         ValueError: a module cannot be initialised: it has no ``reset_parameters()``, and no
@@ -19,25 +19,27 @@ class MetaModules:
 
     def __init__(
         self,
-        root: nn.Module,
+        tree: Tree,
         ignored: set[int],
         param_init_fn: Callable[[nn.Module], None] | None,
         device: torch.device,
     ):
         self._init = param_init_fn
         self._device = device
-        self._modules: dict[str, nn.Module] = {}
-        for name, module in named_modules(root):
-            tensors = [*module._parameters.values(), *module._buffers.values()]
-            if not [t for t in tensors if t is not None and t.is_meta and id(t) not in ignored]:
+        self._modules: list[nn.Module] = []
+        for module, name in tree.names.items():
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None and tensor.is_meta and id(tensor) not in ignored:
+                    break
+            else:
                 continue
             if param_init_fn is None and not hasattr(module, "reset_parameters"):
                 raise ValueError(
-                    f"zero_ext: '{name or type(root).__name__}' ({type(module).__name__}) is on "
+                    f"zero_ext: '{name or type(module).__name__}' ({type(module).__name__}) is on "
                     "the meta device and has no reset_parameters(). Pass param_init_fn, which "
                     "initialises the parameters and buffers of one module."
                 )
-            self._modules[name] = module
+            self._modules.append(module)
 
     def materialise(self, members: Mapping[int, Tensor]) -> dict[int, nn.Parameter]:
         """Give memory and values to the parameters ``members`` that are on the meta device.
@@ -48,7 +50,7 @@ class MetaModules:
         new = {i: _with_memory(p, self._device) for i, p in members.items() if p.is_meta}
         twins = {id(members[i]): twin for i, twin in new.items()}
         initialised = []
-        for module in self._modules.values():
+        for module in self._modules:
             mine = [(k, p) for k, p in module._parameters.items() if id(p) in twins]
             if not mine:
                 continue
@@ -60,7 +62,8 @@ class MetaModules:
 
     def finish(self) -> None:
         """Initialise the modules that have buffers on the meta device and no parameters."""
-        self._initialise([m for m in self._modules.values() if _has_meta_buffers(m)], set())
+        buffers = [(m, b) for m in self._modules for b in m._buffers.values() if b is not None]
+        self._initialise([*dict.fromkeys(m for m, b in buffers if b.is_meta)], set())
 
     def _initialise(self, modules: list[nn.Module], new: set[int]) -> None:
         with torch.no_grad():
@@ -89,10 +92,6 @@ def _hidden(module: nn.Module, new: set[int]):
         yield
     finally:
         module._parameters.update(others)
-
-
-def _has_meta_buffers(module: nn.Module) -> bool:
-    return any(b is not None and b.is_meta for b in module._buffers.values())
 
 
 def _with_memory(parameter: Tensor, device: torch.device) -> nn.Parameter:

@@ -2,7 +2,7 @@
 
 import datetime
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
@@ -46,6 +46,10 @@ def check_policy(policy: OffloadPolicy | None) -> OffloadPolicy:
     return policy
 
 
+# The options in which ranks may differ.
+_OWN = ("prefetch_mb", "retained_bytes", "reshard_after_forward", "offload_policy")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShardingOptions:
     """See ``shard`` for what each of them means.
@@ -69,6 +73,7 @@ class ShardingOptions:
 
     def __post_init__(self):
         stage, steps = self.stage, self.accumulation_steps
+        steps = 1 if steps is None else steps
         if type(stage) is not int:
             raise TypeError(
                 f"zero_ext: stage must be an int, such as stage=3, not the {type(stage).__name__} "
@@ -102,8 +107,8 @@ class ShardingOptions:
         for dtype in (self.param_dtype, self.reduce_dtype):
             if dtype is not None and dtype not in DTYPES:
                 raise ValueError(f"zero_ext: {dtype} is not one of {DTYPES}.")
-        if steps is not None:
-            check_count("accumulation_steps", steps)
+        check_count("accumulation_steps", steps)
+        object.__setattr__(self, "accumulation_steps", steps)
 
     @property
     def bucket_bytes(self) -> float:
@@ -122,27 +127,16 @@ class ShardingOptions:
 
     def describe(self, groups: Groups) -> list[str]:
         """What ranks must agree on, a line for each setting."""
-        settings = {
-            "stage": self.stage,
-            "bucket_mb": self.bucket_mb,
-            "reduction": self.reduction,
-            "param_dtype": self.param_dtype,
-            "reduce_dtype": self.reduce_dtype,
-            "accumulation_steps": self.accumulation_steps or 1,
-            "sync_module_states": self.sync_module_states,
-            "broadcast_buffers": self.broadcast_buffers,
-            "offload": self.offloads,
-            "offload_parameters": self.offloads_parameters,
-            "shards": groups.shards,
-        }
-        return [f"{name}={value}" for name, value in settings.items()]
+        agreed = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OWN}
+        agreed |= {"offload": self.offloads, "offload_parameters": self.offloads_parameters}
+        return [f"{name}={value}" for name, value in (*agreed.items(), ("shards", groups.shards))]
 
     def make_engine(self, groups: Groups, prefetch_bytes: int) -> _C.Engine:
         """An engine over ``groups`` that has no parameters yet. Collective."""
         options = _C.EngineOptions()
         options.stage = self.stage
         options.reduce_dtype = self.reduce_dtype
-        options.accumulation_steps = self.accumulation_steps or 1
+        options.accumulation_steps = self.accumulation_steps
         options.broadcast = self.sync_module_states
         options.limit_bytes = environment.limit_bytes()
         options.window_bytes = window_bytes

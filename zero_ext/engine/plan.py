@@ -1,7 +1,7 @@
 """Plan: what sharding makes of some parameters. It is decided before anything changes, and read by
 ``shard``, ``estimate_memory`` and ``python -m zero_ext.plan``."""
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,18 +13,37 @@ from zero_ext.engine.options import ShardingOptions
 from zero_ext.engine.units import (
     Block,
     Choice,
+    Tree,
     UnitPlan,
     bytes_of,
     cut_by_module,
     cut_by_size,
     modules_of_units,
-    named_modules,
     parts,
     split_block,
 )
 from zero_ext.ranks.groups import Groups
 
-Found = tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]], frozenset[int]]
+
+class ModelParameters(NamedTuple):
+    """The parameters of a model, by what becomes of them. Those with several names have the first.
+
+    Args:
+        sharded: In registration order.
+        whole: What every rank keeps whole, see ``stays_whole``.
+        ignored: The names of those that are left alone.
+        several_uses: The indices of sharded ones with several names, such as tied embeddings and
+            heads. Autograd adds up a parameter's uses in one backward before any hook sees them,
+            in the gradient's dtype: in bf16, 256 + 1 is 256. So their gradients arrive and travel
+            in fp32. Several uses under one name, by a module that is called twice, cannot be known
+            beforehand.
+    """
+
+    tree: Tree
+    sharded: Named
+    whole: Named
+    ignored: set[str]
+    several_uses: frozenset[int]
 
 
 class Part(NamedTuple):
@@ -47,7 +66,7 @@ class Plan:
         parts: All units, in the order in which they are made.
         blocks: With stage 3, the modules that gather units; None with the other stages.
         cast_modules: The modules whose inputs ``mp_policy`` casts.
-        several_uses: The parameters whose uses autograd adds up, see ``parameters_of``.
+        several_uses: See ``ModelParameters``.
         prefetch_bytes: How much may be gathered ahead of its use.
     """
 
@@ -62,35 +81,34 @@ class Plan:
 
 
 def plan_module(
-    module: nn.Module,
-    options: ShardingOptions,
-    choice: Choice = None,
-    *,
-    found: Found | None = None,
-    casts: bool = False,
+    found: ModelParameters, options: ShardingOptions, choice: Choice = None, *, casts: bool = False
 ) -> Plan:
     """
     Args:
         choice: Which modules make units, see ``shard``.
-        found: What ``parameters_of(module)`` has found.
         casts: Whether inputs of the units' modules are cast.
     Raises:
         ValueError, TypeError: ``choice`` chooses nothing, or is no ``Choice``.
     """
-    named, whole, several = found or parameters_of(module)
+    tree, named, several = found.tree, found.sharded, found.several_uses
     parameters = [p for _, p in named]
-    modules = modules_of_units(module, parameters, choice) if casts or choice is not None else []
+    modules = modules_of_units(tree, parameters, choice) if casts or choice is not None else []
     if options.stage < 3:
         trained = {i: p for i, p in enumerate(parameters) if p.requires_grad}
         cut = [Part(units_by_size(trained, options, several))]
-        return Plan(options, named, cut, whole, None, modules, several)
-    blocks = cut_by_module(module, parameters, choice, options.bucket_bytes, options.param_dtype)
+        return Plan(options, named, cut, found.whole, None, modules, several)
+    blocks = cut_by_module(tree, parameters, choice, options.bucket_bytes, options.param_dtype)
+    in_fp32 = _with_fp32_gradients(dict(enumerate(parameters)), options, several)
     cut = [
-        Part(_units_of_block({i: parameters[i] for i in members}, options, several), block)
+        Part(split_block(members, parameters, in_fp32, options.param_dtype), block)
         for block, members in parts(blocks)
     ]
-    ahead = _prefetch_bytes(blocks, parameters, options)
-    return Plan(options, named, cut, whole, blocks, modules, several, ahead)
+    sizes = bytes_of(parameters, options.param_dtype)
+    of_blocks = [sum(map(sizes.__getitem__, block.members)) for block in blocks if not block.root]
+    ahead = max(options.bucket_bytes, 1.5 * max(of_blocks, default=0))
+    if options.prefetch_mb is not None:
+        ahead = options.prefetch_mb * 2**20
+    return Plan(options, named, cut, found.whole, blocks, modules, several, int(ahead))
 
 
 def plan_parameters(
@@ -112,70 +130,56 @@ def plan_parameters(
     return Plan(options, parameters, [Part(units_by_size(trained, options))], whole)
 
 
-def parameters_of(module: nn.Module, ignored: Iterable[int] = ()) -> Found:
-    """The named parameters that are sharded, those that every rank keeps whole, and the indices of
-    the former that have several names, such as tied embeddings and heads.
-
-    Autograd adds up a parameter's uses in one backward before any hook sees them, in the
-    gradient's dtype: in bf16, 256 + 1 is 256. So gradients of these arrive and travel in fp32.
-    Several uses under one name, by a module that is called twice, cannot be known beforehand.
-    """
-    named, whole, uses = [], [], dict.fromkeys(ignored, -1)
-    for prefix, each in named_modules(module, remove_duplicate=False):
-        for key, p in each._parameters.items():
-            count = 0 if p is None else uses.get(id(p), 0)
-            if p is None or count < 0:
+def parameters_of(tree: Tree, ignored: Container[int] = ()) -> ModelParameters:
+    """``ignored``: the ids of parameters that are left alone."""
+    sharded, whole, left_alone = [], [], set()
+    uses: dict[int, int] = {}
+    for module in tree.modules:
+        for key, p in module._parameters.items():
+            if p is None:
                 continue
-            if count == 0:
-                name = f"{prefix}.{key}" if prefix else key
-                (whole if stays_whole(p) else named).append((name, p))
-            uses[id(p)] = count + 1
-    several = [i for i, (_, p) in enumerate(named) if uses[id(p)] > 1]
-    return named, whole, frozenset(several)
+            uses[id(p)] = uses.get(id(p), 0) + 1
+            if uses[id(p)] > 1:
+                continue
+            prefix = tree.names[module]
+            name = f"{prefix}.{key}" if prefix else key
+            if id(p) in ignored:
+                left_alone.add(name)
+            elif not p.requires_grad and stays_whole(p):
+                whole.append((name, p))
+            else:
+                sharded.append((name, p))
+    several = frozenset([i for i, (_, p) in enumerate(sharded) if uses[id(p)] > 1])
+    return ModelParameters(tree, sharded, whole, left_alone, several)
 
 
 def units_by_size(
     parameters: Mapping[int, Tensor], options: ShardingOptions, several_uses: Container[int] = ()
 ) -> list[UnitPlan]:
     """Units of trained parameters, of about the size of a bucket."""
-    kinds: dict[bool, list[int]] = {False: [], True: []}
-    for i, parameter in parameters.items():
-        kinds[_gradient_is_fp32(parameter, i in several_uses, options)].append(i)
+    in_fp32 = _with_fp32_gradients(parameters, options, several_uses)
     plans = []
-    for in_fp32, members in kinds.items():
+    for kind in (False, True):
+        members = [i for i in parameters if (i in in_fp32) == kind]
         numels = [parameters[i].numel() for i in members]
         # Two dtypes that become one are cut apart first: a unit's values come in one dtype.
         dtypes = [parameters[i].dtype for i in members]
         for plan in cut_by_size(numels, dtypes, options.bucket_bytes):
             cut = [members[m] for m in plan.members]
             dtype = options.param_dtype or plan.dtype
-            plans.append(UnitPlan(cut, dtype, gradient_is_fp32=in_fp32))
+            plans.append(UnitPlan(cut, dtype, gradient_is_fp32=kind))
     return plans
 
 
-def _units_of_block(
+def _with_fp32_gradients(
     parameters: Mapping[int, Tensor], options: ShardingOptions, several_uses: Container[int]
-) -> list[UnitPlan]:
-    """Units of parameters that are gathered together."""
-    in_fp32 = {i for i, p in parameters.items() if _gradient_is_fp32(p, i in several_uses, options)}
-    plans = split_block(list(parameters), parameters, in_fp32)
-    return [plan._replace(dtype=options.param_dtype or plan.dtype) for plan in plans]
-
-
-def _gradient_is_fp32(parameter: Tensor, several_uses: bool, options: ShardingOptions) -> bool:
-    """Although the parameter is computed with in half precision: because the user wants it, or to
-    add up the parameter's uses. Such a gradient travels in fp32, in a unit of its own."""
-    if (options.param_dtype or parameter.dtype) == torch.float32:
-        return False
-    wanted = parameter.dtype != torch.float32 and parameter.grad_dtype == torch.float32
-    return wanted or several_uses
-
-
-def _prefetch_bytes(
-    blocks: Iterable[Block], parameters: Sequence[Tensor], options: ShardingOptions
-) -> int:
-    """How much may be gathered ahead of its use, see ``shard``."""
-    if options.prefetch_mb is not None:
-        return int(options.prefetch_mb * 2**20)
-    sizes = [bytes_of(b.members, parameters, options.param_dtype) for b in blocks if not b.root]
-    return int(max(options.bucket_bytes, 1.5 * max(sizes, default=0)))
+) -> set[int]:
+    """Those that are computed with in half precision and have fp32 gradients: because the user
+    wants it, or to add up their uses. Such gradients travel in fp32, in units of their own."""
+    fp32 = torch.float32
+    return {
+        i
+        for i, p in parameters.items()
+        if (options.param_dtype or p.dtype) != fp32
+        and (i in several_uses or (p.dtype != fp32 and p.grad_dtype == fp32))
+    }

@@ -1,32 +1,14 @@
 """The registry: from a Parameter to the handle that shards it. The Parameter gets no attribute."""
 
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor, nn
 
 from zero_ext import _C
-from zero_ext.ranks.groups import Groups
 
-
-class Handle(Protocol):
-    """What this file and others below ``handle.py`` know of the class in it."""
-
-    engine: _C.Engine
-    groups: Groups
-    forwards: Any
-    parameters: list[Tensor]
-    entries: dict[int, tuple[Tensor, int]]
-    ignored: Sequence[Tensor]
-    releases: bool
-    has_offloaded: bool
-    replicated: bool
-    knows_on_host: bool
-    scaled_by: weakref.ref | None
-
-    def adopt_unfrozen(self) -> None: ...
-
+Handle = Any  # that of handle.py, which imports this file
 
 _living: list[weakref.ref] = []  # handles, in the order in which they were made
 
@@ -47,6 +29,18 @@ def find(parameter: Tensor) -> tuple[Handle, int] | None:
         if handle is not None and (entry := handle.entries.get(id(parameter))) is not None:
             return handle, entry[1]
     return None
+
+
+def find_all(parameters: Iterable[Tensor]) -> list[tuple[Handle, int] | None]:
+    """What ``find`` returns for each."""
+    ids = [id(parameter) for parameter in parameters]
+    found: list[tuple[Handle, int] | None] = [None] * len(ids)
+    for handle in living():
+        if not handle.entries.keys().isdisjoint(ids):
+            for k, entry in enumerate(map(handle.entries.get, ids)):
+                if entry is not None:
+                    found[k] = (handle, entry[1])
+    return found
 
 
 def ranks_of_whole_gradients() -> dict[int, tuple[int, ...]]:

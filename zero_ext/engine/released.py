@@ -22,7 +22,7 @@ from zero_ext.engine.registry import Handle, living
 def _releasing() -> list[Handle]:
     """The handles whose parameters come and go. Accesses to states that are offloaded raise an
     error of their own, which looks the same from here."""
-    return [handle for handle in living() if handle.releases]
+    return [handle for handle in living() if handle.engine and handle.engine.releases]
 
 
 class _Caller(NamedTuple):

@@ -7,7 +7,7 @@ watched in C++, by hooks on the autograd nodes of the inputs and outputs.
 import dataclasses
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from zero_ext import _C, _torch
 from zero_ext.engine.carried import Carried, CarriedMethod
+from zero_ext.engine.units import Tree
 
 _torch.compile_for_hooks()
 
@@ -221,40 +222,32 @@ class InnerCall(ModuleCall):
 
 
 def watch_inner_modules(
+    tree: Tree,
     engine: _C.Engine,
     forwards: OpenForwards,
     units: Sequence[WatchedUnit],
     unit_of: Mapping[int, int],
-    hooked: Sequence[nn.Module],
+    hooked: Set[nn.Module],
 ) -> None:
-    """Gather units as forwards enter modules inside those with hooks.
+    """Gather units as forwards enter modules of ``tree`` inside those with hooks.
 
     Args:
         unit_of: The number of the unit of each parameter, by id.
         hooked: The modules that have hooks.
     """
-    used_by: dict[nn.Module, set[int]] = {module: set() for module in hooked}
-    for module in hooked:
-        for child in module.children():
-            _find_units(child, unit_of, used_by)
-    shared: dict[tuple[int, ...], list[WatchedUnit]] = {}  # lists that several modules use
-    for module, used in used_by.items():
-        if used:
-            which = tuple(sorted(used))
-            mine = shared.setdefault(which, [units[k] for k in which])
-            InnerCall(module, engine, forwards, mine).attach(module)
-
-
-def _find_units(
-    module: nn.Module, unit_of: Mapping[int, int], used_by: dict[nn.Module, set[int]]
-) -> set[int]:
-    """The numbers of the units used outside of modules with hooks. Notes them in ``used_by``."""
-    if module not in used_by:
-        used = {unit_of.get(id(p)) for p in module._parameters.values()} - {None}
-        for child in module.children():
-            used |= _find_units(child, unit_of, used_by)
-        used_by[module] = used
-    return used_by[module]
+    used: dict[nn.Module, set[int]] = {}  # units, outside of modules with hooks
+    for module in tree.owners(unit_of.keys()).keys() - hooked:
+        used[module] = {*map(unit_of.get, map(id, module._parameters.values()))} - {None}
+    for place in range(len(tree.modules) - 1, 0, -1):
+        module, around = tree.modules[place], tree.modules[tree.parents[place]]
+        if module in used and around not in hooked:
+            used.setdefault(around, set()).update(used[module])
+    shared: dict[frozenset[int], list[WatchedUnit]] = {}  # lists that several modules use
+    for module, numbers in used.items():
+        which = frozenset(numbers)
+        if which not in shared:
+            shared[which] = [units[k] for k in sorted(which)]
+        InnerCall(module, engine, forwards, shared[which]).attach(module)
 
 
 def watch_module(module: nn.Module, hooks: SiteHooks) -> None:

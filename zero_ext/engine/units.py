@@ -1,6 +1,9 @@
 """How parameters are cut into units, which are reduced, stepped and gathered together."""
 
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Container, Mapping, Sequence, Set
+from itertools import chain, groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -8,6 +11,65 @@ from torch import Tensor, nn
 
 # What `shard(units=)` takes: module classes, or a predicate of a module's name and itself.
 Choice = type | Collection[type] | Callable[[str, nn.Module], bool] | None
+
+
+class Tree:
+    """The modules of a model, from one walk over them.
+
+    torch's walks take several frames of Python for each module and each level above it.
+
+    Attributes:
+        modules: At each place, in the order of ``named_modules(remove_duplicate=False)``. A module
+            that several others hold has several places. The root's is 0.
+        parents: The place around each place; the root's is its own.
+        names: Each module once, with the name of its first place.
+    """
+
+    def __init__(self, root: nn.Module):
+        self.root = root
+        self.modules: list[nn.Module] = []
+        self.parents: list[int] = []
+        self.names: dict[nn.Module, str] = {}
+        left = [("", root, 0)]
+        while left:
+            name, module, parent = left.pop()
+            place, prefix = len(self.modules), f"{name}." if name else ""
+            self.modules.append(module)
+            self.parents.append(parent)
+            self.names.setdefault(module, name)
+            for key, child in reversed([*module._modules.items()]):
+                if child is not None:
+                    left.append((prefix + key, child, place))
+
+    def owners(self, ids: Set[int]) -> dict[nn.Module, str]:
+        """The modules that have one of the parameters ``ids`` themselves, with their names."""
+        found = {}
+        for module, name in self.names.items():
+            if not ids.isdisjoint(map(id, module._parameters.values())):
+                found[module] = name
+        return found
+
+    def holders(self, ids: Set[int]) -> set[nn.Module]:
+        """The modules that have one of the parameters ``ids``, themselves or inside them."""
+        found = set(self.owners(ids))
+        for place in range(len(self.modules) - 1, 0, -1):
+            if self.modules[place] in found:
+                found.add(self.modules[self.parents[place]])
+        return found
+
+    @functools.cached_property
+    def with_parameters(self) -> set[nn.Module]:
+        ids = {id(p) for module in self.names for p in module._parameters.values()}
+        return self.holders(ids - {id(None)})
+
+    def named_buffers(self) -> list[tuple[str, Tensor]]:
+        """Each once, as torch's."""
+        found: dict[int, tuple[str, Tensor]] = {}
+        for module, name in self.names.items():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    found.setdefault(id(buffer), (f"{name}.{key}" if name else key, buffer))
+        return list(found.values())
 
 
 class UnitPlan(NamedTuple):
@@ -25,30 +87,6 @@ class UnitPlan(NamedTuple):
 # A parameter that is so many times smaller than a bucket may wait for others: see Note [Reduction
 # order] in csrc/reduce/reductions.h.
 _SMALL = 64
-
-
-def named_modules(root: nn.Module, remove_duplicate: bool = True) -> list[tuple[str, nn.Module]]:
-    """As torch's, which takes several frames of Python for each module and each level above it."""
-    found, seen, left = [], set(), [("", root)]
-    while left:
-        name, module = left.pop()
-        if remove_duplicate and module in seen:
-            continue
-        seen.add(module)
-        found.append((name, module))
-        prefix = f"{name}." if name else ""
-        for key, child in reversed([*module._modules.items()]):
-            if child is not None:
-                left.append((prefix + key, child))
-    return found
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    for _, each in named_modules(module):
-        for parameter in each._parameters.values():
-            if parameter is not None:
-                return True
-    return False
 
 
 def cut_by_size(
@@ -108,13 +146,13 @@ class Block(NamedTuple):
 
 
 def cut_by_module(
-    root: nn.Module,
+    tree: Tree,
     parameters: Sequence[Tensor],
     choice: Choice,
     bucket_bytes: float,
     param_dtype: torch.dtype | None = None,
 ) -> list[Block]:
-    """Cut ``parameters`` of ``root`` by the modules that they belong to.
+    """Cut ``parameters`` by the modules of ``tree`` that they belong to.
 
     A parameter goes with the innermost chosen module. One that several chosen modules share, or
     that is in none, goes with the root, or with the models in a root that has no forward. Chosen
@@ -127,70 +165,84 @@ def cut_by_module(
     Raises:
         ValueError, TypeError: ``choice`` chooses nothing, or is no ``Choice``.
     """
-    chosen = _chosen(root, choice)
-    owned = _owned(root, parameters, chosen)
-    # The child of a list in which a chosen module lies.
-    items = dict(_repeated(root, "")) if choice is None else {}
-    everything = dict(named_modules(root, remove_duplicate=False))
-    of_items = {name: everything[name] for name in items.values()}
-    strangers = _strangers_before(root, chosen | of_items)
+    sizes = bytes_of(parameters, param_dtype)
+    is_called = not isinstance(tree.root, _WITHOUT_FORWARD)
+    if choice is None and is_called and sum(sizes) <= bucket_bytes:
+        return [Block([tree.root], list(range(len(parameters))), root=True)]
+    chosen = _chosen(tree, choice)
+    owned: dict[nn.Module, list[int]] = {}
+    for i, users in enumerate(_users(tree, parameters, chosen)):
+        owned.setdefault(next(iter(users)) if len(users) == 1 else tree.root, []).append(i)
     blocks: list[Block] = []
-    # Chosen modules that may be merged, by their place; those of one item are one entry.
-    runs: list[list[tuple[list[nn.Module], list[int]]]] = []
-    last_place = last_item = None
-    for name, module in chosen.items():
-        members = owned.pop(name, [])
-        if not members:
-            continue
-        item = items.get(name, name)
-        place = (item.rpartition(".")[0], strangers[item])
-        if place != last_place:
-            runs.append([])
-        if place == last_place and item == last_item:
-            runs[-1][-1][0].append(module)
-            runs[-1][-1][1].extend(members)
-        else:
-            runs[-1].append(([module], members))
-        last_place, last_item = place, item
-    for run in runs:
-        sizes = [bytes_of(members, parameters, param_dtype) for _, members in run]
-        for begin, end in _merged_evenly(sizes, bucket_bytes):
-            modules = [module for entry, _ in run[begin:end] for module in entry]
-            blocks.append(Block(modules, sorted(i for _, m in run[begin:end] for i in m)))
-    rest = owned.pop("", [])
-    everything = range(len(parameters))
-    small = bytes_of(everything, parameters, param_dtype) <= bucket_bytes
-    if choice is None and small and not isinstance(root, _WITHOUT_FORWARD):
-        return [Block([root], list(everything), root=True)]
-    of_models = _by_models(root, rest, parameters)
-    kept = {i for block in of_models for i in block.members}
-    rest = [i for i in rest if i not in kept]
-    return [*reversed(blocks), *reversed(of_models), Block([root], rest, root=True)]
+    for run in _neighbours(tree, chosen, owned):
+        members = [[*chain.from_iterable(map(owned.__getitem__, modules))] for modules in run]
+        run_sizes = [sum(map(sizes.__getitem__, each)) for each in members]
+        for begin, end in _merged_evenly(run_sizes, bucket_bytes):
+            blocks.append(Block([*chain(*run[begin:end])], sorted(chain(*members[begin:end]))))
+    of_models = _by_models(tree, parameters, owned.get(tree.root, []))
+    rest = of_models.pop((), [])
+    models = [Block([*users], members) for users, members in of_models.items()]
+    return [*reversed(blocks), *reversed(models), Block([tree.root], rest, root=True)]
 
 
-def modules_of_units(
-    root: nn.Module, parameters: Iterable[Tensor], choice: Choice
-) -> list[nn.Module]:
+def modules_of_units(tree: Tree, parameters: Sequence[Tensor], choice: Choice) -> list[nn.Module]:
     """The chosen modules that have some of ``parameters``, whether units are merged or not.
 
     Raises:
         ValueError, TypeError: ``choice`` chooses nothing, or is no ``Choice``.
     """
-    ids = {id(p) for p in parameters}
-    modules = {id(m): m for m in _chosen(root, choice).values()}  # one may have several names
-    return [m for m in modules.values() if any(id(p) in ids for p in m.parameters())]
+    holders = tree.holders({id(p) for p in parameters})
+    return [module for module in _chosen(tree, choice) if module in holders]
 
 
-def _by_models(root: nn.Module, rest: Sequence[int], parameters: Sequence[Tensor]) -> list[Block]:
-    """Blocks for parameters of a root that is never called: one for each model in it, and one for
-    each set of models that share some."""
-    models = [root.get_submodule(name) for name in _called_alone(root, "")]
-    has = [{id(p) for p in model.parameters()} for model in models]
-    users = {i: tuple(k for k, ids in enumerate(has) if id(parameters[i]) in ids) for i in rest}
+def _users(
+    tree: Tree, parameters: Sequence[Tensor], chosen: Container[nn.Module]
+) -> list[dict[nn.Module, None]]:
+    """Of each parameter the innermost ``chosen`` modules that use it; the root is that of modules
+    in none."""
+    index = {id(p): i for i, p in enumerate(parameters)}
+    users: list[dict[nn.Module, None]] = [{} for _ in parameters]
+    innermost: list[nn.Module] = []
+    for module, parent in zip(tree.modules, tree.parents, strict=True):
+        innermost.append(module if module in chosen or not innermost else innermost[parent])
+        for parameter in module._parameters.values():
+            if (i := index.get(id(parameter))) is not None:
+                users[i][innermost[-1]] = None
+    return users
+
+
+def _neighbours(
+    tree: Tree, chosen: Mapping[nn.Module, int], owning: Container[nn.Module]
+) -> list[list[list[nn.Module]]]:
+    """Runs of what may be merged: of the items in one container, the ``owning`` modules in each.
+
+    A sibling that has parameters and is not chosen ends a run. What is merged across it would be
+    gathered before, and kept until after, all that lies between.
+    """
+    apart = {*chosen, *map(tree.modules.__getitem__, chosen.values())}
+    strangers = [0] * len(tree.modules)  # that each place has had inside so far
+    runs = [(0, 0)]  # of each place
+    for place in range(1, len(tree.modules)):
+        module, parent = tree.modules[place], tree.parents[place]
+        runs.append((parent, strangers[parent]))
+        strangers[parent] += module in tree.with_parameters and module not in apart
+    entries = [(runs[item], item, m) for m, item in chosen.items() if m in owning]
     return [
-        Block([models[k] for k in which], [i for i in rest if users[i] == which])
-        for which in dict.fromkeys(filter(None, users.values()))
+        [[module for *_, module in entry] for _, entry in groupby(run, itemgetter(1))]
+        for _, run in groupby(entries, itemgetter(0))
     ]
+
+
+def _by_models(
+    tree: Tree, parameters: Sequence[Tensor], rest: Sequence[int]
+) -> dict[tuple[nn.Module, ...], list[int]]:
+    """The parameters ``rest`` by the models that share them, in a root that is never called."""
+    users = _users(tree, parameters, _models(tree))
+    found: dict[tuple[nn.Module, ...], list[int]] = {}
+    for i in rest:
+        users[i].pop(tree.root, None)
+        found.setdefault((*users[i],), []).append(i)
+    return found
 
 
 def _merged(sizes: Sequence[int], limit: float) -> list[tuple[int, int]]:
@@ -235,135 +287,111 @@ def _described(value: object) -> str:
     return repr(value) if isinstance(value, (str, type)) else f"a {type(value).__name__}"
 
 
-def _chosen(root: nn.Module, choice: Choice) -> dict[str, nn.Module]:
+_UNITS_EXAMPLE = (
+    "Pass module classes, such as units=nn.TransformerEncoderLayer, or a function of a module's "
+    "name and the module."
+)
+
+
+def _described(value: object) -> str:
+    """Without the text of a module, which may have many lines."""
+    if isinstance(value, nn.Module):
+        return f"a {type(value).__name__}, not its class"
+    return repr(value) if isinstance(value, (str, type)) else f"a {type(value).__name__}"
+
+
+def _chosen(tree: Tree, choice: Choice) -> dict[nn.Module, int]:
+    """The modules that make units, in the order of their last places, each with the place of its
+    item: the child of a list in which it lies. Where the user has chosen, it is its own."""
     if choice is None:
-        chosen = {*dict(_repeated(root, "")), *_called_alone(root, "")}
-        modules = named_modules(root, remove_duplicate=False)
-        return {name: module for name, module in modules if name in chosen}
+        items = {place: place for place in _models(tree).values()} | _units_in_lists(tree)
+    else:
+        chosen = _chosen_by_user(tree, choice)
+        items = {place: place for place, module in enumerate(tree.modules) if module in chosen}
+    last = {tree.modules[place]: place for place in sorted(items)}
+    return {tree.modules[place]: items[place] for place in sorted(last.values())}
+
+
+def _chosen_by_user(tree: Tree, choice: Choice) -> set[nn.Module]:
     if isinstance(choice, (type, Collection)) and not isinstance(choice, str):
         classes = (choice,) if isinstance(choice, type) else tuple(choice)
         for each in classes:
             if not isinstance(each, type) or not issubclass(each, nn.Module):
                 raise TypeError(f"zero_ext: units holds {_described(each)}. {_UNITS_EXAMPLE}")
-        chosen = {n: m for n, m in named_modules(root) if n and isinstance(m, classes)}
+        chosen = {m for m, name in tree.names.items() if name and isinstance(m, classes)}
     elif callable(choice) and not isinstance(choice, nn.Module):
-        chosen = {n: m for n, m in named_modules(root) if n and choice(n, m)}
+        chosen = {m for m, name in tree.names.items() if name and choice(name, m)}
     else:
         raise TypeError(f"zero_ext: units is {_described(choice)}. {_UNITS_EXAMPLE}")
     if not chosen:
         raise ValueError(
-            f"zero_ext: units={choice!r} chooses no module of {type(root).__name__}; it has "
-            f"{', '.join(sorted({type(m).__name__ for m in root.modules()}))}."
+            f"zero_ext: units={choice!r} chooses no module of {type(tree.root).__name__}; it has "
+            f"{', '.join(sorted({type(m).__name__ for m in tree.names}))}."
         )
     return chosen
 
 
+_LISTS = (nn.ModuleList, nn.Sequential)
 _WITHOUT_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-def _called_alone(module: nn.Module, prefix: str) -> Iterator[str]:
-    """The models in a root that is never called itself, and so would never gather for them."""
-    for name, child in module.named_children() if isinstance(module, _WITHOUT_FORWARD) else ():
-        name = f"{prefix}.{name}" if prefix else name
-        if isinstance(child, _WITHOUT_FORWARD):
-            yield from _called_alone(child, name)
-        else:
-            yield name
+def _models(tree: Tree) -> dict[nn.Module, int]:
+    """The models in a root that is never called itself, and so would never gather for them, with
+    their places."""
+    models: dict[nn.Module, int] = {}
+    never_called: list[bool] = []
+    for place, (module, parent) in enumerate(zip(tree.modules, tree.parents, strict=True)):
+        outermost = place == 0 or never_called[parent]
+        never_called.append(outermost and isinstance(module, _WITHOUT_FORWARD))
+        if outermost and place > 0 and not never_called[place]:
+            models[module] = place
+    return models
 
 
-def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
-    """The units in the outermost ModuleLists and Sequentials that hold more than one, each with the
-    child of the list in which it lies.
+def _units_in_lists(tree: Tree) -> dict[int, int]:
+    """The places of units in the outermost ModuleLists and Sequentials that hold more than one,
+    each with that of its item, the child of the innermost list in which it lies.
 
-    Mostly it is that child. A child without a forward is never called: what is called in it is
+    Mostly the unit is the item. A child without a forward is never called: what is called in it is
     gathered together.
     """
-    if isinstance(module, (nn.ModuleList, nn.Sequential)):
-        found = list(_called_children(module, prefix))
-        if len(found) > 1:
-            yield from found
-            return
-    for name, child in module.named_children():
-        yield from _repeated(child, f"{prefix}.{name}" if prefix else name)
-
-
-def _called_children(module: nn.Module, prefix: str, item: str = "") -> Iterator[tuple[str, str]]:
-    """The outermost modules in ``module`` that have a forward and parameters, each with its item:
-    the child of the innermost list in which it lies."""
-    is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
-    for name, child in module.named_children():
-        name = f"{prefix}.{name}" if prefix else name
-        if not _has_parameters(child):
-            continue
-        its_item = name if is_list else item
-        if _has_forward(child):
-            yield name, its_item
-        else:
-            yield from _called_children(child, name, its_item)
-
-
-def _has_forward(module: nn.Module) -> bool:
-    for attributes in (vars(module), *map(vars, type(module).__mro__)):
-        if "forward" in attributes:
-            return attributes["forward"] is not nn.Module.__dict__["forward"]
-    return False
+    is_unit: list[bool] = []
+    for module in tree.modules:
+        # A class of scripted modules does not let its forward be read.
+        of_class = getattr(type(module), "forward", None)
+        is_called = "forward" in vars(module) or of_class is not nn.Module.forward
+        is_unit.append(is_called and module in tree.with_parameters)
+    units = [0] * len(tree.modules)  # the outermost ones in each place
+    for place in range(len(tree.modules) - 1, 0, -1):
+        units[tree.parents[place]] += 1 if is_unit[place] else units[place]
+    found: dict[int, int] = {}
+    items: dict[int, int] = {}  # of places in such lists
+    inside: set[int] = set()  # units
+    for place, (module, parent) in enumerate(zip(tree.modules, tree.parents, strict=True)):
+        if parent in found or parent in inside:
+            inside.add(place)
+        elif parent in items:
+            item = place if isinstance(tree.modules[parent], _LISTS) else items[parent]
+            (found if is_unit[place] else items)[place] = item
+        elif isinstance(module, _LISTS) and units[place] > 1:
+            items[place] = place
+    return found
 
 
 def largest_of_many(
-    blocks: Sequence[Block], parameters: Sequence[Tensor], param_dtype: torch.dtype | None
+    blocks: Sequence[Block], tree: Tree, parameters: Sequence[Tensor], sizes: Sequence[int]
 ) -> tuple[Block, float] | None:
     """A block of several modules that holds more than half of all bytes, and its share."""
-    sizes = [bytes_of(block.members, parameters, param_dtype) for block in blocks]
-    largest = max(range(len(blocks)), key=sizes.__getitem__)
-    share = sizes[largest] / max(sum(sizes), 1)
-    held = {id(parameters[i]) for i in blocks[largest].members}
-    inside = {id(m): m for each in blocks[largest].modules for _, m in named_modules(each)}
-    owners = sum([not held.isdisjoint(map(id, m._parameters.values())) for m in inside.values()])
-    return (blocks[largest], share) if share > 0.5 and owners > 1 else None
+    totals = [sum(map(sizes.__getitem__, block.members)) for block in blocks]
+    largest = max(range(len(blocks)), key=totals.__getitem__)
+    share = totals[largest] / max(sum(totals), 1)
+    owners = tree.owners({id(parameters[i]) for i in blocks[largest].members})
+    return (blocks[largest], share) if share > 0.5 and len(owners) > 1 else None
 
 
-def _owned(
-    root: nn.Module, parameters: Sequence[Tensor], chosen: dict[str, nn.Module]
-) -> dict[str, list[int]]:
-    """Indices of the parameters by the name of the chosen module that owns them; "": the root."""
-    index = {id(p): i for i, p in enumerate(parameters)}
-    names = {id(module): name for name, module in chosen.items()}
-    owners: dict[int, set[str]] = {}
-    left = [(root, "")]
-    while left:
-        module, owner = left.pop()
-        owner = names.get(id(module), owner)
-        for parameter in module._parameters.values():
-            if id(parameter) in index:
-                owners.setdefault(index[id(parameter)], set()).add(owner)
-        left += [(child, owner) for child in module._modules.values() if child is not None]
-    owned: dict[str, list[int]] = {}
-    for i in range(len(parameters)):
-        mine = owners[i]
-        owned.setdefault(mine.pop() if len(mine) == 1 else "", []).append(i)
-    return owned
-
-
-def _strangers_before(root: nn.Module, chosen: dict[str, nn.Module]) -> dict[str, int]:
-    """How many of a chosen module's siblings come before it, have parameters and are not chosen."""
-    ids = {id(module) for module in chosen.values()}
-    result = {}
-    for prefix, parent in named_modules(root, remove_duplicate=False):
-        strangers = 0
-        for key, child in parent._modules.items():
-            if id(child) in ids:
-                result[f"{prefix}.{key}" if prefix else key] = strangers
-            elif child is not None and _has_parameters(child):
-                strangers += 1
-    return result
-
-
-def bytes_of(
-    members: Sequence[int], parameters: Sequence[Tensor], param_dtype: torch.dtype | None
-) -> int:
-    """In the dtype that is computed in."""
-    held = [parameters[i] for i in members]
-    return sum([p.numel() * (param_dtype or p.dtype).itemsize for p in held])
+def bytes_of(parameters: Sequence[Tensor], param_dtype: torch.dtype | None) -> list[int]:
+    """Of each parameter, in the dtype that is computed in."""
+    return [p.numel() * (param_dtype or p.dtype).itemsize for p in parameters]
 
 
 def parts(blocks: Sequence[Block]) -> list[tuple[int, list[int]]]:
@@ -374,7 +402,7 @@ def parts(blocks: Sequence[Block]) -> list[tuple[int, list[int]]]:
     In one unit with an embedding's their gradients would occupy a bucket during the whole backward.
     """
     *others, root = range(len(blocks))
-    last = max((i for b in others for i in blocks[b].members), default=-1)
+    last = max([-1, *chain.from_iterable([blocks[b].members for b in others])])
     late = [i for i in blocks[root].members if i > last]
     early = [i for i in blocks[root].members if i <= last]
     found = [(root, late), *((b, blocks[b].members) for b in others), (root, early)]
@@ -382,7 +410,10 @@ def parts(blocks: Sequence[Block]) -> list[tuple[int, list[int]]]:
 
 
 def split_block(
-    members: Sequence[int], parameters: Mapping[int, Tensor], gradient_is_fp32: Container[int] = ()
+    members: Sequence[int],
+    parameters: Sequence[Tensor],
+    gradient_is_fp32: Container[int] = (),
+    param_dtype: torch.dtype | None = None,
 ) -> list[UnitPlan]:
     """The units of one block: parameters of one dtype, all trainable or all frozen, and the
     gradients of all or of none of them are in fp32."""
@@ -391,4 +422,4 @@ def split_block(
         trainable = parameters[i].requires_grad
         kind = (parameters[i].dtype, trainable, trainable and i in gradient_is_fp32)
         kinds.setdefault(kind, []).append(i)
-    return [UnitPlan(part, *kind) for kind, part in kinds.items()]
+    return [UnitPlan(part, param_dtype or dtype, *rest) for (dtype, *rest), part in kinds.items()]

@@ -2,12 +2,12 @@
 is here."""
 
 import weakref
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 from torch import nn
 
 from zero_ext.engine.carried import Carried
-from zero_ext.engine.units import named_modules
 
 _ARGUMENTS = {
     "auto_wrap_policy": "Pass units=Block, the class of the blocks.",
@@ -62,10 +62,10 @@ def reject_foreign(arguments: dict[str, Any]) -> NoReturn:
     raise TypeError(f"zero_ext: shard() has no argument '{name}'. {remedy}")
 
 
-def attach(module: nn.Module) -> None:
+def attach(modules: Iterable[nn.Module]) -> None:
     """Names of ``_ATTRIBUTES`` that a module does not have raise their remedies from now on."""
-    for _, each in named_modules(module):
-        tables = [each.__dict__.get(name) for name in _TABLES]
+    for each in modules:
+        tables = [*map(each.__dict__.get, _TABLES)]
         if [*map(type, tables)] == [dict] * len(_TABLES) and {} in tables:  # and no MissingNames
             each.__dict__[_TABLES[tables.index({})]] = MissingNames(each)
 

@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Iterable
 from itertools import chain, compress, repeat
 from operator import contains, is_, methodcaller
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,8 @@ from zero_ext import _torch
 from zero_ext.engine.carried import Carried, CarriedMethod
 from zero_ext.engine.checks import reject_wrapper
 from zero_ext.engine.handle import Handle
-from zero_ext.engine.plan import parameters_of
 from zero_ext.engine.registry import find
-from zero_ext.engine.units import named_modules
+from zero_ext.engine.units import Tree
 from zero_ext.ranks.agreement import naming
 from zero_ext.ranks.collectives import copy_from_rank_0
 from zero_ext.ranks.groups import Groups
@@ -46,13 +45,9 @@ class Rank0Buffers:
         self._due = torch.is_grad_enabled() and self.no_syncs == 0
 
 
-class _Table(NamedTuple):
-    """The own parameters or submodules of one module: now, and when they were sharded."""
-
-    name: str
-    now: dict[str, Any]
-    kept: dict[str, Any]
-
+# The own parameters or submodules of one module, whose name is the first: those of now, and those
+# when they were sharded.
+_Table = tuple[str, dict[str, Any], dict[str, Any]]
 
 _END = object()
 _values = methodcaller("values")  # a scripted module's tables are no dictionaries
@@ -61,31 +56,35 @@ _values = methodcaller("values")  # a scripted module's tables are no dictionari
 class ForwardHooks:
     """Run around each forward of the sharded module and each method that was registered."""
 
-    def __init__(self, module: nn.Module, handle: Handle, mp_policy: MixedPrecisionPolicy):
+    def __init__(
+        self, tree: Tree, handle: Handle, mp_policy: MixedPrecisionPolicy, ignored: set[str]
+    ):
+        """``ignored``: the names of parameters that were left alone."""
         self._handle = handle
         broadcasts = handle.options.broadcast_buffers
         self.rank0_buffers = Rank0Buffers(handle.groups) if broadcasts else None
         self._mp_policy = mp_policy
+        self._ignored = ignored
+        entries = handle.entries
         self._parameters: list[_Table] = []
+        for module, name in tree.owners(entries.keys()).items():
+            table = module._parameters
+            self._parameters.append((name, table, dict(table.items())))
         self._modules: list[_Table] = []
-        for name, each in named_modules(module):
-            if any(map(handle.holds, each._parameters.values())):
-                table = _Table(name, each._parameters, dict(each._parameters.items()))
-                self._parameters.append(table)
+        holders = tree.holders(entries.keys())
+        for module, name in tree.names.items():
             # A scripted module has another class there: its submodules cannot be replaced.
-            is_dict = each._modules and type(each._modules) is dict
-            if is_dict and any(map(handle.holds, each.parameters())):
-                self._modules.append(_Table(name, each._modules, each._modules.copy()))
+            table = module._modules
+            if module in holders and table and type(table) is dict:
+                self._modules.append((name, table, table.copy()))
         tables = [*self._parameters, *self._modules]
-        self._now = [table.now for table in tables]
-        self._kept = [*chain.from_iterable(table.kept.values() for table in tables), _END]
+        self._now = [now for _, now, _ in tables]
+        self._kept = [*chain.from_iterable([kept.values() for *_, kept in tables]), _END]
         # Of one parameter of each module.
-        self._attributes = [
-            next(filter(handle.holds, table.kept.values())).__dict__ for table in self._parameters
-        ]
-        named, whole, _ = parameters_of(module)
-        named = (*named, *whole)
-        self._ignored = {name for name, p in named if p.requires_grad and find(p) is None}
+        self._attributes = []
+        for *_, kept in self._parameters:
+            one = next(filter(entries.__contains__, map(id, kept.values())))
+            self._attributes.append(entries[one][0].__dict__)
 
     def attach(self, module: nn.Module) -> None:
         before = CarriedMethod(self.before_forward)
@@ -97,8 +96,8 @@ class ForwardHooks:
         if not all(map(is_, chain(now, (_END,)), self._kept)):
             self._refuse_changes(module)
         flattened = map(contains, self._attributes, repeat(_torch.FLATTENED))
-        for table in compress(self._parameters, flattened):
-            reject_wrapper(self._handle.groups, "FullyShardedDataParallel", table.name)
+        for name, *_ in compress(self._parameters, flattened):
+            reject_wrapper(self._handle.groups, "FullyShardedDataParallel", name)
         self._handle.check_whole()
         while unfrozen := self._handle.engine.before_forward():
             self._handle.adopt(unfrozen)

@@ -46,7 +46,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     sites = [*root, *(hooks for hooks in hooks_of(module) if hooks not in root)]
     forward_hooks = handles[0].sharded_methods().forward_hooks
     setattr(module, method_name, ForwardMethod(module, method_name, forward_hooks, sites))
-    plain_copies.attach(module)
+    plain_copies.attach([module])
 
 
 class ForwardMethod(CarriedReplacement):

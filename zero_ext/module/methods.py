@@ -1,6 +1,7 @@
 """The methods that a module gains when it is sharded."""
 
 import contextlib
+from collections.abc import Iterable
 from typing import NoReturn
 
 import torch
@@ -10,7 +11,6 @@ from zero_ext import _C
 from zero_ext.engine.carried import Carried, CarriedMethod, CarriedReplacement
 from zero_ext.engine.checks import check_bool, check_positive
 from zero_ext.engine.handle import Handle
-from zero_ext.engine.units import named_modules
 from zero_ext.module.forward_hooks import ForwardHooks
 from zero_ext.ranks.agreement import calling
 
@@ -74,7 +74,7 @@ class ShardedMethods:
 
     def stats(self) -> dict[str, int]:
         """See ``zero_ext.stats``."""
-        return self.handle.stats()
+        return self.handle.engine.stats()
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide gradients by ``factor`` instead of by the number of ranks."""
@@ -199,9 +199,9 @@ class SavePretrained(CarriedReplacement):
             return save(*args, **kwargs)
 
 
-def replace_save_pretrained(module: nn.Module, methods: ShardedMethods) -> None:
-    """Of ``module`` and each submodule that can save itself. Pipelines save their parts."""
-    for _, each in named_modules(module):
+def replace_save_pretrained(modules: Iterable[nn.Module], methods: ShardedMethods) -> None:
+    """Of each module that can save itself. Pipelines save their parts."""
+    for each in modules:
         saves = callable(getattr(type(each), "save_pretrained", None))
         if saves and not isinstance(each, torch.jit.ScriptModule):
             each.__dict__["save_pretrained"] = SavePretrained(each, methods)

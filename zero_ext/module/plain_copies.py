@@ -5,13 +5,13 @@ that of the class.
 """
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from zero_ext.engine.carried import Carried
-from zero_ext.engine.units import named_modules
 
 HOOKS = (
     "_forward_pre_hooks",
@@ -32,8 +32,8 @@ def is_ours(hook: Any) -> bool:
     return isinstance(getattr(hook, "hook", hook), Carried)
 
 
-def attach(module: nn.Module) -> None:
-    for _, each in named_modules(module):
+def attach(modules: Iterable[nn.Module]) -> None:
+    for each in modules:
         if not isinstance(each, torch.jit.ScriptModule):
             each.__dict__["__reduce_ex__"] = PlainReduce(each)
 

@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ from zero_ext.engine.handle import Handle
 from zero_ext.engine.meta import MetaModules
 from zero_ext.engine.options import ShardingOptions
 from zero_ext.engine.plan import Plan, parameters_of, plan_module
-from zero_ext.engine.units import Choice, largest_of_many, named_modules
+from zero_ext.engine.units import Block, Choice, Tree, bytes_of, largest_of_many
 from zero_ext.module import foreign_names, plain_copies
 from zero_ext.module.forward_hooks import ForwardHooks, cast_inputs, input_dtype
 from zero_ext.module.methods import (
@@ -31,6 +31,7 @@ from zero_ext.module.methods import (
     replace_save_pretrained,
 )
 from zero_ext.module.state_dict_hooks import StateDictHooks
+from zero_ext.ranks.collectives import copy_from_rank_0
 from zero_ext.ranks.groups import Groups, resolve
 
 _log = logging.getLogger(__name__)
@@ -134,7 +135,8 @@ def shard(
     if foreign:
         foreign_names.reject_foreign(foreign)
     check_module(module, "shard()")
-    refuse_wrapped(module)
+    tree = Tree(module)
+    refuse_wrapped(tree)
     refuse_taken_names(module)
     mp_policy = _checked_policy(mp_policy)
     options = ShardingOptions(
@@ -153,28 +155,27 @@ def shard(
     )
     groups = resolve(None, mesh, module.parameters())
     ignored_params = _checked_ignored(ignored_params, param_init_fn)
-    ignored = {id(p) for p in ignored_params}
-    found = parameters_of(module, ignored)
-    named, whole, _ = found
-    buffers = list(module.named_buffers()) if sync_module_states else []
+    found = parameters_of(tree, {id(p) for p in ignored_params})
+    named, whole = found.sharded, found.whole
+    buffers = tree.named_buffers() if sync_module_states else []
     check_buffers(groups, [(name, b) for name, b in buffers if not b.is_meta])
     check_parameters(groups, named, whole=whole, meta_allowed=stage == 3)
     casts = input_dtype(mp_policy) is not None
-    plan = plan_module(module, options, units, found=found, casts=casts)
+    plan = plan_module(found, options, units, casts=casts)
     meta = None
     if stage == 3:
-        left_alone = ignored | {id(p) for _, p in whole}
-        _refuse_writing_forwards(module, groups, left_alone)
-        meta = MetaModules(module, left_alone, param_init_fn, groups.device)
+        left_alone = {id(p) for p in (*ignored_params, *[p for _, p in whole])}
+        _refuse_writing_forwards(tree, groups, left_alone)
+        meta = MetaModules(tree, left_alone, param_init_fn, groups.device)
     handle = Handle(groups, plan, buffers=buffers, meta=meta)
     handle.ignored = ignored_params
     frozen = [p for _, p in named if not p.requires_grad] if stage < 3 else []
-    others = [*frozen, *(p for _, p in whole)]
-    _complete(handle, module, meta, others if sync_module_states else None)
-    _attach(handle, module, mp_policy, plan.cast_modules)
+    others = [*frozen, *[p for _, p in whole]]
+    _complete(handle, tree, meta, others if sync_module_states else None)
+    _attach(handle, tree, plan, found.ignored, mp_policy)
     _log_sharded(handle, module)
     if plan.blocks is not None:
-        _log_large_unit(groups, module, plan)
+        _log_large_unit(handle, tree, plan.blocks)
     return module
 
 
@@ -208,9 +209,9 @@ def _checked_ignored(
     return parameters
 
 
-def _refuse_writing_forwards(module: nn.Module, groups: Groups, ignored: set[int]) -> None:
+def _refuse_writing_forwards(tree: Tree, groups: Groups, ignored: set[int]) -> None:
     """Raise if a forward writes to an embedding: other ranks may gather half of a written row."""
-    for name, child in named_modules(module) if groups.world > 1 else ():
+    for child, name in tree.names.items() if groups.world > 1 else ():
         embeds = isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None
         if embeds and id(child.weight) not in ignored:
             raise ValueError(
@@ -223,7 +224,7 @@ def _refuse_writing_forwards(module: nn.Module, groups: Groups, ignored: set[int
 
 def _complete(
     handle: Handle,
-    module: nn.Module,
+    tree: Tree,
     meta: MetaModules | None,
     parameters: Iterable[nn.Parameter] | None,
 ) -> None:
@@ -233,7 +234,8 @@ def _complete(
         if meta is not None:
             meta.finish()
         if parameters is not None:
-            handle.broadcast([*parameters, *module.buffers()])
+            buffers = [buffer for _, buffer in tree.named_buffers()]
+            copy_from_rank_0(handle.groups, [*parameters, *buffers])
     except BaseException:
         handle.dissolve()
         raise
@@ -244,7 +246,7 @@ def _log_sharded(handle: Handle, module: nn.Module) -> None:
     level = logging.INFO if groups.rank == 0 else logging.DEBUG
     if not _log.isEnabledFor(level):
         return
-    stats = handle.stats()
+    stats = handle.engine.stats()
     _log.log(
         level,
         "%ssharded %s with stage %d over %d ranks%s: %d units, %d bytes per rank before the first "
@@ -260,16 +262,17 @@ def _log_sharded(handle: Handle, module: nn.Module) -> None:
     )
 
 
-def _log_large_unit(groups: Groups, module: nn.Module, plan: Plan) -> None:
+def _log_large_unit(handle: Handle, tree: Tree, blocks: Sequence[Block]) -> None:
     """Say so where one unit has most of the parameters: they are all in memory at once."""
-    options, parameters = plan.options, [p for _, p in plan.parameters]
-    found = largest_of_many(plan.blocks, parameters, options.param_dtype)
-    fits = options.bucket_bytes >= sum([p.numel() * p.element_size() for p in parameters])
-    if found is None or fits or groups.shards == 1 or groups.rank > 0:
+    groups, options = handle.groups, handle.options
+    if groups.shards == 1 or groups.rank > 0:
+        return
+    sizes = bytes_of(handle.parameters, options.param_dtype)
+    found = largest_of_many(blocks, tree, handle.parameters, sizes)
+    if found is None or sum(sizes) <= options.bucket_bytes:
         return
     block, share = found
-    names = {id(m): name for name, m in named_modules(module)}
-    which = names[id(block.modules[0])]
+    which = tree.names[block.modules[0]]
     _log.warning(
         "%sone unit, %s, holds %d %% of the parameters, which are gathered together. "
         "Choose smaller units: zero_ext.shard(units=[BlockClass]).",
@@ -280,20 +283,22 @@ def _log_large_unit(groups: Groups, module: nn.Module, plan: Plan) -> None:
 
 
 def _attach(
-    handle: Handle, module: nn.Module, policy: MixedPrecisionPolicy, units: Iterable[nn.Module]
+    handle: Handle, tree: Tree, plan: Plan, ignored: set[str], policy: MixedPrecisionPolicy
 ) -> None:
-    """Give the module and its ``units`` hooks and methods. Those that come last run first."""
-    handle.watch_modules()
+    """Give the modules of ``tree`` hooks and methods. Those that come last run first."""
+    module, releases = tree.root, handle.engine.releases
+    if releases:
+        handle.watch_modules(tree, plan.blocks)
     if (dtype := input_dtype(policy)) is not None:
-        cast_inputs(units, dtype)
-    forward_hooks = ForwardHooks(module, handle, policy)
+        cast_inputs(plan.cast_modules, dtype)
+    forward_hooks = ForwardHooks(tree, handle, policy, ignored)
     methods = ShardedMethods(handle, forward_hooks)
     handle.sharded_methods = weakref.ref(methods)
     methods.attach(module)
     module.zero_grad = ZeroGrad(handle, module)
-    if handle.engine.releases:
-        StateDictHooks(handle).attach(module)
-        replace_save_pretrained(module, methods)
+    if releases:
+        StateDictHooks(handle).attach(tree)
+        replace_save_pretrained(tree.names, methods)
     forward_hooks.attach(module)
-    foreign_names.attach(module)
-    plain_copies.attach(module)
+    foreign_names.attach(tree.names)
+    plain_copies.attach(tree.names)

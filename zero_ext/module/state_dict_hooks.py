@@ -6,7 +6,7 @@ from torch import nn
 from zero_ext.engine.carried import CarriedMethod
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
-from zero_ext.engine.units import named_modules
+from zero_ext.engine.units import Tree
 from zero_ext.ranks.agreement import calling
 from zero_ext.tensor.shard_tensor import ShardTensor
 
@@ -22,13 +22,12 @@ class StateDictHooks:
         self._loading: nn.Module | None = None  # whose load_state_dict() runs
         self._held_before_load = False
 
-    def attach(self, module: nn.Module) -> None:
-        """To ``module`` and to each submodule that has sharded parameters of its own."""
+    def attach(self, tree: Tree) -> None:
+        """To the root and to each module that has sharded parameters of its own."""
         put, before = CarriedMethod(self.put_shards), CarriedMethod(self.before_load)
         after = CarriedMethod(self.after_load)
-        for _, each in named_modules(module):
-            owns = any(map(self._handle.holds, each._parameters.values()))
-            if each is module or (owns and not isinstance(each, torch.jit.ScriptModule)):
+        for each in {tree.root: "", **tree.owners(self._handle.entries.keys())}:
+            if each is tree.root or not isinstance(each, torch.jit.ScriptModule):
                 each.register_state_dict_post_hook(put)
                 each.register_load_state_dict_pre_hook(before)
                 each.register_load_state_dict_post_hook(after)

@@ -139,7 +139,7 @@ def handle_of_module(named: Named, sharding: Sharding) -> Handle | None:
     for name, given, of_module in (
         ("stage", sharding.stage, handle.engine.stage),
         ("process_group", sharding.process_group, handle.groups.parent),
-        ("offload_policy", sharding.offload_policy, handle.offload_policy),
+        ("offload_policy", sharding.offload_policy, handle.options.offload_policy),
     ):
         if given not in (None, of_module):
             raise ValueError(

@@ -30,6 +30,7 @@ from zero_ext.optim.arguments import (
 from zero_ext.optim.core import Core
 from zero_ext.optim.states import Loader, checked_load, taken_over
 from zero_ext.ranks.agreement import calling
+from zero_ext.ranks.collectives import copy_from_rank_0
 from zero_ext.ranks.groups import resolve
 
 
@@ -337,7 +338,7 @@ class Sharded(torch.optim.Optimizer):
     def stats(self) -> dict[str, int]:
         """See ``zero_ext.stats``."""
         core, stats = self.zero_core, {"skipped_steps": self.skipped_steps}
-        for each in (core.handle, core.owners, core.states):
+        for each in (core.handle.engine, core.owners, core.states):
             stats |= {} if each is None else each.stats()
         return stats
 
@@ -386,7 +387,7 @@ def shard_states(
 
 def broadcast_frozen(handle: Handle, named: groups.Named) -> None:
     """Those that train became equal when they were sharded. Collective."""
-    handle.broadcast([p for _, p in named if not p.requires_grad])
+    copy_from_rank_0(handle.groups, [p for _, p in named if not p.requires_grad])
 
 
 def _give_up(optimizer: Sharded) -> None:
