@@ -22,8 +22,10 @@ def train(path, steps: int, *, first: int = 0, changed: int | None = None, per_p
     (model, optimizer), log = model_and_optimizer(), TrainingLog(path)
     for step in range(steps):
         if step == changed:
-            value = zero_ext.full_tensor(model[1].weight)
-            value.view(-1)[4:5].view(torch.int32).bitwise_xor_(1)
+            value = zero_ext.full_tensor(model[1].weight).cpu()
+            value.view(-1)[4:5].view(torch.int32).bitwise_xor_(
+                1 << 12
+            )  # an update rounds lower ones away
             zero_ext.set_full_param(model[1].weight, value)
         optimizer.zero_grad()
         loss = model(torch.ones(2, 7)).square().mean()

@@ -1,5 +1,6 @@
 """Global batches: the samples of each step, and the bits of a training on any number of ranks."""
 
+import functools
 import itertools
 
 import pytest
@@ -23,7 +24,8 @@ class Tokens(Dataset):
         return SAMPLES
 
     def __getitem__(self, i):
-        return torch.randint(0, 13, (7,), generator=torch.Generator("cpu").manual_seed(i))
+        generator = torch.Generator("cpu").manual_seed(i)
+        return torch.randint(0, 13, (7,), generator=generator, device="cpu")
 
 
 class Indices(Dataset):
@@ -77,9 +79,7 @@ class Training:
         self.batches = GlobalBatches(
             Tokens(), BATCH_SIZE, MICRO_BATCHES, num_replicas=world, rank=rank, seed=3
         )
-        self.loader = DataLoader(
-            Tokens(), batch_sampler=self.batches, num_workers=num_workers, generator=_generator()
-        )
+        self.loader = DataLoader(Tokens(), batch_sampler=self.batches, num_workers=num_workers)
 
     def run(self, steps: int) -> list[dict[str, torch.Tensor]]:
         """The parameters after each of so many steps."""
@@ -115,10 +115,6 @@ class Training:
         return self
 
 
-def _generator() -> torch.Generator:
-    return torch.Generator("cpu").manual_seed(0)
-
-
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: zero_ext.full_tensor(p).cpu() for n, p in model.named_parameters()}
 
@@ -130,9 +126,9 @@ def assert_same(found, expected) -> None:
             assert torch.equal(ours[name], value), f"{name} after step {step}"
 
 
-@pytest.fixture(scope="module")
-def alone() -> list[dict[str, torch.Tensor]]:
-    """One process's parameters after each of six steps, in whose middle an epoch ends."""
+@functools.cache
+def one_process() -> list[dict[str, torch.Tensor]]:
+    """Its parameters after each of six steps, in whose middle an epoch ends."""
     return Training("alone", 1, 0, 1).run(6)
 
 
@@ -142,13 +138,13 @@ uneven = pytest.mark.skipif(GATHERS_TOGETHER, reason="every rank enters every ga
 @pytest.mark.dist
 @uneven
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_number_of_ranks_trains_with_the_bits_of_one(mesh, rank, world, stage, alone):
-    assert_same(Training(mesh, stage, rank, world).run(6), alone)
+def test_every_number_of_ranks_trains_with_the_bits_of_one(mesh, rank, world, stage):
+    assert_same(Training(mesh, stage, rank, world).run(6), one_process())
 
 
 @pytest.mark.dist
 @uneven
-def test_the_number_of_ranks_may_change_in_mid_epoch(mesh, rank, world, shared_path, alone):
+def test_the_number_of_ranks_may_change_in_mid_epoch(mesh, rank, world, shared_path):
     several = Training(mesh, 2, rank, world)
     found = several.run(1)
     several.save(shared_path / "several")
@@ -158,17 +154,17 @@ def test_the_number_of_ranks_may_change_in_mid_epoch(mesh, rank, world, shared_p
         one.save(shared_path / "one")
     dist.barrier()
     found += Training(mesh, 3, rank, world).load(shared_path / "one").run(3)
-    assert_same(found, alone)
+    assert_same(found, one_process())
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_run_goes_on_where_it_was_saved_although_workers_read_ahead(path, num_workers, alone):
+def test_a_run_goes_on_where_it_was_saved_although_workers_read_ahead(path, num_workers):
     first = Training("alone", 1, 0, 1, num_workers)
     found = first.run(2)
     assert first.batches.state_dict()["step"] == 2
     first.save(path)
     found += Training("alone", 1, 0, 1, num_workers).load(path).run(2)
-    assert_same(found, alone[:4])
+    assert_same(found, one_process()[:4])
 
 
 def samples_of(world: int, samples: int, epoch: int, first: int = 0, **settings):
