@@ -158,12 +158,12 @@ def test_the_number_of_ranks_may_change_in_mid_epoch(mesh, rank, world, shared_p
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_run_goes_on_where_it_was_saved_although_workers_read_ahead(path, num_workers):
+def test_a_run_goes_on_where_it_was_saved_although_workers_read_ahead(tmp_path, num_workers):
     first = Training("alone", 1, 0, 1, num_workers)
     found = first.run(2)
     assert first.batches.state_dict()["step"] == 2
-    first.save(path)
-    found += Training("alone", 1, 0, 1, num_workers).load(path).run(2)
+    first.save(tmp_path / "saved")
+    found += Training("alone", 1, 0, 1, num_workers).load(tmp_path / "saved").run(2)
     assert_same(found, one_process()[:4])
 
 
