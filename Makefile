@@ -136,7 +136,7 @@ bench-deepspeed: install
 	$(PYTHON) -m venv $(@D)
 	echo "import site; site.addsitedir('$(CURDIR)/$(VENV)/lib/$$(ls $(VENV)/lib)/site-packages')" \
 	  > $(@D)/lib/$$(ls $(@D)/lib)/site-packages/base.pth
-	$(@D)/bin/python -m pip install --quiet -r $<
+	$(@D)/bin/python -m pip install --quiet "setuptools>=77" -r $<
 	DS_BUILD_OPS=0 $(@D)/bin/python -m pip install --quiet --no-deps --no-build-isolation -r $(word 2,$^)
 	touch $@
 
