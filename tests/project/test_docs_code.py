@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import pytest
@@ -192,6 +193,33 @@ def by_tokens(given: Names) -> Names:
     return {"steps": [batches[: dist.get_rank()], batches]}
 
 
+def global_batches(given: Names) -> Names:
+    """Of 53 samples: two steps, and the last micro-batch has one sample."""
+    samples = [each for batch in make_batches(0, 11) for each in zip(*batch, strict=True)][:53]
+    batches = zero_ext.data.GlobalBatches(samples, batch_size=4, micro_batches=12)
+    return {"dataset": samples, "epochs": 2, "batches": batches}
+
+
+def a_logged_run(given: Names) -> Names:
+    return a_run(given) | {"step": SimpleNamespace(number=0), "loss": torch.tensor(0.5)}
+
+
+def assert_bits_of_one_process(given: Names) -> None:
+    alone = zero_ext.shard(given["Model"](), stage=1, mesh="alone")
+    optimizer = zero_ext.optim.AdamW(alone.parameters(), lr=1e-3, max_grad_norm=1.0)
+    batches = zero_ext.data.GlobalBatches(given["dataset"], 4, 12, num_replicas=1, rank=0)
+    loader = torch.utils.data.DataLoader(given["dataset"], batch_sampler=batches)
+    for epoch in range(2):
+        batches.set_epoch(epoch)
+        for step in batches.steps(loader, alone):
+            for x, y in step:
+                functional.cross_entropy(alone(x), y).backward()
+            optimizer.step(divide_by=len(step))
+            optimizer.zero_grad()
+    for p, q in zip(given["model"].parameters(), alone.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
 def assert_each_sample_counted_once(given: Names) -> None:
     plain = nn.Linear(13, 7)
     plain.load_state_dict(given["start"])
@@ -271,6 +299,9 @@ MORE_NAMES: dict[str, Callable[[Names], Names]] = {
     "Export to Hugging Face": a_language_model,
     "Resume with another number of ranks": a_run,
     "A missing last batch": uneven,
+    "Fingerprints": a_logged_run,
+    "Going on with other ranks": global_batches,
+    "The loop": global_batches,
     "Token budgets": by_tokens,
     "Whole values": a_run,
     "mpirun": mpi_alone,
@@ -280,6 +311,7 @@ CHECKS: dict[str, Callable[[Names], None]] = {
     "Export to Hugging Face": assert_exported,
     "Freeze and unfreeze": assert_unfrozen,
     "LoRA": assert_adapted,
+    "The loop": assert_bits_of_one_process,
     "SAM": assert_sharpness_aware,
     "Resume with another number of ranks": assert_resumed,
     "A missing last batch": assert_each_sample_counted_once,
