@@ -8,7 +8,7 @@
 
 namespace zero_ext {
 
-void Rejections::reject_unfrozen(const std::vector<int64_t>& unfrozen) const {
+void Rejections::reject_uneven_unfreezing(const std::vector<int64_t>& unfrozen) const {
   const int64_t count = parameters_.size();
   const at::Tensor mine = at::zeros({count}, at::kLong);
   for (const int64_t i : unfrozen) mine[i] = 1;

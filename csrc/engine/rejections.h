@@ -17,7 +17,7 @@ class Rejections : Facet {
   explicit Rejections(EngineParts& parts) : Facet(parts) {}
 
   // Raises for the first parameter that is among `unfrozen` on some ranks alone. Collective.
-  void reject_unfrozen(const std::vector<int64_t>& unfrozen) const;
+  void reject_uneven_unfreezing(const std::vector<int64_t>& unfrozen) const;
   // Raises for the first gradient that ranks have written otherwise. Collective.
   void reject_written(Comm::Agreement about, const std::vector<int64_t>& indices) const;
   // Raises for the first parameter to which ranks wrote different values. Collective.

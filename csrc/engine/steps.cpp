@@ -58,7 +58,7 @@ void Steps::meet_for_unfreezing(const std::vector<int64_t>& unfrozen) {
            " for the others, which must change requires_grad in the same places";
   };
   const Serving::Met met = serving_.meet(access, Comm::Agreement::unfreezing, own, what);
-  if (met.values_differ) rejections_.reject_unfrozen(unfrozen);
+  if (met.values_differ) rejections_.reject_uneven_unfreezing(unfrozen);
 }
 
 // The step

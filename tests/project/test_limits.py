@@ -14,7 +14,7 @@ LINES = {
         "": 1780,
         "checkpoint": 2200,
         "deepspeed": 3960,
-        "engine": 2780,
+        "engine": 2770,
         "integrations": 1420,
         "module": 1130,
         "optim": 4230,

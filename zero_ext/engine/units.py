@@ -287,19 +287,6 @@ def _described(value: object) -> str:
     return repr(value) if isinstance(value, (str, type)) else f"a {type(value).__name__}"
 
 
-_UNITS_EXAMPLE = (
-    "Pass module classes, such as units=nn.TransformerEncoderLayer, or a function of a module's "
-    "name and the module."
-)
-
-
-def _described(value: object) -> str:
-    """Without the text of a module, which may have many lines."""
-    if isinstance(value, nn.Module):
-        return f"a {type(value).__name__}, not its class"
-    return repr(value) if isinstance(value, (str, type)) else f"a {type(value).__name__}"
-
-
 def _chosen(tree: Tree, choice: Choice) -> dict[nn.Module, int]:
     """The modules that make units, in the order of their last places, each with the place of its
     item: the child of a list in which it lies. Where the user has chosen, it is its own."""
