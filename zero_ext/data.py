@@ -94,7 +94,7 @@ class GlobalBatches(Sampler[list[int]]):
             check_count(name, count)
         if not 0 <= rank < num_replicas:
             raise ValueError(f"zero_ext: there is no rank {rank} among {num_replicas} replicas.")
-        self.num_replicas, self.rank = num_replicas, rank
+        self.num_replicas, self.rank, self.seed = num_replicas, rank, seed
         # What a saved position means something for.
         self._of = {"samples": len(dataset), **counts, "shuffle": bool(shuffle), "seed": seed}
         check_count("the length of the dataset", self._of["samples"])
@@ -144,7 +144,7 @@ class GlobalBatches(Sampler[list[int]]):
         """The samples of an epoch, by their indices in the dataset."""
         if not self._of["shuffle"]:
             return range(self._of["samples"])
-        generator = torch.Generator("cpu").manual_seed(_seed_of(self._of["seed"], epoch))
+        generator = torch.Generator("cpu").manual_seed(_seed_of(self.seed, epoch))
         return torch.randperm(self._of["samples"], generator=generator, device="cpu").tolist()
 
     def __len__(self) -> int:
@@ -276,7 +276,7 @@ class Step:
         return self._length
 
     def __iter__(self) -> Iterator:
-        seed, device = self._owner.state_dict()["seed"], self._handles[0].groups.device
+        seed, device = self._owner.seed, self._handles[0].groups.device
         while self._left:
             with seeded(seed, self.number, self._left[0], device):
                 batch = next(self._batches)

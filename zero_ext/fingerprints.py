@@ -128,7 +128,7 @@ def _part(name: str, kind: str, value: Any, groups: Groups) -> Iterator[_Part]:
     if isinstance(value, ShardTensor):
         if groups.rank < value.device_mesh.size():
             begin, counted = value.held_range[0], groups.rank == 0
-            strides = None if _is_row_major(value) else value.stride()
+            strides = None if value.is_contiguous() else value.stride()
             yield _Part(name, kind, value.to_local(), begin, value.shape, counted, strides)
     elif groups.rank == 0:
         if isinstance(value, Number):
@@ -136,15 +136,6 @@ def _part(name: str, kind: str, value: Any, groups: Groups) -> Iterator[_Part]:
         if isinstance(value, Tensor):
             flat = value.detach().contiguous().reshape(-1)
             yield _Part(name, kind, flat, 0, value.shape)
-
-
-def _is_row_major(value: Tensor) -> bool:
-    expected = 1
-    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _states(
