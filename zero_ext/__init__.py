@@ -14,7 +14,7 @@ _compat.check()
 from zero_ext import _C, ops  # noqa: E402, F401
 
 if TYPE_CHECKING:
-    from zero_ext import checkpoint, data, optim
+    from zero_ext import checkpoint, data, elastic, optim
     from zero_ext.deepspeed.initialization import initialize
     from zero_ext.engine.memory import estimate_memory, stats
     from zero_ext.engine.offload import offload_states, reload_states
@@ -59,7 +59,7 @@ _MODULES = {
     "stats": "engine.memory",
     "unwrap": "state.unwrapping",
 }
-_PACKAGES = ("checkpoint", "data", "optim")
+_PACKAGES = ("checkpoint", "data", "elastic", "optim")
 
 __version__ = "0.1.0"
 __all__ = [
@@ -68,6 +68,7 @@ __all__ = [
     "TrainingLog",
     "checkpoint",
     "data",
+    "elastic",
     "estimate_memory",
     "fingerprint",
     "full_grad",

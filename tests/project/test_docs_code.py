@@ -209,6 +209,8 @@ def assert_bits_of_one_process(given: Names) -> None:
     optimizer = zero_ext.optim.AdamW(alone.parameters(), lr=1e-3, max_grad_norm=1.0)
     batches = zero_ext.data.GlobalBatches(given["dataset"], 4, 12, num_replicas=1, rank=0)
     loader = torch.utils.data.DataLoader(given["dataset"], batch_sampler=batches)
+    decay = 0.99 if "schedule" in given else 1.0
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
     for epoch in range(2):
         batches.set_epoch(epoch)
         for step in batches.steps(loader, alone):
@@ -216,6 +218,7 @@ def assert_bits_of_one_process(given: Names) -> None:
                 functional.cross_entropy(alone(x), y).backward()
             optimizer.step(divide_by=len(step))
             optimizer.zero_grad()
+            schedule.step()
     for p, q in zip(given["model"].parameters(), alone.parameters(), strict=True):
         assert torch.equal(p, q)
 
@@ -301,6 +304,7 @@ MORE_NAMES: dict[str, Callable[[Names], Names]] = {
     "A missing last batch": uneven,
     "Fingerprints": a_logged_run,
     "Going on with other ranks": global_batches,
+    "Losing and gaining ranks": global_batches,
     "The loop": global_batches,
     "Token budgets": by_tokens,
     "Whole values": a_run,
@@ -311,6 +315,7 @@ CHECKS: dict[str, Callable[[Names], None]] = {
     "Export to Hugging Face": assert_exported,
     "Freeze and unfreeze": assert_unfrozen,
     "LoRA": assert_adapted,
+    "Losing and gaining ranks": assert_bits_of_one_process,
     "The loop": assert_bits_of_one_process,
     "SAM": assert_sharpness_aware,
     "Resume with another number of ranks": assert_resumed,

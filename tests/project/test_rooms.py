@@ -61,6 +61,7 @@ PYTHON_LEVELS = {
     "fingerprints": 6,
     "training_log": 6,
     "diff": 7,
+    "elastic": 7,
     "deepspeed": 7,
     "integrations": 8,
     "testing": 7,

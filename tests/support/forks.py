@@ -45,9 +45,12 @@ class Program:
             self._code = int(answer)
         return self._code
 
+    def has_ended(self) -> bool:
+        return self._code is not None or bool(select.select([self._link], [], [], 0)[0])
+
     def send_signal(self, number: int) -> None:
         """Nothing happens to one that has ended: its pid may be that of another process."""
-        if self._code is None and not select.select([self._link], [], [], 0)[0]:
+        if not self.has_ended():
             os.kill(self.pid, number)
 
 

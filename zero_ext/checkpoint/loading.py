@@ -1,5 +1,6 @@
 """Loading what a checkpoint holds into a model and its optimizers."""
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -14,6 +15,7 @@ from zero_ext.checkpoint.contents import Contents
 from zero_ext.checkpoint.optimizer_states import SavedOptimizer, listed
 from zero_ext.checkpoint.writer import writer_of
 from zero_ext.ranks.agreement import all_or_none, check_same_on_all_ranks
+from zero_ext.ranks.groups import Groups
 from zero_ext.state.model_state import (
     ModelState,
     handles_of,
@@ -110,8 +112,6 @@ def load_optimizers(
     _load(path, model, optimizers, strict, allow_pickle, keeps_values=True)
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
 def _load(
     path: str | os.PathLike,
     model: nn.Module,
@@ -126,10 +126,32 @@ def _load(
         what, model, lambda: (find(path, "load", model), listed(optimizer))
     )
     writer_of(groups).wait()
+    contents = functools.partial(Contents.of, path, allow_pickle, groups)
+    return load_contents(
+        what, groups, contents, model, optimizers, strict, allow_pickle, keeps_values
+    )
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def load_contents(
+    what: str,
+    groups: Groups,
+    opened: Callable[[], Contents],
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    strict: bool = True,
+    allow_pickle: bool = False,
+    keeps_values: bool = False,
+) -> dict[str, Any]:
+    """As ``load``, of the contents that ``opened()`` returns. ``what`` names the call. Collective.
+
+    ``keeps_values``: see ``load_optimizers``.
+    """
     with failures.together(groups, what):
         _prepare(model)
         of_model = ModelState.of(model)
-        contents = Contents.of(path, allow_pickle, groups)
+        contents = opened()
         names, objects = contents.matching(of_model, strict)
         if keeps_values:
             names = [name for name in names if has_wider_master(of_model.tensors[name])]
@@ -164,7 +186,7 @@ def _load(
         {name: values[contents.keys[name]] for name in names},
         {name: templates.get(contents.keys[name], value) for name, value in objects.items()},
     )
-    _log.debug("%sloaded checkpoint '%s': %d values", groups.where, path, len(values))
+    _log.debug("%s%s: %d values", groups.where, what, len(values))
     return contents.extra
 
 

@@ -76,7 +76,7 @@ def states_of(
             )
         seen |= values.keys()
         states = {n: [s for s in v if isinstance(v[s], Tensor)] for n, v in values.items()}
-        tensors |= {_key(n, s): values[n][s].detach() for n in states for s in states[n]}
+        tensors |= {_key(n, s): _detached(values[n][s]) for n in states for s in states[n]}
         others.append(
             {
                 "names": names,
@@ -95,6 +95,10 @@ def states_of(
             }
         )
     return tensors, others
+
+
+def _detached(value: Tensor) -> Tensor:
+    return value.detach() if value.requires_grad else value
 
 
 class _Saved(NamedTuple):

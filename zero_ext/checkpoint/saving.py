@@ -28,6 +28,7 @@ from zero_ext.checkpoint.optimizer_states import listed, states_of
 from zero_ext.checkpoint.rank_values import EXTRA, RankValues
 from zero_ext.checkpoint.writer import writer_of
 from zero_ext.ranks.agreement import check_same_on_all_ranks
+from zero_ext.ranks.groups import Groups
 from zero_ext.state.model_state import ModelState, held_value
 
 
@@ -88,19 +89,7 @@ def save_without(
     )
     with failures.together(groups, what):
         folders.refuse_to_replace(path)
-        of_model = ModelState.of(model)
-        state: dict[str, Any] = {
-            f"model.{n}": held_value(v) for n, v in of_model.tensors.items() if n not in left_out
-        }
-        state |= {f"model.{n}": copy.deepcopy(v) for n, v in of_model.objects.items()}
-        objects = {
-            "format": FORMAT,
-            "id": secrets.token_hex(8),
-            "ranks": groups.world,
-            "model": of_model.objects,
-        }
-        tensors, objects["optimizers"] = states_of(optimizers, of_model)
-        state |= tensors
+        of_model, state, objects = held_state(model, optimizers, groups, left_out)
         saved_extra = pickles.pickled_extra({} if extra is None else extra)
         of_ranks = RankValues(state, extra or {}, of_model, groups)
         state[OBJECTS], state[EXTRA] = pickles.pickled(objects), saved_extra
@@ -116,3 +105,25 @@ def save_without(
             state = {key: files.copied_to_host(value) for key, value in state.items()}
     writer = writer_of(groups)
     return (writer.start if async_ else writer.write)(path, state, groups)
+
+
+def held_state(
+    model: nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    groups: Groups,
+    left_out: Collection[str] = (),
+) -> tuple[ModelState, dict[str, Any], dict[str, Any]]:
+    """What this rank holds: the model's names, values by key, and what is no tensor."""
+    of_model = ModelState.of(model)
+    state: dict[str, Any] = {
+        f"model.{n}": held_value(v) for n, v in of_model.tensors.items() if n not in left_out
+    }
+    state |= {f"model.{n}": copy.deepcopy(v) for n, v in of_model.objects.items()}
+    objects = {
+        "format": FORMAT,
+        "id": secrets.token_hex(8),
+        "ranks": groups.world,
+        "model": of_model.objects,
+    }
+    tensors, objects["optimizers"] = states_of(optimizers, of_model)
+    return of_model, state | tensors, objects

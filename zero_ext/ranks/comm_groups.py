@@ -3,8 +3,6 @@
 import contextlib
 import copy
 import datetime
-import itertools
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,10 +12,6 @@ from torch.distributed import distributed_c10d
 
 from zero_ext.ranks import environment
 from zero_ext.ranks.groups import CPU, Groups
-
-# Engines made on a parent group so far. All members count alike. A name is never used again:
-# the store still holds the addresses of the group that had it.
-_engine_counts: dict[str, itertools.count] = defaultdict(itertools.count)
 
 
 def _own_backend(groups: Groups) -> tuple[str | None, torch.device, Any]:
@@ -32,6 +26,11 @@ def _own_backend(groups: Groups) -> tuple[str | None, torch.device, Any]:
     with contextlib.suppress(AttributeError, RuntimeError):
         options = backend.options
     return names[device.type], CPU if backend.name() == "gloo" else device, options
+
+
+def store_of(groups: Groups) -> dist.Store:
+    """Where the ranks have met."""
+    return distributed_c10d._get_process_group_store(groups.parent)
 
 
 def timeout_of(groups: Groups) -> datetime.timedelta:
@@ -88,8 +87,10 @@ def comm_groups(groups: Groups) -> Iterator[CommGroups]:
         yield CommGroups({})
         return
     parent = groups.parent
-    number = next(_engine_counts[parent.group_name])
-    store = distributed_c10d._get_process_group_store(parent)
+    store = store_of(groups)
+    # No name is used again: the store still holds the addresses of the group that had it. The store
+    # counts, because a rank that has come later has made fewer engines.
+    number = (store.add(f"zero_ext/{parent.group_name}", 1) - 1) // groups.world
     replica, shard = divmod(groups.rank, groups.shards)
     wanted = [(purpose, 0, groups.rank, groups.global_ranks) for purpose in ("reduce", "gather")]
     if groups.world > groups.shards:
