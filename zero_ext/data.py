@@ -6,16 +6,18 @@ the order (backward, rank), so in the order of k whatever N is.
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence, Sized
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Sampler
 
 from zero_ext.engine.checks import check_count, check_module
 from zero_ext.engine.handle import Handle
+from zero_ext.ranks.groups import Groups
+from zero_ext.replay import Replay
 from zero_ext.state.model_state import handles_of
 
 
@@ -130,10 +132,11 @@ class GlobalBatches(Sampler[list[int]]):
                 )
         self.go_to(state_dict["epoch"], state_dict["step"])
 
-    def numbers(self, step: int) -> range:
-        """Of the micro-batches in ``step`` of an epoch that this rank has."""
+    def numbers(self, step: int, rank: int | None = None) -> range:
+        """Of the micro-batches in ``step`` of an epoch that a rank has. Default: this one."""
         left = -(-self._of["samples"] // self._of["batch_size"]) - step * self._of["micro_batches"]
-        return range(self.rank, min(left, self._of["micro_batches"]), self.num_replicas)
+        rank = self.rank if rank is None else rank
+        return range(rank, min(left, self._of["micro_batches"]), self.num_replicas)
 
     def samples(self, step: int, k: int) -> slice:
         """Of micro-batch ``k`` of a step, in the order of the epoch."""
@@ -154,7 +157,14 @@ class GlobalBatches(Sampler[list[int]]):
     def __iter__(self) -> "_Indices":
         return _Indices(self)
 
-    def steps(self, loader: Iterable, model: nn.Module) -> Iterator["Step"]:
+    def steps(
+        self,
+        loader: Iterable,
+        model: nn.Module,
+        *,
+        replay_every: int | None = None,
+        loss_of: Callable[[Any], Tensor] | None = None,
+    ) -> Iterator["Step"]:
         """The steps that are left in the epoch. Inside a step gradients are summed, not averaged.
 
         So ``optimizer.step()`` must have ``divide_by``, by which the update divides the sum once.
@@ -163,6 +173,9 @@ class GlobalBatches(Sampler[list[int]]):
             loader: A ``DataLoader`` with these batches as ``batch_sampler``, or a
                 ``StatefulDataLoader`` of torchdata.
             model: Sharded over the same number of ranks, with ``reduction="exchange"``.
+            replay_every: In one of so many steps each rank also runs a micro-batch of another rank.
+                Gradients with other bits are an error before the update: a processor is faulty.
+            loss_of: The loss of a micro-batch, as the loop computes it. Replays call it.
         Raises:
             ValueError: another loader or another number of ranks; ``optimizer.step()`` without
                 ``divide_by``.
@@ -177,7 +190,16 @@ class GlobalBatches(Sampler[list[int]]):
             )
         handles = handles_of(model)
         self._check(handles, model)
-        return self._steps(loader, handles)
+        replays = None
+        if replay_every is not None:
+            check_count("replay_every", replay_every)
+            if loss_of is None:
+                raise ValueError(
+                    "zero_ext: replay_every needs loss_of. Pass the function of a micro-batch that "
+                    "the loop calls for its loss."
+                )
+            replays = _Replays(self, replay_every, loss_of, loader, model, handles[0].groups)
+        return self._steps(loader, handles, replays)
 
     def _check(self, handles: Sequence[Handle], model: nn.Module) -> None:
         if not handles:
@@ -200,11 +222,13 @@ class GlobalBatches(Sampler[list[int]]):
                     "number of ranks. Call zero_ext.shard(model, reduction='exchange')."
                 )
 
-    def _steps(self, loader: Iterable, handles: Sequence[Handle]) -> Iterator["Step"]:
+    def _steps(
+        self, loader: Iterable, handles: Sequence[Handle], replays: "_Replays | None"
+    ) -> Iterator["Step"]:
         batches = iter(loader)  # a StatefulDataLoader goes to its position here
         epoch = self.epoch
         for number in range(self.step, self.steps_per_epoch):
-            step = Step(self, epoch, number, batches, handles)
+            step = Step(self, epoch, number, batches, handles, replays)
             with _summing(handles):
                 yield step
             step.check_finished()
@@ -266,24 +290,30 @@ class Step:
         step: int,
         batches: Iterator,
         handles: Sequence[Handle],
+        replays: "_Replays | None",
     ):
         self.number = epoch * owner.steps_per_epoch + step
         self._owner, self._place, self._batches = owner, (epoch, step), batches
         self._left = list(owner.numbers(step))
         self._length, self._handles = len(self._left), handles
+        self._replays = replays
 
     def __len__(self) -> int:
         return self._length
 
     def __iter__(self) -> Iterator:
         seed, device = self._owner.seed, self._handles[0].groups.device
+        epoch, step = self._place
+        replay = self._replays and self._replays.of_step(epoch, step, self.number)
         while self._left:
             with seeded(seed, self.number, self._left[0], device):
                 batch = next(self._batches)
                 k = self._left.pop(0)
-                yield batch
+                with replay.watching(k) if replay else contextlib.nullcontext():
+                    yield batch
             self._check_summed(k)
-        epoch, step = self._place
+        if replay:
+            replay.compare(self.number)
         self._owner.go_to(epoch, step + 1)
 
     def _check_summed(self, k: int) -> None:
@@ -301,6 +331,33 @@ class Step:
                 f"zero_ext [rank {self._owner.rank}]: step {self.number} was left before "
                 f"micro-batch {self._left[0]}. Run all micro-batches of a step."
             )
+
+
+class _Replays(NamedTuple):
+    owner: GlobalBatches
+    every: int
+    loss_of: Callable[[Any], Tensor]
+    loader: Any
+    model: nn.Module
+    groups: Groups
+
+    def of_step(self, epoch: int, step: int, number: int) -> Replay | None:
+        """That of a step, if one is due, there are several ranks, and each has a micro-batch."""
+        rank, world = self.owner.rank, self.groups.world
+        if number % self.every or world == 1 or not self.owner.numbers(step, world - 1):
+            return None
+        turn = number // self.every  # another micro-batch each time
+
+        @contextlib.contextmanager
+        def batch_of(k: int) -> Iterator[Any]:
+            dataset, order = self.loader.dataset, self.owner.order(epoch)
+            samples = [dataset[i] for i in order[self.owner.samples(step, k)]]
+            with seeded(self.owner.seed, number, k, self.groups.device):
+                yield self.loader.collate_fn(samples)
+
+        each = (self.owner.numbers(step, r) for r in (rank, (rank - 1) % world))
+        own, other = (numbers[turn % len(numbers)] for numbers in each)
+        return Replay(self.loss_of, batch_of, self.model, self.groups, own, other)
 
 
 @contextlib.contextmanager

@@ -159,6 +159,12 @@ def _states(
                 yield from _part(names[id(parameter)], str(kind), state[kind], where)
 
 
+def tensor_sums(name: str, kind: str, value: Tensor) -> tuple[int, int]:
+    """The sums of one whole value."""
+    [sums] = hash_sums([_Part(name, kind, value.contiguous().reshape(-1), 0, value.shape)])
+    return sums[0] & _MASK, sums[1] & _MASK
+
+
 def hash_sums(parts: list[_Part]) -> list[tuple[int, int]]:
     """Both sums of each part, which count modulo 2^64."""
     words = [_words(part.flat) for part in parts]

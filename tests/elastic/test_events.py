@@ -33,6 +33,7 @@ class Processes:
         self.report, self._folder, self._stage = folder / "report", folder, stage
         self._running: list = []
         self._stopped: dict[int, float] = {}  # by pid, when it goes on
+        self._leaving: set[int] = set()
         self._errors = (folder / "errors").open("w+")
 
     def start(self) -> None:
@@ -59,7 +60,7 @@ class Processes:
 
     def disturb(self, kind: str, draw: random.Random) -> bool:
         """Whether it could be done: one rank has to go on."""
-        alive = [each for each in self._alive() if each.pid not in self._stopped]
+        alive = [each for each in self._alive() if each.pid not in self._leaving]
         if kind == "join":
             joins = len(self._alive()) < MOST
             if joins:
@@ -68,6 +69,7 @@ class Processes:
         if len(alive) < 2:
             return False
         chosen = draw.choice(alive)
+        self._leaving.add(chosen.pid)
         numbers = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP}
         chosen.send_signal(numbers[kind])
         if kind == "stop":
@@ -78,6 +80,7 @@ class Processes:
         for each in self._running:
             if time.monotonic() > self._stopped.get(each.pid, float("inf")):
                 del self._stopped[each.pid]
+                self._leaving.discard(each.pid)
                 each.send_signal(signal.SIGCONT)
         return [each for each in self._running if not each.has_ended()]
 

@@ -200,6 +200,12 @@ def global_batches(given: Names) -> Names:
     return {"dataset": samples, "epochs": 2, "batches": batches}
 
 
+def a_replay(given: Names) -> Names:
+    given = given | a_run(given) | global_batches(given)
+    loader = torch.utils.data.DataLoader(given["dataset"], batch_sampler=given["batches"])
+    return given | {"loader": loader}
+
+
 def a_logged_run(given: Names) -> Names:
     return a_run(given) | {"step": SimpleNamespace(number=0), "loss": torch.tensor(0.5)}
 
@@ -304,6 +310,7 @@ MORE_NAMES: dict[str, Callable[[Names], Names]] = {
     "A missing last batch": uneven,
     "Fingerprints": a_logged_run,
     "Going on with other ranks": global_batches,
+    "Faulty processors": a_replay,
     "Losing and gaining ranks": global_batches,
     "The loop": global_batches,
     "Token budgets": by_tokens,

@@ -73,16 +73,21 @@ class Training:
     def extra(self) -> dict[str, Any]:
         return {"batches": self.batches, "schedule": self.schedule}
 
-    def step(self) -> None:
-        [step] = itertools.islice(self.batches.steps(self._loader, self.model), 1)
+    def step(self, replay_every: int | None = None) -> None:
+        steps = self.batches.steps(
+            self._loader, self.model, replay_every=replay_every, loss_of=self._loss_of
+        )
+        [step] = itertools.islice(steps, 1)
         self._make(step)
 
+    def _loss_of(self, tokens) -> torch.Tensor:
+        tokens = tokens.to(torch.get_default_device())
+        logits = self.model(tokens).float()[:, :-1]
+        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
     def _make(self, step) -> None:
-        device = torch.get_default_device()
         for tokens in step:
-            tokens = tokens.to(device)
-            logits = self.model(tokens).float()[:, :-1]
-            functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            self._loss_of(tokens).backward()
         for optimizer in self.optimizers:
             optimizer.step(divide_by=len(step))
             optimizer.zero_grad()

@@ -1,0 +1,106 @@
+"""Replay: gradients that another rank computes otherwise are named before the update."""
+
+import random
+
+import pytest
+import torch
+from elastic_training import Training
+from harness import assert_bits
+from torch.utils.data import DataLoader
+
+import zero_ext
+from zero_ext.data import GlobalBatches
+
+STEPS = 4
+
+
+def flipping(place: int):
+    """A hook that flips a bit of one element."""
+
+    def flip(gradient):
+        flipped = gradient.contiguous().clone()
+        flipped.view(-1).view(torch.uint8)[place % flipped.nbytes] ^= 8
+        return flipped
+
+    return flip
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_replays_change_no_bit(stage, mesh, rank, world):
+    plain, replayed = (Training(stage, rank, world, mesh=mesh) for _ in range(2))
+    for _ in range(STEPS):
+        plain.step()
+        replayed.step(replay_every=2)
+    assert plain.fingerprint() == replayed.fingerprint()
+    assert plain.batches.state_dict() == replayed.batches.state_dict()
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_flipped_bit_is_named_before_the_update(stage, mesh, rank, world):
+    for seed in range(5):
+        draw = random.Random(10 * stage + seed)
+        training = Training(stage, rank, world, mesh=mesh)
+        trained = [(n, p) for n, p in training.model.named_parameters() if p.requires_grad]
+        faulty, every, first = draw.randrange(world), draw.randint(1, 3), draw.randrange(1, STEPS)
+        name, parameter = draw.choice(trained)
+        place = draw.randrange(100)
+        for _ in range(first):
+            training.step(replay_every=every)
+        if rank == faulty:
+            parameter.register_hook(flipping(place))
+        other = (faulty + 1) % world
+        with pytest.raises(RuntimeError) as error:
+            for _ in range(every):
+                before = training.fingerprint()
+                training.step(replay_every=every)
+        assert f"the gradient of '{name}' in micro-batch" in str(error.value)
+        assert f"between rank {faulty} and rank {other}" in str(error.value)
+        assert training.fingerprint() == before
+
+
+class Noisy(torch.nn.Module):
+    """It counts its forwards in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(7, 3)
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x):
+        self.forwards += 1
+        return self.first(x)
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+def test_a_replay_leaves_no_trace_in_buffers(mesh, rank, world):
+    model = zero_ext.shard(Noisy(), 2, mesh=mesh, reduction="exchange")
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1)
+    samples = torch.randn(12 * world, 7, device="cpu", generator=torch.Generator().manual_seed(0))
+    batches = GlobalBatches(samples, 3, 2 * world, num_replicas=world, rank=rank)
+    loader = DataLoader(samples, batch_sampler=batches)
+
+    def loss_of(x):
+        return model(x.to(torch.get_default_device())).square().mean()
+
+    for step in batches.steps(loader, model, replay_every=1, loss_of=loss_of):
+        for x in step:
+            loss_of(x).backward()
+        optimizer.step(divide_by=len(step))
+        optimizer.zero_grad()
+    assert_bits(model.forwards, torch.tensor(4.0))
+
+
+def test_arguments_without_sense_are_named():
+    training = Training(1, 0, 1, mesh="alone")
+    loader = training._loader
+    with pytest.raises(ValueError, match="replay_every needs loss_of"):
+        training.batches.steps(loader, training.model, replay_every=3)
+    with pytest.raises(ValueError, match="replay_every must be at least 1"):
+        training.batches.steps(loader, training.model, replay_every=0, loss_of=len)
+    training.step(replay_every=1)  # one rank: there is no other one

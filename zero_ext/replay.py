@@ -1,0 +1,114 @@
+"""Replay: another rank runs a micro-batch again, and the gradients must have the same bits.
+
+A processor that computes wrongly leaves no other trace. Each rank runs one micro-batch of the rank
+before it. What is compared are the gradients of one rank, before ranks add theirs.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_ext import _C
+from zero_ext.fingerprints import tensor_sums
+from zero_ext.ranks.agreement import of_all_ranks
+from zero_ext.ranks.groups import Groups
+
+Sums = dict[str, tuple[int, int]]  # of each parameter's gradient
+
+
+class Replay:
+    """The comparison of one step.
+
+    Args:
+        loss_of: Of a micro-batch, as in the loop.
+        batch_of: Of micro-batch k of the step, with its seed: a context.
+        own, other: The micro-batches that are run twice: this rank's, and that of the rank before.
+    """
+
+    def __init__(
+        self,
+        loss_of: Callable[[Any], Tensor],
+        batch_of: Callable[[int], contextlib.AbstractContextManager[Any]],
+        model: nn.Module,
+        groups: Groups,
+        own: int,
+        other: int,
+    ):
+        self._loss_of, self._batch_of, self._groups = loss_of, batch_of, groups
+        self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._buffers = list(model.buffers())
+        self._own, self._other = own, other
+        self._sums: Sums = {}
+
+    @contextlib.contextmanager
+    def watching(self, k: int) -> Iterator[None]:
+        """Inside it the loop runs micro-batch ``k``."""
+        hooks = []
+        if k == self._own:
+            for name, parameter in self._parameters.items():
+                hooks.append(parameter.register_hook(lambda g, name=name: self._add(name, g)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _add(self, name: str, gradient: Tensor) -> None:
+        self._sums[name] = _sums_of(name, gradient)
+
+    def compare(self, step: int) -> None:
+        """After the rank's own micro-batches. Collective.
+
+        Raises:
+            RuntimeError: on every rank, where gradients differ.
+        """
+        again = self._run_again()
+        what, world = f"the replay of step {step}", self._groups.world
+        digests = [_C.digest(repr(sorted(each.items())).encode()) for each in (self._sums, again)]
+        everyone = of_all_ranks(digests, self._groups, what)
+        if all(everyone[rank - 1][0] == everyone[rank][1] for rank in range(world)):
+            return
+        found = of_all_ranks((self._own, self._sums, again), self._groups, what)
+        differing = [
+            (rank, k, _first_difference(own, found[(rank + 1) % world][2]))
+            for rank, (k, own, _) in enumerate(found)
+        ]
+        raise RuntimeError(
+            f"{self._groups.where}{what}: {self._told([each for each in differing if each[2]])} "
+            "One of the ranks of a pair computes wrongly, and the step was not made. Test their "
+            "processors, and go on without them."
+        )
+
+    def _told(self, differing: list[tuple[int, int, str]]) -> str:
+        ranks = self._groups.global_ranks
+        pairs = [
+            f"the gradient of '{name}' in micro-batch {k} differs between rank {ranks[rank]} and "
+            f"rank {ranks[(rank + 1) % len(ranks)]}."
+            for rank, k, name in differing
+        ]
+        return " ".join(pairs)
+
+    def _run_again(self) -> Sums:
+        """The backward of a micro-batch, without a trace in the model."""
+        buffers = [(buffer, buffer.clone()) for buffer in self._buffers]
+        with self._batch_of(self._other) as batch:
+            loss = self._loss_of(batch)
+            gradients = torch.autograd.grad(loss, [*self._parameters.values()], allow_unused=True)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        pairs = zip(self._parameters, gradients, strict=True)
+        return {name: _sums_of(name, g) for name, g in pairs if g is not None}
+
+
+def _sums_of(name: str, gradient: Tensor) -> tuple[int, int]:
+    return tensor_sums(name, "grad", gradient.detach())
+
+
+def _first_difference(own: Sums, again: Sums) -> str:
+    """The name of a parameter, or nothing."""
+    differing = (name for name in [*own, *again] if own.get(name) != again.get(name))
+    return next(differing, "")
