@@ -7,7 +7,9 @@ compares torch before and after with that list. Each entry says why it is needed
 Tested with torch 2.13. ``csrc/core/torch_internals.h`` is the same for C++.
 """
 
+import atexit
 import functools
+import time
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 from types import FunctionType
@@ -47,6 +49,7 @@ __all__ = [
 # The names and types of an operator's arguments, and which of them it writes to.
 schema_of = attrgetter("_schema")
 
+_EXIT_S = 0.05  # a thread needs microseconds, once it runs
 # What undoes each change of torch.
 _undo: list[Callable[[], None]] = []
 
@@ -202,3 +205,18 @@ def wrapper_around(owner: nn.Module, key: str) -> str | None:
         return FullyShardedDataParallel.__name__
     around: Iterable[nn.Module] = (m for m in _module_state_mapping if owner in m.modules())
     return next(iter(wrappers_of(around).values()), None)
+
+
+# ---- Threads of process groups ----
+
+
+@functools.cache
+def let_threads_finish_at_exit() -> None:
+    """A thread of gloo may hold the last reference to a tensor of a collective that has ended.
+
+    It then waits for the interpreter. If that has gone, the thread aborts the process, or the
+    process waits for the thread: the exit code of a finished training is -6, and torchrun begins it
+    again. ``destroy_process_group()`` ends the threads of groups that nothing else holds. A sharded
+    module holds its group.
+    """
+    atexit.register(time.sleep, _EXIT_S)

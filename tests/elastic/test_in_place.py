@@ -12,8 +12,10 @@ from zero_ext.elastic.in_place import Members, NewRound, current_members
 RUN = "test"
 
 
-def members_of(store, *, min_ranks: int = 1, settle_s: float = 0.1) -> Members:
-    return Members(store, RUN, min_ranks, settle_s)
+def members_of(
+    store, *, min_ranks: int = 1, settle_s: float = 0.1, answer_s: float = 60.0
+) -> Members:
+    return Members(store, RUN, min_ranks, settle_s, answer_s)
 
 
 def places(met) -> list[tuple[int, int]]:
@@ -52,6 +54,13 @@ def test_a_round_waits_for_enough_ranks():
             first.result(timeout=0.2)
         second = members_of(store, min_ranks=2, settle_s=0.01).meet()
         assert places([first.result(), second]) == [(0, 2), (1, 2)]
+
+
+def test_a_process_goes_on_alone_where_all_members_were_lost():
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        assert len([*pool.map(Members.meet, [members_of(store), members_of(store)])]) == 2
+    assert places([members_of(store, answer_s=0.05).meet()]) == [(0, 1)]
 
 
 def test_a_run_that_has_ended_takes_nobody():

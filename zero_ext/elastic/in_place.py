@@ -4,7 +4,8 @@ Note [Meeting through a store]
 A round is a number in the store. A process that wants to train arrives in the open round. When
 nobody else has arrived for a while, any of them closes it: the first one to write the list of
 members wins. A process that is not in the list asks the members to meet again, and waits for the
-next round. A member that has lost another one opens the next round and arrives in it.
+next round. A member that has lost another one opens the next round and arrives in it. Where all
+members were lost, nobody answers, and the process that has asked opens the next round.
 """
 
 import contextlib
@@ -35,9 +36,12 @@ class NewRound(BaseException):
 class Members:
     """What one process knows of the rounds."""
 
-    def __init__(self, store: dist.Store, run_id: str, min_ranks: int, settle_s: float):
+    def __init__(
+        self, store: dist.Store, run_id: str, min_ranks: int, settle_s: float, answer_s: float
+    ):
         self._store = dist.PrefixStore(f"zero_ext/{run_id}", store)
-        self.run_id, self._min_ranks, self._settle_s = run_id, min_ranks, settle_s
+        self.run_id, self._min_ranks = run_id, min_ranks
+        self._settle_s, self._answer_s = settle_s, answer_s
         self._name = secrets.token_hex(4)
         self._round = 0
         self.failures = 0  # since the last finished step
@@ -59,10 +63,18 @@ class Members:
             if self._name in members:
                 rank = members.index(self._name)
                 return rank, len(members), dist.PrefixStore(f"round{self._round}", self._store)
-            self._store.set(f"{self._round}/asked", self._name)
-            while self._open_round() == self._round and not self._store.check(["ended"]):
-                time.sleep(_POLL_S)
+            self._ask()
         return None
+
+    def _ask(self) -> None:
+        """Wait for the next round, or open it."""
+        self._store.set(f"{self._round}/asked", self._name)
+        deadline = time.monotonic() + self._answer_s
+        while self._open_round() == self._round and not self._store.check(["ended"]):
+            if time.monotonic() > deadline:
+                self.open_next()
+                return
+            time.sleep(_POLL_S)
 
     def _open_round(self) -> int:
         return int(self._store.compare_set("round", "", "0"))
@@ -121,14 +133,15 @@ def train_in_place(
         min_ranks: Fewer do not begin a round.
         settle_s: A round begins when nobody has arrived for so long.
         backend: As of ``init_process_group``.
-        timeout_s: Of the process group: after that a rank that has stopped is lost.
+        timeout_s: Of the process group: after that a rank that has stopped is lost. Longer than a
+            step: members that do not answer a new process in two steps are lost.
     Returns:
         What ``train`` has returned; None if the run had ended when this process came.
     Raises:
         RuntimeError: that of ``train``, where three rounds in a row have not finished a step.
     """
     check_count("min_ranks", min_ranks)
-    members = Members(store, run_id, min_ranks, settle_s)
+    members = Members(store, run_id, min_ranks, settle_s, 2 * timeout_s)
     token = _current.set(members)
     try:
         while (place := members.meet()) is not None:

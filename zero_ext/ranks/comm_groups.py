@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from zero_ext._torch import let_threads_finish_at_exit
 from zero_ext.ranks import environment
 from zero_ext.ranks.groups import CPU, Groups
 
@@ -86,10 +87,9 @@ def comm_groups(groups: Groups) -> Iterator[CommGroups]:
     if groups.world == 1:
         yield CommGroups({})
         return
-    parent = groups.parent
-    store = store_of(groups)
-    # No name is used again: the store still holds the addresses of the group that had it. The store
-    # counts, because a rank that has come later has made fewer engines.
+    let_threads_finish_at_exit()
+    parent, store = groups.parent, store_of(groups)
+    # The store keeps a name's addresses: none is used again, also by a rank that has come later.
     number = (store.add(f"zero_ext/{parent.group_name}", 1) - 1) // groups.world
     replica, shard = divmod(groups.rank, groups.shards)
     wanted = [(purpose, 0, groups.rank, groups.global_ranks) for purpose in ("reduce", "gather")]
