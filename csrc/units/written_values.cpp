@@ -17,10 +17,15 @@ uint64_t WrittenValues::sample_of(int64_t i) const {
   const Slot& slot = layout_.slot(i);
   if (!samples_ || full_.emptied() || slot.spec.numel == 0) return 0;
   const size_t itemsize = full_.tensor().element_size();
+  const char* const begin = static_cast<const char*>(full_.data()) + slot.offset * itemsize;
   const auto element = [&](int64_t element) {
     uint32_t bits = 0;
-    const char* data = static_cast<const char*>(full_.data()) + (slot.offset + element) * itemsize;
-    std::memcpy(&bits, data, std::min(sizeof(bits), itemsize));
+    const char* data = begin + element * itemsize;
+    if (itemsize >= sizeof(bits)) {
+      std::memcpy(&bits, data, sizeof(bits));
+    } else {
+      std::memcpy(&bits, data, itemsize);
+    }
     return bits;
   };
   return (uint64_t{element(slot.spec.numel / 2)} << 32) | element(slot.spec.numel / 4);

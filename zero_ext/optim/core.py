@@ -43,11 +43,10 @@ class Core:
         self.state: _C.OptimizerState | None = None
         self.states: States | None = None
         self.shown = ShownStates(dict)
-        self.in_python = False
+        self.in_python = self.lent = False
         self.keywords: dict[str, Any] = {}
         self.skipped, self.settings = SkippedSteps(handle), StepSettings(handle, defaults)
         self.owners: Owners | None = None
-        self.lent = False
         self.given: tuple[type[torch.optim.Optimizer], Any] | None = None
         self.indices: Collection[int] = ()
         # The sharded parameters that train, with their indices and the numbers of their groups.
@@ -56,6 +55,7 @@ class Core:
         self._lists: list[list[Tensor]] = []  # of each group
         self._state_counts: list[int] = []  # of each group
         self._unfreezings = 0  # of the engine's parameters, which get a state once they train
+        self._ids: list[int] | None = None  # of the keys of ``shown``, if they are what trains
         # The index of each parameter that has had a state -> whether it was in a group.
         self._present: dict[int, bool] = {}
 
@@ -98,7 +98,7 @@ class Core:
         self.states.arrange(groups, trained)
         # Last: what has raised before is followed again.
         self.trained, self._unfreezings = trained, self.handle.unfreezings
-        self._lists = [list(group["params"]) for group in groups]
+        self._ids, self._lists = None, [list(group["params"]) for group in groups]
         self._state_counts = list(map(self.states.count_of, groups))
 
     def _show(self, trained: Trained, groups: Sequence[Group]) -> None:
@@ -112,13 +112,15 @@ class Core:
         self._present.update([(i, True) for _, i, _ in trained])
 
     def take_edits(self, groups: Sequence[Group]) -> None:
-        """A state that a user has emptied begins anew and is shown again. What users have written
-        to states is taken."""
-        values = {id(key): value for key, value in dict.items(self.shown)}
-        for each in self.trained:
-            parameter, i, g = each
-            if not values.get(id(parameter)) and self.states.forget(parameter, i, groups[g]):
-                self.states.show(self.shown, [each], groups)
+        """States that users have emptied begin anew. What they have written to states is taken."""
+        ids = list(map(id, dict.keys(self.shown)))
+        if ids != self._ids or not all(dict.values(self.shown)):
+            values = dict(zip(ids, dict.values(self.shown), strict=True))
+            for each in self.trained:
+                parameter, i, g = each
+                if not values.get(id(parameter)) and self.states.forget(parameter, i, groups[g]):
+                    self.states.show(self.shown, [each], groups)
+            self._ids = ids if set(ids) == {id(p) for p, _, _ in self.trained} else None
         self.states.end_copies(self.shown)
 
     def let_go(self) -> None:
