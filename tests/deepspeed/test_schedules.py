@@ -1,5 +1,7 @@
 """zero_ext.schedules: the rates that DeepSpeed's schedules of the same names set."""
 
+import inspect
+
 import pytest
 import torch
 from harness import MLP, mean_square
@@ -15,6 +17,7 @@ from zero_ext.deepspeed.schedules import (
     WarmupDecayLR,
     WarmupLR,
 )
+from zero_ext.integrations.deepspeed_file import from_hf
 
 # What DeepSpeed 0.19.8 sets for two groups with rates 0.5 and 0.25: of the first group when the
 # schedule is made and after each step, and of the second one at the end.
@@ -178,10 +181,34 @@ def test_a_schedule_goes_on_from_its_state(kind, arguments, first, last_of_secon
     assert [g["lr"] for g in later.param_groups] == [g["lr"] for g in optimizer.param_groups]
 
 
+@pytest.mark.parametrize("kind", [WarmupLR, WarmupDecayLR, WarmupCosineLR])
+def test_trainers_default_of_no_warmup_is_taken(kind):
+    """The same rates as with one step."""
+    transformers = pytest.importorskip("transformers")
+    arguments = transformers.TrainingArguments("out", use_cpu=True, report_to=[])
+    names = ["warmup_num_steps", "total_num_steps", "warmup_min_lr", "warmup_max_lr"]
+    names = [name for name in names if name in inspect.signature(kind).parameters]
+    file = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "scheduler": {"type": kind.__name__, "params": dict.fromkeys(names, "auto")},
+    }
+    chosen = from_hf(file, arguments, num_training_steps=5).scheduler
+    assert chosen.arguments["warmup_num_steps"] == 0
+    found = []
+    for steps in (0, 1):
+        optimizer = an_optimizer()
+        schedule = kind(optimizer, **{**chosen.arguments, "warmup_num_steps": steps})
+        found.append([])
+        for _ in range(5):
+            schedule.step()
+            found[-1].append(schedule.get_last_lr()[0])
+    assert found[0] == found[1] and max(found[0]) > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"warmup_num_steps": 0}, "warmup_num_steps is 0"),
+        ({"warmup_num_steps": -1}, "warmup_num_steps is -1"),
         ({"last_batch_iteration": "1"}, "last_batch_iteration is '1', not a count"),
         ({"warmup_type": "cubic"}, "warmup_type is 'cubic'"),
         ({"warmup_max_lr": [0.1, 0.2, 0.3]}, "warmup_max_lr has 3 rates, the optimizer 2 groups"),

@@ -299,7 +299,7 @@ class OneCycle(Schedule):
 
 class _Warmup:
     def __init__(self, steps: int, kind: str):
-        _count("warmup_num_steps", steps)
+        _count("warmup_num_steps", steps, least=0)  # Trainer fills in 0 for "auto"
         if kind not in ("log", "linear"):
             raise ValueError(f"zero_ext: warmup_type is {kind!r}: choose 'log' or 'linear'.")
         self.steps = max(2, steps)
