@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from operator import attrgetter
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -50,6 +50,7 @@ __all__ = [
 schema_of = attrgetter("_schema")
 
 _EXIT_S = 0.05  # a thread needs microseconds, once it runs
+_Function = TypeVar("_Function", bound=Callable)
 # What undoes each change of torch.
 _undo: list[Callable[[], None]] = []
 
@@ -105,6 +106,11 @@ def _untraced(torchs: Callable, function: Callable, is_needed: Callable[[], bool
 
 
 # ---- torch.compile ----
+
+
+def disable_compilation(function: _Function) -> _Function:
+    """``torch.compiler.disable``, whose result type checkers cannot bind to an object."""
+    return torch.compiler.disable(function)
 
 
 def run_as_it_is(function: FunctionType) -> FunctionType:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_ext import _C
+from zero_ext import _C, _torch
 from zero_ext.engine.checks import check_number
 from zero_ext.engine.clipping import checked_norm, clip_by_norm, serving_backwards
 from zero_ext.engine.handle import Handle
@@ -197,7 +197,7 @@ class Sharded(torch.optim.Optimizer):
         """``loss_scaler.scale(loss)``, or the loss itself without one."""
         return loss if self.loss_scaler is None else self.loss_scaler.scale(loss)
 
-    @torch.compiler.disable
+    @_torch.disable_compilation
     @torch.no_grad()
     def step(
         self,
@@ -280,7 +280,7 @@ class Sharded(torch.optim.Optimizer):
         self.zero_core.report_skipped(wait=True)
         return self.zero_core.skipped.count
 
-    @torch.compiler.disable
+    @_torch.disable_compilation
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Also discards the sums of micro-batches that ran inside ``no_sync()``."""
         core = self.zero_core
@@ -294,7 +294,7 @@ class Sharded(torch.optim.Optimizer):
             core.handle.adopt(unfrozen)
             self.follow_groups()
 
-    @torch.compiler.disable
+    @_torch.disable_compilation
     @torch.no_grad()
     def clip_grad_norm_(
         self,
