@@ -120,7 +120,7 @@ class CopyFile:
     def __init__(self, path: Path):
         self._path = path
         self._mapped: Any = None
-        self._memory = torch.empty(0, dtype=torch.uint8)  # the same bytes
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the same bytes
         # Of the last copy. They change when the optimizer or its states do.
         self._values: list[tuple[str, int, torch.dtype]] = []
         self._index, self._targets = b"", []

@@ -67,7 +67,7 @@ class Keeper:
 
     def keep(self, step: int, values: dict[str, Tensor], objects: bytes) -> None:
         """Collective where copies go to another host. A full folder is a warning, once."""
-        copy = torch.empty(0, dtype=torch.uint8)
+        copy = torch.empty(0, dtype=torch.uint8, device="cpu")
         with self._telling_of_full_memory(step):
             copy = self._own[step % 2].write(step, values, objects)
         if self._partners.buddy is not None:
@@ -92,12 +92,12 @@ class Keeper:
 
     def _exchange(self, step: int, copy: Tensor) -> None:
         """Send this rank's copy, which is empty where there was no memory, and keep the others'."""
-        sizes = {rank: torch.empty(1, dtype=torch.int64) for rank in self._others}
-        self._send(torch.tensor([copy.numel()]), sizes)
+        sizes = {rank: torch.empty(1, dtype=torch.int64, device="cpu") for rank in self._others}
+        self._send(torch.tensor([copy.numel()], device="cpu"), sizes)
         received = {}
         for rank, files in self._others.items():
             size = int(sizes[rank])
-            received[rank] = torch.empty(size, dtype=torch.uint8)
+            received[rank] = torch.empty(size, dtype=torch.uint8, device="cpu")
             with self._telling_of_full_memory(step):
                 received[rank] = files[step % 2].begin(size)[:size]
         self._send(copy, received)

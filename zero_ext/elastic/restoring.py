@@ -163,7 +163,8 @@ class _Reader:
     def _flat(self, key: str, target: Tensor) -> Tensor:
         if isinstance(target, ShardTensor):
             return target.local
-        return torch.empty(target.numel(), dtype=getattr(torch, self._entries[key].dtype))
+        dtype = getattr(torch, self._entries[key].dtype)
+        return torch.empty(target.numel(), dtype=dtype, device="cpu")
 
     def _elements(self, wanted: list[_Wanted]) -> Iterator[tuple[str, int, Tensor]]:
         yield from self._readable(wanted, self._copies.readable)
@@ -201,7 +202,7 @@ class _Reader:
                 work.append((dist.isend(wire, group=self._peers, group_dst=rank), wire))
             if coming := everyones_heads[rank][groups.rank]:
                 sizes = [numel * dtype.itemsize for _, _, numel, dtype in coming]
-                buffer = torch.empty(sum(sizes), dtype=torch.uint8)
+                buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
                 work.append((dist.irecv(buffer, group=self._peers, group_src=rank), buffer))
                 received.append((coming, buffer.split(sizes)))
         with naming(_WHAT):
