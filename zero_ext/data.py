@@ -342,9 +342,13 @@ class _Replays(NamedTuple):
     groups: Groups
 
     def of_step(self, epoch: int, step: int, number: int) -> Replay | None:
-        """That of a step, if one is due, there are several ranks, and each has a micro-batch."""
+        """That of a step, if one is due and several ranks have equally many micro-batches.
+
+        Else a rank would wait here for ranks that still need it in their backwards.
+        """
         rank, world = self.owner.rank, self.groups.world
-        if number % self.every or world == 1 or not self.owner.numbers(step, world - 1):
+        most, least = (len(self.owner.numbers(step, r)) for r in (0, world - 1))
+        if number % self.every or world == 1 or most != least or not most:
             return None
         turn = number // self.every  # another micro-batch each time
 

@@ -15,11 +15,13 @@ from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_ext import _C
 from zero_ext.engine.checks import check_module
 from zero_ext.engine.registry import find
+from zero_ext.optim.owners import Owners
 from zero_ext.optim.sharded import Sharded
 from zero_ext.optim.whole import Whole
 from zero_ext.ranks.agreement import calling
@@ -153,10 +155,16 @@ def _states(
             state = optimizer.state.get(parameter, {})
             for kind in sorted(state, key=str):
                 of_owner = core is not None and isinstance(core.states, Whole)
-                if of_owner and not core.owners.owns(find(parameter)[1]):
+                if of_owner and not _counts_for_owner(core.owners, find(parameter)[1], groups):
                     continue
                 where = groups._replace(rank=0) if of_owner and core.owners.group else groups
                 yield from _part(names[id(parameter)], str(kind), state[kind], where)
+
+
+def _counts_for_owner(owners: Owners, i: int, groups: Groups) -> bool:
+    """Each replica has an owner of a parameter: that of the first one counts."""
+    ranks = groups.world if owners.group is None else dist.get_world_size(owners.group)
+    return owners.owns(i) and groups.rank < ranks
 
 
 def tensor_sums(name: str, kind: str, value: Tensor) -> tuple[int, int]:
