@@ -53,7 +53,7 @@ def test_the_rest_is_debug(anywhere, rank, path, caplog):
         f"parameters in {torch.float32}",
         "trained from now on: ['layers.0.weight']",
         f"writes checkpoint '{path}'",
-        f"loaded checkpoint '{path}'",
+        f"ended load() of checkpoint '{path}': ",
         "offloaded states: ['grad']",
         "offloaded states: none",
     ):

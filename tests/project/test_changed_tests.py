@@ -19,8 +19,11 @@ from changed_tests import FOLDERS, affected_folders
         ("tests/conftest.py", FOLDERS),
         ("tests/support/harness.py", FOLDERS),
         ("setup.py", FOLDERS),
-        ("zero_ext/info.py", {"device", "integrations", "properties"}),
-        ("zero_ext/deepspeed/config.py", {"deepspeed", "device", "integrations", "properties"}),
+        ("zero_ext/info.py", {"data", "device", "integrations", "properties"}),
+        (
+            "zero_ext/deepspeed/config.py",
+            {"data", "deepspeed", "device", "integrations", "properties"},
+        ),
     ],
 )
 def test_what_one_file_affects(file, folders):

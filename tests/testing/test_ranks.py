@@ -117,6 +117,7 @@ def test_every_rank_s_failure_is_told_and_the_next_run_has_new_processes():
         failures = raised.value.failures
         assert [failures[rank].kind for rank in range(3)] == ["hung", "died", "KeyError"]
         assert "fail_in_three_ways" in failures[0].details, "the stack of the rank that hung"
+        assert failures[0].details.endswith("in <module>\n"), "to its end"
         assert "a word" in failures[2].details and raised.value.results == {}
     with Ranks(1) as ranks:
         with pytest.raises(RanksError, match="lambda"):

@@ -186,7 +186,7 @@ def load_contents(
         {name: values[contents.keys[name]] for name in names},
         {name: templates.get(contents.keys[name], value) for name, value in objects.items()},
     )
-    _log.debug("%s%s: %d values", groups.where, what, len(values))
+    _log.debug("%sended %s: %d values", groups.where, what, len(values))
     return contents.extra
 
 

@@ -210,6 +210,9 @@ class Ranks:
         each = self._processes[rank]
         os.kill(each.process.pid, worker.STACKS)
         deadline = time.monotonic() + _STACKS_S
-        while not each.stacks.read_text() and time.monotonic() < deadline:
+        # The main thread's stack is written last, and a line at a time.
+        while not each.stacks.read_text().endswith("in <module>\n"):
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.01)
         return Failure("hung", f"no end within {self.timeout_s:g} s", each.stacks.read_text())
