@@ -102,11 +102,13 @@ def test_error_messages_are_in_the_sources():
         assert any(re.search(pattern, text, re.DOTALL) for text in texts), message
 
 
-def test_the_reference_names_every_key_and_variable():
+def test_the_reference_names_every_key_and_variable(tmp_path):
     model = zero_ext.shard(torch.nn.Linear(3, 2), stage=1)
     optimizer = zero_ext.optim.wrap(torch.optim.Muon, [model.weight])
+    with zero_ext.elastic.Run(model, optimizer, run_id="keys", folder=tmp_path) as run:
+        of_run = zero_ext.stats(run)
     keys = {
-        "key of `stats`": zero_ext.stats(optimizer) | zero_ext.stats(model),
+        "key of `stats`": zero_ext.stats(optimizer) | zero_ext.stats(model) | of_run,
         "key of `estimate_memory`": zero_ext.estimate_memory(torch.nn.Linear(3, 2), 2, 2),
     }
     for header, actual in keys.items():

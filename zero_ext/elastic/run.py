@@ -133,10 +133,10 @@ class Run:
             from_all_ranks(None, self._groups)
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    @property
-    def copy_bytes(self) -> int:
-        """The host memory that this rank's copies and those of its partners take."""
-        return self._keeper.nbytes
+    def stats(self) -> dict[str, int]:
+        """``steps``: see ``step``. ``bytes_copies``: the host memory that this rank's copies take,
+        with those that it keeps for ranks of other hosts."""
+        return {"steps": self.step, "bytes_copies": self._keeper.nbytes}
 
     def keep(self) -> None:
         """Keep the state after a step. Call it on every rank, after ``zero_grad()``.

@@ -64,6 +64,7 @@ def estimate_memory(
     state_dtype: str = "fp32",
     owners: bool = False,
     offload_policy: OffloadPolicy | None = None,
+    copies: int = 0,
     device: torch.device | str | None = None,
 ) -> dict[str, int]:
     """Bytes that sharding ``module`` over ``world_size`` ranks with AdamW will hold on each.
@@ -87,6 +88,7 @@ def estimate_memory(
         state_dtype: As for ``optim.AdamW``.
         owners: Whether the optimizer is one of ``optim.wrap`` that needs whole parameters. Their
             owners keep ``owner_masters`` then. ``optimizer_state`` is 0: add what the class keeps.
+        copies: On how many hosts ``elastic.Run`` keeps each step of a rank: 1, or 2 with a buddy.
         device: Where it will be trained; default: where its parameters are, the CPU if that is the
             meta device.
     Returns:
@@ -94,12 +96,14 @@ def estimate_memory(
         ``persistent``, and what comes on top of it: ``gathered``, the most that stage 3 gathers at
         once while the passes keep their order (less where ranks of one host gather nothing ahead),
         and ``buckets``, the most that the two buckets can add. ``offloaded`` is what
-        ``offload_policy`` keeps in host memory instead. Padding included. None of these grows with
+        ``offload_policy`` keeps in host memory instead. ``copies`` is what files in host memory
+        take: two on each host, without their indices. Padding included. None of these grows with
         the number of ranks. Of 8-bit states and of ``owner_masters``, what the rank with the most
         of them holds.
     Raises:
         ValueError, TypeError: a stage, a number of ranks or of shards, a size, a reduction, a
-            dtype, a form of states, units or a device that cannot be.
+            dtype, a form of states, or units that cannot be.
+        RuntimeError: torch knows no such device.
     """
     check_module(module, "estimate_memory()")
     options = ShardingOptions(
@@ -114,8 +118,11 @@ def estimate_memory(
     _check_ranks(world_size, shards)
     check_bool("local_accumulation", local_accumulation)
     check_bool("owners", owners)
+    if copies not in (0, 1, 2):
+        raise ValueError(f"zero_ext: copies must be 0, 1 or 2, not {copies!r}.")
     check_state_dtype(state_dtype)
-    kind = _device_of(module, device).type
+    devices = (p.device for p in module.parameters()) if device is None else (device,)
+    kind = torch.device(next(iter(devices), "cpu")).type
     plan = plan_module(parameters_of(Tree(module)), options, units)
     planned = planned_units(plan, world_size, shards, kind)
     offloads = options.offloads and kind != "cpu"
@@ -130,6 +137,9 @@ def estimate_memory(
     result["gathered"] = 0 if plan.blocks is None else _gathered_bytes(plan.blocks, planned, ahead)
     in_buckets = (unit.bucket_bytes(local) for unit in planned if unit.plan.trainable)
     result["buckets"] = 2 * max(in_buckets, default=0) if world_size > 1 or offloads else 0
+    whole = [*module.buffers(), *(p for p in frozen if stays_whole(p) or stage < 3)]
+    kept = [unit.kept_bytes(None if owners else state_dtype) for unit in planned]
+    result["copies"] = 2 * copies * sum([*kept, *(tensor.nbytes for tensor in whole)])
     return result
 
 
@@ -163,21 +173,8 @@ def _check_ranks(world_size: int, shards: int) -> None:
         )
 
 
-def _device_of(module: nn.Module, device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        try:
-            return torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(
-                "zero_ext: device must be a torch.device or the name of one, such as 'cuda', not "
-                f"{device!r}."
-            ) from error
-    return next((p.device for p in module.parameters()), torch.device("cpu"))
-
-
 class PlannedUnit(NamedTuple):
-    """What the memory of one unit follows from. ``block``: see ``Part``. ``options``: what they are
-    on the unit's device."""
+    """What the memory of one unit follows from. ``block``: see ``Part``."""
 
     plan: UnitPlan
     block: int | None
@@ -194,10 +191,10 @@ class PlannedUnit(NamedTuple):
     def range_numel(self) -> int:
         return self.layout.range_numel
 
-    def state_bytes(self, state_dtype: str) -> int:
-        """Of both moments."""
+    def state_bytes(self, state_dtype: str | None) -> int:
+        """Of both moments, if there are any."""
         if state_dtype != "int8":
-            return 2 * self.range_numel * (2 if state_dtype == "bf16" else _FP32_BYTES)
+            return 2 * self.range_numel * {"fp32": _FP32_BYTES, "bf16": 2, None: 0}[state_dtype]
         held: Counter[int] = Counter()  # bytes by range
         for i in range(self.layout.size):
             in_blocks = self.layout.slot(i).numel >= _BLOCKED_NUMEL
@@ -206,6 +203,12 @@ class PlannedUnit(NamedTuple):
                 blocks = -(-numel // _BLOCK_NUMEL) * (_BLOCK_NUMEL + _FP32_BYTES)
                 held[piece.range] += 2 * (blocks if in_blocks else numel * _FP32_BYTES)
         return max(held.values(), default=0)
+
+    def kept_bytes(self, state_dtype: str | None) -> int:
+        """Of its range in a copy: master and optimizer state, or values of what is frozen."""
+        if not self.plan.trainable:
+            return self.range_numel * self.itemsize
+        return self.range_numel * _FP32_BYTES + self.state_bytes(state_dtype)
 
     @property
     def has_copy_on_host(self) -> bool:
@@ -265,7 +268,7 @@ def _persistent_bytes(
             for kind, size in (
                 ("master", share * _FP32_BYTES if unit.has_master else 0),
                 ("grad", (unit.layout.padded_numel if local else share) * _FP32_BYTES),
-                ("optimizer_state", unit.state_bytes(state_dtype) if state_dtype else 0),
+                ("optimizer_state", unit.state_bytes(state_dtype)),
             ):
                 result["offloaded" if unit.options.offloads else kind] += size
     return result
