@@ -6,6 +6,8 @@ targets, files and modules are checked. `text`: output and forms, not run.
 """
 
 import ast
+import contextlib
+import functools
 import importlib
 import inspect
 import itertools
@@ -14,10 +16,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_type_hints
+from unittest import mock
 
 import pytest
 import torch
@@ -114,13 +117,43 @@ def reader(monkeypatch, shared_path, rank, world):
 @pytest.mark.parametrize("page", WITH_CODE, ids=str)
 def test_the_code_of_a_page_runs(page, reader, rank, world):
     for section in sections(page, *RUN):
-        given = names(section, rank, world, reader)
         heading = section[0].heading
-        given |= MORE_NAMES.get(heading, lambda given: {})(given)
-        for block in section:
-            run(block, given)
-            dist.barrier()
+        if heading in CUT_OFF:
+            with pytest.raises(CutOffError), cut_off(*CUT_OFF[heading]):
+                run_section(section, heading, rank, world, reader)
+        given = run_section(section, heading, rank, world, reader)
         CHECKS.get(heading, lambda given: None)(given)
+
+
+def run_section(
+    section: list[Block], heading: str, rank: int, world: int, reader: Path
+) -> dict[str, Any]:
+    given = names(section, rank, world, reader)
+    given |= MORE_NAMES.get(heading, lambda given: {})(given)
+    for block in section:
+        run(block, given)
+        dist.barrier()
+    return given
+
+
+class CutOffError(BaseException):
+    """Ends a script as the loss of a rank does."""
+
+
+@contextlib.contextmanager
+def cut_off(module: str, name: str, method: str, calls: int) -> Iterator[None]:
+    """The script ends after so many calls of a method."""
+    kind = getattr(importlib.import_module(module), name)
+    count, called = itertools.count(1), getattr(kind, method)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        result = called(*args, **kwargs)
+        if next(count) == calls:
+            raise CutOffError
+        return result
+
+    with mock.patch.object(kind, method, counted):
+        yield
 
 
 def run(block: Block, given: dict[str, Any]) -> None:
@@ -210,10 +243,43 @@ def a_logged_run(given: Names) -> Names:
     return a_run(given) | {"step": SimpleNamespace(number=0), "loss": torch.tensor(0.5)}
 
 
-def assert_bits_of_one_process(given: Names) -> None:
+def of_transformers(given: Names) -> Names:
+    transformers = pytest.importorskip("transformers")
+    given = given | global_batches(given)
+
+    class WithLoss(given["Model"]):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            logits = super().forward(x)
+            return {"loss": functional.cross_entropy(logits, labels), "logits": logits}
+
+    transformers.trainer_utils.set_seed(0)
+    rows = [{"x": x, "labels": y} for x, y in given["dataset"]]
+    return {"model": WithLoss(), "dataset": rows, "path": given["folder"] / "run", "epochs": 2}
+
+
+def assert_undisturbed(given: Names) -> None:
+    """The bits of a run that was not cut off."""
+    assert given["newest"].name == "checkpoint-4"
+    again = given["Trainer"](
+        of_transformers(given)["model"],
+        given["TrainingArguments"](given["folder"] / "again", **given["settings"]),
+        train_dataset=given["dataset"],
+        stage=2,
+    )
+    again.train()
+    for p, q in zip(given["model"].parameters(), again.model.parameters(), strict=True):
+        assert torch.equal(zero_ext.full_tensor(p), zero_ext.full_tensor(q))
+
+
+def assert_bits_of_one_process(given: Names, micro_batches: int = 12, **settings: Any) -> None:
     alone = zero_ext.shard(given["Model"](), stage=1, mesh="alone")
-    optimizer = zero_ext.optim.AdamW(alone.parameters(), lr=1e-3, max_grad_norm=1.0)
-    batches = zero_ext.data.GlobalBatches(given["dataset"], 4, 12, num_replicas=1, rank=0)
+    if "trainer" in given or "run" in given:
+        run = given["trainer"].lightning_module.run if "trainer" in given else given["run"]
+        assert run.source == "memory"  # of the script that was cut off
+    settings = settings or {"lr": 1e-3, "max_grad_norm": 1.0}
+    optimizer = zero_ext.optim.AdamW(alone.parameters(), **settings)
+    count = micro_batches
+    batches = zero_ext.data.GlobalBatches(given["dataset"], 4, count, num_replicas=1, rank=0)
     loader = torch.utils.data.DataLoader(given["dataset"], batch_sampler=batches)
     decay = 0.99 if "schedule" in given else 1.0
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
@@ -304,6 +370,7 @@ def assert_bytes_fall(given: Names) -> None:
 
 # What the code under a heading needs of the reader's script, and what it must have done.
 MORE_NAMES: dict[str, Callable[[Names], Names]] = {
+    "Accelerate": global_batches,
     "Accelerate, Transformers, Lightning": of_trainers,
     "Export to Hugging Face": a_language_model,
     "Resume with another number of ranks": a_run,
@@ -311,13 +378,25 @@ MORE_NAMES: dict[str, Callable[[Names], Names]] = {
     "Fingerprints": a_logged_run,
     "Going on with other ranks": global_batches,
     "Faulty processors": a_replay,
+    "Lightning": global_batches,
     "Losing and gaining ranks": global_batches,
     "The loop": global_batches,
     "Token budgets": by_tokens,
     "Whole values": a_run,
     "mpirun": mpi_alone,
+    "transformers.Trainer": of_transformers,
+}
+# Scripts that are run twice: at first they end after so many calls of a method.
+RUN_CLASS = ("zero_ext.elastic", "Run")
+CUT_OFF: dict[str, tuple[str, str, str, int]] = {
+    "Accelerate": (*RUN_CLASS, "keep", 3),
+    "Lightning": (*RUN_CLASS, "keep", 3),
+    "Losing and gaining ranks": (*RUN_CLASS, "keep", 2),
+    "transformers.Trainer": ("transformers", "Trainer", "_maybe_log_save_evaluate", 5),
 }
 CHECKS: dict[str, Callable[[Names], None]] = {
+    "Accelerate": functools.partial(assert_bits_of_one_process, micro_batches=6, lr=1e-2),
+    "Lightning": functools.partial(assert_bits_of_one_process, micro_batches=6, lr=1e-2),
     "A script of one process": assert_bytes_fall,
     "Export to Hugging Face": assert_exported,
     "Freeze and unfreeze": assert_unfrozen,
@@ -329,4 +408,5 @@ CHECKS: dict[str, Callable[[Names], None]] = {
     "A missing last batch": assert_each_sample_counted_once,
     "checkpoint": lambda given: given["saving"].result(),
     "mpirun": assert_translated,
+    "transformers.Trainer": assert_undisturbed,
 }
