@@ -39,8 +39,8 @@ def plot(logs: list[dict], path: Path) -> None:
         label = f"{log['name']}{held_out}, {log['bytes_held'] / 2**20:.0f} MiB per rank"
         if len(logs) == 1:
             axes.plot(log["loss"], color=f"C{i}", alpha=0.25, linewidth=0.7)
-        style = ("-", "--", ":", "-.")[i % 4]  # agreeing curves stay visible under each other
-        axes.plot(smooth(log["loss"]), style, color=f"C{i}", label=label)
+        style = ("-", "--", ":", "-.", (0, (1, 6)))[i % 5]  # agreeing curves stay visible
+        axes.plot(smooth(log["loss"]), linestyle=style, color=f"C{i}", label=label)
     axes.set(xlabel="step", ylabel="training loss, nats per byte", title="byte-level GPT")
     axes.grid(alpha=0.3)
     axes.legend()

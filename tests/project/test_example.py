@@ -1,4 +1,4 @@
-"""examples/train_lm.py at its smallest: two ranks as subprocesses, a dozen steps."""
+"""The examples at their smallest: two ranks as subprocesses, a dozen steps."""
 
 import importlib
 import json
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from launching import run_on_ranks
+
+from zero_ext import diff
 
 ROOT = Path(__file__).parents[2]
 TINY = "--size tiny --steps 12 --sequence 32 --batch-size 4 --text zero_text.txt".split()
@@ -91,6 +93,22 @@ def test_one_process_needs_no_torchrun(tmp_path):
 
     assert log["world"] == 1
     assert log["held_out_loss"] < log["loss"][0]
+
+
+def test_a_run_that_loses_a_rank_is_that_of_one_rank(tmp_path):
+    (tmp_path / "text.txt").write_text("".join(f"line {i * i}\n" for i in range(20_000)))
+    script = [str(ROOT / "examples" / "elastic.py"), "--text=text.txt"]
+    script += "--size tiny --steps 5 --sequence 16 --out".split()
+    for ranks, name, losing in ((3, "lost", 2), (2, "lost", None), (1, "alone", None)):
+        more = [] if losing is None else [f"--lose={losing}"]
+        result = run_on_ranks(ranks, *script, f"{tmp_path.name}-{name}", *more, cwd=tmp_path)
+        assert (result.returncode != 0) == (losing is not None), result.stderr[-4000:]
+    logs = [str(tmp_path / f"{tmp_path.name}-{name}/log.jsonl") for name in ("lost", "alone")]
+    lines = [json.loads(line) for line in Path(logs[0]).read_text().splitlines()]
+    assert [line["ranks"] for line in lines] == [3, 3, 2, 2, 2]
+    assert diff.main(logs) == 0
+    curves = json.loads((tmp_path / f"{tmp_path.name}-alone/log.json").read_text())
+    assert curves["loss"] == [line["loss"] for line in lines]
 
 
 @pytest.mark.timeout(300)
