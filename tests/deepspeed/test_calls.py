@@ -27,8 +27,8 @@ def test_a_script_with_the_import_changed(anywhere, rank, tmp_path):
     assert args.deepspeed and isinstance(engine, deepspeed.DeepSpeedEngine)
     train(engine, rank, [0], micros=1)
     assert engine.global_steps == 1
-    with pytest.raises(AttributeError, match=r"has no 'PipelineModule'\. It has DeepSpeedEngine"):
-        _ = deepspeed.PipelineModule
+    with pytest.raises(AttributeError, match=r"has no 'Pipeline'\. It has DeepSpeedEngine"):
+        _ = deepspeed.Pipeline
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -13,7 +13,7 @@ LINES = {
     "zero_ext": {
         "": 1990,
         "checkpoint": 2240,
-        "deepspeed": 3960,
+        "deepspeed": 4260,  # 300 of them: helpers.py and names.py
         "elastic": 1080,
         "engine": 2770,
         "integrations": 1420,

@@ -1,8 +1,13 @@
 """``deepspeed.accelerator.get_accelerator()``, as far as training scripts call it."""
 
+import functools
 from typing import Any
 
 import torch
+
+from zero_ext.deepspeed import names
+
+__getattr__ = functools.partial(names.child, __name__)
 
 
 class Accelerator:

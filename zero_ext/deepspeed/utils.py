@@ -4,14 +4,16 @@ The accessors are those of zero_ext/state/values.py, which check their arguments
 collective, but for those that get a local part.
 """
 
-import logging
+import functools
 from collections.abc import Callable, Iterable
+from logging import INFO, getLogger
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zero_ext.deepspeed import names
 from zero_ext.engine.registry import find
 from zero_ext.optim.sharded import Sharded
 from zero_ext.ranks.agreement import all_or_none
@@ -27,11 +29,12 @@ from zero_ext.state.values import (
 )
 from zero_ext.tensor.shard_tensor import ShardTensor
 
-logger = logging.getLogger("zero_ext")
+__getattr__ = functools.partial(names.child, __name__)
+logger = getLogger("zero_ext")
 _MARK = "_zero_ext_leaf"  # an attribute of leaf modules
 
 
-def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
+def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = INFO) -> None:
     """Log ``message`` on these ranks; -1 means all. A single process logs everything."""
     rank = dist.get_rank() if dist.is_initialized() else -1
     if rank == -1 or {rank, -1} & set(ranks or ()):

@@ -1,12 +1,14 @@
 """``deepspeed.zero``: what scripts call to reach parameters that stage 3 has released."""
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zero_ext.deepspeed import names
 from zero_ext.deepspeed.construction import Init as Init
 from zero_ext.deepspeed.construction import gathered, piece_of
 from zero_ext.deepspeed.status import ZeroParamStatus as ZeroParamStatus
@@ -16,6 +18,8 @@ from zero_ext.ranks.agreement import all_or_none
 from zero_ext.ranks.collectives import broadcast_
 from zero_ext.state.model_state import full_value
 from zero_ext.state.values import set_full_param
+
+__getattr__ = functools.partial(names.child, __name__)
 
 
 @contextlib.contextmanager
