@@ -8,11 +8,15 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
+from setups import values_of
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import zero_ext
 from zero_ext.engine.registry import find
+from zero_ext.optim.sharded import Sharded
 
 accelerate = pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -168,7 +172,8 @@ def test_a_script_for_which_nothing_was_sharded_is_named(anywhere, tmp_path):
     script = tmp_path / "plain.py"
     script.write_text("import sys\nimport accelerate\nflags = sys.argv[1:]\n")
     with pytest.warns(
-        UserWarning, match=r"plain\.py' has made no Accelerator.*zero_ext\.shard\(\)"
+        UserWarning,
+        match=r"plain\.py' has made no Distrib.*no Accelerator.*zero_ext\.shard\(\)",
     ):
         assert run([str(script), "--stage", "x"])["flags"] == ["--stage", "x"]
 
@@ -195,3 +200,94 @@ def test_lightning_starts_the_other_ranks_sharded_as_well(tmp_path):
     assert len(output[0]) == 2 and len({*output[0]}) == 1
     values = [[float(v) for v in lines[0][8:-1].split(",")] for lines in output]
     assert values[0] == pytest.approx(values[1], rel=1e-4)
+
+
+@pytest.fixture
+def process_group(anywhere):
+    """As_it_was ends that of one rank."""
+    if anywhere is None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+@pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*find_unused_parameters")
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        ("gan", 1),
+        ("gan", 3),
+        ("language_model", 2),
+        ("language_model", 3),
+        ("rnn", 2),
+        ("rnn", 3),
+        ("vae", 1),
+        ("vae", 3),
+    ],
+)
+def test_a_script_with_ddp_is_sharded(process_group, name, stage):
+    script = str(SCRIPTS / f"ddp_{name}.py")
+    plain, ours = stock(script, []), run(["--stage", str(stage), script])
+    assert len(plain["losses"]) == len(ours["losses"]) >= 6
+    assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-4)
+    model, optimizer = ours["model"], ours["optimizer"]
+    assert isinstance(model, DistributedDataParallel)
+    assert [*model.state_dict()] == [*plain["model"].state_dict()]
+    assert isinstance(optimizer, type(plain["optimizer"])) and isinstance(optimizer, Sharded)
+    assert zero_ext.stats(model.module)["reductions"] > 0
+    again = stock(script, [])  # nothing is left behind
+    assert again["losses"] == plain["losses"] and not isinstance(again["optimizer"], Sharded)
+
+
+@pytest.mark.skipif(os.environ.get("ZERO_EXT_CROSS_MEMORY") == "0", reason="as on two hosts")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_script_with_ddp_saves_and_resumes(process_group, rank, path, stage):
+    """On rank 0 alone, which reads the other ranks' values."""
+    script = str(SCRIPTS / "ddp_language_model.py")
+    path.mkdir(parents=True, exist_ok=True)
+    ours = run(["--stage", str(stage), script, "--out", str(path)])
+    file = str(path / "ckpt.pt")
+    saved = torch.load(file)["model"]
+    values = values_of(ours["raw_model"])
+    assert [*saved] == [*dict(ours["raw_model"].state_dict())]
+    for name, value in saved.items():
+        assert type(value) is torch.Tensor
+        if name in values:
+            assert torch.equal(value, values[name]), name
+    assert saved["wte.weight"].data_ptr() == saved["lm_head.weight"].data_ptr()
+    if rank == 0:
+        assert torch.equal(ours["sampled"], stock(script, ["--resume", file])["sampled"])
+    else:
+        stock(script, ["--resume", file])
+
+
+def test_what_has_no_counterpart_is_an_error(process_group, tmp_path):
+    module = tmp_path / "wraps.py"
+    module.write_text(
+        "import sys\n"
+        "from torch import nn\n"
+        "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+        "model = DDP(nn.Linear(3, 5), **eval(sys.argv[1]))\n"
+        "eval(sys.argv[2])\n"
+    )
+    for arguments, call, message in (
+        ("{'mixed_precision': 1}", "0", r"DistributedDataParallel\(mixed_precision\)"),
+        ("{'static_graph': True}", "model.register_comm_hook(None, print)", "register_comm_hook"),
+        ("{}", "model.join()", "leave it out, and call"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run([str(module), arguments, call])
+    made = run(
+        [
+            "--stage=1",
+            str(module),
+            "{'process_group': __import__('torch').distributed.group.WORLD}",
+            "0",
+        ]
+    )
+    model = made["model"]
+    assert model.require_backward_grad_sync
+    model.require_backward_grad_sync = False
+    model.require_backward_grad_sync = False
+    model(torch.ones(2, 3)).sum().backward()
+    assert zero_ext.stats(model.module)["reductions"] == 0
+    model.require_backward_grad_sync = True

@@ -1,8 +1,9 @@
 """``python -m zero_ext.integrations.run [--stage 3] SCRIPT args…`` shards an unedited script.
 
-Where the script makes an ``accelerate.Accelerator``, a ``transformers.Trainer`` or Lightning's
-``DDPStrategy``, it gets the one of this package. So it does where another library makes one, or an
-object of a subclass. ``-m MODULE args…`` runs a module. Launchers run this as a module:
+Where the script makes an ``accelerate.Accelerator``, a ``transformers.Trainer``, Lightning's
+``DDPStrategy`` or torch's ``DistributedDataParallel``, it gets the one of this package. So it does
+where another library makes one, or an object of a subclass. ``-m MODULE args…`` runs a module.
+Launchers run this as a module:
 ``torchrun --nproc-per-node 2 -m zero_ext.integrations.run --stage 3 SCRIPT args…``.
 """
 
@@ -20,7 +21,10 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+from torch.optim import Optimizer
+
 from zero_ext._warnings import warn
+from zero_ext.integrations import ddp
 from zero_ext.ranks import environment
 
 
@@ -36,6 +40,7 @@ class _Substitution(importlib.abc.MetaPathFinder):
             "transformers.trainer": self._replace_trainer,
             "lightning.pytorch": self._replace_lightnings,
             "pytorch_lightning": self._replace_lightnings,
+            "torch.nn.parallel.distributed": self._replace_ddp,
         }
         self._undo = ExitStack()
         self.made = 0  # objects of this package's classes
@@ -104,6 +109,11 @@ class _Substitution(importlib.abc.MetaPathFinder):
             command = _running_this(getattr(launcher, name))
             self._undo.enter_context(mock.patch.object(launcher, name, command))
 
+    def _replace_ddp(self, module: ModuleType) -> None:
+        self._replace(module.DistributedDataParallel, "ddp.ShardedDataParallel")
+        construct = ddp.remembering(Optimizer.__init__)
+        self._undo.enter_context(mock.patch.object(Optimizer, "__init__", construct))
+
 
 def _find(ours: str) -> type:
     module, name = ours.split(".")
@@ -164,9 +174,9 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
             values = runpy.run_path(chosen.script, run_name="__main__")
     if not substitution.made:
         warn(
-            f"zero_ext: '{chosen.script}' has made no Accelerator of accelerate, no Trainer of "
-            "transformers and no DDPStrategy of Lightning, and nothing was sharded for it. Call "
-            "zero_ext.shard() in the script."
+            f"zero_ext: '{chosen.script}' has made no DistributedDataParallel, no Accelerator of "
+            "accelerate, no Trainer of transformers and no DDPStrategy of Lightning, and nothing "
+            "was sharded for it. Call zero_ext.shard() in the script."
         )
     return values
 

@@ -1,0 +1,150 @@
+"""What a script gets where it makes a ``DistributedDataParallel``, see run.py."""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zero_ext.engine.registry import any_sharded
+from zero_ext.module.sharding import shard
+from zero_ext.optim.adoption import adopt
+from zero_ext.optim.groups import parameters_of
+from zero_ext.optim.sharded import Sharded
+from zero_ext.ranks import environment
+
+# Arguments that decide how DistributedDataParallel works, and no result.
+_WAYS = {
+    "bucket_cap_mb_list", "check_reduction", "device_ids", "dim", "find_unused_parameters",
+    "gradient_as_bucket_view", "init_sync", "output_device", "skip_all_reduce_unused_params",
+    "static_graph",
+}  # fmt: skip
+# Optimizers that the script has made, in the order of every rank.
+_made: "list[weakref.ref[torch.optim.Optimizer]]" = []
+
+
+def remembering(constructor: Callable) -> Callable:
+    """``torch.optim.Optimizer.__init__``, whose optimizers the next forward adopts."""
+
+    @functools.wraps(constructor)
+    def construct(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        constructor(self, *args, **kwargs)
+        _made.append(weakref.ref(self))
+
+    return construct
+
+
+class ShardedDataParallel(nn.Module):
+    """Shards ``module`` where DistributedDataParallel wraps it, with that class's methods.
+
+    The optimizer of its parameters is adopted by the first forward, whether it was made before or
+    after the module was sharded. ``state_dict()`` has whole values, also on one rank alone where
+    all ranks share a host.
+
+    Raises:
+        ValueError: an argument that changes results has no counterpart here.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *args: Any,
+        broadcast_buffers: bool | None = None,
+        forward_sync_buffers: bool | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        **ways: Any,
+    ):
+        nn.Module.__init__(self)
+        others = {name for name, value in ways.items() if value} - _WAYS
+        if others or len(args) > 3:
+            raise ValueError(
+                f"zero_ext: DistributedDataParallel({', '.join(sorted(others)) or 'more than 4'}) "
+                "has no counterpart under zero_ext.integrations.run. Leave it out."
+            )
+        stage, mesh = environment.stage(None), None
+        if process_group is not None:
+            mesh = DeviceMesh.from_group(process_group, next(module.parameters()).device.type)
+        self.module = shard(
+            module,
+            stage,
+            mesh=mesh,
+            broadcast_buffers=False not in (broadcast_buffers, forward_sync_buffers),
+            **({} if bucket_cap_mb is None else {"bucket_mb": bucket_cap_mb}),
+        )
+        if stage == 3:
+            module.__dict__["state_dict"] = functools.partial(_whole_state_dict, module)
+        self._no_sync: Any = None
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        for made in [*_made]:
+            optimizer = made()
+            sharded = optimizer is None or isinstance(optimizer, Sharded)
+            if not sharded and any_sharded(parameters_of(optimizer.param_groups)):
+                adopt(optimizer)
+                sharded = True
+            if sharded:
+                _made.remove(made)
+        return self.module(*inputs, **kwargs)
+
+    def no_sync(self) -> Any:
+        return self.module.no_sync()
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        return self._no_sync is None
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        if value == self.require_backward_grad_sync:
+            return
+        if value:
+            self._no_sync, left = None, self._no_sync
+            left.__exit__(None, None, None)
+        else:
+            self._no_sync = self.module.no_sync()
+            self._no_sync.__enter__()
+
+    def register_comm_hook(self, state: Any, hook: Callable) -> NoReturn:
+        """
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "zero_ext: register_comm_hook() has no counterpart under zero_ext.integrations.run: "
+            "gradients are exchanged in their own dtype, and added in fp32. Leave it out."
+        )
+
+    def join(self, *_: Any, **__: Any) -> NoReturn:
+        """
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(
+            "zero_ext: join() is for DistributedDataParallel. Ranks may run different numbers of "
+            "backwards: leave it out, and call optimizer.step() equally often on every rank."
+        )
+
+
+def _whole_state_dict(
+    module: nn.Module,
+    *args: Any,
+    destination: dict[str, Any] | None = None,
+    prefix: str = "",
+    keep_vars: bool = False,
+) -> dict[str, Any]:
+    """Whole values, although this rank may have released them."""
+    with module.summon_full_params(writeback=False):
+        state = type(module).state_dict(module, *args, prefix=prefix, keep_vars=keep_vars)
+        copies: dict[Any, Any] = {}  # those of tied parameters are one
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor):
+                place = value.data_ptr(), value.shape, value.stride()
+                state[name] = copies.setdefault(place, value.detach().clone())
+    if destination is None:
+        return state
+    return destination.update(state) or destination
