@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zero_ext.engine.offload import offload_states, reload_states
     from zero_ext.fingerprints import fingerprint, parameter_fingerprints
     from zero_ext.module.forward_methods import register_forward_method
+    from zero_ext.module.methods import no_sync, summon_full_params
     from zero_ext.module.sharding import shard
     from zero_ext.optim.scaler import LossScaler
     from zero_ext.state.ema import EMA
@@ -48,6 +49,7 @@ _MODULES = {
     "full_tensor": "state.values",
     "initialize": "deepspeed.initialization",
     "iter_full_params": "state.iteration",
+    "no_sync": "module.methods",
     "offload_states": "engine.offload",
     "parameter_fingerprints": "fingerprints",
     "register_forward_method": "module.forward_methods",
@@ -57,6 +59,7 @@ _MODULES = {
     "set_full_state": "state.values",
     "shard": "module.sharding",
     "stats": "engine.memory",
+    "summon_full_params": "module.methods",
     "unwrap": "state.unwrapping",
 }
 _PACKAGES = ("checkpoint", "data", "elastic", "optim")
@@ -76,6 +79,7 @@ __all__ = [
     "full_tensor",
     "initialize",
     "iter_full_params",
+    "no_sync",
     "offload_states",
     "ops",
     "optim",
@@ -87,6 +91,7 @@ __all__ = [
     "set_full_state",
     "shard",
     "stats",
+    "summon_full_params",
     "unwrap",
 ]
 

@@ -11,13 +11,13 @@ from test_rooms import ROOT, cpp_files, python_files
 # Lines of a room, rounded up to 10.
 LINES = {
     "zero_ext": {
-        "": 1990,
-        "checkpoint": 2240,
+        "": 2000,
+        "checkpoint": 2290,
         "deepspeed": 4260,  # 300 of them: helpers.py and names.py
         "elastic": 1080,
         "engine": 2770,
         "integrations": 1580,  # 140 of them: ddp.py
-        "module": 1130,
+        "module": 1150,
         "optim": 4230,
         "ranks": 630,
         "state": 980,

@@ -144,6 +144,18 @@ def is_checkpoint(path: Path) -> bool:
     return (path / METADATA).is_file()
 
 
+def latest(folder: str | os.PathLike) -> Path | None:
+    """The checkpoint in ``folder`` whose name ends with the largest number, such as ``step1500``.
+
+    None, if no checkpoint there is whole, or its name ends with a number. Not collective: where
+    other ranks may be saving, ask on one rank.
+    """
+    found = (Path(folder).iterdir()) if Path(folder).is_dir() else ()
+    numbers = {path: re.search(r"(\d+)$", path.name) for path in found if path.name[0] != "."}
+    whole = {path: int(n[1]) for path, n in numbers.items() if n and is_checkpoint(path)}
+    return max(whole, key=whole.__getitem__, default=None)
+
+
 def users_files(path: Path) -> list[Path]:
     """The entries of a folder that no save has written."""
     return [each for each in path.iterdir() if not _OURS.fullmatch(each.name)]

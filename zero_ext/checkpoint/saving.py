@@ -17,7 +17,7 @@ import os
 import secrets
 from collections.abc import Collection, Iterable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -31,13 +31,37 @@ from zero_ext.ranks.agreement import check_same_on_all_ranks
 from zero_ext.ranks.groups import Groups
 from zero_ext.state.model_state import ModelState, held_value
 
+_Path = str | os.PathLike
+_Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
+_Extra = dict[str, Any] | None
+
+
+@overload
+def save(
+    path: _Path,
+    model: nn.Module,
+    optimizer: _Optimizers = None,
+    *,
+    extra: _Extra = None,
+    async_: Literal[False] = False,
+) -> None: ...
+@overload
+def save(
+    path: _Path,
+    model: nn.Module,
+    optimizer: _Optimizers = None,
+    *,
+    extra: _Extra = None,
+    async_: Literal[True],
+) -> Future: ...
+
 
 def save(
-    path: str | os.PathLike,
+    path: _Path,
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    optimizer: _Optimizers = None,
     *,
-    extra: dict[str, Any] | None = None,
+    extra: _Extra = None,
     async_: bool = False,
 ) -> Future | None:
     """Write a checkpoint of ``model`` and ``optimizer``, between two steps. Collective.

@@ -16,7 +16,7 @@ from torch import nn
 
 from zero_ext._warnings import warn
 from zero_ext.checkpoint import failures, loading, pickles, saving
-from zero_ext.checkpoint.folders import is_checkpoint
+from zero_ext.checkpoint.folders import latest
 from zero_ext.checkpoint.optimizer_states import listed
 from zero_ext.elastic import in_place
 from zero_ext.elastic.keeping import Keeper, Partners
@@ -225,11 +225,8 @@ class Run:
         _log.info("%sgoes on after step %d, from %s", groups.where, self.step, self.source)
 
     def _newest_checkpoint(self) -> tuple[int, Path | None]:
-        here = self._checkpoints is not None and self._checkpoints.is_dir()
-        paths = self._checkpoints.iterdir() if here else ()
-        steps = {m[1]: path for path in paths if (m := re.fullmatch(r"step(\d+)", path.name))}
-        whole = [(int(step), path) for step, path in steps.items() if is_checkpoint(path)]
-        return max(whole, default=(-1, None))
+        path = None if self._checkpoints is None else latest(self._checkpoints)
+        return (-1, None) if path is None else (int(re.findall(r"\d+", path.name)[-1]), path)
 
     def _save(self) -> None:
         self._checkpoints.mkdir(parents=True, exist_ok=True)

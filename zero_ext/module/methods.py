@@ -148,6 +148,18 @@ class ShardedMethods:
                 parameter.data.copy_(value)  # autograd need not know: nothing has changed
 
 
+def no_sync(module: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """``module.no_sync()``, which type checkers do not know of a plain module's class."""
+    return module.no_sync()
+
+
+def summon_full_params(
+    module: nn.Module, writeback: bool = True
+) -> contextlib.AbstractContextManager[None]:
+    """``module.summon_full_params()``, which type checkers do not know."""
+    return module.summon_full_params(writeback)
+
+
 def refuse_taken_names(module: nn.Module) -> None:
     for name in _METHODS:
         own = getattr(module, name, None)
