@@ -260,6 +260,35 @@ def test_a_script_with_ddp_saves_and_resumes(process_group, rank, path, stage):
         stock(script, ["--resume", file])
 
 
+@pytest.mark.parametrize(
+    "wrapped", ["DDP(torch.compile(net, **eager))", "torch.compile(DDP(net), **eager)"]
+)
+def test_compiled_modules(process_group, rank, tmp_path, wrapped):
+    script = tmp_path / "compiles.py"
+    script.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+        "eager = {'backend': 'aot_eager'}\n"
+        "torch.manual_seed(0)\n"
+        "net = nn.Sequential(nn.Linear(13, 7), nn.GELU(), nn.Linear(7, 3))\n"
+        "optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)\n"
+        f"model = {wrapped}\n"
+        f"x = torch.linspace(-1, {rank + 1}, 26).view(2, 13)\n"
+        "for _ in range(3):\n"
+        "    loss = model(x).square().sum()\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+        "state = net.state_dict()\n"
+    )
+    plain, ours = stock(str(script), []), run(["--stage", "3", str(script)])
+    assert ours["loss"].item() == pytest.approx(plain["loss"].item(), rel=1e-4)
+    assert [*ours["state"]] == [*plain["state"]]
+    for name, value in plain["state"].items():
+        torch.testing.assert_close(ours["state"][name], value, rtol=1e-4, atol=1e-5)
+
+
 def test_what_has_no_counterpart_is_an_error(process_group, tmp_path):
     module = tmp_path / "wraps.py"
     module.write_text(

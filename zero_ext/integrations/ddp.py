@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero_ext._torch import disable_compilation
 from zero_ext.engine.registry import any_sharded
 from zero_ext.module.sharding import shard
 from zero_ext.optim.adoption import adopt
@@ -19,9 +20,9 @@ from zero_ext.ranks import environment
 
 # Arguments that decide how DistributedDataParallel works, and no result.
 _WAYS = {
-    "bucket_cap_mb_list", "check_reduction", "device_ids", "dim", "find_unused_parameters",
-    "gradient_as_bucket_view", "init_sync", "output_device", "skip_all_reduce_unused_params",
-    "static_graph",
+    "batched_grad_copy", "bucket_cap_mb_list", "check_reduction", "device_ids", "dim",
+    "find_unused_parameters", "gradient_as_bucket_view", "init_sync", "output_device",
+    "skip_all_reduce_unused_params", "static_graph",
 }  # fmt: skip
 # Optimizers that the script has made, in the order of every rank.
 _made: "list[weakref.ref[torch.optim.Optimizer]]" = []
@@ -36,6 +37,18 @@ def remembering(constructor: Callable) -> Callable:
         _made.append(weakref.ref(self))
 
     return construct
+
+
+@disable_compilation
+def _adopt_made() -> None:
+    for made in [*_made]:
+        optimizer = made()
+        sharded = optimizer is None or isinstance(optimizer, Sharded)
+        if not sharded and any_sharded(parameters_of(optimizer.param_groups)):
+            adopt(optimizer)
+            sharded = True
+        if sharded:
+            _made.remove(made)
 
 
 class ShardedDataParallel(nn.Module):
@@ -77,18 +90,12 @@ class ShardedDataParallel(nn.Module):
             **({} if bucket_cap_mb is None else {"bucket_mb": bucket_cap_mb}),
         )
         if stage == 3:
-            module.__dict__["state_dict"] = functools.partial(_whole_state_dict, module)
+            inner = getattr(module, "_orig_mod", module)  # of torch.compile
+            inner.__dict__["state_dict"] = functools.partial(_whole_state_dict, module, inner)
         self._no_sync: Any = None
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        for made in [*_made]:
-            optimizer = made()
-            sharded = optimizer is None or isinstance(optimizer, Sharded)
-            if not sharded and any_sharded(parameters_of(optimizer.param_groups)):
-                adopt(optimizer)
-                sharded = True
-            if sharded:
-                _made.remove(made)
+        _adopt_made()
         return self.module(*inputs, **kwargs)
 
     def no_sync(self) -> Any:
@@ -131,6 +138,7 @@ class ShardedDataParallel(nn.Module):
 
 
 def _whole_state_dict(
+    sharded: nn.Module,
     module: nn.Module,
     *args: Any,
     destination: dict[str, Any] | None = None,
@@ -138,7 +146,7 @@ def _whole_state_dict(
     keep_vars: bool = False,
 ) -> dict[str, Any]:
     """Whole values, although this rank may have released them."""
-    with module.summon_full_params(writeback=False):
+    with sharded.summon_full_params(writeback=False):
         state = type(module).state_dict(module, *args, prefix=prefix, keep_vars=keep_vars)
         copies: dict[Any, Any] = {}  # those of tied parameters are one
         for name, value in state.items():
