@@ -1,6 +1,7 @@
 """What goes to Python's logging."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from setups import SMALL_BUCKET_MB
 from torch import nn
 
 import zero_ext
+from zero_ext.module import sharding
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -30,6 +32,31 @@ def test_shard_logs_one_line_on_rank_0(anywhere, rank, stage, caplog):
             f"{stats['neighbors']} local peers",
         ):
             assert part in line
+
+
+@pytest.mark.parametrize(
+    ("neighbors", "world", "shards", "reduction", "told"),
+    [
+        (7, 16, 16, None, "a host with 8 of 16 ranks sends up to 4.3 times the bytes of a ring"),
+        (3, 12, 12, "exchange", "a host with 4 of 12 ranks sends up to 2.9 times"),
+        (7, 16, 16, "collective", None),
+        (7, 16, 8, None, None),  # replicas
+        (7, 8, 8, None, None),
+        (0, 8, 8, None, None),
+    ],
+)
+def test_exchange_between_hosts_is_told(neighbors, world, shards, reduction, told, caplog):
+    """Of a handle as it is on several hosts."""
+    handle = SimpleNamespace(
+        groups=SimpleNamespace(rank=0, where="zero_ext [rank 0]: ", world=world, shards=shards),
+        options=SimpleNamespace(stage=2, reduction=reduction),
+        engine=SimpleNamespace(stats=lambda: {"units": 1, "bytes_held": 8, "neighbors": neighbors}),
+    )
+    with caplog.at_level(logging.INFO, "zero_ext"):
+        sharding._log_sharded(handle, nn.Linear(3, 5))
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1 + (told is not None)
+    assert told is None or lines[1].startswith(f"zero_ext [rank 0]: {told}")
 
 
 def test_the_rest_is_debug(anywhere, rank, path, caplog):

@@ -260,6 +260,14 @@ def _log_sharded(handle: Handle, module: nn.Module) -> None:
         stats["bytes_held"],
         stats["neighbors"],
     )
+    here, world = stats["neighbors"] + 1, groups.world
+    if handle.options.reduction != "collective" and 1 < here < world == groups.shards:
+        _log.log(
+            level,
+            "%sa host with %d of %d ranks sends up to %.1f times the bytes of a ring to other "
+            "hosts: see docs/howto.md#two-nodes",
+            *(groups.where, here, world, here * (world - here) / (world - 1)),
+        )
 
 
 def _log_large_unit(handle: Handle, tree: Tree, blocks: Sequence[Block]) -> None:
