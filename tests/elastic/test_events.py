@@ -18,6 +18,7 @@ import torch.distributed as dist
 from elastic_training import Training
 from launching import HOST, OUTER, forks
 
+pytestmark = pytest.mark.host  # the processes are on it, whatever device the tests are on
 STEPS, MOST = 14, 6
 STOPPED_S = 5.0  # longer than the timeout of the process groups
 PROGRAM = str(Path(__file__).parents[1] / "support/elastic_training.py")

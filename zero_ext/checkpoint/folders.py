@@ -147,10 +147,10 @@ def is_checkpoint(path: Path) -> bool:
 def latest(folder: str | os.PathLike) -> Path | None:
     """The checkpoint in ``folder`` whose name ends with the largest number, such as ``step1500``.
 
-    None, if no checkpoint there is whole, or its name ends with a number. Not collective: where
-    other ranks may be saving, ask on one rank.
+    None, if there is no whole checkpoint with such a name. Not collective: where other ranks may be
+    saving, ask on one rank.
     """
-    found = (Path(folder).iterdir()) if Path(folder).is_dir() else ()
+    found = Path(folder).iterdir() if Path(folder).is_dir() else ()
     numbers = {path: re.search(r"(\d+)$", path.name) for path in found if path.name[0] != "."}
     whole = {path: int(n[1]) for path, n in numbers.items() if n and is_checkpoint(path)}
     return max(whole, key=whole.__getitem__, default=None)
