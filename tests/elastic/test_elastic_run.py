@@ -292,6 +292,16 @@ def test_arguments_without_sense_are_named(tmp_path, monkeypatch):
         Run(*arguments, folder=tmp_path)
 
 
+def test_only_its_own_checkpoints_are_loaded(tmp_path):
+    training = Training(1, 0, 1, mesh="alone")
+    settings = {"checkpoints": tmp_path / "saved", "save_every": 2}
+    train_and_lose(training, tmp_path, 2, **settings)
+    shutil.rmtree(tmp_path / "zero_ext-test")
+    zero_ext.checkpoint.save(tmp_path / "saved/best3000", training.model, training.optimizers)
+    with run_of(Training(1, 0, 1, mesh="alone"), tmp_path, **settings) as run:
+        assert (run.step, run.source) == (2, str(tmp_path / "saved/step2"))
+
+
 def test_a_changed_number_of_micro_batches_is_an_error(tmp_path):
     train_and_lose(Training(1, 0, 1, mesh="alone"), tmp_path, 1)
     training = Training(1, 0, 1, mesh="alone")

@@ -23,6 +23,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("pytorch_lightning")
 from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 
+from zero_ext.integrations import ddp  # noqa: E402
 from zero_ext.integrations.accelerate import Accelerator  # noqa: E402
 from zero_ext.integrations.lightning import ShardedStrategy, StrategyRegistry  # noqa: E402
 from zero_ext.integrations.run import run  # noqa: E402
@@ -287,6 +288,27 @@ def test_compiled_modules(process_group, rank, tmp_path, wrapped):
     assert [*ours["state"]] == [*plain["state"]]
     for name, value in plain["state"].items():
         torch.testing.assert_close(ours["state"][name], value, rtol=1e-4, atol=1e-5)
+
+
+def test_an_optimizer_waits_for_its_own_model(process_group, tmp_path):
+    """It was made before another model's forward."""
+    script = tmp_path / "two.py"
+    script.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+        "models = [nn.Linear(3, 5), nn.Linear(3, 5)]\n"
+        "made = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]\n"
+        "kinds = []\n"
+        "for k, model in enumerate(models):\n"
+        "    DDP(model)(torch.ones(2, 3)).sum().backward()\n"
+        "    made[k].step()\n"
+        "    kinds.append([type(each) for each in made])\n"
+    )
+    (first, later), both = run([str(script)])["kinds"]
+    assert issubclass(first, Sharded) and later is torch.optim.SGD
+    assert all(issubclass(kind, Sharded) for kind in both)
+    assert ddp._made == ddp._plain == []
 
 
 def test_what_has_no_counterpart_is_an_error(process_group, tmp_path):

@@ -8,6 +8,7 @@ with a file ``latest`` that names one.
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,10 +34,14 @@ def main(arguments: list[str] | None = None) -> int:
     path = given.path.resolve()
     try:
         with failures.named(None, f"{given.command} of checkpoint '{path}'"):
-            return _verified(path) if given.command == "verify" else _written(path, given.out)
+            if given.command == "verify":
+                return _verified(path)
+            write(state := fp32_state(path), given.out)
     except (ValueError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return 1
+    print(f"wrote {len(state)} values to '{given.out}'")
+    return 0
 
 
 def _verified(path: Path) -> int:
@@ -48,12 +53,16 @@ def _verified(path: Path) -> int:
     return 1 if damaged else 0
 
 
-def _written(path: Path, out: Path) -> int:
-    state, _ = read_whole(folders.tagged(path))
-    state = {
+def fp32_state(path: Path, tag: str | None = None) -> dict[str, Any]:
+    """A model's whole ``state_dict()`` in fp32. ``tag``: a folder in ``path``, see the command."""
+    state, _ = read_whole(folders.tagged(path, tag))
+    return {
         name: value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in state.items()
     }
+
+
+def write(state: dict[str, Any], out: Path) -> None:
     if out.suffix == ".safetensors":
         from safetensors.torch import save_file
 
@@ -61,8 +70,6 @@ def _written(path: Path, out: Path) -> int:
         save_file({name: value.clone() for name, value in state.items()}, out, {"format": "pt"})
     else:
         torch.save(state, out)
-    print(f"wrote {len(state)} values to '{out}'")
-    return 0
 
 
 if __name__ == "__main__":

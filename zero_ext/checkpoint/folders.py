@@ -144,16 +144,19 @@ def is_checkpoint(path: Path) -> bool:
     return (path / METADATA).is_file()
 
 
+def numbered(folder: str | os.PathLike) -> list[tuple[int, Path]]:
+    """The whole checkpoints in ``folder`` whose names end with a number, in its order."""
+    found = Path(folder).iterdir() if Path(folder).is_dir() else ()
+    numbers = {path: re.search(r"(\d+)$", path.name) for path in found if path.name[0] != "."}
+    return sorted((int(n[1]), path) for path, n in numbers.items() if n and is_checkpoint(path))
+
+
 def latest(folder: str | os.PathLike) -> Path | None:
     """The checkpoint in ``folder`` whose name ends with the largest number, such as ``step1500``.
 
-    None, if there is no whole checkpoint with such a name. Not collective: where other ranks may be
-    saving, ask on one rank.
+    None, if there is no whole one. Not collective: ask on one rank where others may be saving.
     """
-    found = Path(folder).iterdir() if Path(folder).is_dir() else ()
-    numbers = {path: re.search(r"(\d+)$", path.name) for path in found if path.name[0] != "."}
-    whole = {path: int(n[1]) for path, n in numbers.items() if n and is_checkpoint(path)}
-    return max(whole, key=whole.__getitem__, default=None)
+    return next((path for _, path in reversed(numbered(folder))), None)
 
 
 def users_files(path: Path) -> list[Path]:

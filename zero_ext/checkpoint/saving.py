@@ -31,37 +31,35 @@ from zero_ext.ranks.agreement import check_same_on_all_ranks
 from zero_ext.ranks.groups import Groups
 from zero_ext.state.model_state import ModelState, held_value
 
-_Path = str | os.PathLike
 _Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
-_Extra = dict[str, Any] | None
 
 
 @overload
 def save(
-    path: _Path,
+    path: str | os.PathLike,
     model: nn.Module,
     optimizer: _Optimizers = None,
     *,
-    extra: _Extra = None,
+    extra: dict[str, Any] | None = None,
     async_: Literal[False] = False,
 ) -> None: ...
 @overload
 def save(
-    path: _Path,
+    path: str | os.PathLike,
     model: nn.Module,
     optimizer: _Optimizers = None,
     *,
-    extra: _Extra = None,
+    extra: dict[str, Any] | None = None,
     async_: Literal[True],
 ) -> Future: ...
 
 
 def save(
-    path: _Path,
+    path: str | os.PathLike,
     model: nn.Module,
     optimizer: _Optimizers = None,
     *,
-    extra: _Extra = None,
+    extra: dict[str, Any] | None = None,
     async_: bool = False,
 ) -> Future | None:
     """Write a checkpoint of ``model`` and ``optimizer``, between two steps. Collective.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from zero_ext.deepspeed.initialization import initialize as initialize
     from zero_ext.deepspeed.training_engine import TrainingEngine as DeepSpeedEngine  # noqa: F401
 
-__version__ = "0.19.8"  # of DeepSpeed: what holds there holds here, or raises an error
+__version__ = "0.19.8"  # of the DeepSpeed whose calls these are
 # Where each name is that is no module of this package.
 _PLACES = {
     "DeepSpeedEngine": ("zero_ext.deepspeed.training_engine", "TrainingEngine"),

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Adagrad as DeepSpeedCPUAdagrad  # noqa: F401
 from torch.profiler import record_function
 
-from zero_ext.checkpoint import read_whole
-from zero_ext.checkpoint.__main__ import main as checkpoint_command
-from zero_ext.checkpoint.folders import tagged
+from zero_ext.checkpoint.__main__ import fp32_state, write
 from zero_ext.deepspeed.accelerator import get_accelerator
 from zero_ext.deepspeed.utils import log_dist
 
@@ -115,12 +113,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     ``checkpoint_dir``: what ``engine.save_checkpoint`` was given, or DeepSpeed's own.
     """
-    state = read_whole(tagged(checkpoint_dir, tag))[0]
-    return {
-        name: value.float() if value.is_floating_point() else value
-        for name, value in state.items()
-        if isinstance(value, Tensor)
-    }
+    state = fp32_state(Path(checkpoint_dir), tag)
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -135,11 +129,5 @@ def load_state_dict_from_zero_checkpoint(
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str | os.PathLike, output_file: str | os.PathLike, tag: str | None = None
 ) -> None:
-    """Write the values to one file.
-
-    Raises:
-        RuntimeError: the checkpoint cannot be read. The log says why.
-    """
-    folder = tagged(checkpoint_dir, tag)
-    if checkpoint_command(["to-fp32", str(folder), str(Path(output_file))]) != 0:
-        raise RuntimeError(f"zero_ext: nothing was written to '{output_file}'.")
+    """Write the values to one file, also ``.safetensors``."""
+    write(fp32_state(Path(checkpoint_dir), tag), Path(output_file))

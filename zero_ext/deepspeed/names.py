@@ -102,21 +102,29 @@ class _Module(ModuleType):
             module = importlib.import_module(full)
             if name in vars(module) or name in getattr(module, "__all__", ()):
                 return getattr(module, name)
-        return child(self.__name__, name)
+        try:
+            return child(self.__name__, name)
+        except AttributeError:
+            raise missing(self._path, name) from None
 
 
 def child(package: str, name: str) -> ModuleType:
     """A module of a package that is here or is said to be absent.
 
     Raises:
-        ImportError: neither.
+        ImportError: it is said what to use in its place.
+        AttributeError: nothing is known of it.
     """
-    if name.startswith("__"):
-        raise AttributeError(name)
+    full = f"{package}.{name}"
     try:
-        return importlib.import_module(f"{package}.{name}")
-    except ModuleNotFoundError:
-        raise missing(package.removeprefix(_PACKAGE).lstrip("."), name) from None
+        if not name.startswith("__"):
+            return importlib.import_module(full)
+    except ModuleNotFoundError as error:
+        if error.name != full:  # a module that this one needs
+            raise
+    if way_without(full.removeprefix(f"{_PACKAGE}.")) is not None:
+        raise missing(package.removeprefix(_PACKAGE).lstrip("."), name)
+    raise AttributeError(f"zero_ext: module '{package}' has no attribute '{name}'")
 
 
 def register() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from zero_ext._warnings import warn
 from zero_ext.checkpoint import failures, loading, pickles, saving
-from zero_ext.checkpoint.folders import latest
+from zero_ext.checkpoint.folders import numbered
 from zero_ext.checkpoint.optimizer_states import listed
 from zero_ext.elastic import in_place
 from zero_ext.elastic.keeping import Keeper, Partners
@@ -225,8 +225,9 @@ class Run:
         _log.info("%sgoes on after step %d, from %s", groups.where, self.step, self.source)
 
     def _newest_checkpoint(self) -> tuple[int, Path | None]:
-        path = None if self._checkpoints is None else latest(self._checkpoints)
-        return (-1, None) if path is None else (int(re.findall(r"\d+", path.name)[-1]), path)
+        found = [] if self._checkpoints is None else numbered(self._checkpoints)
+        own = [(step, path) for step, path in found if path.name == f"step{step}"]
+        return own[-1] if own else (-1, None)
 
     def _save(self) -> None:
         self._checkpoints.mkdir(parents=True, exist_ok=True)

@@ -96,14 +96,12 @@ def estimate_memory(
         ``persistent``, and what comes on top of it: ``gathered``, the most that stage 3 gathers at
         once while the passes keep their order (less where ranks of one host gather nothing ahead),
         and ``buckets``, the most that the two buckets can add. ``offloaded`` is what
-        ``offload_policy`` keeps in host memory instead. ``copies`` is what files in host memory
-        take: two on each host, without their indices. Padding included. None of these grows with
-        the number of ranks. Of 8-bit states and of ``owner_masters``, what the rank with the most
-        of them holds.
+        ``offload_policy`` keeps in host memory instead. ``copies``: two files on each host, without
+        indices. Padding included. None of these grows with the number of ranks. Of 8-bit states and
+        of ``owner_masters``, what the rank with the most of them holds.
     Raises:
         ValueError, TypeError: a stage, a number of ranks or of shards, a size, a reduction, a
-            dtype, a form of states, or units that cannot be.
-        RuntimeError: torch knows no such device.
+            dtype, a form of states, units or a device that cannot be.
     """
     check_module(module, "estimate_memory()")
     options = ShardingOptions(
@@ -115,14 +113,19 @@ def estimate_memory(
         offload_policy=offload_policy,
     )
     shards = world_size if shards is None else shards
-    _check_ranks(world_size, shards)
+    check_count("world_size", world_size)
+    check_count("shards", shards)
+    if world_size % shards != 0:
+        raise ValueError(
+            f"zero_ext: {world_size} ranks cannot be replicas of {shards!r}: shards must divide "
+            "world_size."
+        )
     check_bool("local_accumulation", local_accumulation)
     check_bool("owners", owners)
     if copies not in (0, 1, 2):
         raise ValueError(f"zero_ext: copies must be 0, 1 or 2, not {copies!r}.")
     check_state_dtype(state_dtype)
-    devices = (p.device for p in module.parameters()) if device is None else (device,)
-    kind = torch.device(next(iter(devices), "cpu")).type
+    kind = _device_of(module, device).type
     plan = plan_module(parameters_of(Tree(module)), options, units)
     planned = planned_units(plan, world_size, shards, kind)
     offloads = options.offloads and kind != "cpu"
@@ -130,16 +133,17 @@ def estimate_memory(
     result = _persistent_bytes(planned, local, None if owners else state_dtype)
     if owners:
         result["offloaded" if offloads else "owner_masters"] += _owner_bytes(planned)
-    frozen = [p for p in module.parameters() if not p.requires_grad]
-    result["full"] += sum(p.nbytes for p in frozen if stays_whole(p) or stage < 3)
+    frozen = (p for p in module.parameters() if not p.requires_grad)
+    full = [p for p in frozen if stays_whole(p) or stage < 3]
+    result["full"] += sum(p.nbytes for p in full)
     result["persistent"] = sum(result.values()) - result["offloaded"]
     ahead = plan.prefetch_bytes
     result["gathered"] = 0 if plan.blocks is None else _gathered_bytes(plan.blocks, planned, ahead)
     in_buckets = (unit.bucket_bytes(local) for unit in planned if unit.plan.trainable)
     result["buckets"] = 2 * max(in_buckets, default=0) if world_size > 1 or offloads else 0
-    whole = [*module.buffers(), *(p for p in frozen if stays_whole(p) or stage < 3)]
-    kept = [unit.kept_bytes(None if owners else state_dtype) for unit in planned]
-    result["copies"] = 2 * copies * sum([*kept, *(tensor.nbytes for tensor in whole)])
+    kept = [u.range_numel * (_FP32_BYTES if u.plan.trainable else u.itemsize) for u in planned]
+    kept += [u.state_bytes(None if owners else state_dtype) for u in planned if u.plan.trainable]
+    result["copies"] = 2 * copies * sum([*kept, *(t.nbytes for t in (*full, *module.buffers()))])
     return result
 
 
@@ -163,18 +167,20 @@ def planned_units(
     return [unit_of(unit, part.block) for part in plan.parts for unit in part.units]
 
 
-def _check_ranks(world_size: int, shards: int) -> None:
-    check_count("world_size", world_size)
-    check_count("shards", shards)
-    if world_size % shards != 0:
+def _device_of(module: nn.Module, device: torch.device | str | None) -> torch.device:
+    first = next((p.device for p in module.parameters()), "cpu")
+    try:
+        return torch.device(first if device is None else device)
+    except (RuntimeError, TypeError) as error:
         raise ValueError(
-            f"zero_ext: {world_size} ranks cannot be replicas of {shards!r}: shards must divide "
-            "world_size."
-        )
+            "zero_ext: device must be a torch.device or the name of one, such as 'cuda', not "
+            f"{device!r}."
+        ) from error
 
 
 class PlannedUnit(NamedTuple):
-    """What the memory of one unit follows from. ``block``: see ``Part``."""
+    """What the memory of one unit follows from. ``block``: see ``Part``. ``options``: what they are
+    on the unit's device."""
 
     plan: UnitPlan
     block: int | None
@@ -203,12 +209,6 @@ class PlannedUnit(NamedTuple):
                 blocks = -(-numel // _BLOCK_NUMEL) * (_BLOCK_NUMEL + _FP32_BYTES)
                 held[piece.range] += 2 * (blocks if in_blocks else numel * _FP32_BYTES)
         return max(held.values(), default=0)
-
-    def kept_bytes(self, state_dtype: str | None) -> int:
-        """Of its range in a copy: master and optimizer state, or values of what is frozen."""
-        if not self.plan.trainable:
-            return self.range_numel * self.itemsize
-        return self.range_numel * _FP32_BYTES + self.state_bytes(state_dtype)
 
     @property
     def has_copy_on_host(self) -> bool:

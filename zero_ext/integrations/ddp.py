@@ -24,8 +24,10 @@ _WAYS = {
     "find_unused_parameters", "gradient_as_bucket_view", "init_sync", "output_device",
     "skip_all_reduce_unused_params", "static_graph",
 }  # fmt: skip
-# Optimizers that the script has made, in the order of every rank.
+# Optimizers that the script has made, in the order of every rank: those that a forward has to look
+# at, and those that had no sharded parameter when it did.
 _made: "list[weakref.ref[torch.optim.Optimizer]]" = []
+_plain: "list[weakref.ref[torch.optim.Optimizer]]" = []
 
 
 def remembering(constructor: Callable) -> Callable:
@@ -41,14 +43,14 @@ def remembering(constructor: Callable) -> Callable:
 
 @disable_compilation
 def _adopt_made() -> None:
-    for made in [*_made]:
-        optimizer = made()
-        sharded = optimizer is None or isinstance(optimizer, Sharded)
-        if not sharded and any_sharded(parameters_of(optimizer.param_groups)):
-            adopt(optimizer)
-            sharded = True
-        if sharded:
-            _made.remove(made)
+    while _made:
+        optimizer = _made[0]()
+        if optimizer is not None and not isinstance(optimizer, Sharded):
+            if any_sharded(parameters_of(optimizer.param_groups)):
+                adopt(optimizer)
+            else:
+                _plain.append(_made[0])
+        del _made[0]  # not where it could not be adopted
 
 
 class ShardedDataParallel(nn.Module):
@@ -93,6 +95,8 @@ class ShardedDataParallel(nn.Module):
             inner = getattr(module, "_orig_mod", module)  # of torch.compile
             inner.__dict__["state_dict"] = functools.partial(_whole_state_dict, module, inner)
         self._no_sync: Any = None
+        _made[:0] = _plain
+        _plain.clear()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         _adopt_made()
@@ -117,20 +121,14 @@ class ShardedDataParallel(nn.Module):
             self._no_sync.__enter__()
 
     def register_comm_hook(self, state: Any, hook: Callable) -> NoReturn:
-        """
-        Raises:
-            ValueError: always.
-        """
+        """Raises ValueError, always."""
         raise ValueError(
             "zero_ext: register_comm_hook() has no counterpart under zero_ext.integrations.run: "
             "gradients are exchanged in their own dtype, and added in fp32. Leave it out."
         )
 
     def join(self, *_: Any, **__: Any) -> NoReturn:
-        """
-        Raises:
-            ValueError: always.
-        """
+        """Raises ValueError, always."""
         raise ValueError(
             "zero_ext: join() is for DistributedDataParallel. Ranks may run different numbers of "
             "backwards: leave it out, and call optimizer.step() equally often on every rank."
@@ -152,7 +150,10 @@ def _whole_state_dict(
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
                 place = value.data_ptr(), value.shape, value.stride()
-                state[name] = copies.setdefault(place, value.detach().clone())
+                if place not in copies:
+                    copies[place] = value.detach().clone()
+                state[name] = copies[place]
     if destination is None:
         return state
-    return destination.update(state) or destination
+    destination.update(state)
+    return destination
