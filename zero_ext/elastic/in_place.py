@@ -12,6 +12,7 @@ import contextlib
 import gc
 import json
 import logging
+import math
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from zero_ext.engine.checks import check_count
 
 _POLL_S = 0.01
+_SETTLE_S = 0.1  # where all but one of the last round's members have arrived
 _ATTEMPTS = 3  # without a finished step
 _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
@@ -43,7 +45,7 @@ class Members:
         self.run_id, self._min_ranks = run_id, min_ranks
         self._settle_s, self._answer_s = settle_s, answer_s
         self._name = secrets.token_hex(4)
-        self._round = 0
+        self._round, self._expected = 0, math.inf
         self.failures = 0  # since the last finished step
 
     def made_progress(self) -> None:
@@ -61,7 +63,7 @@ class Members:
             self._store.set(f"{self._round}/{place}", self._name)
             members = self._closed()
             if self._name in members:
-                rank = members.index(self._name)
+                rank, self._expected = members.index(self._name), len(members) - 1
                 return rank, len(members), dist.PrefixStore(f"round{self._round}", self._store)
             self._ask()
         return None
@@ -88,7 +90,8 @@ class Members:
                 count, since = now, time.monotonic()
             names = [f"{self._round}/{place}" for place in range(1, count + 1)]
             there = [self._store.get(name).decode() for name in names if self._store.check([name])]
-            waited = time.monotonic() - since >= self._settle_s
+            settle_s = min(self._settle_s, _SETTLE_S if count >= self._expected else math.inf)
+            waited = time.monotonic() - since >= settle_s
             if waited and len(there) >= self._min_ranks:
                 return json.loads(self._store.compare_set(key, "", json.dumps(there)))
             time.sleep(_POLL_S)
