@@ -189,6 +189,7 @@ class ZeroGrad:
 
 class UnitKind:
     frozen: ClassVar[UnitKind]
+    resident: ClassVar[UnitKind]
     trainable: ClassVar[UnitKind]
     __members__: ClassVar[dict[str, UnitKind]]
     @property

@@ -105,7 +105,7 @@ int64_t Engine::add_unit(const std::vector<int64_t>& members, at::ScalarType dty
 
 std::unique_ptr<Unit> Engine::make_unit(const std::vector<int64_t>& members, at::ScalarType dtype,
                                         UnitKind kind) {
-  const bool trainable = kind == UnitKind::trainable;
+  const bool trainable = kind != UnitKind::frozen;
   const ShardedParameters& parameters = parts_.parameters;
   std::vector<SlotSpec> specs;
   std::vector<at::Tensor> values;

@@ -127,7 +127,7 @@ std::vector<int64_t> Forwards::frozen_units_of(const Access& /*access*/,
 
 int64_t Forwards::add_unit(const Access& /*access*/, UnitKind kind,
                            const std::vector<int64_t>& unfrozen) {
-  const bool trainable = kind == UnitKind::trainable;
+  const bool trainable = kind != UnitKind::frozen;
   const auto& units = trainable ? parameters_.units() : parameters_.frozen_units();
   const int64_t number = gatherer_.add_unit(units.back().get());
   (trainable ? gathered_as_ : frozen_gathered_as_).push_back(number);

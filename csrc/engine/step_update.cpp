@@ -51,7 +51,8 @@ void StepUpdate::end_unit() {
   }
   UnitParameters& unit = this->unit().parameters();
   if (!updated_.empty()) unit.end_update();
-  if (context_.policy.gather != When::after_step) return;
+  const bool resident = context_.shards_parameters() && !unit.comes_and_goes();
+  if (context_.policy.gather != When::after_step && !resident) return;
   // After a backward that threw on this rank alone, the other ranks have gradients that this one
   // lacks. On a device no rank knows that yet.
   const bool others_changed =

@@ -29,7 +29,7 @@ void PostedSends::add(const Unit* unit) {
                       .posted = std::vector<std::deque<PostedSend>>(context_.world)});
   // Of parameters that were unfrozen: another rank may gather them before this rank begins a pass.
   const bool late = posted_any_ && post_per_pass();
-  if (unit->parameters().comes_and_goes() && (persist() || late)) post_missing(entries_.back());
+  if (persist() || late) post_missing(entries_.back());
 }
 
 void PostedSends::begin_pass(Pass pass) {
@@ -71,6 +71,7 @@ std::string PostedSends::last_gathered() const {
 }
 
 void PostedSends::post_missing(Entry& entry) {
+  if (!entry.unit->parameters().comes_and_goes()) return;
   const int64_t due = persist() ? 1 : entry.due;
   posted_any_ = true;
   for (int64_t peer = 0; peer < context_.world; ++peer) {

@@ -293,6 +293,7 @@ void bind_engine(py::module_& m) {
       .value("to_zero", ZeroGrad::to_zero);
   py::enum_<UnitKind>(m, "UnitKind")
       .value("trainable", UnitKind::trainable)
+      .value("resident", UnitKind::resident)
       .value("frozen", UnitKind::frozen);
   py::class_<Call, std::shared_ptr<Call>>(m, "Call");
   EngineClass engine(m, "Engine");

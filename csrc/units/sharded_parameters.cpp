@@ -21,7 +21,7 @@ void ShardedParameters::replace(int64_t i, const at::Tensor& tensor) {
 
 int64_t ShardedParameters::add_unit(std::unique_ptr<Unit> unit, UnitKind kind,
                                     const std::vector<int64_t>& members) {
-  const bool trainable = kind == UnitKind::trainable;
+  const bool trainable = kind != UnitKind::frozen;
   auto& units = trainable ? units_ : frozen_units_;
   const auto number = static_cast<int64_t>(units.size());
   units.push_back(std::move(unit));

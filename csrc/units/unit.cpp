@@ -28,7 +28,7 @@ Unit::Unit(const UnitContext& context, int64_t index, int64_t first_record, std:
               kAlignmentBytes / static_cast<int64_t>(c10::elementSize(dtype)), context.rank),
       sums_(context_, layout_, name_, kind),
       parameters_(context_, layout_, name_, dtype, kind,
-                  kind == UnitKind::trainable ? index : kMaxUnits + index, values, comm, broadcast),
+                  kind == UnitKind::frozen ? kMaxUnits + index : index, values, comm, broadcast),
       arrivals_(layout_.size()),
       intake_(GradientIntake::create(context_, layout_, sums_, arrivals_, first_record)) {}
 

@@ -42,7 +42,7 @@ enum class Reduction {
 };
 
 // A frozen unit has only parameters: no master, no gradient, no reduction.
-enum class UnitKind { trainable, frozen };
+enum class UnitKind { trainable, resident, frozen };  // resident: trained, and never released
 
 class NanRecords;
 

@@ -30,8 +30,9 @@ UnitParameters::UnitParameters(const UnitContext& context, const RankLayout& lay
       gather_tag_(gather_tag),
       released_message_(where(context.global_rank, name) + kReleased),
       casts_master_(kind == UnitKind::trainable && context.casts_masters(dtype)),
-      on_host_(context.offloads_shard(kind)),
-      comes_and_goes_(casts_master_ || on_host_ || context.shards_parameters()),
+      on_host_(kind != UnitKind::resident && context.offloads_shard(kind)),
+      comes_and_goes_(casts_master_ || on_host_ ||
+                      (kind != UnitKind::resident && context.shards_parameters())),
       written_(layout, full_, /*samples=*/context.compute.on_host()) {
   const int64_t range = layout_.range_numel();
   if (comes_and_goes_) {
@@ -47,7 +48,7 @@ UnitParameters::UnitParameters(const UnitContext& context, const RankLayout& lay
                        layout_.padded_numel());
     full_.fill_zero();
   }
-  if (kind == UnitKind::trainable) {
+  if (kind != UnitKind::frozen) {
     const bool apart = context_.offloads() && !on_host_;
     if (dtype_ != at::kFloat || apart)
       master_ = context_.state_buffer(Held::master, at::kFloat, range);

@@ -20,12 +20,7 @@ uint64_t WrittenValues::sample_of(int64_t i) const {
   const char* const begin = static_cast<const char*>(full_.data()) + slot.offset * itemsize;
   const auto element = [&](int64_t element) {
     uint32_t bits = 0;
-    const char* data = begin + element * itemsize;
-    if (itemsize >= sizeof(bits)) {
-      std::memcpy(&bits, data, sizeof(bits));
-    } else {
-      std::memcpy(&bits, data, itemsize);
-    }
+    std::memcpy(&bits, begin + element * itemsize, std::min(itemsize, sizeof(bits)));
     return bits;
   };
   return (uint64_t{element(slot.spec.numel / 2)} << 32) | element(slot.spec.numel / 4);

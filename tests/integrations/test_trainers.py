@@ -80,7 +80,11 @@ def embedding_trainer(packages, bert, folder, loss: str, stage: int | None):
         "cached, symmetric": lambda: kinds.CachedMultipleNegativesRankingLoss(
             model, mini_batch_size=3, directions=("query_to_doc", "doc_to_query")
         ),
+        "classifier": lambda: kinds.SoftmaxLoss(model, 24, num_labels=3),
     }
+    columns = {"anchor": sentences(5), "positive": sentences(6)}
+    if loss == "classifier":
+        columns["label"] = Random(7).integers(0, 3, (36,)).tolist()
     arguments = packages.SentenceTransformerTrainingArguments(
         str(folder),
         per_device_train_batch_size=6,
@@ -98,9 +102,7 @@ def embedding_trainer(packages, bert, folder, loss: str, stage: int | None):
     both = {
         "model": model,
         "args": arguments,
-        "train_dataset": datasets.Dataset.from_dict(
-            {"anchor": sentences(5), "positive": sentences(6)}
-        ),
+        "train_dataset": datasets.Dataset.from_dict(columns),
         "loss": losses[loss](),
     }
     if stage is None:
@@ -135,6 +137,21 @@ def test_sentence_transformers_train_as_with_ddp(
         loaded = sentence_transformers.SentenceTransformer(str(folder), device="cpu")
         for name, value in loaded.named_parameters():
             torch.testing.assert_close(value, values[name], rtol=0, atol=0, msg=f"{folder} {name}")
+
+
+@STAGES
+def test_a_loss_with_parameters_is_trained(sentence_transformers, bert, shared_path, rank, stage):
+    """With DDP each rank's classifier goes its own way: the package does not wrap the loss."""
+    ours = embedding_trainer(sentence_transformers, bert, shared_path, "classifier", stage)
+    classifier = ours.loss.classifier
+    before = classifier.weight.detach().clone()
+    ours.train()
+    assert find(classifier.weight) is not None and not torch.equal(classifier.weight, before)
+    values = [torch.empty_like(before) for _ in range(dist.get_world_size())]
+    dist.all_gather(values, classifier.weight.detach())
+    assert all(torch.equal(value, values[0]) for value in values)
+    losses = [entry["loss"] for entry in ours.state.log_history if "loss" in entry]
+    assert len(losses) == STEPS and losses[-1] < losses[0]
 
 
 def fresh_accelerate() -> None:

@@ -392,20 +392,16 @@ def test_optimizers_of_torch_name_wrap():
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("how", ["replaced", "added", "in another model"])
-def test_an_optimizer_names_a_parameter_that_is_not_sharded(how, stage):
+@pytest.mark.parametrize("how", ["replaced", "added"])
+def test_a_module_that_was_changed_is_named_although_an_optimizer_steps_it(how, stage):
     model = zero_ext.shard(MLP(7, 5, 3), stage)
-    others = []
-    message = "it was added after the module was sharded, or belongs to another module"
     if how == "replaced":
         model.layers[1] = nn.Linear(7, 7)
-        message = r"it may have replaced 'layers\.1\.weight' after the module was sharded"
-    elif how == "added":
-        model.layers.append(nn.Linear(13, 13))
     else:
-        others = [nn.Parameter(torch.ones(11))]
-    with pytest.raises(ValueError, match=rf"is not sharded, .*: {message}"):
-        zero_ext.optim.SGD([*model.parameters(), *others], lr=0.1)
+        model.layers.append(nn.Linear(5, 5))
+    zero_ext.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match=r"after the module was sharded"):
+        model(torch.ones(2, 5))
 
 
 def test_wrong_values_are_refused_with_what_there_is():
@@ -432,9 +428,6 @@ def test_wrong_values_are_refused_with_what_there_is():
 
 def test_an_optimizer_names_parameters_as_their_module_does():
     model, saved = zero_ext.shard(MLP()), torch.optim.Adam(MLP().parameters())
-    other = nn.Parameter(torch.ones(2))
-    with pytest.raises(ValueError, match=r"'parameter 6 of group 0' of shape \(2,\) is not sh"):
-        zero_ext.optim.SGD([*model.parameters(), other], 0.1)
     first = zero_ext.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match=r"'layers.0.weight' is stepped by another .*AdamW"):
         zero_ext.optim.SGD(model.parameters(), 0.1)

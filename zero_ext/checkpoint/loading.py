@@ -150,11 +150,12 @@ def load_contents(
     """
     with failures.together(groups, what):
         _prepare(model)
-        of_model = ModelState.of(model)
+        of_model = ModelState.of(model, optimizers)
         contents = opened()
         names, objects = contents.matching(of_model, strict)
         if keeps_values:
-            names = [name for name in names if has_wider_master(of_model.tensors[name])]
+            beside, tensors = of_model.beside, of_model.tensors
+            names = [name for name in names if name in beside or has_wider_master(tensors[name])]
             objects = {}
         values = {contents.keys[name]: target_for(of_model.tensors[name]) for name in names}
         objects |= {name: contents.objects[name] for name in objects.keys() & contents.objects}
@@ -179,7 +180,7 @@ def load_contents(
         for load_optimizer in loads:
             load_optimizer()
     if keeps_values:
-        for name in names:
+        for name in {*names} - of_model.beside:
             _keep_changes(values, contents.keys[name], of_model.tensors[name])
     of_model.write(
         model,

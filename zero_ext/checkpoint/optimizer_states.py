@@ -41,8 +41,7 @@ def _names(optimizer: torch.optim.Optimizer, of_model: ModelState) -> list[list[
     for g, group in enumerate(optimizer.param_groups):
         for i, parameter in enumerate(group["params"]):
             if id(parameter) not in of_model.names:
-                name = name_in_module(parameter)
-                which = f"parameter {i}" if name is None else f"'{name}'"
+                which = f"'{name}'" if (name := name_in_module(parameter)) else f"parameter {i}"
                 raise ValueError(
                     f"zero_ext: {which} of the optimizer's group {g}, of shape "
                     f"{tuple(parameter.shape)}, is not one of the model's."

@@ -201,7 +201,7 @@ class Run:
 
     def _restore(self, hosts: list[str], peers: Any) -> None:
         model, groups = self._model, self._groups
-        copies = newest_copies(self._folder, ModelState.of(model), hosts, groups)
+        copies = newest_copies(self._folder, ModelState.of(model, self._optimizers), hosts, groups)
         number, path = from_all_ranks(self._newest_checkpoint(), groups)[0]
         if copies is not None and copies.step >= number:
             extra = loading.load_contents(

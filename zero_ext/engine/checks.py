@@ -170,7 +170,7 @@ def _reject(
             "plain module, before FullyShardedDataParallel()."
         )
     if entry is not None:
-        raise ValueError(f"{where} is sharded already. {_how_to_shard_once(entry[0])}")
+        raise ValueError(f"{where} is sharded already. {_how_to_shard_once(*entry)}")
     if parameter.is_meta and not meta_allowed:
         raise TypeError(
             f"{where} is on the meta device, where it has no values. Shard the module with stage 3,"
@@ -185,8 +185,8 @@ def _reject(
     reject_dtype(groups, name, parameter)
 
 
-def _how_to_shard_once(handle) -> str:
-    if handle.sharded_methods is None:
+def _how_to_shard_once(handle: Handle, i: int) -> str:
+    if handle.sharded_methods is None or i >= handle.planned:
         return "An optimizer of zero_ext.optim has done it: make the optimizer after shard()."
     return (
         "Shard a module once, not its layers one by one (units= says which are gathered together), "

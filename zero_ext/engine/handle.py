@@ -6,6 +6,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ class Handle:
         # Whether verdicts about a step are made on the host.
         self.knows_on_host = groups.device.type == "cpu" or options.offloads
         self.forwards = OpenForwards()
-        self._several_uses = plan.several_uses
+        self._several_uses, self.planned = plan.several_uses, len(plan.parameters)
         self.unfreezings = 0
         self._whole: list[tuple[str, weakref.ref]] = []
         self.leave_whole(plan.whole)
@@ -122,27 +123,27 @@ class Handle:
             if part.block is not None:
                 self._units_of_blocks[part.block].extend(made)
         if plan.blocks is None:
-            _cast_frozen(plan.parameters, self.options.param_dtype)
+            for _, parameter in plan.parameters if self.options.param_dtype is not None else ():
+                if not parameter.requires_grad:
+                    parameter.data = parameter.data.to(self.options.param_dtype)
 
-    def make_units_by_size(self, indices: Iterable[int]) -> None:
+    def make_units_by_size(self, indices: Sequence[int]) -> None:
         """Units of parameters that are trained. Collective."""
-        trained = {i: self.parameters[i] for i in indices}
-        for unit in units_by_size(trained, self.options, self._several_uses):
-            _make_unit(self.engine, self.parameters, unit)
+        for added, options in (
+            (False, self.options),
+            (True, replace(self.options, param_dtype=None)),
+        ):
+            trained = {i: self.parameters[i] for i in indices if (i >= self.planned) == added}
+            for unit in units_by_size(trained, options, self._several_uses):
+                _make_unit(self.engine, self.parameters, unit, resident=added)
 
     def check_and_add(self, parameters: Named) -> None:
-        """Take in more parameters. Collective."""
-        if self.engine.stage == 3:
-            raise ValueError(
-                "zero_ext: parameters cannot be added to a module that is sharded with stage 3: no "
-                "forward would gather them. Make them part of the module before sharding it."
-            )
+        """Take in more parameters, whole between steps: no forward gathers them. Collective."""
         checks.check_parameters(self.groups, parameters)
         described = checks.describe(*parameters)
         check_same_on_all_ranks(self.groups, described, "the added parameters", _SAME_MODELS)
         indices = self._register(parameters)
         self.make_units_by_size([i for i in indices if self.parameters[i].requires_grad])
-        _cast_frozen(parameters, self.options.param_dtype)
 
     def leave_whole(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Watch more parameters that ``stays_whole`` is true of."""
@@ -308,10 +309,13 @@ def _local_part(gradient: Tensor) -> Tensor:
     )
 
 
-def _make_unit(engine: _C.Engine, parameters: Sequence[Tensor], unit: UnitPlan) -> int:
+def _make_unit(
+    engine: _C.Engine, parameters: Sequence[Tensor], unit: UnitPlan, *, resident: bool = False
+) -> int:
     """Returns its number in the engine. It can train, also if there is no memory for the next
     one."""
-    kind = _C.UnitKind.trainable if unit.trainable else _C.UnitKind.frozen
+    trained = _C.UnitKind.resident if resident else _C.UnitKind.trainable
+    kind = trained if unit.trainable else _C.UnitKind.frozen
     number = engine.add_unit(unit.members, unit.dtype, kind)
     name, count = engine.unit_name_of(unit.members[0]), len(unit.members)
     _log.debug("zero_ext: %s unit '%s': %d parameters in %s", kind.name, name, count, unit.dtype)
@@ -347,10 +351,3 @@ def _serve_until_all_ranks_end() -> None:
         if handle.engine is not None:
             handle.engine.begin_shutdown()
     _C.wait_for_shutdowns(_EXIT_PATIENCE_S)
-
-
-def _cast_frozen(parameters: Named, dtype: torch.dtype | None) -> None:
-    """What is frozen computes with the others."""
-    for _, parameter in parameters if dtype is not None else ():
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype)

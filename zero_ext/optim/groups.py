@@ -4,7 +4,7 @@ An optimizer steps the parameters that were in its groups when it last followed 
 optimizer of the same engine may have one of these.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,15 @@ def name_in_module(parameter: Tensor) -> str | None:
     return None if place is None else place[0].engine.parameter_name(place[1])
 
 
+def stepped_beside(
+    optimizers: Iterable[torch.optim.Optimizer], handles: Sequence[Handle]
+) -> list[Tensor]:
+    """What ``optimizers`` step in the engines of ``handles``, beside their modules."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    found = [(p, *(find(p) or (None, 0))) for p in parameters_of(groups)]
+    return [p for p, handle, i in found if handle in handles and i >= handle.planned]
+
+
 def named_parameters(groups: Sequence[Group], first: int = 0) -> tuple[Named, Named]:
     """From group ``first`` on: the parameters that can be sharded, and those that stay whole."""
     named: Named = []
@@ -105,26 +114,11 @@ def check_of_engine(named: Named, handle: Handle, *, grouped_by_hand: bool = Fal
                 f"zero_ext: {what} is one of ignored_params, which each rank trains by itself. "
                 "Give these an optimizer of their own."
             )
-        if place is None:
-            raise ValueError(
-                f"zero_ext: {what} is not sharded, and others of this optimizer are"
-                f"{_replaced_by(parameter, named, handle)}. Change modules before zero_ext.shard()."
-            )
         raise ValueError(
             f"zero_ext: {what} is not a parameter of the sharded module that the others belong "
             "to. Give each sharded module its own optimizer, or shard one module that holds them: "
             "nn.ModuleList([one, another])."
         )
-
-
-def _replaced_by(parameter: Tensor, named: Named, handle: Handle) -> str:
-    """Which sharded parameter of this size is in no group: a replaced module had it."""
-    here = {place[1] for _, p in named if (place := find(p)) is not None}
-    for i in range(len(handle.parameters)):
-        if i not in here and handle.engine.bounds(i)[-1] == parameter.numel():
-            name = handle.engine.parameter_name(i)
-            return f": it may have replaced '{name}' after the module was sharded"
-    return ": it was added after the module was sharded, or belongs to another module"
 
 
 def handle_of_module(named: Named, sharding: Sharding) -> Handle | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zero_ext import _C, _torch
-from zero_ext.engine.checks import check_number
+from zero_ext.engine.checks import check_number, is_ignored
 from zero_ext.engine.clipping import checked_norm, clip_by_norm, serving_backwards
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.options import ShardingOptions, check_policy
@@ -113,14 +113,9 @@ class Sharded(torch.optim.Optimizer):
         self.follow_groups()
         super().add_param_group(param_group)
         named, whole = groups.named_parameters(self.param_groups, len(self.param_groups) - 1)
-        plain = [(name, p) for name, p in named if find(p) is None]
         try:
-            groups.check_not_owned(named, self)
-            groups.check_of_engine([n for n in named if find(n[1]) is not None], core.handle)
             core.states.check_added(self.param_groups[-1])
-            if plain:
-                core.handle.check_and_add(plain)
-                broadcast_frozen(core.handle, plain)
+            add_plain(core.handle, named, self)
             self.follow_groups()
         except BaseException:
             self.param_groups.pop()
@@ -366,11 +361,12 @@ def shard_states(
     groups.replace_named(core.shown, groups.named_in(optimizer.state))
     optimizer.zero_core, optimizer.state = core, core.shown
     try:
-        sharded = groups.claim(optimizer.param_groups, handle, optimizer)
         if of_module is None:
             broadcast_frozen(handle, [*named, *whole])
         else:
+            add_plain(handle, named, optimizer)
             handle.leave_whole(whole)
+        sharded = groups.claim(optimizer.param_groups, handle, optimizer)
         what += f" nonfinite={core.nonfinite!r} clips={core.max_grad_norm is not None} "
         what += f"scales={core.loss_scaler is not None}"
         groups.check_same_optimizers(handle, what, sharded)
@@ -383,6 +379,16 @@ def shard_states(
         if of_module is None:
             handle.dissolve()
         raise
+
+
+def add_plain(handle: Handle, named: groups.Named, optimizer: Sharded) -> None:
+    """Shard what ``optimizer`` steps and no module has brought into the engine. Collective."""
+    groups.check_not_owned(named, optimizer)
+    groups.check_of_engine([(n, p) for n, p in named if find(p) or is_ignored(p)], handle)
+    plain = [(name, p) for name, p in named if find(p) is None]
+    if plain:
+        handle.check_and_add(plain)
+        broadcast_frozen(handle, plain)
 
 
 def broadcast_frozen(handle: Handle, named: groups.Named) -> None:

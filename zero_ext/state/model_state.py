@@ -11,6 +11,7 @@ from torch.distributed import distributed_c10d
 from zero_ext.engine.checks import check_module
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
+from zero_ext.optim.groups import name_in_module, stepped_beside
 from zero_ext.ranks.collectives import expansion
 from zero_ext.ranks.groups import ALONE, Groups, resolve
 from zero_ext.tensor.shard_tensor import ShardTensor
@@ -24,16 +25,19 @@ class ModelState(NamedTuple):
     ``tensors``: parameters and buffers themselves, and the tensors that hooks make for
     ``state_dict()``. ``made``: the names of the latter, which only ``load_state_dict()`` can load.
     ``objects``: what is no tensor, and extra states, which modules make for each call and load as a
-    whole. ``names``: the first name of each parameter, by id.
+    whole. ``names``: the first name of each parameter, by id. ``beside``: of the parameters that
+    are not the model's, and that its optimizers step all the same.
     """
 
     tensors: dict[str, Tensor]
     made: frozenset[str]
     objects: dict[str, Any]
     names: dict[int, str]
+    beside: frozenset[str]
 
     @staticmethod
-    def of(model: nn.Module) -> "ModelState":
+    def of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> "ModelState":
+        """Raises a ValueError where two parameters have one name."""
         own = _OwnTensors(model)
         tensors, objects, names = {}, {}, {}
         made = set()
@@ -50,7 +54,15 @@ class ModelState(NamedTuple):
                 names.setdefault(id(tensors[name]), name)
         for name, parameter in model.named_parameters():  # hooks may have left some out
             names.setdefault(id(parameter), plain_name(name))
-        return ModelState(tensors, frozenset(made), objects, names)
+        others = [p for p in stepped_beside(optimizers, handles_of(model)) if id(p) not in names]
+        beside = {name_in_module(p): p for p in others}
+        if len(beside) < len(others) or beside.keys() & (tensors.keys() | objects.keys()):
+            raise ValueError(
+                f"zero_ext: the optimizers step parameters beside the model, {sorted(beside)}, and "
+                "two have one name. Make the optimizers of (name, parameter) pairs."
+            )
+        names |= {id(parameter): name for name, parameter in beside.items()}
+        return ModelState(tensors | beside, frozenset(made), objects, names, frozenset(beside))
 
     def check_writable(self, names: Iterable[str]) -> None:
         """Raise where several elements of one of these tensors share memory."""
