@@ -117,7 +117,7 @@ def test_what_an_index_shows_is_complete_and_leads_somewhere(tmp_path):
         path = link.removeprefix(f"{source}/").partition("#")[0]
         leads = "://" in path or (ROOT / path).exists()  # "": to a heading of the page itself
         assert link.startswith(("https://", "#")) and leads, link
-    assert f"({source}/docs/loss.png)" in text
+    assert f"({source}/docs/readme.svg)" in text
 
 
 def test_a_room_is_one_source_and_a_kernel_is_its_own(tmp_path, monkeypatch):
