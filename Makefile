@@ -156,8 +156,8 @@ test-packages: .venv-packages/.installed
 	  -m pytest tests/optim/test_packages.py tests/integrations/test_trainers.py -m dist -p no:cacheprovider -rs
 
 lint: install
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
+	$(PY) tests/support/check_types.py
 	$(VENV)/bin/clang-format --dry-run --Werror $(NATIVE) $(EMULATION)
 
 docs: install

@@ -30,7 +30,7 @@ class MasterAdamW(torch.optim.AdamW):
         return nn.utils.clip_grad_norm_(self.masters, max_norm)
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
+    def step(self, closure=None) -> None:  # type: ignore[override]
         super().step(closure)
         if self.parameters[0].dtype != torch.float32:
             torch._foreach_copy_(self.parameters, self.masters)

@@ -44,7 +44,8 @@ def load(path: str | None) -> Corpus:
         if not SKIPPED_DIRECTORIES.intersection((name := file.relative_to(root)).parts)
         and file.is_file()
     )
-    train, held_out = [], []
+    train: list[bytes] = []
+    held_out: list[bytes] = []
     for name in names:
         split = held_out if zlib.crc32(name.as_posix().encode()) % HELD_OUT_ONE_IN == 0 else train
         split.append((root / name).read_bytes())

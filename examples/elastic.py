@@ -18,7 +18,7 @@ import corpus
 import torch
 import torch.distributed as dist
 from model import GPT, SIZES
-from torch.utils.data import DataLoader, StackDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import zero_ext
 
@@ -26,7 +26,7 @@ MICRO_BATCHES, BATCH_SIZE = 12, 4
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--stage", type=int, default=2, choices=(1, 2, 3), help="ZeRO stage")
     parser.add_argument("--size", default="small", choices=SIZES)
     parser.add_argument("--steps", type=int, default=240)
@@ -62,7 +62,7 @@ def main() -> None:
     zero_ext.shard(model, stage=args.stage, reduction="exchange")
     optimizer = zero_ext.optim.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
     count = args.steps * MICRO_BATCHES * BATCH_SIZE
-    dataset = StackDataset(
+    dataset = TensorDataset(
         *corpus.evenly_spaced(corpus.load(args.text).train, count, args.sequence)
     )
     batches = zero_ext.data.GlobalBatches(dataset, BATCH_SIZE, MICRO_BATCHES)

@@ -57,9 +57,9 @@ class GPT(nn.Module):
         self.head = nn.Linear(shape.hidden, VOCABULARY, bias=False)
         self.apply(_initialize)
         # Keeps the variance of the residual stream independent of the depth, as in GPT-2.
-        for block in self.blocks:
-            for layer in (block.attention_out, block.mlp_out):
-                nn.init.normal_(layer.weight, std=0.02 / (2 * shape.layers) ** 0.5)
+        for name, parameter in self.named_parameters():
+            if name.endswith(("attention_out.weight", "mlp_out.weight")):
+                nn.init.normal_(parameter, std=0.02 / (2 * shape.layers) ** 0.5)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Logits [batch, sequence, 256] in fp32; given ``targets``, the mean loss in nats per byte.

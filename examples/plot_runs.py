@@ -49,7 +49,7 @@ def plot(logs: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("runs", nargs="+", type=Path, help="log.json files, or their directories")
     parser.add_argument("--out", type=Path, default=Path("loss.png"))
     args = parser.parse_args()

@@ -12,6 +12,7 @@ import math
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import baseline
 import corpus
@@ -33,7 +34,7 @@ def positive(text: str) -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--stage", type=int, default=2, choices=(0, 1, 2, 3), help="ZeRO stage")
     parser.add_argument("--ddp", action="store_true", help="plain PyTorch instead of zero_ext")
     parser.add_argument(
@@ -154,7 +155,7 @@ def train(model, optimizers, text: Tensor, args: argparse.Namespace, rank: int, 
     schedulers = [warm_up_then_cosine(optimizer, args.steps) for optimizer in optimizers]
     data = torch.Generator().manual_seed(1_000_003 * args.seed + rank)  # every rank reads its own
     step_bytes = world * args.accumulation_steps * args.batch_size * args.sequence
-    log = {"loss": [], "gradient_norm": [], "seconds": []}
+    log: dict[str, Any] = {"loss": [], "gradient_norm": [], "seconds": []}
     if args.resume:
         log = load_checkpoint(args, model, optimizers, schedulers)
     done = len(log["loss"])
