@@ -500,12 +500,8 @@ def stepped(model) -> torch.optim.Optimizer:
     [
         (stepped, "AdamW has a state already"),
         (lambda m: torch.optim.LBFGS(m.parameters()), "LBFGS"),
-        (
-            lambda m: torch.optim.SGD([*m.parameters(), nn.Parameter(torch.ones(5))]),
-            r"shape \(5,\) in the SGD is in no model that was prepared",
-        ),
     ],
-    ids=["stepped", "not shardable", "foreign"],
+    ids=["stepped", "not shardable"],
 )
 def test_what_cannot_be_taken_over_is_said_before_anything_is_changed(anywhere, make, message):
     own = accelerator(anywhere, 2)
@@ -514,6 +510,15 @@ def test_what_cannot_be_taken_over_is_said_before_anything_is_changed(anywhere, 
         own.prepare(model, make(model))
     assert find(model.layers[0].weight) is None
     own.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+def test_an_optimizer_has_parameters_beside_the_model(anywhere):
+    own, scale = accelerator(anywhere, 2), nn.Parameter(torch.ones(5))
+    given = torch.optim.SGD([*(model := MLP(13)).parameters(), scale], lr=0.1)
+    model, optimizer = own.prepare(model, given)
+    own.backward((scale * model(rank_data((3, 5), 0))).square().mean())
+    optimizer.step()
+    assert find(scale) is not None and not torch.equal(scale, torch.ones(5))
 
 
 def of_two_models(anywhere, stage: int, kept_in):

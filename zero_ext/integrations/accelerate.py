@@ -325,17 +325,10 @@ def _is_of_torch(value: Any) -> bool:
 def _check(optimizer: torch.optim.Optimizer, coming: dict[int, Any]) -> None:
     """Raise if ``optimizer`` cannot be adopted, unless it is accelerate's to keep: then none of its
     parameters is sharded. ``coming``: by id, the parameters that are about to be sharded."""
-    parameters = adoption.parameters_of(optimizer.param_groups)
-    name = type(optimizer).__name__
-    foreign = [p for p in parameters if id(p) not in coming and find(p) is None]
-    if len(foreign) == len(parameters):
+    every, name = adoption.parameters_of(optimizer.param_groups), type(optimizer).__name__
+    parameters = [p for p in every if id(p) in coming or find(p) is not None]
+    if not parameters:
         return
-    if foreign:
-        raise ValueError(
-            f"zero_ext: a parameter of shape {tuple(foreign[0].shape)} in the {name} is in no "
-            "model that was prepared. Prepare its model with it, or give it an optimizer of its "
-            "own."
-        )
     owners = {
         id(entry[0] if (entry := find(p)) else coming[id(p)][0])
         for p in parameters
