@@ -393,15 +393,24 @@ def test_optimizers_of_torch_name_wrap():
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("how", ["replaced", "added"])
-def test_a_module_that_was_changed_is_named_although_an_optimizer_steps_it(how, stage):
-    model = zero_ext.shard(MLP(7, 5, 3), stage)
-    if how == "replaced":
-        model.layers[1] = nn.Linear(7, 7)
-    else:
-        model.layers.append(nn.Linear(5, 5))
-    zero_ext.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(RuntimeError, match=r"after the module was sharded"):
-        model(torch.ones(2, 5))
+def test_a_module_that_was_changed_is_trained_by_an_optimizer_made_afterwards(how, stage):
+    model, plain = MLP(7, 5, 3), MLP(7, 5, 3)
+    zero_ext.shard(model, stage)
+    for each in (model, plain):
+        torch.manual_seed(1)
+        if how == "replaced":
+            each.layers[1] = nn.Linear(7, 7)
+        else:
+            each.layers.append(nn.Linear(5, 5))
+    make = {model: zero_ext.optim.SGD, plain: torch.optim.SGD}
+    for each, kind in make.items():
+        optimizer = kind(each.parameters(), lr=0.1)
+        for step in range(3):
+            each(rank_data((4, 5), 0, step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(zero_ext.full_tensor(p), q.detach(), msg=name)
 
 
 def test_wrong_values_are_refused_with_what_there_is():

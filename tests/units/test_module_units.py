@@ -369,7 +369,8 @@ def test_merged_blocks_are_of_about_the_same_size():
 def test_sizes_are_those_of_the_dtype_that_is_computed_in():
     model = Model(layers=nn.ModuleList(linear() for _ in range(4)), rest=linear())
     parameters = list(model.parameters())
-    blocks = cut_by_module(Tree(model), parameters, None, 2 * 36, torch.bfloat16)
+    halves = [torch.bfloat16] * len(parameters)
+    blocks = cut_by_module(Tree(model), parameters, None, 2 * 36, halves)
     assert [len(block.modules) for block in blocks] == [4, 1]
 
 

@@ -6,7 +6,6 @@ import logging
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -59,6 +58,7 @@ class Handle:
         described = [*options.describe(groups), *checks.describe(*plan.parameters, *plan.whole)]
         described += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in buffers]
         described += [f"unit of parameters {block.members}" for block in blocks or ()]
+        described += [f"parameter {i} in {d}" for i, d in enumerate(plan.dtypes) if d is not None]
         check_same_on_all_ranks(groups, described, "the models (or the arguments)", _SAME_MODELS)
         self.groups = groups
         self.options = options
@@ -79,6 +79,7 @@ class Handle:
         self.knows_on_host = groups.device.type == "cpu" or options.offloads
         self.forwards = OpenForwards()
         self._several_uses, self.planned = plan.several_uses, len(plan.parameters)
+        self.dtypes = [*plan.dtypes]  # see Plan
         self.unfreezings = 0
         self._whole: list[tuple[str, weakref.ref]] = []
         self.leave_whole(plan.whole)
@@ -123,18 +124,16 @@ class Handle:
             if part.block is not None:
                 self._units_of_blocks[part.block].extend(made)
         if plan.blocks is None:
-            for _, parameter in plan.parameters if self.options.param_dtype is not None else ():
-                if not parameter.requires_grad:
-                    parameter.data = parameter.data.to(self.options.param_dtype)
+            for (_, parameter), dtype in zip(plan.parameters, plan.dtypes, strict=True):
+                if dtype is not None and not parameter.requires_grad:
+                    parameter.data = parameter.data.to(dtype)
 
     def make_units_by_size(self, indices: Sequence[int]) -> None:
         """Units of parameters that are trained. Collective."""
-        for added, options in (
-            (False, self.options),
-            (True, replace(self.options, param_dtype=None)),
-        ):
+        for added in (False, True):
             trained = {i: self.parameters[i] for i in indices if (i >= self.planned) == added}
-            for unit in units_by_size(trained, options, self._several_uses):
+            rest = self.dtypes, self.options.bucket_bytes, self._several_uses
+            for unit in units_by_size(trained, *rest):
                 _make_unit(self.engine, self.parameters, unit, resident=added)
 
     def check_and_add(self, parameters: Named) -> None:
@@ -143,6 +142,7 @@ class Handle:
         described = checks.describe(*parameters)
         check_same_on_all_ranks(self.groups, described, "the added parameters", _SAME_MODELS)
         indices = self._register(parameters)
+        self.dtypes += [None] * len(indices)  # their modules keep computing in their own
         self.make_units_by_size([i for i in indices if self.parameters[i].requires_grad])
 
     def leave_whole(self, parameters: Iterable[tuple[str, Tensor]]) -> None:

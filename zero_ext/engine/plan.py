@@ -13,6 +13,7 @@ from zero_ext.engine.options import ShardingOptions
 from zero_ext.engine.units import (
     Block,
     Choice,
+    Dtypes,
     Tree,
     UnitPlan,
     bytes_of,
@@ -66,6 +67,7 @@ class Plan:
         parts: All units, in the order in which they are made.
         blocks: With stage 3, the modules that gather units; None with the other stages.
         cast_modules: The modules whose inputs ``mp_policy`` casts.
+        dtypes: What each parameter is computed in; None: in its own dtype.
         several_uses: See ``ModelParameters``.
         prefetch_bytes: How much may be gathered ahead of its use.
     """
@@ -73,6 +75,7 @@ class Plan:
     options: ShardingOptions
     parameters: Named
     parts: Sequence[Part]
+    dtypes: Dtypes
     whole: Named = ()
     blocks: Sequence[Block] | None = None
     cast_modules: Sequence[nn.Module] = ()
@@ -81,34 +84,41 @@ class Plan:
 
 
 def plan_module(
-    found: ModelParameters, options: ShardingOptions, choice: Choice = None, *, casts: bool = False
+    found: ModelParameters,
+    options: ShardingOptions,
+    choice: Choice = None,
+    *,
+    casts: bool = False,
+    dtypes: Mapping[int, torch.dtype | None] | None = None,
 ) -> Plan:
     """
     Args:
         choice: Which modules make units, see ``shard``.
         casts: Whether inputs of the units' modules are cast.
+        dtypes: What parameters are computed in, by id. Default: ``param_dtype`` of ``options``.
     Raises:
         ValueError, TypeError: ``choice`` chooses nothing, or is no ``Choice``.
     """
     tree, named, several = found.tree, found.sharded, found.several_uses
     parameters = [p for _, p in named]
+    computed = [options.param_dtype if dtypes is None else dtypes[id(p)] for p in parameters]
     modules = modules_of_units(tree, parameters, choice) if casts or choice is not None else []
     if options.stage < 3:
         trained = {i: p for i, p in enumerate(parameters) if p.requires_grad}
-        cut = [Part(units_by_size(trained, options, several))]
-        return Plan(options, named, cut, found.whole, None, modules, several)
-    blocks = cut_by_module(tree, parameters, choice, options.bucket_bytes, options.param_dtype)
-    in_fp32 = _with_fp32_gradients(dict(enumerate(parameters)), options, several)
+        cut = [Part(units_by_size(trained, computed, options.bucket_bytes, several))]
+        return Plan(options, named, cut, computed, found.whole, None, modules, several)
+    blocks = cut_by_module(tree, parameters, choice, options.bucket_bytes, computed)
+    in_fp32 = _with_fp32_gradients(dict(enumerate(parameters)), computed, several)
     cut = [
-        Part(split_block(members, parameters, in_fp32, options.param_dtype), block)
+        Part(split_block(members, parameters, in_fp32, computed), block)
         for block, members in parts(blocks)
     ]
-    sizes = bytes_of(parameters, options.param_dtype)
+    sizes = bytes_of(parameters, computed)
     of_blocks = [sum(map(sizes.__getitem__, block.members)) for block in blocks if not block.root]
     ahead = max(options.bucket_bytes, 1.5 * max(of_blocks, default=0))
     if options.prefetch_mb is not None:
         ahead = options.prefetch_mb * 2**20
-    return Plan(options, named, cut, found.whole, blocks, modules, several, int(ahead))
+    return Plan(options, named, cut, computed, found.whole, blocks, modules, several, int(ahead))
 
 
 def plan_parameters(
@@ -127,7 +137,9 @@ def plan_parameters(
         )
     check_parameters(groups, parameters, whole=whole)
     trained = {i: p for i, (_, p) in enumerate(parameters) if p.requires_grad}
-    return Plan(options, parameters, [Part(units_by_size(trained, options))], whole)
+    dtypes = [None] * len(parameters)
+    cut = [Part(units_by_size(trained, dtypes, options.bucket_bytes))]
+    return Plan(options, parameters, cut, dtypes, whole)
 
 
 def parameters_of(tree: Tree, ignored: Container[int] = ()) -> ModelParameters:
@@ -154,25 +166,29 @@ def parameters_of(tree: Tree, ignored: Container[int] = ()) -> ModelParameters:
 
 
 def units_by_size(
-    parameters: Mapping[int, Tensor], options: ShardingOptions, several_uses: Container[int] = ()
+    parameters: Mapping[int, Tensor],
+    dtypes: Dtypes,
+    bucket_bytes: float,
+    several_uses: Container[int] = (),
 ) -> list[UnitPlan]:
     """Units of trained parameters, of about the size of a bucket."""
-    in_fp32 = _with_fp32_gradients(parameters, options, several_uses)
+    in_fp32 = _with_fp32_gradients(parameters, dtypes, several_uses)
+    kinds: dict[tuple[bool, torch.dtype | None], list[int]] = {}
+    for i in parameters:
+        kinds.setdefault((i in in_fp32, dtypes[i]), []).append(i)
     plans = []
-    for kind in (False, True):
-        members = [i for i in parameters if (i in in_fp32) == kind]
+    for (gradient_is_fp32, dtype), members in kinds.items():
         numels = [parameters[i].numel() for i in members]
         # Two dtypes that become one are cut apart first: a unit's values come in one dtype.
-        dtypes = [parameters[i].dtype for i in members]
-        for plan in cut_by_size(numels, dtypes, options.bucket_bytes):
+        own = [parameters[i].dtype for i in members]
+        for plan in cut_by_size(numels, own, bucket_bytes):
             cut = [members[m] for m in plan.members]
-            dtype = options.param_dtype or plan.dtype
-            plans.append(UnitPlan(cut, dtype, gradient_is_fp32=kind))
+            plans.append(UnitPlan(cut, dtype or plan.dtype, True, gradient_is_fp32))
     return plans
 
 
 def _with_fp32_gradients(
-    parameters: Mapping[int, Tensor], options: ShardingOptions, several_uses: Container[int]
+    parameters: Mapping[int, Tensor], dtypes: Dtypes, several_uses: Container[int]
 ) -> set[int]:
     """Those that are computed with in half precision and have fp32 gradients: because the user
     wants it, or to add up their uses. Such gradients travel in fp32, in units of their own."""
@@ -180,6 +196,6 @@ def _with_fp32_gradients(
     return {
         i
         for i, p in parameters.items()
-        if (options.param_dtype or p.dtype) != fp32
+        if (dtypes[i] or p.dtype) != fp32
         and (i in several_uses or (p.dtype != fp32 and p.grad_dtype == fp32))
     }

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 # What `shard(units=)` takes: module classes, or a predicate of a module's name and itself.
 Choice = type | Collection[type] | Callable[[str, nn.Module], bool] | None
+# What each parameter is computed in; None: in its own dtype.
+Dtypes = Sequence[torch.dtype | None]
 
 
 class Tree:
@@ -150,7 +152,7 @@ def cut_by_module(
     parameters: Sequence[Tensor],
     choice: Choice,
     bucket_bytes: float,
-    param_dtype: torch.dtype | None = None,
+    dtypes: Dtypes | None = None,
 ) -> list[Block]:
     """Cut ``parameters`` by the modules of ``tree`` that they belong to.
 
@@ -165,7 +167,7 @@ def cut_by_module(
     Raises:
         ValueError, TypeError: ``choice`` chooses nothing, or is no ``Choice``.
     """
-    sizes = bytes_of(parameters, param_dtype)
+    sizes = bytes_of(parameters, dtypes)
     is_called = not isinstance(tree.root, _WITHOUT_FORWARD)
     if choice is None and is_called and sum(sizes) <= bucket_bytes:
         return [Block([tree.root], list(range(len(parameters))), root=True)]
@@ -376,9 +378,11 @@ def largest_of_many(
     return (blocks[largest], share) if share > 0.5 and len(owners) > 1 else None
 
 
-def bytes_of(parameters: Sequence[Tensor], param_dtype: torch.dtype | None) -> list[int]:
+def bytes_of(parameters: Sequence[Tensor], dtypes: Dtypes | None) -> list[int]:
     """Of each parameter, in the dtype that is computed in."""
-    return [p.numel() * (param_dtype or p.dtype).itemsize for p in parameters]
+    given = [None] * len(parameters) if dtypes is None else dtypes
+    pairs = zip(parameters, given, strict=True)
+    return [p.numel() * (dtype or p.dtype).itemsize for p, dtype in pairs]
 
 
 def parts(blocks: Sequence[Block]) -> list[tuple[int, list[int]]]:
@@ -400,13 +404,14 @@ def split_block(
     members: Sequence[int],
     parameters: Sequence[Tensor],
     gradient_is_fp32: Container[int] = (),
-    param_dtype: torch.dtype | None = None,
+    dtypes: Dtypes | None = None,
 ) -> list[UnitPlan]:
-    """The units of one block: parameters of one dtype, all trainable or all frozen, and the
-    gradients of all or of none of them are in fp32."""
-    kinds: dict[tuple[torch.dtype, bool, bool], list[int]] = {}
+    """The units of one block: parameters of one dtype, all trainable or all frozen, computed in one
+    dtype, and the gradients of all or of none of them are in fp32."""
+    kinds: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[int]] = {}
     for i in members:
-        trainable = parameters[i].requires_grad
-        kind = (parameters[i].dtype, trainable, trainable and i in gradient_is_fp32)
+        own, trainable = parameters[i].dtype, parameters[i].requires_grad
+        computed = (dtypes and dtypes[i]) or own
+        kind = (own, computed, trainable, trainable and i in gradient_is_fp32)
         kinds.setdefault(kind, []).append(i)
-    return [UnitPlan(part, param_dtype or dtype, *rest) for (dtype, *rest), part in kinds.items()]
+    return [UnitPlan(part, *rest) for (_, *rest), part in kinds.items()]

@@ -17,6 +17,7 @@ from zero_ext.engine.checks import reject_wrapper
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
 from zero_ext.engine.units import Tree
+from zero_ext.module.policies import Policies, input_dtype
 from zero_ext.ranks.agreement import naming
 from zero_ext.ranks.collectives import copy_from_rank_0
 from zero_ext.ranks.groups import Groups
@@ -187,16 +188,33 @@ class InputCast(Carried):
 _torch.run_as_it_is(InputCast.__call__)  # not when it is inlined
 
 
-def input_dtype(policy: MixedPrecisionPolicy) -> torch.dtype | None:
-    """What the inputs of units are cast to; None: they are not."""
-    return policy.param_dtype if policy.cast_forward_inputs else None
+class OutputCast(Carried):
+    """A hook after the forward of a module that has a policy of its own."""
+
+    def __init__(self, dtype: torch.dtype):
+        self._dtype = dtype
+
+    def __call__(self, module: nn.Module, args, output):
+        return cast_floating(output, self._dtype)
 
 
-def cast_inputs(modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
+_torch.run_as_it_is(OutputCast.__call__)
+
+
+def cast_inputs(modules: Iterable[nn.Module], policies: Policies) -> None:
     """Cast the inputs of each forward of ``modules``, before other hooks see them."""
-    hook = InputCast(dtype)  # one for all: what torch.compile made for one block serves the others
+    hooks: dict[torch.dtype, InputCast] = {}  # what torch.compile made for one block serves others
     for module in modules:
-        module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+        if (dtype := input_dtype(policies.in_force[module])) is not None:
+            hook = hooks.setdefault(dtype, InputCast(dtype))
+            module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+
+
+def cast_outputs(policies: Policies) -> None:
+    """Cast what modules with policies of their own return."""
+    for module in policies.own:
+        if (dtype := policies.in_force[module].output_dtype) is not None:
+            module.register_forward_hook(OutputCast(dtype))
 
 
 def _cast_arguments(args: tuple, kwargs: dict[str, Any] | None, dtype: torch.dtype):

@@ -5,10 +5,9 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeVar
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import OffloadPolicy
 from typing_extensions import Never
 
 from zero_ext.engine.checks import (
@@ -23,13 +22,14 @@ from zero_ext.engine.options import ShardingOptions
 from zero_ext.engine.plan import Plan, parameters_of, plan_module
 from zero_ext.engine.units import Block, Choice, Tree, bytes_of, largest_of_many
 from zero_ext.module import foreign_names, plain_copies
-from zero_ext.module.forward_hooks import ForwardHooks, cast_inputs, input_dtype
+from zero_ext.module.forward_hooks import ForwardHooks, cast_inputs, cast_outputs
 from zero_ext.module.methods import (
     ShardedMethods,
     ZeroGrad,
     refuse_taken_names,
     replace_save_pretrained,
 )
+from zero_ext.module.policies import ModulePolicy, Policies, input_dtype
 from zero_ext.module.state_dict_hooks import StateDictHooks
 from zero_ext.ranks.collectives import copy_from_rank_0
 from zero_ext.ranks.groups import Groups, resolve
@@ -46,7 +46,7 @@ def shard(
     *,
     mesh: DeviceMesh | Literal["alone"] | None = None,
     units: Choice = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
+    mp_policy: ModulePolicy = None,
     offload_policy: OffloadPolicy | None = None,
     bucket_mb: float = 25.0,
     reduction: str | None = None,
@@ -99,6 +99,8 @@ def shard(
             as masters. Inputs of ``module`` and of each unit's modules are cast to it. Unlike in
             FSDP2, ``output_dtype`` casts the outputs of ``module`` only. Gradients are sent in
             ``reduce_dtype`` (default: their own dtype with ``exchange``, fp32 with ``collective``).
+            Or a function of a module's name and the module: what it returns holds for the module
+            and for what is inside, and casts its inputs and outputs. None: as the module around.
         offload_policy: As for FSDP2: masters, optimizer state and gradient sums are in (pinned)
             host memory, and the CPU runs the update. With stage 3 the parameters are there, too,
             between their uses. Every backward reduces, also inside ``no_sync()``. Has no effect
@@ -138,13 +140,13 @@ def shard(
     tree = Tree(module)
     refuse_wrapped(tree)
     refuse_taken_names(module)
-    mp_policy = _checked_policy(mp_policy)
+    policies = Policies.of(tree, mp_policy)
     options = ShardingOptions(
         stage=stage,
         bucket_mb=bucket_mb,
         reduction=reduction,
-        reduce_dtype=mp_policy.reduce_dtype,
-        param_dtype=mp_policy.param_dtype,
+        reduce_dtype=policies.root.reduce_dtype,
+        param_dtype=policies.root.param_dtype,
         accumulation_steps=accumulation_steps,
         sync_module_states=sync_module_states,
         broadcast_buffers=broadcast_buffers,
@@ -160,8 +162,8 @@ def shard(
     buffers = tree.named_buffers() if sync_module_states else []
     check_buffers(groups, [(name, b) for name, b in buffers if not b.is_meta])
     check_parameters(groups, named, whole=whole, meta_allowed=stage == 3)
-    casts = input_dtype(mp_policy) is not None
-    plan = plan_module(found, options, units, casts=casts)
+    casts = any(map(input_dtype, policies.in_force.values()))
+    plan = plan_module(found, options, units, casts=casts, dtypes=policies.dtypes)
     meta = None
     if stage == 3:
         left_alone = {id(p) for p in (*ignored_params, *[p for _, p in whole])}
@@ -172,27 +174,11 @@ def shard(
     frozen = [p for _, p in named if not p.requires_grad] if stage < 3 else []
     others = [*frozen, *[p for _, p in whole]]
     _complete(handle, tree, meta, others if sync_module_states else None)
-    _attach(handle, tree, plan, found.ignored, mp_policy)
+    _attach(handle, tree, plan, found.ignored, policies)
     _log_sharded(handle, module)
     if plan.blocks is not None:
         _log_large_unit(handle, tree, plan.blocks)
     return module
-
-
-def _checked_policy(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
-    if not isinstance(policy, MixedPrecisionPolicy | None):
-        dtype = policy if isinstance(policy, torch.dtype) else "torch.bfloat16"
-        raise TypeError(
-            "zero_ext: mp_policy must be torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype="
-            f"{dtype}) or None, not {policy!r}."
-        )
-    policy = policy or MixedPrecisionPolicy()
-    if not isinstance(policy.output_dtype, torch.dtype | None):
-        raise TypeError(
-            f"zero_ext: mp_policy: output_dtype must be a torch.dtype or None, not "
-            f"{policy.output_dtype!r}."
-        )
-    return policy
 
 
 def _checked_ignored(
@@ -275,7 +261,7 @@ def _log_large_unit(handle: Handle, tree: Tree, blocks: Sequence[Block]) -> None
     groups, options = handle.groups, handle.options
     if groups.shards == 1 or groups.rank > 0:
         return
-    sizes = bytes_of(handle.parameters, options.param_dtype)
+    sizes = bytes_of(handle.parameters, handle.dtypes)
     found = largest_of_many(blocks, tree, handle.parameters, sizes)
     if found is None or sum(sizes) <= options.bucket_bytes:
         return
@@ -290,16 +276,14 @@ def _log_large_unit(handle: Handle, tree: Tree, blocks: Sequence[Block]) -> None
     )
 
 
-def _attach(
-    handle: Handle, tree: Tree, plan: Plan, ignored: set[str], policy: MixedPrecisionPolicy
-) -> None:
+def _attach(handle: Handle, tree: Tree, plan: Plan, ignored: set[str], policies: Policies) -> None:
     """Give the modules of ``tree`` hooks and methods. Those that come last run first."""
     module, releases = tree.root, handle.engine.releases
     if releases:
         handle.watch_modules(tree, plan.blocks)
-    if (dtype := input_dtype(policy)) is not None:
-        cast_inputs(plan.cast_modules, dtype)
-    forward_hooks = ForwardHooks(tree, handle, policy, ignored)
+    cast_inputs({**dict.fromkeys(plan.cast_modules), **dict.fromkeys(policies.own)}, policies)
+    cast_outputs(policies)
+    forward_hooks = ForwardHooks(tree, handle, policies.root, ignored)
     methods = ShardedMethods(handle, forward_hooks)
     handle.sharded_methods = weakref.ref(methods)
     methods.attach(module)
