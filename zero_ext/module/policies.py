@@ -38,11 +38,11 @@ class Policies(NamedTuple):
         """
         function = callable(given) and not isinstance(given, type | MixedPrecisionPolicy)
         root = _checked(given("", tree.root) if function else given) or MixedPrecisionPolicy()
-        in_force, own = {tree.root: root}, []
+        in_force, own = {tree.root: root} if function else dict.fromkeys(tree.names, root), []
         for place, module in enumerate(tree.modules):
             if module in in_force:
                 continue
-            policy = _checked(given(tree.names[module], module)) if function else None
+            policy = _checked(given(tree.names[module], module))
             if policy is not None:
                 own.append(module)
                 if policy.reduce_dtype not in (None, root.reduce_dtype):

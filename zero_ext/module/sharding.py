@@ -162,7 +162,7 @@ def shard(
     buffers = tree.named_buffers() if sync_module_states else []
     check_buffers(groups, [(name, b) for name, b in buffers if not b.is_meta])
     check_parameters(groups, named, whole=whole, meta_allowed=stage == 3)
-    casts = any(map(input_dtype, policies.in_force.values()))
+    casts = any(map(input_dtype, [policies.root, *map(policies.in_force.get, policies.own)]))
     plan = plan_module(found, options, units, casts=casts, dtypes=policies.dtypes)
     meta = None
     if stage == 3:

@@ -18,7 +18,7 @@ from zero_ext.engine.clipping import checked_norm, clip_by_norm, serving_backwar
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.options import ShardingOptions, check_policy
 from zero_ext.engine.plan import plan_parameters
-from zero_ext.engine.registry import find
+from zero_ext.engine.registry import find, find_all
 from zero_ext.optim import groups, scaler
 from zero_ext.optim.arguments import (
     Sharding,
@@ -383,6 +383,8 @@ def shard_states(
 
 def add_plain(handle: Handle, named: groups.Named, optimizer: Sharded) -> None:
     """Shard what ``optimizer`` steps and no module has brought into the engine. Collective."""
+    if None not in find_all([p for _, p in named]):
+        return  # ``claim`` checks them
     groups.check_not_owned(named, optimizer)
     groups.check_of_engine([(n, p) for n, p in named if find(p) or is_ignored(p)], handle)
     plain = [(name, p) for name, p in named if find(p) is None]
