@@ -58,9 +58,7 @@ def name_in_module(parameter: Tensor) -> str | None:
     return None if place is None else place[0].engine.parameter_name(place[1])
 
 
-def stepped_beside(
-    optimizers: Iterable[torch.optim.Optimizer], handles: Sequence[Handle]
-) -> list[Tensor]:
+def stepped_beside(optimizers: Iterable[Any], handles: Sequence[Handle]) -> list[Tensor]:
     """What ``optimizers`` step in the engines of ``handles``, beside their modules."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     found = [(p, *(find(p) or (None, 0))) for p in parameters_of(groups)]

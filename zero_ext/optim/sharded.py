@@ -388,9 +388,8 @@ def add_plain(handle: Handle, named: groups.Named, optimizer: Sharded) -> None:
     groups.check_not_owned(named, optimizer)
     groups.check_of_engine([(n, p) for n, p in named if find(p) or is_ignored(p)], handle)
     plain = [(name, p) for name, p in named if find(p) is None]
-    if plain:
-        handle.check_and_add(plain)
-        broadcast_frozen(handle, plain)
+    handle.check_and_add(plain)
+    broadcast_frozen(handle, plain)
 
 
 def broadcast_frozen(handle: Handle, named: groups.Named) -> None:
