@@ -5,7 +5,9 @@ from itertools import pairwise
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch import nn
 
+from zero_ext.engine.plan import units_by_size
 from zero_ext.engine.units import UnitPlan, cut_by_size
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -119,3 +121,13 @@ def test_no_unit_could_have_taken_the_first_parameter_of_the_next(parameters, bu
         for unit, following in pairwise(plans):
             numel, _ = parameters[following.members[-1]]
             assert bytes_of(unit, parameters) + numel * dtype.itemsize > bucket_bytes
+
+
+def test_kinds_are_in_the_order_in_which_they_become_complete():
+    """The fp32 gradients of a tied embedding come last, other dtypes by their places."""
+    half, fp32 = torch.bfloat16, torch.float32
+    parameters = {i: nn.Parameter(torch.ones(7)) for i in range(5)}
+    plans = units_by_size(parameters, [half, half, fp32, half, None], 1e6, several_uses={0})
+    found = [(plan.members, plan.dtype, plan.gradient_is_fp32) for plan in plans]
+    expected = [([4], fp32, False), ([1, 3], half, False), ([2], fp32, False), ([0], half, True)]
+    assert found == expected

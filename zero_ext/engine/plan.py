@@ -172,18 +172,19 @@ def units_by_size(
     several_uses: Container[int] = (),
 ) -> list[UnitPlan]:
     """Units of trained parameters, of about the size of a bucket."""
-    in_fp32 = _with_fp32_gradients(parameters, dtypes, several_uses)
+    with_fp32 = _with_fp32_gradients(parameters, dtypes, several_uses)
     kinds: dict[tuple[bool, torch.dtype | None], list[int]] = {}
     for i in parameters:
-        kinds.setdefault((i in in_fp32, dtypes[i]), []).append(i)
+        kinds.setdefault((i in with_fp32, dtypes[i]), []).append(i)
     plans = []
-    for (gradient_is_fp32, dtype), members in kinds.items():
+    # Kinds whose last gradient comes first, as in each of them; fp32 gradients at the end.
+    for (in_fp32, dtype), members in sorted(kinds.items(), key=lambda k: (k[0][0], -k[1][-1])):
         numels = [parameters[i].numel() for i in members]
         # Two dtypes that become one are cut apart first: a unit's values come in one dtype.
         own = [parameters[i].dtype for i in members]
         for plan in cut_by_size(numels, own, bucket_bytes):
             cut = [members[m] for m in plan.members]
-            plans.append(UnitPlan(cut, dtype or plan.dtype, True, gradient_is_fp32))
+            plans.append(UnitPlan(cut, dtype or plan.dtype, gradient_is_fp32=in_fp32))
     return plans
 
 
