@@ -180,7 +180,7 @@ def load_contents(
         for load_optimizer in loads:
             load_optimizer()
     if keeps_values:
-        for name in {*names} - of_model.beside:
+        for name in filter(lambda name: name not in of_model.beside, names):
             _keep_changes(values, contents.keys[name], of_model.tensors[name])
     of_model.write(
         model,

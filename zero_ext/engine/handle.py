@@ -58,7 +58,8 @@ class Handle:
         described = [*options.describe(groups), *checks.describe(*plan.parameters, *plan.whole)]
         described += [f"buffer {name} {tuple(b.shape)} {b.dtype}" for name, b in buffers]
         described += [f"unit of parameters {block.members}" for block in blocks or ()]
-        described += [f"parameter {i} in {d}" for i, d in enumerate(plan.dtypes) if d is not None]
+        others = [(i, d) for i, d in enumerate(plan.dtypes) if d != options.param_dtype]
+        described += [f"parameter {i} is computed in {dtype}" for i, dtype in others]
         check_same_on_all_ranks(groups, described, "the models (or the arguments)", _SAME_MODELS)
         self.groups = groups
         self.options = options

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Iterable
 from itertools import chain, compress, repeat
 from operator import contains, is_, methodcaller
@@ -203,18 +204,17 @@ _torch.run_as_it_is(OutputCast.__call__)
 
 def cast_inputs(modules: Iterable[nn.Module], policies: Policies) -> None:
     """Cast the inputs of each forward of ``modules``, before other hooks see them."""
-    hooks: dict[torch.dtype, InputCast] = {}  # what torch.compile made for one block serves others
+    hook_of = functools.cache(InputCast)  # what torch.compile made for one block serves the others
     for module in modules:
         if (dtype := input_dtype(policies.in_force[module])) is not None:
-            hook = hooks.setdefault(dtype, InputCast(dtype))
-            module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+            module.register_forward_pre_hook(hook_of(dtype), with_kwargs=True, prepend=True)
 
 
 def cast_outputs(policies: Policies) -> None:
     """Cast what modules with policies of their own return."""
-    for module in policies.own:
-        if (dtype := policies.in_force[module].output_dtype) is not None:
-            module.register_forward_hook(OutputCast(dtype))
+    for module, policy in policies.own.items():
+        if policy.output_dtype is not None:
+            module.register_forward_hook(OutputCast(policy.output_dtype))
 
 
 def _cast_arguments(args: tuple, kwargs: dict[str, Any] | None, dtype: torch.dtype):

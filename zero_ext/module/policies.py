@@ -20,14 +20,14 @@ class Policies(NamedTuple):
     Attributes:
         root: That of the sharded module.
         in_force: The policy of each module.
-        own: The modules inside it for which the function has returned a policy.
-        dtypes: What parameters are computed in, by id; None: in their own dtype.
+        own: Those that a function has returned for modules inside it.
+        dtypes: What a function has parameters computed in, by id; None: in their own dtype.
     """
 
     root: MixedPrecisionPolicy
     in_force: dict[nn.Module, MixedPrecisionPolicy]
-    own: list[nn.Module]
-    dtypes: dict[int, torch.dtype | None]
+    own: dict[nn.Module, MixedPrecisionPolicy]
+    dtypes: dict[int, torch.dtype | None] | None = None
 
     @staticmethod
     def of(tree: Tree, given: ModulePolicy) -> "Policies":
@@ -38,20 +38,23 @@ class Policies(NamedTuple):
         """
         function = callable(given) and not isinstance(given, type | MixedPrecisionPolicy)
         root = _checked(given("", tree.root) if function else given) or MixedPrecisionPolicy()
-        in_force, own = {tree.root: root} if function else dict.fromkeys(tree.names, root), []
+        if not function:
+            return Policies(root, dict.fromkeys(tree.names, root), {})
+        in_force, own = {tree.root: root}, {}
         for place, module in enumerate(tree.modules):
             if module in in_force:
                 continue
+            in_force[module] = in_force[tree.modules[tree.parents[place]]]
             policy = _checked(given(tree.names[module], module))
-            if policy is not None:
-                own.append(module)
-                if policy.reduce_dtype not in (None, root.reduce_dtype):
-                    raise ValueError(
-                        f"zero_ext: mp_policy gives '{tree.names[module]}' reduce_dtype="
-                        f"{policy.reduce_dtype}, and the whole module {root.reduce_dtype}. All "
-                        "gradients are reduced in one dtype: give it for the whole module."
-                    )
-            in_force[module] = policy or in_force[tree.modules[tree.parents[place]]]
+            if policy is None:
+                continue
+            in_force[module] = own[module] = policy
+            if policy.reduce_dtype not in (None, root.reduce_dtype):
+                raise ValueError(
+                    f"zero_ext: mp_policy gives '{tree.names[module]}' reduce_dtype="
+                    f"{policy.reduce_dtype}, and the whole module {root.reduce_dtype}. All "
+                    "gradients are reduced in one dtype: give it for the whole module."
+                )
         return Policies(root, in_force, own, _dtypes(tree, in_force))
 
 

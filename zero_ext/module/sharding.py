@@ -162,7 +162,7 @@ def shard(
     buffers = tree.named_buffers() if sync_module_states else []
     check_buffers(groups, [(name, b) for name, b in buffers if not b.is_meta])
     check_parameters(groups, named, whole=whole, meta_allowed=stage == 3)
-    casts = any(map(input_dtype, [policies.root, *map(policies.in_force.get, policies.own)]))
+    casts = any(map(input_dtype, [policies.root, *policies.own.values()]))
     plan = plan_module(found, options, units, casts=casts, dtypes=policies.dtypes)
     meta = None
     if stage == 3:
@@ -281,7 +281,7 @@ def _attach(handle: Handle, tree: Tree, plan: Plan, ignored: set[str], policies:
     module, releases = tree.root, handle.engine.releases
     if releases:
         handle.watch_modules(tree, plan.blocks)
-    cast_inputs({**dict.fromkeys(plan.cast_modules), **dict.fromkeys(policies.own)}, policies)
+    cast_inputs(dict.fromkeys([*plan.cast_modules, *policies.own]), policies)
     cast_outputs(policies)
     forward_hooks = ForwardHooks(tree, handle, policies.root, ignored)
     methods = ShardedMethods(handle, forward_hooks)

@@ -4,7 +4,7 @@ An optimizer steps the parameters that were in its groups when it last followed 
 optimizer of the same engine may have one of these.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from zero_ext import _C
 from zero_ext.engine.checks import is_ignored, stays_whole
 from zero_ext.engine.handle import Handle
-from zero_ext.engine.registry import find
+from zero_ext.engine.registry import find, find_all
 from zero_ext.optim.arguments import Sharding
 from zero_ext.ranks.agreement import check_same_on_all_ranks
 
@@ -58,11 +58,12 @@ def name_in_module(parameter: Tensor) -> str | None:
     return None if place is None else place[0].engine.parameter_name(place[1])
 
 
-def stepped_beside(optimizers: Iterable[Any], handles: Sequence[Handle]) -> list[Tensor]:
-    """What ``optimizers`` step in the engines of ``handles``, beside their modules."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    found = [(p, *(find(p) or (None, 0))) for p in parameters_of(groups)]
-    return [p for p, handle, i in found if handle in handles and i >= handle.planned]
+def stepped_beside(optimizers: Iterable[Any], of_model: Container[int]) -> list[Tensor]:
+    """What ``optimizers`` step in a model's engines beside its parameters, whose ids are given."""
+    others = [p for o in optimizers for p in parameters_of(o.param_groups) if id(p) not in of_model]
+    found = zip(others, find_all(others), strict=True)
+    added = [(p, place[0]) for p, place in found if place and place[1] >= place[0].planned]
+    return [p for p, handle in added if any(i in of_model for i in handle.entries)]
 
 
 def named_parameters(groups: Sequence[Group], first: int = 0) -> tuple[Named, Named]:

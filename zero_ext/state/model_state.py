@@ -54,7 +54,7 @@ class ModelState(NamedTuple):
                 names.setdefault(id(tensors[name]), name)
         for name, parameter in model.named_parameters():  # hooks may have left some out
             names.setdefault(id(parameter), plain_name(name))
-        others = [p for p in stepped_beside(optimizers, handles_of(model)) if id(p) not in names]
+        others = stepped_beside(optimizers, names)
         beside = {name_in_module(p): p for p in others}
         if len(beside) < len(others) or beside.keys() & (tensors.keys() | objects.keys()):
             raise ValueError(
