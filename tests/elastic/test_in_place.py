@@ -40,6 +40,17 @@ def test_all_that_arrive_are_in_a_round():
         assert places(met) == [(0, 3), (1, 3), (2, 3)]
 
 
+def test_survivors_of_a_lost_rank_do_not_wait_for_others():
+    store = dist.HashStore()
+    every = [members_of(store, min_ranks=2) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        assert len([*pool.map(Members.meet, every)]) == 4
+        for each in every[1:]:
+            each.open_next()
+            each._settle_s = 1e6  # longer than the test may take
+        assert places(pool.map(Members.meet, every[1:])) == [(0, 3), (1, 3), (2, 3)]
+
+
 def test_a_process_that_dies_on_arrival_is_not_waited_for():
     store = dist.HashStore()
     dist.PrefixStore(f"zero_ext/{RUN}", store).add("0/arrived", 1)

@@ -12,7 +12,6 @@ import contextlib
 import gc
 import json
 import logging
-import math
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -45,7 +44,7 @@ class Members:
         self.run_id, self._min_ranks = run_id, min_ranks
         self._settle_s, self._answer_s = settle_s, answer_s
         self._name = secrets.token_hex(4)
-        self._round, self._expected = 0, math.inf
+        self._round, self._expected = 0, float("inf")
         self.failures = 0  # since the last finished step
 
     def made_progress(self) -> None:
@@ -90,7 +89,7 @@ class Members:
                 count, since = now, time.monotonic()
             names = [f"{self._round}/{place}" for place in range(1, count + 1)]
             there = [self._store.get(name).decode() for name in names if self._store.check([name])]
-            settle_s = min(self._settle_s, _SETTLE_S if count >= self._expected else math.inf)
+            settle_s = self._settle_s if count < self._expected else min(self._settle_s, _SETTLE_S)
             waited = time.monotonic() - since >= settle_s
             if waited and len(there) >= self._min_ranks:
                 return json.loads(self._store.compare_set(key, "", json.dumps(there)))
@@ -134,7 +133,8 @@ def train_in_place(
         store: Survives the processes: a TCPStore of the process that has started them.
         run_id: The same in all processes.
         min_ranks: Fewer do not begin a round.
-        settle_s: A round begins when nobody has arrived for so long.
+        settle_s: A round begins when nobody has arrived for so long, or for 0.1 s where all but
+            one of the last round's ranks are there.
         backend: As of ``init_process_group``.
         timeout_s: Of the process group: after that a rank that has stopped is lost. Longer than a
             step: members that do not answer a new process in two steps are lost.
