@@ -3,18 +3,17 @@
 python tests/support/check_types.py    # make lint
 """
 
-import re
+import ast
+import dis
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 from code_blocks import ROOT, sections
 
 PAGES = [Path("README.md"), *(Path(f"docs/{name}.md") for name in ("howto", "migration"))]
-ASSIGNED = re.compile(r"^ *(?:for )?([\w, ]+?)(?: = |: .* = | in )(.*)")
-IMPORTED = re.compile(r"^ *import (.*)()")
-IMPORT = re.compile(r"^ *from [\w.]+ (?=import )")
 # What a reader's script has around a block; ``names`` of code_blocks.py makes these values.
 READER = """
 from collections.abc import Callable
@@ -63,20 +62,33 @@ send_to_server: Callable[[str, Tensor], None]
 train: Callable[[nn.Module, torch.optim.Optimizer], None]
 value: Tensor
 """
-NAMES = re.findall(r"(?:^class |^|\bas |import )(?:Tensor, )?(\w+)(?=\(|: |$)", READER, re.M)
+
+
+def defined(code: str) -> list[str]:
+    """The names that a module without functions has."""
+    names = []
+    for node in ast.parse(code).body:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names += [alias.asname or alias.name for alias in node.names]
+        else:
+            names.append(node.target.id if isinstance(node, ast.AnnAssign) else node.name)
+    return names
+
+
+def first_uses(block: types.CodeType, found: dict[str, str]) -> dict[str, str]:
+    """The first instruction on each name, in the order in which they run."""
+    for each in dis.get_instructions(block):
+        if each.opname in ("LOAD_NAME", "LOAD_GLOBAL", "STORE_NAME"):
+            found.setdefault(each.argval, each.opname)
+        if isinstance(each.argval, types.CodeType):
+            first_uses(each.argval, found)
+    return found
 
 
 def needed(code: str) -> list[str]:
     """The names of the reader that ``code`` uses before it makes them itself."""
-    found = []
-    for name in NAMES:
-        word = re.compile(rf"\b{name}\b")
-        lines = [IMPORT.sub("", line) for line in code.splitlines()]
-        line = next((line for line in lines if word.search(line)), "")
-        made = ASSIGNED.match(line) or IMPORTED.match(line)
-        if line and not (made and word.search(made[1]) and not word.search(made[2])):
-            found.append(name)
-    return found
+    uses = first_uses(compile(code, "", "exec"), {})
+    return [name for name in defined(READER) if uses.get(name, "STORE_NAME") != "STORE_NAME"]
 
 
 def write_modules(folder: Path) -> None:
