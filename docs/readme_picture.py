@@ -14,17 +14,10 @@ import torch
 from torch import nn
 
 import zero_ext
+from zero_ext import plan
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ROOT / "benchmarks/results/epyc_zen4_2026-11-24"
-KINDS = {
-    "parameters": ("full", "shard", "gathered"),
-    "masters": ("master",),
-    "gradients": ("grad",),
-    "moments": ("optimizer_state",),
-    "buckets": ("buckets",),
-}
-COLORS = ["#264653", "#2a9d8f", "#e9c46a", "#f4a261", "#bbbbbb"]
 PEER, OURS = "#bbbbbb", "#2a9d8f"
 GPU_GIB = 80e9 / 2**30
 PEERS = {  # of a row in the results, with its file
@@ -58,17 +51,10 @@ def draw_bytes(axes: plt.Axes) -> None:
         zero_ext.estimate_memory(model, world_size=8, stage=stage, device="cuda")
         for stage in range(4)
     ]
-    names = ["stage 0\n(as DDP)", "stage 1", "stage 2", "stage 3"]
-    bottoms = [0.0] * 4
-    for (kind, keys), color in zip(KINDS.items(), COLORS, strict=True):
-        sizes = [sum(estimate[key] for key in keys) / 2**30 for estimate in estimates]
-        axes.bar(names, sizes, bottom=bottoms, color=color, width=0.62, label=kind)
-        bottoms = [a + b for a, b in zip(bottoms, sizes, strict=True)]
-    for name, total in zip(names, bottoms, strict=True):
-        axes.text(name, total + 2, f"{total:.0f}", ha="center", fontweight="bold")
+    plan.draw(axes, estimates, "GiB", 2**30)
     axes.axhline(GPU_GIB, color="#c1121f", linewidth=1, linestyle="--")
     axes.text(3.4, GPU_GIB + 2, "a GPU of 80 GB", ha="right", color="#c1121f", fontsize=9)
-    axes.set(title="GiB per GPU: 8 B parameters, 8 GPUs, AdamW (estimated)", ylim=(0, 160))
+    axes.set(title="8 B parameters, 8 GPUs, AdamW (estimated)")
     axes.legend(frameon=False, fontsize=9)
 
 

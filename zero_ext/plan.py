@@ -7,7 +7,7 @@ import argparse
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -144,29 +144,34 @@ def report(
 
 
 def plot(estimates: Sequence[dict], title: str, path: Path) -> None:
-    """Stacked bars of the bytes per rank, one for each stage. What buckets add may be cut off: in
-    stage 0 they grow with the number of ranks."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    totals = [sum(estimate[kind] for kind in _KINDS) / 2**20 for estimate in estimates]
-    bottoms = [0.0] * len(estimates)
-    stages = [f"stage {stage}" for stage in range(len(estimates))]
-    for kind in _KINDS:
-        sizes = [estimate[kind] / 2**20 for estimate in estimates]
-        axes.bar(stages, sizes, bottom=bottoms, label=kind.replace("_", " "), width=0.6)
-        bottoms = [b + s for b, s in zip(bottoms, sizes, strict=True)]
-    top = max(*totals[1:], *(estimate["persistent"] / 2**20 for estimate in estimates))
-    for stage, total in zip(stages, totals, strict=True):
-        text = f"{total:,.0f}" if total <= top else f"↑ {total:,.0f}"
-        axes.text(stage, min(total, 1.06 * top), text, ha="center", va="bottom")
-    axes.set(ylabel="MiB per rank", title=title, ylim=(0, 1.15 * top))
+    draw(axes, estimates)
+    axes.set(title=title)
     figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def draw(axes: Any, estimates: Sequence[dict], unit: str = "MiB", unit_bytes: int = 2**20) -> None:
+    """Stacked bars of the bytes per rank, one for each stage. What buckets add may be cut off: in
+    stage 0 they grow with the number of ranks."""
+    totals = [sum(estimate[kind] for kind in _KINDS) / unit_bytes for estimate in estimates]
+    bottoms = [0.0] * len(estimates)
+    stages = [f"stage {stage}" for stage in range(len(estimates))]
+    for kind in _KINDS:
+        sizes = [estimate[kind] / unit_bytes for estimate in estimates]
+        axes.bar(stages, sizes, bottom=bottoms, label=kind.replace("_", " "), width=0.6)
+        bottoms = [b + s for b, s in zip(bottoms, sizes, strict=True)]
+    top = max(*totals[1:], *(estimate["persistent"] / unit_bytes for estimate in estimates))
+    for stage, total in zip(stages, totals, strict=True):
+        text = f"{total:,.0f}" if total <= top else f"↑ {total:,.0f}"
+        axes.text(stage, min(total, 1.06 * top), text, ha="center", va="bottom")
+    axes.set(ylabel=f"{unit} per rank", ylim=(0, 1.15 * top))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
