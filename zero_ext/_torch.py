@@ -25,6 +25,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import clip_grad
 from torch.optim import optimizer as torch_optimizer
@@ -39,6 +40,7 @@ __all__ = [
     "TorchDispatchMode",  # sees each operation below autograd
     "TracingContext",  # whether torch.compile looks inside a tensor, or something else
     "Unsupported",  # breaks a graph of torch.compile
+    "compute_local_shape_and_global_offset",  # where a rank's part of a DTensor begins
     "is_traceable_wrapper_subclass",  # whether a tensor consists of others
     "tree_flatten",  # nested containers, as torch's operators take them apart
     "tree_leaves",
@@ -48,6 +50,8 @@ __all__ = [
 
 # The names and types of an operator's arguments, and which of them it writes to.
 schema_of = attrgetter("_schema")
+# Of a DTensor. Unlike to_local() the first one is the tensor itself, without a node of autograd.
+local_tensor_of, spec_of = attrgetter("_local_tensor"), attrgetter("_spec")
 
 _EXIT_S = 0.05  # a thread needs microseconds, once it runs
 _Function = TypeVar("_Function", bound=Callable)

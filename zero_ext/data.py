@@ -18,7 +18,7 @@ from zero_ext.engine.checks import check_count, check_module
 from zero_ext.engine.handle import Handle
 from zero_ext.ranks.groups import Groups
 from zero_ext.replay import Replay
-from zero_ext.state.model_state import handles_of
+from zero_ext.state.model_state import handles_of, refuse_meshes
 
 
 def _seed_of(*numbers: int) -> int:
@@ -198,6 +198,7 @@ class GlobalBatches(Sampler[list[int]]):
                     "zero_ext: replay_every needs loss_of. Pass the function of a micro-batch that "
                     "the loop calls for its loss."
                 )
+            refuse_meshes(model, "replay_every")
             replays = _Replays(self, replay_every, loss_of, loader, model, handles[0].groups)
         return self._steps(loader, handles, replays)
 

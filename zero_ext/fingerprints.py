@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from zero_ext import _C
 from zero_ext.engine.checks import check_module
@@ -127,6 +128,11 @@ def _values(named: dict[str, Tensor], groups: Groups) -> Iterator[_Part]:
 
 def _part(name: str, kind: str, value: Any, groups: Groups) -> Iterator[_Part]:
     """What this rank counts of a value: ranks of other replicas, or with copies, count nothing."""
+    if isinstance(value, DTensor) and (type(value) is DTensor or value.outer is not None):
+        raise NotImplementedError(
+            f"{groups.where}fingerprint(): '{name}' is a DTensor on another dimension of a mesh, "
+            "whose parts are not compared here. Compare zero_ext.full_tensor() of it."
+        )
     if isinstance(value, ShardTensor):
         if groups.rank < value.device_mesh.size():
             begin, counted = value.held_range[0], groups.rank == 0

@@ -18,6 +18,8 @@ class BackwardListener {
   virtual void before_gradient(int64_t i) = 0;
   // It ran: the gradient is in the parameter's .grad, and the user's own hooks have seen it.
   virtual void after_gradient(int64_t i) = 0;
+  // Of a DTensor, before after_gradient(): the gradient in .grad becomes a plain one.
+  virtual void localize_gradient(int64_t i) = 0;
   // The outermost backward that reached one of our parameters ended, or threw.
   virtual void backward_ended() = 0;
   virtual void backward_failed() noexcept = 0;

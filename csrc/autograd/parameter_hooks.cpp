@@ -20,15 +20,19 @@ class BeforeGradient : public EntryHook {
 
 class AfterGradient : public ExitHook {
  public:
-  AfterGradient(std::weak_ptr<BackwardListener> listener, int64_t i)
-      : listener_(std::move(listener)), i_(i) {}
+  AfterGradient(std::weak_ptr<BackwardListener> listener, int64_t i, bool is_plain)
+      : listener_(std::move(listener)), i_(i), is_plain_(is_plain) {}
   void run() override {
-    if (auto listener = listener_.lock()) listener->after_gradient(i_);
+    auto listener = listener_.lock();
+    if (listener == nullptr) return;
+    if (!is_plain_) listener->localize_gradient(i_);
+    listener->after_gradient(i_);
   }
 
  private:
   std::weak_ptr<BackwardListener> listener_;
   int64_t i_;
+  bool is_plain_;
 };
 
 }  // namespace
@@ -37,7 +41,8 @@ NodePtr hook_parameter(const at::Tensor& parameter, int64_t i,
                        const std::weak_ptr<BackwardListener>& listener) {
   NodePtr node = accumulator_of(parameter);
   add_hook(*node, std::make_unique<BeforeGradient>(listener, i));
-  add_hook(*node, std::make_unique<AfterGradient>(listener, i));
+  const bool is_plain = !parameter.unsafeGetTensorImpl()->is_python_dispatch();
+  add_hook(*node, std::make_unique<AfterGradient>(listener, i, is_plain));
   return node;
 }
 

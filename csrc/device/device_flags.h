@@ -20,6 +20,8 @@ namespace nan_record {
 constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
 // Not a NaN record: the ranks' sums come from different backwards.
 constexpr int64_t kOutOfStep = kNone - 1;
+// On a rank of another dimension of the mesh.
+constexpr int64_t kElsewhere = kNone - 2;
 // The micro-batch of a sum that overflowed although no single gradient did.
 constexpr int64_t kUnknownMicroBatch = (int64_t{1} << 22) - 1;
 constexpr int64_t of(int64_t micro_batch, int64_t rank, int64_t parameter) {

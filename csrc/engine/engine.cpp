@@ -110,8 +110,8 @@ std::unique_ptr<Unit> Engine::make_unit(const std::vector<int64_t>& members, at:
   std::vector<SlotSpec> specs;
   std::vector<at::Tensor> values;
   for (const int64_t i : members) {
-    specs.push_back(slot_spec(parameters[i].name, parameters[i].tensor));
-    values.push_back(parameters[i].tensor.detach());
+    specs.push_back(slot_spec(parameters[i].name, parameters[i].local));
+    values.push_back(parameters[i].local.detach());
   }
   const auto index = std::ssize(trainable ? parameters.units() : parameters.frozen_units());
   TORCH_CHECK(index < kMaxUnits, where(parts_.comm.global_rank()), "more than ", kMaxUnits,
@@ -129,6 +129,18 @@ std::unique_ptr<Unit> Engine::make_unit(const std::vector<int64_t>& members, at:
 void Engine::replace_parameter(int64_t i, const at::Tensor& tensor) {
   const Access access(parts_.lock);
   parts_.parameters.replace(i, tensor);
+}
+
+void Engine::set_local(int64_t i, const at::Tensor& local, int64_t norm_row) {
+  const Access access(parts_.lock);
+  parts_.parameters[i].local = local;
+  parts_.parameters[i].norm_row = norm_row;
+}
+
+void Engine::set_across_meshes(AcrossMeshes across, PublishedGradients::ToLocal to_local) {
+  const Access access(parts_.lock);
+  parts_.agreement.set_across_meshes(std::move(across));
+  parts_.published.set_to_local(std::move(to_local));
 }
 
 std::vector<int64_t> Engine::unfrozen() const {

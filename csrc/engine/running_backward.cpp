@@ -135,6 +135,22 @@ void RunningBackward::after_gradient(int64_t i) {
   gatherer_.gradient_arrived(forwards_.number_of(parameter.unit), graph_is_kept());
 }
 
+void RunningBackward::localize_gradient(int64_t i) {
+  at::Tensor distributed;
+  PublishedGradients::ToLocal to_local;
+  {
+    const Access access(lock_);
+    if (retired_ || !parameters_[i].managed()) return;
+    distributed = parameters_[i].tensor.grad();
+    to_local = published_.to_local();
+  }
+  if (!distributed.defined()) return;
+  // It may wait for the ranks of another dimension, and so holds no lock.
+  at::Tensor local = to_local(i, distributed);
+  const Access access(lock_);
+  parameters_[i].tensor.mutable_grad() = std::move(local);
+}
+
 void RunningBackward::reject_gradient(const Unit& unit, const ShardedParameter& parameter) {
   watch_->enter();  // raises where a hook of the parameter caught the error of an inner backward
   TORCH_CHECK(false, where(context_.global_rank, unit.name()),

@@ -62,6 +62,7 @@ class RunningBackward : public BackwardListener {
   // BackwardListener
   void before_gradient(int64_t i) override;
   void after_gradient(int64_t i) override;
+  void localize_gradient(int64_t i) override;
   void backward_ended() override;
   void inner_backward_ended(int task) override;
   void backward_failed() noexcept override;

@@ -91,6 +91,7 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
     verdict = agreement_.ask(Comm::Agreement::step, indices, asked,
                              [&] { return serving_.serve(access); });
     if (verdict.settings_differ) return verdict;
+    reject_other_meshes("step()", verdict);
     check_complete("step()", verdict);
     if (verdict.values_differ) rejections_.reject_values(Comm::Agreement::step);
     if (verdict.written_differ) rejections_.reject_written(Comm::Agreement::step, indices);
@@ -165,6 +166,14 @@ void Steps::reject_changed_too_early(const char* verb, int64_t rank) const {
       " changed, as torch's clip_grad_norm_ does, before later backwards of other ranks. Use"
       " max_grad_norm or optimizer.clip_grad_norm_(), which wait for those. To go on, call"
       " zero_grad(set_to_none=True) on every rank and repeat the step's backwards.");
+}
+
+void Steps::reject_other_meshes(const char* verb, const StepVerdict& verdict) const {
+  TORCH_CHECK(!verdict.meshes_differ, where(context_.global_rank), verb,
+              ": ranks on another dimension of the mesh reject it, or have other settings (lr, "
+              "max_grad_norm, …). Nothing was changed here. Mend what their errors say, give every"
+              " rank the same settings, and repeat ",
+              verb, ".");
 }
 
 void Steps::check_complete(const char* verb, const StepVerdict& verdict) const {
@@ -249,6 +258,7 @@ at::Tensor Steps::clip(const std::vector<int64_t>& indices, double max_norm,
   TORCH_CHECK(!verdict.settings_differ, where(context_.global_rank),
               "clip_grad_norm_(): max_norm is ", max_norm,
               " here and something else on another rank. Pass the same on every rank.");
+  reject_other_meshes("clip_grad_norm_()", verdict);
   check_complete("clip_grad_norm_()", verdict);
   if (verdict.written_differ) rejections_.reject_written(Comm::Agreement::clip, indices);
   scale_gradients(indices, verdict);

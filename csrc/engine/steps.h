@@ -91,6 +91,7 @@ class Steps : Facet {
   // The same of all ranks.
   void check_complete(const char* verb, const StepVerdict& verdict) const;
   // `rank`: one that did so, or -1.
+  void reject_other_meshes(const char* verb, const StepVerdict& verdict) const;
   void reject_changed_too_early(const char* verb, int64_t rank) const;
   MicroBatches boundary_progress() const;
   // While this rank asks, it serves the backwards of other ranks. See Note [Serving] in serving.h.

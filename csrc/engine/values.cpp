@@ -36,7 +36,7 @@ at::Tensor Values::written_part(int64_t i) const {
   // Nothing is written here: other ranks may still be gathering from this rank's shard, and the
   // user's writes may yet be discarded.
   return parameters_.lies_elsewhere(i)
-             ? unit.layout().own_part(parameter.slot, parameter.tensor, unit.dtype())
+             ? unit.layout().own_part(parameter.slot, parameter.local, unit.dtype())
              : unit.parameters().present_slice(parameter.slot);
 }
 

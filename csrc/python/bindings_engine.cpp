@@ -141,6 +141,14 @@ void bind_construction(EngineClass& engine) {
       .def("add_parameters", &Engine::add_parameters, NoGil())
       .def("add_unit", &Engine::add_unit, NoGil())
       .def("replace_parameter", &Engine::replace_parameter, NoGil())
+      .def("set_local", &Engine::set_local, NoGil())
+      .def("set_across_meshes",
+           [](Engine& e, py::function across, py::function to_local) {
+             auto sum = from_any_thread<const at::Tensor&>(std::move(across));
+             auto localize = from_any_thread<int64_t, const at::Tensor&>(std::move(to_local));
+             const py::gil_scoped_release no_gil;
+             e.set_across_meshes(std::move(sum), std::move(localize));
+           })
       .def("unfrozen", &Engine::unfrozen, NoGil())
       .def("stats", &Engine::stats, NoGil())
       .def("set_gradient_dtype",  // of the unit of parameter i

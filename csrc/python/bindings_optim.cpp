@@ -156,7 +156,7 @@ void bind_optimizer(py::module_& m) {
     std::vector<py::tuple> found;
     for (const int64_t i : indices) {
       const int64_t numel = all[i].managed() ? all.home_of(i).layout().slot(all[i].slot).spec.numel
-                                             : all[i].tensor.numel();
+                                             : all[i].local.numel();
       found.push_back(py::make_tuple(all[i].name, numel, all[i].unit));
     }
     return found;

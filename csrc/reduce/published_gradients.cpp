@@ -136,7 +136,8 @@ void PublishedGradients::adopt_changes(const std::vector<int64_t>& indices, cons
                   where(rank_, parameters_.unit(parameter.unit).name()), verb,
                   ": .grad of parameter '", parameter.name, "' was set to a tensor of shape ",
                   grad.sizes(), ", the parameter has ", parameter.tensor.sizes(), ".");
-      const at::Tensor set = data_was_set ? grad.detach() : grad;
+      at::Tensor set = data_was_set ? grad.detach() : grad;
+      if (parameter.is_distributed()) set = to_local_(i, set);
       if (data_was_set || is_kept(i)) make_view(i);
       write(i, set);
       const bool plain = !set.unsafeGetTensorImpl()->is_python_dispatch();

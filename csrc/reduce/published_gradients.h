@@ -32,6 +32,9 @@ class PublishedGradients {
   using LocalReader = std::function<at::Tensor(const at::Tensor&)>;
   // What .grad shows of parameter i, over this rank's slice of the sums.
   using ViewMaker = std::function<at::Tensor(int64_t i, const at::Tensor& local)>;
+  // The plain local tensor of a DTensor that is a gradient of parameter i, in the parameter's
+  // placement. What `LocalReader` knows is returned as it is.
+  using ToLocal = std::function<at::Tensor(int64_t i, const at::Tensor& gradient)>;
   // In place of a digest, of a gradient that became None after so many backwards.
   static int64_t none_after(int64_t backwards) { return -backwards; }
   static bool is_none(int64_t written) { return written < 0 && written > -(int64_t{1} << 31); }
@@ -51,6 +54,8 @@ class PublishedGradients {
 
   void set_local_reader(LocalReader reader) { local_reader_ = std::move(reader); }
   void set_view_maker(ViewMaker maker) { view_maker_ = std::move(maker); }
+  void set_to_local(ToLocal to_local) { to_local_ = std::move(to_local); }
+  const ToLocal& to_local() const { return to_local_; }
   // One more parameter, of which nothing is shown yet.
   void add() { entries_.emplace_back(); }
   // Makes the views that were not needed yet. Runs Python, so a forward calls it, or at the latest
@@ -115,6 +120,7 @@ class PublishedGradients {
   int64_t world_;
   LocalReader local_reader_;
   ViewMaker view_maker_;
+  ToLocal to_local_;
   std::vector<Entry> entries_;  // [parameters]
 };
 

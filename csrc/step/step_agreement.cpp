@@ -10,6 +10,7 @@
 #include <bit>
 #include <cmath>
 #include <exception>
+#include <iterator>
 #include <utility>
 
 #include "comm/answers.h"
@@ -115,8 +116,35 @@ StepAnswer StepAgreement::own_answer(const std::vector<int64_t>& indices,
                     .divide_by = questions.divide_by.value_or(0)};
   // One message for both questions; a second one would cost more than the norm. It has the same
   // length where no norm is asked for.
-  if (questions.norm()) add_own_squares(indices, &answer.squares);
+  if (questions.norm() && across_ == nullptr) add_own_squares(indices, &answer.squares, 1);
   return answer;
+}
+
+StepAgreement::OfMeshes StepAgreement::ask_meshes(const std::vector<int64_t>& indices,
+                                                  const StepQuestions& questions,
+                                                  const at::Tensor& nonfinite,
+                                                  bool rejected) const {
+  int64_t rows = 0;
+  if (questions.norm()) {
+    for (const ShardedParameter& each : parameters_) rows = std::max(rows, each.norm_row + 1);
+  }
+  const at::Tensor own =
+      at::zeros({1 + rows, kernels::kSquareSumLength},
+                at::TensorOptions().dtype(at::kLong).device(context_.state.device()));
+  const at::Tensor first = own[0];
+  first[StepOfMesh::kNonfinite].copy_(nonfinite[0]);
+  first[StepOfMesh::kRejected].fill_(rejected ? 1 : 0);
+  first[StepOfMesh::kSettings].fill_(questions.settings);
+  first[StepOfMesh::kRanks].fill_(1);
+  auto* sums = reinterpret_cast<kernels::SquareSum*>(own.mutable_data_ptr<int64_t>());
+  if (rows > 0) add_own_squares(indices, sums + 1, rows);
+  const at::Tensor all = across_(own);
+  const at::Tensor of_mesh = all[0];
+  const at::Tensor expected = of_mesh[StepOfMesh::kRanks].mul(questions.settings);
+  const at::Tensor differ = of_mesh[StepOfMesh::kSettings].ne(expected);
+  return {.nonfinite = of_mesh[StepOfMesh::kNonfinite].ne(0).reshape({1}),
+          .differ = differ.logical_or(of_mesh[StepOfMesh::kRejected].ne(0)).reshape({1}),
+          .squares = all.narrow(0, 1, rows).sum(0).contiguous()};
 }
 
 void StepAgreement::check_same_backwards(const Round& round,
@@ -161,6 +189,16 @@ std::optional<StepVerdict> StepAgreement::ask_host(const Round& round,
     for (int64_t k = 0; k < std::ssize(sum); ++k) sum[k] += answer.squares[k];
   }
   const Completeness complete = completeness_of(arrivals);
+  if (asks_meshes(questions)) {
+    const bool rejected = verdict.settings_differ || verdict.written_differ ||
+                          verdict.values_differ || complete.unreduced >= 0 ||
+                          complete.too_few >= 0 || complete.changed_too_early >= 0;
+    const at::Tensor nonfinite = at::full({1}, verdict.nonfinite, at::kBool);
+    const OfMeshes meshes = ask_meshes(indices, questions, nonfinite, rejected);
+    verdict.nonfinite = meshes.nonfinite.item<bool>();
+    verdict.meshes_differ = !rejected && meshes.differ.item<bool>();
+    std::copy_n(meshes.squares.const_data_ptr<int64_t>(), sum.size(), sum.begin());
+  }
   const auto named = [this](int64_t rank) { return rank < 0 ? -1 : comm_.global_rank(rank); };
   verdict.incomplete = named(complete.unreduced >= 0 ? complete.unreduced : complete.too_few);
   verdict.changed_too_early = named(complete.changed_too_early);
@@ -168,7 +206,8 @@ std::optional<StepVerdict> StepAgreement::ask_host(const Round& round,
   if (count == 0 && !has_gradients(indices)) count = 1;
   TORCH_CHECK(!questions.divide_by.has_value() || count > 0, where(context_.global_rank),
               Comm::name_of(round.about), kNothingToDivideBy);
-  decide_factor(questions, replicated() ? own.squares : sum, count, verdict);
+  const bool own_has_all = replicated() && across_ == nullptr;
+  decide_factor(questions, own_has_all ? own.squares : sum, count, verdict);
   if (verdict.nonfinite && first != nan_record::kNone) describe(first, verdict);
   return verdict;
 }
@@ -189,9 +228,9 @@ std::optional<StepVerdict> StepAgreement::ask_device(const Round& round,
       records_of(indices, questions), [this](int64_t i) { return own_sum(i); });
   at::Tensor squares =
       at::zeros({questions.norm() ? kernels::kSquareSumLength : 0}, options.dtype(at::kLong));
-  if (questions.norm()) {
+  if (questions.norm() && across_ == nullptr) {
     add_own_squares(indices,
-                    reinterpret_cast<kernels::SquareSum*>(squares.mutable_data_ptr<int64_t>()));
+                    reinterpret_cast<kernels::SquareSum*>(squares.mutable_data_ptr<int64_t>()), 1);
   }
   // One number for all: each more is another launch.
   const auto agreed = static_cast<int64_t>(
@@ -207,12 +246,18 @@ std::optional<StepVerdict> StepAgreement::ask_device(const Round& round,
   if (!all.defined()) return std::nullopt;
   auto verdict = std::make_shared<DeviceVerdict>();
   const at::Tensor agreement = all.select(1, DeviceAnswer::kAgreed);
-  const at::Tensor out_of_step = agreement.min().ne(agreement.max()).reshape({1});
-  const at::Tensor nonfinite = all.select(1, DeviceAnswer::kFinite).min().eq(0).reshape({1});
+  at::Tensor out_of_step = agreement.min().ne(agreement.max()).reshape({1});
+  at::Tensor nonfinite = all.select(1, DeviceAnswer::kFinite).min().eq(0).reshape({1});
+  if (asks_meshes(questions)) {
+    const OfMeshes meshes = ask_meshes(indices, questions, nonfinite, /*rejected=*/false);
+    nonfinite = meshes.nonfinite;
+    out_of_step = out_of_step.logical_or(meshes.differ);
+    squares = meshes.squares;
+  }
   verdict->skip = nonfinite.logical_or(out_of_step).to(at::kInt);
   const at::Tensor first = all.select(1, DeviceAnswer::kFirstRecord).min().reshape({1});
   if (questions.norm()) {
-    if (!replicated()) {
+    if (!replicated() && across_ == nullptr) {
       const at::Tensor parts = all.narrow(0, context_.first_of_replica(), context_.shards);
       squares = parts.narrow(1, DeviceAnswer::kSquares, squares.numel()).sum(0).contiguous();
     }
@@ -228,14 +273,21 @@ std::optional<StepVerdict> StepAgreement::ask_device(const Round& round,
     verdict->factor = division(all.select(1, all.size(1) - 1), questions);
     if (questions.norm()) clip_divided(questions, *verdict);
   }
-  const at::Tensor record = at::where(out_of_step, at::Scalar(nan_record::kOutOfStep),
-                                      at::where(nonfinite, first, at::Scalar(nan_record::kNone)));
-  verdict->nan_record = at::empty({1}, at::TensorOptions().dtype(at::kLong).pinned_memory(true));
-  verdict->nan_record.copy_(record, /*non_blocking=*/true);
-  verdict->known = c10::Event(device.type());
-  verdict->known.record(current_stream(device));
-  verdict->watch = comm_.watch();
+  record(out_of_step, nonfinite, first, *verdict);
   return StepVerdict{.on_device = std::move(verdict)};
+}
+
+void StepAgreement::record(const at::Tensor& out_of_step, const at::Tensor& nonfinite,
+                           const at::Tensor& first, DeviceVerdict& verdict) const {
+  const at::Tensor code = at::where(
+      out_of_step, at::Scalar(nan_record::kOutOfStep),
+      at::where(nonfinite, first.clamp_max(nan_record::kElsewhere), at::Scalar(nan_record::kNone)));
+  verdict.nan_record = at::empty({1}, at::TensorOptions().dtype(at::kLong).pinned_memory(true));
+  verdict.nan_record.copy_(code, /*non_blocking=*/true);
+  const c10::Device device = context_.compute.device();
+  verdict.known = c10::Event(device.type());
+  verdict.known.record(current_stream(device));
+  verdict.watch = comm_.watch();
 }
 
 at::Tensor StepAgreement::division(const at::Tensor& counts, const StepQuestions& questions) {
@@ -275,19 +327,24 @@ void StepAgreement::settle(StepVerdict& verdict) const {
   TORCH_CHECK(first != nan_record::kOutOfStep, where(context_.global_rank), "a step was skipped",
               kOutOfStep, kOrOtherSettings, comm_.share_host() ? "" : kOrOtherUnits);
   verdict.nonfinite = first != nan_record::kNone;
-  if (verdict.nonfinite) describe(first, verdict);
+  if (verdict.nonfinite && first != nan_record::kElsewhere) describe(first, verdict);
 }
 
-void StepAgreement::add_own_squares(const std::vector<int64_t>& indices,
-                                    kernels::SquareSum* sum) const {
-  parameters_.for_each_summed_run(indices, [&](const GradientSums& sums, const Run& run) {
-    // Groups of elements are those of each slot alone: slots begin where groups do, behind
-    // zeros.
-    TORCH_INTERNAL_ASSERT(run.begin % kernels::kSquareGroupNumel == 0);
-    check(context_.state->add_squares(sums.data() + run.begin, run.numel, sum,
-                                      context_.state.launch()),
-          "add_squares");
-  });
+void StepAgreement::add_own_squares(const std::vector<int64_t>& indices, kernels::SquareSum* sums,
+                                    int64_t rows) const {
+  for (int64_t row = 0; row < rows; ++row) {
+    std::vector<int64_t> of_row;
+    std::copy_if(indices.begin(), indices.end(), std::back_inserter(of_row),
+                 [&](int64_t i) { return rows == 1 || parameters_[i].norm_row == row; });
+    parameters_.for_each_summed_run(of_row, [&](const GradientSums& own, const Run& run) {
+      // Groups of elements are those of each slot alone: slots begin where groups do, behind
+      // zeros.
+      TORCH_INTERNAL_ASSERT(run.begin % kernels::kSquareGroupNumel == 0);
+      check(context_.state->add_squares(own.data() + run.begin, run.numel, sums + row,
+                                        context_.state.launch()),
+            "add_squares");
+    });
+  }
 }
 
 }  // namespace zero_ext

@@ -58,12 +58,23 @@ struct DeviceVerdict {
   bool was_skipped() const { return *nan_record.const_data_ptr<int64_t>() != nan_record::kNone; }
 };
 
+// DTensor parameters lie on further dimensions of a mesh, whose ranks run steps of their own over the
+// same data. What such a step must know of them, int64 [1 + rows, kSquareSumLength]: first a
+// StepOfMesh, then squares of this rank's gradients, where a norm is asked for. Row k is of the
+// parameters with that norm_row, which says over which ranks it is summed; row 0 over the engine's.
+// The function returns the sums. It runs Python. Collective.
+using AcrossMeshes = std::function<at::Tensor(const at::Tensor& own)>;
+struct StepOfMesh {
+  enum Place : int64_t { kNonfinite, kRejected, kSettings, kRanks };
+};
+
 struct StepVerdict {
   // Parameters that must be sharded before the step is prepared: nothing else is known then.
   std::vector<int64_t> unfrozen{};
   bool settings_differ = false;    // between ranks; on a device settle() raises instead
   bool written_differ = false;     // gradients that were written by hand, likewise
   bool values_differ = false;      // parameters that were written, likewise
+  bool meshes_differ = false;      // ranks of another dimension reject the step, or have others
   int64_t incomplete = -1;         // a rank whose micro-batches were too few or not reduced
   int64_t changed_too_early = -1;  // a rank; see MicroBatches
   bool nonfinite = false;
@@ -85,6 +96,7 @@ class StepAgreement {
                 FinishedBackwards& finished)
       : comm_(comm), context_(context), parameters_(parameters), finished_(finished) {}
 
+  void set_across_meshes(AcrossMeshes across) { across_ = std::move(across); }
   // Collective. Raises on every rank where they have finished different backwards. `serve`: takes part in a
   // backward that another rank has begun; see Note [Serving] in serving.h.
   StepVerdict ask(Comm::Agreement about, const std::vector<int64_t>& indices,
@@ -121,8 +133,23 @@ class StepAgreement {
   // they differ in element `state`.
   at::Tensor gather(const Round& round, const at::Tensor& answer, int64_t state,
                     const StepQuestions& questions);
+  // See AcrossMeshes. Tensors of one bool, and the squares of all gradients.
+  struct OfMeshes {
+    at::Tensor nonfinite;
+    at::Tensor differ;  // a rank rejects the step, or has other settings
+    at::Tensor squares;
+  };
+  // `nonfinite`: of this engine's ranks, where the sums lie.
+  OfMeshes ask_meshes(const std::vector<int64_t>& indices, const StepQuestions& questions,
+                      const at::Tensor& nonfinite, bool rejected) const;
+  bool asks_meshes(const StepQuestions& questions) const {
+    return across_ != nullptr && (questions.nonfinite || questions.norm());
+  }
   // On a device: what divides the gradients [1], of `counts` [world], each the bits of a double.
   static at::Tensor division(const at::Tensor& counts, const StepQuestions& questions);
+  // On a device: what the host will know, of tensors of one element. `first`: the first NaN record.
+  void record(const at::Tensor& out_of_step, const at::Tensor& nonfinite, const at::Tensor& first,
+              DeviceVerdict& verdict) const;
   void describe(int64_t first_record, StepVerdict& verdict) const;
   // The NaN records of the parameters that are asked about.
   std::vector<int64_t> records_of(const std::vector<int64_t>& indices,
@@ -131,13 +158,15 @@ class StepAgreement {
   bool has_gradients(const std::vector<int64_t>& indices) const;
   // This rank's part of the reduced gradient of parameter i; none where it holds nothing.
   std::optional<kernels::ReadSegment> own_sum(int64_t i) const;
-  // Squares of this rank's reduced gradients; `sum` lies where they do.
-  void add_own_squares(const std::vector<int64_t>& indices, kernels::SquareSum* sum) const;
+  // Squares of this rank's reduced gradients; `sums` lie where they do, [rows].
+  void add_own_squares(const std::vector<int64_t>& indices, kernels::SquareSum* sums,
+                       int64_t rows) const;
 
   Comm& comm_;
   const UnitContext& context_;
   const ShardedParameters& parameters_;
   FinishedBackwards& finished_;
+  AcrossMeshes across_;
 };
 
 }  // namespace zero_ext

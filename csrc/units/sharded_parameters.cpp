@@ -9,13 +9,13 @@
 namespace zero_ext {
 
 void ShardedParameters::add(const at::Tensor& tensor, std::string name) {
-  all_.push_back({.tensor = tensor, .name = std::move(name)});
+  all_.push_back({.tensor = tensor, .local = tensor, .name = std::move(name)});
   // Frozen parameters are hooked as well, so that one which is unfrozen later is noticed.
   all_.back().node = hook(size() - 1);
 }
 
 void ShardedParameters::replace(int64_t i, const at::Tensor& tensor) {
-  all_.at(i).tensor = tensor;
+  all_.at(i).tensor = all_.at(i).local = tensor;
   all_[i].node = hook(i);
 }
 
@@ -29,13 +29,14 @@ int64_t ShardedParameters::add_unit(std::unique_ptr<Unit> unit, UnitKind kind,
   for (size_t slot = 0; slot < members.size(); ++slot) {
     ShardedParameter& parameter = all_[members[slot]];
     if (parameter.frozen_unit >= 0) {
-      written_of(home_of(members[slot]).parameters()).watch(parameter.slot, at::Tensor());
+      written_of(home_of(members[slot]).parameters()).watch(parameter.slot, {}, {});
     }
     (trainable ? parameter.unit : parameter.frozen_unit) = number;
     parameter.slot = static_cast<int64_t>(slot);
-    parameter.tensor.set_data(units.back()->parameters().view(parameter.slot));
+    parameter.local.set_data(units.back()->parameters().view(parameter.slot));
     if (context_.world > 1) {
-      written_of(units.back()->parameters()).watch(parameter.slot, parameter.tensor);
+      written_of(units.back()->parameters())
+          .watch(parameter.slot, parameter.tensor, parameter.local);
     }
     // A new node for another dtype, which a parameter in no unit may have got earlier.
     if (!is_node_of(parameter.node, parameter.tensor)) parameter.node = hook(members[slot]);
@@ -108,9 +109,9 @@ void check_kinds(const ShardedParameters& parameters, const UnitContext& context
     if (!parameter.managed()) continue;
     const Unit& unit = parameters.unit(parameter.unit);
     const SlotSpec& spec = unit.layout().slot(parameter.slot).spec;
-    TORCH_CHECK(parameter.tensor.numel() == spec.numel, where(context.global_rank, unit.name()),
+    TORCH_CHECK(parameter.local.numel() == spec.numel, where(context.global_rank, unit.name()),
                 verb, ": parameter '", parameter.name, "' was resized to ",
-                parameter.tensor.sizes(), ", it was ", at::IntArrayRef(spec.sizes),
+                parameter.local.sizes(), ", it was ", at::IntArrayRef(spec.sizes),
                 " when it was sharded. Resize it before sharding.");
     if (!trains) continue;
     TORCH_CHECK(!reduced_by_ddp(parameter.node, /*own_hooks=*/1), where(context.global_rank), verb,
@@ -162,20 +163,20 @@ void ShardedParameters::follow_stream() {
 
 bool ShardedParameters::lies_elsewhere(int64_t i) const {
   const ShardedParameter& parameter = all_[i];
-  if ((!parameter.managed() && parameter.frozen_unit < 0) || parameter.tensor.numel() == 0) {
+  if ((!parameter.managed() && parameter.frozen_unit < 0) || parameter.local.numel() == 0) {
     return false;
   }
   const Unit& unit = home_of(i);
   const Slot& slot = unit.layout().slot(parameter.slot);
   // Another size or dtype is refused by name, by the next backward or step.
-  if (parameter.tensor.numel() != slot.spec.numel ||
-      parameter.tensor.scalar_type() != unit.dtype()) {
+  if (parameter.local.numel() != slot.spec.numel ||
+      parameter.local.scalar_type() != unit.dtype()) {
     return false;
   }
-  return !unit.parameters().owns_storage_of(parameter.tensor) ||
-         parameter.tensor.storage_offset() != slot.offset ||
-         parameter.tensor.strides() != at::IntArrayRef(slot.spec.strides) ||
-         parameter.tensor.sizes() != at::IntArrayRef(slot.spec.sizes);
+  return !unit.parameters().owns_storage_of(parameter.local) ||
+         parameter.local.storage_offset() != slot.offset ||
+         parameter.local.strides() != at::IntArrayRef(slot.spec.strides) ||
+         parameter.local.sizes() != at::IntArrayRef(slot.spec.sizes);
 }
 
 void ShardedParameters::repair_storage(int64_t i, Writes writes) {
@@ -183,8 +184,8 @@ void ShardedParameters::repair_storage(int64_t i, Writes writes) {
   ShardedParameter& parameter = all_[i];
   UnitParameters& home = home_of(i).parameters();
   if (writes == Writes::keep) note_writes(*this, i);
-  if (writes == Writes::keep) home.adopt(parameter.slot, parameter.tensor.detach());
-  parameter.tensor.set_data(home.view(parameter.slot));
+  if (writes == Writes::keep) home.adopt(parameter.slot, parameter.local.detach());
+  parameter.local.set_data(home.view(parameter.slot));
 }
 
 }  // namespace zero_ext

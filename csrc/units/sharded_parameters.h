@@ -21,14 +21,18 @@
 namespace zero_ext {
 
 struct ShardedParameter {
-  at::Tensor tensor;
+  at::Tensor tensor;  // the user's Parameter, which autograd knows
+  at::Tensor local;   // what holds its values: itself, or the local tensor of a DTensor
   std::string name;
   int64_t unit = -1;  // -1: frozen when it was sharded
   int64_t slot = -1;
   int64_t frozen_unit = -1;  // among the frozen units, where frozen parameters are sharded too
+  int64_t norm_row = 0;  // see AcrossMeshes
   NodePtr node{};
 
   bool managed() const { return unit >= 0; }
+  // It is a DTensor over dimensions of a mesh that the engine does not shard over.
+  bool is_distributed() const { return !local.is_same(tensor); }
 };
 
 class ShardedParameters {

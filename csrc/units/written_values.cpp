@@ -9,8 +9,12 @@
 
 namespace zero_ext {
 
-int64_t WrittenValues::version_of(const at::Tensor& parameter) {
-  return parameter.is_inference() ? 0 : parameter._version();
+int64_t WrittenValues::version_of(const Watched& slot) {
+  const auto version = [](const at::Tensor& each) {
+    return each.is_inference() ? 0 : static_cast<int64_t>(each._version());
+  };
+  // A write through a DTensor counts on the DTensor alone, one through its local tensor on that.
+  return version(slot.parameter) + version(slot.local);
 }
 
 uint64_t WrittenValues::sample_of(int64_t i) const {
@@ -26,9 +30,10 @@ uint64_t WrittenValues::sample_of(int64_t i) const {
   return (uint64_t{element(slot.spec.numel / 2)} << 32) | element(slot.spec.numel / 4);
 }
 
-void WrittenValues::watch(int64_t i, const at::Tensor& parameter) {
+void WrittenValues::watch(int64_t i, const at::Tensor& parameter, const at::Tensor& local) {
   if (i >= std::ssize(slots_)) slots_.resize(i + 1);
   slots_[i].parameter = parameter;
+  slots_[i].local = local;
   accept(i);
 }
 
@@ -39,7 +44,7 @@ void WrittenValues::take_samples() {
 void WrittenValues::note(int64_t i, bool differs) {
   if (!watches(i) || (full_.emptied() && !differs)) return;
   Watched& slot = slots_[i];
-  const int64_t version = version_of(slot.parameter);
+  const int64_t version = version_of(slot);
   if (!differs && version == slot.version && sample_of(i) == slot.sample) return;
   slot.version = version;
   slot.sample = sample_of(i);
@@ -49,7 +54,7 @@ void WrittenValues::note(int64_t i, bool differs) {
 void WrittenValues::accept(int64_t i) {
   if (!watches(i)) return;
   Watched& slot = slots_[i];
-  slot.version = version_of(slot.parameter);
+  slot.version = version_of(slot);
   slot.sample = sample_of(i);
   slot.digest = 0;
 }
@@ -67,7 +72,7 @@ void WrittenValues::accept_written() {
 }
 
 int64_t WrittenValues::digest_now(int64_t i) const {
-  const at::Tensor parameter = slots_[i].parameter.detach();
+  const at::Tensor parameter = slots_[i].local.detach();
   const SlotSpec& spec = layout_.slot(i).spec;
   at::Tensor dense = parameter;
   if (parameter.strides() != at::IntArrayRef(spec.strides)) {

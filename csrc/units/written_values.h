@@ -35,9 +35,9 @@ class WrittenValues {
   WrittenValues(const RankLayout& layout, const FlatBuffer& full, bool samples)
       : layout_(layout), full_(full), samples_(samples) {}
 
-  // `parameter` has slot i from now on; undefined: it moved to another unit. What it holds is the
-  // same on every rank.
-  void watch(int64_t i, const at::Tensor& parameter);
+  // `parameter` has slot i from now on, and `local` its values; undefined: it moved to another unit.
+  // What it holds is the same on every rank.
+  void watch(int64_t i, const at::Tensor& parameter, const at::Tensor& local);
   // The parameters have been gathered.
   void take_samples();
   // Takes notice of what was written to slot i, where it is in memory. `differs`: it is, and is known
@@ -60,12 +60,13 @@ class WrittenValues {
  private:
   struct Watched {
     at::Tensor parameter;
+    at::Tensor local;  // the parameter itself, unless that is a DTensor
     int64_t version = 0;
     uint64_t sample = 0;
     int64_t digest = 0;
   };
   bool watches(int64_t i) const { return i < std::ssize(slots_) && slots_[i].parameter.defined(); }
-  static int64_t version_of(const at::Tensor& parameter);
+  static int64_t version_of(const Watched& slot);
   // Of slot i, two elements of the memory that holds its parameter; 0: it is not in memory.
   uint64_t sample_of(int64_t i) const;
 

@@ -11,33 +11,33 @@ from test_rooms import ROOT, cpp_files, python_files
 # Lines of a room, rounded up to 10.
 LINES = {
     "zero_ext": {
-        "": 2000,
+        "": 2010,  # 10 of them: errors of models with tensor parallelism
         "checkpoint": 2290,
         "deepspeed": 4260,  # 300 of them: helpers.py and names.py
-        "elastic": 1080,
-        "engine": 2790,  # 20 of them: dtypes of single parameters
+        "elastic": 1090,  # 10 of them: an error for models with tensor parallelism
+        "engine": 2890,  # 20 of them: dtypes of single parameters; 100: parameters on other meshes
         "integrations": 1590,  # 160 of them: ddp.py
         "module": 1250,  # 100 of them: policies.py, and casts of outputs
-        "optim": 4230,
+        "optim": 4250,  # 20 of them: states of parameters on other meshes
         "ranks": 630,
-        "state": 990,  # 10 of them: parameters beside the model
-        "tensor": 700,
+        "state": 1030,  # 10 of them: parameters beside the model; 40: parameters on other meshes
+        "tensor": 970,  # 270 of them: meshes.py, and what else tensors on two meshes need
         "testing": 520,
     },
     "csrc": {
-        "autograd": 590,
+        "autograd": 600,  # 10 of them: gradients on other meshes, as 190 of those below
         "comm": 3750,
         "core": 730,
         "device": 510,
-        "engine": 2610,
+        "engine": 2660,
         "gather": 1180,
         "kernels": 3970,
         "memory": 1100,
         "optim": 570,
-        "python": 1550,
-        "reduce": 1780,
-        "step": 530,
-        "units": 2770,
+        "python": 1560,
+        "reduce": 1790,
+        "step": 610,
+        "units": 2780,
     },
 }
 FILES = {"checkpoint": 13, "engine": 13, "optim": 17}  # of a Python room

@@ -85,7 +85,7 @@ ON_THREE = (
         "some_ranks_save_meanwhile_whatever_groups_each_is_in",
     ),
 )
-ON_FOUR = (*files("equivalence", "comm_ops", "hybrid", "norm"), *STAGE3)
+ON_FOUR = (*files("equivalence", "comm_ops", "hybrid", "meshes", "norm"), *STAGE3)
 # Whatever runs on a device at all.
 ON_A_DEVICE = all_but(
     ("project", "kernels", "ops", "integrations", "testing"),
@@ -115,7 +115,7 @@ QUICK = {
     "test-lagged-2-ranks": Segment(2, RANKS_ON_A_DEVICE, LAGGED),
     "test-lccl-2-ranks": Segment(
         2,
-        files("backends", "devices", "uneven_on_a_backend", "zeroed_on_a_backend")
+        files("backends", "devices", "meshes", "uneven_on_a_backend", "zeroed_on_a_backend")
         + some_of("inner_backwards", "a_rank_throws_while_another_has_late_gradients"),
         LCCL,
     ),

@@ -23,7 +23,7 @@ from zero_ext.elastic.keeping import Keeper, Partners
 from zero_ext.elastic.restoring import contents_of, from_all_ranks, newest_copies
 from zero_ext.engine.checks import check_count
 from zero_ext.ranks.comm_groups import store_of
-from zero_ext.state.model_state import ModelState, groups_of
+from zero_ext.state.model_state import ModelState, groups_of, refuse_meshes
 
 _WHAT = "elastic.Run()"
 _TERMINATED = 128 + signal.SIGTERM  # what a shell says of a process that SIGTERM has ended
@@ -110,6 +110,7 @@ class Run:
         """
         groups = self._groups = groups_of(self._model)
         with failures.together(groups, _WHAT):
+            refuse_meshes(self._model, _WHAT)
             _make_folder(self._folder)
         hosts = from_all_ranks(_host_of(self._folder), groups)
         peers = None

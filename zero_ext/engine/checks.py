@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parameter import UninitializedParameter
 
 from zero_ext import _C
@@ -15,6 +15,7 @@ from zero_ext._torch import FLATTENED, is_traceable_wrapper_subclass, wrappers_o
 from zero_ext.engine.registry import Handle, find, find_all, living
 from zero_ext.engine.units import Tree
 from zero_ext.ranks.groups import Groups
+from zero_ext.tensor.meshes import locals_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that parameters are trained in
 
@@ -112,7 +113,9 @@ def check_parameters(
     tensors = [p for _, p in parameters]
     usable = set(filter(_C.has_kernels_on, {p.device for p in tensors}))
     for (name, p), entry in zip(parameters, find_all(tensors), strict=True):
-        if type(p) is not nn.Parameter:
+        if type(p) is DTensor:
+            _check_distributed(groups, name, p)
+        elif type(p) is not nn.Parameter:
             _check_class(f"{groups.where}parameter '{name}'", p)
         is_new = entry is None and p.grad is None and not getattr(p, FLATTENED, False)
         can_be_used = p.device in usable or (meta_allowed and p.is_meta)
@@ -137,13 +140,31 @@ def check_parameters(
             reject_dtype(groups, name, parameter)
 
 
-def _check_class(where: str, parameter: Tensor) -> None:
-    if isinstance(parameter, DTensor):
+def _check_distributed(groups: Groups, name: str, parameter: DTensor) -> None:
+    where = f"{groups.where}parameter '{name}' is a DTensor"
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if mesh.get_coordinate() is None:
+        raise ValueError(f"{where} on {mesh}, which is without this rank.")
+    if not all(type(each) in (Shard, Replicate) for each in placements):
         raise TypeError(
-            f"{where} is a DTensor with placements {parameter.placements}: parallelize_module() "
-            "(tensor parallelism) or fully_shard() has cut it. zero_ext supports neither beside "
-            "its own sharding. Shard the plain module, without that call."
+            f"{where} with placements {placements}: only Shard and Replicate can be sharded."
         )
+    if parameter.is_meta:
+        raise TypeError(
+            f"{where} on the meta device. Give it values before sharding it: "
+            "module.to_empty(device=...), then an initialisation."
+        )
+    both = set(mesh.mesh.flatten().tolist()) & set(groups.global_ranks)
+    if groups.world > 1 and both != {groups.global_rank}:
+        raise ValueError(
+            f"{where} that parallelize_module() or fully_shard() has cut over ranks "
+            f"{mesh.mesh.tolist()}, and sharding over {list(groups.global_ranks)} would cut it "
+            "again. Shard over the mesh's other dimension, such as mesh=mesh['dp'], and without "
+            "fully_shard()."
+        )
+
+
+def _check_class(where: str, parameter: Tensor) -> None:
     if isinstance(parameter, UninitializedParameter):
         raise ValueError(
             f"{where} has no shape yet. Run a forward of its lazy module before sharding it."
@@ -211,7 +232,7 @@ def _check_memory_of_their_own(groups: Groups, parameters: Named) -> None:
     lying in the same memory would no longer be equal."""
     memory = [
         (p.data_ptr(), p.data_ptr() + p.nbytes, k)
-        for k, (_, p) in enumerate(parameters)
+        for k, p in enumerate(locals_of([p for _, p in parameters]))
         if not p.is_meta and p.numel() > 0 and (p.is_contiguous() or not _has_gaps(p))
     ]
     for (_, end, k), (begin, _, m) in itertools.pairwise(sorted(memory)):

@@ -6,9 +6,11 @@ no engine has to do with they are torch's.
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from zero_ext import _C, _torch
 from zero_ext.engine import registry
@@ -17,6 +19,7 @@ from zero_ext.engine.registry import Handle
 from zero_ext.ranks.agreement import check_same_on_all_ranks, naming
 from zero_ext.ranks.collectives import all_reduce_
 from zero_ext.tensor.dispatch import groups_of
+from zero_ext.tensor.meshes import locals_of
 from zero_ext.tensor.shard_tensor import ShardTensor
 
 
@@ -43,7 +46,7 @@ class HostGradient(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
-_KINDS = (Tensor, nn.Parameter, ShardTensor, HostGradient)
+_KINDS = (Tensor, nn.Parameter, ShardTensor, DTensor, HostGradient)
 
 
 @torch.no_grad()
@@ -94,11 +97,14 @@ def _have_kernels(tensors: Sequence[Tensor]) -> bool:
 def _square_sum(tensors: Sequence[Tensor]) -> Tensor:
     """See Note [A norm without an order] in square_sum.h; plain tensors count as replicated."""
     device = tensors[0].device
-    total = _C.square_sum([t for t in tensors if not isinstance(t, ShardTensor)], device)
-    for group, members in groups_of(tensors).items():
-        part = _C.square_sum([tensors[i].local for i in members], device)
+    locals_, cut = locals_of(tensors), groups_of(tensors)
+    parts = set(chain.from_iterable(cut.values()))
+    total = _C.square_sum([t for i, t in enumerate(locals_) if i not in parts], device)
+    for groups, members in cut.items():
+        part = _C.square_sum([locals_[i] for i in members], device)
         with naming("the norm of sharded tensors (clip_grad_norm_)"):
-            all_reduce_(part, group)
+            for group in groups:
+                all_reduce_(part, group)
         total += part
     return total
 

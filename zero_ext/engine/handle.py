@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from zero_ext import _C, _torch
 from zero_ext.engine import (
@@ -32,7 +33,8 @@ from zero_ext.ranks import environment
 from zero_ext.ranks.agreement import check_same_on_all_ranks
 from zero_ext.ranks.collectives import all_reduce_
 from zero_ext.ranks.groups import Groups
-from zero_ext.tensor import shard_tensor
+from zero_ext.tensor import meshes, shard_tensor
+from zero_ext.tensor.meshes import Outer
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +73,7 @@ class Handle:
         self.entries: dict[int, tuple[Tensor, int]] = {}
         self.ignored: Sequence[Tensor] = ()  # what ``shard(ignored_params=)`` has left alone
         self.has_offloaded = False  # any states, see ``set_offloaded``
+        self.across_meshes: meshes.AcrossMeshes | None = None  # where parameters are DTensors
         self.engine = options.make_engine(groups, plan.prefetch_bytes)
         registry.register(self)
         self.engine.set_local_reader(_local_part)
@@ -114,6 +117,16 @@ class Handle:
         first = len(self.parameters)
         self.parameters += tensors
         self.entries |= {id(p): (p, i) for i, p in enumerate(tensors, first)}
+        distributed = [(i, p) for i, p in enumerate(tensors, first) if isinstance(p, DTensor)]
+        if distributed and self.across_meshes is None:
+            own = None if self.replicated else self.groups.mesh.get_group()
+            self.across_meshes = across = meshes.AcrossMeshes(own, self.groups.parent)
+            self.engine.set_across_meshes(across.sum, across.local_gradient)
+        for i, parameter in distributed:
+            row = self.across_meshes.add(i, parameter)
+            self.engine.set_local(i, meshes.local_of(parameter), row)
+        if distributed:
+            _check_equal_values(self, [each for each in parameters if type(each[1]) is not DTensor])
         return list(range(first, len(self.parameters)))
 
     def _add_planned(self, plan: Plan, meta: MetaModules | None) -> None:
@@ -127,7 +140,7 @@ class Handle:
         if plan.blocks is None:
             for (_, parameter), dtype in zip(plan.parameters, plan.dtypes, strict=True):
                 if dtype is not None and not parameter.requires_grad:
-                    parameter.data = parameter.data.to(dtype)
+                    meshes.convert(parameter, dtype)
 
     def make_units_by_size(self, indices: Sequence[int]) -> None:
         """Units of parameters that are trained. Collective."""
@@ -244,33 +257,44 @@ class Handle:
 
     def as_parameter(self, local: Tensor, i: int, parameter: Tensor) -> Tensor:
         """This rank's 1-D part of some per-element value, shown in the parameter's shape."""
-        bounds = self.check_size(i, parameter)
+        bounds, strides = self.check_size(i, parameter), self.engine.strides(i)
         if self.replicated:
-            return local.as_strided(parameter.shape, self.engine.strides(i))
-        return self._maker.make(local, parameter.shape, bounds, self.engine.strides(i))
+            return self.as_whole(local, i, parameter)
+        if not isinstance(parameter, DTensor):
+            return self._maker.make(local, parameter.shape, bounds, strides)
+        outer = Outer.of(parameter, strides)
+        return self._maker.make(local, parameter.shape, bounds, parameter.stride(), outer)
+
+    def as_whole(self, flat: Tensor, i: int, parameter: Tensor) -> Tensor:
+        """All elements that the engine's ranks share, 1-D, shown in the parameter's shape."""
+        strides, offset = self.engine.strides(i), flat.storage_offset()
+        if not isinstance(parameter, DTensor):
+            return flat.as_strided(parameter.shape, strides, offset)
+        outer = Outer.of(parameter, strides)
+        return outer.present(flat.as_strided(outer.shape, strides, offset))
 
     def check_size(self, i: int, parameter: Tensor) -> list[int]:
         """Raise if the parameter was resized. Returns where each rank's part begins and ends."""
         bounds = self.engine.bounds(i)
-        if parameter.numel() != bounds[-1]:
+        if (local := meshes.local_of(parameter)).numel() != bounds[-1]:
             raise RuntimeError(
                 f"{self.groups.where}parameter '{self.engine.parameter_name(i)}' was resized to "
-                f"{list(parameter.shape)}, it had {bounds[-1]} elements when it was sharded. "
+                f"{list(local.shape)}, it had {bounds[-1]} elements when it was sharded. "
                 "Resize it before sharding."
             )
         return bounds
 
     def write_value(self, i: int, value: Tensor) -> None:
         """Give parameter i and its master the value that ``as_parameter`` shows. Collective."""
-        whole = value.full_tensor() if isinstance(value, shard_tensor.ShardTensor) else value
-        self.engine.write_parameter(i, whole)
+        part = value.gathered() if isinstance(value, shard_tensor.ShardTensor) else value
+        self.engine.write_parameter(i, meshes.local_of(part))
 
     def _show_gradient(self, i: int, local: Tensor) -> Tensor:
         """What ``.grad`` is: this rank's slice of the sum, in the parameter's shape."""
         parameter = self.parameters[i]
         with torch.inference_mode(False), torch.no_grad():
             view = self.as_parameter(local, i, parameter)
-            if self.replicated and view.device != parameter.device:
+            if type(view) is Tensor and view.device != parameter.device:
                 view = view.as_subclass(HostGradient)
         return view
 
@@ -300,6 +324,42 @@ class Handle:
             optimizer.set_state_offloaded(True)
 
 
+def _check_equal_values(handle: Handle, plain: Named) -> None:
+    """Raise where parameters that no other dimension knows differ between its ranks. Collective."""
+    groups, sent = handle.groups, handle.options.sync_module_states
+    across, values = handle.across_meshes, [p for _, p in plain if not p.is_meta]
+    if not values:
+        return
+    counts = not sent or groups.rank == 0  # else the values of another rank replace them
+    if (k := across.find_unequal(values, 1e-6, counts=counts)) is not None:
+        raise ValueError(
+            f"{groups.where}parameter '{plain[k][0]}' is in no plan of parallelize_module(), and "
+            "its values differ between ranks of the plan's mesh, which train it as one. Seed these "
+            "ranks alike before the model is made."
+        )
+
+
+def check_equal_gradients(handle: Handle) -> None:
+    """The same of gradients, which nothing sums over the other dimensions. In the first steps."""
+    across = handle.across_meshes
+    plain = [
+        (handle.engine.parameter_name(i), meshes.local_of(p.grad))
+        for i, p in enumerate(handle.parameters)
+        if type(p) is not DTensor and p.grad is not None
+    ]
+    if not plain:
+        return
+    across.checks_left -= 1
+    if (k := across.find_unequal([g for _, g in plain], 1e-3)) is not None:
+        across.checks_left += 1
+        raise RuntimeError(
+            f"{handle.groups.where}step(): the gradient of '{plain[k][0]}' differs between ranks "
+            "of the mesh of parallelize_module(), and nothing sums it over them. Nothing was "
+            "updated. Put its module into the plan: SequenceParallel() for a norm whose input is "
+            "cut along the sequence."
+        )
+
+
 def _local_part(gradient: Tensor) -> Tensor:
     """This rank's slice of what a user has set as ``.grad``."""
     if isinstance(gradient, shard_tensor.ShardTensor):
@@ -317,6 +377,9 @@ def _make_unit(
     one."""
     trained = _C.UnitKind.resident if resident else _C.UnitKind.trainable
     kind = trained if unit.trainable else _C.UnitKind.frozen
+    for i in unit.members:
+        if isinstance(parameters[i], DTensor):
+            meshes.set_dtype(parameters[i], unit.dtype)
     number = engine.add_unit(unit.members, unit.dtype, kind)
     name, count = engine.unit_name_of(unit.members[0]), len(unit.members)
     _log.debug("zero_ext: %s unit '%s': %d parameters in %s", kind.name, name, count, unit.dtype)
@@ -330,10 +393,12 @@ def _make_unit(
 def _average(handle: Handle, i: int, gradient: Tensor | None) -> Tensor | None:
     """What a reduction makes of each rank's ``gradient``; None where no rank has one."""
     groups, divisor = handle.groups, handle.engine.gradient_divisor
+    if handle.across_meshes is not None and gradient is not None:
+        gradient = handle.across_meshes.local_gradient(i, gradient)
     if groups.world == 1:
         return None if gradient is None else gradient.float() / divisor
     holders = torch.zeros((), dtype=torch.float32, device=groups.device)
-    shape = handle.parameters[i].shape
+    shape = meshes.local_of(handle.parameters[i]).shape
     total = torch.zeros(shape, dtype=torch.float32, device=groups.device)
     if gradient is not None:
         holders.fill_(1.0)

@@ -23,6 +23,7 @@ from zero_ext.engine.plan import Plan, parameters_of, plan_module
 from zero_ext.engine.registry import handle_of
 from zero_ext.engine.units import Block, Choice, Tree, UnitPlan
 from zero_ext.ranks import owner_plan
+from zero_ext.tensor.meshes import locals_of
 
 _FP32_BYTES = 4  # of an element of a gradient sum, of a master, of each of two moments
 _ALIGNMENT_BYTES = 64
@@ -155,7 +156,7 @@ def planned_units(
     on_device = device_type not in ("cpu", "meta")
     policy = plan.options.offload_policy if on_device else None
     options = dataclasses.replace(plan.options, reduction=reduction, offload_policy=policy)
-    numels = [p.numel() for _, p in plan.parameters]
+    numels = [p.numel() for p in locals_of([p for _, p in plan.parameters])]
     ranges = 1 if options.stage == 0 else shards
 
     def unit_of(unit: UnitPlan, block: int | None) -> PlannedUnit:

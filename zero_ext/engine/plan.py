@@ -24,6 +24,7 @@ from zero_ext.engine.units import (
     split_block,
 )
 from zero_ext.ranks.groups import Groups
+from zero_ext.tensor.meshes import locals_of
 
 
 class ModelParameters(NamedTuple):
@@ -179,7 +180,7 @@ def units_by_size(
     plans = []
     # Kinds whose last gradient comes first, as in each of them; fp32 gradients at the end.
     for (in_fp32, dtype), members in sorted(kinds.items(), key=lambda k: (k[0][0], -k[1][-1])):
-        numels = [parameters[i].numel() for i in members]
+        numels = [p.numel() for p in locals_of([parameters[i] for i in members])]
         # Two dtypes that become one are cut apart first: a unit's values come in one dtype.
         own = [parameters[i].dtype for i in members]
         for plan in cut_by_size(numels, own, bucket_bytes):

@@ -43,8 +43,8 @@ class _Caller(NamedTuple):
 
 
 def _callers() -> Iterator[_Caller]:
-    """The innermost first."""
-    frame = sys._getframe(2)
+    """The innermost first. A thread of gloo's has none."""
+    frame = sys._getframe(1).f_back
     while frame is not None:
         name = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)  # since Python 3.11
         yield _Caller(frame.f_globals.get("__name__") or "", name, frame)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zero_ext.tensor.meshes import locals_of
+
 # What `shard(units=)` takes: module classes, or a predicate of a module's name and itself.
 Choice = type | Collection[type] | Callable[[str, nn.Module], bool] | None
 # What each parameter is computed in; None: in its own dtype.
@@ -381,7 +383,7 @@ def largest_of_many(
 def bytes_of(parameters: Sequence[Tensor], dtypes: Dtypes | None) -> list[int]:
     """Of each parameter, in the dtype that is computed in."""
     given = [None] * len(parameters) if dtypes is None else dtypes
-    pairs = zip(parameters, given, strict=True)
+    pairs = zip(locals_of(parameters), given, strict=True)
     return [p.numel() * (dtype or p.dtype).itemsize for p, dtype in pairs]
 
 

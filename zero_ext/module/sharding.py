@@ -33,6 +33,7 @@ from zero_ext.module.policies import ModulePolicy, Policies, input_dtype
 from zero_ext.module.state_dict_hooks import StateDictHooks
 from zero_ext.ranks.collectives import copy_from_rank_0
 from zero_ext.ranks.groups import Groups, resolve
+from zero_ext.tensor.meshes import locals_of
 
 _log = logging.getLogger(__name__)
 
@@ -221,7 +222,7 @@ def _complete(
             meta.finish()
         if parameters is not None:
             buffers = [buffer for _, buffer in tree.named_buffers()]
-            copy_from_rank_0(handle.groups, [*parameters, *buffers])
+            copy_from_rank_0(handle.groups, locals_of([*parameters, *buffers]))
     except BaseException:
         handle.dissolve()
         raise

@@ -71,7 +71,7 @@ class StateDictHooks:
             self._handle.engine.unshard()
             for key, value in state_dict.items():
                 if key.startswith(prefix) and isinstance(value, ShardTensor):
-                    state_dict[key] = value.full_tensor()
+                    state_dict[key] = value.gathered()
 
     def after_load(self, module: nn.Module, incompatible_keys) -> None:
         if self._loading is not module:

@@ -21,6 +21,8 @@ from zero_ext.engine.handle import Handle
 from zero_ext.optim import elementwise
 from zero_ext.optim.groups import Group, parameters_of, settings_of
 from zero_ext.optim.states import States
+from zero_ext.tensor.meshes import copy_whole, local_of
+from zero_ext.tensor.shard_tensor import ShardTensor
 
 
 class OwnCode:
@@ -154,10 +156,11 @@ class OwnStates(States):
     def _gradient_of(self, parameter: Tensor, i: int) -> Tensor | None:
         """This rank's piece, flat."""
         gradient = parameter.grad
-        if gradient is None or hasattr(gradient, "to_local"):
+        if gradient is None or isinstance(gradient, ShardTensor):
             return None if gradient is None else gradient.to_local()
-        if self._handle.replicated and gradient.stride() == parameter.stride():
-            return gradient.as_strided((gradient.numel(),), (1,))
+        local = local_of(gradient)
+        if self._handle.replicated and local.stride() == local_of(parameter).stride():
+            return local.as_strided((local.numel(),), (1,))
         return self._piece_of(gradient, parameter, i)  # all ranks hold it
 
     @torch.no_grad()
@@ -165,7 +168,7 @@ class OwnStates(States):
         """This rank's part of a value of the parameter's shape, flat; fp32, or of its own kind."""
         kind = torch.float32 if value.is_floating_point() else value.dtype
         piece = torch.empty_like(self._handle.engine.master_slice(i), dtype=kind)
-        self._handle.as_parameter(piece, i, parameter).copy_(value)
+        copy_whole(self._handle.as_parameter(piece, i, parameter), value)
         return piece
 
     def _check_there(self) -> None:

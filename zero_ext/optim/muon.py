@@ -28,6 +28,7 @@ from zero_ext.optim.groups import Group, name_in_module
 from zero_ext.optim.owners import OWNER_MB, Owners, Values, Wave
 from zero_ext.optim.states import Layout
 from zero_ext.ranks.owner_plan import newton_schulz_cost
+from zero_ext.tensor.meshes import reject_cut
 
 # Of each element of an owner's matrices: what the iteration takes, and its result.
 _ELEMENT_BYTES = 2 * torch.bfloat16.itemsize
@@ -176,6 +177,7 @@ def _part_shape(parameter: Tensor, group: Group) -> torch.Size:
 
 
 def _check_matrix(name: str | None, parameter: Tensor, split: int) -> None:
+    reject_cut("Muon", parameter, name, "Give it to AdamW.")
     which, shape = "a parameter" if name is None else f"'{name}'", tuple(parameter.shape)
     if len(shape) != 2:
         raise ValueError(

@@ -26,6 +26,7 @@ from zero_ext.optim.groups import (
     settings_of,
 )
 from zero_ext.optim.state_views import Views
+from zero_ext.tensor.meshes import copy_whole
 
 Loader = Callable[[], None]
 
@@ -334,7 +335,8 @@ class FusedStates(States):
                     if value is None:
                         target.zero_()
                     else:
-                        target.copy_(value if isinstance(value, Tensor) else torch.tensor(value))
+                        tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+                        copy_whole(target, tensor)
                 names = {*self._names_in(each.group), *each.values}
                 shown[each.parameter].update((k, v) for k, v in held.items() if k in names)
             self.end_copies(shown)

@@ -130,7 +130,7 @@ class StepSettings:
         Args:
             of_step: By how an error shows them.
         """
-        if self._handle.groups.world == 1:
+        if self._handle.groups.world == 1 and self._handle.across_meshes is None:
             return 0
         return hash(tuple(self.values(groups, of_step))) ^ self.states.hash()
 

@@ -39,6 +39,7 @@ from zero_ext.optim.owners import KeptMasters, Owners, Values
 from zero_ext.optim.states import Loader, SavedState, ShownStates
 from zero_ext.optim.verdicts import shown as text_of
 from zero_ext.ranks.agreement import all_or_none
+from zero_ext.tensor.meshes import reject_cut
 
 # Keys of what ranks tell each other.
 _WRITTEN, _RESULT = "written", "result"
@@ -78,6 +79,9 @@ class Whole(OwnStates):
             group.update((k, v) for k, v in made if getattr(v, "device", None) != _META)
 
     def arrange(self, groups: Sequence[Group], trained: Trained) -> None:
+        for parameter, i, _ in trained:
+            name = self._handle.engine.parameter_name(i)
+            reject_cut(self.code.name, parameter, name, "Give it to an elementwise optimizer.")
         self._trained = sorted(trained, key=operator.itemgetter(1))
         self.order = {i: k for k, (_, i, _) in enumerate(trained)}
         self._owners.assign({i: p.numel() for p, i, _ in self._trained})

@@ -4,11 +4,13 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from zero_ext import _C
 from zero_ext.engine.checks import DTYPES, check_module, check_positive
 from zero_ext.engine.handle import Handle
-from zero_ext.state.model_state import groups_of, has_wider_master, place_of, plain_name
+from zero_ext.state.model_state import groups_of, has_wider_master, place_of, plain_name, whole
+from zero_ext.tensor.meshes import local_of
 
 _ALIGNMENT_BYTES = 64
 
@@ -77,7 +79,7 @@ def _iterate(
                 yield bucket.names[-len(tensors)], _in_dtype(tensors.pop(0), dtype)
     finally:
         for bucket in to_come:
-            if not bucket.serve(memory):
+            if not bucket.serve(memory) and not any(each.lies_on_meshes for each in buckets):
                 break
 
 
@@ -106,10 +108,13 @@ class _Bucket:
             handle.replicated or (not masters and handle.engine.serves_one_alone)
         )
         self.nbytes = 0
+        # Ranks of its other dimensions take part in every gather, whoever wants it.
+        self.lies_on_meshes = False
 
     def add(self, name: str, parameter: Tensor, i: int = -1) -> None:
         begin = -(-self.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        self.nbytes = begin + parameter.numel() * self._dtype_of(parameter).itemsize
+        self.nbytes = begin + local_of(parameter).numel() * self._dtype_of(parameter).itemsize
+        self.lies_on_meshes |= isinstance(parameter, DTensor)
         self.names.append(name)
         self._parameters.append(parameter)
         self._indices.append(i)
@@ -123,7 +128,7 @@ class _Bucket:
     def gather(self, memory: "_Memory") -> list[Tensor]:
         """The parameters, whole."""
         if self.handle is None:
-            return [parameter.detach() for parameter in self._parameters]
+            return [whole(parameter.detach()) for parameter in self._parameters]
         with torch.inference_mode(False), torch.no_grad():
             flat = self._flat(memory)
             arguments = {"indices": self._indices, "into": flat, "masters": self.masters}
@@ -131,14 +136,14 @@ class _Bucket:
                 self.handle.engine.read_whole(**arguments)
             else:
                 self.handle.engine.gather_whole(**arguments, wanted=True)
-            strides = map(self.handle.engine.strides, self._indices)
-            return [
-                each.as_strided(parameter.shape, stride, each.storage_offset())
-                for each, parameter, stride in zip(flat, self._parameters, strides, strict=True)
-            ]
+            gathered = zip(flat, self._parameters, self._indices, strict=True)
+            return [whole(self.handle.as_whole(each, i, p)) for each, p, i in gathered]
 
     def serve(self, memory: "_Memory") -> bool:
         """Take part in the gather of the other ranks. False where no rank gathers any more."""
+        if self.lies_on_meshes:
+            self.gather(memory)
+            return True
         if self.handle is None or self._alone:
             return True
         with torch.inference_mode(False), torch.no_grad():

@@ -1,12 +1,14 @@
 """ModelState: what ``state_dict()`` of a model names, and how a checkpoint sees it."""
 
 from collections.abc import Iterable
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
 
 from zero_ext.engine.checks import check_module
 from zero_ext.engine.handle import Handle
@@ -14,7 +16,7 @@ from zero_ext.engine.registry import find
 from zero_ext.optim.groups import name_in_module, stepped_beside
 from zero_ext.ranks.collectives import expansion
 from zero_ext.ranks.groups import ALONE, Groups, resolve
-from zero_ext.tensor.shard_tensor import ShardTensor
+from zero_ext.tensor.meshes import AcrossMeshes
 
 EXTRA_STATE = "_extra_state"
 
@@ -80,7 +82,7 @@ class ModelState(NamedTuple):
         others = {name: value for name, value in objects.items() if not is_extra_state(name)}
         for name, value in values.items():
             if name in self.made:
-                others[name] = _whole(value)
+                others[name] = whole(value)
             else:
                 write_held(self.tensors[name], value)
         if others:
@@ -98,8 +100,8 @@ def is_extra_state(name: str) -> bool:
     return name.rpartition(".")[2] == EXTRA_STATE
 
 
-def _whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, ShardTensor) else value
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 class _OwnTensors:
@@ -184,8 +186,8 @@ def full_value(value: Tensor) -> Tensor:
     """The whole value, in its own dtype. Collective, where not every rank holds it."""
     place = place_of(value)
     if place is None or not place[0].engine.releases:
-        return value.detach()
-    return _whole(held_value(value).to(value.dtype))
+        return whole(value.detach())
+    return whole(held_value(value).to(value.dtype))
 
 
 @torch.no_grad()
@@ -223,14 +225,16 @@ def handles_of(model: nn.Module) -> list[Handle]:
 
 
 def groups_of(model: nn.Module) -> Groups:
-    """The ranks that a model is sharded over; all ranks, where it is not sharded.
+    """The ranks that hold a model together; all ranks, where it is not sharded.
 
     Raises:
         TypeError: it is no module.
-        ValueError: its parts are sharded over different ranks.
+        ValueError: its parts are sharded over different ranks, or lie on dimensions of a mesh whose
+            ranks are not all.
     """
     check_module(model, "a checkpoint")
-    every = {id(handle.groups.parent): handle.groups for handle in handles_of(model)}
+    handles = handles_of(model)
+    every = {id(handle.groups.parent): handle.groups for handle in handles}
     if len(every) > 1:
         raise ValueError(
             "zero_ext: parts of the model are sharded over different process groups. Save and load "
@@ -243,6 +247,29 @@ def groups_of(model: nn.Module) -> Groups:
                 f"{groups.where}the process group of this {type(model).__name__} was destroyed. "
                 "Save, load and export before destroy_process_group()."
             )
-        return groups
+        across = [each.across_meshes for each in handles if each.across_meshes is not None]
+        return _ranks_of_mesh(model, groups, across) if across else groups
     together = dist.is_available() and dist.is_initialized()
     return resolve(None, None if together else ALONE, model.parameters())
+
+
+def _ranks_of_mesh(model: nn.Module, groups: Groups, across: list[AcrossMeshes]) -> Groups:
+    """Of the dimension that parameters are sharded over, and of the others that they lie on."""
+    others = dict.fromkeys(group for each in across for group in each.groups)
+    ranks = groups.world * prod(group.size() for group in others)
+    if ranks != dist.get_world_size():
+        raise ValueError(
+            f"{groups.where}the parameters lie on {ranks} of {dist.get_world_size()} ranks, in "
+            "several dimensions of a mesh. Here that must be all ranks: save such a model with "
+            "torch.distributed.checkpoint and a process_group of its ranks."
+        )
+    return resolve(None, None, model.parameters())
+
+
+def refuse_meshes(model: nn.Module, what: str) -> None:
+    """Raise where parameters are DTensors on other dimensions of a mesh."""
+    if any(handle.across_meshes is not None for handle in handles_of(model)):
+        raise NotImplementedError(
+            f"zero_ext: {what} of a model with tensor parallelism: its parameters lie on several "
+            "dimensions of a mesh. Save checkpoints with zero_ext.checkpoint.save()."
+        )

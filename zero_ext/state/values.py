@@ -23,7 +23,8 @@ from zero_ext.optim.whole import Whole
 from zero_ext.ranks.agreement import all_or_none, calling, naming
 from zero_ext.ranks.collectives import broadcast_
 from zero_ext.ranks.groups import Groups
-from zero_ext.state.model_state import place_of
+from zero_ext.state.model_state import place_of, whole
+from zero_ext.tensor.meshes import copy_whole, part_of
 from zero_ext.tensor.shard_tensor import ShardTensor
 
 
@@ -55,10 +56,10 @@ def full_tensor(parameter: Tensor) -> Tensor:
     if isinstance(parameter, ShardTensor):  # of a state_dict()
         return parameter.full_tensor()
     if type(parameter) is Tensor or _is_whole(parameter):
-        return parameter.detach().clone()
+        return whole(parameter.detach()).clone()
     handle, i = sharded_place_of(parameter)
     if place_of(parameter) is None:
-        return parameter.detach().float().clone()
+        return whole(parameter.detach()).float().clone()
     return _copy_of_whole(handle.as_parameter(handle.engine.current_master(i), i, parameter))
 
 
@@ -89,7 +90,7 @@ def set_full_param(parameter: Tensor, value: Tensor | None) -> None:
     if place_of(parameter) is None:
         parameter.copy_(value)
     else:
-        handle.engine.write_parameter(i, value)
+        handle.engine.write_parameter(i, part_of(parameter, value))
 
 
 @calling("full_grad()")
@@ -133,7 +134,8 @@ def set_full_grad(parameter: Tensor, value: Tensor | None) -> None:
     if kind == _Kind.NONE:
         handle.engine.zero_grad([i], _C.ZeroGrad.to_none)
     else:
-        handle.engine.write_gradient(i, _of_rank_0(value, kind, handle.groups))
+        value = _of_rank_0(value, kind, handle.groups)
+        handle.engine.write_gradient(i, part_of(parameter, value))
 
 
 @calling("full_state()")
@@ -176,7 +178,7 @@ def set_full_state(optimizer: Sharded, parameter: Tensor, name: str, value) -> N
         if isinstance(value, Number):
             value = torch.full(state.shape, value, dtype=torch.float32)
         value = _checked(value, state, kind, groups, verb)
-    state.copy_(_of_rank_0(value, kind, groups))
+    copy_whole(state, _of_rank_0(value, kind, groups))
 
 
 def _is_whole(parameter) -> bool:

@@ -12,6 +12,7 @@ The second and third kind are collectives, which all ranks must call.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from math import inf
 
 import torch
@@ -19,9 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from zero_ext._torch import schema_of, tree_leaves, tree_map_only
+from zero_ext._torch import schema_of, spec_of, tree_leaves, tree_map_only
 from zero_ext.ranks.agreement import naming
 from zero_ext.ranks.collectives import all_reduce_
+from zero_ext.tensor.meshes import copy_whole, cutting_groups, locals_of
 from zero_ext.tensor.shard_tensor import ShardTensor, wrap
 
 aten = torch.ops.aten
@@ -40,8 +42,10 @@ def run(func, args, kwargs):
 
 def _cut(full: Tensor, like: ShardTensor) -> Tensor:
     """This rank's elements of a plain tensor that broadcasts to the shape of ``like``, 1-D."""
-    order = sorted(range(like.dim()), key=lambda d: -like.stride()[d])
-    rows = full.expand(like.shape).permute(order)  # in the order of memory
+    whole = full.expand(like.shape)
+    part = whole if like.outer is None else like.outer.part_of(whole)
+    order = sorted(range(like.dim()), key=lambda d: -like.part_stride[d])
+    rows = part.permute(order)  # in the order of memory
     start, stop = like.held_range
     if start == stop or not order:
         return rows.reshape(-1)[start:stop]
@@ -75,13 +79,17 @@ def _aliased(func, args, kwargs, *, written: bool) -> list:
     return tree_leaves([given.get(name) for name in names])
 
 
+def _are_cut_alike(one: ShardTensor, other: ShardTensor) -> bool:
+    return one.bounds == other.bounds and one.outer == other.outer
+
+
 def _find_shards(func, operands: Sequence, written: Sequence) -> list[ShardTensor]:
     """The ShardTensors of ``operands``; all must be cut alike. Other tensors must broadcast to
     their shape, and not be ``written``: the write would be lost."""
     shards = [operand for operand in operands if isinstance(operand, ShardTensor)]
     for operand in operands if shards else ():
         if isinstance(operand, ShardTensor):
-            fits = operand.shape == shards[0].shape and operand.bounds == shards[0].bounds
+            fits = operand.shape == shards[0].shape and _are_cut_alike(operand, shards[0])
         elif isinstance(operand, Tensor):
             read_only = not any(operand is each for each in written)
             fits = read_only and _broadcasts(operand, shards[0].shape)
@@ -165,8 +173,9 @@ def _new(func, shard, size, *rest, **kwargs):
 def _copy_(func, destination, source, non_blocking=False):
     """As torch's: a full source is cut to this rank's slice, another DTensor is gathered first."""
     if not isinstance(destination, ShardTensor):
-        return func(destination, source.full_tensor(), non_blocking)
-    if isinstance(source, ShardTensor) and source.bounds == destination.bounds:
+        copy_whole(destination, source.full_tensor())
+        return destination
+    if isinstance(source, ShardTensor) and _are_cut_alike(source, destination):
         _find_shards(func, [destination, source], written=())
         source = source.local
     else:
@@ -184,19 +193,29 @@ def _foreach_copy_(func, destinations, sources, non_blocking=False):
             destination.copy_(source, non_blocking)
 
 
-def _local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [t.local if isinstance(t, ShardTensor) else t for t in tensors]
+Cut = tuple[dist.ProcessGroup, ...]  # the groups whose ranks hold a tensor's elements together
 
 
-def groups_of(tensors: Sequence[Tensor]) -> dict[dist.ProcessGroup, list[int]]:
-    """Which of ``tensors`` are sharded over which group, in an order that is equal on all ranks."""
-    meshes, groups = {}, {}
+def groups_of(tensors: Sequence[Tensor]) -> dict[Cut, list[int]]:
+    """Which of ``tensors`` are cut over which groups, in an order that is equal on all ranks."""
+    kinds: dict[tuple[int, int], list[int]] = {}
     for i, tensor in enumerate(tensors):
         if isinstance(tensor, ShardTensor):
-            meshes.setdefault(id(tensor.mesh), (tensor.mesh, []))[1].append(i)
-    for mesh, members in meshes.values():
-        groups.setdefault(mesh.get_group(), []).extend(members)
+            kinds.setdefault((id(tensor.mesh), id(tensor.outer)), []).append(i)
+        elif isinstance(tensor, DTensor):
+            kinds.setdefault((0, i), []).append(i)
+    groups: dict[Cut, list[int]] = {}
+    for members in kinds.values():
+        if cut := _cut_of(tensors[members[0]]):
+            groups.setdefault(cut, []).extend(members)
     return groups
+
+
+def _cut_of(tensor: DTensor) -> Cut:
+    if not isinstance(tensor, ShardTensor):
+        return cutting_groups(spec_of(tensor))
+    others = () if tensor.outer is None else cutting_groups(tensor.outer.spec)
+    return (tensor.mesh.get_group(), *others)
 
 
 def _foreach_norm(func, tensors, order=2, dtype=None):
@@ -214,18 +233,19 @@ def _foreach_norm(func, tensors, order=2, dtype=None):
         for i, value in zip(members, values.unbind(), strict=True):
             norms[i] = value
 
-    slices = _local_tensors(tensors)
+    slices = locals_of(tensors)
     held = [i for i, part in enumerate(slices) if part.numel()]
     if held:
         held_norms = torch._foreach_norm([slices[i] for i in held], order, dtype)
         put(held, torch.stack(held_norms).double())
-    for group, members in groups_of(tensors).items():
+    for groups, members in groups_of(tensors).items():
         power = 1 if order in (0, inf, -inf) else order
         op = {inf: dist.ReduceOp.MAX, -inf: dist.ReduceOp.MIN}.get(order, dist.ReduceOp.SUM)
         part = torch.stack([norms[i] for i in members]) ** power
         several = func is aten._foreach_norm.Scalar
         with naming("the norm of sharded tensors (clip_grad_norm_)" if several else "norm()"):
-            all_reduce_(part, group, op)
+            for group in groups:
+                all_reduce_(part, group, op)
         put(members, part ** (1 / power))
     return [n.to(dtype or t.dtype) for n, t in zip(norms, tensors, strict=True)]
 
@@ -242,9 +262,9 @@ def _reduce_with(op: dist.ReduceOp):
     def handle(func, shard, **kwargs):
         result = func(shard.local, **kwargs)
         number = result.to(torch.uint8) if result.dtype == torch.bool else result
-        group = shard.device_mesh.get_group()
         with naming(f"{func.overloadpacket.__name__}() of a sharded tensor"):
-            all_reduce_(number, group, op)
+            for group in _cut_of(shard):
+                all_reduce_(number, group, op)
         return number.to(result.dtype)
 
     return handle
@@ -253,8 +273,8 @@ def _reduce_with(op: dist.ReduceOp):
 def _unscale_(func, grads, found_inf, inv_scale):
     if inv_scale.is_pinned():  # GradScaler's copies for offloaded gradients may be on their way
         torch.accelerator.synchronize()
-    func(_local_tensors(grads), found_inf, inv_scale)
-    for group in groups_of(grads):
+    func(locals_of(grads), found_inf, inv_scale)
+    for group in dict.fromkeys(chain.from_iterable(groups_of(grads))):
         with naming("unscale_() of sharded gradients"):
             all_reduce_(found_inf, group, dist.ReduceOp.MAX)
 

@@ -21,9 +21,11 @@ class _Slice:
         shape: torch.Size,
         stride: tuple[int, ...],
         held_range: tuple[int, int],
+        part: tuple[torch.Size, tuple[int, ...], tuple[int, ...]],
     ):
         self._local_tensor, self.shape, self._stride = local, shape, stride
         self.held_range = held_range
+        self.part_shape, self.part_stride, self.part_offset = part
 
     def dim(self) -> int:
         return len(self.shape)
@@ -59,10 +61,11 @@ def _rebuild(local: Tensor, *rest) -> HeldSlice:
 
 
 def _reduce(shard: ShardTensor):
-    local = shard._local_tensor
+    local = shard.local
     if not local.is_shared():  # torch would move its memory, which is an engine's
         local = local.clone()
-    return _rebuild, (local, shard.shape, shard.stride(), shard.held_range)
+    part = shard.part_shape, shard.part_stride, shard.part_offset
+    return _rebuild, (local, shard.shape, shard.stride(), shard.held_range, part)
 
 
 ForkingPickler.register(ShardTensor, _reduce)  # other pickles raise, see __reduce_ex__

@@ -19,10 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from zero_ext import _C, _torch
-from zero_ext._torch import DTensorSpec, TensorMeta
+from zero_ext._torch import DTensorSpec, TensorMeta, spec_of
 from zero_ext.ranks.agreement import naming
 from zero_ext.ranks.collectives import on_wire
 from zero_ext.tensor.boxes import boxes
+from zero_ext.tensor.meshes import Outer
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -69,6 +70,9 @@ class ShardTensor(DTensor):
     bounds: tuple[int, ...]
     # The ranks that average the gradient: with hybrid sharding also those of other replicas.
     ranks: tuple[int, ...]
+    # How the tensor lies on other dimensions of a mesh, if it does: what is cut flat is then the
+    # part of it that the ranks of this mesh share.
+    outer: Outer | None = None
 
     if torch.__version__ < "2.13":
 
@@ -99,7 +103,13 @@ class ShardTensor(DTensor):
     @torch.compiler.disable
     def full_tensor(self, *, grad_placements=None) -> Tensor:
         """Gather the whole tensor, a plain one of the global shape, on every rank. Collective."""
-        full = self._local_tensor.new_empty(self.numel())
+        part = self.gathered()
+        return part.full_tensor() if self.outer is not None else part
+
+    def gathered(self) -> Tensor:
+        """Gather over this mesh alone: a plain tensor, or a DTensor on the other dimensions.
+        Collective."""
+        full = self._local_tensor.new_empty(self.bounds[-1])
         group = self.device_mesh.get_group()
         start, stop = self.held_range
         full[start:stop].copy_(self._local_tensor)
@@ -109,7 +119,22 @@ class ShardTensor(DTensor):
             _C.broadcast_parts(wire, self.bounds, group.group_name)
         if wire is not full:
             full.copy_(wire)
-        return full.as_strided(self.shape, self.stride())
+        part = full.as_strided(self.part_shape, self.part_stride)
+        return part if self.outer is None else self.outer.present(part)
+
+    @property
+    def part_shape(self) -> torch.Size:
+        """Of what is cut flat."""
+        return self.shape if self.outer is None else self.outer.shape
+
+    @property
+    def part_stride(self) -> tuple[int, ...]:
+        return self.stride() if self.outer is None else self.outer.stride
+
+    @property
+    def part_offset(self) -> tuple[int, ...]:
+        """Where it begins, in each dimension of the tensor."""
+        return (0,) * self.dim() if self.outer is None else self.outer.offset()
 
     @property
     def data(self) -> Tensor:
@@ -136,7 +161,7 @@ class ShardTensor(DTensor):
         start, stop = self.held_range
         return (
             f"ShardTensor(shape={tuple(self.shape)}, rank {self.device_mesh.get_local_rank()} of "
-            f"{self.device_mesh.size()} holds elements [{start}, {stop}) of {self.numel()}: "
+            f"{self.device_mesh.size()} holds elements [{start}, {stop}) of {self.bounds[-1]}: "
             f"{self._local_tensor})"
         )
 
@@ -213,13 +238,14 @@ class ShardTensor(DTensor):
 
     def _boxes(self) -> Iterator[tuple[torch.Size, Tensor]]:
         """Where each begins, and its values, a view of the slice."""
-        order = sorted(range(self.dim()), key=lambda d: -self.stride()[d])  # the slowest first
+        order = sorted(range(self.dim()), key=lambda d: -self.part_stride[d])  # the slowest first
         inverse = sorted(range(self.dim()), key=order.__getitem__)
+        begin = self.part_offset
         start = 0
-        for offsets, sizes in boxes([self.shape[d] for d in order], *self.held_range):
+        for offsets, sizes in boxes([self.part_shape[d] for d in order], *self.held_range):
             stop = start + prod(sizes)
             values = self._local_tensor[start:stop].view(sizes).permute(inverse)
-            yield torch.Size(offsets[d] for d in inverse), values
+            yield torch.Size(begin[d] + offsets[inverse[d]] for d in range(self.dim())), values
             start = stop
 
 
@@ -241,7 +267,12 @@ class Maker:
         self._specs: dict[TensorMeta, DTensorSpec] = {}
 
     def make(
-        self, local: Tensor, shape: torch.Size, bounds: Sequence[int], stride: Sequence[int]
+        self,
+        local: Tensor,
+        shape: torch.Size,
+        bounds: Sequence[int],
+        stride: Sequence[int],
+        outer: Outer | None = None,
     ) -> ShardTensor:
         """Present ``local``, this rank's slice of a flat buffer, as its part of a tensor of
         ``shape``.
@@ -249,17 +280,19 @@ class Maker:
         Args:
             local: 1-D and contiguous, with ``bounds[rank + 1] - bounds[rank]`` elements. Aliased,
                 not copied.
-            bounds: [world + 1] flat positions, from 0 to ``prod(shape)``: the same on all ranks.
+            bounds: [world + 1] flat positions, from 0 to the number of elements that are cut flat:
+                the same on all ranks.
             stride: The dense memory order that is flattened (channels_last, transposed).
+            outer: See ``ShardTensor``. ``stride`` is then that of the whole tensor.
         """
         shape, bounds = torch.Size(shape), tuple(bounds)
-        self._check(local, shape, bounds)
+        self._check(local, shape if outer is None else outer.shape, bounds)
         meta = TensorMeta(shape, tuple(stride), local.dtype)
         spec = self._specs.get(meta)
         if spec is None:
             spec = DTensorSpec(self._mesh, (FlatShard(0),), tensor_meta=meta)
             self._specs[meta] = spec
-        return _present(local, spec, bounds, self._ranks)
+        return _present(local, spec, bounds, self._ranks, outer)
 
     def _check(self, local: Tensor, shape: torch.Size, bounds: tuple[int, ...]) -> None:
         ends = (bounds[:1], bounds[-1:]) == ((0,), (shape.numel(),))
@@ -280,18 +313,24 @@ class Maker:
 
 def wrap(local: Tensor, like: ShardTensor) -> ShardTensor:
     """Present ``local``, of any dtype, as this rank's slice of a tensor that is cut as ``like``."""
-    spec = like._spec
+    spec = spec_of(like)
     if local.dtype != like.dtype:
         spec = copy.copy(spec)
         spec.tensor_meta = TensorMeta(like.shape, like.stride(), local.dtype)
-    return _present(local, spec, like.bounds, like.ranks)
+    return _present(local, spec, like.bounds, like.ranks, like.outer)
 
 
 def _present(
-    local: Tensor, spec: DTensorSpec, bounds: tuple[int, ...], ranks: tuple[int, ...]
+    local: Tensor,
+    spec: DTensorSpec,
+    bounds: tuple[int, ...],
+    ranks: tuple[int, ...],
+    outer: Outer | None,
 ) -> ShardTensor:
     result = ShardTensor(local, spec, requires_grad=False)
     result.bounds, result.ranks = bounds, ranks
+    if outer is not None:
+        result.outer = outer
     return result
 
 
