@@ -110,7 +110,7 @@ cuda-build: $(CUDA_VENV)/.torch
 
 # pytest as a program: `python -m` would put this folder, and with it the other build, first.
 cuda-test: cuda-build
-	$(CUDA_PY) -m pip install --quiet pytest pytest-timeout pytest-xdist hypothesis expecttest safetensors matplotlib tqdm
+	$(CUDA_PY) -m pip install --quiet pytest pytest-timeout pytest-xdist hypothesis expecttest safetensors cloudpickle matplotlib tqdm
 	PYTHONPATH="$(CURDIR)/$(CUDA_BUILD)/lib" $(CUDA_VENV)/bin/pytest -n 2 --dist worksteal tests -m "not dist and not slow"
 	PYTHONPATH="$(CURDIR)/$(CUDA_BUILD)/lib" ZERO_EXT_TEST_DEVICE=lagged $(CUDA_VENV)/bin/pytest -n 2 --dist worksteal \
 	  $$($(PY) tests/support/segments.py --tests test-lagged-one-rank) -m "not dist and not slow"
@@ -151,7 +151,7 @@ test-deepspeed: .venv-deepspeed/.compiled
 	  --nproc-per-node 2 -m pytest tests/deepspeed/test_beside_deepspeed.py -m dist -p no:cacheprovider -rs
 
 test-packages: .venv-packages/.installed
-	$(<D)/bin/python -m pytest tests/optim/test_packages.py tests/data/test_stateful_loader.py tests/elastic/test_ray.py -m "not dist" -p no:cacheprovider -rs
+	$(<D)/bin/python -m pytest tests/optim/test_packages.py tests/data/test_stateful_loader.py tests/elastic/test_ray.py tests/project/test_notebook.py -m "not dist" -p no:cacheprovider -rs
 	$(<D)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
 	  -m pytest tests/optim/test_packages.py tests/integrations/test_trainers.py -m dist -p no:cacheprovider -rs
 

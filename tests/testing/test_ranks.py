@@ -1,6 +1,7 @@
 """zero_ext.testing: functions on several ranks, with and without a fault."""
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -125,18 +126,69 @@ def test_every_rank_s_failure_is_told_and_the_next_run_has_new_processes():
         assert_bits(ranks.run(torch.ones, 2), [torch.ones(2)])
 
 
-def test_what_cannot_be_sent_is_refused_before_a_process_starts(monkeypatch):
+CELLS = """
+import dataclasses, enum
+import torch.distributed as dist
+
+class Word(enum.Enum):
+    ONE = 1
+
+@dataclasses.dataclass
+class Answer:
+    rank: int
+    word: Word
+
+def answer(word):
+    return Answer(dist.get_rank() + offset, word)
+
+offset = 10
+"""
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    """As the module ``__main__`` of a notebook's kernel, which is no file."""
+    main = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    exec(CELLS, vars(main))
+    return main
+
+
+def test_what_cells_of_a_notebook_define_goes_to_the_ranks_and_comes_back(zero_ext_ranks, notebook):
+    ranks = zero_ext_ranks(WORLD)
+    for offset in (10, 20):
+        notebook.offset = offset
+        found = ranks.run(notebook.answer, word=notebook.Word.ONE)
+        assert found == [notebook.Answer(rank + offset, notebook.Word.ONE) for rank in range(WORLD)]
+    assert ranks.run(eval("lambda: offset + dist.get_rank()", vars(notebook))) == [20, 21]
+
+
+def test_a_notebook_without_cloudpickle_is_told_so(notebook, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(ImportError, match="pip install cloudpickle"):
+        Ranks(WORLD).run(notebook.answer)
+
+
+def test_ctrl_c_ends_the_processes(zero_ext_ranks):
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    try:
+        with Ranks(1) as ranks:
+            ranks.run(time.sleep, 0)
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                ranks.run(time.sleep, 60)
+            assert ranks._processes == [], "the next run would get the answer to this one"
+    finally:
+        timer.join()
+        signal.signal(signal.SIGINT, handler)
+
+
+def test_what_cannot_be_sent_is_refused_before_a_process_starts():
     with Ranks(2) as ranks:
         for arguments in ((lambda: None,), (gradients, lambda: 3), (gradients, threading.Lock())):
-            with pytest.raises(
-                TypeError, match=r"cannot be sent to other processes: .* a notebook"
-            ):
+            with pytest.raises(TypeError, match=r"cannot be sent to other processes: .* top of a"):
                 ranks.run(*arguments)
-        of_a_cell = types.FunctionType(step_twice.__code__, globals())
-        of_a_cell.__module__ = "__main__"
-        monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
-        with pytest.raises(TypeError, match="its module is no file"):
-            ranks.run(of_a_cell)
         assert ranks._processes == []
 
 

@@ -1,5 +1,6 @@
 """Ranks: a function on N processes of this machine."""
 
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -56,20 +57,22 @@ class RanksError(AssertionError):
 
 
 def _pickled(function: Callable, args: tuple, kwargs: dict[str, Any]) -> bytes:
-    """What the processes are sent, which import the module of ``function``."""
+    """What the processes are sent: names to import, or values where a notebook defines them."""
     main = sys.modules["__main__"]
-    interactive = not hasattr(main, "__file__") and not getattr(main, "__spec__", None)
-    problem: object = "its module is no file"
+    is_notebook = not hasattr(main, "__file__") and not getattr(main, "__spec__", None)
     try:
-        if not (interactive and getattr(function, "__module__", None) == "__main__"):
-            return pickle.dumps((function, args, kwargs))
+        pickler = importlib.import_module("cloudpickle") if is_notebook else pickle
+        return pickler.dumps((function, args, kwargs))
+    except ImportError as error:
+        raise ImportError(
+            "zero_ext: functions of a notebook are sent to other processes by cloudpickle, which "
+            "is not installed. Install it: pip install cloudpickle"
+        ) from error
     except (pickle.PicklingError, AttributeError, TypeError) as error:
-        problem = error
-    raise TypeError(
-        f"zero_ext: {function!r} and its arguments cannot be sent to other processes: {problem}. "
-        "Put the function at the top of a module. In a notebook, start ranks as in "
-        "docs/howto.md#in-a-notebook."
-    )
+        raise TypeError(
+            f"zero_ext: {function!r} and its arguments cannot be sent to other processes: {error}. "
+            "Put the function at the top of a module, and make inside it what cannot be pickled."
+        ) from error
 
 
 @dataclass
@@ -83,7 +86,8 @@ class Ranks:
     """N processes that are ranks of a gloo process group, each with one thread.
 
     They start with the first run and live until ``close()`` or the end of a ``with`` block, so that
-    only the first run pays for imports. After a run that failed they are new ones.
+    only the first run pays for imports. After a run that failed they are new ones. Nothing
+    is forked, so a notebook may have used threads of torch or a GPU before.
 
     Args:
         world: Number of ranks.
@@ -115,24 +119,29 @@ class Ranks:
         """Call ``function(*args, **kwargs)`` on every rank, in a process group of their own.
 
         Args:
-            function: At the top of a module that can be imported, like all arguments picklable.
-                ``torch.distributed.get_rank()`` tells it its rank.
+            function: At the top of a module that can be imported, or of a cell of a notebook; like
+                all arguments picklable. ``torch.distributed.get_rank()`` tells it its rank.
             fault: What goes wrong on one rank.
         Returns:
             What each rank returned, in rank order. Tensors come as copies.
         Raises:
             TypeError: ``function`` or an argument cannot be sent.
+            ImportError: in a notebook: cloudpickle, which sends them, is not installed.
             RanksError: a rank raised an exception, died, or did not end in time.
         """
         if fault is not None and not 0 <= fault.rank < self.world:
             raise ValueError(f"zero_ext: the fault is on rank {fault.rank} of {self.world}.")
         pickled = _pickled(function, args, kwargs)
-        if not self._processes:
-            self._start()
         self._runs += 1
-        for each in self._processes:
-            each.link.send_bytes(pickle.dumps((self._runs, pickled, fault)))
-        results, failures = self._collect()
+        try:
+            if not self._processes:
+                self._start()
+            for each in self._processes:
+                each.link.send_bytes(pickle.dumps((self._runs, pickled, fault)))
+            results, failures = self._collect()
+        except BaseException:  # such as Ctrl-C, while the processes are in the function
+            self._stop()
+            raise
         if failures:
             self._stop()
             raise RanksError(failures, results)

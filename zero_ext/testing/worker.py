@@ -5,6 +5,7 @@ import functools
 import os
 import pickle
 import signal
+import sys
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -62,7 +63,10 @@ def _answer(
                 result = function(*args, **kwargs)
         finally:
             dist.destroy_process_group()
-        return pickle.dumps((result, None))  # here: a result that cannot be is this rank's error
+            sys.stdout.flush()  # or what was printed is lost when the process is killed
+        # What cloudpickle has brought may return objects of classes that a notebook's cells define.
+        pickler = sys.modules.get("cloudpickle", pickle)
+        return pickler.dumps((result, None))  # here: a result that cannot be is this rank's error
     except BaseException as error:
         failure = (type(error).__name__, str(error), traceback.format_exc())
         return pickle.dumps((None, failure))
