@@ -7,14 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Random
-from setups import values_of
+from setups import fresh_accelerate, values_of
 from torch import nn
 
 import zero_ext
 from zero_ext.engine.registry import find
 
 transformers = pytest.importorskip("transformers")
-from accelerate.state import AcceleratorState, GradientState  # noqa: E402
 
 from zero_ext.integrations.transformers import ShardedTrainerMixin  # noqa: E402
 
@@ -152,12 +151,6 @@ def test_a_loss_with_parameters_is_trained(sentence_transformers, bert, shared_p
     assert all(torch.equal(value, values[0]) for value in values)
     losses = [entry["loss"] for entry in ours.state.log_history if "loss" in entry]
     assert len(losses) == STEPS and losses[-1] < losses[0]
-
-
-def fresh_accelerate() -> None:
-    """It keeps one state per process."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 # diffusers

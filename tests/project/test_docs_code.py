@@ -15,7 +15,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from code_blocks import PAGES, ROOT, Block, blocks, make_batches, names, sections
+from setups import fresh_accelerate
 from torch import nn
 from torch.nn import functional
 
@@ -34,7 +34,7 @@ from zero_ext.optim.arguments import Sharding
 
 SHELL = ("", "sh", "bash")
 RUN = ("python", "diff")
-SPHINX = re.compile(r"\{(eval-rst|toctree)\}")
+SPHINX = re.compile(r"\{(eval-rst|literalinclude|toctree)\}")
 WITH_CODE = [page for page in PAGES if any(block.language in RUN for block in blocks(page))]
 COMMANDS = [block for page in PAGES for block in blocks(page) if block.language in SHELL]
 INLINE = re.compile(r"`((?:make|python|torchrun) [^`\n]+)`")
@@ -105,9 +105,7 @@ def reader(monkeypatch, shared_path, rank, world):
     monkeypatch.chdir(shared_path)
     dist.barrier()
     yield shared_path
-    if state := sys.modules.get("accelerate.state"):  # one per process
-        state.AcceleratorState._reset_state(reset_partial_state=True)
-        state.GradientState._reset_state()
+    fresh_accelerate()
 
 
 @pytest.mark.dist

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import sys
 from typing import NamedTuple
 
 import pytest
@@ -219,3 +220,10 @@ class one_process:  # noqa: N801
 
     def __exit__(self, *exception):
         zero_ext.optim.sharded.resolve = self._resolve
+
+
+def fresh_accelerate() -> None:
+    """Accelerate keeps one state per process, which a test leaves to the next one."""
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
