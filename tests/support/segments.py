@@ -85,7 +85,7 @@ ON_THREE = (
         "some_ranks_save_meanwhile_whatever_groups_each_is_in",
     ),
 )
-ON_FOUR = (*files("equivalence", "comm_ops", "hybrid", "meshes", "norm"), *STAGE3)
+ON_FOUR = (*files("equivalence", "comm_ops", "hybrid", "meshes", "norm", "parallel"), *STAGE3)
 # Whatever runs on a device at all.
 ON_A_DEVICE = all_but(
     ("project", "kernels", "ops", "integrations", "testing"),
