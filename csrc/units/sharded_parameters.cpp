@@ -110,8 +110,8 @@ void check_kinds(const ShardedParameters& parameters, const UnitContext& context
     const Unit& unit = parameters.unit(parameter.unit);
     const SlotSpec& spec = unit.layout().slot(parameter.slot).spec;
     TORCH_CHECK(parameter.local.numel() == spec.numel, where(context.global_rank, unit.name()),
-                verb, ": parameter '", parameter.name, "' was resized to ",
-                parameter.local.sizes(), ", it was ", at::IntArrayRef(spec.sizes),
+                verb, ": parameter '", parameter.name, "' was resized to ", parameter.local.sizes(),
+                ", it was ", at::IntArrayRef(spec.sizes),
                 " when it was sharded. Resize it before sharding.");
     if (!trains) continue;
     TORCH_CHECK(!reduced_by_ddp(parameter.node, /*own_hooks=*/1), where(context.global_rank), verb,
@@ -169,8 +169,7 @@ bool ShardedParameters::lies_elsewhere(int64_t i) const {
   const Unit& unit = home_of(i);
   const Slot& slot = unit.layout().slot(parameter.slot);
   // Another size or dtype is refused by name, by the next backward or step.
-  if (parameter.local.numel() != slot.spec.numel ||
-      parameter.local.scalar_type() != unit.dtype()) {
+  if (parameter.local.numel() != slot.spec.numel || parameter.local.scalar_type() != unit.dtype()) {
     return false;
   }
   return !unit.parameters().owns_storage_of(parameter.local) ||

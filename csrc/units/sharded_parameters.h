@@ -27,7 +27,7 @@ struct ShardedParameter {
   int64_t unit = -1;  // -1: frozen when it was sharded
   int64_t slot = -1;
   int64_t frozen_unit = -1;  // among the frozen units, where frozen parameters are sharded too
-  int64_t norm_row = 0;  // see AcrossMeshes
+  int64_t norm_row = 0;      // see AcrossMeshes
   NodePtr node{};
 
   bool managed() const { return unit >= 0; }
