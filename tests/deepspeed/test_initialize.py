@@ -393,8 +393,9 @@ def test_what_torchs_optimizer_has_made_already_is_taken_over(anywhere, rank):
             (zero_ext.optim.Adam, False, 0.2),
         ),
         ({"type": "adamw", "params": {"torch_adam": True}}, (zero_ext.optim.AdamW, True, 0.01)),
+        ({"type": "Adam", "torch_adam": True}, (zero_ext.optim.AdamW, True, 0.0)),
     ],
-    ids=["Adam is AdamW", "Adam", "torch's"],
+    ids=["Adam is AdamW", "Adam", "torch's", "ignored beside params"],
 )
 def test_adam_is_what_it_is_for_deepspeed(optimizer, expected):
     engine, *_ = zero_ext.initialize(model=MLP(), config={**CONFIG, "optimizer": optimizer})

@@ -149,7 +149,7 @@ _IGNORED = {
         log_level disable_python_gc aio prescale_gradients gradient_predivide_factor
         seq_parallel_communication_data_type vocabulary_size timers activation_checkpointing
         """,
-    "optimizer": "legacy_fusion",
+    "optimizer": "legacy_fusion torch_adam",
     "zero_optimization": """
         allgather_partitions allgather_bucket_size overlap_comm reduce_scatter contiguous_gradients
         round_robin_gradients use_multi_rank_bucket_allreduce sub_group_size grad_hooks
