@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import warnings
 
 import pytest
 import torch
@@ -167,6 +168,45 @@ def test_what_it_tells_of_itself(anywhere):
     assert engine.get_lr() == [0.125]
     static = initialized(anywhere, MLP(13), fp16={"enabled": True, "loss_scale": 8})
     assert not static.dynamic_loss_scale() and static.loss_scale() == 8
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["fused", "own code"])
+@pytest.mark.parametrize(
+    ("precision", "dynamic", "scales"),  # before an overflow, and after it
+    [
+        ({"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}, True, [16, 8]),
+        ({"fp16": {"enabled": True, "loss_scale": 8}}, False, [8, 8]),
+        ({"bf16": {"enabled": True}}, False, [1, 1]),
+        ({}, False, [1, 1]),
+    ],
+    ids=["dynamic", "static", "bf16", "fp32"],
+)
+def test_what_its_optimizer_tells(anywhere, rank, own, precision, dynamic, scales):
+    given = (lambda p: torch.optim.Rprop(p, lr=0.01)) if own else None
+    engine = initialized(anywhere, MLP(13), 2, given, gradient_accumulation_steps=1, **precision)
+    optimizer = engine.optimizer
+    assert engine.basic_optimizer is optimizer and isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.dynamic_loss_scale is dynamic and optimizer.overflow is False
+    dtype = next(engine.parameters()).dtype
+    for factor, scale in ((1.0, scales[0]), (float("inf"), scales[1]), (1.0, scales[1])):
+        engine.backward(mean_square(engine, train_batch(rank, 0, 0, dtype)) * factor)
+        with warnings.catch_warnings(action="ignore"):  # steps are skipped
+            engine.step()
+        assert optimizer.overflow is (factor != 1)
+        assert optimizer.cur_scale == optimizer.loss_scale == engine.cur_scale == scale
+    assert type(optimizer.cur_scale) is float and "overflow" not in vars(optimizer)
+
+
+class Overflowing(torch.optim.SGD):
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr)
+        self.overflow = "its own"
+
+
+def test_an_optimizer_keeps_its_own_attributes(anywhere, rank):
+    engine = initialized(anywhere, MLP(13), optimizer=lambda p: Overflowing(p, 0.1))
+    train(engine, rank, [0])
+    assert engine.optimizer.overflow == "its own" and not hasattr(engine.optimizer, "cur_scale")
 
 
 def test_monitors_and_breakdowns(anywhere, rank, path, caplog, monkeypatch):

@@ -59,6 +59,7 @@ class EngineSettings:
     global_rank = property(lambda self: self._groups.global_rank)
     world_size = dp_world_size = property(lambda self: self._groups.world)
     data_parallel_group = property(lambda self: self._groups.parent)
+    basic_optimizer = property(lambda self: self.optimizer)
 
     @property
     def local_rank(self) -> int:
@@ -97,19 +98,13 @@ class EngineSettings:
     fp16_enabled = _setting(lambda settings: settings.dtype == torch.float16)
     bfloat16_enabled = _setting(lambda settings: settings.dtype == torch.bfloat16)
     steps_per_print = _setting(lambda settings: settings.steps_per_print)
+    dynamic_loss_scale = _setting(lambda now: bool(now.scaler) and now.scaler["mode"] == "dynamic")
+    cur_scale = property(lambda self: self.loss_scale())
 
     @property
     def config(self) -> dict[str, Any]:
         """The settings in this library's terms, as a dict."""
         return asdict(self.settings)
-
-    @property
-    def cur_scale(self) -> float:
-        return self.loss_scale()
-
-    def dynamic_loss_scale(self) -> bool:
-        scaler = self.settings.scaler
-        return scaler is not None and scaler["mode"] == "dynamic"
 
     def get_mom(self) -> list[Any]:
         """Of each group: ``momentum`` or ``betas``, 0.0 where it has neither."""

@@ -20,6 +20,7 @@ from zero_ext.deepspeed.construction import fill, is_cut, prepare
 from zero_ext.deepspeed.environment import init_distributed
 from zero_ext.deepspeed.muon import Muon, muon_and_adam
 from zero_ext.deepspeed.optimizers import as_torchs
+from zero_ext.deepspeed.telling import tell
 from zero_ext.deepspeed.training_engine import TrainingEngine, data_loader
 from zero_ext.engine.registry import any_sharded
 from zero_ext.module.sharding import shard
@@ -112,7 +113,7 @@ def initialize(
         engine.module.set_gradient_divide_factor(1.0)
     if given is not None:
         adoption.follow_models(given, names)
-        engine.optimizer = adoption.adopt(given, **ours)
+        engine.optimizer = tell(adoption.adopt(given, **ours))
         engine._divides()
         engine.lr_scheduler = schedule
     engine.training_dataloader = loader
