@@ -722,9 +722,23 @@ def test_what_cannot_be_is_said_before_anything_is_changed(arguments, message):
         zero_ext.initialize(**arguments)
     assert all(p.dtype == torch.float32 for p in model.parameters())
     zero_ext.initialize(model=model, config=CONFIG)
-    with pytest.raises(ValueError, match="sharded already"):
-        zero_ext.initialize(model=model, config=HALF)
-    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("of", ["model", "engine.module", "engine"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_second_initialize_changes_nothing(anywhere, rank, stage, of):
+    model, untouched = MLP(13), initialized(anywhere, MLP(13), stage)
+    engine = initialized(anywhere, model, stage)
+    before = engine.optimizer, {**vars(engine.optimizer)}, [*map(id, engine.parameters())]
+    given = {"model": model, "engine.module": engine.module, "engine": engine}[of]
+    with pytest.raises(ValueError, match=r"the model is sharded already\. Pass the plain one\."):
+        initialized(anywhere, given, 1, torch.optim.SGD, bf16={"enabled": True})
+    assert (engine.optimizer, vars(engine.optimizer), [*map(id, engine.parameters())]) == before
+    for each in (engine, untouched):
+        train(each, rank, range(2))
+    for p, q in zip(engine.parameters(), untouched.parameters(), strict=True):
+        assert p.dtype == torch.float32
+        assert_bits(zero_ext.full_tensor(p), zero_ext.full_tensor(q))
 
 
 @pytest.mark.parametrize(
