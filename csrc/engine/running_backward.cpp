@@ -111,13 +111,13 @@ void RunningBackward::before_gradient(int64_t i) {
   const Access access(lock_);
   if (retired_ || !parameters_[i].managed()) return;
   reach();
-  if (!open()) begin(access, boundary_.reduces());
+  if (may_begin()) begin(access, boundary_.reduces());
 }
 
 void RunningBackward::after_gradient(int64_t i) {
   const Access access(lock_);
   ShardedParameter& parameter = parameters_[i];
-  if (retired_ || !parameter.managed()) return;
+  if (retired_ || !parameter.managed() || published_.keeps_local()) return;
   const at::NoGradGuard no_grad;
   Unit& unit = parameters_.unit(parameter.unit);
   const at::Tensor grad = std::move(parameter.tensor.mutable_grad());
@@ -140,7 +140,7 @@ void RunningBackward::localize_gradient(int64_t i) {
   PublishedGradients::ToLocal to_local;
   {
     const Access access(lock_);
-    if (retired_ || !parameters_[i].managed()) return;
+    if (retired_ || !parameters_[i].managed() || published_.keeps_local()) return;
     distributed = parameters_[i].tensor.grad();
     to_local = published_.to_local();
   }
@@ -172,7 +172,7 @@ void RunningBackward::call_entered(const std::shared_ptr<Call>& call) {
   reach();
   // It must be known which gradients will come before the first unit is left. autograd.grad() over
   // inputs brings none, and begins nothing here.
-  if (!open() && std::exchange(last_task_, task) != task && reaches_parameters()) {
+  if (may_begin() && std::exchange(last_task_, task) != task && reaches_parameters()) {
     begin(access, boundary_.reduces());
   }
   leave_calls_of(task, [&](const Call& open) { return open.is_after(*call); });

@@ -73,6 +73,7 @@ class RunningBackward : public BackwardListener {
   enum class Gradients { own, of_others };
 
   bool open() const { return phase_ == BackwardPhase::open; }
+  bool may_begin() const { return !open() && !published_.keeps_local(); }
   // From every hook of a parameter or a call.
   void reach();
   // A backward runs on this thread that reaches a parameter, though it may not have yet.

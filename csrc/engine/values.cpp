@@ -6,6 +6,7 @@
 #include <c10/util/ScopeExit.h>
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "core/errors.h"
@@ -134,6 +135,24 @@ void Values::write_parameter(int64_t i, const at::Tensor& value) {
 void Values::write_gradient(int64_t i, const at::Tensor& grad) {
   const Access access(lock_);
   published_.write(i, grad);
+}
+
+void Values::keep_local_gradients() {
+  const Access access(lock_);
+  const at::NoGradGuard no_grad;
+  backward_.check_none(access, "local_gradients()");
+  std::vector<int64_t> all(parameters_.size());
+  std::iota(all.begin(), all.end(), 0);
+  published_.keep_local(all);
+}
+
+std::map<int64_t, at::Tensor> Values::take_local_gradients() {
+  const Access access(lock_);
+  backward_.check_none(access, "local_gradients()");
+  const at::NoGradGuard no_grad;
+  std::map<int64_t, at::Tensor> taken = published_.take_local();
+  if (!boundary_.local_open()) published_.publish();
+  return taken;
 }
 
 void Values::set_view_maker(PublishedGradients::ViewMaker maker) {

@@ -9,6 +9,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <map>
 #include <set>
 #include <string>
 #include <vector>
@@ -45,6 +46,11 @@ class Values : Facet {
   void read_whole(const Whole& whole);
   // The whole reduced gradient of parameter i, the same on every rank.
   void write_gradient(int64_t i, const at::Tensor& grad);
+
+  // From now on backwards leave this rank's own gradients in .grad, and reduce nothing.
+  void keep_local_gradients();
+  // No longer. Returns these gradients, or what other code has written there, by parameter.
+  std::map<int64_t, at::Tensor> take_local_gradients();
 
   // See PublishedGradients; Python makes the views and the reader.
   void set_view_maker(PublishedGradients::ViewMaker maker);

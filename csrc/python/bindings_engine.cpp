@@ -243,6 +243,8 @@ void bind_values(EngineClass& engine) {
           py::kw_only(), py::arg("indices"), py::arg("into"), py::arg("masters"), NoGil())
       .def("write_parameter", of(values, &Values::write_parameter), NoGil())
       .def("write_gradient", of(values, &Values::write_gradient), NoGil())
+      .def("keep_local_gradients", of(values, &Values::keep_local_gradients), NoGil())
+      .def("take_local_gradients", of(values, &Values::take_local_gradients), NoGil())
       .def("set_local_reader",
            [](Engine& e, py::function f) {
              auto reader = from_any_thread<const at::Tensor&>(std::move(f));

@@ -195,6 +195,23 @@ void PublishedGradients::withdraw() {
   }
 }
 
+void PublishedGradients::keep_local(const std::vector<int64_t>& all) {
+  TORCH_CHECK(!keeps_local_, where(rank_), "local_gradients() inside another one.");
+  adopt_changes(all, "local_gradients()");
+  withdraw();
+  keeps_local_ = true;
+}
+
+std::map<int64_t, at::Tensor> PublishedGradients::take_local() {
+  std::map<int64_t, at::Tensor> taken;
+  for (int64_t i = 0; i < parameters_.size(); ++i) {
+    at::Tensor& grad = parameters_[i].tensor.mutable_grad();
+    if (parameters_[i].managed() && grad.defined()) taken.emplace(i, std::exchange(grad, {}));
+  }
+  keeps_local_ = false;
+  return taken;
+}
+
 void PublishedGradients::publish() {
   for (int64_t i = 0; i < parameters_.size(); ++i) {
     const ShardedParameter& parameter = parameters_[i];

@@ -18,6 +18,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <vector>
 
 #include "units/finished_backwards.h"
@@ -82,6 +83,10 @@ class PublishedGradients {
   bool has_reduced_gradients() const;
   // Every .grad becomes None.
   void withdraw();
+  // See Values::keep_local_gradients().
+  bool keeps_local() const { return keeps_local_; }
+  void keep_local(const std::vector<int64_t>& all);
+  std::map<int64_t, at::Tensor> take_local();
   // The .grad of every parameter with a reduced sum becomes its view.
   void publish();
   // .grad of parameter i becomes its view.
@@ -118,6 +123,7 @@ class PublishedGradients {
   FinishedBackwards& finished_;
   int64_t rank_;
   int64_t world_;
+  bool keeps_local_ = false;
   LocalReader local_reader_;
   ViewMaker view_maker_;
   ToLocal to_local_;

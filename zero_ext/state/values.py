@@ -8,14 +8,16 @@ checked and not used. Exception: where rank 0 passes a ``ShardTensor`` or a ``DT
 must pass theirs.
 """
 
+import contextlib
 import enum
+from collections.abc import Iterator
 from numbers import Number
 
 import torch
 from torch import Tensor, nn
 
 from zero_ext import _C
-from zero_ext.engine.checks import is_ignored, stays_whole
+from zero_ext.engine.checks import check_module, is_ignored, stays_whole
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import find
 from zero_ext.optim.sharded import Sharded
@@ -23,7 +25,7 @@ from zero_ext.optim.whole import Whole
 from zero_ext.ranks.agreement import all_or_none, calling, naming
 from zero_ext.ranks.collectives import broadcast_
 from zero_ext.ranks.groups import Groups
-from zero_ext.state.model_state import place_of, whole
+from zero_ext.state.model_state import handles_of, place_of, whole
 from zero_ext.tensor.meshes import copy_whole, part_of
 from zero_ext.tensor.shard_tensor import ShardTensor
 
@@ -136,6 +138,41 @@ def set_full_grad(parameter: Tensor, value: Tensor | None) -> None:
     else:
         value = _of_rank_0(value, kind, handle.groups)
         handle.engine.write_gradient(i, part_of(parameter, value))
+
+
+@contextlib.contextmanager
+def local_gradients(module: nn.Module) -> Iterator[None]:
+    """Inside, ``.grad`` holds this rank's own gradients, as in plain PyTorch. The end reduces them.
+    Collective at its end.
+
+    For code that writes gradients by hand, such as zero-bubble schedules of
+    torch.distributed.pipelining::
+
+        with zero_ext.local_gradients(model):
+            schedule.step(inputs, target=targets)
+        optimizer.step()
+
+    Whole gradients are in memory inside, and autograd adds them in the parameters' dtype. The end
+    averages them over the ranks, as one backward does, and adds them to those that were reduced
+    before. Where an error leaves it, they are forgotten.
+
+    Args:
+        module: Sharded, or of sharded parameters.
+    Raises:
+        RuntimeError: inside a backward or another ``local_gradients()``; ``step()`` inside it.
+    """
+    check_module(module, "local_gradients()")
+    handles = handles_of(module)
+    for handle in handles:
+        handle.engine.keep_local_gradients()
+    try:
+        yield
+    finally:
+        taken = [handle.engine.take_local_gradients() for handle in handles]
+    for handle, written in zip(handles, taken, strict=True):
+        if written:
+            parameters = [handle.parameters[i] for i in written]
+            torch.autograd.backward(parameters, [*written.values()])
 
 
 @calling("full_state()")
