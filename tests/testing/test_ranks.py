@@ -184,7 +184,9 @@ def test_ctrl_c_ends_the_processes(zero_ext_ranks):
         signal.signal(signal.SIGINT, handler)
 
 
-def test_what_cannot_be_sent_is_refused_before_a_process_starts():
+def test_what_cannot_be_sent_is_refused_before_a_process_starts(monkeypatch):
+    # Where pytest-xdist runs tests, the main module has no file either, as in a notebook.
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "main.py", raising=False)
     with Ranks(2) as ranks:
         for arguments in ((lambda: None,), (gradients, lambda: 3), (gradients, threading.Lock())):
             with pytest.raises(TypeError, match=r"cannot be sent to other processes: .* top of a"):
