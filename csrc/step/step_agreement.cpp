@@ -116,7 +116,7 @@ StepAnswer StepAgreement::own_answer(const std::vector<int64_t>& indices,
                     .divide_by = questions.divide_by.value_or(0)};
   // One message for both questions; a second one would cost more than the norm. It has the same
   // length where no norm is asked for.
-  if (questions.norm() && across_ == nullptr) add_own_squares(indices, &answer.squares, 1);
+  if (questions.norm() && across_ == nullptr) add_own_squares(indices, &answer.squares);
   return answer;
 }
 
@@ -137,7 +137,12 @@ StepAgreement::OfMeshes StepAgreement::ask_meshes(const std::vector<int64_t>& in
   first[StepOfMesh::kSettings].fill_(questions.settings);
   first[StepOfMesh::kRanks].fill_(1);
   auto* sums = reinterpret_cast<kernels::SquareSum*>(own.mutable_data_ptr<int64_t>());
-  if (rows > 0) add_own_squares(indices, sums + 1, rows);
+  for (int64_t row = 0; row < rows; ++row) {
+    std::vector<int64_t> of_row;
+    std::copy_if(indices.begin(), indices.end(), std::back_inserter(of_row),
+                 [&](int64_t i) { return parameters_[i].norm_row == row; });
+    add_own_squares(of_row, sums + 1 + row);
+  }
   const at::Tensor all = across_(own);
   const at::Tensor of_mesh = all[0];
   const at::Tensor expected = of_mesh[StepOfMesh::kRanks].mul(questions.settings);
@@ -230,7 +235,7 @@ std::optional<StepVerdict> StepAgreement::ask_device(const Round& round,
       at::zeros({questions.norm() ? kernels::kSquareSumLength : 0}, options.dtype(at::kLong));
   if (questions.norm() && across_ == nullptr) {
     add_own_squares(indices,
-                    reinterpret_cast<kernels::SquareSum*>(squares.mutable_data_ptr<int64_t>()), 1);
+                    reinterpret_cast<kernels::SquareSum*>(squares.mutable_data_ptr<int64_t>()));
   }
   // One number for all: each more is another launch.
   const auto agreed = static_cast<int64_t>(
@@ -330,21 +335,16 @@ void StepAgreement::settle(StepVerdict& verdict) const {
   if (verdict.nonfinite && first != nan_record::kElsewhere) describe(first, verdict);
 }
 
-void StepAgreement::add_own_squares(const std::vector<int64_t>& indices, kernels::SquareSum* sums,
-                                    int64_t rows) const {
-  for (int64_t row = 0; row < rows; ++row) {
-    std::vector<int64_t> of_row;
-    std::copy_if(indices.begin(), indices.end(), std::back_inserter(of_row),
-                 [&](int64_t i) { return rows == 1 || parameters_[i].norm_row == row; });
-    parameters_.for_each_summed_run(of_row, [&](const GradientSums& own, const Run& run) {
-      // Groups of elements are those of each slot alone: slots begin where groups do, behind
-      // zeros.
-      TORCH_INTERNAL_ASSERT(run.begin % kernels::kSquareGroupNumel == 0);
-      check(context_.state->add_squares(own.data() + run.begin, run.numel, sums + row,
-                                        context_.state.launch()),
-            "add_squares");
-    });
-  }
+void StepAgreement::add_own_squares(const std::vector<int64_t>& indices,
+                                    kernels::SquareSum* sum) const {
+  parameters_.for_each_summed_run(indices, [&](const GradientSums& sums, const Run& run) {
+    // Groups of elements are those of each slot alone: slots begin where groups do, behind
+    // zeros.
+    TORCH_INTERNAL_ASSERT(run.begin % kernels::kSquareGroupNumel == 0);
+    check(context_.state->add_squares(sums.data() + run.begin, run.numel, sum,
+                                      context_.state.launch()),
+          "add_squares");
+  });
 }
 
 }  // namespace zero_ext

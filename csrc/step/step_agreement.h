@@ -158,9 +158,8 @@ class StepAgreement {
   bool has_gradients(const std::vector<int64_t>& indices) const;
   // This rank's part of the reduced gradient of parameter i; none where it holds nothing.
   std::optional<kernels::ReadSegment> own_sum(int64_t i) const;
-  // Squares of this rank's reduced gradients; `sums` lie where they do, [rows].
-  void add_own_squares(const std::vector<int64_t>& indices, kernels::SquareSum* sums,
-                       int64_t rows) const;
+  // Squares of this rank's reduced gradients; `sum` lies where they do.
+  void add_own_squares(const std::vector<int64_t>& indices, kernels::SquareSum* sum) const;
 
   Comm& comm_;
   const UnitContext& context_;
