@@ -70,8 +70,6 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
   backward_.check_none_on_this_thread(access, "step()");
   parameters_.check("step()");
   backward_.check_usable(access, "step()");
-  TORCH_CHECK(!published_.keeps_local(), where(context_.global_rank),
-              "step() inside local_gradients(), whose end reduces the gradients. Leave it first.");
   StepVerdict verdict{.unfrozen = unfrozen_among(parameters_)};
   if (!verdict.unfrozen.empty()) return verdict;
   // No rank's shard changes before all ranks are here: until then they may be gathering from it.

@@ -113,6 +113,8 @@ void PublishedGradients::give_own_memory(Entry& entry) const {
 }
 
 void PublishedGradients::adopt_changes(const std::vector<int64_t>& indices, const char* verb) {
+  TORCH_CHECK(!keeps_local_, where(rank_), verb,
+              " inside local_gradients(), whose end reduces the gradients. Leave it first.");
   for (const int64_t i : indices) {
     const ShardedParameter& parameter = parameters_[i];
     if (!parameter.managed()) continue;
@@ -196,7 +198,6 @@ void PublishedGradients::withdraw() {
 }
 
 void PublishedGradients::keep_local(const std::vector<int64_t>& all) {
-  TORCH_CHECK(!keeps_local_, where(rank_), "local_gradients() inside another one.");
   adopt_changes(all, "local_gradients()");
   withdraw();
   keeps_local_ = true;

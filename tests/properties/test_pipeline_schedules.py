@@ -127,8 +127,10 @@ def test_own_gradients_are_reduced_at_the_end(stage, rank, world):
             p.grad += 1.0
         with pytest.raises(RuntimeError, match=r"step\(\) inside local_gradients\(\)"):
             optimizer.step()
+        with pytest.raises(RuntimeError, match=r"clip_grad_norm_.* inside local_gradients\(\)"):
+            optimizer.clip_grad_norm_(1.0)
         with (
-            pytest.raises(RuntimeError, match=r"local_gradients\(\) inside another one"),
+            pytest.raises(RuntimeError, match=r"local_gradients\(\) inside local_gradients\(\)"),
             zero_ext.local_gradients(model),
         ):
             pass

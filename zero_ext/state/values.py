@@ -162,17 +162,16 @@ def local_gradients(module: nn.Module) -> Iterator[None]:
         RuntimeError: inside a backward or another ``local_gradients()``; ``step()`` inside it.
     """
     check_module(module, "local_gradients()")
-    handles = handles_of(module)
-    for handle in handles:
-        handle.engine.keep_local_gradients()
-    try:
+    taken: list[tuple[Handle, dict[int, Tensor]]] = []
+    with contextlib.ExitStack() as stack:
+        for handle in handles_of(module):
+            handle.engine.keep_local_gradients()
+            stack.callback(lambda of: taken.append((of, of.engine.take_local_gradients())), handle)
         yield
-    finally:
-        taken = [handle.engine.take_local_gradients() for handle in handles]
-    for handle, written in zip(handles, taken, strict=True):
-        if written:
-            parameters = [handle.parameters[i] for i in written]
-            torch.autograd.backward(parameters, [*written.values()])
+    for handle, gradients in taken:
+        if gradients:
+            parameters = [handle.parameters[i] for i in gradients]
+            torch.autograd.backward(parameters, [*gradients.values()])
 
 
 @calling("full_state()")
