@@ -3,10 +3,12 @@
 The expected values are those of the plan alone, without sharding, on the same mesh.
 """
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
-from harness import GATHERS_TOGETHER, ONE_UNIT_EACH
+from harness import GATHERS_TOGETHER, ONE_UNIT_EACH, needs_own_gathers, step_and_wait
 from parallel_models import WIDTH, ByPlanAlone, Transformer, batch_of, local, loss_of, made_parallel
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -117,16 +119,17 @@ def exact_norm(gradients: dict[str, Tensor], model) -> Tensor:
 
 
 @STAGES
-def test_each_element_counts_once_in_the_norm(mesh, stage):
+@PLANS
+def test_each_element_counts_once_in_the_norm(mesh, stage, sequence):
     world = mesh["dp"].size()
     alone = ByPlanAlone(
-        made_parallel(mesh["tp"], sequence=True), lambda p: torch.optim.SGD(p, lr=0.1)
+        made_parallel(mesh["tp"], sequence=sequence), lambda p: torch.optim.SGD(p, lr=0.1)
     )
     gradients = alone.train(batches(0, world), world)
     expected = exact_norm(gradients, alone.model).to(torch.get_default_device())
     norms = []
     for way in ("step", "optimizer", "torch", "infinity"):
-        model = sharded(mesh, stage, sequence=True)
+        model = sharded(mesh, stage, sequence=sequence)
         clips = {"max_grad_norm": 0.5} if way == "step" else {}
         optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1, **clips)
         run_backwards(model, mesh, 0)
@@ -141,7 +144,7 @@ def test_each_element_counts_once_in_the_norm(mesh, stage):
             norms.append(torch.as_tensor(optimizer.grad_norm).to(expected.device))
         if way != "infinity":
             factor = torch.clamp(0.5 / (expected.double() + 1e-6), max=1.0).float()
-            plain = made_parallel(mesh["tp"], sequence=True)
+            plain = made_parallel(mesh["tp"], sequence=sequence)
             for (name, part), (_, p) in zip(
                 parts_of(model).items(), plain.named_parameters(), strict=True
             ):
@@ -171,6 +174,24 @@ def test_a_step_is_skipped_on_all_ranks_or_on_none(mesh, stage):
     optimizer.step()
     assert optimizer.skipped_steps == 1
     assert not any(torch.equal(before[name], part) for name, part in parts_of(model).items())
+
+
+@STAGES
+def test_data_ranks_may_run_different_numbers_of_backwards(mesh, stage):
+    needs_own_gathers(stage)
+    rank, world = mesh["dp"].get_local_rank(), mesh["dp"].size()
+    model = sharded(mesh, stage, sequence=False)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1)
+    for micro in range(1 + rank):
+        loss_of(model, batch_of(micro, rank)).backward()
+    optimizer.step()
+    optimizer_fn = functools.partial(torch.optim.SGD, lr=0.1, foreach=False)
+    alone = ByPlanAlone(made_parallel(mesh["tp"]), optimizer_fn)
+    ran = [batch_of(micro, each) for micro in range(world) for each in range(micro, world)]
+    alone.step(alone.train(ran, world))
+    expected = {name: local(p) for name, p in alone.model.named_parameters()}
+    for name, part in parts_of(model).items():
+        assert_close(part, expected[name], rtol=1e-5, atol=1e-7)
 
 
 @STAGES
@@ -377,8 +398,14 @@ def test_mistakes_with_meshes_are_named(mesh, shared_path):
         optimizer.param_groups[0]["lr"] = 0.1 + 0.1 * mesh["tp"].get_local_rank()
         before = parts_of(model)
         run_backwards(model, mesh, 0)
-        with pytest.raises(RuntimeError, match="ranks on another dimension of the mesh reject it"):
-            optimizer.step()
+        on_host = torch.get_default_device().type == "cpu"  # else a device skips the step first
+        message = (
+            "ranks on another dimension of the mesh reject it"
+            if on_host
+            else "optimizers' settings"
+        )
+        with pytest.raises(RuntimeError, match=message):
+            step_and_wait(optimizer)
         assert all(torch.equal(before[name], part) for name, part in parts_of(model).items())
         optimizer.param_groups[0]["lr"] = 0.1
         optimizer.step()

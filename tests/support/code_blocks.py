@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional
 
 import zero_ext
@@ -126,10 +128,13 @@ def names(section: list[Block], rank: int, world: int, folder: Path) -> dict[str
     given: dict[str, Any] = {
         "F": functional, "Layer": Layer, "MixedPrecisionPolicy": MixedPrecisionPolicy,
         "Model": Model, "dist": dist, "nn": nn, "os": os, "torch": torch, "zero_ext": zero_ext,
-        "arguments_of_shard": {}, "batches": batches, "device": torch.device("cpu"),
+        "arguments_of_shard": {}, "batches": batches, "data_ranks": world,
+        "device": torch.device("cpu"),
         "folder": folder / "folder", "gpus_per_node": world, "make_scheduler": make_scheduler,
-        "model": model, "module": model, "nodes": 1, "path": folder / "path",
+        "model": model, "module": model, "nodes": 1, "parallelize_module": parallelize_module,
+        "path": folder / "path", "plan": {"head": ColwiseParallel(output_layouts=Replicate())},
         "policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16), "prompt": batches[0][0],
+        "tensor_ranks": 1,
         "init_device_mesh": lambda kind, *args, **kwargs: init_device_mesh("cpu", *args, **kwargs),
     }  # fmt: skip
 

@@ -18,8 +18,8 @@ from zero_ext.engine.checks import DTYPES
 from zero_ext.engine.registry import Handle
 from zero_ext.ranks.agreement import check_same_on_all_ranks, naming
 from zero_ext.ranks.collectives import all_reduce_
-from zero_ext.tensor.dispatch import groups_of
-from zero_ext.tensor.meshes import locals_of
+from zero_ext.tensor.dispatch import foreach_norm, groups_of
+from zero_ext.tensor.meshes import has_partial_sums, locals_of
 from zero_ext.tensor.shard_tensor import ShardTensor
 
 
@@ -73,7 +73,8 @@ def _norm_of_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     held = [t for t in tensors if t.numel()]  # torch has no infinity norm of nothing
     if not held:
         return torch.zeros((), device=tensors[0].device)
-    norms = torch._foreach_norm(held, norm_type, torch.float64)
+    # Not torch's, which takes no list of DTensors and plain tensors, as stage 0 may show.
+    norms = foreach_norm(torch.ops.aten._foreach_norm.Scalar, held, norm_type, torch.float64)
     return torch.linalg.vector_norm(torch.stack(norms), norm_type).float()
 
 
@@ -88,9 +89,17 @@ def checked_norm(norm: Tensor, error_if_nonfinite: bool) -> Tensor:
 
 def _have_kernels(tensors: Sequence[Tensor]) -> bool:
     device = tensors[0].device
-    return _C.has_kernels_on(device) and all(
-        type(t) in _KINDS and t.dtype in DTYPES and t.device == device and t.layout == torch.strided
-        for t in tensors
+    partial = any(type(t) is DTensor and has_partial_sums(t) for t in tensors)
+    return (
+        not partial
+        and _C.has_kernels_on(device)
+        and all(
+            type(t) in _KINDS
+            and t.dtype in DTYPES
+            and t.device == device
+            and t.layout == torch.strided
+            for t in tensors
+        )
     )
 
 
@@ -202,6 +211,7 @@ def clip_by_norm(
         _check_norm(parameters, norm)
     norm = checked_norm(norm, error_if_nonfinite)
     # Not ours, which asks whether gradients are reduced: another rank may have done it.
+    foreach = _foreach(parameters, foreach)
     _torch.clip_grads_with_norm_(parameters, max_norm, norm, foreach)
     return norm
 
@@ -215,9 +225,15 @@ def _clip_norm(parameters, max_norm, norm_type=2.0, error_if_nonfinite=False, fo
     return clip_by_norm(listed, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
+def _foreach(parameters: Sequence[Tensor], given: bool | None) -> bool | None:
+    """torch takes no list of DTensors and plain tensors, as stage 0 may show."""
+    return False if any(type(p.grad) is DTensor for p in parameters) else given
+
+
 def _clip_with_norm(parameters, max_norm, total_norm, foreach=None) -> None:
     parameters = _check_reduced(parameters, "clip_grad_norm_()")
     _check_norm(parameters, total_norm)
+    foreach = _foreach(parameters, foreach)
     _torch.clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
 
 
@@ -241,7 +257,7 @@ def _clip_value(parameters, clip_value, foreach=None) -> None:
     _meet(parameters, "clip_grad_value_()")
     if registry.any_sharded(parameters) and all(p.grad is None for p in parameters):
         return  # no rank had a backward; torch takes no empty list
-    _torch.clip_grad_value_(parameters, clip_value, foreach)
+    _torch.clip_grad_value_(parameters, clip_value, _foreach(parameters, foreach))
 
 
 def _unscale(self, optimizer) -> None:

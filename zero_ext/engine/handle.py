@@ -120,7 +120,8 @@ class Handle:
         distributed = [(i, p) for i, p in enumerate(tensors, first) if isinstance(p, DTensor)]
         if distributed and self.across_meshes is None:
             own = None if self.replicated else self.groups.mesh.get_group()
-            self.across_meshes = across = meshes.AcrossMeshes(own, self.groups.parent)
+            compare = functools.partial(_check_equal_gradients, weakref.ref(self))
+            self.across_meshes = across = meshes.AcrossMeshes(own, self.groups.parent, compare)
             self.engine.set_across_meshes(across.sum, across.local_gradient)
         for i, parameter in distributed:
             row = self.across_meshes.add(i, parameter)
@@ -260,18 +261,16 @@ class Handle:
         bounds, strides = self.check_size(i, parameter), self.engine.strides(i)
         if self.replicated:
             return self.as_whole(local, i, parameter)
-        if not isinstance(parameter, DTensor):
-            return self._maker.make(local, parameter.shape, bounds, strides)
         outer = Outer.of(parameter, strides)
-        return self._maker.make(local, parameter.shape, bounds, parameter.stride(), outer)
+        whole = strides if outer is None else parameter.stride()
+        return self._maker.make(local, parameter.shape, bounds, whole, outer)
 
     def as_whole(self, flat: Tensor, i: int, parameter: Tensor) -> Tensor:
         """All elements that the engine's ranks share, 1-D, shown in the parameter's shape."""
-        strides, offset = self.engine.strides(i), flat.storage_offset()
-        if not isinstance(parameter, DTensor):
-            return flat.as_strided(parameter.shape, strides, offset)
+        shape, strides = meshes.local_of(parameter).shape, self.engine.strides(i)
+        part = flat.as_strided(shape, strides, flat.storage_offset())
         outer = Outer.of(parameter, strides)
-        return outer.present(flat.as_strided(outer.shape, strides, offset))
+        return part if outer is None else outer.present(part)
 
     def check_size(self, i: int, parameter: Tensor) -> list[int]:
         """Raise if the parameter was resized. Returns where each rank's part begins and ends."""
@@ -326,37 +325,32 @@ class Handle:
 
 def _check_equal_values(handle: Handle, plain: Named) -> None:
     """Raise where parameters that no other dimension knows differ between its ranks. Collective."""
-    groups, sent = handle.groups, handle.options.sync_module_states
-    across, values = handle.across_meshes, [p for _, p in plain if not p.is_meta]
-    if not values:
-        return
-    counts = not sent or groups.rank == 0  # else the values of another rank replace them
-    if (k := across.find_unequal(values, 1e-6, counts=counts)) is not None:
+    groups = handle.groups
+    held = [(name, p) for name, p in plain if not p.is_meta]
+    # Else the values of another rank replace them.
+    counts = not handle.options.sync_module_states or groups.rank == 0
+    k = handle.across_meshes.find_unequal([p for _, p in held], 1e-6, counts=counts)
+    if k is not None:
         raise ValueError(
-            f"{groups.where}parameter '{plain[k][0]}' is in no plan of parallelize_module(), and "
+            f"{groups.where}parameter '{held[k][0]}' is in no plan of parallelize_module(), and "
             "its values differ between ranks of the plan's mesh, which train it as one. Seed these "
             "ranks alike before the model is made."
         )
 
 
-def check_equal_gradients(handle: Handle) -> None:
-    """The same of gradients, which nothing sums over the other dimensions. In the first steps."""
-    across = handle.across_meshes
-    plain = [
-        (handle.engine.parameter_name(i), meshes.local_of(p.grad))
-        for i, p in enumerate(handle.parameters)
-        if type(p) is not DTensor and p.grad is not None
-    ]
-    if not plain:
-        return
-    across.checks_left -= 1
-    if (k := across.find_unequal([g for _, g in plain], 1e-3)) is not None:
-        across.checks_left += 1
+def _check_equal_gradients(of_handle: weakref.ref[Handle]) -> None:
+    """The same of gradients, which nothing sums over the other dimensions."""
+    handle = of_handle()
+    none = torch.zeros((), device=handle.groups.device)
+    plain = [i for i, p in enumerate(handle.parameters) if type(p) is not DTensor]
+    gradients = [none if (g := handle.parameters[i].grad) is None else g for i in plain]
+    k = handle.across_meshes.find_unequal(meshes.locals_of(gradients), 1e-3)
+    if k is not None:
         raise RuntimeError(
-            f"{handle.groups.where}step(): the gradient of '{plain[k][0]}' differs between ranks "
-            "of the mesh of parallelize_module(), and nothing sums it over them. Nothing was "
-            "updated. Put its module into the plan: SequenceParallel() for a norm whose input is "
-            "cut along the sequence."
+            f"{handle.groups.where}the gradient of '{handle.engine.parameter_name(plain[k])}' "
+            "differs between ranks of the mesh of parallelize_module(), and nothing sums it over "
+            "them. Nothing was updated. Put its module into the plan: SequenceParallel() for a "
+            "norm whose input is cut along the sequence."
         )
 
 

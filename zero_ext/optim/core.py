@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zero_ext import _C
-from zero_ext.engine.handle import Handle, check_equal_gradients
+from zero_ext.engine.handle import Handle
 from zero_ext.optim.arguments import Sharding
 from zero_ext.optim.groups import Group, Places, Trained
 from zero_ext.optim.owners import Owners
@@ -143,9 +143,6 @@ class Core:
 
     def prepare_step(self, groups: Sequence[Group], divide_by: float | None) -> _C.StepVerdict:
         """What all ranks agree on about a step. Collective."""
-        across = self.handle.across_meshes
-        if across is not None and across.checks_left > 0:
-            check_equal_gradients(self.handle)
         return self.state.prepare_step(
             nonfinite=self.nonfinite != "step",
             max_norm=self.max_grad_norm,

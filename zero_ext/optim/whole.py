@@ -79,7 +79,7 @@ class Whole(OwnStates):
             group.update((k, v) for k, v in made if getattr(v, "device", None) != _META)
 
     def arrange(self, groups: Sequence[Group], trained: Trained) -> None:
-        for parameter, i, _ in trained:
+        for parameter, i, _ in trained if self._handle.across_meshes is not None else ():
             name = self._handle.engine.parameter_name(i)
             reject_cut(self.code.name, parameter, name, "Give it to an elementwise optimizer.")
         self._trained = sorted(trained, key=operator.itemgetter(1))

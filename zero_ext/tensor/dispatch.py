@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from zero_ext._torch import schema_of, spec_of, tree_leaves, tree_map_only
 from zero_ext.ranks.agreement import naming
 from zero_ext.ranks.collectives import all_reduce_
-from zero_ext.tensor.meshes import copy_whole, cutting_groups, locals_of
+from zero_ext.tensor.meshes import copy_whole, cut, cutting_groups, locals_of
 from zero_ext.tensor.shard_tensor import ShardTensor, wrap
 
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ def run(func, args, kwargs):
 def _cut(full: Tensor, like: ShardTensor) -> Tensor:
     """This rank's elements of a plain tensor that broadcasts to the shape of ``like``, 1-D."""
     whole = full.expand(like.shape)
-    part = whole if like.outer is None else like.outer.part_of(whole)
+    part = whole if like.outer is None else cut(whole, like.outer.spec)
     order = sorted(range(like.dim()), key=lambda d: -like.part_stride[d])
     rows = part.permute(order)  # in the order of memory
     start, stop = like.held_range
@@ -218,7 +218,7 @@ def _cut_of(tensor: DTensor) -> Cut:
     return (tensor.mesh.get_group(), *others)
 
 
-def _foreach_norm(func, tensors, order=2, dtype=None):
+def foreach_norm(func, tensors, order=2, dtype=None):
     """The norm of each tensor, by one all-reduce per group; plain tensors count as replicated.
 
     Slices' norms are combined in fp64, so that the result differs from one process's by summation
@@ -253,7 +253,7 @@ def _foreach_norm(func, tensors, order=2, dtype=None):
 def _vector_norm(func, shard, order=2, dim=None, keepdim=False, *, dtype=None):
     if (dim is not None and len(dim) not in (0, shard.dim())) or keepdim:
         return _on_full_tensors(func, (shard, order, dim, keepdim), {"dtype": dtype})
-    return _foreach_norm(func, [shard], order, dtype)[0]
+    return foreach_norm(func, [shard], order, dtype)[0]
 
 
 def _reduce_with(op: dist.ReduceOp):
@@ -284,7 +284,7 @@ _HANDLERS = {
     aten._foreach_copy_.default: _foreach_copy_,
     aten.linalg_vector_norm.default: _vector_norm,
     aten.norm.Scalar: _vector_norm,
-    aten._foreach_norm.Scalar: _foreach_norm,
+    aten._foreach_norm.Scalar: foreach_norm,
     aten.sum.default: _reduce_with(dist.ReduceOp.SUM),
     aten.any.default: _reduce_with(dist.ReduceOp.MAX),
     aten.all.default: _reduce_with(dist.ReduceOp.MIN),

@@ -4,7 +4,7 @@ them over other dimensions of a device mesh than the one that their engine shard
 An engine shards the local tensor of such a parameter. What the other dimensions mean is here.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,7 +45,10 @@ class Outer(NamedTuple):
     stride: tuple[int, ...]
 
     @staticmethod
-    def of(parameter: DTensor, stride: Sequence[int]) -> "Outer":
+    def of(parameter: Tensor, stride: Sequence[int]) -> "Outer | None":
+        """None for a plain one."""
+        if not isinstance(parameter, DTensor):
+            return None
         return Outer(spec_of(parameter), local_tensor_of(parameter).shape, tuple(stride))
 
     def present(self, local: Tensor) -> DTensor:
@@ -57,21 +60,21 @@ class Outer(NamedTuple):
         result._local_tensor = local
         return result
 
-    def part_of(self, whole: Tensor) -> Tensor:
-        """This rank's part of a plain tensor of the whole shape. Nothing is sent."""
-        placements = self.spec.placements
-        where = self.spec.mesh, placements
-        return local_of(distribute_tensor(whole.detach(), *where, src_data_rank=None))
-
     def offset(self) -> tuple[int, ...]:
         """Where this rank's part begins, in each dimension of the whole tensor."""
         where = self.spec.shape, self.spec.mesh, self.spec.placements
         return compute_local_shape_and_global_offset(*where)[1]
 
 
+def cut(whole: Tensor, spec: DTensorSpec) -> Tensor:
+    """This rank's part of a plain tensor of the whole shape. Nothing is sent."""
+    where = spec.mesh, spec.placements
+    return local_of(distribute_tensor(whole.detach(), *where, src_data_rank=None))
+
+
 def part_of(parameter: Tensor, whole: Tensor) -> Tensor:
     """What an engine shards of a plain value of the parameter's whole shape."""
-    return Outer.of(parameter, ()).part_of(whole) if isinstance(parameter, DTensor) else whole
+    return cut(whole, spec_of(parameter)) if isinstance(parameter, DTensor) else whole
 
 
 def copy_whole(target: Tensor, value: Tensor) -> None:
@@ -86,6 +89,10 @@ def cutting_groups(spec: DTensorSpec) -> tuple[dist.ProcessGroup, ...]:
     return tuple(
         spec.mesh.get_group(d) for d, each in enumerate(spec.placements) if isinstance(each, Shard)
     )
+
+
+def has_partial_sums(tensor: DTensor) -> bool:
+    return any(each.is_partial() for each in tensor.placements)
 
 
 def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
@@ -129,12 +136,19 @@ class AcrossMeshes:
     Args:
         own: The group that the engine cuts tensors over; None: its ranks hold them whole.
         data: That of all ranks which average gradients; None: one rank.
+        compare: Called in the first steps, when all ranks have come to them. It raises where
+            gradients are unequal.
     """
 
-    def __init__(self, own: dist.ProcessGroup | None, data: dist.ProcessGroup | None):
+    def __init__(
+        self,
+        own: dist.ProcessGroup | None,
+        data: dist.ProcessGroup | None,
+        compare: Callable[[], None],
+    ):
         self.groups: dict[dist.ProcessGroup, None] = {}  # of the other dimensions
         self._own, self._data = own, data
-        self.checks_left = 2  # steps whose gradients are compared
+        self._compare, self._comparisons_left = compare, 2
         self._rows: list[tuple[dist.ProcessGroup, ...]] = [()]
         self._specs: dict[int, DTensorSpec] = {}
 
@@ -177,6 +191,8 @@ class AcrossMeshes:
             tolerance: Relative. On some devices equal work has slightly different results.
             counts: Whether this rank's own matter.
         """
+        if not tensors:
+            return None
         norms = torch.stack([torch.linalg.vector_norm(t, dtype=torch.float64) for t in tensors])
         ends = torch.cat([norms, -norms])
         with naming("a comparison between the other dimensions of the mesh"):
@@ -190,6 +206,9 @@ class AcrossMeshes:
 
     def sum(self, values: Tensor) -> Tensor:
         """``values``: int64 [1 + rows, n]. Collective."""
+        if self._comparisons_left > 0:
+            self._compare()
+            self._comparisons_left -= 1
         rows = values.shape[0] - 1
         if self._own is not None and rows > 0:
             _sum_rows(values, self._own, range(1, rows + 1))
