@@ -85,7 +85,15 @@ ON_THREE = (
         "some_ranks_save_meanwhile_whatever_groups_each_is_in",
     ),
 )
-ON_FOUR = (*files("equivalence", "comm_ops", "hybrid", "meshes", "norm", "parallel"), *STAGE3)
+MESHES = some_of(
+    "meshes",
+    "training_has_the_bits_of_the_plan_alone",
+    "each_element_counts_once_in_the_norm",
+    "a_step_is_skipped_on_all_ranks_or_on_none",
+    "data_ranks_may_run_different_numbers_of_backwards",
+    "what_no_dimension_reduces_is_named",
+)
+ON_FOUR = (*files("equivalence", "comm_ops", "hybrid", "norm", "parallel"), *STAGE3, *MESHES)
 # Whatever runs on a device at all.
 ON_A_DEVICE = all_but(
     ("project", "kernels", "ops", "integrations", "testing"),
@@ -115,7 +123,8 @@ QUICK = {
     "test-lagged-2-ranks": Segment(2, RANKS_ON_A_DEVICE, LAGGED),
     "test-lccl-2-ranks": Segment(
         2,
-        files("backends", "devices", "meshes", "uneven_on_a_backend", "zeroed_on_a_backend")
+        files("backends", "devices", "uneven_on_a_backend", "zeroed_on_a_backend")
+        + MESHES
         + some_of("inner_backwards", "a_rank_throws_while_another_has_late_gradients"),
         LCCL,
     ),
