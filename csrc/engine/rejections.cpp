@@ -50,7 +50,8 @@ void Rejections::reject_written(Comm::Agreement about, const std::vector<int64_t
                 ": .grad of parameter '", parameters_[i].name, "' was set to other values on rank ",
                 comm_.global_rank(k / count), " than on rank ", comm_.global_rank(0),
                 digests[k] == 0 || digests[i] == 0 ? ", or on one of them alone" : "",
-                ". zero_ext takes what you write for the average over the ranks. Add it up with"
+                ", or changed by other ones. zero_ext takes what you write for the average over "
+                "the ranks. Add it up with"
                 " all_reduce() and divide it by ",
                 context_.world, " before you write it.");
   }

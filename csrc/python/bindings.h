@@ -12,8 +12,8 @@ namespace zero_ext {
 using NoGil = pybind11::call_guard<pybind11::gil_scoped_release>;
 
 // A Python function that any thread may call and drop.
-template <typename... Arguments>
-std::function<at::Tensor(Arguments...)> from_any_thread(pybind11::function function) {
+template <typename Result, typename... Arguments>
+std::function<Result(Arguments...)> from_any_thread(pybind11::function function) {
   std::shared_ptr<pybind11::function> held(new pybind11::function(std::move(function)),
                                            [](pybind11::function* f) {
                                              const pybind11::gil_scoped_acquire gil;
@@ -21,7 +21,7 @@ std::function<at::Tensor(Arguments...)> from_any_thread(pybind11::function funct
                                            });
   return [held](Arguments... arguments) {
     const pybind11::gil_scoped_acquire gil;
-    return (*held)(arguments...).template cast<at::Tensor>();
+    return (*held)(arguments...).template cast<Result>();
   };
 }
 

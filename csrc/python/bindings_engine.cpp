@@ -144,8 +144,8 @@ void bind_construction(EngineClass& engine) {
       .def("set_local", &Engine::set_local, NoGil())
       .def("set_across_meshes",
            [](Engine& e, py::function across, py::function to_local) {
-             auto sum = from_any_thread<const at::Tensor&>(std::move(across));
-             auto localize = from_any_thread<int64_t, const at::Tensor&>(std::move(to_local));
+             auto sum = from_any_thread<at::Tensor, const at::Tensor&>(std::move(across));
+             auto localize = from_any_thread<at::Tensor, int64_t, const at::Tensor&>(std::move(to_local));
              const py::gil_scoped_release no_gil;
              e.set_across_meshes(std::move(sum), std::move(localize));
            })
@@ -247,13 +247,16 @@ void bind_values(EngineClass& engine) {
       .def("take_local_gradients", of(values, &Values::take_local_gradients), NoGil())
       .def("set_local_reader",
            [](Engine& e, py::function f) {
-             auto reader = from_any_thread<const at::Tensor&>(std::move(f));
+             auto reader =
+                 from_any_thread<PublishedGradients::Edited, const at::Tensor&>(std::move(f));
              const py::gil_scoped_release no_gil;
              e.values().set_local_reader(std::move(reader));
            })
       .def("set_view_maker",
            [](Engine& e, py::function f) {
-             auto maker = from_any_thread<int64_t, const at::Tensor&>(std::move(f));
+             auto maker =
+                 from_any_thread<PublishedGradients::Edited, int64_t, const at::Tensor&>(
+                     std::move(f));
              const py::gil_scoped_release no_gil;
              e.values().set_view_maker(std::move(maker));
            })
@@ -311,6 +314,14 @@ void bind_engine(py::module_& m) {
   bind_layout_of(engine);
   bind_forwards(engine);
   bind_values(engine);
+  py::class_<Edits, std::shared_ptr<Edits>>(m, "Edits")
+      .def(py::init<>())
+      .def_readwrite("digest", &Edits::digest)
+      // torch's copies of checkpoints copy all that a tensor has.
+      .def(py::pickle([](const Edits& edits) { return py::int_(edits.digest); },
+                      [](const py::int_& digest) {
+                        return std::make_shared<Edits>(Edits{.digest = digest});
+                      }));
   bind_steps(engine);
 }
 

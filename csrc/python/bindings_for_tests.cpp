@@ -99,7 +99,7 @@ void bind_shared_host_transport(py::module_& m) {
              py::function all_gather) {
             return SharedHostTransport::connect(
                 rank, world, std::chrono::milliseconds(timeout_ms), allowed,
-                from_any_thread<const at::Tensor&>(std::move(all_gather)));
+                from_any_thread<at::Tensor, const at::Tensor&>(std::move(all_gather)));
           },
           py::arg("rank"), py::arg("world"), py::kw_only(), py::arg("timeout_ms"),
           py::arg("allowed"), py::arg("all_gather"))

@@ -6,6 +6,7 @@
 #include <c10/util/hash.h>
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 #include "core/errors.h"
@@ -64,7 +65,7 @@ void PublishedGradients::make_view(int64_t i) {
                              /*resizable=*/false);
   Entry made;
   made.local = over_storage(storage, at::kFloat, 0, {slice.numel()}, {1});
-  made.view = view_maker_(i, made.local);
+  std::tie(made.view, made.edits) = view_maker_(i, made.local);
   made.holders = holders(storage) - 1;  // here
   made.version = version_of(made.view, made.local);
   if (is_kept(i)) give_own_memory(entries_[i]);
@@ -121,9 +122,13 @@ void PublishedGradients::adopt_changes(const std::vector<int64_t>& indices, cons
     Entry& entry = entries_[i];
     const at::Tensor& grad = parameter.tensor.grad();
     const int64_t version = version_of(entry.view, entry.local);
-    if (entry.shown && version != entry.version) {
+    // A write through `.data` changes no version.
+    const bool edited = entry.edits != nullptr && world_ > 1 && !is_none(entry.written) &&
+                        entry.edits->digest != entry.written;
+    if (entry.shown && (edited || version != entry.version)) {
       nan_records_.suspect_sum(parameters_.record_of(i));
       finished_.note_change();
+      if (edited) entry.written = entry.edits->digest;
     }
     entry.version = version;
     if (entry.shown && !grad.defined()) {
@@ -141,9 +146,11 @@ void PublishedGradients::adopt_changes(const std::vector<int64_t>& indices, cons
       at::Tensor set = data_was_set ? grad.detach() : grad;
       if (parameter.is_distributed()) set = to_local_(i, set);
       if (data_was_set || is_kept(i)) make_view(i);
-      write(i, set);
       const bool plain = !set.unsafeGetTensorImpl()->is_python_dispatch();
-      entries_[i].written = plain && world_ > 1 ? digest_of(set) : 0;
+      const auto digest = [&] { return plain ? digest_of(set) : local_reader_(set).second->digest; };
+      const int64_t written = world_ > 1 ? digest() : 0;
+      write(i, set);
+      set_written(entries_[i], written);
     }
   }
 }
@@ -169,7 +176,7 @@ void PublishedGradients::forget_nones() {
 }
 
 void PublishedGradients::accept_written(const std::vector<int64_t>& indices) {
-  for (const int64_t i : indices) entries_[i].written = 0;
+  for (const int64_t i : indices) set_written(entries_[i], 0);
 }
 
 bool PublishedGradients::has_other_memory(const Entry& entry) {
@@ -233,7 +240,7 @@ void PublishedGradients::write(int64_t i, const at::Tensor& grad) {
   Unit& unit = parameters_.trainable_home_of(i);
   if (grad.unsafeGetTensorImpl()->is_python_dispatch()) {
     TORCH_CHECK(local_reader_, "zero_ext: no reader for tensor subclasses is set");
-    unit.sums().write(parameter.slot, local_reader_(grad));
+    unit.sums().write(parameter.slot, local_reader_(grad).first);
   } else {
     unit.sums().write(parameter.slot, unit.layout().own_part(parameter.slot, grad, at::kFloat));
   }
@@ -242,6 +249,11 @@ void PublishedGradients::write(int64_t i, const at::Tensor& grad) {
 }
 
 void PublishedGradients::clear(int64_t i) {
+void PublishedGradients::set_written(Entry& entry, int64_t written) {
+  entry.written = written;
+  if (entry.edits != nullptr) entry.edits->digest = written;
+}
+
   if (std::exchange(entries_[i].shown, false)) parameters_[i].tensor.mutable_grad().reset();
   if (is_kept(i)) make_view(i);
   forget(i);
@@ -251,7 +263,7 @@ void PublishedGradients::forget(int64_t i) {
   ShardedParameter& parameter = parameters_[i];
   Unit& unit = parameters_.unit(parameter.unit);
   unit.sums().clear(parameter.slot);
-  entries_[i].written = 0;
+  set_written(entries_[i], 0);
   if (std::exchange(entries_[i].shown, false)) parameter.tensor.mutable_grad().reset();
   nan_records_.clear(unit.record(parameter.slot));
 }

@@ -19,6 +19,8 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
+#include <utility>
 #include <vector>
 
 #include "units/finished_backwards.h"
@@ -27,12 +29,20 @@
 
 namespace zero_ext {
 
+// What operations have mixed into a subclass beside others of its kind. Every rank takes its own part
+// of such values, so ranks must have mixed in the same. Written under the GIL alone.
+struct Edits {
+  int64_t digest = 0;  // 0: nothing
+};
+
 class PublishedGradients {
  public:
+  // A tensor, and what was mixed into it; null: it is no subclass that knows.
+  using Edited = std::pair<at::Tensor, std::shared_ptr<Edits>>;
   // This rank's part of a tensor subclass that a user put into .grad, 1-D.
-  using LocalReader = std::function<at::Tensor(const at::Tensor&)>;
+  using LocalReader = std::function<Edited(const at::Tensor&)>;
   // What .grad shows of parameter i, over this rank's slice of the sums.
-  using ViewMaker = std::function<at::Tensor(int64_t i, const at::Tensor& local)>;
+  using ViewMaker = std::function<Edited(int64_t i, const at::Tensor& local)>;
   // The plain local tensor of a DTensor that is a gradient of parameter i, in the parameter's
   // placement. What `LocalReader` knows is returned as it is.
   using ToLocal = std::function<at::Tensor(int64_t i, const at::Tensor& gradient)>;
@@ -67,9 +77,9 @@ class PublishedGradients {
 
   // Users' changes of .grad since it was published become the gradient. `verb`: in messages.
   void adopt_changes(const std::vector<int64_t>& indices, const char* verb);
-  // A digest of the plain tensors among them that became gradients since the last step, and of
-  // gradients that became None after its backwards; 0: none. Every rank takes its own part of such
-  // a tensor, so ranks must have written the same.
+  // A digest of the plain tensors among them that became gradients since the last step, or were
+  // mixed into these, and of gradients that became None after its backwards; 0: none. Every rank
+  // takes its own part of such a tensor, so ranks must have written the same.
   int64_t written_by_hand(const std::vector<int64_t>& indices) const;
   // The digest of each parameter among `indices`, int64 [parameters].
   at::Tensor written_digests(const std::vector<int64_t>& indices) const;
@@ -102,13 +112,16 @@ class PublishedGradients {
  private:
   struct Entry {
     at::Tensor view;         // undefined until it is needed
+    std::shared_ptr<Edits> edits{};  // of `view`; may be null
     at::Tensor local;        // the 1-D tensor that `view` shows; see Note [Kept gradients]
     size_t holders = 0;      // of local's storage, while no user holds it
     void* memory = nullptr;  // of the sums, which the storage shows; null: none
     int64_t version = 0;     // of both, when the user's changes were last adopted
-    int64_t written = 0;     // a digest of the plain tensor that the user wrote, or none_after()
+    int64_t written = 0;     // a digest of what the user wrote, or none_after()
     bool shown = false;
   };
+  // The digest of what the user has written.
+  static void set_written(Entry& entry, int64_t written);
   // Parameter i, which is in a unit, gets a new view. Users who hold the old one keep its values.
   void make_view(int64_t i);
   void follow_memory(int64_t i);

@@ -32,10 +32,10 @@ def lock_is_held(engine: _C.Engine, i: int, like: Tensor) -> Iterator[None]:
     """A thread holds the engine's lock without the GIL: it reads a gradient by a slow reader."""
     held, free = threading.Event(), threading.Event()
 
-    def read(_grad: Tensor) -> Tensor:
+    def read(_grad: Tensor) -> tuple[Tensor, _C.Edits]:
         held.set()
         free.wait(10)
-        return torch.zeros(like.numel())
+        return torch.zeros(like.numel()), _C.Edits()
 
     engine.set_local_reader(read)
     holder = threading.Thread(target=engine.write_gradient, args=(i, Subclass(like.detach())))
@@ -57,7 +57,7 @@ def model_and_engine() -> tuple[nn.Module, _C.Engine]:
 CALLS: dict[str, Callable[[nn.Module, _C.Engine], object]] = {
     "add_hook_site": lambda _, e: e.add_hook_site([0], root=False, first=True, last=True),
     "add_inner_site": lambda _, e: e.add_inner_site([]),
-    "set_view_maker": lambda _, e: e.set_view_maker(lambda _i, local: local),
+    "set_view_maker": lambda _, e: e.set_view_maker(lambda _i, local: (local, None)),
     "a property": lambda _, e: e.held_by_user,
     "a step": lambda m, _: m.optimizer.step(),
     "a norm": lambda m, _: m.optimizer.clip_grad_norm_(1.0),

@@ -79,6 +79,41 @@ def set_to_none_between_backwards(model, rank, world):
     backward(model, rank)
 
 
+def add_own_values(model, rank, world):
+    backward(model, rank)
+    model.layers[1].bias.grad += rank_data([7], rank)
+
+
+def scale_by_own_count(model, rank, world):
+    """Through the alias that many scripts take."""
+    backward(model, rank)
+    model.layers[1].bias.grad.data.mul_(1.0 / (3 + rank))
+
+
+def add_own_noise_out_of_place(model, rank, world):
+    backward(model, rank)
+    bias = model.layers[1].bias
+    bias.grad = bias.grad.clone() + 0.1 * rank_data([1], rank)
+
+
+def scale_all_at_once(model, rank, world):
+    backward(model, rank)
+    gradients = [p.grad for p in model.layers[1].parameters()]
+    torch._foreach_mul_(gradients, [1.0, 2.0 + rank])
+
+
+def copy_own_values(model, rank, world):
+    backward(model, rank)
+    model.layers[1].bias.grad.copy_(rank_data([7], rank))
+
+
+def change_what_one_rank_has_alone(model, rank, world):
+    """Before the backward of another rank, whose slices stay as they are."""
+    backward(model, rank)
+    if rank == 0:
+        model.layers[1].bias.grad *= 0.5
+
+
 def set_to_none_before_serving(model, rank, world):
     """Of the ranks without a backward there is nothing yet to set to None."""
     if rank == 0:
@@ -98,13 +133,25 @@ WRONG = [
 ]
 
 
+# In stage 0 each rank has all of a gradient, and may do with it what it likes, as with DDP.
+CHANGED = [
+    add_own_values,
+    scale_by_own_count,
+    add_own_noise_out_of_place,
+    scale_all_at_once,
+    copy_own_values,
+    change_what_one_rank_has_alone,
+]
+
+
 @pytest.mark.host  # a device's step finds it later, without a name
 @STAGES
 def test_gradients_that_differ_raise_by_name_on_every_rank(way, group, rank, world):
     model = small_mlp()
     optimizer = way.optimizer(model, group, lr=LR)
     before = [full_master(p) for p in model.parameters()]
-    for write, name in WRONG:
+    changed = [(change, "layers.1.bias") for change in CHANGED] if way.stage > 0 else []
+    for write, name in [*WRONG, *changed]:
         write(model, rank, world)
         message = rf"rank {rank}, unit .*: step\(\): \.grad of parameter '{name}' was set to "
         for _ in range(2):  # nothing else mends it
@@ -161,6 +208,45 @@ def test_the_same_values_on_all_ranks_are_the_gradient(way, group, rank, world):
         optimizer.step()
         reference.step()
         optimizer.zero_grad()
+    assert_same_values(model, expected)
+
+
+@pytest.mark.parametrize("way", [Way("shard", s) for s in range(1, 4)], ids=str)
+def test_what_mends_a_changed_gradient(way, group, rank, world):
+    """Equal values take the place of unequal ones, or the gradient begins anew; and equal changes
+    of equal values, before and after another backward, are no error."""
+    model, expected = small_mlp(), small_mlp()
+    optimizer = way.optimizer(model, group, zero_ext.optim.SGD, lr=LR)
+    reference = torch.optim.SGD(expected.parameters(), lr=LR)
+    mends = [
+        lambda p: p.grad.zero_().add_(0.25).mul_(torch.full_like(p.grad.full_tensor(), 0.5)),
+        lambda p: p.grad.copy_(torch.full(p.shape, 0.125)),
+        lambda p: setattr(p, "grad", torch.full(p.shape, 0.125)),
+    ]
+    for step, mend in enumerate(mends):
+        backward(model, rank, step)
+        for p, e in zip(model.parameters(), expected.parameters(), strict=True):
+            p.grad.add_(rank_data(p.shape, rank))
+            mend(p)
+            e.grad = torch.full(e.shape, 0.125)
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+    backward(model, rank, 3)
+    for p in model.parameters():
+        p.grad.add_(rank_data(p.shape, rank))
+    optimizer.zero_grad()
+    expected.zero_grad()
+    for step in (4, 5):  # the second one adds to the first, which was changed
+        backward(model, rank, step)
+        backward_of_all(expected, world, step)
+        for p, e in zip(model.parameters(), expected.parameters(), strict=True):
+            noise = rank_data(p.shape, 7)
+            p.grad = p.grad.clone().add_(noise).mul_(0.5)
+            e.grad.add_(noise).mul_(0.5)
+            p.grad.to_local().add_(0.0 * rank)  # a rank's own slice is its own
+    optimizer.step()
+    reference.step()
     assert_same_values(model, expected)
 
 

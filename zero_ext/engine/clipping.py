@@ -18,7 +18,7 @@ from zero_ext.engine.checks import DTYPES
 from zero_ext.engine.registry import Handle
 from zero_ext.ranks.agreement import check_same_on_all_ranks, naming
 from zero_ext.ranks.collectives import all_reduce_
-from zero_ext.tensor.dispatch import foreach_norm, groups_of
+from zero_ext.tensor.dispatch import equal_operands, foreach_norm, groups_of
 from zero_ext.tensor.meshes import has_partial_sums, locals_of
 from zero_ext.tensor.shard_tensor import ShardTensor
 
@@ -212,7 +212,8 @@ def clip_by_norm(
     norm = checked_norm(norm, error_if_nonfinite)
     # Not ours, which asks whether gradients are reduced: another rank may have done it.
     foreach = _foreach(parameters, foreach)
-    _torch.clip_grads_with_norm_(parameters, max_norm, norm, foreach)
+    with equal_operands():
+        _torch.clip_grads_with_norm_(parameters, max_norm, norm, foreach)
     return norm
 
 

@@ -288,14 +288,15 @@ class Handle:
         part = value.gathered() if isinstance(value, shard_tensor.ShardTensor) else value
         self.engine.write_parameter(i, meshes.local_of(part))
 
-    def _show_gradient(self, i: int, local: Tensor) -> Tensor:
-        """What ``.grad`` is: this rank's slice of the sum, in the parameter's shape."""
+    def _show_gradient(self, i: int, local: Tensor) -> tuple[Tensor, _C.Edits | None]:
+        """What ``.grad`` is: this rank's slice of the sum, in the parameter's shape; and what is
+        mixed into it."""
         parameter = self.parameters[i]
         with torch.inference_mode(False), torch.no_grad():
             view = self.as_parameter(local, i, parameter)
             if type(view) is Tensor and view.device != parameter.device:
                 view = view.as_subclass(HostGradient)
-        return view
+        return view, view.edits if isinstance(view, shard_tensor.ShardTensor) else None
 
     # States
 
@@ -354,10 +355,10 @@ def _check_equal_gradients(of_handle: weakref.ref[Handle]) -> None:
         )
 
 
-def _local_part(gradient: Tensor) -> Tensor:
-    """This rank's slice of what a user has set as ``.grad``."""
+def _local_part(gradient: Tensor) -> tuple[Tensor, _C.Edits]:
+    """This rank's slice of what ``.grad`` is or was set to, and what was mixed into it."""
     if isinstance(gradient, shard_tensor.ShardTensor):
-        return gradient.to_local()
+        return gradient.to_local(), gradient.edits
     raise TypeError(
         f"zero_ext: .grad was set to a {type(gradient).__name__}; set a ShardTensor of the same "
         "parameter or a plain tensor of its shape."

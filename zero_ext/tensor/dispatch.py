@@ -4,22 +4,26 @@ Note [Which operation runs where]
 DTensor's own dispatch would take the slice for rows of the tensor and answer wrongly without an
 error (``grad.sum(0)``, ``grad.mean()``, ``grad.t()``). So every operation runs in one of four ways:
 - elementwise ones and their ``_foreach_`` forms: on the slices, without communication; plain
-  operands are cut to fit;
+  operands are cut to fit. A digest of these and of numbers stays with the result, because a rank
+  with other values would have another part of another tensor: a step compares those of gradients;
 - norm, sum, any, all and GradScaler's check: on the slices, then one all-reduce; plain result;
 - others that only read: on the gathered tensors, exactly as in one process; plain result;
 - views, random fills, others that write: an error. A write into a gathered copy would be lost.
 The second and third kind are collectives, which all ranks must call.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from math import inf
+from numbers import Number
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from zero_ext import _C
 from zero_ext._torch import schema_of, spec_of, tree_leaves, tree_map_only
 from zero_ext.ranks.agreement import naming
 from zero_ext.ranks.collectives import all_reduce_
@@ -58,10 +62,49 @@ def _cut(full: Tensor, like: ShardTensor) -> Tensor:
 def _to_slice(operand, like: ShardTensor):
     if isinstance(operand, ShardTensor):
         return operand.local
-    if isinstance(operand, DTensor):
-        operand = operand.full_tensor()
     # Tensors of 0 dimensions stay such: they do not decide the dtype of the result.
     return _cut(operand, like) if isinstance(operand, Tensor) and operand.dim() else operand
+
+
+def _whole(operand):
+    """A DTensor on another mesh is gathered."""
+    is_other = isinstance(operand, DTensor) and not isinstance(operand, ShardTensor)
+    return operand.full_tensor() if is_other else operand
+
+
+@contextlib.contextmanager
+def equal_operands() -> Iterator[None]:
+    """All ranks are known to pass the same plain operands."""
+    global _equal_operands
+    before, _equal_operands = _equal_operands, True
+    try:
+        yield
+    finally:
+        _equal_operands = before
+
+
+_equal_operands = False
+
+
+def _digest(operand) -> int:
+    """Of a plain tensor or a number; 0: of what cannot differ, or would have to be waited for."""
+    if _equal_operands or isinstance(operand, ShardTensor):
+        return 0
+    if isinstance(operand, Tensor) and operand.dim() > 0:
+        values = operand.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
+        return hash((_C.digest(values.numpy()),))
+    if isinstance(operand, Tensor):
+        operand = operand.item() if operand.device.type == "cpu" else 0
+    return hash(operand) if isinstance(operand, Number) and operand == operand else 0
+
+
+def _mixed(shards: Sequence[ShardTensor], digests: Sequence[int]) -> int:
+    """The digest of what ``digests`` are mixed into ``shards`` makes."""
+    before = [digest for digest in [shard.edits.digest for shard in shards] if digest]
+    new = [digest for digest in digests if digest]
+    if not new and len(before) < 2:
+        return before[0] if before else 0
+    return hash((*before, *new))
 
 
 def _broadcasts(operand: Tensor, shape: torch.Size) -> bool:
@@ -110,23 +153,38 @@ def _find_shards(func, operands: Sequence, written: Sequence) -> list[ShardTenso
 
 def _elementwise(func, args, kwargs):
     written = _aliased(func, args, kwargs, written=True)
-    shards = _find_shards(func, [*args, *kwargs.values()], written)
+    operands = list(map(_whole, (*args, *kwargs.values())))
+    shards = _find_shards(func, operands, written)
     like = shards[0]
-    slices = {name: _to_slice(operand, like) for name, operand in kwargs.items()}
-    result = func(*(_to_slice(operand, like) for operand in args), **slices)
+    read = [] if func in _OVERWRITES else [s for s in shards if s is not kwargs.get("out")]
+    mixed = _mixed(read, list(map(_digest, operands)))
+    slices = [_to_slice(operand, like) for operand in operands]
+    result = func(*slices[: len(args)], **dict(zip(kwargs, slices[len(args) :], strict=True)))
     for shard in shards:  # changed in place, or given as out=
         if result is shard.local:
+            shard.edits.digest = mixed
             return shard
-    return wrap(result, like)
+    made = wrap(result, like)
+    if func in _ALIASES:
+        made.edits = like.edits
+    else:
+        made.edits.digest = mixed
+    return made
 
 
 def _foreach_elementwise(func, args, kwargs):
-    lists = [arg for arg in args if isinstance(arg, (list, tuple))]
+    args = [[*map(_whole, a)] if isinstance(a, (list, tuple)) else a for a in args]
+    lists = [arg for arg in args if isinstance(arg, list)]
     written = _aliased(func, args, kwargs, written=True)
     shards = [_find_shards(func, operands, written) for operands in zip(*lists, strict=True)]
+    of_all = [_digest(each) for each in (*args, *kwargs.values()) if not isinstance(each, list)]
+    mixed = [
+        _mixed(of_one, [*of_all, *map(_digest, operands)]) if of_one else 0
+        for of_one, operands in zip(shards, zip(*lists, strict=True), strict=True)
+    ]
 
     def to_slices(argument):
-        if not isinstance(argument, (list, tuple)):
+        if not isinstance(argument, list):
             return argument
         both = zip(argument, shards, strict=True)
         return [_to_slice(operand, like[0]) if like else operand for operand, like in both]
@@ -136,8 +194,15 @@ def _foreach_elementwise(func, args, kwargs):
     if result is None:  # in place: nothing else counts the write, and the engine asks
         changed = [t.local for t in written if isinstance(t, ShardTensor)]
         torch.autograd.graph.increment_version(changed)
+        for of_one, digest in zip(shards, mixed, strict=True):
+            if of_one:
+                of_one[0].edits.digest = 0 if func in _OVERWRITES else digest
         return None
-    return [wrap(r, s[0]) if s else r for r, s in zip(result, shards, strict=True)]
+    made = [wrap(r, s[0]) if s else r for r, s in zip(result, shards, strict=True)]
+    for each, of_one, digest in zip(made, shards, mixed, strict=True):
+        if of_one:
+            each.edits.digest = digest
+    return made
 
 
 def _on_full_tensors(func, args, kwargs):
@@ -177,11 +242,12 @@ def _copy_(func, destination, source, non_blocking=False):
         return destination
     if isinstance(source, ShardTensor) and _are_cut_alike(source, destination):
         _find_shards(func, [destination, source], written=())
-        source = source.local
+        mixed, source = source.edits.digest, source.local
     else:
         source = source.full_tensor() if isinstance(source, DTensor) else source
-        source = _cut(source, destination)
+        mixed, source = _digest(source), _cut(source, destination)
     func(destination.local, source, non_blocking)
+    destination.edits.digest = mixed
     return destination
 
 
@@ -298,6 +364,14 @@ _HANDLERS = {
 # Tagged as elementwise, but what they return is not one tensor of the operands' shape.
 _NO_TENSOR = {aten.equal.default, aten.frexp.Tensor}
 _FOREACH_REDUCTIONS = {aten._foreach_max.default, aten._foreach_powsum.Scalar}
+_ALIASES = {aten.alias.default, aten.detach.default}
+# What was there before does not matter any more.
+_OVERWRITES = {
+    aten.fill_.Scalar,
+    aten.fill_.Tensor,
+    aten.zero_.default,
+    aten._foreach_zero_.default,
+}
 # Elementwise in effect, without the tag.
 _KEEPS_SHAPE = {
     aten.alias.default,

@@ -73,6 +73,9 @@ class ShardTensor(DTensor):
     # How the tensor lies on other dimensions of a mesh, if it does: what is cut flat is then the
     # part of it that the ranks of this mesh share.
     outer: Outer | None = None
+    # Which plain values operations have mixed in; aliases share it. Each rank has cut its own part
+    # out of them, so they must be equal on all ranks.
+    edits: _C.Edits
 
     if torch.__version__ < "2.13":
 
@@ -167,6 +170,7 @@ class ShardTensor(DTensor):
 
     def __deepcopy__(self, memo):
         memo[id(self)] = result = wrap(self._local_tensor.clone(), self)
+        result.edits.digest = self.edits.digest
         return result
 
     def __reduce_ex__(self, protocol):
@@ -328,7 +332,7 @@ def _present(
     outer: Outer | None,
 ) -> ShardTensor:
     result = ShardTensor(local, spec, requires_grad=False)
-    result.bounds, result.ranks = bounds, ranks
+    result.bounds, result.ranks, result.edits = bounds, ranks, _C.Edits()
     if outer is not None:
         result.outer = outer
     return result
