@@ -1,8 +1,10 @@
-"""Data, tensor, context and pipeline parallelism in one script, with ZeRO over the data ranks.
+"""Data, tensor, expert, context and pipeline parallelism in one script, with ZeRO over the data
+ranks.
 
     torchrun --standalone --nproc-per-node 4 examples/parallel.py --tp 2 --stage 3
     torchrun --standalone --nproc-per-node 4 examples/parallel.py --pp 2 --stage 1
     torchrun --standalone --nproc-per-node 4 examples/parallel.py --cp 2 --stage 2
+    torchrun --standalone --nproc-per-node 4 examples/parallel.py --experts 4 --ep 2 --stage 3
     torchrun --standalone --nproc-per-node 4 examples/parallel.py --tp 2 --fsdp2
 
 Ranks that no option takes are data ranks. The losses are those of any other layout but for
@@ -15,14 +17,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed._functional_collectives import (
+    all_gather_tensor_autograd,
+    all_to_all_single_autograd,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
+    PrepareModuleOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -54,27 +60,70 @@ class Attention(nn.Module):
         return self.o(mixed.transpose(1, 2).flatten(2))
 
 
-class Block(nn.Module):
-    def __init__(self, context: DeviceMesh):
+class MLP(nn.Module):
+    def __init__(self) -> None:
         super().__init__()
-        self.attention_norm, self.attention = nn.RMSNorm(WIDTH), Attention(context)
-        self.mlp_norm, self.up = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.up(x)))
+
+
+class Experts(nn.Module):
+    """Each token goes to one of ``count``. Each rank of ``mesh`` has some of them."""
+
+    def __init__(self, count: int, mesh: DeviceMesh):
+        super().__init__()
+        self.mesh, self.router = mesh, nn.Linear(WIDTH, count, bias=False)
+        up, down = (torch.randn(count, *s) / 8 for s in ((WIDTH, WIDTH), (WIDTH, WIDTH)))
+        self.up, self.down = (
+            nn.Parameter(distribute_tensor(w, mesh, [Shard(0)], src_data_rank=None))
+            for w in (up, down)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        weight, chosen = self.router(tokens).softmax(-1).max(-1)
+        order, group = torch.argsort(chosen, stable=True), self.mesh.get_group()
+        sent = torch.bincount(chosen, minlength=self.router.out_features)
+        sent = sent.view(self.mesh.size(), -1)  # to each rank, for each of its experts
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        from_each, to_each = received.sum(1).tolist(), sent.sum(1).tolist()
+        here = all_to_all_single_autograd(tokens[order], from_each, to_each, group)
+        up, down = (w.to_local() for w in (self.up, self.down) if isinstance(w, DTensor))
+        done = [
+            F.silu(part @ up[k % len(up)]) @ down[k % len(up)]
+            for k, part in enumerate(here.split(received.flatten().tolist()))
+        ]
+        back = all_to_all_single_autograd(torch.cat(done), to_each, from_each, group)
+        mixed = torch.zeros_like(tokens).index_copy(0, order, back)
+        return (weight.unsqueeze(1) * mixed).view_as(x)
+
+
+class Block(nn.Module):
+    def __init__(self, mesh: DeviceMesh, experts: int):
+        super().__init__()
+        self.attention_norm, self.attention = nn.RMSNorm(WIDTH), Attention(mesh["cp"])
+        self.mlp_norm, self.mlp = (
+            nn.RMSNorm(WIDTH),
+            Experts(experts, mesh["ep"]) if experts else MLP(),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        return x + self.down(F.silu(self.up(self.mlp_norm(x))))
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class Model(nn.Module):
     """The layers of one pipeline stage; the first one embeds tokens, the last one has the head."""
 
-    def __init__(self, layers: int, mesh: DeviceMesh):
+    def __init__(self, layers: int, mesh: DeviceMesh, experts: int = 0):
         super().__init__()
         stage, stages = mesh["pp"].get_local_rank(), mesh["pp"].size()
         torch.manual_seed(0)  # alike on all ranks; other stages' layers are thrown away
         embedding, norm = nn.Embedding(TOKENS, WIDTH), nn.RMSNorm(WIDTH)
-        blocks = [Block(mesh["cp"]) for _ in range(layers)]
+        blocks = [Block(mesh, experts) for _ in range(layers)]
         head = nn.Linear(WIDTH, TOKENS, bias=False)
         begin, end = stage * layers // stages, (stage + 1) * layers // stages
         self.embedding = embedding if stage == 0 else None
@@ -103,10 +152,17 @@ def apply_tensor_parallelism(model: Model, tp: DeviceMesh) -> None:
         **dict.fromkeys(("attention_norm", "mlp_norm"), SequenceParallel()),
         "attention": PrepareModuleInput(input_layouts=cut, desired_input_layouts=whole),
         **dict.fromkeys(("attention.q", "attention.k", "attention.v"), ColwiseParallel()),
-        **dict.fromkeys(("attention.o", "down"), RowwiseParallel(output_layouts=cut)),
-        "up": ColwiseParallel(input_layouts=cut),
+        **dict.fromkeys(("attention.o", "mlp.down"), RowwiseParallel(output_layouts=cut)),
+        "mlp.up": ColwiseParallel(input_layouts=cut),
     }
     for layer in model.layers:
+        if isinstance(layer.mlp, Experts):  # which all of these ranks compute alike
+            before = PrepareModuleInput(
+                input_layouts=cut, desired_input_layouts=whole, use_local_output=True
+            )
+            after = PrepareModuleOutput(output_layouts=whole, desired_output_layouts=cut)
+            parallelize_module(layer.mlp, tp, before)
+            parallelize_module(layer.mlp, tp, after)
         parallelize_module(layer, tp, of_layer)
 
 
@@ -135,19 +191,22 @@ def clip(model: nn.Module, mesh: DeviceMesh, max_norm: float) -> None:
 
 def main(*arguments: str) -> list[float]:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("tp", "cp", "pp"):
+    for name in ("tp", "ep", "cp", "pp"):
         parser.add_argument(f"--{name}", type=int, default=1)
+    parser.add_argument("--experts", type=int, default=0, help="in each layer, in place of its MLP")
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--fsdp2", action="store_true")
     parser.add_argument("--one-f-one-b", action="store_true", help="schedule of --pp, not GPipe")
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args(arguments or None)
-    data = dist.get_world_size() // (args.tp * args.cp * args.pp)
-    mesh = init_device_mesh(
-        "cpu", (args.pp, data, args.cp, args.tp), mesh_dim_names=("pp", "dp", "cp", "tp")
-    )
-    shards = mesh["dp", "cp"]._flatten("shards") if args.cp > 1 else mesh["dp"]
-    model = Model(2, mesh)
+    if args.fsdp2 and args.experts:
+        parser.error("--fsdp2 takes no experts: torch has no norm over both of their meshes")
+    rows = dist.get_world_size() // (args.tp * args.ep * args.cp * args.pp)
+    sizes = (args.pp, rows, args.ep, args.cp, args.tp)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "rows", "ep", "cp", "tp"))
+    mesh["rows", "ep"]._flatten("dp")
+    shards = mesh["rows", "ep", "cp"]._flatten("shards")
+    model = Model(2, mesh, args.experts)
     if args.tp > 1:
         apply_tensor_parallelism(model, mesh["tp"])
     if args.fsdp2:
@@ -156,7 +215,8 @@ def main(*arguments: str) -> list[float]:
         fully_shard(model, mesh=shards)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     else:
-        zero_ext.shard(model, args.stage, mesh=shards, units=Block)
+        expert_mesh = mesh["ep"] if args.experts and shards.size() > 1 else None
+        zero_ext.shard(model, args.stage, mesh=shards, expert_mesh=expert_mesh, units=Block)
         optimizer = zero_ext.optim.AdamW(model.parameters(), lr=0.01)
     losses: list[float] = []
     stage = PipelineStage(

@@ -141,9 +141,16 @@ void Comm::gather_parts(const at::Tensor& flat, const std::vector<int64_t>& boun
 void Comm::broadcast(const at::Tensor& tensor, const std::function<std::string()>& what) {
   if (world() == 1) return;
   check_process();
-  const at::Tensor here = outgoing(tensor);
   Pending pending;
-  add(pending, {.message = groups().broadcast(here), .tensor = here, .target = target_of(tensor)});
+  if (is_subset()) {
+    const MessageLabel label{MessageKind::gather, kPartsTag};
+    if (rank() > 0) Peers::receive(tensor, 0, label, pending);
+    for (int64_t to = 1; to < world() && rank() == 0; ++to) send(tensor, to, label, pending);
+  } else {
+    const at::Tensor here = outgoing(tensor);
+    add(pending,
+        {.message = groups().broadcast(here), .tensor = here, .target = target_of(tensor)});
+  }
   pending.wait(what);
 }
 

@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/agreements.h"
@@ -32,6 +33,9 @@ class Comm : public Agreements {
   explicit Comm(std::vector<int64_t> global_ranks = {});
   // `device`: of the tensors. `global_ranks`: see Peers.
   Comm(const Names& groups, c10::Device device, std::vector<int64_t> global_ranks = {});
+
+  // A part of the ranks, see Peers.
+  Comm(const Comm& all, std::vector<int64_t> subset) : Agreements(all, std::move(subset)) {}
 
   // Collective. From now on messages between ranks of one host are read straight from the sender's
   // memory, where that is `allowed` on both ranks and possible. `timeout` is for these messages.

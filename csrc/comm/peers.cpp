@@ -3,6 +3,7 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/util/hash.h>
 
+#include <algorithm>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
@@ -15,7 +16,19 @@
 namespace zero_ext {
 
 Peers::Peers(std::shared_ptr<const ProcessGroups> groups, std::vector<int64_t> global_ranks)
-    : groups_(std::move(groups)), global_ranks_(std::move(global_ranks)) {}
+    : groups_(std::move(groups)), rank_(groups_->rank()), global_ranks_(std::move(global_ranks)) {}
+
+Peers::Peers(const Peers& all, std::vector<int64_t> subset) : Peers(all) {
+  global_ranks_.clear();
+  for (const int64_t place : subset) global_ranks_.push_back(all.global_rank(place));
+  rank_ = std::find(subset.begin(), subset.end(), all.rank()) - subset.begin();
+  TORCH_CHECK(!on_device(), where(all.global_rank()),
+              "parameters on some of the ranks alone, as of"
+              " experts, need messages through the host. The backend of ",
+              groups_->device(), " has none. Use a process group of gloo.");
+  subset_ = std::move(subset);
+}
+
 Peers::Peers(const Peers& other) = default;
 Peers::~Peers() = default;
 
@@ -77,7 +90,7 @@ void Peers::note_collective(size_t& hash, int64_t unit) const {
 }
 
 bool Peers::reads(int64_t peer) const {
-  return local_transport_ != nullptr && local_transport_->reaches(peer);
+  return local_transport_ != nullptr && local_transport_->reaches(place(peer));
 }
 
 int64_t Peers::local_peers() const {
@@ -134,12 +147,14 @@ void Peers::add(Pending& pending, Pending::Part part) const {
 
 Message Peers::start_send(const at::Tensor& tensor, int64_t to, const MessageLabel& label) {
   check_process();
-  return reads(to) ? local_transport_->send(tensor, to, label) : groups_->send(tensor, to, label);
+  const int64_t place = this->place(to);
+  return reads(to) ? local_transport_->send(tensor, place, label)
+                   : groups_->send(tensor, place, label);
 }
 
 Message Peers::post_persistent(const at::Tensor& tensor, int64_t to, const MessageLabel& label) {
   check_process();
-  return local_transport_->post(tensor, to, label);
+  return local_transport_->post(tensor, place(to), label);
 }
 
 void Peers::send(const at::Tensor& tensor, int64_t to, const MessageLabel& label,
@@ -152,8 +167,9 @@ void Peers::receive(const at::Tensor& into, int64_t from, const MessageLabel& la
                     Pending& pending) {
   check_process();
   const at::Tensor here = incoming(into);
-  Message message = reads(from) ? local_transport_->receive(here, from, label)
-                                : groups_->receive(here, from, label);
+  const int64_t place = this->place(from);
+  Message message = reads(from) ? local_transport_->receive(here, place, label)
+                                : groups_->receive(here, place, label);
   add(pending,
       {.message = std::move(message), .tensor = here, .peer = from, .target = target_of(into)});
 }
@@ -162,7 +178,7 @@ void Peers::receive_part(const at::Tensor& into, int64_t from, const MessageLabe
                          int64_t offset, Pending& pending) {
   check_process();
   const at::Tensor here = incoming(into);
-  add(pending, {.message = local_transport_->receive(here, from, label, offset),
+  add(pending, {.message = local_transport_->receive(here, place(from), label, offset),
                 .tensor = here,
                 .peer = from,
                 .target = target_of(into)});

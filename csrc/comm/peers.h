@@ -32,12 +32,19 @@ class Peers {
  public:
   // `global_ranks`: [world], the ranks as error messages call them; empty: as the group counts them.
   Peers(std::shared_ptr<const ProcessGroups> groups, std::vector<int64_t> global_ranks);
+  // A part of the ranks of `all`, which rise, by the same ways: those numbered `subset` there, one
+  // replica. Point to point alone. In epochs and in what is asked of the transport ranks are still
+  // numbered as in `all`.
+  Peers(const Peers& all, std::vector<int64_t> subset);
   Peers(const Peers& other);
   ~Peers();
 
-  int64_t rank() const { return groups_->rank(); }
-  int64_t world() const { return groups_->world(); }
-  int64_t shards() const { return groups_->shards(); }  // ranks of a replica
+  int64_t rank() const { return rank_; }
+  int64_t world() const { return subset_.empty() ? groups_->world() : std::ssize(subset_); }
+  int64_t shards() const { return subset_.empty() ? groups_->shards() : world(); }  // of a replica
+  // The number of `rank` among all ranks.
+  int64_t place(int64_t rank) const { return subset_.empty() ? rank : subset_[rank]; }
+  bool is_subset() const { return !subset_.empty(); }
   int64_t global_rank(int64_t rank) const {
     return global_ranks_.empty() ? rank : global_ranks_[rank];
   }
@@ -126,6 +133,8 @@ class Peers {
   }
 
   std::shared_ptr<const ProcessGroups> groups_;
+  std::vector<int64_t> subset_;  // empty: all ranks
+  int64_t rank_;
   std::vector<int64_t> global_ranks_;
   std::shared_ptr<SharedHostTransport> local_transport_;  // null without local peers
   bool only_local_peers_ = false;

@@ -109,7 +109,11 @@ std::unique_ptr<Unit> Engine::make_unit(const std::vector<int64_t>& members, at:
   const ShardedParameters& parameters = parts_.parameters;
   std::vector<SlotSpec> specs;
   std::vector<at::Tensor> values;
+  const std::vector<int64_t>& ranks = parameters[members.front()].ranks;
   for (const int64_t i : members) {
+    TORCH_CHECK(parameters[i].ranks == ranks, where(parts_.comm.global_rank()), "parameters '",
+                parameters[members.front()].name, "' and '", parameters[i].name,
+                "' lie on different ranks, and cannot be in one unit.");
     specs.push_back(slot_spec(parameters[i].name, parameters[i].local));
     values.push_back(parameters[i].local.detach());
   }
@@ -119,9 +123,9 @@ std::unique_ptr<Unit> Engine::make_unit(const std::vector<int64_t>& members, at:
   const std::string name =
       members.size() == 1 ? specs.front().name : specs.front().name + " … " + specs.back().name;
   NanRecords& records = parts_.nan_records;
-  auto unit = std::make_unique<Unit>(parts_.context, index, trainable ? records.count() : 0, name,
-                                     std::move(specs), values, dtype, kind, parts_.comm,
-                                     parts_.options.broadcast);
+  auto unit =
+      std::make_unique<Unit>(parts_.ranks_of(ranks), index, trainable ? records.count() : 0, name,
+                             std::move(specs), values, dtype, kind, parts_.options.broadcast);
   if (trainable) records.add(members);
   return unit;
 }
@@ -131,16 +135,22 @@ void Engine::replace_parameter(int64_t i, const at::Tensor& tensor) {
   parts_.parameters.replace(i, tensor);
 }
 
-void Engine::set_local(int64_t i, const at::Tensor& local, int64_t norm_row) {
+void Engine::set_local(int64_t i, const at::Tensor& local, int64_t norm_row,
+                       std::vector<int64_t> ranks) {
   const Access access(parts_.lock);
   parts_.parameters[i].local = local;
   parts_.parameters[i].norm_row = norm_row;
+  parts_.parameters[i].ranks = std::move(ranks);
 }
 
-void Engine::set_across_meshes(AcrossMeshes across, PublishedGradients::ToLocal to_local) {
+void Engine::set_to_local(PublishedGradients::ToLocal to_local) {
+  const Access access(parts_.lock);
+  parts_.published.set_to_local(std::move(to_local));
+}
+
+void Engine::set_across_meshes(AcrossMeshes across) {
   const Access access(parts_.lock);
   parts_.agreement.set_across_meshes(std::move(across));
-  parts_.published.set_to_local(std::move(to_local));
 }
 
 std::vector<int64_t> Engine::unfrozen() const {

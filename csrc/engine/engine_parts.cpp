@@ -102,4 +102,18 @@ EngineParts::EngineParts(EngineOptions given)
       std::make_shared<SpareMemory>(context.memory, Held::full, context.compute_place());
 }
 
+Unit::Ranks EngineParts::ranks_of(const std::vector<int64_t>& places) {
+  if (places.empty()) return {.context = context, .comm = comm};
+  const auto found = subsets.find(places);
+  if (found != subsets.end()) return {.context = found->second.context, .comm = found->second.comm};
+  TORCH_CHECK(context.reduction == Reduction::exchange && context.shards == context.world,
+              where(context.global_rank), "subsets of the ranks exchange, and have no replicas.");
+  Subset& made = subsets.emplace(places, Subset{Comm(comm, places), context}).first->second;
+  made.context.rank = made.comm.rank();
+  made.context.world = made.context.shards = made.comm.world();
+  made.context.global_ranks.clear();
+  for (const int64_t k : places) made.context.global_ranks.push_back(comm.global_rank(k));
+  return {.context = made.context, .comm = made.comm};
+}
+
 }  // namespace zero_ext

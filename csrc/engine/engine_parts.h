@@ -4,9 +4,11 @@
 // Threads:   used under the lock alone, except for the constants `options` and `context`.
 #pragma once
 
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "autograd/backward_phase.h"
 #include "comm/comm.h"
@@ -46,10 +48,18 @@ class OffloadedStates {
   std::set<std::string> names_;
 };
 
+// Of units whose parameters lie on a subset of the engine's ranks, as those of experts do.
+struct Subset {
+  Comm comm;
+  UnitContext context;
+};
+
 struct EngineParts {
   explicit EngineParts(EngineOptions given);
   EngineParts(const EngineParts&) = delete;
   EngineParts& operator=(const EngineParts&) = delete;
+  // `places`: of a subset of the ranks, which rise; empty: all.
+  Unit::Ranks ranks_of(const std::vector<int64_t>& places);
 
   const EngineOptions options;
   LastUse last_use;
@@ -58,6 +68,7 @@ struct EngineParts {
   OffloadedStates offloaded;
   NanRecords nan_records;
   UnitContext context;
+  std::map<std::vector<int64_t>, Subset> subsets;  // by their ranks, which rise
   ShardedParameters parameters;
   FinishedBackwards finished;
   PublishedGradients published;

@@ -57,6 +57,42 @@ void Rejections::reject_written(Comm::Agreement about, const std::vector<int64_t
   }
 }
 
+void Rejections::reject_subset(Comm::Agreement about) const {
+  const std::string verb = Comm::name_of(about);
+  const int64_t count = parameters_.size();
+  std::vector<int64_t> held;
+  for (int64_t i = 0; i < count; ++i) {
+    if (!parameters_[i].ranks.empty()) held.push_back(i);
+  }
+  // The subset, then a digest of each gradient, then one of each value.
+  const at::Tensor mine = at::zeros({1 + 2 * count}, at::kLong);
+  auto* digests = mine.mutable_data_ptr<int64_t>();
+  digests[0] = subset_among(parameters_);
+  const at::Tensor gradients = published_.written_digests(held);
+  for (const int64_t i : held) {
+    digests[1 + i] = gradients.const_data_ptr<int64_t>()[i];
+    digests[1 + count + i] = zero_ext::written(parameters_, i);
+  }
+  const at::Tensor all = comm_.all_gather(about, mine, [&] {
+    return where(context_.global_rank) + verb + " waited for the other ranks' " + verb;
+  });
+  const auto of = [&](int64_t r, int64_t k) {
+    return all.const_data_ptr<int64_t>()[r * mine.numel() + k];
+  };
+  for (int64_t k = 1; k < mine.numel(); ++k) {
+    for (int64_t r = 1; r < context_.world; ++r) {
+      int64_t first = 0;  // of its subset
+      while (of(first, 0) != of(r, 0)) ++first;
+      TORCH_CHECK(of(r, k) == of(first, k), where(context_.global_rank), verb, ": ",
+                  k <= count ? ".grad of parameter '" : "parameter '",
+                  parameters_[(k - 1) % count].name, "' was set to other values on rank ",
+                  comm_.global_rank(r), " than on rank ", comm_.global_rank(first),
+                  ", or on one of them alone. They hold the same experts together: write the same"
+                  " values on both.");
+    }
+  }
+}
+
 void Rejections::reject_values(Comm::Agreement about) const {
   const std::string verb = Comm::name_of(about);
   const int64_t count = parameters_.size();

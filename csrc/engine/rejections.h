@@ -22,6 +22,8 @@ class Rejections : Facet {
   void reject_written(Comm::Agreement about, const std::vector<int64_t>& indices) const;
   // Raises for the first parameter to which ranks wrote different values. Collective.
   void reject_values(Comm::Agreement about) const;
+  // The same of both, of parameters that a subset of the ranks holds.
+  void reject_subset(Comm::Agreement about) const;
 
  private:
   // Of what parameter i holds on this rank, or as all ranks' parts together. Collective.

@@ -60,7 +60,7 @@ void StepUpdate::end_unit() {
       std::any_of(members().begin(), members().end(), [&](int64_t i) { return mine_[i] != 0; });
   if (updated_.empty() && !others_changed) return;
   const Range range("gather", this->unit().name());
-  unit.gather(comm_, number_ * kMaxUnits + u_, gathering_);
+  unit.gather(this->unit().ranks().comm, number_ * kMaxUnits + u_, gathering_);
   ++counts_.gathers;
 }
 

@@ -85,6 +85,7 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
     StepQuestions asked = questions;
     asked.settings ^= std::bit_cast<int64_t>(boundary_.divide_factor());
     asked.written = published_.written_by_hand(indices);
+    asked.of_subset = published_.written_in_subset(indices) ^ written_values(/*of_subset=*/true);
     asked.values = hosts_meet() ? 0 : values;
     asked.averaged_over = boundary_.divide();
     asked.micro_batches = [this] { return boundary_progress(); };
@@ -93,6 +94,7 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
     if (verdict.settings_differ) return verdict;
     reject_other_meshes("step()", verdict);
     check_complete("step()", verdict);
+    if (verdict.subset_differs) rejections_.reject_subset(Comm::Agreement::step);
     if (verdict.values_differ) rejections_.reject_values(Comm::Agreement::step);
     if (verdict.written_differ) rejections_.reject_written(Comm::Agreement::step, indices);
     if (context_.world > 1 && !reductions_.knows_order()) learn_reduction_order(access);
@@ -118,13 +120,13 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
   return verdict;
 }
 
-int64_t Steps::written_values() {
+int64_t Steps::written_values(bool of_subset) {
   if (context_.world == 1) return 0;
   uint64_t sum = 0;
   for (int64_t i = 0; i < parameters_.size(); ++i) {
     note_writes(parameters_, i);
     const int64_t digest = written(parameters_, i);
-    if (digest != 0) sum += c10::get_hash(i, digest);
+    if (parameters_[i].ranks.empty() != of_subset && digest != 0) sum += c10::get_hash(i, digest);
   }
   return static_cast<int64_t>(sum);
 }
@@ -253,6 +255,7 @@ at::Tensor Steps::clip(const std::vector<int64_t>& indices, double max_norm,
   last_use_.follow();
   published_.adopt_changes(indices, "clip_grad_norm_");
   norm.written = published_.written_by_hand(indices);
+  norm.of_subset = published_.written_in_subset(indices);
   const StepVerdict verdict =
       agreement_.ask(Comm::Agreement::clip, indices, norm, [&] { return serving_.serve(access); });
   TORCH_CHECK(!verdict.settings_differ, where(context_.global_rank),
@@ -260,6 +263,7 @@ at::Tensor Steps::clip(const std::vector<int64_t>& indices, double max_norm,
               " here and something else on another rank. Pass the same on every rank.");
   reject_other_meshes("clip_grad_norm_()", verdict);
   check_complete("clip_grad_norm_()", verdict);
+  if (verdict.subset_differs) rejections_.reject_subset(Comm::Agreement::clip);
   if (verdict.written_differ) rejections_.reject_written(Comm::Agreement::clip, indices);
   scale_gradients(indices, verdict);
   return verdict.on_device != nullptr ? verdict.on_device->norm

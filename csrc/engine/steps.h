@@ -87,7 +87,7 @@ class Steps : Facet {
   // Raises where gradients of backwards are still to come, or were not reduced.
   void check_complete(const char* verb) const;
   // A digest of what users wrote to parameters since the ranks last agreed; 0: nothing.
-  int64_t written_values();
+  int64_t written_values(bool of_subset = false);
   // The same of all ranks.
   void check_complete(const char* verb, const StepVerdict& verdict) const;
   // `rank`: one that did so, or -1.

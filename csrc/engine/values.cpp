@@ -85,7 +85,10 @@ bool Values::gather_whole(const Whole& whole, bool wanted) {
     if (const Piece* own = layout.own_piece(slot)) {
       copy_own_part(i, whole.masters, whole.into[k].narrow(0, own->slot_begin, own->numel));
     }
-    comm_.gather_parts(whole.into[k], bounds, wanting, pending);
+    Comm& comm = parameters_.home_of(i).ranks().comm;
+    std::vector<bool> of_unit;
+    for (int64_t r = 0; r < comm.world(); ++r) of_unit.push_back(wanting[comm.place(r)]);
+    comm.gather_parts(whole.into[k], bounds, of_unit, pending);
   }
   pending.wait(what);
   return true;
@@ -103,7 +106,7 @@ void Values::read_whole(const Whole& whole) {
     if (unit.layout().ranges() == 1) {
       copy_own_part(i, whole.masters, whole.into[k]);
     } else {
-      unit.parameters().read_slot(comm_, parameters_[i].slot, whole.into[k], pending);
+      unit.parameters().read_slot(unit.ranks().comm, parameters_[i].slot, whole.into[k], pending);
     }
   }
   pending.wait([&] {

@@ -26,7 +26,7 @@ PostedSends::PostedSends(Comm& comm, const UnitContext& context) : comm_(comm), 
 void PostedSends::add(const Unit* unit) {
   entries_.push_back({.unit = unit,
                       .due = kReserve,
-                      .posted = std::vector<std::deque<PostedSend>>(context_.world)});
+                      .posted = std::vector<std::deque<PostedSend>>(unit->ranks().comm.world())});
   // Of parameters that were unfrozen: another rank may gather them before this rank begins a pass.
   const bool late = posted_any_ && post_per_pass();
   if (persist() || late) post_missing(entries_.back());
@@ -74,17 +74,18 @@ void PostedSends::post_missing(Entry& entry) {
   if (!entry.unit->parameters().comes_and_goes()) return;
   const int64_t due = persist() ? 1 : entry.due;
   posted_any_ = true;
-  for (int64_t peer = 0; peer < context_.world; ++peer) {
-    if (peer == context_.rank || !context_.shares_replica_with(peer)) continue;
+  Comm& comm = entry.unit->ranks().comm;
+  for (int64_t peer = 0; peer < comm.world(); ++peer) {
+    if (peer == comm.rank() || !entry.unit->ranks().context.shares_replica_with(peer)) continue;
     std::deque<PostedSend>& posted = entry.posted[peer];
     try {
       while (static_cast<int64_t>(posted.size()) < due) {
-        posted.push_back(entry.unit->parameters().post_send(comm_, peer));
+        posted.push_back(entry.unit->parameters().post_send(comm, peer));
       }
     } catch (const std::exception& error) {
       TORCH_CHECK(false, where(context_.global_rank, entry.unit->name()),
                   "this rank's part of the parameters cannot be sent to rank ",
-                  comm_.global_rank(peer), last_gathered(), ": ", text_of(error));
+                  comm.global_rank(peer), last_gathered(), ": ", text_of(error));
     }
   }
 }
@@ -104,9 +105,10 @@ void PostedSends::exchange_taken() {
   const auto* by_rank = all.const_data_ptr<int64_t>();
   for (int64_t u = 0; u < units; ++u) {
     Entry& entry = entries_[u];
-    for (int64_t peer = 0; peer < context_.world; ++peer) {
+    const Comm& comm = entry.unit->ranks().comm;
+    for (int64_t peer = 0; peer < comm.world(); ++peer) {
       std::deque<PostedSend>& posted = entry.posted[peer];
-      const auto count = static_cast<size_t>(by_rank[peer * units + u]);
+      const auto count = static_cast<size_t>(by_rank[comm.place(peer) * units + u]);
       for (size_t n = std::min(count, posted.size()); n > 0; --n) posted.pop_front();
     }
     entry.taken = 0;

@@ -62,7 +62,7 @@ class PostedSends {
     int64_t taken = 0;  // gathers since the ranks last exchanged their numbers
     int64_t taken_in_pass = 0;
     int64_t due;  // what a peer may have taken by the end of this pass
-    std::vector<std::deque<PostedSend>> posted;  // [world]
+    std::vector<std::deque<PostedSend>> posted;  // [ranks of the unit]
   };
   bool persist() const { return comm_.has_only_local_peers(); }
   // Where they do not persist, they are posted anew for each pass.

@@ -65,14 +65,15 @@ void ResidencyTable::start(int64_t u) {
   const Entry& entry = entries_[u];
   const Range range("gather", entry.unit->name());
   name_errors([&] { return waiting_for(entry); },
-              [&] { entry.unit->parameters().start_gather(comm_, u); });
+              [&] { entry.unit->parameters().start_gather(entry.unit->ranks().comm, u); });
   ++gathers_;
   sends_.count_gather(u);
 }
 
 void ResidencyTable::serve(int64_t u, const StreamEvent& since) {
   const Entry& entry = entries_[u];
-  entry.unit->parameters().serve_gather(comm_, u, since, [&] { return waiting_for(entry); });
+  entry.unit->parameters().serve_gather(entry.unit->ranks().comm, u, since,
+                                        [&] { return waiting_for(entry); });
 }
 
 void ResidencyTable::finish(Entry& entry) {
@@ -83,14 +84,14 @@ void ResidencyTable::finish(Entry& entry) {
 
 void ResidencyTable::release(Entry& entry, Writes writes) {
   const Range range("release", entry.unit->name());
-  entry.unit->parameters().release(comm_, writes);
+  entry.unit->parameters().release(entry.unit->ranks().comm, writes);
   entry.ahead = false;
 }
 
 void ResidencyTable::gather_again(int64_t u) {
   Entry& entry = entries_[u];
   sends_.count_repeated_gather(u);
-  entry.unit->parameters().start_gather(comm_, u);
+  entry.unit->parameters().start_gather(entry.unit->ranks().comm, u);
   finish(entry);
 }
 

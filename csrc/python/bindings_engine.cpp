@@ -142,12 +142,17 @@ void bind_construction(EngineClass& engine) {
       .def("add_unit", &Engine::add_unit, NoGil())
       .def("replace_parameter", &Engine::replace_parameter, NoGil())
       .def("set_local", &Engine::set_local, NoGil())
-      .def("set_across_meshes",
-           [](Engine& e, py::function across, py::function to_local) {
-             auto sum = from_any_thread<at::Tensor, const at::Tensor&>(std::move(across));
-             auto localize = from_any_thread<at::Tensor, int64_t, const at::Tensor&>(std::move(to_local));
+      .def("set_to_local",
+           [](Engine& e, py::function f) {
+             auto to_local = from_any_thread<at::Tensor, int64_t, const at::Tensor&>(std::move(f));
              const py::gil_scoped_release no_gil;
-             e.set_across_meshes(std::move(sum), std::move(localize));
+             e.set_to_local(std::move(to_local));
+           })
+      .def("set_across_meshes",
+           [](Engine& e, py::function f) {
+             auto across = from_any_thread<at::Tensor, const at::Tensor&>(std::move(f));
+             const py::gil_scoped_release no_gil;
+             e.set_across_meshes(std::move(across));
            })
       .def("unfrozen", &Engine::unfrozen, NoGil())
       .def("stats", &Engine::stats, NoGil())
@@ -254,9 +259,8 @@ void bind_values(EngineClass& engine) {
            })
       .def("set_view_maker",
            [](Engine& e, py::function f) {
-             auto maker =
-                 from_any_thread<PublishedGradients::Edited, int64_t, const at::Tensor&>(
-                     std::move(f));
+             auto maker = from_any_thread<PublishedGradients::Edited, int64_t, const at::Tensor&>(
+                 std::move(f));
              const py::gil_scoped_release no_gil;
              e.values().set_view_maker(std::move(maker));
            })
@@ -308,20 +312,19 @@ void bind_engine(py::module_& m) {
       .value("trainable", UnitKind::trainable)
       .value("resident", UnitKind::resident)
       .value("frozen", UnitKind::frozen);
+  py::class_<Edits, std::shared_ptr<Edits>>(m, "Edits")
+      .def(py::init<>())
+      .def_readwrite("digest", &Edits::digest)
+      // torch's copies of checkpoints copy all that a tensor has.
+      .def(py::pickle(
+          [](const Edits& edits) { return py::int_(edits.digest); },
+          [](const py::int_& digest) { return std::make_shared<Edits>(Edits{.digest = digest}); }));
   py::class_<Call, std::shared_ptr<Call>>(m, "Call");
   EngineClass engine(m, "Engine");
   bind_construction(engine);
   bind_layout_of(engine);
   bind_forwards(engine);
   bind_values(engine);
-  py::class_<Edits, std::shared_ptr<Edits>>(m, "Edits")
-      .def(py::init<>())
-      .def_readwrite("digest", &Edits::digest)
-      // torch's copies of checkpoints copy all that a tensor has.
-      .def(py::pickle([](const Edits& edits) { return py::int_(edits.digest); },
-                      [](const py::int_& digest) {
-                        return std::make_shared<Edits>(Edits{.digest = digest});
-                      }));
   bind_steps(engine);
 }
 

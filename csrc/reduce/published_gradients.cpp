@@ -147,7 +147,9 @@ void PublishedGradients::adopt_changes(const std::vector<int64_t>& indices, cons
       if (parameter.is_distributed()) set = to_local_(i, set);
       if (data_was_set || is_kept(i)) make_view(i);
       const bool plain = !set.unsafeGetTensorImpl()->is_python_dispatch();
-      const auto digest = [&] { return plain ? digest_of(set) : local_reader_(set).second->digest; };
+      const auto digest = [&] {
+        return plain ? digest_of(set) : local_reader_(set).second->digest;
+      };
       const int64_t written = world_ > 1 ? digest() : 0;
       write(i, set);
       set_written(entries_[i], written);
@@ -155,10 +157,11 @@ void PublishedGradients::adopt_changes(const std::vector<int64_t>& indices, cons
   }
 }
 
-int64_t PublishedGradients::written_by_hand(const std::vector<int64_t>& indices) const {
+int64_t PublishedGradients::digest(const std::vector<int64_t>& indices, bool of_subset) const {
   uint64_t sum = 0;  // in any order: each rank may list the parameters in its own
   for (const int64_t i : indices) {
-    if (entries_[i].written != 0) sum += c10::get_hash(i, entries_[i].written);
+    if (parameters_[i].ranks.empty() == of_subset || entries_[i].written == 0) continue;
+    sum += c10::get_hash(i, entries_[i].written);
   }
   return static_cast<int64_t>(sum);
 }
@@ -248,12 +251,12 @@ void PublishedGradients::write(int64_t i, const at::Tensor& grad) {
   show(i);
 }
 
-void PublishedGradients::clear(int64_t i) {
 void PublishedGradients::set_written(Entry& entry, int64_t written) {
   entry.written = written;
   if (entry.edits != nullptr) entry.edits->digest = written;
 }
 
+void PublishedGradients::clear(int64_t i) {
   if (std::exchange(entries_[i].shown, false)) parameters_[i].tensor.mutable_grad().reset();
   if (is_kept(i)) make_view(i);
   forget(i);

@@ -80,7 +80,13 @@ class PublishedGradients {
   // A digest of the plain tensors among them that became gradients since the last step, or were
   // mixed into these, and of gradients that became None after its backwards; 0: none. Every rank
   // takes its own part of such a tensor, so ranks must have written the same.
-  int64_t written_by_hand(const std::vector<int64_t>& indices) const;
+  int64_t written_by_hand(const std::vector<int64_t>& indices) const {
+    return digest(indices, /*of_subset=*/false);
+  }
+  // The same of parameters that a subset of the ranks holds.
+  int64_t written_in_subset(const std::vector<int64_t>& indices) const {
+    return digest(indices, /*of_subset=*/true);
+  }
   // The digest of each parameter among `indices`, int64 [parameters].
   at::Tensor written_digests(const std::vector<int64_t>& indices) const;
   // All sums begin anew, so that it does not matter any more which became None.
@@ -111,17 +117,18 @@ class PublishedGradients {
 
  private:
   struct Entry {
-    at::Tensor view;         // undefined until it is needed
+    at::Tensor view;                 // undefined until it is needed
     std::shared_ptr<Edits> edits{};  // of `view`; may be null
-    at::Tensor local;        // the 1-D tensor that `view` shows; see Note [Kept gradients]
-    size_t holders = 0;      // of local's storage, while no user holds it
-    void* memory = nullptr;  // of the sums, which the storage shows; null: none
-    int64_t version = 0;     // of both, when the user's changes were last adopted
-    int64_t written = 0;     // a digest of what the user wrote, or none_after()
+    at::Tensor local;                // the 1-D tensor that `view` shows; see Note [Kept gradients]
+    size_t holders = 0;              // of local's storage, while no user holds it
+    void* memory = nullptr;          // of the sums, which the storage shows; null: none
+    int64_t version = 0;             // of both, when the user's changes were last adopted
+    int64_t written = 0;             // a digest of what the user wrote, or none_after()
     bool shown = false;
   };
   // The digest of what the user has written.
   static void set_written(Entry& entry, int64_t written);
+  int64_t digest(const std::vector<int64_t>& indices, bool of_subset) const;
   // Parameter i, which is in a unit, gets a new view. Users who hold the old one keep its values.
   void make_view(int64_t i);
   void follow_memory(int64_t i);

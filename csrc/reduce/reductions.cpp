@@ -93,7 +93,7 @@ UnitReduction& Reductions::reduction_of(int64_t u) {
     bucket = pool_.try_acquire();
   }
   TORCH_INTERNAL_ASSERT(bucket != nullptr);
-  lent_.push_back(std::make_unique<UnitReduction>(context_, unit, std::move(bucket)));
+  lent_.push_back(std::make_unique<UnitReduction>(unit, std::move(bucket)));
   lent_.back()->lend_message();
   return *lent_.back();
 }
@@ -138,7 +138,7 @@ void Reductions::start_reduction(int64_t u, std::vector<uint8_t> late) {
   const Range range("reduce", parameters_.unit(u).name());
   UnitReduction& reduction = reduction_of(u);
   name_errors([&] { return reduction.waiting(); },
-              [&] { reduction.start(comm_, finished_.epoch(), steps_, std::move(late)); });
+              [&] { reduction.start(finished_.epoch(), steps_, std::move(late)); });
   if (counts_users()) users_.add(parameters_.unit(u));
   const auto at = std::find_if(lent_.begin(), lent_.end(),
                                [&](const auto& lent) { return lent.get() == &reduction; });
@@ -149,7 +149,7 @@ void Reductions::start_reduction(int64_t u, std::vector<uint8_t> late) {
 void Reductions::finish_oldest() {
   UnitReduction& reduction = *in_flight_.front();
   const Range range("reduce", reduction.unit().name());
-  pool_.give_back(reduction.finish(comm_, scale_));
+  pool_.give_back(reduction.finish(scale_));
   if (!reduction.late().empty()) late_ = reduction.late();
   in_flight_.pop_front();
   // Every rank has sent its part of this one, and is in no earlier backward any more.

@@ -41,13 +41,13 @@ void UnitReduction::lend_message() {
   unit_.intake().lend_message(message_);
 }
 
-void UnitReduction::start(Comm& comm, int64_t backward, int32_t steps, std::vector<uint8_t> late) {
+void UnitReduction::start(int64_t backward, int32_t steps, std::vector<uint8_t> late) {
   backward_ = backward;
   steps_ = steps;
   late_ = std::move(late);
   unit_.intake().fill_message();
   const SideStream::Scope beside(context_.reducing);
-  start_window(comm, window_from(0));
+  start_window(window_from(0));
 }
 
 UnitReduction::Window UnitReduction::window_from(int64_t begin) const {
@@ -61,17 +61,17 @@ UnitReduction::Window UnitReduction::window_from(int64_t begin) const {
   return {begin, std::min(left, std::max(most, alignment))};
 }
 
-void UnitReduction::start_window(Comm& comm, Window window) {
+void UnitReduction::start_window(Window window) {
   window_ = window;
   if (context_.reduction == Reduction::exchange) {
-    start_exchange(comm);
+    start_exchange();
   } else {
-    start_collective(comm);
+    start_collective();
   }
-  if (context_.offloads()) send_to_host(comm);
+  if (context_.offloads()) send_to_host();
 }
 
-void UnitReduction::start_exchange(Comm& comm) {
+void UnitReduction::start_exchange() {
   const int64_t world = context_.world;
   const int64_t rank = context_.rank;
   const RankLayout& layout = unit_.layout();
@@ -83,7 +83,7 @@ void UnitReduction::start_exchange(Comm& comm) {
   const bool offloads = context_.offloads();
   const int64_t received_numel = places() * part;
   const at::ScalarType dtype = message_.scalar_type();
-  const at::Tensor received = offloads && comm.on_device()
+  const at::Tensor received = offloads && comm_.on_device()
                                   ? context_.on_device(received_numel, dtype)
                                   : bucket_->received(dtype, received_numel);
   std::vector<at::Tensor> sends(world);
@@ -102,11 +102,11 @@ void UnitReduction::start_exchange(Comm& comm) {
   // no later one. Windows of a reduction arrive in the order in which they were sent. Messages of
   // different lengths never meet, see Note [Mixed messages].
   const int64_t tag = kReductionTags * (backward_ * kMaxUnits + unit_.index());
-  if (brings_flags(context_, comm) && !knows_users()) exchange_flags(comm, tag);
-  comm.exchange(sends, recvs, backward_, tag + (dtype == at::kFloat ? 2 : 1), pending_);
+  if (brings_flags(context_, comm_) && !knows_users()) exchange_flags(tag);
+  comm_.exchange(sends, recvs, backward_, tag + (dtype == at::kFloat ? 2 : 1), pending_);
 }
 
-void UnitReduction::exchange_flags(Comm& comm, int64_t tag) {
+void UnitReduction::exchange_flags(int64_t tag) {
   const int64_t rank = context_.rank;
   const int64_t slots = unit_.layout().size();
   flags_.assign(context_.world, at::Tensor());
@@ -119,8 +119,8 @@ void UnitReduction::exchange_flags(Comm& comm, int64_t tag) {
   for (int64_t i = 0; i < slots; ++i)
     mine[kFlagsHeaderBytes + i] = unit_.intake().contributes(i) ? 1 : 0;
   std::copy(late_.begin(), late_.end(), mine + late_begin);
-  comm.exchange(std::vector<at::Tensor>(context_.world, flags_[rank]), flags_, backward_, tag,
-                pending_flags_);
+  comm_.exchange(std::vector<at::Tensor>(context_.world, flags_[rank]), flags_, backward_, tag,
+                 pending_flags_);
 }
 
 float UnitReduction::headroom() const {
@@ -130,26 +130,26 @@ float UnitReduction::headroom() const {
                       : 1.0F;
 }
 
-void UnitReduction::start_collective(Comm& comm) {
+void UnitReduction::start_collective() {
   const RankLayout& layout = unit_.layout();
   if (headroom() != 1) message_.div_(headroom());
   if (layout.ranges() == 1) {
-    comm.all_reduce_sum(message_, pending_);
+    comm_.all_reduce_sum(message_, pending_);
     sources_.assign(1, message_);
     return;
   }
   // Not among the received: those may lie on the host, where no device's backend can write.
   const at::ScalarType dtype = message_.scalar_type();
-  const at::Tensor sum = context_.offloads() && comm.on_device()
+  const at::Tensor sum = context_.offloads() && comm_.on_device()
                              ? context_.on_device(layout.range_numel(), dtype)
                              : bucket_->received(dtype, layout.range_numel());
-  comm.reduce_scatter(message_, sum, pending_);
+  comm_.reduce_scatter(message_, sum, pending_);
   sources_.assign(1, sum);
 }
 
-void UnitReduction::send_to_host(Comm& comm) {
+void UnitReduction::send_to_host() {
   // What other ranks send through host memory arrives there; a sum is not there before it is.
-  if (comm.on_device() || context_.reduction == Reduction::collective) wait(pending_);
+  if (comm_.on_device() || context_.reduction == Reduction::collective) wait(pending_);
   const int64_t part = window_.numel;
   const auto count = static_cast<int64_t>(sources_.size());
   const at::Tensor received = bucket_->received(message_.scalar_type(), count * part);
@@ -175,23 +175,23 @@ std::string UnitReduction::waiting() const {
          std::to_string(backward_);
 }
 
-std::unique_ptr<Bucket> UnitReduction::finish(Comm& comm, float scale) {
+std::unique_ptr<Bucket> UnitReduction::finish(float scale) {
   const SideStream::Scope beside(context_.reducing);
   if (knows_users()) {
     wait(pending_flags_);
     check_flags();
-    if (message_.scalar_type() != at::kFloat) send_in_fp32_if_others_do(comm);
+    if (message_.scalar_type() != at::kFloat) send_in_fp32_if_others_do();
   }
   wait(pending_);
   scale *= headroom();
   const std::vector<Run> runs = this->runs();
   unit_.sums().begin_adding();
-  await_copies(comm);
+  await_copies();
   add_window(runs, scale);
   while (window_.end() < range_numel()) {
-    start_window(comm, window_from(window_.end()));
+    start_window(window_from(window_.end()));
     wait(pending_);
-    await_copies(comm);
+    await_copies();
     add_window(runs, scale);
   }
   unit_.sums().end_adding();
@@ -219,18 +219,18 @@ void UnitReduction::check_flags() {
   }
 }
 
-void UnitReduction::send_in_fp32_if_others_do(Comm& comm) {
+void UnitReduction::send_in_fp32_if_others_do() {
   bool any = false;
   for (int64_t peer = 0; peer < context_.world; ++peer) {
     if (header_of(flags_[peer])[2] == static_cast<int64_t>(message_.scalar_type())) continue;
     any = true;
-    pending_.abandon(comm.global_rank(peer));
+    pending_.abandon(comm_.global_rank(peer));
   }
   if (!any) return;
   wait(pending_);  // the ranks that sent the same dtype still read and write these buffers
-  await_copies(comm);
+  await_copies();
   message_ = message_.to(at::kFloat);
-  start_window(comm, window_from(0));
+  start_window(window_from(0));
 }
 
 bool UnitReduction::may_be_used_by(int64_t source, int64_t i) const {
@@ -258,8 +258,8 @@ std::vector<Run> UnitReduction::runs() const {
   return unit_.layout().runs([this](int64_t i) { return is_used(i); }, same);
 }
 
-void UnitReduction::await_copies(const Comm& comm) const {
-  if (sent_to_host_.has_value()) wait_on_host(*sent_to_host_, comm.watch().get());
+void UnitReduction::await_copies() const {
+  if (sent_to_host_.has_value()) wait_on_host(*sent_to_host_, comm_.watch().get());
 }
 
 void UnitReduction::add_window(const std::vector<Run>& runs, float scale) {

@@ -55,8 +55,11 @@ struct AbandonedReduction {
 
 class UnitReduction {
  public:
-  UnitReduction(const UnitContext& context, Unit& unit, std::unique_ptr<Bucket> bucket)
-      : context_(context), unit_(unit), bucket_(std::move(bucket)) {}
+  UnitReduction(Unit& unit, std::unique_ptr<Bucket> bucket)
+      : context_(unit.ranks().context),
+        comm_(unit.ranks().comm),
+        unit_(unit),
+        bucket_(std::move(bucket)) {}
 
   // Contributions bring flags that say which slots their rank used. Otherwise the ranks count the
   // users of each slot at the end of the backward, once for all units: a device's backend starts
@@ -71,9 +74,9 @@ class UnitReduction {
   // `late`: of each unit whether this rank has late gradients, which all ranks will have to reduce;
   // empty where this is not the last reduction of a backward.
   // `steps`: see Reductions::note_step_without_messages.
-  void start(Comm& comm, int64_t backward, int32_t steps, std::vector<uint8_t> late);
+  void start(int64_t backward, int32_t steps, std::vector<uint8_t> late);
   // Waits and adds the ranks' contributions, times `scale`. Gives the bucket back.
-  std::unique_ptr<Bucket> finish(Comm& comm, float scale);
+  std::unique_ptr<Bucket> finish(float scale);
   // The same of any rank, when it is finished; where contributions bring flags.
   const std::vector<uint8_t>& late() const { return late_; }
   // The beginning of a message about this rank waiting for the reduction.
@@ -97,25 +100,25 @@ class UnitReduction {
   int64_t places() const { return context_.offloads() ? context_.world : context_.world - 1; }
   // The window that begins at an element.
   Window window_from(int64_t begin) const;
-  void start_window(Comm& comm, Window window);
-  void start_exchange(Comm& comm);
-  void exchange_flags(Comm& comm, int64_t tag);
-  void start_collective(Comm& comm);
+  void start_window(Window window);
+  void start_exchange();
+  void exchange_flags(int64_t tag);
+  void start_collective();
   // A power of two by which a message in fp16 is divided between its rounding and the sum of all
   // ranks, so that the sum has room wherever the mean has. Exact, except for subnormal values.
   float headroom() const;
   // Queues a copy to the host of the contributions that lie on the device, where sums are
   // offloaded.
-  void send_to_host(Comm& comm);
+  void send_to_host();
   void wait(Pending& pending);
   void check_flags();
   // See Note [Mixed messages].
-  void send_in_fp32_if_others_do(Comm& comm);
+  void send_in_fp32_if_others_do();
   bool knows_users() const { return !flags_.empty(); }
   bool may_be_used_by(int64_t source, int64_t i) const;
   bool is_used(int64_t i) const;
   // Until the host has what send_to_host() copies there.
-  void await_copies(const Comm& comm) const;
+  void await_copies() const;
   // What can be added in one call.
   std::vector<Run> runs() const;
   void add_window(const std::vector<Run>& runs, float scale);
@@ -123,6 +126,7 @@ class UnitReduction {
   void add_run(const Run& run, float scale);
 
   const UnitContext& context_;
+  Comm& comm_;
   Unit& unit_;
   std::unique_ptr<Bucket> bucket_;
   at::Tensor message_;  // [padded], in the bucket: this rank's gradients

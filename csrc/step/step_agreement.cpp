@@ -11,6 +11,7 @@
 #include <cmath>
 #include <exception>
 #include <iterator>
+#include <map>
 #include <utility>
 
 #include "comm/answers.h"
@@ -113,6 +114,8 @@ StepAnswer StepAgreement::own_answer(const std::vector<int64_t>& indices,
                     .first_record = found.first,
                     .settings = questions.settings,
                     .written = questions.written,
+                    .subset = subset_among(parameters_),
+                    .of_subset = questions.of_subset,
                     .divide_by = questions.divide_by.value_or(0)};
   // One message for both questions; a second one would cost more than the norm. It has the same
   // length where no norm is asked for.
@@ -182,12 +185,15 @@ std::optional<StepVerdict> StepAgreement::ask_host(const Round& round,
   int64_t first = own.first_record;
   double count = 0;
   kernels::SquareSum sum{};
+  std::map<int64_t, int64_t> of_subsets;
   for (int64_t r = 0; r < std::ssize(answers); ++r) {
     const StepAnswer& answer = answers[r];
     verdict.nonfinite = verdict.nonfinite || answer.finite == 0;
     first = std::min(first, answer.first_record);
     verdict.settings_differ = verdict.settings_differ || answer.settings != own.settings;
     verdict.written_differ = verdict.written_differ || answer.written != own.written;
+    const int64_t first = of_subsets.emplace(answer.subset, answer.of_subset).first->second;
+    verdict.subset_differs = verdict.subset_differs || answer.of_subset != first;
     verdict.values_differ = verdict.values_differ || answer.arrival.values != own.arrival.values;
     count += answer.divide_by;
     if (replicated() || !context_.shares_replica_with(r)) continue;
@@ -196,8 +202,9 @@ std::optional<StepVerdict> StepAgreement::ask_host(const Round& round,
   const Completeness complete = completeness_of(arrivals);
   if (asks_meshes(questions)) {
     const bool rejected = verdict.settings_differ || verdict.written_differ ||
-                          verdict.values_differ || complete.unreduced >= 0 ||
-                          complete.too_few >= 0 || complete.changed_too_early >= 0;
+                          verdict.values_differ || verdict.subset_differs ||
+                          complete.unreduced >= 0 || complete.too_few >= 0 ||
+                          complete.changed_too_early >= 0;
     const at::Tensor nonfinite = at::full({1}, verdict.nonfinite, at::kBool);
     const OfMeshes meshes = ask_meshes(indices, questions, nonfinite, rejected);
     verdict.nonfinite = meshes.nonfinite.item<bool>();

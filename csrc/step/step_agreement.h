@@ -35,6 +35,7 @@ struct StepQuestions {
   int64_t settings = 0;            // a hash of the numbers that the update uses
   int64_t written = 0;             // see PublishedGradients::written_by_hand
   int64_t values = 0;              // see WrittenValues
+  int64_t of_subset = 0;           // both, of parameters that a subset of the ranks holds
   bool meets = false;              // also where nothing is asked
   bool foreign = false;            // other code than ours updates the masters
   // This rank's part of what the gradients are divided by, instead of by `averaged_over`.
@@ -74,6 +75,7 @@ struct StepVerdict {
   bool settings_differ = false;    // between ranks; on a device settle() raises instead
   bool written_differ = false;     // gradients that were written by hand, likewise
   bool values_differ = false;      // parameters that were written, likewise
+  bool subset_differs = false;     // both, of parameters that a subset of the ranks holds
   bool meshes_differ = false;      // ranks of another dimension reject the step, or have others
   int64_t incomplete = -1;         // a rank whose micro-batches were too few or not reduced
   int64_t changed_too_early = -1;  // a rank; see MicroBatches

@@ -42,7 +42,9 @@ struct StepAnswer {
   int64_t finite = 1;
   int64_t first_record = 0;  // the first NaN record
   int64_t settings = 0;
-  int64_t written = 0;   // see PublishedGradients::written_by_hand
+  int64_t written = 0;  // see PublishedGradients::written_by_hand
+  int64_t subset = -1;  // the first rank of this rank's subset, see ShardedParameter::ranks
+  int64_t of_subset = 0;
   double divide_by = 0;  // this rank's part; 0: none was given
   kernels::SquareSum squares{};
   // The place of `arrival.which` in the message.

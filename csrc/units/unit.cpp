@@ -15,20 +15,22 @@ constexpr int64_t kAlignmentBytes = 64;
 
 }  // namespace
 
-Unit::Unit(const UnitContext& context, int64_t index, int64_t first_record, std::string name,
+Unit::Unit(const Ranks& ranks, int64_t index, int64_t first_record, std::string name,
            std::vector<SlotSpec> specs, const std::vector<at::Tensor>& values, at::ScalarType dtype,
-           UnitKind kind, Comm& comm, bool broadcast)
-    : context_(context),
+           UnitKind kind, bool broadcast)
+    : ranks_(ranks),
+      context_(ranks.context),
       index_(index),
       first_record_(first_record),
       name_(std::move(name)),
       dtype_(dtype),
       gradient_dtype_(dtype),
-      layout_(std::move(specs), ranges_of(context.policy.optimizer, context.shards),
-              kAlignmentBytes / static_cast<int64_t>(c10::elementSize(dtype)), context.rank),
+      layout_(std::move(specs), ranges_of(context_.policy.optimizer, context_.shards),
+              kAlignmentBytes / static_cast<int64_t>(c10::elementSize(dtype)), context_.rank),
       sums_(context_, layout_, name_, kind),
       parameters_(context_, layout_, name_, dtype, kind,
-                  kind == UnitKind::frozen ? kMaxUnits + index : index, values, comm, broadcast),
+                  kind == UnitKind::frozen ? kMaxUnits + index : index, values, ranks.comm,
+                  broadcast),
       arrivals_(layout_.size()),
       intake_(GradientIntake::create(context_, layout_, sums_, arrivals_, first_record)) {}
 

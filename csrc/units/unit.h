@@ -28,15 +28,21 @@ constexpr int64_t kMaxUnits = 1 << 12;  // of one engine: the tags of messages h
 
 class Unit {
  public:
+  // That hold its parameters together: the engine's, or a subset of them.
+  struct Ranks {
+    const UnitContext& context;
+    Comm& comm;
+  };
   // `values`: the parameters' present values, in any one floating dtype. `dtype`: what the
   // parameters are computed in. `first_record`: that of slot 0 among the context's
   // NaN records.
-  Unit(const UnitContext& context, int64_t index, int64_t first_record, std::string name,
+  Unit(const Ranks& ranks, int64_t index, int64_t first_record, std::string name,
        std::vector<SlotSpec> specs, const std::vector<at::Tensor>& values, at::ScalarType dtype,
-       UnitKind kind, Comm& comm, bool broadcast);
+       UnitKind kind, bool broadcast);
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
 
+  const Ranks& ranks() const { return ranks_; }
   int64_t index() const { return index_; }
   const std::string& name() const { return name_; }
   const RankLayout& layout() const { return layout_; }
@@ -86,6 +92,7 @@ class Unit {
   void check_gradient(int64_t i, const at::Tensor& grad) const;
 
   // Constant after construction.
+  const Ranks ranks_;
   const UnitContext& context_;
   int64_t index_;
   int64_t first_record_;

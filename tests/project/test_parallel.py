@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing import assert_close
 
-import zero_ext  # noqa: F401 (before the example, which times nothing)
+from zero_ext.tensor.meshes import local_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.host, pytest.mark.world(4)]
 
@@ -23,6 +23,11 @@ LAYOUTS = [
     "--pp 2 --stage 3 --one-f-one-b",
     "--tp 2 --pp 2 --stage 2",
     "--tp 2 --cp 2 --stage 1",
+    "--experts 4 --ep 2 --stage 3",
+    "--experts 4 --ep 4 --stage 1",
+    "--experts 4 --ep 2 --tp 2 --stage 2",
+    "--experts 4 --ep 2 --cp 2 --stage 2",
+    "--experts 4 --ep 2 --pp 2 --stage 1",
 ]
 
 
@@ -35,10 +40,11 @@ def parallel(monkeypatch, no_stale_meshes):
     sys.modules.pop("parallel")
 
 
-def losses_of_one_process(parallel) -> list[float]:
+def losses_of_one_process(parallel, experts: int) -> list[float]:
     """Plain PyTorch on all sequences, on every rank alike."""
-    names = ("pp", "dp", "cp", "tp")
-    model = parallel.Model(2, init_device_mesh("cpu", (1, 4, 1, 1), mesh_dim_names=names))
+    names = ("pp", "dp", "ep", "cp", "tp")
+    mesh = init_device_mesh("cpu", (1, 4, 1, 1, 1), mesh_dim_names=names)
+    model = parallel.Model(2, mesh, experts)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("others", "dp"))
     losses = []
@@ -46,7 +52,8 @@ def losses_of_one_process(parallel) -> list[float]:
         inputs, targets = parallel.batch_of(step, {"dp": alone["dp"], "cp": alone["dp"]})
         loss = parallel.loss_of(model(inputs), targets)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = nn.utils.get_total_norm([local_of(p.grad) for p in model.parameters()])
+        nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm, foreach=False)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -55,7 +62,7 @@ def losses_of_one_process(parallel) -> list[float]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_has_the_losses_of_one_process(parallel, layout):
-    expected = losses_of_one_process(parallel)
+    expected = losses_of_one_process(parallel, experts=4 if "--experts" in layout else 0)
     losses = parallel.main(*layout.split(), "--steps", str(STEPS))
     assert_close(losses, expected, rtol=1e-5, atol=0)
 

@@ -93,7 +93,20 @@ MESHES = some_of(
     "data_ranks_may_run_different_numbers_of_backwards",
     "what_no_dimension_reduces_is_named",
 )
-ON_FOUR = (*files("equivalence", "comm_ops", "hybrid", "norm", "parallel"), *STAGE3, *MESHES)
+EXPERTS = some_of(
+    "experts",
+    "training_has_the_bits_of_experts_alone",
+    "training_goes_on_from_a_checkpoint_with_the_same_bits",
+    "ranks_may_run_different_numbers_of_backwards",
+    "what_users_write_is_compared_between_ranks_with_the_same_experts",
+    "other_meshes_and_placements_are_rejected",
+)
+ON_FOUR = (
+    *files("equivalence", "comm_ops", "hybrid", "norm", "parallel"),
+    *STAGE3,
+    *MESHES,
+    *EXPERTS,
+)
 # Whatever runs on a device at all.
 ON_A_DEVICE = all_but(
     ("project", "kernels", "ops", "integrations", "testing"),

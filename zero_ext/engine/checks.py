@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parameter import UninitializedParameter
 
 from zero_ext import _C
-from zero_ext._torch import FLATTENED, is_traceable_wrapper_subclass, wrappers_of
+from zero_ext._torch import FLATTENED, is_traceable_wrapper_subclass, spec_of, wrappers_of
 from zero_ext.engine.registry import Handle, find, find_all, living
 from zero_ext.engine.units import Tree
 from zero_ext.ranks.groups import Groups
-from zero_ext.tensor.meshes import locals_of
+from zero_ext.tensor.meshes import cutting_groups, is_cut_over, locals_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that parameters are trained in
 
@@ -155,12 +156,30 @@ def _check_distributed(groups: Groups, name: str, parameter: DTensor) -> None:
             "module.to_empty(device=...), then an initialisation."
         )
     both = set(mesh.mesh.flatten().tolist()) & set(groups.global_ranks)
-    if groups.world > 1 and both != {groups.global_rank}:
+    if is_cut_over(parameter, groups.expert_mesh):
+        _check_expert(where, groups, parameter, both)
+    elif groups.world > 1 and both != {groups.global_rank}:
         raise ValueError(
             f"{where} that parallelize_module() or fully_shard() has cut over ranks "
             f"{mesh.mesh.tolist()}, and sharding over {list(groups.global_ranks)} would cut it "
             "again. Shard over the mesh's other dimension, such as mesh=mesh['dp'], and without "
-            "fully_shard()."
+            "fully_shard(). If it is of experts, pass their dimension as expert_mesh."
+        )
+
+
+def _check_expert(where: str, groups: Groups, parameter: DTensor, both: set[int]) -> None:
+    cut = groups.expert_mesh.mesh.flatten().tolist()
+    if both != set(cut):
+        raise ValueError(
+            f"{where} on ranks {parameter.device_mesh.mesh.tolist()}, of which sharding over "
+            f"{list(groups.global_ranks)} may know those of expert_mesh={cut} alone."
+        )
+    over = [dist.get_process_group_ranks(g) for g in cutting_groups(spec_of(parameter))]
+    if cut not in over:
+        raise TypeError(
+            f"{where} with placements {parameter.placements}, which does not cut it over "
+            f"expert_mesh={cut}. Make what all of its ranks share a plain parameter: its gradient "
+            "is averaged over them."
         )
 
 

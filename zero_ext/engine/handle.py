@@ -121,12 +121,17 @@ class Handle:
         if distributed and self.across_meshes is None:
             own = None if self.replicated else self.groups.mesh.get_group()
             compare = functools.partial(_check_equal_gradients, weakref.ref(self))
-            self.across_meshes = across = meshes.AcrossMeshes(own, self.groups.parent, compare)
-            self.engine.set_across_meshes(across.sum, across.local_gradient)
+            inside = self.groups.expert_mesh
+            self.across_meshes = meshes.AcrossMeshes(own, self.groups.parent, compare, inside)
+            self.engine.set_to_local(self.across_meshes.local_gradient)
         for i, parameter in distributed:
             row = self.across_meshes.add(i, parameter)
-            self.engine.set_local(i, meshes.local_of(parameter), row)
-        if distributed:
+            is_expert = meshes.is_cut_over(parameter, self.groups.expert_mesh)
+            places = self.groups.experts.places if is_expert else ()
+            self.engine.set_local(i, meshes.local_of(parameter), row, places)
+        if distributed and (self.across_meshes.groups or self.replicated):
+            self.engine.set_across_meshes(self.across_meshes.sum)
+        if distributed and self.across_meshes.groups:
             _check_equal_values(self, [each for each in parameters if type(each[1]) is not DTensor])
         return list(range(first, len(self.parameters)))
 
@@ -148,7 +153,7 @@ class Handle:
         for added in (False, True):
             trained = {i: self.parameters[i] for i in indices if (i >= self.planned) == added}
             rest = self.dtypes, self.options.bucket_bytes, self._several_uses
-            for unit in units_by_size(trained, *rest):
+            for unit in units_by_size(trained, *rest, self.groups.expert_mesh):
                 _make_unit(self.engine, self.parameters, unit, resident=added)
 
     def check_and_add(self, parameters: Named) -> None:
@@ -253,8 +258,13 @@ class Handle:
         return id(parameter) in self.entries
 
     @functools.cached_property
-    def _maker(self) -> shard_tensor.Maker:
-        return shard_tensor.Maker(self.groups.mesh, self.groups.global_ranks)
+    def _makers(self) -> dict[bool, shard_tensor.Maker]:
+        """Of parameters that all ranks hold together, and of experts."""
+        experts, ranks = self.groups.experts, self.groups.global_ranks
+        makers = {False: shard_tensor.Maker(self.groups.mesh, ranks)}
+        if experts is not None:
+            makers[True] = shard_tensor.Maker(experts.alike, ranks)
+        return makers
 
     def as_parameter(self, local: Tensor, i: int, parameter: Tensor) -> Tensor:
         """This rank's 1-D part of some per-element value, shown in the parameter's shape."""
@@ -263,7 +273,8 @@ class Handle:
             return self.as_whole(local, i, parameter)
         outer = Outer.of(parameter, strides)
         whole = strides if outer is None else parameter.stride()
-        return self._maker.make(local, parameter.shape, bounds, whole, outer)
+        maker = self._makers[meshes.is_cut_over(parameter, self.groups.expert_mesh)]
+        return maker.make(local, parameter.shape, bounds, whole, outer)
 
     def as_whole(self, flat: Tensor, i: int, parameter: Tensor) -> Tensor:
         """All elements that the engine's ranks share, 1-D, shown in the parameter's shape."""
@@ -392,14 +403,16 @@ def _average(handle: Handle, i: int, gradient: Tensor | None) -> Tensor | None:
         gradient = handle.across_meshes.local_gradient(i, gradient)
     if groups.world == 1:
         return None if gradient is None else gradient.float() / divisor
+    is_expert = meshes.is_cut_over(handle.parameters[i], groups.expert_mesh)
+    group = groups.experts.alike.get_group() if is_expert else groups.parent
     holders = torch.zeros((), dtype=torch.float32, device=groups.device)
     shape = meshes.local_of(handle.parameters[i]).shape
     total = torch.zeros(shape, dtype=torch.float32, device=groups.device)
     if gradient is not None:
         holders.fill_(1.0)
         total.copy_(gradient.detach())
-    all_reduce_(holders, groups.parent)
-    all_reduce_(total, groups.parent)
+    all_reduce_(holders, group)
+    all_reduce_(total, group)
     return total / divisor if holders else None
 
 

@@ -158,4 +158,9 @@ class ShardingOptions:
                 setattr(options, group, name)
             options.timeout_ms = comm.timeout // datetime.timedelta(milliseconds=1)
             options.reduction = getattr(_C.Reduction, self.reduction or comm.default_reduction)
+            if groups.experts is not None and options.reduction != _C.Reduction.exchange:
+                raise ValueError(
+                    f"{groups.where}expert_mesh with reduction='collective': a collective sums over"
+                    ' all ranks. Pass reduction="exchange", and a process group of gloo.'
+                )
             return _C.Engine(options)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero_ext.engine.checks import Named, check_parameters, stays_whole
 from zero_ext.engine.options import ShardingOptions
@@ -24,7 +25,7 @@ from zero_ext.engine.units import (
     split_block,
 )
 from zero_ext.ranks.groups import Groups
-from zero_ext.tensor.meshes import locals_of
+from zero_ext.tensor.meshes import is_cut_over, locals_of
 
 
 class ModelParameters(NamedTuple):
@@ -91,12 +92,14 @@ def plan_module(
     *,
     casts: bool = False,
     dtypes: Mapping[int, torch.dtype | None] | None = None,
+    expert_mesh: DeviceMesh | None = None,
 ) -> Plan:
     """
     Args:
         choice: Which modules make units, see ``shard``.
         casts: Whether inputs of the units' modules are cast.
         dtypes: What parameters are computed in, by id. Default: ``param_dtype`` of ``options``.
+        expert_mesh: See ``shard``.
     Raises:
         ValueError, TypeError: ``choice`` chooses nothing, or is no ``Choice``.
     """
@@ -106,12 +109,12 @@ def plan_module(
     modules = modules_of_units(tree, parameters, choice) if casts or choice is not None else []
     if options.stage < 3:
         trained = {i: p for i, p in enumerate(parameters) if p.requires_grad}
-        cut = [Part(units_by_size(trained, computed, options.bucket_bytes, several))]
+        cut = [Part(units_by_size(trained, computed, options.bucket_bytes, several, expert_mesh))]
         return Plan(options, named, cut, computed, found.whole, None, modules, several)
     blocks = cut_by_module(tree, parameters, choice, options.bucket_bytes, computed)
     in_fp32 = _with_fp32_gradients(dict(enumerate(parameters)), computed, several)
     cut = [
-        Part(split_block(members, parameters, in_fp32, computed), block)
+        Part(split_block(members, parameters, in_fp32, computed, expert_mesh), block)
         for block, members in parts(blocks)
     ]
     sizes = bytes_of(parameters, computed)
@@ -171,15 +174,17 @@ def units_by_size(
     dtypes: Dtypes,
     bucket_bytes: float,
     several_uses: Container[int] = (),
+    expert_mesh: DeviceMesh | None = None,
 ) -> list[UnitPlan]:
     """Units of trained parameters, of about the size of a bucket."""
     with_fp32 = _with_fp32_gradients(parameters, dtypes, several_uses)
-    kinds: dict[tuple[bool, torch.dtype | None], list[int]] = {}
+    kinds: dict[tuple[bool, torch.dtype | None, bool], list[int]] = {}
     for i in parameters:
-        kinds.setdefault((i in with_fp32, dtypes[i]), []).append(i)
+        is_expert = is_cut_over(parameters[i], expert_mesh)
+        kinds.setdefault((i in with_fp32, dtypes[i], is_expert), []).append(i)
     plans = []
     # Kinds whose last gradient comes first, as in each of them; fp32 gradients at the end.
-    for (in_fp32, dtype), members in sorted(kinds.items(), key=lambda k: (k[0][0], -k[1][-1])):
+    for (in_fp32, dtype, _), members in sorted(kinds.items(), key=lambda k: (k[0][0], -k[1][-1])):
         numels = [p.numel() for p in locals_of([parameters[i] for i in members])]
         # Two dtypes that become one are cut apart first: a unit's values come in one dtype.
         own = [parameters[i].dtype for i in members]

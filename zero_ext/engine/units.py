@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from zero_ext.tensor.meshes import locals_of
+from zero_ext.tensor.meshes import is_cut_over, locals_of
 
 # What `shard(units=)` takes: module classes, or a predicate of a module's name and itself.
 Choice = type | Collection[type] | Callable[[str, nn.Module], bool] | None
@@ -407,13 +408,15 @@ def split_block(
     parameters: Sequence[Tensor],
     gradient_is_fp32: Container[int] = (),
     dtypes: Dtypes | None = None,
+    expert_mesh: DeviceMesh | None = None,
 ) -> list[UnitPlan]:
     """The units of one block: parameters of one dtype, all trainable or all frozen, computed in one
-    dtype, and the gradients of all or of none of them are in fp32."""
-    kinds: dict[tuple[torch.dtype, torch.dtype, bool, bool], list[int]] = {}
+    dtype, and the gradients of all or of none of them are in fp32. All or none are experts."""
+    kinds: dict[tuple[bool, torch.dtype, torch.dtype, bool, bool], list[int]] = {}
     for i in members:
         own, trainable = parameters[i].dtype, parameters[i].requires_grad
         computed = (dtypes and dtypes[i]) or own
-        kind = (own, computed, trainable, trainable and i in gradient_is_fp32)
+        is_expert = is_cut_over(parameters[i], expert_mesh)
+        kind = (is_expert, own, computed, trainable, trainable and i in gradient_is_fp32)
         kinds.setdefault(kind, []).append(i)
-    return [UnitPlan(part, *rest) for (_, *rest), part in kinds.items()]
+    return [UnitPlan(part, *rest) for (_, _, *rest), part in kinds.items()]

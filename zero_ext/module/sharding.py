@@ -31,6 +31,7 @@ from zero_ext.module.methods import (
 )
 from zero_ext.module.policies import ModulePolicy, Policies, input_dtype
 from zero_ext.module.state_dict_hooks import StateDictHooks
+from zero_ext.ranks.agreement import with_experts
 from zero_ext.ranks.collectives import copy_from_rank_0
 from zero_ext.ranks.groups import Groups, resolve
 from zero_ext.tensor.meshes import locals_of
@@ -46,6 +47,7 @@ def shard(
     stage: int = 2,
     *,
     mesh: DeviceMesh | Literal["alone"] | None = None,
+    expert_mesh: DeviceMesh | None = None,
     units: Choice = None,
     mp_policy: ModulePolicy = None,
     offload_policy: OffloadPolicy | None = None,
@@ -96,6 +98,10 @@ def shard(
             by itself, as without a launcher. With two dimensions, as for FSDP2, sharding is hybrid:
             each row is a replica whose ranks hold one copy together, and gradients are reduced over
             all ranks.
+        expert_mesh: The dimension among the ranks of ``mesh`` that cuts experts: parameters that
+            are DTensors with ``Shard`` over it. Ranks with the same experts shard them together. An
+            expert's gradient is the sum over all tokens that reached it, divided by the number of
+            all ranks, as that of every other parameter. Needs ``reduction="exchange"``.
         mp_policy: As for FSDP2. ``param_dtype`` becomes the parameters' dtype; the fp32 values stay
             as masters. Inputs of ``module`` and of each unit's modules are cast to it. Unlike in
             FSDP2, ``output_dtype`` casts the outputs of ``module`` only. Gradients are sent in
@@ -157,6 +163,8 @@ def shard(
         offload_policy=offload_policy,
     )
     groups = resolve(None, mesh, module.parameters())
+    if expert_mesh is not None:
+        groups = with_experts(groups, expert_mesh)
     ignored_params = _checked_ignored(ignored_params, param_init_fn)
     found = parameters_of(tree, {id(p) for p in ignored_params})
     named, whole = found.sharded, found.whole
@@ -164,7 +172,9 @@ def shard(
     check_buffers(groups, [(name, b) for name, b in buffers if not b.is_meta])
     check_parameters(groups, named, whole=whole, meta_allowed=stage == 3)
     casts = any(map(input_dtype, [policies.root, *policies.own.values()]))
-    plan = plan_module(found, options, units, casts=casts, dtypes=policies.dtypes)
+    plan = plan_module(
+        found, options, units, casts=casts, dtypes=policies.dtypes, expert_mesh=expert_mesh
+    )
     meta = None
     if stage == 3:
         left_alone = {id(p) for p in (*ignored_params, *[p for _, p in whole])}

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero_ext import _C
 from zero_ext.ranks.collectives import wait_for
-from zero_ext.ranks.groups import Groups
+from zero_ext.ranks.groups import Experts, Groups
 
 # How an error of this package begins, with its type.
 _OWN_ERROR = re.compile(r"^\w+: zero_ext( \[rank \d+\])?: ")
@@ -89,6 +90,41 @@ def _all_on_host(value: Any, groups: Groups) -> list:
 def _all_gather(rows: torch.Tensor, own: torch.Tensor, groups: Groups) -> None:
     parts = list(rows.view(groups.world, -1))
     wait_for(dist.all_gather(parts, own, groups.parent, async_op=True), own)
+
+
+def with_experts(groups: Groups, mesh: DeviceMesh) -> Groups:
+    """``groups``, in which ``mesh`` cuts experts. Collective.
+
+    Raises:
+        ValueError, TypeError: ``mesh`` is no dimension inside ``groups``.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f"zero_ext: expert_mesh must be a DeviceMesh, not a {type(mesh).__name__}. Pass the "
+            "dimension that cuts the experts, such as mesh['ep']."
+        )
+    ranks = mesh.mesh.flatten().tolist()
+    inside = mesh.ndim == 1 and groups.world > 1 and set(ranks) <= set(groups.global_ranks)
+    if not inside or mesh.get_coordinate() is None or groups.shards < groups.world:
+        raise ValueError(
+            f"{groups.where}expert_mesh={ranks} must be one dimension with this rank, among the "
+            f"ranks {list(groups.global_ranks)} that are sharded over in one dimension. Pass "
+            "mesh= all ranks whose gradients are averaged, and expert_mesh= the dimension among "
+            "them that cuts the experts."
+        )
+    coordinates = of_all_ranks(mesh.get_local_rank(), groups, "comparing expert_mesh")
+    places = tuple(r for r, each in enumerate(coordinates) if each == mesh.get_local_rank())
+    if len(places) * mesh.size() != groups.world:
+        raise ValueError(
+            f"{groups.where}expert_mesh={ranks}: the ranks {list(groups.global_ranks)} are at its "
+            f"places {coordinates}, which are not all as often there. Make all meshes from one "
+            "init_device_mesh()."
+        )
+    alike = dist.new_group(
+        [groups.global_ranks[place] for place in places], use_local_synchronization=True
+    )
+    made = DeviceMesh.from_group(alike, groups.device.type)
+    return groups._replace(experts=Experts(mesh, made, places))
 
 
 def check_same_on_all_ranks(

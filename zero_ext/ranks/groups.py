@@ -13,6 +13,20 @@ CPU = torch.device("cpu")
 ALONE = "alone"  # in place of a mesh or a process group: this rank trains alone
 
 
+class Experts(NamedTuple):
+    """How experts lie among the ranks, which average the gradients of all else.
+
+    Attributes:
+        cut: The dimension that cuts the experts: each of its ranks has others.
+        alike: The ranks that have the same experts as this one, and shard them together.
+        places: Their ranks in ``Groups.parent``, which rise.
+    """
+
+    cut: DeviceMesh
+    alike: DeviceMesh
+    places: tuple[int, ...]
+
+
 class Groups(NamedTuple):
     """The ranks that a model is sharded over, as this rank sees them.
 
@@ -25,6 +39,7 @@ class Groups(NamedTuple):
         rank, world: In ``parent``.
         device: Where this rank's parameters are, or will be if all of them are on the meta device.
         global_ranks: The launcher's names of the ranks, which messages use.
+        experts: See ``shard(expert_mesh=)``.
     """
 
     parent: dist.ProcessGroup | None
@@ -34,10 +49,15 @@ class Groups(NamedTuple):
     shards: int
     device: torch.device
     global_ranks: tuple[int, ...]
+    experts: Experts | None = None
 
     @property
     def global_rank(self) -> int:
         return self.global_ranks[self.rank]
+
+    @property
+    def expert_mesh(self) -> DeviceMesh | None:
+        return self.experts and self.experts.cut
 
     @property
     def where(self) -> str:

@@ -370,7 +370,7 @@ _OVERWRITES = {
     aten.fill_.Scalar,
     aten.fill_.Tensor,
     aten.zero_.default,
-    aten._foreach_zero_.default,
+    torch.ops.aten._foreach_zero_.default,
 }
 # Elementwise in effect, without the tag.
 _KEEPS_SHAPE = {

@@ -5,11 +5,13 @@ An engine shards the local tensor of such a parameter. What the other dimensions
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from zero_ext._torch import (
@@ -119,6 +121,19 @@ def convert(parameter: Tensor, dtype: torch.dtype) -> None:
         set_dtype(parameter, dtype)
 
 
+def dimensions_of(spec: DTensorSpec) -> list[dist.ProcessGroup]:
+    return [spec.mesh.get_group(d) for d in range(spec.mesh.ndim)]
+
+
+def is_cut_over(parameter: Tensor, mesh: DeviceMesh | None) -> bool:
+    """Whether ``mesh``, of one dimension, is one of those of a DTensor."""
+    if mesh is None or not isinstance(parameter, DTensor):
+        return False
+    ranks = mesh.mesh.flatten().tolist()
+    groups = dimensions_of(spec_of(parameter))
+    return any(dist.get_process_group_ranks(group) == ranks for group in groups)
+
+
 def reject_cut(what: str, parameter: Tensor, name: str | None, remedy: str) -> None:
     """Raise a TypeError that ``what`` needs whole parameters, where other dimensions cut it."""
     if isinstance(parameter, DTensor) and cutting_groups(spec_of(parameter)):
@@ -136,6 +151,7 @@ class AcrossMeshes:
     Args:
         own: The group that the engine cuts tensors over; None: its ranks hold them whole.
         data: That of all ranks which average gradients; None: one rank.
+        inside: The dimension among these that cuts experts, if one does.
         compare: Called in the first steps, when all ranks have come to them. It raises where
             gradients are unequal.
     """
@@ -145,9 +161,10 @@ class AcrossMeshes:
         own: dist.ProcessGroup | None,
         data: dist.ProcessGroup | None,
         compare: Callable[[], None],
+        inside: DeviceMesh | None,
     ):
         self.groups: dict[dist.ProcessGroup, None] = {}  # of the other dimensions
-        self._own, self._data = own, data
+        self._own, self._data, self._inside = own, data, inside
         self._compare, self._comparisons_left = compare, 2
         self._rows: list[tuple[dist.ProcessGroup, ...]] = [()]
         self._specs: dict[int, DTensorSpec] = {}
@@ -155,11 +172,17 @@ class AcrossMeshes:
     def add(self, i: int, parameter: DTensor) -> int:
         """Returns the row of squares that the gradient of parameter i belongs to."""
         spec = self._specs[i] = spec_of(parameter)
-        self.groups |= dict.fromkeys(map(spec.mesh.get_group, range(spec.mesh.ndim)))
+        self.groups |= dict.fromkeys(filter(self._is_outside, dimensions_of(spec)))
         groups = cutting_groups(spec)
+        if self._own is not None:  # its squares are summed over all of its ranks
+            groups = tuple(filter(self._is_outside, groups))
         if groups not in self._rows:
             self._rows.append(groups)
         return self._rows.index(groups)
+
+    def _is_outside(self, group: dist.ProcessGroup) -> bool:
+        ranks = [] if self._inside is None else self._inside.mesh.flatten().tolist()
+        return dist.get_process_group_ranks(group) != ranks
 
     @torch.no_grad()
     def local_gradient(self, i: int, gradient: Tensor) -> Tensor:
@@ -212,7 +235,8 @@ class AcrossMeshes:
         rows = values.shape[0] - 1
         if self._own is not None and rows > 0:
             _sum_rows(values, self._own, range(1, rows + 1))
-        for group in self.groups:
+        inside = () if self._own is not None else dict.fromkeys(chain(*self._rows))
+        for group in dict.fromkeys((*self.groups, *inside)):
             cut = [1 + k for k, groups in enumerate(self._rows[:rows]) if group in groups]
             _sum_rows(values, group, [0, *cut])
         return values
