@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from harness import MLP, assert_bits, mean_square, rank_batches
 from reference import OneProcess, fma_gradients
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 import zero_ext
@@ -90,4 +91,30 @@ def test_a_backend_of_the_extended_api(made, rank, world, device, stage):
         one.step(fma_gradients(one.model, batches, world))
     for name, parameter in model.named_parameters():
         assert_bits(zero_ext.full_tensor(parameter), one.masters[name], name)
+    dist.destroy_process_group(group)
+
+
+class AskedByTorch215(distributed_c10d._DistributedBackendOptions):
+    """What creators are asked for since torch 2.15: they see the group, and the device it is on."""
+
+    process_group = None
+    enable_reconfigure = False
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+@pytest.mark.skipif(not OVER_LCCL, reason="a backend of a device")
+def test_a_backend_that_connects_when_it_is_made(made, rank, world, monkeypatch):
+    """As NCCL of torch 2.15. Each rank's model is on another device than its number says."""
+    monkeypatch.setattr(distributed_c10d, "_DistributedBackendOptions", AskedByTorch215)
+    own = torch.device("lagged", (rank + 1) % 2)
+    group = dist.new_group(backend="cpu:gloo,lagged:nccl-like")
+    with own:
+        model = zero_ext.shard(MLP(13), 2, mesh=DeviceMesh.from_group(group, "lagged"))
+    asked = [each.own.process_group for each in made[1:]]
+    assert [each.bound_device_id for each in asked] == [own, own]
+    model(torch.ones(rank + 2, 5, device=own)).sum().backward()
+    grads = [zero_ext.full_grad(p) for p in model.parameters()]
+    # Of the last bias: a rank's number of rows, and their mean.
+    torch.testing.assert_close(grads[-1].cpu(), torch.full([5], (world + 3) / 2, device="cpu"))
     dist.destroy_process_group(group)

@@ -50,6 +50,13 @@ def _new_group(groups: Groups, name: str, store: dist.Store, rank: int, ranks: t
         options = copy.deepcopy(options)
         options._timeout = asked.timeout
         options.split_from = None
+    group = dist.ProcessGroup(*place)
+    if device.index is not None:
+        # NCCL of torch 2.15 connects when it is made, on this device. Without it, it would take the
+        # GPU with the number of the rank.
+        group.bound_device_id = device
+        with contextlib.suppress(AttributeError):  # before torch 2.15
+            asked.process_group = group
     plugin = dist.Backend._plugins.get(str(kind).upper())  # since torch 2.15 of gloo and NCCL, too
     if plugin is not None and plugin.extended_api:
         made = plugin.creator_fn(asked, options)
@@ -62,7 +69,6 @@ def _new_group(groups: Groups, name: str, store: dist.Store, rank: int, ranks: t
             f"{groups.where}the process group has no backend for tensors on "
             f"{groups.device}. Use init_process_group('gloo'), or 'nccl' on GPUs."
         )
-    group = dist.ProcessGroup(*place)
     number = dist.Backend.backend_type_map.get(kind, dist.ProcessGroup.BackendType.CUSTOM)
     group._register_backend(device, number, made)
     group._set_default_backend(number)
