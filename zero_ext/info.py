@@ -3,7 +3,9 @@
 import importlib.metadata
 import os
 import platform
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,26 @@ def _torch_cuda() -> str:
     return f"{torch.version.cuda}, {devices} device{'s' * (devices != 1)}"
 
 
+def _nccl(*, built: bool = False) -> str:
+    """The version that is loaded, or the one that torch was built with."""
+    if not dist.is_nccl_available():
+        return "no"
+    group = dist.ProcessGroupNCCL
+    ask = group.get_build_nccl_version if built else group.get_runtime_nccl_version
+    return ".".join(map(str, ask()))
+
+
+def driver_in(about: str) -> str:
+    """The version in the text of NVIDIA's driver about itself."""
+    found = re.search(r"Module.*?\s(\d[\d.]+)", about)
+    return found[1] if found else "no"
+
+
+def _driver() -> str:
+    about = Path("/proc/driver/nvidia/version")
+    return driver_in(about.read_text() if about.exists() else "")
+
+
 def _backends() -> str:
     if not dist.is_available():
         return "none: torch.distributed is not available"
@@ -49,7 +71,11 @@ FACTS: dict[str, Callable[[], object]] = {
     "instruction set": lambda: _C.cpu_instruction_set(),
     "torch": lambda: torch.__version__,
     "torch's CUDA": _torch_cuda,
+    "GPU": lambda: torch.cuda.get_device_name() if torch.cuda.is_available() else "no",
+    "NVIDIA driver": _driver,
     "torch's backends": _backends,
+    "NCCL": _nccl,
+    "torch's NCCL": lambda: _nccl(built=True),
     "torch's threads": torch.get_num_threads,
     "processors": lambda: len(os.sched_getaffinity(0)),
     "python": platform.python_version,

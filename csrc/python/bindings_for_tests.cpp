@@ -1,4 +1,4 @@
-// What only tests call: parts of the engine alone.
+// What only tests and zero_ext.doctor call: parts of the engine alone.
 #include <ATen/ops/zeros.h>
 #include <c10/core/DeviceGuard.h>
 

@@ -64,6 +64,7 @@ PYTHON_LEVELS = {
     "replay": 7,
     "elastic": 7,
     "deepspeed": 7,
+    "doctor": 8,
     "integrations": 8,
     "testing": 7,
     "info": 7,

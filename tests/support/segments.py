@@ -84,6 +84,7 @@ ON_THREE = (
         "an_export_is_the_plain_models_state",
         "some_ranks_save_meanwhile_whatever_groups_each_is_in",
     ),
+    *some_of("doctor", "ranks_are_measured"),
 )
 MESHES = some_of(
     "meshes",
@@ -138,7 +139,8 @@ QUICK = {
         2,
         files("backends", "devices", "uneven_on_a_backend", "zeroed_on_a_backend")
         + MESHES
-        + some_of("inner_backwards", "a_rank_throws_while_another_has_late_gradients"),
+        + some_of("inner_backwards", "a_rank_throws_while_another_has_late_gradients")
+        + some_of("doctor", "ranks_are_measured"),
         LCCL,
     ),
     "test-lccl-4-ranks": Segment(4, files("hybrid"), LCCL),
