@@ -22,10 +22,6 @@ Peers::Peers(const Peers& all, std::vector<int64_t> subset) : Peers(all) {
   global_ranks_.clear();
   for (const int64_t place : subset) global_ranks_.push_back(all.global_rank(place));
   rank_ = std::find(subset.begin(), subset.end(), all.rank()) - subset.begin();
-  TORCH_CHECK(!on_device(), where(all.global_rank()),
-              "parameters on some of the ranks alone, as of"
-              " experts, need messages through the host. The backend of ",
-              groups_->device(), " has none. Use a process group of gloo.");
   subset_ = std::move(subset);
 }
 
@@ -56,6 +52,11 @@ void Peers::compare_gathers() {
                                  .global = global_ranks_};
   gather_order_ = std::make_shared<GatherOrder>(local_transport_, ranks);
   watch_->compare_gathers(gather_order_);
+}
+
+void Peers::join_watch_of(const Peers& all) {
+  watch_ = all.watch_;
+  gather_order_ = all.gather_order_;
 }
 
 // Ranks of the same host

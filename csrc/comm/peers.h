@@ -42,8 +42,7 @@ class Peers {
   int64_t rank() const { return rank_; }
   int64_t world() const { return subset_.empty() ? groups_->world() : std::ssize(subset_); }
   int64_t shards() const { return subset_.empty() ? groups_->shards() : world(); }  // of a replica
-  // The number of `rank` among all ranks.
-  int64_t place(int64_t rank) const { return subset_.empty() ? rank : subset_[rank]; }
+  // By the connections of all ranks.
   bool is_subset() const { return !subset_.empty(); }
   int64_t global_rank(int64_t rank) const {
     return global_ranks_.empty() ? rank : global_ranks_[rank];
@@ -60,6 +59,8 @@ class Peers {
   // unit's number. Not of those that are captured into a graph, which is replayed without the host.
   void compare_gathers();
   void show_gather(int64_t unit) const;
+  // Of some of the ranks of `all`, on a device: gathers and collectives of both are watched together.
+  void join_watch_of(const Peers& all);
   // The same after each reduction of a unit that has started: how many have.
   void show_reduction(int64_t unit, int64_t started) const;
   // On a device without local peers: a hash of the units that this rank has gathered since
@@ -125,6 +126,8 @@ class Peers {
 
  private:
   bool reads(int64_t peer) const;
+  // The number of `rank` among all ranks.
+  int64_t place(int64_t rank) const { return subset_.empty() ? rank : subset_[rank]; }
   void note_collective(size_t& hash, int64_t unit) const;
   bool is_staged(const at::Tensor& tensor) const { return staged() && !tensor.is_cpu(); }
   // Null where there are no local peers, and in a forked child.

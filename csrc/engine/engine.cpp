@@ -109,10 +109,10 @@ std::unique_ptr<Unit> Engine::make_unit(const std::vector<int64_t>& members, at:
   const ShardedParameters& parameters = parts_.parameters;
   std::vector<SlotSpec> specs;
   std::vector<at::Tensor> values;
-  const std::vector<int64_t>& ranks = parameters[members.front()].ranks;
+  const bool experts = !members.empty() && parameters[members.front()].is_expert;
   for (const int64_t i : members) {
-    TORCH_CHECK(parameters[i].ranks == ranks, where(parts_.comm.global_rank()), "parameters '",
-                parameters[members.front()].name, "' and '", parameters[i].name,
+    TORCH_CHECK(parameters[i].is_expert == experts, where(parts_.comm.global_rank()),
+                "parameters '", parameters[members.front()].name, "' and '", parameters[i].name,
                 "' lie on different ranks, and cannot be in one unit.");
     specs.push_back(slot_spec(parameters[i].name, parameters[i].local));
     values.push_back(parameters[i].local.detach());
@@ -124,7 +124,7 @@ std::unique_ptr<Unit> Engine::make_unit(const std::vector<int64_t>& members, at:
       members.size() == 1 ? specs.front().name : specs.front().name + " … " + specs.back().name;
   NanRecords& records = parts_.nan_records;
   auto unit =
-      std::make_unique<Unit>(parts_.ranks_of(ranks), index, trainable ? records.count() : 0, name,
+      std::make_unique<Unit>(parts_.ranks_of(experts), index, trainable ? records.count() : 0, name,
                              std::move(specs), values, dtype, kind, parts_.options.broadcast);
   if (trainable) records.add(members);
   return unit;
@@ -135,12 +135,11 @@ void Engine::replace_parameter(int64_t i, const at::Tensor& tensor) {
   parts_.parameters.replace(i, tensor);
 }
 
-void Engine::set_local(int64_t i, const at::Tensor& local, int64_t norm_row,
-                       std::vector<int64_t> ranks) {
+void Engine::set_local(int64_t i, const at::Tensor& local, int64_t norm_row, bool is_expert) {
   const Access access(parts_.lock);
   parts_.parameters[i].local = local;
   parts_.parameters[i].norm_row = norm_row;
-  parts_.parameters[i].ranks = std::move(ranks);
+  parts_.parameters[i].is_expert = is_expert;
 }
 
 void Engine::set_to_local(PublishedGradients::ToLocal to_local) {

@@ -45,8 +45,8 @@ class Engine {
   int64_t add_unit(const std::vector<int64_t>& members, at::ScalarType dtype, UnitKind kind);
   // Parameter i, which is in no unit yet, is `tensor` from now on.
   void replace_parameter(int64_t i, const at::Tensor& tensor);
-  // Parameter i, which is in no unit yet, is a DTensor. `ranks`: see ShardedParameter.
-  void set_local(int64_t i, const at::Tensor& local, int64_t norm_row, std::vector<int64_t> ranks);
+  // Parameter i, which is in no unit yet, is a DTensor.
+  void set_local(int64_t i, const at::Tensor& local, int64_t norm_row, bool is_expert);
   // What DTensors need, and those over dimensions that this does not shard over. Both run Python.
   void set_to_local(PublishedGradients::ToLocal to_local);
   void set_across_meshes(AcrossMeshes across);

@@ -26,6 +26,9 @@ struct EngineOptions {
   std::string within_reduce_group;    // see Comm::Names; empty: all ranks are one replica
   std::string within_gather_group;
   std::string across_group;
+  std::vector<int64_t> expert_places;  // of the ranks with the same experts, in the groups; rise
+  std::string expert_reduce_group;     // theirs, on a device
+  std::string expert_gather_group;
   int64_t timeout_ms = 0;             // of messages without a process group, and of watched ones
   bool shared_host_transport = true;  // between ranks of one host, where the host allows it
   Reduction reduction = Reduction::exchange;

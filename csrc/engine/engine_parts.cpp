@@ -79,6 +79,7 @@ EngineParts::EngineParts(EngineOptions given)
               .reduction = options.reduction,
               .reduce_dtype = options.reduce_dtype.value_or(at::kFloat),
               .reduce_in_gradient_dtype = !options.reduce_dtype.has_value(),
+              .subset = options.expert_places.empty() ? -1 : options.expert_places.front(),
               .window_bytes = options.window_bytes,
               .memory = std::make_shared<MemoryCounter>(options.limit_bytes),
               .offloaded = std::make_shared<MemoryCounter>()},
@@ -100,20 +101,35 @@ EngineParts::EngineParts(EngineOptions given)
   }
   context.spare =
       std::make_shared<SpareMemory>(context.memory, Held::full, context.compute_place());
+  if (!options.expert_places.empty()) make_subset();
 }
 
-Unit::Ranks EngineParts::ranks_of(const std::vector<int64_t>& places) {
-  if (places.empty()) return {.context = context, .comm = comm};
-  const auto found = subsets.find(places);
-  if (found != subsets.end()) return {.context = found->second.context, .comm = found->second.comm};
-  TORCH_CHECK(context.reduction == Reduction::exchange && context.shards == context.world,
-              where(context.global_rank), "subsets of the ranks exchange, and have no replicas.");
-  Subset& made = subsets.emplace(places, Subset{Comm(comm, places), context}).first->second;
-  made.context.rank = made.comm.rank();
-  made.context.world = made.context.shards = made.comm.world();
-  made.context.global_ranks.clear();
-  for (const int64_t k : places) made.context.global_ranks.push_back(comm.global_rank(k));
-  return {.context = made.context, .comm = made.comm};
+Unit::Ranks EngineParts::ranks_of(bool experts) {
+  if (!experts) return {.context = context, .comm = comm, .places = no_places};
+  TORCH_CHECK(of_experts != nullptr, where(context.global_rank),
+              "no subset of the ranks is known.");
+  return {
+      .context = of_experts->context, .comm = of_experts->comm, .places = options.expert_places};
+}
+
+void EngineParts::make_subset() {
+  const std::vector<int64_t>& places = options.expert_places;
+  std::vector<int64_t> ranks;
+  for (const int64_t k : places) ranks.push_back(comm.global_rank(k));
+  of_experts = std::make_unique<Subset>(Subset{subset_comm(ranks), context});
+  UnitContext& of_subset = of_experts->context;
+  of_subset.rank = of_experts->comm.rank();
+  of_subset.world = of_subset.shards = std::ssize(places);
+  of_subset.global_ranks = ranks;
+}
+
+Comm EngineParts::subset_comm(const std::vector<int64_t>& ranks) const {
+  if (!comm.on_device()) return Comm(comm, options.expert_places);
+  if (ranks.size() == 1) return Comm(ranks);
+  Comm own({.reduce = options.expert_reduce_group, .gather = options.expert_gather_group},
+           options.device, ranks);
+  own.join_watch_of(comm);
+  return own;
 }
 
 }  // namespace zero_ext

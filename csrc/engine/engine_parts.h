@@ -4,7 +4,6 @@
 // Threads:   used under the lock alone, except for the constants `options` and `context`.
 #pragma once
 
-#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -58,8 +57,8 @@ struct EngineParts {
   explicit EngineParts(EngineOptions given);
   EngineParts(const EngineParts&) = delete;
   EngineParts& operator=(const EngineParts&) = delete;
-  // `places`: of a subset of the ranks, which rise; empty: all.
-  Unit::Ranks ranks_of(const std::vector<int64_t>& places);
+  // All of them, or those with the same experts.
+  Unit::Ranks ranks_of(bool experts);
 
   const EngineOptions options;
   LastUse last_use;
@@ -68,7 +67,8 @@ struct EngineParts {
   OffloadedStates offloaded;
   NanRecords nan_records;
   UnitContext context;
-  std::map<std::vector<int64_t>, Subset> subsets;  // by their ranks, which rise
+  const std::vector<int64_t> no_places{};
+  std::unique_ptr<Subset> of_experts;  // null: there are none
   ShardedParameters parameters;
   FinishedBackwards finished;
   PublishedGradients published;
@@ -77,6 +77,10 @@ struct EngineParts {
   Boundary boundary;
   BackwardPhase backward_phase = BackwardPhase::none;
   Gatherer gatherer;
+
+ private:
+  void make_subset();
+  Comm subset_comm(const std::vector<int64_t>& ranks) const;
 };
 
 // The parts by the names that facets have for them.

@@ -62,12 +62,12 @@ void Rejections::reject_subset(Comm::Agreement about) const {
   const int64_t count = parameters_.size();
   std::vector<int64_t> held;
   for (int64_t i = 0; i < count; ++i) {
-    if (!parameters_[i].ranks.empty()) held.push_back(i);
+    if (parameters_[i].is_expert) held.push_back(i);
   }
   // The subset, then a digest of each gradient, then one of each value.
   const at::Tensor mine = at::zeros({1 + 2 * count}, at::kLong);
   auto* digests = mine.mutable_data_ptr<int64_t>();
-  digests[0] = subset_among(parameters_);
+  digests[0] = context_.subset;
   const at::Tensor gradients = published_.written_digests(held);
   for (const int64_t i : held) {
     digests[1 + i] = gradients.const_data_ptr<int64_t>()[i];

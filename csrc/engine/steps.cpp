@@ -126,7 +126,7 @@ int64_t Steps::written_values(bool of_subset) {
   for (int64_t i = 0; i < parameters_.size(); ++i) {
     note_writes(parameters_, i);
     const int64_t digest = written(parameters_, i);
-    if (parameters_[i].ranks.empty() != of_subset && digest != 0) sum += c10::get_hash(i, digest);
+    if (parameters_[i].is_expert == of_subset && digest != 0) sum += c10::get_hash(i, digest);
   }
   return static_cast<int64_t>(sum);
 }

@@ -85,10 +85,10 @@ bool Values::gather_whole(const Whole& whole, bool wanted) {
     if (const Piece* own = layout.own_piece(slot)) {
       copy_own_part(i, whole.masters, whole.into[k].narrow(0, own->slot_begin, own->numel));
     }
-    Comm& comm = parameters_.home_of(i).ranks().comm;
+    const Unit::Ranks& ranks = parameters_.home_of(i).ranks();
     std::vector<bool> of_unit;
-    for (int64_t r = 0; r < comm.world(); ++r) of_unit.push_back(wanting[comm.place(r)]);
-    comm.gather_parts(whole.into[k], bounds, of_unit, pending);
+    for (int64_t r = 0; r < ranks.comm.world(); ++r) of_unit.push_back(wanting[ranks.place(r)]);
+    ranks.comm.gather_parts(whole.into[k], bounds, of_unit, pending);
   }
   pending.wait(what);
   return true;

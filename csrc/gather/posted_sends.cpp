@@ -105,10 +105,10 @@ void PostedSends::exchange_taken() {
   const auto* by_rank = all.const_data_ptr<int64_t>();
   for (int64_t u = 0; u < units; ++u) {
     Entry& entry = entries_[u];
-    const Comm& comm = entry.unit->ranks().comm;
-    for (int64_t peer = 0; peer < comm.world(); ++peer) {
+    const Unit::Ranks& ranks = entry.unit->ranks();
+    for (int64_t peer = 0; peer < ranks.comm.world(); ++peer) {
       std::deque<PostedSend>& posted = entry.posted[peer];
-      const auto count = static_cast<size_t>(by_rank[comm.place(peer) * units + u]);
+      const auto count = static_cast<size_t>(by_rank[ranks.place(peer) * units + u]);
       for (size_t n = std::min(count, posted.size()); n > 0; --n) posted.pop_front();
     }
     entry.taken = 0;

@@ -160,7 +160,7 @@ void PublishedGradients::adopt_changes(const std::vector<int64_t>& indices, cons
 int64_t PublishedGradients::digest(const std::vector<int64_t>& indices, bool of_subset) const {
   uint64_t sum = 0;  // in any order: each rank may list the parameters in its own
   for (const int64_t i : indices) {
-    if (parameters_[i].ranks.empty() == of_subset || entries_[i].written == 0) continue;
+    if (parameters_[i].is_expert != of_subset || entries_[i].written == 0) continue;
     sum += c10::get_hash(i, entries_[i].written);
   }
   return static_cast<int64_t>(sum);

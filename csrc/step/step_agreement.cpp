@@ -59,6 +59,16 @@ void decide_factor(const StepQuestions& questions, const kernels::SquareSum& sum
   if (std::isfinite(norm)) verdict.factor = static_cast<float>(division * clip);
 }
 
+// Of the ranks' answers [world, n]: whether ranks with the same subset, in column `begin`, have other
+// digests in the next one. [1] bool.
+at::Tensor differ_in_subset(const at::Tensor& answers, int64_t begin) {
+  const auto pairs = [&](int64_t column) {
+    const at::Tensor values = answers.select(1, column);
+    return values.unsqueeze(0).eq(values.unsqueeze(1));
+  };
+  return pairs(begin).logical_and(pairs(begin + 1).logical_not()).any().reshape({1});
+}
+
 // The same on a device, where `verdict` has the factor that divides.
 void clip_divided(const StepQuestions& questions, DeviceVerdict& verdict) {
   verdict.norm.mul_(verdict.factor[0]);
@@ -114,7 +124,7 @@ StepAnswer StepAgreement::own_answer(const std::vector<int64_t>& indices,
                     .first_record = found.first,
                     .settings = questions.settings,
                     .written = questions.written,
-                    .subset = subset_among(parameters_),
+                    .subset = context_.subset,
                     .of_subset = questions.of_subset,
                     .divide_by = questions.divide_by.value_or(0)};
   // One message for both questions; a second one would cost more than the norm. It has the same
@@ -231,14 +241,12 @@ void StepAgreement::describe(int64_t first, StepVerdict& verdict) const {
   verdict.micro_batch = micro_batch == nan_record::kUnknownMicroBatch ? -1 : micro_batch;
 }
 
-std::optional<StepVerdict> StepAgreement::ask_device(const Round& round,
-                                                     const std::vector<int64_t>& indices,
-                                                     const StepQuestions& questions) {
-  const c10::Device device = context_.compute.device();
-  const auto options = at::TensorOptions().device(device);
+at::Tensor StepAgreement::device_answer(const std::vector<int64_t>& indices,
+                                        const StepQuestions& questions) const {
+  const auto options = at::TensorOptions().device(context_.compute.device());
   const at::Tensor nonfinite_answer = context_.nan_records->search_on_device(
       records_of(indices, questions), [this](int64_t i) { return own_sum(i); });
-  at::Tensor squares =
+  const at::Tensor squares =
       at::zeros({questions.norm() ? kernels::kSquareSumLength : 0}, options.dtype(at::kLong));
   if (questions.norm() && across_ == nullptr) {
     add_own_squares(indices,
@@ -252,13 +260,30 @@ std::optional<StepVerdict> StepAgreement::ask_device(const Round& round,
   const int64_t count = std::bit_cast<int64_t>(questions.divide_by.value_or(0));
   const auto number = [&](int64_t value) { return at::full({1}, value, options.dtype(at::kLong)); };
   std::vector<at::Tensor> parts_of_answer{nonfinite_answer, number(agreed), squares};
+  if (context_.subset >= 0) {
+    parts_of_answer.push_back(number(context_.subset));
+    parts_of_answer.push_back(number(questions.of_subset));
+  }
   if (questions.divide_by.has_value()) parts_of_answer.push_back(number(count));
-  const at::Tensor answer = at::cat(parts_of_answer);
+  return at::cat(parts_of_answer);
+}
+
+std::optional<StepVerdict> StepAgreement::ask_device(const Round& round,
+                                                     const std::vector<int64_t>& indices,
+                                                     const StepQuestions& questions) {
+  const auto options = at::TensorOptions().device(context_.compute.device());
+  const at::Tensor answer = device_answer(indices, questions);
   const at::Tensor all = gather(round, answer, DeviceAnswer::kAgreed, questions);
   if (!all.defined()) return std::nullopt;
   auto verdict = std::make_shared<DeviceVerdict>();
   const at::Tensor agreement = all.select(1, DeviceAnswer::kAgreed);
   at::Tensor out_of_step = agreement.min().ne(agreement.max()).reshape({1});
+  at::Tensor squares =
+      answer.narrow(0, DeviceAnswer::kSquares, questions.norm() ? kernels::kSquareSumLength : 0);
+  if (context_.subset >= 0) {
+    out_of_step =
+        out_of_step.logical_or(differ_in_subset(all, DeviceAnswer::kSquares + squares.numel()));
+  }
   at::Tensor nonfinite = all.select(1, DeviceAnswer::kFinite).min().eq(0).reshape({1});
   if (asks_meshes(questions)) {
     const OfMeshes meshes = ask_meshes(indices, questions, nonfinite, /*rejected=*/false);

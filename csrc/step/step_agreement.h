@@ -129,6 +129,10 @@ class StepAgreement {
   // Every rank holds all gradients, reduced.
   bool replicated() const { return context_.policy.optimizer == Sharding::replicated; }
   StepAnswer own_answer(const std::vector<int64_t>& indices, const StepQuestions& questions) const;
+  // On a device: int64, see DeviceAnswer; then this rank's subset and a digest, where there are
+  // subsets; then what it divides by, where it is asked for.
+  at::Tensor device_answer(const std::vector<int64_t>& indices,
+                           const StepQuestions& questions) const;
   // Raises where ranks have finished different backwards. Also agrees on the epoch.
   void check_same_backwards(const Round& round, const std::vector<Arrival>& arrivals) const;
   // The messages of all ranks [world, n], or this one's alone. Undefined where they are outdated:

@@ -43,7 +43,7 @@ struct StepAnswer {
   int64_t first_record = 0;  // the first NaN record
   int64_t settings = 0;
   int64_t written = 0;  // see PublishedGradients::written_by_hand
-  int64_t subset = -1;  // the first rank of this rank's subset, see ShardedParameter::ranks
+  int64_t subset = -1;  // the first rank of this rank's subset, see UnitContext
   int64_t of_subset = 0;
   double divide_by = 0;  // this rank's part; 0: none was given
   kernels::SquareSum squares{};

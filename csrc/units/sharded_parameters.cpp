@@ -1,6 +1,5 @@
 #include "units/sharded_parameters.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "core/errors.h"
@@ -74,12 +73,6 @@ void ShardedParameters::for_each_summed_run(
     const auto same = [](int64_t, int64_t) { return true; };
     for (const Run& run : units_[u]->layout().runs(used, same)) apply(sums, run);
   }
-}
-
-int64_t subset_among(const ShardedParameters& parameters) {
-  const auto found = std::find_if(parameters.begin(), parameters.end(),
-                                  [](const ShardedParameter& each) { return !each.ranks.empty(); });
-  return found == parameters.end() ? -1 : found->ranks.front();
 }
 
 std::vector<int64_t> unfrozen_among(const ShardedParameters& parameters) {

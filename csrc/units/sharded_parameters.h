@@ -26,9 +26,9 @@ struct ShardedParameter {
   std::string name;
   int64_t unit = -1;  // -1: frozen when it was sharded
   int64_t slot = -1;
-  int64_t frozen_unit = -1;      // among the frozen units, where frozen parameters are sharded too
-  int64_t norm_row = 0;          // see AcrossMeshes
-  std::vector<int64_t> ranks{};  // that hold it together, which rise; empty: all
+  int64_t frozen_unit = -1;  // among the frozen units, where frozen parameters are sharded too
+  int64_t norm_row = 0;      // see AcrossMeshes
+  bool is_expert = false;    // only the ranks of a subset hold it together
   NodePtr node{};
 
   bool managed() const { return unit >= 0; }
@@ -109,8 +109,6 @@ class ShardedParameters {
   std::vector<std::vector<int64_t>> members_;  // [units]
 };
 
-// The first rank of the subset that holds some of them; -1: there is none.
-int64_t subset_among(const ShardedParameters& parameters);
 // Parameters that were frozen when the model was sharded and require a gradient now.
 std::vector<int64_t> unfrozen_among(const ShardedParameters& parameters);
 // See Note [Written values]. Takes notice of what users wrote to parameter i, where it is in memory.

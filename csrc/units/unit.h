@@ -32,6 +32,9 @@ class Unit {
   struct Ranks {
     const UnitContext& context;
     Comm& comm;
+    const std::vector<int64_t>& places;  // in the engine; empty: all
+    // The number in the engine of rank r here.
+    int64_t place(int64_t r) const { return places.empty() ? r : places[r]; }
   };
   // `values`: the parameters' present values, in any one floating dtype. `dtype`: what the
   // parameters are computed in. `first_record`: that of slot 0 among the context's

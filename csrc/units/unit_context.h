@@ -63,7 +63,8 @@ struct UnitContext {
   Reduction reduction = Reduction::exchange;
   at::ScalarType reduce_dtype = at::kFloat;  // of collective reductions
   bool reduce_in_gradient_dtype = true;      // of exchange: else in reduce_dtype
-  int64_t window_bytes = 0;                  // see Note [Windows] in unit_reduction.h
+  int64_t subset = -1;  // the first of the ranks that hold the same experts; -1: there are none
+  int64_t window_bytes = 0;  // see Note [Windows] in unit_reduction.h
   std::shared_ptr<MemoryCounter> memory;
   std::shared_ptr<SpareMemory> spare{};      // of released parameters
   std::shared_ptr<MemoryCounter> offloaded;  // counts the host memory of offloaded states

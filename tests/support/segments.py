@@ -126,7 +126,7 @@ OVER_ITS_BACKEND = tuple(
     )
 )
 # Without those whose formulas have one dimension.
-WITH_REPLICAS = all_but((), "memory", "memory_stage3", "meta", "shard_tensor")
+WITH_REPLICAS = all_but((), "experts", "memory", "memory_stage3", "meta", "shard_tensor")
 
 QUICK = {
     "test-2-ranks": Segment(2, EVERYTHING),
@@ -143,7 +143,17 @@ QUICK = {
         + some_of("doctor", "ranks_are_measured"),
         LCCL,
     ),
-    "test-lccl-4-ranks": Segment(4, files("hybrid"), LCCL),
+    "test-lccl-4-ranks": Segment(
+        4,
+        files("hybrid")
+        + some_of(
+            "experts",
+            "training_has_the_bits_of_experts_alone",
+            "collectives_sum_over_the_ranks_with_the_same_experts",
+            "what_users_write_is_compared_between_ranks_with_the_same_experts",
+        ),
+        LCCL,
+    ),
 }
 ALL = {
     "all-one-rank": Segment(0, EVERYTHING, slow=True),

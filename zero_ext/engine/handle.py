@@ -127,8 +127,7 @@ class Handle:
         for i, parameter in distributed:
             row = self.across_meshes.add(i, parameter)
             is_expert = meshes.is_cut_over(parameter, self.groups.expert_mesh)
-            places = self.groups.experts.places if is_expert else ()
-            self.engine.set_local(i, meshes.local_of(parameter), row, places)
+            self.engine.set_local(i, meshes.local_of(parameter), row, is_expert)
         if distributed and (self.across_meshes.groups or self.replicated):
             self.engine.set_across_meshes(self.across_meshes.sum)
         if distributed and self.across_meshes.groups:

@@ -141,6 +141,7 @@ class ShardingOptions:
         options.limit_bytes = environment.limit_bytes()
         options.window_bytes = window_bytes
         options.global_ranks = list(groups.global_ranks)
+        options.expert_places = [] if groups.experts is None else list(groups.experts.places)
         options.device = groups.device
         on_device = groups.device.type != "cpu"
         options.offload = self.offloads and on_device
@@ -158,9 +159,10 @@ class ShardingOptions:
                 setattr(options, group, name)
             options.timeout_ms = comm.timeout // datetime.timedelta(milliseconds=1)
             options.reduction = getattr(_C.Reduction, self.reduction or comm.default_reduction)
-            if groups.experts is not None and options.reduction != _C.Reduction.exchange:
+            exchanges = options.reduction == _C.Reduction.exchange
+            if groups.experts is not None and not exchanges and not comm.on_device:
                 raise ValueError(
-                    f"{groups.where}expert_mesh with reduction='collective': a collective sums over"
-                    ' all ranks. Pass reduction="exchange", and a process group of gloo.'
+                    f"{groups.where}expert_mesh with reduction='collective' through the host. Pass "
+                    'reduction="exchange".'
                 )
             return _C.Engine(options)

@@ -101,7 +101,8 @@ def shard(
         expert_mesh: The dimension among the ranks of ``mesh`` that cuts experts: parameters that
             are DTensors with ``Shard`` over it. Ranks with the same experts shard them together. An
             expert's gradient is the sum over all tokens that reached it, divided by the number of
-            all ranks, as that of every other parameter. Needs ``reduction="exchange"``.
+            all ranks, as that of every other parameter. On the CPU the reduction must
+            be ``"exchange"``.
         mp_policy: As for FSDP2. ``param_dtype`` becomes the parameters' dtype; the fp32 values stay
             as masters. Inputs of ``module`` and of each unit's modules are cast to it. Unlike in
             FSDP2, ``output_dtype`` casts the outputs of ``module`` only. Gradients are sent in

@@ -81,6 +81,7 @@ class CommGroups(NamedTuple):
     names: dict[str, str]
     default_reduction: str = "exchange"
     timeout: datetime.timedelta = datetime.timedelta()
+    on_device: bool = False  # they carry tensors of a device
 
 
 @contextlib.contextmanager
@@ -88,7 +89,8 @@ def comm_groups(groups: Groups) -> Iterator[CommGroups]:
     """New groups over a parent's ranks, registered under their names inside the context.
 
     Two are of all ranks, for reductions and for gathers. With replicas two more are of this rank's
-    one, and one of the ranks that hold the same range. The engine then keeps the groups alive.
+    one, and one of the ranks that hold the same range. On a device two more are of the ranks with
+    the same experts. The engine then keeps the groups alive.
     """
     if groups.world == 1:
         yield CommGroups({})
@@ -103,7 +105,12 @@ def comm_groups(groups: Groups) -> Iterator[CommGroups]:
         ranks = groups.global_ranks[replica * groups.shards :][: groups.shards]
         within = [(f"within_{purpose}", replica, shard, ranks) for purpose, *_ in wanted]
         wanted += [*within, ("across", shard, replica, groups.global_ranks[shard :: groups.shards])]
-    reduction = "collective" if "nccl" in str(_own_backend(groups)[0]) else "exchange"
+    kind, device, _ = _own_backend(groups)
+    if groups.experts is not None and device != CPU and len(groups.experts.places) > 1:
+        ranks = tuple(groups.global_ranks[place] for place in groups.experts.places)
+        own = groups.experts.cut.get_local_rank(), groups.experts.alike.get_local_rank(), ranks
+        wanted += [("expert_reduce", *own), ("expert_gather", *own)]
+    reduction = "collective" if "nccl" in str(kind) else "exchange"
     names, made = {}, []  # nothing else keeps the groups alive
     try:
         for purpose, part, rank, ranks in wanted:
@@ -112,7 +119,7 @@ def comm_groups(groups: Groups) -> Iterator[CommGroups]:
             made[-1]._set_group_name(name)
             torch._C._distributed_c10d._register_process_group(name, made[-1])
             names[f"{purpose}_group"] = name
-        yield CommGroups(names, reduction, timeout_of(groups))
+        yield CommGroups(names, reduction, timeout_of(groups), device != CPU)
     finally:
         for name in names.values():
             torch._C._distributed_c10d._unregister_process_group(name)
