@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         set_full_param,
         set_full_state,
     )
-    from zero_ext.training_log import TrainingLog
+    from zero_ext.training_log import TrainingLog, metrics
 
 # Each name is imported when it is first used. DTensor, which all of them need, takes torch longer
 # to import than torch itself.
@@ -51,6 +51,7 @@ _MODULES = {
     "initialize": "deepspeed.initialization",
     "iter_full_params": "state.iteration",
     "local_gradients": "state.values",
+    "metrics": "training_log",
     "no_sync": "module.methods",
     "offload_states": "engine.offload",
     "parameter_fingerprints": "fingerprints",
@@ -82,6 +83,7 @@ __all__ = [
     "initialize",
     "iter_full_params",
     "local_gradients",
+    "metrics",
     "no_sync",
     "offload_states",
     "ops",

@@ -1,11 +1,112 @@
-"""TrainingLog: a line of JSON for each step, which ``python -m zero_ext.diff`` compares."""
+"""What a loop logs: ``metrics`` for loggers, and ``TrainingLog``, which ``python -m zero_ext.diff``
+compares."""
 
 import json
 import os
+import weakref
+from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+
+from zero_ext.engine.checks import check_module
+from zero_ext.engine.handle import Handle
+from zero_ext.engine.registry import handle_of
+from zero_ext.optim.core import Core
+from zero_ext.state.model_state import handles_of
+
+_WAITED = "waited_us_"
+
+
+class _Copy(NamedTuple):
+    """Of a number that a device computes. ``value`` holds it when ``arrived`` has come."""
+
+    value: Tensor
+    arrived: torch.Event
+
+
+# Of each engine, the microseconds waited so far as the last call of ``metrics`` has seen them. Of
+# each optimizer on a device, the last norm that is known, and one on its way to the host.
+_waited: weakref.WeakKeyDictionary[Handle, Counter[str]] = weakref.WeakKeyDictionary()
+_norms: weakref.WeakKeyDictionary[Core, float] = weakref.WeakKeyDictionary()
+_copies: weakref.WeakKeyDictionary[Core, _Copy] = weakref.WeakKeyDictionary()
+
+
+def metrics(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Numbers of this rank for a logger. Waits for no device and for no other rank::
+
+        loss.backward()
+        optimizer.step()
+        wandb.log({"loss": loss.item(), **zero_ext.metrics(model, optimizer)})
+
+    On a device ``grad_norm`` and ``skipped_steps`` may be one step late, or more where the device
+    is further behind: they are what the host knows.
+
+    Args:
+        module: Sharded, or a plain one whose parameters ``optimizer`` shards.
+        optimizer: Of this package, and steps parameters of ``module``.
+    Returns:
+        ``grad_norm``: before clipping, in the last step; only with ``max_grad_norm``, and once it
+        is known. ``skipped_steps``: those skipped for NaN or Inf so far. ``loss_scale``: only with
+        a ``loss_scaler``. ``bytes/parameters``: with masters, ``bytes/gradients``,
+        ``bytes/states``, ``bytes/gathered``: whole parameters that stage 3 holds now,
+        ``bytes/buckets`` and ``bytes/offloaded``. States are counted as ``bytes_optimizer_state``
+        of ``stats`` is. ``waited_ms/rank_<N>``: milliseconds since the last call in which the host
+        waited for messages from or to rank N; ``waited_ms/all_ranks``: for collectives. What the
+        host did meanwhile for other ranks is in these times.
+    Raises:
+        ValueError, TypeError: ``module`` is not sharded, or ``optimizer`` is none of this package.
+    """
+    check_module(module, "metrics()")
+    for sharded in (module, optimizer):
+        handle_of(sharded)
+    core: Core = optimizer.zero_core
+    found = {"skipped_steps": float(core.skipped.count)}
+    if (norm := _known_norm(core)) is not None:
+        found["grad_norm"] = norm
+    if core.loss_scaler is not None:
+        found["loss_scale"] = core.loss_scaler.get_scale()
+    sums: Counter[str] = Counter()
+    for handle in handles_of(module):
+        sums.update(_of_engine(handle))
+    return found | {name: float(value) for name, value in sums.items()}
+
+
+def _known_norm(core: Core) -> float | None:
+    """The last one that the host knows. Starts to copy the newest one to the host."""
+    norm = core.grad_norm
+    if norm is None or norm.is_cpu:
+        return None if norm is None else norm.item()
+    if core in _copies and _copies[core].arrived.query():
+        _norms[core] = _copies.pop(core).value.item()
+    if core not in _copies:
+        _copies[core] = _Copy(norm.to("cpu", non_blocking=True), torch.Event(norm.device))
+        _copies[core].arrived.record()
+    return _norms.get(core)
+
+
+def _of_engine(handle: Handle) -> dict[str, float]:
+    stats = handle.engine.stats()
+    whole = stats["bytes_full"]
+    gathered = whole if handle.options.stage == 3 and not handle.replicated else 0
+    waited = Counter({k: v for k, v in stats.items() if k.startswith(_WAITED)})
+    before = _waited.get(handle, Counter())
+    _waited[handle] = waited
+    return {
+        "bytes/parameters": whole - gathered + stats["bytes_shard"] + stats["bytes_master"],
+        "bytes/gradients": stats["bytes_grad"],
+        "bytes/states": stats["bytes_optimizer_state"],
+        "bytes/gathered": gathered,
+        "bytes/buckets": stats["bytes_bucket"],
+        "bytes/offloaded": stats["bytes_offloaded"],
+        **{
+            f"waited_ms/{name.removeprefix(_WAITED)}": (us - before[name]) / 1000
+            for name, us in waited.items()
+        },
+    }
 
 
 class TrainingLog:

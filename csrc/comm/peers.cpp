@@ -143,7 +143,7 @@ bool Peers::is_past(MessageKind kind, int64_t epoch) const {
 void Peers::add(Pending& pending, Pending::Part part) const {
   if (part.peer != Pending::kAllRanks) part.peer = global_rank(part.peer);
   const bool on_host = part.tensor.is_cpu();
-  pending.add(std::move(part), on_host ? nullptr : watch_);
+  pending.add(std::move(part), on_host ? nullptr : watch_, waited_);
 }
 
 Message Peers::start_send(const at::Tensor& tensor, int64_t to, const MessageLabel& label) {

@@ -72,6 +72,7 @@ class Peers {
   void note_backwards(int64_t count) const {
     if (watch_ != nullptr) watch_->note_backwards(count);
   }
+  const WaitedTimes& waited() const { return *waited_; }
   // Null on the host.
   const std::shared_ptr<CollectiveWatch>& watch() const { return watch_; }
   // Of gathers of released units; null where ranks need not, or cannot, compare them.
@@ -145,6 +146,7 @@ class Peers {
   mutable size_t gathered_ = 0;
   mutable size_t reduced_ = 0;
   std::shared_ptr<CollectiveWatch> watch_;  // null on the host
+  std::shared_ptr<WaitedTimes> waited_ = std::make_shared<WaitedTimes>();
   pid_t process_ = getpid();
 };
 

@@ -24,6 +24,24 @@ void withdraw(Pending::Part& part) noexcept {
   part.message.reset();  // before the memory that it may still point to
 }
 
+// `what`: as in Pending::wait.
+[[noreturn]] void raise_failure(const std::string& what, const Pending::Part& part,
+                                const std::string& cause) {
+  const std::string peer =
+      part.peer == Pending::kAllRanks ? "the other ranks" : "rank " + std::to_string(part.peer);
+  const bool timed_out = cause.find("imed out") != std::string::npos;
+  std::string remedy = current_call().ends_with("()")
+                           ? "Every rank must call " + current_call()
+                           : "Every rank must run the same backwards and steps";
+  for (const char* closed : {"by peer", "roken pipe", "pair closure"}) {
+    if (cause.find(closed) == std::string::npos) continue;
+    remedy = "This connection is closed for good, as after a timeout: start all ranks again";
+  }
+  TORCH_CHECK(false, what, part.sending ? " (sending to " : " (waiting for ", peer, "): ", cause,
+              "\n", remedy, "; look for the first error in the logs of the other ranks.",
+              timed_out ? " The timeout is that of the process group, or ZERO_EXT_TIMEOUT_S." : "");
+}
+
 }  // namespace
 
 Pending::Pending() = default;
@@ -31,9 +49,11 @@ Pending::~Pending() = default;
 Pending::Pending(Pending&& other) noexcept = default;
 Pending& Pending::operator=(Pending&& other) noexcept = default;
 
-void Pending::add(Part part, const std::shared_ptr<CollectiveWatch>& watch) {
+void Pending::add(Part part, const std::shared_ptr<CollectiveWatch>& watch,
+                  const std::shared_ptr<WaitedTimes>& waited) {
   parts_.push_back(std::move(part));
   watch_ = watch;
+  waited_ = waited;
   if (watch != nullptr && !begun_.has_value()) begun_ = watch->begin();
 }
 
@@ -60,6 +80,7 @@ void Pending::wait(const std::function<std::string()>& what, const Meanwhile& me
       return part.peer == kAllRanks ? "for all ranks" : "for rank " + std::to_string(part.peer);
     };
     const Range range("wait", whom);
+    const auto begin = std::chrono::steady_clock::now();
     try {
       const bool in_slices = watch_ == nullptr && part.peer == kAllRanks;
       const auto wait_for = [&](const Message& message) {
@@ -75,22 +96,9 @@ void Pending::wait(const std::function<std::string()>& what, const Meanwhile& me
     } catch (const std::exception& error) {
       if (others != nullptr || is_interrupt(error)) throw;
       raise_if_ranks_wait(part.tensor.device(), watch_.get());
-      const std::string peer =
-          part.peer == kAllRanks ? "the other ranks" : "rank " + std::to_string(part.peer);
-      const std::string cause = text_of(error);
-      const bool timed_out = cause.find("imed out") != std::string::npos;
-      std::string remedy = current_call().ends_with("()")
-                               ? "Every rank must call " + current_call()
-                               : "Every rank must run the same backwards and steps";
-      for (const char* closed : {"by peer", "roken pipe", "pair closure"}) {
-        if (cause.find(closed) == std::string::npos) continue;
-        remedy = "This connection is closed for good, as after a timeout: start all ranks again";
-      }
-      TORCH_CHECK(
-          false, what(), part.sending ? " (sending to " : " (waiting for ", peer, "): ", cause,
-          "\n", remedy, "; look for the first error in the logs of the other ranks.",
-          timed_out ? " The timeout is that of the process group, or ZERO_EXT_TIMEOUT_S." : "");
+      raise_failure(what(), part, text_of(error));
     }
+    if (watch_ == nullptr) (*waited_)[part.peer] += std::chrono::steady_clock::now() - begin;
     parts_.pop_back();
   }
   if (watch_ == nullptr) return;
@@ -113,6 +121,7 @@ void Pending::abandon(int64_t peer) noexcept {
 void Pending::append(Pending&& other) {
   std::move(other.parts_.begin(), other.parts_.end(), std::back_inserter(parts_));
   other.parts_.clear();
+  if (other.waited_ != nullptr) waited_ = other.waited_;
   if (other.watch_ == nullptr) return;
   watch_ = std::move(other.watch_);
   if (!begun_.has_value()) begun_ = std::move(other.begun_);

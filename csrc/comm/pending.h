@@ -7,7 +7,9 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Event.h>
 
+#include <chrono>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -19,6 +21,9 @@
 namespace zero_ext {
 
 class ProcessGroups;
+
+// How long the host has waited, by the rank waited for. Waits for all at once: Pending::kAllRanks.
+using WaitedTimes = std::map<int64_t, std::chrono::steady_clock::duration>;
 
 // Owns every tensor that the collective touches, and gives them up only after it was waited for. The
 // allocator cannot hand out their memory before.
@@ -40,8 +45,9 @@ class Pending {
   Pending(Pending&& other) noexcept;
   Pending& operator=(Pending&& other) noexcept;
 
-  // `watch`: where the host does not wait for the collective, else null.
-  void add(Part part, const std::shared_ptr<CollectiveWatch>& watch);
+  // `watch`: where the host does not wait for the collective, else null. `waited`: to be counted up.
+  void add(Part part, const std::shared_ptr<CollectiveWatch>& watch,
+           const std::shared_ptr<WaitedTimes>& waited);
 
   // Waits for all parts. An error (a timeout, a dead peer) is raised again after `what`, which names
   // the waiting rank and what it waits for. `meanwhile`: on the host; its errors are raised as they
@@ -60,7 +66,8 @@ class Pending {
  private:
   std::vector<Part> parts_;
   std::shared_ptr<CollectiveWatch> watch_;
-  std::optional<c10::Event> begun_;  // see CollectiveWatch::begin
+  std::shared_ptr<WaitedTimes> waited_;  // of the parts, if there are any
+  std::optional<c10::Event> begun_;      // see CollectiveWatch::begin
 };
 
 // See Comm::post_send. Its memory is kept as long as this lives.

@@ -173,6 +173,12 @@ std::map<std::string, int64_t> Engine::stats() {
     stats["served_backwards"] += served.backwards;
     stats["served_us_rank_" + std::to_string(rank)] = served.time.count();
   }
+  for (const auto& [rank, time] : parts_.comm.waited()) {
+    const std::string whom =
+        rank == Pending::kAllRanks ? "all_ranks" : "rank_" + std::to_string(rank);
+    stats["waited_us_" + whom] =
+        std::chrono::duration_cast<std::chrono::microseconds>(time).count();
+  }
   for (size_t held = 0; held < kHeldNames.size(); ++held) {
     stats["bytes_" + std::string(kHeldNames[held])] =
         context().memory->bytes(static_cast<Held>(held));

@@ -243,6 +243,7 @@ def test_nobody_waits_in_a_backward_or_a_step(
             for _ in range(2):
                 mean_square(run.model, batch).backward()
             run.optimizer.step()
+            zero_ext.metrics(run.model, run.optimizer)
             run.optimizer.zero_grad()
 
 

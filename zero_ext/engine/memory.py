@@ -39,9 +39,9 @@ def stats(sharded) -> dict[str, int]:
         ``bytes_held`` and ``bytes_peak`` on this rank, ``bytes_<what>`` for what they are held,
         ``backwards``, ``reductions``, ``gathers``, ``steps``, ``units``; ``neighbors``: ranks of
         this host whose memory is read instead of sending messages; ``same_host``: 1 where each rank
-        sees how far all others are; ``reduced_in_no_sync``:
-        backwards that stage 2 reduced although they ran inside ``no_sync``; ``skipped_steps``, of
-        an optimizer.
+        sees how far all others are; ``waited_us_rank_<N>``: how long the host waited for messages
+        of rank N; ``reduced_in_no_sync``: backwards that stage 2 reduced although they ran inside
+        ``no_sync``; ``skipped_steps``, of an optimizer.
     Raises:
         ValueError, TypeError: ``sharded`` is neither.
     """
