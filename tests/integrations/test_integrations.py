@@ -1,7 +1,9 @@
 """zero_ext.integrations: the loops of accelerate and transformers train as they do with DDP."""
 
 import copy
+import json
 import pickle
+import sys
 import warnings
 from contextlib import nullcontext
 
@@ -15,6 +17,7 @@ from torch.optim.lr_scheduler import LinearLR, SequentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import zero_ext
+from zero_ext import plan
 from zero_ext.engine.registry import find
 from zero_ext.optim.whole import Whole
 
@@ -882,3 +885,32 @@ def test_a_subclass_of_a_trainer_is_sharded_by_the_mixin(anywhere, world, path):
     assert len(losses) == min(2 * 2, a_rank_has) and find(made.model.lm_head.weight) is not None
     with pytest.raises(NotImplementedError, match="start a run for each"):
         made.hyperparameter_search()
+
+
+def test_the_plan_takes_a_configuration(tmp_path, monkeypatch):
+    file = tmp_path / "config.json"
+    plain = llama()
+    plain.config.architectures, plain.config.dtype = ["LlamaForCausalLM"], torch.bfloat16
+    plain.config.save_pretrained(tmp_path)
+    module = plan.build(str(file))
+    shapes = {name: p.shape for name, p in module.named_parameters()}
+    assert shapes == {name: p.shape for name, p in plain.named_parameters()}
+    assert {(p.dtype, p.is_meta) for p in module.parameters()} == {(torch.bfloat16, True)}
+    assert module.lm_head.weight is module.model.embed_tokens.weight
+
+    for given, message in (
+        (
+            {"model_type": "llama", "architectures": ["Mine"]},
+            r"architectures=\['Mine'\], and transformers .* has no such model",
+        ),
+        ({"model_type": "llama"}, "architectures=None, and"),
+        ({}, "Unrecognized model"),
+    ):
+        file.write_text(json.dumps(given))
+        with pytest.raises(ValueError, match=message):
+            plan.build(str(file))
+    with pytest.raises(ValueError, match=r"missing\.json' cannot be read"):
+        plan.build(str(tmp_path / "missing.json"))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ValueError, match="a configuration of transformers, which is not installed"):
+        plan.build(str(file))

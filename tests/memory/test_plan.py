@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import MLP, Blocks, Tied, mean_square, needs_one_dimension, rank_data
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.profiler import ProfilerActivity, profile
 
 import zero_ext
@@ -81,6 +81,45 @@ def test_a_real_run_holds_and_sends_what_was_planned(anywhere, rank, stage):
         optimizer.zero_grad()
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_replicas_and_several_backwards_hold_and_send_what_was_planned(
+    replicas_of, rank, world, stage
+):
+    needs_one_dimension()
+    for shards in (n for n in range(1, world + 1) if world % n == 0):
+        setting = plan.Setting(world, shards, SMALL_MB, torch.bfloat16, 2, False, plan_device())
+        with torch.device("meta"):
+            meta = Blocks(width=29, blocks=5)
+        estimate = setting.estimate(meta, stage)
+        tree = plan_module(parameters_of(Tree(meta)), setting.options(stage))
+        planned = plan.traffic(tree, world, shards)
+        model = zero_ext.shard(
+            Blocks(width=29, blocks=5),
+            stage,
+            mesh=replicas_of(shards),
+            bucket_mb=SMALL_MB,
+            mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+            accumulation_steps=2,
+        )
+        optimizer = zero_ext.optim.AdamW(model.parameters(), lr=0.01, nonfinite="raise")
+        for _ in range(3):
+            before = model.stats()
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
+                mean_square(model, rank_data((4, 29), rank)).backward()
+                step(model, optimizer, (4, 29), rank)
+            after = model.stats()
+            optimizer.zero_grad()
+        for kind in KINDS:
+            held = after[f"bytes_{kind}"]
+            assert held == pytest.approx(estimate[kind], rel=0.03), (shards, kind)
+        for what in ("reductions", "gathers"):
+            assert after[what] - before[what] == getattr(planned, what), (shards, what)
+        if after["neighbors"] == world - 1 and plan_device() == "cpu":
+            names = Counter(e.name.split(" ")[0] for e in profiler.events())
+            assert names["zero_ext::copy"] == pytest.approx(planned.messages, rel=0.03), shards
+
+
 def plan_device() -> str:
     return torch.get_default_device().type
 
@@ -146,3 +185,67 @@ def test_mistakes_in_the_ranks_are_named(capsys):
     with pytest.raises(SystemExit):
         plan.main([f"{__name__}:gpt", "--world-size", "0"])
     assert "world_size must be at least 1" in capsys.readouterr().err
+
+
+def large() -> nn.Module:
+    """Each of its 8 units has 19.5 MB of fp32 values; on the meta device."""
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Linear(2210, 2210) for _ in range(8)))
+
+
+@pytest.fixture
+def advice(capsys):
+    def say(*arguments: str, memory: float) -> str:
+        plan.main([f"{__name__}:large", *arguments, "--device-memory", f"{memory}"])
+        return capsys.readouterr().out.splitlines()[-1]
+
+    return say
+
+
+def gib_of(world: int, stage: int, **others) -> float:
+    """On a device."""
+    found = zero_ext.estimate_memory(large(), world, stage, device="cuda", **others)
+    return (found["persistent"] + found["gathered"] + found["buckets"]) / 2**30
+
+
+def test_the_smallest_stage_that_fits_is_named(advice):
+    sizes = [gib_of(8, stage, shards=4) for stage in range(4)]
+    assert sizes[0] > sizes[1] == sizes[2] > sizes[3]  # a step has one backward
+    for stage in (0, 1, 3):
+        said = advice("--world-size", "8", "--shards", "4", memory=1.001 * sizes[stage])
+        assert said.startswith(f"the smallest stage that fits: {stage}, {sizes[stage]:.1f} GiB of")
+    # Stage 1 sums locally then, and both have the copy that undoes a backward.
+    several = ("--world-size", "8", "--accumulation-steps", "2")
+    copy = 4 * sum(p.numel() for p in large().parameters()) / 8 / 2**30
+    for stage, local in ((1, True), (2, False)):
+        size = gib_of(8, stage, local_accumulation=local) + copy
+        assert f"fits: {stage}, " in advice(*several, memory=1.001 * size)
+
+
+def test_what_would_fit_is_named_where_no_stage_does(advice):
+    policy = CPUOffloadPolicy()
+    world = ("--world-size", "2")
+    text = f"no stage fits: stage 3 takes {gib_of(2, 3):.1f} GiB of "
+    size = gib_of(2, 3, offload_policy=policy)
+    said = advice(*world, memory=1.001 * size)
+    assert said.startswith(text) and f"With --offload it takes {size:.1f} GiB of" in said
+    said = advice(*world, "--shards", "1", "--offload", memory=1.001 * size)
+    assert "With --shards 2 it takes" in said
+    size = gib_of(8, 3, offload_policy=policy)
+    assert "With --world-size 8 --offload it takes" in advice(*world, memory=1.001 * size)
+    assert "More ranks do not help: cut the largest" in advice(*world, memory=0.001)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--shards", "3"), "shards must divide"),
+        (("--device-memory", "0"), "--device-memory must be positive"),
+        (("--offload", "--device", "cpu"), "--offload changes nothing with --device cpu"),
+        (("--accumulation-steps", "0"), "accumulation_steps must be at least 1"),
+    ],
+)
+def test_mistakes_in_the_settings_are_named(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        plan.main([f"{__name__}:large", "--world-size", "8", *arguments])
+    assert message in capsys.readouterr().err
