@@ -72,13 +72,14 @@ def optimizer_of(values: dict) -> object:
         ("lightning", 3, ["--strategy", "ddp"]),
         ("lightning", 2, ["--strategy", "ddp_find_unused_parameters_true"]),
         ("lightning", 1, ["--strategy", "zero_ext_stage_1"]),
+        ("fabric", 2, ["--strategy", "ddp"]),
     ],
 )
 def test_an_unedited_script_is_sharded(anywhere, world, tmp_path, monkeypatch, name, stage, flags):
     ranks = 1 if anywhere is None else world
     script = str(SCRIPTS / f"with_{name}.py")
     usual = list(flags)
-    if name == "lightning":
+    if name in ("lightning", "fabric"):
         flags += ["--devices", str(ranks)]
         usual = ["--devices", str(ranks)]
     elif name == "trainer":

@@ -171,8 +171,9 @@ def of_trainers(given: Names) -> Names:
     transformers = pytest.importorskip("transformers")
     arguments = transformers.TrainingArguments("out", use_cpu=True, report_to=[], max_steps=1)
     lightning = pytest.importorskip("pytorch_lightning")
+    fabric = pytest.importorskip("lightning_fabric").Fabric
     data = [{"x": torch.zeros(13)}] * 4
-    return {"args": arguments, "data": data, "Trainer": lightning.Trainer}
+    return {"args": arguments, "data": data, "Trainer": lightning.Trainer, "Fabric": fabric}
 
 
 def a_language_model(given: Names) -> Names:

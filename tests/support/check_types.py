@@ -38,6 +38,7 @@ class Model(nn.Module):
     config: Any
     generate: Callable[[Tensor], list[int]]
 
+Fabric: Any
 Trainer: Any
 args: Any
 arguments_of_shard: dict[str, Any]

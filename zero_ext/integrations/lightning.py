@@ -1,82 +1,33 @@
 """ShardedStrategy: a strategy of Lightning's ``Trainer`` for sharded models.
 
-``lightning.pytorch`` and ``pytorch_lightning`` are two copies of one library. The strategy belongs
-to the copy that is imported already, otherwise to the first one that is installed.
+``fabric.py`` has that of Fabric, what both share, and which copy of the library they belong to.
 """
 
 import contextlib
-import functools
 import importlib
-import importlib.util
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
 
 from zero_ext import checkpoint as checkpoints
-from zero_ext.engine.registry import any_sharded, handle_of
-from zero_ext.integrations import is_sharded, optimizers_of
+from zero_ext.engine.registry import handle_of
+from zero_ext.integrations import fabric, is_sharded, optimizers_of
 from zero_ext.module.forward_methods import ForwardMethod, register_forward_method
 from zero_ext.module.sharding import shard
-from zero_ext.optim import adoption
 from zero_ext.optim.sharded import Sharded
 from zero_ext.ranks import environment
-from zero_ext.ranks.agreement import all_or_none
-from zero_ext.ranks.groups import resolve
-from zero_ext.tensor.shard_tensor import ShardTensor
 
-_COPIES = ("lightning.pytorch", "pytorch_lightning")
-_copy = next((name for name in _COPIES if name in sys.modules), None) or next(
-    (name for name in _COPIES if importlib.util.find_spec(name.partition(".")[0])), _COPIES[0]
-)
-DDPStrategy = importlib.import_module(f"{_copy}.strategies").DDPStrategy
-StrategyRegistry = importlib.import_module(f"{_copy}.strategies").StrategyRegistry
-TorchCheckpointIO = importlib.import_module(f"{_copy}.plugins").TorchCheckpointIO
-TrainerFn = importlib.import_module(f"{_copy}.trainer.states").TrainerFn
+DDPStrategy = importlib.import_module(f"{fabric.TRAINERS}.strategies").DDPStrategy
+StrategyRegistry = importlib.import_module(f"{fabric.TRAINERS}.strategies").StrategyRegistry
+TorchCheckpointIO = importlib.import_module(f"{fabric.TRAINERS}.plugins").TorchCheckpointIO
+TrainerFn = importlib.import_module(f"{fabric.TRAINERS}.trainer.states").TrainerFn
 
+fabric.reject_folders(f"{fabric.TRAINERS}.core.saving")  # of load_from_checkpoint()
 
-def _rejects_folders(load: Callable) -> Callable:
-    @functools.wraps(load)
-    def checked(path: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(path, str | os.PathLike) and (Path(path) / ".metadata").is_file():
-            raise ValueError(
-                f"zero_ext: '{path}' is a folder of zero_ext.checkpoint, and Lightning reads a "
-                "file here. Pass it as ckpt_path= to a Trainer with strategy=ShardedStrategy(...), "
-                "or take its weights from zero_ext.checkpoint.read_whole(path)."
-            )
-        return load(path, *args, **kwargs)
-
-    return checked
-
-
-# Of load_from_checkpoint(), and of the other strategies. Neither asks the strategy that has saved.
-_fabric = "lightning_fabric" if _copy == "pytorch_lightning" else "lightning.fabric"
-for _name in (f"{_copy}.core.saving", f"{_fabric}.plugins.io.torch_io"):
-    _module = importlib.import_module(_name)
-    _module.pl_load = _rejects_folders(_module.pl_load)
-
-_OF_ANY_STRATEGY = {
-    "accelerator",
-    "parallel_devices",
-    "cluster_environment",
-    "checkpoint_io",
-    "precision_plugin",
-    "process_group_backend",
-    "timeout",
-    "start_method",
-}
-# They change no value, and tune what is not there.
-_OF_DDP_IGNORED = {
-    "bucket_cap_mb",
-    "find_unused_parameters",
-    "gradient_as_bucket_view",
-    "static_graph",
-}
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 # Optimizers that were adopted. A Trainer keeps those of its last fit.
 _of_fits: WeakSet[Sharded] = WeakSet()
@@ -109,20 +60,7 @@ class ShardedStrategy(DDPStrategy):
         self, stage: int | None = None, *, sharding: dict[str, Any] | None = None, **kwargs: Any
     ):
         stage = environment.stage(stage)
-        kwargs = {name: kwargs[name] for name in kwargs.keys() - _OF_DDP_IGNORED}
-        unknown = kwargs.keys() - _OF_ANY_STRATEGY
-        if unknown:
-            raise TypeError(
-                f"zero_ext: ShardedStrategy has no argument '{min(unknown)}'. Leave out what is "
-                "DDP's own; what zero_ext.shard() takes goes into sharding={…}."
-            )
-        if stage == 3 and kwargs.get("start_method", "popen") != "popen":
-            raise ValueError(
-                f"zero_ext: with start_method='{kwargs['start_method']}' the module's weights are "
-                "pickled by rank 0, which has a part of them with stage 3. Use torchrun or "
-                "start_method='popen'."
-            )
-        super().__init__(**kwargs)
+        super().__init__(**fabric.arguments_of_ddp(stage, kwargs, "precision_plugin"))
         self._sharding = {"stage": stage, **(sharding or {})}
         # The state_dict that is saved, and the one loaded from a folder, before hooks change them.
         self._saved: dict[str, Any] = {}
@@ -133,13 +71,7 @@ class ShardedStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Lightning's names of this strategy."""
-        for name, stage in {
-            "zero_ext": None,
-            **{f"zero_ext_stage_{n}": n for n in range(4)},
-        }.items():
-            description = f"ShardedStrategy with stage={stage}"
-            strategy_registry.register(name, cls, description, override=True, stage=stage)
+        fabric.register(cls, strategy_registry)
 
     # Setting up
 
@@ -166,7 +98,7 @@ class ShardedStrategy(DDPStrategy):
                 checkpoints, which all ranks write here.
         """
         fitting = trainer.state.fn == TrainerFn.FITTING
-        self._made_on_meta = on_meta = _is_on_meta(self.model)
+        self._made_on_meta = on_meta = fabric.is_on_meta(self.model)
         if not (fitting or on_meta or self._sharding["stage"] == 3 or is_sharded(self.model)):
             super().setup(trainer)
             return
@@ -211,17 +143,8 @@ class ShardedStrategy(DDPStrategy):
         super().setup_optimizers(trainer)
         for optimizer in {*before} - {*self.optimizers}:
             optimizer.param_groups.clear()
-        given = [
-            optimizer
-            for optimizer in self.optimizers
-            if any_sharded(adoption.parameters_of(optimizer.param_groups))
-            and not isinstance(optimizer, Sharded)
-        ]
-        with all_or_none(resolve(None, self._sharding.get("mesh"), []), "setup_optimizers()"):
-            for optimizer in given:
-                adoption.check(optimizer)
-        for optimizer in given:
-            _of_fits.add(adoption.adopt(optimizer))
+        for optimizer in fabric.adopt_all(self.optimizers, self._sharding, "setup_optimizers()"):
+            _of_fits.add(optimizer)
         self.optimizers = list(self.optimizers)  # Lightning wraps them anew
 
     def optimizer_step(
@@ -261,7 +184,7 @@ class ShardedStrategy(DDPStrategy):
     def restore_checkpoint_after_setup(self) -> bool:
         """True where the model has no memory before the setup. Otherwise callbacks get their states
         first, as with DDP."""
-        return self._made_on_meta or _is_on_meta(self.lightning_module)
+        return self._made_on_meta or fabric.is_on_meta(self.lightning_module)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._saved = super().lightning_module_state_dict()
@@ -283,22 +206,14 @@ class ShardedStrategy(DDPStrategy):
         if not is_sharded(self.model):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif "optimizer_states" not in checkpoint:
-            state = _gathered(checkpoint["state_dict"], self.is_global_zero)
+            state = fabric.gathered(checkpoint["state_dict"], self.is_global_zero)
             super().save_checkpoint({**checkpoint, "state_dict": state}, filepath, storage_options)
         else:
-            if storage_options is not None or "://" in str(filepath):
-                raise ValueError(
-                    f"zero_ext: the checkpoint '{filepath}' is written by all ranks, into a folder "
-                    "of a file system that they share. Leave storage_options and protocols out."
-                )
-            path = Path(self.broadcast(filepath))
-            if self.is_global_zero and path.is_file():
-                path.unlink()  # is replaced, as Lightning's would be
-            self.barrier()
+            path = fabric.folder_of(self, filepath, storage_options)
             state = checkpoint["state_dict"]
             others = {key: value for key, value in checkpoint.items() if key != "state_dict"}
             if state.keys() != before.keys() or _changed(state, before):
-                others["state_dict"] = _gathered(state, self.is_global_zero)  # a hook's
+                others["state_dict"] = fabric.gathered(state, self.is_global_zero)  # a hook's
             optimizers = self._checkpointed_optimizers()
             checkpoints.save(path, self.model, optimizers, extra=others)
 
@@ -359,24 +274,5 @@ class ShardedStrategy(DDPStrategy):
 ShardedStrategy.register_strategies(StrategyRegistry)
 
 
-def _is_on_meta(model: nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in model.parameters())
-
-
 def _changed(state: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if before.get(name) is not value}
-
-
-def _gathered(state: dict[str, Any], keeps: bool) -> dict[str, Any]:
-    """The values of ``state``, whole and on the host if this rank ``keeps`` them. Collective.
-
-    ``state`` may have been edited. One tensor under several names stays one tensor.
-    """
-    copies: dict[int, Any] = {}
-    for value in state.values():
-        if not isinstance(value, Tensor):
-            copies[id(value)] = value
-        elif id(value) not in copies:
-            whole = value.full_tensor() if isinstance(value, ShardTensor) else value
-            copies[id(value)] = whole.detach().cpu() if keeps else None
-    return {name: copies[id(value)] for name, value in state.items()}

@@ -1,9 +1,9 @@
 """``python -m zero_ext.integrations.run [--stage 3] SCRIPT args…`` shards an unedited script.
 
-Where the script makes an ``accelerate.Accelerator``, a ``transformers.Trainer``, Lightning's
-``DDPStrategy`` or torch's ``DistributedDataParallel``, it gets the one of this package. So it does
-where another library makes one, or an object of a subclass. ``-m MODULE args…`` runs a module.
-Launchers run this as a module:
+Where the script makes an ``accelerate.Accelerator``, a ``transformers.Trainer``, a ``DDPStrategy``
+of Lightning or its Fabric, or torch's ``DistributedDataParallel``, it gets the one of this package.
+So it does where another library makes one, or an object of a subclass. ``-m MODULE args…`` runs a
+module. Launchers run this as a module:
 ``torchrun --nproc-per-node 2 -m zero_ext.integrations.run --stage 3 SCRIPT args…``.
 """
 
@@ -38,8 +38,8 @@ class _Substitution(importlib.abc.MetaPathFinder):
         self._awaited = {
             "accelerate": self._replace_accelerator,
             "transformers.trainer": self._replace_trainer,
-            "lightning.pytorch": self._replace_lightnings,
-            "pytorch_lightning": self._replace_lightnings,
+            **dict.fromkeys(("lightning.pytorch", "pytorch_lightning"), self._replace_trainers),
+            **dict.fromkeys(("lightning.fabric", "lightning_fabric"), self._replace_fabrics),
             "torch.nn.parallel.distributed": self._replace_ddp,
         }
         self._undo = ExitStack()
@@ -97,10 +97,16 @@ class _Substitution(importlib.abc.MetaPathFinder):
     def _replace_trainer(self, module: ModuleType) -> None:
         self._replace(module.Trainer, "transformers.ShardedTrainerMixin")
 
-    def _replace_lightnings(self, package: ModuleType) -> None:
-        _find("lightning.ShardedStrategy")  # gives Lightning the names of the strategy
+    def _replace_trainers(self, package: ModuleType) -> None:
+        self._replace_strategy(package, "lightning.ShardedStrategy")
+
+    def _replace_fabrics(self, package: ModuleType) -> None:
+        self._replace_strategy(package, "fabric.ShardedStrategy")
+
+    def _replace_strategy(self, package: ModuleType, ours: str) -> None:
+        _find(ours)  # gives Lightning the names of the strategy
         # Others derive from it, DeepSpeed's for one.
-        self._replace(package.strategies.DDPStrategy, "lightning.ShardedStrategy", subclasses=False)
+        self._replace(package.strategies.DDPStrategy, ours, subclasses=False)
         # Lightning starts the other ranks' processes by commands that name the script.
         launcher = importlib.import_module(
             f"{package.__name__}.strategies.launchers.subprocess_script"
