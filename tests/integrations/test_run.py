@@ -262,6 +262,87 @@ def test_a_script_with_ddp_saves_and_resumes(process_group, rank, path, stage):
         stock(script, ["--resume", file])
 
 
+RESUMES = """
+import argparse
+import torch, torch.distributed as dist
+import torch.distributed.checkpoint.state_dict as whole
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--before", action="store_true")
+parser.add_argument("--names", action="store_true")
+parser.add_argument("--resume")
+parser.add_argument("--out")
+flags = parser.parse_args()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(13, 37), nn.GELU(), nn.Linear(37, 3))
+optimizer = torch.optim.AdamW(net.parameters(), lr=0.1) if flags.before else None
+model = DDP(net)
+if optimizer is None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+options = whole.StateDictOptions(full_state_dict=True, cpu_offload=True)
+if flags.resume:
+    saved = torch.load(flags.resume)
+    net.load_state_dict(saved["model"])
+    if flags.names:
+        whole.set_optimizer_state_dict(model, optimizer, saved["optimizer"], options=options)
+    else:
+        optimizer.load_state_dict(saved["optimizer"])
+losses = []
+for step in range(3):
+    x = torch.linspace(-1, dist.get_rank() + step + 1, 26).view(2, 13)
+    loss = model(x).square().sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    dist.all_reduce(loss.detach())
+    losses.append(loss.item())
+if flags.names:
+    state = whole.get_optimizer_state_dict(model, optimizer, options=options)
+if flags.out and dist.get_rank() == 0:
+    if not flags.names:
+        state = optimizer.state_dict()
+    torch.save({"model": net.state_dict(), "optimizer": state}, flags.out)
+checked = hasattr(torch.save, "__wrapped__")
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.skipif(os.environ.get("ZERO_EXT_CROSS_MEMORY") == "0", reason="as on two hosts")
+def test_an_optimizers_state_is_saved_and_resumed(process_group, rank, world, path, stage):
+    """By names on every rank, as torch's own function returns it. What rank 0 alone has of it is
+    rejected, and the file that was there stays."""
+    path.mkdir(parents=True, exist_ok=True)
+    script, file = path / "resumes.py", str(path / "ckpt.pt")
+    if rank == 0:
+        script.write_text(RESUMES)
+    dist.barrier()
+    command = ["--stage", str(stage), str(script)]
+    stock(str(script), ["--out", file])
+    expected = stock(str(script), ["--resume", file])["losses"]
+    for flags in ([], ["--before"]):
+        assert run([*command, *flags, "--resume", file])["losses"] == pytest.approx(
+            expected, rel=1e-4
+        )
+
+    names = str(path / "names.pt")
+    run([*command, "--names", "--out", names])
+    by_names = ["--names", "--before", "--resume", names]
+    for resumed in (stock(str(script), by_names), run([*command, *by_names])):
+        assert resumed["losses"] == pytest.approx(expected, rel=1e-4)
+
+    ours, before = run(command), Path(file).read_bytes()
+    assert ours["checked"] and not stock(str(script), [])["checked"]
+    if stage == 0 or world == 1:  # this rank has all
+        return
+    state = {"model": ours["net"].state_dict(), "optimizer": ours["optimizer"].state_dict()}
+    with pytest.raises(ValueError, match=r"\['optimizer'\]\['state'\]\[0\]\['exp_avg'\]. On every"):
+        ddp.checked_save(torch.save)(state, file)
+    assert Path(file).read_bytes() == before
+
+
 @pytest.mark.parametrize(
     "wrapped", ["DDP(torch.compile(net, **eager))", "torch.compile(DDP(net), **eager)"]
 )

@@ -1,8 +1,9 @@
 """What a script gets where it makes a ``DistributedDataParallel``, see run.py."""
 
+import collections
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +18,7 @@ from zero_ext.optim.adoption import adopt
 from zero_ext.optim.groups import parameters_of
 from zero_ext.optim.sharded import Sharded
 from zero_ext.ranks import environment
+from zero_ext.tensor.shard_tensor import ShardTensor
 
 # Arguments that decide how DistributedDataParallel works, and no result.
 _WAYS = {
@@ -47,17 +49,60 @@ def _adopt_made() -> None:
         optimizer = _made[0]()
         if optimizer is not None and not isinstance(optimizer, Sharded):
             if any_sharded(parameters_of(optimizer.param_groups)):
-                adopt(optimizer)
+                _adopt_with_state(optimizer)
             else:
                 _plain.append(_made[0])
         del _made[0]  # not where it could not be adopted
 
 
+def _adopt_with_state(optimizer: torch.optim.Optimizer) -> None:
+    """With what the script has loaded into it."""
+    before, optimizer.state = optimizer.state, collections.defaultdict(dict)
+    try:
+        adopt(optimizer)
+    except BaseException:
+        optimizer.state = before
+        raise
+    if before:
+        optimizer.state = before
+
+
+def checked_save(save: Callable) -> Callable:
+    """``torch.save``, which raises for slices before it opens the file."""
+
+    @functools.wraps(save)
+    def checked(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if (name := _name_of_slice(obj, ())) is not None:
+            raise ValueError(
+                f"zero_ext: torch.save() to {f!r} on this rank alone would lose what other ranks "
+                f"hold of {name}. On every rank, take get_optimizer_state_dict(model, optimizer, "
+                "options=StateDictOptions(full_state_dict=True, cpu_offload=True)) of "
+                "torch.distributed.checkpoint.state_dict, and save its result on one. Nothing was "
+                "written."
+            )
+        save(obj, f, *args, **kwargs)
+
+    return checked
+
+
+def _name_of_slice(obj: Any, keys: tuple) -> str | None:
+    """The first slice in ``obj``, as a reader of it would write it: ['optimizer']['state'][0]."""
+    if isinstance(obj, ShardTensor):
+        return "".join(f"[{key!r}]" for key in keys) or "a tensor"
+    if isinstance(obj, Mapping):
+        items = obj.items()
+    elif isinstance(obj, list | tuple):
+        items = enumerate(obj)
+    else:
+        return None
+    return next(filter(None, (_name_of_slice(v, (*keys, k)) for k, v in items)), None)
+
+
 class ShardedDataParallel(nn.Module):
     """Shards ``module`` where DistributedDataParallel wraps it, with that class's methods.
 
-    The optimizer of its parameters is adopted by the first forward, whether it was made before or
-    after the module was sharded. ``state_dict()`` has whole values, also on one rank alone where
+    The optimizer of its parameters is adopted here, or by the first forward where it is made later.
+    What was loaded into it stays. ``state_dict()`` has whole values, also on one rank alone where
     all ranks share a host.
 
     Raises:
@@ -97,6 +142,7 @@ class ShardedDataParallel(nn.Module):
         self._no_sync: Any = None
         _made[:0] = _plain
         _plain.clear()
+        _adopt_made()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         _adopt_made()

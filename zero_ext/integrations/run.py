@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import torch
 from torch.optim import Optimizer
 
 from zero_ext._warnings import warn
@@ -119,6 +120,8 @@ class _Substitution(importlib.abc.MetaPathFinder):
         self._replace(module.DistributedDataParallel, "ddp.ShardedDataParallel")
         construct = ddp.remembering(Optimizer.__init__)
         self._undo.enter_context(mock.patch.object(Optimizer, "__init__", construct))
+        save = ddp.checked_save(torch.save)
+        self._undo.enter_context(mock.patch.object(torch, "save", save))
 
 
 def _find(ours: str) -> type:
