@@ -79,6 +79,38 @@ def test_forwards_run_in_autocast(anywhere, rank, stage, name):
         assert not engine.was_step_applied() and engine.loss_scale() == 2.0**15
 
 
+@STAGES
+def test_safe_modules_mean_gradients_that_lose_nothing_in_half_precision(anywhere, rank, stage):
+    """DeepSpeed sends those of lower_precision_safe_modules in autocast's dtype and adds them up in
+    it. Each rank's have that dtype's precision already. Here their sums are in fp32, so that they
+    differ from DeepSpeed's by its rounding alone, and the list changes nothing."""
+    by_list = []
+    for safe in (None, ["torch.nn.LayerNorm"]):
+        section = {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": safe}
+        engine = engine_of(anywhere, stage, section)
+        engine.backward(mean_square(engine, train_batch(rank)))
+        by_list.append([zero_ext.full_grad(p) for p in engine.module.parameters()])
+    of_ranks = []
+    for peer in [rank] if anywhere is None else range(anywhere.size()):
+        plain = Model()
+        with torch.autocast(device_type(), torch.bfloat16):
+            loss = mean_square(plain, train_batch(peer))
+        loss.backward()
+        of_ranks.append([p.grad for p in plain.parameters()])
+    count = len(of_ranks)
+    for k, name in enumerate(name for name, _ in plain.named_parameters()):
+        ours, parts = by_list[0][k], [gradients[k] for gradients in of_ranks]
+        assert_bits(by_list[1][k], ours, name)
+        exact = sum(part.double() for part in parts) / count
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-6, atol=1e-9, msg=name)
+        if not name.startswith("norm"):  # a torch.nn.Linear: safe by default
+            lower = [part.bfloat16() for part in parts]
+            assert all(torch.equal(a.float(), b) for a, b in zip(lower, parts, strict=True)), name
+            deepspeeds = sum(part / count for part in lower).double()
+            rounding = 2.0**-8 * sum(part.double().abs() for part in parts)
+            assert ((ours - deepspeeds).abs() <= rounding).all(), name
+
+
 def test_autocast_around_the_engine(anywhere, rank):
     batch = train_batch(rank)
     without = engine_of(anywhere, 1, {"enabled": False, "dtype": "nonsense"})

@@ -109,7 +109,7 @@ _USED = {
     "torch_autocast": {
         "enabled": (_NO, "whether the engine's forwards run inside `torch.autocast`"),
         "dtype": (_HALF, '`"bf16"`, or `"fp16"` with a dynamic loss scale as in `GradScaler`'),
-        "lower_precision_safe_modules": (NAMES, "ignored: gradients travel in their own dtype"),
+        "lower_precision_safe_modules": (NAMES, "ignored: sums are in fp32, not in `dtype`"),
     },
     "zero_optimization": {
         "stage": (readers.STAGE, "`stage` of `shard`. Default: 0"),
