@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 from harness import (
+    GATHERS_TOGETHER,
     MLP,
     mean_square,
     needs_one_dimension,
@@ -66,6 +67,8 @@ def test_norm_skipped_steps_scale_and_bytes(anywhere, rank, stage):
 
 @pytest.mark.dist
 def test_waits_are_those_of_the_profiler_since_the_last_call(mesh, rank, world):
+    if GATHERS_TOGETHER:
+        pytest.skip("the host does not wait for collectives of a device")
     model = zero_ext.shard(MLP(13), 2, mesh=mesh)
     optimizer = zero_ext.optim.AdamW(model.parameters())
     for step in range(2):  # the first one learns the order of reductions
