@@ -161,7 +161,9 @@ def test_a_loop_trains_as_with_ddp(anywhere, stage, clip):
     assert zero_ext.metrics(ours.model.module, ours.optimizer)["skipped_steps"] == 0
 
 
-@pytest.mark.parametrize("before, after", [(None, 3), (3, 1), (1, None)])
+@pytest.mark.parametrize(
+    "before, after", [pytest.param(None, 3, marks=pytest.mark.slow), (3, 1), (1, None)]
+)
 def test_a_training_goes_on_with_any_stage(anywhere, path, before, after):
     clip = {"max_norm": 0.3}
     whole = Training(anywhere, None).run(2, **clip)

@@ -309,7 +309,7 @@ dist.barrier()
 """
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.skipif(os.environ.get("ZERO_EXT_CROSS_MEMORY") == "0", reason="as on two hosts")
 def test_an_optimizers_state_is_saved_and_resumed(process_group, rank, world, path, stage):
     """By names on every rank, as torch's own function returns it. What rank 0 alone has of it is

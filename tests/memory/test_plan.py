@@ -17,6 +17,7 @@ from zero_ext.engine.units import Tree
 
 KINDS = ("full", "shard", "master", "grad", "optimizer_state")
 SMALL_MB = 3000 / 2**20
+SLOW = pytest.mark.slow
 
 
 def frozen_first() -> nn.Module:
@@ -82,7 +83,7 @@ def test_a_real_run_holds_and_sends_what_was_planned(anywhere, rank, stage):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=SLOW), 1, pytest.param(2, marks=SLOW), 3])
 def test_replicas_and_several_backwards_hold_and_send_what_was_planned(
     replicas_of, rank, world, stage
 ):
