@@ -51,18 +51,37 @@ std::vector<int64_t> Forwards::all_units() const {
   return all;
 }
 
-void Forwards::unshard() {
-  const Access access(lock_);
-  gatherer_.hold(all_units());
+std::vector<int64_t> Forwards::units_of(std::optional<int64_t> site) const {
+  return site.has_value() ? gatherer_.units_of(*site) : all_units();
 }
 
-void Forwards::reshard(Writes writes) {
+void Forwards::unshard(std::optional<int64_t> site) {
+  const Access access(lock_);
+  gatherer_.hold(units_of(site));
+}
+
+void Forwards::start_gathers(int64_t site) {
+  const Access access(lock_);
+  gatherer_.start(gatherer_.units_of(site));
+}
+
+void Forwards::set_reshard_after_forward(int64_t site, bool reshards) {
+  const Access access(lock_);
+  gatherer_.set_reshard_after_forward(gatherer_.units_of(site), reshards);
+}
+
+void Forwards::set_reshard_after_backward(int64_t site, bool reshards) {
+  const Access access(lock_);
+  gatherer_.set_reshard_after_backward(gatherer_.units_of(site), reshards);
+}
+
+void Forwards::reshard(Writes writes, std::optional<int64_t> site) {
   const Access access(lock_);
   const at::NoGradGuard no_grad;
   if (releases()) {
     for (int64_t i = 0; i < parameters_.size(); ++i) parameters_.repair_storage(i, writes);
   }
-  gatherer_.drop(all_units(), writes);
+  gatherer_.drop(units_of(site), writes);
 }
 
 void Forwards::release_kept() {
@@ -74,8 +93,8 @@ void Forwards::release_kept() {
 bool Forwards::held_by_user() const {
   const Access access(lock_);
   const std::vector<int64_t> all = all_units();
-  return std::any_of(all.begin(), all.end(),
-                     [this](int64_t number) { return gatherer_.holds(number).user; });
+  const auto held = [this](int64_t number) { return gatherer_.holds(number).user; };
+  return !all.empty() && std::all_of(all.begin(), all.end(), held);
 }
 
 std::vector<std::string> Forwards::gathered_units() const {

@@ -38,10 +38,15 @@ class Forwards : Facet {
   // `outputs`: all tensors in what the module returned; `threw`: it raised an error instead.
   void leave(int64_t site, const std::shared_ptr<Call>& call,
              const std::vector<at::Tensor>& outputs, bool threw);
-  void unshard();
-  void reshard(Writes writes);
+  // Of the units of `site`; none given: of all.
+  void unshard(std::optional<int64_t> site);
+  void reshard(Writes writes, std::optional<int64_t> site);
+  // Of the units of `site`, see Gatherer.
+  void start_gathers(int64_t site);
+  void set_reshard_after_forward(int64_t site, bool reshards);
+  void set_reshard_after_backward(int64_t site, bool reshards);
   void release_kept();        // see Gatherer
-  bool held_by_user() const;  // unshard() was called, and reshard() was not yet
+  bool held_by_user() const;  // unshard() of all units was called, and reshard() was not yet
   std::vector<std::string> gathered_units() const;  // names of the units that are in memory now
   // Full parameters come and go, or will when a frozen parameter is unfrozen.
   bool releases() const;
@@ -63,6 +68,7 @@ class Forwards : Facet {
 
  private:
   std::vector<int64_t> all_units() const;
+  std::vector<int64_t> units_of(std::optional<int64_t> site) const;
 
   std::weak_ptr<BackwardListener> listener_;
   std::vector<int64_t> gathered_as_;         // [units]: the gatherer's numbers of them

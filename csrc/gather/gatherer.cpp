@@ -30,6 +30,7 @@ Gatherer::Gatherer(Comm& comm, const UnitContext& context, const BackwardPhase& 
 
 int64_t Gatherer::add_unit(Unit* unit) {
   site_counts_.push_back(0);
+  reshards_.emplace_back();
   return table_.add(unit);
 }
 
@@ -61,6 +62,7 @@ void Gatherer::add_to_sites_of(int64_t unit, int64_t added) {
     if (contains(site.units, unit)) site.units.push_back(added);
   }
   site_counts_[added] = site_counts_[unit];
+  reshards_[added] = reshards_[unit];
 }
 
 void Gatherer::begin_pass(Pass pass) {
@@ -116,7 +118,7 @@ void Gatherer::enter(int64_t site, ResidencyEvent event) {
 
 void Gatherer::release_deferred(const HookSite& entered) {
   for (const int64_t u : std::exchange(deferred_releases_, {})) {
-    if (contains(entered.units, u)) continue;
+    if (contains(entered.units, u) || (in_backward() && is_kept_after_backward(u))) continue;
     if (!table_.holds(u).any() && !table_.unit(u).expects_gradients()) {
       table_.apply(u, ResidencyEvent::drop);
     }
@@ -136,7 +138,7 @@ void Gatherer::prefetch(Pass pass) {
 }
 
 bool Gatherer::is_kept_for_backward(int64_t unit) const {
-  return !options_.reshard_after_forward || (order_.ends_forward(unit) && !only_casts());
+  return !reshards_[unit].after_forward || (order_.ends_forward(unit) && !only_casts());
 }
 
 void Gatherer::leave_forward(int64_t site, const Left& left) {
@@ -177,8 +179,9 @@ void Gatherer::leave_backward(int64_t site, bool graph_kept) {
   for (const int64_t u : sites_[site].units) {
     // Without gradients to wait for, a unit of several sites is left with the last of them.
     const bool more_sites = !sites_[site].first;
+    const bool stays = more_sites || is_kept_after_backward(u);
     table_.apply(u, ResidencyEvent::leave_backward,
-                 {.expected = table_.unit(u).expects_gradients() || more_sites,
+                 {.expected = table_.unit(u).expects_gradients() || stays,
                   .graph_kept = graph_kept,
                   .may_retain = table_.may_retain(u)});
     if (more_sites) deferred_releases_.push_back(u);
@@ -187,8 +190,9 @@ void Gatherer::leave_backward(int64_t site, bool graph_kept) {
 
 void Gatherer::gradient_arrived(int64_t unit, bool graph_kept) {
   if (table_.holds(unit).permanent) return;
+  const bool stays = is_kept_after_backward(unit);
   table_.apply(unit, ResidencyEvent::gradient,
-               {.expected = table_.unit(unit).expects_gradients(),
+               {.expected = table_.unit(unit).expects_gradients() || stays,
                 .graph_kept = graph_kept,
                 .may_retain = table_.may_retain(unit)});
 }
@@ -198,7 +202,9 @@ void Gatherer::end_backward(bool graph_kept) {
   order_.end(Pass::backward);
   for (int64_t u = 0; u < table_.size(); ++u) {
     table_.apply(u, ResidencyEvent::backward_ended,
-                 {.graph_kept = graph_kept, .may_retain = table_.may_retain(u)});
+                 {.keep = is_kept_after_backward(u),
+                  .graph_kept = graph_kept,
+                  .may_retain = table_.may_retain(u)});
   }
   if (root_depth_ == 0) context_.spare->clear();
 }
@@ -217,6 +223,18 @@ void Gatherer::reset_after_failure() noexcept {
 }
 
 // The user's own holds
+
+void Gatherer::set_reshard_after_forward(const std::vector<int64_t>& units, bool reshards) {
+  for (const int64_t u : units) reshards_.at(u).after_forward = reshards;
+}
+
+void Gatherer::set_reshard_after_backward(const std::vector<int64_t>& units, bool reshards) {
+  for (const int64_t u : units) reshards_.at(u).after_backward = reshards;
+}
+
+void Gatherer::start(const std::vector<int64_t>& units) {
+  for (const int64_t u : units) table_.apply(u, ResidencyEvent::prefetch);
+}
 
 void Gatherer::hold(const std::vector<int64_t>& units) {
   for (const int64_t u : units) table_.apply(u, ResidencyEvent::hold);

@@ -27,7 +27,6 @@ struct GatherOptions {
   // is copied early has left the caches when it is used (3 to 5 % of a step of the GPT benchmark).
   bool prefetch_from_local_peers = false;
   int64_t retained_bytes = -1;  // what kept graphs may hold gathered; -1: no limit
-  bool reshard_after_forward = true;
 };
 
 // A module with hooks, where forwards enter and leave units.
@@ -66,6 +65,12 @@ class Gatherer {
   void end_backward(bool graph_kept);
   void reset_after_failure() noexcept;
 
+  // Whether a unit is released between forward and backward, and after a backward. At first it is.
+  void set_reshard_after_forward(const std::vector<int64_t>& units, bool reshards);
+  void set_reshard_after_backward(const std::vector<int64_t>& units, bool reshards);
+
+  // Starts gathers of units that are used soon.
+  void start(const std::vector<int64_t>& units);
   // unshard() and reshard().
   void hold(const std::vector<int64_t>& units);
   void drop(const std::vector<int64_t>& units, Writes writes);
@@ -123,6 +128,7 @@ class Gatherer {
   void prefetch(Pass pass);
   void end_root_forward(const HookSite& root, bool backward_may_follow);
   bool is_kept_for_backward(int64_t unit) const;
+  bool is_kept_after_backward(int64_t unit) const { return !reshards_[unit].after_backward; }
   void release_deferred(const HookSite& entered);
 
   Comm& comm_;
@@ -134,6 +140,11 @@ class Gatherer {
   PassOrder order_;
   std::vector<HookSite> sites_;
   std::vector<int64_t> site_counts_;  // of each unit, see sites_of()
+  struct Reshards {
+    bool after_forward = true;
+    bool after_backward = true;
+  };
+  std::vector<Reshards> reshards_;  // [units]
   int64_t root_depth_ = 0;
   std::optional<StreamEvent> serving_since_;
   std::vector<int64_t>

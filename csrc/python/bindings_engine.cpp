@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -62,8 +63,7 @@ void bind_options(py::module_& m) {
   py::class_<GatherOptions>(m, "GatherOptions")
       .def_readwrite("prefetch_bytes", &GatherOptions::prefetch_bytes)
       .def_readwrite("prefetch_from_local_peers", &GatherOptions::prefetch_from_local_peers)
-      .def_readwrite("retained_bytes", &GatherOptions::retained_bytes)
-      .def_readwrite("reshard_after_forward", &GatherOptions::reshard_after_forward);
+      .def_readwrite("retained_bytes", &GatherOptions::retained_bytes);
   py::class_<EngineOptions>(m, "EngineOptions")
       .def(py::init<>())
       .def_readwrite("stage", &EngineOptions::stage)
@@ -206,13 +206,17 @@ void bind_forwards(EngineClass& engine) {
       .def("is_recomputed", of(forwards, &Forwards::is_recomputed), NoGil())
       .def("enter_forward", of(forwards, &Forwards::enter), NoGil())
       .def("leave_forward", of(forwards, &Forwards::leave), NoGil())
-      .def("unshard", of(forwards, &Forwards::unshard), NoGil())
+      .def("unshard", of(forwards, &Forwards::unshard), py::arg("site") = std::nullopt, NoGil())
+      .def("start_gathers", of(forwards, &Forwards::start_gathers), NoGil())
+      .def("set_reshard_after_forward", of(forwards, &Forwards::set_reshard_after_forward), NoGil())
+      .def("set_reshard_after_backward", of(forwards, &Forwards::set_reshard_after_backward),
+           NoGil())
       .def(
           "reshard",
-          [](Engine& e, bool keep_writes) {
-            e.forwards().reshard(keep_writes ? Writes::keep : Writes::discard);
+          [](Engine& e, bool keep_writes, std::optional<int64_t> site) {
+            e.forwards().reshard(keep_writes ? Writes::keep : Writes::discard, site);
           },
-          py::arg("keep_writes"), NoGil())
+          py::arg("keep_writes"), py::arg("site") = std::nullopt, NoGil())
       .def_property_readonly("releases", of(forwards, &Forwards::releases))
       .def_property_readonly("serves_one_alone", of(forwards, &Forwards::serves_one_alone))
       .def_property_readonly("held_by_user",

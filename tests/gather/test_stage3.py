@@ -9,6 +9,7 @@ from collections import namedtuple
 import pytest
 import torch
 from harness import (
+    Blocks,
     ResidualBlock,
     assert_bits,
     gather_objects,
@@ -403,6 +404,25 @@ def test_at_most_two_gathers_per_unit_and_micro_batch(mesh, rank, world):
         before = model.stats()["gathers"]
         mean_square(model, rank_data(SHAPE, rank, micro)).backward()
         assert model.stats()["gathers"] - before <= 2 * units
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+def test_a_function_says_which_units_are_released_between_forward_and_backward(mesh, rank):
+    blocks = ["blocks.0", "blocks.1", "blocks.2"]
+    asked = {}
+
+    def reshards(name: str, module: nn.Module) -> bool:
+        asked[name] = module
+        return name != "blocks.1"
+
+    model = sharded(Blocks(blocks=3), mesh, units=nn.Linear, reshard_after_forward=reshards)
+    assert [*map(asked.get, blocks)] == [*model.blocks]
+    for _ in range(2):
+        before = model.stats()["gathers"]
+        mean_square(model, rank_data((3, 37), rank)).backward()
+    # The head ends the forward, and one block stays: two of four units are gathered twice.
+    assert model.stats()["gathers"] - before == 4 + 2
 
 
 @pytest.mark.dist

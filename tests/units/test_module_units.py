@@ -276,10 +276,9 @@ def test_units_that_choose_nothing_are_refused_with_what_there_is(units):
         modules_of(MLP(), units)
 
 
-@pytest.mark.parametrize("units", [int, (nn.Linear, int), [nn.Linear, "Linear"], ()])
+@pytest.mark.parametrize("units", [int, (nn.Linear, int), [nn.Linear, "Linear"]])
 def test_classes_that_are_no_modules_are_refused(units):
-    error = ValueError if units == () else TypeError
-    with pytest.raises(error, match=r"zero_ext: units(=| holds)"):
+    with pytest.raises(TypeError, match="zero_ext: units holds"):
         modules_of(MLP(), units)
 
 
@@ -287,6 +286,25 @@ def test_classes_that_are_no_modules_are_refused(units):
 def test_other_kinds_of_choice_are_refused(units):
     with pytest.raises(TypeError, match=r"units is .* Pass module classes, .* or a function of"):
         modules_of(MLP(), units)
+
+
+def test_modules_with_one_string_are_one_unit_wherever_they_are():
+    """Also a weight that they share; the others are merged around them."""
+    model = Model(embed=nn.Embedding(3, 2), a=linear(), b=linear(), norm=linear(), head=linear())
+    model.head.weight = model.embed.weight
+
+    def choose(name: str, module: nn.Module) -> bool | str:
+        return "ends" if name in ("embed", "norm", "head") else True
+
+    ends = ["embed.weight", *both("norm"), "head.bias"]
+    blocks = [(["a", "b"], [*both("a"), *both("b")]), (["embed", "norm", "head"], ends), ([""], [])]
+    assert named(model, choose, EVERYTHING) == blocks
+    halves = lambda name, module: {"a": "a", "b": "b"}.get(name, False)  # noqa: E731
+    assert modules_of(model, halves, EVERYTHING) == [["b"], ["a"], [""]]
+
+
+def test_no_classes_make_one_unit():
+    assert modules_of(ManyLayers(blocks=3, width=2), ()) == [[""]]
 
 
 def nearly_all(model: nn.Module) -> int:
@@ -459,8 +477,11 @@ def models(draw) -> nn.Module:
     return model
 
 
-choices = st.sampled_from(
+merged = st.sampled_from(
     [None, nn.Module, (nn.Linear, nn.Sequential), lambda name, module: name.count(".") == 1]
+)
+choices = merged | st.just(
+    lambda name, module: "all linear ones" if isinstance(module, nn.Linear) else "." in name
 )
 sizes = st.sampled_from([SEPARATE, 40, 100, EVERYTHING])
 
@@ -504,7 +525,7 @@ def test_no_module_is_entered_for_two_blocks(model, choice, bucket_bytes):
     assert blocks[-1].modules == [model] and blocks[-1].root
 
 
-@given(models(), choices, sizes)
+@given(models(), merged, sizes)
 def test_only_a_single_module_makes_a_block_too_large(model, choice, bucket_bytes):
     """Or a dictionary, what is called in which is gathered together."""
     parameters = list(model.parameters())

@@ -222,13 +222,14 @@ class Handle:
             self.engine.replace_parameter(i, new)
             self.parameters[i], self.entries[id(new)] = new, (new, i)
 
-    def watch_modules(self, tree: Tree, blocks: Sequence[Block]) -> None:
+    def watch_modules(self, tree: Tree, blocks: Sequence[Block], reshards: Sequence[bool]) -> None:
         """Gather and release units as their modules are entered and left, from now on."""
         if _torch.is_profiling():
             _C.show_parameters_to_profiler(False)
         units: list[WatchedUnit] = []
         unit_of: dict[int, int] = {}
-        for block, numbers in zip(blocks, self._units_of_blocks, strict=True):
+        of_blocks = zip(blocks, self._units_of_blocks, reshards, strict=True)
+        for block, numbers, after_forward in of_blocks:
             inside: list[int] = []
             for k, module in enumerate(block.modules):
                 last = k == len(block.modules) - 1
@@ -237,6 +238,7 @@ class Handle:
                 watch_module(module, hooks)
                 if block.root:
                     self.root_hooks.append(hooks)
+            hooks.set_reshard_after_forward(after_forward)
             ids = [id(self.parameters[i]) for i in block.members]
             unit_of |= dict.fromkeys(ids, len(units))
             units.append(WatchedUnit(site, inside))

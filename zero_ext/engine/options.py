@@ -2,9 +2,11 @@
 
 import datetime
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from zero_ext import _C
@@ -27,6 +29,8 @@ class ParametersOffloadPolicy(CPUOffloadPolicy):
     ones are gathered from their masters, which the update needs on the device."""
 
 
+# What ``shard(reshard_after_forward=)`` takes: one answer, or a function of a name and a module.
+ReshardChoice = bool | Callable[[str, nn.Module], bool]
 _POLICIES = (OffloadPolicy, CPUOffloadPolicy, StatesOffloadPolicy, ParametersOffloadPolicy)
 
 
@@ -68,7 +72,7 @@ class ShardingOptions:
     broadcast_buffers: bool = False
     prefetch_mb: float | None = None
     retained_bytes: int | None = None
-    reshard_after_forward: bool = True
+    reshard_after_forward: ReshardChoice = True
     offload_policy: OffloadPolicy | None = None
 
     def __post_init__(self):
@@ -90,10 +94,13 @@ class ShardingOptions:
                 f"zero_ext: reduction must be 'exchange' or 'collective', not {self.reduction!r}."
             )
         check_positive("bucket_mb", self.bucket_mb, finite=True)
-        if not isinstance(self.reshard_after_forward, bool):
+        reshards = self.reshard_after_forward
+        if not isinstance(reshards, bool) and (
+            isinstance(reshards, type) or not callable(reshards)
+        ):
             raise TypeError(
-                "zero_ext: reshard_after_forward must be True or False, not "
-                f"{self.reshard_after_forward!r}. FSDP2's integers have no equivalent here."
+                "zero_ext: reshard_after_forward must be True, False or a function of a module's "
+                f"name and the module, not {reshards!r}. FSDP2's integers have no equivalent here."
             )
         for name in ("prefetch_mb", "retained_bytes"):
             value = getattr(self, name)
@@ -152,7 +159,6 @@ class ShardingOptions:
         options.gather.retained_bytes = (
             -1 if self.retained_bytes is None else int(self.retained_bytes)
         )
-        options.gather.reshard_after_forward = self.reshard_after_forward
         options.shared_host_transport = environment.shared_host_transport_allowed()
         with comm_groups(groups) as comm:
             for group, name in comm.names.items():

@@ -2,7 +2,7 @@
 ``shard``, ``estimate_memory`` and ``python -m zero_ext.plan``."""
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -72,6 +72,7 @@ class Plan:
         dtypes: What each parameter is computed in; None: in its own dtype.
         several_uses: See ``ModelParameters``.
         prefetch_bytes: How much may be gathered ahead of its use.
+        reshards: Whether each block is released between forward and backward.
     """
 
     options: ShardingOptions
@@ -83,6 +84,7 @@ class Plan:
     cast_modules: Sequence[nn.Module] = ()
     several_uses: frozenset[int] = frozenset()
     prefetch_bytes: int = 0
+    reshards: Sequence[bool] = ()
 
 
 def plan_module(
@@ -104,6 +106,9 @@ def plan_module(
         ValueError, TypeError: ``choice`` chooses nothing, or is no ``Choice``.
     """
     tree, named, several = found.tree, found.sharded, found.several_uses
+    reshards = options.reshard_after_forward
+    if not isinstance(reshards, bool):  # a function, which may hold the module
+        options = replace(options, reshard_after_forward=True)
     parameters = [p for _, p in named]
     computed = [options.param_dtype if dtypes is None else dtypes[id(p)] for p in parameters]
     modules = modules_of_units(tree, parameters, choice) if casts or choice is not None else []
@@ -122,7 +127,14 @@ def plan_module(
     ahead = max(options.bucket_bytes, 1.5 * max(of_blocks, default=0))
     if options.prefetch_mb is not None:
         ahead = options.prefetch_mb * 2**20
-    return Plan(options, named, cut, computed, found.whole, blocks, modules, several, int(ahead))
+    each = [
+        reshards
+        if isinstance(reshards, bool)
+        else all(reshards(tree.names[module], module) for module in block.modules)
+        for block in blocks
+    ]
+    rest = found.whole, blocks, modules, several, int(ahead), each
+    return Plan(options, named, cut, computed, *rest)
 
 
 def plan_parameters(

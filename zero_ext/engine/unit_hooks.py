@@ -116,6 +116,25 @@ class SiteHooks:
         if forward.entered:
             self._leave(None, [], True)
 
+    # Of the module's units. As FSDP2's methods of these names.
+
+    def unshard(self) -> None:
+        """Gather them and keep them until ``reshard()`` or the next step. Collective."""
+        self._engine.unshard(self._site)
+
+    def reshard(self) -> None:
+        """Release what ``unshard()`` has gathered. What was written to it is lost."""
+        self._engine.reshard(keep_writes=False, site=self._site)
+
+    def start_gathers(self) -> None:
+        self._engine.start_gathers(self._site)
+
+    def set_reshard_after_forward(self, reshards: bool) -> None:
+        self._engine.set_reshard_after_forward(self._site, reshards)
+
+    def set_reshard_after_backward(self, reshards: bool) -> None:
+        self._engine.set_reshard_after_backward(self._site, reshards)
+
     def _leave(self, call: _C.Call | None, outputs: list[Tensor], threw: bool) -> None:
         for threads in self._inside:
             threads.remove(threading.get_ident())

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_ext.tensor.meshes import is_cut_over, locals_of
 
-# What `shard(units=)` takes: module classes, or a predicate of a module's name and itself.
-Choice = type | Collection[type] | Callable[[str, nn.Module], bool] | None
+# What `shard(units=)` takes: module classes, or a function of a module's name and itself, see
+# ``shard``.
+Choice = type | Collection[type] | Callable[[str, nn.Module], bool | str] | None
 # What each parameter is computed in; None: in its own dtype.
 Dtypes = Sequence[torch.dtype | None]
 
@@ -162,7 +163,8 @@ def cut_by_module(
     A parameter goes with the innermost chosen module. One that several chosen modules share, or
     that is in none, goes with the root, or with the models in a root that has no forward. Chosen
     neighbours in one container are merged up to ``bucket_bytes``, into blocks of about the same
-    size: the next block then reuses the memory of a released one.
+    size: the next block then reuses the memory of a released one. Modules with a common key are one
+    block, whatever its size.
 
     Returns:
         Blocks in the order in which a backward completes them. The root's, with all other
@@ -174,16 +176,26 @@ def cut_by_module(
     is_called = not isinstance(tree.root, _WITHOUT_FORWARD)
     if choice is None and is_called and sum(sizes) <= bucket_bytes:
         return [Block([tree.root], list(range(len(parameters))), root=True)]
-    chosen = _chosen(tree, choice)
+    chosen, keys = _chosen(tree, choice)
     owned: dict[nn.Module, list[int]] = {}
     for i, users in enumerate(_users(tree, parameters, chosen)):
-        owned.setdefault(next(iter(users)) if len(users) == 1 else tree.root, []).append(i)
+        in_one = len({keys.get(module, module) for module in users}) == 1
+        owned.setdefault(next(iter(users)) if in_one else tree.root, []).append(i)
+    together: dict[str, list[nn.Module]] = {}
+    for module in filter(keys.__contains__, chosen):
+        together.setdefault(keys[module], []).append(module)
     blocks: list[Block] = []
-    for run in _neighbours(tree, chosen, owned):
+    for modules in together.values():
+        if members := [*chain.from_iterable([owned.get(module, ()) for module in modules])]:
+            blocks.append(Block(modules, sorted(members)))
+    for run in _neighbours(tree, chosen, owned.keys() - keys.keys()):
         members = [[*chain.from_iterable(map(owned.__getitem__, modules))] for modules in run]
         run_sizes = [sum(map(sizes.__getitem__, each)) for each in members]
         for begin, end in _merged_evenly(run_sizes, bucket_bytes):
             blocks.append(Block([*chain(*run[begin:end])], sorted(chain(*members[begin:end]))))
+    if keys:
+        order = {module: k for k, module in enumerate(chosen)}
+        blocks.sort(key=lambda block: order[block.modules[0]])
     of_models = _by_models(tree, parameters, owned.get(tree.root, []))
     rest = of_models.pop((), [])
     models = [Block([*users], members) for users, members in of_models.items()]
@@ -197,7 +209,7 @@ def modules_of_units(tree: Tree, parameters: Sequence[Tensor], choice: Choice) -
         ValueError, TypeError: ``choice`` chooses nothing, or is no ``Choice``.
     """
     holders = tree.holders({id(p) for p in parameters})
-    return [module for module in _chosen(tree, choice) if module in holders]
+    return [module for module in _chosen(tree, choice)[0] if module in holders]
 
 
 def _users(
@@ -292,27 +304,33 @@ def _described(value: object) -> str:
     return repr(value) if isinstance(value, (str, type)) else f"a {type(value).__name__}"
 
 
-def _chosen(tree: Tree, choice: Choice) -> dict[nn.Module, int]:
+def _chosen(tree: Tree, choice: Choice) -> tuple[dict[nn.Module, int], dict[nn.Module, str]]:
     """The modules that make units, in the order of their last places, each with the place of its
-    item: the child of a list in which it lies. Where the user has chosen, it is its own."""
+    item: the child of a list in which it lies. Where the user has chosen, it is its own. And the
+    keys that the user has given to some."""
+    keys: dict[nn.Module, str] = {}
     if choice is None:
         items = {place: place for place in _models(tree).values()} | _units_in_lists(tree)
     else:
         chosen = _chosen_by_user(tree, choice)
         items = {place: place for place, module in enumerate(tree.modules) if module in chosen}
+        keys = {module: key for module, key in chosen.items() if isinstance(key, str)}
     last = {tree.modules[place]: place for place in sorted(items)}
-    return {tree.modules[place]: items[place] for place in sorted(last.values())}
+    return {tree.modules[place]: items[place] for place in sorted(last.values())}, keys
 
 
-def _chosen_by_user(tree: Tree, choice: Choice) -> set[nn.Module]:
+def _chosen_by_user(tree: Tree, choice: Choice) -> dict[nn.Module, bool | str]:
     if isinstance(choice, (type, Collection)) and not isinstance(choice, str):
         classes = (choice,) if isinstance(choice, type) else tuple(choice)
         for each in classes:
             if not isinstance(each, type) or not issubclass(each, nn.Module):
                 raise TypeError(f"zero_ext: units holds {_described(each)}. {_UNITS_EXAMPLE}")
-        chosen = {m for m, name in tree.names.items() if name and isinstance(m, classes)}
+        if not classes:
+            return {}
+        chosen = {m: True for m, name in tree.names.items() if name and isinstance(m, classes)}
     elif callable(choice) and not isinstance(choice, nn.Module):
-        chosen = {m for m, name in tree.names.items() if name and choice(name, m)}
+        asked = {m: choice(name, m) for m, name in tree.names.items() if name}
+        chosen = {m: answer for m, answer in asked.items() if answer}
     else:
         raise TypeError(f"zero_ext: units is {_described(choice)}. {_UNITS_EXAMPLE}")
     if not chosen:

@@ -18,7 +18,7 @@ from zero_ext.engine.checks import (
 )
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.meta import MetaModules
-from zero_ext.engine.options import ShardingOptions
+from zero_ext.engine.options import ReshardChoice, ShardingOptions
 from zero_ext.engine.plan import Plan, parameters_of, plan_module
 from zero_ext.engine.units import Block, Choice, Tree, bytes_of, largest_of_many
 from zero_ext.module import foreign_names, plain_copies
@@ -54,7 +54,7 @@ def shard(
     bucket_mb: float = 25.0,
     reduction: str | None = None,
     accumulation_steps: int | None = None,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: ReshardChoice = True,
     retained_bytes: int | None = None,
     prefetch_mb: float | None = None,
     param_init_fn: Callable[[nn.Module], None] | None = None,
@@ -88,12 +88,13 @@ def shard(
             in turn, and the Parameter objects are new ones.
         stage: What is sharded. 0: nothing; 1: optimizer state; 2: gradients too; 3: parameters too.
         units: Stage 3: which parameters are gathered together. Module classes, or a function of a
-            module's name and the module. Default: the children of the outermost ModuleLists and
-            Sequentials, small neighbours merged up to ``bucket_mb``, and the models in a ModuleList
-            or ModuleDict that is sharded itself. In a child without a forward, what is called is
-            gathered together. Parameters in none of them, or shared by several,
-            are gathered while the root's forward and backward run. In every stage ``mp_policy``
-            casts the inputs of these modules.
+            module's name and the module: True makes a unit, and modules for which it returns the
+            same string are one unit. ``()``: all together. Default: the children of the outermost
+            ModuleLists and Sequentials, small neighbours merged up to ``bucket_mb``, and the models
+            in a ModuleList or ModuleDict that is sharded itself. In a child without a forward, what
+            is called is gathered together. Parameters in none of them, or shared by several, are
+            gathered while the root's forward and backward run. In every stage ``mp_policy`` casts
+            the inputs of these modules.
         mesh: The ranks to shard over, in one dimension. Default: all. ``"alone"``: this rank trains
             by itself, as without a launcher. With two dimensions, as for FSDP2, sharding is hybrid:
             each row is a replica whose ranks hold one copy together, and gradients are reduced over
@@ -120,7 +121,8 @@ def shard(
         accumulation_steps: Every n-th backward is the boundary; the others are as in ``no_sync()``.
             The gradient is the sum of the n micro-batches: divide each loss by n for their average.
             A step before the boundary raises.
-        reshard_after_forward: Stage 3: release units between forward and backward.
+        reshard_after_forward: Stage 3: release units between forward and backward. Or a function of
+            the name and the module of each unit that says it for that unit.
         retained_bytes: Stage 3: how many bytes a backward with ``retain_graph`` may leave gathered
             for the next one; other units are gathered again. A double backward (``create_graph``)
             that reads such a unit may raise an error that names it. Default: no limit.
@@ -292,7 +294,7 @@ def _attach(handle: Handle, tree: Tree, plan: Plan, ignored: set[str], policies:
     """Give the modules of ``tree`` hooks and methods. Those that come last run first."""
     module, releases = tree.root, handle.engine.releases
     if releases:
-        handle.watch_modules(tree, plan.blocks)
+        handle.watch_modules(tree, plan.blocks, plan.reshards)
     cast_inputs(dict.fromkeys([*plan.cast_modules, *policies.own]), policies)
     cast_outputs(policies)
     forward_hooks = ForwardHooks(tree, handle, policies.root, ignored)
