@@ -8,7 +8,8 @@ ranks.
     torchrun --standalone --nproc-per-node 4 examples/parallel.py --tp 2 --fsdp2
 
 Ranks that no option takes are data ranks. The losses are those of any other layout but for
-roundings: each step has the same sequences. --fsdp2 trains with torch's fully_shard instead.
+roundings: each step has the same sequences. --fsdp2 trains with torch's fully_shard instead, and
+--zero-fsdp with that of zero_ext.
 """
 
 import argparse
@@ -35,6 +36,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import zero_ext
+from zero_ext import fsdp
 
 WIDTH, HEADS, TOKENS, LENGTH, SEQUENCES, MICRO_BATCHES = 32, 4, 64, 16, 16, 2
 
@@ -196,6 +198,7 @@ def main(*arguments: str) -> list[float]:
     parser.add_argument("--experts", type=int, default=0, help="in each layer, in place of its MLP")
     parser.add_argument("--stage", type=int, default=3)
     parser.add_argument("--fsdp2", action="store_true")
+    parser.add_argument("--zero-fsdp", action="store_true")
     parser.add_argument("--one-f-one-b", action="store_true", help="schedule of --pp, not GPipe")
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args(arguments or None)
@@ -209,10 +212,11 @@ def main(*arguments: str) -> list[float]:
     model = Model(2, mesh, args.experts)
     if args.tp > 1:
         apply_tensor_parallelism(model, mesh["tp"])
-    if args.fsdp2:
+    if args.fsdp2 or args.zero_fsdp:
+        shard = fsdp.fully_shard if args.zero_fsdp else fully_shard
         for layer in model.layers:
-            fully_shard(layer, mesh=shards)
-        fully_shard(model, mesh=shards)
+            shard(layer, mesh=shards)
+        shard(model, mesh=shards)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
     else:
         expert_mesh = mesh["ep"] if args.experts and shards.size() > 1 else None

@@ -22,6 +22,7 @@ from torch._dynamo.exc import Unsupported
 from torch._guards import TracingContext
 from torch.autograd import profiler
 from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.distributed._composable.contract import STATE_KEY as STATES_OF_MODULE
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -35,6 +36,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 # What other files use of torch's insides as it is.
 __all__ = [
+    "STATES_OF_MODULE",  # where a module has what fully_shard and its like keep of it
     "DTensorSpec",  # what a DTensor is made of: it has no public constructor for uneven slices
     "TensorMeta",
     "TorchDispatchMode",  # sees each operation below autograd
@@ -144,6 +146,26 @@ def use_foreach_for(kind: type) -> None:
     """
     for module in (_foreach_utils, torch_optimizer):
         _replace(module, "_foreach_supported_types", [*module._foreach_supported_types, kind])
+
+
+# ---- Optimizers of scripts that were written for FSDP2 ----
+
+
+@functools.cache
+def after_making_optimizers(follow: Callable[[torch_optimizer.Optimizer], None]) -> None:
+    """Call ``follow`` with each optimizer that is made from now on, at the end of the constructor
+    that all of torch's share.
+
+    A stock optimizer that steps the parts of parameters must become one that shards its state.
+    """
+    construct = torch_optimizer.Optimizer.__init__
+
+    @functools.wraps(construct)
+    def construct_and_follow(self: torch_optimizer.Optimizer, *args: Any, **kwargs: Any) -> None:
+        construct(self, *args, **kwargs)
+        follow(self)
+
+    _replace(torch_optimizer.Optimizer, "__init__", construct_and_follow)
 
 
 # ---- Profiles ----

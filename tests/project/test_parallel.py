@@ -72,5 +72,6 @@ def test_stages_have_the_same_bits_and_fully_shard_almost(parallel):
     first = parallel.main(*steps, "--stage", "0")
     for stage in "123":
         assert parallel.main(*steps, "--stage", stage) == first
+    assert parallel.main(*steps, "--zero-fsdp") == first
     assert_close(parallel.main(*steps, "--fsdp2"), first, rtol=1e-6, atol=0)
     assert dist.get_world_size() == 4

@@ -63,6 +63,7 @@ PYTHON_LEVELS = {
     "diff": 7,
     "replay": 7,
     "elastic": 7,
+    "fsdp": 7,
     "deepspeed": 7,
     "doctor": 8,
     "integrations": 8,
@@ -80,6 +81,7 @@ LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {
     "zero_ext/deepspeed/initialization.py:initialize": "docstring",
     "zero_ext/engine/memory.py:estimate_memory": "docstring",
+    "zero_ext/fsdp/calls.py:fully_shard": "docstring",
     "zero_ext/module/sharding.py:shard": "docstring",
 }
 MAX_LONG_FUNCTIONS = 12

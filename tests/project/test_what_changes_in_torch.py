@@ -44,6 +44,8 @@ def changed():
 
 before = names()
 model = zero_ext.shard(torch.nn.Linear(7, 5), 3, mesh="alone")
+from zero_ext.fsdp import fully_shard
+fully_shard(torch.nn.Linear(7, 5))
 optimizer = zero_ext.optim.wrap(torch.optim.RMSprop, model.parameters())
 model(torch.ones(3, 7)).sum().backward()
 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

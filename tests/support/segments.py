@@ -85,6 +85,7 @@ ON_THREE = (
         "some_ranks_save_meanwhile_whatever_groups_each_is_in",
     ),
     *some_of("doctor", "ranks_are_measured"),
+    *some_of("fsdp", "gradients_are_one_process_s_bits", "a_unit_is_gathered_alone"),
 )
 MESHES = some_of(
     "meshes",
@@ -110,7 +111,7 @@ ON_FOUR = (
 )
 # Whatever runs on a device at all.
 ON_A_DEVICE = all_but(
-    ("project", "kernels", "ops", "integrations", "testing"),
+    ("project", "kernels", "ops", "integrations", "testing", "fsdp"),
     *("comm_ops", "config", "construction", "damage", "deepspeed_checkpoints", "failures"),
     *("folders", "found_configurations", "lagged_device", "layout", "pass_order", "pipeline"),
     *("plan", "residency", "schedules", "scripts", "torch_modules"),

@@ -37,7 +37,9 @@ class Policies(NamedTuple):
             ValueError: a parameter of two modules, or the gradients, would have two dtypes.
         """
         function = callable(given) and not isinstance(given, type | MixedPrecisionPolicy)
-        root = _checked(given("", tree.root) if function else given) or MixedPrecisionPolicy()
+        root = (
+            check_mp_policy(given("", tree.root) if function else given) or MixedPrecisionPolicy()
+        )
         if not function:
             return Policies(root, dict.fromkeys(tree.names, root), {})
         in_force, own = {tree.root: root}, {}
@@ -45,7 +47,7 @@ class Policies(NamedTuple):
             if module in in_force:
                 continue
             in_force[module] = in_force[tree.modules[tree.parents[place]]]
-            policy = _checked(given(tree.names[module], module))
+            policy = check_mp_policy(given(tree.names[module], module))
             if policy is None:
                 continue
             in_force[module] = own[module] = policy
@@ -78,7 +80,7 @@ def _dtypes(
     return found
 
 
-def _checked(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy | None:
+def check_mp_policy(policy: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy | None:
     if not isinstance(policy, MixedPrecisionPolicy | None):
         dtype = policy if isinstance(policy, torch.dtype) else "torch.bfloat16"
         raise TypeError(

@@ -109,7 +109,7 @@ def adopt(optimizer: torch.optim.Optimizer, **sharding: Any) -> Sharded:
         raise
     optimizer.zero_core.given = kind, step
     if hasattr(step, "_wrapped_by_lr_sched"):
-        _count_steps(optimizer)
+        count_steps(optimizer)
     return optimizer
 
 
@@ -162,7 +162,7 @@ def _own_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
     return None if step is None else lambda _, *args, **keywords: step(*args, **keywords)
 
 
-def _count_steps(optimizer: torch.optim.Optimizer) -> None:
+def count_steps(optimizer: torch.optim.Optimizer) -> None:
     """As torch's schedules do, which warn when the optimizer has not stepped."""
     reference = weakref.ref(optimizer)
 

@@ -38,4 +38,5 @@ def unwrap(module: AnyModule) -> AnyModule:
             parameter.data, parameter.grad = value, None
     for each in module.modules():
         remove_ours(each.__dict__)
+        each.__class__ = getattr(type(each), "zero_plain_class", type(each))
     return module
