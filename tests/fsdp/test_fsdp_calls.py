@@ -217,6 +217,14 @@ def test_an_optimizer_of_parameters_outside_the_calls_is_rejected():
         torch.optim.AdamW(ignoring.parameters())
 
 
+def test_a_step_inside_a_backward_is_named():
+    model = by_layer(MLP())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.layers[0].weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    with pytest.raises(RuntimeError, match="a step of SGD inside a backward"):
+        model(rank_data((3, 5), 0)).sum().backward()
+
+
 def test_other_optimizers_stay_what_they_are():
     by_layer(MLP())
     plain = torch.optim.AdamW(MLP().parameters())

@@ -8,11 +8,11 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from zero_ext._torch import disable_compilation
-from zero_ext.engine.carried import CarriedReplacement
+from zero_ext._torch import disable_compilation, tree_leaves, tree_map_only
+from zero_ext.engine.carried import Carried, CarriedReplacement
 from zero_ext.engine.registry import handle_of
 from zero_ext.engine.unit_hooks import ModuleCall, hooks_of
 from zero_ext.fsdp.notes import Note, NotedEngine, note_of, notes_in, roots_around
@@ -35,6 +35,20 @@ class FirstCall(ModuleCall):
     def compile_as(self, compiled: Callable) -> None:
         """``compiled`` is what the user has compiled of the module."""
         self._compiled = compiled
+
+
+class InputsToDevice(Carried):
+    """A hook before the forward of a root: its inputs may be on the host, as with FSDP2."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    @disable_compilation
+    def __call__(self, module: nn.Module, args, kwargs):
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if all(each.device == self._device for each in tensors):
+            return None
+        return tree_map_only(Tensor, lambda each: each.to(self._device), (args, kwargs))
 
 
 class FirstMethod(CarriedReplacement):
@@ -192,3 +206,6 @@ def _take_over(root: nn.Module, roots: Sequence[nn.Module], notes: Sequence[Note
         for owner, name in note.forward_methods:
             register_forward_method(owner(), name)
     engine.follow_divide_factors()
+    if (device := engine.handle.groups.device).type != "cpu":
+        for each in roots:
+            each.register_forward_pre_hook(InputsToDevice(device), prepend=True, with_kwargs=True)

@@ -76,6 +76,11 @@ def _waiting_class(kind: type[torch.optim.Optimizer]) -> type[Waiting]:
 
 def adopted(optimizer: Waiting) -> Sharded:
     """The same object. Collective."""
+    if torch._C._current_graph_task_id() >= 0:
+        raise RuntimeError(
+            f"zero_ext: a step of {type(optimizer).__name__} inside a backward: gradients are "
+            "reduced when it ends. Call step() after loss.backward() has returned."
+        )
     waits, step = type(optimizer), vars(optimizer).get("step")
     counts = getattr(step, "_wrapped_by_lr_sched", False) and step.__wrapped__ is Waiting.step
     optimizer.__class__ = waits.zero_given_class
