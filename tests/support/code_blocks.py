@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn import functional
 
@@ -129,7 +129,8 @@ def names(section: list[Block], rank: int, world: int, folder: Path) -> dict[str
         "F": functional, "Layer": Layer, "MixedPrecisionPolicy": MixedPrecisionPolicy,
         "Model": Model, "dist": dist, "nn": nn, "os": os, "torch": torch, "zero_ext": zero_ext,
         "arguments_of_shard": {}, "batches": batches, "data_ranks": world,
-        "device": torch.device("cpu"),
+        "device": torch.device("cpu"), "expert_ranks": world, "experts": 2 * world,
+        "Shard": Shard, "distribute_tensor": distribute_tensor,
         "folder": folder / "folder", "gpus_per_node": world, "make_scheduler": make_scheduler,
         "model": model, "module": model, "nodes": 1, "parallelize_module": parallelize_module,
         "path": folder / "path", "plan": {"head": ColwiseParallel(output_layouts=Replicate())},
