@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from zero_ext.optim.scaler import LossScaler
     from zero_ext.state.ema import EMA
     from zero_ext.state.iteration import iter_full_params
+    from zero_ext.state.reductions import gradient_reductions
     from zero_ext.state.unwrapping import unwrap
     from zero_ext.state.values import (
         full_grad,
@@ -48,6 +49,7 @@ _MODULES = {
     "full_grad": "state.values",
     "full_state": "state.values",
     "full_tensor": "state.values",
+    "gradient_reductions": "state.reductions",
     "initialize": "deepspeed.initialization",
     "iter_full_params": "state.iteration",
     "local_gradients": "state.values",
@@ -80,6 +82,7 @@ __all__ = [
     "full_grad",
     "full_state",
     "full_tensor",
+    "gradient_reductions",
     "initialize",
     "iter_full_params",
     "local_gradients",

@@ -25,7 +25,7 @@ LINES = {
         "module": 1270,  # 100 of them: policies.py, and casts of outputs; 10: expert_mesh
         "optim": 4250,  # 20 of them: states of parameters on other meshes
         "ranks": 700,  # 60 of them: which ranks have the same experts; 10: NCCL of torch 2.15
-        "state": 1060,  # 10 of them: parameters beside the model; 70: meshes and pipelines
+        "state": 1130,  # 10 of them: parameters beside the model; 140: meshes and pipelines
         "tensor": 1090,  # 310 of them: meshes.py, and what else tensors on two meshes need
         # 80: a digest of what is mixed into gradients
         "testing": 530,  # 10 of them: functions of notebooks

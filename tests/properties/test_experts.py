@@ -265,6 +265,19 @@ def test_collectives_sum_over_the_ranks_with_the_same_experts(mesh, stage):
         assert_close(trained[1][name], part, rtol=1e-5, atol=1e-6)
 
 
+def test_the_table_of_reductions_names_ranks(mesh, world):
+    model = sharded(mesh, 2)
+    model.head.requires_grad_(False)
+    table = zero_ext.gradient_reductions(model)
+    own = mesh.mesh[:, mesh["ep"].get_local_rank()].tolist()
+    ep = mesh["ep"].mesh.tolist()
+    assert table["layers.0.experts.up"] == (
+        f"summed over ranks {own}, divided by {world}; cut over ranks {ep}"
+    )
+    assert table["embedding.weight"] == f"summed over ranks {[*range(world)]}, divided by {world}"
+    assert table["head.bias"] == "frozen"
+
+
 def test_other_meshes_and_placements_are_rejected(mesh):
     ep, model = mesh["ep"], made_with_experts(mesh["ep"])
     with pytest.raises(
