@@ -30,7 +30,11 @@ from zero_ext.engine.registry import find
 SHAPE = (3, 7)
 BF16, F32 = torch.bfloat16, torch.float32
 
-pytestmark = [pytest.mark.dist, pytest.mark.world(min=2)]
+pytestmark = [
+    pytest.mark.usefixtures("no_stale_meshes"),
+    pytest.mark.dist,
+    pytest.mark.world(min=2),
+]
 
 
 class Model(nn.Module):

@@ -116,10 +116,11 @@ def plan_module(
         trained = {i: p for i, p in enumerate(parameters) if p.requires_grad}
         cut = [Part(units_by_size(trained, computed, options.bucket_bytes, several, expert_mesh))]
         return Plan(options, named, cut, computed, found.whole, None, modules, several)
+    experts = _experts(dict(enumerate(parameters)), expert_mesh)
     blocks = cut_by_module(tree, parameters, choice, options.bucket_bytes, computed)
     in_fp32 = _with_fp32_gradients(dict(enumerate(parameters)), computed, several)
     cut = [
-        Part(split_block(members, parameters, in_fp32, computed, expert_mesh), block)
+        Part(split_block(members, parameters, in_fp32, computed, experts), block)
         for block, members in parts(blocks)
     ]
     sizes = bytes_of(parameters, computed)
@@ -190,10 +191,10 @@ def units_by_size(
 ) -> list[UnitPlan]:
     """Units of trained parameters, of about the size of a bucket."""
     with_fp32 = _with_fp32_gradients(parameters, dtypes, several_uses)
+    experts = _experts(parameters, expert_mesh)
     kinds: dict[tuple[bool, torch.dtype | None, bool], list[int]] = {}
     for i in parameters:
-        is_expert = is_cut_over(parameters[i], expert_mesh)
-        kinds.setdefault((i in with_fp32, dtypes[i], is_expert), []).append(i)
+        kinds.setdefault((i in with_fp32, dtypes[i], i in experts), []).append(i)
     plans = []
     # Kinds whose last gradient comes first, as in each of them; fp32 gradients at the end.
     for (in_fp32, dtype, _), members in sorted(kinds.items(), key=lambda k: (k[0][0], -k[1][-1])):
@@ -204,6 +205,12 @@ def units_by_size(
             cut = [members[m] for m in plan.members]
             plans.append(UnitPlan(cut, dtype or plan.dtype, gradient_is_fp32=in_fp32))
     return plans
+
+
+def _experts(parameters: Mapping[int, Tensor], expert_mesh: DeviceMesh | None) -> set[int]:
+    if expert_mesh is None:  # no frame of Python for each parameter
+        return set()
+    return {i for i, parameter in parameters.items() if is_cut_over(parameter, expert_mesh)}
 
 
 def _with_fp32_gradients(

@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from zero_ext.tensor.meshes import is_cut_over, locals_of
+from zero_ext.tensor.meshes import locals_of
 
 # What `shard(units=)` takes: module classes, or a function of a module's name and itself, see
 # ``shard``.
@@ -179,7 +178,7 @@ def cut_by_module(
     chosen, keys = _chosen(tree, choice)
     owned: dict[nn.Module, list[int]] = {}
     for i, users in enumerate(_users(tree, parameters, chosen)):
-        in_one = len({keys.get(module, module) for module in users}) == 1
+        in_one = len(users) == 1 or len({keys.get(module, module) for module in users}) == 1
         owned.setdefault(next(iter(users)) if in_one else tree.root, []).append(i)
     together: dict[str, list[nn.Module]] = {}
     for module in filter(keys.__contains__, chosen):
@@ -426,15 +425,14 @@ def split_block(
     parameters: Sequence[Tensor],
     gradient_is_fp32: Container[int] = (),
     dtypes: Dtypes | None = None,
-    expert_mesh: DeviceMesh | None = None,
+    experts: Container[int] = (),
 ) -> list[UnitPlan]:
     """The units of one block: parameters of one dtype, all trainable or all frozen, computed in one
-    dtype, and the gradients of all or of none of them are in fp32. All or none are experts."""
+    dtype, and the gradients of all or of none of them are in fp32. All or none are ``experts``."""
     kinds: dict[tuple[bool, torch.dtype, torch.dtype, bool, bool], list[int]] = {}
     for i in members:
         own, trainable = parameters[i].dtype, parameters[i].requires_grad
         computed = (dtypes and dtypes[i]) or own
-        is_expert = is_cut_over(parameters[i], expert_mesh)
-        kind = (is_expert, own, computed, trainable, trainable and i in gradient_is_fp32)
+        kind = (i in experts, own, computed, trainable, trainable and i in gradient_is_fp32)
         kinds.setdefault(kind, []).append(i)
     return [UnitPlan(part, *rest) for (_, _, *rest), part in kinds.items()]
