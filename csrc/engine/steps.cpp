@@ -85,7 +85,9 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
     StepQuestions asked = questions;
     asked.settings ^= std::bit_cast<int64_t>(boundary_.divide_factor());
     asked.written = published_.written_by_hand(indices);
-    asked.of_subset = published_.written_in_subset(indices) ^ written_values(/*of_subset=*/true);
+    if (context_.subset >= 0) {
+      asked.of_subset = published_.written_in_subset(indices) ^ written_values(/*of_subset=*/true);
+    }
     asked.values = hosts_meet() ? 0 : values;
     asked.averaged_over = boundary_.divide();
     asked.micro_batches = [this] { return boundary_progress(); };
