@@ -424,3 +424,10 @@ def test_what_has_no_counterpart_is_an_error(process_group, tmp_path):
     model(torch.ones(2, 3)).sum().backward()
     assert zero_ext.stats(model.module)["reductions"] == 0
     model.require_backward_grad_sync = True
+
+
+def test_a_launcher_that_has_another_ones_command_names_this_module_once():
+    from zero_ext.integrations.run import _running_this
+
+    command = _running_this(_running_this(lambda: ["python", "train.py"]))
+    assert command() == ["python", "-m", "zero_ext.integrations.run", "train.py"]

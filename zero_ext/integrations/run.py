@@ -146,7 +146,9 @@ def _running_this(make: Any) -> Any:
     def changed(*args: Any, **kwargs: Any) -> Any:
         made = make(*args, **kwargs)
         command = made[0] if isinstance(made, tuple) else made
-        command[1:1] = ["-m", "zero_ext.integrations.run"]  # the stage is in the environment
+        runs_this = ["-m", "zero_ext.integrations.run"]  # the stage is in the environment
+        if command[1:3] != runs_this:  # the Trainer's launcher has Fabric's functions
+            command[1:1] = runs_this
         return made
 
     return changed
