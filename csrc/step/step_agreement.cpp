@@ -202,8 +202,10 @@ std::optional<StepVerdict> StepAgreement::ask_host(const Round& round,
     first = std::min(first, answer.first_record);
     verdict.settings_differ = verdict.settings_differ || answer.settings != own.settings;
     verdict.written_differ = verdict.written_differ || answer.written != own.written;
-    const int64_t first = of_subsets.emplace(answer.subset, answer.of_subset).first->second;
-    verdict.subset_differs = verdict.subset_differs || answer.of_subset != first;
+    if (context_.subset >= 0) {
+      const int64_t in_subset = of_subsets.emplace(answer.subset, answer.of_subset).first->second;
+      verdict.subset_differs = verdict.subset_differs || answer.of_subset != in_subset;
+    }
     verdict.values_differ = verdict.values_differ || answer.arrival.values != own.arrival.values;
     count += answer.divide_by;
     if (replicated() || !context_.shares_replica_with(r)) continue;

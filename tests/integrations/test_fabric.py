@@ -1,11 +1,9 @@
 """zero_ext.integrations.fabric: loops of Lightning's Fabric train as they do with DDP."""
 
-import os
 import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from setups import values_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -19,26 +17,13 @@ from lightning_fabric.strategies import DDPStrategy  # noqa: E402
 from zero_ext.integrations.fabric import ShardedStrategy  # noqa: E402
 
 pytestmark = [
+    pytest.mark.usefixtures("process_as_it_was"),
     pytest.mark.host,  # Fabric chooses its own device
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
 ]
 STAGES = pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 CHANCE = 1e-5  # DDP adds in another order, and the steps amplify that little
 VOCABULARY, WIDTH = 61, 13
-
-
-@pytest.fixture(autouse=True)
-def as_it_was(anywhere, monkeypatch):
-    """Fabric makes a process group where there is none, and sets environment variables."""
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    yield
-    if anywhere is None and dist.is_initialized():
-        dist.destroy_process_group()
-
-
-@pytest.fixture
-def path(request, anywhere, tmp_path):
-    return tmp_path if anywhere is None else request.getfixturevalue("shared_path")
 
 
 class Block(nn.Module):

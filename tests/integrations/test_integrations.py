@@ -45,11 +45,6 @@ def fresh_state():
     GradientState._reset_state()
 
 
-@pytest.fixture
-def path(request, anywhere, tmp_path):
-    return tmp_path if anywhere is None else request.getfixturevalue("shared_path")
-
-
 class Classifier(nn.Sequential):
     def __init__(self):
         torch.manual_seed(4)

@@ -28,6 +28,7 @@ from zero_ext.integrations.lightning import ShardedStrategy  # noqa: E402
 from zero_ext.optim.whole import Whole  # noqa: E402
 
 pytestmark = [
+    pytest.mark.usefixtures("process_as_it_was"),
     pytest.mark.host,  # Lightning chooses its own device
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*Consider setting .persistent_workers"),
@@ -35,20 +36,6 @@ pytestmark = [
 ]
 STAGES = pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 CHANCE = 1e-5  # DDP adds in another order, and ten steps amplify that little
-
-
-@pytest.fixture(autouse=True)
-def as_it_was(anywhere, monkeypatch):
-    """Lightning makes a process group where there is none, and sets environment variables."""
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    yield
-    if anywhere is None and dist.is_initialized():
-        dist.destroy_process_group()
-
-
-@pytest.fixture
-def path(request, anywhere, tmp_path):
-    return tmp_path if anywhere is None else request.getfixturevalue("shared_path")
 
 
 class Classifier(pl.LightningModule):

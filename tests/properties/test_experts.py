@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from expert_models import ByExpertsAlone, batch_of, loss_of, made_with_experts
 from harness import GATHERS_TOGETHER, ONE_UNIT_EACH
-from parallel_models import local
+from parallel_models import local, parts_of
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -46,11 +46,6 @@ def run_backwards(model, mesh: DeviceMesh, step: int) -> list[Tensor]:
         loss.backward()
         losses.append(loss.detach())
     return losses
-
-
-def parts_of(model) -> dict[str, Tensor]:
-    with model.summon_full_params():
-        return {name: local(p).clone() for name, p in model.named_parameters()}
 
 
 def exact_norm(gradients: dict[str, Tensor], model, mesh: DeviceMesh) -> Tensor:

@@ -9,7 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import GATHERS_TOGETHER, ONE_UNIT_EACH, needs_own_gathers, step_and_wait
-from parallel_models import WIDTH, ByPlanAlone, Transformer, batch_of, local, loss_of, made_parallel
+from parallel_models import (
+    WIDTH,
+    ByPlanAlone,
+    Transformer,
+    batch_of,
+    local,
+    loss_of,
+    made_parallel,
+    parts_of,
+)
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
@@ -56,11 +65,6 @@ def run_backwards(model, mesh: DeviceMesh, step: int) -> list[Tensor]:
         loss.backward()
         losses.append(loss.detach())
     return losses
-
-
-def parts_of(model) -> dict[str, Tensor]:
-    with model.summon_full_params():
-        return {name: local(p).clone() for name, p in model.named_parameters()}
 
 
 def assert_parts(model, alone: ByPlanAlone) -> None:

@@ -107,6 +107,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
+def parts_of(model: nn.Module) -> dict[str, Tensor]:
+    """What this rank has of each parameter of a sharded model. Collective."""
+    with model.summon_full_params():
+        return {name: local(p).clone() for name, p in model.named_parameters()}
+
+
 class ByPlanAlone:
     """Training by the plan alone: each rank runs the micro-batches of all data ranks.
 

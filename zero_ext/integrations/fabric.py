@@ -101,11 +101,25 @@ def arguments_of_ddp(stage: int, given: dict[str, Any], precision: str) -> dict[
     return {name: given[name] for name in given.keys() - _OF_DDP_IGNORED}
 
 
-def register(kind: type, registry: Any) -> None:
-    """Lightning's names of the strategy ``kind``."""
-    for name, stage in {"zero_ext": None, **{f"zero_ext_stage_{n}": n for n in range(4)}}.items():
-        description = f"ShardedStrategy with stage={stage}"
-        registry.register(name, kind, description, override=True, stage=stage)
+class Sharding:
+    """The arguments and names of both strategies. A base before Lightning's class."""
+
+    _precision_argument: str  # the name of DDPStrategy's argument
+
+    def __init__(
+        self, stage: int | None = None, *, sharding: dict[str, Any] | None = None, **kwargs: Any
+    ):
+        stage = environment.stage(stage)
+        super().__init__(**arguments_of_ddp(stage, kwargs, self._precision_argument))
+        self._sharding = {"stage": stage, **(sharding or {})}
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Lightning's names of this strategy."""
+        stages = {"zero_ext": None, **{f"zero_ext_stage_{n}": n for n in range(4)}}
+        for name, stage in stages.items():
+            description = f"ShardedStrategy with stage={stage}"
+            strategy_registry.register(name, cls, description, override=True, stage=stage)
 
 
 def is_on_meta(model: nn.Module) -> bool:
@@ -184,7 +198,7 @@ class _SyncControl:
         return _unwrapped(module).no_sync() if enabled else contextlib.nullcontext()
 
 
-class ShardedStrategy(DDPStrategy):
+class ShardedStrategy(Sharding, DDPStrategy):
     """``Fabric(strategy=ShardedStrategy(stage=3))`` shards the module where DDP would wrap it.
 
     When this module is imported, ``strategy="zero_ext_stage_3"`` is the same, and ``"zero_ext"``
@@ -207,17 +221,11 @@ class ShardedStrategy(DDPStrategy):
         ValueError: stage 3 with a ``start_method`` that pickles the module.
     """
 
-    def __init__(
-        self, stage: int | None = None, *, sharding: dict[str, Any] | None = None, **kwargs: Any
-    ):
-        stage = environment.stage(stage)
-        super().__init__(**arguments_of_ddp(stage, kwargs, "precision"))
-        self._sharding = {"stage": stage, **(sharding or {})}
-        self._backward_sync_control = _SyncControl()
+    _precision_argument = "precision"
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        register(cls, strategy_registry)
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._backward_sync_control = _SyncControl()
 
     # Setting up
 

@@ -19,7 +19,6 @@ from zero_ext.integrations import fabric, is_sharded, optimizers_of
 from zero_ext.module.forward_methods import ForwardMethod, register_forward_method
 from zero_ext.module.sharding import shard
 from zero_ext.optim.sharded import Sharded
-from zero_ext.ranks import environment
 
 DDPStrategy = importlib.import_module(f"{fabric.TRAINERS}.strategies").DDPStrategy
 StrategyRegistry = importlib.import_module(f"{fabric.TRAINERS}.strategies").StrategyRegistry
@@ -33,7 +32,7 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _of_fits: WeakSet[Sharded] = WeakSet()
 
 
-class ShardedStrategy(DDPStrategy):
+class ShardedStrategy(fabric.Sharding, DDPStrategy):
     """``Trainer(strategy=ShardedStrategy(stage=3))`` shards the module where DDP would wrap it.
 
     When this module is imported, ``strategy="zero_ext_stage_3"`` is the same, and ``"zero_ext"``
@@ -56,22 +55,16 @@ class ShardedStrategy(DDPStrategy):
         ValueError: stage 3 with a ``start_method`` that pickles the module.
     """
 
-    def __init__(
-        self, stage: int | None = None, *, sharding: dict[str, Any] | None = None, **kwargs: Any
-    ):
-        stage = environment.stage(stage)
-        super().__init__(**fabric.arguments_of_ddp(stage, kwargs, "precision_plugin"))
-        self._sharding = {"stage": stage, **(sharding or {})}
+    _precision_argument = "precision_plugin"
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
         # The state_dict that is saved, and the one loaded from a folder, before hooks change them.
         self._saved: dict[str, Any] = {}
         self._loaded: dict[str, Any] = {}
         self._folder: Path | None = None  # that is being loaded
         self._trusted = False  # whether it may be unpickled
         self._made_on_meta = False
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        fabric.register(cls, strategy_registry)
 
     # Setting up
 
