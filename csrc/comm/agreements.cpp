@@ -75,7 +75,7 @@ at::Tensor Agreements::gather_values(const at::Tensor& values,
   try {
     pending.wait(what, meanwhile);
     // Its message is here, but that rank will not do what was agreed on.
-    const int64_t gone = share_host() && input.is_cpu()
+    const int64_t gone = way().one_host && input.is_cpu()
                              ? who_abandoned(MessageKind::agreement, epoch_)
                              : int64_t{-1};
     TORCH_CHECK(gone < 0, what(), ": rank ", global_rank(gone),
@@ -90,7 +90,7 @@ at::Tensor Agreements::gather_values(const at::Tensor& values,
 
 void Agreements::start(const at::Tensor& input, const at::Tensor& output,
                        const std::function<std::string()>& what, Pending& pending) {
-  if (!share_host() || !input.is_cpu()) {
+  if (!way().one_host || !input.is_cpu()) {
     const at::Tensor flat = output.view({-1});
     name_errors(what, [&] {
       add(pending, {.message = groups().all_gather(flat, input, among_), .tensor = flat});

@@ -59,7 +59,7 @@ class Agreements : public Peers {
              const std::function<std::string()>& what, Pending& pending);
   // These values travel by the device's backend.
   bool by_device(const at::Tensor& values) const {
-    return on_device() && !(values.is_cpu() && share_host());
+    return way().queued && !(values.is_cpu() && way().one_host);
   }
 
   MessageKind among_ = MessageKind::gather;  // of a device's values

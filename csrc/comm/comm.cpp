@@ -36,7 +36,7 @@ void Comm::connect_local_peers(std::chrono::milliseconds timeout, bool allowed) 
 void Comm::exchange(const std::vector<at::Tensor>& sends, const std::vector<at::Tensor>& recvs,
                     int64_t epoch, int64_t tag, Pending& pending) {
   if (world() == 1) return;
-  if (on_device()) {
+  if (way().queued) {
     std::vector<at::Tensor> inputs = sends;
     std::vector<at::Tensor> outputs = recvs;
     const at::Tensor nothing = at::empty({0}, sends[rank() == 0 ? world() - 1 : 0].options());
@@ -70,7 +70,7 @@ void Comm::reduce_scatter(const at::Tensor& input, const at::Tensor& output, Pen
   add(pending, {.message = nullptr, .tensor = in});
   std::shared_ptr<const ProcessGroups> across;
   if (groups().has_replicas()) {
-    if (on_device()) {  // queued after the reduce-scatter; the host waits for neither
+    if (way().queued) {  // queued after the reduce-scatter; the host waits for neither
       message->wait();
       message = groups().sum_over_replicas(out);
     } else {
@@ -94,7 +94,7 @@ void Comm::gather(const at::Tensor& full, int64_t tag, Pending& pending) {
   const int64_t ranges = shards();
   const int64_t numel = full.numel() / ranges;
   const auto range = [&](int64_t rank) { return full.narrow(0, rank % ranges * numel, numel); };
-  if (on_device()) {
+  if (way().queued) {
     add(pending, {.message = groups().all_gather_in_replica(full, range(rank())), .tensor = full});
     return;
   }
@@ -118,7 +118,7 @@ void Comm::gather_parts(const at::Tensor& flat, const std::vector<int64_t>& boun
   const int64_t own = rank() % ranges;
   const int64_t first = rank() - own;
   const auto part = [&](int64_t r) { return flat.narrow(0, bounds[r], bounds[r + 1] - bounds[r]); };
-  if (on_device()) {
+  if (way().queued) {
     for (int64_t r = 0; r < ranges; ++r) {
       const at::Tensor theirs = part(r);
       if (theirs.numel() == 0) continue;

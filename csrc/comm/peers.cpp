@@ -36,7 +36,7 @@ void Peers::check_process() const {
 }
 
 void Peers::watch_collectives(std::chrono::milliseconds timeout) {
-  if (world() == 1 || !on_device()) return;
+  if (world() == 1 || !way().queued) return;
   auto ranks = std::make_unique<StalledRanks>(
       groups_->store(), rank(), world(),
       [ranks = global_ranks_](int64_t r) { return std::to_string(ranks.empty() ? r : ranks[r]); });
@@ -45,7 +45,7 @@ void Peers::watch_collectives(std::chrono::milliseconds timeout) {
 }
 
 void Peers::compare_gathers() {
-  if (!share_host() || shards() == 1) return;
+  if (!way().one_host || shards() == 1) return;
   const GatherOrder::Ranks ranks{.own = rank(),
                                  .first = rank() - rank() % shards(),
                                  .count = shards(),
@@ -85,7 +85,7 @@ void Peers::show_reduction(int64_t unit, int64_t started) const {
 }
 
 void Peers::note_collective(size_t& hash, int64_t unit) const {
-  if (!on_device() || share_host()) return;
+  if (way().begun != Begun::unknown) return;
   if (capture_id(current_stream(groups_->device())) != 0) return;
   hash = c10::hash_combine(hash, c10::get_hash(unit + 1));
 }
@@ -96,7 +96,7 @@ bool Peers::reads(int64_t peer) const {
 
 int64_t Peers::local_peers() const {
   int64_t count = 0;
-  for (int64_t peer = 0; peer < world() && !on_device(); ++peer) {
+  for (int64_t peer = 0; peer < world() && !way().queued; ++peer) {
     if (reads(peer)) ++count;
   }
   return count;

@@ -23,6 +23,7 @@
 #include "comm/message.h"
 #include "comm/pending.h"
 #include "comm/process_groups.h"
+#include "comm/way.h"
 
 namespace zero_ext {
 
@@ -51,10 +52,11 @@ class Peers {
   // This process is a forked child of the one that made this: the connections are its parent's.
   bool is_forked() const { return getpid() != process_; }
 
-  // Tensors of a device travel by its own backend; every call is queued on the current stream.
-  bool on_device() const { return groups_->way() == ProcessGroups::Way::device; }
-  // They travel through host memory.
-  bool staged() const { return groups_->way() == ProcessGroups::Way::staged; }
+  const Way& way() const {
+    return way_of(groups_->carrier() == Carrier::backend, only_local_peers_);
+  }
+  // Tensors of a device travel through host memory.
+  bool staged() const { return groups_->carrier() == Carrier::staged; }
   // From now on the ranks of a replica compare the order of their gathers of units. Before each: the
   // unit's number. Not of those that are captured into a graph, which is replayed without the host.
   void compare_gathers();
@@ -78,13 +80,8 @@ class Peers {
   // Of gathers of released units; null where ranks need not, or cannot, compare them.
   const std::shared_ptr<GatherOrder>& gather_order() const { return gather_order_; }
 
-  // How many ranks' memory this one reads, and whether every rank reads every other one's. Of a
-  // device's memory none is read.
+  // How many ranks' memory this one reads. Of a device's memory none is read.
   int64_t local_peers() const;
-  bool has_only_local_peers() const { return only_local_peers_ && !on_device(); }
-  // Every rank sees every other one's epochs. Messages of the host's memory are read from it, also
-  // where those of the device's memory travel by its backend.
-  bool share_host() const { return only_local_peers_; }
   // Reads the messages that have arrived from local peers; never waits.
   void make_progress();
   // How often local peers have read this rank's persistent sends.

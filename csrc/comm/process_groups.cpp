@@ -97,7 +97,7 @@ ProcessGroups::ProcessGroups(const Names& names, c10::Device device)
     return other.type() == device.type() &&
            reduce_->getBackend(other.type())->getBackendName() != "gloo";
   });
-  way_ = has_backend ? Way::device : Way::staged;
+  carrier_ = has_backend ? Carrier::backend : Carrier::staged;
 }
 
 c10::intrusive_ptr<c10d::Store> ProcessGroups::store() const { return reduce_->getStore(); }
@@ -155,7 +155,7 @@ Message ProcessGroups::sum_over_replicas(const at::Tensor& tensor) const {
 }
 
 void ProcessGroups::finish(std::chrono::milliseconds patience) const noexcept {
-  if (world_ == 1 || way_ != Way::device) return;
+  if (world_ == 1 || carrier_ != Carrier::backend) return;
   try {
     c10::Event ended(device_.type());
     ended.record(current_stream(device_));

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "comm/message.h"
+#include "comm/way.h"
 
 namespace c10d {
 class ProcessGroup;
@@ -37,17 +38,13 @@ class ProcessGroups {
     std::string within_gather = {};
     std::string across = {};
   };
-  // How tensors of the model's device travel: they are on the host; through host memory, because
-  // the groups have no backend for the device; by the device's backend.
-  enum class Way { host, staged, device };
-
   ProcessGroups();  // one rank alone
   ProcessGroups(const Names& names, c10::Device device);
   ~ProcessGroups();
   ProcessGroups(const ProcessGroups&) = delete;
   ProcessGroups& operator=(const ProcessGroups&) = delete;
 
-  Way way() const { return way_; }
+  Carrier carrier() const { return carrier_; }
   c10::Device device() const { return device_; }
   int64_t rank() const { return rank_; }
   int64_t world() const { return world_; }
@@ -82,7 +79,7 @@ class ProcessGroups {
     return kind == MessageKind::reduction ? reduce_ : gather_;
   }
 
-  Way way_ = Way::host;
+  Carrier carrier_ = Carrier::host;
   c10::Device device_ = c10::kCPU;
   Group reduce_;
   Group gather_;

@@ -166,7 +166,7 @@ std::map<std::string, int64_t> Engine::stats() {
       {"steps", steps_.counts().updates},
       {"units", parameters().unit_count()},
       {"neighbors", parts_.comm.local_peers()},
-      {"same_host", parts_.comm.share_host() ? 1 : 0},
+      {"same_host", parts_.comm.way().one_host ? 1 : 0},
       {"reduced_in_no_sync", backward_.reduced_in_no_sync()}};
   stats["served_backwards"] = 0;
   for (const auto& [rank, served] : steps_.served()) {

@@ -95,7 +95,7 @@ EngineParts::EngineParts(EngineOptions given)
   const std::chrono::milliseconds timeout(options.timeout_ms);
   comm.watch_collectives(timeout);
   comm.connect_local_peers(timeout, options.shared_host_transport);
-  if (comm.on_device() && context.shards_parameters()) {
+  if (comm.way().gathers == Gathers::collective && context.shards_parameters()) {
     comm.agree_beside_gathers();
     comm.compare_gathers();
   }
@@ -124,7 +124,7 @@ void EngineParts::make_subset() {
 }
 
 Comm EngineParts::subset_comm(const std::vector<int64_t>& ranks) const {
-  if (!comm.on_device()) return Comm(comm, options.expert_places);
+  if (!comm.way().queued) return Comm(comm, options.expert_places);
   if (ranks.size() == 1) return Comm(ranks);
   Comm own({.reduce = options.expert_reduce_group, .gather = options.expert_gather_group},
            options.device, ranks);

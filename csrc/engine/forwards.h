@@ -51,7 +51,7 @@ class Forwards : Facet {
   // Full parameters come and go, or will when a frozen parameter is unfrozen.
   bool releases() const;
   // A rank may gather while the others do something else.
-  bool serves_one_alone() const { return comm_.has_only_local_peers(); }
+  bool serves_one_alone() const { return comm_.way().gathers == Gathers::persistent; }
   // Waits until all ranks' shards hold what was written to them. Collective.
   void wait_for_shards();
   // Before the engine is deleted: the parameters of one rank, which has all of them, stay readable.

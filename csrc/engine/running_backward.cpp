@@ -363,7 +363,7 @@ void RunningBackward::undo() noexcept {
     context_.reducing.join();
     context_.gathering.join();
     if (open()) {
-      if (comm_.on_device() && reduces_) complete_for_others();
+      if (comm_.way().queued && reduces_) complete_for_others();
       abort();
     }
     phase_ = BackwardPhase::none;

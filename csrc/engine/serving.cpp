@@ -26,7 +26,7 @@ void Serving::serve(const Access& access, int64_t whom) {
     backward_.take_part_in_others_backward(access);
   } catch (const std::exception&) {
     // On a device no rank waits for another one in a backward: the error is this rank's own.
-    if (comm_.on_device() || !reductions_.others_left()) throw;
+    if (comm_.way().queued || !reductions_.others_left()) throw;
     backward_.check_usable(access, "step()");
     if (!threw) backward_.forget_failure(access);  // another rank's backward
   }
@@ -57,7 +57,7 @@ Serving::Met Serving::meet(const Access& access, Comm::Agreement about, const Ar
 
 Serving::Met Serving::meet(const Access& access, Comm::Agreement about, Arrival own,
                            const std::function<std::string()>& what) {
-  const bool on_device = comm_.on_device();
+  const bool on_device = comm_.way().queued;
   gatherer_.begin_serving();
   const auto end = c10::make_scope_exit([this] { gatherer_.end_serving(); });
   std::optional<CollectiveWatch::HostWait> waiting;
@@ -110,7 +110,7 @@ void Serving::learn_from(const Access& access, Comm::Agreement about,
     differ = differ || each.epoch != first.epoch || each.reductions != first.reductions ||
              each.which != first.which;
   }
-  if (!differ || !comm_.share_host()) return;
+  if (!differ || !comm_.way().one_host) return;
   const std::string verb = Comm::name_of(about);
   // A rank that had to catch up has finished more than its arrival says.
   const at::Tensor finished = at::tensor({finished_.which(), finished_.count()}, at::kLong);
@@ -163,7 +163,7 @@ bool Serving::serve_one(const Access& access) {
 }
 
 void Serving::catch_up(const Access& access, const std::vector<Arrival>& arrivals) {
-  if (!comm_.share_host()) return;
+  if (!comm_.way().one_host) return;
   const auto most = [&](auto field) {
     return std::max_element(arrivals.begin(), arrivals.end(),
                             [&](const auto& a, const auto& b) { return a.*field < b.*field; });

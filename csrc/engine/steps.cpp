@@ -217,7 +217,7 @@ void Steps::come_to_step(const Access& access, Comm::Agreement about, bool serve
   if (unasked) backward_.take_part_in_others_backward(access);
 }
 
-bool Steps::hosts_meet() const { return comm_.on_device() && comm_.share_host(); }
+bool Steps::hosts_meet() const { return comm_.way().queued && comm_.way().one_host; }
 
 bool Steps::had_no_backward(const std::vector<int64_t>& indices, int64_t last_backward) const {
   if (backward_.count() == last_backward) return true;
@@ -282,7 +282,7 @@ void Steps::meet_for_clipping(Comm::Agreement about, const std::vector<int64_t>&
   come_to_step(access, about, serves(none), had_no_backward(indices, kUnknown));
   last_use_.follow();
   published_.adopt_changes(indices, verb);
-  if (comm_.on_device()) return;
+  if (comm_.way().queued) return;
   const auto serve = [&] { return serving_.serve(access); };
   check_complete(verb, agreement_.ask(about, indices, none, serve));
 }

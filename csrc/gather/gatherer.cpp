@@ -126,7 +126,7 @@ void Gatherer::release_deferred(const HookSite& entered) {
 }
 
 void Gatherer::prefetch(Pass pass) {
-  if (comm_.has_only_local_peers() && !options_.prefetch_from_local_peers) return;
+  if (comm_.way().gathers == Gathers::persistent && !options_.prefetch_from_local_peers) return;
   int64_t ahead = table_.ahead_bytes();
   for (const int64_t u : order_.upcoming(pass)) {
     if (table_.state(u) != Residency::released) continue;
@@ -251,7 +251,7 @@ void Gatherer::drop(const std::vector<int64_t>& units, Writes writes) {
 }
 
 void Gatherer::release_kept() {
-  if (is_inside() || comm_.on_device()) return;
+  if (is_inside() || comm_.way().gathers == Gathers::collective) return;
   const Holds of_graph{.graph = true};
   for (int64_t u = 0; u < table_.size(); ++u) {
     if (table_.holds(u) == of_graph) table_.apply(u, ResidencyEvent::reset);

@@ -91,7 +91,7 @@ void PostedSends::post_missing(Entry& entry) {
 }
 
 void PostedSends::wait_for_shards() {
-  if (context_.shards_parameters() && !comm_.on_device()) exchange_taken();
+  if (context_.shards_parameters() && comm_.way().gathers != Gathers::collective) exchange_taken();
 }
 
 void PostedSends::exchange_taken() {
@@ -123,7 +123,7 @@ OutstandingSends PostedSends::take_outstanding() {
     for (auto& posted : entry.posted) outstanding.posted.push_back(std::move(posted));
     entry.posted.clear();
   }
-  if (!comm_.on_device()) comm_.begin_shutdown(outstanding.handshake);
+  if (comm_.way().gathers != Gathers::collective) comm_.begin_shutdown(outstanding.handshake);
   return outstanding;
 }
 

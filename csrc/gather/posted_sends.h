@@ -64,10 +64,10 @@ class PostedSends {
     int64_t due;  // what a peer may have taken by the end of this pass
     std::vector<std::deque<PostedSend>> posted;  // [ranks of the unit]
   };
-  bool persist() const { return comm_.has_only_local_peers(); }
+  bool persist() const { return comm_.way().gathers == Gathers::persistent; }
   // Where they do not persist, they are posted anew for each pass.
   bool post_per_pass() const {
-    return context_.shards_parameters() && !comm_.on_device() && !persist();
+    return context_.shards_parameters() && comm_.way().gathers == Gathers::posted;
   }
   void post_missing(Entry& entry);
   void exchange_taken();

@@ -30,7 +30,7 @@ void Reductions::begin(float scale, bool hidden) {
   if (announced_) notices_.send(finished_.epoch(), finished_.agreements());
   comm_.note_backwards(finished_.count() + 1);
   // Collectives have no numbers: their order alone says which ones belong together.
-  const bool numbered = context_.reduction == Reduction::exchange && !comm_.on_device();
+  const bool numbered = UnitReduction::brings_flags(context_, comm_);
   backward_ = numbered ? finished_.epoch() : started_;
   in_epoch_ = true;
   all_started_ = false;
@@ -49,7 +49,7 @@ void Reductions::begin(float scale, bool hidden) {
 }
 
 bool Reductions::can_reduce_late() const {
-  if (!comm_.on_device()) return true;
+  if (!comm_.way().queued) return true;
   if (context_.shards_parameters()) return false;
   const bool answers_soon = !knows_order() || learned_hidden_;
   return answers_soon && capture_id(current_stream(context_.compute.device())) == 0;
@@ -246,7 +246,7 @@ bool Reductions::sent_all() const {
 
 void Reductions::abort(int64_t units) {
   if (std::exchange(in_epoch_, false)) {
-    if (comm_.on_device()) finished_.note_lost(finished_.epoch());
+    if (comm_.way().queued) finished_.note_lost(finished_.epoch());
     const auto exit = sent_all() ? Comm::Exit::sent_all : Comm::Exit::early;
     comm_.leave_epoch(Comm::Kind::reduction, finished_.epoch(), exit);
   }

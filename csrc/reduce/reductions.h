@@ -68,7 +68,7 @@ class Reductions {
   // A rank that has begun a backward that reduces, after this rank's last one; -1: none is known.
   int64_t who_began();
   // Whether it would be known: ranks see each other's epochs, or announce their backwards.
-  bool sees_others() const { return !comm_.on_device() || comm_.share_host(); }
+  bool sees_others() const { return comm_.way().begun != Begun::unknown; }
   // Ranks announce their backwards, but not the next one, which is the first since the last step: a
   // rank that comes to a step takes part in it unasked. The same on every rank.
   bool next_is_unannounced() const { return needs_notices() && is_first(); }
@@ -120,9 +120,7 @@ class Reductions {
     return !sums_directly() && !UnitReduction::brings_flags(context_, comm_);
   }
   // Ranks must tell each other that they begin a backward.
-  bool needs_notices() const {
-    return comm_.world() > 1 && !comm_.on_device() && !comm_.share_host();
-  }
+  bool needs_notices() const { return comm_.world() > 1 && comm_.way().begun == Begun::notices; }
   // No rank has reduced since the last step, and no gradient is left of before.
   bool is_first() const;
   bool can_reduce_late() const;

@@ -29,7 +29,7 @@ void SlotUsers::start(const Late& own, int32_t steps) {
   used_.push_back(own.gave_up ? 1 : 0);
   used_.push_back(steps_ = steps);
   const auto count = std::ssize(used_);
-  const bool on_device = comm_.on_device();
+  const bool on_device = comm_.way().queued;
   const auto options = at::TensorOptions().dtype(at::kInt);
   if (knows_answer()) {
     counts_ = at::ones({count}, options.device(context_.compute.device()));
@@ -58,7 +58,7 @@ SlotUsers::Late SlotUsers::finish(int64_t backward) {
     }
   }
   counts_.reset();
-  TORCH_CHECK(comm_.on_device() || count[late_units_ + 1] == comm_.world() * steps_,
+  TORCH_CHECK(comm_.way().queued || count[late_units_ + 1] == comm_.world() * steps_,
               where(context_.global_rank), "another rank", kOtherSteps);
   Late late{.units = {}, .gave_up = late_units_ > 0 && count[late_units_] > 0};
   for (int64_t u = 0; u < late_units_; ++u) late.units.push_back(count[u] > 0 ? 1 : 0);

@@ -44,7 +44,7 @@ class SlotUsers {
  private:
   // This rank has something of every slot, and late gradients are not asked for: the answer is
   // known.
-  bool knows_answer() const { return comm_.on_device() && uses_all_ && late_units_ == 0; }
+  bool knows_answer() const { return comm_.way().queued && uses_all_ && late_units_ == 0; }
 
   Comm& comm_;
   const UnitContext& context_;

@@ -83,7 +83,7 @@ void UnitReduction::start_exchange() {
   const bool offloads = context_.offloads();
   const int64_t received_numel = places() * part;
   const at::ScalarType dtype = message_.scalar_type();
-  const at::Tensor received = offloads && comm_.on_device()
+  const at::Tensor received = offloads && comm_.way().queued
                                   ? context_.on_device(received_numel, dtype)
                                   : bucket_->received(dtype, received_numel);
   std::vector<at::Tensor> sends(world);
@@ -140,7 +140,7 @@ void UnitReduction::start_collective() {
   }
   // Not among the received: those may lie on the host, where no device's backend can write.
   const at::ScalarType dtype = message_.scalar_type();
-  const at::Tensor sum = context_.offloads() && comm_.on_device()
+  const at::Tensor sum = context_.offloads() && comm_.way().queued
                              ? context_.on_device(layout.range_numel(), dtype)
                              : bucket_->received(dtype, layout.range_numel());
   comm_.reduce_scatter(message_, sum, pending_);
@@ -149,7 +149,7 @@ void UnitReduction::start_collective() {
 
 void UnitReduction::send_to_host() {
   // What other ranks send through host memory arrives there; a sum is not there before it is.
-  if (comm_.on_device() || context_.reduction == Reduction::collective) wait(pending_);
+  if (comm_.way().queued || context_.reduction == Reduction::collective) wait(pending_);
   const int64_t part = window_.numel;
   const auto count = static_cast<int64_t>(sources_.size());
   const at::Tensor received = bucket_->received(message_.scalar_type(), count * part);

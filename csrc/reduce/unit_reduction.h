@@ -65,7 +65,7 @@ class UnitReduction {
   // users of each slot at the end of the backward, once for all units: a device's backend starts
   // few collectives faster than many, and the host needs no earlier answer.
   static bool brings_flags(const UnitContext& context, const Comm& comm) {
-    return context.reduction == Reduction::exchange && !comm.on_device();
+    return context.reduction == Reduction::exchange && comm.way().users == Users::flags;
   }
 
   const Unit& unit() const { return unit_; }

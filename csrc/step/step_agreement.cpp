@@ -102,7 +102,7 @@ at::Tensor StepAgreement::gather(const Round& round, const at::Tensor& answer, i
   const auto what = [&] {
     return where(context_.global_rank) + verb + " waited for the other ranks' " + verb;
   };
-  if (comm_.on_device() || round.last) return comm_.all_gather(round.about, answer, what);
+  if (comm_.way().queued || round.last) return comm_.all_gather(round.about, answer, what);
   return comm_.all_gather_unless_outdated(round.about, answer, state, what, round.serve);
 }
 
@@ -364,7 +364,7 @@ void StepAgreement::settle(StepVerdict& verdict) const {
   if (!verdict.is_settled() || comm_.watch() != nullptr) verdict.on_device->wait();
   const int64_t first = *verdict.on_device->nan_record.const_data_ptr<int64_t>();
   TORCH_CHECK(first != nan_record::kOutOfStep, where(context_.global_rank), "a step was skipped",
-              kOutOfStep, kOrOtherSettings, comm_.share_host() ? "" : kOrOtherUnits);
+              kOutOfStep, kOrOtherSettings, comm_.way().one_host ? "" : kOrOtherUnits);
   verdict.nonfinite = first != nan_record::kNone;
   if (verdict.nonfinite && first != nan_record::kElsewhere) describe(first, verdict);
 }

@@ -285,8 +285,9 @@ void UnitParameters::gather(Comm& comm, int64_t tag, Pending& pending) {
 
 PostedSend UnitParameters::post_send(Comm& comm, int64_t peer) const {
   const at::Tensor& part = mirror_.defined() ? mirror_ : shard_.tensor();
-  return comm.has_only_local_peers() ? comm.post_persistent_send(part, peer, gather_tag_)
-                                     : comm.post_send(part, peer, gather_tag_);
+  return comm.way().gathers == Gathers::persistent
+             ? comm.post_persistent_send(part, peer, gather_tag_)
+             : comm.post_send(part, peer, gather_tag_);
 }
 
 void UnitParameters::go_beside(std::optional<SideStream::Scope>& beside) const {
@@ -332,7 +333,7 @@ void UnitParameters::finish_gather(const std::function<std::string()>& what) {
 void UnitParameters::receive_ranges(Comm& comm, int64_t number) {
   const SideStream::Scope beside(context_.gathering);
   const int64_t part = layout_.range_numel();
-  if (comm.on_device()) {
+  if (comm.way().gathers == Gathers::collective) {
     bring_own_range();
     comm.show_gather(number);
     gather(comm, gather_tag_, gathering_);
