@@ -222,6 +222,8 @@ def pytest_sessionstart(session):
 
         lagged_device.load()
         zero_ext._C.set_kernels(torch.device(DEVICE), lagged_device.kernels_address())
+        if os.environ.get("ZERO_EXT_TEST_DIRECT") == "1":
+            lagged_device.share_memory()
         # A rank's messages are late for the others, too.
         lagged_device.set_lag(50_000 if WORLD == 1 else 5_000)
     if DEVICE == "cuda":

@@ -128,6 +128,8 @@ struct CollectiveWatch::State {
     const std::lock_guard lock(mutex);
     if (!of_all_ranks.empty()) oldest(milliseconds(0));  // it may have ended since
     TORCH_CHECK(of_all_ranks.empty(), where(rank), wait_for_each_other());
+    const std::string text = failure ? failure() : std::string();
+    TORCH_CHECK(text.empty(), where(rank), text);
   }
 
   std::function<void()> meanwhile_of_host() {
@@ -166,6 +168,7 @@ struct CollectiveWatch::State {
   const int64_t rank;
   const milliseconds timeout;
   const std::unique_ptr<StalledRanks> ranks;  // the thread's
+  std::function<std::string()> failure;       // set before anything is watched
   std::shared_ptr<GatherOrder> gather_order;  // null where it is not compared
   std::mutex mutex;                           // for all below
   std::condition_variable closing;
@@ -275,6 +278,10 @@ void CollectiveWatch::note_backwards(int64_t count) {
   state_->backwards = count;
 }
 
+void CollectiveWatch::ask_about_failures(std::function<std::string()> failure) {
+  state_->failure = std::move(failure);
+}
+
 void CollectiveWatch::compare_gathers(std::shared_ptr<GatherOrder> order) {
   state_->gather_order = std::move(order);
 }
@@ -346,6 +353,7 @@ void wait_on_host(const c10::Event& event, CollectiveWatch* watch) {
     state.raise_if_they_do();
   }
   named([&] { event.synchronize(); });
+  state.raise_if_they_do();  // it may have gone on without a rank
 }
 
 }  // namespace zero_ext

@@ -50,6 +50,8 @@ class CollectiveWatch {
   // How many backwards that reduce this rank has begun since the last step.
   void note_backwards(int64_t count);
 
+  // From now on waits of the host raise what `failure` returns, if it is not empty.
+  void ask_about_failures(std::function<std::string()> failure);
   // From now on waits of the host raise where the ranks gather other units.
   void compare_gathers(std::shared_ptr<GatherOrder> order);
 

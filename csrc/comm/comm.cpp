@@ -1,9 +1,11 @@
 #include "comm/comm.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
 #include <memory>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 
@@ -14,6 +16,20 @@ namespace {
 
 constexpr int64_t kShutdownTag = 0x3fffffff;
 constexpr int64_t kPartsTag = 0x3ffffffe;
+
+// "" where there is none. `rank`: as error messages call the one that did not come.
+std::string text_of_failure(const PeerMemory::Failure& failure, int64_t rank,
+                            std::chrono::milliseconds timeout) {
+  if (failure.rank < 0) return "";
+  if (failure.other_dtype)
+    return "rank " + std::to_string(rank) +
+           " has reduced gradients of another dtype than this rank. Every rank must run the same"
+           " backwards inside and outside no_sync().";
+  return "the device has waited " + std::to_string(timeout.count() / 1000) + " s for rank " +
+         std::to_string(rank) +
+         ", and this step's gradients are lost: look for the first error in that rank's log, and"
+         " start all ranks again from a checkpoint.";
+}
 
 }  // namespace
 
@@ -31,6 +47,54 @@ void Comm::connect_local_peers(std::chrono::milliseconds timeout, bool allowed) 
              "waited for the other ranks to answer whether they share its host";
     });
   });
+}
+
+bool Comm::all_can(bool this_one) {
+  const auto what = [this] {
+    return where(global_rank()) +
+           "waited for the other ranks to answer whether their devices read its memory";
+  };
+  const at::Tensor own = at::full({1}, this_one ? 1 : 0, at::kLong);
+  return all_gather(Agreement::local_peers, own, what).ne(0).all().item<bool>();
+}
+
+void Comm::connect_devices(std::chrono::milliseconds timeout) {
+  if (world() == 1 || !way().queued) return;
+  why_sent_ = "the ranks are on several hosts";
+  if (!way().one_host) return;
+  const c10::Device device = groups().device();
+  why_sent_ = "torch has no memory that devices share here";
+  if (!all_can(PeerMemory::is_known_on(device) && world() <= kernels::kMostWords)) return;
+  try {
+    peer_memory_ = std::make_shared<PeerMemory>(
+        PeerMemory::Ranks{.rank = rank(), .world = world(), .device = device}, groups().store(),
+        timeout);
+    peer_memory_->reserve(1, std::make_shared<MemoryCounter>());
+  } catch (const std::exception& error) {
+    why_sent_ = text_of(error);
+    peer_memory_.reset();
+  }
+  if (!all_can(peer_memory_ != nullptr)) return peer_memory_.reset();
+  why_sent_.clear();
+  read_in_place();
+  std::vector<int64_t> names;
+  for (int64_t peer = 0; peer < world(); ++peer) names.push_back(global_rank(peer));
+  watch()->ask_about_failures([memory = peer_memory_, names = std::move(names), timeout] {
+    const PeerMemory::Failure failure = memory->failure();
+    return text_of_failure(failure, failure.rank < 0 ? -1 : names[failure.rank], timeout);
+  });
+}
+
+int64_t Comm::show_filled(const at::Tensor& message, Pending& pending) {
+  check_process();
+  PeerMemory::Filled filled = peer_memory_->show_filled(message.scalar_type());
+  add(pending, {.message = std::move(filled.message), .tensor = message});
+  return filled.slot;
+}
+
+void Comm::finish(std::chrono::milliseconds patience) const noexcept {
+  groups().finish(patience);
+  if (peer_memory_ != nullptr) peer_memory_->stop();
 }
 
 void Comm::exchange(const std::vector<at::Tensor>& sends, const std::vector<at::Tensor>& recvs,

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "comm/agreements.h"
+#include "comm/peer_memory.h"
 
 namespace zero_ext {
 
@@ -40,6 +41,15 @@ class Comm : public Agreements {
   // Collective. From now on messages between ranks of one host are read straight from the sender's
   // memory, where that is `allowed` on both ranks and possible. `timeout` is for these messages.
   void connect_local_peers(std::chrono::milliseconds timeout, bool allowed);
+
+  // Collective. From now on this rank's device reads the other ranks' gradients in place, where every
+  // rank's device can. Else `why_sent` says what stands in the way.
+  void connect_devices(std::chrono::milliseconds timeout);
+  const std::string& why_sent() const { return why_sent_; }
+  // Where sums are pulled; else null.
+  PeerMemory* peer_memory() const { return peer_memory_.get(); }
+  // See PeerMemory: `pending` ends when all ranks have filled their slot. Returns the slot.
+  int64_t show_filled(const at::Tensor& message, Pending& pending);
 
   // All-to-all: sends[r] goes to rank r, recvs[r] comes from rank r; the entries of this rank are
   // ignored.
@@ -80,7 +90,13 @@ class Comm : public Agreements {
   // `pending` ends when all ranks have done so.
   void begin_shutdown(Pending& pending);
   // Before this is destroyed: see ProcessGroups::finish.
-  void finish(std::chrono::milliseconds patience) const noexcept { groups().finish(patience); }
+  void finish(std::chrono::milliseconds patience) const noexcept;
+
+ private:
+  bool all_can(bool this_one);
+
+  std::shared_ptr<PeerMemory> peer_memory_;
+  std::string why_sent_;
 };
 
 }  // namespace zero_ext

@@ -32,17 +32,23 @@ enum class Begun {
   unknown,  // it does not: all ranks must run the same backwards
 };
 
+// How the gradients of a range come to its owner, where ranks exchange them.
+enum class Sums {
+  sent,   // by each rank
+  pulled  // the owner reads them in place, see peer_memory.h
+};
+
 struct Way {
-  bool queued;    // by the device's backend: no rank's host waits for another one in a backward
+  bool queued;    // on the device's streams: no rank's host waits for another one in a backward
   bool one_host;  // every rank reads every other one's host memory
   Gathers gathers;
   Users users;
   Begun begun;
+  Sums sums = Sums::sent;
 };
 
-// By `queued` and `one_host`.
 // clang-format off
-constexpr std::array<Way, 4> kWays{{
+constexpr std::array<Way, 5> kWays{{
     {.queued = false, .one_host = false,
      .gathers = Gathers::posted,     .users = Users::flags,  .begun = Begun::notices},
     {.queued = false, .one_host = true,
@@ -51,10 +57,15 @@ constexpr std::array<Way, 4> kWays{{
      .gathers = Gathers::collective, .users = Users::counts, .begun = Begun::unknown},
     {.queued = true,  .one_host = true,
      .gathers = Gathers::collective, .users = Users::counts, .begun = Begun::epochs},
+    {.queued = true,  .one_host = true,
+     .gathers = Gathers::collective, .users = Users::counts, .begun = Begun::epochs,
+     .sums = Sums::pulled},
 }};
 // clang-format on
 
-constexpr const Way& way_of(bool queued, bool one_host) {
+// `direct`: every rank's device reads the memory of every other one's, on one host.
+constexpr const Way& way_of(bool queued, bool one_host, bool direct) {
+  if (direct) return kWays[4];
   return kWays[2 * static_cast<int>(queued) + static_cast<int>(one_host)];
 }
 

@@ -98,6 +98,7 @@ int64_t Engine::add_unit(const std::vector<int64_t>& members, at::ScalarType dty
     throw;
   }
   parts_.parameters.add_unit(std::move(unit), kind, members);
+  parts_.reductions.reserve_messages();
   const int64_t number = forwards_.add_unit(access, kind, unfrozen);
   parts_.gatherer.drop(unfrozen, Writes::discard);
   return number;

@@ -60,6 +60,8 @@ class Engine {
 
   const ShardedParameters& parameters() const { return parts_.parameters; }
   const UnitContext& context() const { return parts_.context; }
+  // Why this rank's device does not read the other ranks' gradients in place; "": it does.
+  const std::string& why_sent() const { return parts_.comm.why_sent(); }
   std::map<std::string, int64_t> stats();
 
  private:

@@ -32,6 +32,7 @@ struct EngineOptions {
   int64_t timeout_ms = 0;             // of messages without a process group, and of watched ones
   bool shared_host_transport = true;  // between ranks of one host, where the host allows it
   Reduction reduction = Reduction::exchange;
+  bool default_reduction = false;  // then exchange, wherever devices read each other's memory
   std::optional<at::ScalarType> reduce_dtype;
   int64_t window_bytes = 0;        // see Note [Windows] in unit_reduction.h
   double divide_factor = 0;        // gradients are divided by it; 0: by the number of ranks

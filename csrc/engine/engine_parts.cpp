@@ -95,6 +95,10 @@ EngineParts::EngineParts(EngineOptions given)
   const std::chrono::milliseconds timeout(options.timeout_ms);
   comm.watch_collectives(timeout);
   comm.connect_local_peers(timeout, options.shared_host_transport);
+  if (options.default_reduction || options.reduction == Reduction::exchange)
+    comm.connect_devices(timeout);
+  if (options.default_reduction && comm.way().sums == Sums::pulled)
+    context.reduction = Reduction::exchange;
   if (comm.way().gathers == Gathers::collective && context.shards_parameters()) {
     comm.agree_beside_gathers();
     comm.compare_gathers();

@@ -14,6 +14,7 @@
 #include <cstdint>
 
 #include "kernels/square_sum.h"
+#include "kernels/words.h"
 
 namespace zero_ext::kernels {
 
@@ -274,6 +275,23 @@ struct Kernels {
   // CPU, to device memory on CUDA.
   Status (*clip_factor)(const SquareSum* sum, double max_norm, float* norm, float* factor,
                         const Launch& launch);
+
+  // Shows other ranks how far this one's stream has come. What it has written until now is visible
+  // to whoever has read the value:
+  //
+  //   *number     = next ? *number + 1 : *number
+  //   *words[k]   = word_of(*number, tag)          for k = 0, 1, … count - 1
+  //
+  // The words may lie in the memory of other devices. `count`: at most kMostWords.
+  Status (*show_words)(uint32_t* const* words, int32_t count, uint32_t* number, bool next,
+                       uint32_t tag, const Launch& launch);
+
+  // Waits until each word has come to *number. Afterwards, what their writers had written before is
+  // visible. Waits no longer than `timeout_ns`, and not at all where *failed is not zero. Then, and
+  // where a word has come with another tag, it sets *failed, which lies in host memory that the
+  // device writes to: see late_word() and odd_word().
+  Status (*await_words)(const uint32_t* words, int32_t count, const uint32_t* number, uint32_t tag,
+                        int64_t timeout_ns, int32_t* failed, const Launch& launch);
 
   // The number of the graph that `stream` is being captured into; no two graphs share a number. 0
   // where the stream is not being captured, and on the CPU.

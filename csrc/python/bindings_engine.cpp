@@ -84,6 +84,7 @@ void bind_options(py::module_& m) {
       .def_readwrite("timeout_ms", &EngineOptions::timeout_ms)
       .def_readwrite("shared_host_transport", &EngineOptions::shared_host_transport)
       .def_readwrite("reduction", &EngineOptions::reduction)
+      .def_readwrite("default_reduction", &EngineOptions::default_reduction)
       .def_readwrite("reduce_dtype", &EngineOptions::reduce_dtype)
       .def_readwrite("window_bytes", &EngineOptions::window_bytes)
       .def_readwrite("divide_factor", &EngineOptions::divide_factor)
@@ -141,6 +142,7 @@ void bind_construction(EngineClass& engine) {
            }),
            py::arg("options"))
       .def("begin_shutdown", &Engine::begin_shutdown, NoGil())
+      .def_property_readonly("why_sent", &Engine::why_sent)
       .def("add_parameters", &Engine::add_parameters, NoGil())
       .def("add_unit", &Engine::add_unit, NoGil())
       .def("replace_parameter", &Engine::replace_parameter, NoGil())

@@ -23,6 +23,15 @@ bool Reductions::is_first() const {
          });
 }
 
+void Reductions::reserve_messages() {
+  if (comm_.peer_memory() == nullptr) return;
+  int64_t most = 0;
+  for (const auto& unit : parameters_.units()) {
+    if (&unit->ranks().comm == &comm_) most = std::max(most, unit->layout().padded_numel());
+  }
+  comm_.peer_memory()->reserve(most * static_cast<int64_t>(sizeof(float)), context_.memory);
+}
+
 void Reductions::begin(float scale, bool hidden) {
   announced_ = needs_notices() && !is_first();
   scale_ = scale;

@@ -94,6 +94,10 @@ class Reductions {
   // it, become what they were.
   void abort(int64_t units);
 
+  // Room for the messages of all units, where other ranks read them in place; in fp32, because local
+  // sums may be sent. Collective.
+  void reserve_messages();
+
   // This backward's reductions all ended.
   void count_finished() {
     finished_.add(backward_);

@@ -36,8 +36,14 @@ std::array<int64_t, kFlagsHeader> header_of(const at::Tensor& flags) {
 }  // namespace
 
 void UnitReduction::lend_message() {
-  bucket_->wait_until_unused();
-  message_ = bucket_->gradients(unit_.message_dtype(), unit_.layout().padded_numel());
+  const at::ScalarType dtype = unit_.message_dtype();
+  const int64_t numel = unit_.layout().padded_numel();
+  if (pulls()) {
+    message_ = comm_.peer_memory()->next(dtype, numel);
+  } else {
+    bucket_->wait_until_unused();
+    message_ = bucket_->gradients(dtype, numel);
+  }
   unit_.intake().lend_message(message_);
 }
 
@@ -52,7 +58,9 @@ void UnitReduction::start(int64_t backward, int32_t steps, std::vector<uint8_t> 
 
 UnitReduction::Window UnitReduction::window_from(int64_t begin) const {
   const int64_t left = range_numel() - begin;
-  if (context_.reduction == Reduction::collective || context_.world == 1) return {begin, left};
+  const bool receives = context_.reduction == Reduction::exchange && context_.world > 1 &&
+                        (!pulls() || context_.offloads());
+  if (!receives) return {begin, left};
   const auto itemsize = static_cast<int64_t>(message_.element_size());
   const int64_t alignment = kWindowAlignmentBytes / itemsize;
   const auto message_bytes = static_cast<int64_t>(message_.nbytes());
@@ -63,7 +71,9 @@ UnitReduction::Window UnitReduction::window_from(int64_t begin) const {
 
 void UnitReduction::start_window(Window window) {
   window_ = window;
-  if (context_.reduction == Reduction::exchange) {
+  if (pulls()) {
+    start_pulled();
+  } else if (context_.reduction == Reduction::exchange) {
     start_exchange();
   } else {
     start_collective();
@@ -104,6 +114,21 @@ void UnitReduction::start_exchange() {
   const int64_t tag = kReductionTags * (backward_ * kMaxUnits + unit_.index());
   if (brings_flags(context_, comm_) && !knows_users()) exchange_flags(tag);
   comm_.exchange(sends, recvs, backward_, tag + (dtype == at::kFloat ? 2 : 1), pending_);
+}
+
+void UnitReduction::start_pulled() {
+  if (!slot_.has_value()) slot_ = comm_.show_filled(message_, pending_);
+  const RankLayout& layout = unit_.layout();
+  const int64_t begin = layout.range_begin(layout.own_range()) + window_.begin;
+  sources_.clear();
+  for (int64_t peer = 0; peer < context_.world; ++peer) {
+    sources_.push_back(
+        comm_.peer_memory()->part(*slot_, peer, message_.scalar_type(), begin, window_.numel));
+  }
+}
+
+void UnitReduction::leave_slot() {
+  if (slot_.has_value()) comm_.peer_memory()->show_read(*slot_);
 }
 
 void UnitReduction::exchange_flags(int64_t tag) {
@@ -194,6 +219,7 @@ std::unique_ptr<Bucket> UnitReduction::finish(float scale) {
     await_copies();
     add_window(runs, scale);
   }
+  leave_slot();
   unit_.sums().end_adding();
   for (int64_t i = 0; knows_users() && i < unit_.layout().size(); ++i) {
     if (is_used(i)) unit_.sums().mark_summed(i);
@@ -295,6 +321,8 @@ void UnitReduction::add_run(const Run& run, float scale) {
 }
 
 AbandonedReduction UnitReduction::abandon() {
+  const SideStream::Scope beside(context_.reducing);
+  leave_slot();
   bucket_->mark_used();
   pending_.append(std::move(pending_flags_));
   return {std::move(pending_), std::move(bucket_), std::move(flags_), std::move(sent_to_host_)};

@@ -102,6 +102,12 @@ class UnitReduction {
   Window window_from(int64_t begin) const;
   void start_window(Window window);
   void start_exchange();
+  void start_pulled();
+  bool pulls() const {
+    return context_.reduction == Reduction::exchange && comm_.way().sums == Sums::pulled;
+  }
+  // Other ranks may fill the slot again, once what this one has queued is done.
+  void leave_slot();
   void exchange_flags(int64_t tag);
   void start_collective();
   // A power of two by which a message in fp16 is divided between its rounding and the sum of all
@@ -139,6 +145,7 @@ class UnitReduction {
   std::vector<at::Tensor> flags_;    // [world] messages of bytes, where contributions bring them
   std::vector<at::Tensor> sources_;  // contributions to the window, in rank order
   std::optional<c10::Event> sent_to_host_;
+  std::optional<int64_t> slot_;  // of PeerMemory, from the start on
 };
 
 }  // namespace zero_ext

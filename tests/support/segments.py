@@ -57,6 +57,8 @@ class Segment:
 LAGGED = {"ZERO_EXT_TEST_DEVICE": "lagged"}
 # The same with messages of its own backend.
 LCCL = {**LAGGED, "ZERO_EXT_TEST_BACKENDS": "cpu:gloo,lagged:lccl"}
+# The same where the ranks' devices read each other's memory.
+DIRECT = {**LCCL, "ZERO_EXT_TEST_DIRECT": "1"}
 # As ranks on different hosts: messages go through the process group.
 ONLY_GROUP = {"ZERO_EXT_CROSS_MEMORY": "0"}
 # Hybrid sharding, wherever tests shard over a mesh.
@@ -121,7 +123,7 @@ OVER_ITS_BACKEND = tuple(
     sorted(
         {
             *RANKS_ON_A_DEVICE,
-            *files("backends", "devices", "inner_backwards"),
+            *files("backends", "devices", "inner_backwards", "peer_memory"),
             *files("uneven_on_a_backend", "zeroed_on_a_backend"),
         }
     )
@@ -144,6 +146,7 @@ QUICK = {
         + some_of("doctor", "ranks_are_measured"),
         LCCL,
     ),
+    "test-direct-3-ranks": Segment(3, files("peer_memory"), DIRECT),
     "test-lccl-4-ranks": Segment(
         4,
         files("hybrid")
@@ -157,6 +160,7 @@ QUICK = {
     ),
 }
 ALL = {
+    **{f"all-direct-{n}-ranks": Segment(n, OVER_ITS_BACKEND, DIRECT, slow=True) for n in (2, 3)},
     "all-one-rank": Segment(0, EVERYTHING, slow=True),
     "all-lagged-one-rank": Segment(0, ON_A_DEVICE, LAGGED, slow=True),
     **{f"all-{n}-ranks": Segment(n, EVERYTHING, slow=True) for n in (2, 3, 4)},

@@ -67,6 +67,7 @@ def estimate_memory(
     offload_policy: OffloadPolicy | None = None,
     copies: int = 0,
     device: torch.device | str | None = None,
+    peer_memory: bool = False,
 ) -> dict[str, int]:
     """Bytes that sharding ``module`` over ``world_size`` ranks with AdamW will hold on each.
 
@@ -92,6 +93,8 @@ def estimate_memory(
         copies: On how many hosts ``elastic.Run`` keeps each step of a rank: 1, or 2 with a buddy.
         device: Where it will be trained; default: where its parameters are, the CPU if that is the
             meta device.
+        peer_memory: Whether the ranks' devices read each other's memory, as GPUs of one host can.
+            Then the default ``reduction`` is ``"exchange"``, and a bucket receives nothing.
     Returns:
         ``full``, ``shard``, ``master``, ``grad``, ``optimizer_state``, ``owner_masters``, their sum
         ``persistent``, and what comes on top of it: ``gathered``, the most that stage 3 gathers at
@@ -127,6 +130,10 @@ def estimate_memory(
         raise ValueError(f"zero_ext: copies must be 0, 1 or 2, not {copies!r}.")
     check_state_dtype(state_dtype)
     kind = _device_of(module, device).type
+    if peer_memory and kind == "cpu":
+        raise ValueError("zero_ext: peer_memory is memory of a device. Pass device='cuda'.")
+    if peer_memory and reduction is None:
+        options = dataclasses.replace(options, reduction="exchange")
     plan = plan_module(parameters_of(Tree(module)), options, units)
     planned = planned_units(plan, world_size, shards, kind)
     offloads = options.offloads and kind != "cpu"
@@ -140,8 +147,11 @@ def estimate_memory(
     result["persistent"] = sum(result.values()) - result["offloaded"]
     ahead = plan.prefetch_bytes
     result["gathered"] = 0 if plan.blocks is None else _gathered_bytes(plan.blocks, planned, ahead)
-    in_buckets = (unit.bucket_bytes(local) for unit in planned if unit.plan.trainable)
+    direct = peer_memory and options.reduction == "exchange" and world_size > 1
+    in_buckets = (unit.bucket_bytes(local, direct) for unit in planned if unit.plan.trainable)
     result["buckets"] = 2 * max(in_buckets, default=0) if world_size > 1 or offloads else 0
+    if direct:  # two words of each slot for each rank, and the numbers of both slots
+        result["buckets"] += _lines(4 * (4 * world_size + 2))
     kept = [u.range_numel * (_FP32_BYTES if u.plan.trainable else u.itemsize) for u in planned]
     kept += [u.state_bytes(None if owners else state_dtype) for u in planned if u.plan.trainable]
     result["copies"] = 2 * copies * sum([*kept, *(t.nbytes for t in (*full, *module.buffers()))])
@@ -235,8 +245,9 @@ class PlannedUnit(NamedTuple):
             return "master"
         return "shard" if self.options.stage == 3 and self.layout.ranges > 1 else "full"
 
-    def bucket_bytes(self, local: bool) -> int:
-        """``local``: sums of several backwards are sent, which are in fp32."""
+    def bucket_bytes(self, local: bool, direct: bool) -> int:
+        """``local``: sums of several backwards are sent, which are in fp32. ``direct``: the other
+        ranks read them in place."""
         in_fp32 = self.plan.gradient_is_fp32 or local or self.options.reduction == "collective"
         itemsize = _FP32_BYTES if in_fp32 else self.itemsize
         message = self.layout.padded_numel
@@ -249,7 +260,15 @@ class PlannedUnit(NamedTuple):
         window = max(most // places // alignment * alignment, alignment)
         if self.world == 1:
             window = self.range_numel
-        return (message + min(window, self.range_numel) * places) * itemsize
+        received = min(window, self.range_numel) * places * itemsize
+        if direct:
+            return _lines(message * _FP32_BYTES) + (received if self.options.offloads else 0)
+        return message * itemsize + received
+
+
+def _lines(size: int) -> int:
+    """Bytes of memory that other devices read: each part begins a line."""
+    return -(-size // 256) * 256
 
 
 def _persistent_bytes(

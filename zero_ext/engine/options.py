@@ -165,6 +165,7 @@ class ShardingOptions:
                 setattr(options, group, name)
             options.timeout_ms = comm.timeout // datetime.timedelta(milliseconds=1)
             options.reduction = getattr(_C.Reduction, self.reduction or comm.default_reduction)
+            options.default_reduction = self.reduction is None
             exchanges = options.reduction == _C.Reduction.exchange
             if groups.experts is not None and not exchanges and not comm.on_device:
                 raise ValueError(

@@ -117,7 +117,7 @@ def shard(
         bucket_mb: Size of a unit in MiB of gradients (stage 3: up to which small ones are merged).
         reduction: ``"exchange"``: all-to-all, then one exact fp32 sum in rank order, which has the
             bits of one process. ``"collective"``: the backend's reduce-scatter. Default:
-            ``"collective"`` with NCCL, ``"exchange"`` otherwise.
+            ``"exchange"``, but for NCCL between GPUs that cannot read each other's memory.
         accumulation_steps: Every n-th backward is the boundary; the others are as in ``no_sync()``.
             The gradient is the sum of the n micro-batches: divide each loss by n for their average.
             A step before the boundary raises.
@@ -260,6 +260,10 @@ def _log_sharded(handle: Handle, module: nn.Module) -> None:
         stats["bytes_held"],
         stats["neighbors"],
     )
+    if groups.world > 1 and groups.device.type != "cpu":
+        why = handle.engine.why_sent
+        sent = f"are sent: {why}" if why else "are read in place by the other ranks' devices"
+        _log.log(level, "%sgradients %s", groups.where, sent)
     here, world = stats["neighbors"] + 1, groups.world
     if handle.options.reduction != "collective" and 1 < here < world == groups.shards:
         _log.log(

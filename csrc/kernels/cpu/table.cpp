@@ -99,6 +99,8 @@ const Kernels& cpu() {
       .add_squares = add_squares_cpu,
       .adopt_writes = adopt_writes_cpu,
       .clip_factor = clip_factor_cpu,
+      .show_words = show_words_cpu,
+      .await_words = await_words_cpu,
       .capture_id = [](void*) -> uint64_t { return 0; },
       .ask_during_captures = [] {},
   };

@@ -24,5 +24,9 @@ Status adopt_writes_cpu(const void* param, DType param_dtype, float* master, int
                         const Launch& launch);
 Status clip_factor_cpu(const SquareSum* sum, double max_norm, float* norm, float* factor,
                        const Launch& launch);
+Status show_words_cpu(uint32_t* const* words, int32_t count, uint32_t* number, bool next,
+                      uint32_t tag, const Launch& launch);
+Status await_words_cpu(const uint32_t* words, int32_t count, const uint32_t* number, uint32_t tag,
+                       int64_t timeout_ns, int32_t* failed, const Launch& launch);
 
 }  // namespace zero_ext::kernels

@@ -37,6 +37,8 @@ const Kernels& cuda() {
       .add_squares = add_squares_cuda,
       .adopt_writes = adopt_writes_cuda,
       .clip_factor = clip_factor_cuda,
+      .show_words = show_words_cuda,
+      .await_words = await_words_cuda,
       .capture_id = capture_id_cuda,
       .ask_during_captures = ask_during_captures_cuda,
   };

@@ -27,5 +27,9 @@ Status adopt_writes_cuda(const void* param, DType param_dtype, float* master, in
                          const Launch& launch);
 Status clip_factor_cuda(const SquareSum* sum, double max_norm, float* norm, float* factor,
                         const Launch& launch);
+Status show_words_cuda(uint32_t* const* words, int32_t count, uint32_t* number, bool next,
+                       uint32_t tag, const Launch& launch);
+Status await_words_cuda(const uint32_t* words, int32_t count, const uint32_t* number, uint32_t tag,
+                        int64_t timeout_ns, int32_t* failed, const Launch& launch);
 
 }  // namespace zero_ext::kernels

@@ -645,9 +645,51 @@ void test_clip_factor() {
   }
 }
 
+// Both kernels of both tables on the same words: of five ranks, as they come one after the other.
+void test_words() {
+  for (const bool is_cuda : {false, true}) {
+    const auto show = is_cuda ? show_words_cuda : show_words_cpu;
+    const auto await = is_cuda ? await_words_cuda : await_words_cpu;
+    for (const uint32_t first : {0U, 7U, 0x3ffffffeU, 0xffffffffU}) {
+      std::vector<uint32_t> words(5, word_of(first, 0));
+      uint32_t number = first;
+      int32_t failed = 0;
+      const auto awaited = [&](uint32_t tag) {
+        failed = 0;
+        succeeded("await_words", await(words.data(), 5, &number, tag, 0, &failed, {}));
+        ++comparisons;
+        return failed;
+      };
+      if (awaited(0) != 0) fail("await_words of words that have come");
+      std::vector<uint32_t*> targets;
+      for (uint32_t& word : words) targets.push_back(&word);
+      succeeded("show_words", show(targets.data() + 3, 2, &number, true, 2, {}));
+      if (number != first + 1 || words[2] != word_of(first, 0) || words[3] != word_of(number, 2))
+        fail("show_words");
+      if (awaited(2) != late_word(0)) fail("await_words of a word that has not come");
+      succeeded("show_words", show(targets.data(), 3, &number, false, 2, {}));
+      if (number != first + 1 || awaited(2) != 0) fail("await_words of all words");
+      if (awaited(1) % 2 != 0 || failed == 0) fail("await_words of another tag");
+      failed = odd_word(4);
+      number = first + 2;
+      succeeded("await_words", await(words.data(), 5, &number, 2, int64_t{1} << 60, &failed, {}));
+      if (failed != odd_word(4)) fail("await_words after a failure");
+    }
+    std::vector<uint32_t*> none;
+    uint32_t number = 0;
+    int32_t failed = 0;
+    const bool all_rejected =
+        show(none.data(), kMostWords + 1, &number, true, 0, {}) == Status::bad_argument &&
+        show(none.data(), 0, &number, true, 4, {}) == Status::bad_argument &&
+        await(nullptr, -1, &number, 0, 0, &failed, {}) == Status::bad_argument;
+    if (!all_rejected) fail("words out of range");
+  }
+}
+
 }  // namespace
 
 int main() {
+  test_words();
   test_many_squares();
   test_clip_factor();
   test_patterns();

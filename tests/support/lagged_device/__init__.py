@@ -65,6 +65,11 @@ def kernels_address() -> int:
     return _library().lagged_kernels()
 
 
+def share_memory() -> None:
+    """Ranks' devices read each other's memory from now on, where torch asks for such memory."""
+    _library().lagged_share_memory()
+
+
 def set_lag(lag_us: int) -> None:
     """How long work that nobody waits for is held back; 50,000 at first. 0: streams run freely."""
     _library().lagged_set_lag_us(lag_us)

@@ -171,8 +171,27 @@ Status clip_factor_lagged(const SquareSum* sum, double max_norm, float* norm, fl
   });
 }
 
+Status show_words_lagged(uint32_t* const* words, int32_t count, uint32_t* number, bool next,
+                         uint32_t tag, const Launch& launch) {
+  const std::vector<uint32_t*> list(words, words + count);
+  for (const uint32_t* word : list) {
+    if (stream_of(launch, {word}) == nullptr) return Status::launch_failed;
+  }
+  return queue_call("show_words", launch, {number}, [=](const Launch& serial) {
+    return cpu().show_words(list.data(), count, number, next, tag, serial);
+  });
+}
+
+Status await_words_lagged(const uint32_t* words, int32_t count, const uint32_t* number,
+                          uint32_t tag, int64_t timeout_ns, int32_t* failed, const Launch& launch) {
+  if (!is_pinned(failed)) return Status::launch_failed;
+  return queue_call("await_words", launch, {words, number}, [=](const Launch& serial) {
+    return cpu().await_words(words, count, number, tag, timeout_ns, failed, serial);
+  });
+}
+
 // A new kernel must get its row here: what is not named would be null.
-static_assert(sizeof(Kernels) == 12 * sizeof(void*));
+static_assert(sizeof(Kernels) == 14 * sizeof(void*));
 
 constexpr Kernels kTable{
     .accumulate_list = accumulate_list_lagged,
@@ -185,6 +204,8 @@ constexpr Kernels kTable{
     .add_squares = add_squares_lagged,
     .adopt_writes = adopt_writes_lagged,
     .clip_factor = clip_factor_lagged,
+    .show_words = show_words_lagged,
+    .await_words = await_words_lagged,
     .capture_id = [](void* stream) -> uint64_t { return capture::id_of(*queue_of(stream)); },
     .ask_during_captures = capture::let_this_thread_ask,
 };

@@ -408,7 +408,35 @@ void record_use(Block* block, Queue& queue) {
 
 Block* pinned_block(const void* begin) { return machine().pinned.find(begin); }
 
+namespace {
+struct Mapped {
+  int device;
+  int64_t bytes;
+};
+std::mutex mapped_mutex;
+std::map<const char*, Mapped> mapped;  // by their beginnings
+}  // namespace
+
+void add_mapped(int device, const char* begin, int64_t bytes) {
+  const std::lock_guard lock(mapped_mutex);
+  mapped[begin] = {device, bytes};
+}
+
+void remove_mapped(const char* begin) {
+  const std::lock_guard lock(mapped_mutex);
+  mapped.erase(begin);
+}
+
 int device_of(const void* pointer) {
+  {
+    const std::lock_guard lock(mapped_mutex);
+    const auto* byte = static_cast<const char*>(pointer);
+    auto after = mapped.upper_bound(byte);
+    if (after != mapped.begin()) {
+      --after;
+      if (byte < after->first + after->second.bytes) return after->second.device;
+    }
+  }
   for (int device = 0; device < kDevices; ++device) {
     if (machine().devices[device].memory.holds(pointer)) return device;
   }

@@ -134,6 +134,11 @@ void release(Block* block);
 // The use of `block` by the work that `queue` has when the block is released.
 void record_use(Block* block, Queue& queue);
 
+// From now on `bytes` from `begin` count as memory of `device`: it was mapped for other processes, or
+// from one. Not any more.
+void add_mapped(int device, const char* begin, int64_t bytes);
+void remove_mapped(const char* begin);
+
 // The device whose memory holds `pointer`, or -1.
 int device_of(const void* pointer);
 bool is_pinned(const void* pointer);

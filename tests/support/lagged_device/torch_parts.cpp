@@ -5,3 +5,4 @@
 #include "lccl.cpp"
 #include "lccl_exchange.cpp"
 #include "ops.cpp"
+#include "shared_memory.cpp"

@@ -1,0 +1,113 @@
+// PeerMemory: memory of a device that every rank of a host reads in place.
+//
+// Owner:     Comm, of ranks that all have direct access to each other's devices.
+// Threads:   as Comm. The device's work is queued on the current stream.
+// Invariant: every rank reserves the same bytes, and shows its slots in the same order.
+//
+// Note [Pulled sums]
+// A rank's gradients lie in a slot. The owner of a range reads it in all ranks' slots, in rank order:
+// nothing is received, and no backend takes part. Two words for each slot and rank say how far that
+// rank is. They lie in the memory of the rank that waits for them:
+//
+//   filled   the rank's gradients of the slot's n-th reduction lie there
+//   read     the rank has read what it needs of all ranks' slots for the n-th reduction
+//
+// A rank fills a slot again when all ranks have read it. The device counts the reductions itself, so
+// that a captured graph can be replayed. A word also has the dtype of the gradients. No rank waits
+// for ever: after the timeout the device goes on, and the next wait of the host names the rank.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "comm/message.h"
+#include "device/kernel_table.h"
+#include "device/streams.h"
+#include "memory/flat_buffer.h"
+
+namespace c10d {
+class Store;
+}
+
+namespace zero_ext {
+
+class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
+ public:
+  static constexpr int64_t kSlots = 2;
+
+  struct Ranks {
+    int64_t rank;
+    int64_t world;
+    c10::Device device;
+  };
+  // `store`: of these ranks.
+  PeerMemory(Ranks ranks, const c10::intrusive_ptr<c10d::Store>& store,
+             std::chrono::milliseconds timeout);
+  // Torch can make such memory on `device`.
+  static bool is_known_on(c10::Device device);
+
+  // Each slot has room for `bytes` from now on; counted by `counter`. Collective, on the host, where
+  // the slots become larger. Raises where a rank cannot read the memory of another one.
+  void reserve(int64_t bytes, const std::shared_ptr<MemoryCounter>& counter);
+
+  // The slot of the next reduction, for this rank's gradients: [numel] of `dtype`. The current
+  // stream continues when all ranks have read what it had before.
+  at::Tensor next(at::ScalarType dtype, int64_t numel);
+  // This rank has filled that slot. Waiting for the message makes the current stream wait until all
+  // ranks have filled theirs with gradients of `dtype`. Returns the slot as well.
+  struct Filled {
+    int64_t slot;
+    Message message;
+  };
+  Filled show_filled(at::ScalarType dtype);
+  // A part of `rank`'s slot, which may be read once the message was waited for.
+  at::Tensor part(int64_t slot, int64_t rank, at::ScalarType dtype, int64_t begin,
+                  int64_t numel) const;
+  // All that this rank has queued to read in the slot's current reduction.
+  void show_read(int64_t slot);
+
+  // The place of a rank that did not come in time, or came with another dtype; -1: none.
+  struct Failure {
+    int64_t rank = -1;
+    bool other_dtype = false;
+  };
+  Failure failure() const;
+  // The device waits for no rank any more.
+  void stop();
+
+ private:
+  class Arrival;
+  enum Word { kFilled, kRead };
+  void show(Word word, int64_t slot, bool next, uint32_t tag);
+  void await(Word word, int64_t slot, uint32_t tag);
+  int64_t words_begin(Word word, int64_t slot) const;
+  int64_t slot_begin(int64_t slot) const;
+  char* own(int64_t byte) const;
+  uint32_t* number_of(int64_t slot) const;
+
+  const Ranks ranks_;
+  const std::string name_;  // of the ranks, as torch knows them
+  const KernelTable table_;
+  const int64_t timeout_ns_;
+  at::Tensor failed_;  // int32 on the host, pinned: see kernels.h
+  // Words, numbers of reductions, then the slots.
+  at::Tensor arena_;
+  std::shared_ptr<void> counted_;
+  std::vector<char*> arenas_;           // of each rank
+  std::shared_ptr<const void> mapped_;  // as long as this lives
+  int64_t slot_bytes_ = 0;
+  int64_t next_ = 0;  // slot
+  // This rank has read what it needs of it: the last use of the slot's number on the device.
+  std::array<std::optional<StreamEvent>, kSlots> left_;
+};
+
+}  // namespace zero_ext
