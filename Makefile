@@ -11,7 +11,7 @@
 # make test-deepspeed    installs DeepSpeed into a venv of its own, and trains beside it on the CPU
 # make test-packages     installs published optimizers and trainers into a venv of its own, and runs them
 # make bench-deepspeed   installs DeepSpeed, whose kernels its first run compiles, and measures beside it
-# make profile   where the time of a step goes: a trace of each rank and a page   PROFILE="--stage 3 ..."
+# make profile   where time and memory of a step go: a trace of each rank and a page   PROFILE="--stage 3 ..."
 # make tidy      clang-tidy on the C++ sources, with the checks of .clang-tidy
 # make docs      the site of the documentation, into build/site; warnings are errors
 # make wheel     one wheel for several versions of torch, into dist   WHEEL_FOR="2.13.0-cpu 2.11.0-cuda ..."
@@ -122,9 +122,9 @@ bench: install
 	set -e; for bench in $(PLAIN_BENCHES); do echo "== $$bench"; $(PY) $$bench; done
 	set -e; for bench in $(BENCHES); do echo "== $$bench"; $(TORCHRUN) --nproc-per-node 2 $$bench; done
 
-# A Chrome trace of each rank and one page, see benchmarks/README.md. PROFILE: more arguments.
+# A Chrome trace of each rank and one page, see benchmarks/README.md. PROFILE: arguments of the script.
 profile: install
-	$(TORCHRUN) --nproc-per-node 2 benchmarks/profile_step.py $(PROFILE)
+	$(TORCHRUN) --nproc-per-node 2 -m zero_ext.profile --out build/profile benchmarks/profile_step.py $(PROFILE)
 
 # Without isolation, and with torch there, pip leaves torch as it is.
 bench-deepspeed: install

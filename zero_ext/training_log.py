@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from zero_ext.engine.checks import check_module
 from zero_ext.engine.handle import Handle
+from zero_ext.engine.memory import bytes_by_kind
 from zero_ext.engine.registry import handle_of
 from zero_ext.optim.core import Core
 from zero_ext.state.model_state import handles_of
@@ -89,18 +90,17 @@ def _known_norm(core: Core) -> float | None:
 
 
 def _of_engine(handle: Handle) -> dict[str, float]:
+    held = bytes_by_kind(handle)
     stats = handle.engine.stats()
-    whole = stats["bytes_full"]
-    gathered = whole if handle.options.stage == 3 and not handle.replicated else 0
     waited = Counter({k: v for k, v in stats.items() if k.startswith(_WAITED)})
     before = _waited.get(handle, Counter())
     _waited[handle] = waited
     return {
-        "bytes/parameters": whole - gathered + stats["bytes_shard"] + stats["bytes_master"],
-        "bytes/gradients": stats["bytes_grad"],
-        "bytes/states": stats["bytes_optimizer_state"],
-        "bytes/gathered": gathered,
-        "bytes/buckets": stats["bytes_bucket"],
+        "bytes/parameters": held["parameters"] + held["masters"],
+        "bytes/gradients": held["gradients"],
+        "bytes/states": held["optimizer states"],
+        "bytes/gathered": held["gathered"],
+        "bytes/buckets": held["buckets"],
         "bytes/offloaded": stats["bytes_offloaded"],
         **{
             f"waited_ms/{name.removeprefix(_WAITED)}": (us - before[name]) / 1000

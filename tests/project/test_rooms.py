@@ -47,6 +47,7 @@ PYTHON_LEVELS = {
     "_C": 0,
     "_compat": 0,
     "_build_info": 0,
+    "_scripts": 0,
     "_torch": 0,
     "_warnings": 0,
     "ops": 1,
@@ -70,6 +71,7 @@ PYTHON_LEVELS = {
     "testing": 7,
     "info": 7,
     "plan": 7,
+    "profile": 7,
     "__init__": 9,
 }
 

@@ -20,7 +20,7 @@ from zero_ext.engine.checks import (
 )
 from zero_ext.engine.options import ShardingOptions
 from zero_ext.engine.plan import Plan, parameters_of, plan_module
-from zero_ext.engine.registry import handle_of
+from zero_ext.engine.registry import Handle, handle_of
 from zero_ext.engine.units import Block, Choice, Tree, UnitPlan
 from zero_ext.ranks import owner_plan
 from zero_ext.tensor.meshes import locals_of
@@ -48,6 +48,21 @@ def stats(sharded) -> dict[str, int]:
     if isinstance(sharded, nn.Module) or not hasattr(sharded, "stats"):
         return handle_of(sharded).engine.stats()
     return sharded.stats()
+
+
+def bytes_by_kind(handle: Handle) -> dict[str, int]:
+    """What the engine of ``handle`` holds now on this rank, and not in host memory instead."""
+    held = handle.engine.stats()
+    whole = held["bytes_full"]
+    gathered = whole if handle.options.stage == 3 and not handle.replicated else 0
+    return {
+        "parameters": whole - gathered + held["bytes_shard"],
+        "masters": held["bytes_master"],
+        "gradients": held["bytes_grad"],
+        "optimizer states": held["bytes_optimizer_state"],
+        "gathered": gathered,
+        "buckets": held["bytes_bucket"],
+    }
 
 
 def estimate_memory(

@@ -12,7 +12,6 @@ import functools
 import importlib
 import importlib.abc
 import os
-import runpy
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -24,6 +23,7 @@ from unittest import mock
 import torch
 from torch.optim import Optimizer
 
+from zero_ext._scripts import add_script, run_script
 from zero_ext._warnings import warn
 from zero_ext.integrations import ddp
 from zero_ext.ranks import environment
@@ -166,23 +166,13 @@ def run(arguments: Sequence[str]) -> dict[str, Any]:
     parser.add_argument(
         "--stage", choices=("0", "1", "2", "3"), help="default: ZERO_EXT_STAGE, or 2"
     )
-    parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module")
-    parser.add_argument("script", metavar="SCRIPT")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="args")
+    add_script(parser)
     chosen = parser.parse_args(arguments)
     if chosen.stage is not None:
         os.environ["ZERO_EXT_STAGE"] = chosen.stage  # for the processes that the script starts, too
     environment.stage(None)
-    with ExitStack() as stack:
-        argv = [chosen.script, *chosen.arguments]
-        stack.enter_context(mock.patch.object(sys, "argv", argv))
-        substitution = stack.enter_context(_Substitution())
-        if chosen.is_module:
-            values = runpy.run_module(chosen.script, run_name="__main__", alter_sys=True)
-        else:
-            folder = os.path.dirname(os.path.abspath(chosen.script))
-            stack.enter_context(mock.patch.object(sys, "path", [folder, *sys.path[1:]]))
-            values = runpy.run_path(chosen.script, run_name="__main__")
+    with _Substitution() as substitution:
+        values = run_script(chosen.script, chosen.arguments, chosen.is_module)
     if not substitution.made:
         warn(
             f"zero_ext: '{chosen.script}' has made no DistributedDataParallel, no Accelerator of "
