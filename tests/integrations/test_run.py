@@ -312,8 +312,8 @@ dist.barrier()
 @pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.skipif(os.environ.get("ZERO_EXT_CROSS_MEMORY") == "0", reason="as on two hosts")
 def test_an_optimizers_state_is_saved_and_resumed(process_group, rank, world, path, stage):
-    """By names on every rank, as torch's own function returns it. What rank 0 alone has of it is
-    rejected, and the file that was there stays."""
+    """By names on every rank, as torch's own function returns it. As it is on rank 0 alone, which
+    reads the other ranks' parts of it. Without them nothing is written."""
     path.mkdir(parents=True, exist_ok=True)
     script, file = path / "resumes.py", str(path / "ckpt.pt")
     if rank == 0:
@@ -333,13 +333,25 @@ def test_an_optimizers_state_is_saved_and_resumed(process_group, rank, world, pa
     for resumed in (stock(str(script), by_names), run([*command, *by_names])):
         assert resumed["losses"] == pytest.approx(expected, rel=1e-4)
 
-    ours, before = run(command), Path(file).read_bytes()
+    alone = str(path / "alone.pt")
+    ours = run([*command, "--out", alone])
+    whole, by_ddp = torch.load(alone)["optimizer"], torch.load(file)["optimizer"]
+    assert whole["param_groups"] == by_ddp["param_groups"]
+    # DDP adds the ranks' gradients in another order.
+    torch.testing.assert_close(whole["state"], by_ddp["state"], rtol=1e-3, atol=1e-5)
+    for number, p in enumerate(ours["net"].parameters()):
+        expected_state = zero_ext.full_state(ours["optimizer"], p, "exp_avg")
+        assert torch.equal(whole["state"][number]["exp_avg"], expected_state)
+    for resumed in (stock(str(script), ["--resume", alone]), run([*command, "--resume", alone])):
+        assert resumed["losses"] == pytest.approx(expected, rel=1e-4)
+
+    before = Path(file).read_bytes()
     assert ours["checked"] and not stock(str(script), [])["checked"]
     if stage == 0 or world == 1:  # this rank has all
         return
     state = {"model": ours["net"].state_dict(), "optimizer": ours["optimizer"].state_dict()}
     with pytest.raises(ValueError, match=r"\['optimizer'\]\['state'\]\[0\]\['exp_avg'\]. On every"):
-        ddp.checked_save(torch.save)(state, file)
+        ddp.checked_save(torch.save)(state, file)  # the script has ended, and nothing is shared
     assert Path(file).read_bytes() == before
 
 

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_ext._torch import disable_compilation
 from zero_ext.engine.registry import any_sharded
+from zero_ext.integrations.one_rank_saves import share_states, with_whole_states
 from zero_ext.module.sharding import shard
 from zero_ext.optim.adoption import adopt
 from zero_ext.optim.groups import parameters_of
@@ -65,13 +66,16 @@ def _adopt_with_state(optimizer: torch.optim.Optimizer) -> None:
         raise
     if before:
         optimizer.state = before
+    share_states(optimizer)
 
 
 def checked_save(save: Callable) -> Callable:
-    """``torch.save``, which raises for slices before it opens the file."""
+    """``torch.save``, which makes slices whole, or raises before it opens the file."""
 
     @functools.wraps(save)
     def checked(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        if _name_of_slice(obj, ()) is not None:
+            obj = with_whole_states(obj)
         if (name := _name_of_slice(obj, ())) is not None:
             raise ValueError(
                 f"zero_ext: torch.save() to {f!r} on this rank alone would lose what other ranks "

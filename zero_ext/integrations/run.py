@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from zero_ext._scripts import add_script, run_script
 from zero_ext._warnings import warn
 from zero_ext.integrations import ddp
+from zero_ext.integrations.one_rank_saves import end_script
 from zero_ext.ranks import environment
 
 
@@ -52,7 +53,9 @@ class _Substitution(importlib.abc.MetaPathFinder):
         sys.meta_path.insert(0, self)
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is None or issubclass(kind, SystemExit):
+            end_script()
         sys.meta_path.remove(self)
         self._undo.close()
 
