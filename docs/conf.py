@@ -20,12 +20,15 @@ author = "zero_ext developers"
 version = release = zero_ext.__version__
 root_doc = "docs/index"
 include_patterns = ["*.md", "docs/**.md", "csrc/**.md", "benchmarks/README.md"]
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 
 # Anchors as code hosts make them of headings.
 myst_heading_anchors = 4
 
-autodoc_typehints = "none"  # the signature shows them
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+python_maximum_signature_line_length = 88
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
 napoleon_use_ivar = True
@@ -34,6 +37,8 @@ html_theme = "furo"
 html_title = f"zero_ext {version}"
 html_additional_pages = {"index": "to_index.html"}
 templates_path = [str(ROOT / "docs/templates")]
+html_static_path = [str(ROOT / "docs/static")]
+html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
 

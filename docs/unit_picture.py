@@ -1,4 +1,4 @@
-"""Draws docs/unit.png: a unit with its slots, ranges, pieces and runs.
+"""Draws docs/unit.svg: a unit with its slots, ranges, pieces and runs.
 
 python docs/unit_picture.py
 """
@@ -41,6 +41,7 @@ def gap(axes, begin, end, row):
 
 
 def main() -> None:
+    plt.rcParams["svg.hashsalt"] = "zero_ext"
     slots, end = {}, 0
     for name, numel in SLOTS.items():
         slots[name] = (end, end + numel)
@@ -109,7 +110,9 @@ def main() -> None:
     axes.set_xlim(-120, padded + 6)
     axes.set_ylim(0, 5.4)
     axes.axis("off")
-    figure.savefig(Path(__file__).with_name("unit.png"), dpi=110, bbox_inches="tight")
+    figure.savefig(
+        Path(__file__).with_name("unit.svg"), bbox_inches="tight", metadata={"Date": None}
+    )
 
 
 main()

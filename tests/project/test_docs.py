@@ -1,5 +1,6 @@
 """The pages of the documentation lead to each other, and name what exists."""
 
+import importlib
 import pkgutil
 import re
 from pathlib import Path
@@ -10,6 +11,7 @@ from code_blocks import PAGES, ROOT
 
 import zero_ext
 
+API = (ROOT / "docs/api.md").read_text()
 ARCHITECTURE = (ROOT / "docs/architecture.md").read_text()
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 NAME = re.compile(r"(?<!ops\.)\bzero_ext(?:\.[A-Za-z_]\w*)+")
@@ -100,6 +102,20 @@ def test_error_messages_are_in_the_sources():
     for message, *_ in rows:
         pattern = ".*?".join(re.escape(part) for part in message.strip("`").split("…"))
         assert any(re.search(pattern, text, re.DOTALL) for text in texts), message
+
+
+def test_every_public_name_has_an_entry_of_the_api():
+    entries = re.findall(r"^\.\. auto\w+:: (zero_ext[\w.]*)", API, re.M)
+    assert entries[0] == "zero_ext.shard"
+    assert sorted(set(zero_ext.__all__) - {name.partition(".")[2] for name in entries}) == []
+
+
+def test_messages_are_listed_by_what_was_called(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    listed = importlib.import_module("messages").messages()
+    assert any("inside a forward" in text for text in listed["Forward and backward"])
+    assert any("is not the name of a" in text for text in listed["zero_ext.checkpoint"])
+    assert len(listed) > 12 and min(map(len, listed.values())) > 1
 
 
 def test_the_reference_names_every_key_and_variable(tmp_path):
