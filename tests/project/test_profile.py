@@ -1,5 +1,6 @@
 """zero_ext.profile: where a step's time and memory go, from traces made by hand and a script."""
 
+import gc
 import json
 import re
 from pathlib import Path
@@ -9,6 +10,8 @@ from torch import nn
 
 import zero_ext
 from zero_ext import profile
+from zero_ext.engine.memory import bytes_by_kind
+from zero_ext.engine.registry import living
 
 pytest.importorskip("matplotlib")
 
@@ -107,6 +110,8 @@ def test_a_script_is_profiled(anywhere, rank, tmp_path, path, capsys, stage):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     arguments = f"--skip 2 --steps 2 --out {path} {script} {stage}".split()
+    gc.collect()
+    others = sum(sum(bytes_by_kind(handle).values()) for handle in living())  # of earlier tests
     profile.main([*arguments, "1000"])
     events = profile.read(path / f"rank{rank}.json")
     of_rank = profile.analyse(events, [])
@@ -121,7 +126,7 @@ def test_a_script_is_profiled(anywhere, rank, tmp_path, path, capsys, stage):
         )
         rounding = 0.05 * 2**20
         most = expected["persistent"] + expected["gathered"] + expected["buckets"]
-        assert expected["persistent"] - rounding <= peak <= most + rounding
+        assert expected["persistent"] - rounding <= peak <= most + others + rounding
 
     with pytest.raises(SystemExit):
         profile.main([*arguments, "3"])
