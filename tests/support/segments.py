@@ -110,6 +110,7 @@ ON_FOUR = (
     *STAGE3,
     *MESHES,
     *EXPERTS,
+    *some_of("state_dict_options", "checkpoints_go_both_ways_with_fsdp2_and_tensor_parallelism"),
 )
 # Whatever runs on a device at all.
 ON_A_DEVICE = all_but(

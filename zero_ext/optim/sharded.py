@@ -28,7 +28,7 @@ from zero_ext.optim.arguments import (
     check_state_dict,
 )
 from zero_ext.optim.core import Core
-from zero_ext.optim.states import Loader, checked_load, taken_over
+from zero_ext.optim.states import Loader, check_same_states, checked_load, taken_over
 from zero_ext.ranks.agreement import calling
 from zero_ext.ranks.collectives import copy_from_rank_0
 from zero_ext.ranks.groups import resolve
@@ -156,10 +156,13 @@ class Sharded(torch.optim.Optimizer):
         one-process checkpoint of torch's own optimizer holds.
 
         Raises:
-            ValueError: groups or sizes differ; nothing is changed then.
+            ValueError: groups or sizes differ, or ranks pass different states; nothing is changed
+                then.
         """
         with calling("load_state_dict()"):
-            self.checked_load(state_dict)()
+            load = self.checked_load(state_dict)
+            check_same_states(state_dict, self.zero_core.handle.groups)
+            load()
 
     def checked_load(self, state_dict: dict[str, Any]) -> Loader:
         """Check all of ``state_dict``, without a change. The function that is returned loads it."""

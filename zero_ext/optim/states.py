@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from zero_ext import _C
 from zero_ext._warnings import warn
@@ -26,7 +27,10 @@ from zero_ext.optim.groups import (
     settings_of,
 )
 from zero_ext.optim.state_views import Views
+from zero_ext.ranks.agreement import check_same_on_all_ranks
+from zero_ext.ranks.groups import Groups
 from zero_ext.tensor.meshes import copy_whole
+from zero_ext.tensor.shard_tensor import ShardTensor
 
 Loader = Callable[[], None]
 
@@ -207,6 +211,20 @@ def taken_over(
     others = {key: value for key, value in dict.items(given) if id(key) not in here}
     shown = ShownStates(dict, others)
     return shown, states.checked_write(shown, saved_states(groups, wanted, wanted))
+
+
+def check_same_states(state_dict: dict[str, Any], groups: Groups) -> None:
+    """Raise where some ranks pass their parts of a state and others all of it, or other values.
+    Collective. Of the tensors that each rank passes whole, the smallest stands for all."""
+    states = [each for each in state_dict["state"].values() if isinstance(each, dict)]
+    tensors = [t for each in states for t in each.values() if isinstance(t, Tensor) and t.numel()]
+    kind = "this rank's parts" if any(isinstance(t, ShardTensor) for t in tensors) else "all of it"
+    whole = [t for t in tensors if t.dim() > 0 and not isinstance(t, DTensor)]
+    if whole:
+        smallest = min(whole, key=Tensor.numel).detach().cpu().contiguous().view(-1)
+        kind += f" with digest {_C.digest(smallest.view(torch.uint8).numpy()):x}"
+    remedy = "Pass the same state on every rank, for example by torch.load(path, mmap=True)."
+    check_same_on_all_ranks(groups, [kind], "the optimizer states that are loaded", remedy)
 
 
 def checked_load(

@@ -90,7 +90,7 @@ def set_full_param(parameter: Tensor, value: Tensor | None) -> None:
         value = _checked(value, parameter, kind, handle.groups, verb)
     value = _of_rank_0(value, kind, handle.groups)
     if place_of(parameter) is None:
-        parameter.copy_(value)
+        copy_whole(parameter, value)
     else:
         handle.engine.write_parameter(i, part_of(parameter, value))
 
