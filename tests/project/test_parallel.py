@@ -37,7 +37,8 @@ def parallel(monkeypatch, no_stale_meshes):
     import parallel
 
     yield parallel
-    sys.modules.pop("parallel")
+    for name in ("parallel", "parallel_model"):
+        sys.modules.pop(name)
 
 
 def losses_of_one_process(parallel, experts: int) -> list[float]:
