@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.testing import assert_close
 
 import zero_ext
+from zero_ext import fsdp
+from zero_ext.tensor.meshes import part_of
 
 pytestmark = [pytest.mark.dist, pytest.mark.world(min=2)]
 
@@ -75,12 +77,7 @@ def test_training_has_the_bits_of_experts_alone(mesh, stage):
         for name, p in model.named_parameters():
             shown = zero_ext.full_grad(p)
             assert shown.shape == p.shape
-            part = (
-                local(distribute_tensor(shown, p.device_mesh, p.placements))
-                if (isinstance(p, DTensor))
-                else shown
-            )
-            assert torch.equal(part, gradients[name]), name
+            assert torch.equal(part_of(p, shown), gradients[name]), name
         norm = exact_norm(gradients, alone.model, mesh)
         factor = (0.05 / (norm + 1e-6)).float()
         assert factor < 1
@@ -93,6 +90,43 @@ def test_training_has_the_bits_of_experts_alone(mesh, stage):
         assert torch.equal(part, expected[name]), name
     mine = [loss for k, loss in enumerate(alone.losses) if k % rows == row]
     assert all(map(torch.equal, losses, mine))
+
+
+def test_fully_shard_takes_experts_on_their_own_mesh(mesh):
+    """As torchtitan calls it: the experts over the ranks that have the same ones."""
+    alone = ByExpertsAlone(
+        made_with_experts(mesh["ep"]), mesh["ep"], lambda p: torch.optim.AdamW(p, **ADAMW)
+    )
+    model, rows = made_with_experts(mesh["ep"]), mesh["rows"].size()
+    for layer in model.layers:
+        fsdp.fully_shard(layer.experts, mesh=mesh["rows"])
+        layer.experts.set_gradient_divide_factor(dist.get_world_size())
+        fsdp.fully_shard(layer)
+    fsdp.fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
+    for step in range(2):
+        gradients = alone.gradients(step, MICROS, rows)
+        norm = exact_norm(gradients, alone.model, mesh)
+        alone.step(gradients)
+        run_backwards(model, mesh, step)
+        if step == 0:
+            for name, p in model.named_parameters():
+                assert torch.equal(part_of(p, zero_ext.full_grad(p)), gradients[name]), name
+        found = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        assert_close(torch.as_tensor(found), norm.float(), rtol=1e-6, atol=0)
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = {name: local(p) for name, p in alone.model.named_parameters()}
+    for name, part in parts_of(model).items():
+        assert_close(part, expected[name], rtol=1e-5, atol=1e-6)  # an update in one expression
+
+
+def test_fully_shard_rejects_experts_on_other_ranks(mesh):
+    model = made_with_experts(mesh["ep"])
+    fsdp.fully_shard(model.layers[0].experts, mesh=mesh["ep"])
+    fsdp.fully_shard(model)
+    with pytest.raises(NotImplementedError, match=r"mesh=.* for FSDPExperts, and None for FSDPMix"):
+        run_backwards(model, mesh, 0)
 
 
 @STAGES

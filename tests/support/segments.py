@@ -100,6 +100,7 @@ MESHES = some_of(
 EXPERTS = some_of(
     "experts",
     "training_has_the_bits_of_experts_alone",
+    "fully_shard_takes_experts_on_their_own_mesh",
     "training_goes_on_from_a_checkpoint_with_the_same_bits",
     "ranks_may_run_different_numbers_of_backwards",
     "what_users_write_is_compared_between_ranks_with_the_same_experts",

@@ -45,7 +45,8 @@ def fully_shard(
 
     Args:
         module: A module, or a list of modules that are one unit.
-        mesh: The ranks to shard over, in one dimension, or two for HSDP. Default: all.
+        mesh: The ranks to shard over, in one dimension, or two for HSDP. Default: all. Of experts,
+            which are DTensors: those of these ranks that have the same ones.
         reshard_after_forward: Release the unit between forward and backward. A number of ranks
             must mean True or False: all ranks of a replica, or 1.
         shard_placement_fn: May return None or ``Shard(dim)``, which changes nothing that is

@@ -8,8 +8,11 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from zero_ext._torch import disable_compilation, tree_leaves, tree_map_only
 from zero_ext.engine.carried import Carried, CarriedReplacement
@@ -74,7 +77,8 @@ def shard_noted(roots: Sequence[nn.Module]) -> None:
         ValueError, TypeError, RuntimeError: they cannot be sharded together. Nothing has changed.
     """
     notes = notes_in(roots)
-    _check_together(notes, roots)
+    expert_mesh = _expert_mesh(notes)
+    _check_together(notes, roots, has_experts=expert_mesh is not None)
     noted = {module: note for note in notes for module in note.living()}
     keys = {m: f"call {k} of fully_shard" for k, note in enumerate(notes) for m in note.living()}
     root = roots[0] if len(roots) == 1 else nn.ModuleList(roots)
@@ -91,6 +95,7 @@ def shard_noted(roots: Sequence[nn.Module]) -> None:
             root,
             stage=3,
             mesh=notes[0].mesh,
+            expert_mesh=expert_mesh,
             units=(lambda name, module: keys.get(module, False)) if keys else (),
             mp_policy=lambda name, module: policies.get(module),
             offload_policy=notes[0].offload_policy,
@@ -101,7 +106,32 @@ def shard_noted(roots: Sequence[nn.Module]) -> None:
     _take_over(root, roots, notes)
 
 
-def _check_together(notes: Sequence[Note], roots: Sequence[nn.Module]) -> None:
+def _expert_mesh(notes: Sequence[Note]) -> DeviceMesh | None:
+    """The dimension that cuts experts, where the calls on another mesh than the first one are for
+    experts: together these two meshes are the first one."""
+    around = notes[0].mesh
+    others = [note for note in notes if note.mesh != around]
+    if not others:
+        return None
+    ranks = set(range(dist.get_world_size()) if around is None else around.mesh.flatten().tolist())
+    cuts = set()
+    for note in others:
+        parameters = [p for module in note.living() for p in module.parameters()]
+        mine = {p.device_mesh if isinstance(p, DTensor) else None for p in parameters}
+        cut = mine.pop() if len(mine) == 1 else None
+        if cut is None or note.mesh is None or cut.ndim != 1 or note.mesh.ndim != 1:
+            return None
+        alike, apart = (set(mesh.mesh.tolist()) for mesh in (note.mesh, cut))
+        fits = alike | apart <= ranks and alike & apart == {dist.get_rank()}
+        if not fits or len(alike) * len(apart) != len(ranks):
+            return None
+        cuts.add(cut)
+    return cuts.pop() if len(cuts) == 1 else None
+
+
+def _check_together(
+    notes: Sequence[Note], roots: Sequence[nn.Module], *, has_experts: bool
+) -> None:
     """Raise where one engine cannot do what the calls have asked for."""
     inside = {module for root in roots for module in root.modules()}
     for note in notes:
@@ -111,7 +141,7 @@ def _check_together(notes: Sequence[Note], roots: Sequence[nn.Module]) -> None:
                 "around it, or is in one call with modules of another model. Call fully_shard() "
                 "bottom-up, up to the outermost module, before the first use."
             )
-        for what in ("mesh", "offload_policy"):
+        for what in ("offload_policy",) if has_experts else ("mesh", "offload_policy"):
             own, first = getattr(note, what), getattr(notes[0], what)
             if own != first:
                 raise NotImplementedError(

@@ -105,6 +105,8 @@ class NotedEngine:
             hook.remove()
         self._rejecting.clear()
         factors = {note.divide_factor for note in self._with_units()}
+        if factors == {None, self.handle.groups.world}:  # by which the others are divided, too
+            factors.discard(None)
         if len(factors) > 1:
             hook = CarriedMethod(self._reject_factors)
             roots = [root for each in self._roots if (root := each()) is not None]
