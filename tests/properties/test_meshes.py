@@ -429,3 +429,29 @@ def test_mistakes_with_meshes_are_named(mesh, shared_path):
     partial.weight = nn.Parameter(value)
     with pytest.raises(TypeError, match="only Shard and Replicate"):
         zero_ext.shard(partial, mesh=mesh["dp"])
+
+
+def test_wrong_compositions_are_named(mesh, world):
+    """docs/stages.md lists these and those of the tests above and of test_experts.py."""
+    if mesh["tp"].size() == 1:
+        pytest.skip("nothing is cut")
+    model = made_parallel(mesh["tp"])
+    for other in (mesh, mesh["tp"], None):
+        with pytest.raises(ValueError, match="would cut it again"):
+            zero_ext.shard(model, 2, mesh=other)
+    with pytest.raises(RuntimeError, match="should only be called once"):  # torch's
+        made_parallel(mesh["tp"], model=model)
+    zero_ext.shard(model, 2, mesh=mesh["dp"])
+    head = model.head.weight
+    data = init_device_mesh(mesh.device_type, (world,))
+    with pytest.raises(RuntimeError, match="a gradient lies on the mesh"):
+        head.backward(distribute_tensor(torch.ones(head.shape), data, head.placements))
+    planned = Transformer()
+    zero_ext.shard(planned, 1, mesh=mesh["dp"])
+    made_parallel(mesh["tp"], model=planned)
+    with pytest.raises(RuntimeError, match=r"was replaced by another one.* Do that before"):
+        loss_of(planned, batch_of(0, 0))
+    others = [rank for rank in range(world) if rank != mesh.get_rank()]
+    foreign = DeviceMesh(mesh.device_type, others, _init_backend=False)
+    with pytest.raises(ValueError, match="is without this rank"):
+        zero_ext.shard(nn.Linear(3, 3), mesh=foreign)

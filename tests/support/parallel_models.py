@@ -63,11 +63,13 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
-def made_parallel(mesh: DeviceMesh, *, sequence: bool = False) -> Transformer:
+def made_parallel(
+    mesh: DeviceMesh, *, sequence: bool = False, model: Transformer | None = None
+) -> Transformer:
     """Column, row and embedding plans; with ``sequence`` also the norms', whose gradients arrive as
     partial sums."""
     torch.manual_seed(0)
-    model = Transformer()
+    model = Transformer() if model is None else model
     cut = Shard(1) if sequence else Replicate()
     norm = {"norm": SequenceParallel()} if sequence else {}
     plan = {
