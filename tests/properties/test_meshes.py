@@ -383,10 +383,40 @@ def test_what_no_dimension_reduces_is_named(mesh, stage):
     with torch.no_grad():
         model.layers[0].between.weight.fill_(1.0 + mesh["tp"].get_local_rank())
     values = [local(p).clone() for p in model.parameters()]
-    with pytest.raises(ValueError, match=r"'layers.0.between.weight' is in no plan .* Seed"):
+    with pytest.raises(ValueError, match=r"'layers.0.between.weight' is not cut by .* Seed"):
         zero_ext.shard(model, stage, mesh=mesh["dp"])
     assert all(map(torch.equal, values, map(local, model.parameters())))
     run_backwards(model, mesh, 0)
+
+
+def made_on_meta(mesh: DeviceMesh) -> Transformer:
+    with torch.device("meta"):
+        return made_parallel(mesh["tp"], sequence=True)
+
+
+def test_a_model_on_the_meta_device_has_the_values_of_one_without_a_plan(mesh):
+    with torch.device("meta"):
+        plain = Transformer()
+    torch.manual_seed(1)
+    zero_ext.shard(plain, 3, mesh=mesh["dp"])
+    expected = {name: zero_ext.full_tensor(p) for name, p in plain.named_parameters()}
+    model = made_on_meta(mesh)
+    torch.manual_seed(1)
+    zero_ext.shard(model, 3, mesh=mesh["dp"])
+    assert_same({name: zero_ext.full_tensor(p) for name, p in model.named_parameters()}, expected)
+    other = sharded(mesh, 3, sequence=True)
+    for name, p in other.named_parameters():
+        zero_ext.set_full_param(p, expected[name])
+    for each in (model, other):
+        optimizer = zero_ext.optim.AdamW(each.parameters(), lr=0.1)
+        run_backwards(each, mesh, 0)
+        optimizer.step()
+    assert_same(parts_of(model), parts_of(other))
+    if mesh["tp"].size() > 1:
+        model = made_on_meta(mesh)
+        torch.manual_seed(mesh["tp"].get_local_rank())
+        with pytest.raises(ValueError, match=r"'layers.0.attention.o.bias' is not cut by .* Seed"):
+            zero_ext.shard(model, 3, mesh=mesh["dp"])
 
 
 def test_mistakes_with_meshes_are_named(mesh, shared_path):
@@ -421,9 +451,8 @@ def test_mistakes_with_meshes_are_named(mesh, shared_path):
     run = zero_ext.elastic.Run(model, optimizer, folder=shared_path, run_id="meshes")
     with pytest.raises(NotImplementedError, match="tensor parallelism"), run:
         pass
-    on_meta = made_parallel(mesh["tp"]).to("meta")
-    with pytest.raises(TypeError, match="is a DTensor on the meta device"):
-        zero_ext.shard(on_meta, 3, mesh=mesh["dp"])
+    with pytest.raises(TypeError, match=r"on the meta device, .* stage 3"):
+        zero_ext.shard(made_on_meta(mesh), 2, mesh=mesh["dp"])
     partial = nn.Linear(3, 3, bias=False)
     value = DTensor.from_local(torch.ones(3, 3), mesh["tp"], [Partial()], run_check=False)
     partial.weight = nn.Parameter(value)

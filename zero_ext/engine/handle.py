@@ -125,9 +125,7 @@ class Handle:
             self.across_meshes = meshes.AcrossMeshes(own, self.groups.parent, compare, inside)
             self.engine.set_to_local(self.across_meshes.local_gradient)
         for i, parameter in distributed:
-            row = self.across_meshes.add(i, parameter)
-            is_expert = meshes.is_cut_over(parameter, self.groups.expert_mesh)
-            self.engine.set_local(i, meshes.local_of(parameter), row, is_expert)
+            _set_local(self, i, parameter)
         if distributed and (self.across_meshes.groups or self.replicated):
             self.engine.set_across_meshes(self.across_meshes.sum)
         if distributed and self.across_meshes.groups:
@@ -218,9 +216,15 @@ class Handle:
 
     def _materialise(self, part: Part, meta: MetaModules) -> None:
         old = {i: self.parameters[i] for unit in part.units for i in unit.members}
-        for i, new in meta.materialise(old).items():
+        made = meta.materialise(old)
+        for i, new in made.items():
             self.engine.replace_parameter(i, new)
             self.parameters[i], self.entries[id(new)] = new, (new, i)
+            if isinstance(new, DTensor):
+                _set_local(self, i, new)
+        if self.across_meshes is not None and self.across_meshes.groups:
+            named = [(self.engine.parameter_name(i), new) for i, new in made.items()]
+            _check_equal_values(self, [(n, p) for n, p in named if not meshes.is_cut(p)])
 
     def watch_modules(self, tree: Tree, blocks: Sequence[Block], reshards: Sequence[bool]) -> None:
         """Gather and release units as their modules are entered and left, from now on."""
@@ -336,17 +340,23 @@ class Handle:
             optimizer.set_state_offloaded(True)
 
 
+def _set_local(handle: Handle, i: int, parameter: DTensor) -> None:
+    row = handle.across_meshes.add(i, parameter)
+    is_expert = meshes.is_cut_over(parameter, handle.groups.expert_mesh)
+    handle.engine.set_local(i, meshes.local_of(parameter), row, is_expert)
+
+
 def _check_equal_values(handle: Handle, plain: Named) -> None:
     """Raise where parameters that no other dimension knows differ between its ranks. Collective."""
     groups = handle.groups
-    held = [(name, p) for name, p in plain if not p.is_meta]
+    held = [(name, meshes.local_of(p)) for name, p in plain if not p.is_meta]
     # Else the values of another rank replace them.
     counts = not handle.options.sync_module_states or groups.rank == 0
     k = handle.across_meshes.find_unequal([p for _, p in held], 1e-6, counts=counts)
     if k is not None:
         raise ValueError(
-            f"{groups.where}parameter '{held[k][0]}' is in no plan of parallelize_module(), and "
-            "its values differ between ranks of the plan's mesh, which train it as one. Seed these "
+            f"{groups.where}parameter '{held[k][0]}' is not cut by parallelize_module(), and its "
+            "values differ between ranks of the plan's mesh, which train it as one. Seed these "
             "ranks alike before the model is made."
         )
 

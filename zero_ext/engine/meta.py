@@ -5,8 +5,10 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from zero_ext.engine.units import Tree
+from zero_ext.tensor.meshes import part_of
 
 
 class MetaModules:
@@ -47,18 +49,25 @@ class MetaModules:
         Returns:
             The new Parameters, which stand in all modules that share the old ones.
         """
-        new = {i: _with_memory(p, self._device) for i, p in members.items() if p.is_meta}
-        twins = {id(members[i]): twin for i, twin in new.items()}
-        initialised = []
+        old = {i: p for i, p in members.items() if p.is_meta}
+        new = {i: _with_memory(p, self._device) for i, p in old.items()}
+        initialised = self._put({id(p): new[i] for i, p in old.items()})
+        self._initialise(initialised, {id(twin) for twin in new.values()})
+        parts = {i: _part_of(p, new[i]) for i, p in old.items() if isinstance(p, DTensor)}
+        self._put({id(new[i]): part for i, part in parts.items()})
+        return new | parts
+
+    def _put(self, twins: dict[int, nn.Parameter]) -> list[nn.Module]:
+        """In place of the parameters with these ids. Returns the modules that have some."""
+        found = []
         for module in self._modules:
             mine = [(k, p) for k, p in module._parameters.items() if id(p) in twins]
             if not mine:
                 continue
             for key, parameter in mine:
                 module._parameters[key] = twins[id(parameter)]
-            initialised.append(module)
-        self._initialise(initialised, {id(twin) for twin in new.values()})
-        return new
+            found.append(module)
+        return found
 
     def finish(self) -> None:
         """Initialise the modules that have buffers on the meta device and no parameters."""
@@ -95,7 +104,22 @@ def _hidden(module: nn.Module, new: set[int]):
 
 
 def _with_memory(parameter: Tensor, device: torch.device) -> nn.Parameter:
+    """Of a DTensor whole and plain: all ranks of its mesh draw the same values, and cut them."""
+    if isinstance(parameter, DTensor):
+        whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        return nn.Parameter(whole, requires_grad=parameter.requires_grad)
     data = torch.empty_like(parameter, device=device)
     twin = type(parameter).__new__(type(parameter), data, requires_grad=parameter.requires_grad)
+    twin.__dict__.update(parameter.__dict__)
+    return twin
+
+
+def _part_of(parameter: DTensor, whole: Tensor) -> nn.Parameter:
+    """The parameter with this rank's part of ``whole``."""
+    local = part_of(parameter, whole).clone(memory_format=torch.contiguous_format)
+    where = parameter.device_mesh, parameter.placements
+    shape = {"shape": parameter.shape, "stride": parameter.stride()}
+    value = DTensor.from_local(local, *where, run_check=False, **shape)
+    twin = nn.Parameter(value, requires_grad=parameter.requires_grad)
     twin.__dict__.update(parameter.__dict__)
     return twin

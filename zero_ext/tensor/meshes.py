@@ -93,6 +93,11 @@ def cutting_groups(spec: DTensorSpec) -> tuple[dist.ProcessGroup, ...]:
     )
 
 
+def is_cut(parameter: Tensor) -> bool:
+    """Whether other dimensions have cut it."""
+    return isinstance(parameter, DTensor) and bool(cutting_groups(spec_of(parameter)))
+
+
 def has_partial_sums(tensor: DTensor) -> bool:
     return any(each.is_partial() for each in tensor.placements)
 
@@ -136,7 +141,7 @@ def is_cut_over(parameter: Tensor, mesh: DeviceMesh | None) -> bool:
 
 def reject_cut(what: str, parameter: Tensor, name: str | None, remedy: str) -> None:
     """Raise a TypeError that ``what`` needs whole parameters, where other dimensions cut it."""
-    if isinstance(parameter, DTensor) and cutting_groups(spec_of(parameter)):
+    if is_cut(parameter):
         which = f"a parameter of shape {tuple(parameter.shape)}" if name is None else f"'{name}'"
         raise TypeError(
             f"zero_ext: {what} needs whole parameters, and {which} is a DTensor with placements "
