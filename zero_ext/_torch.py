@@ -55,6 +55,9 @@ schema_of = attrgetter("_schema")
 # Of a DTensor. Unlike to_local() the first one is the tensor itself, without a node of autograd.
 local_tensor_of, spec_of = attrgetter("_local_tensor"), attrgetter("_spec")
 
+# Inside, writes to tensors do not count as changes of what graphs have saved.
+keep_versions = torch.autograd._unsafe_preserve_version_counter
+
 _EXIT_S = 0.05  # a thread needs microseconds, once it runs
 _Function = TypeVar("_Function", bound=Callable)
 # What undoes each change of torch.

@@ -22,6 +22,11 @@ bool Forwards::is_recomputed(int64_t site) const {
   return gatherer_.is_recomputed(site);
 }
 
+void Forwards::watch_unit(int64_t u, bool frozen, ResidencyTable::Watcher watcher) {
+  const Access access(lock_);
+  gatherer_.watch((frozen ? frozen_gathered_as_ : gathered_as_).at(u), std::move(watcher));
+}
+
 std::shared_ptr<Call> Forwards::enter(int64_t site,
                                       const std::optional<std::vector<at::Tensor>>& inputs) {
   auto call = inputs.has_value() ? Call::begin(listener_, site, *inputs) : nullptr;

@@ -32,6 +32,8 @@ class Forwards : Facet {
   int64_t add_hook_site(HookSite site);
   int64_t add_inner_site(const std::vector<int64_t>& sites);
   bool is_recomputed(int64_t site) const;
+  // See ResidencyTable::Watcher: of a trainable unit, or of a frozen one. It runs Python.
+  void watch_unit(int64_t u, bool frozen, ResidencyTable::Watcher watcher);
   // `inputs`: all tensors in the arguments of the module, or none where no gradient is recorded.
   // Returns the call that a backward may enter, for leave(); null without `inputs`.
   std::shared_ptr<Call> enter(int64_t site, const std::optional<std::vector<at::Tensor>>& inputs);

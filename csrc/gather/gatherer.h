@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "autograd/backward_phase.h"
@@ -49,6 +50,11 @@ class Gatherer {
   int64_t add_inner_site(const std::vector<int64_t>& sites);
   // The sites of `unit` use `added`, too.
   void add_to_sites_of(int64_t unit, int64_t added);
+
+  // See ResidencyTable::Watcher.
+  void watch(int64_t unit, ResidencyTable::Watcher watcher) {
+    table_.watch(unit, std::move(watcher));
+  }
 
   void enter_forward(int64_t site);
   struct Left {

@@ -56,6 +56,7 @@ void ResidencyTable::apply(int64_t u, ResidencyEvent event, const ResidencyConte
       TORCH_CHECK(false, where(context_.global_rank, entry.unit->name()),
                   "a forward was left that was never entered.");
   }
+  tell_watcher(entry, next.state, next.holds);
   if (is_use(event)) entry.ahead = false;
   entry.state = next.state;
   entry.holds = next.holds;
@@ -82,6 +83,15 @@ void ResidencyTable::finish(Entry& entry) {
   sends_.gather_finished(*entry.unit);
 }
 
+void ResidencyTable::tell_watcher(Entry& entry, Residency state, const Holds& holds) {
+  const bool in_memory = state == Residency::gathered;
+  const bool in_use = holds.forward > 0 || holds.calls > 0;
+  if (!entry.watcher || (in_memory == entry.in_memory && in_use == entry.in_use)) return;
+  entry.watcher(in_memory, in_use);
+  entry.in_memory = in_memory;
+  entry.in_use = in_use;
+}
+
 void ResidencyTable::release(Entry& entry, Writes writes) {
   const Range range("release", entry.unit->name());
   entry.unit->parameters().release(entry.unit->ranks().comm, writes);
@@ -93,6 +103,9 @@ void ResidencyTable::gather_again(int64_t u) {
   sends_.count_repeated_gather(u);
   entry.unit->parameters().start_gather(entry.unit->ranks().comm, u);
   finish(entry);
+  if (!entry.watcher) return;
+  tell_watcher(entry, Residency::released, {});
+  tell_watcher(entry, entry.state, entry.holds);
 }
 
 std::string ResidencyTable::waiting_for(const Entry& entry) const {

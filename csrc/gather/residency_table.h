@@ -8,7 +8,9 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/comm.h"
@@ -24,8 +26,14 @@ class ResidencyTable {
   ResidencyTable(Comm& comm, const UnitContext& context, PostedSends& sends,
                  int64_t retained_bytes);
 
+  // Called when a unit comes into memory or leaves it, and when the first forward or call of a
+  // backward begins to use it or the last one ends: before anybody reads it, and after it is
+  // released. Where it throws, the event has changed nothing, but a gather stays under way.
+  using Watcher = std::function<void(bool in_memory, bool in_use)>;
+
   // Returns the unit's number, from 0.
   int64_t add(Unit* unit);
+  void watch(int64_t u, Watcher watcher) { entries_[u].watcher = std::move(watcher); }
   int64_t size() const { return static_cast<int64_t>(entries_.size()); }
   Unit& unit(int64_t u) const { return *entries_[u].unit; }
   Residency state(int64_t u) const { return entries_[u].state; }
@@ -54,10 +62,14 @@ class ResidencyTable {
     Residency state;
     Holds holds;
     bool ahead = false;
+    Watcher watcher{};
+    bool in_memory = false;  // as the watcher knows it
+    bool in_use = false;
   };
   void start(int64_t u);
   void finish(Entry& entry);
   void release(Entry& entry, Writes writes);
+  static void tell_watcher(Entry& entry, Residency state, const Holds& holds);
   std::string waiting_for(const Entry& entry) const;
 
   Comm& comm_;

@@ -2,11 +2,13 @@
 #include "python/bindings.h"
 
 #include <chrono>
+#include <string>
 
 #include "core/torch_internals.h"
 #include "device/kernel_table.h"
 #include "gather/shutdown_handshake.h"
 #include "kernels/digest.h"
+#include "memory/memory.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("has_kernels_on",
@@ -35,6 +37,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // Whether another tensor than this one, or another object, holds its memory.
   m.def("shares_memory",
         [](const at::Tensor& tensor) { return zero_ext::is_shared(tensor.storage()); });
+  // The memory of the storage that a tensor lies in goes and comes: access raises `message` meanwhile.
+  m.def(
+      "take_memory",
+      [](const at::Tensor& tensor, const std::string& message) {
+        zero_ext::take_memory(*tensor.storage().unsafeGetStorageImpl(), message);
+      },
+      zero_ext::NoGil());
+  m.def(
+      "give_memory",
+      [](const at::Tensor& tensor) {
+        const c10::Storage& storage = tensor.storage();
+        zero_ext::give_memory(
+            *storage.unsafeGetStorageImpl(),
+            zero_ext::allocate_at({.device = storage.device()}, storage.nbytes()));
+      },
+      zero_ext::NoGil());
   m.def("broadcast_parts", &zero_ext::broadcast_parts, zero_ext::NoGil());
   zero_ext::bind_errors(m);
   zero_ext::bind_engine(m);

@@ -206,6 +206,12 @@ void bind_forwards(EngineClass& engine) {
           NoGil())
       .def("add_inner_site", of(forwards, &Forwards::add_inner_site), NoGil())
       .def("is_recomputed", of(forwards, &Forwards::is_recomputed), NoGil())
+      .def("watch_unit",
+           [](Engine& e, int64_t u, bool frozen, py::function f) {
+             auto watcher = from_any_thread<void, bool, bool>(std::move(f));
+             const py::gil_scoped_release no_gil;
+             e.forwards().watch_unit(u, frozen, std::move(watcher));
+           })
       .def("enter_forward", of(forwards, &Forwards::enter), NoGil())
       .def("leave_forward", of(forwards, &Forwards::leave), NoGil())
       .def("unshard", of(forwards, &Forwards::unshard), py::arg("site") = std::nullopt, NoGil())

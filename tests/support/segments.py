@@ -88,6 +88,7 @@ ON_THREE = (
     ),
     *some_of("doctor", "ranks_are_measured"),
     *some_of("fsdp", "gradients_are_one_process_s_bits", "a_unit_is_gathered_alone"),
+    *some_of("low_precision", "gradients_are_one_process_s_bits", "training_is_fsdp2s"),
 )
 MESHES = some_of(
     "meshes",
@@ -117,7 +118,8 @@ ON_FOUR = (
 ON_A_DEVICE = all_but(
     ("project", "kernels", "ops", "integrations", "testing", "fsdp"),
     *("comm_ops", "config", "construction", "damage", "deepspeed_checkpoints", "failures"),
-    *("folders", "found_configurations", "lagged_device", "layout", "pass_order", "pipeline"),
+    *("folders", "found_configurations", "lagged_device", "layout", "low_precision"),
+    *("pass_order", "pipeline"),
     *("plan", "residency", "schedules", "scripts", "torch_modules"),
 )
 RANKS_ON_A_DEVICE = files("devices", "out_of_memory", "recovery", "scenarios_c")
@@ -127,6 +129,8 @@ OVER_ITS_BACKEND = tuple(
             *RANKS_ON_A_DEVICE,
             *files("backends", "devices", "inner_backwards", "peer_memory"),
             *files("uneven_on_a_backend", "zeroed_on_a_backend"),
+            *files("backends", "devices", "inner_backwards"),
+            *files("low_precision", "uneven_on_a_backend", "zeroed_on_a_backend"),
         }
     )
 )

@@ -13,10 +13,12 @@ from torch.nn.parameter import UninitializedParameter
 
 from zero_ext import _C
 from zero_ext._torch import FLATTENED, is_traceable_wrapper_subclass, spec_of, wrappers_of
+from zero_ext.engine.low_precision import check_class
 from zero_ext.engine.registry import Handle, find, find_all, living
 from zero_ext.engine.units import Tree
 from zero_ext.ranks.groups import Groups
-from zero_ext.tensor.meshes import cutting_groups, is_cut_over, locals_of
+from zero_ext.tensor.meshes import cutting_groups, is_cut_over, local_of, locals_of
+from zero_ext.tensor.wrapped import has_gather_hooks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # that parameters are trained in
 
@@ -95,6 +97,7 @@ def describe(*parameters: tuple[str, Tensor]) -> list[str]:
     """What ranks must agree on."""
     return [
         f"{name} {tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"
+        + ("" if type(p) is nn.Parameter else f" {type(p).__name__}")
         for name, p in parameters
     ]
 
@@ -150,6 +153,17 @@ def _check_distributed(groups: Groups, name: str, parameter: DTensor) -> None:
         raise TypeError(
             f"{where} with placements {placements}: only Shard and Replicate can be sharded."
         )
+    if has_gather_hooks(local_of(parameter)):
+        raise TypeError(
+            f"{where} of a {type(local_of(parameter)).__name__}, which has hooks around gathers: "
+            "zero_ext calls them for plain parameters alone. Leave the class out of modules that "
+            "parallelize_module() cuts."
+        )
+    if parameter.is_meta:
+        raise TypeError(
+            f"{where} on the meta device. Give it values before sharding it: "
+            "module.to_empty(device=...), then an initialisation."
+        )
     both = set(mesh.mesh.flatten().tolist()) & set(groups.global_ranks)
     if is_cut_over(parameter, groups.expert_mesh):
         _check_expert(where, groups, parameter, both)
@@ -183,7 +197,9 @@ def _check_class(where: str, parameter: Tensor) -> None:
         raise ValueError(
             f"{where} has no shape yet. Run a forward of its lazy module before sharding it."
         )
-    if is_traceable_wrapper_subclass(parameter):
+    if has_gather_hooks(parameter):
+        check_class(where, parameter)
+    elif is_traceable_wrapper_subclass(parameter):
         raise TypeError(
             f"{where} is a {type(parameter).__name__}, which wraps other tensors and cannot be "
             "cut. Leave it out (ignored_params)."

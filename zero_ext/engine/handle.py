@@ -8,17 +8,19 @@ import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zero_ext import _C, _torch
 from zero_ext.engine import (
     checks,
+    low_precision,
     registry,
     released,  # noqa: F401 (which makes the errors of released parameters)
 )
 from zero_ext.engine.checks import Named
 from zero_ext.engine.clipping import HostGradient
+from zero_ext.engine.low_precision import LowPrecision
 from zero_ext.engine.meta import MetaModules
 from zero_ext.engine.plan import Part, Plan, units_by_size
 from zero_ext.engine.unit_hooks import (
@@ -71,6 +73,7 @@ class Handle:
         self.parameters: list[Tensor] = []
         # The same and their indices, by id. Also those that were on the meta device.
         self.entries: dict[int, tuple[Tensor, int]] = {}
+        self.low_precision: dict[int, LowPrecision] = {}  # by their parameters' indices
         self.ignored: Sequence[Tensor] = ()  # what ``shard(ignored_params=)`` has left alone
         self.has_offloaded = False  # any states, see ``set_offloaded``
         self.across_meshes: meshes.AcrossMeshes | None = None  # where parameters are DTensors
@@ -91,7 +94,7 @@ class Handle:
         self.sharded_methods: weakref.ref | None = None  # of the module
         self.root_hooks: list[SiteHooks] = []  # of the module itself
         self.scaled_by: weakref.ref | None = None  # the optimizer whose loss_scaler the engine has
-        self._units_of_blocks: list[list[int]] = [[] for _ in plan.blocks or ()]
+        self._units_of_blocks: list[list[int]] = [[] for _ in plan.blocks or [None]]
         try:
             self._add_planned(plan, meta)
         except BaseException:
@@ -101,7 +104,7 @@ class Handle:
     def dissolve(self) -> None:
         """Let go of the parameters, although an exception's traceback may keep this alive."""
         self.parameters, self.entries = [], {}
-        self.root_hooks = []  # which hold the engine
+        self.root_hooks, self.low_precision = [], {}  # which hold the engine
         self.engine.retire()
         try:
             if self.groups.shards == 1:
@@ -123,6 +126,8 @@ class Handle:
             compare = functools.partial(_check_equal_gradients, weakref.ref(self))
             inside = self.groups.expert_mesh
             self.across_meshes = meshes.AcrossMeshes(own, self.groups.parent, compare, inside)
+        self.low_precision |= low_precision.register(self.groups, self.engine, tensors, first)
+        if self.across_meshes is not None:
             self.engine.set_to_local(self.across_meshes.local_gradient)
         for i, parameter in distributed:
             _set_local(self, i, parameter)
@@ -138,8 +143,7 @@ class Handle:
             if meta is not None:
                 self._materialise(part, meta)
             made = [_make_unit(self.engine, self.parameters, unit) for unit in part.units]
-            if part.block is not None:
-                self._units_of_blocks[part.block].extend(made)
+            self._units_of_blocks[part.block or 0].extend(made)
         if plan.blocks is None:
             for (_, parameter), dtype in zip(plan.parameters, plan.dtypes, strict=True):
                 if dtype is not None and not parameter.requires_grad:
@@ -207,6 +211,7 @@ class Handle:
         try:
             for members in by_unit.values():
                 self.make_units_by_size(members)
+            low_precision.watch(self.engine, self.low_precision)
         finally:  # parameters for which there is no memory stay as they were
             for i, average in averages.items():
                 if self.engine.unit_of(i) < 0:
@@ -248,6 +253,7 @@ class Handle:
             units.append(WatchedUnit(site, inside))
         hooked = {module for block in blocks for module in block.modules}
         watch_inner_modules(tree, self.engine, self.forwards, units, unit_of, hooked)
+        low_precision.show(self.low_precision, tree, self.engine, self.groups.device)
 
     def reshard(self, keep_writes: bool) -> None:
         """Release what ``unshard()`` gathered. Collective."""
@@ -395,7 +401,7 @@ def _make_unit(
     trained = _C.UnitKind.resident if resident else _C.UnitKind.trainable
     kind = trained if unit.trainable else _C.UnitKind.frozen
     for i in unit.members:
-        if isinstance(parameters[i], DTensor):
+        if type(parameters[i]) is not nn.Parameter:
             meshes.set_dtype(parameters[i], unit.dtype)
     number = engine.add_unit(unit.members, unit.dtype, kind)
     name, count = engine.unit_name_of(unit.members[0]), len(unit.members)

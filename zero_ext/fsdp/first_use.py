@@ -21,6 +21,7 @@ from zero_ext.engine.unit_hooks import ModuleCall, hooks_of
 from zero_ext.fsdp.notes import Note, NotedEngine, note_of, notes_in, roots_around
 from zero_ext.module.forward_methods import register_forward_method
 from zero_ext.module.sharding import shard
+from zero_ext.tensor.wrapped import follow, has_gather_hooks, inner_of
 
 # Methods of a sharded module for which FSDPModule has its own.
 _OWN_METHODS = ("unshard", "reshard", "set_gradient_divide_factor")
@@ -188,7 +189,11 @@ def move_to_device(note: Note) -> None:
     for module in note.living():
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.device != device and not tensor.is_meta and id(tensor) not in ignored:
-                tensor.data = tensor.to(device)
+                if has_gather_hooks(tensor):
+                    inner_of(tensor).data = inner_of(tensor).to(device)
+                    follow(tensor, inner_of(tensor))
+                else:
+                    tensor.data = tensor.to(device)
 
 
 @contextlib.contextmanager

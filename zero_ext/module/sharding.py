@@ -17,6 +17,7 @@ from zero_ext.engine.checks import (
     refuse_wrapped,
 )
 from zero_ext.engine.handle import Handle
+from zero_ext.engine.low_precision import check_seen
 from zero_ext.engine.meta import MetaModules
 from zero_ext.engine.options import ReshardChoice, ShardingOptions
 from zero_ext.engine.plan import Plan, parameters_of, plan_module
@@ -174,6 +175,7 @@ def shard(
     buffers = tree.named_buffers() if sync_module_states else []
     check_buffers(groups, [(name, b) for name, b in buffers if not b.is_meta])
     check_parameters(groups, named, whole=whole, meta_allowed=stage == 3)
+    check_seen(groups, stage, named)
     casts = any(map(input_dtype, [policies.root, *policies.own.values()]))
     plan = plan_module(
         found, options, units, casts=casts, dtypes=policies.dtypes, expert_mesh=expert_mesh
@@ -297,8 +299,9 @@ def _log_large_unit(handle: Handle, tree: Tree, blocks: Sequence[Block]) -> None
 def _attach(handle: Handle, tree: Tree, plan: Plan, ignored: set[str], policies: Policies) -> None:
     """Give the modules of ``tree`` hooks and methods. Those that come last run first."""
     module, releases = tree.root, handle.engine.releases
-    if releases:
-        handle.watch_modules(tree, plan.blocks, plan.reshards)
+    if releases or handle.low_precision:
+        whole = [Block([module], [*range(len(handle.parameters))], root=True)]
+        handle.watch_modules(tree, plan.blocks or whole, plan.reshards or [True])
     cast_inputs(dict.fromkeys([*plan.cast_modules, *policies.own]), policies)
     cast_outputs(policies)
     forward_hooks = ForwardHooks(tree, handle, policies.root, ignored)

@@ -102,6 +102,14 @@ def resolve(
     return Groups(parent, mesh, dist.get_rank(parent), world, shards or world, device, global_ranks)
 
 
+def mesh_of_this_rank(device: torch.device) -> DeviceMesh | None:
+    """A mesh of this rank alone; None without a process group. No other rank takes part."""
+    if not dist.is_initialized():
+        return None
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return DeviceMesh.from_group(group, device.type)
+
+
 def _ranks_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, DeviceMesh, int]:
     """The group of all ranks of ``mesh``, the mesh of this rank's replica, and the replica's
     number of ranks."""

@@ -7,6 +7,7 @@ from zero_ext.module.plain_copies import remove_ours
 from zero_ext.module.sharding import AnyModule
 from zero_ext.ranks.agreement import all_or_none
 from zero_ext.state.model_state import full_value, handles_of
+from zero_ext.tensor.wrapped import has_gather_hooks, inner_of
 
 
 @torch.inference_mode(False)
@@ -35,7 +36,9 @@ def unwrap(module: AnyModule) -> AnyModule:
                 optimizer.retire()
         handle.dissolve()
         for parameter, value in whole:
-            parameter.data, parameter.grad = value, None
+            # What holds the values: of a class with hooks around gathers the tensor inside.
+            holder = inner_of(parameter) if has_gather_hooks(parameter) else parameter
+            holder.data, parameter.grad = value, None
     for each in module.modules():
         remove_ours(each.__dict__)
         each.__class__ = getattr(type(each), "zero_plain_class", type(each))

@@ -1,7 +1,8 @@
 """Parameters that are DTensors: of tensor, sequence or expert parallelism, which has cut or copied
 them over other dimensions of a device mesh than the one that their engine shards over.
 
-An engine shards the local tensor of such a parameter. What the other dimensions mean is here.
+An engine shards the local tensor of such a parameter. What the other dimensions mean is here. The
+inner tensor of a class with hooks around gathers counts as a local tensor, see ``wrapped.py``.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -23,15 +24,21 @@ from zero_ext._torch import (
 )
 from zero_ext.ranks.agreement import naming
 from zero_ext.ranks.collectives import all_reduce_
+from zero_ext.tensor.wrapped import follow, has_gather_hooks, inner_of
+
+_PLAIN = (nn.Parameter, Tensor)
 
 
 def locals_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """What an engine shards of each: a DTensor's local tensor, or the parameter itself."""
-    return [local_tensor_of(p) if isinstance(p, DTensor) else p for p in parameters]
+    """What an engine shards of each: a DTensor's local tensor, the inner tensor of a class with
+    hooks around gathers, or the parameter itself."""
+    return [p if type(p) in _PLAIN else local_of(p) for p in parameters]
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    return local_tensor_of(tensor) if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return local_tensor_of(tensor)
+    return inner_of(tensor) if has_gather_hooks(tensor) else tensor
 
 
 class Outer(NamedTuple):
@@ -109,9 +116,12 @@ def _with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     return DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(*meta[:2], dtype))
 
 
-def set_dtype(parameter: DTensor, dtype: torch.dtype) -> None:
-    """Let the DTensor have ``dtype``, which the caller gives its local tensor."""
-    if parameter.dtype == dtype:
+def set_dtype(parameter: Tensor, dtype: torch.dtype) -> None:
+    """Let the parameter have ``dtype``, which the caller gives its local tensor."""
+    if parameter.dtype == dtype or local_of(parameter) is parameter:
+        return
+    if not isinstance(parameter, DTensor):
+        follow(parameter, local_of(parameter).to(dtype))
         return
     spec = _with_dtype(spec_of(parameter), dtype)
     parameter.data = DTensor(local_of(parameter).to(dtype), spec, requires_grad=False)
@@ -122,8 +132,7 @@ def convert(parameter: Tensor, dtype: torch.dtype) -> None:
     """Convert a parameter in place."""
     local = local_of(parameter)
     local.data = local.data.to(dtype)
-    if isinstance(parameter, DTensor):
-        set_dtype(parameter, dtype)
+    set_dtype(parameter, dtype)
 
 
 def dimensions_of(spec: DTensorSpec) -> list[dist.ProcessGroup]:
@@ -197,7 +206,7 @@ class AcrossMeshes:
         Collective on the mesh of the parameter where the placements differ, as with partial sums.
         """
         if type(gradient) is not DTensor:
-            return gradient
+            return local_of(gradient)
         spec = self._specs[i]
         if gradient.device_mesh != spec.mesh:
             raise RuntimeError(
