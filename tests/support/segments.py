@@ -127,10 +127,8 @@ OVER_ITS_BACKEND = tuple(
     sorted(
         {
             *RANKS_ON_A_DEVICE,
-            *files("backends", "devices", "inner_backwards", "peer_memory"),
+            *files("backends", "devices", "inner_backwards", "low_precision", "peer_memory"),
             *files("uneven_on_a_backend", "zeroed_on_a_backend"),
-            *files("backends", "devices", "inner_backwards"),
-            *files("low_precision", "uneven_on_a_backend", "zeroed_on_a_backend"),
         }
     )
 )

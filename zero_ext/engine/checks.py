@@ -159,11 +159,6 @@ def _check_distributed(groups: Groups, name: str, parameter: DTensor) -> None:
             "zero_ext calls them for plain parameters alone. Leave the class out of modules that "
             "parallelize_module() cuts."
         )
-    if parameter.is_meta:
-        raise TypeError(
-            f"{where} on the meta device. Give it values before sharding it: "
-            "module.to_empty(device=...), then an initialisation."
-        )
     both = set(mesh.mesh.flatten().tolist()) & set(groups.global_ranks)
     if is_cut_over(parameter, groups.expert_mesh):
         _check_expert(where, groups, parameter, both)
