@@ -38,7 +38,12 @@ void WrittenValues::watch(int64_t i, const at::Tensor& parameter, const at::Tens
 }
 
 void WrittenValues::take_samples() {
-  for (int64_t i = 0; i < std::ssize(slots_); ++i) slots_[i].sample = sample_of(i);
+  for (int64_t i = 0; i < std::ssize(slots_); ++i) {
+    Watched& slot = slots_[i];
+    // A later write may be seen on one rank alone, and then its digest would not be this one.
+    if (samples_ && slot.digest != 0 && digest_now(i) == slot.digest) slot.digest = 0;
+    slot.sample = sample_of(i);
+  }
 }
 
 void WrittenValues::note(int64_t i, bool differs) {

@@ -14,6 +14,8 @@
 //   gather. Where parameters come and go, a release also compares this rank's range with its shard.
 // - Parameters that come and go are digested before they are released, because only a part of what
 //   was written is left then.
+// - On the host a digest is dropped where the next gather brings what this rank wrote: where ranks
+//   wrote different values, it brings some rank something else.
 // - Where the digests of the ranks differ, some rank may have written what the parameter held. So the
 //   ranks compare what all of them hold now before they raise an error (Steps::reject_values).
 #pragma once

@@ -215,6 +215,33 @@ def test_the_same_values_on_every_rank_are_written(mesh, rank, stage):
         assert torch.equal(value, values[name])
 
 
+@pytest.mark.host
+@pytest.mark.parametrize("by_rank", [False, True])
+@pytest.mark.parametrize("before", ["load", "write", "two loads"])
+def test_a_write_that_one_rank_sees_follows_one_that_all_see(mesh, rank, before, by_rank):
+    """The second one goes through .data into the first rank's part alone. Where the first one was
+    another on each rank, the second one hides nothing."""
+    model = zero_ext.shard(Layers(), 3, mesh=mesh)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.01)
+    values = {name: value + 1 for name, value in values_of(model).items()}
+    if by_rank:
+        values = {name: value + rank for name, value in values.items()}
+    for _ in range(2 if before == "two loads" else 1):
+        if before == "write":
+            with model.summon_full_params(), torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(values[name])
+        else:
+            model.load_state_dict(values)
+        model(rank_data((4, 5), rank))
+    with model.summon_full_params():
+        for parameter in model.parameters():
+            parameter.data.view(-1)[0] = 0.5
+    mean_square(model, rank_data((4, 5), rank)).backward()
+    error = step_or_error(optimizer, rank)
+    assert ("was set to other values" in error) == by_rank, error
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_replicas_that_write_different_values(replicas_of, rank, world, stage):
     model = zero_ext.shard(Layers(), stage, mesh=replicas_of(2 if world % 4 == 0 else 1))

@@ -48,7 +48,13 @@ def test_shard_logs_one_line_on_rank_0(anywhere, rank, stage, caplog):
 def test_exchange_between_hosts_is_told(neighbors, world, shards, reduction, told, caplog):
     """Of a handle as it is on several hosts."""
     handle = SimpleNamespace(
-        groups=SimpleNamespace(rank=0, where="zero_ext [rank 0]: ", world=world, shards=shards),
+        groups=SimpleNamespace(
+            rank=0,
+            where="zero_ext [rank 0]: ",
+            world=world,
+            shards=shards,
+            device=torch.device("cpu"),
+        ),
         options=SimpleNamespace(stage=2, reduction=reduction),
         engine=SimpleNamespace(stats=lambda: {"units": 1, "bytes_held": 8, "neighbors": neighbors}),
     )
@@ -57,6 +63,28 @@ def test_exchange_between_hosts_is_told(neighbors, world, shards, reduction, tol
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 1 + (told is not None)
     assert told is None or lines[1].startswith(f"zero_ext [rank 0]: {told}")
+
+
+@pytest.mark.parametrize(
+    ("why", "told"),
+    [
+        ("", "gradients are read in place by the other ranks' devices"),
+        ("the ranks are on several hosts", "gradients are sent: the ranks are on several hosts"),
+    ],
+)
+def test_how_gradients_of_a_device_travel_is_told(why, told, caplog):
+    """Of a handle as it is on two GPUs of a host."""
+    device = torch.device("cuda", 0)
+    handle = SimpleNamespace(
+        groups=SimpleNamespace(rank=0, where="zero_ext: ", world=2, shards=2, device=device),
+        options=SimpleNamespace(stage=2, reduction=None),
+        engine=SimpleNamespace(
+            stats=lambda: {"units": 1, "bytes_held": 8, "neighbors": 0}, why_sent=why
+        ),
+    )
+    with caplog.at_level(logging.INFO, "zero_ext"):
+        sharding._log_sharded(handle, nn.Linear(3, 5))
+    assert caplog.records[1].getMessage() == f"zero_ext: {told}"
 
 
 def test_the_rest_is_debug(anywhere, rank, path, caplog):
