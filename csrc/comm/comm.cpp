@@ -59,6 +59,7 @@ bool Comm::all_can(bool this_one) {
 }
 
 void Comm::connect_devices(std::chrono::milliseconds timeout) {
+  why_sent_ = "they travel through host memory";
   if (world() == 1 || !way().queued) return;
   why_sent_ = "the ranks are on several hosts";
   if (!way().one_host) return;

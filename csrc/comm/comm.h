@@ -96,7 +96,7 @@ class Comm : public Agreements {
   bool all_can(bool this_one);
 
   std::shared_ptr<PeerMemory> peer_memory_;
-  std::string why_sent_;
+  std::string why_sent_ = "the backend sums them";
 };
 
 }  // namespace zero_ext

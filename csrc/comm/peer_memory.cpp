@@ -2,17 +2,11 @@
 
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/Event.h>
 
-#include <algorithm>
 #include <atomic>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 #include <utility>
-
-#include "core/torch_internals.h"
-#include "device/streams.h"
-#include "memory/layout.h"
 
 namespace zero_ext {
 namespace {

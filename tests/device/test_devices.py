@@ -41,6 +41,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import zero_ext
+from zero_ext.engine.registry import handle_of
 
 pytestmark = [pytest.mark.device, pytest.mark.filterwarnings("ignore:zero_ext.*skipped")]
 STEPS = 4
@@ -399,6 +400,20 @@ def test_a_collective_that_does_not_end_is_named(mesh, rank, device, monkeypatch
     assert re.search(rf"zero_ext \[rank {rank}, unit '.* … .*'\]: waited for {waited}", said)
     assert re.search(r" for [23](\.\d+)? s, and still does.*timeout is 4 s", said)
     assert said.count("and still does") == 1
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+@pytest.mark.parametrize("reduction", ["exchange", "collective"])
+def test_why_gradients_are_sent_is_known(mesh, device, reduction):
+    """Of ranks whose devices do not read each other's memory."""
+    if os.environ.get("ZERO_EXT_TEST_DIRECT") == "1":
+        pytest.skip("here they do, see test_peer_memory.py")
+    model = zero_ext.shard(MLP(7).to(device), 1, mesh=mesh, reduction=reduction)
+    through_host = "lccl" not in str(dist.get_backend_config())
+    exchanged = "they travel through host memory" if through_host else "torch has no memory"
+    why = exchanged if reduction == "exchange" else "the backend sums them"
+    assert handle_of(model).engine.why_sent.startswith(why)
 
 
 LOSES_A_RANK = """

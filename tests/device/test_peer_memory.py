@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import zero_ext
 import zero_ext.engine.options
+from zero_ext.engine.registry import handle_of
 
 pytestmark = [
     pytest.mark.device,
@@ -78,6 +79,8 @@ def test_sums_are_exact_by_default(mesh, rank, device, monkeypatch, chosen):
     model = zero_ext.shard(MLP(7).to(device), 2, mesh=mesh, reduction=chosen)
     # Room for gradients is made before the first of them, unless the backend sums them.
     assert (model.stats()["bytes_bucket"] > 0) == (chosen != "collective")
+    why = "the backend sums them" if chosen == "collective" else ""
+    assert handle_of(model).engine.why_sent == why
 
 
 def test_a_rank_that_does_not_come_is_named(mesh, rank, device, monkeypatch):
