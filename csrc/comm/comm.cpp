@@ -27,7 +27,7 @@ std::string text_of_failure(const PeerMemory::Failure& failure, int64_t rank,
            " backwards inside and outside no_sync().";
   return "the device has waited " + std::to_string(timeout.count() / 1000) + " s for rank " +
          std::to_string(rank) +
-         ", and this step's gradients are lost: look for the first error in that rank's log, and"
+         ", and this step's values are lost: look for the first error in that rank's log, and"
          " start all ranks again from a checkpoint.";
 }
 
@@ -58,7 +58,7 @@ bool Comm::all_can(bool this_one) {
   return all_gather(Agreement::local_peers, own, what).ne(0).all().item<bool>();
 }
 
-void Comm::connect_devices(std::chrono::milliseconds timeout) {
+void Comm::connect_devices(std::chrono::milliseconds timeout, Direct direct) {
   why_sent_ = "they travel through host memory";
   if (world() == 1 || !way().queued) return;
   why_sent_ = "the ranks are on several hosts";
@@ -70,14 +70,13 @@ void Comm::connect_devices(std::chrono::milliseconds timeout) {
     peer_memory_ = std::make_shared<PeerMemory>(
         PeerMemory::Ranks{.rank = rank(), .world = world(), .device = device}, groups().store(),
         timeout);
-    peer_memory_->reserve(1, std::make_shared<MemoryCounter>());
   } catch (const std::exception& error) {
     why_sent_ = text_of(error);
     peer_memory_.reset();
   }
   if (!all_can(peer_memory_ != nullptr)) return peer_memory_.reset();
   why_sent_.clear();
-  read_in_place();
+  read_in_place(direct);
   std::vector<int64_t> names;
   for (int64_t peer = 0; peer < world(); ++peer) names.push_back(global_rank(peer));
   watch()->ask_about_failures([memory = peer_memory_, names = std::move(names), timeout] {
@@ -219,6 +218,20 @@ void Comm::broadcast(const at::Tensor& tensor, const std::function<std::string()
   pending.wait(what);
 }
 
+void Comm::receive(const at::Tensor& into, int64_t from, int64_t tag, Pending& pending) {
+  if (way().gathers == Gathers::pulled) return receive_part(into, from, tag, 0, pending);
+  Peers::receive(into, from, {MessageKind::gather, tag}, pending);
+}
+
+void Comm::receive_part(const at::Tensor& into, int64_t from, int64_t tag, int64_t offset,
+                        Pending& pending) {
+  if (way().gathers == Gathers::pulled) {
+    check_process();
+    return peer_memory_->read_kept(into, from, tag, offset);
+  }
+  Peers::receive_part(into, from, {MessageKind::gather, tag}, offset, pending);
+}
+
 PostedSend Comm::post_send(const at::Tensor& tensor, int64_t to, int64_t tag) {
   return std::make_shared<const Message>(start_send(tensor, to, {MessageKind::gather, tag}));
 }
@@ -231,7 +244,7 @@ void Comm::begin_shutdown(Pending& pending) {
   const auto bytes = at::TensorOptions().dtype(at::kByte);
   for (int64_t peer = 0; peer < world(); ++peer) {
     if (peer == rank()) continue;
-    receive(at::empty({1}, bytes), peer, kShutdownTag, pending);
+    Peers::receive(at::empty({1}, bytes), peer, {MessageKind::gather, kShutdownTag}, pending);
     send(at::zeros({1}, bytes), peer, {MessageKind::gather, kShutdownTag}, pending);
   }
   leave_local();

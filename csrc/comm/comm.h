@@ -42,11 +42,11 @@ class Comm : public Agreements {
   // memory, where that is `allowed` on both ranks and possible. `timeout` is for these messages.
   void connect_local_peers(std::chrono::milliseconds timeout, bool allowed);
 
-  // Collective. From now on this rank's device reads the other ranks' gradients in place, where every
-  // rank's device can. Else `why_sent` says what stands in the way.
-  void connect_devices(std::chrono::milliseconds timeout);
+  // Collective. From now on this rank's device reads what `direct` says in the other ranks' memory,
+  // where every rank's device can. Else `why_sent` says what stands in the way.
+  void connect_devices(std::chrono::milliseconds timeout, Direct direct);
   const std::string& why_sent() const { return why_sent_; }
-  // Where sums are pulled; else null.
+  // Where sums or gathers are pulled; else null.
   PeerMemory* peer_memory() const { return peer_memory_.get(); }
   // See PeerMemory: `pending` ends when all ranks have filled their slot. Returns the slot.
   int64_t show_filled(const at::Tensor& message, Pending& pending);
@@ -77,14 +77,12 @@ class Comm : public Agreements {
   // time with the bytes that it then has. `tensor` is contiguous and on the host.
   PostedSend post_send(const at::Tensor& tensor, int64_t to, int64_t tag);
   PostedSend post_persistent_send(const at::Tensor& tensor, int64_t to, int64_t tag);
-  void receive(const at::Tensor& into, int64_t from, int64_t tag, Pending& pending) {
-    Peers::receive(into, from, {MessageKind::gather, tag}, pending);
-  }
+  void receive(const at::Tensor& into, int64_t from, int64_t tag, Pending& pending);
   // A part of a persistent send, which begins after `offset` bytes.
   void receive_part(const at::Tensor& into, int64_t from, int64_t tag, int64_t offset,
-                    Pending& pending) {
-    Peers::receive_part(into, from, {MessageKind::gather, tag}, offset, pending);
-  }
+                    Pending& pending);
+  // Where gathers are pulled, nothing is posted: see Note [Pulled gathers]. What is kept there is
+  // received at once, on the current stream.
 
   // Tells all ranks that this one receives no more posted sends and sends nothing any more.
   // `pending` ends when all ranks have done so.

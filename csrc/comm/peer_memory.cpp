@@ -3,6 +3,7 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <atomic>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
@@ -51,6 +52,7 @@ PeerMemory::PeerMemory(Ranks ranks, const c10::intrusive_ptr<c10d::Store>& store
       failed_(at::zeros({1}, at::TensorOptions().dtype(at::kInt).pinned_memory(true))) {
   symmetric::set_group_info(name_, static_cast<int>(ranks_.rank), static_cast<int>(ranks_.world),
                             store);
+  arena_ = map(slot_begin(0));
 }
 
 bool PeerMemory::is_known_on(c10::Device device) { return symmetric::has_allocator(device.type()); }
@@ -58,42 +60,45 @@ bool PeerMemory::is_known_on(c10::Device device) { return symmetric::has_allocat
 // Layout of an arena
 
 int64_t PeerMemory::words_begin(Word word, int64_t slot) const {
-  return (word * kSlots + slot) * ranks_.world * kWord;
+  return (word * kNumbers + slot) * ranks_.world * kWord;
 }
 
 uint32_t* PeerMemory::number_of(int64_t slot) const {
-  return reinterpret_cast<uint32_t*>(own(words_begin(kRead, kSlots) + slot * kWord));
+  return reinterpret_cast<uint32_t*>(own(words_begin(kRead, kNumbers) + slot * kWord));
 }
 
 int64_t PeerMemory::slot_begin(int64_t slot) const {
-  return lines(words_begin(kRead, kSlots) + kSlots * kWord) + slot * slot_bytes_;
+  return lines(words_begin(kRead, kNumbers) + kNumbers * kWord) + slot * slot_bytes_;
 }
 
-char* PeerMemory::own(int64_t byte) const { return arenas_[ranks_.rank] + byte; }
+char* PeerMemory::own(int64_t byte) const { return arena_.of_ranks[ranks_.rank] + byte; }
+
+PeerMemory::Arena PeerMemory::map(int64_t bytes) const {
+  Arena arena;
+  arena.own =
+      symmetric::empty_strided_p2p({bytes}, {1}, at::kByte, ranks_.device, name_, std::nullopt);
+  arena.own.narrow(0, 0, std::min(bytes, slot_begin(0))).zero_();
+  current_stream(ranks_.device).synchronize();  // before a rank that has come writes to it
+  const auto mapped = symmetric::rendezvous(arena.own, name_);
+  TORCH_CHECK(mapped != nullptr && mapped->world_within_direct_access(),
+              "a rank's device cannot read the memory of another one's");
+  arena.mapped = std::make_shared<decltype(mapped)>(mapped);
+  for (void* of_rank : mapped->get_buffer_ptrs())
+    arena.of_ranks.push_back(static_cast<char*>(of_rank) + mapped->get_offset());
+  return arena;
+}
 
 void PeerMemory::reserve(int64_t bytes, const std::shared_ptr<MemoryCounter>& counter) {
   if (lines(bytes) <= slot_bytes_) return;
-  const c10::Stream stream = current_stream(ranks_.device);
-  stream.synchronize();  // the old slots are read until then
-  mapped_.reset();
-  arena_.reset();
+  current_stream(ranks_.device).synchronize();  // the old slots are read until then
+  arena_ = {};
   counted_.reset();
   slot_bytes_ = lines(bytes);
   const int64_t total = slot_begin(kSlots);
   counter->add(Held::bucket, total);
   counted_ = std::shared_ptr<void>(
       nullptr, [counter, total](void*) { counter->subtract(Held::bucket, total); });
-  arena_ =
-      symmetric::empty_strided_p2p({total}, {1}, at::kByte, ranks_.device, name_, std::nullopt);
-  arena_.narrow(0, 0, slot_begin(0)).zero_();
-  stream.synchronize();  // before a rank that has come writes to it
-  const auto mapped = symmetric::rendezvous(arena_, name_);
-  TORCH_CHECK(mapped != nullptr && mapped->world_within_direct_access(),
-              "a rank's device cannot read the memory of another one's");
-  mapped_ = std::make_shared<decltype(mapped)>(mapped);
-  arenas_.clear();
-  for (void* arena : mapped->get_buffer_ptrs())
-    arenas_.push_back(static_cast<char*>(arena) + mapped->get_offset());
+  arena_ = map(total);
   next_ = 0;
 }
 
@@ -116,7 +121,7 @@ at::Tensor PeerMemory::part(int64_t slot, int64_t rank, at::ScalarType dtype, in
                             int64_t numel) const {
   const auto itemsize = static_cast<int64_t>(c10::elementSize(dtype));
   const auto options = at::TensorOptions().dtype(dtype).device(ranks_.device);
-  char* const data = arenas_[rank] + slot_begin(slot) + begin * itemsize;
+  char* const data = arena_.of_ranks[rank] + slot_begin(slot) + begin * itemsize;
   return at::for_blob(data, {numel}).options(options).target_device(ranks_.device).make_tensor();
 }
 
@@ -125,10 +130,36 @@ void PeerMemory::show_read(int64_t slot) {
   left_[slot].emplace(current_stream(ranks_.device));
 }
 
+// Kept memory
+
+c10::DataPtr PeerMemory::keep(int64_t tag, int64_t bytes) {
+  auto arena = std::make_unique<std::shared_ptr<const Arena>>(
+      std::make_shared<const Arena>(map(std::max(bytes, kLine))));
+  kept_[tag] = *arena;
+  void* const data = (*arena)->of_ranks[ranks_.rank];
+  return {data, arena.release(),
+          [](void* context) { delete static_cast<std::shared_ptr<const Arena>*>(context); },
+          ranks_.device};
+}
+
+void PeerMemory::read_kept(const at::Tensor& into, int64_t rank, int64_t tag,
+                           int64_t offset) const {
+  const std::shared_ptr<const Arena> arena = kept_.at(tag).lock();
+  copy_bytes(into.mutable_data_ptr(), ranks_.device, arena->of_ranks[rank] + offset, ranks_.device,
+             into.nbytes());
+}
+
+void PeerMemory::meet() {
+  show(kFilled, kMeetings, /*next=*/true, 0);
+  await(kFilled, kMeetings, 0);
+}
+
+// Words
+
 void PeerMemory::show(Word word, int64_t slot, bool next, uint32_t tag) {
   std::array<uint32_t*, kernels::kMostWords> words{};
   for (int64_t peer = 0; peer < ranks_.world; ++peer) {
-    char* const theirs = arenas_[peer] + words_begin(word, slot);
+    char* const theirs = arena_.of_ranks[peer] + words_begin(word, slot);
     words[peer] = reinterpret_cast<uint32_t*>(theirs) + ranks_.rank;
   }
   check(table_->show_words(words.data(), static_cast<int32_t>(ranks_.world), number_of(slot), next,

@@ -2,7 +2,7 @@
 //
 // Owner:     Comm, of ranks that all have direct access to each other's devices.
 // Threads:   as Comm. The device's work is queued on the current stream.
-// Invariant: every rank reserves the same bytes, and shows its slots in the same order.
+// Invariant: every rank reserves and keeps the same bytes, shows its slots and meets in one order.
 //
 // Note [Pulled sums]
 // A rank's gradients lie in a slot. The owner of a range reads it in all ranks' slots, in rank order:
@@ -15,15 +15,22 @@
 // A rank fills a slot again when all ranks have read it. The device counts the reductions itself, so
 // that a captured graph can be replayed. A word also has the dtype of the gradients. No rank waits
 // for ever: after the timeout the device goes on, and the next wait of the host names the rank.
+//
+// Note [Pulled gathers]
+// A rank keeps its part of a unit's parameters in memory that the others read whenever they gather
+// the unit: no rank takes part in another one's gather, and ranks may take different branches. The
+// devices meet before a part is written, when the others have read it, and after it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
 #include <c10/core/Device.h>
 
 #include <array>
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -49,14 +56,15 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
     int64_t world;
     c10::Device device;
   };
-  // `store`: of these ranks.
+  // `store`: of these ranks. Collective, on the host. Raises where a rank cannot read the memory of
+  // another one.
   PeerMemory(Ranks ranks, const c10::intrusive_ptr<c10d::Store>& store,
              std::chrono::milliseconds timeout);
   // Torch can make such memory on `device`.
   static bool is_known_on(c10::Device device);
 
   // Each slot has room for `bytes` from now on; counted by `counter`. Collective, on the host, where
-  // the slots become larger. Raises where a rank cannot read the memory of another one.
+  // the slots become larger.
   void reserve(int64_t bytes, const std::shared_ptr<MemoryCounter>& counter);
 
   // The slot of the next reduction, for this rank's gradients: [numel] of `dtype`. The current
@@ -75,6 +83,14 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
   // All that this rank has queued to read in the slot's current reduction.
   void show_read(int64_t slot);
 
+  // Memory of this rank, of which the others read what they gather under `tag`, while they have
+  // theirs. Collective, on the host.
+  c10::DataPtr keep(int64_t tag, int64_t bytes);
+  // Copies what `rank` keeps under `tag`, from `offset` bytes on, into `into`.
+  void read_kept(const at::Tensor& into, int64_t rank, int64_t tag, int64_t offset) const;
+  // The current stream continues when every rank's has come to its meeting of this number.
+  void meet();
+
   // The place of a rank that did not come in time, or came with another dtype; -1: none.
   struct Failure {
     int64_t rank = -1;
@@ -86,6 +102,17 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
 
  private:
   class Arrival;
+  // Memory that the ranks have mapped.
+  struct Arena {
+    at::Tensor own;
+    std::shared_ptr<const void> mapped;  // as long as this lives
+    std::vector<char*> of_ranks;
+  };
+  Arena map(int64_t bytes) const;
+
+  // Meetings have a number and words as slots have.
+  static constexpr int64_t kMeetings = kSlots;
+  static constexpr int64_t kNumbers = kSlots + 1;
   enum Word { kFilled, kRead };
   void show(Word word, int64_t slot, bool next, uint32_t tag);
   void await(Word word, int64_t slot, uint32_t tag);
@@ -99,11 +126,10 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
   const KernelTable table_;
   const int64_t timeout_ns_;
   at::Tensor failed_;  // int32 on the host, pinned: see kernels.h
-  // Words, numbers of reductions, then the slots.
-  at::Tensor arena_;
+  // Words, numbers of reductions and of meetings, then the slots.
+  Arena arena_;
   std::shared_ptr<void> counted_;
-  std::vector<char*> arenas_;           // of each rank
-  std::shared_ptr<const void> mapped_;  // as long as this lives
+  std::map<int64_t, std::weak_ptr<const Arena>> kept_;  // by tag
   int64_t slot_bytes_ = 0;
   int64_t next_ = 0;  // slot
   // This rank has read what it needs of it: the last use of the slot's number on the device.

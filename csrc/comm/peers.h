@@ -102,7 +102,7 @@ class Peers {
   using AllGather = std::function<at::Tensor(const at::Tensor&)>;
   void connect_local(std::chrono::milliseconds timeout, bool allowed, const AllGather& all_gather);
   void leave_local();
-  void read_in_place() { direct_ = true; }
+  void read_in_place(Direct direct) { direct_ = direct; }
   const ProcessGroups& groups() const { return *groups_; }
   const std::shared_ptr<const ProcessGroups>& shared_groups() const { return groups_; }
   void check_process() const;  // raises in a forked child
@@ -140,7 +140,7 @@ class Peers {
   std::vector<int64_t> global_ranks_;
   std::shared_ptr<SharedHostTransport> local_transport_;  // null without local peers
   bool only_local_peers_ = false;
-  bool direct_ = false;  // devices read each other's memory
+  Direct direct_ = Direct::nothing;
   std::shared_ptr<GatherOrder> gather_order_;
   mutable size_t gathered_ = 0;
   mutable size_t reduced_ = 0;

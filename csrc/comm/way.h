@@ -17,6 +17,7 @@ enum class Gathers {
   posted,      // one-sided: each rank posts its part anew for each pass
   persistent,  // one-sided: each rank posts its part once, and others read it at any time
   collective,  // all ranks gather the same units in the same order
+  pulled       // one-sided: each rank reads the others' parts in place, see peer_memory.h
 };
 
 // How ranks learn which slots some rank has used in a reduction.
@@ -38,6 +39,9 @@ enum class Sums {
   pulled  // the owner reads them in place, see peer_memory.h
 };
 
+// What ranks read in the memory of each other's devices.
+enum class Direct { nothing, gradients, all };
+
 struct Way {
   bool queued;    // on the device's streams: no rank's host waits for another one in a backward
   bool one_host;  // every rank reads every other one's host memory
@@ -48,7 +52,7 @@ struct Way {
 };
 
 // clang-format off
-constexpr std::array<Way, 5> kWays{{
+constexpr std::array<Way, 6> kWays{{
     {.queued = false, .one_host = false,
      .gathers = Gathers::posted,     .users = Users::flags,  .begun = Begun::notices},
     {.queued = false, .one_host = true,
@@ -60,12 +64,14 @@ constexpr std::array<Way, 5> kWays{{
     {.queued = true,  .one_host = true,
      .gathers = Gathers::collective, .users = Users::counts, .begun = Begun::epochs,
      .sums = Sums::pulled},
+    {.queued = true,  .one_host = true,
+     .gathers = Gathers::pulled,     .users = Users::counts, .begun = Begun::epochs,
+     .sums = Sums::pulled},
 }};
 // clang-format on
 
-// `direct`: every rank's device reads the memory of every other one's, on one host.
-constexpr const Way& way_of(bool queued, bool one_host, bool direct) {
-  if (direct) return kWays[4];
+constexpr const Way& way_of(bool queued, bool one_host, Direct direct) {
+  if (direct != Direct::nothing) return kWays[3 + static_cast<int>(direct)];
   return kWays[2 * static_cast<int>(queued) + static_cast<int>(one_host)];
 }
 

@@ -95,8 +95,13 @@ EngineParts::EngineParts(EngineOptions given)
   const std::chrono::milliseconds timeout(options.timeout_ms);
   comm.watch_collectives(timeout);
   comm.connect_local_peers(timeout, options.shared_host_transport);
-  if (options.default_reduction || options.reduction == Reduction::exchange)
-    comm.connect_devices(timeout);
+  if (options.default_reduction || options.reduction == Reduction::exchange) {
+    // Experts have gathers of their own, and a shard on the host is in nobody's device's memory.
+    const bool gathers =
+        context.shards_parameters() && !options.offload_parameters && options.expert_places.empty();
+    comm.connect_devices(timeout, gathers ? Direct::all : Direct::gradients);
+  }
+  context.shows_shards = comm.way().gathers == Gathers::pulled;
   if (options.default_reduction && comm.way().sums == Sums::pulled)
     context.reduction = Reduction::exchange;
   if (comm.way().gathers == Gathers::collective && context.shards_parameters()) {

@@ -53,7 +53,10 @@ class Forwards : Facet {
   // Full parameters come and go, or will when a frozen parameter is unfrozen.
   bool releases() const;
   // A rank may gather while the others do something else.
-  bool serves_one_alone() const { return comm_.way().gathers == Gathers::persistent; }
+  bool serves_one_alone() const {
+    const Gathers gathers = comm_.way().gathers;
+    return gathers == Gathers::persistent || gathers == Gathers::pulled;
+  }
   // Waits until all ranks' shards hold what was written to them. Collective.
   void wait_for_shards();
   // Before the engine is deleted: the parameters of one rank, which has all of them, stay readable.

@@ -110,7 +110,9 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
     if (parameters_[i].managed()) parameters_.repair_storage(i, Writes::keep);
   }
   if (asks) accept_written(parameters_);
-  if (verdict.nonfinite) gatherer_.wait_for_shards();
+  // With offload the hosts alone have met: devices may still be gathering.
+  const bool devices_meet = comm_.way().gathers == Gathers::pulled && context_.offloads();
+  if (verdict.nonfinite || devices_meet) gatherer_.wait_for_shards();
   boundary_.end_step();
   finished_.end_step();
   comm_.note_backwards(0);

@@ -24,7 +24,7 @@ namespace zero_ext {
 
 struct GatherOptions {
   int64_t prefetch_bytes = 0;  // gathered ahead of their use, at most
-  // Also where all ranks read each other's memory. No copy overlaps with computation there, and what
+  // Also where all hosts read each other's memory. No copy overlaps with computation there, and what
   // is copied early has left the caches when it is used (3 to 5 % of a step of the GPT benchmark).
   bool prefetch_from_local_peers = false;
   int64_t retained_bytes = -1;  // what kept graphs may hold gathered; -1: no limit

@@ -30,6 +30,7 @@ void PostedSends::add(const Unit* unit) {
   // Of parameters that were unfrozen: another rank may gather them before this rank begins a pass.
   const bool late = posted_any_ && post_per_pass();
   if (persist() || late) post_missing(entries_.back());
+  if (comm_.way().gathers == Gathers::pulled) meet_devices();  // its parts are there
 }
 
 void PostedSends::begin_pass(Pass pass) {
@@ -91,7 +92,17 @@ void PostedSends::post_missing(Entry& entry) {
 }
 
 void PostedSends::wait_for_shards() {
-  if (context_.shards_parameters() && comm_.way().gathers != Gathers::collective) exchange_taken();
+  if (!context_.shards_parameters()) return;
+  if (comm_.way().gathers == Gathers::pulled) return meet_devices();
+  if (comm_.way().gathers != Gathers::collective) exchange_taken();
+}
+
+void PostedSends::meet_devices() {
+  {
+    const SideStream::Scope beside(context_.gathering);  // reads of gathers that nobody waited for
+    comm_.peer_memory()->meet();
+  }
+  context_.gathering.join();
 }
 
 void PostedSends::exchange_taken() {
@@ -123,7 +134,7 @@ OutstandingSends PostedSends::take_outstanding() {
     for (auto& posted : entry.posted) outstanding.posted.push_back(std::move(posted));
     entry.posted.clear();
   }
-  if (comm_.way().gathers != Gathers::collective) comm_.begin_shutdown(outstanding.handshake);
+  if (persist() || post_per_pass()) comm_.begin_shutdown(outstanding.handshake);
   return outstanding;
 }
 

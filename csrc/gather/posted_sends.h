@@ -13,6 +13,7 @@
 //   rank's shards are updated.
 // - Where all ranks read each other's memory, one persistent send of each unit serves any number of
 //   passes, forwards of one rank alone included.
+// - Where devices read each other's memory, nothing is posted: Note [Pulled gathers].
 // - A device's own backend (NCCL) has no such messages. There gathers are collectives, which every
 //   rank must enter in the same order (GatherOrder), and an update follows them on the device's
 //   streams.
@@ -71,6 +72,7 @@ class PostedSends {
   }
   void post_missing(Entry& entry);
   void exchange_taken();
+  void meet_devices();
 
   Comm& comm_;
   const UnitContext& context_;

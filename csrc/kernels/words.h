@@ -16,7 +16,9 @@ ZERO_EXT_EVERYWHERE constexpr uint32_t word_of(uint32_t number, uint32_t tag) {
   return number << 2 | tag;
 }
 
-// Whether the word's writer has come to `number`.
+ZERO_EXT_EVERYWHERE constexpr uint32_t tag_of(uint32_t word) { return word & 3; }
+
+// Whether the word's writer has come to `number`, or gone on from there.
 ZERO_EXT_EVERYWHERE constexpr bool has_come(uint32_t word, uint32_t number) {
   return word - word_of(number, 0) < 0x80000000U;
 }

@@ -69,14 +69,24 @@ void SpareMemory::trim() {
 }
 
 FlatBuffer::FlatBuffer(std::shared_ptr<MemoryCounter> counter, Held held, Place place,
-                       at::ScalarType dtype, int64_t numel)
-    : counter_(std::move(counter)), held_(held), place_(place) {
+                       at::ScalarType dtype, int64_t numel) {
+  *this = over(std::move(counter), held, dtype, numel,
+               [&] { return allocate_at(place, numel * c10::elementSize(dtype)); });
+  place_ = place;
+}
+
+FlatBuffer FlatBuffer::over(std::shared_ptr<MemoryCounter> counter, Held held, at::ScalarType dtype,
+                            int64_t numel, const std::function<c10::DataPtr()>& make) {
+  FlatBuffer buffer;
   const size_t bytes = numel * c10::elementSize(dtype);
-  c10::DataPtr memory = counted(*counter_, held_, static_cast<int64_t>(bytes),
-                                [&] { return allocate_at(place_, bytes); });
+  c10::DataPtr memory = counted(*counter, held, static_cast<int64_t>(bytes), make);
+  buffer.counter_ = std::move(counter);
+  buffer.held_ = held;
+  buffer.place_ = {.device = memory.device()};
   c10::Storage storage(c10::Storage::use_byte_size_t(), bytes, std::move(memory),
                        /*allocator=*/nullptr, /*resizable=*/false);
-  tensor_ = over_storage(storage, dtype, 0, {numel}, {1});
+  buffer.tensor_ = over_storage(storage, dtype, 0, {numel}, {1});
+  return buffer;
 }
 
 FlatBuffer FlatBuffer::without_memory(std::shared_ptr<MemoryCounter> counter, Held held,

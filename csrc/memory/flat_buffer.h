@@ -11,6 +11,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -82,6 +83,9 @@ class FlatBuffer {
   // `numel` elements of `dtype`, not initialised.
   FlatBuffer(std::shared_ptr<MemoryCounter> counter, Held held, Place place, at::ScalarType dtype,
              int64_t numel);
+  // Over memory that `make` returns, once its bytes are counted.
+  static FlatBuffer over(std::shared_ptr<MemoryCounter> counter, Held held, at::ScalarType dtype,
+                         int64_t numel, const std::function<c10::DataPtr()>& make);
   // A buffer whose storage has no memory, as after empty().
   static FlatBuffer without_memory(std::shared_ptr<MemoryCounter> counter, Held held, Place place,
                                    at::ScalarType dtype, int64_t numel, const std::string& message);

@@ -59,7 +59,7 @@ void Reductions::begin(float scale, bool hidden) {
 
 bool Reductions::can_reduce_late() const {
   if (!comm_.way().queued) return true;
-  if (context_.shards_parameters()) return false;
+  if (context_.shards_parameters() && comm_.way().gathers == Gathers::collective) return false;
   const bool answers_soon = !knows_order() || learned_hidden_;
   return answers_soon && capture_id(current_stream(context_.compute.device())) == 0;
 }

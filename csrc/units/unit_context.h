@@ -51,6 +51,7 @@ struct UnitContext {
   KernelTable state{};              // of masters, sums and optimizer states
   bool pinned = true;               // the host memory of what is offloaded
   bool parameters_on_host = false;  // shards, between their uses on a device
+  bool shows_shards = false;        // other ranks' devices read them, see peer_memory.h
   SideStream reducing{};            // beside the backward
   SideStream gathering{};           // beside whatever computes
   NanRecords* nan_records = nullptr;
@@ -75,7 +76,7 @@ struct UnitContext {
   // See Note [Released parameters] in unit_parameters.h.
   bool casts_masters(at::ScalarType dtype) const {
     return policy.release == When::after_use && !compute.on_host() && !offloads() &&
-           dtype != at::kFloat;
+           !shows_shards && dtype != at::kFloat;
   }
   bool offloads() const { return compute.device() != state.device(); }
   bool offloads_shard(UnitKind kind) const {

@@ -38,7 +38,11 @@ UnitParameters::UnitParameters(const UnitContext& context, const RankLayout& lay
   if (comes_and_goes_) {
     full_ = FlatBuffer::without_memory(context_.memory, Held::full, context_.compute_place(),
                                        dtype_, layout_.padded_numel(), released_message_);
-    if (!casts_master_) {
+    if (context_.shows_shards) {
+      const int64_t bytes = range * static_cast<int64_t>(c10::elementSize(dtype_));
+      shard_ = FlatBuffer::over(context_.memory, Held::shard, dtype_, range,
+                                [&] { return comm.peer_memory()->keep(gather_tag_, bytes); });
+    } else if (!casts_master_) {
       shard_ =
           FlatBuffer(on_host_ ? context_.offloaded : context_.memory, Held::shard,
                      on_host_ ? context_.host_place() : context_.compute_place(), dtype_, range);
@@ -432,7 +436,7 @@ void UnitParameters::offload(const std::set<std::string>& states, const std::str
   if (master && !full) need_shard();
   if (full) {
     full_.offload(context_.offloaded, message);
-    shard_.offload(context_.offloaded, message);
+    if (!context_.shows_shards) shard_.offload(context_.offloaded, message);
   }
   if (master) master_.offload(context_.offloaded, message);
 }

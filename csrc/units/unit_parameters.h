@@ -14,6 +14,7 @@
 // Such a unit has a shard only while it is needed: while views of it are lent, or while the master
 // is offloaded and the parameters are not.
 // On the host a shard costs 2 bytes per element, and saves other ranks from reading 4.
+// Where the other ranks' devices read it in place, a device has a shard, too: Note [Pulled gathers].
 // A device's shard may lie on the host as well, see Note [Offload].
 //
 // Note [Writes to a lent shard]

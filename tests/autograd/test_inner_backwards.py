@@ -6,11 +6,12 @@ import random
 import pytest
 import torch
 from harness import (
-    GATHERS_TOGETHER,
     ONE_UNIT_EACH,
+    OWN_BACKEND,
     assert_bits,
     assert_two_buckets,
     gather_objects,
+    gathers_together,
     mean_square,
     needs_own_gathers,
     rank_data,
@@ -88,7 +89,7 @@ def assert_gradients(model: nn.Module, expected: dict[str, torch.Tensor]) -> Non
 @REDUCTIONS
 def test_reductions_start_while_gradients_come(mesh, rank, world, stage, reduction):
     """From the first backward on, and two buckets are enough; ranks that gather together wait."""
-    in_turn = [0] * LAYERS if stage == 3 and GATHERS_TOGETHER else [0, 1, 2, 3, 4]
+    in_turn = [0] * LAYERS if stage == 3 and gathers_together(reduction) else [0, 1, 2, 3, 4]
     model = sharded(mesh, stage, reduction=reduction)
     optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0)
     started = watch_reductions(model)
@@ -126,8 +127,8 @@ def test_a_layer_that_is_called_again(mesh, rank, world, stage, reduction, ranks
     Those have one process's bits.
     """
     if ranks != "all":
-        needs_own_gathers(stage)
-    waits = stage == 3 and GATHERS_TOGETHER
+        needs_own_gathers(stage, reduction)
+    waits = stage == 3 and gathers_together(reduction)
     model = sharded(mesh, stage, reduction=reduction)
     optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0)
     again = (0, 1, 2, 3, 4, 3)
@@ -172,7 +173,7 @@ def test_layers_come_and_go(mesh, rank, world, stage, reduction, local):
 
     Three backwards are a step; those in ``local`` run in ``no_sync()``.
     """
-    needs_own_gathers(stage)
+    needs_own_gathers(stage, reduction)
     generator = random.Random(0)
     model = sharded(mesh, stage, reduction=reduction)
     optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0)
@@ -266,7 +267,7 @@ class HalfUsed(nn.Module):
 @REDUCTIONS
 def test_a_layer_that_was_left_waits_for_nothing(mesh, rank, world, reduction):
     """Not for a weight that this rank leaves out."""
-    needs_own_gathers(3)
+    needs_own_gathers(3, reduction)
     model = zero_ext.shard(
         HalfUsed(), 3, mesh=mesh, units=HalfUsed.Layer, bucket_mb=ONE_UNIT_EACH, reduction=reduction
     )
@@ -311,7 +312,7 @@ def test_a_rank_throws_while_another_has_late_gradients(mesh, rank, world, stage
         hook = model.layers[1].weight.register_hook(fail) if rank == 1 else None
         error = PlannedError if rank == 1 else RuntimeError
         # In the second step this rank expects the gradients that were late in the first.
-        learns = GATHERS_TOGETHER and rank != 1 and step == 1
+        learns = OWN_BACKEND and rank != 1 and step == 1
         with contextlib.nullcontext() if learns else pytest.raises(error):
             mean_square(model, batch(rank, step)).backward()
         if rank == 1:

@@ -1,4 +1,4 @@
-"""Ranks whose devices read each other's gradients in place, without the device's backend.
+"""Ranks whose devices read each other's gradients and parameters in place, without the backend.
 
 Run with ZERO_EXT_TEST_DIRECT=1 on the device "lagged". All else that runs over its backend runs
 there as well, see segments.py.
@@ -7,6 +7,7 @@ there as well, see segments.py.
 import contextlib
 import os
 
+import lagged_device
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 import zero_ext
 import zero_ext.engine.options
+from zero_ext.engine.options import StatesOffloadPolicy
 from zero_ext.engine.registry import handle_of
 
 pytestmark = [
@@ -63,6 +65,53 @@ def test_a_bucket_has_no_room_for_what_others_send(mesh, rank, device, stage, ac
         with model.no_sync() if accumulates and micro == 0 else contextlib.nullcontext():
             mean_square(model, batch).backward()
     assert model.stats()["bytes_bucket"] == estimate["buckets"]
+    assert model.stats()["bytes_shard"] == estimate["shard"]
+    assert model.stats()["bytes_master"] == estimate["master"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_rank_evaluates_and_reads_alone(mesh, rank, device, dtype):
+    """Between steps, any number of times, with the last step's values; no rank waits for it."""
+    model, twin = (MLP(13, dtype=dtype).to(device) for _ in range(2))
+    zero_ext.shard(model, 3, mesh=mesh, bucket_mb=300 / 2**20)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(4):
+        if rank == step % mesh.size():
+            with torch.no_grad():
+                twin.load_state_dict(dict(zero_ext.iter_full_params(model)))
+                for k in range(step + 1):
+                    batch = rank_data((4, 5), k, step).to(device, dtype)
+                    assert_bits(model(batch).cpu(), twin(batch).cpu(), f"step {step}")
+        mean_square(model, rank_data((4, 5), rank, step).to(device, dtype)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("late", ["gathers", "updates"])
+@pytest.mark.parametrize("offload", [None, StatesOffloadPolicy()], ids=["", "offload"])
+def test_devices_meet_around_an_update(mesh, rank, device, late, offload):
+    """A late rank has read every part before it changes, and none of its own is read too early."""
+    model, twin = MLP(13).to(device), MLP(13).cpu()
+    zero_ext.shard(model, 3, mesh=mesh, bucket_mb=300 / 2**20, offload_policy=offload)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5, nonfinite="step")
+    batches = [rank_data((4, 5), r).cpu() for r in range(mesh.size())]
+    sum(mean_square(twin, batch) for batch in batches).div(mesh.size()).backward()
+    mean_square(model, batches[rank].to(device)).backward()
+    torch.lagged.synchronize()
+    expected, found = [], []
+    with torch.no_grad():
+        for step in ("before", "after"):
+            if rank == 0 and (late, step) in {("gathers", "before"), ("updates", "after")}:
+                lagged_device.set_lag(200_000)
+            if step == "after":
+                optimizer.step()
+                torch.optim.SGD(twin.parameters(), lr=0.5).step()
+            found.append(model(batches[rank].to(device, non_blocking=True)))
+            expected.append(twin(batches[rank]))
+        for mine, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine.cpu(), theirs)
+    dist.barrier()
+    lagged_device.set_lag(5_000)
 
 
 @pytest.mark.parametrize("chosen", [None, "exchange", "collective"])

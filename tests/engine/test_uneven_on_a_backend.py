@@ -9,7 +9,15 @@ import warnings
 
 import pytest
 import torch
-from harness import MLP, assert_bits, gather_objects, mean_square, rank_data
+from harness import (
+    GATHERS_TOGETHER,
+    MLP,
+    assert_bits,
+    gather_objects,
+    mean_square,
+    needs_gathers_together,
+    rank_data,
+)
 from setups import everything, full_gradients, values_of
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -430,6 +438,7 @@ def take_a_branch(mesh, rank: int) -> str:
 @pytest.mark.world(min=2)
 def test_a_branch_that_one_rank_takes(mesh, rank):
     """In stage 3 its gathers are collectives."""
+    needs_gathers_together()
     error = take_a_branch(mesh, rank)
     assert re.search(r"rank 0 gathers unit 'towers.1.* where rank \d gathers unit 'towers.0", error)
     assert "every rank must enter the same units in the same order, see docs/uneven" in error
@@ -488,14 +497,15 @@ class Program:
 
     def __init__(self, seed: int, world: int, stage: int):
         draw = random.Random(seed)
-        # In stage 3 all ranks must take the same branches.
-        branches = stage < 3 or draw.random() < 0.3
+        # Where all ranks enter every gather, they must take the same branches.
+        together = stage == 3 and GATHERS_TOGETHER
+        branches = not together or draw.random() < 0.3
         throws = draw.random() < 0.4
         self.steps = [
             Step(1000 * seed + n, world, branches, throws) for n in range(draw.randint(1, 3))
         ]
         self.may_raise = any(step.failing for step in self.steps) or (
-            stage == 3 and (branches or not all(map(self._same_order, self.steps)))
+            together and (branches or not all(map(self._same_order, self.steps)))
         )
 
     @staticmethod

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from harness import assert_bits, rank_data
+from harness import assert_bits, needs_gathers_together, rank_data
 from setups import everything
 from test_uneven_on_a_backend import SGD, pytestmark, same_error, sharded_and_one
 from uneven_steps import PlannedError, fail, loss_of
@@ -101,6 +101,7 @@ def test_zeroing_between_backwards_that_ranks_run_alone(mesh, rank, world, stage
 @pytest.mark.parametrize("where", ["loss", "forward", "stem", "input"])
 def test_stage_3_needs_the_gathers_of_every_backward(mesh, rank, world, where, monkeypatch):
     """A rank that threw before them enters other units there: an error that stays."""
+    needs_gathers_together()
     if where in BEFORE_ALL:
         monkeypatch.setenv("ZERO_EXT_TIMEOUT_S", "2")  # of gathers that no other rank enters
     model, optimizer, one = sharded_and_one(mesh, 3, nonfinite="step", **SGD)

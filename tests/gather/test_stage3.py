@@ -14,6 +14,7 @@ from harness import (
     assert_bits,
     gather_objects,
     mean_square,
+    needs_messages_of_the_host,
     needs_one_dimension,
     rank_batches,
     rank_data,
@@ -587,6 +588,8 @@ class Repeats(Stack):
 @pytest.mark.parametrize("own_messages", ["1", "0"], ids=["host", "hosts"])
 def test_ranks_may_enter_a_unit_more_or_less_often(own_messages, mesh, rank, world, monkeypatch):
     """In each backward other ranks; each entry gathers the block anew."""
+    if own_messages == "0":
+        needs_messages_of_the_host()
     monkeypatch.setenv("ZERO_EXT_CROSS_MEMORY", own_messages)
     model = sharded(Repeats(blocks=2), mesh, retained_bytes=0)
     optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0)
@@ -608,6 +611,7 @@ def test_a_rank_that_runs_other_forwards_is_named_within_the_timeout(
     if world == 1:
         return
     needs_one_dimension()
+    needs_messages_of_the_host()
     monkeypatch.setenv("ZERO_EXT_TIMEOUT_S", "1")
     monkeypatch.setenv("ZERO_EXT_CROSS_MEMORY", "0")
     model = sharded(Stack(), mesh)
@@ -928,6 +932,6 @@ def test_blocks_that_are_dictionaries_are_gathered_one_by_one(mesh, rank, world)
         optimizer.zero_grad()
         reference.train(batches)
     total = sum(p.numel() * p.element_size() for p in model.parameters())
-    assert max(in_memory) < 0.6 * total  # one unit, or the next one as well
+    assert max(in_memory) < 0.7 * total  # one unit, or the next one as well
     for mine, theirs in zip(model.parameters(), reference.model.parameters(), strict=True):
         torch.testing.assert_close(zero_ext.full_tensor(mine), theirs.detach())

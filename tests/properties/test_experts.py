@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expert_models import ByExpertsAlone, batch_of, loss_of, made_with_experts
-from harness import GATHERS_TOGETHER, ONE_UNIT_EACH
+from harness import ONE_UNIT_EACH, OWN_BACKEND
 from parallel_models import local, parts_of
 from safetensors.torch import load_file
 from torch import Tensor
@@ -31,7 +31,7 @@ def mesh(world, no_stale_meshes) -> DeviceMesh:
     """(rows, ep): with four ranks two hold each expert, else each rank its own."""
     ep = 2 if world % 2 == 0 else world
     device = torch.get_default_device().type
-    if device != "cpu" and not GATHERS_TOGETHER:
+    if device != "cpu" and not OWN_BACKEND:
         pytest.skip("tokens need messages of the device's own backend")
     return init_device_mesh(device, (world // ep, ep), mesh_dim_names=("rows", "ep"))
 
@@ -278,7 +278,7 @@ def test_what_users_write_is_compared_between_ranks_with_the_same_experts(mesh, 
         optimizer.step()
 
 
-@pytest.mark.skipif(not GATHERS_TOGETHER, reason="collectives of a device's own backend")
+@pytest.mark.skipif(not OWN_BACKEND, reason="collectives of a device's own backend")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_collectives_sum_over_the_ranks_with_the_same_experts(mesh, stage):
     trained = []

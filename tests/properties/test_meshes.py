@@ -8,7 +8,7 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from harness import GATHERS_TOGETHER, ONE_UNIT_EACH, needs_own_gathers, step_and_wait
+from harness import ONE_UNIT_EACH, OWN_BACKEND, needs_own_gathers, step_and_wait
 from parallel_models import (
     WIDTH,
     ByPlanAlone,
@@ -43,7 +43,7 @@ def mesh(world, no_stale_meshes) -> DeviceMesh:
     """(dp, tp): two ranks cut each tensor, so that four ranks do both."""
     tp = 2 if world % 2 == 0 else 1
     device = torch.get_default_device().type
-    if device != "cpu" and not GATHERS_TOGETHER:
+    if device != "cpu" and not OWN_BACKEND:
         pytest.skip("tensor parallelism needs messages of the device's own backend")
     return init_device_mesh(device, (world // tp, tp), mesh_dim_names=("dp", "tp"))
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from harness import GATHERS_TOGETHER, MLP, assert_bits, mean_square, needs_own_gathers
+from harness import MLP, assert_bits, gathers_together, mean_square, needs_own_gathers
 from setups import train_batch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -51,12 +51,13 @@ def test_one_rank_keeps_a_graph(mesh, rank, dtype, offload):
     """What is written through the tensors counts in the next forward, and the graph can be used."""
     model = sharded(mesh, dtype, offload)
     loss = mean_square(model, train_batch(rank, 0, dtype=dtype))
-    loss.backward(retain_graph=GATHERS_TOGETHER or rank == 0)
+    together = gathers_together(offload=offload)
+    loss.backward(retain_graph=together or rank == 0)
     assert kinds(model) == {ShardTensor}
     for value in model.state_dict().values():
         value.mul_(2)
     model.reshard()  # before another rank gathers them
-    if not GATHERS_TOGETHER:
+    if not together:
         plain = MLP(13, dtype=dtype)
         with torch.no_grad():
             for p in plain.parameters():

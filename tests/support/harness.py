@@ -15,8 +15,10 @@ import zero_ext
 from zero_ext import testing
 from zero_ext.testing import assert_bits as assert_bits  # tests take it from here
 
-# Stage 3 over a device's own backend, lccl or nccl.
-GATHERS_TOGETHER = "ccl" in os.environ.get("ZERO_EXT_TEST_BACKENDS", "")
+# Over a device's own backend, lccl or nccl.
+OWN_BACKEND = "ccl" in os.environ.get("ZERO_EXT_TEST_BACKENDS", "")
+# There, the devices read each other's memory.
+DIRECT = os.environ.get("ZERO_EXT_TEST_DIRECT") == "1"
 # Ranks of a replica in the fixture `mesh`: hybrid sharding, in two dimensions, if it is set.
 SHARDS = int(os.environ.get("ZERO_EXT_TEST_SHARDS", 0))
 ONE_UNIT_EACH = 1e-6  # bucket_mb
@@ -91,10 +93,30 @@ def step_and_wait(optimizer) -> None:
     _ = optimizer.skipped_steps
 
 
-def needs_own_gathers(stage: int) -> None:
+def gathers_together(reduction: str = "exchange", offload=None) -> bool:
+    """Whether every rank enters every gather of stage 3."""
+    return OWN_BACKEND and not (DIRECT and reduction == "exchange" and offload is None)
+
+
+GATHERS_TOGETHER = gathers_together()
+
+
+def needs_own_gathers(stage: int, reduction: str = "exchange", offload=None) -> None:
     """Of a test whose ranks differ in what they run."""
-    if stage == 3 and GATHERS_TOGETHER:
+    if stage == 3 and gathers_together(reduction, offload):
         pytest.skip("every rank enters every gather")
+
+
+def needs_gathers_together() -> None:
+    """Of a test that is about collectives of stage 3."""
+    if not GATHERS_TOGETHER:
+        pytest.skip("no rank enters another one's gather")
+
+
+def needs_messages_of_the_host() -> None:
+    """Of a test whose ranks are on several hosts and take different branches of stage 3."""
+    if OWN_BACKEND:
+        pytest.skip("between hosts, every rank enters every gather of a device's backend")
 
 
 def needs_one_dimension() -> None:
@@ -115,7 +137,13 @@ def watch_reductions(model: nn.Module) -> list[int]:
 
 def assert_two_buckets(model, plain, world: int, stage: int, bucket_mb=ONE_UNIT_EACH) -> None:
     estimate = zero_ext.estimate_memory(
-        plain, world, stage, shards=SHARDS or world, bucket_mb=bucket_mb
+        plain,
+        world,
+        stage,
+        shards=SHARDS or world,
+        bucket_mb=bucket_mb,
+        device=torch.get_default_device(),
+        peer_memory=DIRECT,
     )
     assert 0 < model.stats()["bytes_bucket"] <= estimate["buckets"]
 

@@ -132,6 +132,11 @@ OVER_ITS_BACKEND = tuple(
         }
     )
 )
+# Where devices read each other's memory, ranks may also take different branches.
+IN_PLACE = (
+    *OVER_ITS_BACKEND,
+    *files("stage3", "unfreezing", "fingerprint", "global_batches", "clipping_uneven"),
+)
 # Without those whose formulas have one dimension.
 WITH_REPLICAS = all_but((), "experts", "memory", "memory_stage3", "meta", "shard_tensor")
 
@@ -150,7 +155,7 @@ QUICK = {
         + some_of("doctor", "ranks_are_measured"),
         LCCL,
     ),
-    "test-direct-3-ranks": Segment(3, files("peer_memory"), DIRECT),
+    "test-direct-3-ranks": Segment(3, files("peer_memory") + STAGE3, DIRECT),
     "test-lccl-4-ranks": Segment(
         4,
         files("hybrid")
@@ -164,7 +169,7 @@ QUICK = {
     ),
 }
 ALL = {
-    **{f"all-direct-{n}-ranks": Segment(n, OVER_ITS_BACKEND, DIRECT, slow=True) for n in (2, 3)},
+    **{f"all-direct-{n}-ranks": Segment(n, IN_PLACE, DIRECT, slow=True) for n in (2, 3)},
     "all-one-rank": Segment(0, EVERYTHING, slow=True),
     "all-lagged-one-rank": Segment(0, ON_A_DEVICE, LAGGED, slow=True),
     **{f"all-{n}-ranks": Segment(n, EVERYTHING, slow=True) for n in (2, 3, 4)},

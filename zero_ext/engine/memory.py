@@ -86,7 +86,8 @@ def estimate_memory(
 ) -> dict[str, int]:
     """Bytes that sharding ``module`` over ``world_size`` ranks with AdamW will hold on each.
 
-    A device keeps no shard where there is a master, see docs/stages.md. On a device ``grad`` is
+    A device keeps no shard where there is a master, unless other devices read it in place, see
+    docs/stages.md. On a device ``grad`` is
     held only between the first gradient and ``zero_grad()``. Not counted is the copy that undoes a
     backward that throws: 4 bytes per element of a range, made when a backward is reduced onto a sum
     that holds something. Frozen parameters that every rank has whole are in ``full``, with stage 3
@@ -150,7 +151,8 @@ def estimate_memory(
     if peer_memory and reduction is None:
         options = dataclasses.replace(options, reduction="exchange")
     plan = plan_module(parameters_of(Tree(module)), options, units)
-    planned = planned_units(plan, world_size, shards, kind)
+    direct = peer_memory and options.reduction == "exchange" and world_size > 1
+    planned = planned_units(plan, world_size, shards, kind, direct)
     offloads = options.offloads and kind != "cpu"
     local = local_accumulation and stage < 2 and world_size > 1 and not offloads
     result = _persistent_bytes(planned, local, None if owners else state_dtype)
@@ -162,11 +164,10 @@ def estimate_memory(
     result["persistent"] = sum(result.values()) - result["offloaded"]
     ahead = plan.prefetch_bytes
     result["gathered"] = 0 if plan.blocks is None else _gathered_bytes(plan.blocks, planned, ahead)
-    direct = peer_memory and options.reduction == "exchange" and world_size > 1
-    in_buckets = (unit.bucket_bytes(local, direct) for unit in planned if unit.plan.trainable)
+    in_buckets = (unit.bucket_bytes(local) for unit in planned if unit.plan.trainable)
     result["buckets"] = 2 * max(in_buckets, default=0) if world_size > 1 or offloads else 0
-    if direct:  # two words of each slot for each rank, and the numbers of both slots
-        result["buckets"] += _lines(4 * (4 * world_size + 2))
+    if direct:  # for each rank two words of both slots and of meetings, and the numbers of these
+        result["buckets"] += _lines(4 * (6 * world_size + 3))
     kept = [u.range_numel * (_FP32_BYTES if u.plan.trainable else u.itemsize) for u in planned]
     kept += [u.state_bytes(None if owners else state_dtype) for u in planned if u.plan.trainable]
     result["copies"] = 2 * copies * sum([*kept, *(t.nbytes for t in (*full, *module.buffers()))])
@@ -174,9 +175,9 @@ def estimate_memory(
 
 
 def planned_units(
-    plan: Plan, world_size: int, shards: int, device_type: str = "cpu"
+    plan: Plan, world_size: int, shards: int, device_type: str = "cpu", direct: bool = False
 ) -> list["PlannedUnit"]:
-    """The units of ``plan`` on ``world_size`` ranks."""
+    """The units of ``plan`` on ``world_size`` ranks. ``direct``: see ``PlannedUnit``."""
     reduction = plan.options.reduction or ("collective" if device_type == "cuda" else "exchange")
     on_device = device_type not in ("cpu", "meta")
     policy = plan.options.offload_policy if on_device else None
@@ -188,7 +189,7 @@ def planned_units(
         sizes = [numels[i] for i in unit.members]
         alignment = _ALIGNMENT_BYTES // unit.dtype.itemsize
         layout = _C.Layout(sizes, ranges=ranges, alignment=alignment)
-        return PlannedUnit(unit, block, layout, options, world_size, on_device)
+        return PlannedUnit(unit, block, layout, options, world_size, on_device, direct)
 
     return [unit_of(unit, part.block) for part in plan.parts for unit in part.units]
 
@@ -206,7 +207,7 @@ def _device_of(module: nn.Module, device: torch.device | str | None) -> torch.de
 
 class PlannedUnit(NamedTuple):
     """What the memory of one unit follows from. ``block``: see ``Part``. ``options``: what they are
-    on the unit's device."""
+    on the unit's device. ``direct``: the other ranks read it in place."""
 
     plan: UnitPlan
     block: int | None
@@ -214,6 +215,7 @@ class PlannedUnit(NamedTuple):
     options: ShardingOptions
     world: int
     on_device: bool
+    direct: bool
 
     @property
     def itemsize(self) -> int:
@@ -256,13 +258,13 @@ class PlannedUnit(NamedTuple):
         if self.options.offloads_parameters and (offloads or not self.plan.trainable):
             return "host"
         is_cast = self.plan.trainable and self.itemsize != _FP32_BYTES and not offloads
-        if self.options.stage == 3 and self.on_device and is_cast:
+        is_read = self.direct and self.layout.ranges > 1 and not self.options.offloads_parameters
+        if self.options.stage == 3 and self.on_device and is_cast and not is_read:
             return "master"
         return "shard" if self.options.stage == 3 and self.layout.ranges > 1 else "full"
 
-    def bucket_bytes(self, local: bool, direct: bool) -> int:
-        """``local``: sums of several backwards are sent, which are in fp32. ``direct``: the other
-        ranks read them in place."""
+    def bucket_bytes(self, local: bool) -> int:
+        """``local``: sums of several backwards are sent, which are in fp32."""
         in_fp32 = self.plan.gradient_is_fp32 or local or self.options.reduction == "collective"
         itemsize = _FP32_BYTES if in_fp32 else self.itemsize
         message = self.layout.padded_numel
@@ -276,7 +278,7 @@ class PlannedUnit(NamedTuple):
         if self.world == 1:
             window = self.range_numel
         received = min(window, self.range_numel) * places * itemsize
-        if direct:
+        if self.direct:
             return _lines(message * _FP32_BYTES) + (received if self.options.offloads else 0)
         return message * itemsize + received
 

@@ -23,7 +23,8 @@ def offload_states(sharded, include: Iterable[str] | None = None) -> None:
         sharded: A sharded module, or an optimizer of this package.
         include: Some of ``"full"`` (the parameters themselves), ``"master"``, ``"grad"`` and
             ``"optimizer_state"``; default all. Where stage 3 keeps parameters in their masters
-            alone, ``"master"`` without ``"full"`` leaves this rank's part of them on the device.
+            alone, ``"master"`` without ``"full"`` leaves this rank's part of them on the device. A
+            part that other devices read in place stays there as well.
     Raises:
         ValueError, TypeError: ``sharded`` is not sharded, or a name does not exist.
         RuntimeError: inside a backward.

@@ -42,7 +42,7 @@ Status await_words_cpu(const uint32_t* words, int32_t count, const uint32_t* num
       std::this_thread::sleep_for(std::chrono::microseconds(20));
       word = shared(words + k).load(std::memory_order_acquire);
     }
-    if (word == word_of(*number, tag)) continue;
+    if (tag_of(word) == tag) continue;
     shared(failed).store(odd_word(k), std::memory_order_release);
     return Status::ok;
   }
