@@ -201,6 +201,17 @@ def test_names_precisions_and_the_meta_device(anywhere, path):
         ShardedStrategy(2, find_unused_parameters=True, static_graph=True)
 
 
+def test_an_empty_model_is_filled_by_the_script_below_stage_3(anywhere):
+    """As litgpt does: only stage 3 can give values to a model on the meta device."""
+    ours = Training(anywhere, 2)
+    with ours.fabric.init_module(empty_init=True):
+        model = Language()
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, 0.25)
+    model = ours.fabric.setup(model)
+    assert zero_ext.full_tensor(model.module.head.weight).eq(0.25).all()
+
+
 def test_what_cannot_be_is_named(anywhere, path):
     with pytest.raises(TypeError, match="no argument 'ddp_comm_hook'"):
         ShardedStrategy(2, ddp_comm_hook=print)

@@ -456,6 +456,8 @@ def test_a_module_on_the_meta_device_is_made_sharded(anywhere, path):
     with again.init_module(empty_init=True):
         model = Classifier()
     assert model.net[0].weight.is_meta
+    with trainer(anywhere, 2).init_module(empty_init=True):
+        assert not Classifier().net[0].weight.is_meta  # the script fills it, as with DDP
     model.temperature = nn.Parameter(torch.zeros(1))
     model.steps_seen = torch.zeros(())
     again.fit(model, data(), data(7), ckpt_path=path / "all.ckpt")

@@ -272,6 +272,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 parser = argparse.ArgumentParser()
 parser.add_argument("--before", action="store_true")
 parser.add_argument("--names", action="store_true")
+parser.add_argument("--sliced", action="store_true")
 parser.add_argument("--resume")
 parser.add_argument("--out")
 flags = parser.parse_args()
@@ -281,7 +282,8 @@ optimizer = torch.optim.AdamW(net.parameters(), lr=0.1) if flags.before else Non
 model = DDP(net)
 if optimizer is None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-options = whole.StateDictOptions(full_state_dict=True, cpu_offload=True)
+sliced = flags.sliced
+options = whole.StateDictOptions(full_state_dict=not sliced, cpu_offload=not sliced)
 if flags.resume:
     saved = torch.load(flags.resume)
     net.load_state_dict(saved["model"])
@@ -313,7 +315,7 @@ dist.barrier()
 @pytest.mark.skipif(os.environ.get("ZERO_EXT_CROSS_MEMORY") == "0", reason="as on two hosts")
 def test_an_optimizers_state_is_saved_and_resumed(process_group, rank, world, path, stage):
     """By names on every rank, as torch's own function returns it. As it is on rank 0 alone, which
-    reads the other ranks' parts of it. Without them nothing is written."""
+    reads the other ranks' parts of it, by numbers or names. Without them nothing is written."""
     path.mkdir(parents=True, exist_ok=True)
     script, file = path / "resumes.py", str(path / "ckpt.pt")
     if rank == 0:
@@ -332,6 +334,10 @@ def test_an_optimizers_state_is_saved_and_resumed(process_group, rank, world, pa
     by_names = ["--names", "--before", "--resume", names]
     for resumed in (stock(str(script), by_names), run([*command, *by_names])):
         assert resumed["losses"] == pytest.approx(expected, rel=1e-4)
+    sliced = str(path / "sliced.pt")
+    run([*command, "--names", "--sliced", "--out", sliced])
+    of_one, of_all = torch.load(sliced)["optimizer"], torch.load(names)["optimizer"]
+    torch.testing.assert_close(of_one["state"], of_all["state"], rtol=0, atol=0)
 
     alone = str(path / "alone.pt")
     ours = run([*command, "--out", alone])

@@ -113,6 +113,11 @@ class Sharding:
         super().__init__(**arguments_of_ddp(stage, kwargs, self._precision_argument))
         self._sharding = {"stage": stage, **(sharding or {})}
 
+    def makes_on_meta(self, empty_init: bool | None) -> bool:
+        """Only stage 3 gives values to a module that was made on the meta device. In other stages
+        the script does, as with DDP."""
+        return bool(empty_init) and self._sharding["stage"] == 3
+
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Lightning's names of this strategy."""
@@ -231,9 +236,9 @@ class ShardedStrategy(Sharding, DDPStrategy):
 
     @contextlib.contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """With ``empty_init`` modules are made on the meta device, and sharded there."""
+        """With ``empty_init`` stage 3 makes modules on the meta device, and shards them there."""
         with contextlib.ExitStack() as stack:
-            if empty_init:
+            if self.makes_on_meta(empty_init):
                 stack.enter_context(torch.device("meta"))
                 stack.enter_context(self.precision.module_init_context())
             else:

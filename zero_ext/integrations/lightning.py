@@ -74,9 +74,9 @@ class ShardedStrategy(fabric.Sharding, DDPStrategy):
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """With ``empty_init`` modules are made on the meta device, and sharded there."""
+        """With ``empty_init`` stage 3 makes modules on the meta device, and shards them there."""
         with contextlib.ExitStack() as stack:
-            if empty_init:
+            if self.makes_on_meta(empty_init):
                 stack.enter_context(torch.device("meta"))
                 stack.enter_context(self.precision_plugin.tensor_init_context())
             else:

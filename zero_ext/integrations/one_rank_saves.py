@@ -147,10 +147,17 @@ def slices_of(state_dict: Mapping[str, Any]) -> dict[Place, ShardTensor]:
     """What an optimizer's ``state_dict()`` holds that this rank has a part of."""
     return {
         (number, name): value
-        for number, states in state_dict["state"].items()
+        for number, states in _by_number(state_dict).items()
         for name, value in states.items()
         if isinstance(value, ShardTensor)
     }
+
+
+def _by_number(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
+    """Its states by the number of a parameter, which is its place in the groups. torch's
+    ``get_optimizer_state_dict`` has names in place of numbers."""
+    keys = itertools.chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+    return {n: state_dict["state"][key] for n, key in enumerate(keys) if key in state_dict["state"]}
 
 
 def with_whole_states(obj: Any) -> Any:
@@ -158,10 +165,12 @@ def with_whole_states(obj: Any) -> Any:
     if isinstance(obj, Mapping) and isinstance(obj.get("state"), Mapping) and "param_groups" in obj:
         shared = next((each for each in _shared if each.has(obj)), None) if slices_of(obj) else None
         if shared is not None:
-            state = {number: dict(states) for number, states in obj["state"].items()}
+            state = {key: dict(states) for key, states in obj["state"].items()}
+            whole = {**obj, "state": state}
+            states = _by_number(whole)
             for (number, name), part in slices_of(obj).items():
-                state[number][name] = shared.whole((number, name), part)
-            return {**obj, "state": state}
+                states[number][name] = shared.whole((number, name), part)
+            return whole
     if isinstance(obj, dict):
         result = copy.copy(obj)
         result.update((key, with_whole_states(value)) for key, value in obj.items())
