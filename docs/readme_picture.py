@@ -1,6 +1,6 @@
 """Draws docs/readme.svg: bytes of an 8 B model on 8 GPUs by stage, and steps beside peers.
 
-python docs/readme_picture.py
+MATPLOTLIBRC=docs/pictures.mplstyle python docs/readme_picture.py
 """
 
 import json
@@ -18,7 +18,7 @@ from zero_ext import plan
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ROOT / "benchmarks/results/epyc_zen4_2026-11-24"
-PEER, OURS = "#bbbbbb", "#2a9d8f"
+PEER, OURS = "C5", "C0"
 GPU_GIB = 80e9 / 2**30
 PEERS = {  # of a row in the results, with its file
     ("step", "GPT, accumulation 1, stage 2 / DDP"): ("DDP", "stage 2"),
@@ -52,10 +52,10 @@ def draw_bytes(axes: plt.Axes) -> None:
         for stage in range(4)
     ]
     plan.draw(axes, estimates, "GiB", 2**30)
-    axes.axhline(GPU_GIB, color="#c1121f", linewidth=1, linestyle="--")
-    axes.text(3.4, GPU_GIB + 2, "a GPU of 80 GB", ha="right", color="#c1121f", fontsize=9)
+    axes.axhline(GPU_GIB, color="C1", linewidth=1, linestyle="--")
+    axes.text(3.4, GPU_GIB + 2, "a GPU of 80 GB", ha="right", color="C1", fontsize=9)
     axes.set(title="8 B parameters, 8 GPUs, AdamW (estimated)")
-    axes.legend(frameon=False, fontsize=9)
+    axes.legend(fontsize=9)
 
 
 def draw_steps(axes: plt.Axes) -> None:
@@ -77,12 +77,10 @@ def draw_steps(axes: plt.Axes) -> None:
 
 
 def main() -> None:
-    plt.rcParams |= {"svg.hashsalt": "zero_ext", "axes.titlesize": 10, "axes.titleweight": "bold"}
+    plt.rcParams |= {"axes.titlesize": 10, "axes.titleweight": "bold"}
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.7), layout="constrained")
     draw_bytes(left)
     draw_steps(right)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(ROOT / "docs/readme.svg", metadata={"Date": None})
 
 

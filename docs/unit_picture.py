@@ -1,6 +1,6 @@
 """Draws docs/unit.svg: a unit with its slots, ranges, pieces and runs.
 
-python docs/unit_picture.py
+MATPLOTLIBRC=docs/pictures.mplstyle python docs/unit_picture.py
 """
 
 from pathlib import Path
@@ -13,7 +13,9 @@ import matplotlib.pyplot as plt
 ALIGNMENT = 16  # elements
 RANKS = 3
 SLOTS = {"qkv.weight": 150, "ln.weight": 90, "up.weight": 400, "down.weight": 210}
-COLORS = ["#8ecae6", "#ffb703", "#90be6d", "#cdb4db"]
+COLORS = ["C0", "C1", "C2", "C3"]
+INK = "#777c83"
+ON_COLOR = {"color": "white"}
 NOT_DECAYED = {"ln.weight"}  # in another parameter group
 ROW = 0.62
 
@@ -23,7 +25,7 @@ def aligned(numel: int) -> int:
 
 
 def box(axes, begin, end, row, **style):
-    style = {"facecolor": "white", "edgecolor": "black", "linewidth": 1.2} | style
+    style = {"facecolor": "none", "edgecolor": INK, "linewidth": 1.2} | style
     axes.add_patch(plt.Rectangle((begin, row), end - begin, ROW, **style))
 
 
@@ -37,11 +39,10 @@ def title(axes, row, text):
 
 def gap(axes, begin, end, row):
     if end > begin:
-        box(axes, begin, end, row, hatch="/////", edgecolor="#888888", linewidth=0.6)
+        box(axes, begin, end, row, hatch="/////", linewidth=0.6)
 
 
 def main() -> None:
-    plt.rcParams["svg.hashsalt"] = "zero_ext"
     slots, end = {}, 0
     for name, numel in SLOTS.items():
         slots[name] = (end, end + numel)
@@ -61,13 +62,13 @@ def main() -> None:
         after = begin + aligned(end - begin)
         box(axes, begin, end, rows["slots"], facecolor=color)
         gap(axes, end, after, rows["slots"])
-        label(axes, begin, end, rows["slots"], name, fontsize=9)
+        label(axes, begin, end, rows["slots"], name, fontsize=9, **ON_COLOR)
     gap(axes, used, padded, rows["slots"])
 
     runs = 0
     for rank in range(RANKS):
         first, last = rank * range_numel, (rank + 1) * range_numel
-        box(axes, first, last, rows["ranges"], facecolor="#f1f1f1", linewidth=2)
+        box(axes, first, last, rows["ranges"], linewidth=2)
         label(axes, first, last, rows["ranges"], f"range {rank}, held by rank {rank}", fontsize=9)
         run = None  # begin, end, whether it is decayed
         drawn = []
@@ -77,7 +78,7 @@ def main() -> None:
             if a >= b:
                 continue
             box(axes, a, b, rows["pieces"], facecolor=color)
-            label(axes, a, b, rows["pieces"], "piece", fontsize=8)
+            label(axes, a, b, rows["pieces"], "piece", fontsize=8, **ON_COLOR)
             gap(axes, b, c, rows["pieces"])
             decayed = name not in NOT_DECAYED
             if run is not None and run[2] == decayed:
@@ -87,21 +88,27 @@ def main() -> None:
                 run = (a, c, decayed)
         for begin, end, _ in [*drawn, run]:
             runs += 1
-            box(axes, begin, end, rows["runs"], facecolor="#d9d9d9")
+            box(axes, begin, end, rows["runs"])
             label(axes, begin, end, rows["runs"], f"run {runs}", fontsize=8)
     for rank in range(RANKS + 1):
         at = rank * range_numel
-        axes.plot([at, at], [rows["runs"] - 0.12, rows["slots"] + ROW + 0.12], "k--", linewidth=1)
+        axes.plot(
+            [at, at],
+            [rows["runs"] - 0.12, rows["slots"] + ROW + 0.12],
+            "--",
+            color=INK,
+            linewidth=1,
+        )
 
     axes.annotate(
         "",
         (0, rows["slots"] + ROW + 0.3),
         (padded, rows["slots"] + ROW + 0.3),
-        arrowprops={"arrowstyle": "<->"},
+        arrowprops={"arrowstyle": "<->", "color": INK},
     )
     unit = "one unit: 'layers.0', one flat index space"
     axes.text(padded / 2, rows["slots"] + ROW + 0.42, unit, ha="center", fontsize=10)
-    box(axes, 0, 40, 0.2, hatch="/////", edgecolor="#888888", linewidth=0.6)
+    box(axes, 0, 40, 0.2, hatch="/////", linewidth=0.6)
     notes = (
         "gap: holds zeros, so that every slot and range begins at a multiple of 64 bytes\n"
         "run: updated in one call; ln.weight is in another parameter group"

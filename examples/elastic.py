@@ -4,7 +4,7 @@ torchrun --nproc-per-node 3 examples/elastic.py --out runs/3-ranks
 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nproc-per-node 2 --max-restarts 3 \\
     examples/elastic.py --out runs/losing-ranks --lose 60 120 180
 python -m zero_ext.diff runs/3-ranks/log.jsonl runs/losing-ranks/log.jsonl
-python examples/plot_runs.py runs/3-ranks runs/losing-ranks --out elastic.png
+python examples/plot_runs.py runs/3-ranks runs/losing-ranks --out elastic.svg
 """
 
 import argparse

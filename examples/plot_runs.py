@@ -1,13 +1,18 @@
 """Loss curves of several runs in one picture.
 
-python examples/plot_runs.py runs/ddp runs/stage1 runs/stage2 --out docs/loss.png
+python examples/plot_runs.py runs/ddp runs/stage1 runs/stage2 --out loss.svg
+
+For the documentation, with its colors and on no background:
+
+MATPLOTLIBRC=docs/pictures.mplstyle python examples/plot_runs.py runs/stage2 runs/stage2-muon \\
+    --out docs/muon_loss.svg
 
 States in fewer bits, three seeds each:
 
 for states in fp32 int8; do for seed in 0 1 2; do
   torchrun --nproc-per-node 2 examples/train_lm.py --size small --states $states --seed $seed
 done; done
-python examples/plot_runs.py runs/stage2* --out docs/states_loss.png
+python examples/plot_runs.py runs/stage2* --out states_loss.svg
 """
 
 import argparse
