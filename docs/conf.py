@@ -39,6 +39,8 @@ html_additional_pages = {"index": "to_index.html"}
 templates_path = [str(ROOT / "docs/templates")]
 html_static_path = [str(ROOT / "docs/static")]
 html_css_files = ["site.css"]
+# A diff shows lines that go beside those that come.
+copybutton_selector = "div:not(.highlight-diff) > div.highlight > pre"
 html_copy_source = False
 html_show_sphinx = False
 
