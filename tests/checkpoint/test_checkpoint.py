@@ -387,7 +387,8 @@ def test_what_is_saved_meanwhile_is_what_there_was(anywhere, rank, path, stage):
 @pytest.mark.dist
 @pytest.mark.world(min=3)
 def test_some_ranks_save_meanwhile_whatever_groups_each_is_in(rank, world, shared_path):
-    """torch names a group that only its members make by how many groups they know."""
+    """torch names a group that only its members make by how many groups they know, and since 2.15
+    a group of all ranks by how many groups each rank has made."""
     path = shared_path / "checkpoint"
     dist.new_group([0, world - 1])
     some = dist.new_group(list(range(world - 1)))
@@ -398,6 +399,7 @@ def test_some_ranks_save_meanwhile_whatever_groups_each_is_in(rank, world, share
         again = made(mesh, 2, changed(MLP(13)))
         checkpoint.load(path, *again)
         assert_equal(again, run)
+    dist.barrier(dist.new_group())
 
 
 # Errors

@@ -8,13 +8,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.api import CheckpointException
 
 from zero_ext.checkpoint import files
-from zero_ext.ranks.agreement import of_all_ranks
 from zero_ext.ranks.comm_groups import timeout_of
-from zero_ext.ranks.groups import Groups
+from zero_ext.ranks.groups import Groups, make_group
 
 
 class Writer:
@@ -93,17 +91,5 @@ def _apart(groups: Groups) -> Groups:
     if groups.world == 1:
         return groups._replace(parent=None, mesh=None)
     ranks = dist.get_process_group_ranks(groups.parent)
-    # torch names a group of some ranks after these and the number of groups that each is in. Such a
-    # name may be that of an earlier group whose addresses the store still holds.
-    some = len(ranks) < dist.get_world_size()
-    if some:
-        _be_in_equally_many_groups(groups)
-    own = dist.new_group(ranks, timeout_of(groups), "gloo", use_local_synchronization=some)
+    own = make_group(ranks, "gloo", timeout_of(groups))
     return groups._replace(parent=own, mesh=None)
-
-
-def _be_in_equally_many_groups(groups: Groups) -> None:
-    count = len(distributed_c10d._world.pg_names)
-    most = max(of_all_ranks(count, groups, "save(async_=True)"))
-    for _ in range(count, most):
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_ext import _C
 from zero_ext.ranks.collectives import wait_for
-from zero_ext.ranks.groups import Experts, Groups
+from zero_ext.ranks.groups import Experts, Groups, make_group
 
 # How an error of this package begins, with its type.
 _OWN_ERROR = re.compile(r"^\w+: zero_ext( \[rank \d+\])?: ")
@@ -120,9 +120,7 @@ def with_experts(groups: Groups, mesh: DeviceMesh) -> Groups:
             f"places {coordinates}, which are not all as often there. Make all meshes from one "
             "init_device_mesh()."
         )
-    alike = dist.new_group(
-        [groups.global_ranks[place] for place in places], use_local_synchronization=True
-    )
+    alike = make_group([groups.global_ranks[place] for place in places])
     made = DeviceMesh.from_group(alike, groups.device.type)
     return groups._replace(experts=Experts(mesh, made, places))
 

@@ -1,7 +1,9 @@
 """Groups: the ranks that a model is sharded over."""
 
+import datetime
+import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -102,12 +104,37 @@ def resolve(
     return Groups(parent, mesh, dist.get_rank(parent), world, shards or world, device, global_ranks)
 
 
+def make_group(
+    ranks: Sequence[int], backend: str | None = None, timeout: datetime.timedelta | None = None
+) -> dist.ProcessGroup:
+    """A new group of the global ``ranks``. They alone take part, and make such groups in one order.
+
+    torch's ``new_group(use_local_synchronization=True)`` names it by a count: of the groups that
+    each rank has made (torch 2.15), or is in. Ranks may differ in both. Here their store counts.
+    """
+    known = dist.distributed_c10d._world
+    own, store = known.pg_map[dist.group.WORLD]
+    kind, digest = dist.Backend(backend or own), hashlib.sha256(str([*ranks]).encode())
+    name = f"zero_ext/ranks/{digest.hexdigest()[:16]}"
+    group, _ = dist.distributed_c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        [*ranks],
+        kind,
+        store,
+        f"{name}/{(store.add(name, 1) - 1) // len(ranks)}",
+        timeout=timeout or dist.distributed_c10d._get_default_timeout(kind),
+        device_id=dist.group.WORLD.bound_device_id,
+    )
+    known.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
+
+
 def mesh_of_this_rank(device: torch.device) -> DeviceMesh | None:
     """A mesh of this rank alone; None without a process group. No other rank takes part."""
     if not dist.is_initialized():
         return None
-    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    return DeviceMesh.from_group(group, device.type)
+    return DeviceMesh.from_group(make_group([dist.get_rank()]), device.type)
 
 
 def _ranks_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, DeviceMesh, int]:
