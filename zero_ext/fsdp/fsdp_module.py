@@ -34,6 +34,7 @@ def _missing(name: str, reason: str) -> Callable[..., NoReturn]:
 
 
 _REDUCED = "Every backward reduces, and adds to the sum that p.grad shows."
+_Reduced = getattr(torch_fsdp, "GradientReductionHandle", UnshardHandle)  # since torch 2.15
 _MESSAGES = "How messages travel is chosen by zero_ext; results are the same."
 _ORDER = "What is gathered ahead follows the order of the last pass: zero_ext.shard(prefetch_mb=)."
 
@@ -45,7 +46,6 @@ class _Settings:
     set_requires_all_reduce = _without_effect(_REDUCED)
     set_is_last_backward = _without_effect("Every backward ends by itself.")
     set_manual_backward_finalization = _without_effect("Every backward ends by itself.")
-    finalize_backward = _without_effect("Every backward ends by itself.")
     reset_iter_state = _without_effect("A forward or a backward that raised is undone by itself.")
     set_unshard_in_backward = _without_effect("A backward gathers the units that it enters.")
     set_keep_unsharded_storage = _without_effect("Memory of released units is kept for the next.")
@@ -159,6 +159,11 @@ class FSDPModule(_Settings, torch_fsdp.FSDPModule):
         check_fsdp_modules(modules)
 
     set_modules_to_backward_prefetch = set_modules_to_forward_prefetch
+
+    def finalize_backward(self, *, async_op: bool = False) -> Any:
+        """Has no effect. Every backward ends by itself. With ``async_op`` returns an object with
+        ``wait()``, which waits for nothing."""
+        return _Reduced() if async_op else None
 
     def _get_fsdp_state(self) -> NoReturn:
         raise NotImplementedError(
