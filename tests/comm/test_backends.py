@@ -63,6 +63,7 @@ def made(device):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_backend_of_the_extended_api(made, rank, world, device, stage):
     options = SimpleNamespace(_timeout=TIMEOUT, group_name="users", split_from="another", lanes=[7])
+    options.is_high_priority_stream = True
     backends = "cpu:gloo,lagged:nccl-like" if OVER_LCCL else "cpu:nccl-like"
     group = dist.new_group(timeout=TIMEOUT, backend=backends, pg_options=options)
     mesh = DeviceMesh.from_group(group, device.type)
@@ -75,6 +76,7 @@ def test_a_backend_of_the_extended_api(made, rank, world, device, stage):
             assert each.own.timeout == TIMEOUT
             assert own is not options and own.lanes == [7] and own.lanes is not options.lanes
             assert (own._timeout, own.split_from) == (TIMEOUT, None)
+            assert own.is_high_priority_stream
     assert options.group_name == "users" and len({each.name for each in made}) == 3
 
     with comm_groups(find(next(model.parameters()))[0].groups) as comm:
