@@ -1,6 +1,7 @@
 # make install   .venv with torch and the tools, zero_ext built and installed into it (editable)
 # make train     trains a byte-level GPT on two ranks        STAGE=1|2|3  OPTIMIZER=muon  ARGS="--size small ..."
 # make test      quick tests: one rank, 2, and what depends on their number on 3 and 4   make test-all: all
+# make test-torch-2.15.0   quick tests beside another torch, in a copy in build/ with an environment of its own
 # make test-changed   those of the rooms changed since main, and of all rooms above   BASE=commit
 # make mutations   1,000 mutated programs for each stage, against plain PyTorch        PROGRAMS=5000
 # make sanitize  quick tests on one and on two ranks, with the address and undefined behaviour sanitizers
@@ -77,9 +78,15 @@ train: install
 
 # Which tests a segment has is a table in tests/support/segments.py. Each can be made alone: make test-3-ranks
 test: $(SEGMENTS)
-test-all: $(ALL_SEGMENTS)
+test-all: $(ALL_SEGMENTS) test-torch-2.15.0
 $(SEGMENTS) $(ALL_SEGMENTS): install
 	$(PY) tests/support/segments.py $@
+
+# In a copy of what git tracks: the extension in this folder stays the one for this folder's torch.
+test-torch-%:
+	test -e build/torch-$* || git worktree add --force --detach build/torch-$*
+	commit=$$(git stash create) && git -C build/torch-$* checkout --quiet --detach $${commit:-$$(git rev-parse HEAD)}
+	ZERO_EXT_CUDA=0 $(MAKE) -C build/torch-$* test TORCH=torch==$*
 
 # What changed since BASE: by default the last commit that this branch shares with main.
 test-changed: install

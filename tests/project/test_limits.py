@@ -61,7 +61,7 @@ FRAME_WALKERS = {"zero_ext/_warnings.py", "zero_ext/engine/released.py"}
 IMPORTERS_OF_PRIVATE_TORCH = 3
 CLASS_LINES, CLASS_METHODS = 300, 25
 LARGE_CLASSES: set[str] = set()
-MAKEFILE_LINES = 230
+MAKEFILE_LINES = 237  # 7 of them: tests beside another torch
 
 # Objects of these are no objects of ours; the other names are documented by their libraries.
 LIBRARIES = {"F", "clip_grad", "dataclasses", "dist", "nn", "os", "profiler", "sys", "torch"}
