@@ -17,6 +17,7 @@
 
 #include "comm/gather_order.h"
 #include "comm/host_wait.h"
+#include "comm/local/shared_host_transport.h"
 #include "comm/stalled_ranks.h"
 #include "core/errors.h"
 #include "core/interrupts.h"
@@ -335,10 +336,9 @@ void wait_on_host(const c10::Event& event, CollectiveWatch* watch) {
     try {
       return ask();
     } catch (const std::exception& error) {
-      TORCH_CHECK(false, where(state.rank),
-                  "the device has failed, or a collective on it."
-                  " Look for the first error in the ranks' logs. Here: ",
-                  text_of(error));
+      TORCH_CHECK(false, where(state.rank), "the device has failed, or a collective on it.",
+                  SharedHostTransport::dead_peers(),
+                  " Look for the first error in the ranks' logs. Here: ", text_of(error));
     }
   };
   state.raise_if_they_do();

@@ -50,6 +50,8 @@ class LocalPeer {
   Inbox& inbox() { return inbox_; }
   // Copies the bytes of a message; returns what went wrong, or "".
   std::string read(const Record& message, void* into) const;
+  // Its process has ended before it closed anything.
+  bool has_died() const { return board().closed.load() == 0 && !is_alive(); }
   // Why nothing of the peer can be read any more, or "".
   std::string end() const;
   // Why nothing more comes from the peer, or "".

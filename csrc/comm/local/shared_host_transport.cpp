@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
 #include <random>
 #include <set>
 #include <string>
@@ -46,10 +45,6 @@ Introduction introduction_of(const at::Tensor& introductions, int64_t peer) {
   std::memcpy(&introduction, introductions.const_data_ptr<int64_t>() + peer * kIntroduction,
               sizeof(introduction));
   return introduction;
-}
-
-std::string described(const std::string& call) {
-  return call.empty() ? "no call of zero_ext" : call;
 }
 
 void pause() {
@@ -414,27 +409,17 @@ void SharedHostTransport::show_call(const std::string& name) {
   }
 }
 
-std::string SharedHostTransport::call_of(int64_t peer) const {
-  return described(peers_[peer].board().call.read());
-}
-
-std::string SharedHostTransport::calls_of_peers() {
+void SharedHostTransport::for_each_peer(
+    const std::function<void(int64_t, const LocalPeer&)>& visit) {
   Living& living = Living::get();
   const std::lock_guard lock(living.mutex);
-  std::map<int64_t, std::string> calls;  // by rank
   for (const SharedHostTransport* transport : living.all) {
+    const auto& ranks = transport->global_ranks_;
     for (int64_t peer = 0; peer < std::ssize(transport->peers_); ++peer) {
-      if (!transport->reaches(peer)) continue;
-      const auto& ranks = transport->global_ranks_;
-      std::string& call = calls[ranks.empty() ? peer : ranks[peer]];
-      // A transport that the peer has closed shows none; another one may show the call.
-      if (call.empty()) call = transport->peers_[peer].board().call.read();
+      if (transport->reaches(peer))
+        visit(ranks.empty() ? peer : ranks[peer], transport->peers_[peer]);
     }
   }
-  std::string text;
-  for (const auto& [rank, call] : calls)
-    text += c10::str(text.empty() ? "" : ", ", "rank ", rank, " is in ", described(call));
-  return text;
 }
 
 }  // namespace zero_ext

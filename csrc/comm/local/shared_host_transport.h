@@ -111,6 +111,8 @@ class SharedHostTransport : public std::enable_shared_from_this<SharedHostTransp
   static void show_call(const std::string& name);
   // Which calls the peers of all transports are in: a part of a message, "" without peers.
   static std::string calls_of_peers();
+  // Whose processes have ended, of the peers of all transports: a sentence, "" where none has.
+  static std::string dead_peers();
   // How error messages call the ranks; before other threads use this.
   void set_global_ranks(std::vector<int64_t> ranks) { global_ranks_ = std::move(ranks); }
 
@@ -153,6 +155,8 @@ class SharedHostTransport : public std::enable_shared_from_this<SharedHostTransp
   std::string missing_beside(const Transfer& transfer);
 
   struct Living;
+  // Of all transports: `visit` gets a peer that is reached, and its rank as error messages call it.
+  static void for_each_peer(const std::function<void(int64_t, const LocalPeer&)>& visit);
   const int64_t rank_;
   const std::chrono::milliseconds timeout_;
   const pid_t process_ = getpid();

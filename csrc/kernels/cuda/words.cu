@@ -60,8 +60,7 @@ __global__ void await(const uint32_t* words, int32_t count, const uint32_t* numb
     pause();
     word = load_system(words + k);
   }
-  if (tag_of(word) != tag)
-    store_system(shared_failed, static_cast<uint32_t>(odd_word(k)));
+  if (tag_of(word) != tag) store_system(shared_failed, static_cast<uint32_t>(odd_word(k)));
 }
 
 }  // namespace
