@@ -66,6 +66,7 @@ PYTHON_LEVELS = {
     "elastic": 7,
     "fsdp": 7,
     "deepspeed": 7,
+    "__main__": 9,
     "doctor": 8,
     "integrations": 8,
     "testing": 7,
