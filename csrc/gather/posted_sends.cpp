@@ -134,7 +134,9 @@ OutstandingSends PostedSends::take_outstanding() {
     for (auto& posted : entry.posted) outstanding.posted.push_back(std::move(posted));
     entry.posted.clear();
   }
-  if (persist() || post_per_pass()) comm_.begin_shutdown(outstanding.handshake);
+  // Also where nothing is posted: others may still take the notices of backwards.
+  if (persist() || comm_.way().gathers == Gathers::posted)
+    comm_.begin_shutdown(outstanding.handshake);
   return outstanding;
 }
 
