@@ -77,12 +77,12 @@ class Comm : public Agreements {
   // time with the bytes that it then has. `tensor` is contiguous and on the host.
   PostedSend post_send(const at::Tensor& tensor, int64_t to, int64_t tag);
   PostedSend post_persistent_send(const at::Tensor& tensor, int64_t to, int64_t tag);
+  // Where gathers are pulled, nothing is posted, see Note [Pulled gathers]: the current stream copies
+  // what `from` keeps.
   void receive(const at::Tensor& into, int64_t from, int64_t tag, Pending& pending);
   // A part of a persistent send, which begins after `offset` bytes.
   void receive_part(const at::Tensor& into, int64_t from, int64_t tag, int64_t offset,
                     Pending& pending);
-  // Where gathers are pulled, nothing is posted: see Note [Pulled gathers]. What is kept there is
-  // received at once, on the current stream.
 
   // Tells all ranks that this one receives no more posted sends and sends nothing any more.
   // `pending` ends when all ranks have done so.
