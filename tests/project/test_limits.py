@@ -24,8 +24,9 @@ LINES = {
         "fsdp": 1000,  # 30 of them: experts on a mesh of their own
         "integrations": 2070,  # 180 of them: ddp.py; 290: fabric.py; 180: one_rank_saves.py
         "module": 1270,  # 100 of them: policies.py, and casts of outputs; 10: expert_mesh
-        # 20 of them: states of parameters on other meshes; 20: states that ranks load unequally
-        "optim": 4270,
+        # 20 of them: states of parameters on other meshes; 20: states that ranks load unequally;
+        # 10: matrices that a mesh has cut
+        "optim": 4280,
         "ranks": 740,  # 60 of them: which ranks have the same experts; 40: torch 2.15
         "state": 1130,  # 10 of them: parameters beside the model; 140: meshes and pipelines
         # 320 of them: meshes.py, and what else tensors on two meshes need; 50: wrapped.py.

@@ -12,7 +12,7 @@ from parallel_models import local, parts_of
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing import assert_close
 
 import zero_ext
@@ -327,5 +327,9 @@ def test_other_meshes_and_placements_are_rejected(mesh):
     model.extra = torch.nn.Parameter(distribute_tensor(value, ep, [Replicate()]))
     with pytest.raises(TypeError, match=r"'extra' is a DTensor with placements .*plain parameter"):
         zero_ext.shard(model, 2, expert_mesh=ep)
-    del model.extra
+    model.extra = torch.nn.Parameter(
+        distribute_tensor(torch.randn(2 * ep.size(), 7), ep, [Shard(0)])
+    )
     zero_ext.shard(model, 2, expert_mesh=ep)
+    with pytest.raises(TypeError, match=r"Muon needs whole parameters, and 'extra' is .* to AdamW"):
+        zero_ext.optim.Muon([model.extra])

@@ -102,6 +102,32 @@ def test_training_has_the_bits_of_the_plan_alone(mesh, stage, sequence):
     assert all(map(torch.equal, losses, mine))
 
 
+MUON = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@PLANS
+def test_muon_iterates_over_matrices_that_a_plan_has_cut(mesh, stage, sequence):
+    world = mesh["dp"].size()
+
+    def matrices(parameters) -> list[Tensor]:
+        return [p for p in parameters if p.dim() == 2]
+
+    alone = ByPlanAlone(
+        made_parallel(mesh["tp"], sequence=sequence),
+        lambda parameters: torch.optim.Muon(matrices(parameters), **MUON),
+    )
+    model = sharded(mesh, stage, sequence=sequence)
+    optimizer = zero_ext.optim.Muon(matrices(model.parameters()), **MUON, owner_mb=1e-3)
+    for step in range(3):
+        gradients = alone.train(batches(step, world), world)
+        alone.step(gradients)
+        run_backwards(model, mesh, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_parts(model, alone)
+
+
 def _part(whole: Tensor, like: DTensor) -> Tensor:
     for dim, place in enumerate(like.placements):
         if place.is_shard():
@@ -424,8 +450,8 @@ def test_mistakes_with_meshes_are_named(mesh, shared_path):
     cut = mesh["tp"].size() > 1
     matrices = [p for name, p in model.named_parameters() if name.endswith("q.weight")]
     if cut:
-        with pytest.raises(TypeError, match=r"Muon needs whole parameters, and .*q.weight"):
-            zero_ext.optim.Muon(matrices)
+        with pytest.raises(TypeError, match=r"Muon with split=2 needs whole .*q.weight"):
+            zero_ext.optim.Muon(matrices, split=2)
         with pytest.raises(TypeError, match=r"Adafactor needs whole parameters"):
             zero_ext.optim.wrap(torch.optim.Adafactor, model.parameters())
         with pytest.raises(ValueError, match=r"would cut it again.*mesh=mesh\['dp'\]"):

@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch.optim import _muon
 
 from zero_ext.engine.checks import check_positive
+from zero_ext.engine.registry import find
 from zero_ext.optim.core import Core
 from zero_ext.optim.fused import Fused
 from zero_ext.optim.groups import Group, name_in_module
 from zero_ext.optim.owners import OWNER_MB, Owners, Values, Wave
 from zero_ext.optim.states import Layout
 from zero_ext.ranks.owner_plan import newton_schulz_cost
-from zero_ext.tensor.meshes import reject_cut
+from zero_ext.tensor.meshes import Outer, is_cut, is_cut_over, local_of, reject_cut
 
 # Of each element of an owner's matrices: what the iteration takes, and its result.
 _ELEMENT_BYTES = 2 * torch.bfloat16.itemsize
@@ -136,14 +137,20 @@ class Muon(Fused, torch.optim.Muon):
         return core.owners.to_owners(wave, values)
 
     def _iterate(self, i: int, flat: Tensor, group: Group, part_shape: torch.Size) -> Tensor:
-        """The result in the parameter's order of memory, as ``flat`` is."""
-        strides = self.zero_core.handle.engine.strides(i)
+        """The result in the parameter's order of memory, as ``flat`` is. Collective on the other
+        dimensions of a mesh that has cut the parameter."""
+        handle, result = self.zero_core.handle, torch.empty_like(flat)
+        parameter, strides = handle.parameters[i], handle.engine.strides(i)
         settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
-        result, (rows, columns) = torch.empty_like(flat), part_shape
-        shape = rows * group["split"], columns
-        whole = (each.as_strided(shape, strides) for each in (flat, result))
-        for part, place in zip(*(each.split(rows) for each in whole), strict=True):
-            place.copy_(_muon._zeropower_via_newtonschulz(part, *settings))
+        outer = Outer.of(parameter, strides) if is_cut(parameter) else None
+        shape = local_of(parameter).shape
+        parts = [each.as_strided(shape, strides).split(part_shape[0]) for each in (flat, result)]
+        for part, place in zip(*parts, strict=True):  # one where a mesh has cut the matrix
+            whole = part if outer is None else outer.present(part)
+            update = _muon._zeropower_via_newtonschulz(whole, *settings)
+            if outer is not None:
+                update = update.redistribute(placements=outer.spec.placements).to_local()
+            place.copy_(update)
         return result
 
     def _apply(self, updates: Values, stepped: _Stepped) -> None:
@@ -177,7 +184,11 @@ def _part_shape(parameter: Tensor, group: Group) -> torch.Size:
 
 
 def _check_matrix(name: str | None, parameter: Tensor, split: int) -> None:
-    reject_cut("Muon", parameter, name, "Give it to AdamW.")
+    place = find(parameter)
+    if place is not None and is_cut_over(parameter, place[0].groups.expert_mesh):
+        reject_cut("Muon", parameter, name, "Give experts to AdamW.")
+    if split != 1:
+        reject_cut(f"Muon with split={split}", parameter, name, "Leave split at 1 for it.")
     which, shape = "a parameter" if name is None else f"'{name}'", tuple(parameter.shape)
     if len(shape) != 2:
         raise ValueError(

@@ -17,6 +17,11 @@ next step. The ranks tell each other which digests have changed, one byte per pa
 those masters to their owners again. A digest misses a change once in 2^64.
 
 Where every rank holds everything, nothing is sent, and nothing kept.
+
+Note [Owners beside other dimensions]
+Where parameters are DTensors, an owner has its rank's local part of one, and works on it together
+with the owners on the other dimensions of its mesh. So these must have the same owners and waves.
+The ranks there hold other pieces: there, owners depend on costs and on whole sizes alone.
 """
 
 import functools
@@ -106,8 +111,10 @@ class Owners:
         """
         new = [i for i in costs if i not in self._owner]
         if new:
-            self._bounds |= {i: self._handle.engine.bounds(i) for i in new}
-            bounds = [[] if self._handle.replicated else self._bounds[i] for i in new]
+            handle = self._handle
+            self._bounds |= {i: handle.engine.bounds(i) for i in new}
+            anywhere = handle.replicated or handle.across_meshes is not None
+            bounds = [[] if anywhere else self._bounds[i] for i in new]
             owners = owner_plan.assign([costs[i] for i in new], bounds, self.loads)
             self._owner.update(zip(new, owners, strict=True))
 
@@ -124,7 +131,7 @@ class Owners:
         self._held = 0  # also where the last step raised
         if indices != self._planned[0]:
             owners = [self._owner[i] for i in indices]
-            sizes = [self._bounds[i][-1] for i in indices]
+            sizes = [self._handle.parameters[i].numel() for i in indices]
             numbers = owner_plan.waves(sizes, owners, self._limit)
             waves = [self.wave([indices[k] for k in of_wave]) for of_wave in numbers]
             self._planned = indices, waves
