@@ -11,7 +11,7 @@ from unittest import mock
 
 
 def add_script(parser: ArgumentParser) -> None:
-    """What ``run_script`` takes, and what is left for the script: its ``arguments``."""
+    """Add the arguments of ``run_script``. The rest is left to the script, as ``arguments``."""
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module")
     parser.add_argument("script", metavar="SCRIPT")
     parser.add_argument("arguments", nargs="...", metavar="args")

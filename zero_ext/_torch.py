@@ -34,7 +34,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-# What other files use of torch's insides as it is.
+# Private names of torch that other files use unchanged.
 __all__ = [
     "STATES_OF_MODULE",  # where a module has what fully_shard and its like keep of it
     "DTensorSpec",  # what a DTensor is made of: it has no public constructor for uneven slices
@@ -60,7 +60,7 @@ keep_versions = torch.autograd._unsafe_preserve_version_counter
 
 _EXIT_S = 0.05  # a thread needs microseconds, once it runs
 _Function = TypeVar("_Function", bound=Callable)
-# What undoes each change of torch.
+# The calls that undo each change of torch.
 _undo: list[Callable[[], None]] = []
 
 

@@ -7,7 +7,8 @@ import warnings
 
 import torch
 
-# What lies between the user's call and ours. Contexts that decorate a function are in contextlib.
+# Folders of the code between the user's call and ours. Contexts that decorate a function are in
+# contextlib.
 _FOLDERS = [os.path.join(os.path.dirname(file), "") for file in (__file__, torch.__file__)]
 _BETWEEN = (*_FOLDERS, contextlib.__file__)
 

@@ -97,7 +97,7 @@ class GlobalBatches(Sampler[list[int]]):
         if not 0 <= rank < num_replicas:
             raise ValueError(f"zero_ext: there is no rank {rank} among {num_replicas} replicas.")
         self.num_replicas, self.rank, self.seed = num_replicas, rank, seed
-        # What a saved position means something for.
+        # A saved position is valid for these values alone.
         self._of = {"samples": len(dataset), **counts, "shuffle": bool(shuffle), "seed": seed}
         check_count("the length of the dataset", self._of["samples"])
         self.epoch, self.step = 0, 0
@@ -133,13 +133,13 @@ class GlobalBatches(Sampler[list[int]]):
         self.go_to(state_dict["epoch"], state_dict["step"])
 
     def numbers(self, step: int, rank: int | None = None) -> range:
-        """Of the micro-batches in ``step`` of an epoch that a rank has. Default: this one."""
+        """The numbers of a rank's micro-batches in ``step`` of an epoch. Default: this rank."""
         left = -(-self._of["samples"] // self._of["batch_size"]) - step * self._of["micro_batches"]
         rank = self.rank if rank is None else rank
         return range(rank, min(left, self._of["micro_batches"]), self.num_replicas)
 
     def samples(self, step: int, k: int) -> slice:
-        """Of micro-batch ``k`` of a step, in the order of the epoch."""
+        """The samples of micro-batch ``k`` of a step, in the order of the epoch."""
         begin = (step * self._of["micro_batches"] + k) * self._of["batch_size"]
         return slice(begin, begin + self._of["batch_size"])
 
@@ -343,7 +343,7 @@ class _Replays(NamedTuple):
     groups: Groups
 
     def of_step(self, epoch: int, step: int, number: int) -> Replay | None:
-        """That of a step, if one is due and several ranks have equally many micro-batches.
+        """The replay of a step, if it is due and several ranks have equally many micro-batches.
 
         Else a rank would wait here for ranks that still need it in their backwards.
         """

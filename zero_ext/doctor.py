@@ -35,7 +35,7 @@ from zero_ext.ranks.groups import CPU
 _MEASURED_BYTES = 2**26
 _SLOW = 0.25  # of a copy's speed
 _MIB = 2**20
-# What is known of torch's versions, and the drivers that versions of CUDA need.
+# Remarks on torch's versions, and the drivers that versions of CUDA need.
 _TORCH = {
     "2.11": "zero_ext is compiled with it, and tested with 2.13.",
     "2.13": "",
@@ -46,7 +46,7 @@ _DRIVERS = {"12": "525.60", "13": "580.65"}
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of one rank. JSON holds it.
+    """The facts about one rank, in types of JSON.
 
     Attributes:
         system: The kernel that runs it; ``process_space``: where its process number counts.
@@ -149,7 +149,7 @@ def gather(meeting: Meeting) -> Facts:
 
 
 def ask_system(rank: int) -> Facts:
-    """What needs no other rank."""
+    """The facts that need no other rank."""
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     kind = torch.accelerator.current_accelerator(check_available=True)
     devices = torch.accelerator.device_count() if kind else 0
@@ -266,7 +266,7 @@ def _equal_bits(meeting: Meeting, device: torch.device) -> dict[str, bool]:
 
 
 def judge(everyone: Sequence[Facts]) -> list[Finding]:
-    """What is wrong, errors first. ``everyone``: the facts of all ranks, in rank order."""
+    """Errors, then warnings. ``everyone``: the facts of all ranks, in rank order."""
     found: dict[tuple[str, str], set[int]] = {}
     for facts in everyone:
         for check in (_results, _versions, _limits, _speed):

@@ -36,7 +36,7 @@ _CHUNK_NUMEL = 2**22  # of what a device hashes at once, in int64
 
 
 class _Part(NamedTuple):
-    """What this rank holds of a value: ``flat``, 1-D, from element ``first`` on.
+    """This rank's part of a value: ``flat``, 1-D, from element ``first`` on.
 
     ``counted``: whether this rank counts that there is such a value, whatever its elements are.
     ``strides``: of a parameter whose elements do not lie in its own order.
@@ -127,7 +127,7 @@ def _values(named: dict[str, Tensor], groups: Groups) -> Iterator[_Part]:
 
 
 def _part(name: str, kind: str, value: Any, groups: Groups) -> Iterator[_Part]:
-    """What this rank counts of a value: ranks of other replicas, or with copies, count nothing."""
+    """The part of a value that this rank counts: none in other replicas, or with copies."""
     if isinstance(value, DTensor) and (type(value) is DTensor or value.outer is not None):
         raise NotImplementedError(
             f"{groups.where}fingerprint(): '{name}' is a DTensor on another dimension of a mesh, "
@@ -200,7 +200,7 @@ def hash_sums(parts: list[_Part]) -> list[tuple[int, int]]:
 
 
 def sums_by_torch(words: Tensor, key: int, first: int, places: Tensor | None = None) -> Tensor:
-    """What the kernel sums, with torch's operations: int64 [2].
+    """The kernel's two sums by torch's operations: int64 [2].
 
     Args:
         words: int32 or float32, 1-D.
@@ -249,7 +249,7 @@ def _words(flat: Tensor) -> Tensor:
 
 
 def _places(part: _Part) -> Tensor:
-    """Of each word of fp32 values, its place in the parameter's own order: int64."""
+    """The position of each word of fp32 values in the parameter's own order: int64."""
     device = part.flat.device
     own = torch.arange(part.shape.numel(), device=device).view(part.shape)
     stored = torch.empty_strided(part.shape, part.strides, dtype=own.dtype, device=device)

@@ -239,8 +239,8 @@ def reduce_scatter_accumulate_(
     _ops.reduce_scatter_accumulate_(bucket, acc, name, scale, fresh)
 
 
-# What torch.compile and fake tensors need to know: every op writes in place only, and two of its
-# arguments have one size.
+# Facts for torch.compile and fake tensors: every op writes in place only, and two of its arguments
+# have one size.
 
 
 def _size(argument: Tensor | Sequence) -> int:

@@ -28,7 +28,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Traffic(NamedTuple):
-    """What one rank sends in a step of ``accumulation_steps`` backwards with
+    """The traffic of one rank in a step of ``accumulation_steps`` backwards with
     ``reduction="exchange"``.
 
     ``reductions``, ``gathers``: how many, as ``stats`` counts them. ``messages``: to single ranks.
@@ -79,7 +79,7 @@ def _gathers_of_units(plan: Plan, units: Sequence[PlannedUnit]) -> dict[int, int
     trained = [i for unit in units if unit.plan.trainable for i in unit.plan.members]
     first_trained = min(trained, default=-1)
     reached = {unit.block for unit in units if max(unit.plan.members) >= first_trained}
-    # What the forward ends with is kept for the backward, which ends before what is frozen.
+    # The last units of the forward are kept for the backward. It ends before frozen units.
     kept = {k for k, block in enumerate(plan.blocks) if k == 0 or block.root}
     return {id(unit): 2 if unit.block in reached - kept else 1 for unit in units}
 
@@ -147,7 +147,7 @@ def needed_bytes(estimate: dict[str, int]) -> int:
 
 
 class Setting(NamedTuple):
-    """What is asked about a model, beside its stage."""
+    """The question about a model, beside its stage."""
 
     world_size: int
     shards: int
@@ -190,7 +190,7 @@ class Setting(NamedTuple):
         )
 
     def others(self) -> Iterator[tuple[str, "Setting"]]:
-        """What holds less, by its arguments: first what needs no other machine."""
+        """Settings that hold less, by their arguments: first those that need no other machine."""
         if not self.offload:
             yield "--offload", self._replace(offload=True)
         if self.shards < self.world_size:

@@ -73,14 +73,14 @@ class Piece(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """What this rank held, in bytes. ``at``: ms since 1970."""
+    """The bytes that this rank held. ``at``: ms since 1970."""
 
     at: float
     by_kind: dict[str, int]
 
 
 class Profile(NamedTuple):
-    """Of one rank."""
+    """The profile of one rank: its steps, the pieces of their time, samples of its memory."""
 
     steps: list[Event]
     pieces: list[Piece]
@@ -100,7 +100,7 @@ class Profile(NamedTuple):
 
 
 def read(trace: Path) -> list[Event]:
-    """Of the thread that has the steps, and of that of the backwards, for which it waits."""
+    """The events of the thread with the steps, and of the backwards' thread that it waits for."""
     content = json.loads(trace.read_text())
     found = [e for e in content["traceEvents"] if e.get("cat") in ("cpu_op", "user_annotation")]
     threads = {e["tid"] for e in found if e["name"].startswith((STEP, BACKWARD))}
@@ -148,7 +148,7 @@ def analyse(events: Sequence[Event], samples: Sequence[Sample]) -> Profile:
 
 
 def _piece(stack: Sequence[Event], begin: float, end: float) -> Piece:
-    """Of the innermost range; the unit and what is waited for are those of ranges around it."""
+    """The time between two events: of the innermost range, its unit, and the awaited rank."""
     ours = [event for event in reversed(stack) if event.name.startswith(OURS)]
     of_units = (e.of for e in ours if not e.name.startswith(WITHOUT_UNIT))
     waits = (e.of for e in ours if e.name.startswith(f"{OURS}wait "))
@@ -220,7 +220,7 @@ def _draw_time(axes: Any, profiles: Sequence[Profile], ranks: Sequence[str]) -> 
 
 
 def _draw_memory(axes: Any, profiles: Sequence[Profile]) -> None:
-    """Of the last step, on the rank that holds most."""
+    """Draw the memory in the last step, of the rank that holds most."""
     rank = max(range(len(profiles)), key=lambda rank: peak_of(profiles[rank]))
     begin = profiles[rank].steps[-1].begin
     samples = [sample for sample in profiles[rank].samples if sample.at >= begin]

@@ -1,5 +1,4 @@
-"""What a loop logs: ``metrics`` for loggers, and ``TrainingLog``, which ``python -m zero_ext.diff``
-compares."""
+"""Logs of a loop: ``metrics`` for loggers, and ``TrainingLog`` for ``python -m zero_ext.diff``."""
 
 import json
 import os
@@ -23,7 +22,7 @@ _WAITED = "waited_us_"
 
 
 class _Copy(NamedTuple):
-    """Of a number that a device computes. ``value`` holds it when ``arrived`` has come."""
+    """A copy of a number that a device computes. ``value`` holds it when ``arrived`` has come."""
 
     value: Tensor
     arrived: torch.Event

@@ -174,7 +174,7 @@ def _unpickled(
 def _own_keys(
     objects: dict[str, Any], entries: dict[str, Any], groups: Groups | None, path: Path
 ) -> dict[str, str]:
-    """What this rank reads in place of rank 0's values."""
+    """The keys that this rank reads in place of rank 0's."""
     if groups is None:
         return {}
     ranks = objects.get("ranks")

@@ -94,7 +94,7 @@ def _check_that_it_is_shared(incomplete: Path, groups: Groups) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _DigestedResult(WriteResult):
-    """What a rank tells rank 0 of an entry that it has written."""
+    """A rank's report to rank 0 about an entry that it has written."""
 
     digests: tuple[int, ...] = ()
 

@@ -200,7 +200,7 @@ def refuse_to_replace(path: Path) -> None:
 
 
 def _why_none(path: Path) -> str:
-    """What is at ``path`` instead of a checkpoint, and what to do."""
+    """The error about the file or folder at ``path`` that is no checkpoint, with a remedy."""
     if path.is_file():
         if is_checkpoint(path.parent):
             return f"'{path}' is a file of a checkpoint. Pass its folder '{path.parent}'."

@@ -159,7 +159,7 @@ def load_contents(
             objects = {}
         values = {contents.keys[name]: target_for(of_model.tensors[name]) for name in names}
         objects |= {name: contents.objects[name] for name in objects.keys() & contents.objects}
-        # What torch has written is read into what there is, part by part.
+        # Objects that torch has written are read into the present ones, part by part.
         templates = {contents.keys[n]: objects[n] for n in objects.keys() - contents.objects}
         saved = SavedOptimizer.all_of(contents, optimizers, of_model)
         for each in saved:

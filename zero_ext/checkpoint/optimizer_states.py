@@ -108,7 +108,7 @@ class _Saved(NamedTuple):
 
 
 class SavedOptimizer:
-    """What a checkpoint has of an optimizer, by the names that parameters have in the model here.
+    """A checkpoint's states of an optimizer, by the names that parameters have in the model here.
 
     Raises:
         ValueError: its groups have other parameters than those of ``optimizer``.
@@ -200,7 +200,7 @@ class SavedOptimizer:
         return not (frozen and isinstance(self._optimizer, Sharded))
 
     def targets(self) -> dict[str, Tensor]:
-        """What the tensors are to be read into, by key: this rank's part of each."""
+        """The tensors to read into, by key: this rank's part of each."""
         targets, metadata = {}, self._contents.tensors
         for names, group in zip(self._names, self._optimizer.param_groups, strict=True):
             for name, parameter in zip(names, group["params"], strict=True):

@@ -1,4 +1,4 @@
-"""What is no tensor in a checkpoint, read without running code unless the user asks for it."""
+"""Objects in a checkpoint, beside tensors: read without running code unless the user allows it."""
 
 import io
 import pickle
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
-# What the metadata of torch.distributed.checkpoint consists of.
+# The classes in the metadata of torch.distributed.checkpoint.
 _METADATA_CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
@@ -59,7 +59,7 @@ def metadata_of(data: bytes, path: Path) -> Metadata:
 
 
 def kind_of(error: pickle.UnpicklingError) -> str:
-    """What torch has found that is more than tensors and plain containers."""
+    """The objects that torch has rejected, beside tensors and plain containers."""
     found = str(error).partition("GLOBAL ")[2].split(" ")[0]
     return f"objects of {found}" if found else "objects"
 
@@ -99,7 +99,7 @@ def _check_pickles(key: Any, value: Any) -> None:
 
 
 def unpickled(data: io.BytesIO, what: str, allow_pickle: bool, place: str | None = None) -> Any:
-    """What ``torch.save`` has written; ``what`` names it in messages.
+    """The object that ``torch.save`` has written; ``what`` names it in messages.
 
     Raises:
         ValueError: it is more than tensors and plain containers, and ``allow_pickle`` is False.

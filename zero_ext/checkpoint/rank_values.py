@@ -62,7 +62,7 @@ class RankValues:
         self._digests = [digest_of(value) for value in self._values.values()]
 
     def own(self) -> dict[str, Any]:
-        """What this rank writes beside rank 0's values, by its own keys. Collective."""
+        """The values that this rank writes beside rank 0's, by its own keys. Collective."""
         if self._groups.world == 1:
             return {}
         what = "save() of a checkpoint"
@@ -78,7 +78,7 @@ class RankValues:
 
 
 def _name(key: str) -> str:
-    """Of the model's entry that a value belongs to."""
+    """The name of the model's entry that a value belongs to."""
     if key.startswith("model."):
         return key.removeprefix("model.")
     return key.removeprefix("optimizer.state.").rpartition(".")[0]
@@ -89,7 +89,7 @@ def _is_tensor(key: str, value: Any) -> bool:
 
 
 def digest_of(value: Any) -> int:
-    """The same for equal values, on every rank and device."""
+    """A number that is equal for equal values, on every rank and device."""
     return _C.digest(repr(_described(value)).encode())
 
 

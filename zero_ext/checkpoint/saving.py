@@ -135,7 +135,7 @@ def held_state(
     groups: Groups,
     left_out: Collection[str] = (),
 ) -> tuple[ModelState, dict[str, Any], dict[str, Any]]:
-    """What this rank holds: the model's names, values by key, and what is no tensor."""
+    """The model's names, this rank's values by key, and its objects that are no tensors."""
     of_model = ModelState.of(model, optimizers)
     state: dict[str, Any] = {
         f"model.{n}": held_value(v) for n, v in of_model.tensors.items() if n not in left_out

@@ -87,7 +87,7 @@ def writer_of(groups: Groups) -> Writer:
 
 
 def _apart(groups: Groups) -> Groups:
-    """The same ranks with a process group of their own. Collective."""
+    """``groups`` with a process group of its own, of the same ranks. Collective."""
     if groups.world == 1:
         return groups._replace(parent=None, mesh=None)
     ranks = dist.get_process_group_ranks(groups.parent)

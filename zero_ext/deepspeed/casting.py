@@ -9,7 +9,7 @@ from torch import nn
 from zero_ext._warnings import warn
 from zero_ext.deepspeed.config import Config
 
-# What is computed with. Others, such as fp8, store quantised values and are never cast.
+# The dtypes of computations. Others, such as fp8, store quantised values and are never cast.
 COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -42,7 +42,7 @@ def _kept_in_fp32(model: nn.Module, settings: Config) -> set[int]:
 
 
 def _transformers_lists(module: nn.Module, settings: Config) -> set[str]:
-    """What a class of Transformers wants to keep in fp32."""
+    """The parts that a class of Transformers keeps in fp32."""
     lists = ["_keep_in_fp32_modules_strict"]
     if settings.dtype == torch.float16:
         lists.append("_keep_in_fp32_modules")
@@ -50,7 +50,7 @@ def _transformers_lists(module: nn.Module, settings: Config) -> set[str]:
 
 
 def autocasting(settings: Config, device: torch.device) -> contextlib.AbstractContextManager:
-    """What a forward of the engine runs in."""
+    """The context of the engine's forwards."""
     if settings.autocast is not None:
         return torch.autocast(device.type, settings.autocast)
     if not torch.is_autocast_enabled(device.type):

@@ -107,7 +107,7 @@ class EngineSettings:
         return asdict(self.settings)
 
     def get_mom(self) -> list[Any]:
-        """Of each group: ``momentum`` or ``betas``, 0.0 where it has neither."""
+        """``momentum`` or ``betas`` of each group, 0.0 where it has neither."""
         self._needs_optimizer("get_mom()")
         groups = self.optimizer.param_groups
         return [group.get("momentum", group.get("betas", 0.0)) for group in groups]

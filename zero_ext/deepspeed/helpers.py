@@ -26,7 +26,7 @@ class ZeroStageEnum(enum.IntEnum):
 
 
 class OffloadStateTypeEnum(str, enum.Enum):
-    """What ``engine.offload_states(include=)`` takes."""
+    """Values of ``engine.offload_states(include=)``."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"

@@ -144,8 +144,8 @@ def _normalised(matrix: Tensor) -> Tensor:
 
 
 def _iterated_on_gram(wide: Tensor) -> Tensor:
-    """The same iterations, of which each multiplies from the left with a polynomial of the Gram
-    matrix. The product of these meets the wide matrix twice only (Dao 2026)."""
+    """The iterations by polynomials of the Gram matrix, which multiply from the left. Their product
+    meets the wide matrix twice only (Dao 2026)."""
     a, b, c = _COEFFICIENTS
     eye = torch.eye(wide.shape[-2], dtype=wide.dtype, device=wide.device)
     for begin, end in itertools.pairwise((0, _RESTART, _ITERATIONS)):
@@ -160,7 +160,7 @@ def _iterated_on_gram(wide: Tensor) -> Tensor:
     return wide
 
 
-# Which parameter gets which
+# The optimizer of each parameter
 
 
 def muon_and_adam(model: nn.Module, parameters: Iterable) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ _ELSEWHERE = {
 }
 _MEMORY = "Call zero_ext.estimate_memory, or run python -m zero_ext.plan."
 _NO_OTHER_PARALLELISM = "There is data parallelism alone here."
-# What is not here: a module, one of its names, or a name of the package, and what to use.
+# Missing modules and names, with the remedy for each.
 _ABSENT = {
     "PipelineModule": _NO_OTHER_PARALLELISM,
     "autotuning": _MEMORY,
@@ -76,7 +76,7 @@ _BELOW = (
 
 
 def way_without(path: str) -> str | None:
-    """What to use in the place of a module or a name that is not here."""
+    """The remedy for a missing module or name; None: it is not known."""
     while path and path not in _ABSENT:
         path = path.rpartition(".")[0]
     return _ABSENT.get(path)

@@ -49,7 +49,7 @@ _OURS = {**dict.fromkeys(_LIONS, Lion), "lamb": Lamb, "fusedlamb": Lamb, "muon":
 
 
 class Named(NamedTuple):
-    """What a section says by ``type`` and ``params``."""
+    """The optimizer that a section names by ``type`` and ``params``."""
 
     kind: type
     arguments: dict[str, Any]

@@ -1,4 +1,4 @@
-"""What DeepSpeed's optimizers in torch have in common: a step for each parameter by itself."""
+"""The base of DeepSpeed's optimizers in torch: a step for each parameter by itself."""
 
 from typing import Any
 

@@ -85,7 +85,7 @@ def count(default: int | None) -> Reader:
 
 
 def choice(meanings: dict[str, Any], default: Any = None, problem: str | None = None) -> Reader:
-    """What each name means, in small letters or capitals."""
+    """Read a name, in small letters or capitals, as its meaning."""
     return Reader(
         lambda value: _is_text(value) and value.lower() in meanings,
         problem or f": choose {' or '.join(repr(each) for each in meanings)}.",

@@ -37,7 +37,7 @@ _ANY_FILE = re.compile(r".*(_optim|_model)_states\.pt")
 _SETTINGS = (
     "lr initial_lr betas eps weight_decay momentum dampening nesterov amsgrad maximize".split()
 )
-# What is in the model's file beside the ``client_state``.
+# The entries of the model's file beside the ``client_state``.
 _OWN_ENTRIES = frozenset(
     "module buffer_names optimizer param_shapes frozen_param_shapes shared_params "
     "frozen_param_fragments lr_scheduler data_sampler random_ltd sparse_tensor_module_names "
@@ -82,7 +82,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def opened(path: Path) -> Contents | None:
-    """What is in a checkpoint; None if DeepSpeed has not written it.
+    """The contents of a checkpoint; None if DeepSpeed has not written it.
 
     Raises:
         ValueError: files are missing, are those of tensor, pipeline or expert parallelism, or hold
@@ -119,7 +119,7 @@ class _Value(NamedTuple):
         return TensorStorageMetadata(TensorProperties(self.parts[0].dtype), self.shape, [whole])
 
     def read_into(self, target: Tensor) -> None:
-        """Of a sharded tensor this rank's parts."""
+        """This rank's parts of a sharded tensor."""
         whole = torch.cat(self.parts)[: self.shape.numel()].view(self.shape)
         if not isinstance(target, DTensor):
             target.copy_(whole.view(target.shape))

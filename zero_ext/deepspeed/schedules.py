@@ -49,11 +49,11 @@ class Schedule(LRScheduler):
         return self.last_batch_iteration
 
     def get_lr(self) -> list[float]:
-        """Of each group, at the present iteration."""
+        """The learning rate of each group, at the present iteration."""
         raise NotImplementedError
 
     def get_last_lr(self) -> list[float]:
-        """What was set last."""
+        """The learning rates that were set last."""
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:

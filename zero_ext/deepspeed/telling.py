@@ -1,4 +1,4 @@
-"""What DeepSpeed's optimizers tell of their loss scale and of their last step."""
+"""The attributes of DeepSpeed's optimizers about their loss scale and their last step."""
 
 import functools
 from weakref import WeakKeyDictionary

@@ -9,7 +9,7 @@ from zero_ext.deepspeed.readers import Reader, is_auto
 
 
 class Values:
-    """What the keys of a configuration say, by path: ``values["fp16.loss_scale"]``.
+    """The values of a configuration, by path: ``values["fp16.loss_scale"]``.
 
     A key that is left out or wrong has its default. So have those of a section that is not enabled.
 

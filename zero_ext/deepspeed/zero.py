@@ -59,7 +59,7 @@ def GatheredParameters(  # noqa: N802 - DeepSpeed's name
 
 @contextlib.contextmanager
 def _gathered_by_engines(unique: list[Tensor], modifier_rank: int | None) -> Iterator[None]:
-    """Those of sharded modules, and plain ones."""
+    """Gather parameters of sharded modules, and plain ones."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     released = {id(p): p.data for p in unique if _is_released(p)}
     whole = {id(p): full_value(p).clone() for p in unique if id(p) in released}

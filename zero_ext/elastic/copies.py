@@ -54,7 +54,7 @@ def _aligned(size: int, to: int = _ALIGNMENT) -> int:
 
 
 def _flat(key: str, value: Tensor) -> Tensor:
-    """What this rank has of a value, 1-D.
+    """This rank's elements of a value, 1-D.
 
     Raises:
         TypeError: it is of a class of tensors whose memory is not known.
@@ -73,7 +73,7 @@ def _flat(key: str, value: Tensor) -> Tensor:
 
 
 def dense_strides(value: Tensor) -> tuple[int, ...]:
-    """Those of its elements in a copy."""
+    """The strides of a value's elements in a copy."""
     return value.stride() if isinstance(value, ShardTensor) else torch.empty_like(value).stride()
 
 
@@ -93,7 +93,7 @@ def _entries_in(index: bytes) -> list[Entry]:
 
 
 class CopyName(NamedTuple):
-    """Of a file: the meeting of ranks that it belongs to, the rank there, and the turn."""
+    """The meeting of ranks that a file belongs to, its rank there, and the turn."""
 
     era: str
     rank: int
@@ -121,7 +121,7 @@ class CopyFile:
         self._path = path
         self._mapped: Any = None
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # the same bytes
-        # Of the last copy. They change when the optimizer or its states do.
+        # The entries of the last copy. They change when the optimizer or its states do.
         self._values: list[tuple[str, int, torch.dtype]] = []
         self._index, self._targets = b"", []
 
@@ -207,14 +207,14 @@ class Copy:
         self.entries = {entry.key: entry for entry in found}
 
     def elements(self, key: str, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
-        """Those of ``[begin, end)`` that it has, 1-D, and the place of their first one."""
+        """The copied elements in ``[begin, end)``, 1-D, and the position of the first one."""
         entry = self.entries[key]
         first, last = max(begin, entry.first), min(end, entry.first + entry.numel)
         if first < last:
             yield first, _values_of(self._values, entry)[first - entry.first : last - entry.first]
 
     def whole_values(self) -> Iterator[tuple[str, Tensor]]:
-        """Those that each rank has whole, 1-D."""
+        """The values that each rank has whole, 1-D."""
         for key, entry in self.entries.items():
             if entry.whole:
                 yield key, _values_of(self._values, entry)

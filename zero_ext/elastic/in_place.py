@@ -35,7 +35,7 @@ class NewRound(BaseException):
 
 
 class Members:
-    """What one process knows of the rounds."""
+    """The rounds as one process knows them."""
 
     def __init__(
         self, store: dist.Store, run_id: str, min_ranks: int, settle_s: float, answer_s: float
@@ -109,7 +109,7 @@ _current: ContextVar[Members | None] = ContextVar("members", default=None)
 
 
 def current_members() -> Members | None:
-    """Those of the ``train_in_place`` that this code runs in."""
+    """The members of the ``train_in_place`` that this code runs in."""
     return _current.get()
 
 

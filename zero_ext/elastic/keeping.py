@@ -17,7 +17,8 @@ from zero_ext.ranks.groups import Groups
 
 
 class Partners(NamedTuple):
-    """Of one rank: the rank on the next host that keeps its copies, and those whose it keeps."""
+    """``buddy``: the rank on the next host that keeps this rank's copies. ``sources``: the ranks
+    whose copies this rank keeps."""
 
     buddy: int | None
     sources: tuple[int, ...]

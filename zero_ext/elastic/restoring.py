@@ -1,4 +1,4 @@
-"""Which step has whole copies somewhere, and its values, for any number of ranks."""
+"""The newest step with whole copies somewhere, and its values, for any number of ranks."""
 
 import io
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def from_all_ranks(value: Any, groups: Groups) -> list[Any]:
 
 
 class Copies(NamedTuple):
-    """Those of one step, of all ranks that have made it.
+    """The copies of one step, of all ranks that have made it.
 
     Attributes:
         world: The number of ranks that have made it.
@@ -47,7 +47,7 @@ class Copies(NamedTuple):
 def newest_copies(
     folder: Path, model: ModelState, hosts: list[Any], groups: Groups
 ) -> Copies | None:
-    """Those of the newest step of which every rank's copy is whole on some host. Collective.
+    """The copies of the newest step whose copy is whole for every rank on some host. Collective.
 
     Args:
         hosts: Of each rank. Ranks of one host have the same ``folder``.
@@ -181,7 +181,7 @@ class _Reader:
                         yield key, first, values
 
     def _received(self, wanted: list[_Wanted]) -> Iterator[tuple[str, int, Tensor]]:
-        """What lies in the memory of other hosts. Collective."""
+        """The wanted elements from the memory of other hosts. Collective."""
         groups, readers = self._groups, self._copies.readers
         everyone = of_all_ranks(wanted, groups, _WHAT)
         # The first reader of a copy serves the ranks that cannot read it.
@@ -214,7 +214,7 @@ class _Reader:
 
 
 def contents_of(copies: Copies, peers: dist.ProcessGroup | None, groups: Groups) -> Contents:
-    """What ``copies`` hold, as ``checkpoint.load`` sees it. Collective."""
+    """The values of ``copies`` in the form that ``checkpoint.load`` reads. Collective."""
     same = copies.world == groups.world
     source = groups.rank if same else 0
     serves = {q: c for q, c in copies.readable.items() if copies.readers[q][0] == groups.rank}

@@ -287,7 +287,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _host_of(folder: Path) -> str:
-    """What only the ranks know that share ``folder``."""
+    """A name that is equal on all ranks that share ``folder``, and on no other."""
     own, common = folder / f"{secrets.token_hex(8)}.host", folder / "host"
     own.write_text(own.stem)
     try:

@@ -12,7 +12,7 @@ from torch import nn
 
 
 class Carried:
-    """What a sharded module carries in its attributes and hooks.
+    """The library's objects in a sharded module's attributes and hooks.
 
     A copy of a sharded module is a plain module without it, and so is an unpickled one: see
     ``module/plain_copies.py``. Where a class copies its attributes by itself, the copy has in this

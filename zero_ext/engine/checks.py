@@ -1,4 +1,4 @@
-"""Which parameters and buffers can be sharded. Nothing has changed when a check raises."""
+"""Checks of parameters and buffers before they are sharded. A check that raises changes nothing."""
 
 import itertools
 import math
@@ -94,7 +94,7 @@ def is_ignored(parameter: Tensor) -> bool:
 
 
 def describe(*parameters: tuple[str, Tensor]) -> list[str]:
-    """What ranks must agree on."""
+    """A line for each parameter: the facts that ranks must agree on."""
     return [
         f"{name} {tuple(p.shape)} {p.dtype} {'trainable' if p.requires_grad else 'frozen'}"
         + ("" if type(p) is nn.Parameter else f" {type(p).__name__}")

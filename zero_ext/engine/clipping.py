@@ -69,7 +69,7 @@ def _total_norm(tensors, norm_type=2.0, error_if_nonfinite=False, foreach=None) 
 
 
 def _norm_of_norms(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
-    """In fp64, so that the number of ranks does not show in fp32. As torch's in all else."""
+    """The norm in fp64, so that its fp32 value does not depend on the number of ranks."""
     held = [t for t in tensors if t.numel()]  # torch has no infinity norm of nothing
     if not held:
         return torch.zeros((), device=tensors[0].device)
@@ -202,7 +202,7 @@ def clip_by_norm(
     error_if_nonfinite: bool,
     foreach: bool | None,
 ) -> Tensor:
-    """What torch's ``clip_grad_norm_`` does. Collective."""
+    """Stand in for torch's ``clip_grad_norm_``. Collective."""
     norm = _norm_in_one_message(parameters) if float(norm_type) == 2 else None
     if norm is None:
         _meet(parameters, "clip_grad_norm_()")

@@ -69,9 +69,9 @@ class Handle:
         self.options = options
         # Whether every rank holds all of the optimizer's state: stage 0, or replicas of one rank.
         self.replicated = groups.shards == 1 or options.stage == 0
-        # By their indices in the engine, which holds them, too.
+        # By index in the engine, which holds the parameters, too.
         self.parameters: list[Tensor] = []
-        # The same and their indices, by id. Also those that were on the meta device.
+        # Parameters and indices, by id. Also the parameters that were on the meta device.
         self.entries: dict[int, tuple[Tensor, int]] = {}
         self.low_precision: dict[int, LowPrecision] = {}  # by their parameters' indices
         self.ignored: Sequence[Tensor] = ()  # what ``shard(ignored_params=)`` has left alone
@@ -263,14 +263,14 @@ class Handle:
         if keep_writes or not self.engine.serves_one_alone:
             self.engine.wait_for_shards()
 
-    # What a parameter's values look like
+    # Views of a parameter's values
 
     def holds(self, parameter: Tensor) -> bool:
         return id(parameter) in self.entries
 
     @functools.cached_property
     def _makers(self) -> dict[bool, shard_tensor.Maker]:
-        """Of parameters that all ranks hold together, and of experts."""
+        """The makers for parameters that all ranks hold together, and for experts."""
         experts, ranks = self.groups.experts, self.groups.global_ranks
         makers = {False: shard_tensor.Maker(self.groups.mesh, ranks)}
         if experts is not None:
@@ -311,8 +311,8 @@ class Handle:
         self.engine.write_parameter(i, meshes.local_of(part))
 
     def _show_gradient(self, i: int, local: Tensor) -> tuple[Tensor, _C.Edits | None]:
-        """What ``.grad`` is: this rank's slice of the sum, in the parameter's shape; and what is
-        mixed into it."""
+        """The tensor for ``.grad``: this rank's slice of the sum, in the parameter's shape; and the
+        edits mixed into it."""
         parameter = self.parameters[i]
         with torch.inference_mode(False), torch.no_grad():
             view = self.as_parameter(local, i, parameter)
@@ -368,7 +368,7 @@ def _check_equal_values(handle: Handle, plain: Named) -> None:
 
 
 def _check_equal_gradients(of_handle: weakref.ref[Handle]) -> None:
-    """The same of gradients, which nothing sums over the other dimensions."""
+    """Raise where gradients differ that nothing sums over the other dimensions. Collective."""
     handle = of_handle()
     none = torch.zeros((), device=handle.groups.device)
     plain = [i for i, p in enumerate(handle.parameters) if type(p) is not DTensor]
@@ -414,7 +414,7 @@ def _make_unit(
 
 
 def _average(handle: Handle, i: int, gradient: Tensor | None) -> Tensor | None:
-    """What a reduction makes of each rank's ``gradient``; None where no rank has one."""
+    """The average of the ranks' ``gradient``; None where no rank has one. Collective."""
     groups, divisor = handle.groups, handle.engine.gradient_divisor
     if handle.across_meshes is not None and gradient is not None:
         gradient = handle.across_meshes.local_gradient(i, gradient)

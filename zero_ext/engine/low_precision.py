@@ -1,5 +1,5 @@
-"""What forwards and backwards see in the place of a parameter whose class has FSDP2's hooks around
-a gather: float8 weights, for example.
+"""Parameters whose class has FSDP2's hooks around a gather, such as float8 weights: the tensors
+that forwards and backwards use in their place.
 
 Note [Low-precision parameters]
 The parameter is gathered as any other, in the dtype of its unit. When a use begins, its class makes

@@ -1,4 +1,4 @@
-"""What a sharded model holds (``stats``), and what it would hold (``estimate_memory``)."""
+"""The memory of a sharded model: measured (``stats``), and planned (``estimate_memory``)."""
 
 import dataclasses
 from collections import Counter
@@ -51,7 +51,7 @@ def stats(sharded) -> dict[str, int]:
 
 
 def bytes_by_kind(handle: Handle) -> dict[str, int]:
-    """What the engine of ``handle`` holds now on this rank, and not in host memory instead."""
+    """The bytes that the engine of ``handle`` holds on this rank's device now, by kind."""
     held = handle.engine.stats()
     whole = held["bytes_full"]
     gathered = whole if handle.options.stage == 3 and not handle.replicated else 0
@@ -206,8 +206,8 @@ def _device_of(module: nn.Module, device: torch.device | str | None) -> torch.de
 
 
 class PlannedUnit(NamedTuple):
-    """What the memory of one unit follows from. ``block``: see ``Part``. ``options``: what they are
-    on the unit's device. ``direct``: the other ranks read it in place."""
+    """The facts that give one unit's memory. ``block``: see ``Part``. ``options``: on the unit's
+    device. ``direct``: the other ranks read it in place."""
 
     plan: UnitPlan
     block: int | None
@@ -226,7 +226,7 @@ class PlannedUnit(NamedTuple):
         return self.layout.range_numel
 
     def state_bytes(self, state_dtype: str | None) -> int:
-        """Of both moments, if there are any."""
+        """The bytes of both moments, if there are any."""
         if state_dtype != "int8":
             return 2 * self.range_numel * {"fp32": _FP32_BYTES, "bf16": 2, None: 0}[state_dtype]
         held: Counter[int] = Counter()  # bytes by range
@@ -240,7 +240,7 @@ class PlannedUnit(NamedTuple):
 
     @property
     def has_copy_on_host(self) -> bool:
-        """Of its range, which an offloaded update works on."""
+        """Whether the host has a copy of the unit's range, for an offloaded update."""
         return self.plan.trainable and self.options.offloads and self.home != "host"
 
     @property
@@ -312,7 +312,7 @@ def _persistent_bytes(
 
 
 def _owner_bytes(units: Sequence[PlannedUnit]) -> int:
-    """Of masters that the owner of most elements keeps. See Note [Kept masters]."""
+    """The bytes of masters at the owner of most elements. See Note [Kept masters]."""
     trained = [unit for unit in units if unit.plan.trainable]
     if not trained or trained[0].layout.ranges == 1:  # every rank holds all of them
         return 0

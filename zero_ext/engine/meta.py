@@ -58,7 +58,7 @@ class MetaModules:
         return new | parts
 
     def _put(self, twins: dict[int, nn.Parameter]) -> list[nn.Module]:
-        """In place of the parameters with these ids. Returns the modules that have some."""
+        """Replace the parameters with these ids. Returns the modules that have some."""
         found = []
         for module in self._modules:
             mine = [(k, p) for k, p in module._parameters.items() if id(p) in twins]
@@ -104,7 +104,7 @@ def _hidden(module: nn.Module, new: set[int]):
 
 
 def _with_memory(parameter: Tensor, device: torch.device) -> nn.Parameter:
-    """Of a DTensor whole and plain: all ranks of its mesh draw the same values, and cut them."""
+    """A parameter with memory; a whole, plain one for a DTensor, whose ranks cut equal values."""
     if isinstance(parameter, DTensor):
         whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         return nn.Parameter(whole, requires_grad=parameter.requires_grad)

@@ -29,7 +29,7 @@ class ParametersOffloadPolicy(CPUOffloadPolicy):
     ones are gathered from their masters, which the update needs on the device."""
 
 
-# What ``shard(reshard_after_forward=)`` takes: one answer, or a function of a name and a module.
+# Values of ``shard(reshard_after_forward=)``: one answer, or a function of a name and a module.
 ReshardChoice = bool | Callable[[str, nn.Module], bool]
 _POLICIES = (OffloadPolicy, CPUOffloadPolicy, StatesOffloadPolicy, ParametersOffloadPolicy)
 
@@ -133,7 +133,7 @@ class ShardingOptions:
         return self.stage == 3 and type(self.offload_policy) in kinds
 
     def describe(self, groups: Groups) -> list[str]:
-        """What ranks must agree on, a line for each setting."""
+        """A line for each setting that ranks must agree on."""
         agreed = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _OWN}
         agreed |= {"offload": self.offloads, "offload_parameters": self.offloads_parameters}
         return [f"{name}={value}" for name, value in (*agreed.items(), ("shards", groups.shards))]

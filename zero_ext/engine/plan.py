@@ -61,7 +61,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What sharding makes of parameters, which it names by their indices.
+    """The units and dtypes of a sharded module. It names parameters by their indices.
 
     Args:
         parameters: What is sharded, in registration order.
@@ -216,8 +216,8 @@ def _experts(parameters: Mapping[int, Tensor], expert_mesh: DeviceMesh | None) -
 def _with_fp32_gradients(
     parameters: Mapping[int, Tensor], dtypes: Dtypes, several_uses: Container[int]
 ) -> set[int]:
-    """Those that are computed with in half precision and have fp32 gradients: because the user
-    wants it, or to add up their uses. Such gradients travel in fp32, in units of their own."""
+    """The parameters with half-precision computation and fp32 gradients: because the user wants it,
+    or to add up their uses. Such gradients travel in fp32, in units of their own."""
     fp32 = torch.float32
     return {
         i

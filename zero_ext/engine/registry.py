@@ -32,7 +32,7 @@ def find(parameter: Tensor) -> tuple[Handle, int] | None:
 
 
 def find_all(parameters: Iterable[Tensor]) -> list[tuple[Handle, int] | None]:
-    """What ``find`` returns for each."""
+    """The result of ``find`` for each parameter."""
     ids = [id(parameter) for parameter in parameters]
     found: list[tuple[Handle, int] | None] = [None] * len(ids)
     for handle in living():
@@ -55,7 +55,7 @@ def ranks_of_whole_gradients() -> dict[int, tuple[int, ...]]:
 
 
 def name_of_gradient(gradient: Tensor) -> str:
-    """Of the parameter that has it, for messages."""
+    """The name of the parameter with this gradient, for messages."""
     for handle in living():
         for i, parameter in enumerate(handle.parameters):
             if parameter.grad is gradient:

@@ -36,7 +36,7 @@ class _Caller(NamedTuple):
 
     @property
     def owner(self):
-        """What a method was called on."""
+        """The object whose method was called."""
         code = self.frame.f_code
         is_method = code.co_argcount > 0 and code.co_varnames[0] == "self"
         return self.frame.f_locals.get("self") if is_method else None

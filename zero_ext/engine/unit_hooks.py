@@ -44,7 +44,7 @@ class OpenForwards:
         self.of_threads: dict[int, list[_Forward | WatchedCall]] = {}
 
     def here(self) -> "list[_Forward | WatchedCall]":
-        """Those of this thread, the innermost last."""
+        """The open calls of this thread, the innermost last."""
         return self.of_threads.setdefault(threading.get_ident(), [])
 
     def end(self, hooks: "SiteHooks") -> _Forward | None:

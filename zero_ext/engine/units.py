@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from zero_ext.tensor.meshes import locals_of
 
-# What `shard(units=)` takes: module classes, or a function of a module's name and itself, see
+# Values of `shard(units=)`: module classes, or a function of a module's name and itself, see
 # ``shard``.
 Choice = type | Collection[type] | Callable[[str, nn.Module], bool | str] | None
-# What each parameter is computed in; None: in its own dtype.
+# The dtype that each parameter is computed in; None: its own.
 Dtypes = Sequence[torch.dtype | None]
 
 
@@ -399,7 +399,7 @@ def largest_of_many(
 
 
 def bytes_of(parameters: Sequence[Tensor], dtypes: Dtypes | None) -> list[int]:
-    """Of each parameter, in the dtype that is computed in."""
+    """The bytes of each parameter, in its dtype of computation."""
     given = [None] * len(parameters) if dtypes is None else dtypes
     pairs = zip(locals_of(parameters), given, strict=True)
     return [p.numel() * (dtype or p.dtype).itemsize for p, dtype in pairs]

@@ -56,7 +56,7 @@ class InputsToDevice(Carried):
 
 
 class FirstMethod(CarriedReplacement):
-    """The same of a method that ``register_fsdp_forward_method`` was called for."""
+    """The first call of a method that ``register_fsdp_forward_method`` was called for."""
 
     @disable_compilation
     def __call__(self, *args, **kwargs):

@@ -22,9 +22,9 @@ from zero_ext.engine.handle import Handle
 from zero_ext.engine.unit_hooks import SiteHooks
 
 _ATTRIBUTE = "_zero_fsdp_note"
-# Those whose modules are not sharded yet, in the order of the calls.
+# The notes whose modules are not sharded yet, in the order of the calls.
 _waiting: "list[weakref.ref[Note]]" = []
-# Of modules inside those that a call was made for, the last such call.
+# For modules inside a call's modules, the note of the last such call.
 _inside: "weakref.WeakKeyDictionary[nn.Module, weakref.ref[Note]]" = weakref.WeakKeyDictionary()
 _engines: "weakref.WeakSet[NotedEngine]" = weakref.WeakSet()
 
@@ -137,7 +137,7 @@ def waiting() -> list[Note]:
 
 
 def notes_in(modules: Iterable[nn.Module]) -> list[Note]:
-    """Those of ``modules`` and of all modules in them, each once."""
+    """The notes of ``modules`` and of all modules in them, each once."""
     found = (note_of(each) for module in modules for each in module.modules())
     return list(dict.fromkeys(note for note in found if note is not None))
 

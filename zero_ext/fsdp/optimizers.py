@@ -75,7 +75,7 @@ def _waiting_class(kind: type[torch.optim.Optimizer]) -> type[Waiting]:
 
 
 def adopted(optimizer: Waiting) -> Sharded:
-    """The same object. Collective."""
+    """Adopt ``optimizer``, and return it. Collective."""
     if torch._C._current_graph_task_id() >= 0:
         raise RuntimeError(
             f"zero_ext: a step of {type(optimizer).__name__} inside a backward: gradients are "

@@ -1,4 +1,4 @@
-"""What torch's pipelines ask of a stage that is an FSDPModule, beside its methods.
+"""The names that torch's pipelines read of a stage that is an FSDPModule, beside its methods.
 
 After the last micro-batch they end the backward of each state of ``fully_shard`` in the stage. Here
 every backward has ended by itself: there are no such states.

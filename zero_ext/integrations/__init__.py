@@ -16,6 +16,6 @@ def is_sharded(model: nn.Module | None) -> bool:
 def optimizers_of(
     model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]
 ) -> list[torch.optim.Optimizer]:
-    """Those that step some parameter of ``model``."""
+    """The optimizers that step some parameter of ``model``."""
     own = {id(parameter) for parameter in model.parameters()}
     return [o for o in optimizers if any(id(p) in own for p in parameters_of(o.param_groups))]

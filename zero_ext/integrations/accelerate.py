@@ -348,7 +348,7 @@ def _pair(models: list[nn.Module], optimizers: list[AcceleratedOptimizer]) -> li
 
 
 def _unused(handler: DistributedDataParallelKwargs | None) -> str | None:
-    """What accelerate was asked for that would change values, and that nothing here uses."""
+    """A setting of accelerate's that would change values and has no effect here, or None."""
     # accelerate itself ignores these plugins on the CPU.
     for kind in ("FSDP", "MEGATRON_LM"):
         if os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true":

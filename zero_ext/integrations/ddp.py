@@ -1,4 +1,4 @@
-"""What a script gets where it makes a ``DistributedDataParallel``, see run.py."""
+"""The stand-in for ``DistributedDataParallel`` in a script, see run.py."""
 
 import collections
 import functools

@@ -15,7 +15,7 @@ _USES_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"  # set by "accelerate launch"
 
 
 def _meanings(args: Any, steps: int) -> dict[str, tuple[str, Any]]:
-    """What "auto" means: by the key's path, the argument's name and its value."""
+    """The meanings of "auto": by the key's path, the argument's name and its value."""
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     of_batch = "per_device_train_batch_size · gradient_accumulation_steps · ranks"
     own_names = {
@@ -100,7 +100,7 @@ def set_aside() -> Iterator[None]:
 
 
 def from_plugin(plugin: DeepSpeedPlugin, accelerator: Accelerator, mixed_precision: str) -> Config:
-    """What accelerate's plugin says, with its meaning of "auto".
+    """The settings of accelerate's plugin, with its meaning of "auto".
 
     Args:
         accelerator: Says the accumulation steps where the plugin does not.

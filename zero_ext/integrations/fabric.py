@@ -134,7 +134,7 @@ def is_on_meta(model: nn.Module) -> bool:
 def adopt_all(
     optimizers: Iterable[torch.optim.Optimizer], sharding: dict[str, Any], what: str
 ) -> list[Sharded]:
-    """Those that step sharded parameters and were no sharded optimizers. Collective."""
+    """Adopt the plain optimizers that step sharded parameters, and return them. Collective."""
     given = [
         optimizer
         for optimizer in optimizers
@@ -181,8 +181,8 @@ def gathered(state: Mapping[str, Any], keeps: bool) -> dict[str, Any]:
 
 
 class _Forward(nn.Module):
-    """What calls a sharded module. Fabric sends methods that are marked as forward ones through it,
-    as through DDP's wrapper."""
+    """Calls a sharded module. Fabric sends methods that are marked as forward ones through it, as
+    through DDP's wrapper."""
 
     def __init__(self, module: nn.Module):
         super().__init__()

@@ -144,7 +144,7 @@ def end_script() -> None:
 
 
 def slices_of(state_dict: Mapping[str, Any]) -> dict[Place, ShardTensor]:
-    """What an optimizer's ``state_dict()`` holds that this rank has a part of."""
+    """The states of an optimizer's ``state_dict()`` of which this rank has a part."""
     return {
         (number, name): value
         for number, states in _by_number(state_dict).items()

@@ -28,7 +28,7 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def optimizer_is_in_the_folder_zero_ext() -> NoReturn:
-    """What a placeholder calls. torch shows this name where it unpickles nothing unasked.
+    """The call of a placeholder. torch shows this name where it unpickles nothing unasked.
 
     Raises:
         ValueError: always.

@@ -42,7 +42,7 @@ class TrainingArguments(transformers.TrainingArguments):
         self.settings_for(None)
 
     def settings_for(self, num_training_steps: int | None) -> Config | None:
-        """What the DeepSpeed file says; None without one."""
+        """The settings of the DeepSpeed file; None without one."""
         if self.deepspeed_file is None:
             return None
         return deepspeed_file.from_hf(self.deepspeed_file, self, num_training_steps)

@@ -1,5 +1,5 @@
-"""What other libraries call arguments of ``shard`` and methods of a sharded module, and what that
-is here."""
+"""Other libraries' names for arguments of ``shard`` and methods of a sharded module, and the names
+here."""
 
 import weakref
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""What a sharded module does before and after each forward: checks, and casts of ``mp_policy``."""
+"""Hooks before and after each forward of a sharded module: checks, and casts of ``mp_policy``."""
 
 import copy
 import dataclasses

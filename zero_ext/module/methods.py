@@ -14,7 +14,7 @@ from zero_ext.engine.handle import Handle
 from zero_ext.module.forward_hooks import ForwardHooks
 from zero_ext.ranks.agreement import calling
 
-# What a sharded module gains; zero_grad() is replaced as well.
+# The methods that a sharded module gains; zero_grad() is replaced as well.
 _METHODS = (
     "no_sync",
     "stats",
@@ -26,7 +26,7 @@ _METHODS = (
 
 
 class _OfACopy(Carried):
-    """What a copy has in the place of one of ``_METHODS`` that its class has copied by itself."""
+    """Stands in a copy for one of ``_METHODS`` that its class has copied by itself."""
 
     def __call__(self, *args, **kwargs) -> NoReturn:
         raise RuntimeError(
@@ -43,7 +43,7 @@ class _Method(CarriedMethod):
 
 
 class ShardedMethods:
-    """What ``module.no_sync`` and its neighbours call."""
+    """The code of ``module.no_sync`` and of the other methods."""
 
     def __init__(self, handle: Handle, forward_hooks: ForwardHooks):
         self.handle = handle
@@ -212,7 +212,7 @@ class SavePretrained(CarriedReplacement):
 
 
 def replace_save_pretrained(modules: Iterable[nn.Module], methods: ShardedMethods) -> None:
-    """Of each module that can save itself. Pipelines save their parts."""
+    """Replace the method of each module that can save itself. Pipelines save their parts."""
     for each in modules:
         saves = callable(getattr(type(each), "save_pretrained", None))
         if saves and not isinstance(each, torch.jit.ScriptModule):

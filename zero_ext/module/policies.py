@@ -10,8 +10,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from zero_ext.engine.checks import DTYPES
 from zero_ext.engine.units import Tree
 
-# What ``shard(mp_policy=)`` takes. A function of a module's name and the module returns the policy
-# of the module and what is inside it; None: the policy of the module around it.
+# Values of ``shard(mp_policy=)``. A function of a module's name and the module returns the policy
+# of the module and of the modules inside it; None: the policy of the module around it.
 ModulePolicy = MixedPrecisionPolicy | Callable[[str, nn.Module], MixedPrecisionPolicy | None] | None
 
 
@@ -61,7 +61,7 @@ class Policies(NamedTuple):
 
 
 def input_dtype(policy: MixedPrecisionPolicy) -> torch.dtype | None:
-    """What the inputs of units are cast to; None: they are not."""
+    """The dtype that inputs of units are cast to; None: they are not."""
     return policy.param_dtype if policy.cast_forward_inputs else None
 
 

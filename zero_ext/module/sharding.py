@@ -39,7 +39,7 @@ from zero_ext.tensor.meshes import locals_of
 
 _log = logging.getLogger(__name__)
 
-# What is returned has the class of what was given, for type checkers too.
+# The returned module has the class of the given one, for type checkers too.
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 

@@ -152,7 +152,7 @@ def _has_fused(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _own_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
-    """What a user has put in the place of the class's ``step``: called with the optimizer."""
+    """The function that a user has assigned to ``step``: called with the optimizer."""
     step = vars(optimizer).get("step")
     if hasattr(step, "_wrapped_by_lr_sched"):  # which counts, and calls what was there before
         own = step.__wrapped__
@@ -163,7 +163,7 @@ def _own_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any] | None:
 
 
 def count_steps(optimizer: torch.optim.Optimizer) -> None:
-    """As torch's schedules do, which warn when the optimizer has not stepped."""
+    """Let the optimizer count its steps. Schedules of torch warn where it has not stepped."""
     reference = weakref.ref(optimizer)
 
     @functools.wraps(type(optimizer).step)

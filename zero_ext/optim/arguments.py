@@ -25,7 +25,7 @@ class Sharding(NamedTuple):
 
     @classmethod
     def taken_from(cls, kwargs: dict[str, Any]) -> "Sharding":
-        """Those of ``kwargs`` that torch's classes do not take, which keep the others.
+        """The arguments that torch's classes do not take: removed from ``kwargs``.
 
         Raises:
             ValueError, TypeError: one of them makes no sense.

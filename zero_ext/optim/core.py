@@ -51,7 +51,7 @@ class Core:
         self.indices: Collection[int] = ()
         # The sharded parameters that train, with their indices and the numbers of their groups.
         self.trained: list[tuple[Tensor, int, int]] = []
-        # What the groups held when ``follow`` last looked.
+        # The groups' contents when ``follow`` last looked.
         self._lists: list[list[Tensor]] = []  # of each group
         self._state_counts: list[int] = []  # of each group
         self._unfreezings = 0  # of the engine's parameters, which get a state once they train
@@ -124,7 +124,7 @@ class Core:
         self.states.end_copies(self.shown)
 
     def let_go(self) -> None:
-        """Of states and groups."""
+        """Let go of all states and groups."""
         self.state = self.states = None
         self.trained, self._lists, self.indices = [], [], ()
         self.shown.clear()
@@ -142,7 +142,7 @@ class Core:
         self.skipped.report(self.trained, raises, self.loss_scaler, wait=wait)
 
     def prepare_step(self, groups: Sequence[Group], divide_by: float | None) -> _C.StepVerdict:
-        """What all ranks agree on about a step. Collective."""
+        """The verdict of all ranks about a step. Collective."""
         return self.state.prepare_step(
             nonfinite=self.nonfinite != "step",
             max_norm=self.max_grad_norm,
@@ -181,7 +181,7 @@ class Core:
             self.loss_scaler.note_step(verdict)
 
     def _of_step(self, divide_by: float | None) -> dict[str, Any]:
-        """What else ranks compare, by how an error shows it."""
+        """Further values that ranks compare, by the text that an error shows."""
         keywords = {f"step({name}={{}})": self.keywords[name] for name in sorted(self.keywords)}
         others = {"step() has divide_by={}": divide_by is not None}
         return {**others, "max_grad_norm={}": self.max_grad_norm, **keywords}

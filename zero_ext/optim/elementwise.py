@@ -52,7 +52,7 @@ class WholeParametersError(TypeError):
 
 
 class _NotElementwiseError(Exception):
-    """What an optimizer does that is not."""
+    """Says what an optimizer does that is not elementwise."""
 
 
 _Make = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -183,7 +183,7 @@ class _Judge(TorchDispatchMode):
                 self._end("calls a kernel that torch does not dispatch")
 
     def fact_of(self, value: Any) -> Any:
-        """What must be equal for each shape, size and value of a parameter."""
+        """The part of a value that must not depend on a parameter's shape, size or value."""
         if isinstance(value, Tensor):
             return str(value.dtype) if self._is_sized(value) else repr(value.tolist())
         if isinstance(value, list | tuple | dict):  # in which a state is kept as one for all
@@ -233,7 +233,7 @@ def _states_of_elements(make: _Make) -> dict[str, bool]:
 
 
 def _dependence(make: _Make, name: str) -> tuple[str | None, str]:
-    """What of parameters depends on something beside them, and on what. Raises if a step does."""
+    """The value that depends on more than its parameter, or None; and on what else it depends."""
     both = range(len(_TOGETHER))
     try:
         together = _run(make, _TOGETHER, both, _Judge(0))
@@ -248,7 +248,7 @@ def _dependence(make: _Make, name: str) -> tuple[str | None, str]:
 
 
 def _difference(make: _Make, together: dict[tuple, Any], members: Sequence[int]) -> str | None:
-    """What differs by more than rounding where these parameters have an optimizer of their own."""
+    """The value that differs by more than rounding if these parameters have their own optimizer."""
     try:
         found = _run(make, _TOGETHER, members, _Judge(0))
     except Exception:
@@ -308,5 +308,5 @@ def _same_leaf(a: Any, b: Any) -> bool:
 
 
 def _plain(value: Tensor) -> Tensor:
-    """Of a quantised state that is a class of tensors, the values that it stands for."""
+    """The values of a quantised state that is a class of tensors."""
     return value.detach() if type(value) in (Tensor, torch.nn.Parameter) else value.dequantize()

@@ -66,7 +66,7 @@ class _FusedAdam(Fused):
 
     @property
     def state_dtype(self) -> str:
-        """As given to the constructor."""
+        """The constructor's argument."""
         return self._zero_stored_as
 
     @property

@@ -32,7 +32,7 @@ def settings_of(group: Group) -> dict[str, Any]:
 
 
 def named_in(state: dict[Any, Any]) -> dict[Any, Any]:
-    """What an optimizer keeps under names, and not for a parameter, such as a count of steps."""
+    """The states that an optimizer keeps under names, such as a count of steps."""
     return {key: value for key, value in dict.items(state) if not isinstance(key, Tensor)}
 
 
@@ -44,7 +44,7 @@ def replace_named(state: dict[Any, Any], named: dict[Any, Any]) -> None:
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Those that its class or its user has set, not torch's own and no ``step``."""
+    """The attributes that its class or its user has set, without torch's own and ``step``."""
     return {name: value for name, value in vars(optimizer).items() if name not in _OF_TORCH}
 
 
@@ -53,13 +53,13 @@ def parameters_of(groups: Sequence[Group]) -> list[Tensor]:
 
 
 def name_in_module(parameter: Tensor) -> str | None:
-    """What the engine that shards ``parameter`` calls it; None: no engine does."""
+    """The parameter's name in the engine that shards it; None: no engine does."""
     place = find(parameter)
     return None if place is None else place[0].engine.parameter_name(place[1])
 
 
 def stepped_beside(optimizers: Iterable[Any], of_model: Container[int]) -> list[Tensor]:
-    """What ``optimizers`` step in a model's engines beside its parameters, whose ids are given."""
+    """The parameters in a model's engines that ``optimizers`` step beside its own, ``of_model``."""
     others = [p for o in optimizers for p in parameters_of(o.param_groups) if id(p) not in of_model]
     found = zip(others, find_all(others), strict=True)
     added = [(p, place[0]) for p, place in found if place and place[1] >= place[0].planned]
@@ -161,7 +161,7 @@ def check_same_optimizers(handle: Handle, described: str, sharded: Sequence[Plac
 def claim(
     groups: Sequence[Group], handle: Handle, optimizer: torch.optim.Optimizer
 ) -> list[Places]:
-    """Those parameters of ``groups`` that are sharded.
+    """The sharded parameters of ``groups``.
 
     Raises:
         ValueError: one is not sharded by the optimizer's engine, or another optimizer's to step.

@@ -135,7 +135,7 @@ def _storage_of(tensor: Tensor) -> int:
 
 
 class OwnStates(States):
-    """Those that the class's code keeps.
+    """States that the class's own code keeps.
 
     Args:
         code: Of the optimizer.

@@ -31,7 +31,7 @@ from zero_ext.optim.states import Layout
 from zero_ext.ranks.owner_plan import newton_schulz_cost
 from zero_ext.tensor.meshes import Outer, is_cut, is_cut_over, local_of, reject_cut
 
-# Of each element of an owner's matrices: what the iteration takes, and its result.
+# The bytes of each element of an owner's matrices: the input of the iteration, and its result.
 _ELEMENT_BYTES = 2 * torch.bfloat16.itemsize
 
 # By the index of a parameter: its group, and the shape of the matrices that it is made of.
@@ -170,7 +170,7 @@ class Muon(Fused, torch.optim.Muon):
 
 
 def _alike(indices: Iterable[int], key: Callable[[int], Any]) -> dict[Any, list[int]]:
-    """Those with the same key can be updated by one call."""
+    """The indices by key: one call updates those with the same key."""
     found = defaultdict(list)
     for i in indices:
         found[key(i)].append(i)
@@ -178,7 +178,7 @@ def _alike(indices: Iterable[int], key: Callable[[int], Any]) -> dict[Any, list[
 
 
 def _part_shape(parameter: Tensor, group: Group) -> torch.Size:
-    """Of the matrices that are updated each by itself."""
+    """The shape of the matrices that are updated each by itself."""
     rows, columns = parameter.shape
     return torch.Size((rows // group["split"], columns))
 
@@ -212,7 +212,7 @@ def _check_settings(group: Group) -> None:
         )
 
 
-# Which parameter gets which
+# The optimizer of each parameter
 
 _Named = list[tuple[str, nn.Parameter]]
 

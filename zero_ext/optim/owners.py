@@ -138,7 +138,7 @@ class Owners:
         return self._planned[1]
 
     def _part(self, i: int, rank: int) -> Part:
-        """What ``rank`` holds."""
+        """The elements of parameter i that ``rank`` holds."""
         bounds = self._bounds[i]
         return (
             Part(i, 0, bounds[-1]) if self._handle.replicated else Part(i, *bounds[rank : rank + 2])
@@ -246,7 +246,7 @@ class Owners:
         self._peak = max(self._peak, self._held)
 
     def gather(self, mine: dict[int, dict]) -> dict[int, dict]:
-        """What all owners have, of any kind. Collective."""
+        """The entries of all owners: values of any kind. Collective."""
         if self.group is None:
             return mine
         of_ranks: list = [None] * len(self.loads)
@@ -291,7 +291,7 @@ class KeptMasters:
         return {i for i, flag in zip(masters, flags.tolist(), strict=True) if flag}
 
     def whole(self, wave: Wave, masters: Values, out_of_date: set[int]) -> Values:
-        """Those of the parameters that this rank owns, flat; an update may write to them.
+        """The masters of the parameters that this rank owns, flat. An update may write to them.
 
         Collective. An update that fails must be followed by ``forget``.
         """
@@ -313,7 +313,7 @@ class KeptMasters:
 
 
 def digests_of(parts: Sequence[Tensor]) -> list[int]:
-    """Of fp32 tensors, [elements], on one device. One element that changes always changes it."""
+    """Digests of fp32 tensors, [elements], on one device. One changed element changes a digest."""
     if not parts or parts[0].device.type == "cpu":
         return [_C.digest(part.numpy()) for part in parts]
     return torch.stack([_digest_on_device(part) for part in parts]).tolist()

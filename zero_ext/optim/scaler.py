@@ -117,7 +117,7 @@ class LossScaler:
         return self._state.mode == "dynamic"
 
     def get_scale(self) -> float:
-        """What losses are multiplied by now; the same on all ranks."""
+        """The present factor of losses, equal on all ranks."""
         return self._state.scale
 
     def scale(self, outputs):

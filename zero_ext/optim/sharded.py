@@ -48,7 +48,7 @@ def _of_core(name: str) -> property:
 
 
 class Sharded(torch.optim.Optimizer):
-    """What all optimizers here share. Use ``AdamW``, ``Adam``, ``SGD``, ``Muon`` or ``wrap``.
+    """The base of all optimizers here. Use ``AdamW``, ``Adam``, ``SGD``, ``Muon`` or ``wrap``.
 
     Args:
         params: As for torch: parameters, named parameters, or groups of them.
@@ -95,7 +95,7 @@ class Sharded(torch.optim.Optimizer):
                 self.step = step
 
     def __reduce_ex__(self, protocol):
-        # What torch's would copy has no engine.
+        # A copy by torch's method would have no engine.
         raise RuntimeError(
             f"zero_ext: {type(self).__name__} can be neither copied nor pickled: one sharded model "
             "has its state. Use its state_dict(), or that of a scheduler that refers to it."
@@ -396,7 +396,7 @@ def add_plain(handle: Handle, named: groups.Named, optimizer: Sharded) -> None:
 
 
 def broadcast_frozen(handle: Handle, named: groups.Named) -> None:
-    """Those that train became equal when they were sharded. Collective."""
+    """Set frozen parameters to rank 0's values; trained ones are equal already. Collective."""
     copy_from_rank_0(handle.groups, [p for _, p in named if not p.requires_grad])
 
 

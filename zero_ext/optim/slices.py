@@ -56,7 +56,7 @@ class Slices(OwnStates):
         self._own: dict[Any, Any] = defaultdict(dict)  # as the class has them, by master
         self._cut: dict[str, bool] = {}  # by name, whether a state has a value for each element
 
-    # What is shown
+    # Views of the states
 
     def check_added(self, group: Group) -> None:
         self.code.try_out(group)
@@ -113,7 +113,7 @@ class Slices(OwnStates):
         return True
 
     def end_copies(self, shown: ShownStates) -> None:
-        """What users have put among the states becomes the class's."""
+        """Give the class the values that users have put among the states."""
         found = {id(key): value for key, value in dict.items(shown)}
         for each in self._slices.values():
             before, now = each.shown, found.get(id(each.parameter)) or each.shown
@@ -262,7 +262,7 @@ class Slices(OwnStates):
         self._set_away(offloaded, self._own)
 
     def _taken(self, each: _Slice, values: dict[str, Any]) -> dict[str, Any]:
-        """As the class gets them, values that users or its constructor have put there."""
+        """The states for the class, from values that users or its constructor have put there."""
         return {
             name: self._piece_of(value, each.parameter, each.i)
             if _has_shape(value, each.parameter.shape) and self._is_cut(name, each.group, True)
@@ -270,7 +270,7 @@ class Slices(OwnStates):
             for name, value in values.items()
         }
 
-    # Which states have a value for each element
+    # States with a value for each element
 
     def _is_per_element(self, name: str, value: Any, each: _Slice) -> bool:
         if not _has_shape(value, each.master.shape):
@@ -282,7 +282,7 @@ class Slices(OwnStates):
         return self._is_cut(name, each.group, of_shapes)
 
     def _is_cut(self, name: str, group: Group, otherwise: bool) -> bool:
-        """Of what the first step does not make, ``otherwise`` says it."""
+        """Whether a state is cut. ``otherwise``: for a state that no first step makes."""
         if name not in self._cut:
             with contextlib.suppress(TypeError):  # settings that a user has made since
                 self._cut = {**self.code.try_out(group), **self._cut}
@@ -290,7 +290,7 @@ class Slices(OwnStates):
 
 
 def _of_shapes(saved: Sequence[SavedState]) -> dict[str, bool]:
-    """By name: whether that state has its parameter's shape, of all parameters that have it."""
+    """Whether each named state has its parameter's shape, for all parameters that have it."""
     of_shapes: dict[str, bool] = {}
     for each in saved:
         for name, value in each.values.items():

@@ -1,4 +1,4 @@
-"""What ``optimizer.state`` shows of the states in C++.
+"""The views of the C++ states in ``optimizer.state``.
 
 Values are views. States in blocks (``state_dtype="int8"``) are shown as fp32 copies, which are made
 when they are asked for and hold until the next step. What was written to a copy is written to its
@@ -35,7 +35,7 @@ class _Copy(NamedTuple):
     scales: Tensor
 
     def versions_now(self) -> tuple[int, int]:
-        """What is written through a ShardTensor counts in its own version alone."""
+        """Both versions: a write through a ShardTensor counts in its own alone."""
         return self.values._version, self.shown._version
 
 
@@ -50,7 +50,7 @@ class Views:
         self._copies: list[_Copy] = []
 
     def make(self, names: tuple[str, ...], parameter: Tensor, i: int) -> dict[str, Tensor]:
-        """Of parameter i: the count of steps if it is among ``names``, and the first states."""
+        """The count of steps of parameter i if it is among ``names``, and its first states."""
         made = {"step": self._state.step(i)} if "step" in names else {}
         for k, name in enumerate(name for name in names if name != "step"):
             local, scales = self._state.slice(k, i), self._state.scales(k, i)
@@ -62,7 +62,7 @@ class Views:
         return made
 
     def write_back(self) -> None:
-        """What was written to the copies becomes the state."""
+        """Write the copies that a user has changed to the state."""
         for k, copy in enumerate(self._copies):
             if copy.versions_now() != copy.versions:
                 quantize_(copy.values, copy.codes, copy.scales)

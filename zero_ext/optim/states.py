@@ -42,7 +42,7 @@ class Later(tuple):
 
 
 class ShownStates(defaultdict):
-    """By parameter, or by name what an optimizer keeps for no parameter.
+    """States by parameter, and by name those that belong to no parameter.
 
     Who reads the state of one parameter gets its views made. Who reads all of them, to iterate,
     compare, copy or pickle them, gets all views made.
@@ -117,7 +117,7 @@ for _name in (
 
 
 class SavedState(NamedTuple):
-    """What was saved of one parameter, and its group with the settings that it will have."""
+    """One parameter's saved states, and its group with the settings that it will have."""
 
     key: int | str
     parameter: Tensor
@@ -164,7 +164,7 @@ class States:
         """Show the states of ``parameters``, which are now of these groups."""
 
     def arrange(self, groups: Sequence[Group], trained: Trained) -> None:
-        """Those are the groups now, and their parameters with indices and numbers of groups."""
+        """Take over the groups as they are now, and which of their parameters train."""
 
     def forget(self, parameter: Tensor, i: int, group: Group) -> bool:
         """Let its state begin anew. Returns whether there was one."""
@@ -203,8 +203,8 @@ def saved_states(
 def taken_over(
     given: dict[Any, Any], states: States, groups: Sequence[Group]
 ) -> tuple[ShownStates, Loader]:
-    """What shows the states that a user has put in the place of ``optimizer.state``, once they are
-    loaded."""
+    """A new ``optimizer.state`` for the states that a user has assigned to it, and the call that
+    loads them."""
     parameters = parameters_of(groups)
     wanted = {k: given.get(parameter, {}) for k, parameter in enumerate(parameters)}
     here = set(map(id, parameters))
@@ -265,7 +265,7 @@ def checked_load(
 
 
 class Layout(NamedTuple):
-    """Which states a class keeps in C++.
+    """The states that a class keeps in C++.
 
     Attributes:
         names: In the order in which C++ numbers them.
@@ -362,7 +362,7 @@ class FusedStates(States):
         return write
 
     def _completed(self, saved: SavedState) -> SavedState:
-        """What torch does not save is added, what it saves as None is left out."""
+        """Add the values that torch does not save, and leave out those that it saves as None."""
         values = {name: value for name, value in saved.values.items() if value is not None}
         # torch counts no steps of SGD: a buffer that exists holds something.
         counted = self._layout.counts_steps and "step" not in values

@@ -1,4 +1,4 @@
-"""What the ranks decide about a step: whether their settings agree, and whether it is skipped.
+"""The ranks' verdict about a step: whether their settings agree, and whether it is skipped.
 
 Note [States that all parameters share]
 Of states that are not cut with the parameters, such as a count of steps, one rank's are saved. So
@@ -161,7 +161,7 @@ def _number_of(setting: Any) -> Any:
 
 
 class SharedStates:
-    """Those that appeared since the ranks last agreed, as they were when they appeared.
+    """The shared states that appeared since the ranks last agreed, with their first values.
 
     See note [States that all parameters share].
     """

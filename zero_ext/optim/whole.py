@@ -48,7 +48,7 @@ _META = torch.device("meta")
 
 
 class _WholeParameter(NamedTuple):
-    """What the code gets of a parameter: of its shape, with memory during a call alone.
+    """The tensor that stands for a parameter in the code: it has memory during a call alone.
 
     Attributes:
         nothing: Its data between two calls, which has the memory of one element.
@@ -167,7 +167,7 @@ class Whole(OwnStates):
                     handle.write_value(i, handle.as_parameter(back[i], i, self.of[i].parameter))
 
     def begun(self, parameter: Tensor, whole: Tensor, group: Group) -> dict[str, Any] | None:
-        """What the code gets as the state of a parameter that has none."""
+        """The first state of a parameter that has none."""
         if given := self._given.pop(id(parameter), None):
             return {name: _in_fp32(value) for name, value in given.items()}
         if not self.code.makes_states:
@@ -251,7 +251,7 @@ class _Run:
         self._core = optimizer.zero_core
         self._group_of = {i: g for _, i, g in parameters}
         self._before, self._named = self._values(), named_in(self._core.shown)
-        # Of groups, by number, and of named states: what the first rank that did has made of them.
+        # Changed groups, by number, and named states: the values of the first rank with a change.
         self._changed: dict[int, bytes] = {}
         self._attributes: dict[str, Any] = {}  # as the last wave has left them
         self._results: dict[str, bytes] = {}  # by how they are shown
@@ -337,7 +337,7 @@ class _Run:
         return result
 
     def keep(self) -> None:
-        """What the code has changed stays, on all ranks."""
+        """Keep the values that the code has changed, on all ranks."""
         values = [*self._before[:-1], self._named]
         for key, data in self._changed.items():
             values[key] = _unpacked(data, self._core.handle.groups.device)

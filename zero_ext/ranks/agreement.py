@@ -1,4 +1,4 @@
-"""What ranks must agree on, and errors that all ranks raise together."""
+"""Comparisons between ranks, and errors that all ranks raise together."""
 
 import contextlib
 import hashlib
@@ -18,7 +18,7 @@ from zero_ext.ranks.groups import Experts, Groups, make_group
 
 # How an error of this package begins, with its type.
 _OWN_ERROR = re.compile(r"^\w+: zero_ext( \[rank \d+\])?: ")
-# What backends say where the process at the other end is no more.
+# Backends' messages when the process at the other end has ended.
 _ENDED = re.compile(r"(closed|reset) by peer|[Bb]roken pipe|remote process exited")
 
 
@@ -73,7 +73,7 @@ def of_all_ranks(value: Any, groups: Groups, what: str) -> list:
 
 
 def _all_on_host(value: Any, groups: Groups) -> list:
-    """As ``dist.all_gather_object``, which does not hear Ctrl-C."""
+    """As ``dist.all_gather_object``, but Ctrl-C ends the wait."""
     own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     sizes = torch.empty(groups.world, dtype=torch.int64, device="cpu")
     _all_gather(sizes, torch.tensor([own.numel()], device="cpu"), groups)

@@ -87,5 +87,5 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def expansion(tensor: Tensor) -> list[bool]:
-    """Of each dimension, whether all its elements are one in memory."""
+    """For each dimension, whether all its elements are one in memory."""
     return [n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)]

@@ -1,4 +1,4 @@
-"""Which rank owns which parameter: numbers alone, without torch."""
+"""The owner of each parameter: numbers alone, without torch."""
 
 import itertools
 from collections.abc import Sequence

@@ -22,7 +22,7 @@ EXTRA_STATE = "_extra_state"
 
 
 class ModelState(NamedTuple):
-    """What a model has by name.
+    """The values of a model by name.
 
     ``tensors``: parameters and buffers themselves, and the tensors that hooks make for
     ``state_dict()``. ``made``: the names of the latter, which only ``load_state_dict()`` can load.
@@ -151,7 +151,7 @@ def has_wider_master(value: Tensor) -> bool:
 
 
 def held_value(value: Tensor) -> Tensor:
-    """What this rank holds of a value.
+    """This rank's part of a value.
 
     A copy of its part for a parameter in a unit: of the fp32 master where the parameter is trained.
     Otherwise the tensor itself.
@@ -219,7 +219,7 @@ def _uncompiled(module: nn.Module) -> nn.Module:
 
 
 def handles_of(model: nn.Module) -> list[Handle]:
-    """Those of the engines that shard parts of ``model``."""
+    """The handles of the engines that shard parts of ``model``."""
     places = map(find, model.parameters())
     return list({id(place[0]): place[0] for place in places if place is not None}.values())
 
@@ -254,7 +254,7 @@ def groups_of(model: nn.Module) -> Groups:
 
 
 def _ranks_of_mesh(model: nn.Module, groups: Groups, across: list[AcrossMeshes]) -> Groups:
-    """Of the dimension that parameters are sharded over, and of the others that they lie on."""
+    """All ranks. Raises where the dimensions of the parameters' mesh make up a part of them."""
     others = dict.fromkeys(group for each in across for group in each.groups)
     ranks = groups.world * prod(group.size() for group in others)
     if ranks != dist.get_world_size():

@@ -12,7 +12,7 @@ from zero_ext.tensor.meshes import dimensions_of, is_cut_over
 
 
 def gradient_reductions(module: nn.Module) -> dict[str, str]:
-    """What becomes of the gradient of each parameter, to print or to compare with a mesh::
+    """How each parameter's gradient is reduced, to print or to compare with a mesh::
 
         for name, text in zero_ext.gradient_reductions(model).items():
             print(f"{name:40} {text}")

@@ -36,7 +36,7 @@ def unwrap(module: AnyModule) -> AnyModule:
                 optimizer.retire()
         handle.dissolve()
         for parameter, value in whole:
-            # What holds the values: of a class with hooks around gathers the tensor inside.
+            # Of a class with hooks around gathers, the tensor inside holds the values.
             holder = inner_of(parameter) if has_gather_hooks(parameter) else parameter
             holder.data, parameter.grad = value, None
     for each in module.modules():

@@ -279,7 +279,7 @@ def _kind_on_rank_0(value, groups: Groups) -> _Kind:
 
 
 def _checked(value, like: Tensor, kind: _Kind, groups: Groups, verb: str) -> Tensor:
-    """What this rank brings to ``_of_rank_0``: ``value`` itself if it is sharded."""
+    """This rank's argument of ``_of_rank_0``: ``value`` itself if it is sharded."""
     where = f"{groups.where}{verb}"
     if value is not None or groups.rank == 0:
         if not isinstance(value, Tensor):
@@ -302,7 +302,7 @@ def _checked(value, like: Tensor, kind: _Kind, groups: Groups, verb: str) -> Ten
 
 
 def _of_rank_0(value: Tensor, kind: _Kind, groups: Groups) -> Tensor:
-    """In fp32, where all ranks have passed their checks. Collective."""
+    """Rank 0's value in fp32, on every rank, after all have passed their checks. Collective."""
     if kind == _Kind.SHARDED:
         value = _on_host(value.full_tensor())
     if groups.world > 1:

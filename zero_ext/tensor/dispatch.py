@@ -1,4 +1,4 @@
-"""Which operation on a ShardTensor runs where.
+"""Operations on ShardTensors, and where each runs.
 
 Note [Which operation runs where]
 DTensor's own dispatch would take the slice for rows of the tensor and answer wrongly without an
@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 
 def run(func, args, kwargs):
-    """What ``func`` gives for arguments with at least one ShardTensor."""
+    """The result of ``func`` for arguments with at least one ShardTensor."""
     if func in _HANDLERS:
         return _HANDLERS[func](func, *args, **kwargs)
     if schema_of(func).name.startswith("aten::_foreach_") and func not in _FOREACH_REDUCTIONS:
@@ -87,7 +87,7 @@ _equal_operands = False
 
 
 def _digest(operand) -> int:
-    """Of a plain tensor or a number; 0: of what cannot differ, or would have to be waited for."""
+    """The digest of a plain tensor or a number; 0 if it cannot differ, or a device computes it."""
     if _equal_operands or isinstance(operand, ShardTensor):
         return 0
     if isinstance(operand, Tensor) and operand.dim() > 0:
@@ -263,7 +263,7 @@ Cut = tuple[dist.ProcessGroup, ...]  # the groups whose ranks hold a tensor's el
 
 
 def groups_of(tensors: Sequence[Tensor]) -> dict[Cut, list[int]]:
-    """Which of ``tensors`` are cut over which groups, in an order that is equal on all ranks."""
+    """The numbers of ``tensors`` by the groups that cut them, in the same order on all ranks."""
     kinds: dict[tuple[int, int], list[int]] = {}
     for i, tensor in enumerate(tensors):
         if isinstance(tensor, ShardTensor):
@@ -290,7 +290,7 @@ def foreach_norm(func, tensors, order=2, dtype=None):
     Slices' norms are combined in fp64, so that the result differs from one process's by summation
     order alone.
     """
-    # What a rank without elements contributes; to a negative power infinity is nothing.
+    # The term of a rank without elements. To a negative power infinity adds nothing.
     nothing = inf if order < 0 else 0.0
     # A list: a device would wait for a list of indices.
     norms = [torch.full((), nothing, dtype=torch.float64, device=tensors[0].device)] * len(tensors)
@@ -365,7 +365,7 @@ _HANDLERS = {
 _NO_TENSOR = {aten.equal.default, aten.frexp.Tensor}
 _FOREACH_REDUCTIONS = {aten._foreach_max.default, aten._foreach_powsum.Scalar}
 _ALIASES = {aten.alias.default, aten.detach.default}
-# What was there before does not matter any more.
+# These operations do not read the values that they overwrite.
 _OVERWRITES = {
     aten.fill_.Scalar,
     aten.fill_.Tensor,

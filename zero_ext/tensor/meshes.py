@@ -30,7 +30,7 @@ _PLAIN = (nn.Parameter, Tensor)
 
 
 def locals_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """What an engine shards of each: a DTensor's local tensor, the inner tensor of a class with
+    """The tensors that an engine shards: a DTensor's local tensor, the inner tensor of a class with
     hooks around gathers, or the parameter itself."""
     return [p if type(p) in _PLAIN else local_of(p) for p in parameters]
 
@@ -82,7 +82,7 @@ def cut(whole: Tensor, spec: DTensorSpec) -> Tensor:
 
 
 def part_of(parameter: Tensor, whole: Tensor) -> Tensor:
-    """What an engine shards of a plain value of the parameter's whole shape."""
+    """The part of a plain value of the parameter's whole shape that an engine shards."""
     return cut(whole, spec_of(parameter)) if isinstance(parameter, DTensor) else whole
 
 
@@ -94,7 +94,7 @@ def copy_whole(target: Tensor, value: Tensor) -> None:
 
 
 def cutting_groups(spec: DTensorSpec) -> tuple[dist.ProcessGroup, ...]:
-    """Of the dimensions that cut a tensor: over these its elements are summed up."""
+    """The groups of the dimensions that cut a tensor: over these its elements are summed up."""
     return tuple(
         spec.mesh.get_group(d) for d, each in enumerate(spec.placements) if isinstance(each, Shard)
     )

@@ -1,4 +1,4 @@
-"""What another process gets of a ShardTensor: enough to save it.
+"""The pickled form of a ShardTensor for another process, which can save it.
 
 ``torch.distributed.checkpoint.async_save`` may save in a process beside each rank. That process has
 process groups of its own, so it gets no mesh.
@@ -13,7 +13,7 @@ from zero_ext.tensor.shard_tensor import ShardTensor
 
 
 class _Slice:
-    """What ShardTensor's methods for torch.distributed.checkpoint read of it."""
+    """The attributes that ShardTensor's methods for torch.distributed.checkpoint read."""
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ class ShardTensor(DTensor):
     # How the tensor lies on other dimensions of a mesh, if it does: what is cut flat is then the
     # part of it that the ranks of this mesh share.
     outer: Outer | None = None
-    # Which plain values operations have mixed in; aliases share it. Each rank has cut its own part
+    # Plain values that operations have mixed in; aliases share it. Each rank has cut its own part
     # out of them, so they must be equal on all ranks.
     edits: _C.Edits
 
@@ -127,7 +127,7 @@ class ShardTensor(DTensor):
 
     @property
     def part_shape(self) -> torch.Size:
-        """Of what is cut flat."""
+        """The shape of the part that is cut flat."""
         return self.shape if self.outer is None else self.outer.shape
 
     @property

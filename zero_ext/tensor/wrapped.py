@@ -26,7 +26,7 @@ def names_inside(parameter: Tensor) -> list[str]:
 
 
 def inner_of(parameter: Tensor) -> Tensor:
-    """What an engine shards of a parameter that has one such attribute."""
+    """The tensor that an engine shards, inside a parameter with one such attribute."""
     return getattr(parameter, names_inside(parameter)[0])
 
 

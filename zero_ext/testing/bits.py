@@ -1,4 +1,4 @@
-"""What one process computes, and whether it is the same to the last bit."""
+"""The values that one process computes, and their comparison to the last bit."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -15,7 +15,7 @@ _ACTIONS = ("raise", "kill", "delay")
 
 
 class InjectedError(RuntimeError):
-    """What ``Fault(action="raise")`` raises."""
+    """The error of ``Fault(action="raise")``."""
 
 
 @dataclass(frozen=True)

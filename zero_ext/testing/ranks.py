@@ -57,7 +57,7 @@ class RanksError(AssertionError):
 
 
 def _pickled(function: Callable, args: tuple, kwargs: dict[str, Any]) -> bytes:
-    """What the processes are sent: names to import, or values where a notebook defines them."""
+    """The call for the processes: names to import, or values where a notebook defines them."""
     main = sys.modules["__main__"]
     is_notebook = not hasattr(main, "__file__") and not getattr(main, "__spec__", None)
     try:

@@ -64,7 +64,7 @@ def _answer(
         finally:
             dist.destroy_process_group()
             sys.stdout.flush()  # or what was printed is lost when the process is killed
-        # What cloudpickle has brought may return objects of classes that a notebook's cells define.
+        # A function from cloudpickle may return objects of classes that a notebook's cells define.
         pickler = sys.modules.get("cloudpickle", pickle)
         return pickler.dumps((result, None))  # here: a result that cannot be is this rank's error
     except BaseException as error:
