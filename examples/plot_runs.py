@@ -4,8 +4,9 @@ python examples/plot_runs.py runs/ddp runs/stage1 runs/stage2 --out loss.svg
 
 For the documentation, with its colors and on no background:
 
-MATPLOTLIBRC=docs/pictures.mplstyle python examples/plot_runs.py runs/stage2 runs/stage2-muon \\
-    --out docs/muon_loss.svg
+export MATPLOTLIBRC=docs/pictures.mplstyle
+python examples/plot_runs.py runs/ddp runs/stage1 runs/stage2 --out docs/loss.svg
+python examples/plot_runs.py runs/stage2 runs/stage2-muon --out docs/muon_loss.svg
 
 States in fewer bits, three seeds each:
 
