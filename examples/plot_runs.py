@@ -13,7 +13,8 @@ States in fewer bits, three seeds each:
 for states in fp32 int8; do for seed in 0 1 2; do
   torchrun --nproc-per-node 2 examples/train_lm.py --size small --states $states --seed $seed
 done; done
-python examples/plot_runs.py runs/stage2* --out states_loss.svg
+python examples/plot_runs.py runs/stage2{,-seed1,-seed2} runs/stage2-int8{,-seed1,-seed2} \\
+    --out docs/states_loss.svg
 """
 
 import argparse
