@@ -4,10 +4,11 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <atomic>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 #include <utility>
+
+#include "comm/rendezvous.h"
 
 namespace zero_ext {
 namespace {
@@ -16,12 +17,6 @@ namespace symmetric = c10d::symmetric_memory;
 
 constexpr int64_t kLine = 256;  // bytes: of slots, each begins one
 constexpr int64_t kWord = sizeof(uint32_t);
-
-// torch knows groups by their names, and takes none twice in a process.
-std::string unique_name() {
-  static std::atomic<int64_t> made{0};
-  return "zero_ext/devices/" + std::to_string(made++);
-}
 
 int64_t lines(int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
@@ -46,12 +41,10 @@ class PeerMemory::Arrival final : public c10d::Work {
 PeerMemory::PeerMemory(Ranks ranks, const c10::intrusive_ptr<c10d::Store>& store,
                        std::chrono::milliseconds timeout)
     : ranks_(ranks),
-      name_(unique_name()),
+      store_(store),
       table_(ranks_.device),
-      timeout_ns_(std::chrono::nanoseconds(timeout).count()),
+      timeout_(timeout),
       failed_(at::zeros({1}, at::TensorOptions().dtype(at::kInt).pinned_memory(true))) {
-  symmetric::set_group_info(name_, static_cast<int>(ranks_.rank), static_cast<int>(ranks_.world),
-                            store);
   arena_ = map(slot_begin(0));
 }
 
@@ -73,13 +66,15 @@ int64_t PeerMemory::slot_begin(int64_t slot) const {
 
 char* PeerMemory::own(int64_t byte) const { return arena_.of_ranks[ranks_.rank] + byte; }
 
-PeerMemory::Arena PeerMemory::map(int64_t bytes) const {
+PeerMemory::Arena PeerMemory::map(int64_t bytes) {
+  const Rendezvous ranks(ranks_.rank, ranks_.world, store_,
+                         "zero_ext/devices/" + std::to_string(maps_++), timeout_);
   Arena arena;
-  arena.own =
-      symmetric::empty_strided_p2p({bytes}, {1}, at::kByte, ranks_.device, name_, std::nullopt);
+  arena.own = symmetric::empty_strided_p2p({bytes}, {1}, at::kByte, ranks_.device, ranks.name(),
+                                           std::nullopt);
   arena.own.narrow(0, 0, std::min(bytes, slot_begin(0))).zero_();
   current_stream(ranks_.device).synchronize();  // before a rank that has come writes to it
-  const auto mapped = symmetric::rendezvous(arena.own, name_);
+  const auto mapped = symmetric::rendezvous(arena.own, ranks.name());
   TORCH_CHECK(mapped != nullptr && mapped->world_within_direct_access(),
               "a rank's device cannot read the memory of another one's");
   arena.mapped = std::make_shared<decltype(mapped)>(mapped);
@@ -169,7 +164,8 @@ void PeerMemory::show(Word word, int64_t slot, bool next, uint32_t tag) {
 
 void PeerMemory::await(Word word, int64_t slot, uint32_t tag) {
   check(table_->await_words(reinterpret_cast<const uint32_t*>(own(words_begin(word, slot))),
-                            static_cast<int32_t>(ranks_.world), number_of(slot), tag, timeout_ns_,
+                            static_cast<int32_t>(ranks_.world), number_of(slot), tag,
+                            std::chrono::nanoseconds(timeout_).count(),
                             failed_.mutable_data_ptr<int32_t>(), table_.launch()),
         "await_words");
 }

@@ -33,7 +33,6 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "comm/message.h"
@@ -108,7 +107,7 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
     std::shared_ptr<const void> mapped;  // as long as this lives
     std::vector<char*> of_ranks;
   };
-  Arena map(int64_t bytes) const;
+  Arena map(int64_t bytes);
 
   // Meetings have a number and words as slots have.
   static constexpr int64_t kMeetings = kSlots;
@@ -122,15 +121,16 @@ class PeerMemory : public std::enable_shared_from_this<PeerMemory> {
   uint32_t* number_of(int64_t slot) const;
 
   const Ranks ranks_;
-  const std::string name_;  // of the ranks, as torch knows them
+  const c10::intrusive_ptr<c10d::Store> store_;
   const KernelTable table_;
-  const int64_t timeout_ns_;
+  const std::chrono::milliseconds timeout_;
   at::Tensor failed_;  // int32 on the host, pinned: see kernels.h
   // Words, numbers of reductions and of meetings, then the slots.
   Arena arena_;
   std::shared_ptr<void> counted_;
   std::map<int64_t, std::weak_ptr<const Arena>> kept_;  // by tag
   int64_t slot_bytes_ = 0;
+  int64_t maps_ = 0;  // so far, on every rank
   int64_t next_ = 0;  // slot
   // This rank has read what it needs of it: the last use of the slot's number on the device.
   std::array<std::optional<StreamEvent>, kSlots> left_;

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from harness import MLP, Blocks, assert_bits, mean_square, rank_data
 from reference import fma_gradients
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import zero_ext
@@ -170,3 +171,14 @@ def test_gradients_of_other_dtypes_are_named(mesh, rank, device, monkeypatch, st
     with contextlib.suppress(RuntimeError):
         torch.lagged.synchronize()
     dist.barrier()
+
+
+@pytest.mark.world(min=3)
+def test_ranks_that_have_mapped_other_memory_before_map_it_together(rank, device):
+    """Some of them have sharded another model. Before torch 2.15 each process numbers its maps."""
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        own = zero_ext.shard(MLP(7).to(device), 3, mesh=DeviceMesh.from_group(pair, device.type))
+        assert handle_of(own).engine.why_sent == ""
+    model = zero_ext.shard(MLP(13).to(device), 3)
+    assert handle_of(model).engine.why_sent == ""

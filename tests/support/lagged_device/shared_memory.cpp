@@ -1,5 +1,7 @@
 // torch's symmetric memory on "lagged": device memory that several processes map, as ranks do on GPUs
-// with direct access to each other. Each process maps it elsewhere, and gets only pointers.
+// with direct access to each other. Each process maps it elsewhere, and gets only pointers. As CUDA's,
+// it asks for the process group of a name, and its ranks meet by torch's own exchange in the group's
+// store. Before torch 2.15 that numbers its keys for the whole process.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -8,6 +10,8 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryUtils.hpp>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 #include <utility>
 #include <vector>
@@ -74,6 +78,12 @@ struct SharedMemory final : symmetric::SymmetricMemory {
   const int rank;
 };
 
+// Of a rank's memory.
+struct Place {
+  pid_t process;
+  int file;
+};
+
 struct SharedAllocator final : symmetric::SymmetricMemoryAllocator {
   void* alloc(size_t size, int device, const std::optional<std::string>& /*group*/) override {
     const int file = memfd_create("lagged", MFD_CLOEXEC);
@@ -97,28 +107,26 @@ struct SharedAllocator final : symmetric::SymmetricMemoryAllocator {
   c10::intrusive_ptr<symmetric::SymmetricMemory> rendezvous(
       void* pointer, const std::optional<std::string>& group) override {
     const MappingPtr mapping = own_of(pointer);
-    symmetric::GroupInfo& ranks = symmetric::get_group_info(*group);
-    const std::string key = "lagged/" + std::to_string(rounds[*group]++) + "/";
-    ranks.store->set(key + std::to_string(ranks.rank),
-                     std::to_string(getpid()) + " " + std::to_string(mapping->file));
+    const auto ranks = c10d::resolve_process_group(*group);
+    const int own_rank = ranks->getRank();
+    const Place own_place{.process = getpid(), .file = mapping->file};
+    const std::vector<Place> places =
+        exchange.all_gather(ranks->getStore(), own_rank, ranks->getSize(), own_place);
     std::vector<MappingPtr> all;
-    for (int rank = 0; rank < ranks.world_size; ++rank) {
-      if (rank == ranks.rank) {
+    for (const Place& place : places) {
+      if (std::ssize(all) == own_rank) {
         all.push_back(mapping);
         continue;
       }
-      const std::string at = ranks.store->get_to_str(key + std::to_string(rank));
-      const size_t space = at.find(' ');
-      const std::string path = "/proc/" + at.substr(0, space) + "/fd/" + at.substr(space + 1);
+      const std::string path =
+          "/proc/" + std::to_string(place.process) + "/fd/" + std::to_string(place.file);
       const int file = open(path.c_str(), O_RDWR | O_CLOEXEC);
       TORCH_CHECK(file >= 0, "lagged: ", path, " cannot be opened");
       all.push_back(c10::make_intrusive<Mapping>(mapping->device, file, mapping->bytes));
     }
     // No descriptor may be closed before all ranks have opened it.
-    ranks.store->set(key + "opened/" + std::to_string(ranks.rank), "");
-    for (int rank = 0; rank < ranks.world_size; ++rank)
-      ranks.store->wait({key + "opened/" + std::to_string(rank)});
-    return c10::make_intrusive<SharedMemory>(std::move(all), ranks.rank);
+    exchange.barrier(ranks->getStore(), own_rank, ranks->getSize());
+    return c10::make_intrusive<SharedMemory>(std::move(all), own_rank);
   }
   bool has_multicast_support(int /*device*/) override { return false; }
   c10::DeviceType supported_device_type() override { return c10::kPrivateUse1; }
@@ -130,7 +138,7 @@ struct SharedAllocator final : symmetric::SymmetricMemoryAllocator {
   }
   std::mutex mutex;
   std::map<void*, MappingPtr> own;
-  std::map<std::string, int64_t> rounds;  // of rendezvous of a group
+  symmetric::StoreExchange exchange{"lagged"};
 };
 
 }  // namespace
