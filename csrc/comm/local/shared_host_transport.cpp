@@ -307,7 +307,9 @@ std::string SharedHostTransport::missing_beside(const Transfer& transfer) {
   for (const auto& other : receiving_) {
     if (other->tag() != transfer.tag() || other->peer == transfer.peer) continue;
     const int64_t rank = global_ranks_.empty() ? other->peer : global_ranks_[other->peer];
-    text += c10::str(" Rank ", rank, " has not come either; it is in ", call_of(other->peer), ".");
+    const bool died = peers_[other->peer].has_died();
+    text += c10::str(" Rank ", rank, " has not come either; ",
+                     died ? "its process has ended" : "it is in " + call_of(other->peer), ".");
   }
   return text;
 }
