@@ -26,6 +26,8 @@ FLUSH_BYTES = 256 * 2**20
 # About ten milliseconds, in which the host queues the call, 996 launches among them: its own time
 # is not what is measured here.
 HEAD_START_CYCLES = 20_000_000
+# Ranks whose gradients a kernel adds. Where devices read each other's memory, they lie there.
+SOURCES = (2, 4, 8)
 
 
 class Race:
@@ -82,7 +84,7 @@ class Race:
 def bench_flat(numel: int) -> list[Row]:
     x, y = torch.randn(numel, device="cuda"), torch.empty(numel, device="cuda")
     total = torch.randn(numel, device="cuda")
-    grads = [torch.randn(numel, device="cuda").bfloat16() for _ in range(2)]
+    grads = [torch.randn(numel, device="cuda").bfloat16() for _ in range(max(SOURCES))]
     flag = torch.zeros(1, dtype=torch.int32, device="cuda")
     race = Race()
     race.add("copy", 8 * numel, lambda: y.copy_(x))
@@ -92,17 +94,18 @@ def bench_flat(numel: int) -> list[Row]:
             num_bytes * numel,
             lambda fresh=fresh: ops.accumulate_(grads[0], total, 0.5, fresh=fresh, nonfinite=flag),
         )
-    race.add(
-        "accumulate_ranks 2 x bf16",
-        12 * numel,
-        lambda: ops.accumulate_ranks_(grads, total, 0.5, nonfinite=flag),
-    )
+    for n in SOURCES:
+        race.add(
+            f"accumulate_ranks {n} x bf16",
+            (2 * n + 8) * numel,
+            lambda n=n: ops.accumulate_ranks_(grads[:n], total, 0.5, nonfinite=flag),
+        )
     race.add("cast fp32 to bf16", 6 * numel, lambda: ops.cast_(x, grads[0]))
     race.add("find_nonfinite", 4 * numel, lambda: ops.find_nonfinite_([total], flag))
     race.add("x.amax()", 4 * numel, lambda: x.amax())  # reads as much
     race.run()
     ours = [name for name in race.calls if name not in ("copy", "x.amax()")]
-    rows = [race.bandwidth(name, "copy", 0.88) for name in ours]
+    rows = [race.bandwidth(name, "copy", 0.9 if "ranks" in name else 0.88) for name in ours]
     return [*rows, race.time("find_nonfinite", "x.amax()", 1.0)]
 
 
