@@ -8,6 +8,9 @@
 # Steps that are named run alone: those, say, for which an earlier call had no time, which may be the last
 # two. Name `build` as well where the extension is not there yet.
 #
+# ZERO_EXT_NCCL=path names a libnccl of at least 2.30, for the step test_two_of_nccl: it takes two ranks on
+# one GPU, which older ones reject.
+#
 # Writes benchmarks/results/<gpu>_<date>_<commit>.md and .json after every step; where $OUT is set, to
 # there as well, with all that the steps said. A call that is killed leaves what it finished.
 set -uo pipefail
@@ -191,6 +194,9 @@ rooms=("${without[@]}" tests/{autograd,device,engine,gather,memory,module,optim,
 rooms+=(tests/deepspeed/test_{own_optimizers,initialize}.py)
 devices=(tests/device/test_{devices,offloaded_parameters}.py)
 gathers=(tests/{gather/test_stage3,properties/test_scenarios_c,module/test_errors}.py)
+branches=("${gathers[0]}::test_"{gradients_are_one_process_s_bits,ranks_take_different_branches})
+branches+=("${gathers[0]}::test_"{ranks_may_enter_a_unit_more_or_less_often,the_order_may_change_from_step_to_step})
+branches+=("${gathers[0]}::test_one_rank_of_a_host_evaluates_and_saves_alone")
 recovery=(tests/{engine/test_uneven,properties/test_recovery,checkpoint/test_checkpoint}.py)
 owners=(tests/{optim/test_{owned,muon,state_dtype},deepspeed/test_own_optimizers}.py)
 
@@ -217,6 +223,25 @@ done
 # A group of NCCL's around one rank, which has nobody to send anything.
 on cpu:gloo,cuda:nccl test_nccl 120 "${ranks[@]}" 1 -m pytest "${devices[@]}" "${gathers[0]}" \
   tests/optim/test_muon.py "${quick[@]}" "dist and not slow" &
+# Ranks that read each other's memory on the one GPU, in torch's symmetric memory. NCCL would reject them,
+# so gloo has what else they agree on: tests/support/device_gloo.py. Times say nothing, because a rank
+# that waits for another one's words has the GPU meanwhile. Nothing shows here how memory is mapped
+# between GPUs, in which order their writes become visible, or what happens without NVLink.
+in_place() {
+  ZERO_EXT_TEST_DIRECT=1 TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 on cpu:gloo,cuda:gccl "$@"
+}
+for n in 2 4 8; do
+  in_place "test_in_place_$n" 150 "${ranks[@]}" "$n" -m pytest tests/device/test_peer_memory.py \
+    "${branches[@]}" "${quick[@]}" "dist and not slow" &
+done
+in_place test_killed_rank 120 "$PYTHON" -m pytest tests/device/test_killed_rank.py "${quick[@]}" "not slow" &
+if [ -n "${ZERO_EXT_NCCL:-}" ]; then
+  on cpu:gloo,cuda:nccl test_two_of_nccl 150 env LD_PRELOAD="$ZERO_EXT_NCCL" NCCL_MULTI_RANK_GPU_ENABLE=1 \
+    NCCL_MAX_CTAS=4 NCCL_NVLS_ENABLE=0 "${ranks[@]}" 2 -m pytest "${devices[@]}" "${gathers[0]}" \
+    tests/properties/test_hybrid.py "${quick[@]}" "dist and not slow" &
+elif is_wanted test_two_of_nccl; then
+  skip test_two_of_nccl "ZERO_EXT_NCCL names no libnccl"
+fi
 # Without torch's caching allocator, whose tensors are cut from segments of 2 MB: what is written behind
 # one would be inside of its segment. Libraries expect some calls of the API to fail.
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 sanitize memcheck --report-api-errors no &

@@ -228,6 +228,10 @@ def pytest_sessionstart(session):
         lagged_device.set_lag(50_000 if WORLD == 1 else 5_000)
     if DEVICE == "cuda":
         _warm_up_cuda()
+        if "gccl" in BACKENDS:
+            import device_gloo
+
+            device_gloo.register()
     if UNDER_TORCHRUN:
         ranks = Ranks()
         ranks.connect()

@@ -91,12 +91,15 @@ ProcessGroups::ProcessGroups(const Names& names, c10::Device device)
   }
   shards_ = within_reduce_->getSize();
   if (device.is_cpu()) return;
-  const std::vector<c10::Device> devices = reduce_->getDeviceTypes();
-  const bool has_backend = std::any_of(devices.begin(), devices.end(), [&](c10::Device other) {
-    // gloo claims to take a device's tensors, but most of its collectives do not.
-    return other.type() == device.type() &&
-           reduce_->getBackend(other.type())->getBackendName() != "gloo";
-  });
+  const auto backend_of = [this](c10::DeviceType type) -> c10::intrusive_ptr<c10d::Backend> {
+    const std::vector<c10::Device> devices = reduce_->getDeviceTypes();
+    const bool known = std::any_of(devices.begin(), devices.end(),
+                                   [&](c10::Device other) { return other.type() == type; });
+    return known ? reduce_->getBackend(type) : nullptr;
+  };
+  // gloo claims to take a device's tensors as well, but most of its collectives do not.
+  const auto own = backend_of(device.type());
+  const bool has_backend = own != nullptr && own != backend_of(c10::kCPU);
   carrier_ = has_backend ? Carrier::backend : Carrier::staged;
 }
 

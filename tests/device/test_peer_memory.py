@@ -1,7 +1,7 @@
 """Ranks whose devices read each other's gradients and parameters in place, without the backend.
 
-Run with ZERO_EXT_TEST_DIRECT=1 on the device "lagged". All else that runs over its backend runs
-there as well, see segments.py.
+Run with ZERO_EXT_TEST_DIRECT=1 on the device "lagged", or on a GPU as scripts/gpu_suite.sh does.
+All else that runs over the emulated device's backend runs there as well, see segments.py.
 """
 
 import contextlib
@@ -23,7 +23,6 @@ from zero_ext.engine.registry import handle_of
 
 pytestmark = [
     pytest.mark.device,
-    pytest.mark.lagged,
     pytest.mark.dist,
     pytest.mark.world(min=2),
     pytest.mark.skipif(
@@ -88,6 +87,7 @@ def test_one_rank_evaluates_and_reads_alone(mesh, rank, device, dtype):
         optimizer.zero_grad()
 
 
+@pytest.mark.lagged
 @pytest.mark.parametrize("late", ["gathers", "updates"])
 @pytest.mark.parametrize("offload", [None, StatesOffloadPolicy()], ids=["", "offload"])
 def test_devices_meet_around_an_update(mesh, rank, device, late, offload):
@@ -98,7 +98,7 @@ def test_devices_meet_around_an_update(mesh, rank, device, late, offload):
     batches = [rank_data((4, 5), r).cpu() for r in range(mesh.size())]
     sum(mean_square(twin, batch) for batch in batches).div(mesh.size()).backward()
     mean_square(model, batches[rank].to(device)).backward()
-    torch.lagged.synchronize()
+    torch.accelerator.synchronize()
     expected, found = [], []
     with torch.no_grad():
         for step in ("before", "after"):
@@ -151,7 +151,7 @@ def test_a_rank_that_does_not_come_is_named(mesh, rank, device, monkeypatch):
             optimizer.step()
         # The backend had no peer either, for what was queued behind that.
         with contextlib.suppress(RuntimeError):
-            torch.lagged.synchronize()
+            torch.accelerator.synchronize()
     dist.barrier()
 
 
@@ -169,7 +169,7 @@ def test_gradients_of_other_dtypes_are_named(mesh, rank, device, monkeypatch, st
         mean_square(model, batch).backward()
         optimizer.step()
     with contextlib.suppress(RuntimeError):
-        torch.lagged.synchronize()
+        torch.accelerator.synchronize()
     dist.barrier()
 
 

@@ -26,6 +26,10 @@ STEPS = [
     "test_recovery",
     "test_owners",
     "test_nccl",
+    "test_in_place_2",
+    "test_in_place_4",
+    "test_in_place_8",
+    "test_killed_rank",
     "benchmark",
     "benchmark_step",
 ]
@@ -37,7 +41,8 @@ case "$*" in
   "- "*) exec python3 "$@" ;;
   *BROKEN*) echo "this one is broken"; exit 3 ;;
   *KILLED*) kill -KILL "$SUITE" ;;
-  *) echo "asked for: $*"; echo "backends: ${ZERO_EXT_TEST_BACKENDS:-}" ;;
+  *) echo "asked for: $*"; echo "backends: ${ZERO_EXT_TEST_BACKENDS:-}"
+     echo "direct: ${ZERO_EXT_TEST_DIRECT:-}"; echo "preload: ${LD_PRELOAD:-}" ;;
 esac
 """
 
@@ -86,6 +91,7 @@ def run_suite(
             "OUT": str(folder / "out"),
             "COMMIT": "abc123",
             "HOME": os.environ.get("HOME", "/"),
+            "ZERO_EXT_NCCL": os.environ.get("ZERO_EXT_NCCL", ""),
         },
         capture_output=True,
         text=True,
@@ -109,6 +115,7 @@ def test_every_step_is_run_and_reported(tmp_path):
     found = outcomes(tmp_path)
     assert {name: found[name] for name in STEPS} == dict.fromkeys(STEPS, "ok")
     assert found["memcheck"].startswith("not run")
+    assert found["test_two_of_nccl"] == "not run: ZERO_EXT_NCCL names no libnccl"
     (report,) = (tmp_path / "out").glob("*.json")
     assert json.loads(report.read_text()) == {}
     said = {name: log(tmp_path, name) for name in STEPS}
@@ -117,7 +124,13 @@ def test_every_step_is_run_and_reported(tmp_path):
     for path in re.findall(r"(?:tests|scripts|benchmarks)/[\w/.]+", " ".join(said.values())):
         assert (ROOT / path).exists(), path
     assert "--nproc-per-node 2 -m pytest" in said["test_devices"]
-    assert "backends: cpu:gloo\n" in said["test_devices"]
+    assert "backends: cpu:gloo\ndirect: \n" in said["test_devices"]
+    for ranks in (2, 4, 8):
+        in_place = said[f"test_in_place_{ranks}"]
+        assert f"--nproc-per-node {ranks} -m pytest" in in_place
+        assert "backends: cpu:gloo,cuda:gccl\ndirect: 1\n" in in_place
+        for name in re.findall(r"test_stage3\.py::(\w+)", in_place):
+            assert f"def {name}(" in (ROOT / "tests/gather/test_stage3.py").read_text()
 
 
 @pytest.mark.parametrize("broken", ["tests/kernels/test_cuda_kernels.py", "bench_cuda_step"])
@@ -139,6 +152,16 @@ def test_steps_that_are_named_run_alone(tmp_path):
     assert outcomes(tmp_path) == {"step": "outcome", "build": "ok", "exercise": "ok"}
     (report,) = (tmp_path / "out").glob("*.md")
     assert report.stem.endswith("_abc123_build_exercise")
+
+
+def test_another_nccl_is_preloaded_by_its_step_alone(tmp_path, monkeypatch):
+    library = tmp_path / "libnccl.so.2"
+    library.touch()
+    monkeypatch.setenv("ZERO_EXT_NCCL", str(library))
+    run = run_suite(tmp_path, "test_nccl", "test_two_of_nccl")
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert f"preload: {library}\n" in log(tmp_path, "test_two_of_nccl")
+    assert "preload: \n" in log(tmp_path, "test_nccl")
 
 
 def test_a_run_that_is_killed_leaves_what_it_finished(tmp_path):
