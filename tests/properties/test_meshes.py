@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor, Partial, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.testing import assert_close
 
 import zero_ext
@@ -126,6 +126,40 @@ def test_muon_iterates_over_matrices_that_a_plan_has_cut(mesh, stage, sequence):
         optimizer.step()
         optimizer.zero_grad()
     assert_parts(model, alone)
+
+
+class Squares(nn.Module):
+    """Matrices whose cuts differ in size, so that the data ranks' ranges differ between plans."""
+
+    def __init__(self, tp: DeviceMesh):
+        super().__init__()
+        torch.manual_seed(0)
+        shapes = ((9, 6, 1), (4, 8, 0), (7, 9, 1), (9, 5, 0))
+        self.matrices = nn.ParameterList(
+            nn.Parameter(distribute_tensor(torch.randn(rows, columns), tp, [Shard(dim)]))
+            for rows, columns, dim in shapes
+        )
+
+    def forward(self, factor: float) -> Tensor:
+        return factor * sum(p.square().sum().full_tensor() for p in self.matrices)
+
+
+@pytest.mark.world(4)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_owners_of_one_matrix_are_alike_over_the_plan(mesh, stage):
+    alone, model = Squares(mesh["tp"]), Squares(mesh["tp"])
+    expected = torch.optim.Muon(alone.parameters(), **MUON)
+    zero_ext.shard(model, stage, mesh=mesh["dp"])
+    optimizer = zero_ext.optim.Muon(model.parameters(), **MUON, owner_mb=1e-3)
+    for _ in range(2):
+        alone(3.0).backward()
+        expected.step()
+        expected.zero_grad()
+        model(2.0 + 2.0 * mesh["dp"].get_local_rank()).backward()  # 2 and 4
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, part in parts_of(model).items():
+        assert torch.equal(part, local(alone.get_parameter(name))), name
 
 
 def _part(whole: Tensor, like: DTensor) -> Tensor:
