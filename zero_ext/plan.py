@@ -74,6 +74,15 @@ def traffic(plan: Plan, world_size: int, shards: int | None = None) -> Traffic:
     )
 
 
+def between_hosts(sent: Traffic, world_size: int, shards: int, hosts: int) -> tuple[int, int]:
+    """Bytes of ``sent`` that leave a host per step: gradients, parameters. The ranks of a host, and
+    those of a replica, have consecutive numbers."""
+    here = world_size // hosts
+    gradients = here * (world_size - here) * sent.gradient_bytes // max(world_size - 1, 1)
+    parameters = here * max(shards - here, 0) * sent.parameter_bytes // max(shards - 1, 1)
+    return gradients, parameters
+
+
 def _gathers_of_units(plan: Plan, units: Sequence[PlannedUnit]) -> dict[int, int]:
     """How often a forward and a backward of stage 3 gather each unit, by its id."""
     trained = [i for unit in units if unit.plan.trainable for i in unit.plan.members]
@@ -156,6 +165,7 @@ class Setting(NamedTuple):
     accumulation_steps: int
     offload: bool
     device: str
+    hosts: int = 1
 
     def estimate(self, module: nn.Module, stage: int) -> dict[str, int]:
         """See ``estimate_memory``. With several backwards, the copy that undoes one is counted."""
@@ -188,6 +198,15 @@ class Setting(NamedTuple):
             param_dtype=self.param_dtype,
             accumulation_steps=self.accumulation_steps,
         )
+
+    def check_hosts(self) -> None:
+        here, rest = divmod(self.world_size, max(self.hosts, 1))
+        if self.hosts < 1 or rest or max(here, self.shards) % min(here, self.shards):
+            raise ValueError(
+                f"zero_ext: {self.world_size} ranks in replicas of {self.shards} cannot be on "
+                f"{self.hosts} hosts. Pass a --hosts that gives each host whole replicas, or each "
+                "replica whole hosts."
+            )
 
     def others(self) -> Iterator[tuple[str, "Setting"]]:
         """Settings that hold less, by their arguments: first those that need no other machine."""
@@ -254,6 +273,11 @@ def report(
     name, size = largest_unit(plan, world, shards)
     sent = traffic(plan, world, shards)
     replicas = f" ({world // shards:,} replicas of {shards:,})" if shards < world else ""
+    leaves = between_hosts(sent, world, shards, setting.hosts)
+    of_host = (
+        f"{_with_unit(leaves[0])} of gradients and {_with_unit(leaves[1])} of parameters leave "
+        f"each of the {setting.hosts:,} hosts."
+    )
     return "\n".join(
         [
             f"{type(module).__name__}: {sum(p.numel() for p in parameters):,} elements in "
@@ -267,6 +291,7 @@ def report(
             f"reduction='exchange', per rank: {sent.messages:,} messages; sent are "
             f"{_with_unit(sent.gradient_bytes)} of gradients and "
             f"{_with_unit(sent.parameter_bytes)} of parameters ({sent.gathers:,} gathers).",
+            *[of_host] * (setting.hosts > 1),
         ]
     )
 
@@ -311,6 +336,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--world-size", type=int, required=True, help="number of ranks")
     parser.add_argument("--shards", type=int, help="ranks of a replica, for hybrid sharding")
+    parser.add_argument("--hosts", type=int, default=1, help="with equally many ranks each")
     parser.add_argument("--stage", type=int, default=3, choices=range(4))
     parser.add_argument("--bucket-mb", type=float, default=25.0)
     parser.add_argument("--param-dtype", choices=_DTYPES, help="of mp_policy")
@@ -338,6 +364,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         accumulation_steps=args.accumulation_steps,
         offload=args.offload,
         device=args.device or ("cuda" if on_device else "cpu"),
+        hosts=args.hosts,
     )
     try:
         setting.options(args.stage)  # checks them
@@ -347,6 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ValueError("zero_ext: --offload changes nothing with --device cpu: leave it out.")
         module = build(args.model)
         estimates = [setting.estimate(module, stage) for stage in range(4)]
+        setting.check_hosts()
     except (ImportError, ValueError) as error:
         parser.error(str(error))
     print(report(module, setting, args.stage, estimates, args.device_memory is not None))

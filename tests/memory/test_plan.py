@@ -168,6 +168,29 @@ def test_bytes_sent_are_those_of_the_gradients_and_the_parameters():
 
 
 @pytest.mark.parametrize(
+    ("world", "shards", "hosts"), [(8, 8, 2), (8, 4, 4), (12, 2, 3), (6, 6, 1)]
+)
+def test_bytes_between_hosts_are_those_of_the_pairs_of_ranks(world, shards, hosts, capsys):
+    """Each rank sends equal parts to all others, and of parameters to those of its replica."""
+    plan.main(
+        [f"{__name__}:gpt", f"--world-size={world}", f"--shards={shards}", f"--hosts={hosts}"]
+    )
+    printed = capsys.readouterr().out
+    options = ShardingOptions(stage=3)
+    sent = plan.traffic(plan_module(parameters_of(Tree(gpt())), options), world, shards)
+    pairs = [(a, b) for a in range(world) for b in range(world) if a != b]
+    crossing = [(a, b) for a, b in pairs if a * hosts // world == 0 != b * hosts // world]
+    gradients = sent.gradient_bytes / (world - 1) * len(crossing)
+    of_replica = [1 for a, b in crossing if a // shards == b // shards]
+    parameters = sent.parameter_bytes / (shards - 1) * len(of_replica)
+    leaves = plan.between_hosts(sent, world, shards, hosts)
+    assert leaves == pytest.approx((gradients, parameters), abs=1)
+    sizes = [f"{size / 2**20:,.1f} MiB of" for size in (gradients, parameters)]
+    line = f"{sizes[0]} gradients and {sizes[1]} parameters leave each of the {hosts} hosts."
+    assert (line in printed) == (hosts > 1)
+
+
+@pytest.mark.parametrize(
     ("model", "message"),
     [
         ("no_such_module:make", "No module named 'no_such_module'"),
@@ -244,6 +267,8 @@ def test_what_would_fit_is_named_where_no_stage_does(advice):
         (("--device-memory", "0"), "--device-memory must be positive"),
         (("--offload", "--device", "cpu"), "--offload changes nothing with --device cpu"),
         (("--accumulation-steps", "0"), "accumulation_steps must be at least 1"),
+        (("--hosts", "3"), "8 ranks in replicas of 8 cannot be on 3 hosts"),
+        (("--hosts", "0"), "8 ranks in replicas of 8 cannot be on 0 hosts"),
     ],
 )
 def test_mistakes_in_the_settings_are_named(arguments, message, capsys):
