@@ -22,6 +22,7 @@ from harness import (
 )
 from setups import everything, train_batch, values_of
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
@@ -290,6 +291,34 @@ def test_plain_torch_reads_it_and_it_reads_plain_torchs(anywhere, rank, path, st
         assert_bits(value, plain.get_parameter(name), name)
     with pytest.raises(ValueError, match="has no optimizer's state"):
         checkpoint.load(theirs, model, optimizer)
+
+
+def test_torch_reads_it_into_what_get_state_dict_gives(anywhere, rank, path):
+    def in_groups(parameters, lr, **others):
+        first, *rest = parameters
+        return torch.optim.AdamW(
+            [{"params": [first]}, {"params": rest, "lr": 3 * lr}], lr, **others
+        )
+
+    model = zero_ext.shard(MLP(13), 3, mesh=anywhere)
+    optimizer = zero_ext.optim.adopt(in_groups(model.parameters(), 0.25, betas=(0.5, 0.75)))
+    train(model, optimizer, rank, range(2))
+    checkpoint.save(path, model, optimizer)
+    plain = changed(MLP(13))
+    theirs = in_groups(plain.parameters(), 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state = dict(zip(("model", "optimizer"), get_state_dict(plain, theirs), strict=True))
+        dcp.load(state, checkpoint_id=path, no_dist=True)
+        set_state_dict(
+            plain, theirs, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
+    groups = theirs.param_groups
+    assert [(g["lr"], g["betas"]) for g in groups] == [(0.25, (0.5, 0.75)), (0.75, (0.5, 0.75))]
+    trained = values_of(model)
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert_bits(p, trained[name], name)
+        assert_bits(theirs.state[p]["exp_avg"], zero_ext.full_state(optimizer, q, "exp_avg"), name)
 
 
 @pytest.mark.dist

