@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <memory>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -82,6 +83,21 @@ void Comm::connect_devices(std::chrono::milliseconds timeout, Direct direct) {
   watch()->ask_about_failures([memory = peer_memory_, names = std::move(names), timeout] {
     const PeerMemory::Failure failure = memory->failure();
     return text_of_failure(failure, failure.rank < 0 ? -1 : names[failure.rank], timeout);
+  });
+}
+
+void Comm::connect_backend(Kinds kinds) {
+  if (world() == 1 || !way().queued) return;
+  const at::Tensor parts = at::zeros({world()}, at::TensorOptions().device(groups().device()));
+  const std::vector<at::Tensor> sends = parts.split(1);
+  Pending pending;
+  all_reduce_sum(parts, pending);
+  if (kinds.exchanges) exchange(sends, at::zeros_like(parts).split(1), 0, 0, pending);
+  if (kinds.reduce_scatters)
+    reduce_scatter(parts.narrow(0, 0, shards()), sends[0].clone(), pending);
+  if (kinds.gathers) gather(parts.narrow(0, 0, shards()), 0, pending);
+  pending.wait([this] {
+    return where(global_rank()) + "waited for the other ranks to connect their devices";
   });
 }
 

@@ -46,6 +46,14 @@ class Comm : public Agreements {
   // where every rank's device can. Else `why_sent` says what stands in the way.
   void connect_devices(std::chrono::milliseconds timeout, Direct direct);
   const std::string& why_sent() const { return why_sent_; }
+  // Collective. A device's backend connects at its first message of a kind: there the host waits for
+  // other ranks. From now on no message of these kinds is the first.
+  struct Kinds {
+    bool exchanges = false;
+    bool reduce_scatters = false;
+    bool gathers = false;
+  };
+  void connect_backend(Kinds kinds);
   // Where sums or gathers are pulled; else null.
   PeerMemory* peer_memory() const { return peer_memory_.get(); }
   // See PeerMemory: `pending` ends when all ranks have filled their slot. Returns the slot.

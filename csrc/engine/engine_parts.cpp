@@ -111,6 +111,16 @@ EngineParts::EngineParts(EngineOptions given)
   context.spare =
       std::make_shared<SpareMemory>(context.memory, Held::full, context.compute_place());
   if (!options.expert_places.empty()) make_subset();
+  comm.connect_backend(kinds_of(comm));
+  if (of_experts != nullptr && !of_experts->comm.is_subset())
+    of_experts->comm.connect_backend(kinds_of(of_experts->comm));
+}
+
+Comm::Kinds EngineParts::kinds_of(const Comm& ranks) const {
+  const bool exchanges = context.reduction == Reduction::exchange;
+  return {.exchanges = exchanges && ranks.way().sums == Sums::sent,
+          .reduce_scatters = !exchanges,
+          .gathers = context.shards_parameters() && ranks.way().gathers == Gathers::collective};
 }
 
 Unit::Ranks EngineParts::ranks_of(bool experts) {

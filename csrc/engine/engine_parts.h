@@ -80,6 +80,7 @@ struct EngineParts {
 
  private:
   void make_subset();
+  Comm::Kinds kinds_of(const Comm& ranks) const;
   Comm subset_comm(const std::vector<int64_t>& ranks) const;
 };
 

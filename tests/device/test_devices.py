@@ -28,6 +28,7 @@ from harness import (
     DIRECT,
     DTYPES,
     MLP,
+    OWN_BACKEND,
     Blocks,
     Branching,
     assert_bits,
@@ -1215,3 +1216,22 @@ def test_the_example_trains_on_it(device, tmp_path, monkeypatch):
     with torch.device("cpu"):
         importlib.import_module("train_lm").main()
     assert len(json.loads(Path("run/log.json").read_text())["loss"]) == 2
+
+
+@pytest.mark.dist
+@pytest.mark.lagged
+@pytest.mark.world(min=2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@REDUCTIONS
+def test_no_backward_is_the_first_to_send_a_kind_of_message(mesh, rank, device, stage, reduction):
+    """NCCL connects at the first one: there the host waits for other ranks, which may be in a step
+    that serves this backward."""
+    if not OWN_BACKEND:
+        pytest.skip("through host memory")
+    import lagged_device
+
+    before = lagged_device.late_connections()
+    run = Run(device, stage, mesh, rank, torch.bfloat16, reduction=reduction)
+    for step in range(2):
+        run.step(step)
+    assert lagged_device.late_connections() == before

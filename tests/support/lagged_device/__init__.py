@@ -98,6 +98,12 @@ def faults() -> list[str]:
     return _library().lagged_faults().decode().splitlines()
 
 
+def late_connections() -> list[str]:
+    """The first call of each kind, of each of lccl's groups, that was made inside a backward: NCCL
+    connects there."""
+    return _library().lagged_late_connections().decode().splitlines()
+
+
 def host_waits() -> int:
     """How often the host has waited for a device so far, in this process."""
     return _library().lagged_host_waits()
@@ -183,6 +189,7 @@ def _library() -> ctypes.CDLL:
     library.lagged_stream_handle.restype = ctypes.c_void_p
     library.lagged_stream_handle.argtypes = [ctypes.c_int, ctypes.c_int64]
     library.lagged_faults.restype = ctypes.c_char_p
+    library.lagged_late_connections.restype = ctypes.c_char_p
     library.lagged_host_waits.restype = ctypes.c_int64
     library.lagged_kernel_calls.restype = ctypes.c_int64
     library.lagged_begin_capture.argtypes = [ctypes.c_int, ctypes.c_int64]

@@ -7,6 +7,7 @@
 #include <ATen/ops/minimum.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/headeronly/version.h>
 
 #include <algorithm>
@@ -14,6 +15,8 @@
 #include <atomic>
 #include <cstring>
 #include <iterator>
+#include <mutex>
+#include <set>
 #include <utility>
 
 #include "runtime.h"
@@ -204,6 +207,14 @@ Tensor reduced(const std::vector<const char*>& parts, int64_t numel, const Agree
   return result;
 }
 
+std::mutex late_mutex;  // for late_connections
+std::string late_connections;
+
+void note_late_connection(const std::string& what) {
+  const std::lock_guard lock(late_mutex);
+  late_connections += what + "\n";
+}
+
 class Lccl final : public c10d::Backend {
  public:
   Lccl(Wire wire, milliseconds timeout)
@@ -220,7 +231,9 @@ class Lccl final : public c10d::Backend {
     }
   }
 
-  void abort() override { cut_->store(true); }
+  void abort() override {
+    cut_->store(true);
+  }
 
   const std::string getBackendName() const override { return "lccl"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
@@ -544,6 +557,9 @@ class Lccl final : public c10d::Backend {
       return {};
     }
     ++number_;
+    if (used_.insert(call.type).second && torch::autograd::get_current_graph_task_id() >= 0) {
+      note_late_connection(where(number_) + " " + c10d::opTypeToString(call.type));
+    }
     Queue& queue = stream_of(call.device.index());
     // Devices have streams of their own, but the wire has one order.
     if (last_.queue != nullptr) queue.push_wait(*last_.queue, last_.ticket);
@@ -600,6 +616,7 @@ class Lccl final : public c10d::Backend {
   }();
   Event last_;  // of the last call
   uint64_t number_ = 0;
+  std::set<OpType> used_;
   bool coalesces_ = false;
   std::optional<Call> coalesced_;
 };
@@ -611,3 +628,10 @@ Wire make_lccl(Wire wire, milliseconds timeout) {
 }
 
 }  // namespace lagged
+
+LAGGED_EXPORT const char* lagged_late_connections() {
+  static std::string copy;
+  const std::lock_guard lock(lagged::late_mutex);
+  copy = lagged::late_connections;
+  return copy.c_str();
+}
