@@ -77,10 +77,14 @@ def test_a_backend_of_the_extended_api(made, rank, world, device, stage):
             assert own is not options and own.lanes == [7] and own.lanes is not options.lanes
             assert (own._timeout, own.split_from) == (TIMEOUT, None)
             assert own.is_high_priority_stream
+            # By which torch's flight recorder finds the same call on other ranks.
+            assert (own.group_name, own.global_ranks_in_group) == (each.name, each.ranks)
     assert options.group_name == "users" and len({each.name for each in made}) == 3
 
     with comm_groups(find(next(model.parameters()))[0].groups) as comm:
         assert OVER_LCCL or comm.timeout == TIMEOUT
+        reducing = distributed_c10d._resolve_process_group(comm.names["reduce_group"])
+        assert reducing.group_desc == "zero_ext reduce"
         assert comm.default_reduction == "collective"  # of NCCL, whatever its class is
 
     optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1)

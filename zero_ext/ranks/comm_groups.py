@@ -50,6 +50,7 @@ def _new_group(groups: Groups, name: str, store: dist.Store, rank: int, ranks: t
         options = copy.deepcopy(options)
         options._timeout = asked.timeout
         options.split_from = None
+        options.global_ranks_in_group, options.group_name = list(ranks), name
     group = dist.ProcessGroup(*place)
     if device.index is not None:
         # NCCL of torch 2.15 connects when it is made, on this device. Without it, it would take the
@@ -117,6 +118,7 @@ def comm_groups(groups: Groups) -> Iterator[CommGroups]:
             name = f"zero_ext/{parent.group_name}/{number}/{purpose}/{part}"
             made.append(_new_group(groups, name, dist.PrefixStore(name, store), rank, ranks))
             made[-1]._set_group_name(name)
+            made[-1]._set_group_desc(f"zero_ext {purpose}")
             torch._C._distributed_c10d._register_process_group(name, made[-1])
             names[f"{purpose}_group"] = name
         yield CommGroups(names, reduction, timeout_of(groups), device != CPU)
