@@ -97,6 +97,8 @@ class Comm : public Agreements {
   void begin_shutdown(Pending& pending);
   // Before this is destroyed: see ProcessGroups::finish.
   void finish(std::chrono::milliseconds patience) const noexcept;
+  using Peers::groups;
+  using Peers::shared_groups;
 
  private:
   bool all_can(bool this_one);

@@ -9,6 +9,7 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "comm/c10d_names.h"
@@ -167,6 +168,25 @@ void ProcessGroups::finish(std::chrono::milliseconds patience) const noexcept {
     while (!ended.query() && std::chrono::steady_clock::now() < deadline) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
+  } catch (const std::exception&) {
+    // The device is in an error.
+  }
+}
+
+void ProcessGroups::abort(std::chrono::milliseconds patience) const noexcept {
+  if (world_ == 1 || carrier_ != Carrier::backend) return;
+  const std::string key = "zero_ext/ended";
+  try {
+    const auto deadline = std::chrono::steady_clock::now() + patience;
+    int64_t ended = store()->add(key, 1);
+    while (ended < world_ && std::chrono::steady_clock::now() < deadline) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+      ended = store()->add(key, 0);
+    }
+  } catch (const std::exception&) {
+    // The process with the store has ended.
+  }
+  try {
     for (const Group& group : {reduce_, gather_}) group->abort();
     if (!has_replicas()) return;
     for (const Group& group : {within_reduce_, within_gather_, across_}) group->abort();

@@ -69,9 +69,13 @@ class ProcessGroups {
   // Of the ranks that hold the same range; in place.
   Message sum_over_replicas(const at::Tensor& tensor) const;
 
-  // Ends what was queued on the device, within `patience`; the groups cannot be used after it.
-  // Without it c10d would cut these collectives off: destroy_process_group() does not know them.
+  // Waits for what was queued on the device, within `patience`. Without it c10d would cut these
+  // collectives off: destroy_process_group() does not know them.
   void finish(std::chrono::milliseconds patience) const noexcept;
+  // Waits until every rank has called this, within `patience`; the groups cannot be used after it.
+  // What this rank has sent may still be on its way when its device has finished, and an abort drops
+  // it.
+  void abort(std::chrono::milliseconds patience) const noexcept;
 
  private:
   using Group = c10::intrusive_ptr<c10d::ProcessGroup>;

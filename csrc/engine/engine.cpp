@@ -15,6 +15,8 @@ namespace {
 // For the last messages of an engine: longer than ranks of the same step are apart, shorter than
 // what a launcher gives ranks that it ends.
 constexpr std::chrono::seconds kLastMessages(20);
+// Other ranks may delete their engine later, or never: the process waits for this at its exit.
+constexpr std::chrono::seconds kOtherRanks(5);
 
 SlotSpec slot_spec(const std::string& name, const at::Tensor& parameter) {
   // A dense layout is kept as it is (channels_last, transposed), anything else becomes row-major.
@@ -57,6 +59,11 @@ Engine::~Engine() {
     // Messages of a backward that threw may never end.
     const bool threw = backward_.threw(access) || backward_.is_open(access);
     parts_.comm.finish(threw ? std::chrono::seconds(0) : kLastMessages);
+    if (threw) {
+      parts_.comm.groups().abort(std::chrono::seconds(0));
+    } else {
+      end_groups_later(parts_.comm.shared_groups(), kOtherRanks);
+    }
   } catch (const std::exception&) {
     // The device is in an error.
   }

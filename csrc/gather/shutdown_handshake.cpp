@@ -29,6 +29,21 @@ Waiting& waiting() {
   return *instance;
 }
 
+// Runs `job` in a thread.
+template <typename Job>
+void run_later(Job job) {
+  {
+    const std::lock_guard lock(waiting().mutex);
+    ++waiting().open;
+  }
+  std::thread([job = std::move(job)]() mutable {
+    job();
+    const std::lock_guard lock(waiting().mutex);
+    --waiting().open;
+    waiting().ended.notify_all();
+  }).detach();
+}
+
 }  // namespace
 
 void finish_shutdown_later(const Comm& comm, OutstandingSends outstanding) {
@@ -37,22 +52,24 @@ void finish_shutdown_later(const Comm& comm, OutstandingSends outstanding) {
   {
     const std::lock_guard lock(waiting().mutex);
     waiting().comms.splice(waiting().comms.end(), mine);
-    ++waiting().open;
   }
-  std::thread([place, outstanding = std::move(outstanding)]() mutable {
+  run_later([place, outstanding = std::move(outstanding)]() mutable {
     outstanding.handshake.wait_if_possible();
     (*place)->close();  // a rank that still reads raises
     outstanding = {};
     std::list<std::shared_ptr<const Comm>> done;  // destroyed without the lock
-    {
-      const std::lock_guard lock(waiting().mutex);
-      done.splice(done.end(), waiting().comms, place);
-    }
-    done.clear();
     const std::lock_guard lock(waiting().mutex);
-    --waiting().open;
-    waiting().ended.notify_all();
-  }).detach();
+    done.splice(done.end(), waiting().comms, place);
+  });
+}
+
+void end_groups_later(std::shared_ptr<const ProcessGroups> groups,
+                      std::chrono::milliseconds patience) {
+  if (groups->world() == 1 || groups->carrier() != Carrier::backend) return;
+  run_later([groups = std::move(groups), patience]() mutable {
+    groups->abort(patience);
+    groups.reset();  // while the process still waits for this thread
+  });
 }
 
 void wait_for_shutdowns(std::chrono::milliseconds patience) {

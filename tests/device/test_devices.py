@@ -32,6 +32,7 @@ from harness import (
     Blocks,
     Branching,
     assert_bits,
+    gather_objects,
     mean_square,
     needs_gathers_together,
     rank_batches,
@@ -1235,3 +1236,32 @@ def test_no_backward_is_the_first_to_send_a_kind_of_message(mesh, rank, device, 
     for step in range(2):
         run.step(step)
     assert lagged_device.late_connections() == before
+
+
+@pytest.mark.dist
+@pytest.mark.lagged
+@pytest.mark.world(min=2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_backend_s_groups_end_when_all_ranks_have_ended(mesh, rank, device, stage):
+    """What a rank has sent over a network may be on its way when its device has finished."""
+    if not OWN_BACKEND:
+        pytest.skip("through host memory")
+    import lagged_device
+
+    run = Run(device, stage, mesh, rank, torch.bfloat16)
+    run.step(0)
+    torch.accelerator.synchronize()
+    dist.barrier()
+    before = lagged_device.aborts()
+    if rank == 1:
+        time.sleep(0.3)
+    begin = time.monotonic()
+    del run
+    gc.collect()
+    assert time.monotonic() - begin < 0.2, "nobody waits for another rank"
+    while lagged_device.aborts() == before:
+        assert time.monotonic() - begin < 15
+        time.sleep(0.001)
+    ended = time.monotonic()
+    begins = gather_objects(begin)
+    assert ended >= max(begins)

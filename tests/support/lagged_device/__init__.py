@@ -104,6 +104,11 @@ def late_connections() -> list[str]:
     return _library().lagged_late_connections().decode().splitlines()
 
 
+def aborts() -> int:
+    """How many of lccl's groups were aborted so far, in this process."""
+    return _library().lagged_aborts()
+
+
 def host_waits() -> int:
     """How often the host has waited for a device so far, in this process."""
     return _library().lagged_host_waits()
@@ -190,6 +195,7 @@ def _library() -> ctypes.CDLL:
     library.lagged_stream_handle.argtypes = [ctypes.c_int, ctypes.c_int64]
     library.lagged_faults.restype = ctypes.c_char_p
     library.lagged_late_connections.restype = ctypes.c_char_p
+    library.lagged_aborts.restype = ctypes.c_int64
     library.lagged_host_waits.restype = ctypes.c_int64
     library.lagged_kernel_calls.restype = ctypes.c_int64
     library.lagged_begin_capture.argtypes = [ctypes.c_int, ctypes.c_int64]

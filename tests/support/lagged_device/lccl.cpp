@@ -207,6 +207,7 @@ Tensor reduced(const std::vector<const char*>& parts, int64_t numel, const Agree
   return result;
 }
 
+std::atomic<int64_t> aborts{0};
 std::mutex late_mutex;  // for late_connections
 std::string late_connections;
 
@@ -232,6 +233,7 @@ class Lccl final : public c10d::Backend {
   }
 
   void abort() override {
+    aborts.fetch_add(1);
     cut_->store(true);
   }
 
@@ -629,6 +631,7 @@ Wire make_lccl(Wire wire, milliseconds timeout) {
 
 }  // namespace lagged
 
+LAGGED_EXPORT int64_t lagged_aborts() { return lagged::aborts; }
 LAGGED_EXPORT const char* lagged_late_connections() {
   static std::string copy;
   const std::lock_guard lock(lagged::late_mutex);
