@@ -83,8 +83,6 @@ def test_a_backend_of_the_extended_api(made, rank, world, device, stage):
 
     with comm_groups(find(next(model.parameters()))[0].groups) as comm:
         assert OVER_LCCL or comm.timeout == TIMEOUT
-        reducing = distributed_c10d._resolve_process_group(comm.names["reduce_group"])
-        assert reducing.group_desc == "zero_ext reduce"
         assert comm.default_reduction == "collective"  # of NCCL, whatever its class is
 
     optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1)

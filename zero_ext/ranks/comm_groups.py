@@ -118,7 +118,6 @@ def comm_groups(groups: Groups) -> Iterator[CommGroups]:
             name = f"zero_ext/{parent.group_name}/{number}/{purpose}/{part}"
             made.append(_new_group(groups, name, dist.PrefixStore(name, store), rank, ranks))
             made[-1]._set_group_name(name)
-            made[-1]._set_group_desc(f"zero_ext {purpose}")
             torch._C._distributed_c10d._register_process_group(name, made[-1])
             names[f"{purpose}_group"] = name
         yield CommGroups(names, reduction, timeout_of(groups), device != CPU)
