@@ -106,7 +106,8 @@ def test_a_call_is_seen_though_the_peer_has_closed_other_transports(group, rank)
 def test_other_processes_may_read_only_while_there_is_a_transport(memory, group, rank):
     """Yama's permission is one per process: it is taken back with the last transport."""
     may_read = _C.SharedHostTransport.processes_may_read
-    gc.collect()  # models of other tests
+    gc.collect()  # models of other tests, whose transports a thread closes
+    _C.wait_for_shutdowns(30)
     before = may_read()
     assert before >= 1  # of `memory`
     second = connect_all(group)
