@@ -119,7 +119,7 @@ def test_muon_iterates_over_matrices_that_a_plan_has_cut(mesh, stage, sequence):
     )
     model = sharded(mesh, stage, sequence=sequence)
     optimizer = zero_ext.optim.Muon(matrices(model.parameters()), **MUON, owner_mb=1e-3)
-    for step in range(3):
+    for step in range(2):
         gradients = alone.train(batches(step, world), world)
         alone.step(gradients)
         run_backwards(model, mesh, step)
@@ -145,7 +145,7 @@ class Squares(nn.Module):
 
 
 @pytest.mark.world(4)
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_owners_of_one_matrix_are_alike_over_the_plan(mesh, stage):
     alone, model = Squares(mesh["tp"]), Squares(mesh["tp"])
     expected = torch.optim.Muon(alone.parameters(), **MUON)

@@ -93,7 +93,6 @@ ON_THREE = (
 MESHES = some_of(
     "meshes",
     "training_has_the_bits_of_the_plan_alone",
-    "muon_iterates_over_matrices_that_a_plan_has_cut",
     "owners_of_one_matrix_are_alike_over_the_plan",
     "each_element_counts_once_in_the_norm",
     "a_step_is_skipped_on_all_ranks_or_on_none",
