@@ -362,15 +362,16 @@ def test_training_goes_on_from_states_that_are_loaded_before_a_step(rank):
 
 
 def test_one_divide_factor_holds_for_all_units(world, rank):
+    factor = 2.0 * world  # the default is world
     model = by_block(fsdp, Model())
     modules = [m for m in model.modules() if isinstance(m, fsdp.FSDPModule)]
-    modules[-1].set_gradient_divide_factor(4.0)
-    with pytest.raises(NotImplementedError, match=r"factors .*Block: 4.0.*FSDPModel: None"):
+    modules[-1].set_gradient_divide_factor(factor)
+    with pytest.raises(NotImplementedError, match=rf"factors .*Block: {factor}.*FSDPModel: None"):
         forward_and_backward(model, rank)
     for module in modules:
-        module.set_gradient_divide_factor(4.0)
+        module.set_gradient_divide_factor(factor)
     forward_and_backward(model, rank)
-    expected = fma_gradients(Model(), rank_batches(SHAPE, world), 4.0)
+    expected = fma_gradients(Model(), rank_batches(SHAPE, world), factor)
     for name, gradient in gradients_of(model).items():
         assert_bits(gradient, expected[name], name)
 
