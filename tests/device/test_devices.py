@@ -1254,11 +1254,13 @@ def test_a_backend_s_groups_end_when_all_ranks_have_ended(mesh, rank, device, st
     dist.barrier()
     before = lagged_device.aborts()
     if rank == 1:
-        time.sleep(0.3)
+        dist.barrier()
     begin = time.monotonic()
     del run
     gc.collect()
-    assert time.monotonic() - begin < 0.2, "nobody waits for another rank"
+    if rank != 1:
+        assert lagged_device.aborts() == before, "nobody waits for another rank"
+        dist.barrier()
     while lagged_device.aborts() == before:
         assert time.monotonic() - begin < 15
         time.sleep(0.001)
