@@ -50,9 +50,9 @@ BENCHES := $(filter-out $(PLAIN_BENCHES) $(GPU_BENCHES) benchmarks/bench_deepspe
 
 # What `make test` and `make test-all` consist of, the longest first. The one-rank tests compile the
 # emulated device: lagged ones beside them would wait for it.
-SEGMENTS := $(addprefix test-,2-ranks one-rank lagged-one-rank 3-ranks group-4-ranks lagged-2-ranks lccl-2-ranks direct-3-ranks lccl-4-ranks)
+SEGMENTS := $(addprefix test-,2-ranks one-rank lagged-one-rank 3-ranks hosts-4-ranks lagged-2-ranks lccl-2-ranks direct-3-ranks lccl-4-ranks)
 ALL_SEGMENTS := $(addprefix all-,one-rank lagged-one-rank 2-ranks 3-ranks 4-ranks group-2-ranks group-3-ranks \
-  lagged-2-ranks lagged-3-ranks lccl-2-ranks lccl-3-ranks direct-2-ranks direct-3-ranks replicas-4-ranks lagged-4-ranks)
+  lagged-2-ranks lagged-3-ranks lccl-2-ranks lccl-3-ranks direct-2-ranks direct-3-ranks hosts-4-ranks replicas-4-ranks lagged-4-ranks)
 
 .PHONY: install train test test-all test-changed $(SEGMENTS) $(ALL_SEGMENTS) mutations sanitize tsan cuda-kernels cuda-build cuda-test \
   bench bench-deepspeed test-deepspeed test-packages profile docs lint tidy format dist-check cuda-dist-check wheel wheel-check \

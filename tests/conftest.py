@@ -49,6 +49,11 @@ DEVICE = os.environ.get("ZERO_EXT_TEST_DEVICE", "cpu")
 # gloo carries a device's tensors through host memory; "cpu:gloo,lagged:lccl" does not.
 BACKENDS = os.environ.get("ZERO_EXT_TEST_BACKENDS", "cpu:gloo" if DEVICE == "lagged" else "gloo")
 
+# As on so many hosts: only ranks of the same one read each other's memory.
+if "ZERO_EXT_TEST_HOSTS" in os.environ:
+    _host = RANK * int(os.environ["ZERO_EXT_TEST_HOSTS"]) // WORLD
+    os.environ["ZERO_EXT_CROSS_MEMORY"] = str(1 + _host)
+
 COLLECTIVE_TIMEOUT_S = 25
 TEST_TIMEOUT_S = 60
 ANSWER_MARGIN_S = 10

@@ -146,6 +146,10 @@ class PassOrder:
     def forget(self) -> None: ...
     def upcoming(self, kind: Pass, /) -> list[int]: ...
 
+class HostRoutes:
+    def __init__(self, hosts: list[int]) -> None: ...
+    def source(self, start: int, to: int) -> int: ...
+
 class SharedHostTransport:
     @staticmethod
     def connect(
@@ -153,7 +157,7 @@ class SharedHostTransport:
         world: int,
         *,
         timeout_ms: int,
-        allowed: bool,
+        host: int,
         all_gather: Callable[[Tensor], Tensor],
     ) -> SharedHostTransport: ...
     @staticmethod
@@ -209,7 +213,7 @@ class Edits:
 
 class EngineOptions:
     broadcast: bool
-    shared_host_transport: bool
+    host: int
     device: torch.device
     gather: GatherOptions
     gather_group: str

@@ -69,7 +69,7 @@ class Facts:
     devices: int
     cores: int
     threads: int
-    memory_allowed: bool
+    memory_host: int
     ptrace_scope: int
     shm_bytes: int
     open_files: int
@@ -168,7 +168,7 @@ def ask_system(rank: int) -> Facts:
         devices=devices,
         cores=len(os.sched_getaffinity(0)),
         threads=torch.get_num_threads(),
-        memory_allowed=environment.shared_host_transport_allowed(),
+        memory_host=environment.host_of_this_rank(),
         ptrace_scope=int(_text_of("/proc/sys/kernel/yama/ptrace_scope") or 0),
         shm_bytes=shm.f_blocks * shm.f_frsize if shm else -1,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -193,7 +193,7 @@ def _measure_memory(meeting: Meeting) -> dict[str, Any]:
         meeting.rank,
         meeting.world,
         timeout_ms=round(1000 * meeting.timeout.total_seconds()),
-        allowed=environment.shared_host_transport_allowed(),
+        host=environment.host_of_this_rank(),
         all_gather=all_gather,
     )
     others = [r for r in range(meeting.world) if r != meeting.rank and memory and memory.reaches(r)]
@@ -341,7 +341,8 @@ def _speed(facts: Facts, everyone: Sequence[Facts]) -> Checked:
 def _why_not(one: Facts, other: Facts) -> str:
     scope = max(one.ptrace_scope, other.ptrace_scope)
     reasons = {
-        "ZERO_EXT_CROSS_MEMORY=0. Unset it.": not (one.memory_allowed and other.memory_allowed),
+        "ZERO_EXT_CROSS_MEMORY=0. Unset it.": 0 in (one.memory_host, other.memory_host),
+        "other ZERO_EXT_CROSS_MEMORY. Unset it.": one.memory_host != other.memory_host,
         "other users. Start all ranks as one.": one.user != other.user,
         "other containers. Start one on each host.": one.process_space != other.process_space,
         f"ptrace_scope {scope}. Call sysctl kernel.yama.ptrace_scope=1.": scope > 1,

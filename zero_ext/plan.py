@@ -74,12 +74,17 @@ def traffic(plan: Plan, world_size: int, shards: int | None = None) -> Traffic:
     )
 
 
-def between_hosts(sent: Traffic, world_size: int, shards: int, hosts: int) -> tuple[int, int]:
+def between_hosts(
+    sent: Traffic, stage: int, world_size: int, shards: int, hosts: int
+) -> tuple[int, int]:
     """Bytes of ``sent`` that leave a host per step: gradients, parameters. The ranks of a host, and
-    those of a replica, have consecutive numbers."""
+    those of a replica, have consecutive numbers. Updated parameters go once to each other host,
+    those that stage 3 gathers to each rank there."""
     here = world_size // hosts
     gradients = here * (world_size - here) * sent.gradient_bytes // max(world_size - 1, 1)
-    parameters = here * max(shards - here, 0) * sent.parameter_bytes // max(shards - 1, 1)
+    elsewhere = max(shards - here, 0)  # ranks of the replica
+    receivers = elsewhere if stage == 3 else -(-elsewhere // here)
+    parameters = here * receivers * sent.parameter_bytes // max(shards - 1, 1)
     return gradients, parameters
 
 
@@ -273,7 +278,7 @@ def report(
     name, size = largest_unit(plan, world, shards)
     sent = traffic(plan, world, shards)
     replicas = f" ({world // shards:,} replicas of {shards:,})" if shards < world else ""
-    leaves = between_hosts(sent, world, shards, setting.hosts)
+    leaves = between_hosts(sent, stage, world, shards, setting.hosts)
     of_host = (
         f"{_with_unit(leaves[0])} of gradients and {_with_unit(leaves[1])} of parameters leave "
         f"each of the {setting.hosts:,} hosts."

@@ -17,6 +17,8 @@ namespace {
 
 constexpr int64_t kShutdownTag = 0x3fffffff;
 constexpr int64_t kPartsTag = 0x3ffffffe;
+// Above all tags of gathers: what a rank sends on to its host.
+constexpr int64_t kSentOn = int64_t{1} << 44;
 
 // "" where there is none. `rank`: as error messages call the one that did not come.
 std::string text_of_failure(const PeerMemory::Failure& failure, int64_t rank,
@@ -40,9 +42,9 @@ Comm::Comm(std::vector<int64_t> global_ranks)
 Comm::Comm(const Names& groups, c10::Device device, std::vector<int64_t> global_ranks)
     : Agreements(std::make_shared<ProcessGroups>(groups, device), std::move(global_ranks)) {}
 
-void Comm::connect_local_peers(std::chrono::milliseconds timeout, bool allowed) {
+void Comm::connect_local_peers(std::chrono::milliseconds timeout, int64_t host) {
   if (world() == 1) return;
-  connect_local(timeout, allowed, [this](const at::Tensor& values) {
+  connect_local(timeout, host, [this](const at::Tensor& values) {
     return all_gather(Agreement::local_peers, values, [this] {
       return where(global_rank()) +
              "waited for the other ranks to answer whether they share its host";
@@ -179,16 +181,38 @@ void Comm::gather(const at::Tensor& full, int64_t tag, Pending& pending) {
     return;
   }
   // Point to point: gloo's own all-gather is a ring that takes three times as long for two ranks.
-  const MessageLabel label{MessageKind::gather, tag};
-  const int64_t first = rank() - rank() % ranges;
+  const HostRoutes& routes = this->routes();
+  const int64_t own = rank() % ranges;
+  const int64_t first = rank() - own;
   for (int64_t step = 1; step < ranges; ++step) {
-    const int64_t from = first + (rank() + ranges - step) % ranges;
-    Peers::receive(range(from), from, label, pending);
+    const int64_t from = (own + ranges - step) % ranges;
+    const int64_t source = routes.source(from, own);
+    const int64_t tag_here = tag + (from + 1) * kSentOn;
+    Pending::Relay relay;
+    if (!routes.share_host(from, own) && source == from)
+      relay = [this, tag_here](const at::Tensor& part) { return send_on(part, tag_here); };
+    const MessageLabel label{MessageKind::gather, source == from ? tag : tag_here};
+    Peers::receive(range(from), first + source, label, pending, std::move(relay));
   }
-  const at::Tensor own = outgoing(range(rank()));
+  const at::Tensor part = outgoing(range(own));
   for (int64_t step = 1; step < ranges; ++step) {
-    send(own, first + (rank() + step) % ranges, label, pending);
+    const int64_t to = (own + step) % ranges;
+    if (routes.source(own, to) == own) send(part, first + to, {MessageKind::gather, tag}, pending);
   }
+}
+
+std::vector<Pending::Part> Comm::send_on(const at::Tensor& part, int64_t tag) {
+  const int64_t own = rank() % shards();
+  std::vector<Pending::Part> parts;
+  for (int64_t to = 0; to < shards(); ++to) {
+    if (to == own || !routes().share_host(own, to)) continue;
+    const int64_t peer = rank() - own + to;
+    parts.push_back({.message = start_send(part, peer, {MessageKind::gather, tag}),
+                     .tensor = part,
+                     .peer = global_rank(peer),
+                     .sending = true});
+  }
+  return parts;
 }
 
 void Comm::gather_parts(const at::Tensor& flat, const std::vector<int64_t>& bounds,

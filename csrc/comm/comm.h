@@ -39,8 +39,9 @@ class Comm : public Agreements {
   Comm(const Comm& all, std::vector<int64_t> subset) : Agreements(all, std::move(subset)) {}
 
   // Collective. From now on messages between ranks of one host are read straight from the sender's
-  // memory, where that is `allowed` on both ranks and possible. `timeout` is for these messages.
-  void connect_local_peers(std::chrono::milliseconds timeout, bool allowed);
+  // memory, where that is possible. `timeout` is for these messages. `host`: as in
+  // SharedHostTransport::connect.
+  void connect_local_peers(std::chrono::milliseconds timeout, int64_t host);
 
   // Collective. From now on this rank's device reads what `direct` says in the other ranks' memory,
   // where every rank's device can. Else `why_sent` says what stands in the way.
@@ -67,7 +68,8 @@ class Comm : public Agreements {
   void reduce_scatter(const at::Tensor& input, const at::Tensor& output, Pending& pending);
   // Element-wise sum over the ranks, in place.
   void all_reduce_sum(const at::Tensor& tensor, Pending& pending);
-  // In place: every rank's range of `full` [shards * n] is sent to all others of its replica.
+  // In place: every rank's range of `full` [shards * n] is sent to all others of its replica. See Note
+  // [Gathers by host] in host_routes.h.
   void gather(const at::Tensor& full, int64_t tag, Pending& pending);
   // The same of ranges of any size: `flat` is 1-D, and range r begins at element bounds[r]. Only
   // ranks that are in `wanting`, one for each rank, receive.
@@ -102,6 +104,8 @@ class Comm : public Agreements {
 
  private:
   bool all_can(bool this_one);
+  // `part` has come from another host: to the other ranks of this host and replica.
+  std::vector<Pending::Part> send_on(const at::Tensor& part, int64_t tag);
 
   std::shared_ptr<PeerMemory> peer_memory_;
   std::string why_sent_ = "the backend sums them";

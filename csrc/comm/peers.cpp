@@ -4,6 +4,7 @@
 #include <c10/util/hash.h>
 
 #include <algorithm>
+#include <numeric>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
@@ -16,13 +17,20 @@
 namespace zero_ext {
 
 Peers::Peers(std::shared_ptr<const ProcessGroups> groups, std::vector<int64_t> global_ranks)
-    : groups_(std::move(groups)), rank_(groups_->rank()), global_ranks_(std::move(global_ranks)) {}
+    : groups_(std::move(groups)),
+      rank_(groups_->rank()),
+      global_ranks_(std::move(global_ranks)),
+      hosts_(groups_->world()) {
+  std::iota(hosts_.begin(), hosts_.end(), 0);
+  find_routes();
+}
 
 Peers::Peers(const Peers& all, std::vector<int64_t> subset) : Peers(all) {
   global_ranks_.clear();
   for (const int64_t place : subset) global_ranks_.push_back(all.global_rank(place));
   rank_ = std::find(subset.begin(), subset.end(), all.rank()) - subset.begin();
   subset_ = std::move(subset);
+  find_routes();
 }
 
 Peers::Peers(const Peers& other) = default;
@@ -61,11 +69,22 @@ void Peers::join_watch_of(const Peers& all) {
 
 // Ranks of the same host
 
-void Peers::connect_local(std::chrono::milliseconds timeout, bool allowed,
+void Peers::connect_local(std::chrono::milliseconds timeout, int64_t host,
                           const AllGather& all_gather) {
-  local_transport_ = SharedHostTransport::connect(rank(), world(), timeout, allowed, all_gather);
-  only_local_peers_ = local_transport_ != nullptr && local_transport_->reaches_all();
-  if (local_transport_ != nullptr) local_transport_->set_global_ranks(global_ranks_);
+  auto transport = SharedHostTransport::connect(rank(), world(), timeout, host, all_gather);
+  hosts_ = transport->hosts();
+  find_routes();
+  only_local_peers_ = transport->reaches_all();
+  if (!transport->reaches_any()) return;
+  local_transport_ = std::move(transport);
+  local_transport_->set_global_ranks(global_ranks_);
+}
+
+void Peers::find_routes() {
+  std::vector<int64_t> hosts;
+  const int64_t first = rank() - rank() % shards();
+  for (int64_t r = first; r < first + shards(); ++r) hosts.push_back(hosts_[place(r)]);
+  routes_ = HostRoutes(std::move(hosts));
 }
 
 void Peers::leave_local() {
@@ -165,14 +184,17 @@ void Peers::send(const at::Tensor& tensor, int64_t to, const MessageLabel& label
 }
 
 void Peers::receive(const at::Tensor& into, int64_t from, const MessageLabel& label,
-                    Pending& pending) {
+                    Pending& pending, Pending::Relay relay) {
   check_process();
   const at::Tensor here = incoming(into);
   const int64_t place = this->place(from);
   Message message = reads(from) ? local_transport_->receive(here, place, label)
                                 : groups_->receive(here, place, label);
-  add(pending,
-      {.message = std::move(message), .tensor = here, .peer = from, .target = target_of(into)});
+  add(pending, {.message = std::move(message),
+                .tensor = here,
+                .peer = from,
+                .target = target_of(into),
+                .relay = std::move(relay)});
 }
 
 void Peers::receive_part(const at::Tensor& into, int64_t from, const MessageLabel& label,

@@ -20,6 +20,7 @@
 
 #include "comm/collective_watch.h"
 #include "comm/gather_order.h"
+#include "comm/host_routes.h"
 #include "comm/message.h"
 #include "comm/pending.h"
 #include "comm/process_groups.h"
@@ -100,7 +101,7 @@ class Peers {
 
  protected:
   using AllGather = std::function<at::Tensor(const at::Tensor&)>;
-  void connect_local(std::chrono::milliseconds timeout, bool allowed, const AllGather& all_gather);
+  void connect_local(std::chrono::milliseconds timeout, int64_t host, const AllGather& all_gather);
   void leave_local();
   void read_in_place(Direct direct) { direct_ = direct; }
   const ProcessGroups& groups() const { return *groups_; }
@@ -109,13 +110,18 @@ class Peers {
   void add(Pending& pending, Pending::Part part) const;
 
   void send(const at::Tensor& tensor, int64_t to, const MessageLabel& label, Pending& pending);
-  void receive(const at::Tensor& into, int64_t from, const MessageLabel& label, Pending& pending);
+  // `relay`: see Pending::Part.
+  void receive(const at::Tensor& into, int64_t from, const MessageLabel& label, Pending& pending,
+               Pending::Relay relay = {});
   // A part of what the local peer `from` has posted; it begins after `offset` bytes.
   void receive_part(const at::Tensor& into, int64_t from, const MessageLabel& label, int64_t offset,
                     Pending& pending);
   // `tensor` is contiguous and on the host.
   Message start_send(const at::Tensor& tensor, int64_t to, const MessageLabel& label);
   Message post_persistent(const at::Tensor& tensor, int64_t to, const MessageLabel& label);
+
+  // Between the ranks of a replica, which are numbered from 0 there.
+  const HostRoutes& routes() const { return routes_; }
 
   // What travels for `tensor`: itself, or where it is staged a copy of it on the host, or a tensor
   // there that is received into. target_of: where the latter is copied then, see Pending::Part.
@@ -125,6 +131,7 @@ class Peers {
 
  private:
   bool reads(int64_t peer) const;
+  void find_routes();
   // The number of `rank` among all ranks.
   int64_t place(int64_t rank) const { return subset_.empty() ? rank : subset_[rank]; }
   void note_collective(size_t& hash, int64_t unit) const;
@@ -140,6 +147,8 @@ class Peers {
   std::vector<int64_t> global_ranks_;
   std::shared_ptr<SharedHostTransport> local_transport_;  // null without local peers
   bool only_local_peers_ = false;
+  std::vector<int64_t> hosts_;  // [world of all ranks], see SharedHostTransport::hosts
+  HostRoutes routes_;
   Direct direct_ = Direct::nothing;
   std::shared_ptr<GatherOrder> gather_order_;
   mutable size_t gathered_ = 0;

@@ -70,11 +70,14 @@ void Pending::wait(const std::function<std::string()>& what, const Meanwhile& me
       }
     };
   }
-  // Receives first: their errors name the rank that failed. After an error nobody waits for the
+  // From the back. What others of this host wait for comes first, or two ranks would wait for each
+  // other. Then receives: their errors name the rank that failed. After an error nobody waits for the
   // remaining parts, and their tensors live until this object dies.
-  std::stable_partition(parts_.begin(), parts_.end(),
-                        [](const Part& part) { return part.sending; });
-  while (!parts_.empty()) {
+  std::ranges::stable_sort(parts_, {}, [](const Part& part) {
+    return part.sending ? 0 : part.relay ? 2 : 1;
+  });
+  while (!parts_.empty() || !sent_on_.empty()) {
+    if (parts_.empty()) parts_.swap(sent_on_);
     Part& part = parts_.back();
     const auto whom = [&] {
       return part.peer == kAllRanks ? "for all ranks" : "for rank " + std::to_string(part.peer);
@@ -93,6 +96,7 @@ void Pending::wait(const std::function<std::string()>& what, const Meanwhile& me
       if (part.message != nullptr) wait_for(part.message);
       if (part.across != nullptr) wait_for(part.across->sum_over_replicas(part.tensor));
       if (part.target.defined()) part.target.copy_(part.tensor);
+      if (part.relay) std::ranges::move(part.relay(part.tensor), std::back_inserter(sent_on_));
     } catch (const std::exception& error) {
       if (others != nullptr || is_interrupt(error)) throw;
       raise_if_ranks_wait(part.tensor.device(), watch_.get());
@@ -106,8 +110,10 @@ void Pending::wait(const std::function<std::string()>& what, const Meanwhile& me
 }
 
 void Pending::abandon() noexcept {
-  for (Part& part : parts_) withdraw(part);
-  parts_.clear();
+  for (std::vector<Part>* parts : {&parts_, &sent_on_}) {
+    for (Part& part : *parts) withdraw(part);
+    parts->clear();
+  }
 }
 
 void Pending::abandon(int64_t peer) noexcept {

@@ -30,6 +30,8 @@ using WaitedTimes = std::map<int64_t, std::chrono::steady_clock::duration>;
 class Pending {
  public:
   static constexpr int64_t kAllRanks = -1;
+  struct Part;
+  using Relay = std::function<std::vector<Part>(const at::Tensor& tensor)>;
   struct Part {
     Message message;  // null: that of another part, which is waited for first
     at::Tensor tensor;
@@ -38,6 +40,8 @@ class Pending {
     at::Tensor target = {};  // where defined: `tensor` is copied there when it has arrived
     // Where set: when the tensor has arrived, it is summed over the replicas of these groups.
     std::shared_ptr<const ProcessGroups> across = {};
+    // Where set: called when the tensor has arrived, and starts to send it on.
+    Relay relay = {};
   };
 
   Pending();
@@ -65,6 +69,7 @@ class Pending {
 
  private:
   std::vector<Part> parts_;
+  std::vector<Part> sent_on_;  // by relays, until all parts have arrived
   std::shared_ptr<CollectiveWatch> watch_;
   std::shared_ptr<WaitedTimes> waited_;  // of the parts, if there are any
   std::optional<c10::Event> begun_;      // see CollectiveWatch::begin

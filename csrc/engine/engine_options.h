@@ -29,8 +29,8 @@ struct EngineOptions {
   std::vector<int64_t> expert_places;  // of the ranks with the same experts, in the groups; rise
   std::string expert_reduce_group;     // theirs, on a device
   std::string expert_gather_group;
-  int64_t timeout_ms = 0;             // of messages without a process group, and of watched ones
-  bool shared_host_transport = true;  // between ranks of one host, where the host allows it
+  int64_t timeout_ms = 0;  // of messages without a process group, and of watched ones
+  int64_t host = 1;        // see SharedHostTransport::connect
   Reduction reduction = Reduction::exchange;
   bool default_reduction = false;  // then exchange, wherever devices read each other's memory
   std::optional<at::ScalarType> reduce_dtype;

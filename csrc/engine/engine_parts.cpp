@@ -94,7 +94,7 @@ EngineParts::EngineParts(EngineOptions given)
       gatherer(comm, context, backward_phase, options.gather) {
   const std::chrono::milliseconds timeout(options.timeout_ms);
   comm.watch_collectives(timeout);
-  comm.connect_local_peers(timeout, options.shared_host_transport);
+  comm.connect_local_peers(timeout, options.host);
   if (options.default_reduction || options.reduction == Reduction::exchange) {
     // Experts have gathers of their own, and a shard on the host is in nobody's device's memory.
     const bool gathers =

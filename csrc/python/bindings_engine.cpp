@@ -82,7 +82,7 @@ void bind_options(py::module_& m) {
       .def_readwrite("expert_reduce_group", &EngineOptions::expert_reduce_group)
       .def_readwrite("expert_gather_group", &EngineOptions::expert_gather_group)
       .def_readwrite("timeout_ms", &EngineOptions::timeout_ms)
-      .def_readwrite("shared_host_transport", &EngineOptions::shared_host_transport)
+      .def_readwrite("host", &EngineOptions::host)
       .def_readwrite("reduction", &EngineOptions::reduction)
       .def_readwrite("default_reduction", &EngineOptions::default_reduction)
       .def_readwrite("reduce_dtype", &EngineOptions::reduce_dtype)

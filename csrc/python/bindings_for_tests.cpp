@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "autograd/call.h"
+#include "comm/host_routes.h"
 #include "comm/local/shared_host_transport.h"
 #include "core/gil.h"
 #include "device/kernel_table.h"
@@ -91,18 +92,25 @@ void bind_pass_order(py::module_& m) {
       .def("forget", &PassOrder::forget);
 }
 
+void bind_host_routes(py::module_& m) {
+  py::class_<HostRoutes>(m, "HostRoutes")
+      .def(py::init<std::vector<int64_t>>(), py::arg("hosts"))
+      .def("source", &HostRoutes::source, py::arg("start"), py::arg("to"));
+}
+
 void bind_shared_host_transport(py::module_& m) {
   py::class_<SharedHostTransport, std::shared_ptr<SharedHostTransport>>(m, "SharedHostTransport")
       .def_static(
           "connect",
-          [](int64_t rank, int64_t world, int64_t timeout_ms, bool allowed,
+          [](int64_t rank, int64_t world, int64_t timeout_ms, int64_t host,
              py::function all_gather) {
-            return SharedHostTransport::connect(
-                rank, world, std::chrono::milliseconds(timeout_ms), allowed,
+            auto made = SharedHostTransport::connect(
+                rank, world, std::chrono::milliseconds(timeout_ms), host,
                 from_any_thread<at::Tensor, const at::Tensor&>(std::move(all_gather)));
+            return made->reaches_any() ? made : nullptr;
           },
-          py::arg("rank"), py::arg("world"), py::kw_only(), py::arg("timeout_ms"),
-          py::arg("allowed"), py::arg("all_gather"))
+          py::arg("rank"), py::arg("world"), py::kw_only(), py::arg("timeout_ms"), py::arg("host"),
+          py::arg("all_gather"))
       .def("reaches", &SharedHostTransport::reaches)
       .def("close", &SharedHostTransport::close)
       .def_static("processes_may_read", [] { return linux_calls::ReadsWithinTheLaunch::count(); })
@@ -199,6 +207,7 @@ void bind_for_tests(py::module_& m) {
   bind_residency(m);
   bind_arrivals(m);
   bind_pass_order(m);
+  bind_host_routes(m);
   bind_shared_host_transport(m);
   bind_functions(m);
 }

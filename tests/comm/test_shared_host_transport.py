@@ -35,7 +35,7 @@ from zero_ext.ranks.agreement import calling
 pytestmark = pytest.mark.host
 
 
-def connect(group, allowed: bool = True):
+def connect(group, host: int = 1):
     """Collective."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
 
@@ -45,7 +45,7 @@ def connect(group, allowed: bool = True):
         return rows
 
     return _C.SharedHostTransport.connect(
-        rank, world, timeout_ms=20_000, allowed=allowed, all_gather=all_gather
+        rank, world, timeout_ms=20_000, host=host, all_gather=all_gather
     )
 
 
@@ -118,9 +118,9 @@ def test_other_processes_may_read_only_while_there_is_a_transport(memory, group,
     second.close()
     assert may_read() == before
     # Neither where no rank is reached, nor where this rank allows nothing.
-    assert connect(group, allowed=False) is None
+    assert connect(group, host=0) is None
     assert may_read() == before
-    assert connect(group, allowed=rank == 0) is None
+    assert connect(group, host=int(rank == 0)) is None
     assert may_read() == before
     third = connect_all(group)
     assert may_read() == before + 1
@@ -152,7 +152,7 @@ def test_no_process_changes_the_size_of_a_mailbox(memory, group, world):
         return rows
 
     made = _C.SharedHostTransport.connect(
-        dist.get_rank(group), world, timeout_ms=20_000, allowed=True, all_gather=all_gather
+        dist.get_rank(group), world, timeout_ms=20_000, host=1, all_gather=all_gather
     )
     assert made is not None and sizes and min(sizes) > 0
 
@@ -444,7 +444,7 @@ def test_a_forked_child_that_ends_closes_nothing(memory, group, rank):
 
 @pytest.mark.dist
 def test_a_rank_that_does_not_allow_it_is_reached_by_no_other_rank(memory, group, rank, world):
-    memory = connect(group, allowed=rank != 0)
+    memory = connect(group, host=int(rank != 0))
     reached = [r for r in range(world) if memory is not None and memory.reaches(r)]
     assert reached == ([] if rank == 0 else [r for r in range(1, world) if r != rank])
 
@@ -481,11 +481,13 @@ def test_gradients_and_steps_have_the_same_bits_whichever_way_messages_go(
     assert model.stats()["neighbors"] == (0 if alone else world - 1 - len(refusing))
 
 
-@pytest.mark.parametrize("value", ["yes", "", "2"])
+@pytest.mark.parametrize("value", ["yes", "", "-2", "²", "9" * 20])
 @pytest.mark.dist
-def test_a_setting_that_is_neither_0_nor_1_is_refused(value, mesh, world, monkeypatch):
+def test_a_setting_that_is_no_host_s_number_is_refused(value, mesh, world, monkeypatch):
     monkeypatch.setenv("ZERO_EXT_CROSS_MEMORY", value)
-    with pytest.raises(ValueError, match=f"ZERO_EXT_CROSS_MEMORY='{value}' is neither 0 nor 1"):
+    with pytest.raises(
+        ValueError, match=f"ZERO_EXT_CROSS_MEMORY='{value}' is neither 0 nor the number of a host"
+    ):
         zero_ext.shard(MLP(), 2, mesh=mesh)
 
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.profiler import ProfilerActivity, profile
 
 import zero_ext
-from zero_ext import plan
+from zero_ext import _C, plan
 from zero_ext.engine.options import ShardingOptions
 from zero_ext.engine.plan import parameters_of, plan_module
 from zero_ext.engine.units import Tree
@@ -167,23 +167,31 @@ def test_bytes_sent_are_those_of_the_gradients_and_the_parameters():
             assert sent.parameter_bytes >= (gathers - (stage == 3)) * part
 
 
+@pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize(
-    ("world", "shards", "hosts"), [(8, 8, 2), (8, 4, 4), (12, 2, 3), (6, 6, 1)]
+    ("world", "shards", "hosts"), [(8, 8, 2), (8, 4, 4), (12, 2, 3), (12, 12, 3), (6, 6, 1)]
 )
-def test_bytes_between_hosts_are_those_of_the_pairs_of_ranks(world, shards, hosts, capsys):
+def test_bytes_between_hosts_are_those_of_the_pairs_of_ranks(stage, world, shards, hosts, capsys):
     """Each rank sends equal parts to all others, and of parameters to those of its replica."""
     plan.main(
-        [f"{__name__}:gpt", f"--world-size={world}", f"--shards={shards}", f"--hosts={hosts}"]
+        [
+            *(f"{__name__}:gpt", f"--world-size={world}", f"--shards={shards}"),
+            *(f"--hosts={hosts}", f"--stage={stage}"),
+        ]
     )
     printed = capsys.readouterr().out
-    options = ShardingOptions(stage=3)
+    options = ShardingOptions(stage=stage)
     sent = plan.traffic(plan_module(parameters_of(Tree(gpt())), options), world, shards)
     pairs = [(a, b) for a in range(world) for b in range(world) if a != b]
     crossing = [(a, b) for a, b in pairs if a * hosts // world == 0 != b * hosts // world]
     gradients = sent.gradient_bytes / (world - 1) * len(crossing)
-    of_replica = [1 for a, b in crossing if a // shards == b // shards]
+    of_replica = [(a, b) for a, b in crossing if a // shards == b // shards]
+    if stage == 2:  # on the way that the library takes
+        host_of = [rank * hosts // world for rank in range(shards)]
+        source = _C.HostRoutes(host_of).source
+        of_replica = [(a, b) for a, b in of_replica if source(a, b) == a]
     parameters = sent.parameter_bytes / (shards - 1) * len(of_replica)
-    leaves = plan.between_hosts(sent, world, shards, hosts)
+    leaves = plan.between_hosts(sent, stage, world, shards, hosts)
     assert leaves == pytest.approx((gradients, parameters), abs=1)
     sizes = [f"{size / 2**20:,.1f} MiB of" for size in (gradients, parameters)]
     line = f"{sizes[0]} gradients and {sizes[1]} parameters leave each of the {hosts} hosts."

@@ -35,17 +35,19 @@ def test_shard_logs_one_line_on_rank_0(anywhere, rank, stage, caplog):
 
 
 @pytest.mark.parametrize(
-    ("neighbors", "world", "shards", "reduction", "told"),
+    ("stage", "neighbors", "world", "shards", "reduction", "told"),
     [
-        (7, 16, 16, None, "a host with 8 of 16 ranks sends up to 4.3 times the bytes of a ring"),
-        (3, 12, 12, "exchange", "a host with 4 of 12 ranks sends up to 2.9 times"),
-        (7, 16, 16, "collective", None),
-        (7, 16, 8, None, None),  # replicas
-        (7, 8, 8, None, None),
-        (0, 8, 8, None, None),
+        (3, 7, 16, 16, None, "a host with 8 of 16 ranks sends up to 4.3 times the bytes of a ring"),
+        (1, 7, 16, 16, None, "a host with 8 of 16 ranks sends up to 2.4 times the bytes of a ring"),
+        (2, 3, 12, 12, "exchange", "a host with 4 of 12 ranks sends up to 1.8 times"),
+        (0, 1, 4, 4, "exchange", "a host with 2 of 4 ranks sends up to 2.7 times"),
+        (2, 7, 16, 16, "collective", None),
+        (2, 7, 16, 8, None, None),  # replicas
+        (2, 7, 8, 8, None, None),
+        (2, 0, 8, 8, None, None),
     ],
 )
-def test_exchange_between_hosts_is_told(neighbors, world, shards, reduction, told, caplog):
+def test_exchange_between_hosts_is_told(stage, neighbors, world, shards, reduction, told, caplog):
     """Of a handle as it is on several hosts."""
     handle = SimpleNamespace(
         groups=SimpleNamespace(
@@ -55,7 +57,7 @@ def test_exchange_between_hosts_is_told(neighbors, world, shards, reduction, tol
             shards=shards,
             device=torch.device("cpu"),
         ),
-        options=SimpleNamespace(stage=2, reduction=reduction),
+        options=SimpleNamespace(stage=stage, reduction=reduction),
         engine=SimpleNamespace(stats=lambda: {"units": 1, "bytes_held": 8, "neighbors": neighbors}),
     )
     with caplog.at_level(logging.INFO, "zero_ext"):

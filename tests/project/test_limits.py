@@ -38,7 +38,8 @@ LINES = {
         "autograd": 600,  # 10 of them: gradients on other meshes, as 190 of those below
         # 70 of them: way.h; 420: peer_memory, as 190 of kernels, 50 of reduce, 10 of gather, memory
         # and units each; 40: some of the ranks, as 110 of engine, 20 of step, 10 of units.
-        "comm": 4520,  # 40 of them: shared_host_calls; 110: rendezvous; 50: connect_backend, abort
+        # 40: shared_host_calls; 110: rendezvous; 50: connect_backend, abort; 150: host_routes.
+        "comm": 4670,
         "core": 730,
         "device": 510,
         # 20 of them: local gradients, as 20 of reduce; 30: verbs of single units; 10: watchers of

@@ -61,6 +61,8 @@ LCCL = {**LAGGED, "ZERO_EXT_TEST_BACKENDS": "cpu:gloo,lagged:lccl"}
 DIRECT = {**LCCL, "ZERO_EXT_TEST_DIRECT": "1"}
 # As ranks on different hosts: messages go through the process group.
 ONLY_GROUP = {"ZERO_EXT_CROSS_MEMORY": "0"}
+# As two hosts with several ranks each.
+TWO_HOSTS = {"ZERO_EXT_TEST_HOSTS": "2"}
 # Hybrid sharding, wherever tests shard over a mesh.
 REPLICAS = {"ZERO_EXT_TEST_SHARDS": "2"}
 
@@ -76,7 +78,15 @@ STAGE3 = some_of(
 )
 # What depends on the number of ranks: sums in rank order, padding, straddling, passes.
 ON_THREE = (
-    *files("shared_host_transport", "equivalence", "order", "comm_ops", "memory_stage3", "norm"),
+    *files(
+        "shared_host_transport",
+        "host_routes",
+        "equivalence",
+        "order",
+        "comm_ops",
+        "memory_stage3",
+        "norm",
+    ),
     *STAGE3,
     *some_of(
         "checkpoint",
@@ -109,7 +119,7 @@ EXPERTS = some_of(
     "other_meshes_and_placements_are_rejected",
 )
 ON_FOUR = (
-    *files("equivalence", "comm_ops", "hybrid", "norm", "parallel"),
+    *files("equivalence", "comm_ops", "host_routes", "hybrid", "norm", "parallel"),
     *STAGE3,
     *MESHES,
     *EXPERTS,
@@ -146,7 +156,7 @@ QUICK = {
     "test-one-rank": Segment(0, EVERYTHING),
     "test-lagged-one-rank": Segment(0, ON_A_DEVICE, LAGGED),
     "test-3-ranks": Segment(3, ON_THREE),
-    "test-group-4-ranks": Segment(4, ON_FOUR, ONLY_GROUP),
+    "test-hosts-4-ranks": Segment(4, ON_FOUR, TWO_HOSTS),
     "test-lagged-2-ranks": Segment(2, RANKS_ON_A_DEVICE, LAGGED),
     "test-lccl-2-ranks": Segment(
         2,
@@ -177,6 +187,7 @@ ALL = {
     **{f"all-group-{n}-ranks": Segment(n, EVERYTHING, ONLY_GROUP, slow=True) for n in (2, 3)},
     **{f"all-lagged-{n}-ranks": Segment(n, ON_A_DEVICE, LAGGED, slow=True) for n in (2, 3)},
     **{f"all-lccl-{n}-ranks": Segment(n, OVER_ITS_BACKEND, LCCL, slow=True) for n in (2, 3)},
+    "all-hosts-4-ranks": Segment(4, EVERYTHING, TWO_HOSTS, slow=True),
     "all-replicas-4-ranks": Segment(4, WITH_REPLICAS, REPLICAS),
     "all-lagged-4-ranks": Segment(4, files("hybrid"), LAGGED, slow=True),
 }

@@ -159,7 +159,7 @@ class ShardingOptions:
         options.gather.retained_bytes = (
             -1 if self.retained_bytes is None else int(self.retained_bytes)
         )
-        options.shared_host_transport = environment.shared_host_transport_allowed()
+        options.host = environment.host_of_this_rank()
         with comm_groups(groups) as comm:
             for group, name in comm.names.items():
                 setattr(options, group, name)

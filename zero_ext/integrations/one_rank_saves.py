@@ -125,7 +125,7 @@ def share_states(optimizer: Sharded) -> None:
         groups.rank,
         groups.world,
         timeout_ms=round(1000 * timeout_of(groups).total_seconds()),
-        allowed=environment.shared_host_transport_allowed(),
+        host=environment.host_of_this_rank(),
         all_gather=all_gather,
     )
     reached = memory is not None and all(

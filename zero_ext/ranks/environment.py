@@ -27,12 +27,15 @@ def timeout() -> datetime.timedelta | None:
     return datetime.timedelta(seconds=seconds)
 
 
-def shared_host_transport_allowed() -> bool:
-    """Whether ranks may read each other's memory instead of sending messages."""
+def host_of_this_rank() -> int:
+    """Ranks with the same number may read each other's memory instead of sending messages. 0: this
+    one does not."""
     text = os.environ.get("ZERO_EXT_CROSS_MEMORY", "1")
-    if text not in ("0", "1"):
-        raise ValueError(f"zero_ext: ZERO_EXT_CROSS_MEMORY={text!r} is neither 0 nor 1.")
-    return text == "1"
+    if not (text.isascii() and text.isdigit() and int(text) < 2**62):
+        raise ValueError(
+            f"zero_ext: ZERO_EXT_CROSS_MEMORY={text!r} is neither 0 nor the number of a host."
+        )
+    return int(text)
 
 
 def limit_bytes() -> int:
@@ -60,5 +63,5 @@ def check(groups: Groups) -> None:
     collectives."""
     with all_or_none(groups, "sharding"):
         timeout()
-        shared_host_transport_allowed()
+        host_of_this_rank()
         limit_bytes()

@@ -15,7 +15,7 @@ constexpr char kScriptEnded[] = "its script has ended, or has dropped the model.
 
 bool LocalPeer::open(const Introduction& peer, int64_t rank, int64_t world) {
   introduction_ = peer;
-  if (peer.has_mailbox == 0 || !is_alive()) return false;
+  if (!is_alive()) return false;
   mailbox_ = Mailbox::of(static_cast<pid_t>(peer.process), peer.descriptor, world);
   if (!mailbox_.is_open()) return false;
   ring_ = &mailbox_.from(rank);

@@ -22,7 +22,7 @@ using Nonce = std::array<int64_t, 2>;
 
 // What ranks tell each other first.
 struct Introduction {
-  int64_t has_mailbox;
+  int64_t host;  // 0: it is not read; else by ranks with the same number
   int64_t system_and_user;
   int64_t process;
   int64_t descriptor;  // of the mailbox

@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
+#include <numeric>
 #include <random>
 #include <set>
 #include <string>
@@ -89,10 +91,11 @@ struct SharedHostTransport::Living {
 
 std::shared_ptr<SharedHostTransport> SharedHostTransport::connect(int64_t rank, int64_t world,
                                                                   milliseconds timeout,
-                                                                  bool allowed,
+                                                                  int64_t host,
                                                                   const AllGather& all_gather) {
   std::shared_ptr<SharedHostTransport> made(new SharedHostTransport(rank, world, timeout));
-  return made->connect(allowed, all_gather) ? made : nullptr;
+  made->connect(host, all_gather);
+  return made;
 }
 
 SharedHostTransport::SharedHostTransport(int64_t rank, int64_t world, milliseconds timeout)
@@ -108,10 +111,10 @@ SharedHostTransport::~SharedHostTransport() {
   close();
 }
 
-bool SharedHostTransport::connect(bool allowed, const AllGather& all_gather) {
+void SharedHostTransport::connect(int64_t host, const AllGather& all_gather) {
   const auto world = static_cast<int64_t>(peers_.size());
-  if (allowed) mailbox_ = Mailbox::create(world);
-  const Introduction own{.has_mailbox = mailbox_.is_open() ? 1 : 0,
+  if (host != 0) mailbox_ = Mailbox::create(world);
+  const Introduction own{.host = mailbox_.is_open() ? host : 0,
                          .system_and_user = linux_calls::system_and_user(),
                          .process = process_,
                          .descriptor = mailbox_.descriptor(),
@@ -130,29 +133,43 @@ bool SharedHostTransport::connect(bool allowed, const AllGather& all_gather) {
   const auto reach_each_other = [&](int64_t a, int64_t b) {
     return opened[a * world + b] != 0 && opened[b * world + a] != 0;
   };
-  bool any = false;
-  for (int64_t a = 0; a < world; ++a) {
-    const bool reached = a != rank_ && reach_each_other(rank_, a);
-    peers_[a].set_reached(reached);
-    any = any || reached;
-    for (int64_t b = 0; b < a; ++b) reaches_all_ = reaches_all_ && reach_each_other(a, b);
-  }
-  if (!any) {
-    reads_.reset();
-    return false;
-  }
+  for (int64_t a = 0; a < world; ++a)
+    peers_[a].set_reached(a != rank_ && reach_each_other(rank_, a));
+  find_hosts(reach_each_other);
+  if (!reaches_any()) return reads_.reset();
   Living& living = Living::get();
   const std::lock_guard lock(living.mutex);
   living.all.insert(this);
-  return true;
+}
+
+void SharedHostTransport::find_hosts(
+    const std::function<bool(int64_t, int64_t)>& reach_each_other) {
+  const int64_t world = std::ssize(peers_);
+  for (int64_t a = 0; a < world; ++a) {
+    int64_t first = 0;
+    while (first < a && !reach_each_other(first, a)) ++first;
+    hosts_.push_back(first);
+  }
+  bool agree = true;
+  for (int64_t a = 0; a < world; ++a) {
+    for (int64_t b = 0; b < a; ++b)
+      agree = agree && reach_each_other(a, b) == (hosts_[a] == hosts_[b]);
+  }
+  if (!agree) std::iota(hosts_.begin(), hosts_.end(), 0);
+  reaches_all_ = std::all_of(hosts_.begin(), hosts_.end(), [](int64_t host) { return host == 0; });
+}
+
+bool SharedHostTransport::reaches_any() const {
+  return std::any_of(peers_.begin(), peers_.end(),
+                     [](const LocalPeer& peer) { return peer.reached(); });
 }
 
 bool SharedHostTransport::has_candidates(const at::Tensor& introductions) const {
   const auto of = [&](int64_t peer) { return introduction_of(introductions, peer); };
-  if (of(rank_).has_mailbox == 0) return false;
+  if (of(rank_).host == 0) return false;
   for (int64_t peer = 0; peer < std::ssize(peers_); ++peer) {
     const Introduction other = of(peer);
-    if (peer != rank_ && other.has_mailbox != 0 &&
+    if (peer != rank_ && other.host == of(rank_).host &&
         other.system_and_user == of(rank_).system_and_user) {
       return true;
     }
@@ -164,9 +181,11 @@ at::Tensor SharedHostTransport::open_peers(const at::Tensor& introductions) {
   const auto world = static_cast<int64_t>(peers_.size());
   const at::Tensor row = at::empty({world}, introductions.options());
   auto* opened = row.mutable_data_ptr<int64_t>();
+  const int64_t own_host = introduction_of(introductions, rank_).host;
   for (int64_t peer = 0; peer < world; ++peer) {
-    const bool open = peer != rank_ && mailbox_.is_open() &&
-                      peers_[peer].open(introduction_of(introductions, peer), rank_, world);
+    const Introduction other = introduction_of(introductions, peer);
+    const bool open = peer != rank_ && mailbox_.is_open() && other.host == own_host &&
+                      peers_[peer].open(other, rank_, world);
     opened[peer] = open ? 1 : 0;
   }
   return row;

@@ -49,20 +49,24 @@ namespace zero_ext {
 class SharedHostTransport : public std::enable_shared_from_this<SharedHostTransport> {
  public:
   using AllGather = std::function<at::Tensor(const at::Tensor&)>;
-  // Collective. `all_gather`: int64 [n] of each rank → [world, n]. Null where no peer is reached.
-  // `timeout`: of waits that have none of their own. `allowed`: on this rank; the others must take
-  // part, too.
+  // Collective. `all_gather`: int64 [n] of each rank → [world, n]. `timeout`: of waits that have none
+  // of their own. `host`: ranks with the same number may read each other's memory; 0: this rank does
+  // not.
   static std::shared_ptr<SharedHostTransport> connect(int64_t rank, int64_t world,
                                                       std::chrono::milliseconds timeout,
-                                                      bool allowed, const AllGather& all_gather);
+                                                      int64_t host, const AllGather& all_gather);
   ~SharedHostTransport();
   SharedHostTransport(const SharedHostTransport&) = delete;
   SharedHostTransport& operator=(const SharedHostTransport&) = delete;
 
   // Whether messages to and from `peer` can go this way; both ranks have the same answer.
   bool reaches(int64_t peer) const { return peers_[peer].reached(); }
+  bool reaches_any() const;
   // Whether every rank reaches every other one; all ranks have the same answer.
   bool reaches_all() const { return reaches_all_; }
+  // [world], the same on all ranks: ranks with the same number reach each other, and no other rank.
+  // Where no such numbers exist, each rank has its own.
+  const std::vector<int64_t>& hosts() const { return hosts_; }
 
   // Messages of one sender, kind and tag are received in the order in which they were sent, and
   // must have as many bytes as their receiver asks for. The tensors are contiguous, on the host.
@@ -132,7 +136,8 @@ class SharedHostTransport : public std::enable_shared_from_this<SharedHostTransp
   class MessageWork;
 
   SharedHostTransport(int64_t rank, int64_t world, std::chrono::milliseconds timeout);
-  bool connect(bool allowed, const AllGather& all_gather);
+  void connect(int64_t host, const AllGather& all_gather);
+  void find_hosts(const std::function<bool(int64_t, int64_t)>& reach_each_other);
   // Whether another rank may reach this one.
   bool has_candidates(const at::Tensor& introductions) const;
   // Opens all peers; [world] int64: which could be opened.
@@ -164,7 +169,8 @@ class SharedHostTransport : public std::enable_shared_from_this<SharedHostTransp
   Mailbox mailbox_;
   std::vector<LocalPeer> peers_;
   std::vector<int64_t> global_ranks_;  // empty: as the transport counts them
-  bool reaches_all_ = true;
+  bool reaches_all_ = false;
+  std::vector<int64_t> hosts_;
 
   std::mutex mutex_;  // for what follows, and what changes in peers_
   std::optional<linux_calls::ReadsWithinTheLaunch> reads_;  // until nothing can be received

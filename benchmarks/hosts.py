@@ -1,0 +1,183 @@
+"""Training steps between hosts, as network namespaces of this machine: time, and bytes of a card.
+
+    sudo python benchmarks/hosts.py [--hosts 2] [--ranks 2] [--rate 1gbit] [--results FOLDER]
+
+Each namespace has one card, which sends --rate at most, and starts --ranks ranks; only ranks of one
+namespace read each other's memory. Bytes are those that a card has sent in a step, beside those of
+one bf16 ring over all ranks: 4 n (N - 1) / N for n elements and N ranks. Stages 0 to 3 are compared
+with one process, bit for bit. It needs root, and the commands ip and tc.
+"""
+
+import argparse
+import copy
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import bench_step
+import models
+import report
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import zero_ext
+
+CARD = "eth0"
+PORT = 29571
+COUNTED_STEPS = 3
+STAGES = (0, 1, 2, 3)
+
+
+def run_in_namespaces(args: argparse.Namespace, arguments: list[str]) -> int:
+    """Makes the hosts, runs this program on all their ranks, and removes them again."""
+    bridge = f"zx{os.getpid() % 10_000}"
+    names = [f"{bridge}h{host}" for host in range(args.hosts)]
+    address = lambda host: f"10.77.0.{host + 1}"  # noqa: E731
+    try:
+        _call(f"ip link add {bridge} type bridge")
+        _call(f"ip link set {bridge} up")
+        for host, name in enumerate(names):
+            _call(f"ip netns add {name}")
+            _call(f"ip link add {name} type veth peer name {CARD} netns {name}")
+            _call(f"ip link set {name} master {bridge} up")
+            inside = f"ip netns exec {name}"
+            _call(f"{inside} ip address add {address(host)}/24 dev {CARD}")
+            _call(f"{inside} ip link set {CARD} up")
+            _call(f"{inside} ip link set lo up")
+            shape = f"rate {args.rate} burst 256kb latency 50ms"
+            _call(f"{inside} tc qdisc add dev {CARD} root tbf {shape}")
+        runs = []
+        for host, name in enumerate(names):
+            launcher = f"ip netns exec {name} {sys.executable} -m torch.distributed.run"
+            place = f"--nnodes {args.hosts} --node-rank {host} --nproc-per-node {args.ranks}"
+            meet = f"--master-addr {address(0)} --master-port {PORT}"
+            environment = {
+                "GLOO_SOCKET_IFNAME": CARD,
+                "OMP_NUM_THREADS": "1",
+                "ZERO_EXT_CROSS_MEMORY": str(1 + host),
+            }
+            command = [*f"{launcher} {place} {meet}".split(), __file__, "--rank", *arguments]
+            runs.append(subprocess.Popen(command, env={**os.environ, **environment}))
+        return max(run.wait() for run in runs)
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], check=False)
+        subprocess.run(["ip", "link", "delete", bridge], check=False)
+
+
+def _call(command: str) -> None:
+    subprocess.run(command.split(), check=True)
+
+
+def steps_of(model: nn.Module, batch, args: argparse.Namespace) -> dict[str, Callable[[], float]]:
+    """By name: one training step of a copy of the model."""
+    steps = {
+        "DDP": bench_step.ddp_step(copy.deepcopy(model), batch, 1),
+        "FSDP2": bench_step.fsdp_step(copy.deepcopy(model), batch, 1),
+    }
+    for stage in STAGES:
+        steps[f"stage {stage}"] = bench_step.zero_step(copy.deepcopy(model), batch, 1, stage)
+    in_bf16 = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    mesh = init_device_mesh("cpu", (args.hosts, args.ranks), mesh_dim_names=("hosts", "ranks"))
+    for name, options in {
+        "stage 2, collective, fp32": {},
+        "stage 2, collective, bf16": {"mp_policy": in_bf16},
+        "stage 2, mesh, collective, bf16": {"mp_policy": in_bf16, "mesh": mesh},
+    }.items():
+        other = copy.deepcopy(model)
+        zero_ext.shard(other, stage=2, reduction="collective", **options)
+        optimizer = zero_ext.optim.AdamW(other.parameters(), lr=1e-4)
+        steps[name] = bench_step.training_step(other, optimizer, batch, 1)
+    return steps
+
+
+def sent_by_the_card(step: Callable[[], float]) -> float:
+    """Bytes per step, of the host that sends most."""
+    counter = Path(f"/sys/class/net/{CARD}/statistics/tx_bytes")
+    dist.barrier()
+    before = int(counter.read_text())
+    for _ in range(COUNTED_STEPS):
+        step()
+    dist.barrier()
+    sent = torch.tensor((int(counter.read_text()) - before) / COUNTED_STEPS)
+    dist.all_reduce(sent, dist.ReduceOp.MAX)
+    return sent.item()
+
+
+def check_bits(model: nn.Module) -> None:
+    """Stages 0 to 3 against one process that runs all ranks' batches; two steps."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    batches = [models.gpt_batch(torch.Generator().manual_seed(r)) for r in range(world)]
+
+    def train(one: nn.Module, own: list, **options) -> str:
+        zero_ext.shard(one, **options)
+        one.set_gradient_divide_factor(world)
+        optimizer = zero_ext.optim.AdamW(one.parameters(), lr=1e-4)
+        for _ in range(2):
+            for batch in own:
+                one(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return zero_ext.fingerprint(one)
+
+    expected = train(copy.deepcopy(model), batches, stage=2, mesh="alone")
+    for stage in STAGES:
+        actual = train(copy.deepcopy(model), batches[rank : rank + 1], stage=stage)
+        assert actual == expected, f"stage {stage} differs from one process"
+
+
+def rows(args: argparse.Namespace) -> Iterator[report.Row]:
+    torch.manual_seed(0)
+    model = models.GPT(args.layers, args.hidden, heads=2).bfloat16()
+    check_bits(model)
+    batch = models.gpt_batch(torch.Generator().manual_seed(dist.get_rank()))
+    steps = steps_of(model, batch, args)
+    seconds = report.alternate(steps, args.rounds, dist.barrier)
+    ring = 4 * sum(p.numel() for p in model.parameters()) * (1 - 1 / dist.get_world_size())
+    where = f"{args.hosts} × {args.ranks} ranks, {args.rate}"
+    for name, step in steps.items():
+        sent = sent_by_the_card(step)
+        yield report.Row(
+            f"{where}: bytes of {name} / of a bf16 ring",
+            f"{sent / 1e6:.2f} MB",
+            f"{ring / 1e6:.2f} MB",
+            sent / ring,
+            "at most",
+            None,
+        )
+    for peer in ("DDP", "FSDP2"):
+        for name in steps:
+            if name != peer:
+                pair = f"{where}: {name} / {peer}"
+                yield report.at_most(pair, seconds[name], seconds[peer], None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="of each host")
+    parser.add_argument("--rate", default="1gbit", help="of a card, as tc takes it")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    report.add_arguments(parser)
+    args = parser.parse_args()
+    name = f"hosts_{args.hosts}x{args.ranks}_{args.rate}"
+    if args.rank:
+        return report.write_on_rank_0(name, rows(args), args.results)
+    missing = [command for command in ("ip", "tc") if shutil.which(command) is None]
+    if os.getuid() != 0 or missing:
+        print("Skipped: it needs root" + "".join(f", and the command {c}" for c in missing) + ".")
+        return None
+    return sys.exit(run_in_namespaces(args, sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()
