@@ -5,7 +5,7 @@ import gc
 
 import pytest
 import torch
-from harness import DTYPES, Blocks, assert_bits, mean_square, rank_data
+from harness import DIRECT, DTYPES, Blocks, assert_bits, mean_square, rank_data
 from memory_formula import ranges_of
 from reference import own_values, whole
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -228,7 +228,13 @@ def test_the_estimate_is_what_is_held(anywhere, rank, device, dtype, policy):
     model.blocks[2].requires_grad_(False)
     ranks = 1 if anywhere is None else anywhere.size()
     estimate = zero_ext.estimate_memory(
-        model, ranks, 3, bucket_mb=SEPARATE, offload_policy=policy(), reduction="exchange"
+        model,
+        ranks,
+        3,
+        bucket_mb=SEPARATE,
+        offload_policy=policy(),
+        reduction="exchange",
+        peer_memory=DIRECT and ranks > 1,
     )
     run = Run(anywhere, rank, policy, dtype)
     run.loss().backward()

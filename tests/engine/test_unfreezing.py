@@ -96,6 +96,8 @@ def test_random_programs_between_hosts(mesh, rank, world, stage, monkeypatch):
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.skipif(GATHERS_TOGETHER, reason="every rank enters every collective")
 def test_many_random_programs(mesh, rank, world, stage, hosts, monkeypatch):
+    if hosts == "0" and mesh.device_type != "cpu":
+        pytest.skip("every rank enters every collective")
     monkeypatch.setenv("ZERO_EXT_CROSS_MEMORY", hosts)
     check(range(100, 140), mesh, rank, world, stage)
 
