@@ -12,6 +12,8 @@
 
 #include <tuple>
 
+#include "device/streams.h"
+
 namespace zero_ext {
 
 void DeviceFlags::add(const std::vector<int64_t>& parameters) {
@@ -92,6 +94,13 @@ at::Tensor DeviceFlags::verdict(const std::vector<int64_t>& flags) {
 }
 
 at::Tensor DeviceFlags::index(const std::vector<int64_t>& flags) const {
+  if (capture_id(current_stream(device_)) != 0) {
+    // Each replay of a graph would read the memory of the host again, which has other uses then.
+    std::vector<at::Tensor> each;
+    const auto options = at::TensorOptions().device(device_).dtype(at::kLong);
+    for (const int64_t flag : flags) each.push_back(at::full({1}, flag, options));
+    return at::cat(each);
+  }
   // From pinned memory, so that the host does not wait for the copy.
   return at::tensor(flags, at::kLong).pin_memory().to(device_, /*non_blocking=*/true);
 }

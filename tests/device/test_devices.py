@@ -568,6 +568,28 @@ def test_forward_and_backward_can_be_captured(anywhere, rank, device, stage, red
 
 
 @pytest.mark.lagged
+def test_a_captured_backward_keeps_no_memory_of_the_host(device):
+    """Flags are cleared by their numbers where some of the gradients alone were zeroed. A replay
+    would read the numbers in memory of the host that has been freed."""
+    import lagged_device
+
+    side = torch.Stream(device)
+    side.wait_stream(torch.accelerator.current_stream())
+    model = zero_ext.shard(MLP(13).to(device), 2, mesh=None)
+    some = zero_ext.optim.SGD([*model.parameters()][:2], lr=0.1)
+    batch = rank_data((4, 5), 0).to(device)
+    with side:
+        mean_square(model, batch).backward()
+        some.zero_grad()
+        with lagged_device.capture() as refused:
+            mean_square(model, batch).backward()
+        assert refused == []
+        with lagged_device.capture() as refused:
+            torch.ones(3, device="cpu").pin_memory().to(device, non_blocking=True)
+        assert refused == ["pinned memory of captured work was released"]
+
+
+@pytest.mark.lagged
 @pytest.mark.dist
 @pytest.mark.world(min=2)
 def test_collectives_are_watched_while_another_thread_captures(mesh, rank, device, monkeypatch):

@@ -75,6 +75,17 @@ def set_lag(lag_us: int) -> None:
     _library().lagged_set_lag_us(lag_us)
 
 
+@contextlib.contextmanager
+def one_connection() -> Iterator[None]:
+    """As by ``CUDA_DEVICE_MAX_CONNECTIONS=1``: work waits for all that was queued before it, on
+    whatever stream."""
+    _library().lagged_set_one_connection(True)
+    try:
+        yield
+    finally:
+        _library().lagged_set_one_connection(False)
+
+
 def set_own_sums(own: bool) -> None:
     """Whether matrix products have other last bits than the CPU's, as at first: Note [Own sums]."""
     _library().lagged_set_own_sums(own)

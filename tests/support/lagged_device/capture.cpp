@@ -71,6 +71,15 @@ void waited_for(const Event& moment, const Queue& by) {
   }
 }
 
+void released(const std::vector<Queue*>& users) {
+  const std::lock_guard lock(mutex);
+  for (const Queue* user : users) {
+    if (captured.count(user) == 0) continue;
+    violations.push_back("pinned memory of captured work was released");
+    return;
+  }
+}
+
 void asked_by_host(const char* what) {
   const std::lock_guard lock(mutex);
   if (origin != nullptr && !may_ask) violations.push_back(std::string("the host ") + what);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import os
@@ -295,6 +296,18 @@ def test_events_tell_when_their_stream_has_come_there():
     last.record()
     last.synchronize()
     assert 0 <= first.elapsed_time(last) < 1000
+
+
+@pytest.mark.parametrize("connections", [1, 8])
+def test_streams_of_one_connection_run_in_one_order(connections):
+    """Though none waits for the other."""
+    one, other = torch.Stream("lagged"), torch.Stream("lagged")
+    with lagged_device.one_connection() if connections == 1 else contextlib.nullcontext():
+        with one:
+            value = filled(2.0)
+        with other:
+            seen = torch.empty_like(value).copy_(value)
+            assert values(seen) == ({2.0} if connections == 1 else {-1.0})
 
 
 def test_devices_have_their_own_streams_and_memory():

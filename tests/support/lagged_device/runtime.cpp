@@ -29,6 +29,10 @@ std::atomic<int64_t> lag_us{50'000};
 std::atomic<bool> ends_with_error = false;
 std::atomic<int64_t> allocations_left{-1};  // before the one that fails; negative: none does
 
+std::atomic<bool> one_connection = false;
+std::mutex connection_mutex;  // before a queue's own; protects:
+std::array<Event, kDevices> last_queued;
+
 std::mutex error_mutex;
 std::string first_error;
 
@@ -213,20 +217,39 @@ Arena& arena_of(const Block& block) {
 }  // namespace
 
 void set_lag_us(int64_t value) { lag_us = value; }
+void set_one_connection(bool one) {
+  const std::lock_guard lock(connection_mutex);
+  last_queued = {};
+  one_connection = one;
+}
 int64_t get_lag_us() { return lag_us; }
 
 uint64_t Queue::push(std::function<void()> task) {
-  std::vector<Task> finished;  // destroyed without the lock
+  std::vector<Task> finished;  // destroyed without the locks
+  std::unique_lock<std::mutex> connection;
+  Event* before = nullptr;
+  if (one_connection) {
+    connection = std::unique_lock(connection_mutex);
+    before = &last_queued.at(device);
+  }
   const std::lock_guard lock(mutex_);
   finished.swap(finished_);
   if (!started_) {
     started_ = true;
     std::thread([this] { work(); }).detach();
   }
+  if (before != nullptr && before->queue != nullptr && before->queue != this) {
+    add([last = *before] { last.queue->wait_quietly(last.ticket); });
+  }
+  add(std::move(task));
+  if (before != nullptr) *before = {.queue = this, .ticket = queued_};
+  return queued_;
+}
+
+void Queue::add(std::function<void()> task) {
   tasks_.push_back({std::move(task), Clock::now()});
   ++queued_;
-  if (tasks_.size() == 1) due_cv_.notify_one();
-  return queued_;
+  due_cv_.notify_one();
 }
 
 void Queue::push_wait(Queue& other, uint64_t ticket) {
@@ -386,6 +409,7 @@ Block* allocate_pinned(int64_t bytes) {
 void release(Block* block) {
   Arena& arena = arena_of(*block);
   arena.count_release(*block);
+  if (block->pinned) capture::released(block->users);
   if (block->owner == nullptr && block->users.empty()) {
     arena.recycle(block);
     return;
@@ -463,6 +487,7 @@ std::vector<std::string> faults() {
 }  // namespace lagged
 
 LAGGED_EXPORT void lagged_set_lag_us(int64_t lag_us) { lagged::set_lag_us(lag_us); }
+LAGGED_EXPORT void lagged_set_one_connection(bool one) { lagged::set_one_connection(one); }
 LAGGED_EXPORT int64_t lagged_host_waits() { return lagged::host_waits(); }
 LAGGED_EXPORT void lagged_fail_after(int64_t count) { lagged::fail_after(count); }
 LAGGED_EXPORT void lagged_end_with_errors() { lagged::ends_with_error = true; }

@@ -36,6 +36,9 @@ constexpr int kStreams = 1 + kPoolStreams + kNewStreams + kGroupStreams;
 // How long a task that nobody waits for is held back. 50,000 at first; with 0 streams run freely.
 void set_lag_us(int64_t lag_us);
 int64_t get_lag_us();
+// Whether all streams of a device have one connection to it, as by CUDA_DEVICE_MAX_CONNECTIONS=1:
+// a task then begins when all that was queued before it, on whatever stream, is done.
+void set_one_connection(bool one);
 
 // One stream: tasks run in order, on a thread of their own that starts with the first task.
 //
@@ -70,7 +73,8 @@ class Queue {
     Clock::time_point queued_at;
   };
   void work();
-  void demand(uint64_t ticket);  // with the lock held
+  void add(std::function<void()> task);  // with the lock held
+  void demand(uint64_t ticket);          // with the lock held
   void await(std::unique_lock<std::mutex>& lock, uint64_t ticket);
 
   std::mutex mutex_;
