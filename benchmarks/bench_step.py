@@ -52,8 +52,10 @@ def fsdp_step(model: nn.Module, batch, accumulation: int) -> Callable[[], float]
     return training_step(model, torch.optim.AdamW(model.parameters(), lr=1e-4), batch, accumulation)
 
 
-def zero_step(model: nn.Module, batch, accumulation: int, stage: int) -> Callable[[], float]:
-    zero_ext.shard(model, stage=stage, accumulation_steps=accumulation)
+def zero_step(
+    model: nn.Module, batch, accumulation: int, stage: int, **options
+) -> Callable[[], float]:
+    zero_ext.shard(model, stage=stage, accumulation_steps=accumulation, **options)
     optimizer = zero_ext.optim.AdamW(model.parameters(), lr=1e-4)
     return training_step(model, optimizer, batch, accumulation)
 

@@ -64,7 +64,8 @@ def run_in_namespaces(args: argparse.Namespace, arguments: list[str]) -> int:
             }
             command = [*f"{launcher} {place} {meet}".split(), __file__, "--rank", *arguments]
             runs.append(subprocess.Popen(command, env={**os.environ, **environment}))
-        return max(run.wait() for run in runs)
+        codes = [run.wait() for run in runs]
+        return int(any(codes))
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], check=False)
@@ -90,10 +91,9 @@ def steps_of(model: nn.Module, batch, args: argparse.Namespace) -> dict[str, Cal
         "stage 2, collective, bf16": {"mp_policy": in_bf16},
         "stage 2, mesh, collective, bf16": {"mp_policy": in_bf16, "mesh": mesh},
     }.items():
-        other = copy.deepcopy(model)
-        zero_ext.shard(other, stage=2, reduction="collective", **options)
-        optimizer = zero_ext.optim.AdamW(other.parameters(), lr=1e-4)
-        steps[name] = bench_step.training_step(other, optimizer, batch, 1)
+        steps[name] = bench_step.zero_step(
+            copy.deepcopy(model), batch, 1, stage=2, reduction="collective", **options
+        )
     return steps
 
 

@@ -190,7 +190,9 @@ void Comm::gather(const at::Tensor& full, int64_t tag, Pending& pending) {
     const int64_t tag_here = tag + (from + 1) * kSentOn;
     Pending::Relay relay;
     if (!routes.share_host(from, own) && source == from)
-      relay = [this, tag_here](const at::Tensor& part) { return send_on(part, tag_here); };
+      relay = [this, tag_here](const at::Tensor& part, Pending& sends) {
+        send_on(part, tag_here, sends);
+      };
     const MessageLabel label{MessageKind::gather, source == from ? tag : tag_here};
     Peers::receive(range(from), first + source, label, pending, std::move(relay));
   }
@@ -201,18 +203,12 @@ void Comm::gather(const at::Tensor& full, int64_t tag, Pending& pending) {
   }
 }
 
-std::vector<Pending::Part> Comm::send_on(const at::Tensor& part, int64_t tag) {
+void Comm::send_on(const at::Tensor& part, int64_t tag, Pending& pending) {
   const int64_t own = rank() % shards();
-  std::vector<Pending::Part> parts;
   for (int64_t to = 0; to < shards(); ++to) {
-    if (to == own || !routes().share_host(own, to)) continue;
-    const int64_t peer = rank() - own + to;
-    parts.push_back({.message = start_send(part, peer, {MessageKind::gather, tag}),
-                     .tensor = part,
-                     .peer = global_rank(peer),
-                     .sending = true});
+    if (to != own && routes().share_host(own, to))
+      send(part, rank() - own + to, {MessageKind::gather, tag}, pending);
   }
-  return parts;
 }
 
 void Comm::gather_parts(const at::Tensor& flat, const std::vector<int64_t>& bounds,

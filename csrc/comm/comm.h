@@ -105,7 +105,7 @@ class Comm : public Agreements {
  private:
   bool all_can(bool this_one);
   // `part` has come from another host: to the other ranks of this host and replica.
-  std::vector<Pending::Part> send_on(const at::Tensor& part, int64_t tag);
+  void send_on(const at::Tensor& part, int64_t tag, Pending& pending);
 
   std::shared_ptr<PeerMemory> peer_memory_;
   std::string why_sent_ = "the backend sums them";

@@ -96,7 +96,11 @@ void Pending::wait(const std::function<std::string()>& what, const Meanwhile& me
       if (part.message != nullptr) wait_for(part.message);
       if (part.across != nullptr) wait_for(part.across->sum_over_replicas(part.tensor));
       if (part.target.defined()) part.target.copy_(part.tensor);
-      if (part.relay) std::ranges::move(part.relay(part.tensor), std::back_inserter(sent_on_));
+      if (part.relay) {
+        Pending sends;
+        part.relay(part.tensor, sends);
+        std::ranges::move(sends.parts_, std::back_inserter(sent_on_));
+      }
     } catch (const std::exception& error) {
       if (others != nullptr || is_interrupt(error)) throw;
       raise_if_ranks_wait(part.tensor.device(), watch_.get());

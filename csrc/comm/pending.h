@@ -30,8 +30,7 @@ using WaitedTimes = std::map<int64_t, std::chrono::steady_clock::duration>;
 class Pending {
  public:
   static constexpr int64_t kAllRanks = -1;
-  struct Part;
-  using Relay = std::function<std::vector<Part>(const at::Tensor& tensor)>;
+  using Relay = std::function<void(const at::Tensor& tensor, Pending& sends)>;
   struct Part {
     Message message;  // null: that of another part, which is waited for first
     at::Tensor tensor;
@@ -40,7 +39,7 @@ class Pending {
     at::Tensor target = {};  // where defined: `tensor` is copied there when it has arrived
     // Where set: when the tensor has arrived, it is summed over the replicas of these groups.
     std::shared_ptr<const ProcessGroups> across = {};
-    // Where set: called when the tensor has arrived, and starts to send it on.
+    // Where set: called when the tensor has arrived, and starts the sends of it to other ranks.
     Relay relay = {};
   };
 

@@ -96,8 +96,8 @@ at::Tensor DeviceFlags::verdict(const std::vector<int64_t>& flags) {
 at::Tensor DeviceFlags::index(const std::vector<int64_t>& flags) const {
   if (capture_id(current_stream(device_)) != 0) {
     // Each replay of a graph would read the memory of the host again, which has other uses then.
-    std::vector<at::Tensor> each;
     const auto options = at::TensorOptions().device(device_).dtype(at::kLong);
+    std::vector<at::Tensor> each{at::empty({0}, options)};
     for (const int64_t flag : flags) each.push_back(at::full({1}, flag, options));
     return at::cat(each);
   }

@@ -269,11 +269,11 @@ def _log_sharded(handle: Handle, module: nn.Module) -> None:
     here, world = stats["neighbors"] + 1, groups.world
     if handle.options.reduction != "collective" and 1 < here < world == groups.shards:
         of_each = (here * world, here + 1, here + 1, 2 * here)  # parts, for each rank elsewhere
-        told = (
-            "%sa host with %d of %d ranks sends up to %.1f times the bytes of a ring to other hosts"
-        )
         times = of_each[handle.options.stage] * (world - here) / (2 * world - 2)
-        _log.log(level, told + ": see docs/between_hosts.md", groups.where, here, world, times)
+        told = (
+            "sends up to %.1f times the bytes of a ring to other hosts: see docs/between_hosts.md"
+        )
+        _log.log(level, f"%sa host with %d of %d ranks {told}", groups.where, here, world, times)
 
 
 def _log_large_unit(handle: Handle, tree: Tree, blocks: Sequence[Block]) -> None:
