@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from zero_ext.module.methods import no_sync, summon_full_params
     from zero_ext.module.sharding import shard
     from zero_ext.optim.scaler import LossScaler
+    from zero_ext.state.changes import change_token, iter_changed_params
     from zero_ext.state.ema import EMA
     from zero_ext.state.iteration import iter_full_params
+    from zero_ext.state.receiving import apply_changes
     from zero_ext.state.reductions import gradient_reductions
     from zero_ext.state.unwrapping import unwrap
     from zero_ext.state.values import (
@@ -44,6 +46,8 @@ _MODULES = {
     "EMA": "state.ema",
     "LossScaler": "optim.scaler",
     "TrainingLog": "training_log",
+    "apply_changes": "state.receiving",
+    "change_token": "state.changes",
     "estimate_memory": "engine.memory",
     "fingerprint": "fingerprints",
     "full_grad": "state.values",
@@ -51,6 +55,7 @@ _MODULES = {
     "full_tensor": "state.values",
     "gradient_reductions": "state.reductions",
     "initialize": "deepspeed.initialization",
+    "iter_changed_params": "state.changes",
     "iter_full_params": "state.iteration",
     "local_gradients": "state.values",
     "metrics": "training_log",
@@ -74,6 +79,8 @@ __all__ = [
     "EMA",
     "LossScaler",
     "TrainingLog",
+    "apply_changes",
+    "change_token",
     "checkpoint",
     "data",
     "elastic",
@@ -84,6 +91,7 @@ __all__ = [
     "full_tensor",
     "gradient_reductions",
     "initialize",
+    "iter_changed_params",
     "iter_full_params",
     "local_gradients",
     "metrics",

@@ -41,6 +41,7 @@ Engine::Engine(EngineOptions options)
       forwards_(parts_),
       backward_(parts_, forwards_),
       values_(parts_, backward_),
+      changes_(parts_, backward_, values_),
       steps_(parts_, backward_) {}
 
 std::shared_ptr<Engine> Engine::create(EngineOptions options, void (*destroy)(Engine*)) {

@@ -2,7 +2,7 @@
 //
 // Each facet owns the state that its verbs use together. It calls those to its right alone:
 //
-//   Values, Steps (StepUpdate) ──► RunningBackward ──► Forwards ──► EngineParts, Access
+//   Changes ──► Values, Steps (StepUpdate) ──► RunningBackward ──► Forwards ──► EngineParts, Access
 //
 // Owner:     the sharded module or its optimizer, through Python.
 // Threads:   called without the GIL. Every public method takes the lock, except for getters of
@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/changes.h"
 #include "engine/engine_parts.h"
 #include "engine/forwards.h"
 #include "engine/running_backward.h"
@@ -56,6 +57,7 @@ class Engine {
   Forwards& forwards() { return forwards_; }
   RunningBackward& backward() { return backward_; }
   Values& values() { return values_; }
+  Changes& changes() { return changes_; }
   Steps& steps() { return steps_; }
 
   const ShardedParameters& parameters() const { return parts_.parameters; }
@@ -74,6 +76,7 @@ class Engine {
   Forwards forwards_;
   RunningBackward backward_;
   Values values_;
+  Changes changes_;
   Steps steps_;
   bool shutdown_begun_ = false;
 };

@@ -239,7 +239,10 @@ void Steps::settle(StepVerdict& verdict) const {
 void Steps::prepare_foreign_update(const std::vector<int64_t>& indices, StepVerdict* verdict) {
   if (verdict->on_device != nullptr) agreement_.settle(*verdict);
   if (verdict->nonfinite) return;
-  for (const auto& unit : parameters_.units()) unit->parameters().adopt_writes();
+  for (const auto& unit : parameters_.units()) {
+    changes_of(*unit).mark_written();
+    unit->parameters().adopt_writes();
+  }
   scale_gradients(indices, *verdict);
 }
 

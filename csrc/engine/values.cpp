@@ -127,6 +127,7 @@ void Values::write_parameter(int64_t i, const at::Tensor& value) {
   parameters_.repair_storage(i, Writes::discard);
   unit.parameters().adopt(parameter.slot, value);
   if (parameter.managed()) {
+    changes_of(unit).mark_slot(parameter.slot);
     unit.parameters()
         .master_slice(parameter.slot)
         .copy_(unit.layout().own_part(parameter.slot, value, at::kFloat));

@@ -41,6 +41,8 @@ class Values : Facet {
   };
   // `wanted`: by this rank. Returns false, and sends nothing, where no rank wants them. Collective.
   bool gather_whole(const Whole& whole, bool wanted);
+  // This rank's part of what parameter i holds, with the user's writes. 1-D. Under the lock.
+  at::Tensor written_part(int64_t i) const;
   // On this rank alone, where it holds all of them, or reads the memory of all others. Without
   // `masters` in the second case.
   void read_whole(const Whole& whole);
@@ -63,9 +65,7 @@ class Values : Facet {
   std::set<std::string> offloaded() const;
 
  private:
-  // This rank's part of what parameter i holds, with the user's writes. 1-D.
-  at::Tensor written_part(int64_t i) const;
-  // The same, or the master with these writes.
+  // This rank's part of what parameter i holds, or its master with what users wrote.
   void copy_own_part(int64_t i, bool master, const at::Tensor& into) const;
 
   const RunningBackward& backward_;

@@ -162,6 +162,7 @@ struct AdamArgs {
   float grad_scale = 1.0F;
   bool maximize = false;
   bool decoupled = true;  // AdamW; false: Adam with weight decay in the gradient
+  uint16_t* changed = nullptr;  // see changes.h; null: nobody asks. Half dtypes, on the CPU
   OnDevice on_device;
 };
 
@@ -194,6 +195,7 @@ struct SgdArgs {
   bool first = false;
   float grad_scale = 1.0F;
   bool maximize = false;
+  uint16_t* changed = nullptr;  // as for Adam
   OnDevice on_device;
 };
 

@@ -146,18 +146,26 @@ Status with_segments(const Args& args, const Visit& visit) {
   return args.segments == nullptr ? visit(&whole, int64_t{1}) : visit(args.segments, args.count);
 }
 
+// Whether an update can mark what it changes.
+template <class Args>
+bool can_mark(const Args& args) {
+  return args.param != nullptr && args.param_dtype != DType::f32;
+}
+
 // Whether a kernel can run these.
 inline bool is_valid(const AdamArgs& args) {
   bool in_blocks = true;
   for (int64_t i = 0; i < args.count; ++i) {
     in_blocks = in_blocks && args.segments[i].states % kBlockElements == 0;
   }
-  return args.numel >= 0 && args.step >= 1 && (args.moments != Moments::int8 || in_blocks) &&
+  return args.numel >= 0 && args.step >= 1 && (args.changed == nullptr || can_mark(args)) &&
+         (args.moments != Moments::int8 || in_blocks) &&
          (args.moments == Moments::f32 || args.max_exp_avg_sq == nullptr);
 }
 inline bool is_valid(const SgdArgs& args) {
-  return args.numel >= 0 && (args.momentum == 0 || args.momentum_buffer != nullptr ||
-                             (args.numel == 0 && args.count == 0));
+  return args.numel >= 0 && (args.changed == nullptr || can_mark(args)) &&
+         (args.momentum == 0 || args.momentum_buffer != nullptr ||
+          (args.numel == 0 && args.count == 0));
 }
 
 }  // namespace zero_ext::kernels

@@ -224,6 +224,7 @@ void OptimizerState::apply(const Body& body) {
     return std::tuple(group_of_[i], presumed_[i], history, in_blocks(i), &part_of(i));
   };
   std::vector<int64_t> counted;
+  engine_->changes().forget_unused();
   {
     StepUpdate update = engine_->steps().begin_update(indices_);
     while (update.next_unit()) {
@@ -354,6 +355,7 @@ void OptimizerState::apply_adam(const std::vector<AdamGroup>& groups) {
                .grad_scale = verdict_.factor,
                .maximize = group.maximize,
                .decoupled = group.decoupled,
+               .changed = changes_of(unit).marks(),
                .on_device = on_device(i)},
               table.launch()),
           "adam");
@@ -380,6 +382,7 @@ void OptimizerState::apply_sgd(const std::vector<SgdGroup>& groups) {
                       .first = step == 1,
                       .grad_scale = verdict_.factor,
                       .maximize = group.maximize,
+                      .changed = changes_of(unit).marks(),
                       .on_device = on_device(i)},
                      table.launch()),
           "sgd");
@@ -391,6 +394,7 @@ void OptimizerState::apply_masters() {
   apply([&](Unit& unit, const Segments& segments, int64_t /*i*/, int64_t /*step*/) {
     auto* const params = static_cast<char*>(unit.parameters().stepped());
     if (params == nullptr) return;
+    changes_of(unit).mark_written();
     const kernels::DType dtype = dtype_of(unit.dtype());
     for (const kernels::UpdateSegment& segment : segments) {
       check(table->cast(unit.parameters().master_data() + segment.begin, kernels::DType::f32,

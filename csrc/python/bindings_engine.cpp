@@ -283,6 +283,30 @@ void bind_values(EngineClass& engine) {
       .def("offloaded", of(values, &Values::offloaded), NoGil());
 }
 
+void bind_changes(py::module_& m, EngineClass& engine) {
+  const auto changes = &Engine::changes;
+  py::class_<ChangeToken, std::shared_ptr<ChangeToken>>(m, "ChangeToken");
+  py::class_<Change>(m, "Change")
+      .def_property_readonly("of_all", [](const Change& c) { return c.numel == Change::kAll; })
+      .def_readonly("numel", &Change::numel)
+      .def_readonly("digest", &Change::digest);
+  engine.def("change_token", of(changes, &Changes::begin), NoGil())
+      .def("count_changes", of(changes, &Changes::count), py::arg("since").none(true),
+           py::arg("wanted"), NoGil())
+      .def(
+          "gather_changes",
+          [](Engine& e, const std::vector<int64_t>& indices) {
+            std::vector<std::pair<at::Tensor, at::Tensor>> gathered;
+            for (ChangedValues& each : e.changes().gather(indices)) {
+              gathered.emplace_back(std::move(each.indices), std::move(each.values));
+            }
+            return gathered;
+          },
+          py::arg("parameters"), NoGil())
+      .def_property_readonly("change_bytes",
+                             py::cpp_function(of(changes, &Changes::bytes), NoGil()));
+}
+
 void bind_steps(EngineClass& engine) {
   const auto steps = &Engine::steps;
   engine.def("push_no_sync", of(steps, &Steps::push_no_sync), NoGil())
@@ -340,6 +364,7 @@ void bind_engine(py::module_& m) {
   bind_layout_of(engine);
   bind_forwards(engine);
   bind_values(engine);
+  bind_changes(m, engine);
   bind_steps(engine);
 }
 

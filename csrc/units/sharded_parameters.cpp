@@ -46,7 +46,7 @@ int64_t ShardedParameters::add_unit(std::unique_ptr<Unit> unit, UnitKind kind,
 
 Unit& ShardedParameters::home_of(int64_t i) const {
   const ShardedParameter& parameter = all_.at(i);
-  TORCH_CHECK_VALUE(parameter.managed() || parameter.frozen_unit >= 0, where(context_.global_rank),
+  TORCH_CHECK_VALUE(parameter.has_home(), where(context_.global_rank),
                     "parameter '", parameter.name,
                     "' is frozen and in no unit: it has no part of its own on each rank. Read the"
                     " parameter itself.");
@@ -86,13 +86,13 @@ std::vector<int64_t> unfrozen_among(const ShardedParameters& parameters) {
 
 void note_writes(ShardedParameters& parameters, int64_t i) {
   const ShardedParameter& parameter = parameters[i];
-  if (!parameter.managed() && parameter.frozen_unit < 0) return;
+  if (!parameter.has_home()) return;
   written_of(parameters.home_of(i).parameters()).note(parameter.slot, parameters.lies_elsewhere(i));
 }
 
 int64_t written(const ShardedParameters& parameters, int64_t i) {
   const ShardedParameter& parameter = parameters[i];
-  if (!parameter.managed() && parameter.frozen_unit < 0) return 0;
+  if (!parameter.has_home()) return 0;
   return written_of(parameters.home_of(i).parameters()).digest(parameter.slot);
 }
 
@@ -163,7 +163,7 @@ void ShardedParameters::follow_stream() {
 
 bool ShardedParameters::lies_elsewhere(int64_t i) const {
   const ShardedParameter& parameter = all_[i];
-  if ((!parameter.managed() && parameter.frozen_unit < 0) || parameter.local.numel() == 0) {
+  if (!parameter.has_home() || parameter.local.numel() == 0) {
     return false;
   }
   const Unit& unit = home_of(i);

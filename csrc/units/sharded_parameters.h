@@ -32,6 +32,8 @@ struct ShardedParameter {
   NodePtr node{};
 
   bool managed() const { return unit >= 0; }
+  // It lies in a unit, trainable or not.
+  bool has_home() const { return managed() || frozen_unit >= 0; }
   // It is a DTensor over dimensions of a mesh that the engine does not shard over.
   bool is_distributed() const { return !local.is_same(tensor); }
 };

@@ -31,6 +31,7 @@ Unit::Unit(const Ranks& ranks, int64_t index, int64_t first_record, std::string 
       parameters_(context_, layout_, name_, dtype, kind,
                   kind == UnitKind::frozen ? kMaxUnits + index : index, values, ranks.comm,
                   broadcast),
+      changes_(context_, layout_, parameters_, dtype),
       arrivals_(layout_.size()),
       intake_(GradientIntake::create(context_, layout_, sums_, arrivals_, first_record)) {}
 

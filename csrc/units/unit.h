@@ -17,6 +17,7 @@
 #include "comm/comm.h"
 #include "memory/rank_layout.h"
 #include "units/arrivals.h"
+#include "units/changed_elements.h"
 #include "units/gradient_intake.h"
 #include "units/gradient_sums.h"
 #include "units/unit_context.h"
@@ -44,6 +45,8 @@ class Unit {
        UnitKind kind, bool broadcast);
   Unit(const Unit&) = delete;
   Unit& operator=(const Unit&) = delete;
+
+  friend ChangedElements& changes_of(Unit& unit) { return unit.changes_; }
 
   const Ranks& ranks() const { return ranks_; }
   int64_t index() const { return index_; }
@@ -106,6 +109,7 @@ class Unit {
 
   GradientSums sums_;
   UnitParameters parameters_;
+  ChangedElements changes_;
   Arrivals arrivals_;
   std::unique_ptr<GradientIntake> intake_;
 };

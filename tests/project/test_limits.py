@@ -13,8 +13,8 @@ LINES = {
     "zero_ext": {
         # 10 of them: errors of models with tensor parallelism; 450: doctor.py; 250: plan, metrics;
         # 20: optimizers of FSDP2; 390: profile.py, most of it from benchmarks/, and _scripts.py;
-        # 20: __main__.py; 20: plan's --hosts.
-        "": 3180,
+        # 20: __main__.py; 20: plan's --hosts; 10: names of changes.
+        "": 3190,
         "checkpoint": 2290,
         "deepspeed": 4290,  # 300 of them: helpers.py and names.py; 40: telling.py
         "elastic": 1090,  # 10 of them: an error for models with tensor parallelism
@@ -28,7 +28,9 @@ LINES = {
         # 10: matrices that a mesh has cut
         "optim": 4280,
         "ranks": 740,  # 60 of them: which ranks have the same experts; 40: torch 2.15
-        "state": 1130,  # 10 of them: parameters beside the model; 140: meshes and pipelines
+        # 10 of them: parameters beside the model; 140: meshes and pipelines; 360: changes.py and
+        # receiving.py.
+        "state": 1490,
         # 320 of them: meshes.py, and what else tensors on two meshes need; 50: wrapped.py.
         "tensor": 1160,
         # 80: a digest of what is mixed into gradients
@@ -44,15 +46,15 @@ LINES = {
         "device": 520,  # 10 of them: flags of captured backwards
         # 20 of them: local gradients, as 20 of reduce; 30: verbs of single units; 10: watchers of
         # units, as 30 of gather and 20 of python.
-        "engine": 2860,
+        "engine": 3220,  # 360 of them: changes
         "gather": 1280,  # 30 of them: verbs of single units
-        "kernels": 4170,
+        "kernels": 4580,  # 410 of them: marks and digests of changes
         "memory": 1110,
-        "optim": 570,
-        "python": 1620,
+        "optim": 580,  # 10 of them: marks
+        "python": 1640,  # 20 of them: changes
         "reduce": 1900,  # 30 of them: what is mixed into gradients
         "step": 650,
-        "units": 2810,
+        "units": 2980,  # 170 of them: changed_elements
     },
 }
 FILES = {"checkpoint": 13, "engine": 14, "optim": 17}  # of a Python room

@@ -60,13 +60,18 @@ def iter_full_params(
         raise ValueError(f"zero_ext: dtype must be None or one of {DTYPES}, not {dtype!r}.")
     wanted = not rank0_only or groups_of(module).rank == 0
     named = [(plain_name(name), p) for name, p in module.named_parameters()]
-    return _iterate(_cut(named, dtype, int(bucket_mb * 2**20)), dtype, wanted)
+    return iterate_whole(named, dtype, int(bucket_mb * 2**20), wanted)
 
 
-def _iterate(
-    buckets: list["_Bucket"], dtype: torch.dtype | None, wanted: bool
+def iterate_whole(
+    named: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype | None,
+    bucket_bytes: int,
+    wanted: bool,
 ) -> Iterator[tuple[str, Tensor]]:
+    """``iter_full_params`` of these parameters. ``wanted``: this rank yields them."""
     memory = _Memory()
+    buckets = _cut(named, dtype, bucket_bytes)
     to_come = iter(buckets)
     try:
         for bucket in to_come if wanted else ():

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "kernels/cpu/blocks.h"
+#include "kernels/cpu/changes.h"
 #include "kernels/cpu/table.h"
 #include "kernels/updates.h"
 
@@ -31,6 +32,7 @@ struct Block {
   alignas(kLineBytes) float second[kBlockElements];
   alignas(kLineBytes) int32_t first_code[kBlockElements];
   alignas(kLineBytes) int32_t second_code[kBlockElements];
+  alignas(kLineBytes) uint16_t differing[kBlockElements];  // see Marker; only where it marks
 };
 
 alignas(kLineBytes) constexpr float kZeros[kBlockElements] = {};
@@ -61,7 +63,7 @@ struct Coding {
   const float* second;
 };
 
-template <class T, bool decoupled>
+template <class T, bool decoupled, bool marks>
 struct AdamBlocks {
   AdamConstants c;
   int64_t numel;
@@ -70,6 +72,7 @@ struct AdamBlocks {
   const float* grad;
   Quantized<int8_t> exp_avg;
   Quantized<uint8_t> exp_avg_sq;
+  Changes changes;
   bool ahead;
 
   // `begin`, `end`: of the segment's blocks.
@@ -80,6 +83,7 @@ struct AdamBlocks {
     own.master += segment.begin;
     if constexpr (kHasParam<T>) own.param += segment.begin;
     own.grad += segment.begin;
+    own.changes.first += segment.begin;
     own.exp_avg = {exp_avg.code + segment.states, exp_avg.scale + first_block};
     own.exp_avg_sq = {exp_avg_sq.code + segment.states, exp_avg_sq.scale + first_block};
     own.update(begin, end);
@@ -90,6 +94,8 @@ struct AdamBlocks {
     Block* own = &blocks[0];
     Block* next = &blocks[1];
     const int64_t whole = numel / kBlockElements;
+    const int64_t last = end * kBlockElements < numel ? end * kBlockElements : numel;
+    Marker marker(changes, begin * kBlockElements, last);
     begin_block(begin, *own);
     update_moments_alone(begin, *own);
     for (int64_t block = begin; block < end; ++block) {
@@ -101,6 +107,7 @@ struct AdamBlocks {
         if (block + 1 < end) update_moments_alone(block + 1, *next);
       }
       const int64_t i = block * kBlockElements;
+      if constexpr (marks) marker.mark(own->differing, i, numel_of(block));
       convert(own->first_code, numel_of(block), exp_avg.code + i);
       convert(own->second_code, numel_of(block), exp_avg_sq.code + i);
       std::swap(own, next);
@@ -177,10 +184,13 @@ struct AdamBlocks {
   ZERO_EXT_BODY void update_parameter(const AdamConstants& k, const Coding& coding, int64_t i,
                                       int64_t j, Block& own) const {
     float p = current(i + j);
+    uint32_t old = 0;
+    if constexpr (marks) old = rounded_bits<T>(master[i + j]);
     decayed<decoupled>(k, 0, p);
     p = updated(k, p, own.first[j], own.second[j]);
     master[i + j] = p;
     if constexpr (kHasParam<T>) param[i + j] = from_float<T>(p);
+    if constexpr (marks) own.differing[j] = static_cast<uint16_t>(old ^ rounded_bits<T>(p));
     own.first_code[j] = code_of<int8_t>(coding.first_reciprocal * coding.first[j]);
     own.second_code[j] = code_of<uint8_t>(coding.second_reciprocal * coding.second[j]);
   }
@@ -209,9 +219,9 @@ struct AdamBlocks {
   }
 };
 
-template <class T, bool decoupled>
+template <class T, bool decoupled, bool marks>
 Status run_blocks(const AdamArgs& args, const Launch& launch) {
-  const AdamBlocks<T, decoupled> adam{
+  const AdamBlocks<T, decoupled, marks> adam{
       constants_of(args),
       0,  // of each segment
       args.master,
@@ -219,6 +229,7 @@ Status run_blocks(const AdamArgs& args, const Launch& launch) {
       args.grad,
       {static_cast<int8_t*>(args.exp_avg), args.exp_avg_scale},
       {static_cast<uint8_t*>(args.exp_avg_sq), args.exp_avg_sq_scale},
+      {.words = args.changed},
       fetches_ahead(FetchAhead::all)};
   return with_segments(args, [&](const UpdateSegment* segments, int64_t count) {
     return run_list<kBlockElements>(launch, segments, count, adam);
@@ -229,7 +240,14 @@ Status run_blocks(const AdamArgs& args, const Launch& launch) {
 
 Status adam_blocks_cpu(const AdamArgs& args, const Launch& launch) {
   return with_param(args, [&]<class T>() {
-    return args.decoupled ? run_blocks<T, true>(args, launch) : run_blocks<T, false>(args, launch);
+    const auto with_decay = [&]<bool marks>() {
+      return args.decoupled ? run_blocks<T, true, marks>(args, launch)
+                            : run_blocks<T, false, marks>(args, launch);
+    };
+    if constexpr (kMarks<T>) {
+      if (args.changed != nullptr) return with_decay.template operator()<true>();
+    }
+    return with_decay.template operator()<false>();
   });
 }
 

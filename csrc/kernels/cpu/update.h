@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "kernels/cpu/blocks.h"
+#include "kernels/cpu/changes.h"
 #include "kernels/updates.h"
 
 namespace zero_ext::kernels {
@@ -17,6 +18,7 @@ struct Update {
   T* param;
   const float* grad;
   M* states[3];
+  Changes changes;
   bool ahead;
 
   ZERO_EXT_BODY void operator()(const UpdateSegment& segment, int64_t begin, int64_t end) const {
@@ -25,6 +27,10 @@ struct Update {
     if constexpr (kHasParam<T>) own.param += segment.begin;
     own.grad += segment.begin;
     for (int s = 0; s < Element::kStates; ++s) own.states[s] += segment.states;
+    own.changes.first += segment.begin;
+    if constexpr (kMarks<T>) {
+      if (changes.words != nullptr) return own.update_marked(begin, end, States());
+    }
     if (ahead) {
       own.update_fetched(begin, end, States());
     } else {
@@ -44,17 +50,42 @@ struct Update {
   }
 
   template <int... s>
-  ZERO_EXT_BODY void update(int64_t begin, int64_t end, std::integer_sequence<int, s...>) const {
+  ZERO_EXT_BODY void update_marked(int64_t begin, int64_t end,
+                                   std::integer_sequence<int, s...> all) const {
+    Marker marker(changes, begin, end);
+    alignas(kLineBytes) uint16_t differing[kGroupMarks];
+    for (int64_t i = begin, n = 0; i < end; i += n) {
+      n = marker.numel(i);
+      if (ahead) {
+        fetch_ahead(grad + i, n, end - i);
+        fetch_ahead(master + i, n, end - i);
+        (fetch_ahead(states[s] + i, n, end - i), ...);
+        fetch_ahead(param + i, n, end - i);
+      }
+      update<true>(i, i + n, all, differing);
+      marker.mark(differing, i, n);
+    }
+  }
+
+  // `differing`: of the elements from `begin` on; not 0 where their bits have changed.
+  template <bool marks = false, int... s>
+  ZERO_EXT_BODY void update(int64_t begin, int64_t end, std::integer_sequence<int, s...>,
+                            uint16_t* differing = nullptr) const {
     const Element own = element;
 #pragma GCC ivdep
     for (int64_t i = begin; i < end; ++i) {
       float p = master[i];
+      uint32_t old = 0;
+      if constexpr (marks) old = rounded_bits<T>(p);
       if constexpr (kHasParam<T>) p = written_or_master(param[i], p);
       float state[] = {to_float(states[s][i])..., 0};
       const float g = own.advance(grad[i], p, state);
       ((states[s][i] = stored<M>(state[s], step_of(own.k))), ...);
       p = own.applied(g, p, state);
       master[i] = p;
+      if constexpr (marks) {
+        differing[i - begin] = static_cast<uint16_t>(old ^ rounded_bits<T>(p));
+      }
       if constexpr (kHasParam<T>) param[i] = from_float<T>(p);
     }
   }
@@ -64,10 +95,10 @@ template <class Args>
 Status run_update(const Args& args, const Launch& launch) {
   return with_update(args, [&]<class T, class M, class Element>() {
     const auto state = [&](int s) { return static_cast<M*>(state_of(args, s)); };
-    const Update<T, M, Element> update{
-        {constants_of(args)},           args.master,
-        static_cast<T*>(args.param),    args.grad,
-        {state(0), state(1), state(2)}, fetches_ahead(FetchAhead::all)};
+    const Update<T, M, Element> update{{constants_of(args)},           args.master,
+                                       static_cast<T*>(args.param),    args.grad,
+                                       {state(0), state(1), state(2)}, {.words = args.changed},
+                                       fetches_ahead(FetchAhead::all)};
     return with_segments(args, [&](const UpdateSegment* segments, int64_t count) {
       return run_list(launch, segments, count, update);
     });

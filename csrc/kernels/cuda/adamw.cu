@@ -9,7 +9,7 @@
 namespace zero_ext::kernels {
 
 Status adam_cuda(const AdamArgs& args, const Launch& launch) {
-  if (!is_valid(args)) return Status::bad_argument;
+  if (!is_valid(args) || args.changed != nullptr) return Status::bad_argument;
   return args.moments == Moments::int8 ? adam_blocks_cuda(args, launch)
                                        : device::run_update(args, launch);
 }

@@ -8,7 +8,8 @@
 namespace zero_ext::kernels {
 
 Status sgd_cuda(const SgdArgs& args, const Launch& launch) {
-  return is_valid(args) ? device::run_update(args, launch) : Status::bad_argument;
+  if (!is_valid(args) || args.changed != nullptr) return Status::bad_argument;
+  return device::run_update(args, launch);
 }
 
 }  // namespace zero_ext::kernels

@@ -1,0 +1,249 @@
+#include "engine/changes.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/tensor.h>
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+#include <string>
+#include <utility>
+
+#include "core/errors.h"
+#include "kernels/digest.h"
+
+namespace zero_ext {
+namespace {
+
+constexpr int64_t kAlignmentBytes = 8;  // of what lies in a message
+
+int64_t aligned(int64_t bytes) {
+  return (bytes + kAlignmentBytes - 1) / kAlignmentBytes * kAlignmentBytes;
+}
+
+int64_t itemsize(at::ScalarType dtype) { return static_cast<int64_t>(c10::elementSize(dtype)); }
+
+}  // namespace
+
+bool Changes::is_marked(int64_t i) const {
+  const ShardedParameter& parameter = parameters_[i];
+  return parameter.managed() && changes_of(parameters_.home_of(i)).can_mark();
+}
+
+at::Tensor Changes::own_part(int64_t i) const {
+  if (parameters_[i].has_home()) return values_.written_part(i);
+  return parameters_[i].local.detach().reshape({-1});
+}
+
+int64_t Changes::ranges_of(int64_t i) const {
+  return parameters_[i].has_home() ? parameters_.home_of(i).layout().ranges() : 1;
+}
+
+uint64_t Changes::digest_of(int64_t i, const at::Tensor& part) const {
+  int64_t begin = 0;
+  if (parameters_[i].has_home()) {
+    const Piece* piece = parameters_.home_of(i).layout().own_piece(parameters_[i].slot);
+    begin = piece == nullptr ? 0 : piece->slot_begin;
+  }
+  const at::Tensor here = part.cpu();
+  return kernels::part_digest(here.const_data_ptr(), static_cast<int64_t>(here.nbytes()),
+                              begin * static_cast<int64_t>(here.element_size()), cpu_launch());
+}
+
+std::shared_ptr<ChangeToken> Changes::begin() {
+  const Access access(lock_);
+  const at::NoGradGuard no_grad;
+  backward_.check_none(access, "change_token()");
+  offloaded_.check_parameters_are_here("change_token() was called");
+  auto token = std::make_shared<ChangeToken>();
+  token->generation = ++generation_;
+  token->digests.resize(parameters_.size());
+  for (int64_t i = 0; i < parameters_.size(); ++i) {
+    if (!is_marked(i)) token->digests[i] = digest_of(i, own_part(i));
+  }
+  end_unused();
+  tokens_.push_back(token);
+  for (int64_t u = 0; u < parameters_.unit_count(); ++u) {
+    Unit& unit = parameters_.unit(u);
+    if (!changes_of(unit).can_mark()) continue;
+    changes_of(unit).begin(generation_, [&](int64_t slot) {
+      return values_.written_part(parameters_.members(u)[slot]);
+    });
+  }
+  return token;
+}
+
+void Changes::forget_unused() {
+  const Access access(lock_);
+  end_unused();
+}
+
+void Changes::end_unused() {
+  const auto old = tokens_.size();
+  std::erase_if(tokens_, [](const auto& token) { return token.expired(); });
+  if (tokens_.size() == old) return;
+  int64_t first = generation_ + 1;
+  for (const auto& token : tokens_) {
+    if (const auto used = token.lock()) first = std::min(first, used->generation);
+  }
+  for (const auto& unit : parameters_.units()) changes_of(*unit).end_before(first);
+}
+
+Changes::Own Changes::own_changes(int64_t i, const ChangeToken* since) const {
+  Own own;
+  const at::Tensor part = own_part(i);
+  own.digest = digest_of(i, part);
+  const ShardedParameter& parameter = parameters_[i];
+  const bool in_rows = parameter.local.is_contiguous();
+  if (since == nullptr || parameter.is_distributed() || !in_rows) return own;
+  if (is_marked(i)) {
+    Unit& unit = parameters_.home_of(i);
+    own.indices = changes_of(unit).since(since->generation, parameter.slot, part);
+  } else if (i < std::ssize(since->digests) && since->digests[i] == own.digest) {
+    own.indices = at::empty({0}, at::kLong);
+  }
+  return own;
+}
+
+int64_t Changes::rank_of(int64_t i, int64_t range) const {
+  if (ranges_of(i) == 1) return context_.rank;
+  const Unit::Ranks& ranks = parameters_.home_of(i).ranks();
+  return ranks.place(ranks.comm.rank() / ranges_of(i) * ranges_of(i) + range);
+}
+
+at::ScalarType Changes::index_dtype(int64_t i) const {
+  const bool fits = parameters_[i].local.numel() <= std::numeric_limits<int32_t>::max();
+  return fits ? at::kInt : at::kLong;
+}
+
+std::vector<Change> Changes::count(const std::shared_ptr<ChangeToken>& since, bool wanted) {
+  const Access access(lock_);
+  const at::NoGradGuard no_grad;
+  backward_.check_none(access, "iter_changed_params()");
+  offloaded_.check_parameters_are_here("iter_changed_params() was called");
+  gatherer_.serve_all(Comm::Agreement::whole_parameters);
+  const int64_t size = parameters_.size();
+  own_.clear();
+  std::vector<int64_t> mine{since == nullptr ? 0 : since->generation, wanted ? 1 : 0};
+  for (int64_t i = 0; i < size; ++i) {
+    own_.push_back(own_changes(i, since.get()));
+    const std::optional<at::Tensor>& indices = own_.back().indices;
+    mine.push_back(indices ? indices->numel() : Change::kAll);
+    mine.push_back(static_cast<int64_t>(own_.back().digest));
+  }
+  const auto what = [this] {
+    return where(context_.global_rank) + "iter_changed_params() waited for the other ranks";
+  };
+  const at::Tensor all =
+      comm_.all_gather(Comm::Agreement::whole_parameters, at::tensor(mine), what).cpu();
+  const auto of_rank = [&](int64_t r) {
+    return all.const_data_ptr<int64_t>() + r * std::ssize(mine);
+  };
+  wanting_.clear();
+  for (int64_t r = 0; r < context_.world; ++r) {
+    TORCH_CHECK(
+        of_rank(r)[0] == mine[0], where(context_.global_rank),
+        "iter_changed_params() has another token than on rank ", context_.global_ranks[r],
+        ". Call change_token() at the same times on every rank, and pass what it returned.");
+    wanting_.push_back(of_rank(r)[1] != 0);
+  }
+  std::vector<Change> changes;
+  for (int64_t i = 0; i < size; ++i) {
+    bool known = true;
+    uint64_t digest = 0;
+    for (int64_t range = 0; range < ranges_of(i); ++range) {
+      const int64_t* const theirs = of_rank(rank_of(i, range)) + 2 + 2 * i;
+      known = known && theirs[0] != Change::kAll;
+      own_[i].counts.push_back(theirs[0]);
+      digest += static_cast<uint64_t>(theirs[1]);
+    }
+    changes.push_back(change_of(i, known));
+    changes.back().digest = digest;
+  }
+  return changes;
+}
+
+Change Changes::change_of(int64_t i, bool known) const {
+  if (!known) return {.numel = Change::kAll};
+  const std::vector<int64_t>& counts = own_[i].counts;
+  const int64_t numel = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+  const at::ScalarType dtype = parameters_[i].local.scalar_type();
+  const int64_t bytes = numel * (itemsize(dtype) + itemsize(index_dtype(i)));
+  const bool fewer = bytes < parameters_[i].local.numel() * itemsize(dtype);
+  return {.numel = numel == 0 || fewer ? numel : Change::kAll};
+}
+
+Changes::Messages Changes::messages_of(const std::vector<int64_t>& indices) const {
+  Messages messages;
+  int64_t bytes = 0;
+  for (int64_t range = 0; range < ranges_of(indices.front()); ++range) {
+    std::vector<Span>& spans = messages.spans.emplace_back();
+    for (const int64_t i : indices) {
+      const int64_t numel = own_[i].counts[range];
+      const int64_t begin = bytes;
+      bytes += aligned(numel * itemsize(index_dtype(i)));
+      spans.push_back({.indices = begin, .values = bytes});
+      bytes += aligned(numel * itemsize(parameters_[i].local.scalar_type()));
+    }
+    messages.bounds.push_back(bytes);
+  }
+  return messages;
+}
+
+std::vector<ChangedValues> Changes::gather(const std::vector<int64_t>& indices) {
+  const Access access(lock_);
+  const at::NoGradGuard no_grad;
+  backward_.check_none(access, "iter_changed_params()");
+  const Unit::Ranks& ranks = parameters_.home_of(indices.front()).ranks();
+  const int64_t ranges = ranges_of(indices.front());
+  const Messages messages = messages_of(indices);
+  const at::Tensor flat = at::empty({messages.bounds.back()}, at::kByte);
+  const auto part = [&](int64_t begin, int64_t numel, at::ScalarType dtype) {
+    return flat.narrow(0, begin, numel * itemsize(dtype)).view(dtype);
+  };
+  const int64_t own_range = ranks.comm.rank() % ranges;
+  for (size_t k = 0; k < indices.size(); ++k) {
+    const int64_t i = indices[k];
+    const at::Tensor own = *own_[i].indices;
+    const Span& span = messages.spans[own_range][k];
+    const Piece* piece = parameters_.home_of(i).layout().own_piece(parameters_[i].slot);
+    if (own.numel() == 0) continue;
+    const at::Tensor present = values_.written_part(i);
+    part(span.indices, own.numel(), index_dtype(i)).copy_(own);
+    part(span.values, own.numel(), present.scalar_type())
+        .copy_(present.index_select(0, own.sub(piece->slot_begin)));
+  }
+  std::vector<bool> wanting;
+  for (int64_t r = 0; r < ranks.comm.world(); ++r) wanting.push_back(wanting_[ranks.place(r)]);
+  Pending pending;
+  ranks.comm.gather_parts(flat, messages.bounds, wanting, pending);
+  pending.wait([&] {
+    return where(context_.global_rank) + "iter_changed_params() waited for the other ranks at '" +
+           parameters_[indices.front()].name + "'";
+  });
+  std::vector<ChangedValues> changed;
+  for (size_t k = 0; k < indices.size() && wanting[ranks.comm.rank()]; ++k) {
+    const int64_t i = indices[k];
+    std::vector<at::Tensor> positions;
+    std::vector<at::Tensor> values;
+    for (int64_t range = 0; range < ranges; ++range) {
+      const Span& span = messages.spans[range][k];
+      const int64_t numel = own_[i].counts[range];
+      positions.push_back(part(span.indices, numel, index_dtype(i)));
+      values.push_back(part(span.values, numel, parameters_[i].local.scalar_type()));
+    }
+    changed.push_back({.indices = at::cat(positions), .values = at::cat(values)});
+  }
+  return changed;
+}
+
+int64_t Changes::bytes() const {
+  const Access access(lock_);
+  int64_t bytes = 0;
+  for (const auto& unit : parameters_.units()) bytes += changes_of(*unit).bytes();
+  return bytes;
+}
+
+}  // namespace zero_ext

@@ -1,0 +1,470 @@
+"""iter_changed_params and apply_changes: a copy elsewhere that follows the model, bit by bit."""
+
+import copy
+import random
+
+import pytest
+import torch
+from harness import MLP, Odd, Tied, assert_bits, mean_square, rank_data
+from setups import SMALL_BUCKET_MB, values_of
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import zero_ext
+from zero_ext.state.model_state import handles_of
+from zero_ext.state.receiving import digest_of
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+BF16 = torch.bfloat16
+POLICY = MixedPrecisionPolicy(param_dtype=BF16)
+
+
+class MuonAndAdamW:
+    """Each of the two steps its own parameters."""
+
+    def __init__(self, model):
+        muon, adamw, _ = zero_ext.optim.muon_groups(model)
+        self.each = [zero_ext.optim.Muon(muon, lr=1e-4)] if muon else []
+        self.each.append(zero_ext.optim.AdamW(adamw, lr=1e-4))
+        self.param_groups = [group for each in self.each for group in each.param_groups]
+
+    def step(self):
+        for each in self.each:
+            each.step()
+
+    def zero_grad(self):
+        for each in self.each:
+            each.zero_grad()
+
+
+OPTIMIZERS = {
+    "AdamW": lambda m: zero_ext.optim.AdamW(m.parameters(), lr=1e-4),
+    "int8": lambda m: zero_ext.optim.AdamW(m.parameters(), lr=1e-4, state_dtype="int8"),
+    "bf16": lambda m: zero_ext.optim.AdamW(m.parameters(), lr=1e-4, state_dtype="bf16"),
+    "SGD": lambda m: zero_ext.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9),
+    "wrap": lambda m: zero_ext.optim.wrap(torch.optim.RMSprop, m.parameters(), lr=1e-5),
+    "Muon": MuonAndAdamW,
+}
+
+
+def on_device() -> bool:
+    """There nothing is marked, and all of a changed parameter is sent."""
+    return torch.get_default_device().type != "cpu"
+
+
+class Copy:
+    """Of a model, in another process: plain tensors that only changes reach."""
+
+    def __init__(self, model):
+        self.values = {n: torch.empty_like(p) for n, p in values_of(model).items()}
+        self.token = None
+
+    def follow(self, model, **arguments) -> dict:
+        """Returns the changes, by name."""
+        token = zero_ext.change_token(model)
+        changes = {
+            c.name: c for c in zero_ext.iter_changed_params(model, since=self.token, **arguments)
+        }
+        zero_ext.apply_changes(self.values, changes.values())
+        self.token = token
+        return changes
+
+    def check(self, model, what: str = "") -> None:
+        for name, value in values_of(model).items():
+            assert_bits(self.values[name], value, f"{what} {name}")
+
+
+def sharded(make, stage, mesh, optimizer="AdamW"):
+    torch.manual_seed(3)
+    model = make()
+    zero_ext.shard(model, stage, mesh=mesh, bucket_mb=SMALL_BUCKET_MB, mp_policy=POLICY)
+    return model, OPTIMIZERS[optimizer](model)
+
+
+def batch_of(model, rank):
+    if isinstance(model, Tied):
+        return (torch.arange(6).view(2, 3) + rank) % 13
+    shape = (2, 3, 4, 4) if isinstance(model, Odd) else (4, 5)
+    return rank_data(shape, rank, dtype=BF16)
+
+
+def step(model, optimizer, rank):
+    mean_square(model, batch_of(model, rank)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@STAGES
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_copy_gets_what_has_changed_and_nothing_else(anywhere, rank, stage, optimizer):
+    model, stepper = sharded(lambda: MLP(57, layers=3), stage, anywhere, optimizer)
+    copied = Copy(model)
+    assert all(each.indices is None for each in copied.follow(model).values())
+    copied.check(model)
+    some = 0
+    for turn in range(4):
+        before = values_of(model)
+        step(model, stepper, rank)
+        changes = copied.follow(model)
+        copied.check(model, f"{turn}")
+        for name, value in values_of(model).items():
+            differing = (before[name].view(torch.int16) != value.view(torch.int16)).view(-1)
+            expected = differing.nonzero().view(-1)
+            if name not in changes:
+                assert len(expected) == 0
+            elif changes[name].indices is None:
+                assert on_device() or 6 * len(expected) >= 2 * value.numel()
+            else:
+                assert changes[name].indices.tolist() == expected.tolist()
+                some += 1
+    assert (some > 0) != on_device()
+
+
+@STAGES
+def test_tokens_may_be_several_steps_apart_and_overlap(anywhere, rank, stage):
+    model, optimizer = sharded(lambda: MLP(57), stage, anywhere)
+    often, seldom = Copy(model), Copy(model)
+    for turn in range(9):
+        often.follow(model, bucket_mb=1e-6)
+        if turn % 4 == 0:
+            seldom.follow(model)
+        step(model, optimizer, rank)
+    for each in (often, seldom):
+        each.follow(model)
+        each.check(model)
+    assert often.follow(model) == {} == seldom.follow(model)
+
+
+class Edits:
+    """What a user may do between two steps, each on all ranks with the same values."""
+
+    def __init__(self, model, optimizer, rank, generator):
+        self.model, self.optimizer, self.rank, self.generator = model, optimizer, rank, generator
+        self.saved = copy.deepcopy(model.state_dict())
+        self.kept: dict[str, torch.Tensor] = {}
+
+    def run(self, name: str) -> None:
+        getattr(self, name)()
+
+    def pick(self) -> str:
+        return self.generator.choice([name for name, _ in self.model.named_parameters()])
+
+    def step(self):
+        step(self.model, self.optimizer, self.rank)
+
+    def skip(self):
+        """A step without gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def write(self):
+        with zero_ext.summon_full_params(self.model), torch.no_grad():
+            parameter = self.model.get_parameter(self.pick())
+            some = torch.arange(parameter.numel()).view(parameter.shape) % 5 == 0
+            parameter.mul_(1 + 2 * some)
+
+    def write_and_restore(self):
+        name = self.pick()
+        with zero_ext.summon_full_params(self.model), torch.no_grad():
+            parameter = self.model.get_parameter(name)
+            if name in self.kept:
+                parameter.copy_(self.kept.pop(name))
+            else:
+                self.kept[name] = parameter.clone()
+                parameter.zero_()
+
+    def set(self):
+        name = self.pick()
+        parameter = self.model.get_parameter(name)
+        zero_ext.set_full_param(parameter, torch.full(parameter.shape, 0.125))
+
+    def load(self):
+        self.model.load_state_dict(self.saved)
+
+    def freeze(self):
+        parameter = self.model.get_parameter(self.pick())
+        parameter.requires_grad_(not parameter.requires_grad)
+
+    def lr(self):
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.generator.choice([0.0, 1e-6, 1e-3])
+
+
+ACTIONS = ["step", "skip", "write", "write_and_restore", "set", "load", "lr"]
+
+
+@STAGES
+@pytest.mark.parametrize("seed", range(12))
+def test_random_programs_between_the_tokens(anywhere, rank, stage, seed):
+    generator = random.Random(f"{stage} {seed}")
+    make = generator.choice([lambda: MLP(57, layers=3), lambda: Odd(BF16), lambda: Tied(13)])
+    optimizer = generator.choice([*OPTIMIZERS])
+    model, stepper = sharded(make, stage, anywhere, optimizer)
+    edits = Edits(model, stepper, rank, generator)
+    copies = [Copy(model), Copy(model)]
+    for turn in range(12):
+        action = generator.choice(ACTIONS)
+        edits.run(action)
+        if generator.random() < 0.4:
+            each = generator.choice(copies)
+            each.follow(model)
+            each.check(model, f"{optimizer} {turn} {action}")
+    for each in copies:
+        each.follow(model)
+        each.check(model, f"{optimizer} at the end")
+
+
+class Adapted(MLP):
+    """Frozen but for two small matrices, as with LoRA; and a parameter that is not sharded."""
+
+    def __init__(self):
+        super().__init__(57, layers=3)
+        self.requires_grad_(False)
+        self.down, self.up = nn.Linear(5, 2, bias=False), nn.Linear(2, 5, bias=False)
+        self.beside = nn.Parameter(torch.linspace(-1, 1, 1083))
+
+    def forward(self, x):
+        return super().forward(x + self.up(self.down(x)))
+
+
+@STAGES
+def test_of_frozen_parameters_only_written_ones_are_sent(anywhere, rank, stage):
+    torch.manual_seed(3)
+    model = Adapted()
+    zero_ext.shard(
+        model,
+        stage,
+        mesh=anywhere,
+        mp_policy=POLICY,
+        bucket_mb=SMALL_BUCKET_MB,
+        ignored_params=[model.beside],
+    )
+    trained = [model.down.weight, model.up.weight]
+    optimizer = zero_ext.optim.AdamW(trained, lr=1e-3)
+    copied = Copy(model)
+    copied.follow(model)
+    step(model, optimizer, rank)
+    assert copied.follow(model).keys() == {"down.weight", "up.weight"}
+    with zero_ext.summon_full_params(model), torch.no_grad():
+        model.layers[1].weight[3, 5] = 7
+        model.beside[2] = 5
+    step(model, optimizer, rank)
+    names = {"down.weight", "up.weight", "layers.1.weight", "beside"}
+    assert copied.follow(model).keys() == names
+    copied.check(model)
+    # Unfrozen parameters move to another unit, which has no marks since the token.
+    optimizer.add_param_group({"params": [model.layers[1].weight.requires_grad_()]})
+    for _ in range(3):
+        step(model, optimizer, rank)
+        copied.follow(model)
+        copied.check(model)
+
+
+@STAGES
+def test_a_model_in_fp32_is_sent_whole_or_not_at_all(anywhere, rank, stage):
+    torch.manual_seed(3)
+    model = zero_ext.shard(MLP(13), stage, mesh=anywhere, bucket_mb=SMALL_BUCKET_MB)
+    optimizer = zero_ext.optim.AdamW(model.parameters(), lr=1e-4)
+    copied = Copy(model)
+    copied.follow(model)
+    assert copied.follow(model) == {}
+    mean_square(model, rank_data((4, 5), rank)).backward()
+    optimizer.step()
+    changes = copied.follow(model)
+    assert len(changes) == 6 and all(each.indices is None for each in changes.values())
+    copied.check(model)
+    assert handles_of(model)[0].engine.change_bytes == 0
+
+
+@STAGES
+def test_averages_are_sent_as_what_was_written(anywhere, rank, stage):
+    model, optimizer = sharded(lambda: MLP(57), stage, anywhere)
+    average = zero_ext.EMA(model, decay=0.5)
+    copied, of_average = Copy(model), Copy(model)
+    for _ in range(3):
+        step(model, optimizer, rank)
+        average.update()
+        copied.follow(model)
+        with average.swap():
+            of_average.follow(model)
+            of_average.check(model)
+        copied.check(model)
+
+
+@pytest.mark.parametrize("own_messages", ["1", "0"], ids=["host", "hosts"])
+@STAGES
+def test_ranks_may_leave_early(anywhere, rank, stage, own_messages, monkeypatch):
+    monkeypatch.setenv("ZERO_EXT_CROSS_MEMORY", own_messages)
+    model, optimizer = sharded(lambda: MLP(57, layers=3), stage, anywhere)
+    token = zero_ext.change_token(model)
+    step(model, optimizer, rank)
+
+    def changes(**arguments):
+        return zero_ext.iter_changed_params(model, since=token, bucket_mb=1e-6, **arguments)
+
+    everything = {change.name: change for change in changes()}
+    kinds = {each.indices is None for each in everything.values()}
+    assert kinds == ({True} if on_device() else {True, False})
+    assert len([*changes(rank0_only=True)]) == (0 if rank else len(everything))
+    for k, change in enumerate(changes()):  # each rank elsewhere
+        assert torch.equal(change.values, everything[change.name].values)
+        if k == 2 * rank:
+            break
+    if rank == 0:
+        with pytest.raises(KeyError):
+            for _ in changes():
+                raise KeyError
+    else:
+        assert len([*changes()]) == len(everything)
+    never_begun = changes()
+    del never_begun
+    with torch.inference_mode():
+        assert [change.name for change in changes()] == [*everything]
+
+
+@pytest.mark.host
+@STAGES
+def test_marks_take_a_bit_for_each_element_and_token(anywhere, rank, world, stage):
+    model, optimizer = sharded(lambda: MLP(57, layers=3), stage, anywhere)
+    engine = handles_of(model)[0].engine
+    assert engine.change_bytes == 0
+    first = zero_ext.change_token(model)
+    bytes_of_one = engine.change_bytes
+    ranges = 1 if stage == 0 or anywhere is None else world
+    numel = sum(p.numel() for p in model.parameters())
+    # Groups of 512 elements for each unit, and padding.
+    assert numel / ranges <= 8 * bytes_of_one <= numel / ranges + 6 * (512 + 512)
+    tokens = [zero_ext.change_token(model) for _ in range(3)]
+    assert engine.change_bytes == 4 * bytes_of_one
+    del first, tokens[0]
+    optimizer.step()
+    assert engine.change_bytes == 2 * bytes_of_one
+    tokens.clear()
+    optimizer.step()
+    assert engine.change_bytes == 0
+
+
+@pytest.mark.host
+def test_a_stale_copy_is_noticed(anywhere, rank):
+    model, optimizer = sharded(lambda: MLP(57, layers=3), 2, anywhere)
+    copied = Copy(model)
+    copied.follow(model)
+    for _ in range(3):  # the second of these is lost
+        lost = {n: v.clone() for n, v in copied.values.items()}
+        step(model, optimizer, rank)
+        copied.follow(model)
+    step(model, optimizer, rank)
+    copied.values = lost
+    with pytest.raises(RuntimeError, match=r"lacks earlier changes.*since=None"):
+        copied.follow(model)
+    zero_ext.apply_changes(copied.values, zero_ext.iter_changed_params(model, since=None))
+    copied.check(model)
+
+
+@pytest.mark.host
+def test_mistakes_are_named_and_nothing_is_written(anywhere, rank):
+    model, optimizer = sharded(lambda: MLP(57), 1, anywhere)
+    other, _ = sharded(lambda: MLP(57), 1, anywhere)
+    token = zero_ext.change_token(model)
+    for since in (3, "token"):
+        with pytest.raises(TypeError, match="since must be a change_token"):
+            zero_ext.iter_changed_params(model, since=since)
+    with pytest.raises(ValueError, match="token of another module"):
+        zero_ext.iter_changed_params(other, since=token)
+    with pytest.raises(ValueError, match="bucket_mb"):
+        zero_ext.iter_changed_params(model, since=token, bucket_mb=0)
+    with pytest.raises(TypeError, match="change_token"):
+        zero_ext.change_token([])
+    step(model, optimizer, rank)
+    [change, *_] = [
+        c for c in zero_ext.iter_changed_params(model, since=token) if c.indices is not None
+    ]
+    whole = torch.zeros(model.get_parameter(change.name).shape, dtype=BF16)
+    targets = {
+        "no parameter": {},
+        "torch.float32 here": {change.name: whole.float()},
+        "do not lie in rows": {change.name: whole.t().contiguous().t()},
+        "elements here": {change.name: whole.view(-1)[: int(change.indices[-1])].clone()},
+    }
+    for message, target in targets.items():
+        with pytest.raises((KeyError, ValueError), match=message):
+            zero_ext.apply_changes(target, [change])
+        assert all(not t.any() for t in target.values())
+    with pytest.raises(ValueError, match="shape"):
+        zero_ext.apply_changes({change.name: whole}, [change._replace(indices=None)])
+
+
+@pytest.mark.dist
+def test_ranks_with_other_tokens_get_an_error(mesh, rank):
+    model, _ = sharded(lambda: MLP(57), 2, mesh)
+    tokens = [zero_ext.change_token(model), zero_ext.change_token(model)]
+    since = tokens[1 if rank == 0 else 0]
+    with pytest.raises(RuntimeError, match="has another token than on rank"):
+        [*zero_ext.iter_changed_params(model, since=since)]
+    assert [*zero_ext.iter_changed_params(model, since=tokens[1])] == []
+
+
+@pytest.mark.parametrize("numel", [1, 3, 4, 7, 13, 1083, 16384, 16387, 5 * 16384 + 9])
+def test_a_digest_is_the_sum_that_its_formula_says(numel):
+    torch.manual_seed(numel)
+    values = torch.randn(numel).bfloat16()
+    data = bytes(values.view(torch.uint8).tolist())
+    data += bytes(-len(data) % 8)
+
+    def weight(k):
+        z = (k + 1) * 0x9E3779B97F4A7C15 % 2**64
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        return (z ^ z >> 31) | 1
+
+    words = [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]
+    expected = sum(w * weight(j % 4096) * weight(2**32 + j // 4096) for j, w in enumerate(words))
+    assert digest_of(values) == expected % 2**64
+    assert digest_of(torch.cat([values[:1], values])[1:]) == expected % 2**64
+
+
+class Large(nn.Module):
+    """Parameters that several threads update, each beginning in the middle of other marks."""
+
+    def __init__(self):
+        super().__init__()
+        shapes = [(7,), (301, 517), (13,), (1083, 61), (1,), (511,)]
+        self.each = nn.ParameterList(torch.randn(shape) for shape in shapes)
+
+    def forward(self, x):
+        return sum((p * p).sum(dtype=torch.float32) for p in self.each) * x
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("optimizer", ["AdamW", "int8", "bf16", "SGD"])
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_marks_are_the_same_for_any_threads_and_instructions(
+    instruction_set, threads, dtype, optimizer
+):
+    torch.manual_seed(5)
+    model = Large().to(dtype)
+    zero_ext.shard(model, 1)
+    stepper = OPTIMIZERS[optimizer](model)
+    # So that the third step changes some elements, and not most.
+    stepper.param_groups[0]["lr"] = (
+        1e-5 if optimizer != "SGD" else 2e-4 if dtype == BF16 else 2.5e-5
+    )
+    threads(3)
+    for _ in range(3):
+        before = values_of(model)
+        token = zero_ext.change_token(model)
+        model(torch.ones(())).backward()
+        stepper.step()
+        stepper.zero_grad()
+        found = {c.name: c for c in zero_ext.iter_changed_params(model, since=token)}
+        for name, value in values_of(model).items():
+            differing = before[name].view(torch.int16) != value.view(torch.int16)
+            expected = differing.view(-1).nonzero().view(-1)
+            if name not in found:
+                assert len(expected) == 0
+            elif found[name].indices is None:
+                assert 6 * len(expected) >= 2 * value.numel()
+            else:
+                assert torch.equal(found[name].indices.long(), expected), name
+                assert torch.equal(found[name].values, value.view(-1)[expected])
+    assert any(change.indices is not None for change in found.values())

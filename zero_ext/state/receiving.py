@@ -1,0 +1,163 @@
+"""What ``iter_changed_params`` yields, and how a copy of the model takes it over.
+
+This file needs torch alone. A process without zero_ext may have a copy of it.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_WORD_BYTES = 8
+_ROW = 4096  # words, csrc/kernels/digest.h has the formula
+_ROWS = 128  # that are digested at a time
+_FIRST_OF_ROWS = 2**32
+
+
+class ChangedParam(NamedTuple):
+    """New values of one parameter.
+
+    Attributes:
+        name: As in ``module.named_parameters()``.
+        indices: Of the changed elements in the flattened parameter, ascending; int32, or int64 for
+            more than 2^31 elements; [elements]. None: all elements may have changed.
+        values: [elements], or the whole parameter in its shape; in its dtype.
+        digest: Of the whole parameter with these values, 64 bits. None: it cannot be compared.
+    """
+
+    name: str
+    indices: Tensor | None
+    values: Tensor
+    digest: int | None
+
+
+def apply_changes(
+    target: nn.Module | Mapping[str, Tensor], changes: Iterable[ChangedParam | tuple]
+) -> int:
+    """Write changes that ``iter_changed_params`` yielded into a copy of the model.
+
+    Args:
+        target: A plain module, or tensors by the names of the parameters. They keep their memory.
+        changes: In any order. Tuples of the same four values will do.
+    Returns:
+        The number of elements that were written.
+    Raises:
+        KeyError: The target has no parameter of a change's name.
+        ValueError: The target's parameter has another shape, dtype or memory order. Nothing of this
+            change was written.
+        RuntimeError: With a change, the parameter is not that of the trainer. The copy lacks
+            earlier changes, or somebody wrote to it. Ask the trainer for all of it, with
+            ``since=None``.
+    """
+    tensors = dict(target.named_parameters()) if isinstance(target, nn.Module) else target
+    written = 0
+    with torch.no_grad():
+        for name, indices, values, digest in changes:
+            tensor = _checked(tensors, name, indices, values)
+            if indices is None:
+                tensor.copy_(values)
+            else:
+                flat, places = tensor.view(-1), indices.to(tensor.device, torch.int64)
+                flat.index_copy_(0, places, values.to(tensor.device))
+            written += values.numel()
+            if digest is not None and digest_of(tensor) != digest:
+                raise RuntimeError(
+                    f"zero_ext: '{name}' differs from the trainer's after its changes were applied."
+                    " This copy lacks earlier changes, or somebody wrote to it. Ask the trainer for"
+                    " all values: iter_changed_params(module, since=None)."
+                )
+    return written
+
+
+def _checked(
+    tensors: Mapping[str, Tensor], name: str, indices: Tensor | None, values: Tensor
+) -> Tensor:
+    if name not in tensors:
+        raise KeyError(f"zero_ext: the target has no parameter '{name}'; it has {[*tensors][:5]}…")
+    tensor = tensors[name].detach()
+    if tensor.dtype != values.dtype:
+        raise ValueError(
+            f"zero_ext: '{name}' is {tensor.dtype} here and {values.dtype} at the trainer. Convert"
+            " the target, or apply changes to a copy and cast that."
+        )
+    if indices is None and tensor.shape != values.shape:
+        raise ValueError(
+            f"zero_ext: '{name}' has the shape {list(tensor.shape)} here and {list(values.shape)}"
+            " at the trainer. Build the target as the trainer's model."
+        )
+    if indices is not None:
+        if not tensor.is_contiguous():
+            raise ValueError(
+                f"zero_ext: the elements of '{name}' do not lie in rows here. Pass a contiguous"
+                " copy of it."
+            )
+        if len(indices) > 0 and int(indices[-1]) >= tensor.numel():
+            raise ValueError(
+                f"zero_ext: '{name}' has {tensor.numel()} elements here, and a change of element"
+                f" {int(indices[-1])}. Build the target as the trainer's model."
+            )
+    return tensor
+
+
+def digest_of(tensor: Tensor) -> int:
+    """64 bits of a tensor's elements in rows. A change of one element always changes them.
+
+    The formula is that of ``part_digest`` in csrc/kernels/digest.h, modulo 2^64.
+    """
+    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    whole = data.numel() // _WORD_BYTES * _WORD_BYTES
+    rest = torch.zeros(_WORD_BYTES, dtype=torch.uint8, device="cpu")
+    rest[: data.numel() - whole] = data[whole:]
+    words = data[:whole]
+    if words.data_ptr() % _WORD_BYTES or words.storage_offset() % _WORD_BYTES:
+        words = words.clone()
+    words = words.view(torch.int64)
+    rows = words.numel() // _ROW
+    weights = _weights(0, _ROW)
+    total = 0
+    for first in range(0, rows, _ROWS):
+        last = min(first + _ROWS, rows)
+        sums = (words[first * _ROW : last * _ROW].view(-1, _ROW) * weights).sum(1)
+        total += int((sums * _weights(_FIRST_OF_ROWS + first, last - first)).sum())
+    tail = torch.cat([words[rows * _ROW :], rest.view(torch.int64)])
+    total += _of_tail(tail, rows)
+    return total % 2**64
+
+
+def _of_tail(words: Tensor, row: int) -> int:
+    """Of the words from row ``row`` on: at most one row, and one word."""
+    total = 0
+    for k, part in enumerate(words.split(_ROW)):
+        of_row = int((part * _weights(0, _ROW)[: len(part)]).sum())
+        total += of_row * int(_weights(_FIRST_OF_ROWS + row + k, 1)[0])
+    return total
+
+
+@cache
+def _weights_of_row() -> Tensor:
+    return _split_mix(torch.arange(_ROW, device="cpu"))
+
+
+def _weights(first: int, count: int) -> Tensor:
+    """int64 [count]: numbers ``first`` and so on of SplitMix64, made odd."""
+    if (first, count) == (0, _ROW):
+        return _weights_of_row()
+    return _split_mix(torch.arange(first, first + count, device="cpu"))
+
+
+def _split_mix(k: Tensor) -> Tensor:
+    z = (k + 1) * _signed(0x9E3779B97F4A7C15)
+    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    return (z ^ _shifted(z, 31)) | 1
+
+
+def _signed(bits: int) -> int:
+    return bits - 2**64 if bits >= 2**63 else bits
+
+
+def _shifted(z: Tensor, by: int) -> Tensor:
+    """To the right, and zeros come in from the left."""
+    return (z >> by) & (2 ** (64 - by) - 1)
