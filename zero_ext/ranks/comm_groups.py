@@ -15,11 +15,11 @@ from zero_ext.ranks import environment
 from zero_ext.ranks.groups import CPU, Groups
 
 
-def _own_backend(groups: Groups) -> tuple[str | None, torch.device, Any]:
-    """The parent's backend for the ranks' device, else for the CPU: its registered name, whose
+def _backend_for(wanted: torch.device, groups: Groups) -> tuple[str | None, torch.device, Any]:
+    """The parent's backend for ``wanted``, else for the CPU: its registered name, whose
     tensors it sends (gloo: the host's), and its options, where it shows them."""
     names = dict(n.split(":") for n in dist.get_backend_config(groups.parent).split(","))
-    device = groups.device if groups.device.type in names else CPU
+    device = wanted if wanted.type in names else CPU
     if device.type not in names:
         return None, CPU, None
     backend, options = groups.parent._get_backend(device), None
@@ -36,13 +36,15 @@ def store_of(groups: Groups) -> dist.Store:
 
 def timeout_of(groups: Groups) -> datetime.timedelta:
     """How long a rank waits for another one."""
-    own = getattr(_own_backend(groups)[2], "_timeout", None)
+    # A plugin's backend shows no options. The host's has the same timeout.
+    options = (_backend_for(device, groups)[2] for device in (groups.device, CPU))
+    own = next(filter(None, (getattr(each, "_timeout", None) for each in options)), None)
     return environment.timeout() or own or dist.default_pg_timeout
 
 
 def _new_group(groups: Groups, name: str, store: dist.Store, rank: int, ranks: tuple[int, ...]):
     """A group of the global ``ranks`` with a backend of the parent's kind, and its options."""
-    kind, device, options = _own_backend(groups)
+    kind, device, options = _backend_for(groups.device, groups)
     asked, place = distributed_c10d._DistributedBackendOptions(), (store, rank, len(ranks))
     asked.store, asked.group_rank, asked.group_size = place
     asked.group_id, asked.global_ranks_in_group, asked.timeout = name, ranks, timeout_of(groups)
@@ -106,7 +108,7 @@ def comm_groups(groups: Groups) -> Iterator[CommGroups]:
         ranks = groups.global_ranks[replica * groups.shards :][: groups.shards]
         within = [(f"within_{purpose}", replica, shard, ranks) for purpose, *_ in wanted]
         wanted += [*within, ("across", shard, replica, groups.global_ranks[shard :: groups.shards])]
-    kind, device, _ = _own_backend(groups)
+    kind, device, _ = _backend_for(groups.device, groups)
     if groups.experts is not None and device != CPU and len(groups.experts.places) > 1:
         ranks = tuple(groups.global_ranks[place] for place in groups.experts.places)
         own = groups.experts.cut.get_local_rank(), groups.experts.alike.get_local_rank(), ranks
