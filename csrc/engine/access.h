@@ -48,7 +48,7 @@ class Access {
     if (failures == Failures::awaited) lock.watch_->wait_for_failures();
     lock_.lock();
     if (on_device) enter_device(lock, failures);
-    // Tensors made here outlive an inference, and must not be inference tensors.
+    // Tensors made here outlive inferences and transforms of torch.func, and must not be theirs.
     if (c10::InferenceMode::is_enabled()) {
       no_inference_.emplace(false);
       no_grad_.emplace();
@@ -61,6 +61,9 @@ class Access {
   std::unique_lock<OwnedMutex> lock_;
   std::optional<c10::InferenceMode> no_inference_;
   std::optional<at::NoGradGuard> no_grad_;
+  c10::impl::ExcludeDispatchKeyGuard no_transforms_{
+      c10::DispatchKeySet{c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                          c10::DispatchKey::FuncTorchDynamicLayerBackMode}};
   c10::OptionalDeviceGuard device_;
   c10::OptionalStreamGuard stream_;
 };
