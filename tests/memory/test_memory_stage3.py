@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from harness import (
+    DIRECT,
     DTYPES,
     MLP,
     Blocks,
@@ -14,7 +15,7 @@ from harness import (
     rank_batches,
     rank_data,
 )
-from memory_formula import HELD, ceil_to, ranges_of
+from memory_formula import HELD, ceil_to, peer_bytes, ranges_of
 from reference import OneProcess
 from setups import assert_same_values, lazily_free_bytes
 from torch import nn
@@ -38,12 +39,17 @@ def is_on_a_device(model) -> bool:
     return next(model.parameters()).device.type != "cpu"
 
 
+def keeps_shards(model) -> bool:
+    """Beside masters."""
+    return DIRECT or not is_on_a_device(model)
+
+
 def at_rest(model, units, world, states: int = 2) -> dict[str, int]:
     """fp32: shard, which is the master, 4/N, gradient 4/N, Adam 8/N; bf16: 2, 4 more, 4, 8; on a
-    device without the 2."""
+    device without the 2, unless other devices read them."""
     held = dict.fromkeys(KEPT, 0)
     for share, _, itemsize in ranges_of(model, units, world, 3):
-        held["shard"] += 0 if is_on_a_device(model) and itemsize == 2 else share * itemsize
+        held["shard"] += share * itemsize if itemsize == 4 or keeps_shards(model) else 0
         held["master"] += share * 4 if itemsize == 2 else 0
         held["grad"] += share * 4
         held["optimizer_state"] += states * share * 4
@@ -92,9 +98,10 @@ def test_bytes_at_rest_are_the_formula_to_the_byte(
     model = zero_ext.shard(MLP(hidden, dtype=dtype), 3, mesh=mesh, bucket_mb=bucket_mb)
     expected = at_rest(model, units, world)
     without_gradient = expected | ({"grad": 0} if is_on_a_device(model) else {})
-    assert bytes_of(model) == without_gradient | {"optimizer_state": 0}
+    at_first = without_gradient | {"bucket": peer_bytes(model, units, world, 3)}
+    assert bytes_of(model) == at_first | {"optimizer_state": 0}
     optimizer = zero_ext.optim.AdamW(model.parameters())
-    assert bytes_of(model) == without_gradient
+    assert bytes_of(model) == at_first
     for step in range(3):
         mean_square(model, rank_data((3, 5), rank, step, dtype=dtype)).backward()
         assert bytes_of(model) | {"bucket": 0} == expected
@@ -114,7 +121,7 @@ def test_a_policys_dtype_has_the_bytes_of_that_dtype(mesh, rank, world):
     share = ceil_to(ceil_to(37 * 37, 32) + ceil_to(37, 32), 32 * world) // world
     held = bytes_of(model) | {"bucket": 0}
     per_element = {"master": 4, "grad": 4, "optimizer_state": 8}
-    if not is_on_a_device(model):
+    if keeps_shards(model):
         per_element["shard"] = 2
     assert held == dict.fromkeys(KEPT, 0) | {k: 7 * share * b for k, b in per_element.items()}
 
@@ -157,7 +164,8 @@ def test_the_peak_is_rest_gathered_units_and_two_buckets(mesh, rank, world, dtyp
 
     stats = model.stats()
     rest = sum(at_rest(model, unit_names(), world).values())
-    two_buckets = 2 * (unit + unit * (world - 1) // world)
+    two_buckets = peer_bytes(model, unit_names(), world, 3)
+    two_buckets = two_buckets or 2 * (unit + unit * (world - 1) // world)
     assert stats["bytes_bucket"] == two_buckets
     gathered = min(2 + math.floor(ahead), 7) * unit
     expected = rest + gathered + two_buckets
@@ -356,7 +364,10 @@ def test_a_model_trains_whose_shards_fit_and_whose_parameters_do_not(
     shape = (2, 37)
     arguments = {"bucket_mb": SEPARATE, "prefetch_mb": 0}
     blocks = 20
-    limit = sum_of(zero_ext.estimate_memory(Blocks(blocks=blocks), world, 3, **arguments))
+    estimate = zero_ext.estimate_memory(
+        Blocks(blocks=blocks), world, 3, peer_memory=DIRECT, **arguments
+    )
+    limit = sum_of(estimate)
     whole = sum(p.numel() for p in Blocks(blocks=blocks).parameters()) * 16
     assert limit < whole
     monkeypatch.setenv("ZERO_EXT_LIMIT_BYTES", str(limit))
@@ -382,8 +393,8 @@ def test_a_model_trains_whose_shards_fit_and_whose_parameters_do_not(
 
 def test_one_byte_too_little_says_what_was_asked_for_and_how_much(mesh, rank, world, monkeypatch):
     arguments = {"bucket_mb": SEPARATE, "prefetch_mb": 0}
-    estimate = zero_ext.estimate_memory(Blocks(), world, 3, **arguments)
-    without_gathers = estimate["persistent"]
+    estimate = zero_ext.estimate_memory(Blocks(), world, 3, peer_memory=DIRECT, **arguments)
+    without_gathers = estimate["persistent"] + (estimate["buckets"] if DIRECT else 0)
     if is_on_a_device(Blocks()):
         without_gathers -= estimate["grad"]
     unit = one_unit(Blocks(), world)
@@ -426,7 +437,7 @@ def test_the_estimate_is_what_is_held_and_gathered(mesh, rank, world, dtype, buc
     arguments = {"bucket_mb": max(SEPARATE, bucket_units * unit / MIB)}
     if ahead is not None:
         arguments["prefetch_mb"] = ahead * unit / MIB
-    estimate = zero_ext.estimate_memory(model, world, 3, **arguments)
+    estimate = zero_ext.estimate_memory(model, world, 3, peer_memory=DIRECT, **arguments)
     zero_ext.shard(model, 3, mesh=mesh, **arguments)
     optimizer = zero_ext.optim.AdamW(model.parameters())
     train(model, optimizer, rank, zeroes=False)

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from harness import (
+    DIRECT,
     MLP,
     ONE_UNIT_EACH,
     assert_bits,
@@ -14,7 +15,7 @@ from harness import (
     rank_data,
     step_and_wait,
 )
-from memory_formula import ranges_of
+from memory_formula import peer_bytes, ranges_of
 from reference import fma_gradients, gradients_of
 from setups import values_of
 from torch import nn
@@ -27,6 +28,12 @@ SHAPE = (3, 5)
 NAMES = [f"layers.{i}.{kind}" for i in range(3) for kind in ("weight", "bias")]
 ONE_UNIT = 25.0
 # Stages without ranges, and fewer ranges than ranks, need windows on three ranks or more.
+
+
+def units_of(stage: int, bucket_mb: float) -> list[list[str]]:
+    """Small units are parameters, in stage 3 modules."""
+    size = len(NAMES) if bucket_mb == ONE_UNIT else 2 if stage == 3 else 1
+    return [NAMES[i : i + size] for i in range(0, len(NAMES), size)]
 
 
 def several_ranks(test):
@@ -63,10 +70,19 @@ def test_windows_change_no_bit_and_no_bucket_exceeds_the_estimate(
                 assert_bits(gradient, expected[name], f"stage {stage}, {shards} shards: {name}")
             held = model.stats()["bytes_bucket"]
             estimate = zero_ext.estimate_memory(
-                model, world, stage, shards=shards, bucket_mb=bucket_mb, reduction="exchange"
+                model,
+                world,
+                stage,
+                shards=shards,
+                bucket_mb=bucket_mb,
+                reduction="exchange",
+                peer_memory=DIRECT,
             )
             assert held <= estimate["buckets"]
-            if bucket_mb == ONE_UNIT:  # which uses one of the two buckets
+            if DIRECT:
+                units = units_of(stage, bucket_mb)
+                assert held == peer_bytes(model, units, world, stage, shards)
+            elif bucket_mb == ONE_UNIT:  # which uses one of the two buckets
                 share, ranges, itemsize = ranges_of(model, [NAMES], shards, stage)[0]
                 assert held == estimate["buckets"] / 2 <= 2 * share * ranges * itemsize
 
