@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from harness import MLP, assert_bits, mean_square
+from harness import MLP, OWN_BACKEND, assert_bits, mean_square
 from setups import train_batch
 from test_initialize import MICROS, STAGES, initialized
 from torch import nn
@@ -47,6 +47,8 @@ def test_one_loss_of_two_engines(anywhere, rank, stage):
 @STAGES
 def test_ranks_without_some_or_all_micro_batches_of_a_step(mesh, rank, world, stage, bf16):
     """Rank 0 has all of them. Every rank calls ``engine.step()`` equally often."""
+    if OWN_BACKEND and stage < 2:
+        pytest.skip("there every rank runs the last backward of those that accumulate")
     config = {"gradient_clipping": 0.2, "bf16": {"enabled": bf16}}
     engine = initialized(mesh, MLP(13), stage, SGD, **config)
     dtype, chance = engine.module.layers[0].weight.dtype, 0.02 if bf16 else 1e-5

@@ -41,7 +41,8 @@ class Net(nn.Module):
 
 @pytest.fixture
 def model(mesh):
-    return zero_ext.shard(Net(), 3, mesh=mesh, units=nn.Linear, bucket_mb=1e-6)
+    # What is gathered ahead can be read.
+    return zero_ext.shard(Net(), 3, mesh=mesh, units=nn.Linear, bucket_mb=1e-6, prefetch_mb=0)
 
 
 class EMAModel:
@@ -118,12 +119,17 @@ MISTAKES = {
     "method": (lambda m: m.tied(torch.ones(2, 7)), r"register_forward_method\(.*'tied'\)", None),
     "forward": (borrowing, r"forward of Net .*shard\(units=", None),
 }
+# Of a device's tensors torch's numpy() raises its own error. The emulated device runs operators
+# without grad mode, on which the text for a term of a loss depends.
+OF_THE_HOST = ("numpy", "loss", "penalty")
 
 
-def test_the_message_fits_what_was_called(model, rank):
+def test_the_message_fits_what_was_called(model, rank, device):
     mean_square(model, rank_data((2, 7), rank)).backward()  # torch's optimizers need gradients
     wrong = []
     for name, (mistake, expected, of) in MISTAKES.items():
+        if device.type != "cpu" and name in OF_THE_HOST:
+            continue
         try:
             mistake(model if of is None else of(model))
             told = "nothing"
@@ -187,10 +193,11 @@ def test_a_backward_that_reads_a_released_unit_names_it(kind, mesh, rank):
 
 
 def test_other_errors_keep_their_text(model):
-    with pytest.raises(RuntimeError, match="must match the size"):
-        torch.zeros(3).lerp_(torch.zeros(4), 0.5)
-    with pytest.raises(RuntimeError, match="same dtype"):
-        torch.ones(2, 2) @ torch.ones(2, 2, dtype=torch.float64)
+    with torch.device("cpu"):  # others raise some errors later
+        with pytest.raises(RuntimeError, match="must match the size"):
+            torch.zeros(3).lerp_(torch.zeros(4), 0.5)
+        with pytest.raises(RuntimeError, match="same dtype"):
+            torch.ones(2, 2) @ torch.ones(2, 2, dtype=torch.float64)
     with pytest.raises(IndexError, match="out of range"):
         model.first.weight.select(0, 1083)
 

@@ -165,8 +165,8 @@ def test_alone_on_another_thread_after_an_error_and_in_a_copy(mesh, rank, world)
     model = zero_ext.shard(Stack(), 3, mesh=mesh, bucket_mb=1e-4)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model.blocks[0].emb(torch.ones(4, 3))
-    found = []
-    run = threading.Thread(target=lambda: found.append(model.blocks[0].emb(torch.ones(SHAPE))))
+    found, ones = [], torch.ones(SHAPE)  # a thread has a default device of its own
+    run = threading.Thread(target=lambda: found.append(model.blocks[0].emb(ones)))
     run.start()
     run.join()
     assert_bits(found[0].detach(), expected.detach())

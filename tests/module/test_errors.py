@@ -16,6 +16,7 @@ from harness import (
     assert_bits,
     gather_objects,
     mean_square,
+    needs_waits_of_the_host,
     rank_data,
     step_and_wait,
 )
@@ -1545,6 +1546,7 @@ def test_exception_inside_a_checkpoint_is_undone(way, use_reentrant, group, rank
 @shard_and_optimizer
 def test_backward_that_one_rank_runs_alone_times_out_with_a_message(way, rank):
     """The message says who waited for what; the timeout is the process group's own."""
+    needs_waits_of_the_host()
     group = dist.new_group(timeout=timedelta(seconds=2))
     model = small_mlp()
     optimizer = way.optimizer(model, group)
@@ -1575,6 +1577,8 @@ def test_step_that_one_rank_makes_alone_times_out_with_a_message(rank):
 @at_least_two_ranks
 @pytest.mark.parametrize("call", ["norm", "whole"])
 def test_a_collective_of_torchs_that_one_rank_makes_alone_says_who_waited(call, rank):
+    if call == "whole":
+        needs_waits_of_the_host()
     group = dist.new_group(timeout=timedelta(seconds=1))
     model = small_mlp()
     optimizer = Way("shard", 2).optimizer(model, group)

@@ -119,6 +119,12 @@ def needs_messages_of_the_host() -> None:
         pytest.skip("between hosts, every rank enters every gather of a device's backend")
 
 
+def needs_waits_of_the_host() -> None:
+    """Of a test whose hosts wait for each other in a backward, or in torch's own collectives."""
+    if OWN_BACKEND:
+        pytest.skip("the device waits for the other ranks, and a later wait of the host raises")
+
+
 def needs_one_dimension() -> None:
     """Of a test that is about the ranks of one replica, or another group than the mesh's own."""
     if SHARDS:

@@ -367,10 +367,12 @@ class TestOperations:
 
     def test_no_array_is_made_of_a_slice(self, mesh):
         (shard,), _ = shard_all([torch.ones(7, 5)], mesh)
-        for read in (shard.numpy, lambda: shard.cpu().numpy(force=True), shard.tolist):
+        # Of a device's tensors torch's numpy() raises its own error.
+        reads = [shard.numpy] if mesh.device_type == "cpu" else []
+        for read in (*reads, lambda: shard.cpu().numpy(force=True), shard.tolist):
             with pytest.raises(RuntimeError, match=r"only a slice. Take that of shard.full_tensor"):
                 read()
-        assert shard.full_tensor().numpy().sum() == 35
+        assert shard.full_tensor().cpu().numpy().sum() == 35
 
     @pytest.mark.world(min=2)
     def test_all_reduce_says_that_gradients_are_averaged(self, mesh):
