@@ -143,7 +143,8 @@ OVER_ITS_BACKEND = tuple(
         }
     )
 )
-# Where devices read each other's memory, ranks may also take different branches.
+# Where devices read each other's memory, ranks may also take different branches. Of three ranks:
+# two run whatever runs on a device.
 IN_PLACE = (
     *OVER_ITS_BACKEND,
     *files("stage3", "unfreezing", "fingerprint", "global_batches", "clipping_uneven"),
@@ -180,7 +181,8 @@ QUICK = {
     ),
 }
 ALL = {
-    **{f"all-direct-{n}-ranks": Segment(n, IN_PLACE, DIRECT, slow=True) for n in (2, 3)},
+    "all-direct-2-ranks": Segment(2, (*ON_A_DEVICE, *files("low_precision")), DIRECT, slow=True),
+    "all-direct-3-ranks": Segment(3, IN_PLACE, DIRECT, slow=True),
     "all-one-rank": Segment(0, EVERYTHING, slow=True),
     "all-lagged-one-rank": Segment(0, ON_A_DEVICE, LAGGED, slow=True),
     **{f"all-{n}-ranks": Segment(n, EVERYTHING, slow=True) for n in (2, 3, 4)},
