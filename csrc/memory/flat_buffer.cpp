@@ -153,6 +153,19 @@ void FlatBuffer::allocate(SpareMemory& spare) {
   emptied_ = false;
 }
 
+FlatBuffer FlatBuffer::incoming(SpareMemory& spare) const {
+  FlatBuffer buffer =
+      without_memory(counter_, held_, place_, tensor_.scalar_type(), tensor_.numel(), "");
+  buffer.allocate(spare);
+  return buffer;
+}
+
+void FlatBuffer::take_memory_of(FlatBuffer& other) {
+  give_memory(storage(), take_memory(other.storage(), ""));
+  emptied_ = false;
+  other.emptied_ = true;
+}
+
 void FlatBuffer::empty(const std::string& message) {
   record_use(current_stream(device()));
   take_memory(storage(), message);

@@ -119,7 +119,10 @@ class FlatBuffer {
   void empty(SpareMemory& spare, const std::string& message);
   // Gives the storage memory again, not initialised.
   void allocate(SpareMemory& spare);
-  // The same, with memory of the allocator's.
+  // A buffer with the memory that allocate() would give to this one, and take_memory_of() does.
+  FlatBuffer incoming(SpareMemory& spare) const;
+  void take_memory_of(FlatBuffer& other);
+  // empty() and allocate() with memory of the allocator's.
   void empty(const std::string& message);
   void allocate();
   // The values are not needed any more: on the host the system may reclaim the pages, see

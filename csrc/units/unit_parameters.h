@@ -17,6 +17,10 @@
 // Where the other ranks' devices read it in place, a device has a shard, too: Note [Pulled gathers].
 // A device's shard may lie on the host as well, see Note [Offload].
 //
+// A gather fills memory of its own, which becomes that of full when all of it has arrived. So a
+// forward that reads a parameter of a unit that it does not enter gets an error until then, as for a
+// released one, and no value that is still on its way.
+//
 // Note [Writes to a lent shard]
 // state_dict() lends views of the shard on every rank, whether full has memory or not, and users may
 // write to both. While full has memory and views are lent, lent_before_ holds the shard as it was
@@ -118,6 +122,10 @@ class UnitParameters {
   // neither has.
   char* own_parameters() const;
   void receive_ranges(Comm& comm, int64_t number);
+  // Where a gather writes.
+  const FlatBuffer& gathered() const { return arriving_.defined() ? arriving_ : full_; }
+  // Finishes the gather under way, if there is one.
+  void settle_gather();
   void bring_own_range();
   void copy_own_range(void* into) const;
   // Where the shard is on the host, `beside` makes the side stream of gathers the current one.
@@ -143,9 +151,10 @@ class UnitParameters {
   bool casts_master_;
   bool on_host_;  // the shard of a device's parameters
   bool comes_and_goes_;
-  FlatBuffer full_;    // [padded], compute dtype; without memory while the unit is released
-  FlatBuffer shard_;   // [range], compute dtype; undefined where full always holds it, and mostly
-                       // where casts_master_
+  FlatBuffer full_;      // [padded], compute dtype; without memory while the unit is released
+  FlatBuffer arriving_;  // the memory of full, until a gather of a released unit has ended
+  FlatBuffer shard_;     // [range], compute dtype; undefined where full always holds it, and mostly
+                         // where casts_master_
   at::Tensor mirror_;  // of a shard on a device, on the host, where it travels through host memory
   bool shard_shown_ = false;  // views of the shard were lent
   FlatBuffer lent_before_;    // [range], compute dtype; see Note [Writes to a lent shard]

@@ -41,8 +41,7 @@ class Net(nn.Module):
 
 @pytest.fixture
 def model(mesh):
-    # What is gathered ahead can be read.
-    return zero_ext.shard(Net(), 3, mesh=mesh, units=nn.Linear, bucket_mb=1e-6, prefetch_mb=0)
+    return zero_ext.shard(Net(), 3, mesh=mesh, units=nn.Linear, bucket_mb=1e-6)
 
 
 class EMAModel:
@@ -190,6 +189,36 @@ def test_a_backward_that_reads_a_released_unit_names_it(kind, mesh, rank):
     named = r"unit 'blocks\.2\.inner\.\S+.*'\]: a backward reads parameters that are released"
     with pytest.raises(RuntimeError, match=named):
         loss.backward()
+
+
+class Ahead(nn.Module):
+    """While one layer runs, the next one is gathered."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(7, 7) for _ in range(3))
+        self.borrows = False
+
+    def forward(self, x):
+        x = self.first(x)
+        if self.borrows:
+            x = functional.linear(x, self.second.weight)
+        return self.last(self.second(x))
+
+
+@pytest.mark.parametrize("hosts", ["1", "0"], ids=["host", "hosts"])
+def test_what_is_gathered_ahead_is_not_read_before_it_has_arrived(mesh, rank, hosts, monkeypatch):
+    monkeypatch.setenv("ZERO_EXT_CROSS_MEMORY", hosts)
+    sizes = {"bucket_mb": 1e-6, "prefetch_mb": 1.0}
+    model = zero_ext.shard(Ahead(), 3, mesh=mesh, units=nn.Linear, **sizes)
+    x = rank_data((2, 7), rank)
+    for _ in range(2):
+        mean_square(model, x).backward()
+    model.borrows = True
+    with pytest.raises(RuntimeError, match="the forward of Ahead reads parameters of another unit"):
+        model(x)
+    model.borrows = False
+    mean_square(model, x).backward()
 
 
 def test_other_errors_keep_their_text(model):
