@@ -161,8 +161,8 @@ struct AdamArgs {
   int64_t step = 1;  // number of this update, from 1
   float grad_scale = 1.0F;
   bool maximize = false;
-  bool decoupled = true;  // AdamW; false: Adam with weight decay in the gradient
-  uint16_t* changed = nullptr;  // see changes.h; null: nobody asks. Half dtypes, on the CPU
+  bool decoupled = true;        // AdamW; false: Adam with weight decay in the gradient
+  uint16_t* changed = nullptr;  // see changes.h; null: nobody asks
   OnDevice on_device;
 };
 

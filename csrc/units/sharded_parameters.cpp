@@ -46,8 +46,8 @@ int64_t ShardedParameters::add_unit(std::unique_ptr<Unit> unit, UnitKind kind,
 
 Unit& ShardedParameters::home_of(int64_t i) const {
   const ShardedParameter& parameter = all_.at(i);
-  TORCH_CHECK_VALUE(parameter.has_home(), where(context_.global_rank),
-                    "parameter '", parameter.name,
+  TORCH_CHECK_VALUE(parameter.has_home(), where(context_.global_rank), "parameter '",
+                    parameter.name,
                     "' is frozen and in no unit: it has no part of its own on each rank. Read the"
                     " parameter itself.");
   return parameter.managed() ? *units_[parameter.unit] : *frozen_units_[parameter.frozen_unit];
