@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <limits>
 #include <numeric>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -107,10 +108,14 @@ Changes::Own Changes::own_changes(int64_t i, const ChangeToken* since) const {
   return own;
 }
 
-int64_t Changes::rank_of(int64_t i, int64_t range) const {
-  if (ranges_of(i) == 1) return context_.rank;
-  const Unit::Ranks& ranks = parameters_.home_of(i).ranks();
-  return ranks.place(ranks.comm.rank() / ranges_of(i) * ranges_of(i) + range);
+std::vector<int64_t> Changes::ranks_of(int64_t i) const {
+  std::vector<int64_t> ranks(context_.world);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  if (!parameters_[i].has_home()) return ranks;
+  const Unit::Ranks& of_unit = parameters_.home_of(i).ranks();
+  ranks.resize(of_unit.comm.world());
+  for (int64_t& r : ranks) r = of_unit.place(r);
+  return ranks;
 }
 
 at::ScalarType Changes::index_dtype(int64_t i) const {
@@ -125,6 +130,7 @@ std::vector<Change> Changes::count(const std::shared_ptr<ChangeToken>& since, bo
   offloaded_.check_parameters_are_here("iter_changed_params() was called");
   gatherer_.serve_all(Comm::Agreement::whole_parameters);
   const int64_t size = parameters_.size();
+  ++counted_;
   own_.clear();
   std::vector<int64_t> mine{since == nullptr ? 0 : since->generation, wanted ? 1 : 0};
   for (int64_t i = 0; i < size; ++i) {
@@ -151,28 +157,37 @@ std::vector<Change> Changes::count(const std::shared_ptr<ChangeToken>& since, bo
   }
   std::vector<Change> changes;
   for (int64_t i = 0; i < size; ++i) {
-    bool known = true;
-    uint64_t digest = 0;
-    for (int64_t range = 0; range < ranges_of(i); ++range) {
-      const int64_t* const theirs = of_rank(rank_of(i, range)) + 2 + 2 * i;
-      known = known && theirs[0] != Change::kAll;
-      own_[i].counts.push_back(theirs[0]);
-      digest += static_cast<uint64_t>(theirs[1]);
-    }
-    changes.push_back(change_of(i, known));
-    changes.back().digest = digest;
+    changes.push_back(agreed_change(i, [&](int64_t r) { return of_rank(r) + 2 + 2 * i; }));
   }
   return changes;
 }
 
-Change Changes::change_of(int64_t i, bool known) const {
-  if (!known) return {.numel = Change::kAll};
-  const std::vector<int64_t>& counts = own_[i].counts;
-  const int64_t numel = std::accumulate(counts.begin(), counts.end(), int64_t{0});
+Change Changes::agreed_change(int64_t i, const std::function<const int64_t*(int64_t)>& of_rank) {
+  const std::vector<int64_t> ranks = ranks_of(i);
+  const int64_t ranges = ranges_of(i);
+  Change change;
+  bool known = true;
+  for (int64_t first = 0; first < std::ssize(ranks); first += ranges) {
+    const auto replica = std::span(ranks).subspan(first, ranges);
+    std::vector<int64_t> counts;
+    uint64_t digest = 0;
+    for (const int64_t r : replica) {
+      known = known && of_rank(r)[0] != Change::kAll;
+      counts.push_back(of_rank(r)[0]);
+      digest += static_cast<uint64_t>(of_rank(r)[1]);
+    }
+    // All ranks decide alike, also where replicas have marked other elements.
+    change.numel =
+        std::max(change.numel, std::accumulate(counts.begin(), counts.end(), int64_t{0}));
+    if (std::find(replica.begin(), replica.end(), context_.rank) == replica.end()) continue;
+    own_[i].counts = std::move(counts);
+    change.digest = digest;
+  }
   const at::ScalarType dtype = parameters_[i].local.scalar_type();
-  const int64_t bytes = numel * (itemsize(dtype) + itemsize(index_dtype(i)));
-  const bool fewer = bytes < parameters_[i].local.numel() * itemsize(dtype);
-  return {.numel = numel == 0 || fewer ? numel : Change::kAll};
+  const int64_t bytes = change.numel * (itemsize(dtype) + itemsize(index_dtype(i)));
+  const bool larger = bytes >= parameters_[i].local.numel() * itemsize(dtype);
+  if (!known || (change.numel > 0 && larger)) change.numel = Change::kAll;
+  return change;
 }
 
 Changes::Messages Changes::messages_of(const std::vector<int64_t>& indices) const {
@@ -192,10 +207,12 @@ Changes::Messages Changes::messages_of(const std::vector<int64_t>& indices) cons
   return messages;
 }
 
-std::vector<ChangedValues> Changes::gather(const std::vector<int64_t>& indices) {
+std::vector<ChangedValues> Changes::gather(const std::vector<int64_t>& indices, int64_t count) {
   const Access access(lock_);
   const at::NoGradGuard no_grad;
   backward_.check_none(access, "iter_changed_params()");
+  TORCH_CHECK(count == counted_, where(context_.global_rank),
+              "another iter_changed_params() of this model has begun. Finish one before the next.");
   const Unit::Ranks& ranks = parameters_.home_of(indices.front()).ranks();
   const int64_t ranges = ranges_of(indices.front());
   const Messages messages = messages_of(indices);

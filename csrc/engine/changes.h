@@ -12,6 +12,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -52,9 +53,11 @@ class Changes : Facet {
   // What has changed in each parameter since then; null: all of it. `wanted`: by this rank.
   // Collective.
   std::vector<Change> count(const std::shared_ptr<ChangeToken>& since, bool wanted);
-  // The changed elements of these parameters, where the last count has found some but not all. A rank
-  // that did not want them gets none. Collective.
-  std::vector<ChangedValues> gather(const std::vector<int64_t>& indices);
+  // How often count() was called.
+  int64_t counted() const { return counted_; }
+  // The changed elements of these parameters, where `count`, the last one, has found some but not
+  // all. A rank that did not want them gets none. Collective.
+  std::vector<ChangedValues> gather(const std::vector<int64_t>& indices, int64_t count);
   // Of all marks, on this rank.
   int64_t bytes() const;
 
@@ -80,9 +83,10 @@ class Changes : Facet {
   // Of this rank's part, as part of the whole parameter.
   uint64_t digest_of(int64_t i, const at::Tensor& part) const;
   int64_t ranges_of(int64_t i) const;
-  // The number in the engine of the rank that holds this range of parameter i for this one.
-  int64_t rank_of(int64_t i, int64_t range) const;
-  Change change_of(int64_t i, bool known) const;
+  // The numbers in the engine of the ranks that hold parameter i: replica by replica, range by range.
+  std::vector<int64_t> ranks_of(int64_t i) const;
+  // `of_rank(r)`: how many elements rank r has found, and its digest.
+  Change agreed_change(int64_t i, const std::function<const int64_t*(int64_t r)>& of_rank);
   Messages messages_of(const std::vector<int64_t>& indices) const;
   at::ScalarType index_dtype(int64_t i) const;
   void end_unused();
@@ -90,6 +94,7 @@ class Changes : Facet {
   const RunningBackward& backward_;
   const Values& values_;
   int64_t generation_ = 0;
+  int64_t counted_ = 0;
   std::vector<std::weak_ptr<ChangeToken>> tokens_;
   std::vector<Own> own_;       // [parameters], of the last count
   std::vector<bool> wanting_;  // [ranks], then

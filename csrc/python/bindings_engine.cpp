@@ -295,14 +295,15 @@ void bind_changes(py::module_& m, EngineClass& engine) {
            py::arg("wanted"), NoGil())
       .def(
           "gather_changes",
-          [](Engine& e, const std::vector<int64_t>& indices) {
+          [](Engine& e, const std::vector<int64_t>& indices, int64_t count) {
             std::vector<std::pair<at::Tensor, at::Tensor>> gathered;
-            for (ChangedValues& each : e.changes().gather(indices)) {
+            for (ChangedValues& each : e.changes().gather(indices, count)) {
               gathered.emplace_back(std::move(each.indices), std::move(each.values));
             }
             return gathered;
           },
-          py::arg("parameters"), NoGil())
+          py::arg("parameters"), py::arg("count"), NoGil())
+      .def_property_readonly("change_counts", of(changes, &Changes::counted))
       .def_property_readonly("change_bytes",
                              py::cpp_function(of(changes, &Changes::bytes), NoGil()));
 }

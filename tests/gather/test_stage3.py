@@ -933,7 +933,8 @@ def test_blocks_that_are_dictionaries_are_gathered_one_by_one(mesh, rank, world)
         optimizer.zero_grad()
         reference.train(batches)
     total = sum(p.numel() * p.element_size() for p in model.parameters())
-    # One unit, or the next one as well, of which a device gathers a larger one ahead.
-    assert max(in_memory) < (0.7 if OWN_BACKEND else 0.6) * total
+    # One unit, or the next one as well: a larger one, where units are gathered ahead.
+    ahead = OWN_BACKEND or model.stats()["neighbors"] < world - 1
+    assert max(in_memory) < (0.7 if ahead else 0.6) * total
     for mine, theirs in zip(model.parameters(), reference.model.parameters(), strict=True):
         torch.testing.assert_close(zero_ext.full_tensor(mine), theirs.detach())

@@ -46,7 +46,7 @@ LINES = {
         "device": 520,  # 10 of them: flags of captured backwards
         # 20 of them: local gradients, as 20 of reduce; 30: verbs of single units; 10: watchers of
         # units, as 30 of gather and 20 of python.
-        "engine": 3220,  # 360 of them: changes
+        "engine": 3240,  # 380 of them: changes
         "gather": 1280,  # 30 of them: verbs of single units
         "kernels": 4580,  # 410 of them: marks and digests of changes
         "memory": 1130,  # 20 of them: memory that a gather fills

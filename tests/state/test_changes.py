@@ -138,8 +138,9 @@ def test_tokens_may_be_several_steps_apart_and_overlap(anywhere, rank, stage):
 class Edits:
     """What a user may do between two steps, each on all ranks with the same values."""
 
-    def __init__(self, model, optimizer, rank, generator):
+    def __init__(self, model, optimizer, rank, generator, path):
         self.model, self.optimizer, self.rank, self.generator = model, optimizer, rank, generator
+        self.path, self.is_saved = path, False
         self.saved = copy.deepcopy(model.state_dict())
         self.kept: dict[str, torch.Tensor] = {}
 
@@ -181,26 +182,30 @@ class Edits:
     def load(self):
         self.model.load_state_dict(self.saved)
 
-    def freeze(self):
-        parameter = self.model.get_parameter(self.pick())
-        parameter.requires_grad_(not parameter.requires_grad)
+    def checkpoint(self):
+        """Saved at the first call, loaded at others: masters, states and parameters."""
+        if self.is_saved:
+            zero_ext.checkpoint.load(self.path, self.model)
+        else:
+            zero_ext.checkpoint.save(self.path, self.model)
+        self.is_saved = True
 
     def lr(self):
         for group in self.optimizer.param_groups:
             group["lr"] = self.generator.choice([0.0, 1e-6, 1e-3])
 
 
-ACTIONS = ["step", "skip", "write", "write_and_restore", "set", "load", "lr"]
+ACTIONS = ["step", "skip", "write", "write_and_restore", "set", "load", "checkpoint", "lr"]
 
 
 @STAGES
 @pytest.mark.parametrize("seed", range(12))
-def test_random_programs_between_the_tokens(anywhere, rank, stage, seed):
+def test_random_programs_between_the_tokens(anywhere, rank, stage, seed, path):
     generator = random.Random(f"{stage} {seed}")
     make = generator.choice([lambda: MLP(57, layers=3), lambda: Odd(BF16), lambda: Tied(13)])
     optimizer = generator.choice([*OPTIMIZERS])
     model, stepper = sharded(make, stage, anywhere, optimizer)
-    edits = Edits(model, stepper, rank, generator)
+    edits = Edits(model, stepper, rank, generator, path)
     copies = [Copy(model), Copy(model)]
     for turn in range(12):
         action = generator.choice(ACTIONS)
@@ -392,6 +397,21 @@ def test_mistakes_are_named_and_nothing_is_written(anywhere, rank):
         assert all(not t.any() for t in target.values())
     with pytest.raises(ValueError, match="shape"):
         zero_ext.apply_changes({change.name: whole}, [change._replace(indices=None)])
+
+
+@pytest.mark.host
+def test_a_second_iterator_ends_the_first_one(anywhere, rank):
+    model, optimizer = sharded(lambda: MLP(57, layers=3), 2, anywhere)
+    token = zero_ext.change_token(model)
+    step(model, optimizer, rank)
+    first = zero_ext.iter_changed_params(model, since=token, bucket_mb=1e-6)
+    next(first)
+    second = [*zero_ext.iter_changed_params(model, since=token)]
+    with pytest.raises(RuntimeError, match=r"another iter_changed_params.* has begun. Finish"):
+        next(first)
+    assert [c.name for c in zero_ext.iter_changed_params(model, since=token)] == [
+        c.name for c in second
+    ]
 
 
 @pytest.mark.dist

@@ -75,7 +75,7 @@ def iter_changed_params(
     sent between ranks, and yielded. Other parameters are yielded whole where any element has
     changed: those in fp32, frozen, on a GPU, DTensors. So is a parameter of which so much has
     changed that all of it is smaller. Every rank must iterate, to the end or until it closes the
-    iterator.
+    iterator. Finish one iterator before you begin another one, and change no parameter meanwhile.
 
     Args:
         module: Sharded by ``shard()``, or its parameters by an optimizer of this package.
@@ -88,7 +88,7 @@ def iter_changed_params(
     Raises:
         TypeError, ValueError: an argument is wrong, or the token is one of another module.
         RuntimeError: while iterating, inside a backward, or where ``offload_states`` has moved
-            parameters or masters; or ranks have other tokens.
+            parameters or masters; or ranks have other tokens; or another iterator has begun.
     """
     check_module(module, "iter_changed_params()")
     check_positive("bucket_mb", bucket_mb, finite=True)
@@ -142,6 +142,7 @@ class _Bucket:
     """Parameters of one engine, some of whose elements have changed."""
 
     handle: Handle
+    count: int
     nbytes: int = 0
     names: list[str] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)
@@ -149,7 +150,7 @@ class _Bucket:
     def gather(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Names, indices and values; nothing on a rank that wants none."""
         with torch.inference_mode(False):
-            gathered = self.handle.engine.gather_changes(self.indices)
+            gathered = self.handle.engine.gather_changes(self.indices, self.count)
         for name, (indices, values) in zip(self.names, gathered, strict=False):
             yield name, indices, values
 
@@ -159,7 +160,7 @@ def _cut(some: list[tuple[str, Handle, int, int]], bucket_bytes: int) -> list[_B
     for name, handle, i, nbytes in some:
         last = buckets[-1] if buckets else None
         if last is None or last.handle is not handle or last.nbytes + nbytes > bucket_bytes:
-            buckets.append(_Bucket(handle))
+            buckets.append(_Bucket(handle, handle.engine.change_counts))
         buckets[-1].nbytes += nbytes
         buckets[-1].names.append(name)
         buckets[-1].indices.append(i)

@@ -1,0 +1,95 @@
+"""What ``change_token`` costs a step, and what its changes cost beside whole parameters.
+
+    torchrun --nproc-per-node 2 benchmarks/bench_changes.py [--rounds 15] [--results FOLDER]
+
+A step (backward and update) while a token lives, of one without. The changes of one step at a
+learning rate of 1e-5 are gathered, and applied to a copy beside the time to copy all parameters.
+Targets: a step 1.05, applying 2 copies. The other rows have none.
+"""
+
+import argparse
+
+import models
+import report
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import zero_ext
+
+LR = 1e-5
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    report.add_arguments(parser)
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    rows = []
+    make_model, make_batch = models.MAKERS["GPT"]
+    for stage in (2, 3):
+        torch.manual_seed(0)
+        model = zero_ext.shard(make_model(), stage, mp_policy=POLICY)
+        optimizer = zero_ext.optim.AdamW(model.parameters(), lr=LR)
+        batch = make_batch(torch.Generator().manual_seed(dist.get_rank()))
+        rows += rows_of(f"GPT, stage {stage}", model, optimizer, batch, args.rounds)
+    if dist.get_rank() == 0:
+        report.write("changes", rows, args.results)
+    dist.destroy_process_group()
+
+
+def rows_of(name, model, optimizer, batch, rounds) -> list:
+    def step():
+        model(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    token = None
+
+    def begin():
+        nonlocal token
+        token = zero_ext.change_token(model)
+
+    def end():
+        nonlocal token
+        token = None
+
+    # The update after the end gives up the marks.
+    calls = {"begin": begin, "marked": step, "end": end, "plain": step}
+    seconds = report.alternate(calls, rounds, dist.barrier)
+    steps = seconds["plain"]
+    rows = [
+        report.at_most(f"{name}: step, token / none", seconds["marked"], steps, 1.05),
+        report.at_most(f"{name}: change_token / step", seconds["begin"], steps, None),
+    ]
+    copy = {n: p.clone() for n, p in zero_ext.iter_full_params(model)}
+    other = {n: p.clone() for n, p in copy.items()}
+    begin()
+    step()
+    changes = [*zero_ext.iter_changed_params(model, since=token)]
+    numel = sum(p.numel() for p in copy.values())
+    share = sum(change.values.numel() for change in changes) / numel
+
+    def copy_all():
+        for n, p in copy.items():
+            other[n].copy_(p)
+
+    calls = {
+        "gather": lambda: [*zero_ext.iter_changed_params(model, since=token)],
+        "apply": lambda: zero_ext.apply_changes(copy, changes),
+        "copy": copy_all,
+    }
+    seconds = report.alternate(calls, rounds, dist.barrier)
+    some = f"{name}, {share:.1%} of the elements"
+    return [
+        *rows,
+        report.at_most(f"{some}: gather / step", seconds["gather"], steps, None),
+        report.at_most(f"{some}: apply / copy", seconds["apply"], seconds["copy"], 2),
+    ]
+
+
+if __name__ == "__main__":
+    main()
