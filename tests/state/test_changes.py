@@ -8,7 +8,7 @@ import torch
 from harness import MLP, Odd, Tied, assert_bits, mean_square, rank_data
 from setups import SMALL_BUCKET_MB, values_of
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 import zero_ext
 from zero_ext.state.model_state import handles_of
@@ -279,6 +279,23 @@ def test_a_model_in_fp32_is_sent_whole_or_not_at_all(anywhere, rank, stage):
     assert len(changes) == 6 and all(each.indices is None for each in changes.values())
     copied.check(model)
     assert handles_of(model)[0].engine.change_bytes == 0
+
+
+@STAGES
+def test_masters_may_be_offloaded(anywhere, rank, stage):
+    torch.manual_seed(3)
+    model = MLP(57, layers=3)
+    policies = {"mp_policy": POLICY, "offload_policy": CPUOffloadPolicy()}
+    zero_ext.shard(model, stage, mesh=anywhere, bucket_mb=SMALL_BUCKET_MB, **policies)
+    optimizer = OPTIMIZERS["AdamW"](model)
+    copied = Copy(model)
+    for _ in range(3):
+        copied.follow(model)
+        copied.check(model)
+        step(model, optimizer, rank)
+    copied.follow(model)
+    assert copied.follow(model) == {}
+    copied.check(model)
 
 
 @STAGES
