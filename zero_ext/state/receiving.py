@@ -115,12 +115,12 @@ def digest_of(tensor: Tensor) -> int:
         words = words.clone()
     words = words.view(torch.int64)
     rows = words.numel() // _ROW
-    weights = _weights(0, _ROW)
+    weights = _weights_of_row()
     total = 0
     for first in range(0, rows, _ROWS):
         last = min(first + _ROWS, rows)
         sums = (words[first * _ROW : last * _ROW].view(-1, _ROW) * weights).sum(1)
-        total += int((sums * _weights(_FIRST_OF_ROWS + first, last - first)).sum())
+        total += int((sums * _weights_of_rows(last)[first:last]).sum())
     tail = torch.cat([words[rows * _ROW :], rest.view(torch.int64)])
     total += _of_tail(tail, rows)
     return total % 2**64
@@ -130,21 +130,25 @@ def _of_tail(words: Tensor, row: int) -> int:
     """Of the words from row ``row`` on: at most one row, and one word."""
     total = 0
     for k, part in enumerate(words.split(_ROW)):
-        of_row = int((part * _weights(0, _ROW)[: len(part)]).sum())
-        total += of_row * int(_weights(_FIRST_OF_ROWS + row + k, 1)[0])
+        of_row = int((part * _weights_of_row()[: len(part)]).sum())
+        total += of_row * int(_weights_of_rows(row + k + 1)[row + k])
     return total
 
 
 @cache
 def _weights_of_row() -> Tensor:
+    """int64 [_ROW]: numbers 0 and so on of SplitMix64, made odd."""
     return _split_mix(torch.arange(_ROW, device="cpu"))
 
 
-def _weights(first: int, count: int) -> Tensor:
-    """int64 [count]: numbers ``first`` and so on of SplitMix64, made odd."""
-    if (first, count) == (0, _ROW):
-        return _weights_of_row()
-    return _split_mix(torch.arange(first, first + count, device="cpu"))
+def _weights_of_rows(count: int) -> Tensor:
+    """int64: of at least ``count`` rows."""
+    return _weights_up_to(2 ** max(count - 1, 1023).bit_length())
+
+
+@cache
+def _weights_up_to(count: int) -> Tensor:
+    return _split_mix(torch.arange(_FIRST_OF_ROWS, _FIRST_OF_ROWS + count, device="cpu"))
 
 
 def _split_mix(k: Tensor) -> Tensor:
