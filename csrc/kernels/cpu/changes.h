@@ -92,4 +92,19 @@ class Marker {
   alignas(kLineBytes) uint16_t group_[kRowMarks] = {};
 };
 
+// Calls visit(i, n, differing) for the blocks of [begin, end), whose elements of `arrays` it
+// prefetches where `ahead`, and marks what it has written to `differing`: see Marker::mark.
+template <class Visit, class... T>
+ZERO_EXT_BODY void mark_blocks(const Changes& changes, int64_t begin, int64_t end, bool ahead,
+                               const Visit& visit, const T*... arrays) {
+  Marker marker(changes, begin, end);
+  alignas(kLineBytes) uint16_t differing[kGroupMarks];
+  for (int64_t i = begin, n = 0; i < end; i += n) {
+    n = marker.numel(i);
+    if (ahead) (fetch_ahead(arrays + i, n, end - i), ...);
+    visit(i, n, differing);
+    marker.mark(differing, i, n);
+  }
+}
+
 }  // namespace zero_ext::kernels

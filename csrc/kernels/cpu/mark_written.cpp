@@ -15,19 +15,12 @@ struct MarkWritten {
   bool ahead;
 
   ZERO_EXT_BODY void operator()(int64_t begin, int64_t end) const {
-    Marker marker(changes, begin, end);
-    alignas(kLineBytes) uint16_t differing[kGroupMarks];
-    for (int64_t i = begin, n = 0; i < end; i += n) {
-      n = marker.numel(i);
-      if (ahead) {
-        fetch_ahead(param + i, n, end - i);
-        fetch_ahead(master + i, n, end - i);
-      }
+    const auto visit = [&](int64_t i, int64_t n, uint16_t* differing) ZERO_EXT_BODY_LAMBDA {
       for (int64_t j = 0; j < n; ++j) {
         differing[j] = static_cast<uint16_t>(rounded_bits<T>(master[i + j]) ^ param[i + j].bits);
       }
-      marker.mark(differing, i, n);
-    }
+    };
+    mark_blocks(changes, begin, end, ahead, visit, param, master);
   }
 };
 

@@ -52,19 +52,9 @@ struct Update {
   template <int... s>
   ZERO_EXT_BODY void update_marked(int64_t begin, int64_t end,
                                    std::integer_sequence<int, s...> all) const {
-    Marker marker(changes, begin, end);
-    alignas(kLineBytes) uint16_t differing[kGroupMarks];
-    for (int64_t i = begin, n = 0; i < end; i += n) {
-      n = marker.numel(i);
-      if (ahead) {
-        fetch_ahead(grad + i, n, end - i);
-        fetch_ahead(master + i, n, end - i);
-        (fetch_ahead(states[s] + i, n, end - i), ...);
-        fetch_ahead(param + i, n, end - i);
-      }
-      update<true>(i, i + n, all, differing);
-      marker.mark(differing, i, n);
-    }
+    const auto visit = [&](int64_t i, int64_t n, uint16_t* differing)
+                           ZERO_EXT_BODY_LAMBDA { update<true>(i, i + n, all, differing); };
+    mark_blocks(changes, begin, end, ahead, visit, grad, master, states[s]..., param);
   }
 
   // `differing`: of the elements from `begin` on; not 0 where their bits have changed.
