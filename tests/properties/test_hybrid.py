@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import (
+    DIRECT,
     MLP,
     ONE_UNIT_EACH,
     ManyLayers,
@@ -134,6 +135,7 @@ def test_a_rank_holds_its_part_of_a_replica(replicas, stage, device):
         shards=shards,
         bucket_mb=SMALL_BUCKET_MB,
         device=device,
+        peer_memory=DIRECT,
     )
     held = model.stats()
     for what in ("full", "shard", "master", "optimizer_state"):
