@@ -53,10 +53,10 @@ def fsdp_step(model: nn.Module, batch, accumulation: int) -> Callable[[], float]
 
 
 def zero_step(
-    model: nn.Module, batch, accumulation: int, stage: int, **options
+    model: nn.Module, batch, accumulation: int, stage: int, lr: float = 1e-4, **options
 ) -> Callable[[], float]:
     zero_ext.shard(model, stage=stage, accumulation_steps=accumulation, **options)
-    optimizer = zero_ext.optim.AdamW(model.parameters(), lr=1e-4)
+    optimizer = zero_ext.optim.AdamW(model.parameters(), lr=lr)
     return training_step(model, optimizer, batch, accumulation)
 
 

@@ -5,7 +5,8 @@
 Each namespace has one card, which sends --rate at most, and starts --ranks ranks; only ranks of one
 namespace read each other's memory. Bytes are those that a card has sent in a step, beside those of
 one bf16 ring over all ranks: 4 n (N - 1) / N for n elements and N ranks. Stages 0 to 3 are compared
-with one process, bit for bit. It needs root, and the commands ip and tc.
+with one process, bit for bit. Stage 2 runs at several learning rates, because hosts send each other
+only the parameters that an update has changed. It needs root, and the commands ip and tc.
 """
 
 import argparse
@@ -32,6 +33,7 @@ CARD = "eth0"
 PORT = 29571
 COUNTED_STEPS = 3
 STAGES = (0, 1, 2, 3)
+LRS = (1e-6, 1e-5, 1e-3)  # beside 1e-4, of all others
 
 
 def run_in_namespaces(args: argparse.Namespace, arguments: list[str]) -> int:
@@ -84,6 +86,10 @@ def steps_of(model: nn.Module, batch, args: argparse.Namespace) -> dict[str, Cal
     }
     for stage in STAGES:
         steps[f"stage {stage}"] = bench_step.zero_step(copy.deepcopy(model), batch, 1, stage)
+    for lr in LRS:
+        steps[f"stage 2, lr {lr:g}"] = bench_step.zero_step(
+            copy.deepcopy(model), batch, 1, stage=2, lr=lr
+        )
     in_bf16 = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     mesh = init_device_mesh("cpu", (args.hosts, args.ranks), mesh_dim_names=("hosts", "ranks"))
     for name, options in {
@@ -108,6 +114,37 @@ def sent_by_the_card(step: Callable[[], float]) -> float:
     sent = torch.tensor((int(counter.read_text()) - before) / COUNTED_STEPS)
     dist.all_reduce(sent, dist.ReduceOp.MAX)
     return sent.item()
+
+
+def changed_rows(model: nn.Module, batch, where: str) -> Iterator[report.Row]:
+    """What a rank sends of its updated parameters, of all of them; the share that has changed."""
+    for lr in (*LRS, 1e-4):
+        one = zero_ext.shard(copy.deepcopy(model), stage=2)
+        step = bench_step.training_step(
+            one, zero_ext.optim.AdamW(one.parameters(), lr=lr), batch, 1
+        )
+        share, sent = 0.0, one.stats()["bytes_to_hosts"]
+        for _ in range(COUNTED_STEPS):
+            before = [p.detach().clone() for p in one.parameters()]
+            step()
+            changed = sum(
+                int((p != old).sum()) for p, old in zip(one.parameters(), before, strict=True)
+            )
+            share += changed / sum(p.numel() for p in one.parameters()) / COUNTED_STEPS
+        sent = torch.tensor(float(one.stats()["bytes_to_hosts"] - sent))
+        dist.all_reduce(sent)
+        # Each rank's part goes to one rank of each other host.
+        hosts = int(os.environ["GROUP_WORLD_SIZE"])
+        whole = 2 * sum(p.numel() for p in one.parameters()) * (hosts - 1)
+        sent = sent.item() / COUNTED_STEPS
+        yield report.Row(
+            f"{where}, lr {lr:g}, {share:.1%} changed: parameters sent / all of them",
+            f"{sent / 1e6:.2f} MB",
+            f"{whole / 1e6:.2f} MB",
+            sent / whole,
+            "at most",
+            1.2 * share + 1 / 16,
+        )
 
 
 def check_bits(model: nn.Module) -> None:
@@ -151,6 +188,7 @@ def rows(args: argparse.Namespace) -> Iterator[report.Row]:
             "at most",
             None,
         )
+    yield from changed_rows(model, batch, where)
     for peer in ("DDP", "FSDP2"):
         for name in steps:
             if name != peer:

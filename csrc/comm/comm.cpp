@@ -172,13 +172,14 @@ void Comm::all_reduce_sum(const at::Tensor& tensor, Pending& pending) {
   add(pending, {.message = groups().sum(here), .tensor = here, .target = target_of(tensor)});
 }
 
-void Comm::gather(const at::Tensor& full, int64_t tag, Pending& pending) {
+int64_t Comm::gather(const at::Tensor& full, int64_t tag, Pending& pending,
+                     const PackedRange& packed) {
   const int64_t ranges = shards();
   const int64_t numel = full.numel() / ranges;
   const auto range = [&](int64_t rank) { return full.narrow(0, rank % ranges * numel, numel); };
   if (way().queued) {
     add(pending, {.message = groups().all_gather_in_replica(full, range(rank())), .tensor = full});
-    return;
+    return 0;
   }
   // Point to point: gloo's own all-gather is a ring that takes three times as long for two ranks.
   const HostRoutes& routes = this->routes();
@@ -188,19 +189,30 @@ void Comm::gather(const at::Tensor& full, int64_t tag, Pending& pending) {
     const int64_t from = (own + ranges - step) % ranges;
     const int64_t source = routes.source(from, own);
     const int64_t tag_here = tag + (from + 1) * kSentOn;
+    at::Tensor message = range(from);
     Pending::Relay relay;
-    if (!routes.share_host(from, own) && source == from)
-      relay = [this, tag_here](const at::Tensor& part, Pending& sends) {
-        send_on(part, tag_here, sends);
+    if (!routes.share_host(from, own) && source == from) {
+      if (packed.own.defined()) message = at::empty({packed.most_bytes}, at::kByte);
+      relay = [this, tag_here, unpack = packed.unpack, part = range(from)](
+                  const at::Tensor& arrived, Pending& sends) {
+        if (unpack != nullptr) unpack(arrived, part);
+        send_on(unpack != nullptr ? part : arrived, tag_here, sends);
       };
+    }
     const MessageLabel label{MessageKind::gather, source == from ? tag : tag_here};
-    Peers::receive(range(from), first + source, label, pending, std::move(relay));
+    Peers::receive(message, first + source, label, pending, std::move(relay));
   }
   const at::Tensor part = outgoing(range(own));
+  const at::Tensor& sent = packed.own.defined() ? packed.own : part;
+  int64_t bytes = 0;
   for (int64_t step = 1; step < ranges; ++step) {
     const int64_t to = (own + step) % ranges;
-    if (routes.source(own, to) == own) send(part, first + to, {MessageKind::gather, tag}, pending);
+    if (routes.source(own, to) != own) continue;
+    const bool stays = routes.share_host(own, to);
+    send(stays ? part : sent, first + to, {MessageKind::gather, tag}, pending);
+    if (!stays) bytes += static_cast<int64_t>(sent.nbytes());
   }
+  return bytes;
 }
 
 void Comm::send_on(const at::Tensor& part, int64_t tag, Pending& pending) {

@@ -26,6 +26,7 @@ class HostRoutes {
   explicit HostRoutes(std::vector<int64_t> hosts);
 
   bool share_host(int64_t a, int64_t b) const { return hosts_[a] == hosts_[b]; }
+  bool cross_hosts() const { return ranks_.size() > 1; }
   // From which rank `to` gets the part of `from`: from that one, or from a rank of its own host.
   int64_t source(int64_t from, int64_t to) const;
 

@@ -18,7 +18,11 @@ StepUpdate::StepUpdate(EngineParts& parts, RunningBackward& backward,
       mine_(parameters_.size(), 0),
       u_(parameters_.unit_count()) {
   for (const int64_t i : indices) mine_[i] = 1;
-  for (int64_t u = u_ - 1; u >= 0; --u) parameters_.unit(u).parameters().begin_update();
+  for (int64_t u = u_ - 1; u >= 0; --u) {
+    Unit& unit = parameters_.unit(u);
+    unit.parameters().begin_update();
+    if (sends_changes(unit.parameters())) changes_of(unit).begin_update();
+  }
 }
 
 bool StepUpdate::next_unit() {
@@ -60,7 +64,9 @@ void StepUpdate::end_unit() {
       std::any_of(members().begin(), members().end(), [&](int64_t i) { return mine_[i] != 0; });
   if (updated_.empty() && !others_changed) return;
   const Range range("gather", this->unit().name());
-  unit.gather(this->unit().ranks().comm, number_ * kMaxUnits + u_, gathering_);
+  const uint16_t* const marks = sends_changes(unit) ? changes_of(this->unit()).marks() : nullptr;
+  counts_.bytes_to_hosts +=
+      unit.gather(this->unit().ranks().comm, number_ * kMaxUnits + u_, gathering_, marks);
   ++counts_.gathers;
 }
 
@@ -71,6 +77,7 @@ void StepUpdate::finish() {
   gathering_.wait(
       [this] { return where(context_.global_rank) + "step() waited for updated parameters"; });
   gatherer_.wait_for_shards();
+  for (const auto& unit : parameters_.units()) changes_of(*unit).end_update();
   for (int64_t i = 0; i < parameters_.size(); ++i) {
     const ShardedParameter& parameter = parameters_[i];
     if (!parameter.managed() || mine_[i] == 0) continue;

@@ -24,6 +24,7 @@ namespace zero_ext {
 struct UpdateCounts {
   int64_t updates = 0;  // begun, also those that threw: no later one has their messages
   int64_t gathers = 0;
+  int64_t bytes_to_hosts = 0;  // of these gathers
 };
 
 class StepUpdate : Facet {

@@ -73,8 +73,7 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
   StepVerdict verdict{.unfrozen = unfrozen_among(parameters_)};
   if (!verdict.unfrozen.empty()) return verdict;
   // No rank's shard changes before all ranks are here: until then they may be gathering from it.
-  const bool asks = questions.nonfinite || questions.norm() || questions.divide_by.has_value() ||
-                    context_.shards_parameters() || !context_.state.on_host();
+  const bool asks = must_ask(questions);
   const int64_t values = written_values();
   const bool idle = had_no_backward(indices, *last_backward);
   come_to_step(access, Comm::Agreement::step, asks && serves(questions), idle, values);
@@ -197,6 +196,11 @@ MicroBatches Steps::boundary_progress() const {
   if (boundary_.local_open()) return MicroBatches::unreduced;
   if (boundary_.missing() > 0) return MicroBatches::too_few;
   return boundary_.micro_batch() > 0 ? MicroBatches::complete : MicroBatches::none;
+}
+
+bool Steps::must_ask(const StepQuestions& questions) const {
+  return questions.nonfinite || questions.norm() || questions.divide_by.has_value() ||
+         context_.shards_parameters() || comm_.crosses_hosts() || !context_.state.on_host();
 }
 
 bool Steps::serves(const StepQuestions& questions) const {

@@ -94,6 +94,8 @@ class Steps : Facet {
   void reject_other_meshes(const char* verb, const StepVerdict& verdict) const;
   void reject_changed_too_early(const char* verb, int64_t rank) const;
   MicroBatches boundary_progress() const;
+  // Whether the ranks must agree before a step.
+  bool must_ask(const StepQuestions& questions) const;
   // While this rank asks, it serves the backwards of other ranks. See Note [Serving] in serving.h.
   bool serves(const StepQuestions& questions) const;
   // Before it asks. `idle`: it had no backward.

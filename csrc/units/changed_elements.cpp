@@ -35,6 +35,24 @@ void ChangedElements::begin(int64_t generation, const std::function<at::Tensor(i
   generations_.push_back(std::move(added));
 }
 
+void ChangedElements::begin_update() {
+  end_update();  // of one that threw
+  Generation added{.number = generations_.empty() ? 0 : generations_.back().number,
+                   .marks = {},
+                   .of_update = true};
+  added.marks.resize(kernels::mark_words(layout_.range_numel()));
+  generations_.push_back(std::move(added));
+}
+
+void ChangedElements::end_update() {
+  if (generations_.empty() || !generations_.back().of_update) return;
+  const Generation update = std::move(generations_.back());
+  generations_.pop_back();
+  if (generations_.empty()) return;
+  std::vector<uint16_t>& marks = generations_.back().marks;
+  for (size_t w = 0; w < marks.size(); ++w) marks[w] |= update.marks[w];
+}
+
 void ChangedElements::end_before(int64_t generation) {
   while (!generations_.empty() && generations_.front().number < generation)
     generations_.pop_front();

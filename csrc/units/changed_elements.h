@@ -35,6 +35,9 @@ class ChangedElements {
   void begin(int64_t generation, const std::function<at::Tensor(int64_t i)>& present);
   // Nobody asks for what changed before this one.
   void end_before(int64_t generation);
+  // An update begins, whose changes other hosts need. marks() are those of this update until it ends.
+  void begin_update();
+  void end_update();
   // Where updates mark; null: nobody asks.
   uint16_t* marks() { return generations_.empty() ? nullptr : generations_.back().marks.data(); }
   // To be called before masters and parameters become equal.
@@ -51,6 +54,7 @@ class ChangedElements {
   struct Generation {
     int64_t number;
     std::vector<uint16_t> marks;
+    bool of_update = false;
   };
   // Marks what users wrote to slot i; mark `first` is that of its own piece's first element.
   void mark_written_in(int64_t i, const at::Tensor& present, uint16_t* marks, int64_t first) const;

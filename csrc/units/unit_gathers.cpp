@@ -2,12 +2,18 @@
 #include <utility>
 
 #include "core/errors.h"
+#include "units/changed_part.h"
 #include "units/unit_parameters.h"
 
 namespace zero_ext {
 
-void UnitParameters::gather(Comm& comm, int64_t tag, Pending& pending) {
-  if (layout_.ranges() > 1) comm.gather(full_.tensor(), tag, pending);
+int64_t UnitParameters::gather(Comm& comm, int64_t tag, Pending& pending, const uint16_t* marks) {
+  if (layout_.ranges() == 1) return 0;
+  PackedRange packed;
+  if (marks != nullptr)
+    packed = packed_changes(
+        full_.slice(layout_.range_begin(layout_.own_range()), layout_.range_numel()), marks);
+  return comm.gather(full_.tensor(), tag, pending, packed);
 }
 
 PostedSend UnitParameters::post_send(Comm& comm, int64_t peer) const {

@@ -60,6 +60,8 @@ class UnitParameters {
 
   // What users wrote to the parameters, which watch() names.
   friend WrittenValues& written_of(UnitParameters& unit) { return unit.written_; }
+  // Whether other hosts get only what an update has changed, see changed_part.h.
+  friend bool sends_changes(const UnitParameters& unit) { return unit.sends_changes_; }
 
   // Slot i in its parameter's shape, over full.
   at::Tensor view(int64_t i) const;
@@ -86,8 +88,9 @@ class UnitParameters {
   void begin_update();
   void await_update();
   void end_update();
-  // After an update, where full stays: sends every rank's range to all.
-  void gather(Comm& comm, int64_t tag, Pending& pending);
+  // After an update, where full stays: sends every rank's range to all. `marks`: of what the update
+  // has changed, where sends_changes(*this). Returns the bytes sent to other hosts.
+  int64_t gather(Comm& comm, int64_t tag, Pending& pending, const uint16_t* marks);
 
   // Full comes and goes, see Note [Released parameters]. The functions below are for such units.
   bool comes_and_goes() const { return comes_and_goes_; }
@@ -151,6 +154,7 @@ class UnitParameters {
   bool casts_master_;
   bool on_host_;  // the shard of a device's parameters
   bool comes_and_goes_;
+  bool sends_changes_;
   FlatBuffer full_;      // [padded], compute dtype; without memory while the unit is released
   FlatBuffer arriving_;  // the memory of full, until a gather of a released unit has ended
   FlatBuffer shard_;     // [range], compute dtype; undefined where full always holds it, and mostly

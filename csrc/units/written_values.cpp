@@ -19,9 +19,11 @@ int64_t WrittenValues::version_of(const Watched& slot) {
 
 uint64_t WrittenValues::sample_of(int64_t i) const {
   const Slot& slot = layout_.slot(i);
-  if (!samples_ || full_.emptied() || slot.spec.numel == 0) return 0;
+  if (samples_ == Samples::none || full_.emptied() || slot.spec.numel == 0) return 0;
   const size_t itemsize = full_.tensor().element_size();
   const char* const begin = static_cast<const char*>(full_.data()) + slot.offset * itemsize;
+  if (samples_ == Samples::all)
+    return kernels::digest(begin, slot.spec.numel * static_cast<int64_t>(itemsize));
   const auto element = [&](int64_t element) {
     uint32_t bits = 0;
     std::memcpy(&bits, begin + element * itemsize, std::min(itemsize, sizeof(bits)));
@@ -41,7 +43,8 @@ void WrittenValues::take_samples() {
   for (int64_t i = 0; i < std::ssize(slots_); ++i) {
     Watched& slot = slots_[i];
     // A later write may be seen on one rank alone, and then its digest would not be this one.
-    if (samples_ && slot.digest != 0 && digest_now(i) == slot.digest) slot.digest = 0;
+    if (samples_ != Samples::none && slot.digest != 0 && digest_now(i) == slot.digest)
+      slot.digest = 0;
     slot.sample = sample_of(i);
   }
 }

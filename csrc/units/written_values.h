@@ -12,6 +12,8 @@
 // - A write by torch's operators changes the version of the parameter. One through `.data` does not.
 //   On the host two elements of each parameter are compared, too, with those that it had after its
 //   gather. Where parameters come and go, a release also compares this rank's range with its shard.
+//   Where hosts send each other only changes, all elements are compared: a write that nobody noticed
+//   would last on one rank alone.
 // - Parameters that come and go are digested before they are released, because only a part of what
 //   was written is left then.
 // - On the host a digest is dropped where the next gather brings what this rank wrote: where ranks
@@ -33,8 +35,10 @@ namespace zero_ext {
 
 class WrittenValues {
  public:
-  // `full`: the memory of the parameters, which outlives this. `samples`: it is on the host.
-  WrittenValues(const RankLayout& layout, const FlatBuffer& full, bool samples)
+  // How many elements of a parameter are compared; on a device none.
+  enum class Samples { none, two, all };
+  // `full`: the memory of the parameters, which outlives this.
+  WrittenValues(const RankLayout& layout, const FlatBuffer& full, Samples samples)
       : layout_(layout), full_(full), samples_(samples) {}
 
   // `parameter` has slot i from now on, and `local` its values; undefined: it moved to another unit.
@@ -69,12 +73,12 @@ class WrittenValues {
   };
   bool watches(int64_t i) const { return i < std::ssize(slots_) && slots_[i].parameter.defined(); }
   static int64_t version_of(const Watched& slot);
-  // Of slot i, two elements of the memory that holds its parameter; 0: it is not in memory.
+  // Of slot i, in the memory that holds its parameter; 0: it is not in memory.
   uint64_t sample_of(int64_t i) const;
 
   const RankLayout& layout_;
   const FlatBuffer& full_;
-  const bool samples_;
+  const Samples samples_;
   std::vector<Watched> slots_;
 };
 

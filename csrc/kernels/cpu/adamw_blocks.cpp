@@ -184,13 +184,16 @@ struct AdamBlocks {
   ZERO_EXT_BODY void update_parameter(const AdamConstants& k, const Coding& coding, int64_t i,
                                       int64_t j, Block& own) const {
     float p = current(i + j);
-    uint32_t old = 0;
-    if constexpr (marks) old = rounded_bits<T>(master[i + j]);
+    uint32_t old[2] = {};
+    if constexpr (marks) {
+      old[0] = rounded_bits<T>(master[i + j]);
+      old[1] = bits_of(param[i + j]);
+    }
     decayed<decoupled>(k, 0, p);
     p = updated(k, p, own.first[j], own.second[j]);
     master[i + j] = p;
     if constexpr (kHasParam<T>) param[i + j] = from_float<T>(p);
-    if constexpr (marks) own.differing[j] = static_cast<uint16_t>(old ^ rounded_bits<T>(p));
+    if constexpr (marks) own.differing[j] = differs_from(old, rounded_bits<T>(p));
     own.first_code[j] = code_of<int8_t>(coding.first_reciprocal * coding.first[j]);
     own.second_code[j] = code_of<uint8_t>(coding.second_reciprocal * coding.second[j]);
   }

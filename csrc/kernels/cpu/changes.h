@@ -92,6 +92,11 @@ class Marker {
   alignas(kLineBytes) uint16_t group_[kRowMarks] = {};
 };
 
+// Not 0 where `bits` are not both of `old`: the rounding of the old master, and the old parameter.
+ZERO_EXT_BODY uint16_t differs_from(const uint32_t (&old)[2], uint32_t bits) {
+  return static_cast<uint16_t>((old[0] ^ bits) | (old[1] ^ bits));
+}
+
 // Calls visit(i, n, differing) for the blocks of [begin, end), whose elements of `arrays` it
 // prefetches where `ahead`, and marks what it has written to `differing`: see Marker::mark.
 template <class Visit, class... T>

@@ -65,8 +65,11 @@ struct Update {
 #pragma GCC ivdep
     for (int64_t i = begin; i < end; ++i) {
       float p = master[i];
-      uint32_t old = 0;
-      if constexpr (marks) old = rounded_bits<T>(p);
+      uint32_t old[2] = {};
+      if constexpr (marks) {
+        old[0] = rounded_bits<T>(p);
+        old[1] = bits_of(param[i]);
+      }
       if constexpr (kHasParam<T>) p = written_or_master(param[i], p);
       float state[] = {to_float(states[s][i])..., 0};
       const float g = own.advance(grad[i], p, state);
@@ -74,7 +77,7 @@ struct Update {
       p = own.applied(g, p, state);
       master[i] = p;
       if constexpr (marks) {
-        differing[i - begin] = static_cast<uint16_t>(old ^ rounded_bits<T>(p));
+        differing[i - begin] = differs_from(old, rounded_bits<T>(p));
       }
       if constexpr (kHasParam<T>) param[i] = from_float<T>(p);
     }
