@@ -13,8 +13,10 @@ import inspect
 import itertools
 import json
 import os
+import pickle
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -202,6 +204,24 @@ def a_run(given: Names) -> Names:
     }
 
 
+def an_engine(given: Names) -> Names:
+    """A trainer in bf16, an engine with other weights, and a copy of what the engine imports."""
+    path = ROOT / "zero_ext" / "state" / "receiving.py"
+    specification = importlib.util.spec_from_file_location("receiving", path)
+    sys.modules["receiving"] = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(sys.modules["receiving"])
+    model = zero_ext.shard(given["Model"]().bfloat16(), stage=3)
+    optimizer = zero_ext.optim.AdamW(model.parameters(), lr=1e-4)
+    engine_model = given["Model"]().bfloat16()
+    for p in engine_model.parameters():
+        p.data.zero_()
+    messages: list[bytes] = []
+    return {
+        "model": model, "optimizer": optimizer, "engine_model": engine_model,
+        "messages": messages, "send": messages.append, "received": lambda: messages,
+    }  # fmt: skip
+
+
 def mpi_alone(given: Names) -> Names:
     for name in RANK_VARIABLES:
         os.environ.pop(name)
@@ -329,6 +349,18 @@ def assert_adapted(given: Names) -> None:
     assert torch.equal(zero_ext.full_tensor(base), before.weight)
 
 
+def assert_handed_over(given: Names) -> None:
+    changes = [pickle.loads(message) for message in given["messages"]]
+    assert [*map(type, changes)] == [tuple] * len(changes)
+    assert bool(changes) == (dist.get_rank() == 0)
+    trained = {name: value.clone() for name, value in zero_ext.iter_full_params(given["model"])}
+    assert not torch.equal(trained["head.weight"], given["Model"]().head.weight.bfloat16())
+    if changes:
+        assert {indices is None for _, indices, *_ in changes} == {True, False}
+        for name, p in given["engine_model"].named_parameters():
+            assert torch.equal(p, trained[name]), name
+
+
 def assert_sharpness_aware(given: Names) -> None:
     plain = given["Model"]()
     params = list(plain.parameters())
@@ -378,6 +410,7 @@ MORE_NAMES: dict[str, Callable[[Names], Names]] = {
     "A missing last batch": uneven,
     "Fingerprints": a_logged_run,
     "Going on with other ranks": global_batches,
+    "Hand weights to an inference engine": an_engine,
     "Faulty processors": a_replay,
     "Lightning": global_batches,
     "Losing and gaining ranks": global_batches,
@@ -401,6 +434,7 @@ CHECKS: dict[str, Callable[[Names], None]] = {
     "A script of one process": assert_bytes_fall,
     "Export to Hugging Face": assert_exported,
     "Freeze and unfreeze": assert_unfrozen,
+    "Hand weights to an inference engine": assert_handed_over,
     "LoRA": assert_adapted,
     "Losing and gaining ranks": assert_bits_of_one_process,
     "The loop": assert_bits_of_one_process,

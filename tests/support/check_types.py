@@ -45,6 +45,7 @@ arguments_of_shard: dict[str, Any]
 batches: list[tuple[Tensor, Tensor]]
 data: Any
 device: torch.device
+engine_model: nn.Module
 evaluate: Callable[[nn.Module], float]
 folder: Path
 gpus_per_node: int
@@ -58,7 +59,9 @@ p: nn.Parameter
 path: Path
 policy: MixedPrecisionPolicy
 prompt: Tensor
+received: Callable[[], list[bytes]]
 scheduler: torch.optim.lr_scheduler.LRScheduler
+send: Callable[[bytes], None]
 send_to_server: Callable[[str, Tensor], None]
 train: Callable[[nn.Module, torch.optim.Optimizer], None]
 value: Tensor
