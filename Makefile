@@ -160,7 +160,7 @@ test-deepspeed: .venv-deepspeed/.compiled
 test-packages: .venv-packages/.installed
 	$(<D)/bin/python -m pytest tests/optim/test_packages.py tests/data/test_stateful_loader.py tests/elastic/test_ray.py tests/integrations/test_rl_weights.py tests/project/test_notebook.py -m "not dist" -p no:cacheprovider -rs
 	$(<D)/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
-	  -m pytest tests/optim/test_packages.py tests/integrations/test_trainers.py tests/integrations/test_torchao.py -m dist -p no:cacheprovider -rs
+	  -m pytest tests/optim/test_packages.py tests/integrations/test_trainers.py tests/integrations/test_torchao.py tests/integrations/test_verl.py -m dist -p no:cacheprovider -rs
 
 lint: install
 	$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
