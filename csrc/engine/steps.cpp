@@ -200,7 +200,8 @@ MicroBatches Steps::boundary_progress() const {
 
 bool Steps::must_ask(const StepQuestions& questions) const {
   return questions.nonfinite || questions.norm() || questions.divide_by.has_value() ||
-         context_.shards_parameters() || comm_.crosses_hosts() || !context_.state.on_host();
+         context_.shards_parameters() || !context_.state.on_host() ||
+         (context_.policy.gather == When::after_step && comm_.crosses_hosts());
 }
 
 bool Steps::serves(const StepQuestions& questions) const {
