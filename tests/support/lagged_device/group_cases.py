@@ -447,6 +447,20 @@ def test_a_peer_that_has_gone_is_an_error_at_once(rank, world):
     meet(world, "the end")
 
 
+def test_an_abort_ends_what_is_under_way(rank, world):
+    group = make_group(rank, world, "mine")
+    poll(group.allreduce([filled(1.0)]))
+    meet(world, "connected")
+    if rank == 0:
+        work = group.allreduce([filled(1.0)])  # no other rank comes
+        before = time.monotonic()
+        group._get_backend(DEVICE).abort()
+        lagged.synchronize()
+        assert values(filled(2.0)) == {2.0}
+        assert work.exception() is None and time.monotonic() - before < 6
+    meet(world, "the end")
+
+
 @pytest.mark.world(2)  # slow
 def test_a_group_that_is_not_complete_is_an_error_in_time(rank, world):
     if rank == 0:

@@ -17,6 +17,7 @@
 #include <iterator>
 #include <mutex>
 #include <set>
+#include <thread>
 #include <utility>
 
 #include "runtime.h"
@@ -74,7 +75,8 @@ std::string without_backtrace(const char* what) {
 }
 
 // Threads: the stream's.
-void run(const Call& call, const std::string& where, const Wire& wire, Shared& shared) {
+void run(const Call& call, const std::string& where, Wire& wire, const std::atomic<bool>& cut,
+         Shared& shared) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const at::NoGradGuard no_grad;
   std::string name = c10d::opTypeToString(call.type);
@@ -82,9 +84,14 @@ void run(const Call& call, const std::string& where, const Wire& wire, Shared& s
     if (!call.messages.empty()) run_messages(call.messages, *wire, call.timeout);
     for (const Collective& collective : call.collectives) {
       name = name_of(collective.agreement.kind);
-      collective.run(*wire, call.timeout);
+      collective.run(*wire, call.timeout, cut);
     }
   } catch (const std::exception& error) {
+    if (cut) {
+      // Its destructor waits for the messages that are under way.
+      std::thread([aborted = std::move(wire)] {}).detach();
+      return;
+    }
     const std::string text = where + " " + name + ": " + without_backtrace(error.what());
     const std::lock_guard lock(shared.mutex);
     try {
@@ -578,9 +585,9 @@ class Lccl final : public c10d::Backend {
     // The wire is let go at once: a group that nobody has any more must close its connections, for
     // the sake of ranks that still wait for this one.
     const uint64_t ticket = queue.push([plain, shared, place, wire = wire_, cut = cut_]() mutable {
-      const Wire last_use = std::move(wire);
+      Wire last_use = std::move(wire);
       if (cut->load()) return;
-      run(*plain, place, last_use, *shared);
+      run(*plain, place, last_use, *cut, *shared);
     });
     last_ = {.queue = &queue, .ticket = ticket};
     return c10::make_intrusive<LcclWork>(rank_, plain->type, plain->device, outputs, place,

@@ -6,6 +6,7 @@
 #include <array>
 #include <cstring>
 #include <sstream>
+#include <thread>
 
 namespace lagged {
 namespace {
@@ -80,17 +81,26 @@ void check_agreement(const std::vector<Header>& headers) {
   TORCH_CHECK(false, "the ranks disagree:", all);
 }
 
+void wait_for(const c10::intrusive_ptr<c10d::Work>& work, const std::atomic<bool>& cut) {
+  while (!work->isCompleted()) {
+    if (cut) throw Aborted();
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+  work->wait();  // raises its error
+}
+
 }  // namespace
 
 const char* name_of(Agreement::Kind kind) { return kNames.at(static_cast<size_t>(kind)); }
 
-void Collective::run(c10d::Backend& wire, milliseconds timeout) const {
+void Collective::run(c10d::Backend& wire, milliseconds timeout,
+                     const std::atomic<bool>& cut) const {
   const auto world = static_cast<int64_t>(sends.size());
   Tensor own = Header::of(*this);
   Tensor table = numbers_tensor(world * Header::length(world));
   c10d::AllgatherOptions gather_options;
   gather_options.timeout = timeout;
-  wire._allgather_base(table, own, gather_options)->wait();
+  wait_for(wire._allgather_base(table, own, gather_options), cut);
   std::vector<Header> headers;
   for (int64_t rank = 0; rank < world; ++rank) {
     headers.push_back({table.data_ptr<int64_t>() + rank * Header::length(world), world});
@@ -115,7 +125,7 @@ void Collective::run(c10d::Backend& wire, milliseconds timeout) const {
   c10d::AllToAllOptions options;
   options.timeout = timeout;
   std::vector<int64_t> incoming_splits = received_bytes;
-  wire.alltoall_base(incoming, outgoing, incoming_splits, sent_bytes, options)->wait();
+  wait_for(wire.alltoall_base(incoming, outgoing, incoming_splits, sent_bytes, options), cut);
 
   std::vector<const char*> parts;
   const char* part = static_cast<const char*>(incoming.data_ptr());

@@ -42,6 +42,9 @@ struct Agreement {
   int64_t root = -1;
 };
 
+// An abort ends a collective that is under way, as NCCL's does. Its messages end in nobody's name.
+struct Aborted : std::exception {};
+
 struct Collective {
   Agreement agreement;
   std::vector<Piece> sends;             // [world], to each rank
@@ -50,8 +53,9 @@ struct Collective {
   std::function<void(const std::vector<const char*>& received)> deliver;
 
   // Throws where the ranks disagree about kinds or sizes; nothing has been delivered then, and the
-  // next collective may follow.
-  void run(c10d::Backend& wire, std::chrono::milliseconds timeout) const;
+  // next collective may follow. Throws Aborted once `cut` is set; nothing is delivered then, either.
+  void run(c10d::Backend& wire, std::chrono::milliseconds timeout,
+           const std::atomic<bool>& cut) const;
 };
 
 // A message between two ranks. Those of one pair arrive in the order of their sending.
