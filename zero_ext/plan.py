@@ -280,8 +280,8 @@ def report(
     replicas = f" ({world // shards:,} replicas of {shards:,})" if shards < world else ""
     leaves = between_hosts(sent, stage, world, shards, setting.hosts)
     of_host = (
-        f"{_with_unit(leaves[0])} of gradients and {_with_unit(leaves[1])} of parameters leave "
-        f"each of the {setting.hosts:,} hosts."
+        f"{_with_unit(leaves[0])} of gradients and up to {_with_unit(leaves[1])} of parameters "
+        f"leave each of the {setting.hosts:,} hosts."
     )
     return "\n".join(
         [
