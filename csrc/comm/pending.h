@@ -39,7 +39,7 @@ class Pending {
     at::Tensor target = {};  // where defined: `tensor` is copied there when it has arrived
     // Where set: when the tensor has arrived, it is summed over the replicas of these groups.
     std::shared_ptr<const ProcessGroups> across = {};
-    // Where set: called when the tensor has arrived, and starts the sends of it to other ranks.
+    // Where set: called when the tensor has arrived. Takes it over, and starts sends to other ranks.
     Relay relay = {};
   };
 
