@@ -75,13 +75,13 @@ class Comm : public Agreements {
   void reduce_scatter(const at::Tensor& input, const at::Tensor& output, Pending& pending);
   // Element-wise sum over the ranks, in place.
   void all_reduce_sum(const at::Tensor& tensor, Pending& pending);
+  // Whether ranks of a replica are on several hosts.
+  bool crosses_hosts() const { return routes().cross_hosts(); }
   // In place: every rank's range of `full` [shards * n] is sent to all others of its replica. See Note
   // [Gathers by host] in host_routes.h. `packed`: what other hosts get in place of this rank's range,
   // on all ranks or on none. Returns the bytes sent to other hosts.
   int64_t gather(const at::Tensor& full, int64_t tag, Pending& pending,
                  const PackedRange& packed = {});
-  // Whether ranks of a replica are on several hosts.
-  bool crosses_hosts() const { return routes().cross_hosts(); }
   // The same of ranges of any size: `flat` is 1-D, and range r begins at element bounds[r]. Only
   // ranks that are in `wanting`, one for each rank, receive.
   void gather_parts(const at::Tensor& flat, const std::vector<int64_t>& bounds,
