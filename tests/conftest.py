@@ -21,7 +21,7 @@ import sys
 import time
 import warnings
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 
 import hypothesis
@@ -86,7 +86,6 @@ class Ranks:
         self.generation = 0
         self.tests_done = 0
         self.out_of_step = ""
-        self.retired: list[dist.ProcessGroup] = []
         self.closing = Closing()
 
     def connect(self) -> None:
@@ -106,7 +105,6 @@ class Ranks:
         Gloo closes a group's sockets with the last reference to it; those of a failed test hang on
         its traceback.
         """
-        self.retired.clear()
         self.closing.wait()
         sys.last_exc = sys.last_value = sys.last_traceback = None
         if dist.is_initialized():
@@ -144,13 +142,15 @@ class Closing:
     """Closes the groups that a test leaves behind while the next ones run.
 
     gloo takes 10 ms to close a connection, in which nothing happens: with the groups of every
-    engine that was a third of the time of the tests on two ranks.
+    engine that was a third of the time of the tests on two ranks. Until then each group's thread
+    asks for news 100 times a second, so that many close at once.
     """
 
     def __init__(self):
         self.at_once = False
         self.of_test: list[dist.ProcessGroup] = []
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="closing")
+        self.threads = ThreadPoolExecutor(16, thread_name_prefix="closing")
+        self.under_way: list[Future] = []
         c10d = torch._C._distributed_c10d
         register = c10d._register_process_group
 
@@ -162,12 +162,14 @@ class Closing:
         c10d._register_process_group = keep  # as engines call it
 
     def start(self) -> None:
-        groups, self.of_test = self.of_test, []
-        self.thread.submit(groups.clear)
+        self.under_way = [each for each in self.under_way if not each.done()]
+        while self.of_test:
+            self.under_way.append(self.threads.submit([self.of_test.pop()].clear))
 
     def wait(self) -> None:
         self.start()
-        self.thread.submit(int).result()
+        for each in self.under_way:
+            each.result()
 
 
 ranks: Ranks | None = None
@@ -354,9 +356,10 @@ def pytest_runtest_protocol(item, nextitem):
         ranks.connect()
     else:
         # Not at the end of the test: another rank may still have been in a collective then.
-        while ranks.retired:
-            ranks.closing.of_test.append(ranks.retired.pop())
-            dist.destroy_process_group(ranks.closing.of_test[-1])
+        # All but the default group.
+        for group in list(dist.distributed_c10d._world.pg_map)[1:]:
+            ranks.closing.of_test.append(group)
+            dist.destroy_process_group(group)
             if torch.__version__ < "2.13":
                 forget_placements()  # as `no_stale_meshes`
         ranks.closing.start()
@@ -459,9 +462,7 @@ def world() -> int:
 @pytest.fixture
 def group():
     """A process group of all ranks for this test alone: no test meets another's messages."""
-    result = dist.new_group(timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
-    yield result
-    ranks.retired.append(result)
+    return dist.new_group(timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S))
 
 
 @pytest.fixture(params=["alone", pytest.param("ranks", marks=pytest.mark.dist)])
@@ -475,6 +476,8 @@ def team(request) -> Team:
 @pytest.fixture
 def groups_close_at_once():
     """For a test that looks at how they close, or counts what is left."""
+    # What is garbage on one rank and gone on another one would close only when both have let go.
+    gc.collect()
     if ranks is not None:
         ranks.closing.wait()
         ranks.closing.at_once = True
@@ -543,7 +546,6 @@ def make_replicas(shards: int) -> DeviceMesh:
     for dimension in (grid.T, grid):  # across the replicas, then within them
         groups = [dist.new_group(members, timeout) for members in dimension.tolist()]
         mine.append(next(g for g in groups if dist.get_rank(g) >= 0))
-    ranks.retired.extend(mine)
     return DeviceMesh.from_group(mine, DEVICE, grid, mesh_dim_names=("replicate", "shard"))
 
 

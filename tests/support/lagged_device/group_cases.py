@@ -40,9 +40,7 @@ def new_group(timeout_s: float = 20.0) -> dist.ProcessGroup:
 
 @pytest.fixture
 def lccl():
-    group = new_group()
-    yield group
-    conftest.ranks.retired.append(group)
+    return new_group()
 
 
 def meet(world: int, name: str) -> None:
@@ -342,7 +340,6 @@ def test_groups_run_independently(rank, world, lccl):
     first.wait(timedelta(seconds=20))
     assert first.is_completed() and first.is_success()
     assert values(late) == {float(world)}
-    conftest.ranks.retired.append(other)
 
 
 def poll(work: dist.Work) -> None:
@@ -408,7 +405,6 @@ def test_a_peer_that_does_not_come_is_an_error_in_time(rank, world):
         with pytest.raises(dist.DistBackendError, match="allreduce"):
             work.wait()
     meet(world, "the end")
-    conftest.ranks.retired.append(group)
 
 
 def make_group(rank: int, world: int, name: str, timeout_s: float = 20.0) -> dist.ProcessGroup:
