@@ -13,7 +13,11 @@
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("has_kernels_on",
         [](const at::Device& device) { return zero_ext::has_kernels_on(device.type()); });
-  // For a device that this package does not know: the address of its zero_ext::kernels::Kernels.
+  // The address of a device's zero_ext::kernels::Kernels. set_kernels(): for a device that this
+  // package does not know.
+  m.def("kernels_on", [](const at::Device& device) {
+    return reinterpret_cast<uintptr_t>(&zero_ext::kernels_on(device.type()));
+  });
   m.def("set_kernels", [](const at::Device& device, uintptr_t table) {
     zero_ext::set_kernels(device.type(),
                           reinterpret_cast<const zero_ext::kernels::Kernels*>(table));

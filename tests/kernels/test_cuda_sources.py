@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import compiling
@@ -13,6 +14,15 @@ CUDA_SOURCES = sorted(compiling.KERNELS.glob("cuda/*.cu"))
 
 # What `make cuda-build` and `make wheel` compile for.
 ARCHITECTURES = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in (80, 90, 100)]
+
+
+# The CPU kernels that it compares with are those of the extension.
+COMPARE = """
+import ctypes, sys, torch, zero_ext
+
+kernels = zero_ext._C.kernels_on(torch.device("cpu"))
+ctypes.CDLL(sys.argv[1]).compare(ctypes.c_void_p(kernels))
+"""
 
 
 def compile_line(source: Path) -> list[str]:
@@ -53,12 +63,12 @@ def test_cuda_kernels_emulated_on_the_host_give_the_bits_of_the_cpu_kernels():
     flags = [*compiling.KERNEL_FLAGS, "-O1", "-fno-strict-aliasing"]
     flags += [f"-I{EMULATION}", f"-I{compiling.CSRC}", "-x", "c++"]
     headers = [*compiling.kernel_headers(), *EMULATION.glob("*.h")]
-    objects = compiling.cpu_kernels()
-    for source in [*CUDA_SOURCES, EMULATION / "compare.cpp"]:
-        objects.append(compiling.compiled("emulation", source, flags, headers))
-    compare = compiling.linked(compiling.BUILD / "emulation" / "compare", objects)
+    sources = [*CUDA_SOURCES, EMULATION / "compare.cpp"]
+    objects = [compiling.compiled("emulation", source, flags, headers) for source in sources]
+    library = compiling.linked(compiling.BUILD / "emulation" / "compare.so", objects, ["-shared"])
     compiling.make(objects)
-    compiling.make([compare])
-    result = subprocess.run([compare.path], capture_output=True, text=True, timeout=500)
-    assert result.returncode == 0, result.stdout
+    compiling.make([library])
+    command = [sys.executable, "-c", COMPARE, library.path]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stdout + result.stderr
     assert "comparisons, all equal" in result.stdout

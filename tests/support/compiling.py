@@ -62,13 +62,6 @@ def kernel_headers() -> list[Path]:
     return sorted(KERNELS.rglob("*.h"))
 
 
-def cpu_kernels() -> list[Product]:
-    """The CPU's kernels, which know nothing of torch."""
-    flags = [*KERNEL_FLAGS, "-Wall", f"-I{CSRC}"]
-    sources = sorted(KERNELS.glob("cpu/*.cpp"))
-    return [compiled("kernels", source, flags, kernel_headers()) for source in sources]
-
-
 def make(products: Sequence[Product]) -> None:
     """Makes what has changed. Processes that call it together wait for the first.
 

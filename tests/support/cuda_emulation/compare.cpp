@@ -1,7 +1,7 @@
-// Runs the CUDA kernels on the host (cuda_runtime.h beside this file) and the CPU kernels on the
-// same data, and compares every byte of every buffer, what surrounds the ranges included. Any two
-// NaN of float32 are equal. Prints the number of comparisons; exits with 1 at the first difference.
-// Built and run by tests/kernels/test_cuda_sources.py.
+// Runs the CUDA kernels on the host (cuda_runtime.h beside this file) and the extension's CPU kernels
+// on the same data, and compares every byte of every buffer, what surrounds the ranges included. Any
+// two NaN of float32 are equal. Prints the number of comparisons; exits with 1 at the first
+// difference. Built and run by tests/kernels/test_cuda_sources.py.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -14,13 +14,14 @@
 #include <string>
 #include <vector>
 
-#include "kernels/cpu/table.h"
 #include "kernels/cuda/table.h"
 #include "kernels/kernels.h"
 
 namespace {
 
 using namespace zero_ext::kernels;
+
+const Kernels* host = nullptr;  // the CPU's
 
 const std::vector<int64_t> kLengths = {0, 1, 7, 8, 9, 33, 1083, 4097, 300007};
 const std::vector<int64_t> kShort = {0, 1, 7, 8, 9, 1083, 20011};
@@ -62,7 +63,7 @@ struct Buffer {
     }
     std::vector<float> values(count);
     for (float& element : values) element = value();
-    cast_cpu(values.data(), DType::f32, data(), of, count, {});
+    host->cast(values.data(), DType::f32, data(), of, count, {});
   }
   Buffer(const Buffer&) = default;
 
@@ -77,11 +78,11 @@ struct Buffer {
   }
   float* floats() { return reinterpret_cast<float*>(data()); }
 
-  void set(int64_t i, float to) { cast_cpu(&to, DType::f32, at(i), dtype, 1, {}); }
+  void set(int64_t i, float to) { host->cast(&to, DType::f32, at(i), dtype, 1, {}); }
   char* at(int64_t i) { return data() + i * element_bytes(dtype); }
   float get(int64_t i) {
     float result = 0;
-    cast_cpu(at(i), dtype, &result, DType::f32, 1, {});
+    host->cast(at(i), dtype, &result, DType::f32, 1, {});
     return result;
   }
 };
@@ -150,8 +151,7 @@ void test_accumulate(DType dtype, int64_t numel, int64_t offset, int64_t other) 
     const float scale = mode == 1 ? 0.3F : 0.25F;
     const bool fresh = mode % 2 == 1;
     const std::string what = name("accumulate", dtype, numel, offset);
-    zero_ext::kernels::cpu().accumulate(grad.data(), dtype, cpu.floats(), numel, scale, fresh,
-                                        &flags[0], {});
+    host->accumulate(grad.data(), dtype, cpu.floats(), numel, scale, fresh, &flags[0], {});
     succeeded(what, cuda().accumulate(grad.data(), dtype, device.floats(), numel, scale, fresh,
                                       &flags[1], {}));
     same(what, cpu, device);
@@ -173,8 +173,8 @@ void test_accumulate_ranks(DType dtype, int64_t numel, int64_t offset, int64_t o
       int32_t flags[2] = {0, 0};
       const std::string what = name("accumulate_ranks", dtype, numel, offset);
       if (from_sum) pointers[1] = cpu.data();
-      accumulate_ranks_cpu(pointers.data(), ranks, dtype, cpu.floats(), numel, 0.3F, fresh,
-                           &flags[0], {});
+      host->accumulate_ranks(pointers.data(), ranks, dtype, cpu.floats(), numel, 0.3F, fresh,
+                             &flags[0], {});
       if (from_sum) pointers[1] = device.data();
       succeeded(what, accumulate_ranks_cuda(pointers.data(), ranks, dtype, device.floats(), numel,
                                             0.3F, fresh, &flags[1], {}));
@@ -215,8 +215,8 @@ void test_lists(DType source, DType target, Write write) {
           sums.push_back({from.at(place), reinterpret_cast<float*>(to->at(place)), numel, flag});
           place += numel + 3;
         }
-        const auto list = on_device ? accumulate_list_cuda : accumulate_list_cpu;
-        const auto flatten = on_device ? flatten_cuda : flatten_cpu;
+        const auto list = on_device ? accumulate_list_cuda : host->accumulate_list;
+        const auto flatten = on_device ? flatten_cuda : host->flatten;
         const Status status =
             is_sum ? list(sums.data(), count, source, 0.3F, write == Write::overwrite,
                           &flags[on_device], {})
@@ -237,7 +237,7 @@ void test_cast(DType source, DType target, int64_t numel, int64_t offset, int64_
   Buffer cpu(target, numel, other);
   Buffer device = cpu;
   const std::string what = name("cast", source, numel, offset);
-  cast_cpu(from.data(), source, cpu.data(), target, numel, {});
+  host->cast(from.data(), source, cpu.data(), target, numel, {});
   succeeded(what, cast_cuda(from.data(), source, device.data(), target, numel, {}));
   same(what, cpu, device);
 }
@@ -253,7 +253,7 @@ void test_patterns() {
     for (const DType target : kDTypes) {
       Buffer cpu(target, from.numel, 0);
       Buffer device = cpu;
-      cast_cpu(from.data(), source, cpu.data(), target, from.numel, {});
+      host->cast(from.data(), source, cpu.data(), target, from.numel, {});
       succeeded("patterns", cast_cuda(from.data(), source, device.data(), target, from.numel, {}));
       same(name("patterns", source, from.numel, static_cast<int64_t>(target)), cpu, device);
     }
@@ -271,7 +271,7 @@ struct State {
         first(DType::f32, numel, offset),
         second(DType::f32, numel, offset),
         third(DType::f32, numel, offset) {
-    cast_cpu(master.data(), DType::f32, param.data(), dtype, numel, {});
+    host->cast(master.data(), DType::f32, param.data(), dtype, numel, {});
     for (int64_t i = 5; i < numel; i += 11) param.set(i, Buffer::value());
     for (int64_t i = 0; i < numel; ++i) {
       second.floats()[i] = std::fabs(second.floats()[i]);
@@ -324,7 +324,7 @@ void test_adam(DType dtype, int64_t numel, int64_t offset, int64_t other) {
                           .maximize = mode == 4,
                           .decoupled = mode % 4 < 2,
                           .on_device = late.pointers(mode / 4)};
-      succeeded("adam", (state == &cpu ? adam_cpu : adam_cuda)(args, {}));
+      succeeded("adam", (state == &cpu ? host->adam : adam_cuda)(args, {}));
     }
     cpu.same_as(name("adam", dtype, numel, mode), device);
   }
@@ -392,7 +392,7 @@ void test_stored_moments(Moments moments, DType dtype, int64_t numel, int64_t of
             .maximize = mode == 4,
             .decoupled = mode % 4 < 2,
             .on_device = late.pointers(mode / 4)};
-        succeeded("adam", (on_cpu ? adam_cpu : adam_cuda)(args, {}));
+        succeeded("adam", (on_cpu ? host->adam : adam_cuda)(args, {}));
       }
     }
     const std::string what = name("adam, stored moments", dtype, numel, mode);
@@ -469,7 +469,7 @@ void test_adam_lists(DType dtype, Moments moments) {
         for (const UpdateSegment& segment : list) {
           args.segments = way == 0 ? &segment : list.data();
           args.count = way == 0 ? 1 : count;
-          succeeded("adam list", (way == 2 ? adam_cuda : adam_cpu)(args, {}));
+          succeeded("adam list", (way == 2 ? adam_cuda : host->adam)(args, {}));
           if (way != 0) break;
         }
       }
@@ -508,7 +508,7 @@ void test_sgd_lists(DType dtype) {
       for (const UpdateSegment& segment : list) {
         args.segments = way == 0 ? &segment : list.data();
         args.count = way == 0 ? 1 : count;
-        succeeded("sgd list", (way == 2 ? sgd_cuda : sgd_cpu)(args, {}));
+        succeeded("sgd list", (way == 2 ? sgd_cuda : host->sgd)(args, {}));
         if (way != 0) break;
       }
     }
@@ -539,7 +539,7 @@ void test_sgd(DType dtype, int64_t numel, int64_t offset, int64_t other) {
                          .grad_scale = 0.5F,
                          .maximize = mode == 4,
                          .on_device = late.pointers(mode / 4)};
-      succeeded("sgd", (state == &cpu ? sgd_cpu : sgd_cuda)(args, {}));
+      succeeded("sgd", (state == &cpu ? host->sgd : sgd_cuda)(args, {}));
     }
     cpu.same_as(name("sgd", dtype, numel, mode), device);
   }
@@ -548,7 +548,7 @@ void test_sgd(DType dtype, int64_t numel, int64_t offset, int64_t other) {
 void test_adopt_writes(DType dtype, int64_t numel, int64_t offset, int64_t other) {
   State cpu(dtype, numel, offset, other);
   State device = cpu;
-  adopt_writes_cpu(cpu.param.data(), dtype, cpu.master.floats(), numel, {});
+  host->adopt_writes(cpu.param.data(), dtype, cpu.master.floats(), numel, {});
   succeeded("adopt_writes",
             adopt_writes_cuda(device.param.data(), dtype, device.master.floats(), numel, {}));
   cpu.same_as(name("adopt_writes", dtype, numel, offset), device);
@@ -573,7 +573,7 @@ void test_find_nonfinite(int64_t numel, int64_t offset) {
       }
     }
     const std::string what = name("find_nonfinite", DType::f32, numel, offset);
-    succeeded(what, find_nonfinite_cpu(segments[0].data(), count, {}));
+    succeeded(what, host->find_nonfinite(segments[0].data(), count, {}));
     succeeded(what, find_nonfinite_cuda(segments[1].data(), count, {}));
     ++comparisons;
     if (flags[0] != expected || flags[1] != expected) fail(what);
@@ -605,7 +605,7 @@ void test_add_squares(int64_t numel, int64_t offset) {
       sums[0][k] = sums[1][k] = static_cast<int64_t>(generator() % 1000);
     }
     const std::string what = name("add_squares", DType::f32, numel, offset);
-    succeeded(what, add_squares_cpu(value.floats(), numel, &sums[0], {}));
+    succeeded(what, host->add_squares(value.floats(), numel, &sums[0], {}));
     succeeded(what, add_squares_cuda(value.floats(), numel, &sums[1], {}));
     ++comparisons;
     if (carried(sums[0]) != carried(sums[1])) fail(what + " mode " + std::to_string(mode));
@@ -619,7 +619,7 @@ void test_many_squares() {
     const std::vector<float> values(1 << 15, value);
     const double expected = std::ldexp(static_cast<double>(value) * value, 37);
     SquareSum sums[2] = {};
-    succeeded("add_squares", add_squares_cpu(values.data(), std::ssize(values), &sums[0], {}));
+    succeeded("add_squares", host->add_squares(values.data(), std::ssize(values), &sums[0], {}));
     succeeded("add_squares", add_squares_cuda(values.data(), std::ssize(values), &sums[1], {}));
     for (SquareSum& sum : sums) {
       for (int64_t& digit : sum) digit = static_cast<int64_t>(static_cast<uint64_t>(digit) << 22);
@@ -634,10 +634,10 @@ void test_clip_factor() {
   for (const float scale : {0.0F, 1e-20F, 0.01F, 3.0F, 1e19F, INFINITY}) {
     for (size_t i = 0; i < values.size(); ++i) values[i] = scale * static_cast<float>(i % 7);
     SquareSum sum{};
-    add_squares_cpu(values.data(), std::ssize(values), &sum, {});
+    host->add_squares(values.data(), std::ssize(values), &sum, {});
     float norm[2];
     float factor[2];
-    clip_factor_cpu(&sum, 2.5, &norm[0], &factor[0], {});
+    host->clip_factor(&sum, 2.5, &norm[0], &factor[0], {});
     clip_factor_cuda(&sum, 2.5, &norm[1], &factor[1], {});
     if (std::memcmp(&norm[0], &norm[1], 4) != 0 || factor[0] != factor[1]) fail("clip_factor");
     if (factor[0] > 1 || !(factor[0] > 0)) fail("clip_factor is no factor");
@@ -648,8 +648,8 @@ void test_clip_factor() {
 // Both kernels of both tables on the same words: of five ranks, as they come one after the other.
 void test_words() {
   for (const bool is_cuda : {false, true}) {
-    const auto show = is_cuda ? show_words_cuda : show_words_cpu;
-    const auto await = is_cuda ? await_words_cuda : await_words_cpu;
+    const auto show = is_cuda ? show_words_cuda : host->show_words;
+    const auto await = is_cuda ? await_words_cuda : host->await_words;
     for (const uint32_t first : {0U, 7U, 0x3ffffffeU, 0xffffffffU}) {
       std::vector<uint32_t> words(5, word_of(first, 0));
       uint32_t number = first;
@@ -688,7 +688,8 @@ void test_words() {
 
 }  // namespace
 
-int main() {
+extern "C" __attribute__((visibility("default"))) void compare(const Kernels* of_the_cpu) {
+  host = of_the_cpu;
   test_words();
   test_many_squares();
   test_clip_factor();
@@ -719,4 +720,5 @@ int main() {
     }
   }
   std::printf("%lld comparisons, all equal\n", static_cast<long long>(comparisons));
+  std::fflush(stdout);
 }

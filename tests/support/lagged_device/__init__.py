@@ -32,6 +32,8 @@ import compiling
 import torch
 import torch.distributed as dist
 
+from zero_ext import _C
+
 HERE = Path(__file__).resolve().parent
 FOLDER = f"lagged_device/{torch.__version__}"
 BUILD = compiling.BUILD / FOLDER
@@ -62,7 +64,7 @@ def load() -> ModuleType:
 
 def kernels_address() -> int:
     """The address of the device's ``zero_ext::kernels::Kernels`` (csrc/kernels/kernels.h)."""
-    return _library().lagged_kernels()
+    return _library().lagged_kernels(ctypes.c_void_p(_C.kernels_on(torch.device("cpu"))))
 
 
 def share_memory() -> None:
@@ -187,12 +189,11 @@ def build() -> None:
     ]
     # All but this one needs no Python.
     module = compiled("lccl_module", f"-isystem{sysconfig.get_path('include')}")
-    kernels = compiling.cpu_kernels()
-    compiling.make([*objects, module, *kernels])
+    compiling.make([*objects, module])
     path = torch_folder / "lib"
     shared = ["-shared", f"-L{path}", f"-Wl,-rpath,{path}"]
     libraries = "-ltorch -ltorch_cpu -lc10 -lpthread".split()
-    compiling.make([compiling.linked(LIBRARY, [*objects, *kernels], [*shared, *libraries])])
+    compiling.make([compiling.linked(LIBRARY, objects, [*shared, *libraries])])
     shared += [f"-L{BUILD}", "-Wl,-rpath,$ORIGIN"]
     libraries = "-llagged_device -ltorch_python -ltorch_cpu -lc10".split()
     compiling.make([compiling.linked(MODULE, [module], [*shared, *libraries])])

@@ -1,5 +1,6 @@
-// The table of kernels of the device "lagged": each entry copies its arguments and queues the CPU's
-// kernel on its stream, which reads and writes through all pointers when the task runs, as on CUDA.
+// The table of kernels of the device "lagged": each entry copies its arguments and queues zero_ext's
+// CPU kernel on its stream, which reads and writes through all pointers when the task runs, as on
+// CUDA.
 #include "kernels/kernels.h"
 
 #include <atomic>
@@ -15,6 +16,8 @@ namespace lagged {
 namespace {
 
 using namespace zero_ext::kernels;  // NOLINT: this file is that namespace's table for one device
+
+const Kernels* host = nullptr;  // the CPU's
 
 // The stream of a launch, after what CUDA would refuse or crash on.
 Queue* stream_of(const Launch& launch, std::initializer_list<const void*> pointers) {
@@ -67,7 +70,7 @@ Status accumulate_list_lagged(const AccumulateSegment* segments, int64_t count, 
     }
   }
   return queue_call("accumulate_list", launch, {nonfinite}, [=](const Launch& serial) {
-    return cpu().accumulate_list(list.data(), static_cast<int64_t>(list.size()), dtype, scale,
+    return host->accumulate_list(list.data(), static_cast<int64_t>(list.size()), dtype, scale,
                                  fresh, nonfinite, serial);
   });
 }
@@ -81,7 +84,7 @@ Status accumulate_ranks_lagged(const void* const* grads, int32_t ranks, DType dt
   }
   return queue_call("accumulate_ranks", launch, {used(sum, numel), nonfinite},
                     [=](const Launch& serial) {
-                      return cpu().accumulate_ranks(list.data(), ranks, dtype, sum, numel, scale,
+                      return host->accumulate_ranks(list.data(), ranks, dtype, sum, numel, scale,
                                                     fresh, nonfinite, serial);
                     });
 }
@@ -97,7 +100,7 @@ Status adam_lagged(const AdamArgs& args, const Launch& launch) {
                     [args, list](const Launch& serial) {
                       AdamArgs own = args;
                       if (own.segments != nullptr) own.segments = list.data();
-                      return cpu().adam(own, serial);
+                      return host->adam(own, serial);
                     });
 }
 
@@ -111,7 +114,7 @@ Status sgd_lagged(const SgdArgs& args, const Launch& launch) {
       [args, list](const Launch& serial) {
         SgdArgs own = args;
         if (own.segments != nullptr) own.segments = list.data();
-        return cpu().sgd(own, serial);
+        return host->sgd(own, serial);
       });
 }
 
@@ -119,7 +122,7 @@ Status cast_lagged(const void* source, DType source_dtype, void* target, DType t
                    int64_t numel, const Launch& launch) {
   return queue_call("cast", launch, {used(source, numel), used(target, numel)},
                     [=](const Launch& serial) {
-                      return cpu().cast(source, source_dtype, target, target_dtype, numel, serial);
+                      return host->cast(source, source_dtype, target, target_dtype, numel, serial);
                     });
 }
 
@@ -133,7 +136,7 @@ Status flatten_lagged(const CopySegment* segments, int64_t count, DType source_d
     }
   }
   return queue_call("flatten", launch, {nonfinite}, [=](const Launch& serial) {
-    return cpu().flatten(list.data(), static_cast<int64_t>(list.size()), source_dtype, target_dtype,
+    return host->flatten(list.data(), static_cast<int64_t>(list.size()), source_dtype, target_dtype,
                          write, nonfinite, serial);
   });
 }
@@ -146,13 +149,13 @@ Status find_nonfinite_lagged(const ReadSegment* segments, int64_t count, const L
     }
   }
   return queue_call("find_nonfinite", launch, {}, [=](const Launch& serial) {
-    return cpu().find_nonfinite(list.data(), static_cast<int64_t>(list.size()), serial);
+    return host->find_nonfinite(list.data(), static_cast<int64_t>(list.size()), serial);
   });
 }
 
 Status add_squares_lagged(const float* value, int64_t numel, SquareSum* sum, const Launch& launch) {
   return queue_call("add_squares", launch, {used(value, numel), sum}, [=](const Launch& serial) {
-    return cpu().add_squares(value, numel, sum, serial);
+    return host->add_squares(value, numel, sum, serial);
   });
 }
 
@@ -160,14 +163,14 @@ Status adopt_writes_lagged(const void* param, DType param_dtype, float* master, 
                            const Launch& launch) {
   return queue_call("adopt_writes", launch, {used(param, numel), used(master, numel)},
                     [=](const Launch& serial) {
-                      return cpu().adopt_writes(param, param_dtype, master, numel, serial);
+                      return host->adopt_writes(param, param_dtype, master, numel, serial);
                     });
 }
 
 Status clip_factor_lagged(const SquareSum* sum, double max_norm, float* norm, float* factor,
                           const Launch& launch) {
   return queue_call("clip_factor", launch, {sum, norm, factor}, [=](const Launch& serial) {
-    return cpu().clip_factor(sum, max_norm, norm, factor, serial);
+    return host->clip_factor(sum, max_norm, norm, factor, serial);
   });
 }
 
@@ -178,7 +181,7 @@ Status show_words_lagged(uint32_t* const* words, int32_t count, uint32_t* number
     if (stream_of(launch, {word}) == nullptr) return Status::launch_failed;
   }
   return queue_call("show_words", launch, {number}, [=](const Launch& serial) {
-    return cpu().show_words(list.data(), count, number, next, tag, serial);
+    return host->show_words(list.data(), count, number, next, tag, serial);
   });
 }
 
@@ -186,7 +189,7 @@ Status await_words_lagged(const uint32_t* words, int32_t count, const uint32_t* 
                           uint32_t tag, int64_t timeout_ns, int32_t* failed, const Launch& launch) {
   if (!is_pinned(failed)) return Status::launch_failed;
   return queue_call("await_words", launch, {words, number}, [=](const Launch& serial) {
-    return cpu().await_words(words, count, number, tag, timeout_ns, failed, serial);
+    return host->await_words(words, count, number, tag, timeout_ns, failed, serial);
   });
 }
 
@@ -213,5 +216,8 @@ constexpr Kernels kTable{
 }  // namespace
 }  // namespace lagged
 
-LAGGED_EXPORT const void* lagged_kernels() { return &lagged::kTable; }
+LAGGED_EXPORT const void* lagged_kernels(const void* of_the_cpu) {
+  lagged::host = static_cast<const zero_ext::kernels::Kernels*>(of_the_cpu);
+  return &lagged::kTable;
+}
 LAGGED_EXPORT int64_t lagged_kernel_calls() { return lagged::calls; }
