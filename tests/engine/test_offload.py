@@ -115,6 +115,23 @@ def test_backward_and_step_refuse_while_states_are_offloaded(team, stage, includ
         assert gather_objects(steps, team.group) == [[1] * 6] * team.world
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_reads_of_offloaded_and_of_released_parameters_are_told_apart(team, device, stage):
+    released, _ = make(team, 3, None)
+    model, _optimizer = make(team, stage, None)
+    loss = mean_square(model, train_batch(team.rank, 0, 0, torch.bfloat16))
+    reads = [(loss.backward, r"offloaded\. Call zero_ext\.reload_states")]
+    if device.type != "cpu":  # those in host memory stay there
+        weight = model.layers[0].weight
+        reads += [(lambda: weight.clone(), "offloaded"), (lambda: weight * 2, "offloaded")]
+    if device.type != "cpu" or team.world > 1:  # else nothing needs a gather
+        reads += [(lambda: released.layers[0].weight * 2, "released")]
+    zero_ext.offload_states(model, include=["full"])
+    for read, text in reads:
+        with pytest.raises(RuntimeError, match=text):
+            read()
+
+
 @REDUCE_ALWAYS
 def test_forward_refuses_only_while_the_parameters_are_offloaded(team, stage):
     model, _optimizer = make(team, stage, None)

@@ -75,7 +75,6 @@ class Handle:
         self.entries: dict[int, tuple[Tensor, int]] = {}
         self.low_precision: dict[int, LowPrecision] = {}  # by their parameters' indices
         self.ignored: Sequence[Tensor] = ()  # what ``shard(ignored_params=)`` has left alone
-        self.has_offloaded = False  # any states, see ``set_offloaded``
         self.across_meshes: meshes.AcrossMeshes | None = None  # where parameters are DTensors
         self.engine = options.make_engine(groups, plan.prefetch_bytes)
         registry.register(self)
@@ -336,7 +335,6 @@ class Handle:
         """See ``zero_ext.offload_states``."""
         names = set(states)
         _log.debug("%soffloaded states: %s", self.groups.where, sorted(names) or "none")
-        self.has_offloaded = bool(names)
         away = "optimizer_state" in names
         # Nothing is usable before all of it is back, also when memory runs out half-way.
         for optimizer in () if away else self.optimizers:

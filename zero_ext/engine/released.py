@@ -20,8 +20,7 @@ from zero_ext.engine.registry import Handle, living
 
 
 def _releasing() -> list[Handle]:
-    """The handles whose parameters come and go. Accesses to states that are offloaded raise an
-    error of their own, which looks the same from here."""
+    """The handles whose parameters come and go."""
     return [handle for handle in living() if handle.engine and handle.engine.releases]
 
 
@@ -176,28 +175,28 @@ def _explain(operator: str, in_backward: bool) -> str:
     """The error of an access; "" where it is the storage's own."""
     callers = list(_callers())
     traced = any(caller.module.startswith(_TRACERS) for caller in callers)
-    releasing = _releasing()
-    if traced or not releasing or any(handle.has_offloaded for handle in releasing):
+    if traced or not _releasing():
         return _READ
     if in_backward:  # who called backward() has not read them
         callers = list(itertools.takewhile(lambda c: not c.module.startswith(_AUTOGRAD), callers))
     text = _by_caller(callers)
     if text is None:
         text = _BACKWARD if in_backward else _by_operator(operator)
-    return text if text == _READ else _begin_of_message(callers) + text
+    begin = _begin_of_message(callers)
+    return _READ if text == _READ or begin is None else begin + text
 
 
-def _begin_of_message(callers: Sequence[_Caller]) -> str:
-    """The rank, and the unit: that of the first released one of the parameters that the running
-    node of a backward has read, and of those that the callers and their modules have."""
+def _begin_of_message(callers: Sequence[_Caller]) -> str | None:
+    """The rank, and the unit: that of the first one without memory of the parameters that the
+    running node of a backward has read, and of those that the callers and their modules have.
+    None where that one is not released, but offloaded."""
     own = itertools.chain.from_iterable(map(_parameters_of, callers))
     for parameter in (*_C.parameters_after_this_node(), *own):
         try:
             parameter.data_ptr()
         except RuntimeError as error:
             begin, released, _ = str(error).partition("the parameters of this unit are released")
-            if released:
-                return begin
+            return begin if released else None
     return _releasing()[0].groups.where
 
 
