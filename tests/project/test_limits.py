@@ -30,8 +30,8 @@ LINES = {
         "optim": 4280,
         "ranks": 740,  # 60 of them: which ranks have the same experts; 40: torch 2.15
         # 10 of them: parameters beside the model; 140: meshes and pipelines; 360: changes.py and
-        # receiving.py.
-        "state": 1490,
+        # receiving.py, 10: the token that a copy lacks changes of.
+        "state": 1500,
         # 320 of them: meshes.py, and what else tensors on two meshes need; 50: wrapped.py.
         "tensor": 1160,
         # 80: a digest of what is mixed into gradients
@@ -42,7 +42,8 @@ LINES = {
         # 70 of them: way.h; 420: peer_memory, as 190 of kernels, 50 of reduce, 10 of gather, memory
         # and units each; 40: some of the ranks, as 110 of engine, 20 of step, 10 of units.
         # 40: shared_host_calls; 110: rendezvous; 50: connect_backend, abort; 150: host_routes.
-        "comm": 4700,
+        # 50: which ranks are missing.
+        "comm": 4750,
         "core": 730,
         "device": 520,  # 10 of them: flags of captured backwards
         # 20 of them: local gradients, as 20 of reduce; 30: verbs of single units; 10: watchers of
@@ -52,7 +53,7 @@ LINES = {
         "kernels": 4630,  # 410 of them: marks and digests of changes
         "memory": 1130,  # 20 of them: memory that a gather fills
         "optim": 580,  # 10 of them: marks
-        "python": 1640,  # 20 of them: changes
+        "python": 1650,  # 20 of them: changes; 10: the table of kernels
         "reduce": 1900,  # 30 of them: what is mixed into gradients
         "step": 650,
         "units": 3140,  # 170 of them: changed_elements; 20: memory that a gather fills

@@ -4,6 +4,7 @@ A token is such a time. While it lives, updates mark what they change: one bit f
 this rank's part (csrc/engine/changes.h).
 """
 
+import itertools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,12 +22,18 @@ from zero_ext.state.model_state import groups_of, handles_of, plain_name
 from zero_ext.state.receiving import ChangedParam, digest_of
 
 _INDEX_BYTES = 8  # at most, of a changed element
+_numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
 class ChangeToken:
-    """A time in the life of a model. See ``change_token``."""
+    """A time in the life of a model. See ``change_token``.
 
+    Attributes:
+        number: How many tokens this process has made. Errors of ``apply_changes`` name it.
+    """
+
+    number: int
     of_engines: weakref.WeakKeyDictionary[Handle, _C.ChangeToken]
     digests: dict[str, int]  # of parameters that no engine knows
     module: weakref.ref[nn.Module]
@@ -48,7 +55,7 @@ def change_token(module: nn.Module) -> ChangeToken:
     for handle in handles_of(module):
         tokens[handle] = handle.engine.change_token()
     plain = {name: digest_of(p) for name, p in _named(module) if find(p) is None and _has_digest(p)}
-    return ChangeToken(tokens, plain, weakref.ref(module))
+    return ChangeToken(next(_numbers), tokens, plain, weakref.ref(module))
 
 
 def iter_changed_params(
@@ -103,7 +110,7 @@ def iter_changed_params(
 def _iterate(
     module: nn.Module, since: ChangeToken | None, bucket_bytes: int, wanted: bool
 ) -> Iterator[ChangedParam]:
-    tokens = {} if since is None else since.of_engines
+    tokens, number = ({}, None) if since is None else (since.of_engines, since.number)
     with torch.inference_mode(False):
         changes = {
             handle: handle.engine.count_changes(tokens.get(handle), wanted)
@@ -129,12 +136,12 @@ def _iterate(
             some.append((name, handle, i, change.numel * (parameter.itemsize + _INDEX_BYTES)))
     try:
         for name, indices, values in _gather(_cut(some, bucket_bytes)):
-            yield ChangedParam(name, indices, values, digests[name])
+            yield ChangedParam(name, indices, values, digests[name], number)
     except GeneratorExit:
         [*iterate_whole(whole, None, bucket_bytes, wanted=False)]
         raise
     for name, values in iterate_whole(whole, None, bucket_bytes, wanted):
-        yield ChangedParam(name, None, values, digests[name])
+        yield ChangedParam(name, None, values, digests[name], number)
 
 
 @dataclass

@@ -25,12 +25,15 @@ class ChangedParam(NamedTuple):
             more than 2^31 elements; [elements]. None: all elements may have changed.
         values: [elements], or the whole parameter in its shape; in its dtype.
         digest: Of the whole parameter with these values, 64 bits. None: it cannot be compared.
+        since: The ``number`` of the token that was passed. The copy has all changes up to that
+            token already. None: no token was passed.
     """
 
     name: str
     indices: Tensor | None
     values: Tensor
     digest: int | None
+    since: int | None = None
 
 
 def apply_changes(
@@ -40,7 +43,7 @@ def apply_changes(
 
     Args:
         target: A plain module, or tensors by the names of the parameters. They keep their memory.
-        changes: In any order. Tuples of the same four values will do.
+        changes: In any order. Tuples of the same values will do.
     Returns:
         The number of elements that were written.
     Raises:
@@ -54,7 +57,8 @@ def apply_changes(
     tensors = dict(target.named_parameters()) if isinstance(target, nn.Module) else target
     written = 0
     with torch.no_grad():
-        for name, indices, values, digest in changes:
+        for change in changes:
+            name, indices, values, digest, since = ChangedParam(*change)
             tensor = _checked(tensors, name, indices, values)
             if indices is None:
                 tensor.copy_(values)
@@ -64,9 +68,10 @@ def apply_changes(
             written += values.numel()
             if digest is not None and digest_of(tensor) != digest:
                 raise RuntimeError(
-                    f"zero_ext: '{name}' differs from the trainer's after its changes were applied."
-                    " This copy lacks earlier changes, or somebody wrote to it. Ask the trainer for"
-                    " all values: iter_changed_params(module, since=None)."
+                    f"zero_ext: '{name}' differs from the trainer's after its changes since token"
+                    f" {since} were applied. This copy lacks changes of the time before token"
+                    f" {since}, or somebody wrote to it. Ask the trainer for all values:"
+                    " iter_changed_params(module, since=None)."
                 )
     return written
 
