@@ -4,6 +4,7 @@
 #include <c10/util/hash.h>
 
 #include <algorithm>
+#include <chrono>
 #include <numeric>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -15,6 +16,12 @@
 #include "device/streams.h"
 
 namespace zero_ext {
+namespace {
+
+// After an error of one rank, the others raise theirs within this time.
+constexpr std::chrono::seconds kSoon{1};
+
+}  // namespace
 
 Peers::Peers(std::shared_ptr<const ProcessGroups> groups, std::vector<int64_t> global_ranks)
     : groups_(std::move(groups)),
@@ -160,9 +167,25 @@ bool Peers::is_past(MessageKind kind, int64_t epoch) const {
 // Messages
 
 void Peers::add(Pending& pending, Pending::Part part) const {
-  if (part.peer != Pending::kAllRanks) part.peer = global_rank(part.peer);
   const bool on_host = part.tensor.is_cpu();
+  if (part.peer != Pending::kAllRanks) {
+    part.peer = global_rank(part.peer);
+  } else if (on_host) {
+    part.missing = [this] { return missing(); };
+  }
   pending.add(std::move(part), on_host ? nullptr : watch_, waited_);
+}
+
+std::string Peers::missing() const {
+  std::vector<int64_t> places;
+  for (int64_t r = 0; r < world(); ++r) places.push_back(place(r));
+  const std::vector<int64_t> found = groups_->missing_among(places, kSoon);
+  std::string names;
+  for (int64_t r = 0; r < world(); ++r) {
+    if (std::ranges::find(found, place(r)) == found.end()) continue;
+    names += (names.empty() ? "rank " : ", rank ") + std::to_string(global_rank(r));
+  }
+  return names;
 }
 
 Message Peers::start_send(const at::Tensor& tensor, int64_t to, const MessageLabel& label) {

@@ -132,6 +132,8 @@ class Peers {
  private:
   bool reads(int64_t peer) const;
   void find_routes();
+  // See Pending::Part.
+  std::string missing() const;
   // The number of `rank` among all ranks.
   int64_t place(int64_t rank) const { return subset_.empty() ? rank : subset_[rank]; }
   void note_collective(size_t& hash, int64_t unit) const;

@@ -106,6 +106,28 @@ ProcessGroups::ProcessGroups(const Names& names, c10::Device device)
 
 c10::intrusive_ptr<c10d::Store> ProcessGroups::store() const { return reduce_->getStore(); }
 
+std::vector<int64_t> ProcessGroups::missing_among(
+    const std::vector<int64_t>& ranks, std::chrono::milliseconds patience) const noexcept {
+  std::vector<int64_t> missing;
+  try {
+    const auto key = [](int64_t r) { return "zero_ext/waited_in_vain/" + std::to_string(r); };
+    std::vector<std::string> keys;
+    for (const int64_t r : ranks) keys.push_back(key(r));
+    // Another thread may wait in the groups' own connection.
+    const auto own = store()->clone();
+    own->set(key(rank_), std::string());
+    try {
+      own->wait(keys, patience);
+    } catch (const std::exception&) {
+      for (const int64_t r : ranks)
+        if (!own->check({key(r)})) missing.push_back(r);
+    }
+  } catch (const std::exception&) {
+    missing.clear();
+  }
+  return missing;
+}
+
 Message ProcessGroups::send(const at::Tensor& tensor, int64_t to, const MessageLabel& label) const {
   std::vector<at::Tensor> tensors{tensor};
   return started(
