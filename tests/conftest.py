@@ -59,6 +59,9 @@ TEST_TIMEOUT_S = 60
 ANSWER_MARGIN_S = 10
 WATCHDOG_MARGIN_S = 25
 
+# A rank that closes a group ends collectives that other ranks' devices still run.
+DEVICE_LAG_S = 0 if DEVICE == "cpu" else 1
+
 # Ranks must draw the same examples; shrinking would replay collectives on one rank alone.
 hypothesis.settings.register_profile(
     "spmd",
@@ -149,6 +152,7 @@ class Closing:
     def __init__(self):
         self.at_once = False
         self.of_test: list[dist.ProcessGroup] = []
+        self.to_close: list[tuple[float, dist.ProcessGroup]] = []  # since when
         self.threads = ThreadPoolExecutor(16, thread_name_prefix="closing")
         self.under_way: list[Future] = []
         c10d = torch._C._distributed_c10d
@@ -161,13 +165,17 @@ class Closing:
 
         c10d._register_process_group = keep  # as engines call it
 
-    def start(self) -> None:
+    def start(self, older_than_s: float = DEVICE_LAG_S) -> None:
+        """Of groups that had their last test so long ago."""
+        now = time.monotonic()
+        self.to_close += [(now, group) for group in self.of_test]
+        self.of_test.clear()
         self.under_way = [each for each in self.under_way if not each.done()]
-        while self.of_test:
-            self.under_way.append(self.threads.submit([self.of_test.pop()].clear))
+        while self.to_close and self.to_close[0][0] <= now - older_than_s:
+            self.under_way.append(self.threads.submit([self.to_close.pop(0)[1]].clear))
 
     def wait(self) -> None:
-        self.start()
+        self.start(0)
         for each in self.under_way:
             each.result()
 

@@ -3,7 +3,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
+#include <algorithm>
 #include <array>
+#include <chrono>
 #include <cstring>
 #include <sstream>
 #include <thread>
@@ -81,10 +83,13 @@ void check_agreement(const std::vector<Header>& headers) {
   TORCH_CHECK(false, "the ranks disagree:", all);
 }
 
+constexpr std::chrono::microseconds kLongestPause{1000};
+
 void wait_for(const c10::intrusive_ptr<c10d::Work>& work, const std::atomic<bool>& cut) {
-  while (!work->isCompleted()) {
+  for (std::chrono::microseconds pause{20}; !work->isCompleted();) {
     if (cut) throw Aborted();
-    std::this_thread::sleep_for(std::chrono::microseconds(20));
+    std::this_thread::sleep_for(pause);
+    pause = std::min(2 * pause, kLongestPause);
   }
   work->wait();  // raises its error
 }
