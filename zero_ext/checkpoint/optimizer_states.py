@@ -16,7 +16,7 @@ from zero_ext.checkpoint.contents import Contents, first_of
 from zero_ext.engine.registry import find
 from zero_ext.optim.groups import name_in_module, settings_of
 from zero_ext.optim.sharded import Sharded
-from zero_ext.state.model_state import ModelState, master_place_of
+from zero_ext.state.model_state import ModelState, entry_with_master
 
 _SAVED_GROUPS = "Make it with the groups that were saved, or load the model alone."
 
@@ -208,7 +208,7 @@ class SavedOptimizer:
 
     def _takes_state(self, parameter: Tensor | None) -> bool:
         """Optimizers of this package have no state of frozen parameters."""
-        frozen = parameter is not None and find(parameter) and master_place_of(parameter) is None
+        frozen = parameter is not None and find(parameter) and entry_with_master(parameter) is None
         return not (frozen and isinstance(self._optimizer, Sharded))
 
     def targets(self) -> dict[str, Tensor]:
@@ -261,8 +261,8 @@ def _is_on_device(value: Any) -> bool:
 
 def _device_of(parameter: Tensor) -> torch.device:
     """Where an optimizer sees it: that of its master."""
-    place = master_place_of(parameter)
-    return parameter.device if place is None else place[0].engine.master_slice(place[1]).device
+    handle, i = entry_with_master(parameter) or (None, -1)
+    return parameter.device if handle is None else handle.engine.master_slice(i).device
 
 
 def _placed(named: dict[str, Any], on_device: Sequence[bool], optimizer) -> dict[str, Any]:
@@ -277,12 +277,12 @@ def _placed(named: dict[str, Any], on_device: Sequence[bool], optimizer) -> dict
 
 def _target(parameter: Tensor, item: TensorStorageMetadata, on_device: bool) -> Tensor:
     """This rank's part of a state, where it has one of each element; else all of it."""
-    dtype, place = item.properties.dtype, master_place_of(parameter)
+    dtype, entry = item.properties.dtype, entry_with_master(parameter)
     if isinstance(parameter, DTensor) and item.size == parameter.shape:
         return torch.empty_like(parameter, dtype=dtype)
-    if place is None or parameter.dim() == 0 or item.size != parameter.shape:
+    if entry is None or parameter.dim() == 0 or item.size != parameter.shape:
         device = _device_of(parameter) if on_device else torch.device("cpu")
         return torch.empty(item.size, dtype=dtype, device=device)
-    handle, i = place
+    handle, i = entry
     local = torch.empty_like(handle.engine.master_slice(i), dtype=dtype)
     return handle.as_parameter(local, i, parameter)

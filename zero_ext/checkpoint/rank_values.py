@@ -20,7 +20,7 @@ from zero_ext import _C
 from zero_ext.checkpoint import pickles
 from zero_ext.ranks.agreement import of_all_ranks
 from zero_ext.ranks.groups import Groups
-from zero_ext.state.model_state import ModelState, is_extra_state, place_of
+from zero_ext.state.model_state import ModelState, entry_in_unit, is_extra_state
 
 EXTRA = "zero_ext.extra"  # the key of what the user has passed
 _OWN = re.compile(r"zero_ext\.rank(\d+)\.(.+)", re.DOTALL)
@@ -50,7 +50,7 @@ class RankValues:
     """
 
     def __init__(self, state: Mapping[str, Any], extra: Any, of_model: ModelState, groups: Groups):
-        sharded = {name for name, v in of_model.tensors.items() if place_of(v) is not None}
+        sharded = {name for name, v in of_model.tensors.items() if entry_in_unit(v) is not None}
         self._groups = groups
         self._values: dict[str, Any] = {}
         self._digests: list[int] = []

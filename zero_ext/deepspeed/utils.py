@@ -18,13 +18,13 @@ from zero_ext.engine.registry import find
 from zero_ext.optim.sharded import Sharded
 from zero_ext.ranks.agreement import all_or_none
 from zero_ext.state.values import (
+    entry_of,
     full_grad,
     full_state,
     full_tensor,
     set_full_grad,
     set_full_param,
     set_full_state,
-    sharded_place_of,
     state_of,
 )
 from zero_ext.tensor.shard_tensor import ShardTensor
@@ -83,7 +83,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
     """This rank's part of the fp32 master, 1-D and a copy. It may be empty."""
-    handle, i = sharded_place_of(param)
+    handle, i = entry_of(param)
     return handle.engine.current_master(i).detach().clone()
 
 
@@ -94,7 +94,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """This rank's part of the reduced gradient, 1-D, fp32 and a copy."""
-    sharded_place_of(param)
+    entry_of(param)
     return None if param.grad is None else _part_of(param.grad)
 
 
@@ -123,7 +123,7 @@ def _part_of(value: Tensor) -> Tensor:
 
 def _of_parts(param: nn.Parameter, value: Tensor) -> Tensor:
     """All ranks' 1-D parts as one sharded value."""
-    handle, i = sharded_place_of(param)
+    handle, i = entry_of(param)
     with all_or_none(handle.groups, "safe_set_local_*()"):
         own = handle.engine.current_master(i)
         if not isinstance(value, Tensor) or value.numel() != own.numel():
@@ -137,8 +137,8 @@ def _of_parts(param: nn.Parameter, value: Tensor) -> Tensor:
 
 
 def _optimizer_of(param: nn.Parameter) -> Sharded:
-    place = find(param)
-    for optimizer in () if place is None else place[0].optimizers:
+    entry = find(param)
+    for optimizer in () if entry is None else entry.handle.optimizers:
         if any(param is other for group in optimizer.param_groups for other in group["params"]):
             return optimizer
     raise ValueError(

@@ -67,7 +67,7 @@ def _gathered_by_engines(unique: list[Tensor], modifier_rank: int | None) -> Ite
         before = (
             {id(p): whole.get(id(p), p).clone() for p in unique} if modifier_rank == rank else {}
         )
-    groups = next((place[0].groups for place in map(find, unique) if place is not None), None)
+    groups = next((entry.handle.groups for entry in map(find, unique) if entry is not None), None)
     told = modifier_rank is not None and groups is not None  # so that no rank waits in vain
     try:
         with all_or_none(groups, "GatheredParameters()") if told else contextlib.nullcontext():
@@ -94,8 +94,8 @@ def _check_rank(rank: int | None) -> None:
 
 
 def _is_released(parameter: Tensor) -> bool:
-    place = find(parameter)
-    if place is None or not place[0].engine.releases:
+    entry = find(parameter)
+    if entry is None or not entry.handle.engine.releases:
         return False
     try:
         parameter.untyped_storage().data_ptr()

@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 from zero_ext import _C
 from zero_ext._torch import FLATTENED, is_traceable_wrapper_subclass, spec_of, wrappers_of
 from zero_ext.engine.low_precision import check_class
-from zero_ext.engine.registry import Handle, find, find_all, living
+from zero_ext.engine.registry import Handle, RegistryEntry, find, find_all, living
 from zero_ext.engine.units import Tree
 from zero_ext.ranks.groups import Groups
 from zero_ext.tensor.meshes import cutting_groups, is_cut_over, local_of, locals_of
@@ -205,7 +205,7 @@ def _reject(
     groups: Groups,
     name: str,
     parameter: Tensor,
-    entry: tuple[Handle, int] | None,
+    entry: RegistryEntry | None,
     meta_allowed: bool,
 ) -> NoReturn:
     """Raise that a parameter cannot be sharded. ``entry``: of the handle that shards it."""

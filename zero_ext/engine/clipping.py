@@ -147,7 +147,7 @@ def _by_handle(parameters: Sequence[Tensor], *, adopt: bool) -> dict[Handle, lis
     indices: dict[Handle, dict[int, None]] = {}
     for entry in registry.find_all(parameters):
         if entry is not None:
-            indices.setdefault(entry[0], {})[entry[1]] = None
+            indices.setdefault(entry.handle, {})[entry.index] = None
     found = {}
     for handle, members in indices.items():
         if adopt:

@@ -2,13 +2,19 @@
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from zero_ext import _C
 
 Handle = Any  # that of handle.py, which imports this file
+
+
+class RegistryEntry(NamedTuple):
+    handle: Handle  # which shards the parameter
+    index: int  # in its engine
+
 
 _living: list[weakref.ref] = []  # handles, in the order in which they were made
 
@@ -18,28 +24,27 @@ def register(handle: Handle) -> None:
 
 
 def living() -> list[Handle]:
-    """All handles of this process."""
+    """All handles of this process. A garbage collection may change the list meanwhile."""
     return [handle for each in tuple(_living) if (handle := each()) is not None]
 
 
-def find(parameter: Tensor) -> tuple[Handle, int] | None:
-    """The handle that shards ``parameter`` and the parameter's index in its engine, or None."""
-    for reference in tuple(_living):  # a garbage collection may change the list
-        handle = reference()
-        if handle is not None and (entry := handle.entries.get(id(parameter))) is not None:
-            return handle, entry[1]
+def find(parameter: Tensor) -> RegistryEntry | None:
+    """None for a parameter that no handle shards."""
+    for handle in living():
+        if (known := handle.entries.get(id(parameter))) is not None:
+            return RegistryEntry(handle, known[1])
     return None
 
 
-def find_all(parameters: Iterable[Tensor]) -> list[tuple[Handle, int] | None]:
+def find_all(parameters: Iterable[Tensor]) -> list[RegistryEntry | None]:
     """The result of ``find`` for each parameter."""
     ids = [id(parameter) for parameter in parameters]
-    found: list[tuple[Handle, int] | None] = [None] * len(ids)
+    found: list[RegistryEntry | None] = [None] * len(ids)
     for handle in living():
         if not handle.entries.keys().isdisjoint(ids):
-            for k, entry in enumerate(map(handle.entries.get, ids)):
-                if entry is not None:
-                    found[k] = (handle, entry[1])
+            for k, known in enumerate(map(handle.entries.get, ids)):
+                if known is not None:
+                    found[k] = RegistryEntry(handle, known[1])
     return found
 
 
@@ -74,7 +79,7 @@ def handle_of(sharded) -> Handle:
         ValueError, TypeError: ``sharded`` is neither.
     """
     if isinstance(sharded, nn.Module):
-        found = (entry[0] for p in sharded.parameters() if (entry := find(p)) is not None)
+        found = (entry.handle for p in sharded.parameters() if (entry := find(p)) is not None)
         if (handle := next(found, None)) is None:
             raise ValueError(f"zero_ext: this {type(sharded).__name__} is not sharded.")
         return handle

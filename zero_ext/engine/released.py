@@ -179,8 +179,7 @@ def _explain(operator: str, in_backward: bool) -> str:
         return _READ
     if in_backward:  # who called backward() has not read them
         callers = list(itertools.takewhile(lambda c: not c.module.startswith(_AUTOGRAD), callers))
-    text = _by_caller(callers)
-    if text is None:
+    if (text := _by_caller(callers)) is None:
         text = _BACKWARD if in_backward else _by_operator(operator)
     begin = _begin_of_message(callers)
     return _READ if text == _READ or begin is None else begin + text
@@ -203,8 +202,7 @@ def _begin_of_message(callers: Sequence[_Caller]) -> str | None:
 def _parameters_of(caller: _Caller) -> list[Tensor]:
     own = caller.owner._parameters if isinstance(caller.owner, nn.Module) else {}
     values = [*caller.frame.f_locals.values(), *own.values()]
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    return [tensor for tensor in tensors if type(tensor).__torch_dispatch__ is _PLAIN]
+    return [v for v in values if isinstance(v, Tensor) and type(v).__torch_dispatch__ is _PLAIN]
 
 
 def _by_caller(callers: Sequence[_Caller]) -> str | None:

@@ -37,8 +37,8 @@ def follow(optimizer: torch.optim.Optimizer) -> None:
 
 def _check_all_sharded(optimizer: torch.optim.Optimizer) -> None:
     named, _ = named_parameters(optimizer.param_groups)
-    for (name, parameter), place in zip(named, find_all([p for _, p in named]), strict=True):
-        if place is None and parameter.requires_grad:
+    for (name, parameter), entry in zip(named, find_all([p for _, p in named]), strict=True):
+        if entry is None and parameter.requires_grad:
             raise ValueError(
                 f"zero_ext: {type(optimizer).__name__} steps '{name}' of shape "
                 f"{tuple(parameter.shape)}, which no call of fully_shard() has taken: nothing "

@@ -330,7 +330,7 @@ def _check(optimizer: torch.optim.Optimizer, coming: dict[int, Any]) -> None:
     if not parameters:
         return
     owners = {
-        id(entry[0] if (entry := find(p)) else coming[id(p)][0])
+        id(entry.handle if (entry := find(p)) else coming[id(p)][0])
         for p in parameters
         if not stays_whole(p)
     }

@@ -34,7 +34,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         )
     if not callable(getattr(module, method_name, None)):
         raise ValueError(f"zero_ext: {type(module).__name__} has no method '{method_name}'.")
-    handles = [entry[0] for p in module.parameters() if (entry := find(p)) is not None]
+    handles = [entry.handle for p in module.parameters() if (entry := find(p)) is not None]
     if not handles or handles[0].sharded_methods is None:
         raise ValueError(
             f"zero_ext: register_forward_method: no parameter of this {type(module).__name__} was "

@@ -54,15 +54,15 @@ def parameters_of(groups: Sequence[Group]) -> list[Tensor]:
 
 def name_in_module(parameter: Tensor) -> str | None:
     """The parameter's name in the engine that shards it; None: no engine does."""
-    place = find(parameter)
-    return None if place is None else place[0].engine.parameter_name(place[1])
+    entry = find(parameter)
+    return None if entry is None else entry.handle.engine.parameter_name(entry.index)
 
 
 def stepped_beside(optimizers: Iterable[Any], of_model: Container[int]) -> list[Tensor]:
     """The parameters in a model's engines that ``optimizers`` step beside its own, ``of_model``."""
     others = [p for o in optimizers for p in parameters_of(o.param_groups) if id(p) not in of_model]
     found = zip(others, find_all(others), strict=True)
-    added = [(p, place[0]) for p, place in found if place and place[1] >= place[0].planned]
+    added = [(p, e.handle) for p, e in found if e and e.index >= e.handle.planned]
     return [p for p, handle in added if any(i in of_model for i in handle.entries)]
 
 
@@ -99,11 +99,11 @@ def check_not_owned(named: Named, optimizer: torch.optim.Optimizer) -> None:
 def check_of_engine(named: Named, handle: Handle, *, grouped_by_hand: bool = False) -> None:
     """Raise if one of these parameters is not sharded by the engine of ``handle``."""
     for name, parameter in named:
-        place = find(parameter)
-        if place is not None and place[0] is handle:
+        entry = find(parameter)
+        if entry is not None and entry.handle is handle:
             continue
         what = f"'{name_in_module(parameter) or name}' of shape {tuple(parameter.shape)}"
-        if grouped_by_hand and place is None:
+        if grouped_by_hand and entry is None:
             raise ValueError(
                 f"zero_ext: '{name}' of shape {tuple(parameter.shape)} was put into the groups by "
                 "hand, and is not sharded. Add it with add_param_group()."
@@ -126,7 +126,7 @@ def handle_of_module(named: Named, sharding: Sharding) -> Handle | None:
     Raises:
         ValueError: the module was sharded in another way.
     """
-    handle = next((place[0] for _, p in named if (place := find(p)) is not None), None)
+    handle = next((entry.handle for _, p in named if (entry := find(p)) is not None), None)
     if handle is None:
         return None
     for name, given, of_module in (
@@ -166,8 +166,8 @@ def claim(
     Raises:
         ValueError: one is not sharded by the optimizer's engine, or another optimizer's to step.
     """
-    entry_of = handle.entries.get
-    found = [[(p, entry_of(id(p))) for p in group["params"]] for group in groups]
+    known = handle.entries.get
+    found = [[(p, known(id(p))) for p in group["params"]] for group in groups]
     sharded = [[(p, entry[1]) for p, entry in each if entry is not None] for each in found]
     mine = {i for places in sharded for _, i in places}
     others = [each for each in handle.optimizers if each is not optimizer]

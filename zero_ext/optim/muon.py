@@ -184,8 +184,8 @@ def _part_shape(parameter: Tensor, group: Group) -> torch.Size:
 
 
 def _check_matrix(name: str | None, parameter: Tensor, split: int) -> None:
-    place = find(parameter)
-    if place is not None and is_cut_over(parameter, place[0].groups.expert_mesh):
+    entry = find(parameter)
+    if entry is not None and is_cut_over(parameter, entry.handle.groups.expert_mesh):
         reject_cut("Muon", parameter, name, "Give experts to AdamW.")
     if split != 1:
         reject_cut(f"Muon with split={split}", parameter, name, "Leave split at 1 for it.")

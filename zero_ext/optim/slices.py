@@ -229,8 +229,8 @@ class Slices(OwnStates):
             self._is_cut(name, saved[0].group, of_shape)
         writes = []
         for each in saved:
-            place = find(each.parameter)
-            of_rank = None if place is None else self._slices.get(place[1])
+            entry = find(each.parameter)
+            of_rank = None if entry is None else self._slices.get(entry.index)
             if of_rank is None:
                 each.warn_of_frozen()
                 continue

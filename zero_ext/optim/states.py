@@ -331,12 +331,12 @@ class FusedStates(States):
     def checked_write(self, shown: ShownStates, saved: Sequence[SavedState]) -> Loader:
         writes = []
         for each in saved:
-            place = find(each.parameter)
-            if place is not None and self._handle.engine.unit_of(place[1]) < 0:
+            entry = find(each.parameter)
+            if entry is not None and self._handle.engine.unit_of(entry.index) < 0:
                 each.warn_of_frozen()
                 continue
             each = self._completed(each)
-            held = {} if place is None else self._held_state(each.parameter, place[1])
+            held = {} if entry is None else self._held_state(each.parameter, entry.index)
             for name in each.values:
                 if name not in held:
                     raise ValueError(

@@ -120,14 +120,14 @@ def _iterate(
     whole: list[tuple[str, Tensor]] = []
     digests: dict[str, int | None] = {}
     for name, parameter in _named(module):
-        place = find(parameter)
-        if place is None:
+        entry = find(parameter)
+        if entry is None:
             digests[name] = digest_of(parameter) if _has_digest(parameter) else None
             before = None if since is None else since.digests.get(name)
             if before is None or before != digests[name]:
                 whole.append((name, parameter))
             continue
-        handle, i = place
+        handle, i = entry
         change = changes[handle][i]
         digests[name] = change.digest if _has_digest(parameter) else None
         if change.of_all:

@@ -13,10 +13,10 @@ from zero_ext.engine.registry import find
 from zero_ext.ranks.agreement import all_or_none
 from zero_ext.state.model_state import (
     ModelState,
+    entry_with_master,
     groups_of,
     handles_of,
     held_value,
-    master_place_of,
     write_held,
 )
 
@@ -201,12 +201,12 @@ def _plain_mode() -> Iterator[None]:
 def _is_trained(parameter: Tensor) -> bool:
     if find(parameter) is None:
         return parameter.requires_grad
-    return master_place_of(parameter) is not None
+    return entry_with_master(parameter) is not None
 
 
 def _present(parameter: Tensor) -> Tensor:
     """A copy of what this rank holds of the parameter's value: of the master, where it has one."""
-    if master_place_of(parameter) is not None:
+    if entry_with_master(parameter) is not None:
         return held_value(parameter)
     wide = torch.promote_types(parameter.dtype, torch.float32)
     return parameter.detach().to(wide, copy=True)

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from zero_ext import _C
 from zero_ext.engine.checks import DTYPES, check_module, check_positive
 from zero_ext.engine.handle import Handle
-from zero_ext.state.model_state import groups_of, has_wider_master, place_of, plain_name, whole
+from zero_ext.state.model_state import entry_in_unit, groups_of, has_wider_master, plain_name, whole
 from zero_ext.tensor.meshes import local_of
 
 _ALIGNMENT_BYTES = 64
@@ -197,8 +197,8 @@ def _cut(
     for name, parameter in named:
         other = dtype is not None and dtype != parameter.dtype
         masters = other and has_wider_master(parameter)
-        place = place_of(parameter)
-        handle, i = place or (None, -1)
+        entry = entry_in_unit(parameter)
+        handle, i = entry or (None, -1)
         if not masters and (handle is None or not handle.engine.comes_and_goes(i)):
             handle, i = None, -1
         last = buckets[-1] if buckets else None

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from zero_ext.engine.checks import check_module
 from zero_ext.engine.handle import Handle
-from zero_ext.engine.registry import find
+from zero_ext.engine.registry import RegistryEntry, find
 from zero_ext.optim.groups import name_in_module, stepped_beside
 from zero_ext.ranks.collectives import expansion
 from zero_ext.ranks.groups import ALONE, Groups, resolve
@@ -70,7 +70,7 @@ class ModelState(NamedTuple):
         """Raise where several elements of one of these tensors share memory."""
         for name in set(names) - self.made:
             value = self.tensors[name]
-            if place_of(value) is None and any(expansion(value)):
+            if entry_in_unit(value) is None and any(expansion(value)):
                 raise ValueError(
                     f"zero_ext: '{name}' of shape {tuple(value.shape)} is expanded: its elements "
                     "share memory, so it cannot be loaded. Make it contiguous."
@@ -113,7 +113,7 @@ class _OwnTensors:
         for value in [*model.parameters(), *model.buffers()]:
             self._ids.add(id(value))
             entry = find(value)
-            if entry is None or not entry[0].engine.releases:  # such parameters may not be read
+            if entry is None or not entry.handle.engine.releases:  # such parameters may not be read
                 place = _place(value)
                 self._places[place] = None if place in self._places else value
 
@@ -130,24 +130,24 @@ def _place(value: Tensor) -> tuple | None:
     return *start, value.shape, value.stride(), value.dtype
 
 
-def place_of(value: Tensor) -> tuple[Handle, int] | None:
-    """The handle and the index of a parameter that lies in a unit, or None."""
-    place = find(value)
-    if place is None:
+def entry_in_unit(value: Tensor) -> RegistryEntry | None:
+    """Of a parameter that lies in a unit, else None."""
+    entry = find(value)
+    if entry is None:
         return None
-    engine, i = place[0].engine, place[1]
-    return place if engine.unit_of(i) >= 0 or engine.frozen_unit_of(i) >= 0 else None
+    engine, i = entry.handle.engine, entry.index
+    return entry if engine.unit_of(i) >= 0 or engine.frozen_unit_of(i) >= 0 else None
 
 
-def master_place_of(value: Tensor) -> tuple[Handle, int] | None:
-    """As ``place_of``, for a parameter that is trained: it has a master."""
-    place = find(value)
-    return place if place is not None and place[0].engine.unit_of(place[1]) >= 0 else None
+def entry_with_master(value: Tensor) -> RegistryEntry | None:
+    """As ``entry_in_unit``, for a parameter that is trained: it has a master."""
+    entry = find(value)
+    return entry if entry is not None and entry.handle.engine.unit_of(entry.index) >= 0 else None
 
 
 def has_wider_master(value: Tensor) -> bool:
     """Whether ``value`` is a parameter with a master of more bits than its own."""
-    return value.dtype != torch.float32 and master_place_of(value) is not None
+    return value.dtype != torch.float32 and entry_with_master(value) is not None
 
 
 def held_value(value: Tensor) -> Tensor:
@@ -156,21 +156,21 @@ def held_value(value: Tensor) -> Tensor:
     A copy of its part for a parameter in a unit: of the fp32 master where the parameter is trained.
     Otherwise the tensor itself.
     """
-    place = place_of(value)
-    if place is None:
+    entry = entry_in_unit(value)
+    if entry is None:
         return value.detach()
-    handle, i = place
+    handle, i = entry
     master = handle.as_parameter(handle.engine.current_master(i), i, value)
     return master if handle.engine.unit_of(i) >= 0 else master.to(value.dtype)
 
 
 def write_held(target: Tensor, value: Tensor) -> None:
     """Give ``target``, and its master, a value as ``held_value`` shows it. Collective."""
-    place = place_of(target)
-    if place is None:
+    entry = entry_in_unit(target)
+    if entry is None:
         target.copy_(value)
     else:
-        place[0].write_value(place[1], value)
+        entry.handle.write_value(entry.index, value)
 
 
 def target_for(value: Tensor) -> Tensor:
@@ -179,13 +179,13 @@ def target_for(value: Tensor) -> Tensor:
     It lies on the host where the value lies in no unit.
     """
     held = held_value(value)
-    return held if place_of(value) is not None else held.to("cpu", copy=True)
+    return held if entry_in_unit(value) is not None else held.to("cpu", copy=True)
 
 
 def full_value(value: Tensor) -> Tensor:
     """The whole value, in its own dtype. Collective, where not every rank holds it."""
-    place = place_of(value)
-    if place is None or not place[0].engine.releases:
+    entry = entry_in_unit(value)
+    if entry is None or not entry.handle.engine.releases:
         return whole(value.detach())
     return whole(held_value(value).to(value.dtype))
 
@@ -220,8 +220,8 @@ def _uncompiled(module: nn.Module) -> nn.Module:
 
 def handles_of(model: nn.Module) -> list[Handle]:
     """The handles of the engines that shard parts of ``model``."""
-    places = map(find, model.parameters())
-    return list({id(place[0]): place[0] for place in places if place is not None}.values())
+    entries = map(find, model.parameters())
+    return list({id(entry.handle): entry.handle for entry in entries if entry is not None}.values())
 
 
 def groups_of(model: nn.Module) -> Groups:

@@ -32,12 +32,12 @@ def gradient_reductions(module: nn.Module) -> dict[str, str]:
 
 
 def _described(parameter: Tensor) -> str:
-    place = find(parameter)
-    if place is None:
+    entry = find(parameter)
+    if entry is None:
         return "not sharded"
     if not parameter.requires_grad:
         return "frozen"
-    handle, _ = place
+    handle, _ = entry
     groups, divisor = handle.groups, handle.engine.gradient_divisor
     every = list(groups.global_ranks)
     if is_cut_over(parameter, groups.expert_mesh):

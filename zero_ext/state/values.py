@@ -19,13 +19,13 @@ from torch import Tensor, nn
 from zero_ext import _C
 from zero_ext.engine.checks import check_module, is_ignored, stays_whole
 from zero_ext.engine.handle import Handle
-from zero_ext.engine.registry import find
+from zero_ext.engine.registry import RegistryEntry, find
 from zero_ext.optim.sharded import Sharded
 from zero_ext.optim.whole import Whole
 from zero_ext.ranks.agreement import all_or_none, calling, naming
 from zero_ext.ranks.collectives import broadcast_
 from zero_ext.ranks.groups import Groups
-from zero_ext.state.model_state import handles_of, place_of, whole
+from zero_ext.state.model_state import entry_in_unit, handles_of, whole
 from zero_ext.tensor.meshes import copy_whole, part_of
 from zero_ext.tensor.shard_tensor import ShardTensor
 
@@ -59,8 +59,8 @@ def full_tensor(parameter: Tensor) -> Tensor:
         return parameter.full_tensor()
     if type(parameter) is Tensor or _is_whole(parameter):
         return whole(parameter.detach()).clone()
-    handle, i = sharded_place_of(parameter)
-    if place_of(parameter) is None:
+    handle, i = entry_of(parameter)
+    if entry_in_unit(parameter) is None:
         return whole(parameter.detach()).float().clone()
     return _copy_of_whole(handle.as_parameter(handle.engine.current_master(i), i, parameter))
 
@@ -82,14 +82,14 @@ def set_full_param(parameter: Tensor, value: Tensor | None) -> None:
             ``summon_full_params(writeback=False)``; or ``offload_states`` has moved parameters or
             masters.
     """
-    handle, i = sharded_place_of(parameter)
+    handle, i = entry_of(parameter)
     verb = "set_full_param()"
     kind = _kind_on_rank_0(value, handle.groups)
     with all_or_none(handle.groups, verb):
         handle.refuse_forgotten_writes(verb)
         value = _checked(value, parameter, kind, handle.groups, verb)
     value = _of_rank_0(value, kind, handle.groups)
-    if place_of(parameter) is None:
+    if entry_in_unit(parameter) is None:
         copy_whole(parameter, value)
     else:
         handle.engine.write_parameter(i, part_of(parameter, value))
@@ -106,7 +106,7 @@ def full_grad(parameter: Tensor) -> Tensor | None:
     Raises:
         ValueError: this library does not shard the parameter.
     """
-    sharded_place_of(parameter)
+    entry_of(parameter)
     gradient = parameter.grad
     return None if gradient is None else _copy_of_whole(gradient).float()
 
@@ -125,7 +125,7 @@ def set_full_grad(parameter: Tensor, value: Tensor | None) -> None:
             shard or that is frozen. Nothing is changed then.
         RuntimeError: another rank's value was rejected. Nothing is changed then.
     """
-    handle, i = sharded_place_of(parameter)
+    handle, i = entry_of(parameter)
     verb = "set_full_grad()"
     kind = _kind_on_rank_0(value, handle.groups)
     with all_or_none(handle.groups, verb):
@@ -201,7 +201,7 @@ def set_full_state(optimizer: Sharded, parameter: Tensor, name: str, value) -> N
             tensor. Nothing is changed then.
         RuntimeError: another rank's arguments were rejected. Nothing is changed then.
     """
-    groups = sharded_place_of(parameter)[0].groups
+    groups = entry_of(parameter).handle.groups
     verb = f"set_full_state() of '{name}'"
     kind = _kind_on_rank_0(value, groups)
     with all_or_none(groups, verb):
@@ -224,9 +224,9 @@ def _is_whole(parameter) -> bool:
     return is_ignored(parameter) or (find(parameter) is None and stays_whole(parameter))
 
 
-def sharded_place_of(parameter: Tensor) -> tuple[Handle, int]:
-    place = find(parameter) if isinstance(parameter, Tensor) else None
-    if place is None:
+def entry_of(parameter: Tensor) -> RegistryEntry:
+    entry = find(parameter) if isinstance(parameter, Tensor) else None
+    if entry is None:
         shape = f" of shape {tuple(parameter.shape)}" if isinstance(parameter, Tensor) else ""
         if _is_whole(parameter):
             raise ValueError(
@@ -238,7 +238,7 @@ def sharded_place_of(parameter: Tensor) -> tuple[Handle, int]:
             "shards. Pass the Parameter itself, after shard() or the optimizer's constructor; an "
             "engine ends with the module or the optimizer that it belongs to."
         )
-    return place
+    return entry
 
 
 def state_of(optimizer: Sharded, parameter: Tensor, name: str):
@@ -252,7 +252,7 @@ def state_of(optimizer: Sharded, parameter: Tensor, name: str):
             "zero_ext: the states of this optimizer lie whole at their parameters' owners. Read "
             "them in state_dict(), which is collective, and write them with load_state_dict()."
         )
-    handle, i = sharded_place_of(parameter)
+    handle, i = entry_of(parameter)
     if handle is not core.handle or core.state is None or i not in core.indices:
         raise ValueError(
             f"zero_ext: this {type(optimizer).__name__} does not step the parameter of shape "
