@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD_BYTES = 8
 _ROW = 4096  # words, csrc/kernels/digest.h has the formula
 _ROWS = 128  # that are digested at a time
@@ -63,8 +64,10 @@ def apply_changes(
             if indices is None:
                 tensor.copy_(values)
             else:
-                flat, places = tensor.view(-1), indices.to(tensor.device, torch.int64)
-                flat.index_copy_(0, places, values.to(tensor.device))
+                bits = _INTEGERS[tensor.itemsize]  # their copy takes half of the time
+                new = values.to(tensor.device).view(bits)
+                places = indices.to(tensor.device, torch.int64)
+                tensor.view(-1).view(bits).scatter_(0, places, new)
             written += values.numel()
             if digest is not None and digest_of(tensor) != digest:
                 raise RuntimeError(
