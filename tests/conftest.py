@@ -10,6 +10,7 @@ shortest to the longest, so that each reports before the next one strikes: a col
 the test (pytest-timeout), the wait for other ranks' answers, the watchdog.
 """
 
+import contextlib
 import faulthandler
 import gc
 import logging
@@ -59,8 +60,9 @@ TEST_TIMEOUT_S = 60
 ANSWER_MARGIN_S = 10
 WATCHDOG_MARGIN_S = 25
 
-# A rank that closes a group ends collectives that other ranks' devices still run.
-DEVICE_LAG_S = 0 if DEVICE == "cpu" else 1
+# A rank that closes a group breaks the connections of collectives that other ranks' devices still
+# run, until they have aborted the group, too.
+CLOSES_AFTER_S = 0 if DEVICE == "cpu" else 1
 
 # Ranks must draw the same examples; shrinking would replay collectives on one rank alone.
 hypothesis.settings.register_profile(
@@ -165,11 +167,14 @@ class Closing:
 
         c10d._register_process_group = keep  # as engines call it
 
-    def start(self, older_than_s: float = DEVICE_LAG_S) -> None:
+    def start(self, older_than_s: float = CLOSES_AFTER_S) -> None:
         """Of groups that had their last test so long ago."""
         now = time.monotonic()
-        self.to_close += [(now, group) for group in self.of_test]
-        self.of_test.clear()
+        while self.of_test:
+            self.to_close.append((now, self.of_test.pop()))
+            if "lccl" in BACKENDS:
+                with contextlib.suppress(RuntimeError):  # a group of the host's alone
+                    self.to_close[-1][1]._get_backend(torch.device(DEVICE)).abort()
         self.under_way = [each for each in self.under_way if not each.done()]
         while self.to_close and self.to_close[0][0] <= now - older_than_s:
             self.under_way.append(self.threads.submit([self.to_close.pop(0)[1]].clear))

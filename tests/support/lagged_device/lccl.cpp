@@ -74,6 +74,8 @@ std::string without_backtrace(const char* what) {
   return text.substr(0, text.find("\nException raised from"));
 }
 
+constexpr std::chrono::seconds kAbortsTogether{1};
+
 // Threads: the stream's.
 void run(const Call& call, const std::string& where, Wire& wire, const std::atomic<bool>& cut,
          Shared& shared) {
@@ -88,8 +90,11 @@ void run(const Call& call, const std::string& where, Wire& wire, const std::atom
     }
   } catch (const std::exception& error) {
     if (cut) {
-      // Its destructor waits for the messages that are under way.
-      std::thread([aborted = std::move(wire)] {}).detach();
+      // Its destructor waits for the messages that are under way, and closes the connections. Ranks
+      // that abort a moment later must not read that as an error.
+      std::thread([aborted = std::move(wire)] {
+        std::this_thread::sleep_for(kAbortsTogether);
+      }).detach();
       return;
     }
     const std::string text = where + " " + name + ": " + without_backtrace(error.what());
