@@ -5,12 +5,14 @@
 
 #include <algorithm>
 #include <exception>
+#include <future>
 #include <memory>
 #include <thread>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <vector>
 
 #include "comm/c10d_names.h"
 #include "comm/interruptible_wait.h"
@@ -72,6 +74,25 @@ Message sum_over(c10d::ProcessGroup& group, const at::Tensor& tensor) {
   return LentTensors::start({tensor}, [&](auto& tensors) { return group.allreduce(tensors); });
 }
 
+// Sets the key of `rank`, and waits for those of the others.
+std::vector<int64_t> ranks_without_key(c10d::Store& store, const std::vector<int64_t>& ranks,
+                                       int64_t rank, std::chrono::milliseconds patience) {
+  const auto key = [](int64_t r) { return "zero_ext/waited_in_vain/" + std::to_string(r); };
+  std::vector<std::string> keys;
+  for (const int64_t r : ranks) keys.push_back(key(r));
+  // Another thread may wait in the groups' own connection.
+  const auto own = store.clone();
+  own->set(key(rank), std::string());
+  std::vector<int64_t> missing;
+  try {
+    own->wait(keys, patience);
+  } catch (const std::exception&) {
+    for (const int64_t r : ranks)
+      if (!own->check({key(r)})) missing.push_back(r);
+  }
+  return missing;
+}
+
 }  // namespace
 
 ProcessGroups::ProcessGroups() = default;
@@ -106,26 +127,20 @@ ProcessGroups::ProcessGroups(const Names& names, c10::Device device)
 
 c10::intrusive_ptr<c10d::Store> ProcessGroups::store() const { return reduce_->getStore(); }
 
-std::vector<int64_t> ProcessGroups::missing_among(
-    const std::vector<int64_t>& ranks, std::chrono::milliseconds patience) const noexcept {
-  std::vector<int64_t> missing;
-  try {
-    const auto key = [](int64_t r) { return "zero_ext/waited_in_vain/" + std::to_string(r); };
-    std::vector<std::string> keys;
-    for (const int64_t r : ranks) keys.push_back(key(r));
-    // Another thread may wait in the groups' own connection.
-    const auto own = store()->clone();
-    own->set(key(rank_), std::string());
+std::vector<int64_t> ProcessGroups::missing_among(const std::vector<int64_t>& ranks,
+                                                  std::chrono::milliseconds patience) const {
+  auto answer = std::make_shared<std::promise<std::vector<int64_t>>>();
+  auto missing = answer->get_future();
+  // In a thread: the store's server may be on a host that answers nobody any more.
+  std::thread([answer, ranks, patience, rank = rank_, store = store()] {
     try {
-      own->wait(keys, patience);
+      answer->set_value(ranks_without_key(*store, ranks, rank, patience));
     } catch (const std::exception&) {
-      for (const int64_t r : ranks)
-        if (!own->check({key(r)})) missing.push_back(r);
+      answer->set_value({});  // the process with the store's server has ended
     }
-  } catch (const std::exception&) {
-    missing.clear();
-  }
-  return missing;
+  }).detach();
+  if (missing.wait_for(2 * patience) != std::future_status::ready) return {};
+  return missing.get();
 }
 
 Message ProcessGroups::send(const at::Tensor& tensor, int64_t to, const MessageLabel& label) const {

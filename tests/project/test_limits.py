@@ -42,8 +42,8 @@ LINES = {
         # 70 of them: way.h; 420: peer_memory, as 190 of kernels, 50 of reduce, 10 of gather, memory
         # and units each; 40: some of the ranks, as 110 of engine, 20 of step, 10 of units.
         # 40: shared_host_calls; 110: rendezvous; 50: connect_backend, abort; 150: host_routes.
-        # 50: which ranks are missing.
-        "comm": 4750,
+        # 70: which ranks are missing.
+        "comm": 4770,
         "core": 730,
         "device": 520,  # 10 of them: flags of captured backwards
         # 20 of them: local gradients, as 20 of reduce; 30: verbs of single units; 10: watchers of

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ import lagged_device
 import zero_ext
 
 stage, rank, world, device, others = *map(int, sys.argv[1:4]), sys.argv[4], int(sys.argv[5])
+meet_at = sys.argv[6]
 folder = pathlib.Path.cwd()
 if device == "lagged":
     lagged_device.load()
@@ -31,7 +33,7 @@ elif device == "cuda":
 backends = {"cpu": "gloo", "lagged": "cpu:gloo,lagged:lccl", "cuda": "cpu:gloo,cuda:gccl"}
 dist.init_process_group(
     backends[device],
-    init_method=f"file://{folder}/store", rank=rank, world_size=world,
+    init_method=meet_at, rank=rank, world_size=world,
     timeout=datetime.timedelta(seconds=20),
 )
 model = torch.nn.Sequential(*(torch.nn.Linear(13, 13) for _ in range(4))).to(device)
@@ -63,14 +65,20 @@ def errors_of_others(
     struck: Collection[int],
     with_signal: signal.Signals = signal.SIGKILL,
     seed: int = 0,
+    on_rank_0: bool = False,
 ) -> dict[int, tuple[str, float]]:
-    """What each other rank raises, and how many seconds later. ``variables``: of each rank."""
+    """What each other rank raises, and how many seconds later. ``variables``: of each rank.
+    ``on_rank_0``: the store where ranks meet is there, and goes with it. Else it is a file."""
     (folder / "script.py").write_text(TRAINS)
     path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     env = {name: value for name, value in os.environ.items() if not name.startswith(OUTER)}
     env |= {"PYTHONPATH": path, "ZERO_EXT_TIMEOUT_S": str(TIMEOUT_S), "OMP_NUM_THREADS": "1"}
     programs = []
     others = {*variables} - {*struck}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        meet_at = (
+            f"tcp://127.0.0.1:{free.getsockname()[1]}" if on_rank_0 else f"file://{folder}/store"
+        )
 
     def wait_for(is_there, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -82,9 +90,9 @@ def errors_of_others(
     with said.open("w") as out:
         try:
             for rank, own in variables.items():
-                words = map(str, ["script.py", stage, rank, len(variables), device, len(others)])
+                words = ["script.py", stage, rank, len(variables), device, len(others), meet_at]
                 programs.append(
-                    forks().start([*words], folder, env | own, out.fileno(), out.fileno())
+                    forks().start([*map(str, words)], folder, env | own, out.fileno(), out.fileno())
                 )
             wait_for(lambda: len(list(folder.glob("began *"))) == len(variables), 50)
             time.sleep(random.Random(seed).uniform(0, 0.1))  # some steps
