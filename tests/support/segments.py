@@ -127,8 +127,8 @@ ON_FOUR = (
 # Whatever runs on a device at all.
 ON_A_DEVICE = all_but(
     ("project", "kernels", "ops", "integrations", "testing", "fsdp"),
-    *("comm_ops", "config", "construction", "damage", "deepspeed_checkpoints", "failures"),
-    *("folders", "found_configurations", "lagged_device", "layout", "low_precision"),
+    *("comm_ops", "config", "construction", "damage", "dead_hosts", "deepspeed_checkpoints"),
+    *("failures", "folders", "found_configurations", "lagged_device", "layout", "low_precision"),
     *("pass_order", "pipeline"),
     *("plan", "residency", "schedules", "scripts", "torch_modules"),
 )
