@@ -20,7 +20,7 @@ def check(folder: Path, stage: int, way: signal.Signals, seed: int, struck=(2, 3
     named = set()
     for rank, (error, seconds) in errors.items():
         assert error.startswith(f"zero_ext [rank {rank}"), error
-        assert seconds < TIMEOUT_S + 4, error
+        assert seconds < TIMEOUT_S + 8, error  # not the minutes of a store that is gone
         found = {int(r) for r in re.findall(r"\b[Rr]ank (\d)\b", error.split("]", 1)[1])} - {rank}
         assert found or 0 in struck, error
         named |= found
