@@ -62,7 +62,8 @@ WATCHDOG_MARGIN_S = 25
 
 # A rank that closes a group breaks the connections of collectives that other ranks' devices still
 # run, until they have aborted the group, too.
-CLOSES_AFTER_S = 0 if DEVICE == "cpu" else 1
+ABORTS = "lccl" in BACKENDS
+CLOSES_AFTER_S = 1 if ABORTS else 0
 
 # Ranks must draw the same examples; shrinking would replay collectives on one rank alone.
 hypothesis.settings.register_profile(
@@ -172,7 +173,7 @@ class Closing:
         now = time.monotonic()
         while self.of_test:
             self.to_close.append((now, self.of_test.pop()))
-            if "lccl" in BACKENDS:
+            if ABORTS:
                 with contextlib.suppress(RuntimeError):  # a group of the host's alone
                     self.to_close[-1][1]._get_backend(torch.device(DEVICE)).abort()
         self.under_way = [each for each in self.under_way if not each.done()]

@@ -54,7 +54,7 @@ void Peers::watch_collectives(std::chrono::milliseconds timeout) {
   if (world() == 1 || !way().queued) return;
   auto ranks = std::make_unique<StalledRanks>(
       groups_->store(), rank(), world(),
-      [ranks = global_ranks_](int64_t r) { return std::to_string(ranks.empty() ? r : ranks[r]); });
+      [ranks = global_ranks_](int64_t r) { return ranks.empty() ? r : ranks[r]; });
   watch_ = std::make_shared<CollectiveWatch>(groups_->device(), global_rank(), timeout,
                                              std::move(ranks));
 }
@@ -171,21 +171,17 @@ void Peers::add(Pending& pending, Pending::Part part) const {
   if (part.peer != Pending::kAllRanks) {
     part.peer = global_rank(part.peer);
   } else if (on_host) {
-    part.missing = [this] { return missing(); };
+    part.awaited = [this] { return awaited(); };
   }
   pending.add(std::move(part), on_host ? nullptr : watch_, waited_);
 }
 
-std::string Peers::missing() const {
+std::string Peers::awaited() const {
   std::vector<int64_t> places;
   for (int64_t r = 0; r < world(); ++r) places.push_back(place(r));
-  const std::vector<int64_t> found = groups_->missing_among(places, kSoon);
-  std::string names;
-  for (int64_t r = 0; r < world(); ++r) {
-    if (std::ranges::find(found, place(r)) == found.end()) continue;
-    names += (names.empty() ? "rank " : ", rank ") + std::to_string(global_rank(r));
-  }
-  return names;
+  std::vector<int64_t> missing = groups_->missing_among(places, kSoon);
+  for (int64_t& r : missing) r = global_rank(std::ranges::find(places, r) - places.begin());
+  return missing.empty() ? "the other ranks" : "rank " + list_of_ranks(missing);
 }
 
 Message Peers::start_send(const at::Tensor& tensor, int64_t to, const MessageLabel& label) {

@@ -133,7 +133,7 @@ class Peers {
   bool reads(int64_t peer) const;
   void find_routes();
   // See Pending::Part.
-  std::string missing() const;
+  std::string awaited() const;
   // The number of `rank` among all ranks.
   int64_t place(int64_t rank) const { return subset_.empty() ? rank : subset_[rank]; }
   void note_collective(size_t& hash, int64_t unit) const;

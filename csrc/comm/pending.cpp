@@ -27,9 +27,9 @@ void withdraw(Pending::Part& part) noexcept {
 // `what`: as in Pending::wait.
 [[noreturn]] void raise_failure(const std::string& what, const Pending::Part& part,
                                 const std::string& cause) {
-  std::string peer = part.missing ? part.missing() : std::string();
-  if (part.peer != Pending::kAllRanks) peer = "rank " + std::to_string(part.peer);
-  if (peer.empty()) peer = "the other ranks";
+  const std::string peer = part.awaited                      ? part.awaited()
+                           : part.peer == Pending::kAllRanks ? "the other ranks"
+                                                             : "rank " + std::to_string(part.peer);
   const bool timed_out = cause.find("imed out") != std::string::npos;
   std::string remedy = current_call().ends_with("()")
                            ? "Every rank must call " + current_call()

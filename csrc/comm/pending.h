@@ -41,8 +41,8 @@ class Pending {
     std::shared_ptr<const ProcessGroups> across = {};
     // Where set: called when the tensor has arrived. Takes it over, and starts sends to other ranks.
     Relay relay = {};
-    // Where set: the ranks that have not come either, as error messages call them; or empty.
-    std::function<std::string()> missing = {};
+    // Where set: of a part of all ranks, those that have not come, as error messages call them.
+    std::function<std::string()> awaited = {};
   };
 
   Pending();

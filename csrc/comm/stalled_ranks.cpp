@@ -13,13 +13,21 @@ constexpr char kGoesOn = '-';
 constexpr char kWaits = 'w';
 constexpr char kKnows = 'k';  // it waits, and has read that all ranks do
 
-constexpr size_t kNamed = 4;  // ranks that wait for the same
+constexpr size_t kNamed = 4;  // of a list of ranks
 
 }  // namespace
 
+std::string list_of_ranks(const std::vector<int64_t>& ranks) {
+  std::string list;
+  for (size_t k = 0; k < std::min(ranks.size(), kNamed); ++k)
+    list += (k > 0 ? ", " : "") + std::to_string(ranks[k]);
+  if (ranks.size() > kNamed) list += " and " + std::to_string(ranks.size() - kNamed) + " more";
+  return list;
+}
+
 StalledRanks::StalledRanks(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t world,
-                           std::function<std::string(int64_t)> name_of)
-    : store_(std::move(store)), rank_(rank), name_of_(std::move(name_of)) {
+                           std::function<int64_t(int64_t)> global_rank)
+    : store_(std::move(store)), rank_(rank), global_rank_(std::move(global_rank)) {
   for (int64_t r = 0; r < world; ++r) keys_.push_back("zero_ext/stalled/" + std::to_string(r));
 }
 
@@ -73,20 +81,15 @@ std::string StalledRanks::described(const std::vector<std::string>& values) cons
     const auto same = std::find_if(groups.begin(), groups.end(),
                                    [&](const auto& group) { return group.first == text; });
     if (same == groups.end()) {
-      groups.push_back({text, {r}});
+      groups.push_back({text, {global_rank_(r)}});
     } else {
-      same->second.push_back(r);
+      same->second.push_back(global_rank_(r));
     }
   }
   if (groups.size() < 2) return {};
   std::string all;
   for (const auto& [text, ranks] : groups) {
-    all += all.empty() ? "rank " : "; rank ";
-    for (size_t k = 0; k < std::min(ranks.size(), kNamed); ++k) {
-      all += (k > 0 ? ", " : "") + name_of_(ranks[k]);
-    }
-    if (ranks.size() > kNamed) all += " and " + std::to_string(ranks.size() - kNamed) + " more";
-    all += " " + text;
+    all += (all.empty() ? "rank " : "; rank ") + list_of_ranks(ranks) + " " + text;
   }
   return all;
 }

@@ -17,11 +17,14 @@ class Store;
 
 namespace zero_ext {
 
+// "2, 3", or of more ranks than one reads: "0, 1, 2, 3 and 60 more".
+std::string list_of_ranks(const std::vector<int64_t>& ranks);
+
 class StalledRanks {
  public:
-  // `name_of`: of a rank of the group, as error messages call it.
+  // `global_rank`: of a rank of the group, as error messages call it.
   StalledRanks(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t world,
-               std::function<std::string(int64_t)> name_of);
+               std::function<int64_t(int64_t)> global_rank);
   ~StalledRanks();
   StalledRanks(const StalledRanks&) = delete;
   StalledRanks& operator=(const StalledRanks&) = delete;
@@ -40,7 +43,7 @@ class StalledRanks {
   c10::intrusive_ptr<c10d::Store> store_;  // null after an error
   bool is_own_ = false;                    // a connection of its own
   const int64_t rank_;
-  const std::function<std::string(int64_t)> name_of_;
+  const std::function<int64_t(int64_t)> global_rank_;
   std::vector<std::string> keys_;
   std::string value_;  // what this rank has published
   std::string found_;  // what exchange() returns when all ranks know it

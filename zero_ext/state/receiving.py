@@ -64,17 +64,17 @@ def apply_changes(
             if indices is None:
                 tensor.copy_(values)
             else:
-                bits = _INTEGERS[tensor.itemsize]  # their copy takes half of the time
+                bits = _INTEGERS[tensor.itemsize]  # torch scatters these in half of the time
                 new = values.to(tensor.device).view(bits)
                 places = indices.to(tensor.device, torch.int64)
                 tensor.view(-1).view(bits).scatter_(0, places, new)
             written += values.numel()
             if digest is not None and digest_of(tensor) != digest:
+                before = "" if since is None else f" of the time before token {since}"
                 raise RuntimeError(
-                    f"zero_ext: '{name}' differs from the trainer's after its changes since token"
-                    f" {since} were applied. This copy lacks changes of the time before token"
-                    f" {since}, or somebody wrote to it. Ask the trainer for all values:"
-                    " iter_changed_params(module, since=None)."
+                    f"zero_ext: '{name}' differs from the trainer's after its changes were applied."
+                    f" This copy lacks changes{before}, or somebody wrote to it. Ask the trainer"
+                    " for all values: iter_changed_params(module, since=None)."
                 )
     return written
 
