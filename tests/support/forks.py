@@ -40,7 +40,7 @@ class Program:
         """Its exit code, or a negative signal number, as of ``subprocess.Popen``."""
         if self._code is None:
             answer = self._link.recv(32)
-            self._link.close()
+            self._link.close()  # from here on its pid may be that of another process
             assert answer, "the process that forks has ended"
             self._code = int(answer)
         return self._code
@@ -49,8 +49,8 @@ class Program:
         return self._code is not None or bool(select.select([self._link], [], [], 0)[0])
 
     def send_signal(self, number: int) -> None:
-        """Nothing happens to one that has ended: its pid may be that of another process."""
-        if not self.has_ended():
+        """Nothing happens to one that has ended."""
+        if self._code is None:
             os.kill(self.pid, number)
 
 
@@ -128,8 +128,13 @@ def _begin(
         # What writes to pipes must end with the program.
         os.closerange(0, link)
         os.closerange(link + 1, max(link, out, err) + 1)
-        _, status = os.waitpid(child, 0)
-        os.write(link, str(os.waitstatus_to_exitcode(status)).encode())
+        # The child stays a zombie, which can be sent signals, until the link is closed.
+        end = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        assert end is not None
+        code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+        os.write(link, str(code).encode())
+        os.read(link, 1)
+        os.waitpid(child, 0)
         os._exit(0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.dup2(out, 1)
