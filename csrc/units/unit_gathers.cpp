@@ -63,7 +63,7 @@ void UnitParameters::finish_gather(const std::function<std::string()>& what) {
   gathering_.wait(what);
   if (arriving_.defined()) full_.take_memory_of(arriving_);
   arriving_.drop();
-  written_.take_samples();
+  written_.take_sums();
 }
 
 void UnitParameters::settle_gather() {

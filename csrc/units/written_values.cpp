@@ -2,9 +2,6 @@
 
 #include <ATen/ops/empty_strided.h>
 
-#include <algorithm>
-#include <cstring>
-
 #include "kernels/digest.h"
 
 namespace zero_ext {
@@ -17,19 +14,12 @@ int64_t WrittenValues::version_of(const Watched& slot) {
   return version(slot.parameter) + version(slot.local);
 }
 
-uint64_t WrittenValues::sample_of(int64_t i) const {
+uint64_t WrittenValues::sum_of(int64_t i) const {
+  if (!compares() || full_.emptied()) return 0;
   const Slot& slot = layout_.slot(i);
-  if (samples_ == Samples::none || full_.emptied() || slot.spec.numel == 0) return 0;
-  const size_t itemsize = full_.tensor().element_size();
-  const char* const begin = static_cast<const char*>(full_.data()) + slot.offset * itemsize;
-  if (samples_ == Samples::all)
-    return kernels::digest(begin, slot.spec.numel * static_cast<int64_t>(itemsize));
-  const auto element = [&](int64_t element) {
-    uint32_t bits = 0;
-    std::memcpy(&bits, begin + element * itemsize, std::min(itemsize, sizeof(bits)));
-    return bits;
-  };
-  return (uint64_t{element(slot.spec.numel / 2)} << 32) | element(slot.spec.numel / 4);
+  const auto itemsize = static_cast<int64_t>(full_.tensor().element_size());
+  return kernels::part_digest(full_.at(slot.offset), slot.spec.numel * itemsize, /*offset=*/0,
+                              context_.compute.launch());
 }
 
 void WrittenValues::watch(int64_t i, const at::Tensor& parameter, const at::Tensor& local) {
@@ -39,23 +29,17 @@ void WrittenValues::watch(int64_t i, const at::Tensor& parameter, const at::Tens
   accept(i);
 }
 
-void WrittenValues::take_samples() {
-  for (int64_t i = 0; i < std::ssize(slots_); ++i) {
-    Watched& slot = slots_[i];
-    // A later write may be seen on one rank alone, and then its digest would not be this one.
-    if (samples_ != Samples::none && slot.digest != 0 && digest_now(i) == slot.digest)
-      slot.digest = 0;
-    slot.sample = sample_of(i);
-  }
+void WrittenValues::take_sums() {
+  for (int64_t i = 0; i < std::ssize(slots_); ++i) slots_[i].sum = sum_of(i);
 }
 
 void WrittenValues::note(int64_t i, bool differs) {
   if (!watches(i) || (full_.emptied() && !differs)) return;
   Watched& slot = slots_[i];
   const int64_t version = version_of(slot);
-  if (!differs && version == slot.version && sample_of(i) == slot.sample) return;
+  if (!differs && version == slot.version && sum_of(i) == slot.sum) return;
   slot.version = version;
-  slot.sample = sample_of(i);
+  slot.sum = sum_of(i);
   slot.digest = digest_now(i);
 }
 
@@ -63,7 +47,7 @@ void WrittenValues::accept(int64_t i) {
   if (!watches(i)) return;
   Watched& slot = slots_[i];
   slot.version = version_of(slot);
-  slot.sample = sample_of(i);
+  slot.sum = sum_of(i);
   slot.digest = 0;
 }
 

@@ -3,21 +3,18 @@
 //
 // Owner:     UnitParameters.
 // Threads:   called only under the engine's lock.
-// Invariant: a slot without a digest holds what the ranks agreed on, as far as its version and two
-//            of its elements tell.
+// Invariant: a slot without a digest holds what the ranks agreed on; on a device, as far as its
+//            version tells.
 //
 // Note [Written values]
 // Each rank keeps a part of a parameter. Where ranks write different values, the next gather makes a
 // mixture of them. So each step compares a digest of what was written, in its own message.
 // - A write by torch's operators changes the version of the parameter. One through `.data` does not.
-//   On the host two elements of each parameter are compared, too, with those that it had after its
-//   gather. Where parameters come and go, a release also compares this rank's range with its shard.
-//   Where hosts send each other only changes, all elements are compared: a write that nobody noticed
-//   would last on one rank alone.
+//   So on the host a sum of all elements is compared, too, with that of the time after the gather.
+//   It reads the parameters at the speed of the memory. Else the next gather would replace what this
+//   rank has written in other ranks' parts, and nobody would know.
 // - Parameters that come and go are digested before they are released, because only a part of what
 //   was written is left then.
-// - On the host a digest is dropped where the next gather brings what this rank wrote: where ranks
-//   wrote different values, it brings some rank something else.
 // - Where the digests of the ranks differ, some rank may have written what the parameter held. So the
 //   ranks compare what all of them hold now before they raise an error (Steps::reject_values).
 #pragma once
@@ -30,22 +27,21 @@
 
 #include "memory/flat_buffer.h"
 #include "memory/rank_layout.h"
+#include "units/unit_context.h"
 
 namespace zero_ext {
 
 class WrittenValues {
  public:
-  // How many elements of a parameter are compared; on a device none.
-  enum class Samples { none, two, all };
   // `full`: the memory of the parameters, which outlives this.
-  WrittenValues(const RankLayout& layout, const FlatBuffer& full, Samples samples)
-      : layout_(layout), full_(full), samples_(samples) {}
+  WrittenValues(const UnitContext& context, const RankLayout& layout, const FlatBuffer& full)
+      : context_(context), layout_(layout), full_(full) {}
 
   // `parameter` has slot i from now on, and `local` its values; undefined: it moved to another unit.
   // What it holds is the same on every rank.
   void watch(int64_t i, const at::Tensor& parameter, const at::Tensor& local);
   // The parameters have been gathered.
-  void take_samples();
+  void take_sums();
   // Takes notice of what was written to slot i, where it is in memory. `differs`: it is, and is known
   // to have changed.
   void note(int64_t i, bool differs = false);
@@ -68,17 +64,19 @@ class WrittenValues {
     at::Tensor parameter;
     at::Tensor local;  // the parameter itself, unless that is a DTensor
     int64_t version = 0;
-    uint64_t sample = 0;
+    uint64_t sum = 0;  // of its elements
     int64_t digest = 0;
   };
   bool watches(int64_t i) const { return i < std::ssize(slots_) && slots_[i].parameter.defined(); }
   static int64_t version_of(const Watched& slot);
+  // Whether elements are compared.
+  bool compares() const { return context_.world > 1 && context_.compute.on_host(); }
   // Of slot i, in the memory that holds its parameter; 0: it is not in memory.
-  uint64_t sample_of(int64_t i) const;
+  uint64_t sum_of(int64_t i) const;
 
+  const UnitContext& context_;
   const RankLayout& layout_;
   const FlatBuffer& full_;
-  const Samples samples_;
   std::vector<Watched> slots_;
 };
 

@@ -28,9 +28,15 @@ class Layers(nn.Module):
         return x
 
 
+def element_of(value) -> int:
+    """Any one, by what is written."""
+    return int(1000 * value.abs().sum()) % value.numel()
+
+
 WAYS = {
     "copy": lambda p, value: p.copy_(value),
     "data": lambda p, value: p.data.copy_(value),
+    "element": lambda p, value: p.data.view(-1)[element_of(value)].copy_(value.view(-1)[0]),
     "storage": lambda p, value: setattr(p, "data", value.clone()),
     "part": lambda p, value: p.view(-1)[: p.numel() // 2].copy_(value.view(-1)[: p.numel() // 2]),
     "multiply": lambda p, value: p.mul_(1.5 if value.sum() > 0 else 0.5),
@@ -46,7 +52,7 @@ class Write:
         self.who = draw.choice(("nobody", "all", "one", "seeds"))
         self.writer = draw.randrange(world)
         # On a device a write through .data leaves no trace.
-        left_out = ("storage",) * (stage == 3) + ("data",) * (device != "cpu")
+        left_out = ("storage",) * (stage == 3) + ("data", "element") * (device != "cpu")
         ways = [way for way in WAYS if way not in left_out]
         self.way = WAYS[draw.choice(ways)]
         self.early = draw.random() < 0.5  # before the forward
@@ -216,16 +222,11 @@ def test_the_same_values_on_every_rank_are_written(mesh, rank, stage):
 
 
 @pytest.mark.host
-@pytest.mark.parametrize("by_rank", [False, True])
 @pytest.mark.parametrize("before", ["load", "write", "two loads"])
-def test_a_write_that_one_rank_sees_follows_one_that_all_see(mesh, rank, before, by_rank):
-    """The second one goes through .data into the first rank's part alone. Where the first one was
-    another on each rank, the second one hides nothing."""
+def test_a_write_into_one_ranks_part_follows_one_of_all(mesh, rank, before):
     model = zero_ext.shard(Layers(), 3, mesh=mesh)
     optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.01)
     values = {name: value + 1 for name, value in values_of(model).items()}
-    if by_rank:
-        values = {name: value + rank for name, value in values.items()}
     for _ in range(2 if before == "two loads" else 1):
         if before == "write":
             with model.summon_full_params(), torch.no_grad():
@@ -238,8 +239,7 @@ def test_a_write_that_one_rank_sees_follows_one_that_all_see(mesh, rank, before,
         for parameter in model.parameters():
             parameter.data.view(-1)[0] = 0.5
     mean_square(model, rank_data((4, 5), rank)).backward()
-    error = step_or_error(optimizer, rank)
-    assert ("was set to other values" in error) == by_rank, error
+    assert step_or_error(optimizer, rank) == ""
 
 
 @pytest.mark.parametrize("stage", [1, 3])
