@@ -179,7 +179,7 @@ void Peers::add(Pending& pending, Pending::Part part) const {
 std::string Peers::awaited() const {
   std::vector<int64_t> places;
   for (int64_t r = 0; r < world(); ++r) places.push_back(place(r));
-  std::vector<int64_t> missing = groups_->missing_among(places, kSoon);
+  std::vector<int64_t> missing = groups_->missing_at("waited_in_vain", places, kSoon);
   for (int64_t& r : missing) r = global_rank(std::ranges::find(places, r) - places.begin());
   return missing.empty() ? "the other ranks" : "rank " + list_of_ranks(missing);
 }

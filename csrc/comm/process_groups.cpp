@@ -7,6 +7,7 @@
 #include <exception>
 #include <future>
 #include <memory>
+#include <numeric>
 #include <thread>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -21,6 +22,8 @@
 
 namespace zero_ext {
 namespace {
+
+constexpr std::chrono::seconds kAnswers{1};  // a store's server does within it
 
 int tag_of(const MessageLabel& label) { return static_cast<int>(label.tag & 0x3fffffff); }
 
@@ -74,10 +77,11 @@ Message sum_over(c10d::ProcessGroup& group, const at::Tensor& tensor) {
   return LentTensors::start({tensor}, [&](auto& tensors) { return group.allreduce(tensors); });
 }
 
-// Sets the key of `rank`, and waits for those of the others.
-std::vector<int64_t> ranks_without_key(c10d::Store& store, const std::vector<int64_t>& ranks,
-                                       int64_t rank, std::chrono::milliseconds patience) {
-  const auto key = [](int64_t r) { return "zero_ext/waited_in_vain/" + std::to_string(r); };
+// Sets the key of `rank` for `occasion`, and waits for those of the others.
+std::vector<int64_t> ranks_without_key(c10d::Store& store, const std::string& occasion,
+                                       const std::vector<int64_t>& ranks, int64_t rank,
+                                       std::chrono::milliseconds patience) {
+  const auto key = [&](int64_t r) { return "zero_ext/" + occasion + "/" + std::to_string(r); };
   std::vector<std::string> keys;
   for (const int64_t r : ranks) keys.push_back(key(r));
   // Another thread may wait in the groups' own connection.
@@ -127,19 +131,21 @@ ProcessGroups::ProcessGroups(const Names& names, c10::Device device)
 
 c10::intrusive_ptr<c10d::Store> ProcessGroups::store() const { return reduce_->getStore(); }
 
-std::vector<int64_t> ProcessGroups::missing_among(const std::vector<int64_t>& ranks,
-                                                  std::chrono::milliseconds patience) const {
+std::vector<int64_t> ProcessGroups::missing_at(const std::string& occasion,
+                                               const std::vector<int64_t>& ranks,
+                                               std::chrono::milliseconds patience) const {
   auto answer = std::make_shared<std::promise<std::vector<int64_t>>>();
   auto missing = answer->get_future();
   // In a thread: the store's server may be on a host that answers nobody any more.
-  std::thread([answer, ranks, patience, rank = rank_, store = store()] {
+  std::thread([answer, occasion, ranks, patience, rank = rank_, store = store()] {
     try {
-      answer->set_value(ranks_without_key(*store, ranks, rank, patience));
+      answer->set_value(ranks_without_key(*store, occasion, ranks, rank, patience));
     } catch (const std::exception&) {
       answer->set_value({});  // the process with the store's server has ended
     }
   }).detach();
-  if (missing.wait_for(2 * patience) != std::future_status::ready) return {};
+  const auto most = std::max<std::chrono::milliseconds>(2 * patience, kAnswers);
+  if (missing.wait_for(most) != std::future_status::ready) return {};
   return missing.get();
 }
 
@@ -212,18 +218,10 @@ void ProcessGroups::finish(std::chrono::milliseconds patience) const noexcept {
 
 void ProcessGroups::abort(std::chrono::milliseconds patience) const noexcept {
   if (world_ == 1 || carrier_ != Carrier::backend) return;
-  const std::string key = "zero_ext/ended";
+  std::vector<int64_t> ranks(world_);
+  std::iota(ranks.begin(), ranks.end(), 0);
   try {
-    const auto deadline = std::chrono::steady_clock::now() + patience;
-    int64_t ended = store()->add(key, 1);
-    while (ended < world_ && std::chrono::steady_clock::now() < deadline) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
-      ended = store()->add(key, 0);
-    }
-  } catch (const std::exception&) {
-    // The process with the store has ended.
-  }
-  try {
+    missing_at("ended", ranks, patience);
     for (const Group& group : {reduce_, gather_}) group->abort();
     if (!has_replicas()) return;
     for (const Group& group : {within_reduce_, within_gather_, across_}) group->abort();

@@ -52,10 +52,10 @@ class ProcessGroups {
   bool has_replicas() const { return across_ != nullptr; }
   // Of all ranks, with keys of its own.
   c10::intrusive_ptr<c10d::Store> store() const;
-  // For a rank that has waited in vain for `ranks`, itself among them: those that do not call this
-  // within `patience`. Empty also where the store's server has ended, or does not answer.
-  std::vector<int64_t> missing_among(const std::vector<int64_t>& ranks,
-                                     std::chrono::milliseconds patience) const;
+  // Tells `ranks`, this one among them, that it has come to `occasion`, a key in the store. Returns
+  // those that have not within `patience`; none also where the store's server does not answer.
+  std::vector<int64_t> missing_at(const std::string& occasion, const std::vector<int64_t>& ranks,
+                                  std::chrono::milliseconds patience) const;
 
   // The tag wraps at 30 bits: gloo's are 32-bit, and ranks that count alike wrap alike.
   Message send(const at::Tensor& tensor, int64_t to, const MessageLabel& label) const;
