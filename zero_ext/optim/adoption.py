@@ -107,7 +107,7 @@ def adopt(optimizer: torch.optim.Optimizer, **sharding: Any) -> Sharded:
             if value is not None:
                 vars(optimizer)[name] = value
         raise
-    optimizer.zero_core.given = kind, step
+    optimizer.zero_core.before_adoption = kind, step
     if hasattr(step, "_wrapped_by_lr_sched"):
         count_steps(optimizer)
     return optimizer

@@ -32,7 +32,7 @@ class Core:
         in_python: Whether Python code updates the masters: it must know whether to do so.
         owners: Who updates whole parameters, if ranks do.
         lent: Whether code of torch's class runs, which has other parameters in the groups.
-        given: Of an optimizer that was adopted, its class and what it had as a ``step`` of its own.
+        before_adoption: The class of an optimizer that was adopted, and its own ``step``, if any.
     """
 
     def __init__(self, handle: Handle, defaults: dict[str, Any], sharding: Sharding):
@@ -47,7 +47,7 @@ class Core:
         self.keywords: dict[str, Any] = {}
         self.skipped, self.settings = SkippedSteps(handle), StepSettings(handle, defaults)
         self.owners: Owners | None = None
-        self.given: tuple[type[torch.optim.Optimizer], Any] | None = None
+        self.before_adoption: tuple[type[torch.optim.Optimizer], Any] | None = None
         self.indices: Collection[int] = ()
         # The sharded parameters that train, with their indices and the numbers of their groups.
         self.trained: list[tuple[Tensor, int, int]] = []

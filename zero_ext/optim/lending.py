@@ -139,8 +139,8 @@ class OwnStates(States):
 
     Args:
         code: Of the optimizer.
-        given: By id of a parameter, the whole state that the optimizer has by now: it was adopted,
-            or its constructor has made states.
+        first_states: By id of a parameter, the whole state that the optimizer has by now: it was
+            adopted, or its constructor has made states.
     """
 
     def __init__(
@@ -148,9 +148,9 @@ class OwnStates(States):
         handle: Handle,
         state: _C.OptimizerState,
         code: OwnCode,
-        given: dict[int, dict[str, Any]],
+        first_states: dict[int, dict[str, Any]],
     ):
-        self._handle, self._state, self.code, self._given = handle, state, code, given
+        self._handle, self._state, self.code, self._first_states = handle, state, code, first_states
         self._away: dict[int, _C.OffloadedStorage] = {}  # in host memory, by storage
 
     def _gradient_of(self, parameter: Tensor, i: int) -> Tensor | None:

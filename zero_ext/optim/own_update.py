@@ -102,7 +102,7 @@ class OwnUpdate(Sharded):
 
     def shard_update(self, code: OwnCode, owner_mb: float, sharding: Sharding) -> None:
         """Shard what its constructor has made, or it had when it was adopted."""
-        given = {
+        first_states = {
             id(p): state
             for p, state in dict.items(self.state)
             if isinstance(p, Tensor) and state and not any(map(_is_meta, state.values()))
@@ -111,7 +111,7 @@ class OwnUpdate(Sharded):
         def make_states(core: Core) -> None:
             core.state = _C.OptimizerState(core.handle.engine, 0)
             core.in_python = True
-            of_all = core.handle, core.state, code, given
+            of_all = core.handle, core.state, code, first_states
             if code.whole:
                 core.owners = Owners(
                     core.handle,

@@ -87,8 +87,8 @@ class Sharded(torch.optim.Optimizer):
         """
         _give_up(self)
         self.param_groups.clear()
-        if self.zero_core.given is not None:
-            self.__class__, step = self.zero_core.given
+        if self.zero_core.before_adoption is not None:
+            self.__class__, step = self.zero_core.before_adoption
             del self.zero_core
             self.state = defaultdict(dict)
             if step is not None:

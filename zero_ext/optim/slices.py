@@ -67,8 +67,8 @@ class Slices(OwnStates):
             if each is None:
                 master = torch.nn.Parameter(self._handle.engine.master_slice(i))
                 each = self._slices[i] = _Slice(parameter, i, master, groups[g])
-                if given := self._given.pop(id(parameter), None):
-                    self._own[master] = self._taken(each, given)
+                if first := self._first_states.pop(id(parameter), None):
+                    self._own[master] = self._taken(each, first)
                 elif self.code.makes_states:
                     self._own[master] = self._begun(each)
             each.group = groups[g]

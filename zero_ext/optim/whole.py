@@ -168,8 +168,8 @@ class Whole(OwnStates):
 
     def begun(self, parameter: Tensor, whole: Tensor, group: Group) -> dict[str, Any] | None:
         """The first state of a parameter that has none."""
-        if given := self._given.pop(id(parameter), None):
-            return {name: _in_fp32(value) for name, value in given.items()}
+        if first := self._first_states.pop(id(parameter), None):
+            return {name: _in_fp32(value) for name, value in first.items()}
         if not self.code.makes_states:
             return None
         made = self.code.made_for(torch.nn.Parameter(whole.data), group)  # from the values
@@ -202,7 +202,7 @@ class Whole(OwnStates):
 
         def write() -> None:
             for each in saved:  # others, which were taken out of their groups, keep their states
-                self._given.pop(id(each.parameter), None)
+                self._first_states.pop(id(each.parameter), None)
                 dict.pop(shown, each.parameter, None)
             shown.update(loaded)
 
