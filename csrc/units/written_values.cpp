@@ -30,7 +30,10 @@ void WrittenValues::watch(int64_t i, const at::Tensor& parameter, const at::Tens
 }
 
 void WrittenValues::take_sums() {
-  for (int64_t i = 0; i < std::ssize(slots_); ++i) slots_[i].sum = sum_of(i);
+  for (int64_t i = 0; i < std::ssize(slots_); ++i) {
+    Watched& slot = slots_[i];
+    if (slot.sum == 0 || slot.digest != 0) slot.sum = sum_of(i);
+  }
 }
 
 void WrittenValues::note(int64_t i, bool differs) {

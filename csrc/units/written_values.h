@@ -12,7 +12,8 @@
 // - A write by torch's operators changes the version of the parameter. One through `.data` does not.
 //   So on the host a sum of all elements is compared, too, with that of the time after the gather.
 //   It reads the parameters at the speed of the memory. Else the next gather would replace what this
-//   rank has written in other ranks' parts, and nobody would know.
+//   rank has written in other ranks' parts, and nobody would know. The sum is made anew after a
+//   step, and after a gather that follows a write.
 // - Parameters that come and go are digested before they are released, because only a part of what
 //   was written is left then.
 // - Where the digests of the ranks differ, some rank may have written what the parameter held. So the
@@ -64,7 +65,7 @@ class WrittenValues {
     at::Tensor parameter;
     at::Tensor local;  // the parameter itself, unless that is a DTensor
     int64_t version = 0;
-    uint64_t sum = 0;  // of its elements
+    uint64_t sum = 0;  // of its elements; 0: unknown, because it was released when it changed
     int64_t digest = 0;
   };
   bool watches(int64_t i) const { return i < std::ssize(slots_) && slots_[i].parameter.defined(); }
