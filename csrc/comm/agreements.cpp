@@ -78,8 +78,7 @@ at::Tensor Agreements::gather_values(const at::Tensor& values,
     const int64_t gone = way().one_host && input.is_cpu()
                              ? who_abandoned(MessageKind::agreement, epoch_)
                              : int64_t{-1};
-    TORCH_CHECK(gone < 0, what(), ": rank ", global_rank(gone),
-                " has given up waiting for this rank. Repeat it on every rank.");
+    TORCH_CHECK(gone < 0, what(), ": ", given_up_by(gone, "Repeat it on every rank."));
   } catch (...) {
     if (input.is_cpu()) leave_epoch(MessageKind::agreement, epoch_, EpochExit::abandoned);
     throw;

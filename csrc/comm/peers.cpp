@@ -154,6 +154,12 @@ int64_t Peers::who_abandoned(MessageKind kind, int64_t epoch) const {
   return transport == nullptr ? -1 : transport->who_abandoned(kind, epoch);
 }
 
+std::string Peers::given_up_by(int64_t rank, const std::string& remedy) const {
+  const std::string dead = SharedHostTransport::dead_peers();
+  return "rank " + std::to_string(global_rank(rank)) + " has given up waiting for this rank." +
+         (dead.empty() ? " " + remedy : dead + " Start all ranks again.");
+}
+
 int64_t Peers::who_began(MessageKind kind, int64_t epoch) const {
   SharedHostTransport* transport = own_transport();
   return transport == nullptr ? -1 : transport->who_began(kind, epoch);

@@ -98,6 +98,8 @@ class Peers {
   // The same of one that has begun it. Whether one has ended its part of it.
   int64_t who_began(MessageKind kind, int64_t epoch) const;
   bool is_past(MessageKind kind, int64_t epoch) const;
+  // A part of an error: that rank has given up waiting for this one, and what to do then.
+  std::string given_up_by(int64_t rank, const std::string& remedy) const;
 
  protected:
   using AllGather = std::function<at::Tensor(const at::Tensor&)>;

@@ -207,9 +207,8 @@ void Reductions::finish() {
   context_.reducing.join();
   // All messages of that rank arrived, but it will not add up those of the others.
   const int64_t gone = comm_.who_abandoned(Comm::Kind::reduction, finished_.epoch());
-  TORCH_CHECK(gone < 0, where(context_.global_rank), "rank ", comm_.global_rank(gone),
-              " has given up waiting for this rank in backward ", finished_.epoch(),
-              ". Repeat the backward on every rank.");
+  TORCH_CHECK(gone < 0, where(context_.global_rank), "backward ", finished_.epoch(), ": ",
+              comm_.given_up_by(gone, "Repeat the backward on every rank."));
   pool_.discard();
 }
 
