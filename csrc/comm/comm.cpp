@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 
+#include "comm/local/shared_host_transport.h"
 #include "core/errors.h"
 
 namespace zero_ext {
@@ -29,9 +30,9 @@ std::string text_of_failure(const PeerMemory::Failure& failure, int64_t rank,
            " has reduced gradients of another dtype than this rank. Every rank must run the same"
            " backwards inside and outside no_sync().";
   return "the device has waited " + std::to_string(timeout.count() / 1000) + " s for rank " +
-         std::to_string(rank) +
-         ", and this step's values are lost: look for the first error in that rank's log, and"
-         " start all ranks again from a checkpoint.";
+         std::to_string(rank) + ", and this step's values are lost." +
+         SharedHostTransport::dead_peers() +
+         " Look for the first error in that rank's log. Start all ranks again from a checkpoint.";
 }
 
 }  // namespace
