@@ -457,6 +457,25 @@ def test_an_abort_ends_what_is_under_way(rank, world):
     meet(world, "the end")
 
 
+def test_ranks_that_abort_one_after_another_read_no_error(rank, world):
+    """One of them aborts and drops its group before its device has begun the last collective."""
+    group = make_group(rank, world, "mine")
+    poll(group.allreduce([filled(1.0)]))
+    meet(world, "connected")
+    lagged_device.set_lag(0 if rank == 0 else LONG)
+    group.allreduce([filled(1.0)])
+    meet(world, "the last collective")
+    if rank == 0:
+        meet(world, "others have aborted")
+        time.sleep(0.2)  # what they have closed is known here
+    group._get_backend(DEVICE).abort()
+    del group
+    lagged.synchronize()
+    if rank > 0:
+        meet(world, "others have aborted")
+    meet(world, "the end")
+
+
 @pytest.mark.world(2)  # slow
 def test_a_group_that_is_not_complete_is_an_error_in_time(rank, world):
     if rank == 0:

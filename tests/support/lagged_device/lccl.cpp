@@ -74,7 +74,8 @@ std::string without_backtrace(const char* what) {
   return text.substr(0, text.find("\nException raised from"));
 }
 
-constexpr std::chrono::seconds kAbortsTogether{1};
+// NCCL's ranks notice nothing of another one's abort for as long.
+constexpr std::chrono::seconds kAbortsTogether{5};
 
 // Threads: the stream's.
 void run(const Call& call, const std::string& where, Wire& wire, const std::atomic<bool>& cut,
@@ -90,11 +91,8 @@ void run(const Call& call, const std::string& where, Wire& wire, const std::atom
     }
   } catch (const std::exception& error) {
     if (cut) {
-      // Its destructor waits for the messages that are under way, and closes the connections. Ranks
-      // that abort a moment later must not read that as an error.
-      std::thread([aborted = std::move(wire)] {
-        std::this_thread::sleep_for(kAbortsTogether);
-      }).detach();
+      // Its destructor waits for the messages that are under way: not on the stream's thread.
+      std::thread([unfinished = std::move(wire)] {}).detach();
       return;
     }
     const std::string text = where + " " + name + ": " + without_backtrace(error.what());
@@ -247,6 +245,8 @@ class Lccl final : public c10d::Backend {
   void abort() override {
     aborts.fetch_add(1);
     cut_->store(true);
+    // Without it the connections close with the group: an error for ranks that abort a moment later.
+    std::thread([held = wire_] { std::this_thread::sleep_for(kAbortsTogether); }).detach();
   }
 
   const std::string getBackendName() const override { return "lccl"; }
