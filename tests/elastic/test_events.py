@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from elastic_training import Training
+from elastic_training import TIMEOUT_S, Training
 from launching import HOST, OUTER, forks
 
 pytestmark = pytest.mark.host  # the processes are on it, whatever device the tests are on
 STEPS, MOST = 14, 6
-STOPPED_S = 5.0  # longer than the timeout of the process groups
+STOPPED_S = TIMEOUT_S + 2.0  # longer than the process groups wait
 PROGRAM = str(Path(__file__).parents[1] / "support/elastic_training.py")
 EVENTS = int(os.environ.get("EVENTS", 300))
 KINDS = ("kill", "kill", "terminate", "stop", "join")
@@ -130,7 +130,7 @@ def train_with_events(seed: int, folder: Path, expected: str) -> int:
     processes = Processes(folder, stage=draw.randint(1, 3))
     for _ in range(draw.randint(2, 5)):
         processes.start()
-    deadline = time.monotonic() + 50
+    deadline = time.monotonic() + 100
     events = sorted((draw.randrange(STEPS), draw.choice(KINDS)) for _ in range(draw.randint(1, 4)))
     happened = []
     for step, kind in events:

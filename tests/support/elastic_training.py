@@ -23,6 +23,7 @@ from zero_ext.data import GlobalBatches
 
 MICRO_BATCHES = 12
 TOKENS = 7
+TIMEOUT_S = 4  # of a round: many programs share few cores
 
 
 class Model(nn.Module):
@@ -134,7 +135,9 @@ def main(port: int, folder: str, stage: int, steps: int, report: str) -> None:
         dist.broadcast_object_list(value)
         return value
 
-    zero_ext.elastic.train_in_place(train, store, run_id="events", timeout_s=3, backend="gloo")
+    zero_ext.elastic.train_in_place(
+        train, store, run_id="events", timeout_s=TIMEOUT_S, backend="gloo"
+    )
 
 
 if __name__ == "__main__":

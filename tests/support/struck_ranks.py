@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import socket
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -21,8 +20,25 @@ import lagged_device
 import zero_ext
 
 stage, rank, world, device, others = *map(int, sys.argv[1:4]), sys.argv[4], int(sys.argv[5])
-meet_at = sys.argv[6]
+store_on_rank_0 = sys.argv[6] == "True"
 folder = pathlib.Path.cwd()
+
+
+def meet():
+    if not store_on_rank_0:
+        return dist.FileStore(str(folder / "store"), world)
+    port = folder / "port"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (folder / "new port").write_text(str(store.port))
+        (folder / "new port").rename(port)
+        return store
+    deadline = time.monotonic() + 20
+    while not port.exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return dist.TCPStore("127.0.0.1", int(port.read_text()))
+
+
 if device == "lagged":
     lagged_device.load()
     lagged_device.share_memory()
@@ -33,7 +49,7 @@ elif device == "cuda":
 backends = {"cpu": "gloo", "lagged": "cpu:gloo,lagged:lccl", "cuda": "cpu:gloo,cuda:gccl"}
 dist.init_process_group(
     backends[device],
-    init_method=meet_at, rank=rank, world_size=world,
+    store=meet(), rank=rank, world_size=world,
     timeout=datetime.timedelta(seconds=20),
 )
 model = torch.nn.Sequential(*(torch.nn.Linear(13, 13) for _ in range(4))).to(device)
@@ -75,10 +91,6 @@ def errors_of_others(
     env |= {"PYTHONPATH": path, "ZERO_EXT_TIMEOUT_S": str(TIMEOUT_S), "OMP_NUM_THREADS": "1"}
     programs = []
     others = {*variables} - {*struck}
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        meet_at = (
-            f"tcp://127.0.0.1:{free.getsockname()[1]}" if on_rank_0 else f"file://{folder}/store"
-        )
 
     def wait_for(is_there, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -90,7 +102,7 @@ def errors_of_others(
     with said.open("w") as out:
         try:
             for rank, own in variables.items():
-                words = ["script.py", stage, rank, len(variables), device, len(others), meet_at]
+                words = ["script.py", stage, rank, len(variables), device, len(others), on_rank_0]
                 programs.append(
                     forks().start([*map(str, words)], folder, env | own, out.fileno(), out.fileno())
                 )
