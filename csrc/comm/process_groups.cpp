@@ -73,6 +73,15 @@ Message started(const Start& start) {
   }
 }
 
+// `collective`: one of c10d_names.h.
+template <typename Collective>
+Message start_with(Collective collective, c10d::ProcessGroup& group, const at::Tensor& output,
+                   const at::Tensor& input) {
+  return LentTensors::start({output, input}, [&](auto& tensors) {
+    return (group.*collective)(tensors[0], tensors[1], {});
+  });
+}
+
 Message sum_over(c10d::ProcessGroup& group, const at::Tensor& tensor) {
   return LentTensors::start({tensor}, [&](auto& tensors) { return group.allreduce(tensors); });
 }
@@ -169,7 +178,7 @@ Message ProcessGroups::all_to_all(std::vector<at::Tensor>& outputs,
 
 Message ProcessGroups::all_gather(const at::Tensor& output, const at::Tensor& input,
                                   MessageKind among) const {
-  return all_gather_into(*group_of(among), output, input);
+  return start_with(kAllGather, *group_of(among), output, input);
 }
 
 Message ProcessGroups::broadcast(const at::Tensor& tensor) const {
@@ -180,14 +189,12 @@ Message ProcessGroups::sum(const at::Tensor& tensor) const { return sum_over(*re
 
 Message ProcessGroups::reduce_scatter_in_replica(const at::Tensor& output,
                                                  const at::Tensor& input) const {
-  return LentTensors::start({output, input}, [&](const auto& tensors) {
-    return reduce_scatter_into(*within_reduce_, tensors[0], tensors[1]);
-  });
+  return start_with(kReduceScatter, *within_reduce_, output, input);
 }
 
 Message ProcessGroups::all_gather_in_replica(const at::Tensor& output,
                                              const at::Tensor& input) const {
-  return all_gather_into(*within_gather_, output, input);
+  return start_with(kAllGather, *within_gather_, output, input);
 }
 
 Message ProcessGroups::broadcast_in_replica(const at::Tensor& tensor, int64_t from) const {
