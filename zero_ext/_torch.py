@@ -186,17 +186,17 @@ def hide_parameters_in_profiles(
     50 ns.
     """
 
-    def around(torchs: Callable[[], None], shown: bool) -> Callable[[], None]:
+    def around(torchs: Callable[[], None], visible: bool) -> Callable[[], None]:
         @functools.wraps(torchs)
         def called() -> None:
-            if shown or is_needed():
-                show(shown)
+            if visible or is_needed():
+                show(visible)
             torchs()
 
         return called
 
-    for name, shown in (("_run_on_profiler_start", False), ("_run_on_profiler_stop", True)):
-        _replace(profiler, name, around(getattr(profiler, name), shown))
+    for name, visible in (("_run_on_profiler_start", False), ("_run_on_profiler_stop", True)):
+        _replace(profiler, name, around(getattr(profiler, name), visible))
 
 
 def is_profiling() -> bool:

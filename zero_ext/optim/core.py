@@ -107,8 +107,8 @@ class Core:
         for parameter, i, g in trained:
             if present(i) is False and not values.get(id(parameter)):  # it begins anew
                 self.states.forget(parameter, i, groups[g])
-        shown = [each for each in trained if not present(each[1]) or values.get(id(each[0]))]
-        self.states.show(self.shown, shown, groups)
+        kept = [each for each in trained if not present(each[1]) or values.get(id(each[0]))]
+        self.states.show(self.shown, kept, groups)
         self._present.update([(i, True) for _, i, _ in trained])
 
     def take_edits(self, groups: Sequence[Group]) -> None:

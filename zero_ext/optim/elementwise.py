@@ -62,8 +62,8 @@ def kind_of(group: dict[str, Any], keywords: dict[str, Any]) -> str:
     """Equal for groups and keywords of which only one has to be tried. Each layer may have a rate
     and a name. Numbers among the keywords may change from step to step, as rates do."""
     settings = {k: v for k, v in settings_of(group).items() if k not in _OF_A_LAYER}
-    shown = {k: v if isinstance(v, str | bool | None) else type(v) for k, v in keywords.items()}
-    return repr((settings, isinstance(group.get("lr"), Tensor), shown))
+    kinds = {k: v if isinstance(v, str | bool | None) else type(v) for k, v in keywords.items()}
+    return repr((settings, isinstance(group.get("lr"), Tensor), kinds))
 
 
 def check(

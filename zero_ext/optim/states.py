@@ -59,9 +59,9 @@ class ShownStates(defaultdict):
 
         A state that was emptied stays empty.
         """
-        shown = super().get(parameter)
-        if shown and type(shown) is not Later:
-            others = {name: value for name, value in shown.items() if name not in names}
+        values = super().get(parameter)
+        if values and type(values) is not Later:
+            others = {name: value for name, value in values.items() if name not in names}
             super().__setitem__(parameter, Later((lambda *which: {**others, **make(*which)}, i)))
 
     def __getitem__(self, key: Hashable) -> Any:
@@ -277,7 +277,7 @@ class Layout(NamedTuple):
     count_of: Callable[[Group], int]
     counts_steps: bool = True
 
-    def shown(self, count: int) -> tuple[str, ...]:
+    def first_names(self, count: int) -> tuple[str, ...]:
         return ("step", *self.names[:count]) if self.counts_steps else self.names[:count]
 
 
@@ -305,13 +305,13 @@ class FusedStates(States):
 
     def _held_state(self, parameter: Tensor, i: int) -> dict[str, Tensor]:
         """The count of steps, and each state that there is memory for."""
-        return self._views.make(self._layout.shown(self._held), parameter, i)
+        return self._views.make(self._layout.first_names(self._held), parameter, i)
 
     def _maker_of(self, names: tuple[str, ...]) -> Callable[[Tensor, int], dict[str, Tensor]]:
         return functools.partial(self._views.make, names)
 
     def _names_in(self, group: Group) -> tuple[str, ...]:
-        return self._layout.shown(self.count_of(group))
+        return self._layout.first_names(self.count_of(group))
 
     def show(self, shown: ShownStates, parameters: Trained, groups: Sequence[Group]) -> None:
         makers = [self._maker_of(self._names_in(group)) for group in groups]

@@ -172,7 +172,7 @@ class SharedStates:
     def add(self, i: int, name: Any, owner: str | None, value: Any) -> None:
         """``value`` has appeared as state ``name`` of parameter i, whose name is ``owner``."""
         of_owner = "" if owner is None else f" of '{owner}'"
-        self._appeared[i, str(name)] = f"'{name}'{of_owner}: {shown(value)}"
+        self._appeared[i, str(name)] = f"'{name}'{of_owner}: {text_of(value)}"
 
     def hash(self) -> int:
         """Equal on ranks where the same states have appeared with the same values."""
@@ -199,7 +199,7 @@ class SharedStates:
 
 
 @torch.no_grad()
-def shown(value: Any) -> str:
+def text_of(value: Any) -> str:
     """Equal texts for equal values, on every rank."""
     if isinstance(value, Tensor):
         kind = f"{value.dtype} {tuple(value.shape)}"
@@ -207,9 +207,9 @@ def shown(value: Any) -> str:
             return f"{type(value).__name__} {kind}"
         return f"{value.item()} {kind}" if value.numel() == 1 else f"{kind} {_digest(value)}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(shown, value))}]"
+        return f"[{', '.join(map(text_of, value))}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {shown(value[key])}' for key in value)}}}"
+        return f"{{{', '.join(f'{key}: {text_of(value[key])}' for key in value)}}}"
     if value is None or isinstance(value, Number | str):
         return repr(value)
     return type(value).__name__  # others need not be comparable

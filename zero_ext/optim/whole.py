@@ -37,7 +37,7 @@ from zero_ext.optim.groups import (
 from zero_ext.optim.lending import OwnStates, WatchedWrites, lent
 from zero_ext.optim.owners import KeptMasters, Owners, Values
 from zero_ext.optim.states import Loader, SavedState, ShownStates
-from zero_ext.optim.verdicts import shown as text_of
+from zero_ext.optim.verdicts import text_of
 from zero_ext.ranks.agreement import all_or_none
 from zero_ext.tensor.meshes import reject_cut
 
