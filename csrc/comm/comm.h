@@ -94,8 +94,8 @@ class Comm : public Agreements {
   // Parameters of released units travel one-sided, so that ranks may gather at different times and
   // different units. A posted send waits here until `to` receives it, and no rank waits for that.
   // `to` reads its bytes when it receives it. Posted sends of one tag are received in their order.
-  // Where all peers are local, a send may be persistent: it is received any number of times, each
-  // time with the bytes that it then has. `tensor` is contiguous and on the host.
+  // One to a rank that reads this one's memory may be persistent: it is received any number of times,
+  // each time with the bytes that it then has. `tensor` is contiguous and on the host.
   PostedSend post_send(const at::Tensor& tensor, int64_t to, int64_t tag);
   PostedSend post_persistent_send(const at::Tensor& tensor, int64_t to, int64_t tag);
   // Where gathers are pulled, nothing is posted, see Note [Pulled gathers]: the current stream copies

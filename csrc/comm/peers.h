@@ -81,6 +81,8 @@ class Peers {
   // Of gathers of released units; null where ranks need not, or cannot, compare them.
   const std::shared_ptr<GatherOrder>& gather_order() const { return gather_order_; }
 
+  // Whether messages of that rank are read in its memory.
+  bool reads(int64_t peer) const;
   // How many ranks' memory this one reads. Of a device's memory none is read.
   int64_t local_peers() const;
   // Reads the messages that have arrived from local peers; never waits.
@@ -132,7 +134,6 @@ class Peers {
   at::Tensor target_of(const at::Tensor& tensor) const;
 
  private:
-  bool reads(int64_t peer) const;
   void find_routes();
   // See Pending::Part.
   std::string awaited() const;

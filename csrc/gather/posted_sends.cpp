@@ -73,12 +73,12 @@ std::string PostedSends::last_gathered() const {
 
 void PostedSends::post_missing(Entry& entry) {
   if (!entry.unit->parameters().comes_and_goes()) return;
-  const int64_t due = persist() ? 1 : entry.due;
   posted_any_ = true;
   Comm& comm = entry.unit->ranks().comm;
   for (int64_t peer = 0; peer < comm.world(); ++peer) {
     if (peer == comm.rank() || !entry.unit->ranks().context.shares_replica_with(peer)) continue;
     std::deque<PostedSend>& posted = entry.posted[peer];
+    const int64_t due = comm.reads(peer) ? 1 : entry.due;
     try {
       while (static_cast<int64_t>(posted.size()) < due) {
         posted.push_back(entry.unit->parameters().post_send(comm, peer));
@@ -118,6 +118,7 @@ void PostedSends::exchange_taken() {
     Entry& entry = entries_[u];
     const Unit::Ranks& ranks = entry.unit->ranks();
     for (int64_t peer = 0; peer < ranks.comm.world(); ++peer) {
+      if (ranks.comm.reads(peer)) continue;
       std::deque<PostedSend>& posted = entry.posted[peer];
       const auto count = static_cast<size_t>(by_rank[ranks.place(peer) * units + u]);
       for (size_t n = std::min(count, posted.size()); n > 0; --n) posted.pop_front();

@@ -11,7 +11,7 @@
 // - A posted send that no rank takes stays for the next pass.
 // - After each step the ranks exchange how many they took of each unit, and all wait until every
 //   rank's shards are updated.
-// - Where all ranks read each other's memory, one persistent send of each unit serves any number of
+// - To a rank that reads this one's memory, one persistent send of each unit serves any number of
 //   passes, forwards of one rank alone included.
 // - Where devices read each other's memory, nothing is posted: Note [Pulled gathers].
 // - A device's own backend (NCCL) has no such messages. There gathers are collectives, which every

@@ -18,9 +18,8 @@ int64_t UnitParameters::gather(Comm& comm, int64_t tag, Pending& pending, const 
 
 PostedSend UnitParameters::post_send(Comm& comm, int64_t peer) const {
   const at::Tensor& part = mirror_.defined() ? mirror_ : shard_.tensor();
-  return comm.way().gathers == Gathers::persistent
-             ? comm.post_persistent_send(part, peer, gather_tag_)
-             : comm.post_send(part, peer, gather_tag_);
+  return comm.reads(peer) ? comm.post_persistent_send(part, peer, gather_tag_)
+                          : comm.post_send(part, peer, gather_tag_);
 }
 
 void UnitParameters::go_beside(std::optional<SideStream::Scope>& beside) const {

@@ -585,17 +585,12 @@ class Repeats(Stack):
         return self.head(self.blocks[1](x))
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("own_messages", ["1", "0"], ids=["host", "hosts"])
-def test_ranks_may_enter_a_unit_more_or_less_often(own_messages, mesh, rank, world, monkeypatch):
-    """In each backward other ranks; each entry gathers the block anew."""
-    if own_messages == "0":
-        needs_messages_of_the_host()
-    monkeypatch.setenv("ZERO_EXT_CROSS_MEMORY", own_messages)
+def check_repeats(mesh, rank: int, times_in: list[list[int]]) -> None:
+    """``times_in``: of each step and rank; each entry gathers the block anew."""
     model = sharded(Repeats(blocks=2), mesh, retained_bytes=0)
     optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.0)
-    for step in range(3):
-        times = [1 + 8 * (r % 2 == step % 2) for r in range(world)]
+    for step, times in enumerate(times_in):
+        world = len(times)
         batches = [[(rank_data(SHAPE, r, step), times[r]) for r in range(world)]]
         expected = reference_gradients(lambda: Repeats(blocks=2), batches, world, 1 / world)
         mean_square(model, batches[0][rank]).backward()
@@ -603,6 +598,25 @@ def test_ranks_may_enter_a_unit_more_or_less_often(own_messages, mesh, rank, wor
             torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-6, msg=name)
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("own_messages", ["1", "0"], ids=["host", "hosts"])
+def test_ranks_may_enter_a_unit_more_or_less_often(own_messages, mesh, rank, world, monkeypatch):
+    """In each backward other ranks."""
+    if own_messages == "0":
+        needs_messages_of_the_host()
+    monkeypatch.setenv("ZERO_EXT_CROSS_MEMORY", own_messages)
+    times_in = [[1 + 8 * (r % 2 == step % 2) for r in range(world)] for step in range(3)]
+    check_repeats(mesh, rank, times_in)
+
+
+@pytest.mark.dist
+@pytest.mark.world(4)
+def test_ranks_of_a_host_may_differ_more_than_those_of_two(mesh, rank, monkeypatch):
+    needs_messages_of_the_host()
+    monkeypatch.setenv("ZERO_EXT_CROSS_MEMORY", str(1 + rank // 2))
+    check_repeats(mesh, rank, [[17, 1, 9, 9], [9, 9, 1, 17]])
 
 
 @pytest.mark.dist

@@ -125,6 +125,12 @@ def needs_waits_of_the_host() -> None:
         pytest.skip("the device waits for the other ranks, and a later wait of the host raises")
 
 
+def needs_one_host(because: str) -> None:
+    """Of a test with a backward that throws. ``because``: what may happen between hosts."""
+    if "ZERO_EXT_TEST_HOSTS" in os.environ or os.environ.get("ZERO_EXT_CROSS_MEMORY") == "0":
+        pytest.skip(f"between hosts {because}")
+
+
 def needs_one_dimension() -> None:
     """Of a test that is about the ranks of one replica, or another group than the mesh's own."""
     if SHARDS:
