@@ -66,6 +66,7 @@ at::Tensor Agreements::gather_values(const at::Tensor& values,
                                      const std::function<std::string()>& what,
                                      const Meanwhile& meanwhile) {
   check_process();
+  TORCH_CHECK(!unfinished_, what(), ": an earlier wait has failed. Start all ranks again.");
   const bool crosses = by_device(values) && values.is_cpu();
   if (crosses) wait_for_stream(groups().device(), watch().get());
   const at::Tensor input = crosses ? values.to(groups().device()) : outgoing(values);
@@ -80,6 +81,7 @@ at::Tensor Agreements::gather_values(const at::Tensor& values,
                              : int64_t{-1};
     TORCH_CHECK(gone < 0, what(), ": ", given_up_by(gone, "Repeat it on every rank."));
   } catch (...) {
+    unfinished_ = !way().one_host && input.is_cpu();
     if (input.is_cpu()) leave_epoch(MessageKind::agreement, epoch_, EpochExit::abandoned);
     throw;
   }

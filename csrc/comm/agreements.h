@@ -64,6 +64,7 @@ class Agreements : public Peers {
 
   MessageKind among_ = MessageKind::gather;  // of a device's values
   int64_t epoch_ = 0;                        // the last one
+  bool unfinished_ = false;  // between hosts the last one failed, and its message is under way
 };
 
 }  // namespace zero_ext

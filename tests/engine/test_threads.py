@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from harness import MLP, gather_objects, mean_square, rank_data
+from harness import MLP, gather_objects, mean_square, needs_one_host, rank_data
 from setups import MLP_INPUT
 from torch import Tensor, nn
 
@@ -94,6 +94,7 @@ def test_a_lock_whose_holder_may_ask_for_the_gil_is_not_taken_with_it():
 @pytest.mark.parametrize("use", ["step", "forward", "state_dict"])
 def test_a_signal_handler_that_uses_the_waiting_model_raises(mesh, rank, use):
     """The handler runs inside the wait. It would wait for its own thread for ever."""
+    needs_one_host("a rank that gives up a wait cannot go on")
     model = zero_ext.shard(MLP(13), 3, mesh=mesh)
     optimizer = zero_ext.optim.AdamW(model.parameters())
     calls = {
@@ -115,6 +116,29 @@ def test_a_signal_handler_that_uses_the_waiting_model_raises(mesh, rank, use):
     optimizer.step()
     norms = gather_objects([float(zero_ext.full_tensor(p).norm()) for p in model.parameters()])
     assert all(n == norms[0] for n in norms)
+
+
+@pytest.mark.dist
+@pytest.mark.host
+@pytest.mark.world(min=2)
+def test_between_hosts_a_rank_that_has_given_up_a_wait_says_so(mesh, rank, monkeypatch):
+    """Its next message would meet another rank's later one, and gloo would end the process."""
+    monkeypatch.setenv("ZERO_EXT_CROSS_MEMORY", "0")
+    monkeypatch.setenv("ZERO_EXT_TIMEOUT_S", "2")
+    model = zero_ext.shard(MLP(13), 3, mesh=mesh)
+    optimizer = zero_ext.optim.AdamW(model.parameters())
+    mean_square(model, rank_data(MLP_INPUT, rank)).backward()
+    before = signal.signal(signal.SIGUSR1, lambda *_: optimizer.step())
+    if rank == 0:
+        me = threading.get_ident()
+        threading.Timer(0.1, lambda: signal.pthread_kill(me, signal.SIGUSR1)).start()
+        with pytest.raises(RuntimeError, match=r"inside another call|in the same thread"):
+            optimizer.step()
+    signal.signal(signal.SIGUSR1, before)
+    gather_objects(rank)
+    error = "an earlier wait has failed. Start all" if rank == 0 else "waiting for rank 0"
+    with pytest.raises(RuntimeError, match=error):
+        optimizer.step()
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
