@@ -120,6 +120,7 @@ EXPERTS = some_of(
 ON_FOUR = (
     *files("equivalence", "comm_ops", "host_routes", "hybrid", "norm", "parallel"),
     *STAGE3,
+    *some_of("stage3", "ranks_of_a_host_may_differ_more_than_those_of_two"),
     *MESHES,
     *EXPERTS,
     *some_of("state_dict_options", "checkpoints_go_both_ways_with_fsdp2_and_tensor_parallelism"),
