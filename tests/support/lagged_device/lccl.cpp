@@ -245,6 +245,7 @@ class Lccl final : public c10d::Backend {
   void abort() override {
     aborts.fetch_add(1);
     cut_->store(true);
+    if (last_.queue == nullptr || last_.queue->is_done(last_.ticket)) return;
     // Without it the connections close with the group: an error for ranks that abort a moment later.
     std::thread([held = wire_] { std::this_thread::sleep_for(kAbortsTogether); }).detach();
   }
