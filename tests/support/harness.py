@@ -125,9 +125,14 @@ def needs_waits_of_the_host() -> None:
         pytest.skip("the device waits for the other ranks, and a later wait of the host raises")
 
 
+BETWEEN_HOSTS = (
+    "ZERO_EXT_TEST_HOSTS" in os.environ or os.environ.get("ZERO_EXT_CROSS_MEMORY") == "0"
+)
+
+
 def needs_one_host(because: str) -> None:
-    """Of a test with a backward that throws. ``because``: what may happen between hosts."""
-    if "ZERO_EXT_TEST_HOSTS" in os.environ or os.environ.get("ZERO_EXT_CROSS_MEMORY") == "0":
+    """Of a test with an error on one rank. ``because``: what may happen between hosts."""
+    if BETWEEN_HOSTS:
         pytest.skip(f"between hosts {because}")
 
 
