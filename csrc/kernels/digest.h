@@ -18,7 +18,7 @@ uint64_t digest(const void* data, int64_t bytes);
 //
 // where weight(k) is the k-th number of SplitMix64 (Steele et al. 2014), made odd. So a change of a
 // single word always changes the sum. zero_ext/state/receiving.py computes it with torch alone.
-constexpr int64_t kDigestRow = 4096;
+constexpr int64_t kDigestRow = 1024;
 uint64_t part_digest(const void* data, int64_t bytes, int64_t offset, const Launch& launch);
 
 }  // namespace zero_ext::kernels
