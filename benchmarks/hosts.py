@@ -6,7 +6,8 @@ Each namespace has one card, which sends --rate at most, and starts --ranks rank
 namespace read each other's memory. Bytes are those that a card has sent in a step, beside those of
 one bf16 ring over all ranks: 4 n (N - 1) / N for n elements and N ranks. Stages 0 to 3 are compared
 with one process, bit for bit. Stage 2 runs at several learning rates, because hosts send each other
-only the parameters that an update has changed. It needs root, and the commands ip and tc.
+only the parameters that an update has changed. optimizer.step() is timed alone, too, beside a rate
+that changes all of them. It needs root, and the commands ip and tc.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -33,6 +35,8 @@ CARD = "eth0"
 PORT = 29571
 COUNTED_STEPS = 3
 STAGES = (0, 1, 2, 3)
+SENDS_ALL = 1e-2  # a learning rate at which, with DECAY, nearly all elements change
+DECAY = 10.0
 LRS = (1e-6, 1e-5, 1e-3)  # beside 1e-4, of all others
 
 
@@ -86,6 +90,9 @@ def steps_of(model: nn.Module, batch, args: argparse.Namespace) -> dict[str, Cal
     }
     for stage in STAGES:
         steps[f"stage {stage}"] = bench_step.zero_step(copy.deepcopy(model), batch, 1, stage)
+    steps["stage 3, host_copies"] = bench_step.zero_step(
+        copy.deepcopy(model), batch, 1, stage=3, host_copies=True
+    )
     for lr in LRS:
         steps[f"stage 2, lr {lr:g}"] = bench_step.zero_step(
             copy.deepcopy(model), batch, 1, stage=2, lr=lr
@@ -147,6 +154,34 @@ def changed_rows(model: nn.Module, batch, where: str) -> Iterator[report.Row]:
         )
 
 
+def update_rows(batch, where: str, rounds: int) -> Iterator[report.Row]:
+    """Time of optimizer.step() alone, of where all parameters change and are sent. The model is
+    larger, so that its bytes weigh more than the calls of a step."""
+    model = models.GPT(layers=6, hidden=256, heads=4).bfloat16()
+    runs = {}
+    for lr in (*LRS, 1e-4, SENDS_ALL):
+        one = zero_ext.shard(copy.deepcopy(model), stage=2)
+        decay = DECAY if lr == SENDS_ALL else 0.01
+        runs[lr] = one, zero_ext.optim.AdamW(one.parameters(), lr=lr, weight_decay=decay)
+    seconds: dict[float, list[float]] = {lr: [] for lr in runs}
+    for turn in range(rounds + report.WARM_UP):
+        for lr, (one, optimizer) in runs.items():
+            one(batch).backward()
+            dist.barrier()
+            start = time.perf_counter()
+            optimizer.step()
+            if turn >= report.WARM_UP:
+                seconds[lr].append(time.perf_counter() - start)
+            optimizer.zero_grad()
+    steps, hosts = rounds + report.WARM_UP, int(os.environ["GROUP_WORLD_SIZE"])
+    sent = torch.tensor(float(runs[SENDS_ALL][0].stats()["bytes_to_hosts"]))
+    dist.all_reduce(sent)
+    assert sent >= 0.99 * steps * 2 * sum(p.numel() for p in model.parameters()) * (hosts - 1)
+    for lr in (*LRS, 1e-4):
+        name = f"{where}, stage 2: step() alone, lr {lr:g} / lr {SENDS_ALL:g}, which sends all"
+        yield report.at_most(name, seconds[lr], seconds[SENDS_ALL], None)
+
+
 def check_bits(model: nn.Module) -> None:
     """Stages 0 to 3 against one process that runs all ranks' batches; two steps."""
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -164,9 +199,9 @@ def check_bits(model: nn.Module) -> None:
         return zero_ext.fingerprint(one)
 
     expected = train(copy.deepcopy(model), batches, stage=2, mesh="alone")
-    for stage in STAGES:
-        actual = train(copy.deepcopy(model), batches[rank : rank + 1], stage=stage)
-        assert actual == expected, f"stage {stage} differs from one process"
+    for options in (*({"stage": stage} for stage in STAGES), {"stage": 3, "host_copies": True}):
+        actual = train(copy.deepcopy(model), batches[rank : rank + 1], **options)
+        assert actual == expected, f"{options} differs from one process"
 
 
 def rows(args: argparse.Namespace) -> Iterator[report.Row]:
@@ -189,6 +224,7 @@ def rows(args: argparse.Namespace) -> Iterator[report.Row]:
             None,
         )
     yield from changed_rows(model, batch, where)
+    yield from update_rows(batch, where, args.rounds)
     for peer in ("DDP", "FSDP2"):
         for name in steps:
             if name != peer:

@@ -246,6 +246,7 @@ class EngineOptions:
     limit_bytes: int
     stage: int
     timeout_ms: int
+    host_copies: bool
     window_bytes: int
 
 class StepVerdict:

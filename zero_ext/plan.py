@@ -15,7 +15,12 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from zero_ext.engine.checks import check_positive
-from zero_ext.engine.memory import PlannedUnit, estimate_memory, planned_units
+from zero_ext.engine.memory import (
+    PlannedUnit,
+    estimate_memory,
+    parts_of_other_hosts,
+    planned_units,
+)
 from zero_ext.engine.options import ShardingOptions
 from zero_ext.engine.plan import Plan, parameters_of, plan_module
 from zero_ext.engine.units import Tree
@@ -83,9 +88,20 @@ def between_hosts(
     here = world_size // hosts
     gradients = here * (world_size - here) * sent.gradient_bytes // max(world_size - 1, 1)
     elsewhere = max(shards - here, 0)  # ranks of the replica
-    receivers = elsewhere if stage == 3 else -(-elsewhere // here)
+    receivers = elsewhere if stage == 3 else parts_of_other_hosts(world_size, shards, hosts)
     parameters = here * receivers * sent.parameter_bytes // max(shards - 1, 1)
     return gradients, parameters
+
+
+def of_host_copies(plan: Plan, world_size: int, shards: int, hosts: int) -> tuple[int, int]:
+    """With ``host_copies``: bytes of updated parameters that leave a host per step, at most, and
+    bytes that each rank keeps for its host."""
+    units = [u for u in planned_units(plan, world_size, shards) if u.home == "shard"]
+    kept = parts_of_other_hosts(world_size, shards, hosts)
+    trained = sum(u.range_numel * u.itemsize for u in units if u.plan.trainable)
+    return world_size // hosts * kept * trained, kept * sum(
+        u.range_numel * u.itemsize for u in units
+    )
 
 
 def _gathers_of_units(plan: Plan, units: Sequence[PlannedUnit]) -> dict[int, int]:
@@ -283,6 +299,11 @@ def report(
         f"{_with_unit(leaves[0])} of gradients and up to {_with_unit(leaves[1])} of parameters "
         f"leave each of the {setting.hosts:,} hosts."
     )
+    sent_to_copies, kept = of_host_copies(plan, world, shards, setting.hosts)
+    of_copies = (
+        f"With host_copies=True up to {_with_unit(sent_to_copies)} of parameters do, and each rank"
+        f" holds {_with_unit(kept)} more."
+    )
     return "\n".join(
         [
             f"{type(module).__name__}: {sum(p.numel() for p in parameters):,} elements in "
@@ -297,6 +318,7 @@ def report(
             f"{_with_unit(sent.gradient_bytes)} of gradients and "
             f"{_with_unit(sent.parameter_bytes)} of parameters ({sent.gathers:,} gathers).",
             *[of_host] * (setting.hosts > 1),
+            *[of_copies] * (kept > 0),
         ]
     )
 

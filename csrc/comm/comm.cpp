@@ -188,32 +188,63 @@ int64_t Comm::gather(const at::Tensor& full, int64_t tag, Pending& pending,
   const int64_t first = rank() - own;
   for (int64_t step = 1; step < ranges; ++step) {
     const int64_t from = (own + ranges - step) % ranges;
-    const int64_t source = routes.source(from, own);
-    const int64_t tag_here = tag + (from + 1) * kSentOn;
-    at::Tensor message = range(from);
-    Pending::Relay relay;
-    if (!routes.share_host(from, own) && source == from) {
-      if (packed.own.defined()) message = at::empty({packed.most_bytes}, at::kByte);
-      relay = [this, tag_here, unpack = packed.unpack, part = range(from)](
-                  const at::Tensor& arrived, Pending& sends) {
-        if (unpack != nullptr) unpack(arrived, part);
-        send_on(unpack != nullptr ? part : arrived, tag_here, sends);
-      };
+    if (brings_to_host(from)) {
+      receive_from_host(range(from), from, tag, pending, packed, /*sends_on=*/true);
+      continue;
     }
-    const MessageLabel label{MessageKind::gather, source == from ? tag : tag_here};
-    Peers::receive(message, first + source, label, pending, std::move(relay));
+    const int64_t source = routes.source(from, own);
+    const int64_t tag_here = source == from ? tag : tag + (from + 1) * kSentOn;
+    Peers::receive(range(from), first + source, {MessageKind::gather, tag_here}, pending);
   }
   const at::Tensor part = outgoing(range(own));
-  const at::Tensor& sent = packed.own.defined() ? packed.own : part;
-  int64_t bytes = 0;
+  const int64_t bytes = send_to_other_hosts(packed.own.defined() ? packed.own : part, tag, pending);
   for (int64_t step = 1; step < ranges; ++step) {
     const int64_t to = (own + step) % ranges;
-    if (routes.source(own, to) != own) continue;
-    const bool stays = routes.share_host(own, to);
-    send(stays ? part : sent, first + to, {MessageKind::gather, tag}, pending);
-    if (!stays) bytes += static_cast<int64_t>(sent.nbytes());
+    if (shares_host(to)) send(part, first + to, {MessageKind::gather, tag}, pending);
   }
   return bytes;
+}
+
+int64_t Comm::send_to_other_hosts(const at::Tensor& message, int64_t tag, Pending& pending) {
+  const int64_t own = rank() % shards();
+  int64_t bytes = 0;
+  for (int64_t step = 1; step < shards(); ++step) {
+    const int64_t to = (own + step) % shards();
+    if (shares_host(to) || routes().source(own, to) != own) continue;
+    send(message, rank() - own + to, {MessageKind::gather, tag}, pending);
+    bytes += static_cast<int64_t>(message.nbytes());
+  }
+  return bytes;
+}
+
+int64_t Comm::send_to_hosts(const at::Tensor& part,
+                            const std::function<at::Tensor(int64_t)>& copy_of, int64_t tag,
+                            Pending& pending, const PackedRange& packed) {
+  for (int64_t from = 0; from < shards(); ++from) {
+    if (brings_to_host(from))
+      receive_from_host(copy_of(from), from, tag, pending, packed, /*sends_on=*/false);
+  }
+  return send_to_other_hosts(packed.own.defined() ? packed.own : part, tag, pending);
+}
+
+int64_t Comm::bringer(int64_t range) const {
+  const int64_t own = rank() % shards();
+  const int64_t source = routes().source(range, own);
+  return source == range ? own : source;
+}
+
+void Comm::receive_from_host(const at::Tensor& part, int64_t range, int64_t tag, Pending& pending,
+                             const PackedRange& packed, bool sends_on) {
+  const bool unpacks = packed.own.defined();
+  const at::Tensor message = unpacks ? at::empty({packed.most_bytes}, at::kByte) : part;
+  const int64_t tag_here = tag + (range + 1) * kSentOn;
+  Pending::Relay relay = [this, part, tag_here, sends_on, unpack = packed.unpack](
+                             const at::Tensor& arrived, Pending& sends) {
+    if (unpack != nullptr) unpack(arrived, part);
+    if (sends_on) send_on(unpack != nullptr ? part : arrived, tag_here, sends);
+  };
+  const int64_t owner = rank() - rank() % shards() + range;
+  Peers::receive(message, owner, {MessageKind::gather, tag}, pending, std::move(relay));
 }
 
 void Comm::send_on(const at::Tensor& part, int64_t tag, Pending& pending) {

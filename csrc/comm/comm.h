@@ -82,6 +82,18 @@ class Comm : public Agreements {
   // on all ranks or on none. Returns the bytes sent to other hosts.
   int64_t gather(const at::Tensor& full, int64_t tag, Pending& pending,
                  const PackedRange& packed = {});
+  // Sends `part`, this rank's range, once to each other host, and receives the ranges that this rank
+  // brings to its host, into `copy_of(range)`. The rest as above.
+  int64_t send_to_hosts(const at::Tensor& part,
+                        const std::function<at::Tensor(int64_t range)>& copy_of, int64_t tag,
+                        Pending& pending, const PackedRange& packed);
+  // Whether the rank of a range is on this host, whether this rank brings that range here from
+  // another host, and which rank does.
+  bool shares_host(int64_t range) const { return routes().share_host(range, rank() % shards()); }
+  bool brings_to_host(int64_t range) const {
+    return !shares_host(range) && bringer(range) == rank() % shards();
+  }
+  int64_t bringer(int64_t range) const;
   // The same of ranges of any size: `flat` is 1-D, and range r begins at element bounds[r]. Only
   // ranks that are in `wanting`, one for each rank, receive.
   void gather_parts(const at::Tensor& flat, const std::vector<int64_t>& bounds,
@@ -115,8 +127,13 @@ class Comm : public Agreements {
 
  private:
   bool all_can(bool this_one);
+  // `message`: this rank's range, or packed. To the ranks that bring it to their hosts. Returns bytes.
+  int64_t send_to_other_hosts(const at::Tensor& message, int64_t tag, Pending& pending);
   // `part` has come from another host: to the other ranks of this host and replica.
   void send_on(const at::Tensor& part, int64_t tag, Pending& pending);
+  // Receives `range`, which this rank brings to its host. Its message may be a packed one.
+  void receive_from_host(const at::Tensor& part, int64_t range, int64_t tag, Pending& pending,
+                         const PackedRange& packed, bool sends_on);
 
   std::shared_ptr<PeerMemory> peer_memory_;
   std::string why_sent_ = "the backend sums them";

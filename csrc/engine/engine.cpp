@@ -173,6 +173,7 @@ std::map<std::string, int64_t> Engine::stats() {
       {"reductions", parts_.reductions.started()},
       {"gathers", steps_.counts().gathers + parts_.gatherer.gathers()},
       {"steps", steps_.counts().updates},
+      {"gathers_between_hosts", parts_.gatherer.gathers_between_hosts()},
       {"bytes_to_hosts", steps_.counts().bytes_to_hosts},
       {"units", parameters().unit_count()},
       {"neighbors", parts_.comm.local_peers()},

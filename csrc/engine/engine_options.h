@@ -34,6 +34,7 @@ struct EngineOptions {
   Reduction reduction = Reduction::exchange;
   bool default_reduction = false;  // then exchange, wherever devices read each other's memory
   std::optional<at::ScalarType> reduce_dtype;
+  bool host_copies = false;        // stage 3, on the host: see Note [Host copies] in host_copies.h
   int64_t window_bytes = 0;        // see Note [Windows] in unit_reduction.h
   double divide_factor = 0;        // gradients are divided by it; 0: by the number of ranks
   int64_t accumulation_steps = 1;  // every n-th backward is a boundary

@@ -80,6 +80,7 @@ EngineParts::EngineParts(EngineOptions given)
               .reduce_dtype = options.reduce_dtype.value_or(at::kFloat),
               .reduce_in_gradient_dtype = !options.reduce_dtype.has_value(),
               .subset = options.expert_places.empty() ? -1 : options.expert_places.front(),
+              .host_copies = options.host_copies && options.stage == 3,
               .window_bytes = options.window_bytes,
               .memory = std::make_shared<MemoryCounter>(options.limit_bytes),
               .offloaded = std::make_shared<MemoryCounter>()},

@@ -22,6 +22,7 @@ StepUpdate::StepUpdate(EngineParts& parts, RunningBackward& backward,
     Unit& unit = parameters_.unit(u);
     unit.parameters().begin_update();
     if (sends_changes(unit.parameters())) changes_of(unit).begin_update();
+    if (HostCopies* copies = copies_of(unit.parameters())) copies->begin_update();
   }
 }
 
@@ -55,8 +56,9 @@ void StepUpdate::end_unit() {
   }
   UnitParameters& unit = this->unit().parameters();
   if (!updated_.empty()) unit.end_update();
+  HostCopies* const copies = copies_of(unit);
   const bool resident = context_.shards_parameters() && !unit.comes_and_goes();
-  if (context_.policy.gather != When::after_step && !resident) return;
+  if (context_.policy.gather != When::after_step && !resident && copies == nullptr) return;
   // After a backward that threw on this rank alone, the other ranks have gradients that this one
   // lacks. On a device no rank knows that yet.
   const bool others_changed =
@@ -65,9 +67,19 @@ void StepUpdate::end_unit() {
   if (updated_.empty() && !others_changed) return;
   const Range range("gather", this->unit().name());
   const uint16_t* const marks = sends_changes(unit) ? changes_of(this->unit()).marks() : nullptr;
+  Comm& comm = this->unit().ranks().comm;
+  const int64_t tag = number_ * kMaxUnits + u_;
   counts_.bytes_to_hosts +=
-      unit.gather(this->unit().ranks().comm, number_ * kMaxUnits + u_, gathering_, marks);
+      copies != nullptr ? copies->send(comm, tag, shard_of(unit).tensor(), marks, gathering_)
+                        : unit.gather(comm, tag, gathering_, marks);
   ++counts_.gathers;
+}
+
+void StepUpdate::for_each_copy(const std::function<void(HostCopies&, bool)>& visit) {
+  for (const auto& unit : parameters_.units()) {
+    const UnitParameters& parameters = unit->parameters();
+    if (HostCopies* copies = copies_of(parameters)) visit(*copies, shard_of(parameters).lent());
+  }
 }
 
 void StepUpdate::finish() {
@@ -76,7 +88,13 @@ void StepUpdate::finish() {
   const CallScope call(Comm::name_of(Comm::Agreement::step));
   gathering_.wait(
       [this] { return where(context_.global_rank) + "step() waited for updated parameters"; });
-  gatherer_.wait_for_shards();
+  for_each_copy([](HostCopies& copies, bool lent) { copies.end_update(lent); });
+  try {
+    gatherer_.wait_for_shards();
+  } catch (...) {  // some rank may lack what was sent
+    for_each_copy([](HostCopies& copies, bool) { copies.part_changed(); });
+    throw;
+  }
   for (const auto& unit : parameters_.units()) changes_of(*unit).end_update();
   for (int64_t i = 0; i < parameters_.size(); ++i) {
     const ShardedParameter& parameter = parameters_[i];

@@ -51,6 +51,7 @@ class StepUpdate : Facet {
   const std::vector<int64_t>& members() const { return parameters_.members(u_); }
   void end_unit();
   void finish();
+  void for_each_copy(const std::function<void(HostCopies& copies, bool lent)>& visit);
 
   const Access access_;
   const at::NoGradGuard no_grad_;

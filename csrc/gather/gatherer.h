@@ -114,6 +114,7 @@ class Gatherer {
   const Holds& holds(int64_t unit) const { return table_.holds(unit); }
   const Unit& unit(int64_t unit) const { return table_.unit(unit); }
   int64_t gathers() const { return table_.gathers(); }
+  int64_t gathers_between_hosts() const { return sends_.between_hosts(); }
   // Neither the root nor inner.
   bool is_of_its_own(int64_t site) const { return !sites_.at(site).root && !sites_[site].inner; }
   // A backward is inside of calls that hold all units of the site.

@@ -24,9 +24,9 @@ constexpr int64_t kPassesWithoutStep = 256;
 PostedSends::PostedSends(Comm& comm, const UnitContext& context) : comm_(comm), context_(context) {}
 
 void PostedSends::add(const Unit* unit) {
-  entries_.push_back({.unit = unit,
-                      .due = kReserve,
-                      .posted = std::vector<std::deque<PostedSend>>(unit->ranks().comm.world())});
+  const std::vector<std::deque<PostedSend>> none(unit->ranks().comm.world());
+  entries_.push_back(
+      {.unit = unit, .due = kReserve, .parts = {.sends = none}, .states = {.sends = none}});
   // Of parameters that were unfrozen: another rank may gather them before this rank begins a pass.
   const bool late = posted_any_ && post_per_pass();
   if (persist() || late) post_missing(entries_.back());
@@ -54,7 +54,6 @@ void PostedSends::post_for_a_pass() {
 void PostedSends::count_gather(int64_t unit) {
   if (!post_per_pass()) return;
   Entry& entry = entries_[unit];
-  ++entry.taken;
   // Beyond what a pass needs, the other ranks are likely to do as this one does.
   if (++entry.taken_in_pass > 1) ++entry.due;
   post_missing(entry);
@@ -62,9 +61,18 @@ void PostedSends::count_gather(int64_t unit) {
 
 void PostedSends::count_repeated_gather(int64_t unit) {
   if (!post_per_pass()) return;
-  ++entries_[unit].taken;
   ++entries_[unit].due;
   post_missing(entries_[unit]);
+}
+
+void PostedSends::count_taken(int64_t unit) {
+  if (!post_per_pass()) return;
+  Entry& entry = entries_[unit];
+  const HostCopies* copies = copies_of(entry.unit->parameters());
+  if (copies != nullptr) ++entry.states.taken;
+  if (copies != nullptr && !copies->reads_owners()) return;
+  ++entry.parts.taken;
+  ++between_hosts_;
 }
 
 std::string PostedSends::last_gathered() const {
@@ -77,18 +85,29 @@ void PostedSends::post_missing(Entry& entry) {
   Comm& comm = entry.unit->ranks().comm;
   for (int64_t peer = 0; peer < comm.world(); ++peer) {
     if (peer == comm.rank() || !entry.unit->ranks().context.shares_replica_with(peer)) continue;
-    std::deque<PostedSend>& posted = entry.posted[peer];
-    const int64_t due = comm.reads(peer) ? 1 : entry.due;
     try {
-      while (static_cast<int64_t>(posted.size()) < due) {
-        posted.push_back(entry.unit->parameters().post_send(comm, peer));
-      }
+      post_missing(entry, peer);
     } catch (const std::exception& error) {
       TORCH_CHECK(false, where(context_.global_rank, entry.unit->name()),
                   "this rank's part of the parameters cannot be sent to rank ",
                   comm.global_rank(peer), last_gathered(), ": ", text_of(error));
     }
   }
+}
+
+void PostedSends::post_missing(Entry& entry, int64_t peer) {
+  Comm& comm = entry.unit->ranks().comm;
+  const UnitParameters& parameters = entry.unit->parameters();
+  const HostCopies* copies = copies_of(parameters);
+  const bool here = comm.reads(peer);
+  if (copies != nullptr && entry.copies.empty()) entry.copies = copies->post_copies(comm);
+  std::deque<PostedSend>& parts = entry.parts.sends[peer];
+  while (std::ssize(parts) < (here ? 1 : entry.due)) {
+    parts.push_back(parameters.post_send(comm, peer));
+  }
+  if (copies == nullptr || here) return;
+  std::deque<PostedSend>& states = entry.states.sends[peer];
+  while (std::ssize(states) < entry.due) states.push_back(copies->post_state(comm, peer));
 }
 
 void PostedSends::wait_for_shards() {
@@ -107,8 +126,11 @@ void PostedSends::meet_devices() {
 
 void PostedSends::exchange_taken() {
   const auto units = static_cast<int64_t>(entries_.size());
-  const at::Tensor taken = at::empty({units}, at::TensorOptions().dtype(at::kLong));
-  for (int64_t u = 0; u < units; ++u) taken.mutable_data_ptr<int64_t>()[u] = entries_[u].taken;
+  const at::Tensor taken = at::empty({2 * units}, at::TensorOptions().dtype(at::kLong));
+  for (int64_t u = 0; u < units; ++u) {
+    taken.mutable_data_ptr<int64_t>()[2 * u] = entries_[u].parts.taken;
+    taken.mutable_data_ptr<int64_t>()[2 * u + 1] = entries_[u].states.taken;
+  }
   const at::Tensor all = comm_.all_gather(Comm::Agreement::shards, taken, [this] {
     return where(context_.global_rank) + current_call() +
            " waited until all ranks had updated their shards";
@@ -119,11 +141,15 @@ void PostedSends::exchange_taken() {
     const Unit::Ranks& ranks = entry.unit->ranks();
     for (int64_t peer = 0; peer < ranks.comm.world(); ++peer) {
       if (ranks.comm.reads(peer)) continue;
-      std::deque<PostedSend>& posted = entry.posted[peer];
-      const auto count = static_cast<size_t>(by_rank[ranks.place(peer) * units + u]);
-      for (size_t n = std::min(count, posted.size()); n > 0; --n) posted.pop_front();
+      const int64_t* const counts = by_rank + (ranks.place(peer) * units + u) * 2;
+      const auto forget = [&](Posted& posted, int64_t count) {
+        std::deque<PostedSend>& sends = posted.sends[peer];
+        for (int64_t n = std::min(count, std::ssize(sends)); n > 0; --n) sends.pop_front();
+      };
+      forget(entry.parts, counts[0]);
+      forget(entry.states, counts[1]);
     }
-    entry.taken = 0;
+    entry.parts.taken = entry.states.taken = 0;
     entry.due = kReserve;
   }
   passes_ = 0;
@@ -132,8 +158,11 @@ void PostedSends::exchange_taken() {
 OutstandingSends PostedSends::take_outstanding() {
   OutstandingSends outstanding;
   for (Entry& entry : entries_) {
-    for (auto& posted : entry.posted) outstanding.posted.push_back(std::move(posted));
-    entry.posted.clear();
+    for (Posted* posted : {&entry.parts, &entry.states}) {
+      for (auto& sends : posted->sends) outstanding.posted.push_back(std::move(sends));
+      posted->sends.clear();
+    }
+    outstanding.posted.emplace_back(entry.copies.begin(), entry.copies.end());
   }
   // Also where nothing is posted: others may still take the notices of backwards.
   if (persist() || comm_.way().gathers == Gathers::posted)

@@ -46,10 +46,15 @@ class PostedSends {
   void begin_pass(Pass pass);
   // For the forward and the backward of the other ranks, in which this one takes no part.
   void post_for_a_pass();
-  // This rank takes the other ranks' ranges of the unit; again, although it has them already.
+  // This rank is about to gather the unit; again, although it has it already. Posts what other ranks
+  // may wait for that do the same.
   void count_gather(int64_t unit);
   void count_repeated_gather(int64_t unit);
+  // The gather has started.
+  void count_taken(int64_t unit);
   void gather_finished(const Unit& unit) { last_gathered_ = unit.name(); }
+  // Gathers that took parts from ranks of other hosts.
+  int64_t between_hosts() const { return between_hosts_; }
   // For error messages: the last unit that was gathered.
   std::string last_gathered() const;
 
@@ -58,12 +63,18 @@ class PostedSends {
   OutstandingSends take_outstanding();
 
  private:
+  // What a rank takes when it gathers a unit: parts, or what host copies need.
+  struct Posted {
+    int64_t taken = 0;  // gathers since the ranks last exchanged their numbers
+    std::vector<std::deque<PostedSend>> sends;  // [ranks of the unit]
+  };
   struct Entry {
     const Unit* unit;
-    int64_t taken = 0;  // gathers since the ranks last exchanged their numbers
     int64_t taken_in_pass = 0;
     int64_t due;  // what a peer may have taken by the end of this pass
-    std::vector<std::deque<PostedSend>> posted;  // [ranks of the unit]
+    Posted parts;
+    Posted states;                     // see HostCopies
+    std::vector<PostedSend> copies{};  // persistent, of all of them
   };
   bool persist() const { return comm_.way().gathers == Gathers::persistent; }
   // Where they do not persist, they are posted anew for each pass.
@@ -71,12 +82,14 @@ class PostedSends {
     return context_.shards_parameters() && comm_.way().gathers == Gathers::posted;
   }
   void post_missing(Entry& entry);
+  void post_missing(Entry& entry, int64_t peer);
   void exchange_taken();
   void meet_devices();
 
   Comm& comm_;
   const UnitContext& context_;
   std::vector<Entry> entries_;
+  int64_t between_hosts_ = 0;
   std::string last_gathered_ = "none";
   bool posted_any_ = false;
   int64_t passes_ = 0;  // since the ranks last exchanged their numbers

@@ -65,10 +65,12 @@ void ResidencyTable::apply(int64_t u, ResidencyEvent event, const ResidencyConte
 void ResidencyTable::start(int64_t u) {
   const Entry& entry = entries_[u];
   const Range range("gather", entry.unit->name());
-  name_errors([&] { return waiting_for(entry); },
-              [&] { entry.unit->parameters().start_gather(entry.unit->ranks().comm, u); });
-  ++gathers_;
   sends_.count_gather(u);
+  const auto what = [&] { return waiting_for(entry); };
+  name_errors(what,
+              [&] { entry.unit->parameters().start_gather(entry.unit->ranks().comm, u, what); });
+  ++gathers_;
+  sends_.count_taken(u);
 }
 
 void ResidencyTable::serve(int64_t u, const StreamEvent& since) {
@@ -101,7 +103,9 @@ void ResidencyTable::release(Entry& entry, Writes writes) {
 void ResidencyTable::gather_again(int64_t u) {
   Entry& entry = entries_[u];
   sends_.count_repeated_gather(u);
-  entry.unit->parameters().start_gather(entry.unit->ranks().comm, u);
+  entry.unit->parameters().start_gather(entry.unit->ranks().comm, u,
+                                        [&] { return waiting_for(entry); });
+  sends_.count_taken(u);
   finish(entry);
   if (!entry.watcher) return;
   tell_watcher(entry, Residency::released, {});

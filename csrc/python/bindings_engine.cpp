@@ -86,6 +86,7 @@ void bind_options(py::module_& m) {
       .def_readwrite("reduction", &EngineOptions::reduction)
       .def_readwrite("default_reduction", &EngineOptions::default_reduction)
       .def_readwrite("reduce_dtype", &EngineOptions::reduce_dtype)
+      .def_readwrite("host_copies", &EngineOptions::host_copies)
       .def_readwrite("window_bytes", &EngineOptions::window_bytes)
       .def_readwrite("divide_factor", &EngineOptions::divide_factor)
       .def_readwrite("accumulation_steps", &EngineOptions::accumulation_steps)

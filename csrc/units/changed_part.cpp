@@ -19,7 +19,7 @@ int64_t bytes_of_marks(int64_t numel) {
 
 at::Tensor pack(const at::Tensor& part, const uint16_t* marks) {
   const int64_t numel = part.numel();
-  int64_t count = kernels::count_marks(marks, numel);
+  int64_t count = marks == nullptr ? numel : kernels::count_marks(marks, numel);
   int64_t bytes = bytes_of_marks(numel) + count * kElementBytes;
   if (bytes >= numel * kElementBytes) {
     count = kWhole;

@@ -20,7 +20,8 @@
 
 namespace zero_ext {
 
-// `part`: contiguous, on the host, of elements with 2 bytes.
+// `part`: contiguous, on the host, of elements with 2 bytes. `marks`: null where a receiver may hold
+// something else than what the part was before: all of it is sent.
 PackedRange packed_changes(const at::Tensor& part, const uint16_t* marks);
 
 }  // namespace zero_ext

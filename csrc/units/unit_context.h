@@ -65,6 +65,7 @@ struct UnitContext {
   at::ScalarType reduce_dtype = at::kFloat;  // of collective reductions
   bool reduce_in_gradient_dtype = true;      // of exchange: else in reduce_dtype
   int64_t subset = -1;  // the first of the ranks that hold the same experts; -1: there are none
+  bool host_copies = false;  // see Note [Host copies] in host_copies.h
   int64_t window_bytes = 0;  // see Note [Windows] in unit_reduction.h
   std::shared_ptr<MemoryCounter> memory;
   std::shared_ptr<SpareMemory> spare{};      // of released parameters

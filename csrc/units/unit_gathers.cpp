@@ -32,7 +32,8 @@ void UnitParameters::go_beside(std::optional<SideStream::Scope>& beside) const {
   beside.emplace(context_.gathering);
 }
 
-void UnitParameters::start_gather(Comm& comm, int64_t number) {
+void UnitParameters::start_gather(Comm& comm, int64_t number,
+                                  const std::function<std::string()>& what) {
   const bool released = full_.emptied();
   if (!released) written_.accept_all();
   if (released) {
@@ -43,7 +44,7 @@ void UnitParameters::start_gather(Comm& comm, int64_t number) {
   }
   try {
     if (shard_.defined() && shard_.lent()) remember_lent_shard();
-    receive_ranges(comm, number);
+    receive_ranges(comm, number, what);
   } catch (...) {
     gathering_ = Pending();
     context_.gathering.join();  // which may be writing to it
@@ -70,7 +71,8 @@ void UnitParameters::settle_gather() {
   finish_gather([this] { return where(context_.global_rank, name_) + "waited for its gather"; });
 }
 
-void UnitParameters::receive_ranges(Comm& comm, int64_t number) {
+void UnitParameters::receive_ranges(Comm& comm, int64_t number,
+                                    const std::function<std::string()>& what) {
   const SideStream::Scope beside(context_.gathering);
   const int64_t part = layout_.range_numel();
   if (comm.way().gathers == Gathers::collective) {
@@ -80,7 +82,8 @@ void UnitParameters::receive_ranges(Comm& comm, int64_t number) {
     return;
   }
   const int64_t ranges = layout_.ranges();
-  for (int64_t step = 1; step < ranges; ++step) {
+  if (copies_ != nullptr) copies_->receive(comm, gathered(), gathering_, what);
+  for (int64_t step = 1; step < ranges && copies_ == nullptr; ++step) {
     const int64_t range = (layout_.own_range() + ranges - step) % ranges;
     comm.receive(gathered().slice(layout_.range_begin(range), part),
                  context_.first_of_replica() + range, gather_tag_, gathering_);

@@ -33,9 +33,9 @@ UnitParameters::UnitParameters(const UnitContext& context, const RankLayout& lay
       on_host_(kind != UnitKind::resident && context.offloads_shard(kind)),
       comes_and_goes_(casts_master_ || on_host_ ||
                       (kind != UnitKind::resident && context.shards_parameters())),
-      sends_changes_(!comes_and_goes_ && kind != UnitKind::frozen && dtype != at::kFloat &&
-                     layout.ranges() > 1 && context.compute.on_host() && !context.offloads() &&
-                     comm.crosses_hosts()),
+      sends_changes_((!comes_and_goes_ || context.host_copies) && kind != UnitKind::frozen &&
+                     dtype != at::kFloat && layout.ranges() > 1 && context.compute.on_host() &&
+                     !context.offloads() && comm.crosses_hosts()),
       written_(context, layout, full_) {
   const int64_t range = layout_.range_numel();
   if (comes_and_goes_) {
@@ -60,6 +60,10 @@ UnitParameters::UnitParameters(const UnitContext& context, const RankLayout& lay
     if (dtype_ != at::kFloat || apart)
       master_ = context_.state_buffer(Held::master, at::kFloat, range);
     if (apart) updated_ = context_.state_buffer(Held::shard, dtype_, range);
+  }
+  if (context_.host_copies && comes_and_goes_ && comm.crosses_hosts()) {
+    copies_ =
+        std::make_unique<HostCopies>(context, layout, dtype, gather_tag, sends_changes_, comm);
   }
   take(values, comm, broadcast);
 }
@@ -102,6 +106,11 @@ void UnitParameters::take(const std::vector<at::Tensor>& values, Comm& comm, boo
   if (!staged.defined()) return;
   if (shard_.defined()) cast_own(shard_, dtype_);
   if (!comes_and_goes_) cast(full_.data(), dtype_, 0, padded);
+  if (copies_ != nullptr && broadcast) {
+    copies_->fill([&](void* copy, int64_t range) {
+      cast(copy, dtype_, layout_.range_begin(range), layout_.range_numel());
+    });
+  }
   refresh_mirror(comm);
 }
 
@@ -117,6 +126,7 @@ bool UnitParameters::owns_storage_of(const at::Tensor& tensor) const {
 
 at::Tensor UnitParameters::master_slice(int64_t i) const {
   const bool apart = master_.defined() || shard_.defined();
+  if (!master_.defined()) part_changes();
   const FlatBuffer& master = master_.defined() ? master_ : shard_.defined() ? shard_ : full_;
   return layout_.own_slice(master, i, apart ? 0 : layout_.own_begin());
 }
@@ -124,6 +134,7 @@ at::Tensor UnitParameters::master_slice(int64_t i) const {
 at::Tensor UnitParameters::shard_slice(int64_t i) {
   need_shard();
   await_releases();
+  part_changes();
   shard_shown_ = true;
   if ((arriving_.defined() || !full_.emptied()) && !lent_before_.defined()) {
     if (own_range_.has_value()) own_range_->block(current_stream(context_.compute.device()));
@@ -170,7 +181,9 @@ void UnitParameters::copy_own_range_to_shard() {
     return on_host && !equal &&
            !layout_.own_slice(full_, i, layout_.own_begin()).equal(layout_.own_slice(shard_, i));
   });
-  if (!equal) copy_bytes(shard_.data(), shard_.device(), own, full_.device(), bytes);
+  if (equal) return;
+  part_changes();
+  copy_bytes(shard_.data(), shard_.device(), own, full_.device(), bytes);
 }
 
 at::Tensor UnitParameters::present_slice(int64_t i) const {
@@ -201,6 +214,7 @@ void UnitParameters::copy_master(int64_t i, const at::Tensor& written,
 void UnitParameters::adopt(int64_t i, const at::Tensor& values) {
   await_releases();
   settle_gather();
+  part_changes();
   if (!full_.emptied()) view(i).copy_(values);
   if (!comes_and_goes_ || layout_.own_piece(i) == nullptr) return;
   const at::Tensor part = layout_.own_part(i, values, dtype_).to(context_.compute.device());

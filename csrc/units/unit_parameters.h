@@ -33,6 +33,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <set>
 #include <string>
@@ -42,6 +43,7 @@
 #include "device/streams.h"
 #include "memory/flat_buffer.h"
 #include "memory/rank_layout.h"
+#include "units/host_copies.h"
 #include "units/unit_context.h"
 #include "units/written_values.h"
 
@@ -62,6 +64,10 @@ class UnitParameters {
   friend WrittenValues& written_of(UnitParameters& unit) { return unit.written_; }
   // Whether other hosts get only what an update has changed, see changed_part.h.
   friend bool sends_changes(const UnitParameters& unit) { return unit.sends_changes_; }
+  // Null where there are none.
+  friend HostCopies* copies_of(const UnitParameters& unit) { return unit.copies_.get(); }
+  // What these are copies of.
+  friend const FlatBuffer& shard_of(const UnitParameters& unit) { return unit.shard_; }
 
   // Slot i in its parameter's shape, over full.
   at::Tensor view(int64_t i) const;
@@ -97,14 +103,14 @@ class UnitParameters {
   // This rank's range, for `peer` to take whenever it gathers the unit.
   PostedSend post_send(Comm& comm, int64_t peer) const;
   // Where full has memory, what was written there is forgotten. `number`: of the unit, the same on
-  // every rank, here and below.
-  void start_gather(Comm& comm, int64_t number);
+  // every rank, here and below. `what`: as in Pending::wait.
+  void start_gather(Comm& comm, int64_t number, const std::function<std::string()>& what);
   // Copies slot i, whole, from full into `flat`, 1-D in its memory order; where full is released,
   // starts to read it from the shards.
   void read_slot(Comm& comm, int64_t i, const at::Tensor& flat, Pending& pending);
   void finish_gather(const std::function<std::string()>& what);
   // Takes part in a gather of the other ranks by a device's backend, into memory of its own. Waits on
-  // the device for `since` alone. `what`: as in Pending::wait.
+  // the device for `since` alone.
   void serve_gather(Comm& comm, int64_t number, const StreamEvent& since,
                     const std::function<std::string()>& what);
   // Frees full. With Writes::keep, shard or master first adopts what the user wrote into this
@@ -124,7 +130,7 @@ class UnitParameters {
   // This rank's range of the parameters where it always has memory: in shard or in full; null where
   // neither has.
   char* own_parameters() const;
-  void receive_ranges(Comm& comm, int64_t number);
+  void receive_ranges(Comm& comm, int64_t number, const std::function<std::string()>& what);
   // Where a gather writes.
   const FlatBuffer& gathered() const { return arriving_.defined() ? arriving_ : full_; }
   // Finishes the gather under way, if there is one.
@@ -141,6 +147,10 @@ class UnitParameters {
   void remember_lent_shard();
   at::Tensor own_range_with_lent_writes() const;
   void copy_own_range_to_shard();
+  // Its values may be others from now on than other hosts keep.
+  void part_changes() const {
+    if (copies_ != nullptr) copies_->part_changed();
+  }
   void need_shard();
   // Drops the shard unless views of it are held; the master adopts what was written to it.
   void drop_idle_shard();
@@ -159,6 +169,7 @@ class UnitParameters {
   FlatBuffer arriving_;  // the memory of full, until a gather of a released unit has ended
   FlatBuffer shard_;     // [range], compute dtype; undefined where full always holds it, and mostly
                          // where casts_master_
+  std::unique_ptr<HostCopies> copies_;  // null where there are none
   at::Tensor mirror_;  // of a shard on a device, on the host, where it travels through host memory
   bool shard_shown_ = false;  // views of the shard were lent
   FlatBuffer lent_before_;    // [range], compute dtype; see Note [Writes to a lent shard]

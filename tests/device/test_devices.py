@@ -1051,6 +1051,14 @@ def test_two_devices_in_one_model_are_refused(device):
         zero_ext.shard(model)
 
 
+def test_host_copies_are_for_parameters_on_the_cpu(device):
+    model = MLP().to(device)
+    with pytest.raises(ValueError, match=f"host_copies=True with parameters on {device.type}"):
+        zero_ext.shard(model, 3, host_copies=True)
+    model = zero_ext.shard(model, 2, host_copies=True)  # no other stage has any
+    assert model.stats()["gathers_between_hosts"] == 0
+
+
 @STAGES
 def test_states_can_leave_the_device_for_a_while(anywhere, rank, device, stage):
     memory = torch.get_device_module(device)

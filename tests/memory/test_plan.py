@@ -196,6 +196,20 @@ def test_bytes_between_hosts_are_those_of_the_pairs_of_ranks(stage, world, shard
     sizes = [f"{size / 2**20:,.1f} MiB of" for size in (gradients, parameters)]
     line = f"{sizes[0]} gradients and up to {sizes[1]} parameters leave each of the {hosts} hosts."
     assert (line in printed) == (hosts > 1)
+    here = min(world // hosts, shards)
+    if stage == 3 and here < shards:  # each part goes once to each other host of a replica
+        part = sum(p.nbytes for p in gpt().parameters()) / shards
+        to_copies, kept = plan.of_host_copies(
+            plan_module(parameters_of(Tree(gpt())), options), world, shards, hosts
+        )
+        assert kept == pytest.approx((shards - here) // here * part, rel=0.02)
+        assert to_copies == pytest.approx(world // hosts * kept)
+        estimates = [
+            zero_ext.estimate_memory(gpt(), world, 3, shards=shards, hosts=number)["shard"]
+            for number in (hosts, None)
+        ]
+        assert kept == estimates[0] - estimates[1]
+    assert ("host_copies" in printed) == (stage == 3 and here < shards)
 
 
 @pytest.mark.parametrize(

@@ -185,6 +185,7 @@ WRONG_KINDS = {
     "mp_policy must be .*not 'bf16'": lambda m: zero_ext.shard(m, mp_policy="bf16"),
     "bucket_mb must be a number, not '25'": lambda m: zero_ext.shard(m, bucket_mb="25"),
     "prefetch_mb must be a number, not 'all'": lambda m: zero_ext.shard(m, 3, prefetch_mb="all"),
+    "host_copies must be True or False, not 2": lambda m: zero_ext.shard(m, 3, host_copies=2),
     "sync_module_states must be True or False": lambda m: zero_ext.shard(m, sync_module_states=3),
     "ignored_params must hold Parameters, not a str": lambda m: zero_ext.shard(
         m, ignored_params=["layers.0.weight"]

@@ -41,19 +41,22 @@ def test_shard_logs_on_rank_0(anywhere, rank, device, stage, caplog):
 
 
 @pytest.mark.parametrize(
-    ("stage", "neighbors", "world", "shards", "reduction", "told"),
+    ("stage", "copies", "neighbors", "world", "shards", "reduction", "told"),
     [
-        (3, 7, 16, 16, None, "a host with 8 of 16 ranks sends up to 4.3 times the bytes of a ring"),
-        (1, 7, 16, 16, None, "a host with 8 of 16 ranks sends up to 2.4 times the bytes of a ring"),
-        (2, 3, 12, 12, "exchange", "a host with 4 of 12 ranks sends up to 1.8 times"),
-        (0, 1, 4, 4, "exchange", "a host with 2 of 4 ranks sends up to 2.7 times"),
-        (2, 7, 16, 16, "collective", None),
-        (2, 7, 16, 8, None, None),  # replicas
-        (2, 7, 8, 8, None, None),
-        (2, 0, 8, 8, None, None),
+        (3, False, 7, 16, 16, None, "a host with 8 of 16 ranks sends up to 4.3 times the bytes"),
+        (3, True, 7, 16, 16, None, "a host with 8 of 16 ranks sends up to 2.4 times the bytes"),
+        (1, False, 7, 16, 16, None, "a host with 8 of 16 ranks sends up to 2.4 times the bytes"),
+        (2, False, 3, 12, 12, "exchange", "a host with 4 of 12 ranks sends up to 1.8 times"),
+        (0, False, 1, 4, 4, "exchange", "a host with 2 of 4 ranks sends up to 2.7 times"),
+        (2, False, 7, 16, 16, "collective", None),
+        (2, False, 7, 16, 8, None, None),  # replicas
+        (2, False, 7, 8, 8, None, None),
+        (2, False, 0, 8, 8, None, None),
     ],
 )
-def test_exchange_between_hosts_is_told(stage, neighbors, world, shards, reduction, told, caplog):
+def test_exchange_between_hosts_is_told(
+    stage, copies, neighbors, world, shards, reduction, told, caplog
+):
     """Of a handle as it is on several hosts."""
     handle = SimpleNamespace(
         groups=SimpleNamespace(
@@ -63,7 +66,7 @@ def test_exchange_between_hosts_is_told(stage, neighbors, world, shards, reducti
             shards=shards,
             device=torch.device("cpu"),
         ),
-        options=SimpleNamespace(stage=stage, reduction=reduction),
+        options=SimpleNamespace(stage=stage, reduction=reduction, host_copies=copies),
         engine=SimpleNamespace(stats=lambda: {"units": 1, "bytes_held": 8, "neighbors": neighbors}),
     )
     with caplog.at_level(logging.INFO, "zero_ext"):

@@ -13,18 +13,20 @@ LINES = {
     "zero_ext": {
         # 10 of them: errors of models with tensor parallelism; 450: doctor.py; 250: plan, metrics;
         # 20: optimizers of FSDP2; 390: profile.py, most of it from benchmarks/, and _scripts.py;
-        # 20: __main__.py; 20: plan's --hosts; 10: names of changes.
-        "": 3190,
+        # 20: __main__.py; 50: plan's --hosts; 10: names of changes.
+        "": 3220,
         "checkpoint": 2290,
         "deepspeed": 4290,  # 300 of them: helpers.py and names.py; 40: telling.py
         "elastic": 1090,  # 10 of them: an error for models with tensor parallelism
         # 20 of them: dtypes of single parameters; 160: parameters on other meshes; 60: verbs of
-        # single units, and units by name; 240: low_precision.py; 10: TP plans on the meta device.
-        "engine": 3330,
+        # single units, and units by name; 240: low_precision.py; 10: TP plans on the meta device;
+        # 30: host_copies.
+        "engine": 3360,
         "fsdp": 1000,  # 30 of them: experts on a mesh of their own
         # 180 of them: ddp.py; 290: fabric.py; 180: one_rank_saves.py; 170: verl.py
         "integrations": 2240,
-        "module": 1270,  # 100 of them: policies.py, and casts of outputs; 10: expert_mesh
+        # 100 of them: policies.py, and casts of outputs; 10: expert_mesh; 20: host_copies
+        "module": 1290,
         # 20 of them: states of parameters on other meshes; 20: states that ranks load unequally;
         # 10: matrices that a mesh has cut
         "optim": 4280,
@@ -42,21 +44,22 @@ LINES = {
         # 70 of them: way.h; 420: peer_memory, as 190 of kernels, 50 of reduce, 10 of gather, memory
         # and units each; 40: some of the ranks, as 110 of engine, 20 of step, 10 of units.
         # 40: shared_host_calls; 110: rendezvous; 50: connect_backend, abort; 150: host_routes.
-        # 70: which ranks are missing.
-        "comm": 4770,
+        # 70: which ranks are missing; 50: what host_copies send.
+        "comm": 4820,
         "core": 730,
         "device": 520,  # 10 of them: flags of captured backwards
         # 20 of them: local gradients, as 20 of reduce; 30: verbs of single units; 10: watchers of
         # units, as 30 of gather and 20 of python.
-        "engine": 3260,  # 380 of them: changes
-        "gather": 1280,  # 30 of them: verbs of single units
+        "engine": 3280,  # 380 of them: changes; 20: host_copies
+        "gather": 1330,  # 30 of them: verbs of single units; 50: host_copies
         "kernels": 4630,  # 410 of them: marks and digests of changes
         "memory": 1130,  # 20 of them: memory that a gather fills
         "optim": 580,  # 10 of them: marks
         "python": 1650,  # 20 of them: changes; 10: the table of kernels
         "reduce": 1900,  # 30 of them: what is mixed into gradients
         "step": 650,
-        "units": 3120,  # 170 of them: changed_elements; 20: memory that a gather fills
+        # 170 of them: changed_elements; 20: memory that a gather fills; 220: host_copies
+        "units": 3340,
     },
 }
 FILES = {"checkpoint": 13, "engine": 14, "optim": 17}  # of a Python room

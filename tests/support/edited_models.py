@@ -41,10 +41,10 @@ OPTIMIZERS = {
 }
 
 
-def sharded(make, stage, mesh, optimizer="AdamW", bucket_mb=SMALL_BUCKET_MB):
+def sharded(make, stage, mesh, optimizer="AdamW", bucket_mb=SMALL_BUCKET_MB, **options):
     torch.manual_seed(3)
     model = make()
-    zero_ext.shard(model, stage, mesh=mesh, bucket_mb=bucket_mb, mp_policy=POLICY)
+    zero_ext.shard(model, stage, mesh=mesh, bucket_mb=bucket_mb, mp_policy=POLICY, **options)
     return model, OPTIMIZERS[optimizer](model)
 
 

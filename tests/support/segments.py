@@ -81,6 +81,7 @@ ON_THREE = (
     *files(
         "shared_host_transport",
         "host_routes",
+        "host_copies",
         "equivalence",
         "order",
         "comm_ops",
@@ -118,7 +119,7 @@ EXPERTS = some_of(
     "other_meshes_and_placements_are_rejected",
 )
 ON_FOUR = (
-    *files("equivalence", "comm_ops", "host_routes", "hybrid", "norm", "parallel"),
+    *files("equivalence", "comm_ops", "host_copies", "host_routes", "hybrid", "norm", "parallel"),
     *STAGE3,
     *some_of("stage3", "ranks_of_a_host_may_differ_more_than_those_of_two"),
     *MESHES,

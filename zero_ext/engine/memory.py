@@ -71,6 +71,7 @@ def estimate_memory(
     stage: int,
     *,
     shards: int | None = None,
+    hosts: int | None = None,
     units: Choice = None,
     bucket_mb: float = 25.0,
     reduction: str | None = None,
@@ -98,6 +99,8 @@ def estimate_memory(
         module: May be on the meta device.
         shards: Ranks of a replica, where sharding is hybrid: the second dimension of ``mesh``.
             Default: all.
+        hosts: With ``host_copies`` of ``shard``: on how many hosts the ranks are, equally many on
+            each. Default: without copies.
         units, prefetch_mb: As for ``shard``; of stage 3, and checked with all.
         offload_policy: As for ``shard``.
         reduction: As for ``shard``. Default: ``"collective"`` on a CUDA device, else
@@ -140,6 +143,7 @@ def estimate_memory(
             f"zero_ext: {world_size} ranks cannot be replicas of {shards!r}: shards must divide "
             "world_size."
         )
+    kept_parts = 0 if hosts is None else parts_of_other_hosts(world_size, shards, hosts)
     check_bool("local_accumulation", local_accumulation)
     check_bool("owners", owners)
     if copies not in (0, 1, 2):
@@ -156,6 +160,7 @@ def estimate_memory(
     offloads = options.offloads and kind != "cpu"
     local = local_accumulation and stage < 2 and world_size > 1 and not offloads
     result = _persistent_bytes(planned, local, None if owners else state_dtype)
+    result["shard"] *= 1 + kept_parts
     if owners:
         result["offloaded" if offloads else "owner_masters"] += _owner_bytes(planned)
     frozen = (p for p in module.parameters() if not p.requires_grad)
@@ -172,6 +177,16 @@ def estimate_memory(
     kept += [u.state_bytes(None if owners else state_dtype) for u in planned if u.plan.trainable]
     result["copies"] = 2 * copies * sum([*kept, *(t.nbytes for t in (*full, *module.buffers()))])
     return result
+
+
+def parts_of_other_hosts(world_size: int, shards: int, hosts: int) -> int:
+    """How many ranges of other hosts a rank brings to its host, at most. The ranks of a host have
+    consecutive numbers, and so have those of a replica."""
+    check_count("hosts", hosts)
+    if world_size % hosts != 0:
+        raise ValueError(f"zero_ext: {world_size} ranks cannot be evenly on {hosts} hosts.")
+    here = min(world_size // hosts, shards)
+    return -(-(shards - here) // here)
 
 
 def planned_units(

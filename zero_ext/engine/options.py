@@ -73,6 +73,7 @@ class ShardingOptions:
     prefetch_mb: float | None = None
     retained_bytes: int | None = None
     reshard_after_forward: ReshardChoice = True
+    host_copies: bool = False
     offload_policy: OffloadPolicy | None = None
 
     def __post_init__(self):
@@ -111,6 +112,7 @@ class ShardingOptions:
                 raise ValueError(f"zero_ext: {name} must be at least 0 and finite, not {value!r}.")
         check_bool("sync_module_states", self.sync_module_states)
         check_bool("broadcast_buffers", self.broadcast_buffers)
+        check_bool("host_copies", self.host_copies)
         for dtype in (self.param_dtype, self.reduce_dtype):
             if dtype is not None and dtype not in DTYPES:
                 raise ValueError(f"zero_ext: {dtype} is not one of {DTYPES}.")
@@ -151,8 +153,14 @@ class ShardingOptions:
         options.expert_places = [] if groups.experts is None else list(groups.experts.places)
         options.device = groups.device
         on_device = groups.device.type != "cpu"
+        if self.host_copies and self.stage == 3 and on_device:
+            raise ValueError(
+                f"{groups.where}host_copies=True with parameters on {groups.device}. A device's"
+                " backend sends each part once to each host by itself. Leave host_copies out."
+            )
         options.offload = self.offloads and on_device
         options.offload_parameters = self.offloads_parameters and on_device
+        options.host_copies = self.host_copies
         options.pin_memory = getattr(self.offload_policy, "pin_memory", True)
         options.gather.prefetch_bytes = prefetch_bytes
         options.gather.prefetch_from_local_peers = self.prefetch_mb is not None

@@ -58,6 +58,7 @@ def shard(
     reshard_after_forward: ReshardChoice = True,
     retained_bytes: int | None = None,
     prefetch_mb: float | None = None,
+    host_copies: bool = False,
     param_init_fn: Callable[[nn.Module], None] | None = None,
     ignored_params: Iterable[nn.Parameter] = (),
     sync_module_states: bool = True,
@@ -130,6 +131,9 @@ def shard(
         prefetch_mb: Stage 3: MiB gathered ahead of their use, in the order of the last pass. 0
             gathers nothing ahead. Default: ``bucket_mb`` or 1.5 times the largest unit, whichever
             is more; 0 where all ranks read each other's memory, because nothing would overlap.
+        host_copies: Stage 3, on CPUs of several hosts: the ranks of each host keep the other hosts'
+            parts of the parameters as well. Gathers stay within a host, and an update sends each
+            part once to each other host. Default: gathers take each part from its rank.
         param_init_fn: Initialises the parameters and buffers of one module that were on the meta
             device, without its children. Default: the module's ``reset_parameters``.
         ignored_params: Parameters to leave alone: neither broadcast, nor are gradients averaged.
@@ -162,6 +166,7 @@ def shard(
         sync_module_states=sync_module_states,
         broadcast_buffers=broadcast_buffers,
         prefetch_mb=prefetch_mb,
+        host_copies=host_copies,
         retained_bytes=retained_bytes,
         reshard_after_forward=reshard_after_forward,
         offload_policy=offload_policy,
@@ -268,7 +273,13 @@ def _log_sharded(handle: Handle, module: nn.Module) -> None:
         _log.log(level, "%sgradients %s", groups.where, sent)
     here, world = stats["neighbors"] + 1, groups.world
     if handle.options.reduction != "collective" and 1 < here < world == groups.shards:
-        of_each = (here * world, here + 1, here + 1, 2 * here)  # parts, for each rank elsewhere
+        of_passes = 1 if handle.options.host_copies else here
+        of_each = (
+            here * world,
+            here + 1,
+            here + 1,
+            here + of_passes,
+        )  # parts, for a rank elsewhere
         times = of_each[handle.options.stage] * (world - here) / (2 * world - 2)
         told = (
             "sends up to %.1f times the bytes of a ring to other hosts: see docs/between_hosts.md"
