@@ -352,7 +352,8 @@ void RunningBackward::begin_others(const Access& access) {
 
 void RunningBackward::finish_others() {
   finish(Gradients::of_others);
-  if (changed_before_) finished_.note_changed_too_early();
+  // Perhaps no rank has run one.
+  if (changed_before_ && published_.has_reduced_gradients()) finished_.note_changed_too_early();
 }
 
 void RunningBackward::undo() noexcept {
