@@ -54,16 +54,7 @@ def rows_of(name, model, optimizer, batch, rounds) -> list:
         optimizer.step()
         optimizer.zero_grad()
 
-    token = None
-
-    def begin():
-        nonlocal token
-        token = zero_ext.change_token(model)
-
-    def end():
-        nonlocal token
-        token = None
-
+    begin, end, held = token_of(model)
     # The update after the end gives up the marks.
     calls = {"begin": begin, "marked": step, "end": end, "plain": step}
     seconds = report.alternate(calls, rounds, dist.barrier)
@@ -76,12 +67,12 @@ def rows_of(name, model, optimizer, batch, rounds) -> list:
     other = {n: p.clone() for n, p in copy.items()}
     begin()
     step()
-    changes = [*zero_ext.iter_changed_params(model, since=token)]
+    changes = [*zero_ext.iter_changed_params(model, since=held[0])]
     numel = sum(p.numel() for p in copy.values())
     share = sum(change.values.numel() for change in changes) / numel
 
     calls = {
-        "gather": lambda: [*zero_ext.iter_changed_params(model, since=token)],
+        "gather": lambda: [*zero_ext.iter_changed_params(model, since=held[0])],
         "apply": lambda: zero_ext.apply_changes(copy, changes),
         "copy": lambda: copy_all(copy, other),
     }
@@ -100,26 +91,24 @@ def row_of_update(rounds: int) -> report.Row:
     mesh = DeviceMesh("cpu", [dist.get_rank()])
     model = zero_ext.shard(model, 2, mesh=mesh, mp_policy=POLICY)
     optimizer = zero_ext.optim.AdamW(model.parameters(), lr=LR)
-    token = None
+    begin, end, _ = token_of(model)
 
     def before():
         optimizer.zero_grad()
         model(torch.randn(4, 2048, dtype=torch.bfloat16)).float().square().sum().backward()
         dist.barrier()
 
-    def begin():
-        nonlocal token
-        token = zero_ext.change_token(model)
-
-    def end():
-        nonlocal token
-        token = None
-
     # The first step after the end gives up the marks.
     calls = {"begin": begin, "marked": optimizer.step, "end": end, "last": optimizer.step}
     seconds = report.alternate({**calls, "plain": optimizer.step}, rounds, before)
     name = "update of 25,165,824 elements: step(), token / none"
     return report.at_most(name, seconds["marked"], seconds["plain"], 1.05)
+
+
+def token_of(model):
+    """Two functions that take and give up a token of the model, and the list that holds it."""
+    held = []
+    return lambda: held.append(zero_ext.change_token(model)), held.clear, held
 
 
 def row_of_apply(share: float, rounds: int) -> report.Row:

@@ -98,10 +98,9 @@ def of_host_copies(plan: Plan, world_size: int, shards: int, hosts: int) -> tupl
     bytes that each rank keeps for its host."""
     units = [u for u in planned_units(plan, world_size, shards) if u.home == "shard"]
     kept = parts_of_other_hosts(world_size, shards, hosts)
-    trained = sum(u.range_numel * u.itemsize for u in units if u.plan.trainable)
-    return world_size // hosts * kept * trained, kept * sum(
-        u.range_numel * u.itemsize for u in units
-    )
+    parts = [(u.range_numel * u.itemsize, u.plan.trainable) for u in units]
+    trained = sum(size for size, trainable in parts if trainable)
+    return world_size // hosts * kept * trained, kept * sum(size for size, _ in parts)
 
 
 def _gathers_of_units(plan: Plan, units: Sequence[PlannedUnit]) -> dict[int, int]:

@@ -209,6 +209,8 @@ def test_bytes_between_hosts_are_those_of_the_pairs_of_ranks(stage, world, shard
             for number in (hosts, None)
         ]
         assert kept == estimates[0] - estimates[1]
+        with pytest.raises(ValueError, match="host_copies, which are on the CPU"):
+            zero_ext.estimate_memory(gpt(), world, 3, shards=shards, hosts=hosts, device="cuda")
     assert ("host_copies" in printed) == (stage == 3 and here < shards)
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from edited_models import ACTIONS, BF16, OPTIMIZERS, Edits, batch_of, sharded, step
+from edited_models import ACTIONS, BF16, GROUP, HOSTS, OPTIMIZERS, Edits, batch_of, sharded, step
 from harness import MLP, Odd, Tied, assert_bits, mean_square
 from memory_formula import ranges_of
 from torch import nn
@@ -13,14 +13,6 @@ import zero_ext
 
 STAGES = pytest.mark.parametrize("stage", [1, 2])
 pytestmark = [pytest.mark.dist, pytest.mark.host]
-# On which host a rank is.
-HOSTS = {
-    "each alone": lambda rank: rank,
-    "pairs": lambda rank: rank // 2,
-    "in turn": lambda rank: rank % 2,
-    "one apart": lambda rank: int(rank == 1),
-}
-GROUP = 512  # elements, whose marks lie together
 ALIGNED = 16  # elements: a parameter begins at a multiple
 
 

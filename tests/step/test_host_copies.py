@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from edited_models import ACTIONS, BF16, OPTIMIZERS, Edits, batch_of, sharded, step
+from edited_models import ACTIONS, BF16, GROUP, HOSTS, OPTIMIZERS, Edits, batch_of, sharded, step
 from harness import MLP, Odd, Tied, assert_bits, mean_square, rank_data
 from memory_formula import ranges_of
 from torch import nn
@@ -15,14 +15,6 @@ import zero_ext
 from zero_ext.engine.registry import find
 
 pytestmark = [pytest.mark.dist, pytest.mark.host]
-# On which host a rank is.
-HOSTS = {
-    "each alone": lambda rank: rank,
-    "pairs": lambda rank: rank // 2,
-    "in turn": lambda rank: rank % 2,
-    "one apart": lambda rank: int(rank == 1),
-}
-GROUP = 512  # elements, whose marks lie together
 
 
 @pytest.fixture

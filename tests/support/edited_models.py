@@ -11,6 +11,14 @@ import zero_ext
 
 BF16 = torch.bfloat16
 POLICY = MixedPrecisionPolicy(param_dtype=BF16)
+# On which host a rank is.
+HOSTS = {
+    "each alone": lambda rank: rank,
+    "pairs": lambda rank: rank // 2,
+    "in turn": lambda rank: rank % 2,
+    "one apart": lambda rank: int(rank == 1),
+}
+GROUP = 512  # elements, whose marks lie together
 
 
 class MuonAndAdamW:

@@ -154,6 +154,11 @@ def estimate_memory(
         raise ValueError("zero_ext: peer_memory is memory of a device. Pass device='cuda'.")
     if peer_memory and reduction is None:
         options = dataclasses.replace(options, reduction="exchange")
+    if kept_parts and kind not in ("cpu", "meta"):
+        raise ValueError(
+            f"zero_ext: hosts={hosts} is for host_copies, which are on the CPU. Leave hosts out for"
+            f" {kind}."
+        )
     plan = plan_module(parameters_of(Tree(module)), options, units)
     direct = peer_memory and options.reduction == "exchange" and world_size > 1
     planned = planned_units(plan, world_size, shards, kind, direct)

@@ -274,12 +274,8 @@ def _log_sharded(handle: Handle, module: nn.Module) -> None:
     here, world = stats["neighbors"] + 1, groups.world
     if handle.options.reduction != "collective" and 1 < here < world == groups.shards:
         of_passes = 1 if handle.options.host_copies else here
-        of_each = (
-            here * world,
-            here + 1,
-            here + 1,
-            here + of_passes,
-        )  # parts, for a rank elsewhere
+        # Parts, for each rank elsewhere.
+        of_each = (here * world, here + 1, here + 1, here + of_passes)
         times = of_each[handle.options.stage] * (world - here) / (2 * world - 2)
         told = (
             "sends up to %.1f times the bytes of a ring to other hosts: see docs/between_hosts.md"
