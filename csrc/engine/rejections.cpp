@@ -121,12 +121,11 @@ void Rejections::reject_values(Comm::Agreement about) const {
     if (!differ(written, i) || !differ(all, i)) continue;
     int64_t r = 1;
     while (all[r][i].item<int64_t>() == all[0][i].item<int64_t>()) ++r;
-    const bool one_alone = written[0][i].item<int64_t>() == 0 || written[r][i].item<int64_t>() == 0;
     TORCH_CHECK(false, where(context_.global_rank, parameters_.home_of(i).name()), verb,
                 ": parameter '", parameters_[i].name, "' was set to other values on rank ",
                 comm_.global_rank(r), " than on rank ", comm_.global_rank(0),
-                one_alone ? ", or on one of them alone" : "",
-                ". Every rank keeps a part of it. Write the same values on every rank:"
+                ", or on one of them alone. Every rank keeps a part of it. Write the same values on"
+                " every rank:"
                 " broadcast them first.");
   }
 }

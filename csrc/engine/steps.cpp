@@ -74,7 +74,7 @@ StepVerdict Steps::prepare(const std::vector<int64_t>& indices, const StepQuesti
   if (!verdict.unfrozen.empty()) return verdict;
   // No rank's shard changes before all ranks are here: until then they may be gathering from it.
   const bool asks = must_ask(questions);
-  const int64_t values = written_values();
+  const int64_t values = asks || hosts_meet() ? written_values() : 0;
   const bool idle = had_no_backward(indices, *last_backward);
   come_to_step(access, Comm::Agreement::step, asks && serves(questions), idle, values);
   last_use_.follow();

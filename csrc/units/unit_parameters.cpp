@@ -36,7 +36,7 @@ UnitParameters::UnitParameters(const UnitContext& context, const RankLayout& lay
       sends_changes_((!comes_and_goes_ || context.host_copies) && kind != UnitKind::frozen &&
                      dtype != at::kFloat && layout.ranges() > 1 && context.compute.on_host() &&
                      !context.offloads() && comm.crosses_hosts()),
-      written_(context, layout, full_) {
+      written_(context, layout, full_, /*stay=*/!comes_and_goes_) {
   const int64_t range = layout_.range_numel();
   if (comes_and_goes_) {
     full_ = FlatBuffer::without_memory(context_.memory, Held::full, context_.compute_place(),

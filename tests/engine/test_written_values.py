@@ -197,6 +197,25 @@ def test_an_initialisation_from_a_ranks_own_data(mesh, rank, stage):
             assert torch.equal(values_of(model)[name], value)
 
 
+@pytest.mark.host
+@pytest.mark.parametrize("stage", range(3))
+def test_ranks_that_begin_with_other_values(mesh, rank, stage):
+    """With sync_module_states=False; one element of the last parameter differs."""
+    model = Layers()
+    with torch.no_grad():
+        model.layers[-1].bias[1] += rank
+    zero_ext.shard(model, stage, mesh=mesh, sync_module_states=False)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+    before = {name: value.clone() for name, value in values_of(model).items()}
+    mean_square(model, rank_data((4, SIZES[0]), rank)).backward()
+    with pytest.raises(RuntimeError, match=r"'layers.2.bias' was set to other values on rank 1"):
+        optimizer.step()
+    for name, value in values_of(model).items():
+        assert torch.equal(value, before[name])
+    mend(model, Layers().state_dict())
+    optimizer.step()
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_the_same_values_on_every_rank_are_written(mesh, rank, stage):
     """Also where one rank alone writes what is there, and where all of them load a state."""

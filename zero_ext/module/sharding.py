@@ -138,7 +138,8 @@ def shard(
             device, without its children. Default: the module's ``reset_parameters``.
         ignored_params: Parameters to leave alone: neither broadcast, nor are gradients averaged.
             Each rank trains its own.
-        sync_module_states: Start with rank 0's parameters and buffers on every rank.
+        sync_module_states: Start with rank 0's parameters and buffers on every rank. With False the
+            ranks must have the same values already; in stage 3 each keeps its part of its own.
         broadcast_buffers: Before each training forward every rank gets rank 0's buffers, as DDP
             does by default. The forward is then collective. Default: each rank keeps its own.
     Returns:
