@@ -28,6 +28,12 @@ int64_t itemsize(at::ScalarType dtype) { return static_cast<int64_t>(c10::elemen
 
 }  // namespace
 
+uint64_t part_digest(const at::Tensor& part, int64_t first) {
+  const at::Tensor here = part.cpu().contiguous();
+  return kernels::part_digest(here.const_data_ptr(), static_cast<int64_t>(here.nbytes()),
+                              first * itemsize(here.scalar_type()), cpu_launch());
+}
+
 bool Changes::is_marked(int64_t i) const {
   const ShardedParameter& parameter = parameters_[i];
   return parameter.managed() && changes_of(parameters_.home_of(i)).can_mark();
@@ -43,14 +49,9 @@ int64_t Changes::ranges_of(int64_t i) const {
 }
 
 uint64_t Changes::digest_of(int64_t i, const at::Tensor& part) const {
-  int64_t begin = 0;
-  if (parameters_[i].has_home()) {
-    const Piece* piece = parameters_.home_of(i).layout().own_piece(parameters_[i].slot);
-    begin = piece == nullptr ? 0 : piece->slot_begin;
-  }
-  const at::Tensor here = part.cpu();
-  return kernels::part_digest(here.const_data_ptr(), static_cast<int64_t>(here.nbytes()),
-                              begin * static_cast<int64_t>(here.element_size()), cpu_launch());
+  if (!parameters_[i].has_home()) return part_digest(part, 0);
+  const Piece* piece = parameters_.home_of(i).layout().own_piece(parameters_[i].slot);
+  return part_digest(part, piece == nullptr ? 0 : piece->slot_begin);
 }
 
 std::shared_ptr<ChangeToken> Changes::begin() {

@@ -42,6 +42,9 @@ struct ChangedValues {
   at::Tensor values;   // [elements], in the parameter's dtype
 };
 
+// Of a tensor that begins with element `first` of a whole, see kernels::part_digest.
+uint64_t part_digest(const at::Tensor& part, int64_t first);
+
 class Changes : Facet {
  public:
   Changes(EngineParts& parts, const RunningBackward& backward, const Values& values)

@@ -6,6 +6,7 @@
 
 #include "core/torch_internals.h"
 #include "device/kernel_table.h"
+#include "engine/changes.h"
 #include "gather/shutdown_handshake.h"
 #include "kernels/digest.h"
 #include "memory/memory.h"
@@ -31,6 +32,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     const py::gil_scoped_release no_gil;
     return zero_ext::kernels::digest(info.ptr, info.size * info.itemsize);
   });
+  m.def("part_digest", &zero_ext::part_digest, zero_ext::NoGil());
   m.def(
       "wait_for_shutdowns",
       [](double seconds) {

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import zero_ext
+from zero_ext.state import receiving
 from zero_ext.state.model_state import handles_of
 from zero_ext.state.receiving import digest_of
 
@@ -330,7 +331,10 @@ def test_ranks_with_other_tokens_get_an_error(mesh, rank):
 
 
 @pytest.mark.parametrize("numel", [1, 3, 4, 7, 13, 1083, 4096, 4099, 5 * 4096 + 9])
-def test_a_digest_is_the_sum_that_its_formula_says(numel):
+@pytest.mark.parametrize("torch_alone", [False, True])
+def test_a_digest_is_the_sum_that_its_formula_says(numel, torch_alone, monkeypatch):
+    if torch_alone:
+        monkeypatch.setattr(receiving, "part_digest", None)
     torch.manual_seed(numel)
     values = torch.randn(numel).bfloat16()
     data = bytes(values.view(torch.uint8).tolist())
@@ -346,6 +350,7 @@ def test_a_digest_is_the_sum_that_its_formula_says(numel):
     expected = sum(w * weight(j % 1024) * weight(2**32 + j // 1024) for j, w in enumerate(words))
     assert digest_of(values) == expected % 2**64
     assert digest_of(torch.cat([values[:1], values])[1:]) == expected % 2**64
+    assert digest_of(torch.stack([values, -values], dim=1)[:, 0]) == expected % 2**64
 
 
 class Large(nn.Module):

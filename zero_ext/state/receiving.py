@@ -10,6 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+try:
+    from zero_ext._C import part_digest
+except ImportError:
+    part_digest = None  # a copy of this file, where torch computes the same in twice the time
+
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD_BYTES = 8
 _ROW = 1024  # words, csrc/kernels/digest.h has the formula
@@ -113,7 +118,10 @@ def digest_of(tensor: Tensor) -> int:
 
     The formula is that of ``part_digest`` in csrc/kernels/digest.h, modulo 2^64.
     """
-    data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    if part_digest is not None:
+        return part_digest(tensor, 0)
+    data = tensor.detach().cpu().contiguous()
+    data = data.as_strided((data.numel(),), (1,)).view(torch.uint8)
     missing = -data.numel() % _WORD_BYTES
     if missing or data.data_ptr() % _WORD_BYTES or data.storage_offset() % _WORD_BYTES:
         data = nn.functional.pad(data, (0, missing))
