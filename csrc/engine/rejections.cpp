@@ -103,18 +103,17 @@ void Rejections::reject_values(Comm::Agreement about) const {
   };
   const at::Tensor mine = at::zeros({count}, at::kLong);
   auto* digests = mine.mutable_data_ptr<int64_t>();
-  for (int64_t i = 0; i < count; ++i) digests[i] = zero_ext::written(parameters_, i);
+  for (int64_t i = 0; i < count; ++i) {
+    if (!parameters_[i].is_expert) digests[i] = zero_ext::written(parameters_, i);
+  }
   const at::Tensor written = of_all(mine);
   const auto differ = [](const at::Tensor& all, int64_t i) {
     return !all.select(1, i).eq(all[0][i]).all().item<bool>();
   };
   for (int64_t i = 0; i < count; ++i) {
-    if (differ(written, i) && digests[i] == 0) digests[i] = -1;
-  }
-  for (int64_t i = 0; i < count; ++i) {
     if (!differ(written, i)) continue;
     const int64_t present = present_digest(i);  // a rank may have written what was there
-    if (digests[i] == -1) digests[i] = present;
+    if (digests[i] == 0) digests[i] = present;
   }
   const at::Tensor all = of_all(mine);
   for (int64_t i = 0; i < count; ++i) {

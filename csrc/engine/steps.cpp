@@ -127,9 +127,10 @@ int64_t Steps::written_values(bool of_subset) {
   if (context_.world == 1) return 0;
   uint64_t sum = 0;
   for (int64_t i = 0; i < parameters_.size(); ++i) {
+    if (parameters_[i].is_expert != of_subset) continue;
     note_writes(parameters_, i);
     const int64_t digest = written(parameters_, i);
-    if (parameters_[i].is_expert == of_subset && digest != 0) sum += c10::get_hash(i, digest);
+    if (digest != 0) sum += c10::get_hash(i, digest);
   }
   return static_cast<int64_t>(sum);
 }

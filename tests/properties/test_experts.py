@@ -278,6 +278,20 @@ def test_what_users_write_is_compared_between_ranks_with_the_same_experts(mesh, 
         optimizer.step()
 
 
+@STAGES
+def test_a_parameter_of_all_ranks_that_one_has_written_is_named(mesh, stage):
+    """Experts come before it, and have other values on other ranks."""
+    if mesh.device_type != "cpu":
+        pytest.skip("a step that is skipped on the device has no name")
+    model = sharded(mesh, stage)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=1.0)
+    run_backwards(model, mesh, 0)
+    with model.summon_full_params(), torch.no_grad():
+        model.head.bias.add_(1.0 if dist.get_rank() == 1 else 0.0)
+    with pytest.raises(RuntimeError, match=r"step\(\): parameter 'head.bias' was set to other"):
+        optimizer.step()
+
+
 @pytest.mark.skipif(not OWN_BACKEND, reason="collectives of a device's own backend")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_collectives_sum_over_the_ranks_with_the_same_experts(mesh, stage):
