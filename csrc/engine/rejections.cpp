@@ -124,8 +124,7 @@ void Rejections::reject_values(Comm::Agreement about) const {
                 ": parameter '", parameters_[i].name, "' was set to other values on rank ",
                 comm_.global_rank(r), " than on rank ", comm_.global_rank(0),
                 ", or on one of them alone. Every rank keeps a part of it. Write the same values on"
-                " every rank:"
-                " broadcast them first.");
+                " every rank: broadcast them first.");
   }
 }
 

@@ -20,7 +20,7 @@ class Rejections : Facet {
   void reject_uneven_unfreezing(const std::vector<int64_t>& unfrozen) const;
   // Raises for the first gradient that ranks have written otherwise. Collective.
   void reject_written(Comm::Agreement about, const std::vector<int64_t>& indices) const;
-  // Raises for the first parameter to which ranks wrote different values. Collective.
+  // Raises for the first parameter of which ranks hold different values. Collective.
   void reject_values(Comm::Agreement about) const;
   // The same of both, of parameters that a subset of the ranks holds.
   void reject_subset(Comm::Agreement about) const;

@@ -86,7 +86,7 @@ class Steps : Facet {
  private:
   // Raises where gradients of backwards are still to come, or were not reduced.
   void check_complete(const char* verb) const;
-  // A digest of what users wrote to parameters since the ranks last agreed; 0: nothing.
+  // Of the digests in Note [Written values]; equal on all ranks unless users wrote other values.
   int64_t written_values(bool of_subset = false);
   // The same of all ranks.
   void check_complete(const char* verb, const StepVerdict& verdict) const;

@@ -2,7 +2,7 @@
 //
 // Note [Changes between hosts]
 // Before an update every rank holds the same parameters: it has gathered them, and a step compares
-// what users have written since (see units/written_values.h). The update marks what it changes. So
+// what the ranks hold (see units/written_values.h). The update marks what it changes. So
 // another host needs the changed elements alone, and one bit for each of the others:
 //
 //   int64       how many elements are marked; -1: all of the part follows

@@ -113,11 +113,9 @@ class ShardedParameters {
 
 // Parameters that were frozen when the model was sharded and require a gradient now.
 std::vector<int64_t> unfrozen_among(const ShardedParameters& parameters);
-// See Note [Written values]. Takes notice of what users wrote to parameter i, where it is in memory.
+// See WrittenValues::note, digest and accept_written.
 void note_writes(ShardedParameters& parameters, int64_t i);
-// A digest of that; 0: nothing was written.
 int64_t written(const ShardedParameters& parameters, int64_t i);
-// The ranks agree on all of it.
 void accept_written(ShardedParameters& parameters);
 // Raises if a parameter has another number of elements than when it was sharded. If the model
 // `trains`: also if it has another dtype or device, or if DistributedDataParallel reduces it, too.

@@ -3,20 +3,20 @@
 //
 // Owner:     UnitParameters.
 // Threads:   called only under the engine's lock.
-// Invariant: a slot without a digest holds what the ranks agreed on; on a device, as far as its
-//            version tells.
+// Invariant: at a step, a slot without a digest holds what the ranks agreed on; on a device, as far
+//            as its version tells.
 //
 // Note [Written values]
-// Each rank keeps a part of a parameter. Where ranks write different values, the next gather makes a
-// mixture of them. So each step compares digests, in its own message.
-// - Parameters that stay in host memory are the same on every rank, unless users write to them. So a
-//   step compares digests of all of their elements, which it reads at the speed of the memory.
+// Each rank keeps a part of a parameter. Where ranks write different values, the next gather makes
+// a mixture of them. So each step compares digests, in its own message.
+// - Parameters that stay in host memory are the same on every rank, unless users write to them. So
+//   a step compares digests of all of their elements, which it reads at the speed of the memory.
 // - Parameters that come and go are digested before they are released, because only a part of what
-//   was written is left then. A write by torch's operators changes the version of the parameter. One
-//   through `.data` does not. So on the host a sum of all elements is compared, too, with that of the
-//   time after the gather. On a device the version alone tells.
-// - Where the digests of the ranks differ, some rank may have written what the parameter held. So the
-//   ranks compare what all of them hold now before they raise an error (Steps::reject_values).
+//   was written is left then. A write by torch's operators changes the version of the parameter,
+//   one through `.data` does not. So on the host a sum of all elements is compared, too, with that
+//   of the time after the gather. On a device the version alone tells.
+// - Where the digests of ranks differ, some rank may have written what the parameter held. So the
+//   ranks compare what all of them hold now before they raise (Rejections::reject_values).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -39,12 +39,11 @@ class WrittenValues {
       : context_(context), layout_(layout), full_(full), stay_(stay) {}
 
   // `parameter` has slot i from now on, and `local` its values; undefined: it moved to another unit.
-  // What it holds is the same on every rank.
   void watch(int64_t i, const at::Tensor& parameter, const at::Tensor& local);
   // The parameters have been gathered.
   void take_sums();
-  // Takes notice of what was written to slot i, where it is in memory. `differs`: it is known to have
-  // changed, or lies elsewhere.
+  // Takes notice of what was written to slot i, where it is in memory. `differs`: it is known to
+  // have changed, or lies elsewhere.
   void note(int64_t i, bool differs = false);
   // The same of all slots.
   void note_all(const std::function<bool(int64_t i)>& differs = {});

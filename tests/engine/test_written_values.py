@@ -216,6 +216,22 @@ def test_ranks_that_begin_with_other_values(mesh, rank, stage):
     optimizer.step()
 
 
+@pytest.mark.host
+@pytest.mark.parametrize("stage", range(4))
+def test_two_signs_that_one_rank_changes(mesh, rank, stage):
+    """Each of them is the highest bit of eight bytes."""
+    model = zero_ext.shard(Layers(), stage, mesh=mesh)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.5)
+
+    def change(m):
+        m.layers[1].weight.data.view(-1)[1:5:2] *= -1 if rank == 1 else 1
+
+    write(model, stage, change)
+    mean_square(model, rank_data((4, SIZES[0]), rank)).backward()
+    with pytest.raises(RuntimeError, match=r"'layers.1.weight' was set to other values"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_the_same_values_on_every_rank_are_written(mesh, rank, stage):
     """Also where one rank alone writes what is there, and where all of them load a state."""

@@ -346,11 +346,26 @@ def test_a_digest_is_the_sum_that_its_formula_says(numel, torch_alone, monkeypat
         z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
         return (z ^ z >> 31) | 1
 
-    words = [int.from_bytes(data[at : at + 8], "little") for at in range(0, len(data), 8)]
+    words = [int.from_bytes(data[i : i + 8], "little", signed=True) for i in range(0, len(data), 8)]
+    words = [w + (w >> 32) for w in words]
     expected = sum(w * weight(j % 1024) * weight(2**32 + j // 1024) for j, w in enumerate(words))
     assert digest_of(values) == expected % 2**64
     assert digest_of(torch.cat([values[:1], values])[1:]) == expected % 2**64
     assert digest_of(torch.stack([values, -values], dim=1)[:, 0]) == expected % 2**64
+
+
+@pytest.mark.parametrize("torch_alone", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_digest_has_all_signs(dtype, torch_alone, monkeypatch):
+    """Two of them change in the upper halves of words, or all of them do there."""
+    if torch_alone:
+        monkeypatch.setattr(receiving, "part_digest", None)
+    values = torch.arange(1, 4097).to(dtype)
+    per_word = 8 // values.itemsize
+    for count in (2, 4, 1024):
+        changed = values.clone()
+        changed[per_word - 1 :: per_word][:count].neg_()
+        assert digest_of(changed) != digest_of(values)
 
 
 class Large(nn.Module):

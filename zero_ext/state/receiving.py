@@ -10,15 +10,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-try:
+if __name__ == "zero_ext.state.receiving":
     from zero_ext._C import part_digest
-except ImportError:
-    part_digest = None  # a copy of this file, where torch computes the same in twice the time
+else:
+    part_digest = None  # a copy of this file, where torch computes the same in five times the time
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WORD_BYTES = 8
 _ROW = 1024  # words, csrc/kernels/digest.h has the formula
 _FIRST_OF_ROWS = 2**32
+_ROWS_IN_CACHE = 256  # 2 MiB
 
 
 class ChangedParam(NamedTuple):
@@ -129,12 +130,15 @@ def digest_of(tensor: Tensor) -> int:
     rows = words.numel() // _ROW
     of_row, of_rows = _weights_of_row(), _weights_of_rows(rows + 1)
     total = 0
-    if rows > 0:
-        # A product with rows as columns reads the memory once, unlike a multiplication and a sum.
-        columns = words[: rows * _ROW].view(rows, _ROW).t()
-        total = int(columns.mv(of_rows[:rows]).dot(of_row))
+    upper = torch.empty_like(words[: _ROWS_IN_CACHE * _ROW])
+    for begin in range(0, rows, _ROWS_IN_CACHE):
+        end = min(begin + _ROWS_IN_CACHE, rows)
+        some = words[begin * _ROW : end * _ROW]
+        for each in (some, torch.bitwise_right_shift(some, 32, out=upper[: len(some)])):
+            # A product with rows as columns is twice as fast as a multiplication and a sum.
+            total += int(each.view(-1, _ROW).t().mv(of_rows[begin:end]).dot(of_row))
     tail = words[rows * _ROW :]
-    total += int(tail.dot(of_row[: len(tail)])) * int(of_rows[rows])
+    total += int((tail + (tail >> 32)).dot(of_row[: len(tail)])) * int(of_rows[rows])
     return total % 2**64
 
 

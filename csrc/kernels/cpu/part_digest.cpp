@@ -15,6 +15,10 @@ namespace {
 
 constexpr int64_t kWordBytes = 8;
 
+ZERO_EXT_BODY uint64_t folded(uint64_t word) {
+  return word + static_cast<uint64_t>(static_cast<int64_t>(word) >> 32);
+}
+
 uint64_t weight(uint64_t k) {
   uint64_t z = (k + 1) * 0x9E3779B97F4A7C15;
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;
@@ -22,15 +26,13 @@ uint64_t weight(uint64_t k) {
   return (z ^ (z >> 31)) | 1;
 }
 
-using Weights = std::array<uint64_t, kDigestRow>;
-
-const Weights& weights_of_row() {
-  static const Weights weights = [] {
-    Weights row;
+const uint64_t* weights_of_row() {
+  static const auto weights = [] {
+    std::array<uint64_t, kDigestRow> row;
     for (uint64_t k = 0; k < row.size(); ++k) row[k] = weight(k);
     return row;
   }();
-  return weights;
+  return weights.data();
 }
 
 struct PartDigest {
@@ -68,12 +70,11 @@ struct PartDigest {
       for (int64_t k = block; k < next; ++k) {
         uint64_t value;
         std::memcpy(&value, word + k * kWordBytes, sizeof(value));
-        sum_of_row += value * own[k];
+        sum_of_row += folded(value) * own[k];
       }
     }
-    for (j = std::max(j, end); j < last; ++j) {
+    for (j = std::max(j, end); j < last; ++j)
       sum_of_row += part_of_word(j) * weights[j % kDigestRow];
-    }
     return sum_of_row;
   }
 
@@ -84,7 +85,7 @@ struct PartDigest {
     for (int64_t b = begin; b < end; ++b) {
       value |= uint64_t{data[b - offset]} << 8 * (b - j * kWordBytes);
     }
-    return value;
+    return folded(value);
   }
 };
 
@@ -95,8 +96,7 @@ uint64_t part_digest(const void* data, int64_t bytes, int64_t offset, const Laun
   std::atomic<uint64_t> sum = 0;
   const int64_t words = (offset + bytes + kWordBytes - 1) / kWordBytes - offset / kWordBytes;
   run(launch, words,
-      PartDigest{static_cast<const unsigned char*>(data), bytes, offset, weights_of_row().data(),
-                 &sum});
+      PartDigest{static_cast<const unsigned char*>(data), bytes, offset, weights_of_row(), &sum});
   return sum;
 }
 
