@@ -1,6 +1,8 @@
 """iter_changed_params and apply_changes: a copy elsewhere that follows the model, bit by bit."""
 
 import random
+import runpy
+import sys
 
 import pytest
 import torch
@@ -352,6 +354,12 @@ def test_a_digest_is_the_sum_that_its_formula_says(numel, torch_alone, monkeypat
     assert digest_of(values) == expected % 2**64
     assert digest_of(torch.cat([values[:1], values])[1:]) == expected % 2**64
     assert digest_of(torch.stack([values, -values], dim=1)[:, 0]) == expected % 2**64
+
+
+def test_a_copy_of_the_receiver_needs_torch_alone(monkeypatch):
+    """Also where zero_ext is installed."""
+    monkeypatch.setitem(sys.modules, "zero_ext._C", None)
+    assert runpy.run_path(receiving.__file__, run_name="receiving")["part_digest"] is None
 
 
 @pytest.mark.parametrize("torch_alone", [False, True])
