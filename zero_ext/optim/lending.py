@@ -157,7 +157,7 @@ class OwnStates(States):
         """This rank's piece, flat."""
         gradient = parameter.grad
         if gradient is None or isinstance(gradient, ShardTensor):
-            return None if gradient is None else gradient.to_local()
+            return None if gradient is None else gradient.local
         local = local_of(gradient)
         if self._handle.replicated and local.stride() == local_of(parameter).stride():
             return local.as_strided((local.numel(),), (1,))
