@@ -206,7 +206,7 @@ void* OptimizerState::state_data(int64_t k, int64_t i) const {
 }
 
 template <typename Body>
-void OptimizerState::apply(const Body& body) {
+void OptimizerState::apply(const Body& body, const std::vector<uint8_t>& counted_groups) {
   at::Tensor increment;
   if (counts_on_device()) {
     look_at_steps_in_flight();
@@ -244,6 +244,7 @@ void OptimizerState::apply(const Body& body) {
         body(update.unit(), segments, i, presumed_[i] + 1);
       }
       for (const int64_t i : update.updated()) {
+        if (!counted_groups.empty() && counted_groups.at(group_of_[i]) == 0) continue;
         if (counts_on_device()) {
           counted.push_back(i);
         } else {
@@ -364,7 +365,9 @@ void OptimizerState::apply_adam(const std::vector<AdamGroup>& groups) {
 
 void OptimizerState::apply_sgd(const std::vector<SgdGroup>& groups) {
   const KernelTable& table = engine_->context().state;
-  apply([&](Unit& unit, const Segments& segments, int64_t i, int64_t step) {
+  std::vector<uint8_t> counted;
+  for (const SgdGroup& group : groups) counted.push_back(group.momentum != 0 ? 1 : 0);
+  const auto update = [&](Unit& unit, const Segments& segments, int64_t i, int64_t step) {
     const SgdGroup& group = groups.at(group_of_[i]);
     check(table->sgd({.master = unit.parameters().master_data(),
                       .param = unit.parameters().stepped(),
@@ -386,7 +389,8 @@ void OptimizerState::apply_sgd(const std::vector<SgdGroup>& groups) {
                       .on_device = on_device(i)},
                      table.launch()),
           "sgd");
-  });
+  };
+  apply(update, counted);
 }
 
 void OptimizerState::apply_masters() {

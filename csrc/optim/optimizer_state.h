@@ -76,8 +76,9 @@ class OptimizerState {
   at::Tensor slice(int64_t k, int64_t i) const;
   // The scales of the blocks of that part, fp32 [blocks]; none where the state is not in blocks.
   std::optional<at::Tensor> scales(int64_t k, int64_t i) const;
-  // How often parameter i was updated: 0-D, fp32, as torch has it. It lies on the device where the
-  // device decides about a step.
+  // How often parameter i was updated: 0-D, fp32, as torch has it. SGD counts updates with momentum
+  // alone, of which the first one begins the buffer. It lies on the device where the device decides
+  // about a step.
   at::Tensor step(int64_t i) const { return steps_.at(i); }
   // Returns parameters that were unfrozen: then it has done nothing, and the caller shards them.
   std::vector<int64_t> zero_grad(ZeroGrad mode);
@@ -98,8 +99,9 @@ class OptimizerState {
   void apply_masters();
 
  private:
+  // `counted_groups`: [groups], those whose parameters' steps are counted. Default: all.
   template <typename Body>
-  void apply(const Body& body);
+  void apply(const Body& body, const std::vector<uint8_t>& counted_groups = {});
   void allocate_for(int64_t i);  // all but its states
   // The states of those slots of unit u that have none.
   void allocate_part(int64_t u, const std::vector<int64_t>& slots);

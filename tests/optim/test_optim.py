@@ -235,6 +235,26 @@ class TestAgainstTorch:
         sharded, alone = train_sharded(ours, team), train_alone(torchs, team.world)
         assert_same_training(sharded, alone, assert_near)
 
+    @pytest.mark.parametrize("reloads", [False, True])
+    @pytest.mark.parametrize("momenta", [(0, 0, 0.9, 0.9, 0.9), (0, 0.9, 0, 0.9, 0)])
+    def test_the_first_step_with_momentum_makes_the_buffer(self, team, momenta, reloads):
+        """It is not dampened, however many steps without momentum were before."""
+
+        def groups(parameters):
+            return [{"params": parameters[:3], "momentum": 0}, {"params": parameters[3:]}]
+
+        def change(optimizer, step):
+            if reloads:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            optimizer.param_groups[0]["momentum"] = momenta[min(step, len(momenta) - 1)]
+
+        settings = {"momentum": 0.5, "dampening": 0.25}
+        ours, torchs = makers(("SGD", settings), team, params=groups)
+        sharded = train_sharded(ours, team, each_step=change)
+        assert_same_training(
+            sharded, train_alone(torchs, team.world, each_step=change), assert_near
+        )
+
     def test_a_group_added_later_starts_at_its_own_step_1(self, team):
         def add(optimizer, step):
             if step == 2:

@@ -364,10 +364,9 @@ class FusedStates(States):
     def _completed(self, saved: SavedState) -> SavedState:
         """Add the values that torch does not save, and leave out those that it saves as None."""
         values = {name: value for name, value in saved.values.items() if value is not None}
-        # torch counts no steps of SGD: a buffer that exists holds something.
-        counted = self._layout.counts_steps and "step" not in values
-        if counted and "momentum_buffer" in values:
-            values["step"] = 1
+        if self._layout.counts_steps and "momentum_buffer" in self._layout.names:
+            # torch counts no steps of SGD: its first one with momentum makes the buffer.
+            values["step"] = values.get("step", 1) if "momentum_buffer" in values else 0
         return saved._replace(values=values)
 
     def end_copies(self, shown: ShownStates) -> None:
