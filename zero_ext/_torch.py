@@ -8,9 +8,10 @@ Tested with torch 2.13. ``csrc/core/torch_internals.h`` is the same for C++.
 """
 
 import atexit
+import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from types import FunctionType
 from typing import Any, TypeVar
@@ -73,6 +74,24 @@ def undo() -> None:
 def _replace(owner: Any, name: str, value: Any) -> None:
     _undo.append(functools.partial(setattr, owner, name, getattr(owner, name)))
     setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def hooks_are_off(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Inside, a backward runs no hooks that users have registered on these leaves.
+
+    Torch has no other way to give a leaf a gradient that its hooks have seen before.
+    """
+    names = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    hooks = [(p, name, getattr(p, name)) for p in parameters for name in names]
+    registered = [each for each in hooks if each[2]]
+    try:
+        for parameter, name, _ in registered:
+            setattr(parameter, name, {})  # None would leave torch the last ones
+        yield
+    finally:
+        for each in registered:
+            setattr(*each)
 
 
 # ---- Clipping and unscaling ----

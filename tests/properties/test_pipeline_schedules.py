@@ -151,3 +151,36 @@ def test_own_gradients_are_reduced_at_the_end(stage, rank, world):
     for name, p in model.named_parameters():
         assert_bits(zero_ext.full_grad(p), expected[name])
     optimizer.step()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_hooks_see_own_gradients_once(stage, rank, world):
+    """Inside, and not again when the gradients are reduced. Later backwards run them."""
+
+    def with_hooks() -> tuple[nn.Module, list[str]]:
+        model, calls = nn.Sequential(*layers()), []
+        first, *_, last = model.parameters()
+        first.register_hook(lambda g: calls.append("before") or g * 0.5)
+        last.register_post_accumulate_grad_hook(lambda p: calls.append("after"))
+        return model, calls
+
+    def backward(of: nn.Module, of_rank: int) -> None:
+        x, y = batch_of(0, of_rank)
+        loss_of(of(x), y).backward()
+
+    plain, _ = with_hooks()
+    expected = {name: torch.zeros(p.shape) for name, p in plain.named_parameters()}
+    for each in range(world):
+        plain.zero_grad()
+        backward(plain, each)
+        for name, p in plain.named_parameters():
+            expected[name] = fma(1 / world, p.grad, expected[name])
+    model, calls = with_hooks()
+    zero_ext.shard(model, stage)
+    with zero_ext.local_gradients(model):
+        backward(model, rank)
+    assert calls == ["after", "before"]
+    for name, p in model.named_parameters():
+        assert_bits(zero_ext.full_grad(p), expected[name])
+    backward(model, rank)
+    assert calls == ["after", "before"] * 2

@@ -16,7 +16,7 @@ from numbers import Number
 import torch
 from torch import Tensor, nn
 
-from zero_ext import _C
+from zero_ext import _C, _torch
 from zero_ext.engine.checks import check_module, is_ignored, stays_whole
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.registry import RegistryEntry, find
@@ -171,7 +171,8 @@ def local_gradients(module: nn.Module) -> Iterator[None]:
     for handle, gradients in taken:
         if gradients:
             parameters = [handle.parameters[i] for i in gradients]
-            torch.autograd.backward(parameters, [*gradients.values()])
+            with _torch.hooks_are_off(parameters):  # they have seen these gradients inside
+                torch.autograd.backward(parameters, [*gradients.values()])
 
 
 @calling("full_state()")
