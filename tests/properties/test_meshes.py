@@ -74,6 +74,26 @@ def assert_parts(model, alone: ByPlanAlone) -> None:
 
 
 @STAGES
+def test_an_unwrapped_model_has_its_plan_and_values(mesh, stage):
+    model = sharded(mesh, stage, sequence=False)
+    optimizer = zero_ext.optim.AdamW(model.parameters(), **ADAMW)
+    run_backwards(model, mesh, step=0)
+    optimizer.step()
+    expected = parts_of(model)
+    zero_ext.unwrap(model)
+    alone = made_parallel(mesh["tp"], sequence=False)
+    for (name, p), plain in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert isinstance(p, DTensor) == isinstance(plain, DTensor)
+        assert torch.equal(local(p), expected[name]), name
+        assert local(p).untyped_storage().nbytes() == local(p).nbytes, name
+        local(plain).data.copy_(expected[name])
+    for each in (model, alone):
+        loss_of(each, batch_of(1, 0)).backward()
+    for (name, p), plain in zip(model.named_parameters(), alone.parameters(), strict=True):
+        assert torch.equal(local(p.grad), local(plain.grad)), name
+
+
+@STAGES
 @PLANS
 def test_training_has_the_bits_of_the_plan_alone(mesh, stage, sequence):
     world, rank = mesh["dp"].size(), mesh["dp"].get_local_rank()

@@ -7,7 +7,7 @@ from zero_ext.module.plain_copies import remove_ours
 from zero_ext.module.sharding import AnyModule
 from zero_ext.ranks.agreement import all_or_none
 from zero_ext.state.model_state import full_value, handles_of
-from zero_ext.tensor.wrapped import has_gather_hooks, inner_of
+from zero_ext.tensor.meshes import local_of, part_of
 
 
 @torch.inference_mode(False)
@@ -30,15 +30,14 @@ def unwrap(module: AnyModule) -> AnyModule:
     for handle in handles_of(module):
         with all_or_none(handle.groups, "unwrap()"):
             handle.refuse_forgotten_writes("unwrap()")
-        whole = [(p, full_value(p).to(p.device, copy=True)) for p in handle.parameters]
+        # What an engine shards of a parameter: all of it, or the tensor inside that has the values.
+        values = [(p, part_of(p, full_value(p)).to(p.device, copy=True)) for p in handle.parameters]
         with all_or_none(handle.groups, "unwrap()"):  # no rank needs another one's parts any more
             for optimizer in list(handle.optimizers):
                 optimizer.retire()
         handle.dissolve()
-        for parameter, value in whole:
-            # Of a class with hooks around gathers, the tensor inside holds the values.
-            holder = inner_of(parameter) if has_gather_hooks(parameter) else parameter
-            holder.data, parameter.grad = value, None
+        for parameter, value in values:
+            local_of(parameter).data, parameter.grad = value, None
     for each in module.modules():
         remove_ours(each.__dict__)
         each.__class__ = getattr(type(each), "zero_plain_class", type(each))
