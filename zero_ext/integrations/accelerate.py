@@ -12,11 +12,7 @@ import accelerate
 import accelerate.local_sgd
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import (
-    DDPCommunicationHookType,
-    DistributedDataParallelKwargs,
-    DistributedType,
-)
+from accelerate.utils import DDPCommunicationHookType, DistributedType
 from torch import nn
 
 from zero_ext import checkpoint
@@ -92,24 +88,28 @@ class Accelerator(accelerate.Accelerator):
             self.gradient_accumulation_steps = self._settings.accumulation_steps
             stage = self._settings.stage
             sharding = self._settings.sharding | (sharding or {})
-        unknown = None
-        if self.distributed_type not in _DATA_PARALLEL:
-            unknown = self.distributed_type.value
-        elif self.parallelism_config is not None:
-            unknown = "a parallelism_config"
-        elif self.mixed_precision == "fp8":
-            unknown = "fp8"
-        else:
-            unknown = _unused(self.ddp_handler)
-        if unknown is not None:
-            raise ValueError(
-                f"zero_ext: accelerate is configured for {unknown}, which does not go with "
-                "sharding here. Leave it out of accelerate's configuration."
-            )
+        self._refuse_other_ways()
         self._sharding = {"stage": stage, **(sharding or {})}
         # While save_state() or load_state() runs.
         self._set_apart: list[_Sharded] | None = None
-        self._hooks_ended = False
+
+    def _refuse_other_ways(self) -> None:
+        """Raise for a setting that would change values and has no effect here."""
+        hook = getattr(self.ddp_handler, "comm_hook", DDPCommunicationHookType.NO)
+        for way, is_asked in (
+            (self.distributed_type.value, self.distributed_type not in _DATA_PARALLEL),
+            ("a parallelism_config", self.parallelism_config is not None),
+            ("fp8", self.mixed_precision == "fp8"),
+            # accelerate itself ignores these two plugins on the CPU.
+            ("FSDP", deepspeed_file.is_plugin_asked("FSDP")),
+            ("MEGATRON_LM", deepspeed_file.is_plugin_asked("MEGATRON_LM")),
+            (f"the comm_hook {hook} of DDP", hook != DDPCommunicationHookType.NO),
+        ):
+            if is_asked:
+                raise ValueError(
+                    f"zero_ext: accelerate is configured for {way}, which does not go with "
+                    "sharding here. Leave it out of accelerate's configuration."
+                )
 
     # Preparing
 
@@ -125,7 +125,7 @@ class Accelerator(accelerate.Accelerator):
         given = [each for each in args if _is_of_torch(each)]
         names = adoption.names_of(*models)
         if models or given:
-            with all_or_none(resolve(None, self._sharding.get("mesh"), []), "prepare()"):
+            with all_or_none(self._all_ranks(), "prepare()"):
                 for optimizer in given:
                     _check(optimizer, names)
         if device_placement is None or len(device_placement) == len(args):
@@ -224,30 +224,29 @@ class Accelerator(accelerate.Accelerator):
         """Hide sharded optimizers from accelerate, which would write rank 0's part of their state
         as if it were all of it. ``hook`` runs after the user's hooks."""
         every = self._optimizers
-        self._set_apart, self._hooks_ended = _pair(self._models, every), False
+        self._set_apart = _pair(self._models, every)
         self._optimizers = [o for o in every if not isinstance(o.optimizer, Sharded)]
-        own = register(hook)
+        hooks_of_user = contextlib.ExitStack()
+
+        def after_those_of_user(*args: Any) -> None:
+            hooks_of_user.close()
+            hook(*args)
+
+        own = register(after_those_of_user)
         try:
-            yield
-        except Exception as error:
-            if not self._hooks_ended:
-                self._end_hooks(error)
-            raise
+            with hooks_of_user:
+                if self._set_apart:
+                    what = "a hook of save_state() or load_state()"
+                    hooks_of_user.enter_context(all_or_none(self._all_ranks(), what))
+                yield
         finally:
             own.remove()
             self._optimizers, self._set_apart = every, None
 
-    def _end_hooks(self, failure: Exception | None = None) -> None:
-        """Raise on every rank if a hook of the user failed on one. Collective."""
-        self._hooks_ended = True
-        if self._set_apart:
-            groups = resolve(None, self._sharding.get("mesh"), [])
-            with all_or_none(groups, "a hook of save_state() or load_state()"):
-                if failure is not None:
-                    raise failure
+    def _all_ranks(self) -> Groups:
+        return resolve(None, self._sharding.get("mesh"), [])
 
     def _save_sharded(self, models: list, weights: list, folder: str | os.PathLike) -> None:
-        self._end_hooks()
         weights[:] = [each for each in weights if not isinstance(each, _WrittenApart)]
         for number, pair in enumerate(self._set_apart):
             checkpoint.save(_path(folder, number), *pair)
@@ -259,10 +258,9 @@ class Accelerator(accelerate.Accelerator):
         models: list[nn.Module],
         folder: str | os.PathLike,
     ) -> None:
-        self._end_hooks()
         if not self._set_apart:
             return
-        groups = resolve(None, self._sharding.get("mesh"), [])
+        groups = self._all_ranks()
         with all_or_none(groups, f"load_state('{folder}')"):
             stock = stock_files.is_of_accelerate(folder)
         if groups.world > 1:  # one choice, as other collectives follow
@@ -345,17 +343,6 @@ def _check(optimizer: torch.optim.Optimizer, coming: dict[int, Any]) -> None:
 def _pair(models: list[nn.Module], optimizers: list[AcceleratedOptimizer]) -> list[_Sharded]:
     sharded = [each.optimizer for each in optimizers if isinstance(each.optimizer, Sharded)]
     return [(model, optimizers_of(model, sharded)) for model in filter(is_sharded, models)]
-
-
-def _unused(handler: DistributedDataParallelKwargs | None) -> str | None:
-    """A setting of accelerate's that would change values and has no effect here, or None."""
-    # accelerate itself ignores these plugins on the CPU.
-    for kind in ("FSDP", "MEGATRON_LM"):
-        if os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true":
-            return kind
-    if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
-        return f"the comm_hook {handler.comm_hook} of DDP"
-    return None
 
 
 class _WrittenApart(dict):

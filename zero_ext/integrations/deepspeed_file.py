@@ -75,11 +75,16 @@ def from_hf(
     return settings
 
 
+def is_plugin_asked(name: str) -> bool:
+    """By "accelerate launch", in the environment."""
+    return os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true"
+
+
 def take_plugin(kwargs: dict[str, Any]) -> DeepSpeedPlugin | None:
     """Take the plugin out of an Accelerator's arguments, or make that of the environment."""
     given = [kwargs.pop(name, None) for name in ("deepspeed_plugin", "deepspeed_plugins")]
     plugin = next((each for each in given if each is not None), None)
-    if plugin is None and os.environ.get(_USES_DEEPSPEED, "false").lower() == "true":
+    if plugin is None and is_plugin_asked("DEEPSPEED"):
         plugin = DeepSpeedPlugin()
     if plugin is not None and not isinstance(plugin, DeepSpeedPlugin):
         raise ValueError(

@@ -79,28 +79,6 @@ def reject_folders(name: str) -> None:
 reject_folders(f"{_copy}.plugins.io.torch_io")
 
 
-def arguments_of_ddp(stage: int, given: dict[str, Any], precision: str) -> dict[str, Any]:
-    """Without those that change no value. ``precision``: the name of that argument.
-
-    Raises:
-        TypeError: an argument is another one of DDP's own.
-        ValueError: stage 3 with a ``start_method`` that pickles the module.
-    """
-    unknown = given.keys() - _OF_ANY_STRATEGY - _OF_DDP_IGNORED - {precision}
-    if unknown:
-        raise TypeError(
-            f"zero_ext: ShardedStrategy has no argument '{min(unknown)}'. Leave out what is "
-            "DDP's own; what zero_ext.shard() takes goes into sharding={…}."
-        )
-    if stage == 3 and given.get("start_method", "popen") != "popen":
-        raise ValueError(
-            f"zero_ext: with start_method='{given['start_method']}' the module's weights are "
-            "pickled by rank 0, which has a part of them with stage 3. Use torchrun or "
-            "start_method='popen'."
-        )
-    return {name: given[name] for name in given.keys() - _OF_DDP_IGNORED}
-
-
 class Sharding:
     """The arguments and names of both strategies. A base before Lightning's class."""
 
@@ -110,7 +88,19 @@ class Sharding:
         self, stage: int | None = None, *, sharding: dict[str, Any] | None = None, **kwargs: Any
     ):
         stage = environment.stage(stage)
-        super().__init__(**arguments_of_ddp(stage, kwargs, self._precision_argument))
+        unknown = kwargs.keys() - _OF_ANY_STRATEGY - _OF_DDP_IGNORED - {self._precision_argument}
+        if unknown:
+            raise TypeError(
+                f"zero_ext: ShardedStrategy has no argument '{min(unknown)}'. Leave out what is "
+                "DDP's own; what zero_ext.shard() takes goes into sharding={…}."
+            )
+        if stage == 3 and kwargs.get("start_method", "popen") != "popen":
+            raise ValueError(
+                f"zero_ext: with start_method='{kwargs['start_method']}' the module's weights are "
+                "pickled by rank 0, which has a part of them with stage 3. Use torchrun or "
+                "start_method='popen'."
+            )
+        super().__init__(**{name: kwargs[name] for name in kwargs.keys() - _OF_DDP_IGNORED})
         self._sharding = {"stage": stage, **(sharding or {})}
 
     def makes_on_meta(self, empty_init: bool | None) -> bool:
@@ -125,6 +115,13 @@ class Sharding:
         for name, stage in stages.items():
             description = f"ShardedStrategy with stage={stage}"
             strategy_registry.register(name, cls, description, override=True, stage=stage)
+
+
+@contextlib.contextmanager
+def making_on_meta(precision: contextlib.AbstractContextManager) -> Iterator[None]:
+    """In the dtypes of ``precision``."""
+    with torch.device("meta"), precision:
+        yield
 
 
 def is_on_meta(model: nn.Module) -> bool:
@@ -234,16 +231,13 @@ class ShardedStrategy(Sharding, DDPStrategy):
 
     # Setting up
 
-    @contextlib.contextmanager
-    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+    def module_init_context(
+        self, empty_init: bool | None = None
+    ) -> contextlib.AbstractContextManager:
         """With ``empty_init`` stage 3 makes modules on the meta device, and shards them there."""
-        with contextlib.ExitStack() as stack:
-            if self.makes_on_meta(empty_init):
-                stack.enter_context(torch.device("meta"))
-                stack.enter_context(self.precision.module_init_context())
-            else:
-                stack.enter_context(super().module_init_context(empty_init))
-            yield
+        if self.makes_on_meta(empty_init):
+            return making_on_meta(self.precision.module_init_context())
+        return super().module_init_context(empty_init)
 
     def module_to_device(self, module: nn.Module) -> None:
         if not is_on_meta(module) and not is_sharded(module):

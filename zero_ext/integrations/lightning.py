@@ -72,16 +72,13 @@ class ShardedStrategy(fabric.Sharding, DDPStrategy):
         super().connect(model)
         self._made_on_meta = False  # in this run
 
-    @contextlib.contextmanager
-    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+    def tensor_init_context(
+        self, empty_init: bool | None = None
+    ) -> contextlib.AbstractContextManager:
         """With ``empty_init`` stage 3 makes modules on the meta device, and shards them there."""
-        with contextlib.ExitStack() as stack:
-            if self.makes_on_meta(empty_init):
-                stack.enter_context(torch.device("meta"))
-                stack.enter_context(self.precision_plugin.tensor_init_context())
-            else:
-                stack.enter_context(super().tensor_init_context(empty_init))
-            yield
+        if self.makes_on_meta(empty_init):
+            return fabric.making_on_meta(self.precision_plugin.tensor_init_context())
+        return super().tensor_init_context(empty_init)
 
     def setup(self, trainer: Any) -> None:
         """Shard the module, if it is trained, does not fit one rank, or is sharded already.
@@ -246,13 +243,11 @@ class ShardedStrategy(fabric.Sharding, DDPStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         if self._folder is not None:
-            optimizers = self._checkpointed_optimizers()
-            strict = self.lightning_module.strict_loading
             checkpoints.load_optimizers(
                 self._folder,
                 self.model,
-                optimizers,
-                strict=strict,
+                self._checkpointed_optimizers(),
+                strict=self.lightning_module.strict_loading,
                 allow_pickle=self._trusted,
             )
             return

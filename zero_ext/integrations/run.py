@@ -37,11 +37,15 @@ class _Substitution(importlib.abc.MetaPathFinder):
     """
 
     def __init__(self):
+        accelerator, trainer = "accelerate.Accelerator", "transformers.ShardedTrainerMixin"
+        of_trainer, of_fabric = "lightning.ShardedStrategy", "fabric.ShardedStrategy"
         self._awaited = {
-            "accelerate": self._replace_accelerator,
-            "transformers.trainer": self._replace_trainer,
-            **dict.fromkeys(("lightning.pytorch", "pytorch_lightning"), self._replace_trainers),
-            **dict.fromkeys(("lightning.fabric", "lightning_fabric"), self._replace_fabrics),
+            "accelerate": lambda package: self._replace(package.Accelerator, accelerator),
+            "transformers.trainer": lambda module: self._replace(module.Trainer, trainer),
+            "lightning.pytorch": functools.partial(self._replace_strategy, of_trainer),
+            "pytorch_lightning": functools.partial(self._replace_strategy, of_trainer),
+            "lightning.fabric": functools.partial(self._replace_strategy, of_fabric),
+            "lightning_fabric": functools.partial(self._replace_strategy, of_fabric),
             "torch.nn.parallel.distributed": self._replace_ddp,
         }
         self._undo = ExitStack()
@@ -95,19 +99,7 @@ class _Substitution(importlib.abc.MetaPathFinder):
         plain = functools.wraps(stock.__init__)(lambda cls, *_, **__: object.__new__(cls))
         self._undo.callback(setattr, stock, "__new__", staticmethod(plain))
 
-    def _replace_accelerator(self, package: ModuleType) -> None:
-        self._replace(package.Accelerator, "accelerate.Accelerator")
-
-    def _replace_trainer(self, module: ModuleType) -> None:
-        self._replace(module.Trainer, "transformers.ShardedTrainerMixin")
-
-    def _replace_trainers(self, package: ModuleType) -> None:
-        self._replace_strategy(package, "lightning.ShardedStrategy")
-
-    def _replace_fabrics(self, package: ModuleType) -> None:
-        self._replace_strategy(package, "fabric.ShardedStrategy")
-
-    def _replace_strategy(self, package: ModuleType, ours: str) -> None:
+    def _replace_strategy(self, ours: str, package: ModuleType) -> None:
         _find(ours)  # gives Lightning the names of the strategy
         # Others derive from it, DeepSpeed's for one.
         self._replace(package.strategies.DDPStrategy, ours, subclasses=False)
