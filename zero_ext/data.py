@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 
 from zero_ext.engine.checks import check_count, check_module
 from zero_ext.engine.handle import Handle
-from zero_ext.ranks.groups import Groups
+from zero_ext.ranks.groups import Groups, rank_and_world
 from zero_ext.replay import Replay
 from zero_ext.state.model_state import handles_of, refuse_meshes
 
@@ -86,11 +85,9 @@ class GlobalBatches(Sampler[list[int]]):
         shuffle: bool = True,
         seed: int = 0,
     ):
-        together = dist.is_available() and dist.is_initialized()
-        if num_replicas is None:
-            num_replicas = dist.get_world_size() if together else 1
-        if rank is None:
-            rank = dist.get_rank() if together else 0
+        own, world = rank_and_world()
+        num_replicas = world if num_replicas is None else num_replicas
+        rank = own if rank is None else rank
         counts = {"batch_size": batch_size, "micro_batches": micro_batches}
         for name, count in {**counts, "num_replicas": num_replicas}.items():
             check_count(name, count)
@@ -368,18 +365,15 @@ class _Replays(NamedTuple):
 @contextlib.contextmanager
 def _summing(handles: Sequence[Handle]) -> Iterator[None]:
     """Gradients are not divided before the update, which must divide them."""
-    before = [handle.engine.divide_factor for handle in handles]
     optimizers = {id(o): o for handle in handles for o in handle.optimizers}.values()
-    hooks = [optimizer.register_step_pre_hook(_check_divided) for optimizer in optimizers]
-    try:
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.enter_context(optimizer.register_step_pre_hook(_check_divided))
         for handle in handles:
+            before = handle.engine.divide_factor or handle.groups.world
+            stack.callback(handle.engine.set_divide_factor, before)
             handle.engine.set_divide_factor(1.0)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for handle, factor in zip(handles, before, strict=True):
-            handle.engine.set_divide_factor(factor or handle.groups.world)
 
 
 def _check_divided(optimizer: torch.optim.Optimizer, args: tuple, keywords: dict) -> None:

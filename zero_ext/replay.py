@@ -5,6 +5,7 @@ before it. What is compared are the gradients of one rank, before ranks add thei
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,15 +47,11 @@ class Replay:
     @contextlib.contextmanager
     def watching(self, k: int) -> Iterator[None]:
         """Inside it the loop runs micro-batch ``k``."""
-        hooks = []
-        if k == self._own:
-            for name, parameter in self._parameters.items():
-                hooks.append(parameter.register_hook(lambda g, name=name: self._add(name, g)))
-        try:
+        with contextlib.ExitStack() as stack:
+            for name, parameter in self._parameters.items() if k == self._own else ():
+                hook = functools.partial(self._add, name)
+                stack.enter_context(parameter.register_hook(hook))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _add(self, name: str, gradient: Tensor) -> None:
         self._sums[name] = _sums_of(name, gradient)
@@ -72,24 +69,21 @@ class Replay:
         if all(everyone[rank - 1][0] == everyone[rank][1] for rank in range(world)):
             return
         found = of_all_ranks((self._own, self._sums, again), self._groups, what)
-        differing = [
-            (rank, k, _first_difference(own, found[(rank + 1) % world][2]))
-            for rank, (k, own, _) in enumerate(found)
-        ]
+        told = ""
+        for rank, (k, own, _) in enumerate(found):
+            next_rank = (rank + 1) % world
+            again = found[next_rank][2]
+            names = [name for name in [*own, *again] if own.get(name) != again.get(name)]
+            if names:
+                one, other = (self._groups.global_ranks[r] for r in (rank, next_rank))
+                told += (
+                    f"the gradient of '{names[0]}' in micro-batch {k} differs between rank {one} "
+                    f"and rank {other}. "
+                )
         raise RuntimeError(
-            f"{self._groups.where}{what}: {self._told([each for each in differing if each[2]])} "
-            "One of the ranks of a pair computes wrongly, and the step was not made. Test their "
-            "processors, and go on without them."
+            f"{self._groups.where}{what}: {told}One of the ranks of a pair computes wrongly, and "
+            "the step was not made. Test their processors, and go on without them."
         )
-
-    def _told(self, differing: list[tuple[int, int, str]]) -> str:
-        ranks = self._groups.global_ranks
-        pairs = [
-            f"the gradient of '{name}' in micro-batch {k} differs between rank {ranks[rank]} and "
-            f"rank {ranks[(rank + 1) % len(ranks)]}."
-            for rank, k, name in differing
-        ]
-        return " ".join(pairs)
 
     def _run_again(self) -> Sums:
         """The backward of a micro-batch, without a trace in the model."""
@@ -106,9 +100,3 @@ class Replay:
 
 def _sums_of(name: str, gradient: Tensor) -> tuple[int, int]:
     return tensor_sums(name, "grad", gradient.detach())
-
-
-def _first_difference(own: Sums, again: Sums) -> str:
-    """The name of a parameter, or nothing."""
-    differing = (name for name in [*own, *again] if own.get(name) != again.get(name))
-    return next(differing, "")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_ext.engine.checks import check_module
@@ -16,6 +15,7 @@ from zero_ext.engine.handle import Handle
 from zero_ext.engine.memory import bytes_by_kind
 from zero_ext.engine.registry import handle_of
 from zero_ext.optim.core import Core
+from zero_ext.ranks.groups import rank_and_world
 from zero_ext.state.model_state import handles_of
 
 _WAITED = "waited_us_"
@@ -124,11 +124,8 @@ class TrainingLog:
     """
 
     def __init__(self, path: str | os.PathLike, rank: int | None = None):
-        together = dist.is_available() and dist.is_initialized()
-        if rank is None:
-            rank = dist.get_rank() if together else 0
-        self._path = Path(path) if rank == 0 else None
-        self._ranks = dist.get_world_size() if together else 1
+        own, self._ranks = rank_and_world()
+        self._path = Path(path) if (own if rank is None else rank) == 0 else None
         self._last: int | None = None  # step that was written
 
     def write(

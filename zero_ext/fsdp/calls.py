@@ -4,7 +4,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -16,10 +15,11 @@ from zero_ext.engine.registry import any_sharded
 from zero_ext.fsdp import optimizers, pipelines
 from zero_ext.fsdp.first_use import FirstCall, FirstMethod, move_to_device
 from zero_ext.fsdp.fsdp_module import FSDPModule, check_fsdp_modules, fsdp_class_of
-from zero_ext.fsdp.notes import Note, is_inside, note_of
+from zero_ext.fsdp.notes import Note, is_inside, note_of, outermost
 from zero_ext.module import plain_copies
 from zero_ext.module.forward_methods import register_forward_method
 from zero_ext.module.policies import check_mp_policy
+from zero_ext.ranks.groups import rank_and_world
 
 _Modules = TypeVar("_Modules", nn.Module, list[nn.Module])
 
@@ -62,7 +62,7 @@ def fully_shard(
             the module is sharded already.
         NotImplementedError: FSDP2 knows it, and there is no counterpart here.
     """
-    modules = _outer_modules([module] if isinstance(module, nn.Module) else list(module))
+    modules = outermost([module] if isinstance(module, nn.Module) else list(module))
     ignored = set(map(id, ignored_params or ()))
     _check_modules(modules, ignored)
     if dp_mesh_dims is not None:
@@ -96,11 +96,6 @@ def fully_shard(
         pipelines.attach(each)
     plain_copies.attach(modules)
     return module
-
-
-def _outer_modules(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    inside = {m for each in modules for m in each.modules() if m is not each}
-    return [each for each in modules if each not in inside]
 
 
 def _check_modules(modules: Sequence[nn.Module], ignored: set[int]) -> None:
@@ -146,7 +141,7 @@ def _check_placements(
 def _checked_reshard(reshard: bool | int | None, mesh: DeviceMesh | None) -> bool | None:
     if reshard is None or isinstance(reshard, bool):
         return reshard
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    _, world = rank_and_world()
     shards = world if mesh is None else mesh.size(-1)
     if not isinstance(reshard, int) or reshard < 1 or shards % reshard:
         raise ValueError(

@@ -153,22 +153,26 @@ def any_of_fsdp(parameters: Iterable[Tensor]) -> bool:
     return any(each.handle.holds(p) for p in parameters for each in _engines)
 
 
-def outermost() -> list[nn.Module]:
-    """The waiting modules that lie in no other one, in the order of the calls."""
-    modules = [module for note in waiting() for module in note.living()]
+def outermost(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """Those that lie in no other one, in their order."""
     inside = {each for module in modules for each in module.modules() if each is not module}
     return [module for module in modules if module not in inside]
 
 
+def _roots() -> list[nn.Module]:
+    """The outermost waiting modules, in the order of the calls."""
+    return outermost([module for note in waiting() for module in note.living()])
+
+
 def roots_around(module: nn.Module) -> list[nn.Module]:
     """The outermost waiting module that holds ``module``, with those of the same call."""
-    roots = outermost()
+    roots = _roots()
     root = next((root for root in roots if any(each is module for each in root.modules())), None)
     return [each for each in roots if root is not None and note_of(each) is note_of(root)]
 
 
 def roots_with(parameters: Iterable[Tensor]) -> list[nn.Module]:
     """The outermost waiting modules that have some of ``parameters``."""
-    ids, roots = {id(parameter) for parameter in parameters}, outermost()
+    ids, roots = {id(parameter) for parameter in parameters}, _roots()
     notes = {note_of(m) for m in roots if not ids.isdisjoint(map(id, m.parameters()))}
     return [m for m in roots if note_of(m) in notes]

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_ext import _C
 from zero_ext.ranks.collectives import wait_for
-from zero_ext.ranks.groups import Experts, Groups, make_group
+from zero_ext.ranks.groups import CPU, Experts, Groups, make_group
 
 # How an error of this package begins, with its type.
 _OWN_ERROR = re.compile(r"^\w+: zero_ext( \[rank \d+\])?: ")
@@ -58,38 +58,31 @@ def naming(what: str) -> Iterator[None]:
 
 
 def of_all_ranks(value: Any, groups: Groups, what: str) -> list:
-    """Every rank's ``value``, in rank order. Collective."""
-    if "cpu" in (device.type for device in groups.parent._device_types):
-        with naming(what):
-            return _all_on_host(value, groups)
-    values: list = [None] * groups.world
-    own = contextlib.nullcontext()
-    # NCCL carries objects through the current device, which need not be ours.
-    if groups.device.type != "cpu" and groups.device.index is not None:
-        own = torch.accelerator.device_index(groups.device.index)
-    with naming(what), own:
-        dist.all_gather_object(values, value, group=groups.parent)
-    return values
+    """Every rank's ``value``, in rank order. Collective.
 
-
-def _all_on_host(value: Any, groups: Groups) -> list:
-    """As ``dist.all_gather_object``, but Ctrl-C ends the wait."""
+    As ``dist.all_gather_object``. But on the host Ctrl-C ends the wait, and NCCL carries values
+    through our device, which need not be the current one.
+    """
+    kinds = [device.type for device in groups.parent._device_types]
+    device = groups.device if groups.device.type in kinds else torch.device(kinds[0])
     own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    sizes = torch.empty(groups.world, dtype=torch.int64, device="cpu")
-    _all_gather(sizes, torch.tensor([own.numel()], device="cpu"), groups)
-    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device="cpu")
-    padded[: own.numel()] = own
-    rows = torch.empty(groups.world, padded.numel(), dtype=torch.uint8, device="cpu")
-    _all_gather(rows, padded, groups)
+    with naming(what):
+        own = own.to(CPU if "cpu" in kinds else device)
+        sizes = _all_gather(torch.tensor([own.numel()], device=own.device), groups).flatten()
+        padded = own.new_zeros(int(sizes.max()))
+        padded[: own.numel()] = own
+        rows = _all_gather(padded, groups).cpu()
     return [
         pickle.loads(row[:size].numpy().tobytes())
         for row, size in zip(rows, sizes.tolist(), strict=True)
     ]
 
 
-def _all_gather(rows: torch.Tensor, own: torch.Tensor, groups: Groups) -> None:
-    parts = list(rows.view(groups.world, -1))
-    wait_for(dist.all_gather(parts, own, groups.parent, async_op=True), own)
+def _all_gather(own: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """[ranks, elements]."""
+    rows = own.new_empty(groups.world, own.numel())
+    wait_for(dist.all_gather(list(rows), own, groups.parent, async_op=True), own)
+    return rows
 
 
 def with_experts(groups: Groups, mesh: DeviceMesh) -> Groups:

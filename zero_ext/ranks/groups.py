@@ -67,6 +67,13 @@ class Groups(NamedTuple):
         return f"zero_ext [rank {self.global_rank}]: "
 
 
+def rank_and_world() -> tuple[int, int]:
+    """This rank among all, and their number; without a process group this one is alone."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
 def resolve(
     process_group: dist.ProcessGroup | Literal["alone"] | None,
     mesh: DeviceMesh | Literal["alone"] | None,
@@ -80,7 +87,7 @@ def resolve(
     initialized = dist.is_available() and dist.is_initialized()
     device = next((p.device for p in parameters if not p.is_meta), None)
     if ALONE in (process_group, mesh):
-        rank = dist.get_rank() if initialized else 0
+        rank, _ = rank_and_world()
         return Groups(None, None, 0, 1, 1, device or _default_device(), (rank,))
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise TypeError(

@@ -7,7 +7,8 @@ this rank's part (csrc/engine/changes.h).
 import itertools
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +117,7 @@ def _iterate(
             handle: handle.engine.count_changes(tokens.get(handle), wanted)
             for handle in handles_of(module)
         }
-    some: list[tuple[str, Handle, int, int]] = []
+    some: list[_Changed] = []
     whole: list[tuple[str, Tensor]] = []
     digests: dict[str, int | None] = {}
     for name, parameter in _named(module):
@@ -133,57 +134,53 @@ def _iterate(
         if change.of_all:
             whole.append((name, parameter))
         elif change.numel > 0:
-            some.append((name, handle, i, change.numel * (parameter.itemsize + _INDEX_BYTES)))
+            nbytes = change.numel * (parameter.itemsize + _INDEX_BYTES)
+            some.append(_Changed(name, handle, i, nbytes))
+    counts = {handle: handle.engine.change_counts for handle in changes}
+    buckets = iter(_cut(some, bucket_bytes))
     try:
-        for name, indices, values in _gather(_cut(some, bucket_bytes)):
-            yield ChangedParam(name, indices, values, digests[name], number)
-    except GeneratorExit:
+        for bucket in buckets:
+            for name, indices, values in _gather(bucket, counts):
+                yield ChangedParam(name, indices, values, digests[name], number)
+    except GeneratorExit:  # the loop was left early: take part in the gathers of the others
+        for bucket in buckets:
+            _gather(bucket, counts)
         [*iterate_whole(whole, None, bucket_bytes, wanted=False)]
         raise
     for name, values in iterate_whole(whole, None, bucket_bytes, wanted):
         yield ChangedParam(name, None, values, digests[name], number)
 
 
-@dataclass
-class _Bucket:
-    """Parameters of one engine, some of whose elements have changed."""
+class _Changed(NamedTuple):
+    """A parameter some of whose elements have changed. ``nbytes``: of what is sent of it."""
 
+    name: str
     handle: Handle
-    count: int
-    nbytes: int = 0
-    names: list[str] = field(default_factory=list)
-    indices: list[int] = field(default_factory=list)
-
-    def gather(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Names, indices and values; nothing on a rank that wants none."""
-        with torch.inference_mode(False):
-            gathered = self.handle.engine.gather_changes(self.indices, self.count)
-        for name, (indices, values) in zip(self.names, gathered, strict=False):
-            yield name, indices, values
+    index: int
+    nbytes: int
 
 
-def _cut(some: list[tuple[str, Handle, int, int]], bucket_bytes: int) -> list[_Bucket]:
-    buckets: list[_Bucket] = []
-    for name, handle, i, nbytes in some:
-        last = buckets[-1] if buckets else None
-        if last is None or last.handle is not handle or last.nbytes + nbytes > bucket_bytes:
-            buckets.append(_Bucket(handle, handle.engine.change_counts))
-        buckets[-1].nbytes += nbytes
-        buckets[-1].names.append(name)
-        buckets[-1].indices.append(i)
+def _cut(some: list[_Changed], bucket_bytes: int) -> list[list[_Changed]]:
+    """Buckets of parameters of one engine."""
+    buckets: list[list[_Changed]] = []
+    nbytes = 0
+    for each in some:
+        nbytes += each.nbytes
+        if not buckets or buckets[-1][0].handle is not each.handle or nbytes > bucket_bytes:
+            buckets.append([])
+            nbytes = each.nbytes
+        buckets[-1].append(each)
     return buckets
 
 
-def _gather(buckets: list[_Bucket]) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """A rank that leaves the loop early takes part in the gathers of the others."""
-    to_come = iter(buckets)
-    try:
-        for bucket in to_come:
-            yield from bucket.gather()
-    except GeneratorExit:
-        for bucket in to_come:
-            [*bucket.gather()]
-        raise
+def _gather(
+    bucket: list[_Changed], counts: dict[Handle, int]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Names, indices and values; nothing on a rank that wants none."""
+    handle = bucket[0].handle
+    with torch.inference_mode(False):
+        gathered = handle.engine.gather_changes([each.index for each in bucket], counts[handle])
+    return ((each.name, *of_one) for each, of_one in zip(bucket, gathered, strict=False))
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from zero_ext.engine.checks import check_module
 from zero_ext.engine.registry import find
@@ -19,6 +18,7 @@ from zero_ext.state.model_state import (
     held_value,
     write_held,
 )
+from zero_ext.tensor.meshes import local_of
 
 
 class EMA:
@@ -96,7 +96,7 @@ class EMA:
             for parameter in self._module.parameters():
                 average = self._averages.get(parameter)
                 if average is not None:
-                    self._average(_local(average), _local(_present(parameter)))
+                    self._average(local_of(average), local_of(_present(parameter)))
                 elif _is_trained(parameter):
                     self._averages[parameter] = _present(parameter)
         self._updates += 1
@@ -210,10 +210,6 @@ def _present(parameter: Tensor) -> Tensor:
         return held_value(parameter)
     wide = torch.promote_types(parameter.dtype, torch.float32)
     return parameter.detach().to(wide, copy=True)
-
-
-def _local(value: Tensor) -> Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _write(values: dict[Tensor, Tensor]) -> None:

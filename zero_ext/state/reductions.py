@@ -39,13 +39,11 @@ def _described(parameter: Tensor) -> str:
         return "frozen"
     handle, _ = entry
     groups, divisor = handle.groups, handle.engine.gradient_divisor
-    every = list(groups.global_ranks)
+    ranks = list(groups.global_ranks)
     if is_cut_over(parameter, groups.expert_mesh):
-        ranks = [every[k] for k in groups.experts.places]
-        parts = [f"summed over ranks {ranks}, divided by {divisor:g}"]
-    else:
-        parts = [f"summed over ranks {every}, divided by {divisor:g}"]
-    return "; ".join([*parts, *_on_other_dimensions(handle, parameter)])
+        ranks = [ranks[k] for k in groups.experts.places]
+    summed = f"summed over ranks {ranks}, divided by {divisor:g}"
+    return "; ".join([summed, *_on_other_dimensions(handle, parameter)])
 
 
 def _on_other_dimensions(handle: Handle, parameter: Tensor) -> list[str]:
