@@ -14,31 +14,38 @@ _compat.check()
 from zero_ext import _C, ops  # noqa: E402, F401
 
 if TYPE_CHECKING:
-    from zero_ext import checkpoint, data, elastic, optim
-    from zero_ext.deepspeed.initialization import initialize
-    from zero_ext.engine.memory import estimate_memory, stats
-    from zero_ext.engine.offload import offload_states, reload_states
-    from zero_ext.fingerprints import fingerprint, parameter_fingerprints
-    from zero_ext.module.forward_methods import register_forward_method
-    from zero_ext.module.methods import no_sync, summon_full_params
-    from zero_ext.module.sharding import shard
-    from zero_ext.optim.scaler import LossScaler
-    from zero_ext.state.changes import change_token, iter_changed_params
-    from zero_ext.state.ema import EMA
-    from zero_ext.state.iteration import iter_full_params
-    from zero_ext.state.receiving import apply_changes
-    from zero_ext.state.reductions import gradient_reductions
-    from zero_ext.state.unwrapping import unwrap
-    from zero_ext.state.values import (
-        full_grad,
-        full_state,
-        full_tensor,
-        local_gradients,
-        set_full_grad,
-        set_full_param,
-        set_full_state,
-    )
-    from zero_ext.training_log import TrainingLog, metrics
+    from zero_ext import checkpoint as checkpoint
+    from zero_ext import data as data
+    from zero_ext import elastic as elastic
+    from zero_ext import optim as optim
+    from zero_ext.deepspeed.initialization import initialize as initialize
+    from zero_ext.engine.memory import estimate_memory as estimate_memory
+    from zero_ext.engine.memory import stats as stats
+    from zero_ext.engine.offload import offload_states as offload_states
+    from zero_ext.engine.offload import reload_states as reload_states
+    from zero_ext.fingerprints import fingerprint as fingerprint
+    from zero_ext.fingerprints import parameter_fingerprints as parameter_fingerprints
+    from zero_ext.module.forward_methods import register_forward_method as register_forward_method
+    from zero_ext.module.methods import no_sync as no_sync
+    from zero_ext.module.methods import summon_full_params as summon_full_params
+    from zero_ext.module.sharding import shard as shard
+    from zero_ext.optim.scaler import LossScaler as LossScaler
+    from zero_ext.state.changes import change_token as change_token
+    from zero_ext.state.changes import iter_changed_params as iter_changed_params
+    from zero_ext.state.ema import EMA as EMA
+    from zero_ext.state.iteration import iter_full_params as iter_full_params
+    from zero_ext.state.receiving import apply_changes as apply_changes
+    from zero_ext.state.reductions import gradient_reductions as gradient_reductions
+    from zero_ext.state.unwrapping import unwrap as unwrap
+    from zero_ext.state.values import full_grad as full_grad
+    from zero_ext.state.values import full_state as full_state
+    from zero_ext.state.values import full_tensor as full_tensor
+    from zero_ext.state.values import local_gradients as local_gradients
+    from zero_ext.state.values import set_full_grad as set_full_grad
+    from zero_ext.state.values import set_full_param as set_full_param
+    from zero_ext.state.values import set_full_state as set_full_state
+    from zero_ext.training_log import TrainingLog as TrainingLog
+    from zero_ext.training_log import metrics as metrics
 
 # Each name is imported when it is first used. DTensor, which all of them need, takes torch longer
 # to import than torch itself.
@@ -75,41 +82,8 @@ _MODULES = {
 _PACKAGES = ("checkpoint", "data", "elastic", "optim")
 
 __version__ = "0.1.0"
-__all__ = [
-    "EMA",
-    "LossScaler",
-    "TrainingLog",
-    "apply_changes",
-    "change_token",
-    "checkpoint",
-    "data",
-    "elastic",
-    "estimate_memory",
-    "fingerprint",
-    "full_grad",
-    "full_state",
-    "full_tensor",
-    "gradient_reductions",
-    "initialize",
-    "iter_changed_params",
-    "iter_full_params",
-    "local_gradients",
-    "metrics",
-    "no_sync",
-    "offload_states",
-    "ops",
-    "optim",
-    "parameter_fingerprints",
-    "register_forward_method",
-    "reload_states",
-    "set_full_grad",
-    "set_full_param",
-    "set_full_state",
-    "shard",
-    "stats",
-    "summon_full_params",
-    "unwrap",
-]
+if not TYPE_CHECKING:  # type checkers know what is imported "as" its name
+    __all__ = sorted([*_MODULES, *_PACKAGES, "ops"])
 
 
 def __getattr__(name: str) -> Any:
