@@ -25,19 +25,27 @@ def set_rate(group: dict[str, Any], lr: float) -> None:
 
 
 class Schedule(LRScheduler):
-    """Sets the learning rates of an optimizer's groups.
+    """Sets the learning rates of an optimizer's groups: each a part of the way between its bounds.
 
     torch's own constructor is not run: it would make the first step.
+
+    Args:
+        bounds: The lowest and the highest rate of each group.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1):
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        bounds: list[tuple[float, float]],
+        last_batch_iteration: int = -1,
+    ):
         if not isinstance(last_batch_iteration, int):
             raise ValueError(
                 f"zero_ext: last_batch_iteration is {last_batch_iteration!r}, not a count."
             )
-        self.optimizer = optimizer
+        self.optimizer, self._bounds = optimizer, bounds
         self.last_batch_iteration = last_batch_iteration
-        self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self.base_lrs = _rates_of(optimizer)
         if last_batch_iteration == -1:
             self._set()
         else:
@@ -48,9 +56,13 @@ class Schedule(LRScheduler):
         """torch's name of the present iteration."""
         return self.last_batch_iteration
 
+    def _part(self, now: int) -> float:
+        """How far the rates of iteration ``now`` are from the lowest to the highest ones."""
+        raise NotImplementedError
+
     def get_lr(self) -> list[float]:
         """The learning rate of each group, at the present iteration."""
-        raise NotImplementedError
+        return _between(self._bounds, self._part(self.last_batch_iteration))
 
     def get_last_lr(self) -> list[float]:
         """The learning rates that were set last."""
@@ -74,7 +86,7 @@ class Schedule(LRScheduler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The rates themselves are in the optimizer's state."""
         self.last_batch_iteration = state_dict["last_batch_iteration"]
-        self._last_lr = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self._last_lr = _rates_of(self.optimizer)
 
 
 class WarmupLR(Schedule):
@@ -86,6 +98,8 @@ class WarmupLR(Schedule):
         warmup_type: ``"log"`` or ``"linear"``.
     """
 
+    _first_part = 0.0  # in iteration 0
+
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -95,24 +109,25 @@ class WarmupLR(Schedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ):
-        self._warmup = _Warmup(warmup_num_steps, warmup_type)
-        if warmup_max_lr is None:
-            warmup_max_lr = [float(group["lr"]) for group in optimizer.param_groups]
-        self._lowest = _of_each_group(optimizer, "warmup_min_lr", warmup_min_lr)
-        self._highest = _of_each_group(optimizer, "warmup_max_lr", warmup_max_lr)
-        super().__init__(optimizer, last_batch_iteration)
-
-    def get_lr(self) -> list[float]:
-        now = self.last_batch_iteration
-        part = 0.0 if now < 0 else self._part(now)
-        return [
-            low + (high - low) * part for low, high in zip(self._lowest, self._highest, strict=True)
-        ]
+        _count("warmup_num_steps", warmup_num_steps, least=0)  # Trainer fills in 0 for "auto"
+        if warmup_type not in ("log", "linear"):
+            raise ValueError(f"zero_ext: warmup_type is {warmup_type!r}: choose 'log' or 'linear'.")
+        self._steps, self._type = max(2, warmup_num_steps), warmup_type
+        highest = _rates_of(optimizer) if warmup_max_lr is None else warmup_max_lr
+        bounds = _of_groups(optimizer, warmup_min_lr=warmup_min_lr, warmup_max_lr=highest)
+        super().__init__(optimizer, bounds, last_batch_iteration)
 
     def _part(self, now: int) -> float:
-        return self._warmup.part(now) if now < self._warmup.steps else self._part_after(now)
+        if now < 0:
+            return 0.0
+        if now >= self._steps:
+            return self._part_after(now)
+        linear = self._type == "linear"
+        done = now / self._steps if linear else math.log(now + 1) / math.log(self._steps)
+        return self._first_part + (1 - self._first_part) * done
 
     def _part_after(self, now: int) -> float:
+        """Of an iteration after the warmup."""
         return 1.0
 
 
@@ -130,21 +145,17 @@ class WarmupDecayLR(WarmupLR):
         last_batch_iteration: int = -1,
     ):
         self.total_num_steps = total_num_steps
+        lowest, highest = warmup_min_lr, warmup_max_lr
         super().__init__(
-            optimizer,
-            warmup_min_lr,
-            warmup_max_lr,
-            warmup_num_steps,
-            warmup_type,
-            last_batch_iteration,
+            optimizer, lowest, highest, warmup_num_steps, warmup_type, last_batch_iteration
         )
 
     def _part_after(self, now: int) -> float:
         left = self.total_num_steps - now
-        return max(0.0, left / max(1.0, self.total_num_steps - self._warmup.steps))
+        return max(0.0, left / max(1.0, self.total_num_steps - self._steps))
 
 
-class WarmupCosineLR(Schedule):
+class WarmupCosineLR(WarmupLR):
     """Parts of the groups' own rates: from ``warmup_min_ratio`` to 1 in ``warmup_num_steps``, then
     along half a cosine down to ``cos_min_ratio`` at ``total_num_steps``."""
 
@@ -159,23 +170,13 @@ class WarmupCosineLR(Schedule):
         last_batch_iteration: int = -1,
     ):
         self.total_num_steps = total_num_steps
-        self._warmup = _Warmup(warmup_num_steps, warmup_type)
-        self._warmup_min_ratio, self._cos_min_ratio = warmup_min_ratio, cos_min_ratio
-        self._rates = [float(group["lr"]) for group in optimizer.param_groups]
-        super().__init__(optimizer, last_batch_iteration)
+        self._first_part, self._last_part = warmup_min_ratio, cos_min_ratio
+        super().__init__(optimizer, 0.0, None, warmup_num_steps, warmup_type, last_batch_iteration)
 
-    def get_lr(self) -> list[float]:
-        ratio = self._ratio(self.last_batch_iteration)
-        return [rate * ratio for rate in self._rates]
-
-    def _ratio(self, now: int) -> float:
-        if now < 0:
-            return 0.0
-        if now < self._warmup.steps:
-            return self._warmup_min_ratio + (1 - self._warmup_min_ratio) * self._warmup.part(now)
-        done = (now - self._warmup.steps + 1) / max(1, self.total_num_steps - self._warmup.steps)
+    def _part_after(self, now: int) -> float:
+        done = (now - self._steps + 1) / max(1, self.total_num_steps - self._steps)
         cosine = (1 + math.cos(math.pi * min(1.0, done))) / 2
-        return max(0.0, self._cos_min_ratio + (1 - self._cos_min_ratio) * cosine)
+        return max(0.0, self._last_part + (1 - self._last_part) * cosine)
 
 
 class LRRangeTest(Schedule):
@@ -197,13 +198,12 @@ class LRRangeTest(Schedule):
     ):
         self._size = _count("lr_range_test_step_size", lr_range_test_step_size)
         self._growth, self._in_stairs = lr_range_test_step_rate, lr_range_test_staircase
-        self._lowest = _of_each_group(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
-        super().__init__(optimizer, last_batch_iteration)
+        bounds = _of_groups(optimizer, nothing=0.0, lr_range_test_min_lr=lr_range_test_min_lr)
+        super().__init__(optimizer, bounds, last_batch_iteration)
 
-    def get_lr(self) -> list[float]:
-        stairs = (self.last_batch_iteration + 1) / self._size
-        stairs = math.floor(stairs) if self._in_stairs else stairs
-        return [low * (1 + self._growth * stairs) for low in self._lowest]
+    def _part(self, now: int) -> float:
+        stairs = (now + 1) / self._size
+        return 1 + self._growth * (math.floor(stairs) if self._in_stairs else stairs)
 
 
 class OneCycle(Schedule):
@@ -246,20 +246,19 @@ class OneCycle(Schedule):
         self._up, self._down, self._stairs = up, down, (first, second)
         self._decay_steps = decay_step_size
         self._lr_decay, self._mom_decay = decay_lr_rate, decay_mom_rate
-        self._lrs = _bounds(optimizer, "cycle_min_lr", cycle_min_lr, "cycle_max_lr", cycle_max_lr)
-        self._moms = None
+        bounds = _of_groups(optimizer, cycle_min_lr=cycle_min_lr, cycle_max_lr=cycle_max_lr)
+        self._moms = None  # of each group, the highest first
         if cycle_momentum and "betas" in optimizer.defaults:
-            self._moms = _bounds(
-                optimizer, "cycle_min_mom", cycle_min_mom, "cycle_max_mom", cycle_max_mom
+            self._moms = _of_groups(
+                optimizer, cycle_max_mom=cycle_max_mom, cycle_min_mom=cycle_min_mom
             )
-        super().__init__(optimizer, last_batch_iteration)
+        super().__init__(optimizer, bounds, last_batch_iteration)
 
     def get_lr(self) -> list[float]:
         units = self._units_of_decay()
         if units is None:
-            height = self._height()
-            return [low + (high - low) * height for low, high in self._lrs]
-        return [low / (1 + self._lr_decay * units) for low, _ in self._lrs]
+            return super().get_lr()
+        return [low / (1 + self._lr_decay * units) for low, _ in self._bounds]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """The betas of each group; None if they do not change."""
@@ -267,9 +266,10 @@ class OneCycle(Schedule):
             return None
         units = self._units_of_decay()
         if units is None:
-            height = self._height()
-            return [(high - (high - low) * height, 0.99) for low, high in self._moms]
-        return [(high * (1 + self._mom_decay * units), 0.99) for _, high in self._moms]
+            firsts = _between(self._moms, self._part(self.last_batch_iteration))
+        else:
+            firsts = [high * (1 + self._mom_decay * units) for high, _ in self._moms]
+        return [(first, 0.99) for first in firsts]
 
     def _units_of_decay(self) -> float | None:
         """After the cycle; None during it."""
@@ -278,9 +278,9 @@ class OneCycle(Schedule):
             return None
         return (after + 1) / self._decay_steps if self._decay_steps else 0.0
 
-    def _height(self) -> float:
+    def _part(self, now: int) -> float:
         """0 at the cycle's ends, 1 at its top."""
-        now = (self.last_batch_iteration + 1) % (self._up + self._down)
+        now = (now + 1) % (self._up + self._down)
         rises = now <= self._up
         length, left = (self._up, now) if rises else (self._down, self._up + self._down - now)
         stairs = self._stairs[0 if rises else 1]
@@ -291,40 +291,32 @@ class OneCycle(Schedule):
         super()._set()
         # DeepSpeed begins with the lowest momentum, and goes on from the highest.
         betas = (
-            self.get_mom() if started or self._moms is None else [(m, 0.99) for m, _ in self._moms]
+            self.get_mom() if started or self._moms is None else [(m, 0.99) for _, m in self._moms]
         )
         for group, pair in zip(self.optimizer.param_groups, betas or (), strict=False):
             group["betas"] = pair
 
 
-class _Warmup:
-    def __init__(self, steps: int, kind: str):
-        _count("warmup_num_steps", steps, least=0)  # Trainer fills in 0 for "auto"
-        if kind not in ("log", "linear"):
-            raise ValueError(f"zero_ext: warmup_type is {kind!r}: choose 'log' or 'linear'.")
-        self.steps = max(2, steps)
-        self._kind = kind
-
-    def part(self, now: int) -> float:
-        if self._kind == "linear":
-            return now / self.steps
-        return math.log(now + 1) / math.log(self.steps)
+def _rates_of(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
 
 
-def _of_each_group(optimizer, name: str, rates: float | Sequence[float]) -> list[float]:
+def _between(bounds: list[tuple[float, float]], part: float) -> list[float]:
+    return [first + (last - first) * part for first, last in bounds]
+
+
+def _of_groups(optimizer: torch.optim.Optimizer, **values: Any) -> list[tuple]:
+    """For each group its own of ``values``, each of which is one for all or one of each."""
     groups = len(optimizer.param_groups)
-    if not isinstance(rates, (list, tuple)):
-        return [rates] * groups
-    if len(rates) != groups:
-        raise ValueError(
-            f"zero_ext: {name} has {len(rates)} rates, the optimizer {groups} groups of parameters."
-        )
-    return list(rates)
-
-
-def _bounds(optimizer, low_name: str, low, high_name: str, high) -> list[tuple[float, float]]:
-    lows = _of_each_group(optimizer, low_name, low)
-    return list(zip(lows, _of_each_group(optimizer, high_name, high), strict=True))
+    for name, given in values.items():
+        if not isinstance(given, (list, tuple)):
+            values[name] = [given] * groups
+        elif len(given) != groups:
+            raise ValueError(
+                f"zero_ext: {name} has {len(given)} rates, the optimizer {groups} groups of "
+                "parameters."
+            )
+    return list(zip(*values.values(), strict=True))
 
 
 def _count(name: str, value: Any, least: int = 1) -> int:
