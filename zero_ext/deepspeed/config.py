@@ -205,11 +205,11 @@ def _batch_sizes(values: Values, world_size: int) -> tuple[int, int, int]:
             "config has neither 'train_batch_size' nor 'train_micro_batch_size_per_gpu'. Give one.",
         )
         return 1, 1, 1
+    if train is None or micro is None:
+        accumulation = accumulation or 1
     if train is None:
-        accumulation = accumulation or 1
-        return micro * accumulation * world_size, micro, accumulation
-    if micro is None:
-        accumulation = accumulation or 1
+        train = micro * accumulation * world_size
+    elif micro is None:
         micro = train // (accumulation * world_size)
     elif accumulation is None:
         accumulation = train // (micro * world_size)

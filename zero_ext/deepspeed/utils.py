@@ -7,6 +7,7 @@ collective, but for those that get a local part.
 import functools
 from collections.abc import Callable, Iterable
 from logging import INFO, getLogger
+from operator import eq
 from typing import Any
 
 import torch
@@ -196,9 +197,7 @@ def set_z3_leaf_modules_by_name(
     Raises:
         ValueError: a name was not found.
     """
-    return _set(
-        model, module_names, flag, raise_if_not_found, "named", lambda name, _, each: name == each
-    )
+    return _set(model.named_modules(), module_names, flag, raise_if_not_found, "named", eq)
 
 
 def set_z3_leaf_modules_by_suffix(
@@ -208,14 +207,8 @@ def set_z3_leaf_modules_by_suffix(
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
     """As ``set_z3_leaf_modules_by_name``, for the ends of names."""
-    return _set(
-        model,
-        module_name_suffixes,
-        flag,
-        raise_if_not_found,
-        "whose name ends with",
-        lambda name, _, each: name.endswith(each),
-    )
+    suffixes, described = module_name_suffixes, "whose name ends with"
+    return _set(model.named_modules(), suffixes, flag, raise_if_not_found, described, str.endswith)
 
 
 def _set_by_class(
@@ -225,32 +218,30 @@ def _set_by_class(
     for each in classes:
         if not isinstance(each, (type, str)):
             raise TypeError(f"zero_ext: leaf modules: {each!r} is no class and no name of one.")
+    modules = ((module, module) for module in model.modules())
+    return _set(modules, classes, flag, raises, "of", _is_of, needs_all=False)[0]
 
-    def fits(_: str, module: nn.Module, each: type | str) -> bool:
-        kind = type(module)
-        names = kind.__name__, f"{kind.__module__}.{kind.__qualname__}"
-        return isinstance(module, each) if isinstance(each, type) else each in names
 
-    return _set(model, classes, flag, raises, "of", fits, needs_all=False)[0]
+def _is_of(module: nn.Module, wanted: type | str) -> bool:
+    if isinstance(wanted, type):
+        return isinstance(module, wanted)
+    kind = type(module)
+    return wanted in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
 
 
 def _set(
-    model: nn.Module,
+    modules: Iterable[tuple[Any, nn.Module]],
     wanted: Iterable[Any],
     flag: bool,
     raises: bool,
     described: str,
-    fits: Callable[[str, nn.Module, Any], bool],
+    fits: Callable[[Any, Any], bool],
     needs_all: bool = True,
 ) -> tuple[list[nn.Module], list[Any]]:
-    """The modules that fit one of ``wanted``, and what no module fits."""
-    found: dict[int, nn.Module] = {}
-    missing = []
-    for each in wanted:
-        fitting = [module for name, module in model.named_modules() if fits(name, module, each)]
-        found |= {id(module): module for module in fitting}
-        if not fitting:
-            missing.append(each)
+    """The modules whose key fits one of ``wanted``, and those of ``wanted`` that no key fits."""
+    modules, wanted = list(modules), list(wanted)
+    found = {id(m): m for each in wanted for key, m in modules if fits(key, each)}
+    missing = [each for each in wanted if not any(fits(key, each) for key, _ in modules)]
     if raises and missing and (needs_all or not found):
         names = [getattr(each, "__name__", each) for each in missing]
         raise ValueError(f"zero_ext: the model has no module {described} {', '.join(names)}.")
