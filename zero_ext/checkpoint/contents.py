@@ -58,12 +58,8 @@ class Contents(NamedTuple):
                 key = _without_parts(key)
                 keys.setdefault(plain_name(key.removeprefix("model.")), key)
         objects: dict[str, Any] = {}
-        own: dict[str, str] = {}
         if OBJECTS in entries:
-            objects = _read_objects(reader, entries, allow_pickle)
-            own = _own_keys(objects, entries, groups, path)
-            entries = entries | {key: entries[mine] for key, mine in own.items()}
-            _read_own(reader, own, objects, allow_pickle)
+            objects = _read_objects(reader, groups, allow_pickle)
         elif not keys:
             raise ValueError(
                 f"zero_ext: checkpoint '{path}' was written without a 'model' entry: no key begins "
@@ -80,7 +76,7 @@ class Contents(NamedTuple):
             objects.get("model", {}),
             objects.get("optimizers", []),
             objects.get("extra", {}),
-            functools.partial(_read, reader, own),
+            functools.partial(files.read, reader),
         )
 
     def matching(self, of_model: ModelState, strict: bool) -> tuple[list[str], dict[str, Any]]:
@@ -116,18 +112,6 @@ class Contents(NamedTuple):
             if name in self.keys
         }
         return common, objects
-
-
-def _read(
-    reader: files.CheckedReader,
-    own: dict[str, str],
-    targets: dict[str, Any],
-    allow_pickle: bool = False,
-) -> None:
-    """``own``: this rank's keys by rank 0's, see Note [Values of ranks]."""
-    by_key = {own.get(key, key): value for key, value in targets.items()}
-    files.read(reader, by_key, allow_pickle)
-    targets.update({key: by_key[own.get(key, key)] for key in targets})
 
 
 def _no_name_in(here: Collection[str], saved: Collection[str]) -> str:
@@ -171,50 +155,35 @@ def _unpickled(
     }
 
 
-def _own_keys(
-    objects: dict[str, Any], entries: dict[str, Any], groups: Groups | None, path: Path
-) -> dict[str, str]:
-    """The keys that this rank reads in place of rank 0's."""
-    if groups is None:
-        return {}
-    ranks = objects.get("ranks")
-    if ranks == groups.world:
-        return rank_values.own_keys(entries, groups.rank)
-    differing = rank_values.differing_keys(entries)
-    if differing and groups.rank == 0:
-        warn(
-            f"zero_ext: checkpoint '{path}' was saved by {ranks} ranks and is loaded by "
-            f"{groups.world}. Every rank gets rank 0's values of what differed between them: "
-            f"{first_of(differing)}."
-        )
-    return {}
-
-
-def _read_own(
-    reader: files.CheckedReader, own: dict[str, str], objects: dict[str, Any], allow_pickle: bool
-) -> None:
-    """Put this rank's own values in the places of rank 0's ``objects``."""
-    entries = reader.metadata.state_dict_metadata
-    keys = {
-        key: mine for key, mine in own.items() if isinstance(entries[mine], BytesStorageMetadata)
-    }
-    values = _unpickled(reader, keys.values(), allow_pickle)
-    for key, mine in keys.items():
-        if key == EXTRA:
-            objects["extra"] = values[mine]
-        else:
-            objects["model"][key.removeprefix("model.")] = values[mine]
-
-
 def _read_objects(
-    reader: files.CheckedReader, entries: dict[str, Any], allow_pickle: bool
+    reader: files.CheckedReader, groups: Groups | None, allow_pickle: bool
 ) -> dict[str, Any]:
-    keys = [key for key in (OBJECTS, EXTRA) if key in entries]
-    unpickled = _unpickled(reader, keys, allow_pickle)
-    objects = unpickled[OBJECTS]
+    """What is no tensor, with this rank's own values in the places of rank 0's."""
+    objects = _unpickled(reader, [OBJECTS], allow_pickle)[OBJECTS]
     if (found := objects.get("format")) != FORMAT:
         raise ValueError(
             f"zero_ext: checkpoint '{reader.path}' has format {found}, this version reads format "
             f"{FORMAT}. Load it with the version that has saved it."
         )
-    return {**objects, "extra": unpickled[EXTRA]}
+    own = [] if groups is None else _own_keys(reader, objects.get("ranks"), groups)
+    entries = reader.metadata.state_dict_metadata
+    own_objects = [key for key in own if isinstance(entries[key], BytesStorageMetadata)]
+    values = _unpickled(reader, {*own_objects, EXTRA}, allow_pickle)
+    extra = values.pop(EXTRA)
+    objects["model"] |= {key.removeprefix("model."): value for key, value in values.items()}
+    return {**objects, "extra": extra}
+
+
+def _own_keys(reader: files.CheckedReader, ranks: int, groups: Groups) -> list[str]:
+    """The keys under which this rank's own values are read from now on, in place of rank 0's."""
+    metadata = reader.metadata
+    if ranks == groups.world:
+        return rank_values.read_own(metadata, groups.rank)
+    differing = rank_values.differing_keys(metadata.state_dict_metadata)
+    if differing and groups.rank == 0:
+        warn(
+            f"zero_ext: checkpoint '{reader.path}' was saved by {ranks} ranks and is loaded by "
+            f"{groups.world}. Every rank gets rank 0's values of what differed between them: "
+            f"{first_of(differing)}."
+        )
+    return []

@@ -14,7 +14,7 @@ from zero_ext._torch import tree_flatten, tree_leaves, tree_unflatten
 from zero_ext._warnings import warn
 from zero_ext.checkpoint.contents import Contents, first_of
 from zero_ext.engine.registry import find
-from zero_ext.optim.groups import name_in_module, settings_of
+from zero_ext.optim.groups import name_in_module, parameters_of, settings_of
 from zero_ext.optim.sharded import Sharded
 from zero_ext.state.model_state import ModelState, entry_with_master
 
@@ -135,6 +135,8 @@ class SavedOptimizer:
     ):
         self._contents, self._optimizer = contents, optimizer
         self._names = _names(optimizer, of_model)
+        names, parameters = itertools.chain(*self._names), parameters_of(optimizer.param_groups)
+        self._parameters = dict(zip(names, parameters, strict=True))
         self._settings, self._loss_scaler = saved["settings"], saved["loss_scaler"]
         # A checkpoint of DeepSpeed has none of these.
         self._on_device = {
@@ -146,7 +148,10 @@ class SavedOptimizer:
         # A tied parameter's first name may be another one here.
         tensors = {name: of_model.tensors.get(name) for name in saved["states"]}
         here = {name: of_model.names.get(id(tensor), name) for name, tensor in tensors.items()}
-        without_states = self._frozen() if saved.get("names_trained_only") else set()
+        without_states: set[str] = set()
+        if saved.get("names_trained_only"):
+            every = self._parameters.items()
+            without_states = {name for name, p in every if not self._takes_state(p)}
         self._check_groups(
             [[here[name] for name in group] for group in saved["names"]], without_states
         )
@@ -185,12 +190,6 @@ class SavedOptimizer:
         pairs = zip(saved, optimizers, strict=True)
         return [SavedOptimizer(contents, theirs, ours, of_model) for theirs, ours in pairs]
 
-    def _frozen(self) -> set[str]:
-        """The names of parameters here that are frozen."""
-        groups = zip(self._names, self._optimizer.param_groups, strict=True)
-        pairs = [pair for names, g in groups for pair in zip(names, g["params"], strict=True)]
-        return {name for name, parameter in pairs if not self._takes_state(parameter)}
-
     def _check_groups(self, saved_names: list[list[str]], without_states: set[str]) -> None:
         path = self._contents.path
         if len(saved_names) != len(self._names):
@@ -214,15 +213,14 @@ class SavedOptimizer:
     def targets(self) -> dict[str, Tensor]:
         """The tensors to read into, by key: this rank's part of each."""
         targets, metadata = {}, self._contents.tensors
-        for names, group in zip(self._names, self._optimizer.param_groups, strict=True):
-            for name, parameter in zip(names, group["params"], strict=True):
-                for state, key in self._states[name].keys.items():
-                    if key not in metadata:
-                        raise ValueError(
-                            f"zero_ext: checkpoint '{self._contents.path}' lacks the optimizer's "
-                            f"state '{state}' of '{name}'."
-                        )
-                    targets[key] = _target(parameter, metadata[key], key in self._on_device)
+        for name, parameter in self._parameters.items():
+            for state, key in self._states[name].keys.items():
+                if key not in metadata:
+                    raise ValueError(
+                        f"zero_ext: checkpoint '{self._contents.path}' lacks the optimizer's "
+                        f"state '{state}' of '{name}'."
+                    )
+                targets[key] = _target(parameter, metadata[key], key in self._on_device)
         return targets
 
     def checked_load(self, values: dict[str, Tensor]) -> Callable[[], None]:
@@ -267,7 +265,7 @@ def _device_of(parameter: Tensor) -> torch.device:
 
 def _placed(named: dict[str, Any], on_device: Sequence[bool], optimizer) -> dict[str, Any]:
     """``named``, read to the CPU, with what was on a device on that of the parameters here."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = parameters_of(optimizer.param_groups)
     if not any(on_device) or not parameters:
         return named
     device, (leaves, structure) = _device_of(parameters[0]), tree_flatten(named)

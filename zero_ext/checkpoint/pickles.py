@@ -84,18 +84,14 @@ def pickled_extra(extra: Any) -> bytes:
         return pickled(extra)
     except Exception:
         for key, value in extra.items():
-            _check_pickles(key, value)
+            try:
+                pickled(value)
+            except Exception as error:  # of every kind
+                raise ValueError(
+                    f"zero_ext: extra[{key!r}] cannot be saved: {type(error).__name__}: {error}. "
+                    "Pass what its state_dict() returns, or plain values."
+                ) from error
         raise
-
-
-def _check_pickles(key: Any, value: Any) -> None:
-    try:
-        pickled(value)
-    except Exception as error:  # of every kind
-        raise ValueError(
-            f"zero_ext: extra[{key!r}] cannot be saved: {type(error).__name__}: {error}. Pass what "
-            "its state_dict() returns, or plain values."
-        ) from error
 
 
 def unpickled(data: io.BytesIO, what: str, allow_pickle: bool, place: str | None = None) -> Any:

@@ -8,12 +8,14 @@ writes its own, under the key ``zero_ext.rank<rank>.<key>``. The same number of 
 back. Another number of ranks, and plain torch, read rank 0's.
 """
 
+import dataclasses
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 from zero_ext import _C
@@ -30,10 +32,17 @@ def own_key(key: str, rank: int) -> str:
     return f"zero_ext.rank{rank}.{key}"
 
 
-def own_keys(keys: Iterable[str], rank: int) -> dict[str, str]:
-    """The keys of the values that ``rank`` has written for itself, by the keys of rank 0's."""
-    found = {key: _OWN.fullmatch(key) for key in keys}
-    return {each[2]: key for key, each in found.items() if each and int(each[1]) == rank}
+def read_own(metadata: Metadata, rank: int) -> list[str]:
+    """Let ``metadata`` name the values that ``rank`` has written for itself in the places of rank
+    0's. Returns their keys."""
+    entries, places = metadata.state_dict_metadata, metadata.storage_data
+    found = {key: _OWN.fullmatch(key) for key in entries}
+    keys = {key: each[2] for key, each in found.items() if each and int(each[1]) == rank}
+    for own, key in keys.items():
+        entries[key] = entries[own]
+    for index in [index for index in places if index.fqn in keys]:
+        places[dataclasses.replace(index, fqn=keys[index.fqn])] = places[index]
+    return [*keys.values()]
 
 
 def differing_keys(keys: Iterable[str]) -> list[str]:
@@ -41,40 +50,31 @@ def differing_keys(keys: Iterable[str]) -> list[str]:
     return sorted({each[2] for key in keys if (each := _OWN.fullmatch(key))})
 
 
-class RankValues:
-    """The values of a save that may differ between ranks.
+def digests_of(state: Mapping[str, Any], extra: Any, of_model: ModelState) -> dict[str, int]:
+    """Of the values in a save that may differ between ranks, by key.
 
     Args:
         state: What is to be written, by key.
         extra: The user's, of which a checkpoint has one entry.
     """
+    sharded = {name for name, v in of_model.tensors.items() if entry_in_unit(v) is not None}
+    whole = {k: v for k, v in state.items() if _name(k) not in sharded}
+    whole = {k: v for k, v in whole.items() if not isinstance(v, DTensor)}
+    return {key: digest_of(value) for key, value in sorted([*whole.items(), (EXTRA, extra)])}
 
-    def __init__(self, state: Mapping[str, Any], extra: Any, of_model: ModelState, groups: Groups):
-        sharded = {name for name, v in of_model.tensors.items() if entry_in_unit(v) is not None}
-        self._groups = groups
-        self._values: dict[str, Any] = {}
-        self._digests: list[int] = []
-        if groups.world == 1:
-            return
-        whole = {k: v for k, v in state.items() if _name(k) not in sharded}
-        whole = {k: v for k, v in whole.items() if not isinstance(v, DTensor)}
-        self._values = dict(sorted([*whole.items(), (EXTRA, extra)]))
-        self._digests = [digest_of(value) for value in self._values.values()]
 
-    def own(self) -> dict[str, Any]:
-        """The values that this rank writes beside rank 0's, by its own keys. Collective."""
-        if self._groups.world == 1:
-            return {}
-        what = "save() of a checkpoint"
-        if len(set(of_all_ranks(digest_of(self._digests), self._groups, what))) == 1:
-            return {}
-        everyone = zip(*of_all_ranks(self._digests, self._groups, what), strict=True)
-        rank, values = self._groups.rank, zip(self._values.items(), everyone, strict=True)
-        return {
-            own_key(key, rank): value if _is_tensor(key, value) else pickles.pickled(value)
-            for (key, value), digests in values
-            if rank > 0 and len(set(digests)) > 1
-        }
+def own_values(state: Mapping[str, Any], digests: dict[str, int], groups: Groups) -> dict[str, Any]:
+    """The values of ``state`` that this rank writes beside rank 0's, by its own keys. Collective,
+    of several ranks."""
+    what = "save() of a checkpoint"
+    if len(set(of_all_ranks(digest_of(digests), groups, what))) == 1:
+        return {}
+    everyone = of_all_ranks(digests, groups, what)
+    differing = [k for k in digests if any(other[k] != digests[k] for other in everyone)]
+    return {
+        own_key(key, groups.rank): value if _is_stored(key, value) else pickles.pickled(value)
+        for key, value in ((key, state[key]) for key in differing if groups.rank > 0)
+    }
 
 
 def _name(key: str) -> str:
@@ -84,8 +84,9 @@ def _name(key: str) -> str:
     return key.removeprefix("optimizer.state.").rpartition(".")[0]
 
 
-def _is_tensor(key: str, value: Any) -> bool:
-    return isinstance(value, Tensor) and not is_extra_state(key)
+def _is_stored(key: str, value: Any) -> bool:
+    """Whether the value is in a form that torch.distributed.checkpoint writes as it is."""
+    return key == EXTRA or (isinstance(value, Tensor) and not is_extra_state(key))
 
 
 def digest_of(value: Any) -> int:

@@ -22,10 +22,10 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
-from zero_ext.checkpoint import failures, files, folders, pickles
+from zero_ext.checkpoint import failures, files, folders, pickles, rank_values
 from zero_ext.checkpoint.contents import FORMAT, OBJECTS
 from zero_ext.checkpoint.optimizer_states import listed, states_of, torchs_groups
-from zero_ext.checkpoint.rank_values import EXTRA, RankValues
+from zero_ext.checkpoint.rank_values import EXTRA
 from zero_ext.checkpoint.writer import writer_of
 from zero_ext.ranks.agreement import check_same_on_all_ranks
 from zero_ext.ranks.groups import Groups
@@ -113,7 +113,7 @@ def save_without(
         folders.refuse_to_replace(path)
         of_model, state, objects = held_state(model, optimizers, groups, left_out)
         saved_extra = pickles.pickled_extra({} if extra is None else extra)
-        of_ranks = RankValues(state, extra or {}, of_model, groups)
+        digests = rank_values.digests_of(state, extra or {}, of_model) if groups.world > 1 else {}
         state[OBJECTS], state[EXTRA] = pickles.pickled(objects), saved_extra
         state |= torchs_groups(objects["optimizers"])
     check_same_on_all_ranks(
@@ -122,7 +122,8 @@ def save_without(
         "checkpoints to be saved",
         remedy="Save the same model and optimizer to the same folder on every rank.",
     )
-    state |= of_ranks.own()
+    if groups.world > 1:
+        state |= rank_values.own_values(state, digests, groups)
     if async_:
         with failures.together(groups, what):
             state = {key: files.copied_to_host(value) for key, value in state.items()}
