@@ -12,7 +12,7 @@ from zero_ext.deepspeed.config import Config
 from zero_ext.deepspeed.schedules import set_rate
 from zero_ext.engine.offload import offload_states, reload_states
 from zero_ext.optim.sharded import Sharded
-from zero_ext.ranks.groups import Groups
+from zero_ext.state.model_state import groups_of
 
 # DeepSpeed's names of states, in terms of ``zero_ext.offload_states``.
 _STATES = {
@@ -29,25 +29,47 @@ def _setting(read: Callable[[Config], Any]) -> Callable[["EngineSettings"], Any]
     return lambda engine: read(engine.settings)
 
 
-class EngineSettings:
+class EngineSettings(nn.Module):
     """A part of ``TrainingEngine``.
 
     Attributes:
         settings: The configuration as it is now.
     """
 
-    module: nn.Module
-    optimizer: Sharded | None
-    lr_scheduler: Any
-    settings: Config
-    micro_steps: int
-    global_steps: int
-    global_samples: int
-    _groups: Groups
-    _skipped_before: int
-    _step_applied: bool
-    _counted_from: int
-    _divides: Callable
+    def __init__(self, module: nn.Module, settings: Config):
+        super().__init__()
+        self.module = module
+        self.settings = settings
+        self.optimizer: Sharded | None = None
+        self.lr_scheduler: Any = None
+        self.micro_steps = self.global_steps = self.global_samples = 0
+        self._groups = groups_of(module)
+        self._step_applied = False
+        self._counted_from = 0  # ``micro_steps`` when the micro-batches per step were set
+        self._skipped_before = 0  # steps, as a loaded checkpoint has counted them
+
+    def _needs_optimizer(self, call: str) -> None:
+        if self.optimizer is None:
+            raise RuntimeError(
+                f"zero_ext: {call} needs an optimizer. Pass initialize() one, or its config."
+            )
+
+    def _counted(self) -> int:
+        """Micro-batches since the number of those per step was set."""
+        return self.micro_steps - self._counted_from
+
+    def _divides(self, by: float | None = None) -> None:
+        """Divide the gradients of backwards by ``by``, from now on. Default: the loss scale times
+        the accumulation steps. The sums of this step keep their meaning."""
+        self.optimizer.zero_core.handle.engine.set_loss_scale(self._divisor() if by is None else by)
+
+    def _divisor(self) -> float | None:
+        """None: no parameter of the engine is trained."""
+        # One that has let go of the model has none.
+        core = getattr(self.optimizer, "zero_core", None)
+        if core is None or core.handle.engine is None:
+            return None
+        return self.loss_scale() * self.settings.accumulation_steps
 
     @property
     def skipped_steps(self) -> int:

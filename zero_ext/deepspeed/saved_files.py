@@ -100,10 +100,9 @@ def opened(path: Path) -> Contents | None:
 
 
 class _Range(NamedTuple):
-    """Where elements of a parameter lie in the flat tensor ``flat`` of a rank."""
+    """Where elements of a parameter lie in a rank's flat tensor of its group."""
 
     rank: int
-    flat: int
     start: int
     numel: int
 
@@ -224,13 +223,11 @@ class _Folder:
                 others_of_flat.setdefault("step", group["step"])
             for name, shape in shapes.items():
                 names[group_of[flat]].append(name)
-                self._add(f"model.{name}", shape, ranges[name], flats)
+                self._add(f"model.{name}", shape, ranges[name], [each[flat] for each in flats])
                 self._keys[name] = f"model.{name}"
                 for state in flat_states:
-                    values = [each["state"] for each in base]
-                    by_rank = [{flat: each[flat][state]} for each in values]
-                    key = f"optimizer.state.{name}.{state}"
-                    self._add(key, shape, ranges[name], by_rank)
+                    by_rank = [each["state"][flat][state] for each in base]
+                    self._add(f"optimizer.state.{name}.{state}", shape, ranges[name], by_rank)
                 tensors[name], others[name] = flat_states, dict(others_of_flat)
         self._optimizers = [
             {
@@ -246,20 +243,22 @@ class _Folder:
     def _ranges(self, states: list[dict[str, Any]]) -> dict[str, list[_Range]]:
         found: dict[str, list[_Range]] = {}
         for rank, each in enumerate(states):
-            for flat, mapping in enumerate(each.get("param_slice_mappings", ())):
+            for mapping in each.get("param_slice_mappings", ()):
                 for name, place in mapping.items():
-                    place = _Range(rank, flat, place.start, place.numel)
+                    place = _Range(rank, place.start, place.numel)
                     found.setdefault(name, []).append(place)
-        for flat, shapes in enumerate(() if found else self._model["param_shapes"]):
+        for shapes in () if found else self._model["param_shapes"]:
             start = 0
             for name, shape in shapes.items():
                 part = -(-shape.numel() // len(states))
-                found[name] = [_Range(rank, flat, start, part) for rank in range(len(states))]
+                found[name] = [_Range(rank, start, part) for rank in range(len(states))]
                 start += part
         return found
 
-    def _add(self, key: str, shape: torch.Size, ranges: Iterable[_Range], flats: list) -> None:
-        parts = [flats[rank][flat].narrow(0, start, numel) for rank, flat, start, numel in ranges]
+    def _add(
+        self, key: str, shape: torch.Size, ranges: Iterable[_Range], flats: list[Tensor]
+    ) -> None:
+        parts = [flats[rank].narrow(0, start, numel) for rank, start, numel in ranges]
         self._values[key] = _Value(torch.Size(shape), parts)
         if sum(part.numel() for part in parts) < self._values[key].shape.numel():
             raise ValueError(

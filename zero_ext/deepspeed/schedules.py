@@ -64,10 +64,6 @@ class Schedule(LRScheduler):
         """The learning rate of each group, at the present iteration."""
         return _between(self._bounds, self._part(self.last_batch_iteration))
 
-    def get_last_lr(self) -> list[float]:
-        """The learning rates that were set last."""
-        return self._last_lr
-
     def step(self, last_batch_iteration: int | None = None) -> None:
         following = self.last_batch_iteration + 1
         self.last_batch_iteration = (

@@ -18,9 +18,7 @@ from zero_ext.deepspeed.config import Config
 from zero_ext.deepspeed.engine_checkpoints import EngineCheckpoints
 from zero_ext.deepspeed.reports import Reports
 from zero_ext.module.forward_hooks import cast_floating
-from zero_ext.optim.sharded import Sharded
 from zero_ext.ranks.groups import Groups
-from zero_ext.state.model_state import groups_of
 from zero_ext.state.unwrapping import unwrap
 
 _log = logging.getLogger("zero_ext")
@@ -55,7 +53,10 @@ _engines: weakref.WeakSet["TrainingEngine"] = weakref.WeakSet()
 
 @contextlib.contextmanager
 def _dividing(engines: Iterable["TrainingEngine"], by: float) -> Iterator[None]:
-    """Divide the gradients of backwards inside the context by ``by``, in all of ``engines``."""
+    """Divide the gradients of backwards inside the context by ``by``, in all of ``engines``.
+
+    With the loss scale, losses are divided by the accumulation steps themselves.
+    """
     others = [each for each in engines if each._divisor() not in (None, by)]
     for each in others:
         each._divides(by)
@@ -66,7 +67,7 @@ def _dividing(engines: Iterable["TrainingEngine"], by: float) -> Iterator[None]:
             each._divides()
 
 
-class TrainingEngine(EngineCheckpoints, nn.Module):
+class TrainingEngine(EngineCheckpoints):
     """A sharded model with its optimizer, micro-batches and schedule. Made by ``initialize``.
 
     Call ``loss = engine(batch); engine.backward(loss); engine.step()`` for each micro-batch. An
@@ -81,18 +82,9 @@ class TrainingEngine(EngineCheckpoints, nn.Module):
     """
 
     def __init__(self, module: nn.Module, settings: Config, collate_fn: Callable | None = None):
-        super().__init__()
-        self.module = module
-        self.settings = settings
-        self.optimizer: Sharded | None = None
-        self.lr_scheduler: Any = None
+        super().__init__(module, settings)
         self.training_dataloader: DataLoader | None = None
-        self.micro_steps = self.global_steps = self.global_samples = 0
-        self._groups = groups_of(module)
         self._boundary: bool | None = None  # what the user has set; None: counted
-        self._step_applied = False
-        self._counted_from = 0  # ``micro_steps`` when the micro-batches per step were set
-        self._skipped_before = 0  # steps, as a loaded checkpoint has counted them
         self._in_no_sync = False
         self._called_backward = False
         self._backwards = 0  # since the last step, by ``backward()``
@@ -154,25 +146,6 @@ class TrainingEngine(EngineCheckpoints, nn.Module):
         self._needs_optimizer("scale()")
         return self.optimizer.scale(loss)
 
-    def _divides(self, by: float | None = None) -> None:
-        """Divide the gradients of backwards by ``by``, from now on. Default: the loss scale times
-        the accumulation steps. The sums of this step keep their meaning."""
-        self.optimizer.zero_core.handle.engine.set_loss_scale(self._divisor() if by is None else by)
-
-    def _divisor(self) -> float | None:
-        """None: no parameter of the engine is trained."""
-        # One that has let go of the model has none.
-        core = getattr(self.optimizer, "zero_core", None)
-        if core is None or core.handle.engine is None:
-            return None
-        return self.loss_scale() * self.settings.accumulation_steps
-
-    @contextlib.contextmanager
-    def _divided_losses(self) -> Iterator[None]:
-        """The losses inside the context are divided by the accumulation steps themselves."""
-        with _dividing([self], self.loss_scale()):
-            yield
-
     def _uses_backward(self) -> bool:
         """Whether ranks call ``backward()``, not ``loss.backward()``. A rank without data expects
         it of the others."""
@@ -197,7 +170,7 @@ class TrainingEngine(EngineCheckpoints, nn.Module):
         if not self.settings.managed_accumulation or self.is_gradient_accumulation_boundary():
             self._update(lr_kwargs or {})
         elif self._uses_backward():  # also on a rank without this micro-batch
-            with self._divided_losses(), self.module.no_sync():
+            with _dividing([self], self.loss_scale()), self.module.no_sync():
                 pass
         self.micro_steps += 1
 
@@ -208,7 +181,7 @@ class TrainingEngine(EngineCheckpoints, nn.Module):
         skipped = self.skipped_steps if known else 0
         with self._reports.timed("step"):
             # It may take part in backwards of other ranks.
-            with self._divided_losses() if self._uses_backward() else contextlib.nullcontext():
+            with _dividing([self] if self._uses_backward() else [], self.loss_scale()):
                 self.optimizer.step()
             self.optimizer.zero_grad()
         self._divides()  # the loss scale may have changed
@@ -240,12 +213,6 @@ class TrainingEngine(EngineCheckpoints, nn.Module):
                     "leave the setting out."
                 )
 
-    def _needs_optimizer(self, call: str) -> None:
-        if self.optimizer is None:
-            raise RuntimeError(
-                f"zero_ext: {call} needs an optimizer. Pass initialize() one, or its config."
-            )
-
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the present micro-batch is the last one of an accumulation.
 
@@ -256,10 +223,6 @@ class TrainingEngine(EngineCheckpoints, nn.Module):
         if self._boundary is not None:
             return self._boundary
         return (self._counted() + 1) % self.settings.accumulation_steps == 0
-
-    def _counted(self) -> int:
-        """Micro-batches since the number of those per step was set."""
-        return self.micro_steps - self._counted_from
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Set the boundary for all micro-batches from now on. None: ``step()`` counts again."""
