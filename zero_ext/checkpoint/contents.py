@@ -179,11 +179,17 @@ def _own_keys(reader: files.CheckedReader, ranks: int, groups: Groups) -> list[s
     metadata = reader.metadata
     if ranks == groups.world:
         return rank_values.read_own(metadata, groups.rank)
-    differing = rank_values.differing_keys(metadata.state_dict_metadata)
-    if differing and groups.rank == 0:
-        warn(
-            f"zero_ext: checkpoint '{reader.path}' was saved by {ranks} ranks and is loaded by "
-            f"{groups.world}. Every rank gets rank 0's values of what differed between them: "
-            f"{first_of(differing)}."
-        )
+    if groups.rank == 0:
+        saved = f"checkpoint '{reader.path}' was saved by {ranks} ranks and is loaded by"
+        differing = rank_values.differing_keys(metadata.state_dict_metadata)
+        warn_of_differing(f"{saved} {groups.world}", differing)
     return []
+
+
+def warn_of_differing(what: str, keys: Sequence[str]) -> None:
+    """Warn that the values under ``keys``, if there are any, differ between ranks that saved."""
+    if keys:
+        warn(
+            f"zero_ext: {what}. Every rank gets rank 0's values of what differed between them: "
+            f"{first_of(keys)}."
+        )

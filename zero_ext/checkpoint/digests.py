@@ -7,6 +7,7 @@ plain torch does not look at. A checkpoint without that file is read without che
 
 import bisect
 import contextlib
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -116,7 +117,7 @@ class CheckedFiles(FileSystem):
         raise DamagedError(f"zero_ext: bytes of '{name}' are damaged.")
 
 
-class CheckedStream:
+class CheckedStream(io.RawIOBase):
     """Reads at any position. ``report`` is called with a piece that is not as it was written."""
 
     def __init__(self, file: Any, pieces: list[Piece], report: Any):
@@ -138,10 +139,6 @@ class CheckedStream:
         assert whence == os.SEEK_SET  # the view of an entry asks for nothing else
         self._position = offset
         return offset
-
-    def read(self, size: int) -> bytes:
-        buffer = bytearray(size)
-        return bytes(memoryview(buffer)[: self.readinto(buffer)])
 
     def readinto(self, buffer: Any) -> int:
         target, done = memoryview(buffer).cast("B"), 0

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from zero_ext.engine.checks import check_module
-from zero_ext.ranks.agreement import all_or_none, naming
+from zero_ext.ranks.agreement import all_or_none
 from zero_ext.ranks.groups import Groups
 from zero_ext.state.model_state import groups_of, handles_of
 
@@ -83,14 +83,6 @@ def checked(what: str, model: nn.Module, check: Callable[[], Any]) -> tuple[Grou
             f"rank {found['plain']}. Call zero_ext.shard() on every rank."
         )
     return groups, result
-
-
-@contextlib.contextmanager
-def of_torchs_ranks(groups: Groups, what: str) -> Iterator[None]:
-    """Names errors of torch.distributed.checkpoint, where it waits for other ranks as well."""
-    waiting = naming(what) if groups.world > 1 else contextlib.nullcontext()
-    with named(groups, what), waiting:
-        yield
 
 
 def of_the_file_system(error: BaseException) -> BaseException:

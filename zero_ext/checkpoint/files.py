@@ -1,5 +1,6 @@
 """Writing and reading the files of a checkpoint, with torch.distributed.checkpoint."""
 
+import contextlib
 import dataclasses
 import io
 import itertools
@@ -28,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from zero_ext.checkpoint import digests, failures, folders, pickles
-from zero_ext.ranks.agreement import of_all_ranks
+from zero_ext.ranks.agreement import naming, of_all_ranks
 from zero_ext.ranks.comm_groups import timeout_of
 from zero_ext.ranks.groups import Groups
 from zero_ext.tensor.shard_tensor import ShardTensor, wrap
@@ -57,7 +58,8 @@ def write(path: Path, state: dict[str, Any], groups: Groups) -> None:
         with failures.together(groups, what):
             if groups.rank == 0:
                 new.make()
-        with failures.of_torchs_ranks(groups, what):
+        waiting = naming(what) if groups.world > 1 else contextlib.nullcontext()
+        with failures.named(groups, what), waiting:
             dcp.save(
                 state,
                 storage_writer=DigestingWriter(new.folder),

@@ -28,10 +28,6 @@ EXTRA = "zero_ext.extra"  # the key of what the user has passed
 _OWN = re.compile(r"zero_ext\.rank(\d+)\.(.+)", re.DOTALL)
 
 
-def own_key(key: str, rank: int) -> str:
-    return f"zero_ext.rank{rank}.{key}"
-
-
 def read_own(metadata: Metadata, rank: int) -> list[str]:
     """Let ``metadata`` name the values that ``rank`` has written for itself in the places of rank
     0's. Returns their keys."""
@@ -71,8 +67,9 @@ def own_values(state: Mapping[str, Any], digests: dict[str, int], groups: Groups
         return {}
     everyone = of_all_ranks(digests, groups, what)
     differing = [k for k in digests if any(other[k] != digests[k] for other in everyone)]
+    own = f"zero_ext.rank{groups.rank}."
     return {
-        own_key(key, groups.rank): value if _is_stored(key, value) else pickles.pickled(value)
+        own + key: value if _is_stored(key, value) else pickles.pickled(value)
         for key, value in ((key, state[key]) for key in differing if groups.rank > 0)
     }
 
