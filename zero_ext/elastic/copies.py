@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_ext import _C
+from zero_ext.checkpoint.rank_values import digest_of
 from zero_ext.tensor.shard_tensor import ShardTensor
 
 _MAGIC = b"zeroext1"
@@ -213,8 +214,7 @@ class Copy:
         if first < last:
             yield first, _values_of(self._values, entry)[first - entry.first : last - entry.first]
 
-    def whole_values(self) -> Iterator[tuple[str, Tensor]]:
-        """The values that each rank has whole, 1-D."""
-        for key, entry in self.entries.items():
-            if entry.whole:
-                yield key, _values_of(self._values, entry)
+    def digests(self) -> dict[str, int]:
+        """Of the values that each rank has whole, by key."""
+        whole = {key: entry for key, entry in self.entries.items() if entry.whole}
+        return {key: digest_of(_values_of(self._values, entry)) for key, entry in whole.items()}

@@ -47,9 +47,6 @@ class Members:
         self._round, self._expected = 0, float("inf")
         self.failures = 0  # since the last finished step
 
-    def made_progress(self) -> None:
-        self.failures = 0
-
     def are_asked(self) -> bool:
         """Whether another process waits to take part."""
         return self._store.check([f"{self._round}/asked"])

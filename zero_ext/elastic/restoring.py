@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 
 from zero_ext._warnings import warn
 from zero_ext.checkpoint import pickles
-from zero_ext.checkpoint.contents import Contents, first_of
+from zero_ext.checkpoint.contents import Contents, first_of, warn_of_differing
 from zero_ext.checkpoint.rank_values import digest_of
 from zero_ext.elastic.copies import Copy, CopyName, Entry, dense_strides
 from zero_ext.ranks.agreement import naming, of_all_ranks
@@ -69,24 +69,23 @@ def newest_copies(
     everyone = from_all_ranks(found, groups)
     if groups.rank == 0 and (told := [each for _, refused in everyone for each in refused]):
         warn(f"{groups.where}copies in memory that are not used: {'; '.join(told)}.")
-    where: dict[tuple[int, str, int], dict[int, list[int]]] = {}
-    names: dict[tuple[int, str, int], dict[int, str]] = {}
+    where: dict[tuple[int, str, int], dict[CopyName, list[int]]] = {}
     for finder, (found_there, _) in enumerate(everyone):
         readers = [r for r in range(groups.world) if hosts[r] == hosts[finder]]
         for step, name in found_there:
             of_step = step, name.era, name.world
-            where.setdefault(of_step, {}).setdefault(name.rank, []).extend(readers)
-            names.setdefault(of_step, {})[name.rank] = str(name)
+            where.setdefault(of_step, {}).setdefault(name, []).extend(readers)
     complete = [of_step for of_step, readers in where.items() if len(readers) == of_step[2]]
     if not complete:
         return None
     newest = max(complete)
     readable = {
-        rank: Copy(folder / names[newest][rank], checked=False)
-        for rank, readers in where[newest].items()
+        name.rank: Copy(folder / str(name), checked=False)
+        for name, readers in where[newest].items()
         if groups.rank in readers
     }
-    return Copies(newest[0], newest[2], readable, where[newest])
+    readers_of = {name.rank: readers for name, readers in where[newest].items()}
+    return Copies(newest[0], newest[2], readable, readers_of)
 
 
 def _check_model(copy: Copy, expected: dict[str, Any]) -> None:
@@ -133,8 +132,16 @@ class _Reader:
 
     def read(self, targets: dict[str, Any], allow_pickle: bool = False) -> None:
         """Collective."""
-        wanted = {key: self._wanted(key, value) for key, value in targets.items()}
-        flats = {key: self._flat(key, value) for key, value in targets.items()}
+        wanted: dict[str, _Wanted] = {}
+        flats: dict[str, Tensor] = {}
+        for key, target in targets.items():
+            if isinstance(target, ShardTensor):
+                wanted[key] = _Wanted(key, *target.held_range, None)
+                flats[key] = target.local
+            else:
+                entry, numel = self._entries[key], target.numel()
+                wanted[key] = _Wanted(key, 0, numel, self._source if entry.whole else None)
+                flats[key] = torch.empty(numel, dtype=getattr(torch, entry.dtype), device="cpu")
         missing = {key: flat.numel() for key, flat in flats.items()}
         done: set[tuple[str, int]] = set()
         for key, begin, values in self._elements(list(wanted.values())):
@@ -153,18 +160,6 @@ class _Reader:
             if not isinstance(target, ShardTensor):
                 entry = self._entries[key]
                 target.copy_(flats[key].as_strided(entry.shape, entry.strides))
-
-    def _wanted(self, key: str, target: Tensor) -> _Wanted:
-        if isinstance(target, ShardTensor):
-            return _Wanted(key, *target.held_range, None)
-        own = self._source if self._entries[key].whole else None
-        return _Wanted(key, 0, target.numel(), own)
-
-    def _flat(self, key: str, target: Tensor) -> Tensor:
-        if isinstance(target, ShardTensor):
-            return target.local
-        dtype = getattr(torch, self._entries[key].dtype)
-        return torch.empty(target.numel(), dtype=dtype, device="cpu")
 
     def _elements(self, wanted: list[_Wanted]) -> Iterator[tuple[str, int, Tensor]]:
         yield from self._readable(wanted, self._copies.readable)
@@ -218,17 +213,14 @@ def contents_of(copies: Copies, peers: dist.ProcessGroup | None, groups: Groups)
     same = copies.world == groups.world
     source = groups.rank if same else 0
     serves = {q: c for q, c in copies.readable.items() if copies.readers[q][0] == groups.rank}
-    told = {
-        q: (copy.objects, [*copy.entries.values()], _digests(copy)) for q, copy in serves.items()
-    }
+    told = {q: (copy.objects, copy.entries, copy.digests()) for q, copy in serves.items()}
     everyone = from_all_ranks(told, groups)
     by_rank = {q: each for found in everyone for q, each in found.items()}
     if not same and groups.rank == 0:
         _warn_of_differing([by_rank[q] for q in range(copies.world)])
     pickled, entries, _ = by_rank[source]
     objects = pickles.unpickled(io.BytesIO(pickled), _WHAT, True, "cpu")
-    by_key = {entry.key: entry for entry in entries}
-    tensors = {key: _metadata_of(entry) for key, entry in by_key.items()}
+    tensors = {key: _metadata_of(entry) for key, entry in entries.items()}
     names = [key.removeprefix("model.") for key in tensors if key.startswith("model.")]
     names += objects["model"]
     return Contents(
@@ -239,7 +231,7 @@ def contents_of(copies: Copies, peers: dist.ProcessGroup | None, groups: Groups)
         objects["model"],
         objects["optimizers"],
         objects["extra"],
-        _Reader(copies, by_key, source, peers, groups).read,
+        _Reader(copies, entries, source, peers, groups).read,
     )
 
 
@@ -248,18 +240,10 @@ def _metadata_of(entry: Entry) -> TensorStorageMetadata:
     return TensorStorageMetadata(properties, torch.Size(entry.shape), [])
 
 
-def _digests(copy: Copy) -> dict[str, int]:
-    return {key: digest_of(values) for key, values in copy.whole_values()}
-
-
 def _warn_of_differing(by_rank: list[tuple[bytes, Any, dict[str, int]]]) -> None:
     found = []
     for pickled, _, digests in by_rank:
         objects = pickles.unpickled(io.BytesIO(pickled), _WHAT, True, "cpu")
         found.append({**digests, "extra": digest_of(objects["extra"])})
     differing = sorted(key for key in found[0] if len({each.get(key) for each in found}) > 1)
-    if differing:
-        warn(
-            f"zero_ext: the copies in memory are of {len(by_rank)} ranks. Every rank gets rank 0's "
-            f"values of what differed between them: {first_of(differing)}."
-        )
+    warn_of_differing(f"the copies in memory are of {len(by_rank)} ranks", differing)

@@ -148,7 +148,7 @@ class Run:
         self.step += 1
         self._copy()
         if self._members is not None:
-            self._members.made_progress()
+            self._members.failures = 0
         because = self._reason_to_end()
         due = self._save_every is not None and self.step % self._save_every == 0
         if due or (because == _SIGTERM and self._checkpoints is not None):
