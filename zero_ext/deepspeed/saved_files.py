@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
@@ -114,8 +113,7 @@ class _Value(NamedTuple):
     parts: list[Tensor]
 
     def described(self) -> TensorStorageMetadata:
-        whole = ChunkStorageMetadata(torch.Size([0] * len(self.shape)), self.shape)
-        return TensorStorageMetadata(TensorProperties(self.parts[0].dtype), self.shape, [whole])
+        return TensorStorageMetadata(TensorProperties(self.parts[0].dtype), self.shape, [])
 
     def read_into(self, target: Tensor) -> None:
         """This rank's parts of a sharded tensor."""

@@ -61,25 +61,21 @@ def GatheredParameters(  # noqa: N802 - DeepSpeed's name
 def _gathered_by_engines(unique: list[Tensor], modifier_rank: int | None) -> Iterator[None]:
     """Gather parameters of sharded modules, and plain ones."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    released = {id(p): p.data for p in unique if _is_released(p)}
-    whole = {id(p): full_value(p).clone() for p in unique if id(p) in released}
-    with torch.no_grad():
-        before = (
-            {id(p): whole.get(id(p), p).clone() for p in unique} if modifier_rank == rank else {}
-        )
+    released = [p for p in unique if _is_released(p)]
+    nothing = [p.data for p in released]
+    whole = [full_value(p).clone() for p in released]
     groups = next((entry.handle.groups for entry in map(find, unique) if entry is not None), None)
     told = modifier_rank is not None and groups is not None  # so that no rank waits in vain
     try:
         with all_or_none(groups, "GatheredParameters()") if told else contextlib.nullcontext():
-            for p in unique:
-                if id(p) in released:
-                    p.data = whole[id(p)]
+            for p, data in zip(released, whole, strict=True):
+                p.data = data
+            before = [p.detach().clone() for p in unique] if modifier_rank == rank else []
             yield
     finally:
-        after = {id(p): p.data for p in unique}
-        for p in unique:
-            if id(p) in released:
-                p.data = released[id(p)]
+        after = [p.data for p in unique]
+        for p, data in zip(released, nothing, strict=True):
+            p.data = data
     if modifier_rank is not None:
         with torch.no_grad():
             _share(unique, before, after, modifier_rank)
@@ -105,21 +101,21 @@ def _is_released(parameter: Tensor) -> bool:
 
 
 def _share(
-    parameters: list[Tensor], before: dict[int, Tensor], after: dict[int, Tensor], source: int
+    parameters: list[Tensor], before: list[Tensor], after: list[Tensor], source: int
 ) -> None:
-    """Give every rank what the rank ``source`` has changed. The others' masters keep all bits."""
-    device = after[id(parameters[0])].device if parameters else torch.device("cpu")
+    """Give every rank what ``source``, which alone knows ``before``, has changed. The masters of
+    others keep all bits."""
+    device = after[0].device if after else torch.device("cpu")
     changed = torch.zeros(len(parameters), dtype=torch.uint8, device=device)
-    for k, p in enumerate(parameters):
-        if id(p) in before:
-            changed[k] = not torch.equal(before[id(p)], after[id(p)])
+    for k, (old, new) in enumerate(zip(before, after, strict=False)):
+        changed[k] = not torch.equal(old, new)
     group = dist.group.WORLD if dist.is_initialized() else None
     if group is not None:
         broadcast_(changed, group, source)
-    for is_changed, p in zip(changed.tolist(), parameters, strict=True):
+    for is_changed, p, value in zip(changed.tolist(), parameters, after, strict=True):
         if not is_changed:
             continue
-        value = after[id(p)].contiguous()
+        value = value.contiguous()
         if group is not None:
             broadcast_(value, group, source)
         if find(p) is None:
