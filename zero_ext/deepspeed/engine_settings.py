@@ -81,11 +81,8 @@ class EngineSettings(nn.Module):
     global_rank = property(lambda self: self._groups.global_rank)
     world_size = dp_world_size = property(lambda self: self._groups.world)
     data_parallel_group = property(lambda self: self._groups.parent)
+    local_rank = property(lambda self: int(os.environ.get("LOCAL_RANK", 0)))
     basic_optimizer = property(lambda self: self.optimizer)
-
-    @property
-    def local_rank(self) -> int:
-        return int(os.environ.get("LOCAL_RANK", 0))
 
     def was_step_applied(self) -> bool:
         """Whether the last ``step()`` changed the parameters."""

@@ -84,8 +84,7 @@ def initialize(
     for other in (config_params, getattr(args, "deepspeed_config", None)):
         config = other if config is None else config
     with all_or_none(groups, "initialize()"):
-        _check_arguments(model, config, mpu, sharding)
-        _check_kinds(model_parameters, training_data)
+        _check_arguments(model, config, mpu, training_data, sharding)
         settings = Config.read(config, groups.world, strict_config)
         _check_said_once(settings, sharding)
         ours = arguments_of_ours(settings)
@@ -120,7 +119,7 @@ def initialize(
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
-def _check_arguments(model, config, mpu, sharding: dict[str, Any]) -> None:
+def _check_arguments(model, config, mpu, data, sharding: dict[str, Any]) -> None:
     if not isinstance(model, nn.Module):
         raise ValueError(f"zero_ext: initialize() needs a model, not {type(model).__name__}.")
     if config is None:
@@ -133,11 +132,6 @@ def _check_arguments(model, config, mpu, sharding: dict[str, Any]) -> None:
         raise ValueError(f"zero_ext: initialize() has no argument '{unknown[0]}'. Leave it out.")
     if any_sharded(model.parameters()):
         raise ValueError("zero_ext: the model is sharded already. Pass the plain one.")
-
-
-def _check_kinds(parameters, data) -> None:
-    if parameters is not None:
-        check_params(parameters)
     if data is not None and not hasattr(data, "__len__"):
         raise TypeError(
             f"zero_ext: training_data must be a dataset with a length, not a {type(data).__name__}."
@@ -190,7 +184,7 @@ def _optimizer_given(
     settings: Config, model: nn.Module, optimizer, parameters
 ) -> torch.optim.Optimizer | None:
     """A torch optimizer over the plain model: its errors are raised before anything changes."""
-    parameters = list(model.parameters() if parameters is None else parameters)
+    parameters = list(model.parameters() if parameters is None else check_params(parameters))
     if optimizer is None:
         if settings.optimizer is None:
             return None
