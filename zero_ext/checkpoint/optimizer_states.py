@@ -148,26 +148,22 @@ class SavedOptimizer:
         # A tied parameter's first name may be another one here.
         tensors = {name: of_model.tensors.get(name) for name in saved["states"]}
         here = {name: of_model.names.get(id(tensor), name) for name, tensor in tensors.items()}
-        without_states: set[str] = set()
-        if saved.get("names_trained_only"):
-            every = self._parameters.items()
-            without_states = {name for name, p in every if not self._takes_state(p)}
-        self._check_groups(
-            [[here[name] for name in group] for group in saved["names"]], without_states
-        )
-        frozen = [here[name] for name, tensor in tensors.items() if not self._takes_state(tensor)]
+        frozen = {name for name, p in self._parameters.items() if not self._takes_state(p)}
+        saved_names = [[here[name] for name in group] for group in saved["names"]]
+        self._check_groups(saved_names, frozen if saved.get("names_trained_only") else set())
         self._states = {
             here[name]: _Saved(
                 {state: _key(name, state) for state in states}, saved["objects"][name]
             )
             for name, states in saved["states"].items()
         }
-        if any(self._states[name].keys for name in frozen):
+        passed_over = [name for name in self._states if name in frozen]
+        if any(self._states[name].keys for name in passed_over):
             warn(
                 "zero_ext: the optimizer's states of parameters that are frozen now are passed "
-                f"over: {first_of(frozen)}."
+                f"over: {first_of(passed_over)}."
             )
-        self._states |= dict.fromkeys([*frozen, *without_states], _Saved({}, {}))
+        self._states |= dict.fromkeys(frozen, _Saved({}, {}))
 
     @staticmethod
     def all_of(
@@ -205,9 +201,9 @@ class SavedOptimizer:
                     f"'{path}': '{name}' is {where}. {_SAVED_GROUPS}"
                 )
 
-    def _takes_state(self, parameter: Tensor | None) -> bool:
+    def _takes_state(self, parameter: Tensor) -> bool:
         """Optimizers of this package have no state of frozen parameters."""
-        frozen = parameter is not None and find(parameter) and entry_with_master(parameter) is None
+        frozen = find(parameter) and entry_with_master(parameter) is None
         return not (frozen and isinstance(self._optimizer, Sharded))
 
     def targets(self) -> dict[str, Tensor]:
