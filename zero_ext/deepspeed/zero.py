@@ -47,10 +47,9 @@ def GatheredParameters(  # noqa: N802 - DeepSpeed's name
     _check_rank(modifier_rank)
     parameters = [params] if isinstance(params, Tensor) else list(params)
     unique = list({id(p): p for p in parameters}.values())
-    cut = [p for p in unique if piece_of(p) is not None]
     others = [p for p in unique if piece_of(p) is None]
     with (
-        gathered(cut, modifier_rank),
+        gathered(unique, modifier_rank),
         _gathered_by_engines(others, modifier_rank),
         available(unique),
     ):
