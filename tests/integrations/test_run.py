@@ -361,6 +361,45 @@ def test_an_optimizers_state_is_saved_and_resumed(process_group, rank, world, pa
     assert Path(file).read_bytes() == before
 
 
+GOES_BACK = """
+import sys
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+kind, first, second = sys.argv[1:]
+torch.manual_seed(0)
+model = DDP(nn.Sequential(nn.Linear(13, 37), nn.GELU(), nn.Linear(37, 3)))
+optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+for step in range(4):
+    x = torch.linspace(-1, dist.get_rank() + step + 1, 26).view(2, 13)
+    model(x).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 1 and dist.get_rank() == 0:
+        torch.save(optimizer.state_dict(), first)
+dist.barrier()
+for _ in range(2):
+    optimizer.load_state_dict(torch.load(first))
+    if dist.get_rank() == 0:
+        torch.save(optimizer.state_dict(), second)
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "RMSprop"])
+@pytest.mark.skipif(os.environ.get("ZERO_EXT_CROSS_MEMORY") == "0", reason="as on two hosts")
+def test_a_state_that_was_loaded_is_saved_by_one_rank(process_group, rank, path, kind):
+    path.mkdir(parents=True, exist_ok=True)
+    script, files = path / "goes_back.py", [str(path / "first.pt"), str(path / "second.pt")]
+    if rank == 0:
+        script.write_text(GOES_BACK)
+    dist.barrier()
+    run(["--stage", "2", str(script), kind, *files])
+    first, second = map(torch.load, files)
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(
     "wrapped", ["DDP(torch.compile(net, **eager))", "torch.compile(DDP(net), **eager)"]
 )

@@ -2,9 +2,9 @@
 
 Note [One rank saves]
 A rank posts its parts of the states, which the other ranks of the host then read from its memory
-while it computes. What they read are the states after as many steps as they have made themselves:
-a rank counts its steps in memory that it has posted, too. The next step changes nothing before all
-ranks have come to it, and a rank that saves has not.
+while it computes. What they read are the states after as many steps and loads as they have made
+themselves: a rank counts these in memory that it has posted, too. The next step or load changes
+nothing before all ranks have come to it, and a rank that saves has not.
 At the end of the script a rank waits for the others, which may still read.
 """
 
@@ -13,9 +13,10 @@ import itertools
 import time
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zero_ext import _C
@@ -28,11 +29,19 @@ from zero_ext.ranks.groups import Groups
 from zero_ext.tensor.shard_tensor import ShardTensor
 
 _POLL_S = 0.002
-_STEPS = 0  # the tag of a rank's count of steps
+_CHANGES = 0  # the tag of a rank's count of steps and loads
 _ENDED = -1  # that count, at the end of the script
 _shared: "weakref.WeakSet[SharedStates]" = weakref.WeakSet()
 
 Place = tuple[Any, str]  # the number of a parameter, and the name of a state
+
+
+class _Posted(NamedTuple):
+    """This rank's part of a state. The newest message with a tag counts."""
+
+    tag: int
+    address: int
+    messages: list[dist.Work]  # which hold the part
 
 
 class SharedStates:
@@ -46,46 +55,51 @@ class SharedStates:
         self.optimizer = optimizer
         self._memory, self._groups = memory, groups
         self._others = [rank for rank in range(groups.world) if rank != groups.rank]
-        self._steps = torch.zeros(1, dtype=torch.int64)
-        self._posted = [memory.post(self._steps, to=rank, tag=_STEPS) for rank in self._others]
-        self._next_tag = itertools.count(_STEPS + 1)
-        self._tags: dict[Place, tuple[int, int]] = {}  # and the address of this rank's part
+        self._changes = torch.zeros(1, dtype=torch.int64)
+        self._counters = [
+            memory.post(self._changes, to=rank, tag=_CHANGES) for rank in self._others
+        ]
+        self._posted: dict[Place, _Posted] = {}
         optimizer.register_step_post_hook(lambda *_: self._count())
+        optimizer.register_load_state_dict_post_hook(lambda _: self._count())
 
     def _count(self) -> None:
-        """After each step. States that are new, or in another place than before, are posted."""
+        """After each step and load. States that are new, or in another place, are posted."""
         for place, part in slices_of(self.optimizer.state_dict()).items():
-            if self._tags.get(place, (0, None))[1] != part.local.data_ptr():
-                tag = next(self._next_tag)
-                self._tags[place] = tag, part.local.data_ptr()
-                self._posted += [self._memory.post(part.local, r, tag) for r in self._others]
-        self._steps += 1
+            known, address = self._posted.get(place), part.local.data_ptr()
+            if known is None or known.address != address:
+                tag = _CHANGES + 1 + len(self._posted) if known is None else known.tag
+                messages = [self._memory.post(part.local, rank, tag) for rank in self._others]
+                self._posted[place] = _Posted(tag, address, messages)
+        self._changes += 1
 
     def has(self, state_dict: Mapping[str, Any]) -> bool:
-        """Whether these are its states, as they are now on this rank."""
+        """Whether these are its states, as they are now on this rank, and are posted."""
         now, given = slices_of(self.optimizer.state_dict()), slices_of(state_dict)
-        return now.keys() == given.keys() <= self._tags.keys() and all(
-            part.bounds == given[place].bounds and torch.equal(part.local, given[place].local)
+        return now.keys() == given.keys() <= self._posted.keys() and all(
+            self._posted[place].address == part.local.data_ptr()
+            and part.bounds == given[place].bounds
+            and torch.equal(part.local, given[place].local)
             for place, part in now.items()
         )
 
     def whole(self, place: Place, part: ShardTensor) -> Tensor:
-        """Waits until the other ranks have made this rank's last step."""
+        """Waits until the other ranks have made this rank's last step or load."""
         for rank in self._others:
-            while self._steps_of(rank) not in (self._steps.item(), _ENDED):
+            while self._changes_of(rank) not in (self._changes.item(), _ENDED):
                 time.sleep(_POLL_S)
         result = part.local.new_empty(part.bounds[-1])
         for rank, (begin, end) in enumerate(itertools.pairwise(part.bounds)):
             if rank == self._groups.rank:
                 result[begin:end] = part.local
             elif begin < end:
-                self._receive(result[begin:end], rank, self._tags[place][0])
+                self._receive(result[begin:end], rank, self._posted[place].tag)
         return result.as_strided(part.part_shape, part.part_stride)
 
-    def _steps_of(self, rank: int) -> int:
-        steps = torch.empty(1, dtype=torch.int64)
-        self._receive(steps, rank, _STEPS)
-        return int(steps)
+    def _changes_of(self, rank: int) -> int:
+        changes = torch.empty(1, dtype=torch.int64)
+        self._receive(changes, rank, _CHANGES)
+        return int(changes)
 
     def _receive(self, into: Tensor, rank: int, tag: int) -> None:
         try:
@@ -98,13 +112,13 @@ class SharedStates:
             ) from error
 
     def end(self) -> None:
-        self._steps.fill_(_ENDED)
+        self._changes.fill_(_ENDED)
 
     def wait_for_ends(self) -> None:
         """Until the other ranks have ended the script, too, or are gone."""
         for rank in self._others:
             try:
-                while self._steps_of(rank) != _ENDED:
+                while self._changes_of(rank) != _ENDED:
                     time.sleep(_POLL_S)
             except RuntimeError:  # the rank's process or its optimizer is gone
                 continue
