@@ -11,6 +11,11 @@ from harness import assert_bits, mean_square, rank_data
 from matrices import Matrices, One, OneProcess, assert_same_parameters, straddling, train
 from own_optimizers import EachByItself
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import zero_ext
@@ -209,6 +214,29 @@ def test_more_ranks_than_matrices(anywhere, rank, world):
         train(model, optimizer, rank, range(2))
         plain.train(range(2))
         assert_same_parameters(model, plain.model)
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("stage", [1, 3])
+def test_torchs_state_dicts_on_ranks_that_own_nothing(anywhere, rank, world, stage):
+    """torch lets an optimizer without states make a step first, which other ranks do not make."""
+    model, optimizer = sharded(anywhere, stage, "LAMB", One())
+    plain = one_process(anywhere, world, "LAMB", One)
+    train(model, optimizer, rank, range(2))
+    plain.train(range(2))
+    options = StateDictOptions(full_state_dict=True)
+    saved = get_optimizer_state_dict(model, optimizer, options=options)
+    expected = get_optimizer_state_dict(plain.model, plain.optimizer, options=options)
+    for name in ("m", "v") if rank == 0 else ():
+        assert_bits(saved["state"]["only.weight"][name], expected["state"]["only.weight"][name])
+    other, its = sharded(anywhere, stage, "LAMB", plain.copy())
+    set_optimizer_state_dict(
+        other, its, get_optimizer_state_dict(model, optimizer), options=StateDictOptions()
+    )
+    assert bool(its.state) == bool(optimizer.state) is True
+    train(other, its, rank, range(2, 4))
+    plain.train(range(2, 4))
+    assert_same_parameters(other, plain.model)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

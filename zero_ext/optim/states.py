@@ -46,7 +46,16 @@ class ShownStates(defaultdict):
 
     Who reads the state of one parameter gets its views made. Who reads all of them, to iterate,
     compare, copy or pickle them, gets all views made.
+
+    Attributes:
+        begun: Whether some rank has states, although this one may own none.
     """
+
+    begun = False
+
+    def __bool__(self) -> bool:
+        """torch asks it whether to make states by a step, which all ranks must do or none."""
+        return self.begun or len(self) > 0
 
     def show_anew(
         self,

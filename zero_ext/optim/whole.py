@@ -116,6 +116,7 @@ class Whole(OwnStates):
                 self._masters.write(parts, masters)
             if not stepped:  # classes may count such steps
                 run.run({}, {})
+            optimizer.zero_core.shown.begun |= bool(stepped)
         except BaseException:
             self._masters.forget()
             raise
@@ -205,6 +206,7 @@ class Whole(OwnStates):
                 self._first_states.pop(id(each.parameter), None)
                 dict.pop(shown, each.parameter, None)
             shown.update(loaded)
+            shown.begun = any(each.values for each in saved)
 
         return write
 
