@@ -181,13 +181,18 @@ def after_making_optimizers(follow: Callable[[torch_optimizer.Optimizer], None])
     A stock optimizer that steps the parts of parameters must become one that shards its state.
     """
     construct = torch_optimizer.Optimizer.__init__
+    _replace(torch_optimizer.Optimizer, "__init__", followed(construct, follow))
+
+
+def followed(construct: Callable[..., None], follow: Callable[[Any], None]) -> Callable[..., None]:
+    """The ``__init__`` that calls ``follow`` with what ``construct`` has made."""
 
     @functools.wraps(construct)
-    def construct_and_follow(self: torch_optimizer.Optimizer, *args: Any, **kwargs: Any) -> None:
+    def construct_and_follow(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
         follow(self)
 
-    _replace(torch_optimizer.Optimizer, "__init__", construct_and_follow)
+    return construct_and_follow
 
 
 # ---- Profiles ----

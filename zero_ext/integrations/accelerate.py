@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import accelerate
-import accelerate.local_sgd
 import torch
+from accelerate.local_sgd import LocalSGD
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DDPCommunicationHookType, DistributedType
 from torch import nn
 
 from zero_ext import checkpoint
+from zero_ext._torch import followed
 from zero_ext.deepspeed.casting import cast
 from zero_ext.deepspeed.config import Config
 from zero_ext.deepspeed.initialization import arguments_of_ours
@@ -27,7 +28,7 @@ from zero_ext.module.sharding import shard
 from zero_ext.optim import adoption
 from zero_ext.optim.sharded import Sharded
 from zero_ext.ranks import environment
-from zero_ext.ranks.agreement import all_or_none, of_all_ranks
+from zero_ext.ranks.agreement import all_or_none
 from zero_ext.ranks.groups import Groups, resolve
 from zero_ext.state.model_state import gather_state_dict
 
@@ -224,7 +225,9 @@ class Accelerator(accelerate.Accelerator):
         """Hide sharded optimizers from accelerate, which would write rank 0's part of their state
         as if it were all of it. ``hook`` runs after the user's hooks."""
         every = self._optimizers
-        self._set_apart = _pair(self._models, every)
+        sharded = [each.optimizer for each in every if isinstance(each.optimizer, Sharded)]
+        models = filter(is_sharded, self._models)
+        self._set_apart = [(model, optimizers_of(model, sharded)) for model in models]
         self._optimizers = [o for o in every if not isinstance(o.optimizer, Sharded)]
         hooks_of_user = contextlib.ExitStack()
 
@@ -261,11 +264,11 @@ class Accelerator(accelerate.Accelerator):
         if not self._set_apart:
             return
         groups = self._all_ranks()
-        with all_or_none(groups, f"load_state('{folder}')"):
+        with all_or_none(groups, f"load_state('{folder}')") as found:
             stock = stock_files.is_of_accelerate(folder)
-        if groups.world > 1:  # one choice, as other collectives follow
-            stock = of_all_ranks(stock, groups, "load_state()")[0]
-        if stock:
+            if groups.rank == 0:  # one choice, as other collectives follow
+                found["stock"] = stock
+        if found["stock"]:
             self._load_stock(optimizers, strict, models, folder, groups)
             return
         models[:] = [model for model in models if not is_sharded(model)]
@@ -340,11 +343,6 @@ def _check(optimizer: torch.optim.Optimizer, coming: dict[int, Any]) -> None:
     adoption.check(optimizer)
 
 
-def _pair(models: list[nn.Module], optimizers: list[AcceleratedOptimizer]) -> list[_Sharded]:
-    sharded = [each.optimizer for each in optimizers if isinstance(each.optimizer, Sharded)]
-    return [(model, optimizers_of(model, sharded)) for model in filter(is_sharded, models)]
-
-
 class _WrittenApart(dict):
     """Stands for a sharded model's weights in the list that save hooks may shorten."""
 
@@ -358,23 +356,17 @@ class _WrittenApart(dict):
     __getitem__ = __iter__ = get = keys = values = items = __reduce_ex__ = _refuse
 
 
-def _reject_local_sgd(construct: Callable) -> Callable:
+def _reject_sharded(local_sgd: LocalSGD) -> None:
     """accelerate asks no accelerator whether its models may train apart."""
-
-    @functools.wraps(construct)
-    def checked(self: Any, accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-        construct(self, accelerator, model, *args, **kwargs)
-        if self.enabled and is_sharded(model):
-            raise ValueError(
-                f"zero_ext: LocalSGD lets ranks train apart, and the {type(model).__name__} is "
-                "sharded: every step averages over the ranks. Pass enabled=False, or prepare the "
-                "model with accelerate's own Accelerator."
-            )
-
-    return checked
+    if local_sgd.enabled and is_sharded(local_sgd.model):
+        raise ValueError(
+            f"zero_ext: LocalSGD lets ranks train apart, and the {type(local_sgd.model).__name__} "
+            "is sharded: every step averages over the ranks. Pass enabled=False, or prepare the "
+            "model with accelerate's own Accelerator."
+        )
 
 
-accelerate.local_sgd.LocalSGD.__init__ = _reject_local_sgd(accelerate.local_sgd.LocalSGD.__init__)
+LocalSGD.__init__ = followed(LocalSGD.__init__, _reject_sharded)
 
 
 def _path(folder: str | os.PathLike, number: int) -> Path:

@@ -33,15 +33,9 @@ _made: "list[weakref.ref[torch.optim.Optimizer]]" = []
 _plain: "list[weakref.ref[torch.optim.Optimizer]]" = []
 
 
-def remembering(constructor: Callable) -> Callable:
-    """``torch.optim.Optimizer.__init__``, whose optimizers the next forward adopts."""
-
-    @functools.wraps(constructor)
-    def construct(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-        constructor(self, *args, **kwargs)
-        _made.append(weakref.ref(self))
-
-    return construct
+def remember(optimizer: torch.optim.Optimizer) -> None:
+    """For the next forward, which adopts it."""
+    _made.append(weakref.ref(optimizer))
 
 
 @disable_compilation

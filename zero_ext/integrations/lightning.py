@@ -133,8 +133,7 @@ class ShardedStrategy(fabric.Sharding, DDPStrategy):
         super().setup_optimizers(trainer)
         for optimizer in {*before} - {*self.optimizers}:
             optimizer.param_groups.clear()
-        for optimizer in fabric.adopt_all(self.optimizers, self._sharding, "setup_optimizers()"):
-            _of_fits.add(optimizer)
+        _of_fits.update(fabric.adopt_all(self.optimizers, self._sharding, "setup_optimizers()"))
         self.optimizers = list(self.optimizers)  # Lightning wraps them anew
 
     def optimizer_step(

@@ -8,6 +8,7 @@ nothing before all ranks have come to it, and a rank that saves has not.
 At the end of the script a rank waits for the others, which may still read.
 """
 
+import contextlib
 import copy
 import itertools
 import time
@@ -117,11 +118,9 @@ class SharedStates:
     def wait_for_ends(self) -> None:
         """Until the other ranks have ended the script, too, or are gone."""
         for rank in self._others:
-            try:
+            with contextlib.suppress(RuntimeError):  # the rank's process or its optimizer is gone
                 while self._changes_of(rank) != _ENDED:
                     time.sleep(_POLL_S)
-            except RuntimeError:  # the rank's process or its optimizer is gone
-                continue
 
 
 def share_states(optimizer: Sharded) -> None:

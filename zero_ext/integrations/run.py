@@ -24,6 +24,7 @@ import torch
 from torch.optim import Optimizer
 
 from zero_ext._scripts import add_script, run_script
+from zero_ext._torch import followed
 from zero_ext._warnings import warn
 from zero_ext.integrations import ddp
 from zero_ext.integrations.one_rank_saves import end_script
@@ -113,7 +114,7 @@ class _Substitution(importlib.abc.MetaPathFinder):
 
     def _replace_ddp(self, module: ModuleType) -> None:
         self._replace(module.DistributedDataParallel, "ddp.ShardedDataParallel")
-        construct = ddp.remembering(Optimizer.__init__)
+        construct = followed(Optimizer.__init__, ddp.remember)
         self._undo.enter_context(mock.patch.object(Optimizer, "__init__", construct))
         save = ddp.checked_save(torch.save)
         self._undo.enter_context(mock.patch.object(torch, "save", save))

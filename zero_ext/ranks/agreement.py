@@ -155,7 +155,7 @@ def _of_other_rank(groups: Groups, rank: int, text: str, what: str) -> str:
 
 
 @contextlib.contextmanager
-def all_or_none(groups: Groups, what: str) -> Iterator[dict[Any, bytes]]:
+def all_or_none(groups: Groups, what: str) -> Iterator[dict[Any, Any]]:
     """Raise on every rank if the body raised on one. Collective.
 
     Yields:
