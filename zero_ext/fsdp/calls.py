@@ -105,7 +105,8 @@ def _check_modules(modules: Sequence[nn.Module], ignored: set[int]) -> None:
         name = type(each).__name__
         if isinstance(each, FSDPModule):
             raise ValueError(f"zero_ext: fully_shard() was called for this {name} already.")
-        if isinstance(each, nn.ModuleList | nn.ModuleDict) and not _has_forward(each):
+        has_forward = type(each).forward is not nn.Module.forward
+        if isinstance(each, nn.ModuleList | nn.ModuleDict) and not has_forward:
             raise ValueError(
                 f"zero_ext: fully_shard: a {name} has no forward. Call it for the modules in it."
             )
@@ -119,10 +120,6 @@ def _check_modules(modules: Sequence[nn.Module], ignored: set[int]) -> None:
                 f"zero_ext: parameters of this {name} are sharded already, or were used before. "
                 "Call fully_shard() bottom-up for all modules before the first use."
             )
-
-
-def _has_forward(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward
 
 
 def _check_placements(

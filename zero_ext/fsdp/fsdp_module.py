@@ -190,7 +190,7 @@ def _hold(module: nn.Module) -> None:
     note.site.unshard()
     ends = note.reshard_after_forward is not False and not note.site.is_root
     if ends and note.end_of_unshard is None:
-        hook = CarriedMethod(_release_after_forward)
+        hook = CarriedMethod(lambda module, *_: _release(module))
         note.end_of_unshard = module.register_forward_hook(hook, always_call=True)
 
 
@@ -201,10 +201,6 @@ def _release(module: nn.Module) -> None:
         note.end_of_unshard = None
     if note.site is not None:
         note.site.reshard()
-
-
-def _release_after_forward(module: nn.Module, args: Any, output: Any) -> None:
-    _release(module)
 
 
 @functools.cache

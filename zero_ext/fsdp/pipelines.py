@@ -4,6 +4,7 @@ After the last micro-batch they end the backward of each state of ``fully_shard`
 every backward has ended by itself: there are no such states.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -15,15 +16,11 @@ from zero_ext.engine.carried import Carried
 _KEY = fully_shard.__wrapped__
 
 
-class _Context:
-    all_states = ()
-
-
-class _State:
-    _state_ctx = _Context()
-
-    def _root_post_backward_final_callback(self) -> None:
-        pass
+def _state() -> SimpleNamespace:
+    return SimpleNamespace(
+        _state_ctx=SimpleNamespace(all_states=()),
+        _root_post_backward_final_callback=lambda: None,
+    )
 
 
 class _States(Carried, dict):
@@ -38,4 +35,4 @@ class _States(Carried, dict):
 
 def attach(module: nn.Module) -> None:
     others = module.__dict__.get(STATES_OF_MODULE, {})
-    module.__dict__[STATES_OF_MODULE] = _States({**others, _KEY: _State()})
+    module.__dict__[STATES_OF_MODULE] = _States({**others, _KEY: _state()})

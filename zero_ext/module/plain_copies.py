@@ -28,10 +28,6 @@ FLAGS = (
 )
 
 
-def is_ours(hook: Any) -> bool:
-    return isinstance(getattr(hook, "hook", hook), Carried)
-
-
 def attach(modules: Iterable[nn.Module]) -> None:
     for each in modules:
         if not isinstance(each, torch.jit.ScriptModule):
@@ -72,7 +68,8 @@ def _plain(attributes: Any) -> Any:
 def remove_ours(attributes: dict[str, Any]) -> None:
     """Take out of a module's attributes what sharding has added to them."""
     for hooks in (attributes.get(name, {}) for name in HOOKS):
-        for key in [key for key, hook in hooks.items() if is_ours(hook)]:
+        ours = [k for k, hook in hooks.items() if isinstance(getattr(hook, "hook", hook), Carried)]
+        for key in ours:
             del hooks[key]
             for flags in FLAGS:
                 attributes.get(flags, {}).pop(key, None)

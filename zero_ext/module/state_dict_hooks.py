@@ -32,10 +32,6 @@ class StateDictHooks:
                 each.register_load_state_dict_pre_hook(before)
                 each.register_load_state_dict_post_hook(after)
 
-    @property
-    def _releases(self) -> bool:
-        return self._handle.engine.releases
-
     def put_shards(self, module: nn.Module, state_dict, prefix: str, metadata) -> None:
         """Put ShardTensors in the places of parameters that come and go.
 
@@ -43,10 +39,8 @@ class StateDictHooks:
         Exception: after ``unshard()`` the tensors are plain ones. Uses the current names: layers
         may have been moved since the module was sharded.
         """
-        if not self._releases:
-            return
         engine = self._handle.engine
-        if engine.held_by_user:
+        if not engine.releases or engine.held_by_user:
             return
         engine.release_kept()
         for owner_name, owner in module.named_modules(remove_duplicate=False):
@@ -63,12 +57,13 @@ class StateDictHooks:
                     state_dict[key] = self._handle.as_parameter(local, i, parameter)
 
     def before_load(self, module: nn.Module, state_dict, prefix: str, *rest) -> None:
-        if not self._releases or self._loading not in (None, module):
+        engine = self._handle.engine
+        if not engine.releases or self._loading not in (None, module):
             return  # or the module around this one has gathered the parameters
         self._loading = module
-        self._held_before_load = self._handle.engine.held_by_user
+        self._held_before_load = engine.held_by_user
         with calling("load_state_dict()"):
-            self._handle.engine.unshard()
+            engine.unshard()
             for key, value in state_dict.items():
                 if key.startswith(prefix) and isinstance(value, ShardTensor):
                     state_dict[key] = value.gathered()
