@@ -52,9 +52,8 @@ def change_token(module: nn.Module) -> ChangeToken:
             masters.
     """
     check_module(module, "change_token()")
-    tokens: weakref.WeakKeyDictionary[Handle, _C.ChangeToken] = weakref.WeakKeyDictionary()
-    for handle in handles_of(module):
-        tokens[handle] = handle.engine.change_token()
+    of_engines = {handle: handle.engine.change_token() for handle in handles_of(module)}
+    tokens = weakref.WeakKeyDictionary(of_engines)
     plain = {name: digest_of(p) for name, p in _named(module) if find(p) is None and _has_digest(p)}
     return ChangeToken(next(_numbers), tokens, plain, weakref.ref(module))
 

@@ -40,7 +40,7 @@ class ModelState(NamedTuple):
     @staticmethod
     def of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> "ModelState":
         """Raises a ValueError where two parameters have one name."""
-        own = _OwnTensors(model)
+        own = _own_tensors(model)
         tensors, objects, names = {}, {}, {}
         made = set()
         for name, value in model.state_dict(keep_vars=True).items():
@@ -48,12 +48,12 @@ class ModelState(NamedTuple):
             if not isinstance(value, Tensor) or is_extra_state(name):
                 objects[name] = value
                 continue
-            tensors[name] = own.of(value)
-            if tensors[name] is None:
-                tensors[name] = value
+            found = value if id(value) in own else own.get(_place(value))
+            tensors[name] = value if found is None else found
+            if found is None:
                 made.add(name)
-            elif isinstance(tensors[name], nn.Parameter):
-                names.setdefault(id(tensors[name]), name)
+            elif isinstance(found, nn.Parameter):
+                names.setdefault(id(found), name)
         for name, parameter in model.named_parameters():  # hooks may have left some out
             names.setdefault(id(parameter), plain_name(name))
         others = stepped_beside(optimizers, names)
@@ -104,22 +104,17 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-class _OwnTensors:
-    """A model's parameters and buffers, also by their place in memory: hooks may detach them."""
-
-    def __init__(self, model: nn.Module):
-        self._ids: set[int] = set()
-        self._places: dict[tuple | None, Tensor | None] = {None: None}
-        for value in [*model.parameters(), *model.buffers()]:
-            self._ids.add(id(value))
-            entry = find(value)
-            if entry is None or not entry.handle.engine.releases:  # such parameters may not be read
-                place = _place(value)
-                self._places[place] = None if place in self._places else value
-
-    def of(self, value: Tensor) -> Tensor | None:
-        """The tensor that ``value`` is, or None."""
-        return value if id(value) in self._ids else self._places.get(_place(value))
+def _own_tensors(model: nn.Module) -> dict[int | tuple | None, Tensor | None]:
+    """A model's parameters and buffers by their ids, and by their places in memory: hooks may
+    detach them. None at the place of several."""
+    own: dict[int | tuple | None, Tensor | None] = {None: None}
+    for value in [*model.parameters(), *model.buffers()]:
+        own[id(value)] = value
+        entry = find(value)
+        if entry is None or not entry.handle.engine.releases:  # such parameters may not be read
+            place = _place(value)
+            own[place] = None if place in own else value
+    return own
 
 
 def _place(value: Tensor) -> tuple | None:
@@ -234,23 +229,22 @@ def groups_of(model: nn.Module) -> Groups:
     """
     check_module(model, "a checkpoint")
     handles = handles_of(model)
-    every = {id(handle.groups.parent): handle.groups for handle in handles}
-    if len(every) > 1:
+    if not handles:
+        together = dist.is_available() and dist.is_initialized()
+        return resolve(None, None if together else ALONE, model.parameters())
+    groups = handles[-1].groups
+    if any(handle.groups.parent is not groups.parent for handle in handles):
         raise ValueError(
             "zero_ext: parts of the model are sharded over different process groups. Save and load "
             "each part by itself."
         )
-    if every:
-        groups = next(iter(every.values()))
-        if groups.parent is not None and groups.parent not in distributed_c10d._world.pg_map:
-            raise RuntimeError(
-                f"{groups.where}the process group of this {type(model).__name__} was destroyed. "
-                "Save, load and export before destroy_process_group()."
-            )
-        across = [each.across_meshes for each in handles if each.across_meshes is not None]
-        return _ranks_of_mesh(model, groups, across) if across else groups
-    together = dist.is_available() and dist.is_initialized()
-    return resolve(None, None if together else ALONE, model.parameters())
+    if groups.parent is not None and groups.parent not in distributed_c10d._world.pg_map:
+        raise RuntimeError(
+            f"{groups.where}the process group of this {type(model).__name__} was destroyed. "
+            "Save, load and export before destroy_process_group()."
+        )
+    across = [each.across_meshes for each in handles if each.across_meshes is not None]
+    return _ranks_of_mesh(model, groups, across) if across else groups
 
 
 def _ranks_of_mesh(model: nn.Module, groups: Groups, across: list[AcrossMeshes]) -> Groups:

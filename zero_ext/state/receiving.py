@@ -128,7 +128,8 @@ def digest_of(tensor: Tensor) -> int:
         data = nn.functional.pad(data, (0, missing))
     words = data.view(torch.int64)
     rows = words.numel() // _ROW
-    of_row, of_rows = _weights_of_row(), _weights_of_rows(rows + 1)
+    of_row = _weights(0, _ROW)
+    of_rows = _weights(_FIRST_OF_ROWS, 2 ** max(rows, 1023).bit_length())  # few are cached
     total = 0
     upper = torch.empty_like(words[: _ROWS_IN_CACHE * _ROW])
     for begin in range(0, rows, _ROWS_IN_CACHE):
@@ -143,30 +144,12 @@ def digest_of(tensor: Tensor) -> int:
 
 
 @cache
-def _weights_of_row() -> Tensor:
-    """int64 [_ROW]: numbers 0 and so on of SplitMix64, made odd."""
-    return _split_mix(torch.arange(_ROW, device="cpu"))
-
-
-def _weights_of_rows(count: int) -> Tensor:
-    """int64: of at least ``count`` rows."""
-    return _weights_up_to(2 ** max(count - 1, 1023).bit_length())
-
-
-@cache
-def _weights_up_to(count: int) -> Tensor:
-    return _split_mix(torch.arange(_FIRST_OF_ROWS, _FIRST_OF_ROWS + count, device="cpu"))
-
-
-def _split_mix(k: Tensor) -> Tensor:
-    z = (k + 1) * _signed(0x9E3779B97F4A7C15)
-    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+def _weights(first: int, count: int) -> Tensor:
+    """int64 [count]: numbers ``first`` and so on of SplitMix64, made odd."""
+    z = torch.arange(first + 1, first + 1 + count, device="cpu") * (0x9E3779B97F4A7C15 - 2**64)
+    z = (z ^ _shifted(z, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    z = (z ^ _shifted(z, 27)) * (0x94D049BB133111EB - 2**64)
     return (z ^ _shifted(z, 31)) | 1
-
-
-def _signed(bits: int) -> int:
-    return bits - 2**64 if bits >= 2**63 else bits
 
 
 def _shifted(z: Tensor, by: int) -> Tensor:

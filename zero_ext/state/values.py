@@ -9,7 +9,6 @@ must pass theirs.
 """
 
 import contextlib
-import enum
 from collections.abc import Iterator
 from numbers import Number
 
@@ -29,13 +28,7 @@ from zero_ext.state.model_state import entry_in_unit, handles_of, whole
 from zero_ext.tensor.meshes import copy_whole, part_of
 from zero_ext.tensor.shard_tensor import ShardTensor
 
-
-class _Kind(enum.IntEnum):
-    """How rank 0 passes a value that is to be written."""
-
-    NONE = 0
-    WHOLE = 1
-    SHARDED = 2
+_IS_SHARDED = "is_sharded"  # what rank 0 tells the others of a value that is to be written
 
 
 @calling("full_tensor()")
@@ -84,11 +77,10 @@ def set_full_param(parameter: Tensor, value: Tensor | None) -> None:
     """
     handle, i = entry_of(parameter)
     verb = "set_full_param()"
-    kind = _kind_on_rank_0(value, handle.groups)
-    with all_or_none(handle.groups, verb):
+    with all_or_none(handle.groups, verb) as found:
         handle.refuse_forgotten_writes(verb)
-        value = _checked(value, parameter, kind, handle.groups, verb)
-    value = _of_rank_0(value, kind, handle.groups)
+        value = _checked(value, parameter, found, handle.groups, verb)
+    value = _of_rank_0(value, parameter, found, handle.groups, verb)
     if entry_in_unit(parameter) is None:
         copy_whole(parameter, value)
     else:
@@ -127,16 +119,15 @@ def set_full_grad(parameter: Tensor, value: Tensor | None) -> None:
     """
     handle, i = entry_of(parameter)
     verb = "set_full_grad()"
-    kind = _kind_on_rank_0(value, handle.groups)
-    with all_or_none(handle.groups, verb):
+    with all_or_none(handle.groups, verb) as found:
         if handle.engine.unit_of(i) < 0:
             raise ValueError(f"zero_ext: {verb}: the parameter is frozen; it has no gradient.")
-        if kind != _Kind.NONE or value is not None:
-            value = _checked(value, parameter, kind, handle.groups, verb)
-    if kind == _Kind.NONE:
+        if value is not None:
+            value = _checked(value, parameter, found, handle.groups, verb)
+    if _IS_SHARDED not in found:  # rank 0 has none
         handle.engine.zero_grad([i], _C.ZeroGrad.to_none)
     else:
-        value = _of_rank_0(value, kind, handle.groups)
+        value = _of_rank_0(value, parameter, found, handle.groups, verb)
         handle.engine.write_gradient(i, part_of(parameter, value))
 
 
@@ -204,8 +195,7 @@ def set_full_state(optimizer: Sharded, parameter: Tensor, name: str, value) -> N
     """
     groups = entry_of(parameter).handle.groups
     verb = f"set_full_state() of '{name}'"
-    kind = _kind_on_rank_0(value, groups)
-    with all_or_none(groups, verb):
+    with all_or_none(groups, verb) as found:
         state = state_of(optimizer, parameter, name)
         if not isinstance(state, Tensor):
             raise ValueError(
@@ -214,8 +204,8 @@ def set_full_state(optimizer: Sharded, parameter: Tensor, name: str, value) -> N
             )
         if isinstance(value, Number):
             value = torch.full(state.shape, value, dtype=torch.float32)
-        value = _checked(value, state, kind, groups, verb)
-    copy_whole(state, _of_rank_0(value, kind, groups))
+        value = _checked(value, state, found, groups, verb)
+    copy_whole(state, _of_rank_0(value, state, found, groups, verb))
 
 
 def _is_whole(parameter) -> bool:
@@ -270,17 +260,8 @@ def _copy_of_whole(value: Tensor) -> Tensor:
     return value.full_tensor() if hasattr(value, "full_tensor") else value.detach().clone()
 
 
-def _kind_on_rank_0(value, groups: Groups) -> _Kind:
-    kind = _Kind.SHARDED if hasattr(value, "full_tensor") else _Kind.WHOLE
-    known = torch.tensor(_Kind.NONE if value is None else kind, device="cpu")
-    if groups.world > 1:
-        with naming("rank 0's value"):
-            broadcast_(known, groups.parent, 0)
-    return _Kind(known.item())
-
-
-def _checked(value, like: Tensor, kind: _Kind, groups: Groups, verb: str) -> Tensor:
-    """This rank's argument of ``_of_rank_0``: ``value`` itself if it is sharded."""
+def _checked(value, like: Tensor, found: dict, groups: Groups, verb: str) -> Tensor | None:
+    """This rank's argument of ``_of_rank_0``. In ``found`` rank 0 says if its value is sharded."""
     where = f"{groups.where}{verb}"
     if value is not None or groups.rank == 0:
         if not isinstance(value, Tensor):
@@ -290,22 +271,27 @@ def _checked(value, like: Tensor, kind: _Kind, groups: Groups, verb: str) -> Ten
                 f"{where}: the value has shape {tuple(value.shape)}, it must have "
                 f"{tuple(like.shape)}."
             )
-    if kind == _Kind.SHARDED:
-        if not hasattr(value, "full_tensor"):
-            raise TypeError(
-                f"{where}: the value is sharded on rank 0, and here a {type(value).__name__}. Pass "
-                "the sharded one on every rank, or rank 0's full_tensor()."
-            )
-        return value
     if groups.rank > 0:
-        return torch.empty(like.shape, dtype=torch.float32, device="cpu")
-    return _on_host(value)
+        return value
+    found[_IS_SHARDED] = hasattr(value, "full_tensor")
+    return value if found[_IS_SHARDED] else _on_host(value)
 
 
-def _of_rank_0(value: Tensor, kind: _Kind, groups: Groups) -> Tensor:
+def _of_rank_0(
+    value: Tensor | None, like: Tensor, found: dict, groups: Groups, verb: str
+) -> Tensor:
     """Rank 0's value in fp32, on every rank, after all have passed their checks. Collective."""
-    if kind == _Kind.SHARDED:
+    if found[_IS_SHARDED]:
+        with all_or_none(groups, verb):
+            if not hasattr(value, "full_tensor"):
+                raise TypeError(
+                    f"{groups.where}{verb}: the value is sharded on rank 0, and here a "
+                    f"{type(value).__name__}. Pass the sharded one on every rank, or rank 0's "
+                    "full_tensor()."
+                )
         value = _on_host(value.full_tensor())
+    elif groups.rank > 0:
+        value = torch.empty(like.shape, dtype=torch.float32, device="cpu")
     if groups.world > 1:
         with naming("rank 0's value"):
             broadcast_(value, groups.parent, 0)
