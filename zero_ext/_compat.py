@@ -52,7 +52,8 @@ def check() -> None:
 
 def _use_held_extension(present: str, present_cuda: str | None) -> None:
     """Adds its folder to the package's path, so that _C and _build_info are imported from there."""
-    held = sorted((_torch_and_kind(folder) for folder in HELD.glob("torch-*")), key=_in_order)
+    folders = [tuple(folder.name.split("-")[1:]) for folder in HELD.glob("torch-*")]
+    held = sorted(folders, key=lambda each: ([int(part) for part in each[0].split(".")], each[1]))
     if not held:
         return
     torch_minor = ".".join(_minor(present))
@@ -74,24 +75,10 @@ def _use_held_extension(present: str, present_cuda: str | None) -> None:
     )
 
 
-def _torch_and_kind(folder: Path) -> tuple[str, str]:
-    _, version, kind = folder.name.split("-")
-    return version, kind
-
-
-def _in_order(held: tuple[str, str]) -> tuple[list[int], str]:
-    version, kind = held
-    return [int(part) for part in version.split(".")], kind
-
-
 def _build_info() -> ModuleType:
-    try:
-        built = importlib.import_module("zero_ext._build_info")
-    except ModuleNotFoundError:
-        built = None
-    if built is None or importlib.util.find_spec("zero_ext._C") is None:
+    if None in map(importlib.util.find_spec, ("zero_ext._build_info", "zero_ext._C")):
         raise ImportError(_why_not_built(Path(__file__).parent))
-    return built
+    return importlib.import_module("zero_ext._build_info")
 
 
 def _why_not_built(package: Path) -> str:

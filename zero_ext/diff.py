@@ -35,7 +35,11 @@ def differing_steps(first: Path, second: Path) -> list[str]:
         if differing:
             values = ", ".join(f"{key} {one[key]} and {other[key]}" for key in differing)
             lines = [f"step {step} is the first that differs: {values}"]
-            return lines + _differing(one.get("parameters"), other.get("parameters"))
+            if "parameters" in one and "parameters" in other:
+                named, others = one["parameters"], other["parameters"]
+                names = [n for n in {**named, **others} if named.get(n) != others.get(n)]
+                lines += [f"differs: {name}" for name in names]
+            return lines
     return []
 
 
@@ -50,13 +54,6 @@ def _steps_of(path: Path) -> dict[int, dict[str, Any]]:
                 f"zero_ext: line {number} of '{path}' is none of a TrainingLog: {error!r}."
             ) from error
     return steps
-
-
-def _differing(first: dict[str, str] | None, second: dict[str, str] | None) -> list[str]:
-    if first is None or second is None:
-        return []
-    names = [name for name in {**first, **second} if first.get(name) != second.get(name)]
-    return [f"differs: {name}" for name in names]
 
 
 def differing_values(first: Path, second: Path) -> list[str]:

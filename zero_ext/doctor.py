@@ -220,8 +220,7 @@ def _measure_collectives(meeting: Meeting, device: torch.device) -> dict[str, An
     shape = (meeting.world, _MEASURED_BYTES // meeting.world)
     sent, into = torch.ones(2, *shape, dtype=torch.uint8, device=device)
     if device != CPU:
-        copy = lambda: into.copy_(sent)  # noqa: E731
-        rates["device copy"] = _gb_per_s(sent.nbytes, copy, device)
+        rates["device copy"] = _gb_per_s(sent.nbytes, lambda: into.copy_(sent), device)
     exchange = lambda: dist.all_to_all_single(into, sent)  # noqa: E731
     rates["collectives"] = _gb_per_s(sent.nbytes - sent[0].nbytes, exchange, device)
     return {"gb_per_s": rates}

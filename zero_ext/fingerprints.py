@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from zero_ext import _C
 from zero_ext.engine.checks import check_module
 from zero_ext.engine.registry import find
+from zero_ext.optim.groups import parameters_of
 from zero_ext.optim.owners import Owners
 from zero_ext.optim.sharded import Sharded
 from zero_ext.optim.whole import Whole
@@ -92,19 +93,17 @@ def _sums(module: nn.Module, optimizers: Any, gradients: bool) -> tuple[list[str
     named = _named(module)
     names = {id(tensor): name for name, tensor in named.items()}
     numbers = {name: k for k, name in enumerate(named)}
-    parts = [*_values(named, groups)]
+    parts: list[_Part] = []
+    for name, tensor in named.items():
+        parts += _part(name, "value", held_value(tensor), groups)
+        if gradients and tensor.grad is not None:
+            parts += _part(name, "grad", tensor.grad, groups)
     for optimizer in optimizers:
         parts += _states(optimizer, names, groups)
-    for name, tensor in named.items() if gradients else ():
-        if tensor.grad is not None:
-            parts += _part(name, "grad", tensor.grad, groups)
-    totals = [[0, 0] for _ in named]
-    for part, (low, high) in zip(parts, hash_sums(parts), strict=True):
-        total = totals[numbers[part.name]]
-        total[0] += low
-        total[1] += high
-    signed = [_signed(*total) for total in totals]
-    sums = torch.tensor(signed, dtype=torch.int64, device="cpu").view(-1, 2)
+    int64 = functools.partial(torch.tensor, dtype=torch.int64, device="cpu")
+    of_parts = int64([_signed(*each) for each in hash_sums(parts)]).view(-1, 2)
+    rows = int64([numbers[part.name] for part in parts])
+    sums = of_parts.new_zeros(len(named), 2).index_add_(0, rows, of_parts)
     if groups.world > 1:
         all_reduce_(sums, groups.parent)
     return list(named), sums
@@ -119,11 +118,6 @@ def _named(module: nn.Module) -> dict[str, Tensor]:
     }
     buffers = ((name, b) for name, b in module.named_buffers() if name in saved)
     return {plain_name(name): t for name, t in (*module.named_parameters(), *buffers)}
-
-
-def _values(named: dict[str, Tensor], groups: Groups) -> Iterator[_Part]:
-    for name, tensor in named.items():
-        yield from _part(name, "value", held_value(tensor), groups)
 
 
 def _part(name: str, kind: str, value: Any, groups: Groups) -> Iterator[_Part]:
@@ -150,21 +144,20 @@ def _states(
     optimizer: torch.optim.Optimizer, names: dict[int, str], groups: Groups
 ) -> Iterator[_Part]:
     core = optimizer.zero_core if isinstance(optimizer, Sharded) else None
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in names:
-                raise ValueError(
-                    f"{groups.where}fingerprint(): a parameter of shape {tuple(parameter.shape)} of"
-                    f" the {type(optimizer).__name__} is not one of the module's. Pass the module "
-                    "that has it."
-                )
-            state = optimizer.state.get(parameter, {})
-            for kind in sorted(state, key=str):
-                of_owner = core is not None and isinstance(core.states, Whole)
-                if of_owner and not _counts_for_owner(core.owners, find(parameter)[1], groups):
-                    continue
-                where = groups._replace(rank=0) if of_owner and core.owners.group else groups
-                yield from _part(names[id(parameter)], str(kind), state[kind], where)
+    owners = core.owners if core is not None and isinstance(core.states, Whole) else None
+    for parameter in parameters_of(optimizer.param_groups):
+        if id(parameter) not in names:
+            raise ValueError(
+                f"{groups.where}fingerprint(): a parameter of shape {tuple(parameter.shape)} of"
+                f" the {type(optimizer).__name__} is not one of the module's. Pass the module "
+                "that has it."
+            )
+        state = optimizer.state.get(parameter, {})
+        if state and owners and not _counts_for_owner(owners, find(parameter)[1], groups):
+            continue
+        where = groups._replace(rank=0) if owners and owners.group else groups
+        for kind in sorted(state, key=str):
+            yield from _part(names[id(parameter)], str(kind), state[kind], where)
 
 
 def _counts_for_owner(owners: Owners, i: int, groups: Groups) -> bool:

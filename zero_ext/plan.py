@@ -5,6 +5,7 @@ It is made on the meta device, which holds no values.
 """
 
 import argparse
+import functools
 import importlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -190,24 +191,21 @@ class Setting(NamedTuple):
     def estimate(self, module: nn.Module, stage: int) -> dict[str, int]:
         """See ``estimate_memory``. With several backwards, the copy that undoes one is counted."""
         several = self.accumulation_steps > 1
-
-        def of(local: bool, offload: bool) -> dict[str, int]:
-            return estimate_memory(
-                module,
-                self.world_size,
-                stage,
-                shards=self.shards,
-                bucket_mb=self.bucket_mb,
-                param_dtype=self.param_dtype,
-                local_accumulation=local,
-                offload_policy=CPUOffloadPolicy() if offload else None,
-                device=self.device,
-            )
-
-        result = of(several, self.offload)
+        of = functools.partial(
+            estimate_memory,
+            module,
+            self.world_size,
+            stage,
+            shards=self.shards,
+            bucket_mb=self.bucket_mb,
+            param_dtype=self.param_dtype,
+            device=self.device,
+        )
+        policy = CPUOffloadPolicy() if self.offload else None
+        result = of(local_accumulation=several, offload_policy=policy)
         if several:
             where = ("offloaded",) if self.offload else ("grad", "persistent")
-            copy = of(local=False, offload=False)["grad"]
+            copy = of()["grad"]
             result |= {kind: result[kind] + copy for kind in where}
         return result
 
@@ -323,17 +321,14 @@ def report(
 
 
 def plot(estimates: Sequence[dict], title: str, path: Path) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     draw(axes, estimates)
     axes.set(title=title)
     figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def draw(axes: Any, estimates: Sequence[dict], unit: str = "MiB", unit_bytes: int = 2**20) -> None:

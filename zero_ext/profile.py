@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from zero_ext._scripts import add_script, run_script
 from zero_ext.engine.memory import bytes_by_kind
 from zero_ext.engine.registry import living
+from zero_ext.ranks.groups import rank_and_world
 
 STEP = "ProfilerStep#"
 BACKWARD = "autograd::engine::"
@@ -179,15 +180,13 @@ def peak_of(profile: Profile) -> int:
 
 
 def draw(profiles: Sequence[Profile], title: str, path: Path) -> None:
-    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplot_mosaic(
-        [["time", "kinds"], ["memory", "waits"], ["units", "units"]],
-        figsize=(15, 14), layout="constrained", width_ratios=(3, 2),
-    )  # fmt: skip
+    figure = Figure(figsize=(15, 14), layout="constrained")
+    axes = figure.subplot_mosaic(
+        [["time", "kinds"], ["memory", "waits"], ["units", "units"]], width_ratios=(3, 2)
+    )
     figure.suptitle(f"{title}\n{summary(profiles)}", fontsize=12)
     ranks = [f"rank {rank}" for rank in range(len(profiles))]
     _draw_time(axes["time"], profiles, ranks)
@@ -201,10 +200,9 @@ def draw(profiles: Sequence[Profile], title: str, path: Path) -> None:
     figure.colorbar(shown, ax=axes["waits"])
     for axis in (axes["waits"].xaxis, axes["waits"].yaxis):
         axis.get_major_locator().set_params(integer=True)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in TIME_COLORS.values()]
+    handles = [Rectangle((0, 0), 1, 1, color=color) for color in TIME_COLORS.values()]
     figure.legend(handles, TIME_COLORS, loc="outside lower center", ncols=len(TIME_COLORS))
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def _draw_time(axes: Any, profiles: Sequence[Profile], ranks: Sequence[str]) -> None:
@@ -313,7 +311,7 @@ class _Watch:
         self.samples.append(Sample(at, dict(held)))
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m zero_ext.profile",
         description="Where the time and the memory of a script's steps go.",
@@ -322,11 +320,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=3, help="steps that are profiled")
     parser.add_argument("--out", type=Path, default=Path("profile"), metavar="FOLDER")
     add_script(parser)
-    return parser
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = _parser()
     args = parser.parse_args(arguments)
     if min(args.skip, args.steps) < 1:
         parser.error("--skip and --steps must be at least 1")
@@ -341,13 +334,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"'{args.script}' has made {watch.steps} steps, and --skip {args.skip} --steps "
             f"{args.steps} needs {args.skip + args.steps}. Pass smaller numbers"
         )
-    together = dist.is_initialized()
-    rank, world = (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+    rank, world = rank_and_world()
     args.out.mkdir(parents=True, exist_ok=True)
     trace = args.out / f"rank{rank}.json"
     watch.profiler.export_chrome_trace(str(trace))
     profiles: list[Any] = [analyse(read(trace), watch.samples)]
-    if together:
+    if world > 1:
         (mine,), profiles = profiles, [None] * world
         dist.all_gather_object(profiles, mine)
     if rank == 0:
