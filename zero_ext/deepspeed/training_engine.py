@@ -177,7 +177,7 @@ class TrainingEngine(EngineCheckpoints):
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
         if self.settings.rejects_unused:
             self._check_used()
-        known = self.optimizer.knows_of_skipped_steps
+        known = self.optimizer.zero_core.knows_of_skipped_steps
         skipped = self.skipped_steps if known else 0
         with self._reports.timed("step"):
             # It may take part in backwards of other ranks.

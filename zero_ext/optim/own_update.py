@@ -105,7 +105,9 @@ class OwnUpdate(Sharded):
         first_states = {
             id(p): state
             for p, state in dict.items(self.state)
-            if isinstance(p, Tensor) and state and not any(map(_is_meta, state.values()))
+            if isinstance(p, Tensor)
+            and state
+            and not any(getattr(value, "is_meta", False) for value in state.values())
         }
 
         def make_states(core: Core) -> None:
@@ -145,10 +147,6 @@ class OwnUpdate(Sharded):
 
     def _zero_update(self) -> None:
         self.zero_core.states.update(self, self.zero_core.keywords)
-
-
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_meta
 
 
 def check_keywords(name: str, step: Callable, keywords: dict[str, Any]) -> None:

@@ -268,11 +268,6 @@ class Sharded(torch.optim.Optimizer):
         raise NotImplementedError
 
     @property
-    def knows_of_skipped_steps(self) -> bool:
-        """Whether ``skipped_steps`` is known after a step without waiting for a device."""
-        return self.zero_core.knows_of_skipped_steps
-
-    @property
     def skipped_steps(self) -> int:
         """Steps that were skipped for NaN or Inf. Waits for the device to know."""
         self.zero_core.report_skipped(wait=True)

@@ -44,7 +44,7 @@ from zero_ext.tensor.meshes import reject_cut
 # Keys of what ranks tell each other.
 _WRITTEN, _RESULT = "written", "result"
 _ITSELF = "the optimizer"
-_META = torch.device("meta")
+_META, _HALVES = torch.device("meta"), (torch.bfloat16, torch.float16)
 
 
 class _WholeParameter(NamedTuple):
@@ -170,7 +170,8 @@ class Whole(OwnStates):
     def begun(self, parameter: Tensor, whole: Tensor, group: Group) -> dict[str, Any] | None:
         """The first state of a parameter that has none."""
         if first := self._first_states.pop(id(parameter), None):
-            return {name: _in_fp32(value) for name, value in first.items()}
+            halves = {n: v for n, v in first.items() if getattr(v, "dtype", None) in _HALVES}
+            return first | {name: value.float() for name, value in halves.items()}
         if not self.code.makes_states:
             return None
         made = self.code.made_for(torch.nn.Parameter(whole.data), group)  # from the values
@@ -399,8 +400,3 @@ def _packed(value: Any) -> bytes:
 
 def _unpacked(data: bytes, device: torch.device) -> Any:
     return tree_map_only(_OnDevice, lambda each: each.tensor.to(device), pickle.loads(data))
-
-
-def _in_fp32(value: Any) -> Any:
-    half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if half else value
