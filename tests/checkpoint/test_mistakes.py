@@ -1,6 +1,7 @@
 """Mistakes in the calls of zero_ext.checkpoint, each with its remedy."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,11 +48,12 @@ def test_an_extra_that_is_no_dict_is_refused(anywhere, path, extra):
 
 @pytest.mark.dist
 @pytest.mark.world(min=2)
-def test_a_shard_in_extra_is_named(mesh, shared_path):
+def test_a_shard_in_an_object_of_extra_is_named(mesh, shared_path):
+    """In plain containers, such as state dicts, it is saved: see test_ema.py."""
     model = zero_ext.shard(MLP(), 3, mesh=mesh)
     shard = next(iter(model.state_dict().values()))
     with pytest.raises(ValueError, match=r"extra\['ema'\] cannot be saved.*only a slice"):
-        checkpoint.save(shared_path / "saved", model, extra={"ema": [shard]})
+        checkpoint.save(shared_path / "saved", model, extra={"ema": SimpleNamespace(of=shard)})
 
 
 @pytest.mark.parametrize("strict", [True, False])

@@ -57,6 +57,23 @@ def undisturbed(stage: int = 1, steps: int = LATER) -> str:
     return training.fingerprint()
 
 
+class Averaging(Training):
+    """Its fingerprint is that of the averages of weights."""
+
+    def __init__(self, *where, **mesh):
+        super().__init__(*where, **mesh)
+        self.ema = zero_ext.EMA(self.model, 0.75)
+        self.optimizers[-1].register_step_post_hook(lambda *_: self.ema.update())
+
+    @property
+    def extra(self) -> dict:
+        return {**super().extra, "ema": self.ema}
+
+    def fingerprint(self) -> str:
+        with self.ema.swap():
+            return super().fingerprint()
+
+
 def copies_in(folder) -> list:
     return sorted(folder.glob("zero_ext-test/*.copy"))
 
@@ -85,6 +102,27 @@ def test_a_run_goes_on_with_fewer_and_more_ranks(stage, group, mesh, rank, world
     dist.barrier(group)
     found = go_on(Training(stage, rank, world, mesh=mesh), shared_path)
     assert found == (undisturbed(), "memory")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("source", ["memory", "file"])
+def test_averages_of_weights_go_on(source, group, mesh, rank, world, shared_path):
+    """On other ranks, from the ranks' copies, and from a checkpoint."""
+    saves = {"checkpoints": shared_path / "saved", "save_every": 1} if source == "file" else {}
+    train_and_lose(Averaging(2, rank, world, mesh=mesh), shared_path, KEPT, **saves)
+    dist.barrier(group)
+    if source == "file":
+        shutil.rmtree(shared_path / "zero_ext-test", ignore_errors=True)
+        dist.barrier(group)
+    later = Averaging(3, rank, world, mesh=mesh)
+    with run_of(later, shared_path, **saves) as run:
+        assert ("memory" in run.source) == (source == "memory")
+        later.run(run, LATER, lambda: None)
+        found = later.fingerprint()
+    alone = Averaging(1, 0, 1, mesh="alone")
+    for _ in range(LATER):
+        alone.step()
+    assert found == alone.fingerprint()
 
 
 @pytest.mark.dist

@@ -196,20 +196,28 @@ def test_another_stage_loads_the_averages_and_goes_on(anywhere, rank, stage, pat
             ema.update()
         arguments = {"checkpoint_id": path / str(k), "no_dist": anywhere is None}
         dcp.save({"ema": ema.state_dict()}, **arguments)
+        ours = path / f"ours{k}"
+        zero_ext.checkpoint.save(ours, model, extra={"all": [7, ema.state_dict()]})
         whole = {"averages": averages_of(ema), "n_averaged": 2}
         other, _ = setting.sharded((stage + 1) % 4, anywhere, seed=1)
-        loaded, handed = zero_ext.EMA(other, setting.decay), zero_ext.EMA(other, setting.decay)
+        loaded, handed, kept = (zero_ext.EMA(other, setting.decay) for _ in range(3))
         state = {"ema": loaded.state_dict()}
         dcp.load(state, **arguments)
         loaded.load_state_dict(state["ema"])
         handed.load_state_dict(copy.deepcopy(whole))
+        number, averages = zero_ext.checkpoint.load(ours, other)["all"]
+        kept.load_state_dict(averages)
+        _, extra = zero_ext.checkpoint.read_whole(ours)
+        assert number == 7 and extra["all"][1]["averages"].keys() == whole["averages"].keys()
+        for name, value in whole["averages"].items():
+            assert_bits(extra["all"][1]["averages"][name], value, name)
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             zero_ext.set_full_param(q, zero_ext.full_tensor(p).add_(0.125))
             zero_ext.set_full_param(p, zero_ext.full_tensor(p).add_(0.125))
-        for each in (ema, loaded, handed):
+        for each in (ema, loaded, handed, kept):
             each.update()
         after = averages_of(ema)
-        for each in (loaded, handed):
+        for each in (loaded, handed, kept):
             assert each.state_dict()["n_averaged"] == 3
             assert averages_of(each).keys() == after.keys()
             for name, value in averages_of(each).items():

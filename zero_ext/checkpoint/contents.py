@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from zero_ext._warnings import warn
@@ -78,6 +79,16 @@ class Contents(NamedTuple):
             objects.get("extra", {}),
             functools.partial(files.read, reader),
         )
+
+    def whole_extra(self) -> dict[str, Any]:
+        """``extra`` with its sharded tensors, read whole to the host."""
+        apart = {
+            key: torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+            for key, saved in self.tensors.items()
+            if key.startswith(f"{EXTRA}.")
+        }
+        self.read(apart)
+        return pickles.put_back(self.extra, apart)
 
     def matching(self, of_model: ModelState, strict: bool) -> tuple[list[str], dict[str, Any]]:
         """The names of the tensors that checkpoint and model have, and copies of the objects.

@@ -37,7 +37,7 @@ def load(
 ) -> dict[str, Any]:
     """Give ``model`` and ``optimizer`` what a checkpoint holds; returns its ``extra``. Collective.
 
-    Call it between two steps; gradients stay as they are.
+    Call it between two steps; gradients stay as they are. Sharded tensors in ``extra`` are whole.
 
     Success means that every tensor that was read has the bits that were saved: their digests are
     checked. Checkpoints of torch and of versions without digests are loaded without that check.
@@ -174,6 +174,7 @@ def load_contents(
     with failures.together(groups, what):
         contents.read(values)
         contents.read(templates, allow_pickle)
+        extra = contents.whole_extra()
     with all_or_none(groups, what):  # optimizers have checks of their own
         loads = [each.checked_load(values) for each in saved]
     with all_or_none(groups, what):
@@ -188,7 +189,7 @@ def load_contents(
         {name: templates.get(contents.keys[name], value) for name, value in objects.items()},
     )
     _log.debug("%sended %s: %d values", groups.where, what, len(values))
-    return contents.extra
+    return extra
 
 
 def _keep_changes(values: dict[str, Any], key: str, parameter: torch.Tensor) -> None:
@@ -213,7 +214,7 @@ def read_whole(
     }
     contents.read(read)
     values = {name: read[key] for name, key in contents.keys.items() if key in read}
-    return values | contents.objects, contents.extra
+    return values | contents.objects, contents.whole_extra()
 
 
 def _prepare(model: nn.Module) -> None:

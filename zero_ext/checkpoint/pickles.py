@@ -2,11 +2,18 @@
 
 import io
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor
+
+from zero_ext._torch import tree_map_only
+
+_SHARDED = "zero_ext.sharded"  # the one key of a stand-in
 
 # The classes in the metadata of torch.distributed.checkpoint.
 _METADATA_CLASSES = {
@@ -68,6 +75,31 @@ def pickled(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
+
+
+def set_apart(extra: Any, prefix: str) -> tuple[Any, dict[str, DTensor]]:
+    """``extra`` with stand-ins for its sharded tensors, of which no rank has all, and these by
+    keys that begin with ``prefix``."""
+    apart: dict[str, DTensor] = {}
+
+    def stand_in(tensor: DTensor) -> dict[str, str]:
+        key = f"{prefix}.{len(apart)}"
+        apart[key] = tensor
+        return {_SHARDED: key}
+
+    return tree_map_only(DTensor, stand_in, extra), apart
+
+
+def put_back(extra: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """``extra`` with ``tensors`` in the places of their stand-ins."""
+
+    def is_stand_in(value: Any) -> bool:
+        return isinstance(value, dict) and value.keys() == {_SHARDED}
+
+    def tensor_of(value: dict) -> Any:
+        return tensors[value[_SHARDED]] if is_stand_in(value) else value
+
+    return tree_map_only(dict, tensor_of, extra, is_leaf=is_stand_in)
 
 
 def pickled_extra(extra: Any) -> bytes:

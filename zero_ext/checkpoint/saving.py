@@ -8,7 +8,7 @@ holds, and reads what it will hold. The number of ranks may change in between. T
 - ``optimizer.state.<parameter's name>.<state>``: the tensors of the optimizers' states.
 - ``zero_ext``: everything that is no tensor, pickled. Extra states are here as well, and what
   optimizers keep under names, tensors too.
-- ``zero_ext.extra``: what the user has passed, pickled.
+- ``zero_ext.extra``: what the user has passed, pickled. Its sharded tensors: ``…extra.<number>``.
 - ``zero_ext.rank<rank>.<key>``: values that differ between ranks, see Note [Values of ranks].
 """
 
@@ -75,9 +75,10 @@ def save(
         model: A sharded module, one whose parameters an optimizer of this package shards, or any.
         optimizer: Of the model's parameters, or several, which share none. A ``loss_scaler`` is
             saved with its optimizer.
-        extra: Whatever else a restart needs (schedulers, counts, random states); pickled. Ranks may
-            pass different ones. ``load`` needs ``allow_pickle=True`` for what is more than tensors,
-            numbers, strings and plain containers of them.
+        extra: Whatever else a restart needs (schedulers, counts, random states, ``EMA``); pickled,
+            but for sharded tensors. Ranks may pass different ones. ``load`` needs
+            ``allow_pickle=True`` for what is more than tensors, numbers, strings and plain
+            containers of them.
         async_: Copy everything to host memory, and return while it is being written. Saves are
             written in the order of their calls.
     Returns:
@@ -112,9 +113,10 @@ def save_without(
     with failures.together(groups, what):
         folders.refuse_to_replace(path)
         of_model, state, objects = held_state(model, optimizers, groups, left_out)
-        saved_extra = pickles.pickled_extra({} if extra is None else extra)
-        digests = rank_values.digests_of(state, extra or {}, of_model) if groups.world > 1 else {}
-        state[OBJECTS], state[EXTRA] = pickles.pickled(objects), saved_extra
+        extra, apart = pickles.set_apart({} if extra is None else extra, EXTRA)
+        saved_extra = pickles.pickled_extra(extra)
+        digests = rank_values.digests_of(state, extra, of_model) if groups.world > 1 else {}
+        state |= {OBJECTS: pickles.pickled(objects), EXTRA: saved_extra, **apart}
         state |= torchs_groups(objects["optimizers"])
     check_same_on_all_ranks(
         groups,

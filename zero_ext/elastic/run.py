@@ -18,6 +18,7 @@ from zero_ext._warnings import warn
 from zero_ext.checkpoint import failures, loading, pickles, saving
 from zero_ext.checkpoint.folders import numbered
 from zero_ext.checkpoint.optimizer_states import listed
+from zero_ext.checkpoint.rank_values import EXTRA
 from zero_ext.elastic import in_place
 from zero_ext.elastic.keeping import Keeper, Partners
 from zero_ext.elastic.restoring import contents_of, from_all_ranks, newest_copies
@@ -165,8 +166,8 @@ class Run:
     def _copy(self) -> None:
         _, state, objects = saving.held_state(self._model, self._optimizers, self._groups)
         values = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-        objects["extra"] = self._extra_now()
-        self._keeper.keep(self.step, values, pickles.pickled(objects))
+        objects["extra"], apart = pickles.set_apart(self._extra_now(), EXTRA)
+        self._keeper.keep(self.step, values | apart, pickles.pickled(objects))
 
     def _extra_now(self) -> dict[str, Any]:
         states = {name: each.state_dict() for name, each in self._extra.items()}
