@@ -361,6 +361,35 @@ def test_an_optimizers_state_is_saved_and_resumed(process_group, rank, world, pa
     assert Path(file).read_bytes() == before
 
 
+AVERAGES = """
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim.swa_utils import AveragedModel
+
+torch.manual_seed(0)
+model = DDP(nn.Sequential(nn.Linear(13, 37), nn.GELU(), nn.Linear(37, 3)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+average = AveragedModel(model)
+for step in range(3):
+    x = torch.linspace(-1, dist.get_rank() + step + 1, 26).view(2, 13)
+    model(x).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    average.update_parameters(model)
+result = average(torch.ones(2, 13))
+"""
+
+
+def test_weights_of_a_ddp_model_are_averaged(process_group, tmp_path):
+    """torch copies the model for it."""
+    script = tmp_path / "averages.py"
+    script.write_text(AVERAGES)
+    expected = stock(str(script), [])["result"]
+    found = run(["--stage", "2", str(script)])["result"]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 GOES_BACK = """
 import sys
 import torch, torch.distributed as dist

@@ -146,6 +146,12 @@ class ShardedDataParallel(nn.Module):
         _adopt_made()
         return self.module(*inputs, **kwargs)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, whose module is plain. That of the class would look for its process group."""
+        return self.__dict__ | {"_no_sync": None}
+
+    __setstate__ = nn.Module.__setstate__
+
     def no_sync(self) -> Any:
         return self.module.no_sync()
 
