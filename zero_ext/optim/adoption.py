@@ -192,7 +192,8 @@ def _like(
     @functools.wraps(kind, updated=())
     def made(groups: list[Any]) -> torch.optim.Optimizer:
         optimizer = kind.__new__(kind)
-        torch.optim.Optimizer.__init__(optimizer, groups, {**defaults})
+        init = inspect.unwrap(torch.optim.Optimizer.__init__)  # entries follow what a user makes
+        init(optimizer, groups, {**defaults})
         memo = {id(reference()): optimizer}  # to which methods are bound then
         for name, value in attributes_of(reference()).items():
             with contextlib.suppress(Exception):  # whatever an object's own copying raises
