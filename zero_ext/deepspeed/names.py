@@ -17,15 +17,11 @@ _ELSEWHERE = {
     "comm": ("environment", _TORCH),
     "comm.comm": ("environment", _TORCH),
     "ops.adagrad": ("helpers",),
-    "ops.lamb": ("lamb",),
-    "ops.lion": ("optimizers",),
-    "runtime": (),
     "runtime.activation_checkpointing": ("",),
     "runtime.activation_checkpointing.checkpointing": ("checkpointing",),
     "runtime.compiler": ("helpers",),
     "runtime.dataloader": ("helpers",),
     "runtime.engine": ("",),
-    "runtime.lr_schedules": ("schedules",),
     "runtime.utils": ("helpers", "torch.nn.utils"),
     "runtime.zero": ("zero",),
     "runtime.zero.config": ("helpers",),
@@ -109,8 +105,6 @@ class _Module(ModuleType):
         try:
             return child(self.__name__, name)
         except AttributeError:
-            if not self._others:  # scripts ask a package, and go on
-                raise
             raise missing(self._path, name) from None
 
 
