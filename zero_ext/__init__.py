@@ -11,7 +11,8 @@ from zero_ext import _compat
 
 _compat.check()
 
-from zero_ext import _C, ops  # noqa: E402, F401
+from zero_ext import _C  # noqa: E402, F401
+from zero_ext import ops as ops  # noqa: E402
 
 if TYPE_CHECKING:
     from zero_ext import checkpoint as checkpoint

@@ -484,3 +484,31 @@ def test_an_export_that_fails_leaves_nothing(anywhere, rank, path, monkeypatch):
         checkpoint.export_safetensors(model, path, max_shard_size=200)
     barrier(anywhere)
     assert list(path.iterdir()) == []
+
+
+# Sharded tensors in extra
+
+
+@pytest.mark.dist
+def test_ranks_order_their_extra_as_they_like(mesh, rank, shared_path):
+    """Lists in two places stay one."""
+    model = zero_ext.shard(MLP(13), 2, mesh=mesh)
+    first = zero_ext.EMA(model)
+    first.update()
+    for p in model.parameters():
+        zero_ext.set_full_param(p, torch.zeros(p.shape))
+    second = zero_ext.EMA(model)
+    second.update()
+    shared = [rank]
+    pairs = [("first", first.state_dict()), ("second", [second.state_dict()]), ("x", (shared,))]
+    extra = dict([*(pairs if rank == 0 else reversed(pairs)), ("y", shared)])
+    expected = {n: v.full_tensor() for n, v in first.state_dict()["averages"].items()}
+    for async_ in (False, True):
+        saving = checkpoint.save(shared_path / "saved", model, extra=extra, async_=async_)
+        if async_:
+            saving.result()
+        loaded = checkpoint.load(shared_path / "saved", model)
+        assert loaded["y"] is loaded["x"][0] and loaded["y"] == [rank]
+        for name, value in loaded["first"]["averages"].items():
+            assert_bits(value, expected[name], name)
+        assert not any(v.any() for v in loaded["second"][0]["averages"].values())

@@ -1274,6 +1274,17 @@ class TestLoading:
             assert values["step"] == 0
             assert_bits(full(values["exp_avg"]), torch.zeros(values["exp_avg"].shape))
 
+    @pytest.mark.parametrize("name", ["AdamW", "SGD"])
+    def test_frozen_parameters_of_other_dtypes_have_no_state(self, team, name):
+        parameters = [*make_parameters(), nn.Parameter(torch.ones(3).double(), requires_grad=False)]
+        kind = getattr(zero_ext.optim, name)
+        optimizer = kind(parameters, lr=0.5, process_group=team.group)
+        loss_of(parameters[:-1], team.rank, 0).backward()
+        optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+        optimizer.load_state_dict(saved)
+        assert optimizer.state_dict()["state"].keys() == saved["state"].keys()
+
     def test_hyper_parameters_come_with_the_state(self, team):
         ours, _ = makers(("AdamW", {"lr": 0.5}), team)
         state = ours(make_parameters()).state_dict()

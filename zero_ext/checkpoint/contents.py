@@ -85,7 +85,7 @@ class Contents(NamedTuple):
         apart = {
             key: torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
             for key, saved in self.tensors.items()
-            if key.startswith(f"{EXTRA}.")
+            if key.startswith(f"{EXTRA}[")
         }
         self.read(apart)
         return pickles.put_back(self.extra, apart)

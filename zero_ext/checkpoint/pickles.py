@@ -1,8 +1,9 @@
 """Objects in a checkpoint, beside tensors: read without running code unless the user allows it."""
 
+import copy
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
-
-from zero_ext._torch import tree_map_only
 
 _SHARDED = "zero_ext.sharded"  # the one key of a stand-in
 
@@ -79,27 +78,53 @@ def pickled(value: Any) -> bytes:
 
 def set_apart(extra: Any, prefix: str) -> tuple[Any, dict[str, DTensor]]:
     """``extra`` with stand-ins for its sharded tensors, of which no rank has all, and these by
-    keys that begin with ``prefix``."""
+    their places in it, after ``prefix``."""
     apart: dict[str, DTensor] = {}
 
-    def stand_in(tensor: DTensor) -> dict[str, str]:
-        key = f"{prefix}.{len(apart)}"
-        apart[key] = tensor
-        return {_SHARDED: key}
+    def stand_in(value: Any, place: str) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        apart[place] = value
+        return {_SHARDED: place}
 
-    return tree_map_only(DTensor, stand_in, extra), apart
+    return _replaced(extra, prefix, stand_in, {}), apart
 
 
 def put_back(extra: Any, tensors: Mapping[str, Tensor]) -> Any:
     """``extra`` with ``tensors`` in the places of their stand-ins."""
 
-    def is_stand_in(value: Any) -> bool:
-        return isinstance(value, dict) and value.keys() == {_SHARDED}
+    def tensor_of(value: Any, _: str) -> Any:
+        is_stand_in = isinstance(value, dict) and value.keys() == {_SHARDED}
+        return tensors.get(value[_SHARDED], value) if is_stand_in else value
 
-    def tensor_of(value: dict) -> Any:
-        return tensors[value[_SHARDED]] if is_stand_in(value) else value
+    return _replaced(extra, "", tensor_of, {})
 
-    return tree_map_only(dict, tensor_of, extra, is_leaf=is_stand_in)
+
+def _replaced(value: Any, place: str, new: Callable[[Any, str], Any], done: dict[int, Any]) -> Any:
+    """``value`` with what ``new`` makes of its parts. A container in which all stays is itself.
+
+    Args:
+        done: What containers became, by their ids: several may hold one.
+    """
+    made = new(value, place)
+    if made is not value or not isinstance(value, dict | list | tuple):
+        return made
+    if id(value) in done:
+        return done[id(value)]
+    done[id(value)] = value
+    parts = list(value.items() if isinstance(value, dict) else enumerate(value))
+    changed = {}
+    for key, part in parts:
+        if isinstance(part, dict | list | tuple | DTensor):
+            made = _replaced(part, f"{place}[{key!r}]", new, done)
+            changed |= {} if made is part else {key: made}
+    if changed:
+        copied = copy.copy(value) if isinstance(value, dict) else list(value)
+        for key, made in changed.items():
+            copied[key] = made
+        make = getattr(type(value), "_make", type(value))  # of a named tuple
+        done[id(value)] = make(copied) if isinstance(value, tuple) else copied
+    return done[id(value)]
 
 
 def pickled_extra(extra: Any) -> bytes:

@@ -8,7 +8,7 @@ holds, and reads what it will hold. The number of ranks may change in between. T
 - ``optimizer.state.<parameter's name>.<state>``: the tensors of the optimizers' states.
 - ``zero_ext``: everything that is no tensor, pickled. Extra states are here as well, and what
   optimizers keep under names, tensors too.
-- ``zero_ext.extra``: what the user has passed, pickled. Its sharded tensors: ``…extra.<number>``.
+- ``zero_ext.extra``: what the user has passed, pickled. Its sharded tensors: ``…extra[<key>]…``.
 - ``zero_ext.rank<rank>.<key>``: values that differ between ranks, see Note [Values of ranks].
 """
 
@@ -76,9 +76,9 @@ def save(
         optimizer: Of the model's parameters, or several, which share none. A ``loss_scaler`` is
             saved with its optimizer.
         extra: Whatever else a restart needs (schedulers, counts, random states, ``EMA``); pickled,
-            but for sharded tensors. Ranks may pass different ones. ``load`` needs
-            ``allow_pickle=True`` for what is more than tensors, numbers, strings and plain
-            containers of them.
+            but for sharded tensors. Ranks may pass different ones, but the same sharded tensors.
+            ``load`` needs ``allow_pickle=True`` for what is more than tensors, numbers, strings
+            and plain containers of them.
         async_: Copy everything to host memory, and return while it is being written. Saves are
             written in the order of their calls.
     Returns:
@@ -122,7 +122,8 @@ def save_without(
         groups,
         [f"folder {path.name}", *sorted(state)],
         "checkpoints to be saved",
-        remedy="Save the same model and optimizer to the same folder on every rank.",
+        remedy="Save the same model, optimizer and sharded tensors of extra to the same folder on "
+        "every rank.",
     )
     if groups.world > 1:
         state |= rank_values.own_values(state, digests, groups)

@@ -353,7 +353,7 @@ class FusedStates(States):
                         "saved."
                     )
                 each.check_shape(name, held[name].shape)
-            writes.append((each, held))
+            writes += [(each, held)] if held else []
 
         def write() -> None:
             for each, held in writes:
@@ -373,7 +373,7 @@ class FusedStates(States):
     def _completed(self, saved: SavedState) -> SavedState:
         """Add the values that torch does not save, and leave out those that it saves as None."""
         values = {name: value for name, value in saved.values.items() if value is not None}
-        if self._layout.counts_steps and "momentum_buffer" in self._layout.names:
+        if values and self._layout.counts_steps and "momentum_buffer" in self._layout.names:
             # torch counts no steps of SGD: its first one with momentum makes the buffer.
             values["step"] = values.get("step", 1) if "momentum_buffer" in values else 0
         return saved._replace(values=values)
