@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import functools
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from types import FunctionType
@@ -87,7 +88,7 @@ def hooks_are_off(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     registered = [each for each in hooks if each[2]]
     try:
         for parameter, name, _ in registered:
-            setattr(parameter, name, {})  # None would leave torch the last ones
+            setattr(parameter, name, OrderedDict())  # None would leave torch the last ones
         yield
     finally:
         for each in registered:
