@@ -174,7 +174,7 @@ def load_contents(
     with failures.together(groups, what):
         contents.read(values)
         contents.read(templates, allow_pickle)
-        extra = contents.whole_extra()
+        extra = {} if keeps_values else contents.whole_extra()  # their caller takes none
     with all_or_none(groups, what):  # optimizers have checks of their own
         loads = [each.checked_load(values) for each in saved]
     with all_or_none(groups, what):
