@@ -379,6 +379,22 @@ for step in range(3):
     average.update_parameters(model)
 result = average(torch.ones(2, 13))
 """
+TRAINS_A_COPY = """
+import copy, torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+plain = nn.Linear(3, 5)
+model = DDP(plain)
+copied = copy.deepcopy(copy.deepcopy(model))
+error = None
+try:
+    copied(torch.ones(2, 3)).sum().backward()
+except RuntimeError as caught:
+    error = str(caught)
+again = DDP(copy.deepcopy(model.module))
+again(torch.ones(2, 3)).sum().backward()
+"""
 
 
 def test_weights_of_a_ddp_model_are_averaged(process_group, tmp_path):
@@ -388,6 +404,12 @@ def test_weights_of_a_ddp_model_are_averaged(process_group, tmp_path):
     expected = stock(str(script), [])["result"]
     found = run(["--stage", "2", str(script)])["result"]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_copy_of_a_ddp_model_is_not_trained_apart(process_group, tmp_path):
+    script = tmp_path / "trains.py"
+    script.write_text(TRAINS_A_COPY)
+    assert "through a copy of a DistributedDataParallel" in run([str(script)])["error"]
 
 
 GOES_BACK = """

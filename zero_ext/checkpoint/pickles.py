@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.tensor import DTensor
+
+from zero_ext.tensor.shard_tensor import ShardTensor
 
 _SHARDED = "zero_ext.sharded"  # the one key of a stand-in
 
@@ -76,13 +77,13 @@ def pickled(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def set_apart(extra: Any, prefix: str) -> tuple[Any, dict[str, DTensor]]:
-    """``extra`` with stand-ins for its sharded tensors, of which no rank has all, and these by
+def set_apart(extra: Any, prefix: str) -> tuple[Any, dict[str, ShardTensor]]:
+    """``extra`` with stand-ins for its sharded tensors, which cannot be pickled, and these by
     their places in it, after ``prefix``."""
-    apart: dict[str, DTensor] = {}
+    apart: dict[str, ShardTensor] = {}
 
     def stand_in(value: Any, place: str) -> Any:
-        if not isinstance(value, DTensor):
+        if not isinstance(value, ShardTensor):
             return value
         apart[place] = value
         return {_SHARDED: place}
@@ -115,7 +116,7 @@ def _replaced(value: Any, place: str, new: Callable[[Any, str], Any], done: dict
     parts = list(value.items() if isinstance(value, dict) else enumerate(value))
     changed = {}
     for key, part in parts:
-        if isinstance(part, dict | list | tuple | DTensor):
+        if isinstance(part, dict | list | tuple | ShardTensor):
             made = _replaced(part, f"{place}[{key!r}]", new, done)
             changed |= {} if made is part else {key: made}
     if changed:

@@ -150,7 +150,10 @@ class ShardedDataParallel(nn.Module):
         """Of a copy, whose module is plain. That of the class would look for its process group."""
         return self.__dict__ | {"_no_sync": None}
 
-    __setstate__ = nn.Module.__setstate__
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        nn.Module.__setstate__(self, state)
+        for parameter in filter(lambda p: p.requires_grad, self.module.parameters()):
+            parameter.register_hook(_reject_gradient_of_copy)
 
     def no_sync(self) -> Any:
         return self.module.no_sync()
@@ -183,6 +186,13 @@ class ShardedDataParallel(nn.Module):
             "zero_ext: join() is for DistributedDataParallel. Ranks may run different numbers of "
             "backwards: leave it out, and call optimizer.step() equally often on every rank."
         )
+
+
+def _reject_gradient_of_copy(gradient: torch.Tensor) -> NoReturn:
+    raise RuntimeError(
+        "zero_ext: a backward through a copy of a DistributedDataParallel, whose gradients nobody "
+        "averages. Wrap copy.deepcopy(model.module) in DistributedDataParallel instead."
+    )
 
 
 def _whole_state_dict(

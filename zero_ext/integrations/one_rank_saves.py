@@ -17,7 +17,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zero_ext import _C
@@ -42,7 +41,7 @@ class _Posted(NamedTuple):
 
     tag: int
     address: int
-    messages: list[dist.Work]  # which hold the part
+    messages: list[Any]  # which hold the part
 
 
 class SharedStates:

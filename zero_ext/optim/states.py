@@ -48,7 +48,7 @@ class ShownStates(defaultdict):
     compare, copy or pickle them, gets all views made.
 
     Attributes:
-        begun: Whether some rank has states, although this one may own none.
+        begun: Whether the ranks have stepped or loaded states, although this one may own none.
     """
 
     begun = False
