@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from zero_ext._warnings import warn
@@ -82,13 +83,18 @@ class Contents(NamedTuple):
 
     def whole_extra(self) -> dict[str, Any]:
         """``extra`` with its sharded tensors, read whole to the host."""
-        apart = {
-            key: torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
-            for key, saved in self.tensors.items()
-            if key.startswith(f"{EXTRA}[")
-        }
-        self.read(apart)
+        apart = self.whole(key for key in self.tensors if key.startswith(f"{EXTRA}["))
         return pickles.put_back(self.extra, apart)
+
+    def whole(self, keys: Iterable[str]) -> dict[str, Tensor]:
+        """The tensors under ``keys``, read whole to the host."""
+        saved = {key: self.tensors[key] for key in keys}
+        tensors = {
+            key: torch.empty(each.size, dtype=each.properties.dtype, device="cpu")
+            for key, each in saved.items()
+        }
+        self.read(tensors)
+        return tensors
 
     def matching(self, of_model: ModelState, strict: bool) -> tuple[list[str], dict[str, Any]]:
         """The names of the tensors that checkpoint and model have, and copies of the objects.

@@ -207,12 +207,8 @@ def read_whole(
     """
     with failures.named(None, f"read_whole() of checkpoint '{path}'"):
         contents = Contents.of(folders.path_of(path), allow_pickle)
-    read = {  # tied parameters may have one key
-        key: torch.empty(contents.tensors[key].size, dtype=contents.tensors[key].properties.dtype)
-        for key in contents.keys.values()
-        if key in contents.tensors
-    }
-    contents.read(read)
+    # Tied parameters may have one key.
+    read = contents.whole(key for key in contents.keys.values() if key in contents.tensors)
     values = {name: read[key] for name, key in contents.keys.items() if key in read}
     return values | contents.objects, contents.whole_extra()
 
