@@ -20,6 +20,7 @@ from zero_ext.deepspeed.casting import COMPUTED
 from zero_ext.deepspeed.environment import init_distributed
 from zero_ext.engine.registry import find
 from zero_ext.ranks.collectives import broadcast_, on_wire, wait_for
+from zero_ext.ranks.groups import rank_and_world
 
 _PIECE = "_zero_ext_piece"  # an attribute, which goes with a Parameter that takes its place
 
@@ -28,7 +29,7 @@ _PIECE = "_zero_ext_piece"  # an attribute, which goes with a Parameter that tak
 def _piece(value: Tensor, source: int) -> Tensor:
     """This rank's part of rank ``source``'s value, flat. The last ranks' parts may be padded.
     Collective."""
-    ranks, rank = _ranks()
+    rank, ranks = rank_and_world()
     value = value.detach().contiguous()
     if ranks > 1:
         # As bytes: backends do not know every dtype.
@@ -43,7 +44,7 @@ def _piece(value: Tensor, source: int) -> Tensor:
 @torch.no_grad()
 def _whole(parameter: Tensor) -> Tensor:
     """The values of all ranks' pieces. Collective."""
-    piece, (ranks, _) = piece_of(parameter), _ranks()
+    piece, (_, ranks) = piece_of(parameter), rank_and_world()
     parts = [piece]
     if ranks > 1:
         wire = on_wire(piece.view(torch.uint8), dist.group.WORLD)
@@ -52,10 +53,6 @@ def _whole(parameter: Tensor) -> Tensor:
         parts = [part.view(piece.dtype) for part in parts]
     whole = torch.cat(parts)[: parameter.numel()].reshape(parameter.shape)
     return whole.to(piece.device)
-
-
-def _ranks() -> tuple[int, int]:
-    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
 
 
 def piece_of(parameter: Tensor) -> Tensor | None:

@@ -16,6 +16,7 @@ from zero_ext.deepspeed.status import available
 from zero_ext.engine.registry import find
 from zero_ext.ranks.agreement import all_or_none
 from zero_ext.ranks.collectives import broadcast_
+from zero_ext.ranks.groups import rank_and_world
 from zero_ext.state.model_state import full_value
 from zero_ext.state.values import set_full_param
 
@@ -59,7 +60,7 @@ def GatheredParameters(  # noqa: N802 - DeepSpeed's name
 @contextlib.contextmanager
 def _gathered_by_engines(unique: list[Tensor], modifier_rank: int | None) -> Iterator[None]:
     """Gather parameters of sharded modules, and plain ones."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank, _ = rank_and_world()
     released = [p for p in unique if _is_released(p)]
     nothing = [p.data for p in released]
     whole = [full_value(p).clone() for p in released]
@@ -81,7 +82,7 @@ def _gathered_by_engines(unique: list[Tensor], modifier_rank: int | None) -> Ite
 
 
 def _check_rank(rank: int | None) -> None:
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    _, world = rank_and_world()
     if rank is not None and not 0 <= rank < world:
         raise ValueError(
             f"zero_ext: GatheredParameters(modifier_rank={rank!r}): choose a rank below {world}."
