@@ -387,6 +387,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 plain = nn.Linear(3, 5)
 model = DDP(plain)
 copied = copy.deepcopy(copy.deepcopy(model))
+copy.copy(model)(torch.ones(2, 3)).sum().backward()
 error = None
 try:
     copied(torch.ones(2, 3)).sum().backward()

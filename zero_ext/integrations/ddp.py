@@ -152,8 +152,9 @@ class ShardedDataParallel(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)
-        for parameter in filter(lambda p: p.requires_grad, self.module.parameters()):
-            parameter.register_hook(_reject_gradient_of_copy)
+        for parameter in self.module.parameters():
+            if parameter.requires_grad and not any_sharded([parameter]):  # as after copy.copy()
+                parameter.register_hook(_reject_gradient_of_copy)
 
     def no_sync(self) -> Any:
         return self.module.no_sync()

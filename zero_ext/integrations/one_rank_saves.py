@@ -56,9 +56,7 @@ class SharedStates:
         self._memory, self._groups = memory, groups
         self._others = [rank for rank in range(groups.world) if rank != groups.rank]
         self._changes = torch.zeros(1, dtype=torch.int64)
-        self._counters = [
-            memory.post(self._changes, to=rank, tag=_CHANGES) for rank in self._others
-        ]
+        self._counters = [memory.post(self._changes, to=r, tag=_CHANGES) for r in self._others]
         self._posted: dict[Place, _Posted] = {}
         optimizer.register_step_post_hook(lambda *_: self._count())
         optimizer.register_load_state_dict_post_hook(lambda _: self._count())
