@@ -3,6 +3,7 @@ away lowers it in the same commit. ``docs/architecture.md`` says what the rooms 
 
 import ast
 import collections
+import functools
 import re
 
 import pytest
@@ -79,6 +80,7 @@ PUBLIC = {"_buffers", "_modules", "_parameters", "_replace", "_version"}
 ENTRIES = ("zero_ext/deepspeed/", "zero_ext/integrations/")
 
 
+@functools.cache
 def trees() -> dict[str, ast.Module]:
     return {
         path.relative_to(ROOT).as_posix(): ast.parse(path.read_text())
@@ -115,7 +117,7 @@ def imports_inside_rooms() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for module, name in files.items():
         room = module.rpartition(".")[0]
-        for node in nodes(ast.ImportFrom, ast.parse((ROOT / name).read_text())):
+        for node in nodes(ast.ImportFrom, trees()[name]):
             targets = {f"{node.module}.{alias.name}" for alias in node.names} | {node.module or ""}
             found.setdefault(module, set()).update(
                 t for t in targets & files.keys() if t.rpartition(".")[0] == room != "zero_ext"

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.world(min=2)]
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1, "foreach": False}
-MICROS, STEPS = 2, 5
+MICROS, STEPS = 2, 3
 
 
 @pytest.fixture

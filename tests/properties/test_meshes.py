@@ -35,7 +35,7 @@ pytestmark = pytest.mark.dist
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 PLANS = pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
 ADAMW = {"lr": 1e-2, "weight_decay": 0.1, "foreach": False}
-MICROS, STEPS, MAX_NORM = 2, 5, 0.5
+MICROS, STEPS, MAX_NORM = 2, 3, 0.5
 
 
 @pytest.fixture
