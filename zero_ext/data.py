@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from zero_ext.engine.checks import check_count, check_module
 from zero_ext.engine.handle import Handle
@@ -196,7 +196,9 @@ class GlobalBatches(Sampler[list[int]]):
                     "the loop calls for its loss."
                 )
             refuse_meshes(model, "replay_every")
-            replays = _Replays(self, replay_every, loss_of, loader, model, handles[0].groups)
+            from_rank_0 = any(handle.options.broadcast_buffers for handle in handles)
+            groups = handles[0].groups
+            replays = _Replays(self, replay_every, loss_of, loader, model, groups, from_rank_0)
         return self._steps(loader, handles, replays)
 
     def _check(self, handles: Sequence[Handle], model: nn.Module) -> None:
@@ -338,6 +340,7 @@ class _Replays(NamedTuple):
     loader: Any
     model: nn.Module
     groups: Groups
+    from_rank_0: bool
 
     def of_step(self, epoch: int, step: int, number: int) -> Replay | None:
         """The replay of a step, if it is due and several ranks have equally many micro-batches.
@@ -352,14 +355,19 @@ class _Replays(NamedTuple):
 
         @contextlib.contextmanager
         def batch_of(k: int) -> Iterator[Any]:
-            dataset, order = self.loader.dataset, self.owner.order(epoch)
-            samples = [dataset[i] for i in order[self.owner.samples(step, k)]]
-            with seeded(self.owner.seed, number, k, self.groups.device):
-                yield self.loader.collate_fn(samples)
+            indices = [*self.owner.order(epoch)[self.owner.samples(step, k)]]
+            loader = DataLoader(
+                self.loader.dataset, batch_sampler=[indices], collate_fn=self.loader.collate_fn
+            )
+            seeds = (self.owner.seed, number, k, self.groups.device)
+            with seeded(*seeds):
+                batches = iter(loader)  # draws a seed for workers
+            with seeded(*seeds):
+                yield next(batches)
 
         each = (self.owner.numbers(step, r) for r in (rank, (rank - 1) % world))
         own, other = (numbers[turn % len(numbers)] for numbers in each)
-        return Replay(self.loss_of, batch_of, self.model, self.groups, own, other)
+        return Replay(self.loss_of, batch_of, self.model, self.groups, own, other, self.from_rank_0)
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ class Replay:
         loss_of: Of a micro-batch, as in the loop.
         batch_of: Of micro-batch k of the step, with its seed: a context.
         own, other: The micro-batches that are run twice: this rank's, and that of the rank before.
+        from_rank_0: Whether forwards begin with rank 0's buffers.
     """
 
     def __init__(
@@ -37,16 +38,20 @@ class Replay:
         groups: Groups,
         own: int,
         other: int,
+        from_rank_0: bool,
     ):
         self._loss_of, self._batch_of, self._groups = loss_of, batch_of, groups
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self._buffers = list(model.buffers())
+        self._model, self._from_rank_0 = model, from_rank_0
+        self._began_with: dict[str, Tensor] = {}  # the buffers, by name
         self._own, self._other = own, other
         self._sums: Sums = {}
 
     @contextlib.contextmanager
     def watching(self, k: int) -> Iterator[None]:
         """Inside it the loop runs micro-batch ``k``."""
+        if k == self._own:
+            self._began_with = {name: b.clone() for name, b in self._model.named_buffers()}
         with contextlib.ExitStack() as stack:
             for name, parameter in self._parameters.items() if k == self._own else ():
                 hook = functools.partial(self._add, name)
@@ -87,15 +92,40 @@ class Replay:
 
     def _run_again(self) -> Sums:
         """The backward of a micro-batch, without a trace in the model."""
-        buffers = [(buffer, buffer.clone()) for buffer in self._buffers]
-        with self._batch_of(self._other) as batch:
+        first = self._buffers_of_other()
+        with _kept_buffers(self._model), self._batch_of(self._other) as batch:
+            for name, buffer in self._model.named_buffers():
+                buffer.copy_(first.get(name, buffer))
             loss = self._loss_of(batch)
             gradients = torch.autograd.grad(loss, [*self._parameters.values()], allow_unused=True)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
         pairs = zip(self._parameters, gradients, strict=True)
         return {name: _sums_of(name, g) for name, g in pairs if g is not None}
+
+    def _buffers_of_other(self) -> dict[str, Tensor]:
+        """With which the rank before began its micro-batch. Only those that differ travel."""
+        own, what = self._began_with, "comparing buffers for a replay"
+        if self._from_rank_0:
+            return own
+        sums = {name: tensor_sums(name, "buffer", buffer) for name, buffer in own.items()}
+        everyone = of_all_ranks(sums, self._groups, what)
+        differing = [name for name in own if any(each.get(name) != sums[name] for each in everyone)]
+        found = of_all_ranks({name: own[name].cpu() for name in differing}, self._groups, what)
+        return {**own, **found[self._groups.rank - 1]}
+
+
+@contextlib.contextmanager
+def _kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Afterwards each buffer is the tensor that it was, with the values that it had."""
+    places = [(module._buffers, {**module._buffers}) for module in model.modules()]
+    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for table, tensors in places:
+            table.update(tensors)
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
 
 
 def _sums_of(name: str, gradient: Tensor) -> tuple[int, int]:

@@ -61,38 +61,72 @@ def test_a_flipped_bit_is_named_before_the_update(stage, mesh, rank, world):
         assert training.fingerprint() == before
 
 
-class Noisy(torch.nn.Module):
-    """It counts its forwards in a buffer."""
+class Running(torch.nn.Module):
+    """It counts its forwards in a buffer, and computes with the mean of what it has seen, which it
+    writes to a new tensor."""
 
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.first = torch.nn.Linear(7, 3)
         self.register_buffer("forwards", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(7))
 
     def forward(self, x):
         self.forwards += 1
-        return self.first(x)
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return self.first(x - self.mean)
+
+
+class Augmented(torch.utils.data.Dataset):
+    """Samples with noise, drawn as they are read."""
+
+    def __init__(self, length: int):
+        generator = torch.Generator().manual_seed(0)
+        self.samples = torch.randn(length, 7, device="cpu", generator=generator)
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, i):
+        return self.samples[i] + torch.rand(7, device="cpu")
 
 
 @pytest.mark.dist
 @pytest.mark.world(min=2)
-def test_a_replay_leaves_no_trace_in_buffers(mesh, rank, world):
-    model = zero_ext.shard(Noisy(), 2, mesh=mesh, reduction="exchange")
-    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1)
-    samples = torch.randn(12 * world, 7, device="cpu", generator=torch.Generator().manual_seed(0))
-    batches = GlobalBatches(samples, 3, 2 * world, num_replicas=world, rank=rank)
-    loader = DataLoader(samples, batch_sampler=batches)
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_a_replay_begins_as_the_micro_batch_and_leaves_no_trace(mesh, rank, world, broadcast):
+    def train(**replay) -> list[torch.Tensor]:
+        model = zero_ext.shard(
+            Running(), 2, mesh=mesh, reduction="exchange", broadcast_buffers=broadcast
+        )
+        optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1)
+        samples = Augmented(12 * world)
+        batches = GlobalBatches(samples, 3, 2 * world, num_replicas=world, rank=rank)
+        loader = DataLoader(samples, batch_sampler=batches)
 
-    def loss_of(x):
-        return model(x.to(torch.get_default_device())).square().mean()
+        def loss_of(x):
+            return model(x.to(torch.get_default_device())).square().mean()
 
-    for step in batches.steps(loader, model, replay_every=1, loss_of=loss_of):
-        for x in step:
-            loss_of(x).backward()
-        optimizer.step(divide_by=len(step))
-        optimizer.zero_grad()
-    assert_bits(model.forwards, torch.tensor(4.0))
+        if replay:
+            replay["loss_of"] = loss_of
+        mean = model.mean
+        for step in batches.steps(loader, model, **replay):
+            for x in step:
+                loss_of(x).backward()
+                mean = model.mean
+            assert model.mean is mean
+            optimizer.step(divide_by=len(step))
+            optimizer.zero_grad()
+        assert_bits(model.forwards, torch.tensor(4.0))
+        parameters = [zero_ext.full_tensor(p) for p in model.parameters()]
+        return [*parameters, model.mean, torch.rand(3)]
+
+    torch.manual_seed(1)
+    expected = train()
+    torch.manual_seed(1)
+    for actual, plain in zip(train(replay_every=1), expected, strict=True):
+        assert_bits(actual, plain)
 
 
 def test_arguments_without_sense_are_named():
