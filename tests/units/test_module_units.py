@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from zero_ext.engine.plan import kinds_of, units_of_blocks
 from zero_ext.engine.units import (
     Block,
     Tree,
@@ -17,7 +18,6 @@ from zero_ext.engine.units import (
     cut_by_module,
     largest_of_many,
     parts,
-    split_block,
 )
 
 SEPARATE = 1e-6  # bytes: nothing is merged
@@ -548,14 +548,19 @@ def test_a_block_is_split_by_dtype_and_by_what_is_frozen():
         nn.Parameter(torch.zeros(1, dtype=dtype), requires_grad=trainable)
         for dtype, trainable in kinds
     ]
-    assert split_block(range(6), parameters) == [
+    named = kinds_of(dict(enumerate(parameters)))
+
+    def split(members):
+        return [each._replace(block=None) for each in units_of_blocks([Block([], members)], named)]
+
+    assert split([*range(6)]) == [
         UnitPlan([0, 3], f32, trainable=True),
         UnitPlan([1, 5], f32, trainable=False),
         UnitPlan([2], bf16, trainable=True),
         UnitPlan([4], bf16, trainable=False),
     ]
-    assert split_block([4, 5], parameters) == [
+    assert split([4, 5]) == [
         UnitPlan([4], bf16, trainable=False),
         UnitPlan([5], f32, trainable=False),
     ]
-    assert split_block([], parameters) == []
+    assert split([]) == []

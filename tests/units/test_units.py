@@ -1,4 +1,4 @@
-"""units.cut_by_size: each parameter in one unit, in reverse order, of one dtype and of the size."""
+"""plan.units_by_size: each parameter in one unit, in reverse order, of one dtype and size."""
 
 from itertools import pairwise
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from zero_ext.engine.plan import units_by_size
-from zero_ext.engine.units import UnitPlan, cut_by_size
+from zero_ext.engine.units import UnitPlan
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -19,7 +19,8 @@ bucket_sizes = st.sampled_from([1e-6, 1, 100, 333.5, 1e9])
 
 
 def cut(parameters, bucket_bytes):
-    return cut_by_size([n for n, _ in parameters], [d for _, d in parameters], bucket_bytes)
+    tensors = [nn.Parameter(torch.empty(numel, dtype=dtype)) for numel, dtype in parameters]
+    return units_by_size(dict(enumerate(tensors)), [None] * len(tensors), bucket_bytes)
 
 
 def bytes_of(unit, parameters):

@@ -2,10 +2,12 @@
 
 import atexit
 import functools
+import itertools
 import logging
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ from zero_ext.engine.checks import Named
 from zero_ext.engine.clipping import HostGradient
 from zero_ext.engine.low_precision import LowPrecision
 from zero_ext.engine.meta import MetaModules
-from zero_ext.engine.plan import Part, Plan, units_by_size
+from zero_ext.engine.plan import Plan, units_by_size
 from zero_ext.engine.unit_hooks import (
     OpenForwards,
     SiteHooks,
@@ -138,11 +140,12 @@ class Handle:
 
     def _add_planned(self, plan: Plan, meta: MetaModules | None) -> None:
         self._register(plan.parameters)
-        for part in plan.parts:
+        for block, units in itertools.groupby(plan.units, attrgetter("block")):
+            of_block = list(units)
             if meta is not None:
-                self._materialise(part, meta)
-            made = [_make_unit(self.engine, self.parameters, unit) for unit in part.units]
-            self._units_of_blocks[part.block or 0].extend(made)
+                self._materialise(of_block, meta)
+            made = [_make_unit(self.engine, self.parameters, unit) for unit in of_block]
+            self._units_of_blocks[block or 0].extend(made)
         if plan.blocks is None:
             for (_, parameter), dtype in zip(plan.parameters, plan.dtypes, strict=True):
                 if dtype is not None and not parameter.requires_grad:
@@ -218,8 +221,8 @@ class Handle:
                 elif average is not None:
                     self.engine.write_gradient(i, average)
 
-    def _materialise(self, part: Part, meta: MetaModules) -> None:
-        old = {i: self.parameters[i] for unit in part.units for i in unit.members}
+    def _materialise(self, units: Iterable[UnitPlan], meta: MetaModules) -> None:
+        old = {i: self.parameters[i] for unit in units for i in unit.members}
         made = meta.materialise(old)
         for i, new in made.items():
             self.engine.replace_parameter(i, new)
@@ -230,14 +233,13 @@ class Handle:
             named = [(self.engine.parameter_name(i), new) for i, new in made.items()]
             _check_equal_values(self, [(n, p) for n, p in named if not meshes.is_cut(p)])
 
-    def watch_modules(self, tree: Tree, blocks: Sequence[Block], reshards: Sequence[bool]) -> None:
+    def watch_modules(self, tree: Tree, blocks: Sequence[Block]) -> None:
         """Gather and release units as their modules are entered and left, from now on."""
         if _torch.is_profiling():
             _C.show_parameters_to_profiler(False)
         units: list[WatchedUnit] = []
         unit_of: dict[int, int] = {}
-        of_blocks = zip(blocks, self._units_of_blocks, reshards, strict=True)
-        for block, numbers, after_forward in of_blocks:
+        for block, numbers in zip(blocks, self._units_of_blocks, strict=True):
             inside: list[int] = []
             for k, module in enumerate(block.modules):
                 last = k == len(block.modules) - 1
@@ -246,7 +248,7 @@ class Handle:
                 watch_module(module, hooks)
                 if block.root:
                     self.root_hooks.append(hooks)
-            hooks.set_reshard_after_forward(after_forward)
+            hooks.set_reshard_after_forward(block.reshards)
             ids = [id(self.parameters[i]) for i in block.members]
             unit_of |= dict.fromkeys(ids, len(units))
             units.append(WatchedUnit(site, inside))

@@ -205,13 +205,13 @@ def planned_units(
     numels = [p.numel() for p in locals_of([p for _, p in plan.parameters])]
     ranges = 1 if options.stage == 0 else shards
 
-    def unit_of(unit: UnitPlan, block: int | None) -> PlannedUnit:
+    def unit_of(unit: UnitPlan) -> PlannedUnit:
         sizes = [numels[i] for i in unit.members]
         alignment = _ALIGNMENT_BYTES // unit.dtype.itemsize
         layout = _C.Layout(sizes, ranges=ranges, alignment=alignment)
-        return PlannedUnit(unit, block, layout, options, world_size, on_device, direct)
+        return PlannedUnit(unit, unit.block, layout, options, world_size, on_device, direct)
 
-    return [unit_of(unit, part.block) for part in plan.parts for unit in part.units]
+    return [unit_of(unit) for unit in plan.units]
 
 
 def _device_of(module: nn.Module, device: torch.device | str | None) -> torch.device:
@@ -226,8 +226,11 @@ def _device_of(module: nn.Module, device: torch.device | str | None) -> torch.de
 
 
 class PlannedUnit(NamedTuple):
-    """The facts that give one unit's memory. ``block``: see ``Part``. ``options``: on the unit's
-    device. ``direct``: the other ranks read it in place."""
+    """The facts that give one unit's memory.
+
+    ``block``: see ``UnitPlan``. ``options``: on the unit's device. ``direct``: the other ranks read
+    it in place.
+    """
 
     plan: UnitPlan
     block: int | None

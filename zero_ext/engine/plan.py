@@ -1,9 +1,9 @@
 """Plan: what sharding makes of some parameters. It is decided before anything changes, and read by
 ``shard``, ``estimate_memory`` and ``python -m zero_ext.plan``."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,9 @@ from zero_ext.engine.units import (
     UnitPlan,
     bytes_of,
     cut_by_module,
-    cut_by_size,
+    merged,
     modules_of_units,
     parts,
-    split_block,
 )
 from zero_ext.ranks.groups import Groups
 from zero_ext.tensor.meshes import is_cut_over, locals_of
@@ -49,16 +48,6 @@ class ModelParameters(NamedTuple):
     several_uses: frozenset[int]
 
 
-class Part(NamedTuple):
-    """Units that are made one after the other.
-
-    ``block``: the number of the block whose modules gather them; None: they stay in memory.
-    """
-
-    units: list[UnitPlan]
-    block: int | None = None
-
-
 @dataclass(frozen=True)
 class Plan:
     """The units and dtypes of a sharded module. It names parameters by their indices.
@@ -66,25 +55,23 @@ class Plan:
     Args:
         parameters: What is sharded, in registration order.
         whole: What every rank keeps whole, see ``stays_whole``.
-        parts: All units, in the order in which they are made.
+        units: In the order in which they are made.
         blocks: With stage 3, the modules that gather units; None with the other stages.
         cast_modules: The modules whose inputs ``mp_policy`` casts.
         dtypes: What each parameter is computed in; None: in its own dtype.
         several_uses: See ``ModelParameters``.
         prefetch_bytes: How much may be gathered ahead of its use.
-        reshards: Whether each block is released between forward and backward.
     """
 
     options: ShardingOptions
     parameters: Named
-    parts: Sequence[Part]
+    units: Sequence[UnitPlan]
     dtypes: Dtypes
     whole: Named = ()
     blocks: Sequence[Block] | None = None
     cast_modules: Sequence[nn.Module] = ()
     several_uses: frozenset[int] = frozenset()
     prefetch_bytes: int = 0
-    reshards: Sequence[bool] = ()
 
 
 def plan_module(
@@ -106,35 +93,30 @@ def plan_module(
         ValueError, TypeError: ``choice`` chooses nothing, or is no ``Choice``.
     """
     tree, named, several = found.tree, found.sharded, found.several_uses
-    reshards = options.reshard_after_forward
-    if not isinstance(reshards, bool):  # a function, which may hold the module
-        options = replace(options, reshard_after_forward=True)
+    given = options.reshard_after_forward
+    reshards = given if callable(given) else lambda name, module: given
+    options = replace(options, reshard_after_forward=True)  # a function may hold the module
     parameters = [p for _, p in named]
     computed = [options.param_dtype if dtypes is None else dtypes[id(p)] for p in parameters]
     modules = modules_of_units(tree, parameters, choice) if casts or choice is not None else []
     if options.stage < 3:
         trained = {i: p for i, p in enumerate(parameters) if p.requires_grad}
-        cut = [Part(units_by_size(trained, computed, options.bucket_bytes, several, expert_mesh))]
+        cut = units_by_size(trained, computed, options.bucket_bytes, several, expert_mesh)
         return Plan(options, named, cut, computed, found.whole, None, modules, several)
-    experts = _experts(dict(enumerate(parameters)), expert_mesh)
     blocks = cut_by_module(tree, parameters, choice, options.bucket_bytes, computed)
-    in_fp32 = _with_fp32_gradients(dict(enumerate(parameters)), computed, several)
-    cut = [
-        Part(split_block(members, parameters, in_fp32, computed, experts), block)
-        for block, members in parts(blocks)
-    ]
+    if given is not True:  # no frame of Python for each block
+        blocks = [
+            block._replace(reshards=all(reshards(tree.names[each], each) for each in block.modules))
+            for block in blocks
+        ]
+    kinds = kinds_of(dict(enumerate(parameters)), computed, several, expert_mesh)
+    cut = units_of_blocks(blocks, kinds)
     sizes = bytes_of(parameters, computed)
     of_blocks = [sum(map(sizes.__getitem__, block.members)) for block in blocks if not block.root]
     ahead = max(options.bucket_bytes, 1.5 * max(of_blocks, default=0))
     if options.prefetch_mb is not None:
         ahead = options.prefetch_mb * 2**20
-    each = [
-        reshards
-        if isinstance(reshards, bool)
-        else all(reshards(tree.names[module], module) for module in block.modules)
-        for block in blocks
-    ]
-    rest = found.whole, blocks, modules, several, int(ahead), each
+    rest = found.whole, blocks, modules, several, int(ahead)
     return Plan(options, named, cut, computed, *rest)
 
 
@@ -155,7 +137,7 @@ def plan_parameters(
     check_parameters(groups, parameters, whole=whole)
     trained = {i: p for i, (_, p) in enumerate(parameters) if p.requires_grad}
     dtypes = [None] * len(parameters)
-    cut = [Part(units_by_size(trained, dtypes, options.bucket_bytes))]
+    cut = units_by_size(trained, dtypes, options.bucket_bytes)
     return Plan(options, parameters, cut, dtypes, whole)
 
 
@@ -182,6 +164,44 @@ def parameters_of(tree: Tree, ignored: Container[int] = ()) -> ModelParameters:
     return ModelParameters(tree, sharded, whole, left_alone, several)
 
 
+# What the parameters of a unit have in common: that of ``UnitPlan`` after its members, their own
+# dtype, and whether they are experts.
+Kind = tuple[torch.dtype, bool, bool, torch.dtype, bool]
+_T = TypeVar("_T")
+
+
+def kinds_of(
+    parameters: Mapping[int, Tensor],
+    dtypes: Dtypes | None = None,
+    several_uses: Container[int] = (),
+    expert_mesh: DeviceMesh | None = None,
+) -> dict[int, Kind]:
+    """Gradients are in fp32, beside half-precision computation, because the user wants it, or to
+    add up ``several_uses``."""
+    fp32 = torch.float32
+    kinds = {}
+    for i, p in parameters.items():
+        own, trains = p.dtype, p.requires_grad
+        dtype = (dtypes and dtypes[i]) or own
+        adds_up = i in several_uses or (own != fp32 and p.grad_dtype == fp32)
+        # Without a frame of Python for each parameter where there are no experts.
+        is_expert = expert_mesh is not None and is_cut_over(p, expert_mesh)
+        kinds[i] = (dtype, trains, trains and dtype != fp32 and adds_up, own, is_expert)
+    return kinds
+
+
+def by_kind(members: Iterable[int], kinds: Mapping[int, _T]) -> dict[_T, list[int]]:
+    found: dict[_T, list[int]] = {}
+    for i in members:
+        found.setdefault(kinds[i], []).append(i)
+    return found
+
+
+# A parameter that is so many times smaller than a bucket may wait for others: see Note [Reduction
+# order] in csrc/reduce/reductions.h.
+_SMALL = 64
+
+
 def units_by_size(
     parameters: Mapping[int, Tensor],
     dtypes: Dtypes,
@@ -189,39 +209,58 @@ def units_by_size(
     several_uses: Container[int] = (),
     expert_mesh: DeviceMesh | None = None,
 ) -> list[UnitPlan]:
-    """Units of trained parameters, of about the size of a bucket."""
-    with_fp32 = _with_fp32_gradients(parameters, dtypes, several_uses)
-    experts = _experts(parameters, expert_mesh)
-    kinds: dict[tuple[bool, torch.dtype | None, bool], list[int]] = {}
-    for i in parameters:
-        kinds.setdefault((i in with_fp32, dtypes[i], i in experts), []).append(i)
-    plans = []
-    # Kinds whose last gradient comes first, as in each of them; fp32 gradients at the end.
-    for (in_fp32, dtype, _), members in sorted(kinds.items(), key=lambda k: (k[0][0], -k[1][-1])):
-        numels = [p.numel() for p in locals_of([parameters[i] for i in members])]
-        # Two dtypes that become one are cut apart first: a unit's values come in one dtype.
-        own = [parameters[i].dtype for i in members]
-        for plan in cut_by_size(numels, own, bucket_bytes):
-            cut = [members[m] for m in plan.members]
-            plans.append(UnitPlan(cut, dtype or plan.dtype, gradient_is_fp32=in_fp32))
-    return plans
+    """Cut parameters, in reverse registration order, into units of about ``bucket_bytes``.
+
+    Gradients arrive roughly in reverse registration order, so units fill one after the other. A
+    unit has one kind. A parameter is never cut, so a larger one makes a larger unit. Small
+    parameters at the end of a full unit, such as norms beside large weights, would keep it waiting.
+    They become units of their own at the end.
+
+    Returns:
+        Units in the order in which they become complete, which is the order of reductions. Kinds
+        whose last gradient comes first are first; fp32 gradients are at the end.
+    """
+    kinds = kinds_of(parameters, dtypes, several_uses, expert_mesh)
+    own = zip(parameters, locals_of(parameters.values()), strict=True)
+    sizes = {i: local.numel() * kinds[i][3].itemsize for i, local in own}
+    # Own dtypes of one kind are cut apart, and take turns: a unit's values come in one dtype.
+    kind_of = {i: (in_fp32, dtypes[i], expert) for i, (*_, in_fp32, _, expert) in kinds.items()}
+    last_of = {kind: i for i, kind in kind_of.items()}
+    apart = {i: (kind, kinds[i][3]) for i, kind in kind_of.items()}
+    large, small = [], []
+    for members in by_kind(reversed(sizes), apart).values():
+        *full, last = _filled(members, sizes, bucket_bytes)
+        kept = [_without_small_end(unit, sizes, bucket_bytes) for unit in full]
+        left = [i for unit, most in zip(full, kept, strict=True) for i in unit[len(most) :]]
+        kept.append(_without_small_end(last, sizes, bucket_bytes) if left else last)
+        left += last[len(kept[-1]) :]
+        large += filter(None, kept)
+        small += _filled(left, sizes, bucket_bytes)
+    large.sort(key=lambda unit: unit[-1], reverse=True)
+    units = [UnitPlan(unit[::-1], *kinds[unit[0]][:3]) for unit in (*large, *small)]
+    return sorted(units, key=lambda u: (u.gradient_is_fp32, -last_of[kind_of[u.members[0]]]))
 
 
-def _experts(parameters: Mapping[int, Tensor], expert_mesh: DeviceMesh | None) -> set[int]:
-    if expert_mesh is None:  # no frame of Python for each parameter
-        return set()
-    return {i for i, parameter in parameters.items() if is_cut_over(parameter, expert_mesh)}
+def _filled(members: Sequence[int], sizes: Mapping[int, int], limit: float) -> list[Sequence[int]]:
+    """``members`` cut into runs of ``sizes`` within ``limit``."""
+    return [members[begin:end] for begin, end in merged([sizes[i] for i in members], limit)]
 
 
-def _with_fp32_gradients(
-    parameters: Mapping[int, Tensor], dtypes: Dtypes, several_uses: Container[int]
-) -> set[int]:
-    """The parameters with half-precision computation and fp32 gradients: because the user wants it,
-    or to add up their uses. Such gradients travel in fp32, in units of their own."""
-    fp32 = torch.float32
-    return {
-        i
-        for i, p in parameters.items()
-        if (dtypes[i] or p.dtype) != fp32
-        and (i in several_uses or (p.dtype != fp32 and p.grad_dtype == fp32))
-    }
+def _without_small_end(
+    members: Sequence[int], sizes: Mapping[int, int], bucket_bytes: float
+) -> Sequence[int]:
+    """Without the last ones, as many as are small together."""
+    kept, taken_bytes = len(members), 0
+    while kept > 0 and (taken_bytes + sizes[members[kept - 1]]) * _SMALL <= bucket_bytes:
+        kept -= 1
+        taken_bytes += sizes[members[kept]]
+    return members[:kept]
+
+
+def units_of_blocks(blocks: Sequence[Block], kinds: Mapping[int, Kind]) -> list[UnitPlan]:
+    """In the order in which a backward completes them. A unit has one kind."""
+    return [
+        UnitPlan(members, *kind[:3], block)
+        for block, part in parts(blocks)
+        for kind, members in by_kind(part, kinds).items()
+    ]

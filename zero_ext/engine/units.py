@@ -80,74 +80,30 @@ class Tree:
 class UnitPlan(NamedTuple):
     """Parameter indices of one unit, in registration order, and the dtype they are computed in.
 
-    ``gradient_is_fp32``: their gradients arrive and travel in fp32, whatever their own dtype.
+    Args:
+        gradient_is_fp32: Their gradients arrive and travel in fp32, whatever their own dtype.
+        block: The number of the block whose modules gather them; None: they stay in memory.
     """
 
     members: list[int]
     dtype: torch.dtype
     trainable: bool = True
     gradient_is_fp32: bool = False
-
-
-# A parameter that is so many times smaller than a bucket may wait for others: see Note [Reduction
-# order] in csrc/reduce/reductions.h.
-_SMALL = 64
-
-
-def cut_by_size(
-    numels: Sequence[int], dtypes: Sequence[torch.dtype], bucket_bytes: float
-) -> list[UnitPlan]:
-    """Cut parameters, in reverse registration order, into units of about ``bucket_bytes``.
-
-    Gradients arrive roughly in reverse registration order, so units fill one after the other. A
-    unit has one dtype. A parameter is never cut, so a larger one makes a larger unit. Small
-    parameters at the end of a full unit, such as norms beside large weights, would keep it waiting.
-    They become units of their own at the end.
-
-    Returns:
-        Units in the order in which they become complete, which is the order of reductions.
-    """
-    sizes = [numel * dtype.itemsize for numel, dtype in zip(numels, dtypes, strict=True)]
-    large, small = [], []
-    for dtype in dict.fromkeys(reversed(dtypes)):
-        members = [i for i in reversed(range(len(sizes))) if dtypes[i] == dtype]
-        *full, last = _filled(members, sizes, bucket_bytes)
-        kept = [_without_small_end(unit, sizes, bucket_bytes) for unit in full]
-        left = [i for unit, most in zip(full, kept, strict=True) for i in unit[len(most) :]]
-        kept.append(_without_small_end(last, sizes, bucket_bytes) if left else last)
-        left += last[len(kept[-1]) :]
-        large += filter(None, kept)
-        small += _filled(left, sizes, bucket_bytes)
-    large.sort(key=lambda unit: unit[-1], reverse=True)
-    return [UnitPlan(unit[::-1], dtypes[unit[0]]) for unit in (*large, *small)]
-
-
-def _filled(members: Sequence[int], sizes: Sequence[int], limit: float) -> list[Sequence[int]]:
-    """``members`` cut into runs of ``sizes`` within ``limit``."""
-    return [members[begin:end] for begin, end in _merged([sizes[i] for i in members], limit)]
-
-
-def _without_small_end(
-    members: Sequence[int], sizes: Sequence[int], bucket_bytes: float
-) -> Sequence[int]:
-    """Without the last ones, as many as are small together."""
-    kept, taken_bytes = len(members), 0
-    while kept > 0 and (taken_bytes + sizes[members[kept - 1]]) * _SMALL <= bucket_bytes:
-        kept -= 1
-        taken_bytes += sizes[members[kept]]
-    return members[:kept]
+    block: int | None = None
 
 
 class Block(NamedTuple):
     """Modules whose parameters are gathered and released together.
 
     The modules are in the order in which they are entered. ``members``: the parameters' indices, in
-    registration order. ``root``: the module is the sharded one itself.
+    registration order. ``root``: the module is the sharded one itself. ``reshards``: between
+    forward and backward.
     """
 
     modules: list[nn.Module]
     members: list[int]
     root: bool = False
+    reshards: bool = True
 
 
 def cut_by_module(
@@ -261,7 +217,7 @@ def _by_models(
     return found
 
 
-def _merged(sizes: Sequence[int], limit: float) -> list[tuple[int, int]]:
+def merged(sizes: Sequence[int], limit: float) -> list[tuple[int, int]]:
     """Begins and ends of runs of neighbours, each within ``limit``."""
     merged, held = [], 0.0
     for i, size in enumerate(sizes):
@@ -277,17 +233,17 @@ def _merged(sizes: Sequence[int], limit: float) -> list[tuple[int, int]]:
 def _merged_evenly(sizes: Sequence[int], limit: float) -> list[tuple[int, int]]:
     """As many runs as ``limit`` needs, whose largest one of several members is as small as
     possible."""
-    count = len(_merged(sizes, limit))
+    count = len(merged(sizes, limit))
     if count == 1:
         return [(0, len(sizes))]
     low, high = max((size for size in sizes if size <= limit), default=0), int(limit)
     while low < high:
         middle = (low + high) // 2
-        if len(_merged(sizes, middle)) <= count:
+        if len(merged(sizes, middle)) <= count:
             high = middle
         else:
             low = middle + 1
-    return _merged(sizes, high)
+    return merged(sizes, high)
 
 
 _UNITS_EXAMPLE = (
@@ -418,21 +374,3 @@ def parts(blocks: Sequence[Block]) -> list[tuple[int, list[int]]]:
     early = [i for i in blocks[root].members if i <= last]
     found = [(root, late), *((b, blocks[b].members) for b in others), (root, early)]
     return [(block, members) for block, members in found if members]
-
-
-def split_block(
-    members: Sequence[int],
-    parameters: Sequence[Tensor],
-    gradient_is_fp32: Container[int] = (),
-    dtypes: Dtypes | None = None,
-    experts: Container[int] = (),
-) -> list[UnitPlan]:
-    """The units of one block: parameters of one dtype, all trainable or all frozen, computed in one
-    dtype, and the gradients of all or of none of them are in fp32. All or none are ``experts``."""
-    kinds: dict[tuple[bool, torch.dtype, torch.dtype, bool, bool], list[int]] = {}
-    for i in members:
-        own, trainable = parameters[i].dtype, parameters[i].requires_grad
-        computed = (dtypes and dtypes[i]) or own
-        kind = (i in experts, own, computed, trainable, trainable and i in gradient_is_fp32)
-        kinds.setdefault(kind, []).append(i)
-    return [UnitPlan(part, *rest) for (_, _, *rest), part in kinds.items()]

@@ -309,7 +309,7 @@ def _attach(handle: Handle, tree: Tree, plan: Plan, ignored: set[str], policies:
     module, releases = tree.root, handle.engine.releases
     if releases or handle.low_precision:
         whole = [Block([module], [*range(len(handle.parameters))], root=True)]
-        handle.watch_modules(tree, plan.blocks or whole, plan.reshards or [True])
+        handle.watch_modules(tree, plan.blocks or whole)
     cast_inputs(dict.fromkeys([*plan.cast_modules, *policies.own]), policies)
     cast_outputs(policies)
     forward_hooks = ForwardHooks(tree, handle, policies.root, ignored)
