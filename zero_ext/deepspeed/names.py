@@ -4,8 +4,10 @@
 import of what is not here raises an ``ImportError`` that says what to use.
 """
 
+import functools
 import importlib
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -17,11 +19,15 @@ _ELSEWHERE = {
     "comm": ("environment", _TORCH),
     "comm.comm": ("environment", _TORCH),
     "ops.adagrad": ("helpers",),
+    "ops.adam": ("adam",),
+    "ops.lamb": ("lamb",),
+    "ops.lion": ("optimizers",),
     "runtime.activation_checkpointing": ("",),
     "runtime.activation_checkpointing.checkpointing": ("checkpointing",),
     "runtime.compiler": ("helpers",),
     "runtime.dataloader": ("helpers",),
     "runtime.engine": ("",),
+    "runtime.lr_schedules": ("schedules",),
     "runtime.utils": ("helpers", "torch.nn.utils"),
     "runtime.zero": ("zero",),
     "runtime.zero.config": ("helpers",),
@@ -94,12 +100,18 @@ class _Module(ModuleType):
         super().__init__(f"{_PACKAGE}.{path}", f"``deepspeed.{path}``, as scripts import from it.")
         self._path, self._others = path, others
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
+    def _modules(self) -> Iterator[ModuleType]:
         for other in self._others:
             full = other if other.startswith("torch.") else f"{_PACKAGE}.{other}".rstrip(".")
-            module = importlib.import_module(full)
+            yield importlib.import_module(full)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "__all__":
+            found = [key for module in self._modules() for key in vars(module)]
+            return [key for key in found if not key.startswith("_")]
+        if name.startswith("__"):
+            raise AttributeError(name)
+        for module in self._modules():
             if name in vars(module) or name in getattr(module, "__all__", ()):
                 return getattr(module, name)
         try:
@@ -129,6 +141,9 @@ def child(package: str, name: str) -> ModuleType:
 
 def register() -> None:
     """Python finds a module in ``sys.modules`` before it looks for a file."""
+    for path in ("ops", "runtime"):  # have modules alone
+        package = sys.modules[f"{_PACKAGE}.{path}"] = ModuleType(f"{_PACKAGE}.{path}")
+        package.__getattr__ = functools.partial(child, package.__name__)
     absent = (path for path in (*_ABSENT, *_BELOW) if path not in _NO_MODULES)
     for path, others in (dict.fromkeys(absent, ()) | _ELSEWHERE).items():
         sys.modules[f"{_PACKAGE}.{path}"] = _Module(path, others)
