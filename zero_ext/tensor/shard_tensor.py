@@ -63,7 +63,56 @@ def _refuse_tracing() -> NoReturn:
     )
 
 
-class ShardTensor(DTensor):
+# Where a box begins in the whole tensor and in the slice, its sizes in the order of memory, and the
+# permutation of its dimensions into that of the tensor.
+Place = tuple[torch.Size, int, tuple[int, ...], list[int]]
+
+
+class InBoxes:
+    """For torch.distributed.checkpoint: a slice is saved and loaded as the boxes that it consists
+    of.
+
+    That is imported when it asks: it takes torch a third as long as its own import.
+    """
+
+    local: Tensor  # this rank's slice, 1-D
+    whole_shape: torch.Size
+
+    def places(self) -> list[Place]:
+        """Of the boxes, in the order of the slice."""
+        raise NotImplementedError
+
+    def __create_write_items__(self, fqn: str, object: Tensor) -> "list[WriteItem]":
+        from torch.distributed.checkpoint import metadata, planner
+
+        properties = metadata.TensorProperties.create_from_tensor(self.local)
+        return [
+            planner.WriteItem(
+                index=metadata.MetadataIndex(fqn, chunk.offsets),
+                type=planner.WriteItemType.SHARD,
+                tensor_data=planner.TensorWriteData(chunk, properties, self.whole_shape),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(offsets, values.shape) for offsets, values in self._boxes()]
+
+    def __get_tensor_shard__(self, index: "MetadataIndex") -> Tensor:
+        for offsets, values in self._boxes():
+            if offsets == index.offset:
+                return values
+        raise ValueError(f"zero_ext: {self!r} holds no box of '{index.fqn}' at {index.offset}.")
+
+    def _boxes(self) -> Iterator[tuple[torch.Size, Tensor]]:
+        """Where each begins, and its values, a view of the slice."""
+        for offsets, start, sizes, order in self.places():
+            yield offsets, self.local[start : start + prod(sizes)].view(sizes).permute(order)
+
+
+class ShardTensor(InBoxes, DTensor):
     """See the head of this file. Made by ``Maker``."""
 
     # Element r is where rank r's slice begins, the last one the number of elements: [world + 1].
@@ -92,6 +141,7 @@ class ShardTensor(DTensor):
     # Without a frame of Python, because norms ask it of each gradient.
     local = property(attrgetter("_local_tensor"), doc="This rank's slice, 1-D: the tensor itself.")
     mesh = property(attrgetter("_spec.mesh"), doc="As ``device_mesh``.")
+    whole_shape = property(attrgetter("shape"))
 
     @property
     def held_range(self) -> tuple[int, int]:
@@ -213,44 +263,15 @@ class ShardTensor(DTensor):
     def __tensor_unflatten__(inner_tensors, flatten_spec, outer_size, outer_stride):
         _refuse_tracing()
 
-    # torch.distributed.checkpoint: a slice is saved and loaded as the boxes that it consists of. It
-    # is imported when it asks: that takes torch a third as long as its own import.
-
-    def __create_write_items__(self, fqn: str, object: Tensor) -> "list[WriteItem]":
-        from torch.distributed.checkpoint import metadata, planner
-
-        properties = metadata.TensorProperties.create_from_tensor(self._local_tensor)
-        return [
-            planner.WriteItem(
-                index=metadata.MetadataIndex(fqn, chunk.offsets),
-                type=planner.WriteItemType.SHARD,
-                tensor_data=planner.TensorWriteData(chunk, properties, self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> "list[ChunkStorageMetadata]":
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        return [ChunkStorageMetadata(offsets, values.shape) for offsets, values in self._boxes()]
-
-    def __get_tensor_shard__(self, index: "MetadataIndex") -> Tensor:
-        for offsets, values in self._boxes():
-            if offsets == index.offset:
-                return values
-        raise ValueError(f"zero_ext: {self!r} holds no box of '{index.fqn}' at {index.offset}.")
-
-    def _boxes(self) -> Iterator[tuple[torch.Size, Tensor]]:
-        """Where each begins, and its values, a view of the slice."""
+    def places(self) -> list[Place]:
         order = sorted(range(self.dim()), key=lambda d: -self.part_stride[d])  # the slowest first
         inverse = sorted(range(self.dim()), key=order.__getitem__)
-        begin = self.part_offset
-        start = 0
+        begin, start, found = self.part_offset, 0, []
         for offsets, sizes in boxes([self.part_shape[d] for d in order], *self.held_range):
-            stop = start + prod(sizes)
-            values = self._local_tensor[start:stop].view(sizes).permute(inverse)
-            yield torch.Size(begin[d] + offsets[inverse[d]] for d in range(self.dim())), values
-            start = stop
+            where = torch.Size(begin[d] + offsets[inverse[d]] for d in range(self.dim()))
+            found.append((where, start, sizes, inverse))
+            start += prod(sizes)
+        return found
 
 
 _torch.use_foreach_for(ShardTensor)
