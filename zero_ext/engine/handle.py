@@ -28,7 +28,6 @@ from zero_ext.engine.plan import Plan, units_by_size
 from zero_ext.engine.unit_hooks import (
     OpenForwards,
     SiteHooks,
-    WatchedUnit,
     watch_inner_modules,
     watch_module,
 )
@@ -237,7 +236,7 @@ class Handle:
         """Gather and release units as their modules are entered and left, from now on."""
         if _torch.is_profiling():
             _C.show_parameters_to_profiler(False)
-        units: list[WatchedUnit] = []
+        units: list[SiteHooks] = []
         unit_of: dict[int, int] = {}
         for block, numbers in zip(blocks, self._units_of_blocks, strict=True):
             inside: list[int] = []
@@ -249,11 +248,10 @@ class Handle:
                 if block.root:
                     self.root_hooks.append(hooks)
             hooks.set_reshard_after_forward(block.reshards)
-            ids = [id(self.parameters[i]) for i in block.members]
-            unit_of |= dict.fromkeys(ids, len(units))
-            units.append(WatchedUnit(site, inside))
+            unit_of |= dict.fromkeys([id(self.parameters[i]) for i in block.members], len(units))
+            units.append(hooks)
         hooked = {module for block in blocks for module in block.modules}
-        watch_inner_modules(tree, self.engine, self.forwards, units, unit_of, hooked)
+        watch_inner_modules(tree, units, unit_of, hooked)
         low_precision.show(self.low_precision, tree, self.engine, self.groups.device)
 
     def reshard(self, keep_writes: bool) -> None:

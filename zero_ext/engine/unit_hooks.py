@@ -8,7 +8,7 @@ import dataclasses
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -78,10 +78,10 @@ class SiteHooks:
         is_root: bool = False,
     ):
         """``inside``: of each unit, the threads that are in a forward of it, once per forward."""
-        self._engine = engine
-        self._site = site
+        self.engine = engine
+        self.site = site
         self.forwards = forwards
-        self._inside = inside
+        self.inside = inside
         self.is_root = is_root
 
     # torch.ao passes no kwargs.
@@ -94,9 +94,9 @@ class SiteHooks:
         forward.entered = False
         self.forwards.of_threads.setdefault(threading.get_ident(), []).append(forward)
         inputs = tensors_in((args, kwargs)) if torch.is_grad_enabled() else None
-        forward.call = self._engine.enter_forward(self._site, inputs)
+        forward.call = self.engine.enter_forward(self.site, inputs)
         forward.entered = True
-        for threads in self._inside:
+        for threads in self.inside:
             threads.append(threading.get_ident())
 
     def leave(self, module: nn.Module, args, output) -> None:
@@ -120,25 +120,25 @@ class SiteHooks:
 
     def unshard(self) -> None:
         """Gather them and keep them until ``reshard()`` or the next step. Collective."""
-        self._engine.unshard(self._site)
+        self.engine.unshard(self.site)
 
     def reshard(self) -> None:
         """Release what ``unshard()`` has gathered. What was written to it is lost."""
-        self._engine.reshard(keep_writes=False, site=self._site)
+        self.engine.reshard(keep_writes=False, site=self.site)
 
     def start_gathers(self) -> None:
-        self._engine.start_gathers(self._site)
+        self.engine.start_gathers(self.site)
 
     def set_reshard_after_forward(self, reshards: bool) -> None:
-        self._engine.set_reshard_after_forward(self._site, reshards)
+        self.engine.set_reshard_after_forward(self.site, reshards)
 
     def set_reshard_after_backward(self, reshards: bool) -> None:
-        self._engine.set_reshard_after_backward(self._site, reshards)
+        self.engine.set_reshard_after_backward(self.site, reshards)
 
     def _leave(self, call: _C.Call | None, outputs: list[Tensor], threw: bool) -> None:
-        for threads in self._inside:
+        for threads in self.inside:
             threads.remove(threading.get_ident())
-        self._engine.leave_forward(self._site, call, outputs, threw)
+        self.engine.leave_forward(self.site, call, outputs, threw)
 
 
 class ModuleCall(Carried):
@@ -184,13 +184,6 @@ class WatchedCall(ModuleCall):
 _torch.run_as_it_is(WatchedCall.__call__)
 
 
-class WatchedUnit(NamedTuple):
-    """``inside``: the threads in its forwards."""
-
-    site: int
-    inside: list[int]
-
-
 class InnerCall(ModuleCall):
     """Gathers units when a module inside theirs is called from outside.
 
@@ -200,37 +193,31 @@ class InnerCall(ModuleCall):
     it compiles gathers in the units' hooks alone.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        engine: _C.Engine,
-        forwards: OpenForwards,
-        units: Sequence[WatchedUnit],
-    ):
+    def __init__(self, module: nn.Module, units: Sequence[SiteHooks]):
         super().__init__(module)
-        self._engine = engine
-        self._forwards = forwards
         self._units = units
-        self._site: int | None = None  # made for the first call from outside
+        self._inside = [threads for hooks in units for threads in hooks.inside]
+        self._hooks: SiteHooks | None = None  # made for the first call from outside
 
     def __call__(self, *args, **kwargs):
         call = self._compiled or self._module()._call_impl
         if torch.compiler.is_compiling():
             return call(*args, **kwargs)
         thread = threading.get_ident()
-        for _, inside in self._units:
+        for inside in self._inside:
             if thread not in inside:
                 return self._call_from_outside(call, args, kwargs)
         return call(*args, **kwargs)
 
     def _call_from_outside(self, call: Callable, args, kwargs):
-        self._forwards.leave_abandoned()
-        if self._site is None:
-            self._site = self._engine.add_inner_site([unit.site for unit in self._units])
-        if self._engine.is_recomputed(self._site):
+        engine, forwards = self._units[0].engine, self._units[0].forwards
+        forwards.leave_abandoned()
+        if self._hooks is None:
+            site = engine.add_inner_site([unit.site for unit in self._units])
+            self._hooks = SiteHooks(engine, site, forwards, self._inside)
+        hooks = self._hooks
+        if engine.is_recomputed(hooks.site):
             return call(*args, **kwargs)
-        inside = [unit.inside for unit in self._units]
-        hooks = SiteHooks(self._engine, self._site, self._forwards, inside)
         output = None
         try:
             hooks.enter(self._module(), args, kwargs, watched=True)
@@ -242,15 +229,14 @@ class InnerCall(ModuleCall):
 
 def watch_inner_modules(
     tree: Tree,
-    engine: _C.Engine,
-    forwards: OpenForwards,
-    units: Sequence[WatchedUnit],
+    units: Sequence[SiteHooks],
     unit_of: Mapping[int, int],
     hooked: Set[nn.Module],
 ) -> None:
     """Gather units as forwards enter modules of ``tree`` inside those with hooks.
 
     Args:
+        units: Hooks of one module of each unit.
         unit_of: The number of the unit of each parameter, by id.
         hooked: The modules that have hooks.
     """
@@ -261,12 +247,12 @@ def watch_inner_modules(
         module, around = tree.modules[place], tree.modules[tree.parents[place]]
         if module in used and around not in hooked:
             used.setdefault(around, set()).update(used[module])
-    shared: dict[frozenset[int], list[WatchedUnit]] = {}  # lists that several modules use
+    shared: dict[frozenset[int], list[SiteHooks]] = {}  # lists that several modules use
     for module, numbers in used.items():
         which = frozenset(numbers)
         if which not in shared:
             shared[which] = [units[k] for k in sorted(which)]
-        InnerCall(module, engine, forwards, shared[which]).attach(module)
+        InnerCall(module, shared[which]).attach(module)
 
 
 def watch_module(module: nn.Module, hooks: SiteHooks) -> None:
