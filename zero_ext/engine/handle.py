@@ -92,6 +92,7 @@ class Handle:
         self.leave_whole(plan.whole)
         self.optimizers: weakref.WeakSet = weakref.WeakSet()
         self.sharded_methods: weakref.ref | None = None  # of the module
+        self.forgets_writes = False  # inside ``summon_full_params(writeback=False)``
         self.root_hooks: list[SiteHooks] = []  # of the module itself
         self.scaled_by: weakref.ref | None = None  # the optimizer whose loss_scaler the engine has
         self._units_of_blocks: list[list[int]] = [[] for _ in plan.blocks or [None]]
@@ -324,8 +325,7 @@ class Handle:
     def refuse_forgotten_writes(self, what: str) -> None:
         """Raise inside ``summon_full_params(writeback=False)``, whose end would drop the written
         parameters and keep their masters."""
-        methods = self.sharded_methods and self.sharded_methods()
-        if methods is not None and methods.forgets_writes:
+        if self.forgets_writes and self.engine.stage == 3:
             raise RuntimeError(
                 f"{self.groups.where}{what} inside "
                 "summon_full_params(writeback=False), which forgets writes. Leave it first."

@@ -48,7 +48,6 @@ class ShardedMethods:
     def __init__(self, handle: Handle, forward_hooks: ForwardHooks):
         self.handle = handle
         self.forward_hooks = forward_hooks
-        self._discards_writes = False  # inside summon_full_params(writeback=False)
 
     def attach(self, module: nn.Module) -> None:
         for name in _METHODS:
@@ -81,11 +80,6 @@ class ShardedMethods:
         check_positive("the divide factor", factor)
         self.handle.engine.set_divide_factor(factor)
 
-    @property
-    def forgets_writes(self) -> bool:
-        """Inside ``summon_full_params(writeback=False)``, with stage 3."""
-        return self._discards_writes and self.handle.engine.stage == 3
-
     def unshard(self) -> None:
         """Gather all parameters and keep them until ``reshard()`` or the next step. Collective with
         stage 3. Without effect with the other stages."""
@@ -112,23 +106,23 @@ class ShardedMethods:
                 stages always keep what was written.
         """
         check_bool("writeback", writeback)
-        engine = self.handle.engine
+        handle, engine = self.handle, self.handle.engine
         held = engine.held_by_user
-        if held and (writeback or self._discards_writes):
+        if held and (writeback or handle.forgets_writes):
             yield
             return
         with calling("summon_full_params()"):
             if held:  # this context must not discard what was written before it
                 self.reshard()
             engine.unshard()
-        before, self._discards_writes = self._discards_writes, not writeback
+        before, handle.forgets_writes = handle.forgets_writes, not writeback
         try:
             with self._restored_alone(writeback):
                 yield
         finally:
-            self._discards_writes = before
+            handle.forgets_writes = before
             with calling("summon_full_params()"):
-                self.handle.reshard(keep_writes=writeback)
+                handle.reshard(keep_writes=writeback)
                 if held:
                     engine.unshard()
 
