@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import zero_ext
 from zero_ext import checkpoint
-from zero_ext.optim.state_views import dequantized, quantize_
+from zero_ext.optim.blocks import dequantized, quantize_
 
 # Straddling ranges, shorter than a block, one more and one less, in blocks from 4,096 on.
 SIZES = [7, 4096, 13, 255, 257, 1083, 70000, 1, 5000]

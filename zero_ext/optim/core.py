@@ -4,20 +4,30 @@ Each step takes two calls of C++: one agrees with the other ranks whether the gr
 and what their norm is, one updates.
 """
 
-import operator
-from collections.abc import Collection, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero_ext import _C
+from zero_ext._warnings import warn
 from zero_ext.engine.handle import Handle
 from zero_ext.optim.arguments import Sharding
-from zero_ext.optim.groups import Group, Places, Trained
+from zero_ext.optim.groups import (
+    Group,
+    Places,
+    Trained,
+    parameters_of,
+    replace_named,
+    settings_of,
+)
 from zero_ext.optim.owners import Owners
-from zero_ext.optim.states import ShownStates, States
+from zero_ext.optim.states import SavedState, ShownStates, States
 from zero_ext.optim.verdicts import SkippedSteps, StepSettings
+
+Loader = Callable[[], None]
 
 
 class Core:
@@ -51,29 +61,20 @@ class Core:
         self.indices: Collection[int] = ()
         # The sharded parameters that train, with their indices and the numbers of their groups.
         self.trained: list[tuple[Tensor, int, int]] = []
-        # The groups' contents when ``follow`` last looked.
-        self._lists: list[list[Tensor]] = []  # of each group
-        self._state_counts: list[int] = []  # of each group
-        self._unfreezings = 0  # of the engine's parameters, which get a state once they train
+        self.parameters: list[Tensor] = []  # of all groups, when ``follow`` last looked
+        self._followed: tuple[Any, ...] = ()  # what it has looked at
         self._ids: list[int] | None = None  # of the keys of ``shown``, if they are what trains
-        # The index of each parameter that has had a state -> whether it was in a group.
-        self._present: dict[int, bool] = {}
+        self._begun: set[int] = set()  # the index of each parameter that has had a state
 
     # Groups
 
-    @property
-    def parameters(self) -> list[Tensor]:
-        return [parameter for parameters in self._lists for parameter in parameters]
-
     def is_current(self, groups: Sequence[Group]) -> bool:
         """Whether no parameter has come, gone, moved or been unfrozen, and no state been added."""
-        now = [group["params"] for group in groups]
-        return (
-            list(map(len, now)) == list(map(len, self._lists))
-            and list(map(self.states.count_of, groups)) == self._state_counts
-            and all(all(map(operator.is_, *both)) for both in zip(now, self._lists, strict=True))
-            and self.handle.unfreezings == self._unfreezings
-        )
+        return self._looked_at(groups) == self._followed
+
+    def _looked_at(self, groups: Sequence[Group]) -> tuple[Any, ...]:
+        ids = [list(map(id, group["params"])) for group in groups]
+        return ids, list(map(self.states.count_of, groups)), self.handle.unfreezings
 
     def follow(self, groups: Sequence[Group], sharded: Sequence[Places]) -> None:
         """Make the states follow the groups, whose parameters are ``sharded``."""
@@ -82,11 +83,9 @@ class Core:
         self.indices = group_of.keys()
         self.state.assign([*group_of], [*group_of.values()])
         for parameter, i, _ in self.trained:
-            if i not in group_of:
-                self._present[i] = False
-                # torch makes a state in the first step, and saves none of what is in no group.
-                if not self.shown.get(parameter, {}).get("step", True):
-                    del self.shown[parameter]
+            # torch makes a state in the first step, and saves none of what is in no group.
+            if i not in group_of and not self.shown.get(parameter, {}).get("step", True):
+                del self.shown[parameter]
         facts = _C.facts(self.handle.engine, [i for _, i, _ in every])
         trained = []
         for each, (_, numel, unit) in zip(every, facts, strict=True):
@@ -94,39 +93,102 @@ class Core:
                 trained.append(each)
                 if each[0].numel() != numel:
                     self.handle.check_size(each[1], each[0])
-        self._show(trained, groups)
+        self._begin_anew(trained, groups)
+        self.states.show(self.shown, trained, groups)
+        self._begun.update([i for _, i, _ in trained])
         self.states.arrange(groups, trained)
         # Last: what has raised before is followed again.
-        self.trained, self._unfreezings = trained, self.handle.unfreezings
-        self._ids, self._lists = None, [list(group["params"]) for group in groups]
-        self._state_counts = list(map(self.states.count_of, groups))
+        self.trained, self.parameters, self._ids = trained, parameters_of(groups), None
+        self._followed = self._looked_at(groups)
 
-    def _show(self, trained: Trained, groups: Sequence[Group]) -> None:
+    def _begin_anew(self, trained: Trained, groups: Sequence[Group]) -> None:
+        """Parameters that have had a state, and have none or an empty one by now, begin anew."""
         values = {id(key): value for key, value in dict.items(self.shown)}
-        present = self._present.get
         for parameter, i, g in trained:
-            if present(i) is False and not values.get(id(parameter)):  # it begins anew
-                self.states.forget(parameter, i, groups[g])
-        kept = [each for each in trained if not present(each[1]) or values.get(id(each[0]))]
-        self.states.show(self.shown, kept, groups)
-        self._present.update([(i, True) for _, i, _ in trained])
+            emptied = i in self._begun and not values.get(id(parameter))
+            if emptied and self.states.forget(parameter, i, groups[g]):
+                self.states.show(self.shown, [(parameter, i, g)], groups)
 
     def take_edits(self, groups: Sequence[Group]) -> None:
         """States that users have emptied begin anew. What they have written to states is taken."""
         ids = list(map(id, dict.keys(self.shown)))
         if ids != self._ids or not all(dict.values(self.shown)):
-            values = dict(zip(ids, dict.values(self.shown), strict=True))
-            for each in self.trained:
-                parameter, i, g = each
-                if not values.get(id(parameter)) and self.states.forget(parameter, i, groups[g]):
-                    self.states.show(self.shown, [each], groups)
+            self._begin_anew(self.trained, groups)
             self._ids = ids if set(ids) == {id(p) for p, _, _ in self.trained} else None
         self.states.end_copies(self.shown)
+
+    # States that are loaded
+
+    def checked_load(self, state_dict: dict[str, Any], groups: Sequence[Group]) -> Loader:
+        """Check all of ``state_dict``, without a change. The function that is returned loads it.
+
+        Raises:
+            ValueError: it has other groups, or states that the optimizer does not have.
+        """
+        saved_groups = state_dict["param_groups"]
+        saved_sizes, sizes = ([len(g["params"]) for g in each] for each in (saved_groups, groups))
+        if saved_sizes != sizes:
+            raise ValueError(
+                f"zero_ext: the state has groups of {saved_sizes} parameters, the optimizer of "
+                f"{sizes}. Make the optimizer with the parameters and the groups that were saved."
+            )
+        settings = [copy.deepcopy(settings_of(saved)) for saved in saved_groups]
+        merged = [{**group, **new} for group, new in zip(groups, settings, strict=True)]
+        self.states.check(merged)
+        keys, saved = [key for each in saved_groups for key in each["params"]], state_dict["state"]
+        of_parameters = set(keys)
+        named = copy.deepcopy({key: saved[key] for key in saved if key not in of_parameters})
+        write = self._checked_write(merged, keys, saved)
+
+        def load() -> None:
+            replace_named(self.shown, named)
+            here = set(map(id, parameters_of(groups)))
+            for key in [key for key in dict.keys(self.shown) if isinstance(key, Tensor)]:
+                if id(key) not in here:  # taken out of its group, and not in any saved state
+                    del self.shown[key]
+            for group, new in zip(groups, settings, strict=True):
+                group.update(new)
+            with torch.no_grad():
+                write()
+
+        return load
+
+    def take_over(self, given: dict[Any, Any], groups: Sequence[Group]) -> ShownStates:
+        """``given``, which a user has assigned to ``optimizer.state``, is loaded into a new one."""
+        parameters = parameters_of(groups)
+        here = set(map(id, parameters))
+        others = {key: value for key, value in dict.items(given) if id(key) not in here}
+        wanted = {k: given.get(parameter, {}) for k, parameter in enumerate(parameters)}
+        write = self._checked_write(groups, wanted, wanted)
+        self.shown = ShownStates(dict, others)
+        write()
+        return self.shown
+
+    def _checked_write(
+        self, groups: Sequence[Group], keys: Iterable[int | str], states: dict[Any, dict[str, Any]]
+    ) -> Loader:
+        """Check the states of the parameters of ``groups``, which were saved under ``keys``."""
+        indices, saved = {id(p): i for p, i, _ in self.trained}, []
+        pairs = [(parameter, group) for group in groups for parameter in group["params"]]
+        for key, (parameter, group) in zip(keys, pairs, strict=True):
+            each = SavedState(
+                key, parameter, indices.get(id(parameter), -1), group, states.get(key, {})
+            )
+            if each.i >= 0:
+                saved.append(each)
+            elif each.values:
+                warn(
+                    f"zero_ext: {each.name} is frozen, and its saved state "
+                    f"({', '.join(map(str, each.values))}) is passed over: it begins anew when the "
+                    "parameter is unfrozen. Thaw it before load_state_dict()."
+                )
+        write = self.states.checked_write(saved)
+        return lambda: write(self.shown)
 
     def let_go(self) -> None:
         """Let go of all states and groups."""
         self.state = self.states = None
-        self.trained, self._lists, self.indices = [], [], ()
+        self.trained, self.parameters, self.indices = [], [], ()
         self.shown.clear()
 
     # Steps

@@ -27,8 +27,8 @@ from zero_ext.optim.arguments import (
     check_group,
     check_state_dict,
 )
-from zero_ext.optim.core import Core
-from zero_ext.optim.states import Loader, check_same_states, checked_load, taken_over
+from zero_ext.optim.core import Core, Loader
+from zero_ext.optim.states import check_same_states
 from zero_ext.ranks.agreement import calling
 from zero_ext.ranks.collectives import copy_from_rank_0
 from zero_ext.ranks.groups import resolve
@@ -138,9 +138,7 @@ class Sharded(torch.optim.Optimizer):
             core.states.check(self.param_groups)
             core.follow(self.param_groups, groups.claim(self.param_groups, core.handle, self))
         if self.state is not core.shown:
-            core.shown, load = taken_over(self.state, core.states, self.param_groups)
-            self.state = core.shown
-            load()
+            self.state = core.take_over(self.state, self.param_groups)
 
     def _zero_catch_up(self) -> None:
         """Shard the parameters that were unfrozen, and follow the groups. Collective."""
@@ -174,7 +172,7 @@ class Sharded(torch.optim.Optimizer):
         check_state_dict(state_dict)
         self._zero_catch_up()
         core = self.zero_core
-        write = checked_load(state_dict, self.param_groups, core.shown, core.states)
+        write = core.checked_load(state_dict, self.param_groups)
 
         def load() -> None:
             write()

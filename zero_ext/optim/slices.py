@@ -14,17 +14,16 @@ import functools
 import itertools
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero_ext.engine.registry import find
 from zero_ext.optim.groups import Group, Trained, named_in, replace_named
 from zero_ext.optim.lending import OwnStates, WatchedWrites, lent
-from zero_ext.optim.states import Loader, SavedState, ShownStates
+from zero_ext.optim.states import SavedState, ShownStates, Writer
 from zero_ext.optim.verdicts import SharedStates
 
 
@@ -223,17 +222,17 @@ class Slices(OwnStates):
 
     # Loading
 
-    def checked_write(self, shown: ShownStates, saved: Sequence[SavedState]) -> Loader:
+    def checked_write(self, saved: Sequence[SavedState]) -> Writer:
         self._check_there()
-        for name, of_shape in _of_shapes(saved).items() if self._slices else ():
-            self._is_cut(name, saved[0].group, of_shape)
+        of_shapes: dict[str, list[bool]] = defaultdict(list)  # by name, whether each has its own
+        for each in saved:
+            for name, value in each.values.items():
+                if value is not None:
+                    of_shapes[name].append(_has_shape(value, each.parameter.shape))
+        for name, found in of_shapes.items():
+            self._is_cut(name, saved[0].group, found)
         writes = []
         for each in saved:
-            entry = find(each.parameter)
-            of_rank = None if entry is None else self._slices.get(entry.index)
-            if of_rank is None:
-                each.warn_of_frozen()
-                continue
             lacking = self.code.try_out(each.group).keys() - each.values if each.values else ()
             if lacking:
                 raise ValueError(
@@ -242,9 +241,10 @@ class Slices(OwnStates):
                 )
             for name in filter(self._cut.get, each.values):
                 each.check_shape(name, each.parameter.shape)
+            of_rank = self._slices[each.i]
             writes.append((of_rank, self._taken(of_rank, each.values)))
 
-        def write() -> None:
+        def write(shown: ShownStates) -> None:
             for each, state in writes:
                 self._own[each.master] = state
                 each.names.clear()
@@ -265,7 +265,7 @@ class Slices(OwnStates):
         """The states for the class, from values that users or its constructor have put there."""
         return {
             name: self._piece_of(value, each.parameter, each.i)
-            if _has_shape(value, each.parameter.shape) and self._is_cut(name, each.group, True)
+            if _has_shape(value, each.parameter.shape) and self._is_cut(name, each.group, [True])
             else copy.deepcopy(value)
             for name, value in values.items()
         }
@@ -276,28 +276,18 @@ class Slices(OwnStates):
         if not _has_shape(value, each.master.shape):
             return False
         states = ((other, self._own.get(other.master, {})) for other in self._slices.values())
-        of_shapes = name in self._cut or all(
-            _has_shape(state[name], other.master.shape) for other, state in states if name in state
-        )
+        of_shapes = (_has_shape(own[name], o.master.shape) for o, own in states if name in own)
         return self._is_cut(name, each.group, of_shapes)
 
-    def _is_cut(self, name: str, group: Group, otherwise: bool) -> bool:
-        """Whether a state is cut. ``otherwise``: for a state that no first step makes."""
+    def _is_cut(self, name: str, group: Group, of_shapes: Iterable[bool]) -> bool:
+        """Whether a state is cut. ``of_shapes``: of one that no first step makes, whether each has
+        its parameter's shape."""
         if name not in self._cut:
             with contextlib.suppress(TypeError):  # settings that a user has made since
                 self._cut = {**self.code.try_out(group), **self._cut}
-        return self._cut.setdefault(name, otherwise)
-
-
-def _of_shapes(saved: Sequence[SavedState]) -> dict[str, bool]:
-    """Whether each named state has its parameter's shape, for all parameters that have it."""
-    of_shapes: dict[str, bool] = {}
-    for each in saved:
-        for name, value in each.values.items():
-            if value is not None:
-                of_shape = _has_shape(value, each.parameter.shape)
-                of_shapes[name] = of_shapes.get(name, True) and of_shape
-    return of_shapes
+        if name not in self._cut:
+            self._cut[name] = all(of_shapes)
+        return self._cut[name]
 
 
 def _has_shape(value: Any, shape: torch.Size) -> bool:

@@ -4,7 +4,6 @@ Views of states are made when they are asked for. A state that is loaded is chec
 of it is written.
 """
 
-import copy
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -15,24 +14,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zero_ext import _C
-from zero_ext._warnings import warn
 from zero_ext.engine.handle import Handle
-from zero_ext.engine.registry import find
+from zero_ext.optim.blocks import dequantized, quantize_
 from zero_ext.optim.groups import (
     Group,
     Trained,
     name_in_module,
-    parameters_of,
-    replace_named,
-    settings_of,
 )
-from zero_ext.optim.state_views import Views
 from zero_ext.ranks.agreement import check_same_on_all_ranks
 from zero_ext.ranks.groups import Groups
 from zero_ext.tensor.meshes import copy_whole
 from zero_ext.tensor.shard_tensor import ShardTensor
 
-Loader = Callable[[], None]
+Writer = Callable[["ShownStates"], None]  # of states, which it then shows
 
 
 class Later(tuple):
@@ -126,10 +120,11 @@ for _name in (
 
 
 class SavedState(NamedTuple):
-    """One parameter's saved states, and its group with the settings that it will have."""
+    """The saved states of parameter i, and its group with the settings that it will have."""
 
     key: int | str
     parameter: Tensor
+    i: int
     group: Group
     values: dict[str, Any]
 
@@ -145,14 +140,6 @@ class SavedState(NamedTuple):
             raise ValueError(
                 f"zero_ext: state '{name}' of {self.name} has shape "
                 f"{tuple(value.shape)}, the optimizer's has {tuple(shape)}."
-            )
-
-    def warn_of_frozen(self) -> None:
-        if self.values:
-            warn(
-                f"zero_ext: {self.name} is frozen, and its saved state "
-                f"({', '.join(map(str, self.values))}) is passed over: it begins anew when the "
-                "parameter is unfrozen. Thaw it before load_state_dict()."
             )
 
 
@@ -179,7 +166,7 @@ class States:
         """Let its state begin anew. Returns whether there was one."""
         return False
 
-    def checked_write(self, shown: ShownStates, saved: Sequence[SavedState]) -> Loader:
+    def checked_write(self, saved: Sequence[SavedState]) -> Writer:
         """Check all states. What is returned writes them, and zeros what was not saved."""
         raise NotImplementedError
 
@@ -198,30 +185,6 @@ class States:
         return {}
 
 
-def saved_states(
-    groups: Sequence[Group], keys: Iterable[int | str], states: dict[int | str, dict[str, Any]]
-) -> list[SavedState]:
-    """One of each parameter of ``groups``, which were saved under ``keys``."""
-    pairs = [(parameter, group) for group in groups for parameter in group["params"]]
-    return [
-        SavedState(key, parameter, group, states.get(key, {}))
-        for key, (parameter, group) in zip(keys, pairs, strict=True)
-    ]
-
-
-def taken_over(
-    given: dict[Any, Any], states: States, groups: Sequence[Group]
-) -> tuple[ShownStates, Loader]:
-    """A new ``optimizer.state`` for the states that a user has assigned to it, and the call that
-    loads them."""
-    parameters = parameters_of(groups)
-    wanted = {k: given.get(parameter, {}) for k, parameter in enumerate(parameters)}
-    here = set(map(id, parameters))
-    others = {key: value for key, value in dict.items(given) if id(key) not in here}
-    shown = ShownStates(dict, others)
-    return shown, states.checked_write(shown, saved_states(groups, wanted, wanted))
-
-
 def check_same_states(state_dict: dict[str, Any], groups: Groups) -> None:
     """Raise where some ranks pass their parts of a state and others all of it, or other values.
     Collective. Of the tensors that each rank passes whole, the smallest stands for all."""
@@ -234,43 +197,6 @@ def check_same_states(state_dict: dict[str, Any], groups: Groups) -> None:
         kind += f" with digest {_C.digest(smallest.view(torch.uint8).numpy()):x}"
     remedy = "Pass the same state on every rank, for example by torch.load(path, mmap=True)."
     check_same_on_all_ranks(groups, [kind], "the optimizer states that are loaded", remedy)
-
-
-def checked_load(
-    state_dict: dict[str, Any], groups: Sequence[Group], shown: ShownStates, states: Any
-) -> Loader:
-    """Check all of ``state_dict``, without a change. The function that is returned loads it.
-
-    Raises:
-        ValueError: it has other groups, or states that ``states`` does not have.
-    """
-    saved_groups = state_dict["param_groups"]
-    saved_sizes, sizes = ([len(g["params"]) for g in each] for each in (saved_groups, groups))
-    if saved_sizes != sizes:
-        raise ValueError(
-            f"zero_ext: the state has groups of {saved_sizes} parameters, the optimizer of {sizes}."
-            " Make the optimizer with the parameters and the groups that were saved."
-        )
-    settings = [copy.deepcopy(settings_of(saved)) for saved in saved_groups]
-    merged = [{**group, **new} for group, new in zip(groups, settings, strict=True)]
-    states.check(merged)
-    keys, saved = [key for each in saved_groups for key in each["params"]], state_dict["state"]
-    of_parameters = set(keys)
-    named = copy.deepcopy({key: saved[key] for key in saved if key not in of_parameters})
-    write = states.checked_write(shown, saved_states(merged, keys, saved))
-
-    def load() -> None:
-        replace_named(shown, named)
-        here = set(map(id, parameters_of(groups)))
-        for key in [key for key in dict.keys(shown) if isinstance(key, Tensor)]:
-            if id(key) not in here:  # taken out of its group, and not in any saved state
-                del shown[key]
-        for group, new in zip(groups, settings, strict=True):
-            group.update(new)
-        with torch.no_grad():
-            write()
-
-    return load
 
 
 class Layout(NamedTuple):
@@ -290,15 +216,37 @@ class Layout(NamedTuple):
         return ("step", *self.names[:count]) if self.counts_steps else self.names[:count]
 
 
+class _Copy(NamedTuple):
+    """What blocks stand for, as it was shown beside the parameter's states ``names``."""
+
+    parameter: Tensor
+    i: int
+    names: tuple[str, ...]
+    values: Tensor  # fp32 [numel], this rank's part
+    shown: Tensor  # the same in the parameter's shape
+    versions: tuple[int, int]
+    codes: Tensor
+    scales: Tensor
+
+    def versions_now(self) -> tuple[int, int]:
+        """Both versions: a write through a ShardTensor counts in its own alone."""
+        return self.values._version, self.shown._version
+
+
 class FusedStates(States):
-    """States in C++, which updates in C++ use."""
+    """States in C++, which updates in C++ use. ``optimizer.state`` shows views of them.
+
+    States in blocks (``state_dtype="int8"``) are shown as fp32 copies, which are made when they are
+    asked for and hold until the next step. What was written to a copy is written to its blocks
+    then.
+    """
 
     def __init__(
         self, layout: Layout, kind: str, handle: Handle, state: _C.OptimizerState, held: int
     ):
         self._layout, self._kind, self._handle, self._state = layout, kind, handle, state
         self._held = held  # so many of the names have memory
-        self._views = Views(state, handle)
+        self._copies: list[_Copy] = []  # made since the last step
 
     def count_of(self, group: Group) -> int:
         return self._layout.count_of(group)
@@ -312,12 +260,24 @@ class FusedStates(States):
                 "it off in the other groups."
             )
 
+    def _make(self, names: tuple[str, ...], parameter: Tensor, i: int) -> dict[str, Tensor]:
+        """The count of steps of parameter i if it is among ``names``, and its first states."""
+        made = {"step": self._state.step(i)} if "step" in names else {}
+        for k, name in enumerate(name for name in names if name != "step"):
+            local, scales = self._state.slice(k, i), self._state.scales(k, i)
+            values = local if scales is None else dequantized(local, scales)
+            made[name] = self._handle.as_parameter(values, i, parameter)
+            if scales is not None:
+                copied = _Copy(parameter, i, names, values, made[name], (0, 0), local, scales)
+                self._copies.append(copied._replace(versions=copied.versions_now()))
+        return made
+
     def _held_state(self, parameter: Tensor, i: int) -> dict[str, Tensor]:
         """The count of steps, and each state that there is memory for."""
-        return self._views.make(self._layout.first_names(self._held), parameter, i)
+        return self._make(self._layout.first_names(self._held), parameter, i)
 
     def _maker_of(self, names: tuple[str, ...]) -> Callable[[Tensor, int], dict[str, Tensor]]:
-        return functools.partial(self._views.make, names)
+        return functools.partial(self._make, names)
 
     def _names_in(self, group: Group) -> tuple[str, ...]:
         return self._layout.first_names(self.count_of(group))
@@ -334,18 +294,13 @@ class FusedStates(States):
     def forget(self, parameter: Tensor, i: int, group: Group) -> bool:
         for value in self._held_state(parameter, i).values():
             value.zero_()
-        self._views.write_back()
+        self._write_back()
         return True
 
-    def checked_write(self, shown: ShownStates, saved: Sequence[SavedState]) -> Loader:
-        writes = []
-        for each in saved:
-            entry = find(each.parameter)
-            if entry is not None and self._handle.engine.unit_of(entry.index) < 0:
-                each.warn_of_frozen()
-                continue
-            each = self._completed(each)
-            held = {} if entry is None else self._held_state(each.parameter, entry.index)
+    def checked_write(self, saved: Sequence[SavedState]) -> Writer:
+        saved = list(map(self._completed, saved))
+        writes = [(each, self._held_state(each.parameter, each.i)) for each in saved]
+        for each, held in writes:
             for name in each.values:
                 if name not in held:
                     raise ValueError(
@@ -353,9 +308,8 @@ class FusedStates(States):
                         "saved."
                     )
                 each.check_shape(name, held[name].shape)
-            writes += [(each, held)] if held else []
 
-        def write() -> None:
+        def write(shown: ShownStates) -> None:
             for each, held in writes:
                 for name, target in held.items():
                     value = each.values.get(name)
@@ -379,8 +333,17 @@ class FusedStates(States):
         return saved._replace(values=values)
 
     def end_copies(self, shown: ShownStates) -> None:
-        for each in self._views.take_copies():
+        self._write_back()
+        copies, self._copies = self._copies, []
+        for each in {each.i: each for each in copies}.values():
             shown.show_anew(each.parameter, each.names, self._maker_of(each.names), each.i)
+
+    def _write_back(self) -> None:
+        """Write the copies that a user has changed."""
+        for k, each in enumerate(self._copies):
+            if each.versions_now() != each.versions:
+                quantize_(each.values, each.codes, each.scales)
+                self._copies[k] = each._replace(versions=each.versions_now())
 
     def set_offloaded(self, shown: ShownStates, offloaded: bool) -> None:
         self.end_copies(shown)

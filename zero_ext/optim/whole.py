@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from zero_ext._torch import tree_map_only
-from zero_ext.engine.registry import find
 from zero_ext.optim.groups import (
     Group,
     Trained,
@@ -36,7 +35,7 @@ from zero_ext.optim.groups import (
 )
 from zero_ext.optim.lending import OwnStates, WatchedWrites, lent
 from zero_ext.optim.owners import KeptMasters, Owners, Values
-from zero_ext.optim.states import Loader, SavedState, ShownStates
+from zero_ext.optim.states import SavedState, ShownStates, Writer
 from zero_ext.optim.verdicts import text_of
 from zero_ext.ranks.agreement import all_or_none
 from zero_ext.tensor.meshes import reject_cut
@@ -187,22 +186,19 @@ class Whole(OwnStates):
         return defaultdict(dict, {**whole, **named_in(shown)})
 
     @torch.no_grad()
-    def checked_write(self, shown: ShownStates, saved: Sequence[SavedState]) -> Loader:
+    def checked_write(self, saved: Sequence[SavedState]) -> Writer:
         self._check_there()
-        trained, loaded = {id(p) for p, _, _ in self._trained}, {}
+        loaded = {}
         for each in saved:
-            if id(each.parameter) not in trained:
-                each.warn_of_frozen()
-                continue
             # Values of the parameter's shape may be sharded: all ranks take part.
             values = {
                 name: value.full_tensor() if hasattr(value, "full_tensor") else value
                 for name, value in each.values.items()
             }
-            if values and self._owners.owns(find(each.parameter)[1]):
+            if values and self._owners.owns(each.i):
                 loaded[each.parameter] = self._loaded(values)
 
-        def write() -> None:
+        def write(shown: ShownStates) -> None:
             for each in saved:  # others, which were taken out of their groups, keep their states
                 self._first_states.pop(id(each.parameter), None)
                 dict.pop(shown, each.parameter, None)
