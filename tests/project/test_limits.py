@@ -30,7 +30,7 @@ LINES = {
         "module": 1270,
         # 20 of them: states of parameters on other meshes; 20: states that ranks load unequally;
         # 10: matrices that a mesh has cut
-        "optim": 4230,
+        "optim": 4180,
         "ranks": 740,  # 60 of them: which ranks have the same experts; 40: torch 2.15
         # 10 of them: parameters beside the model; 140: meshes and pipelines; 360: changes.py and
         # receiving.py, 10: the token that a copy lacks changes of.

@@ -91,7 +91,8 @@ def adopt(optimizer: torch.optim.Optimizer, **sharding: Any) -> Sharded:
     taken = Sharding.taken_from(sharding)
     if sharding:
         raise TypeError(f"adopt() got an unexpected keyword argument '{next(iter(sharding))}'")
-    kind, state, step = type(optimizer), optimizer.state, vars(optimizer).pop("step", None)
+    kind, before = type(optimizer), {**vars(optimizer)}
+    step = vars(optimizer).pop("step", None)
     target = _FUSED[kind] if code is None else sharded_class(kind)
     try:
         optimizer.__class__ = target
@@ -101,11 +102,9 @@ def adopt(optimizer: torch.optim.Optimizer, **sharding: Any) -> Sharded:
         else:
             optimizer.shard_update(code, owner_mb, taken)
     except BaseException:
-        optimizer.__class__, optimizer.state = kind, state
-        for name, value in (("zero_core", None), ("step", step)):
-            vars(optimizer).pop(name, None)
-            if value is not None:
-                vars(optimizer)[name] = value
+        optimizer.__class__ = kind
+        vars(optimizer).clear()
+        vars(optimizer).update(before)
         raise
     optimizer.zero_core.before_adoption = kind, step
     if hasattr(step, "_wrapped_by_lr_sched"):

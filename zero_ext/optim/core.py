@@ -230,7 +230,7 @@ class Core:
         self.report_skipped(wait=known)
         compared = self.nonfinite != "step" or self.max_grad_norm is not None
         if compared or self.handle.options.stage == 3:  # else no message was sent
-            self.settings.states.agreed()
+            self.settings.agreed()
         made = not (known and verdict.nonfinite)
         if made and self.max_grad_norm is not None:
             self.grad_norm = verdict.norm

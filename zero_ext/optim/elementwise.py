@@ -96,13 +96,7 @@ def check(
     default = torch.get_default_device().type
     with contextlib.nullcontext() if default == "cpu" else torch.device("cpu"):
         make([torch.nn.Parameter(torch.zeros(3, 4))])
-        what, depends_on = _dependence(make, name)
-        if what is not None:
-            raise TypeError(
-                f"zero_ext: {name} cannot be sharded: it is not elementwise, and its {what} "
-                f"depends on {depends_on}. Use AdamW, Adam or SGD of zero_ext.optim, or wrap an "
-                "optimizer that updates each parameter by itself."
-            )
+        _check_by_itself(make, name)
         try:
             return _states_of_elements(make)
         except _NotElementwiseError as error:
@@ -232,8 +226,8 @@ def _states_of_elements(make: _Make) -> dict[str, bool]:
     return kept[0][_FIRST_STATES, 0]
 
 
-def _dependence(make: _Make, name: str) -> tuple[str | None, str]:
-    """The value that depends on more than its parameter, or None; and on what else it depends."""
+def _check_by_itself(make: _Make, name: str) -> None:
+    """Raise where what a parameter becomes depends on more than the parameter."""
     both = range(len(_TOGETHER))
     try:
         together = _run(make, _TOGETHER, both, _Judge(0))
@@ -243,8 +237,14 @@ def _dependence(make: _Make, name: str) -> tuple[str | None, str]:
             f"dense gradients, raises {type(error).__name__}: {error}."
         ) from error
     alone = _difference(make, together, [0]) or _difference(make, together, [1])
-    again = alone and _difference(make, together, both)
-    return (again, "random numbers") if again else (alone, "other parameters")
+    if alone is None:
+        return
+    again = _difference(make, together, both)
+    raise TypeError(
+        f"zero_ext: {name} cannot be sharded: it is not elementwise, and its {again or alone} "
+        f"depends on {'random numbers' if again else 'other parameters'}. Use AdamW, Adam or SGD "
+        "of zero_ext.optim, or wrap an optimizer that updates each parameter by itself."
+    )
 
 
 def _difference(make: _Make, together: dict[tuple, Any], members: Sequence[int]) -> str | None:

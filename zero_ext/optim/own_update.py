@@ -16,6 +16,7 @@ from zero_ext.engine.checks import check_positive
 from zero_ext.optim import elementwise
 from zero_ext.optim.arguments import Sharding, check_params
 from zero_ext.optim.core import Core
+from zero_ext.optim.groups import parameters_of
 from zero_ext.optim.lending import OwnCode
 from zero_ext.optim.owners import OWNER_MB, Owners
 from zero_ext.optim.sharded import Sharded, shard_states
@@ -39,7 +40,8 @@ def sharded_class(kind: type[torch.optim.Optimizer]) -> type[Sharded]:
         if isinstance(function, types.FunctionType)
         and not (name.startswith("_") or hasattr(OwnUpdate, name))
     }
-    return type(kind.__name__, (OwnUpdate, kind), {"__doc__": kind.__doc__, **methods})
+    own = {"__doc__": kind.__doc__, "_zero_kind": kind}
+    return type(kind.__name__, (OwnUpdate, kind), own | methods)
 
 
 def _lending(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,18 +60,14 @@ def _lending(function: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def torchs_class(kind: type[Sharded]) -> type[torch.optim.Optimizer]:
-    """The class that ``kind`` shards."""
-    return kind.__mro__[kind.__mro__.index(Sharded) + 1]
-
-
 class OwnUpdate(Sharded):
     """The code of the class runs where ``Slices`` or ``Whole`` has lent it masters."""
 
+    _zero_kind: type[torch.optim.Optimizer]  # which it shards
+
     def __init__(self, params, *args: Any, owner_mb: float = OWNER_MB, **kwargs: Any):
         check_positive("owner_mb", owner_mb)
-        kind = torchs_class(type(self))
-        sharding = Sharding.taken_from(kwargs)
+        kind, sharding = self._zero_kind, Sharding.taken_from(kwargs)
         if args:
             signature = inspect.signature(kind)
             kwargs = signature.bind_partial(None, *args).arguments | kwargs
@@ -102,13 +100,8 @@ class OwnUpdate(Sharded):
 
     def shard_update(self, code: OwnCode, owner_mb: float, sharding: Sharding) -> None:
         """Shard what its constructor has made, or it had when it was adopted."""
-        first_states = {
-            id(p): state
-            for p, state in dict.items(self.state)
-            if isinstance(p, Tensor)
-            and state
-            and not any(getattr(value, "is_meta", False) for value in state.values())
-        }
+        parameters = parameters_of(self.param_groups)
+        first_states = {id(p): self.state[p] for p in parameters if self.state.get(p)}
 
         def make_states(core: Core) -> None:
             core.state = _C.OptimizerState(core.handle.engine, 0)
@@ -122,7 +115,7 @@ class OwnUpdate(Sharded):
                 )
                 core.states = Whole(*of_all, owners=core.owners)
             else:
-                core.states = Slices(*of_all, shared=core.settings.states)
+                core.states = Slices(*of_all, settings=core.settings)
 
         shard_states(self, sharding, code.name, make_states)
 

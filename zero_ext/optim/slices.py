@@ -24,7 +24,7 @@ from torch import Tensor
 from zero_ext.optim.groups import Group, Trained, named_in, replace_named
 from zero_ext.optim.lending import OwnStates, WatchedWrites, lent
 from zero_ext.optim.states import SavedState, ShownStates, Writer
-from zero_ext.optim.verdicts import SharedStates
+from zero_ext.optim.verdicts import StepSettings
 
 
 @dataclass(slots=True, eq=False)
@@ -44,12 +44,12 @@ class Slices(OwnStates):
     """The states of an elementwise optimizer, as its class keeps them of this rank's parts.
 
     Args:
-        shared: Compares the states that have no value for each element.
+        settings: Compares the states that have no value for each element.
     """
 
-    def __init__(self, *of_all: Any, shared: SharedStates):
+    def __init__(self, *of_all: Any, settings: StepSettings):
         super().__init__(*of_all)
-        self._shared = shared
+        self._settings = settings
         self._slices: dict[int, _Slice] = {}  # by index, of what has ever trained
         self._lists: list[list[Tensor]] = []  # the masters of each group
         self._own: dict[Any, Any] = defaultdict(dict)  # as the class has them, by master
@@ -161,17 +161,17 @@ class Slices(OwnStates):
         named = named_in(self._own)
         for name, value in named.items():
             if name not in shown:
-                self._shared.add(-1, name, None, value)
+                self._settings.add_state(-1, name, None, value)
         replace_named(shown, named)
 
     def _note_new(self, each: _Slice, name: str, value: Any) -> None:
         """States that appeared, and have no value for each element, must be equal on all ranks."""
         each.names.add(name)
-        bounds = self._handle.engine.bounds(each.i)
+        engine = self._handle.engine
         # Some optimizers make no state where there are no elements.
-        everywhere = all(itertools.starmap(operator.lt, itertools.pairwise(bounds)))
+        everywhere = all(itertools.starmap(operator.lt, itertools.pairwise(engine.bounds(each.i))))
         if (self._handle.replicated or everywhere) and not self._is_per_element(name, value, each):
-            self._shared.add(each.i, name, self._handle.engine.parameter_name(each.i), value)
+            self._settings.add_state(each.i, name, engine.parameter_name(each.i), value)
 
     def call(self, optimizer: torch.optim.Optimizer, what: str, act: Callable[[], Any]) -> Any:
         """See note [What a method beside step gets]."""

@@ -6,7 +6,7 @@ of it is written.
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,22 +50,6 @@ class ShownStates(defaultdict):
     def __bool__(self) -> bool:
         """torch asks it whether to make states by a step, which all ranks must do or none."""
         return self.begun or len(self) > 0
-
-    def show_anew(
-        self,
-        parameter: Tensor,
-        names: Iterable[str],
-        make: Callable[[Tensor, int], dict[str, Tensor]],
-        i: int,
-    ) -> None:
-        """``make(parameter, i)`` shows ``names`` from now on, beside what else is there.
-
-        A state that was emptied stays empty.
-        """
-        values = super().get(parameter)
-        if values and type(values) is not Later:
-            others = {name: value for name, value in values.items() if name not in names}
-            super().__setitem__(parameter, Later((lambda *which: {**others, **make(*which)}, i)))
 
     def __getitem__(self, key: Hashable) -> Any:
         value = super().__getitem__(key)
@@ -154,7 +138,8 @@ class States:
         """Raise where a group needs a state that there is no memory for."""
 
     def check_added(self, group: Group) -> None:
-        """Raise where the update of a group that was added is of another kind."""
+        """Raise where a group that was added needs such a state, or an update of another kind."""
+        self.check([group])
 
     def show(self, shown: ShownStates, parameters: Trained, groups: Sequence[Group]) -> None:
         """Show the states of ``parameters``, which are now of these groups."""
@@ -260,9 +245,12 @@ class FusedStates(States):
                 "it off in the other groups."
             )
 
-    def _make(self, names: tuple[str, ...], parameter: Tensor, i: int) -> dict[str, Tensor]:
-        """The count of steps of parameter i if it is among ``names``, and its first states."""
-        made = {"step": self._state.step(i)} if "step" in names else {}
+    def _make(
+        self, names: tuple[str, ...], others: dict[str, Any], parameter: Tensor, i: int
+    ) -> dict[str, Any]:
+        """``others``, the count of steps of parameter i if it is among ``names``, and its first
+        states."""
+        made = others | ({"step": self._state.step(i)} if "step" in names else {})
         for k, name in enumerate(name for name in names if name != "step"):
             local, scales = self._state.slice(k, i), self._state.scales(k, i)
             values = local if scales is None else dequantized(local, scales)
@@ -274,16 +262,13 @@ class FusedStates(States):
 
     def _held_state(self, parameter: Tensor, i: int) -> dict[str, Tensor]:
         """The count of steps, and each state that there is memory for."""
-        return self._make(self._layout.first_names(self._held), parameter, i)
-
-    def _maker_of(self, names: tuple[str, ...]) -> Callable[[Tensor, int], dict[str, Tensor]]:
-        return functools.partial(self._make, names)
+        return self._make(self._layout.first_names(self._held), {}, parameter, i)
 
     def _names_in(self, group: Group) -> tuple[str, ...]:
         return self._layout.first_names(self.count_of(group))
 
     def show(self, shown: ShownStates, parameters: Trained, groups: Sequence[Group]) -> None:
-        makers = [self._maker_of(self._names_in(group)) for group in groups]
+        makers = [functools.partial(self._make, self._names_in(group), {}) for group in groups]
         known = set(map(id, dict.keys(shown)))
         for parameter, i, g in parameters:
             if id(parameter) in known:
@@ -336,7 +321,11 @@ class FusedStates(States):
         self._write_back()
         copies, self._copies = self._copies, []
         for each in {each.i: each for each in copies}.values():
-            shown.show_anew(each.parameter, each.names, self._maker_of(each.names), each.i)
+            values = dict.get(shown, each.parameter)
+            if values and type(values) is not Later:  # one that was emptied stays empty
+                others = {name: v for name, v in values.items() if name not in each.names}
+                make = functools.partial(self._make, each.names, others)
+                dict.__setitem__(shown, each.parameter, Later((make, each.i)))
 
     def _write_back(self) -> None:
         """Write the copies that a user has changed."""
@@ -348,6 +337,3 @@ class FusedStates(States):
     def set_offloaded(self, shown: ShownStates, offloaded: bool) -> None:
         self.end_copies(shown)
         self._state.set_offloaded(offloaded)
-
-    def check_added(self, group: Group) -> None:
-        self.check([group])

@@ -20,7 +20,6 @@ from zero_ext.engine.handle import Handle
 from zero_ext.optim.groups import Group, Trained
 from zero_ext.optim.scaler import LossScaler
 from zero_ext.ranks.agreement import check_same_on_all_ranks
-from zero_ext.ranks.groups import Groups
 
 # So many steps skipped in a row raise: the training does nothing any more.
 MAX_SKIPPED_IN_A_ROW = 1000
@@ -112,12 +111,29 @@ def _nonfinite_parameter(engine: _C.Engine, trained: Trained) -> str | None:
 
 
 class StepSettings:
-    """The settings that an update multiplies with. Each step compares their hash between ranks."""
+    """The settings that an update multiplies with, and the shared states that have appeared since
+    the ranks last agreed, with their first values. Each step compares a hash of them between ranks.
+
+    See note [States that all parameters share].
+    """
 
     def __init__(self, handle: Handle, defaults: dict[str, Any]):
         self._handle = handle
         self._names = [name for name in defaults if name not in _SWITCHES]
-        self.states = SharedStates()  # which are compared with them
+        self._appeared: dict[tuple[int, str], str] = {}  # by parameter (-1: none) and by name
+
+    def add_state(self, i: int, name: Any, owner: str | None, value: Any) -> None:
+        """``value`` has appeared as state ``name`` of parameter i, whose name is ``owner``."""
+        of_owner = "" if owner is None else f" of '{owner}'"
+        self._appeared[i, str(name)] = f"'{name}'{of_owner}: {text_of(value)}"
+
+    @property
+    def new_states(self) -> list[str]:
+        """Texts that are equal on ranks where the same states have appeared with equal values."""
+        return [self._appeared[key] for key in sorted(self._appeared)]
+
+    def agreed(self) -> None:
+        self._appeared.clear()
 
     def values(self, groups: Sequence[Group], of_step: dict[str, Any]) -> list[Any]:
         """Numbers, or tuples of them, that must be equal on all ranks."""
@@ -132,7 +148,8 @@ class StepSettings:
         """
         if self._handle.groups.world == 1 and self._handle.across_meshes is None:
             return 0
-        return hash(tuple(self.values(groups, of_step))) ^ self.states.hash()
+        digest = hashlib.sha256("\n".join(self.new_states).encode()).digest()
+        return hash((*self.values(groups, of_step), int.from_bytes(digest[:8])))
 
     def check_same(self, groups: Sequence[Group], of_step: dict[str, Any]) -> None:
         """Raise for the first setting or state that differs. Collective."""
@@ -146,7 +163,13 @@ class StepSettings:
             "the settings of the optimizers",
             remedy="Give every rank the same, and repeat step(): nothing was updated.",
         )
-        self.states.check_same(self._handle.groups)
+        check_same_on_all_ranks(
+            self._handle.groups,
+            self.new_states,
+            "states of the wrapped optimizer that have no value for each element",
+            remedy="Such a state cannot be saved, because every rank would load one rank's. Use "
+            "stage 0, where every rank has all elements.",
+        )
 
 
 def _number_of(setting: Any) -> Any:
@@ -158,44 +181,6 @@ def _number_of(setting: Any) -> Any:
     if isinstance(setting, Tensor) and setting.device.type == "cpu" and setting.numel() == 1:
         return _number_of(setting.item())  # one on a device would have to be waited for
     return 0
-
-
-class SharedStates:
-    """The shared states that appeared since the ranks last agreed, with their first values.
-
-    See note [States that all parameters share].
-    """
-
-    def __init__(self) -> None:
-        self._appeared: dict[tuple[int, str], str] = {}  # by parameter (-1: none) and by name
-
-    def add(self, i: int, name: Any, owner: str | None, value: Any) -> None:
-        """``value`` has appeared as state ``name`` of parameter i, whose name is ``owner``."""
-        of_owner = "" if owner is None else f" of '{owner}'"
-        self._appeared[i, str(name)] = f"'{name}'{of_owner}: {text_of(value)}"
-
-    def hash(self) -> int:
-        """Equal on ranks where the same states have appeared with the same values."""
-        if not self._appeared:
-            return 0
-        digest = hashlib.sha256("\n".join(self._described()).encode()).digest()
-        return int.from_bytes(digest[:8], signed=True)
-
-    def agreed(self) -> None:
-        self._appeared.clear()
-
-    def check_same(self, groups: Groups) -> None:
-        """Raise for the first one that differs, or is on some ranks only. Collective."""
-        check_same_on_all_ranks(
-            groups,
-            self._described(),
-            "states of the wrapped optimizer that have no value for each element",
-            remedy="Such a state cannot be saved, because every rank would load one rank's. Use "
-            "stage 0, where every rank has all elements.",
-        )
-
-    def _described(self) -> list[str]:
-        return [self._appeared[key] for key in sorted(self._appeared)]
 
 
 @torch.no_grad()

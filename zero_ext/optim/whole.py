@@ -15,7 +15,6 @@ on which parameters a rank has.
 import contextlib
 import copy
 import functools
-import operator
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -41,7 +40,7 @@ from zero_ext.ranks.agreement import all_or_none
 from zero_ext.tensor.meshes import reject_cut
 
 # Keys of what ranks tell each other.
-_WRITTEN, _RESULT = "written", "result"
+_WRITTEN, _RESULT, _CHANGED = "written", "result", "changed"
 _ITSELF = "the optimizer"
 _META, _HALVES = torch.device("meta"), (torch.bfloat16, torch.float16)
 
@@ -50,11 +49,13 @@ class _WholeParameter(NamedTuple):
     """The tensor that stands for a parameter in the code: it has memory during a call alone.
 
     Attributes:
+        g: The number of the parameter's group.
         nothing: Its data between two calls, which has the memory of one element.
     """
 
     parameter: Tensor
     i: int
+    g: int
     whole: torch.nn.Parameter
     nothing: Tensor
     strides: list[int]
@@ -66,9 +67,7 @@ class Whole(OwnStates):
     def __init__(self, *of_all: Any, owners: Owners):
         super().__init__(*of_all)
         self._owners, self._masters = owners, KeptMasters(owners)
-        self._trained: list[tuple[Tensor, int, int]] = []  # in the order of indices
-        self.order: dict[int, int] = {}  # by index, where they stand in the groups
-        self.of: dict[int, _WholeParameter] = {}  # by index
+        self.of: dict[int, _WholeParameter] = {}  # what trains, by index, in the groups' order
 
     def check_added(self, group: Group) -> None:
         for shape in {tuple(p.shape) for p in group["params"]}:  # Muon takes matrices alone
@@ -81,16 +80,16 @@ class Whole(OwnStates):
         for parameter, i, _ in trained if self._handle.across_meshes is not None else ():
             name = self._handle.engine.parameter_name(i)
             reject_cut(self.code.name, parameter, name, "Give it to an elementwise optimizer.")
-        self._trained = sorted(trained, key=operator.itemgetter(1))
-        self.order = {i: k for k, (_, i, _) in enumerate(trained)}
-        self._owners.assign({i: p.numel() for p, i, _ in self._trained})
-        self.of = {i: self.of.get(i) or self._lendable(p, i) for p, i, _ in trained}
+        self.of = {i: self._lendable(p, i, g) for p, i, g in trained}
+        self._owners.assign({i: self.of[i].parameter.numel() for i in sorted(self.of)})
 
-    def _lendable(self, parameter: Tensor, i: int) -> _WholeParameter:
+    def _lendable(self, parameter: Tensor, i: int, g: int) -> _WholeParameter:
+        if i in self.of:
+            return self.of[i]._replace(g=g)
         engine = self._handle.engine
         nothing = engine.master_slice(i).new_zeros(()).expand(parameter.shape)
         whole = torch.nn.Parameter(nothing)
-        return _WholeParameter(parameter, i, whole, nothing, engine.strides(i))
+        return _WholeParameter(parameter, i, g, whole, nothing, engine.strides(i))
 
     def stats(self) -> dict[str, int]:
         return {"bytes_owner_masters": self._masters.nbytes}
@@ -100,11 +99,11 @@ class Whole(OwnStates):
     def update(self, optimizer: torch.optim.Optimizer, keywords: dict[str, Any]) -> None:
         """Run the class's step, after the ranks have agreed on it."""
         engine = self._handle.engine
-        stepped = [each for each in self._trained if each[0].grad is not None]
-        masters = {i: engine.master_slice(i) for _, i, _ in stepped}
+        stepped = [i for i in sorted(self.of) if self.of[i].parameter.grad is not None]
+        masters = {i: engine.master_slice(i) for i in stepped}
         gradients = {i: engine.grad_slice(i) for i in masters}
         step = functools.partial(self.code.step, optimizer, **keywords)
-        run = _Run(optimizer, self, f"step() of {self.code.name}", step, stepped)
+        run = _Run(optimizer, self, f"step() of {self.code.name}", step)
         try:
             out_of_date = self._masters.out_of_date(masters)
             for wave in self._owners.waves([*masters]):
@@ -130,7 +129,7 @@ class Whole(OwnStates):
             TypeError: it returns a context manager, or something else for some parameters.
         """
         self._check_there()
-        if not self._trained:
+        if not self.of:
             return act()
         with_graph = torch.is_grad_enabled()
 
@@ -138,7 +137,7 @@ class Whole(OwnStates):
             with torch.set_grad_enabled(with_graph):
                 return act()
 
-        run = _Run(optimizer, self, f"{what} of {self.code.name}", method, self._trained)
+        run = _Run(optimizer, self, f"{what} of {self.code.name}", method)
         try:
             with torch.no_grad():
                 self._call_in_waves(run)
@@ -150,17 +149,19 @@ class Whole(OwnStates):
 
     def _call_in_waves(self, run: "_Run") -> None:
         handle, owners = self._handle, self._owners
-        masters = {i: handle.engine.current_master(i) for _, i, _ in self._trained}
+        masters = {i: handle.engine.current_master(i) for i in sorted(self.of)}
         with all_or_none(handle.groups, run.what) as lacking:
-            lacking.update((i, b"") for p, i, _ in self._trained if p.grad is None)
-        parts = {i: self._gradient_of(p, i) for p, i, _ in self._trained if i not in lacking}
+            lacking.update((i, b"") for i in masters if self.of[i].parameter.grad is None)
+        graded = [i for i in masters if i not in lacking]
+        parts = {i: self._gradient_of(self.of[i].parameter, i) for i in graded}
         out_of_date = self._masters.out_of_date(masters)
         for wave in owners.waves([*masters]):
             whole, gradients = self._masters.whole(wave, masters, out_of_date), {}
             if graded := [i for i in wave.indices if i in parts]:
                 gradients = owners.to_owners(owners.wave(graded), parts, kept=True)()[0]
             run.run(whole, gradients, watched=WatchedWrites())
-            if of_wave := [i for i in wave.indices if i in run.written]:
+            written = run.found(_WRITTEN)
+            if of_wave := [i for i in wave.indices if i in written]:
                 like = masters[of_wave[0]]
                 back = owners.from_owners(owners.wave(of_wave), whole, like, kept=True)()
                 for i in of_wave:
@@ -196,7 +197,7 @@ class Whole(OwnStates):
                 for name, value in each.values.items()
             }
             if values and self._owners.owns(each.i):
-                loaded[each.parameter] = self._loaded(values)
+                loaded[each.parameter] = _loaded(values, self.of[each.i].nothing.device)
 
         def write(shown: ShownStates) -> None:
             for each in saved:  # others, which were taken out of their groups, keep their states
@@ -207,21 +208,13 @@ class Whole(OwnStates):
 
         return write
 
-    def _loaded(self, values: dict[str, Any]) -> dict[str, Any]:
-        device, state = self._handle.engine.master_slice(self._trained[0][1]).device, {}
-        for name, value in values.items():
-            if isinstance(value, Tensor) and name != "step":  # counts stay on the host
-                value = value.detach().to(device, copy=True)
-            state[name] = copy.deepcopy(value)
-        return state
-
     def convert(self, optimizer: torch.optim.Optimizer) -> None:
         shown, lists = optimizer.zero_core.shown, [[] for _ in optimizer.param_groups]
         states: dict[Any, Any] = defaultdict(dict, named_in(shown))
-        for p, i, g in self._trained:
-            if dict.get(shown, p):
-                lists[g].append(self.of[i].whole)
-                states[self.of[i].whole] = shown[p]
+        for each in self.of.values():
+            if dict.get(shown, each.parameter):
+                lists[each.g].append(each.whole)
+                states[each.whole] = shown[each.parameter]
         with lent(optimizer, lists, states):
             optimizer.__setstate__({"state": states, "param_groups": optimizer.param_groups})
 
@@ -235,26 +228,22 @@ class _Run:
 
     Args:
         act: The code. It gets parameters by the optimizer's groups.
-        parameters: Those that it is called for, with their indices and the numbers of their groups.
     """
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        states: Whole,
-        what: str,
-        act: Callable[[], Any],
-        parameters: Trained,
+        self, optimizer: torch.optim.Optimizer, states: Whole, what: str, act: Callable[[], Any]
     ):
         self._optimizer, self._states, self.what, self._act = optimizer, states, what, act
         self._core = optimizer.zero_core
-        self._group_of = {i: g for _, i, g in parameters}
         self._before, self._named = self._values(), named_in(self._core.shown)
-        # Changed groups, by number, and named states: the values of the first rank with a change.
-        self._changed: dict[int, bytes] = {}
+        # What the first rank of the first wave has found: the indices of parameters that the code
+        # has written to, results by how they are shown, and what has changed: groups by number,
+        # after them the named states.
+        self._found: dict[tuple[str, Any], bytes] = {}
         self._attributes: dict[str, Any] = {}  # as the last wave has left them
-        self._results: dict[str, bytes] = {}  # by how they are shown
-        self.written: set[int] = set()  # by index: the parameters that the code has written to
+
+    def found(self, kind: str) -> dict[Any, bytes]:
+        return {key: data for (its_kind, key), data in self._found.items() if its_kind == kind}
 
     def _values(self) -> list[dict[str, Any]]:
         """The settings of each group, and the attributes."""
@@ -269,16 +258,15 @@ class _Run:
 
     def run(self, masters: Values, gradients: Values, watched: WatchedWrites | None = None) -> None:
         """Run the code on one wave. Collective."""
-        order = self._states.order.__getitem__
-        wholes = [self._states.of[i] for i in sorted(masters, key=order)]
-        for _, i, whole, _, strides in wholes:
+        wholes = [each for i, each in self._states.of.items() if i in masters]
+        for _, i, _, whole, _, strides in wholes:
             whole.data = masters[i].as_strided(whole.shape, strides)
             if i in gradients:
                 whole.grad = gradients[i].as_strided(whole.shape, strides)
         try:
             with all_or_none(self._core.handle.groups, self.what) as found:
                 result = self._run_here(wholes, found, watched)
-                for _, i, whole, _, strides in wholes:
+                for _, i, _, whole, _, strides in wholes:
                     flat = masters[i]
                     if watched is not None and watched.moved(whole.data, flat):
                         found[_WRITTEN, i] = b""
@@ -287,14 +275,9 @@ class _Run:
                 if watched is not None:
                     self._note(result, found)
         finally:
-            for _, _, whole, nothing, _ in wholes:
+            for _, _, _, whole, nothing, _ in wholes:
                 whole.grad, whole.data = None, nothing
-        for key, data in found.items():
-            kind, value = key if isinstance(key, tuple) else (None, key)
-            if kind == _WRITTEN:
-                self.written.add(value)
-            else:
-                (self._results if kind == _RESULT else self._changed).setdefault(value, data)
+        self._found = {**found, **self._found}
 
     def _run_here(
         self,
@@ -306,8 +289,7 @@ class _Run:
         lists: list[list[Tensor]] = [[] for _ in groups]
         states: dict[Any, Any] = defaultdict(dict, copy.deepcopy(self._named))
         had = []
-        for p, i, whole, *_ in wholes:
-            g = self._group_of[i]
+        for p, _, g, whole, *_ in wholes:
             lists[g].append(whole)
             had.append(dict.get(shown, p))
             state = had[-1] or self._states.begun(p, whole, groups[g]) or had[-1]
@@ -322,7 +304,7 @@ class _Run:
         finally:
             self._set_values(self._before)
             of_wholes = {id(key): state for key, state in dict.items(left[0])}
-            for (p, _, whole, *_), before in zip(wholes, had, strict=True):
+            for (p, _, _, whole, *_), before in zip(wholes, had, strict=True):
                 state = of_wholes.get(id(whole))
                 if state is None:
                     dict.pop(shown, p, None)
@@ -330,16 +312,16 @@ class _Run:
                     dict.__setitem__(shown, p, state)
         self._attributes = now[-1]
         befores, afters = [*self._before[:-1], self._named], [*now[:-1], named_in(left[0])]
-        for key, (before, after) in enumerate(zip(befores, afters, strict=True)):
-            if key not in self._changed and text_of(before) != text_of(after):
-                found[key] = _packed(after)
+        for k, (before, after) in enumerate(zip(befores, afters, strict=True)):
+            if (_CHANGED, k) not in self._found and text_of(before) != text_of(after):
+                found[_CHANGED, k] = _packed(after)
         return result
 
     def keep(self) -> None:
         """Keep the values that the code has changed, on all ranks."""
         values = [*self._before[:-1], self._named]
-        for key, data in self._changed.items():
-            values[key] = _unpacked(data, self._core.handle.groups.device)
+        for k, data in self.found(_CHANGED).items():
+            values[k] = _unpacked(data, self._core.handle.groups.device)
         replace_named(self._core.shown, values[-1])
         self._set_values([*values[:-1], self._attributes])
 
@@ -354,15 +336,22 @@ class _Run:
         found[_RESULT, text] = _packed(None if itself else result)
 
     def result(self) -> Any:
-        if len(self._results) > 1:
+        results = self.found(_RESULT)
+        if len(results) > 1:
             raise TypeError(
                 f"zero_ext: {self.what} returns something else for some parameters: "
-                f"{', '.join(sorted(self._results))}. Owners call it for their own parameters; "
+                f"{', '.join(sorted(results))}. Owners call it for their own parameters; "
                 "what it has written is written."
             )
-        ((text, data),) = self._results.items()
+        ((text, data),) = results.items()
         device = self._core.handle.groups.device
         return self._optimizer if text == _ITSELF else _unpacked(data, device)
+
+
+def _loaded(values: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Copies for an owner. Counts stay on the host."""
+    tensors = {k: v.detach() for k, v in values.items() if isinstance(v, Tensor) and k != "step"}
+    return copy.deepcopy(values | {name: value.to(device) for name, value in tensors.items()})
 
 
 def _copied(value: Any) -> Any:
