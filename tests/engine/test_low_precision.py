@@ -194,9 +194,81 @@ def test_values_and_states_are_those_of_the_weight_inside(world, rank):
     rounded = Model(RoundedLinear)
     rounded.load_state_dict(changed)
     assert_bits(loss, mean_square(rounded, rank_data(SHAPE, rank)))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_whole_values_are_plain_and_an_unwrapped_model_has_its_class(stage, rank):
+    model, plain = zero_ext.shard(float8_model(), stage), Model()
+    expected = plain.state_dict()
+    for name, value in zero_ext.iter_full_params(model):
+        assert type(value.detach()) is Tensor
+        assert_bits(value.detach(), expected[name], name)
     zero_ext.unwrap(model)
     assert type(model.layers[0].weight) is Float8Weight
-    assert_bits(model.layers[0].weight.high, changed["layers.0.weight"])
+    for name, parameter in model.named_parameters():
+        assert_bits(getattr(parameter, "high", parameter).detach().clone(), expected[name], name)
+    x = rank_data(SHAPE, rank)
+    assert_bits(mean_square(zero_ext.shard(model, stage), x), mean_square(Model(RoundedLinear), x))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_may_be_replaced(stage, world, rank):
+    model, plain = zero_ext.shard(float8_model(), stage), Model(RoundedLinear)
+    batches = rank_batches(SHAPE, world)
+    mean_square(model, batches[0][rank]).backward()
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad * 0.5
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.clip_grad_norm_(1e9)
+    for name, gradient in fma_gradients(plain, batches, world).items():
+        assert_bits(zero_ext.full_grad(model.get_parameter(name)), gradient / 2, name)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_functional_calls_have_the_callers_values(stage, rank):
+    model, plain = zero_ext.shard(float8_model(), stage, units=nn.Linear), Model()
+    values = {name: value / 2 for name, value in plain.state_dict().items()}
+    x = rank_data(SHAPE, rank)
+    for each in (model, plain):
+        each.outputs = torch.func.functional_call(each, values, (x,))
+    assert_bits(model.outputs, plain.outputs)
+    assert type(model.layers[0].weight) is Float8Weight
+
+
+class _Product(torch.autograd.Function):
+    """It keeps the low-precision weight itself, as torchao's does."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x
+
+
+class KeepingLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return _Product.apply(x, self.weight) + self.bias
+
+
+@pytest.mark.parametrize("kind", [Float8Weight, SentAsItIs])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_backward_of_values_before_an_update_raises(stage, kind, world, rank):
+    model, plain = with_float8_weights(Model(KeepingLinear), kind), Model(RoundedLinear)
+    zero_ext.shard(model, stage, units=nn.Linear, bucket_mb=ONE_UNIT_EACH)
+    optimizer = zero_ext.optim.SGD(model.parameters(), lr=0.1)
+    batches = rank_batches(SHAPE, world, micros=2)
+    early, late = (mean_square(model, micro[rank]) for micro in batches)
+    early.backward()
+    for name, gradient in fma_gradients(plain, batches[:1], world).items():
+        assert_bits(zero_ext.full_grad(model.get_parameter(name)), gradient, name)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.backward()
+    torch.distributed.barrier()  # another rank may still gather
 
 
 def _with_values(values: dict[str, Tensor]) -> Model:

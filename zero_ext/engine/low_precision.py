@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from zero_ext import _C, _torch
 from zero_ext.engine.units import Tree
 from zero_ext.ranks.groups import Groups, mesh_of_this_rank
-from zero_ext.tensor.meshes import local_of
+from zero_ext.tensor.meshes import local_gradient
 from zero_ext.tensor.wrapped import POST, PRE, has_gather_hooks, inner_of, names_inside
 
 
@@ -95,7 +95,7 @@ class LowPrecision:
         self._mesh: DeviceMesh | None = None  # of this rank alone
         self._places: list[tuple[weakref.ref[nn.Module], str]] = []  # all that have it
         self._takes_all = _arguments_of_pre(parameter) == 5
-        self._shown = False
+        self._shown: list[Tensor] = []  # in the parameter's places, while it is in use
         self.lie_in(-1)
 
     def add_place(self, module: nn.Module, key: str, mesh: DeviceMesh | None) -> None:
@@ -108,6 +108,7 @@ class LowPrecision:
         self._low: Tensor | None = None  # what POST has returned
         self._sent: tuple[Tensor, ...] = ()  # what it was made of
         self._own: list[Tensor] = []  # tensors over memory that comes and goes
+        self._made_of = (0, 0)  # its versions
         self._has_memory = False
 
     def follow(self, in_memory: bool, in_use: bool) -> None:
@@ -115,17 +116,21 @@ class LowPrecision:
         if in_use and not self._shown:
             self._fill()  # also where it stayed in memory: users may have written to it
             with torch.enable_grad():
-                self._put([_AsParameter.apply(self.parameter, self._low) for _ in self._places])
+                shown = [_AsParameter.apply(self.parameter, self._low) for _ in self._places]
+            self._put([self.parameter] * len(shown), shown)
+            self._shown = shown
         elif self._shown and not in_use:
-            self._put([self.parameter] * len(self._places))
-        self._shown = in_use
+            self._put(self._shown, [self.parameter] * len(self._shown))
+            self._shown = []
         if self._has_memory and not in_memory:
             self._empty()
 
-    def _put(self, values: Sequence[Tensor]) -> None:
-        for (module, key), value in zip(self._places, values, strict=True):
-            if (owner := module()) is not None:
-                owner._parameters[key] = value
+    def _put(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+        """Where others have put another tensor, as ``functional_call`` does, it stays."""
+        for (module, key), before, after in zip(self._places, old, new, strict=True):
+            owner = module()
+            if owner is not None and owner._parameters.get(key) is before:
+                owner._parameters[key] = after
 
     @torch.no_grad()
     def _fill(self) -> None:
@@ -140,12 +145,21 @@ class LowPrecision:
         else:
             for each in () if self._has_memory else self._own:
                 _C.give_memory(each)
+            same = self._versions == self._made_of
             with _torch.keep_versions((*self._sent, self._low)):
                 for each, value in zip(self._sent, made, strict=True):
                     if not self._is_inside(each):
                         each.copy_(value)
                 post(self._sent, metadata, dtype, out=self._low)
+            if not same:  # graphs have kept tensors of other values
+                torch.autograd.graph.increment_version((*self._own, self._low))
+        self._made_of = self._versions
         self._has_memory = True
+
+    @property
+    def _versions(self) -> tuple[int, int]:
+        """They change as users, updates and loads write to the parameter."""
+        return self.parameter._version, inner_of(self.parameter)._version
 
     def _call_pre(self) -> tuple[Sequence[Tensor], object]:
         parameter = self.parameter
@@ -198,7 +212,7 @@ def register(
             where = f"{groups.where}parameter '{engine.parameter_name(i)}'"
             found[i] = LowPrecision(where, parameter)
     if found:
-        engine.set_to_local(lambda i, gradient: local_of(gradient))
+        engine.set_to_local(lambda i, gradient: local_gradient(gradient))
     return found
 
 

@@ -16,7 +16,7 @@ from zero_ext.engine.registry import RegistryEntry, find
 from zero_ext.optim.groups import name_in_module, stepped_beside
 from zero_ext.ranks.collectives import expansion
 from zero_ext.ranks.groups import ALONE, Groups, resolve
-from zero_ext.tensor.meshes import AcrossMeshes
+from zero_ext.tensor.meshes import AcrossMeshes, local_of
 
 EXTRA_STATE = "_extra_state"
 
@@ -101,7 +101,8 @@ def is_extra_state(name: str) -> bool:
 
 
 def whole(value: Tensor) -> Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    """Collective for a DTensor. Of a class with hooks around gathers: the plain tensor inside."""
+    return value.full_tensor() if isinstance(value, DTensor) else local_of(value)
 
 
 def _own_tensors(model: nn.Module) -> dict[int | tuple | None, Tensor | None]:

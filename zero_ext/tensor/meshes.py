@@ -100,6 +100,12 @@ def cutting_groups(spec: DTensorSpec) -> tuple[dist.ProcessGroup, ...]:
     )
 
 
+def local_gradient(gradient: Tensor) -> Tensor:
+    """The plain tensor inside a class with hooks around gathers. Others are returned as they are: a
+    ShardTensor, too, knows its place among the ranks of its engine."""
+    return inner_of(gradient) if has_gather_hooks(gradient) else gradient
+
+
 def is_cut(parameter: Tensor) -> bool:
     """Whether other dimensions have cut it."""
     return isinstance(parameter, DTensor) and bool(cutting_groups(spec_of(parameter)))
@@ -206,7 +212,7 @@ class AcrossMeshes:
         Collective on the mesh of the parameter where the placements differ, as with partial sums.
         """
         if type(gradient) is not DTensor:
-            return local_of(gradient)
+            return local_gradient(gradient)
         spec = self._specs[i]
         if gradient.device_mesh != spec.mesh:
             raise RuntimeError(
