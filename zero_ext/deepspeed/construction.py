@@ -19,21 +19,24 @@ from torch.nn.modules import module as torchs
 from zero_ext.deepspeed.casting import COMPUTED
 from zero_ext.deepspeed.environment import init_distributed
 from zero_ext.engine.registry import find
+from zero_ext.ranks.agreement import all_or_none
 from zero_ext.ranks.collectives import broadcast_, on_wire, wait_for
 from zero_ext.ranks.groups import rank_and_world
+from zero_ext.state.model_state import full_value
+from zero_ext.state.values import set_full_param
 
 _PIECE = "_zero_ext_piece"  # an attribute, which goes with a Parameter that takes its place
 
 
-@torch.no_grad()
-def _piece(value: Tensor, source: int) -> Tensor:
-    """This rank's part of rank ``source``'s value, flat. The last ranks' parts may be padded.
-    Collective."""
-    rank, ranks = rank_and_world()
-    value = value.detach().contiguous()
-    if ranks > 1:
-        # As bytes: backends do not know every dtype.
+def _broadcast(value: Tensor, source: int) -> None:
+    """As bytes: backends do not know every dtype. Collective."""
+    if rank_and_world()[1] > 1:
         broadcast_(value.flatten().view(torch.uint8), dist.group.WORLD, source)
+
+
+def _part(value: Tensor) -> Tensor:
+    """This rank's part, flat. The last ranks' parts may be padded."""
+    rank, ranks = rank_and_world()
     part = -(-value.numel() // ranks)
     local = value.new_zeros(part)
     mine = value.flatten()[rank * part : (rank + 1) * part]
@@ -59,8 +62,11 @@ def piece_of(parameter: Tensor) -> Tensor | None:
     return parameter.__dict__.get(_PIECE)
 
 
-def _cut(parameter: Tensor, source: int = 0) -> None:
-    setattr(parameter, _PIECE, _piece(parameter.data, source))
+@torch.no_grad()
+def _cut(parameter: Tensor) -> None:
+    value = parameter.data.contiguous()
+    _broadcast(value, 0)
+    setattr(parameter, _PIECE, _part(value))
     nothing = parameter.data.new_full((), float("nan"))
     torch._C._set_throw_on_mutable_data_ptr(nothing)
     parameter.data = nothing.expand(parameter.shape)
@@ -143,26 +149,79 @@ def _apply_gathered(module: nn.Module, function) -> nn.Module:
     """``Module.apply``, with the parameters of each module gathered, and changes of rank 0 kept."""
     for child in module.children():
         child.apply(function)
-    with gathered(module._parameters.values(), 0):
+    own = [p for p in module._parameters.values() if p is not None and piece_of(p) is not None]
+    with gathered(own, 0):
         function(module)
     return module
 
 
 @contextlib.contextmanager
-def gathered(parameters: Iterable[Tensor | None], modifier_rank: int | None) -> Iterator[None]:
-    """Make those that were cut whole inside the context. Collective."""
-    cut = [p for p in parameters if p is not None and piece_of(p) is not None]
-    nothing = [p.data for p in cut]
-    for parameter in cut:
-        parameter.data = _whole(parameter)
+def gathered(parameters: Iterable[Tensor], modifier_rank: int | None) -> Iterator[None]:
+    """Make parameters whole inside the context: those that were cut, and those of sharded modules.
+    Collective.
+
+    Args:
+        modifier_rank: Whose changes every rank gets in the end.
+    """
+    unique = list({id(p): p for p in parameters}.values())
+    away = [p for p in unique if piece_of(p) is not None or _is_released(p)]
+    nothing = [p.data for p in away]
+    whole = [full_value(p).clone() if piece_of(p) is None else _whole(p) for p in away]
+    groups = next((entry.handle.groups for entry in map(find, unique) if entry is not None), None)
+    told = modifier_rank is not None and groups is not None  # so that no rank waits in vain
+    before: list[Tensor | None] = []
+    fails = True
     try:
-        yield
+        with all_or_none(groups, "GatheredParameters()") if told else contextlib.nullcontext():
+            for p, data in zip(away, whole, strict=True):
+                p.data = data
+            if modifier_rank == rank_and_world()[0]:
+                # Of what was cut, all is sent, without a copy.
+                before = [p.detach().clone() if piece_of(p) is None else None for p in unique]
+            yield
+        fails = False
     finally:
-        for parameter, before in zip(cut, nothing, strict=True):
-            if modifier_rank is None:
-                parameter.data = before
-            else:
-                _cut(parameter, modifier_rank)
+        after = [p.data for p in unique]
+        for p, data in zip(away, nothing, strict=True):
+            p.data = data
+        # Where ranks tell each other of an error, all of them raise it.
+        if unique and modifier_rank is not None and not (told and fails):
+            with torch.no_grad():
+                _share(unique, before, after, modifier_rank)
+
+
+def _is_released(parameter: Tensor) -> bool:
+    entry = find(parameter)
+    if entry is None or not entry.handle.engine.releases:
+        return False
+    try:
+        parameter.untyped_storage().data_ptr()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _share(
+    parameters: list[Tensor], before: list[Tensor | None], after: list[Tensor], source: int
+) -> None:
+    """Give every rank what ``source``, which alone knows ``before``, has changed. The masters of
+    others keep all bits."""
+    device = after[0].device if after else torch.device("cpu")
+    changed = torch.zeros(len(parameters), dtype=torch.uint8, device=device)
+    for k, (old, new) in enumerate(zip(before, after, strict=False)):
+        changed[k] = old is None or not torch.equal(old, new)
+    _broadcast(changed, source)
+    for is_changed, p, value in zip(changed.tolist(), parameters, after, strict=True):
+        if not is_changed:
+            continue
+        value = value.contiguous()
+        _broadcast(value, source)
+        if piece_of(p) is not None:
+            setattr(p, _PIECE, _part(value))
+        elif find(p) is None:
+            p.data.copy_(value)
+        else:
+            set_full_param(p, value)
 
 
 def is_cut(model: nn.Module) -> bool:

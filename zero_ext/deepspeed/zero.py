@@ -4,21 +4,14 @@ import contextlib
 import functools
 from collections.abc import Iterable, Iterator
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero_ext.deepspeed import names
 from zero_ext.deepspeed.construction import Init as Init
-from zero_ext.deepspeed.construction import gathered, piece_of
+from zero_ext.deepspeed.construction import gathered
 from zero_ext.deepspeed.status import ZeroParamStatus as ZeroParamStatus
 from zero_ext.deepspeed.status import available
-from zero_ext.engine.registry import find
-from zero_ext.ranks.agreement import all_or_none
-from zero_ext.ranks.collectives import broadcast_
 from zero_ext.ranks.groups import rank_and_world
-from zero_ext.state.model_state import full_value
-from zero_ext.state.values import set_full_param
 
 __getattr__ = functools.partial(names.child, __name__)
 
@@ -47,38 +40,8 @@ def GatheredParameters(  # noqa: N802 - DeepSpeed's name
         return
     _check_rank(modifier_rank)
     parameters = [params] if isinstance(params, Tensor) else list(params)
-    unique = list({id(p): p for p in parameters}.values())
-    others = [p for p in unique if piece_of(p) is None]
-    with (
-        gathered(unique, modifier_rank),
-        _gathered_by_engines(others, modifier_rank),
-        available(unique),
-    ):
+    with gathered(parameters, modifier_rank), available(parameters):
         yield
-
-
-@contextlib.contextmanager
-def _gathered_by_engines(unique: list[Tensor], modifier_rank: int | None) -> Iterator[None]:
-    """Gather parameters of sharded modules, and plain ones."""
-    rank, _ = rank_and_world()
-    released = [p for p in unique if _is_released(p)]
-    nothing = [p.data for p in released]
-    whole = [full_value(p).clone() for p in released]
-    groups = next((entry.handle.groups for entry in map(find, unique) if entry is not None), None)
-    told = modifier_rank is not None and groups is not None  # so that no rank waits in vain
-    try:
-        with all_or_none(groups, "GatheredParameters()") if told else contextlib.nullcontext():
-            for p, data in zip(released, whole, strict=True):
-                p.data = data
-            before = [p.detach().clone() for p in unique] if modifier_rank == rank else []
-            yield
-    finally:
-        after = [p.data for p in unique]
-        for p, data in zip(released, nothing, strict=True):
-            p.data = data
-    if modifier_rank is not None:
-        with torch.no_grad():
-            _share(unique, before, after, modifier_rank)
 
 
 def _check_rank(rank: int | None) -> None:
@@ -87,41 +50,6 @@ def _check_rank(rank: int | None) -> None:
         raise ValueError(
             f"zero_ext: GatheredParameters(modifier_rank={rank!r}): choose a rank below {world}."
         )
-
-
-def _is_released(parameter: Tensor) -> bool:
-    entry = find(parameter)
-    if entry is None or not entry.handle.engine.releases:
-        return False
-    try:
-        parameter.untyped_storage().data_ptr()
-    except RuntimeError:
-        return True
-    return False
-
-
-def _share(
-    parameters: list[Tensor], before: list[Tensor], after: list[Tensor], source: int
-) -> None:
-    """Give every rank what ``source``, which alone knows ``before``, has changed. The masters of
-    others keep all bits."""
-    device = after[0].device if after else torch.device("cpu")
-    changed = torch.zeros(len(parameters), dtype=torch.uint8, device=device)
-    for k, (old, new) in enumerate(zip(before, after, strict=False)):
-        changed[k] = not torch.equal(old, new)
-    group = dist.group.WORLD if dist.is_initialized() else None
-    if group is not None:
-        broadcast_(changed, group, source)
-    for is_changed, p, value in zip(changed.tolist(), parameters, after, strict=True):
-        if not is_changed:
-            continue
-        value = value.contiguous()
-        if group is not None:
-            broadcast_(value, group, source)
-        if find(p) is None:
-            p.data.copy_(value)
-        else:
-            set_full_param(p, value)
 
 
 @contextlib.contextmanager
