@@ -236,6 +236,20 @@ def test_what_cannot_be_is_named(anywhere, path):
         ours.fabric.load(path / "all")
 
 
+def test_several_modules_are_saved_in_one_order(anywhere, path):
+    """Each is gathered by all ranks, whose sets of names have orders of their own."""
+    fabric = Training(anywhere, 3).fabric
+    values = {name: float(k) for k, name in enumerate(["student", "teacher", "a", "b", "c"])}
+    modules = {name: nn.Linear(7, 13) for name in values}
+    for name, module in modules.items():
+        nn.init.constant_(module.weight, values[name])
+    sharded = {name: fabric.setup(module) for name, module in modules.items()}
+    fabric.save(path / "all", sharded)
+    fabric.barrier()
+    for name, state in torch.load(path / "all").items():
+        assert state["weight"].unique().tolist() == [values[name]], name
+
+
 def test_a_filter_chooses_what_a_file_has(anywhere, rank, path):
     ours = Training(anywhere, 3)
     chosen = {"model": lambda name, value: name.startswith("head")}

@@ -485,6 +485,19 @@ def test_a_model_without_anything_to_train_and_other_optimizers_stay_as_they_are
     assert find(frozen.layers[0].weight) is None
 
 
+def test_an_optimizer_that_shards_a_part_is_made_after_the_model_is_prepared(anywhere):
+    own, model = accelerator(anywhere, 2), MLP(9)
+    mesh = {"process_group": None if anywhere is None else anywhere.get_group()}
+    early = zero_ext.optim.AdamW(model.layers[0].parameters(), **mesh)
+    with pytest.raises(ValueError, match=r"make it after shard\(\) or prepare\(model\)"):
+        own.prepare(model, early)
+    model = own.prepare(MLP(9))
+    late = own.prepare(zero_ext.optim.AdamW(model.layers[0].parameters()))
+    mean_square(model, rank_data((3, 5), 0)).backward()
+    late.step()
+    assert find(model.layers[-1].weight).handle.options.stage == 2
+
+
 def stepped(model) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(model.parameters())
     mean_square(model, rank_data((3, 5), 0)).backward()

@@ -550,7 +550,7 @@ def test_an_ignored_parameter_has_no_place_in_an_optimizer_of_the_module():
 def test_an_optimizer_before_the_model_is_refused():
     model = MLP()
     optimizer = zero_ext.optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match=r"sharded already.*make the optimizer after shard\(\)"):
+    with pytest.raises(ValueError, match=r"sharded already.*make it after shard\(\)"):
         zero_ext.shard(model)
     del optimizer
 

@@ -30,8 +30,13 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 LR = 2.0**-6
 
 
-def verdict(overflow: bool) -> SimpleNamespace:
-    return SimpleNamespace(nonfinite=overflow, backwards=0)
+backwards = itertools.count(1)
+
+
+def note(scaler: zero_ext.LossScaler, overflow: bool) -> None:
+    """As the optimizer's step after one more backward."""
+    verdict = SimpleNamespace(nonfinite=overflow, backwards=next(backwards))
+    scaler.note_step(verdict, own=True)
 
 
 BAD = [float("nan"), float("inf"), -float("inf")]
@@ -83,7 +88,7 @@ class TestSchedule:
         overflows = [generator.random() < share for _ in range(60)]
         scaler, scales = zero_ext.LossScaler("dynamic", **settings), []
         for overflow in overflows:
-            scaler.note_step(verdict(overflow))
+            note(scaler, overflow)
             scales.append(scaler.get_scale())
         assert scales == reference_schedule(overflows, *settings.values())
 
@@ -94,7 +99,7 @@ class TestSchedule:
         scale, streak = torch.tensor(2.0**10), torch.tensor(0, dtype=torch.int32)
         for _ in range(60):
             overflow = generator.random() < 0.3
-            scaler.note_step(verdict(overflow))
+            note(scaler, overflow)
             torch._amp_update_scale_(scale, streak, torch.tensor(float(overflow)), 2.0, 0.5, 3)
             assert scaler.get_scale() == scale.item()
 
@@ -102,7 +107,7 @@ class TestSchedule:
     def test_a_static_scale_stays(self, scale):
         scaler = zero_ext.LossScaler("static", init_scale=scale)
         for overflow in (True, False) * 3:
-            scaler.note_step(verdict(overflow))
+            note(scaler, overflow)
         assert scaler.get_scale() == scale
 
     def test_state_goes_on_where_it_was(self):
@@ -111,13 +116,13 @@ class TestSchedule:
             zero_ext.LossScaler(growth_interval=2, hysteresis=2, init_scale=64) for _ in range(2)
         )
         for overflow in overflows[:5]:
-            first.note_step(verdict(overflow))
+            note(first, overflow)
         second = zero_ext.LossScaler("static")
         second.load_state_dict(first.state_dict())
         for overflow in overflows[5:]:
-            second.note_step(verdict(overflow))
+            note(second, overflow)
         for overflow in overflows:
-            whole.note_step(verdict(overflow))
+            note(whole, overflow)
         assert second.state_dict() == whole.state_dict()
 
     def test_a_state_that_lacks_something_changes_nothing(self):
@@ -371,6 +376,31 @@ class TestOverflow:
         assert scales == reference_schedule(overflows, 2.0**30, 2.0, 0.5, 4, 2, 1.0)
         if team.group is not None:
             assert gather_objects(scales, team.group) == [scales] * team.world
+
+    @pytest.mark.parametrize("scaled_first", [True, False])
+    @pytest.mark.parametrize("stage", [1, 3])
+    def test_an_overflow_of_another_optimizer_counts_once(self, team, stage, scaled_first):
+        scaler = zero_ext.LossScaler(growth_interval=3)
+        mesh = None if team.group is None else DeviceMesh.from_group(team.group, "cpu")
+        model = zero_ext.shard(small_mlp(F16), stage, mesh=mesh, bucket_mb=200 / 2**20)
+        optimizer = zero_ext.optim.AdamW(model.layers[0].parameters(), loss_scaler=scaler)
+        others = [p for layer in model.layers[1:] for p in layer.parameters()]
+        other = zero_ext.optim.SGD(others, lr=LR)
+        bad = {1: [other], 2: [optimizer, other], 6: [optimizer], 8: [other]}
+        scales = []
+        for step in range(12):
+            scaler.scale(
+                mean_square(model, train_batch(team.rank, step, 0, F16)) / 2**12
+            ).backward()
+            for each in bad.get(step, []):
+                each.param_groups[0]["params"][0].grad.fill_(float("inf"))
+            for each in (optimizer, other) if scaled_first else (other, optimizer):
+                each.step()
+                each.zero_grad()
+            scales.append(scaler.get_scale())
+        overflows = [step in bad for step in range(12)]
+        assert scales == reference_schedule(overflows, 2.0**16, 2.0, 0.5, 3, 1, 1.0)
+        assert (optimizer.skipped_steps, other.skipped_steps) == (2, 3)
 
     def test_an_overflow_at_the_least_scale_is_warned_about(self, team):
         model, optimizer, scaler = with_optimizer(

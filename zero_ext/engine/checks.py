@@ -233,7 +233,9 @@ def _reject(
 
 def _how_to_shard_once(handle: Handle, i: int) -> str:
     if handle.sharded_methods is None or i >= handle.planned:
-        return "An optimizer of zero_ext.optim has done it: make the optimizer after shard()."
+        return (
+            "An optimizer of zero_ext.optim has done it: make it after shard() or prepare(model)."
+        )
     return (
         "Shard a module once, not its layers one by one (units= says which are gathered together), "
         "and models that share parameters as one: nn.ModuleList([one, another])."

@@ -150,9 +150,8 @@ class Accelerator(accelerate.Accelerator):
         model._is_accelerate_prepared = False
         self._models = [each for each in self._models if each is not model]
         if not is_sharded(model):
-            if device_placement is None:
-                device_placement = self.device_placement
-            if device_placement and not any(p.is_meta for p in model.parameters()):
+            placed = self.device_placement if device_placement is None else device_placement
+            if placed and not any(p.is_meta for p in model.parameters()):
                 model.to(self.device)
             if self._settings is not None:
                 cast(model, self._settings)

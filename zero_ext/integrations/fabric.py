@@ -281,7 +281,7 @@ class ShardedStrategy(Sharding, DDPStrategy):
         modules = {k: m for k, v in state.items() if is_sharded(m := _module_of(v))}
         if not any(isinstance(value, Sharded) for value in state.values()):
             whole = self._convert_stateful_objects_in_state(state, filters)
-            for name in modules.keys() & whole.keys():
+            for name in [name for name in modules if name in whole]:  # as on all ranks
                 whole[name] = gathered(whole[name], self.is_global_zero)
             if self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(whole, path, storage_options=storage_options)
@@ -323,7 +323,7 @@ class ShardedStrategy(Sharding, DDPStrategy):
                 f"zero_ext: the checkpoint '{path}' has no '{min(missing)}', but "
                 f"{sorted(left)}. Leave it out of the state, or pass strict=False."
             )
-        for name in others.keys() & left.keys():
+        for name in [name for name in others if name in left]:
             if hasattr(others[name], "load_state_dict"):
                 others[name].load_state_dict(left.pop(name))
             else:

@@ -239,8 +239,9 @@ class Core:
     def end_step(self, verdict: _C.StepVerdict) -> None:
         if not self.knows_of_skipped_steps:
             self.skipped.add(verdict)
-        if self.loss_scaler is not None:
-            self.loss_scaler.note_step(verdict)
+        scaled_by = self.handle.scaled_by and self.handle.scaled_by()
+        if scaled_by is not None:
+            scaled_by.loss_scaler.note_step(verdict, own=self.loss_scaler is not None)
 
     def _of_step(self, divide_by: float | None) -> dict[str, Any]:
         """Further values that ranks compare, by the text that an error shows."""

@@ -69,7 +69,7 @@ class LossScaler:
     Each gradient is divided by the scale as it is added to its fp32 sum, without a pass of its own.
     So ``p.grad`` shows true gradients, and clipping, schedulers and closures need not know of the
     scale. A step with NaN or Inf on any rank is skipped on all ranks. Then ``"dynamic"`` lowers the
-    scale on all of them.
+    scale on all of them, also where another optimizer of the module skips its step.
 
     Args:
         mode: ``"dynamic"``, or ``"static"``: the scale stays ``init_scale``.
@@ -99,6 +99,7 @@ class LossScaler:
         self._optimizer: weakref.ref | None = None
         self._losses_scaled = 0  # since the last step
         self._backwards_seen = 0  # by the last step
+        self._overflowed_after = -1  # so many backwards
         self._state = _State(
             mode,
             init_scale,
@@ -149,19 +150,21 @@ class LossScaler:
             "without loss_scaler where torch's GradScaler scales."
         )
 
-    def note_step(self, verdict: _C.StepVerdict) -> None:
-        """The optimizer calls it after each step, with what all ranks agreed on."""
-        self._losses_scaled = 0
-        self._backwards_seen = verdict.backwards
+    def note_step(self, verdict: _C.StepVerdict, *, own: bool) -> None:
+        """After a step of an optimizer of the module. An overflow counts once after a backward."""
+        if own:
+            self._losses_scaled = 0
+            self._backwards_seen = verdict.backwards
         state, scale = self._state, self._state.scale
-        if not self.dynamic:
-            pass
-        elif verdict.nonfinite:
+        if not self.dynamic or verdict.backwards == self._overflowed_after:
+            return
+        if verdict.nonfinite:
+            self._overflowed_after = verdict.backwards
             state.good_steps = 0
             state.overflows_left = max(state.overflows_left - 1, 0)
             if state.overflows_left == 0:
                 state.scale = max(state.scale * state.backoff_factor, state.min_scale)
-        else:
+        elif own:
             state.good_steps += 1
             if state.good_steps == state.growth_interval:
                 state.good_steps = 0
