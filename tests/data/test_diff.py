@@ -47,6 +47,8 @@ def test_the_first_step_and_the_parameters_are_named(tmp_path, capsys):
     train(tmp_path / "b", 20)
     train(tmp_path / "c", 20, changed=17)
     train(tmp_path / "d", 20, changed=17, per_parameter=False)
+    with (tmp_path / "b").open("a") as file:
+        file.write('{"step": 20, "lo')  # the process died
     assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert "no difference" in capsys.readouterr().out
     assert main([str(tmp_path / "a"), str(tmp_path / "c")]) == 1

@@ -149,6 +149,7 @@ def test_scalars_that_differ_between_ranks_raise_on_all(group, rank, world, way,
         ({"scale": 1.0 + rank}, r"'step\(scale=1.0\)' on rank 0, 'step\(scale=2.0\)' on rank 1"),
         ({"scale": torch.tensor(rank)}, r"'step\(scale=0\)' on rank 0, 'step\(scale=1\)'"),
         ({"clip": math.inf} if rank else {}, r"on rank 0, 'step\(clip=inf\)' on rank 1"),
+        ({"mode": "sign" if rank else "plain"}, r"'step\(mode=plain\)' on rank 0, 'step\(mo"),
     ):
         with pytest.raises(ValueError, match=f"settings of the optimizers differ.*{shown}"):
             optimizer.step(**mine)

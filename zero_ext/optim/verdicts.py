@@ -136,20 +136,19 @@ class StepSettings:
         self._appeared.clear()
 
     def values(self, groups: Sequence[Group], of_step: dict[str, Any]) -> list[Any]:
-        """Numbers, or tuples of them, that must be equal on all ranks."""
+        """Numbers, strings, or tuples of numbers, that must be equal on all ranks."""
         settings = [group.get(name) for group in groups for name in self._names]
-        return [_number_of(value) for value in (*of_step.values(), *settings)]
+        every = (*of_step.values(), *settings)
+        return [value if isinstance(value, str) else _number_of(value) for value in every]
 
     def hash(self, groups: Sequence[Group], of_step: dict[str, Any]) -> int:
         """Equal on ranks where all settings are equal. The engine adds its divide factor.
-
-        Args:
-            of_step: By how an error shows them.
-        """
+        ``of_step``: by how an error shows them."""
         if self._handle.groups.world == 1 and self._handle.across_meshes is None:
             return 0
         digest = hashlib.sha256("\n".join(self.new_states).encode()).digest()
-        return hash((*self.values(groups, of_step), int.from_bytes(digest[:8])))
+        numbers = map(_number_of, self.values(groups, of_step))
+        return hash((*numbers, int.from_bytes(digest[:8])))
 
     def check_same(self, groups: Sequence[Group], of_step: dict[str, Any]) -> None:
         """Raise for the first setting or state that differs. Collective."""
@@ -180,7 +179,7 @@ def _number_of(setting: Any) -> Any:
         return tuple(map(_number_of, setting))
     if isinstance(setting, Tensor) and setting.device.type == "cpu" and setting.numel() == 1:
         return _number_of(setting.item())  # one on a device would have to be waited for
-    return 0
+    return tuple(setting.encode()) if isinstance(setting, str) else 0
 
 
 @torch.no_grad()

@@ -45,8 +45,8 @@ class EMA:
     averaged from the next ``update()`` on, which copies it. Trained ``ignored_params`` are averaged
     whole, in fp32 at least. Buffers are the module's own, as ``AveragedModel`` copies them.
 
-    The averages are saved and loaded by ``torch.distributed.checkpoint``, in any stage and on any
-    number of ranks (``extra`` of ``zero_ext.checkpoint.save`` would keep rank 0's part alone)::
+    The averages are saved and loaded in any stage and on any number of ranks, by ``extra`` of
+    ``zero_ext.checkpoint.save`` or by ``torch.distributed.checkpoint``::
 
         torch.distributed.checkpoint.save(ema.state_dict(), checkpoint_id=folder)
 
