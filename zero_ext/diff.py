@@ -45,12 +45,13 @@ def differing_steps(first: Path, second: Path) -> list[str]:
 
 def _steps_of(path: Path) -> dict[int, dict[str, Any]]:
     steps = {}
-    whole_lines = path.read_text().rpartition("\n")[0]  # without one that a process died in
-    for number, line in enumerate(whole_lines.splitlines(), 1):
+    for number, line in enumerate(path.read_text().splitlines(keepends=True), 1):
         try:
             values = json.loads(line)
             steps[int(values["step"])] = values
         except (ValueError, KeyError, TypeError) as error:
+            if not line.endswith("\n"):
+                break  # the process died in it
             raise ValueError(
                 f"zero_ext: line {number} of '{path}' is none of a TrainingLog: {error!r}."
             ) from error

@@ -18,6 +18,7 @@ from zero_ext.ranks.agreement import of_all_ranks
 from zero_ext.ranks.groups import Groups
 
 Sums = dict[str, tuple[int, int]]  # of each parameter's gradient
+_Buffers = dict[str, dict[str, Tensor | None]]  # by the module's name, by their own
 
 
 class Replay:
@@ -43,7 +44,7 @@ class Replay:
         self._loss_of, self._batch_of, self._groups = loss_of, batch_of, groups
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._model, self._from_rank_0 = model, from_rank_0
-        self._began_with: dict[str, Tensor] = {}  # the buffers, by name
+        self._began_with: _Buffers = {}
         self._own, self._other = own, other
         self._sums: Sums = {}
 
@@ -51,7 +52,7 @@ class Replay:
     def watching(self, k: int) -> Iterator[None]:
         """Inside it the loop runs micro-batch ``k``."""
         if k == self._own:
-            self._began_with = {name: b.clone() for name, b in self._model.named_buffers()}
+            self._began_with = _copies(_buffers_of(self._model))
         with contextlib.ExitStack() as stack:
             for name, parameter in self._parameters.items() if k == self._own else ():
                 hook = functools.partial(self._add, name)
@@ -92,40 +93,58 @@ class Replay:
 
     def _run_again(self) -> Sums:
         """The backward of a micro-batch, without a trace in the model."""
-        first = self._buffers_of_other()
-        with _kept_buffers(self._model), self._batch_of(self._other) as batch:
-            for name, buffer in self._model.named_buffers():
-                buffer.copy_(first.get(name, buffer))
+        with (
+            _with_buffers(self._model, self._buffers_of_other()),
+            self._batch_of(self._other) as batch,
+        ):
             loss = self._loss_of(batch)
             gradients = torch.autograd.grad(loss, [*self._parameters.values()], allow_unused=True)
         pairs = zip(self._parameters, gradients, strict=True)
         return {name: _sums_of(name, g) for name, g in pairs if g is not None}
 
-    def _buffers_of_other(self) -> dict[str, Tensor]:
+    def _buffers_of_other(self) -> _Buffers:
         """With which the rank before began its micro-batch. Only those that differ travel."""
         own, what = self._began_with, "comparing buffers for a replay"
         if self._from_rank_0:
             return own
-        sums = {name: tensor_sums(name, "buffer", buffer) for name, buffer in own.items()}
+        sums = {
+            name: [(k, b if b is None else tensor_sums(k, "buffer", b)) for k, b in table.items()]
+            for name, table in own.items()
+        }
         everyone = of_all_ranks(sums, self._groups, what)
-        differing = [name for name in own if any(each.get(name) != sums[name] for each in everyone)]
-        found = of_all_ranks({name: own[name].cpu() for name in differing}, self._groups, what)
-        return {**own, **found[self._groups.rank - 1]}
+        differing = [name for name in own if any(each[name] != sums[name] for each in everyone)]
+        host = _copies({name: own[name] for name in differing}, torch.device("cpu"))
+        found = of_all_ranks(host, self._groups, what)[self._groups.rank - 1]
+        return {**own, **_copies(found, self._groups.device)}
+
+
+def _buffers_of(model: nn.Module) -> _Buffers:
+    return {name: module._buffers for name, module in model.named_modules()}
+
+
+def _copies(buffers: _Buffers, device: torch.device | None = None) -> _Buffers:
+    """A tensor in two places is one in both."""
+    every = {id(b): b for table in buffers.values() for b in table.values()}
+    copies = {i: None if b is None else b.detach().to(device, copy=True) for i, b in every.items()}
+    return {name: {k: copies[id(b)] for k, b in t.items()} for name, t in buffers.items()}
 
 
 @contextlib.contextmanager
-def _kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Afterwards each buffer is the tensor that it was, with the values that it had."""
-    places = [(module._buffers, {**module._buffers}) for module in model.modules()]
-    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+def _with_buffers(model: nn.Module, buffers: _Buffers) -> Iterator[None]:
+    """Inside it the model has these, afterwards its own, which nothing has changed."""
+    tables = _buffers_of(model)
+    own = {name: {**table} for name, table in tables.items()}
     try:
+        _put(tables, buffers)
         yield
     finally:
-        for table, tensors in places:
-            table.update(tensors)
-        with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
+        _put(tables, own)
+
+
+def _put(tables: _Buffers, buffers: _Buffers) -> None:
+    for name, table in tables.items():
+        table.clear()
+        table.update(buffers[name])
 
 
 def _sums_of(name: str, gradient: Tensor) -> tuple[int, int]:

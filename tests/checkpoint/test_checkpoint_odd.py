@@ -210,6 +210,21 @@ def test_extra_states_are_exchanged_with_torch(anywhere, rank, path, saved, befo
             assert each.extra == saved
 
 
+def test_extra_states_are_set_in_the_order_of_modules(anywhere, path):
+    """They may send messages, and each process has an order of its own for a set of names."""
+    set_by: list[str] = []
+
+    class Recorded(Remembers):
+        def set_extra_state(self, state):
+            set_by.append(state)
+
+    names = [f"part {k}" for k in range(7)]
+    model = made(anywhere, 2, nn.ModuleList(map(Recorded, names)))[0]
+    checkpoint.save(path, model)
+    checkpoint.load(path, model)
+    assert set_by == names
+
+
 def test_a_plain_checkpoint_of_a_compiled_model_is_read(anywhere, rank, path):
     plain = torch.compile(MLP(13), backend="eager")
     with warnings.catch_warnings():

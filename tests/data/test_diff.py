@@ -55,6 +55,11 @@ def test_the_first_step_and_the_parameters_are_named(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("step 17 is the first that differs: fingerprint ")
     assert "differs: 1.weight" in lines
+    *lines, last = (tmp_path / "a").read_text().splitlines(keepends=True)
+    last = json.dumps(json.loads(last) | {"loss": 1.0})  # whole, without an end
+    (tmp_path / "e").write_text("".join([*lines, last]))
+    assert main([str(tmp_path / "a"), str(tmp_path / "e")]) == 1
+    assert "step 19" in capsys.readouterr().out
     assert main([str(tmp_path / "a"), str(tmp_path / "d")]) == 1
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("step 17 is the first that differs")

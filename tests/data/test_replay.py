@@ -63,7 +63,7 @@ def test_a_flipped_bit_is_named_before_the_update(stage, mesh, rank, world):
 
 class Running(torch.nn.Module):
     """It counts its forwards in a buffer, and computes with the mean of what it has seen, which it
-    writes to a new tensor."""
+    writes to a new tensor, and with all that it has seen of one element."""
 
     def __init__(self):
         super().__init__()
@@ -71,10 +71,14 @@ class Running(torch.nn.Module):
         self.first = torch.nn.Linear(7, 3)
         self.register_buffer("forwards", torch.zeros(()))
         self.register_buffer("mean", torch.zeros(7))
+        self.register_buffer("seen", None)
 
     def forward(self, x):
         self.forwards += 1
         self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        seen = [] if self.seen is None else [self.seen]
+        self.seen = torch.cat([*seen, x[:, 0]])
+        self.mean[0] = self.seen.mean()
         return self.first(x - self.mean)
 
 
@@ -120,7 +124,7 @@ def test_a_replay_begins_as_the_micro_batch_and_leaves_no_trace(mesh, rank, worl
             optimizer.zero_grad()
         assert_bits(model.forwards, torch.tensor(4.0))
         parameters = [zero_ext.full_tensor(p) for p in model.parameters()]
-        return [*parameters, model.mean, torch.rand(3)]
+        return [*parameters, model.mean, model.seen, torch.rand(3)]
 
     torch.manual_seed(1)
     expected = train()

@@ -491,6 +491,8 @@ def test_an_optimizer_that_shards_a_part_is_made_after_the_model_is_prepared(any
     early = zero_ext.optim.AdamW(model.layers[0].parameters(), **mesh)
     with pytest.raises(ValueError, match=r"make it after shard\(\) or prepare\(model\)"):
         own.prepare(model, early)
+    early = zero_ext.optim.AdamW((model := MLP(9)).parameters(), **mesh)
+    own.prepare(model, early)  # of all parameters
     model = own.prepare(MLP(9))
     late = own.prepare(zero_ext.optim.AdamW(model.layers[0].parameters()))
     mean_square(model, rank_data((3, 5), 0)).backward()

@@ -386,7 +386,7 @@ class TestOverflow:
         optimizer = zero_ext.optim.AdamW(model.layers[0].parameters(), loss_scaler=scaler)
         others = [p for layer in model.layers[1:] for p in layer.parameters()]
         other = zero_ext.optim.SGD(others, lr=LR)
-        bad = {1: [other], 2: [optimizer, other], 6: [optimizer], 8: [other]}
+        bad = {1: [other], 2: [optimizer, other], 6: [optimizer], 9: [other]}
         scales = []
         for step in range(12):
             scaler.scale(

@@ -107,8 +107,9 @@ class _Module(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":
-            found = [key for module in self._modules() for key in vars(module)]
-            return [key for key in found if not key.startswith("_")]
+            every = [(m.__name__, *named) for m in self._modules() for named in vars(m).items()]
+            own = [k for home, k, v in every if callable(v) and str(v.__module__).startswith(home)]
+            return [key for key in own if not key.startswith("_")]
         if name.startswith("__"):
             raise AttributeError(name)
         for module in self._modules():

@@ -5,14 +5,12 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from zero_ext.engine.registry import find_all
+from zero_ext.engine.registry import any_sharded
 from zero_ext.optim.groups import parameters_of
 
 
 def is_sharded(model: nn.Module | None) -> bool:
-    """Whether ``shard`` has sharded parts of ``model``, and not only an optimizer its own."""
-    entries = find_all(() if model is None else model.parameters())
-    return any(each is not None and each.handle.sharded_methods is not None for each in entries)
+    return model is not None and any_sharded(model.parameters())
 
 
 def optimizers_of(

@@ -21,7 +21,7 @@ from zero_ext.deepspeed.casting import cast
 from zero_ext.deepspeed.config import Config
 from zero_ext.deepspeed.initialization import arguments_of_ours
 from zero_ext.engine.checks import stays_whole
-from zero_ext.engine.registry import any_sharded, find
+from zero_ext.engine.registry import any_sharded, find, find_all
 from zero_ext.integrations import deepspeed_file, is_sharded, optimizers_of, stock_files
 from zero_ext.module.forward_methods import register_forward_method
 from zero_ext.module.sharding import shard
@@ -149,7 +149,9 @@ class Accelerator(accelerate.Accelerator):
         # The model may have been prepared for an evaluation.
         model._is_accelerate_prepared = False
         self._models = [each for each in self._models if each is not model]
-        if not is_sharded(model):
+        entries = find_all(model.parameters())
+        by_shard = any(each and each.handle.sharded_methods is not None for each in entries)
+        if None in entries and not by_shard:  # raises where an optimizer has sharded a part
             placed = self.device_placement if device_placement is None else device_placement
             if placed and not any(p.is_meta for p in model.parameters()):
                 model.to(self.device)

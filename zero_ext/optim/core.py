@@ -24,6 +24,7 @@ from zero_ext.optim.groups import (
     settings_of,
 )
 from zero_ext.optim.owners import Owners
+from zero_ext.optim.scaler import scaler_of
 from zero_ext.optim.states import SavedState, ShownStates, States
 from zero_ext.optim.verdicts import SkippedSteps, StepSettings
 
@@ -196,7 +197,8 @@ class Core:
     @property
     def knows_of_skipped_steps(self) -> bool:
         """Whether the host knows about a step that was skipped, without waiting for a device."""
-        dynamic = self.loss_scaler is not None and self.loss_scaler.dynamic
+        scaler = scaler_of(self.handle)
+        dynamic = scaler is not None and scaler.dynamic
         return self.handle.knows_on_host or self.in_python or self.nonfinite == "raise" or dynamic
 
     def report_skipped(self, *, wait: bool) -> None:
@@ -239,9 +241,8 @@ class Core:
     def end_step(self, verdict: _C.StepVerdict) -> None:
         if not self.knows_of_skipped_steps:
             self.skipped.add(verdict)
-        scaled_by = self.handle.scaled_by and self.handle.scaled_by()
-        if scaled_by is not None:
-            scaled_by.loss_scaler.note_step(verdict, own=self.loss_scaler is not None)
+        if (scaler := scaler_of(self.handle)) is not None:
+            scaler.note_step(verdict, own=scaler is self.loss_scaler)
 
     def _of_step(self, divide_by: float | None) -> dict[str, Any]:
         """Further values that ranks compare, by the text that an error shows."""

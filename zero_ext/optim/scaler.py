@@ -1,5 +1,6 @@
 """``LossScaler``: keeps fp16 gradients within what fp16 can hold."""
 
+import copy
 import math
 import weakref
 from dataclasses import asdict, dataclass, fields
@@ -99,7 +100,8 @@ class LossScaler:
         self._optimizer: weakref.ref | None = None
         self._losses_scaled = 0  # since the last step
         self._backwards_seen = 0  # by the last step
-        self._overflowed_after = -1  # so many backwards
+        self._noted_after = -1  # so many backwards: whether a step then has overflowed
+        self._overflowed = False
         self._state = _State(
             mode,
             init_scale,
@@ -151,27 +153,37 @@ class LossScaler:
         )
 
     def note_step(self, verdict: _C.StepVerdict, *, own: bool) -> None:
-        """After a step of an optimizer of the module. An overflow counts once after a backward."""
+        """After a step of an optimizer of the module. An overflow counts once after a backward, in
+        place of a good step."""
         if own:
             self._losses_scaled = 0
             self._backwards_seen = verdict.backwards
-        state, scale = self._state, self._state.scale
-        if not self.dynamic or verdict.backwards == self._overflowed_after:
+        if not self.dynamic:
             return
-        if verdict.nonfinite:
-            self._overflowed_after = verdict.backwards
-            state.good_steps = 0
-            state.overflows_left = max(state.overflows_left - 1, 0)
-            if state.overflows_left == 0:
-                state.scale = max(state.scale * state.backoff_factor, state.min_scale)
-        elif own:
-            state.good_steps += 1
-            if state.good_steps == state.growth_interval:
-                state.good_steps = 0
-                state.overflows_left = state.hysteresis
-                state.scale = min(state.scale * state.growth_factor, LARGEST_SCALE)
-        if state.scale != scale:
+        scale = self._state.scale
+        if verdict.backwards != self._noted_after:
+            self._noted_after, self._overflowed = verdict.backwards, False
+            self._before = copy.copy(self._state)
+        if verdict.nonfinite and not self._overflowed:
+            self._overflowed, self._state = True, copy.copy(self._before)
+            self._back_off(self._state)
+        elif own and not self._overflowed:
+            self._count_good_step(self._state)
+        if self._state.scale != scale:
             self._set_in_engine()
+
+    def _back_off(self, state: _State) -> None:
+        state.good_steps = 0
+        state.overflows_left = max(state.overflows_left - 1, 0)
+        if state.overflows_left == 0:
+            state.scale = max(state.scale * state.backoff_factor, state.min_scale)
+
+    def _count_good_step(self, state: _State) -> None:
+        state.good_steps += 1
+        if state.good_steps == state.growth_interval:
+            state.good_steps = 0
+            state.overflows_left = state.hysteresis
+            state.scale = min(state.scale * state.growth_factor, LARGEST_SCALE)
 
     @property
     def expects_overflow(self) -> bool:
@@ -203,6 +215,12 @@ class LossScaler:
     def __repr__(self) -> str:
         mode, *others = self.state_dict().items()
         return f"LossScaler({mode[1]!r}, {', '.join(f'{n}={v!r}' for n, v in others)})"
+
+
+def scaler_of(handle: Handle) -> LossScaler | None:
+    """That of the one optimizer of a module that has one."""
+    optimizer = handle.scaled_by and handle.scaled_by()
+    return None if optimizer is None else optimizer.loss_scaler
 
 
 def attach(scaler: LossScaler | None, handle: Handle, optimizer: torch.optim.Optimizer) -> None:
@@ -237,6 +255,7 @@ def attach(scaler: LossScaler | None, handle: Handle, optimizer: torch.optim.Opt
     )
     scaler._optimizer = handle.scaled_by = weakref.ref(optimizer)
     scaler._backwards_seen = handle.engine.backwards
+    scaler._noted_after = -1
     scaler._set_in_engine()
 
 

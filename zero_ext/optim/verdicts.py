@@ -136,10 +136,9 @@ class StepSettings:
         self._appeared.clear()
 
     def values(self, groups: Sequence[Group], of_step: dict[str, Any]) -> list[Any]:
-        """Numbers, strings, or tuples of numbers, that must be equal on all ranks."""
-        settings = [group.get(name) for group in groups for name in self._names]
-        every = (*of_step.values(), *settings)
-        return [value if isinstance(value, str) else _number_of(value) for value in every]
+        """Numbers, tuples of them, or strings of a step, that must be equal on all ranks."""
+        keywords = [v if isinstance(v, str) else _number_of(v) for v in of_step.values()]
+        return keywords + [_number_of(group.get(name)) for group in groups for name in self._names]
 
     def hash(self, groups: Sequence[Group], of_step: dict[str, Any]) -> int:
         """Equal on ranks where all settings are equal. The engine adds its divide factor.
@@ -147,8 +146,9 @@ class StepSettings:
         if self._handle.groups.world == 1 and self._handle.across_meshes is None:
             return 0
         digest = hashlib.sha256("\n".join(self.new_states).encode()).digest()
-        numbers = map(_number_of, self.values(groups, of_step))
-        return hash((*numbers, int.from_bytes(digest[:8])))
+        values = self.values(groups, of_step)
+        numbers = (tuple(map(ord, v)) if isinstance(v, str) else v for v in values)
+        return hash((*numbers, int.from_bytes(digest[:8], "little")))
 
     def check_same(self, groups: Sequence[Group], of_step: dict[str, Any]) -> None:
         """Raise for the first setting or state that differs. Collective."""
@@ -179,7 +179,7 @@ def _number_of(setting: Any) -> Any:
         return tuple(map(_number_of, setting))
     if isinstance(setting, Tensor) and setting.device.type == "cpu" and setting.numel() == 1:
         return _number_of(setting.item())  # one on a device would have to be waited for
-    return tuple(setting.encode()) if isinstance(setting, str) else 0
+    return 0
 
 
 @torch.no_grad()

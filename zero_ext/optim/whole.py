@@ -349,9 +349,10 @@ class _Run:
 
 
 def _loaded(values: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Copies for an owner. Counts stay on the host."""
-    tensors = {k: v.detach() for k, v in values.items() if isinstance(v, Tensor) and k != "step"}
-    return copy.deepcopy(values | {name: value.to(device) for name, value in tensors.items()})
+    """Copies for an owner, each with memory of its own. Counts stay on the host."""
+    own = {k: v.detach() for k, v in values.items() if isinstance(v, Tensor) and k != "step"}
+    copies = {name: value.to(device, copy=True) for name, value in own.items()}
+    return {k: copies[k] if k in copies else copy.deepcopy(v) for k, v in values.items()}
 
 
 def _copied(value: Any) -> Any:

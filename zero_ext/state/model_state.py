@@ -87,7 +87,7 @@ class ModelState(NamedTuple):
                 write_held(self.tensors[name], value)
         if others:
             model.load_state_dict(others, strict=False)
-        for name in objects.keys() - others.keys():
+        for name in [name for name in objects if is_extra_state(name)]:  # in torch's order
             _set_extra_state(model, name, objects[name])
 
 
