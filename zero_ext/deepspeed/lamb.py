@@ -69,9 +69,6 @@ class Lamb(ParameterOptimizer):
         parameter.sub_(update.mul_(ratio * size))
 
 
-FusedLamb = Lamb  # DeepSpeed's name
-
-
 def _check(group: dict) -> None:
     check_not_negative(group, ("lr", "eps", "weight_decay", "min_coeff"))
     if not all(0 <= beta < 1 for beta in group["betas"]):

@@ -4,10 +4,8 @@
 import of what is not here raises an ``ImportError`` that says what to use.
 """
 
-import functools
 import importlib
 import sys
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -19,15 +17,11 @@ _ELSEWHERE = {
     "comm": ("environment", _TORCH),
     "comm.comm": ("environment", _TORCH),
     "ops.adagrad": ("helpers",),
-    "ops.adam": ("adam",),
-    "ops.lamb": ("lamb",),
-    "ops.lion": ("optimizers",),
     "runtime.activation_checkpointing": ("",),
     "runtime.activation_checkpointing.checkpointing": ("checkpointing",),
     "runtime.compiler": ("helpers",),
     "runtime.dataloader": ("helpers",),
     "runtime.engine": ("",),
-    "runtime.lr_schedules": ("schedules",),
     "runtime.utils": ("helpers", "torch.nn.utils"),
     "runtime.zero": ("zero",),
     "runtime.zero.config": ("helpers",),
@@ -100,19 +94,12 @@ class _Module(ModuleType):
         super().__init__(f"{_PACKAGE}.{path}", f"``deepspeed.{path}``, as scripts import from it.")
         self._path, self._others = path, others
 
-    def _modules(self) -> Iterator[ModuleType]:
-        for other in self._others:
-            full = other if other.startswith("torch.") else f"{_PACKAGE}.{other}".rstrip(".")
-            yield importlib.import_module(full)
-
     def __getattr__(self, name: str) -> Any:
-        if name == "__all__":
-            every = [(m.__name__, *named) for m in self._modules() for named in vars(m).items()]
-            own = [k for home, k, v in every if callable(v) and str(v.__module__).startswith(home)]
-            return [key for key in own if not key.startswith("_")]
         if name.startswith("__"):
             raise AttributeError(name)
-        for module in self._modules():
+        for other in self._others:
+            full = other if other.startswith("torch.") else f"{_PACKAGE}.{other}".rstrip(".")
+            module = importlib.import_module(full)
             if name in vars(module) or name in getattr(module, "__all__", ()):
                 return getattr(module, name)
         try:
@@ -142,9 +129,6 @@ def child(package: str, name: str) -> ModuleType:
 
 def register() -> None:
     """Python finds a module in ``sys.modules`` before it looks for a file."""
-    for path in ("ops", "runtime"):  # have modules alone
-        package = sys.modules[f"{_PACKAGE}.{path}"] = ModuleType(f"{_PACKAGE}.{path}")
-        package.__getattr__ = functools.partial(child, package.__name__)
     absent = (path for path in (*_ABSENT, *_BELOW) if path not in _NO_MODULES)
     for path, others in (dict.fromkeys(absent, ()) | _ELSEWHERE).items():
         sys.modules[f"{_PACKAGE}.{path}"] = _Module(path, others)

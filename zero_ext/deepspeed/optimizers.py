@@ -42,8 +42,6 @@ class Lion(ParameterOptimizer):
         average.lerp_(gradient, 1 - second)
 
 
-FusedLion = DeepSpeedCPULion = Lion  # DeepSpeed's names
-
 _PARAMS = "optimizer.params"
 _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam")
 _LIONS = ("lion", "fusedlion", "deepspeedcpulion")

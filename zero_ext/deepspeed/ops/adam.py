@@ -1,4 +1,4 @@
-"""Adam by the names and arguments of ``deepspeed.ops.adam``, to be passed as ``optimizer=``.
+"""``deepspeed.ops.adam``: Adam by DeepSpeed's names and arguments, to be passed as ``optimizer=``.
 
 They are torch's until ``initialize`` shards them. Where states live is up to the configuration.
 """
