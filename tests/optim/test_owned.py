@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from harness import assert_bits, mean_square, rank_data
+from harness import ONE_UNIT_EACH, assert_bits, mean_square, rank_data
 from matrices import Matrices, One, OneProcess, assert_same_parameters, straddling, train
 from own_optimizers import EachByItself
 from torch import nn
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 import zero_ext
+from zero_ext import checkpoint
 from zero_ext.engine.registry import find
 from zero_ext.optim.whole import Whole
 
@@ -397,3 +398,32 @@ def test_whole_states_are_read_in_state_dicts():
     train(model, optimizer, 0, range(1))
     with pytest.raises(ValueError, match="lie whole at their parameters' owners"):
         zero_ext.full_state(optimizer, model.last, "m")
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_states_are_loaded_where_ranks_order_groups_otherwise(mesh, rank, shared_path, stage):
+    def made():
+        torch.manual_seed(0)
+        model = nn.ModuleList(nn.Linear(7, 7, bias=False) for _ in range(5))
+        zero_ext.shard(model, stage, mesh=mesh, units=nn.Linear, bucket_mb=ONE_UNIT_EACH)
+        parameters = [*model.parameters()]
+        order = parameters if rank == 0 else parameters[::-1]
+        return model, zero_ext.optim.wrap(Lamb, order, lr=0.1)
+
+    def train(model, optimizer, step):
+        for layer in model:
+            mean_square(layer, rank_data((3, 7), rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = made()
+    train(model, optimizer, 0)
+    checkpoint.save(shared_path / "saved", model, optimizer)
+    again = made()
+    checkpoint.load(shared_path / "saved", *again)
+    for each in ((model, optimizer), again):
+        train(*each, 1)
+    for mine, theirs in zip(again[0].parameters(), model.parameters(), strict=True):
+        assert_bits(zero_ext.full_tensor(mine), zero_ext.full_tensor(theirs))

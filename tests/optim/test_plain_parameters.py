@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import zero_ext
+from zero_ext.engine.registry import find
 
 STEPS = 3
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -239,3 +240,24 @@ def test_unwrapped_with_the_module(team):
     plain = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.5)
     train(lambda step: loss(model(rank_data((4, 5), 0, step))), plain)
     assert not torch.equal(loss.proxies, before)
+
+
+@pytest.mark.dist
+@pytest.mark.world(min=2)
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a module"])
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Adafactor])
+def test_an_order_that_differs_between_ranks_is_rejected(mesh, rank, kind, beside):
+    torch.manual_seed(0)
+    model = zero_ext.shard(nn.Linear(7, 7), 2, mesh=mesh)
+    plain = [nn.Parameter(torch.randn(7, 7)) for _ in range(5)]
+    first = [*model.parameters()] if beside else []
+    group = {} if beside else {"process_group": mesh.get_group()}
+    mixed = [*first, *plain[:1], *(plain[:0:-1] if rank == 1 else plain[1:])]
+    with pytest.raises(ValueError, match="list the same parameters in different orders"):
+        zero_ext.optim.wrap(kind, mixed, lr=0.1, **group)
+    assert all(find(p) is None for p in plain)
+    optimizer = zero_ext.optim.wrap(kind, [*first, *plain], lr=0.1, **group)
+    before = [p.detach().clone() for p in plain]
+    sum(((p * (1 + rank)).square().sum() for p in plain), model(torch.ones(7)).sum()).backward()
+    optimizer.step()
+    assert not any(map(torch.equal, plain, before))

@@ -1,5 +1,6 @@
 """Checks of parameters and buffers before they are sharded. A check that raises changes nothing."""
 
+import hashlib
 import itertools
 import math
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from zero_ext._torch import FLATTENED, is_traceable_wrapper_subclass, spec_of, w
 from zero_ext.engine.low_precision import check_class
 from zero_ext.engine.registry import Handle, RegistryEntry, find, find_all, living
 from zero_ext.engine.units import Tree
+from zero_ext.ranks.agreement import of_all_ranks
 from zero_ext.ranks.groups import Groups
 from zero_ext.tensor.meshes import cutting_groups, is_cut_over, local_of, locals_of
 from zero_ext.tensor.wrapped import has_gather_hooks
@@ -184,6 +186,22 @@ def _check_expert(where: str, groups: Groups, parameter: DTensor, both: set[int]
             f"{where} with placements {parameter.placements}, which does not cut it over "
             f"expert_mesh={cut}. Make what all of its ranks share a plain parameter: its gradient "
             "is averaged over them."
+        )
+
+
+def check_order(groups: Groups, named: Named) -> None:
+    """Raise if ranks list equal parameters, which only their places tell apart, in other orders:
+    by the first values of each. Collective."""
+    plain = [p.detach() for _, p in named if type(p) in (Tensor, nn.Parameter) and p.numel()]
+    firsts = [p[(0,) * (p.dim() - 1)].flatten()[:8].tolist() for p in plain]
+    texts = repr(firsts), repr(sorted(map(repr, firsts)))
+    own = [hashlib.sha256(text.encode()).digest() for text in texts]
+    found = of_all_ranks(own, groups, "comparing parameters") if groups.world > 1 else [own]
+    if len({ordered for ordered, _ in found}) > len({values for _, values in found}):
+        raise ValueError(
+            f"{groups.where}the ranks list the same parameters in different orders, and parameters "
+            "without names are told apart by their places. Pass a list in the order of "
+            "model.parameters(): a set has another one on each rank."
         )
 
 

@@ -164,6 +164,7 @@ class Handle:
         checks.check_parameters(self.groups, parameters)
         described = checks.describe(*parameters)
         check_same_on_all_ranks(self.groups, described, "the added parameters", _SAME_MODELS)
+        checks.check_order(self.groups, parameters)
         indices = self._register(parameters)
         self.dtypes += [None] * len(indices)  # their modules keep computing in their own
         self.make_units_by_size([i for i in indices if self.parameters[i].requires_grad])

@@ -153,8 +153,7 @@ class LossScaler:
         )
 
     def note_step(self, verdict: _C.StepVerdict, *, own: bool) -> None:
-        """After a step of an optimizer of the module. An overflow counts once after a backward, in
-        place of a good step."""
+        """After a step of an optimizer of the module: an overflow counts once after a backward."""
         if own:
             self._losses_scaled = 0
             self._backwards_seen = verdict.backwards

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zero_ext import _C, _torch
-from zero_ext.engine.checks import check_number, is_ignored
+from zero_ext.engine.checks import check_number, check_order, is_ignored
 from zero_ext.engine.clipping import checked_norm, clip_by_norm, serving_backwards
 from zero_ext.engine.handle import Handle
 from zero_ext.engine.options import ShardingOptions, check_policy
@@ -352,7 +352,9 @@ def shard_states(
             offload_policy=own_policy,
         )
         resolved = resolve(sharding.process_group, None, [p for _, p in named])
-        handle = Handle(resolved, plan_parameters(resolved, named, options, whole))
+        plan = plan_parameters(resolved, named, options, whole)
+        check_order(resolved, named)
+        handle = Handle(resolved, plan)
     core = Core(handle, optimizer.defaults, sharding)
     groups.replace_named(core.shown, groups.named_in(optimizer.state))
     optimizer.zero_core, optimizer.state = core, core.shown

@@ -18,6 +18,7 @@ import functools
 import pickle
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -190,12 +191,10 @@ class Whole(OwnStates):
     def checked_write(self, saved: Sequence[SavedState]) -> Writer:
         self._check_there()
         loaded = {}
-        for each in saved:
+        for each in sorted(saved, key=attrgetter("i")):  # ranks may have other orders of groups
             # Values of the parameter's shape may be sharded: all ranks take part.
-            values = {
-                name: value.full_tensor() if hasattr(value, "full_tensor") else value
-                for name, value in each.values.items()
-            }
+            cut = {k: v for k, v in each.values.items() if hasattr(v, "full_tensor")}
+            values = {**each.values, **{k: cut[k].full_tensor() for k in sorted(cut, key=str)}}
             if values and self._owners.owns(each.i):
                 loaded[each.parameter] = _loaded(values, self.of[each.i].nothing.device)
 
