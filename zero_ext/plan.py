@@ -142,8 +142,9 @@ def build(model: str) -> nn.Module:
         )
     with torch.device("meta"):
         module = function()
-    if not isinstance(module, nn.Module):
-        raise ValueError(f"zero_ext: '{model}' made a {type(module).__name__}, not a module.")
+    if not isinstance(module, nn.Module) or not [*module.parameters()]:
+        kind = type(module).__name__
+        raise ValueError(f"zero_ext: '{model}' made a {kind}, not a module with parameters.")
     return module
 
 

@@ -221,6 +221,7 @@ def test_bytes_between_hosts_are_those_of_the_pairs_of_ranks(stage, world, shard
         ("torch", "'torch' names no function"),
         ("torch:no_such_name", "names no function"),
         ("torch:get_num_threads", "made a int, not a module"),
+        ("torch.nn:ReLU", "made a ReLU, not a module with parameters"),
     ],
 )
 def test_mistakes_in_the_model_are_named(model, message, capsys):

@@ -190,18 +190,19 @@ def _check_expert(where: str, groups: Groups, parameter: DTensor, both: set[int]
 
 
 def check_order(groups: Groups, named: Named) -> None:
-    """Raise if ranks list equal parameters, which only their places tell apart, in other orders:
-    by the first values of each. Collective."""
+    """Raise if ranks list equal parameters, by the first value of each, in other orders: only their
+    places tell them apart. Collective."""
+    if groups.world == 1:
+        return
     plain = [p.detach() for _, p in named if type(p) in (Tensor, nn.Parameter) and p.numel()]
-    firsts = [p[(0,) * (p.dim() - 1)].flatten()[:8].tolist() for p in plain]
-    texts = repr(firsts), repr(sorted(map(repr, firsts)))
+    firsts = [p[(0,) * p.dim()].item() for p in plain]
+    texts = repr(firsts), repr(sorted(firsts, key=repr))
     own = [hashlib.sha256(text.encode()).digest() for text in texts]
-    found = of_all_ranks(own, groups, "comparing parameters") if groups.world > 1 else [own]
+    found = of_all_ranks(own, groups, "comparing parameters")
     if len({ordered for ordered, _ in found}) > len({values for _, values in found}):
         raise ValueError(
-            f"{groups.where}the ranks list the same parameters in different orders, and parameters "
-            "without names are told apart by their places. Pass a list in the order of "
-            "model.parameters(): a set has another one on each rank."
+            f"{groups.where}ranks list the same parameters in different orders, and only places "
+            "tell them apart. Pass a list in the order of model.parameters(), which no set has."
         )
 
 
