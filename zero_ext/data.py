@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from zero_ext.engine.checks import check_count, check_module
 from zero_ext.engine.handle import Handle
-from zero_ext.ranks.groups import Groups, rank_and_world
+from zero_ext.ranks.groups import rank_and_world
 from zero_ext.replay import Replay
 from zero_ext.state.model_state import handles_of, refuse_meshes
 
@@ -196,9 +196,7 @@ class GlobalBatches(Sampler[list[int]]):
                     "the loop calls for its loss."
                 )
             refuse_meshes(model, "replay_every")
-            from_rank_0 = any(handle.options.broadcast_buffers for handle in handles)
-            groups = handles[0].groups
-            replays = _Replays(self, replay_every, loss_of, loader, model, groups, from_rank_0)
+            replays = _Replays(self, replay_every, loss_of, loader, model, handles)
         return self._steps(loader, handles, replays)
 
     def _check(self, handles: Sequence[Handle], model: nn.Module) -> None:
@@ -339,15 +337,15 @@ class _Replays(NamedTuple):
     loss_of: Callable[[Any], Tensor]
     loader: Any
     model: nn.Module
-    groups: Groups
-    from_rank_0: bool
+    handles: Sequence[Handle]
 
     def of_step(self, epoch: int, step: int, number: int) -> Replay | None:
         """The replay of a step, if it is due and several ranks have equally many micro-batches.
 
         Else a rank would wait here for ranks that still need it in their backwards.
         """
-        rank, world = self.owner.rank, self.groups.world
+        groups = self.handles[0].groups
+        rank, world = self.owner.rank, groups.world
         most, least = (len(self.owner.numbers(step, r)) for r in (0, world - 1))
         if number % self.every or world == 1 or most != least or not most:
             return None
@@ -359,7 +357,7 @@ class _Replays(NamedTuple):
             loader = DataLoader(
                 self.loader.dataset, batch_sampler=[indices], collate_fn=self.loader.collate_fn
             )
-            seeds = (self.owner.seed, number, k, self.groups.device)
+            seeds = (self.owner.seed, number, k, groups.device)
             with seeded(*seeds):
                 batches = iter(loader)  # draws a seed for workers
             with seeded(*seeds):
@@ -367,7 +365,8 @@ class _Replays(NamedTuple):
 
         each = (self.owner.numbers(step, r) for r in (rank, (rank - 1) % world))
         own, other = (numbers[turn % len(numbers)] for numbers in each)
-        return Replay(self.loss_of, batch_of, self.model, self.groups, own, other, self.from_rank_0)
+        from_rank_0 = any(handle.options.broadcast_buffers for handle in self.handles)
+        return Replay(self.loss_of, batch_of, self.model, groups, own, other, from_rank_0)
 
 
 @contextlib.contextmanager

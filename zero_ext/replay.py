@@ -143,8 +143,10 @@ def _with_buffers(model: nn.Module, buffers: _Buffers) -> Iterator[None]:
 
 def _put(tables: _Buffers, buffers: _Buffers) -> None:
     for name, table in tables.items():
-        table.clear()
-        table.update(buffers[name])
+        for key in [key for key in table.keys() if key not in buffers[name]]:  # noqa: SIM118
+            del table[key]
+        for key, value in buffers[name].items():  # a scripted module's table has no update()
+            table[key] = value
 
 
 def _sums_of(name: str, gradient: Tensor) -> tuple[int, int]:

@@ -68,6 +68,7 @@ class Running(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
+        self.norm = torch.jit.script(torch.nn.BatchNorm1d(7))
         self.first = torch.nn.Linear(7, 3)
         self.register_buffer("forwards", torch.zeros(()))
         self.register_buffer("mean", torch.zeros(7))
@@ -79,7 +80,7 @@ class Running(torch.nn.Module):
         seen = [] if self.seen is None else [self.seen]
         self.seen = torch.cat([*seen, x[:, 0]])
         self.mean[0] = self.seen.mean()
-        return self.first(x - self.mean)
+        return self.first(self.norm(x) - self.mean)
 
 
 class Augmented(torch.utils.data.Dataset):
@@ -124,7 +125,8 @@ def test_a_replay_begins_as_the_micro_batch_and_leaves_no_trace(mesh, rank, worl
             optimizer.zero_grad()
         assert_bits(model.forwards, torch.tensor(4.0))
         parameters = [zero_ext.full_tensor(p) for p in model.parameters()]
-        return [*parameters, model.mean, model.seen, torch.rand(3)]
+        buffers = [model.mean, model.seen, model.norm.running_mean]
+        return [*parameters, *buffers, torch.rand(3)]
 
     torch.manual_seed(1)
     expected = train()
