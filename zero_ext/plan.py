@@ -108,10 +108,10 @@ def _gathers_of_units(plan: Plan, units: Sequence[PlannedUnit]) -> dict[int, int
     """How often a forward and a backward of stage 3 gather each unit, by its id."""
     trained = [i for unit in units if unit.plan.trainable for i in unit.plan.members]
     first_trained = min(trained, default=-1)
-    reached = {unit.block for unit in units if max(unit.plan.members) >= first_trained}
+    reached = {unit.plan.block for unit in units if max(unit.plan.members) >= first_trained}
     # The last units of the forward are kept for the backward. It ends before frozen units.
     kept = {k for k, block in enumerate(plan.blocks) if k == 0 or block.root}
-    return {id(unit): 2 if unit.block in reached - kept else 1 for unit in units}
+    return {id(unit): 2 if unit.plan.block in reached - kept else 1 for unit in units}
 
 
 def largest_unit(plan: Plan, world_size: int, shards: int) -> tuple[str, int]:

@@ -209,7 +209,7 @@ def planned_units(
         sizes = [numels[i] for i in unit.members]
         alignment = _ALIGNMENT_BYTES // unit.dtype.itemsize
         layout = _C.Layout(sizes, ranges=ranges, alignment=alignment)
-        return PlannedUnit(unit, unit.block, layout, options, world_size, on_device, direct)
+        return PlannedUnit(unit, layout, options, world_size, on_device, direct)
 
     return [unit_of(unit) for unit in plan.units]
 
@@ -226,14 +226,10 @@ def _device_of(module: nn.Module, device: torch.device | str | None) -> torch.de
 
 
 class PlannedUnit(NamedTuple):
-    """The facts that give one unit's memory.
-
-    ``block``: see ``UnitPlan``. ``options``: on the unit's device. ``direct``: the other ranks read
-    it in place.
-    """
+    """The facts that give one unit's memory. ``options``: on the unit's device. ``direct``: the
+    other ranks read it in place."""
 
     plan: UnitPlan
-    block: int | None
     layout: _C.Layout
     options: ShardingOptions
     world: int
@@ -351,7 +347,7 @@ def _gathered_bytes(blocks: Sequence[Block], units: Iterable[PlannedUnit], ahead
     sizes = [0] * len(blocks)
     for unit in units:
         if unit.home != "full":
-            sizes[unit.block] += unit.full_bytes
+            sizes[unit.plan.block] += unit.full_bytes
     inside = [{id(m) for module in block.modules for m in module.modules()} for block in blocks]
     held = [
         sum(

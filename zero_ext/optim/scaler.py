@@ -52,6 +52,19 @@ class _State:
                 value = getattr(self, problem.split()[0])
                 raise ValueError(f"zero_ext: LossScaler: {problem}, not {value!r}.")
 
+    def back_off(self) -> None:
+        self.good_steps = 0
+        self.overflows_left = max(self.overflows_left - 1, 0)
+        if self.overflows_left == 0:
+            self.scale = max(self.scale * self.backoff_factor, self.min_scale)
+
+    def count_good_step(self) -> None:
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.good_steps = 0
+            self.overflows_left = self.hysteresis
+            self.scale = min(self.scale * self.growth_factor, LARGEST_SCALE)
+
 
 def _is_count(value, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
@@ -165,24 +178,11 @@ class LossScaler:
             self._before = copy.copy(self._state)
         if verdict.nonfinite and not self._overflowed:
             self._overflowed, self._state = True, copy.copy(self._before)
-            self._back_off(self._state)
+            self._state.back_off()
         elif own and not self._overflowed:
-            self._count_good_step(self._state)
+            self._state.count_good_step()
         if self._state.scale != scale:
             self._set_in_engine()
-
-    def _back_off(self, state: _State) -> None:
-        state.good_steps = 0
-        state.overflows_left = max(state.overflows_left - 1, 0)
-        if state.overflows_left == 0:
-            state.scale = max(state.scale * state.backoff_factor, state.min_scale)
-
-    def _count_good_step(self, state: _State) -> None:
-        state.good_steps += 1
-        if state.good_steps == state.growth_interval:
-            state.good_steps = 0
-            state.overflows_left = state.hysteresis
-            state.scale = min(state.scale * state.growth_factor, LARGEST_SCALE)
 
     @property
     def expects_overflow(self) -> bool:
